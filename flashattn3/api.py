@@ -1,0 +1,376 @@
+"""The public functions. Names, order and defaults follow the FlashAttention-3 interface."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .backends import BACKENDS
+from .device import describe_device
+from .errors import type_error, value_error
+from .plan import decline_reason
+from .problem import Options, Tensors, function_name, refuse
+
+_named_backend: ContextVar[str | None] = ContextVar(
+    "flashattn3_backend", default=os.environ.get("FLASHATTN3_BACKEND") or None
+)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, softmax(softmax_scale * q @ k.T) @ v, without ever storing the scores.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16 or bfloat16; float32 and float64 run on the
+            reference backend. Any strides; if the last one is not 1 the tensor is copied.
+        k: (batch, seqlen_k, num_heads_kv, head_dim). num_heads_q must be a multiple of num_heads_kv:
+            query head i reads key-value head i // (num_heads_q // num_heads_kv).
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
+        softmax_scale: any finite factor; None stands for head_dim ** -0.5.
+        causal: query i sees the keys up to i + seqlen_k - seqlen_q (aligned to the bottom right).
+        window_size: (left, right) keys visible on each side of that diagonal, inclusive; -1 is open.
+            With causal the right side is 0.
+        softcap: if positive, scores become softcap * tanh(score / softcap) before the mask.
+        num_splits: parts in which the keys are worked off and then merged, exactly; 1 is one pass,
+            <= 0 lets the planner choose.
+        pack_gqa: True asks for the packed layout of grouped queries; None and False do not.
+        deterministic: gradients are bitwise the same in every run.
+        sm_margin: streaming multiprocessors to leave free.
+        return_attn_probs: FlashAttention-3's name for return_lse.
+        return_lse: also return the log-sum-exp of every row.
+        backend: name of the only backend that may run this call; None dispatches by the device.
+        qv, q_descale, k_descale, v_descale, attention_chunk: not supported yet, an error if given.
+
+    Returns:
+        out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype; with return_lse also lse
+        (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that sees no key has out 0,
+        lse -inf and gradient 0. Both are differentiable with respect to q, k and v.
+
+    Raises:
+        TypeError, ValueError: an argument is illegal.
+        UnsupportedError: the call is legal, but no backend (or not the named one) takes it.
+
+    Source: Dao et al., FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv 2407.08608).
+    """
+    options = _options(
+        "flash_attn_func",
+        softmax_scale=softmax_scale,
+        causal=causal,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        backend=backend,
+    )
+    out, lse = ops.attention(Tensors(q, k, v), options)
+    return (out, lse) if return_lse or return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over sequences of different lengths, packed one after another.
+
+    Args:
+        q: (total_q, num_heads_q, head_dim).
+        k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device, from 0, non-decreasing: sequence i
+            holds the rows cu_seqlens[i] up to cu_seqlens[i + 1].
+        max_seqlen_q, max_seqlen_k: at least the longest sequence, an int or a 0-d integer tensor. One
+            that lies on a GPU is not read, which would wait for the device: the number of rows stands
+            in, at the price of a larger grid.
+        seqused_q, seqused_k: int32 (batch,), rows of each sequence that count, from its beginning.
+        All other arguments are those of ``flash_attn_func``.
+
+    Returns:
+        out (total_q, num_heads_q, head_dim_v); with return_lse also lse (num_heads_q, total_q), float32.
+        Rows outside the sequences have out 0, lse -inf and gradient 0.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as ``flash_attn_func``. The values of cu_seqlens and
+        seqused are checked only in a process started with FLASHATTN3_CHECK=1, because that reads them
+        on the host; without it wrong values give wrong numbers but are never used to read or write
+        outside the tensors.
+    """
+    options = _options(
+        "flash_attn_varlen_func",
+        softmax_scale=softmax_scale,
+        causal=causal,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        backend=backend,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    out, lse = ops.attention(tensors, options, varlen=True)
+    return (out, lse) if return_lse or return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flash_attn_func`` for queries, keys and values in one tensor; they are viewed, never copied.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * num_heads_kv,
+            head_dim) with num_heads_q given: query heads first, then keys, then values.
+        num_heads_q: query heads of the four-dimensional form; None for the five-dimensional one.
+        All other arguments, the result and the errors are those of ``flash_attn_func``.
+    """
+    q, k, v = _unpacked(qkv, num_heads_q)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        backend=backend,
+    )
+
+
+def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    function = "flash_attn_qkvpacked_func"
+    if not isinstance(qkv, Tensor):
+        raise type_error(function, "qkv", "a torch.Tensor", type(qkv).__name__)
+    if num_heads_q is None:
+        if qkv.ndim != 5 or qkv.shape[2] != 3:
+            wanted = "(batch, seqlen, 3, heads, head_dim) without num_heads_q"
+            raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
+        return qkv.unbind(dim=2)
+    if qkv.ndim != 4:
+        wanted = "(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with num_heads_q"
+        raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
+    rest = qkv.shape[2] - num_heads_q
+    if num_heads_q < 1 or rest < 2 or rest % 2:
+        wanted = f"at least 1 and leave an even number of qkv's {qkv.shape[2]} heads for k and v"
+        raise value_error(function, "num_heads_q", wanted, num_heads_q)
+    return qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
+
+
+def _options(
+    function: str,
+    *,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    backend=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+) -> Options:
+    """The arguments that are not tensors, refusing by name those that nothing supports yet."""
+    refuse(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(function, attention_chunk=attention_chunk)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise type_error(function, "window_size", "a pair (left, right)", repr(window_size))
+    return Options(
+        max_seqlen_q=_host_length(function, "max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=_host_length(function, "max_seqlen_k", max_seqlen_k),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window_size[0],
+        window_right=window_size[1],
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        backend=_named_backend.get() if backend is None else backend,
+    )
+
+
+def _host_length(function: str, name: str, length: int | Tensor | None) -> int | None:
+    if not isinstance(length, Tensor):
+        return length
+    if length.ndim != 0 or length.is_floating_point() or length.is_complex():
+        got = f"{tuple(length.shape)} {length.dtype}"
+        raise value_error(function, name, "an int or a 0-d integer tensor", got)
+    return None if length.is_cuda else int(length)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call would run. str() gives it as text.
+
+    declined: every other backend's name and why it does not run the call.
+    """
+
+    backend: str
+    device: str
+    config: dict[str, object]
+    grid: tuple[int, ...] | None
+    shared_memory_bytes: int | None
+    declined: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend} on {self.device}"]
+        lines += [f"  {name}: {value}" for name, value in self.config.items()]
+        lines += [f"not {name}: {reason}" for name, reason in self.declined.items()]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    **options: object,
+) -> Explanation:
+    """Say how a call with these arguments would run. Nothing is launched.
+
+    Args: those of ``flash_attn_func``; with cu_seqlens_q those of ``flash_attn_varlen_func``.
+    Raises: what the call would raise.
+    """
+    varlen = cu_seqlens_q is not None
+    for unused in ("return_lse", "return_attn_probs"):
+        options.pop(unused, None)
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    plan = ops.plan_of(tensors, _options(function_name(varlen), **options), varlen=varlen)
+    described = plan.config.describe()
+    declined = dict(plan.declined)
+    for backend in BACKENDS:
+        if backend.name != plan.backend.name and backend.name not in declined:
+            reason = decline_reason(backend, plan.problem, plan.device)
+            declined[backend.name] = reason or f"{plan.backend.name} comes first"
+    return Explanation(
+        backend=plan.backend.name,
+        device=plan.device.name,
+        config=described,
+        grid=described.get("grid"),
+        shared_memory_bytes=described.get("shared_memory_bytes"),
+        declined=declined,
+    )
+
+
+def available_backends(device: torch.device | str | None = None) -> list[str]:
+    """Names of the backends that can run on a device, in the order in which dispatch asks them.
+
+    device: None stands for the current GPU, or the CPU where there is none.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    info = describe_device(torch.device(device))
+    return [backend.name for backend in BACKENDS if backend.unavailable_reason(info) is None]
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the block, every call in this thread (or task) that names no backend runs on this one.
+
+    It never falls back: a call that the backend does not take raises UnsupportedError.
+    """
+    names = tuple(backend.name for backend in BACKENDS)
+    if name not in names:
+        raise value_error("use_backend", "name", f"one of {names}", repr(name))
+    token = _named_backend.set(name)
+    try:
+        yield
+    finally:
+        _named_backend.reset(token)

@@ -1,0 +1,43 @@
+"""What the planner and the operators ask of a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..device import DeviceInfo
+    from ..plan import Plan
+    from ..problem import Problem, Tensors
+
+
+class Config(Protocol):
+    """How a backend will run a problem: its tiles and the resources they take. Frozen and hashable."""
+
+    def describe(self) -> dict[str, object]:
+        """Named values for people: tile sizes, grid, shared memory."""
+
+
+class Backend(Protocol):
+    name: str
+
+    def unavailable_reason(self, device: DeviceInfo) -> str | None:
+        """Why this backend can run nothing on the device, or None."""
+
+    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+        """Why this backend does not take the problem on a device where it is available, or None."""
+
+    def configure(self, problem: Problem, device: DeviceInfo) -> Config:
+        """Choose the tiles. Pure: no GPU is touched. Called once per plan, which is cached."""
+
+    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """out in q's dtype and shape (with v's head dim); lse (batch, heads, seqlen_q) or (heads, total_q).
+
+        Both are new tensors. lse is float32, float64 for float64 inputs.
+        """
+
+    def backward(
+        self, plan: Plan, dout: Tensor, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv with the shapes and dtypes of q, k and v, contiguous. dlse None stands for zero."""

@@ -1,0 +1,152 @@
+"""``flashattn3 bench``: the options, and the loop over the cells."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from .contenders import BASELINES
+from .environment import header
+from .figure import draw
+from .host_suite import run_host
+from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
+from .report import Results, summary
+from .runner import Record, Settings, run_cell
+from .suites import DIRECTIONS, cells
+
+SUITES = ("grid", "shapes", "memory", "host")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROUND_MS = 15.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="check, then time flashattn3 against torch's attention",
+        description="Checks every result on the inputs it is timed on, then times flashattn3 and the "
+        "baselines in turn. Writes PATH/SUITE.jsonl and PATH/SUITE.png and prints a table. "
+        "Exit status 1 if a result of flashattn3 is wrong.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--suite", choices=(*SUITES, "all"), default="grid")
+    parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both")
+    parser.add_argument("--head-dim", type=_integers, help="only these, as in 64,128")
+    parser.add_argument("--seqlen", type=_integers, help="only these, as in 512,4096")
+    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--rounds", type=_at_least_two, default=5)
+    parser.add_argument(
+        "--baselines",
+        type=_baselines,
+        help=f"some of {','.join(BASELINES)}; fa2,cudnn,naive on a GPU, math,naive on a CPU",
+    )
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; a GPU if there is one")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"), metavar="PATH")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it works")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"integers separated by commas, got {text!r}") from None
+
+
+def _at_least_two(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"an integer of at least 2, got {text!r}")
+    return int(text)
+
+
+def _baselines(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in BASELINES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"some of {','.join(BASELINES)}, got {text!r}")
+    return names
+
+
+def run(args: argparse.Namespace) -> int:
+    error = args.parser.error
+    missing = [name for name in ("tqdm", "matplotlib") if not importlib.util.find_spec(name)]
+    if missing:
+        error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    device = choose_device(args.device, error)
+    if device.type == "cpu" and not args.quick:
+        error("the suites need a GPU; on a CPU only --quick")
+    if device.type == "cpu" and args.suite == "host":
+        error("the host suite needs a GPU: on a CPU the call returns when the work is done")
+    settings = _settings(args, device)
+    suites = SUITES if args.suite == "all" else (args.suite,)
+    if device.type == "cpu":
+        suites = tuple(suite for suite in suites if suite != "host")
+    about = header(device)
+    passed = [_run_suite(suite, args, settings, about) for suite in suites]
+    return 0 if all(passed) else 1
+
+
+def choose_device(name: str | None, error) -> torch.device:
+    """The named device, or a GPU if there is one. Calls error(message) for one that is not there."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        error(f"--device must be cuda, cuda:N or cpu, got {name!r}")
+    if device.type not in ("cuda", "cpu"):
+        error(f"--device must be cuda, cuda:N or cpu, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            error(f"--device {name}: torch sees {count} CUDA devices")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _settings(args: argparse.Namespace, device: torch.device) -> Settings:
+    on_gpu = device.type == "cuda"
+    baselines = args.baselines or (("fa2", "cudnn", "naive") if on_gpu else ("math", "naive"))
+    return Settings(
+        device=device,
+        dtype=DTYPES[args.dtype or ("bfloat16" if on_gpu else "float32")],
+        baselines=baselines,
+        rounds=args.rounds,
+        round_ms=1.0 if args.quick else ROUND_MS,
+    )
+
+
+def _run_suite(suite: str, args: argparse.Namespace, settings: Settings, about: Record) -> bool:
+    from tqdm import tqdm
+
+    work = _work(suite, args, settings)
+    if not work:
+        args.parser.error(f"--suite {suite}: no case has the asked head dims and lengths")
+    results = Results(args.output / f"{suite}.jsonl", about)
+    for step in tqdm(work, desc=suite, unit="cell"):
+        results.add(list(step()))
+    figure = args.output / f"{suite}.png"
+    draw(results.records, about, figure)
+    print(summary(results.records))
+    for record in results.failures:
+        where = " ".join(str(record[key]) for key in ("direction", "case", "contender"))
+        print(f"\nFAILED {where}: {record['reason']}")
+    print(f"\nwritten: {args.output / suite}.jsonl and {figure}\n")
+    return results.passed
+
+
+def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
+    """The steps of a suite; each is a function that gives the records of one cell."""
+    if suite == "host":
+        return [lambda: run_host(settings)]
+    if suite == "memory":
+        lengths = QUICK_SEQLENS if args.quick else SEQLENS
+        given_up: set[str] = set()
+        chosen = [n for n in lengths if args.seqlen is None or n in args.seqlen]
+        return [lambda n=n: run_length(n, settings, given_up) for n in chosen]
+    directions = DIRECTIONS if args.direction == "both" else (args.direction,)
+    chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
+    return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

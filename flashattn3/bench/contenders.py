@@ -1,0 +1,75 @@
+"""What is compared: flashattn3 and the attention that every PyTorch user already has.
+
+An attention here is a function (q, k, v, causal) -> out on (batch, seqlen, heads, head_dim) tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashattn3
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal)
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Softmax(q kᵀ) v as in the textbook: the (batch, heads, seqlen_q, seqlen_k) scores are stored."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+    if causal:
+        sq, sk = scores.shape[-2:]
+        hidden = torch.ones(sq, sk, dtype=torch.bool, device=q.device).triu_(sk - sq + 1)
+        scores = scores.masked_fill_(hidden, -math.inf)
+    return (scores.softmax(dim=-1) @ v).transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """torch's own attention on the same storage, with whichever of its backends is selected.
+
+    Its is_causal is aligned to the top left, so a causal problem must have as many queries as keys.
+    """
+    if causal and q.shape[1] != k.shape[1]:
+        raise RuntimeError(
+            "torch's is_causal is aligned to the top left: needs seqlen_q = seqlen_k"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+SDPA_BACKENDS = {
+    "fa2": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def _with_backend(backend: SDPBackend) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v, causal)
+
+    return attend
+
+
+OURS = "flashattn3"
+CONTENDERS: dict[str, Attention] = {
+    OURS: ours,
+    **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
+    "naive": naive,
+}
+BASELINES = tuple(name for name in CONTENDERS if name != OURS)

@@ -1,0 +1,82 @@
+"""The results as one picture per suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .report import value
+from .runner import OK, Record
+
+COLORS = {
+    "flashattn3": "tab:green",
+    "fa2": "tab:blue",
+    "cudnn": "tab:orange",
+    "math": "tab:purple",
+    "naive": "tab:red",
+}
+MAX_PANELS_PER_LINE = 6
+
+
+def draw(records: list[Record], header: Record, path: Path) -> None:
+    """Write a PNG: a panel of bars per row of the table; for the memory suite one of curves."""
+    # Imported here: slow to import, and Agg must be set before anything could open a window.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = list(dict.fromkeys(record["row"] for record in records))
+    per_line = min(len(rows), MAX_PANELS_PER_LINE)
+    lines = -(-len(rows) // per_line)
+    figure, grid = plt.subplots(
+        lines, per_line, figsize=(3.4 * per_line + 1.5, 2.8 * lines + 0.8), squeeze=False
+    )
+    panels = list(grid.flat)
+    for panel, row in zip(panels, rows, strict=False):
+        chosen = [record for record in records if record["row"] == row]
+        (curves if chosen[0]["record"] == "memory" else _bars)(panel, _series(chosen))
+        panel.set_title(row, fontsize=9)
+        panel.tick_params(labelsize=7)
+    for panel in panels[len(rows) :]:
+        panel.set_visible(False)
+    panels[0].set_ylabel(_unit(records[0]))
+    panels[0].legend(fontsize=7)
+    lowering = f", lowering sm_{header['lowering']}" if header["lowering"] else ""
+    figure.suptitle(f"{header['device']}{lowering}, torch {header['torch']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _unit(record: Record) -> str:
+    if record["record"] == "memory":
+        return "peak memory (MiB)"
+    return "host time (us)" if record["suite"] == "host" else "TFLOP/s"
+
+
+def _series(records: list[Record]) -> dict[str, dict[str, float]]:
+    """Contender → column → value, leaving out what has none."""
+    series: dict[str, dict[str, float]] = {}
+    for record in records:
+        if record["status"] == OK:
+            series.setdefault(record["contender"], {})[record["column"]] = value(record)
+    return series
+
+
+def _bars(panel, series: dict[str, dict[str, float]]) -> None:
+    columns = list(dict.fromkeys(column for values in series.values() for column in values))
+    width = 0.8 / max(1, len(series))
+    for index, (name, values) in enumerate(series.items()):
+        places = [columns.index(column) + (index + 0.5) * width - 0.4 for column in values]
+        panel.bar(places, list(values.values()), width, label=name, color=COLORS[name])
+    panel.set_xticks(range(len(columns)), columns)
+
+
+def curves(panel, series: dict[str, dict[str, float]]) -> None:
+    """Both axes in powers of two, where linear growth is a straight line of slope 1."""
+    for name, values in series.items():
+        lengths = [int(column) for column in values]
+        panel.plot(lengths, list(values.values()), "o-", label=name, color=COLORS[name])
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_xlabel("sequence length")

@@ -1,0 +1,59 @@
+"""Random inputs of a cell, and the calls that are checked and timed on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..testing import Case
+from .contenders import Attention
+from .suites import Cell
+
+Call = Callable[[], tuple[Tensor, ...]]
+RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}
+
+
+class Inputs(NamedTuple):
+    """q and dout (batch, seqlen_q, heads, ·), k and v (batch, seqlen_k, heads, ·), standard normal."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self)
+
+
+def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Drawn on the device: the tests' NaN-guarded inputs come from the CPU and take seconds a cell."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(seqlen: int, heads: int, dim: int) -> Tensor:
+        shape = (case.batch, seqlen, heads, dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    return Inputs(
+        normal(case.seqlen_q, case.num_heads_q, case.head_dim),
+        normal(case.seqlen_k, case.num_heads_kv, case.head_dim),
+        normal(case.seqlen_k, case.num_heads_kv, case.head_dim_v),
+        normal(case.seqlen_q, case.num_heads_q, case.head_dim_v),
+    )
+
+
+def prepare(attention: Attention, cell: Cell, inputs: Inputs) -> Call:
+    """The work to time. Its results are named by RESULTS[cell.direction].
+
+    fwd: a forward pass without gradients. bwd: the backward pass alone; the forward runs here, once.
+    """
+    q, k, v, dout = inputs
+    causal = cell.case.causal
+    if cell.direction == "fwd":
+        return lambda: (attention(q, k, v, causal),)
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    out = attention(*leaves, causal)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -1,0 +1,115 @@
+"""One cell: inputs, gate, timing, and a record (a dict, one JSON line) for every contender."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import flashattn3
+
+from .contenders import CONTENDERS, OURS
+from .gate import Gate
+from .inputs import Call, Inputs, make_inputs, prepare
+from .suites import Cell
+from .timing import Timing, interleave, make_clock
+
+Record = dict[str, Any]
+OK, FAILED, ABSENT = "ok", "FAILED", "absent"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is alike for all cells. baselines: names of CONTENDERS besides ours."""
+
+    device: torch.device
+    dtype: torch.dtype
+    baselines: tuple[str, ...]
+    rounds: int
+    round_ms: float
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        return (OURS, *self.baselines)
+
+
+def run_cell(cell: Cell, settings: Settings) -> list[Record]:
+    """A record per contender: status "ok" with its times, "FAILED" or "absent" with the reason.
+
+    absent: the contender refused the problem or ran out of memory. Our own refusal counts as FAILED.
+    """
+    inputs = make_inputs(cell.case, settings.device, settings.dtype)
+    gate = Gate(cell, inputs)
+    calls: dict[str, Call] = {}
+    refused: dict[str, tuple[str, str]] = {}
+    for name in settings.contenders:
+        try:
+            call = prepare(CONTENDERS[name], cell, inputs)
+            gate.check(name, call())
+            calls[name] = call
+        except AssertionError as error:
+            refused[name] = (FAILED, str(error))
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            refused[name] = (ABSENT, "out of memory")
+        except (RuntimeError, ValueError) as error:  # torch and ours refuse a problem with these
+            refused[name] = (FAILED if name == OURS else ABSENT, _first_line(error))
+    clock = make_clock(settings.device, inputs.num_bytes)
+    timings = interleave(calls, clock, settings.rounds, settings.round_ms)
+    return [
+        {
+            **_description(cell, name, settings, inputs),
+            **_outcome(cell, name, timings, refused),
+        }
+        for name in settings.contenders
+    ]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _description(cell: Cell, name: str, settings: Settings, inputs: Inputs) -> Record:
+    case = cell.case
+    record = {
+        "record": "time",
+        "suite": cell.suite,
+        "row": cell.row,
+        "column": cell.column,
+        "direction": cell.direction,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "case": case.name,
+        "batch": case.batch,
+        "seqlen_q": case.seqlen_q,
+        "seqlen_k": case.seqlen_k,
+        "num_heads_q": case.num_heads_q,
+        "num_heads_kv": case.num_heads_kv,
+        "head_dim": case.head_dim,
+        "head_dim_v": case.head_dim_v,
+        "causal": case.causal,
+        "contender": name,
+    }
+    if name == OURS:
+        explained = flashattn3.explain(inputs.q, inputs.k, inputs.v, causal=case.causal)
+        record["backend"] = explained.backend
+        record["config"] = explained.config
+    return record
+
+
+def _outcome(
+    cell: Cell, name: str, timings: dict[str, Timing], refused: dict[str, tuple[str, str]]
+) -> Record:
+    if name in refused:
+        status, reason = refused[name]
+        return {"status": status, "reason": reason}
+    timing = timings[name]
+    return {
+        "status": OK,
+        **asdict(timing),
+        "tflops": cell.flops / timing.median_ms / 1e9,
+        # Above 1: this contender is the faster one.
+        "speed_ratio": {
+            other: timings[other].median_ms / timing.median_ms for other in timings if other != name
+        },
+    }

@@ -1,0 +1,78 @@
+"""Which cells each suite is made of. The shapes are those of flashattn3.testing.cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..testing import NAMED_SHAPES, PAPER_GRID, Case
+
+DIRECTIONS = ("fwd", "bwd")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of every contender. row and column place it in the table and the figure."""
+
+    suite: str
+    case: Case
+    direction: str
+
+    @property
+    def row(self) -> str:
+        if self.suite == "shapes":
+            return f"{self.direction} {self.case.name}"
+        mask = "causal" if self.case.causal else "full"
+        return f"{self.direction} d{self.case.head_dim} {mask}"
+
+    @property
+    def column(self) -> str:
+        return "" if self.suite == "shapes" else str(self.case.seqlen_k)
+
+    @property
+    def flops(self) -> float:
+        """The convention of the papers: two products forward, five backward, half of them if causal."""
+        case = self.case
+        products = case.batch * case.num_heads_q * case.seqlen_q * case.seqlen_k
+        forward = 2 * products * (case.head_dim + case.head_dim_v) / (2 if case.causal else 1)
+        return forward * (2.5 if self.direction == "bwd" else 1.0)
+
+
+def cells(
+    suite: str,
+    directions: Iterable[str] = DIRECTIONS,
+    head_dims: Iterable[int] | None = None,
+    seqlens: Iterable[int] | None = None,
+    quick: bool = False,
+) -> list[Cell]:
+    """The cells of suite "grid" or "shapes". quick: the same problems, cut down to a CPU's size."""
+    cases = NAMED_SHAPES if suite == "shapes" else PAPER_GRID
+    if quick:
+        cases = tuple(dict.fromkeys(_cut_down(case) for case in cases))
+    return [
+        Cell(suite, case, direction)
+        for direction in directions
+        for case in cases
+        if head_dims is None or case.head_dim in head_dims
+        if seqlens is None or case.seqlen_k in seqlens
+    ]
+
+
+QUICK_SEQLEN = 128
+
+
+def _cut_down(case: Case) -> Case:
+    """One sequence of at most QUICK_SEQLEN tokens and two heads; cases that become alike are one."""
+    heads_kv = min(case.num_heads_kv, 2)
+    group = min(case.num_heads_q // case.num_heads_kv, 2)
+    seqlen_q, seqlen_k = min(case.seqlen_q, QUICK_SEQLEN), min(case.seqlen_k, QUICK_SEQLEN)
+    mask = "causal" if case.causal else "full"
+    return replace(
+        case,
+        name=f"quick-d{case.head_dim}-{mask}-{seqlen_q}x{seqlen_k}-h{heads_kv * group}",
+        batch=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads_q=heads_kv * group,
+        num_heads_kv=heads_kv,
+    )

@@ -1,0 +1,141 @@
+"""The command line: ``flashattn3`` or ``python -m flashattn3``, with doctor, explain, bench and demo."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Sequence
+
+import torch
+
+import flashattn3
+
+from .bench import command as bench
+from .bench.command import DTYPES, choose_device
+from .bench.environment import triton_version
+from .demo import command as demo
+from .device import describe_device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit status. Exits with status 2 and a sentence on bad options."""
+    args = build_parser().parse_args(argv)
+    return args.run(args)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flashattn3", description="Exact attention on every machine."
+    )
+    parser.add_argument("--version", action="version", version=flashattn3.__version__)
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    _add_doctor(subparsers)
+    _add_explain(subparsers)
+    bench.add_parser(subparsers)
+    demo.add_parser(subparsers)
+    return parser
+
+
+def _add_doctor(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "doctor", help="what this machine has, and which backend runs there"
+    )
+    parser.set_defaults(run=doctor)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    versions = {
+        "flashattn3": flashattn3.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda (of torch)": torch.version.cuda or "none: a CPU build",
+        "triton": triton_version() or "not installed",
+    }
+    print("\n".join(f"{name:<16} {found}" for name, found in versions.items()))
+    for device in _devices():
+        print(f"\n{device}: {_properties(device)}")
+        print(_backends(device))
+    if not torch.cuda.is_available():
+        print("\nNo CUDA device is visible to torch.")
+    return 0
+
+
+def _devices() -> list[torch.device]:
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [*gpus, torch.device("cpu")]
+
+
+def _properties(device: torch.device) -> str:
+    info = describe_device(device)
+    if device.type == "cpu":
+        return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return (
+        f"{info.name}, compute capability {_dotted(info.capability)}, "
+        f"Triton compiles for {_dotted(info.lowering)}, {info.num_sms} SMs, "
+        f"{info.shared_memory_bytes / 1024:g} KiB of shared memory per block"
+    )
+
+
+def _dotted(capability: int) -> str:
+    return f"{capability // 10}.{capability % 10}"
+
+
+def _backends(device: torch.device) -> str:
+    """Who takes an ordinary bfloat16 problem on the device, and why the others do not."""
+    q = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device=device)
+    explained = flashattn3.explain(q, q, q, causal=True)
+    declined = [f"  {name}: {reason}" for name, reason in explained.declined.items()]
+    return "\n".join([f"  {explained.backend}: runs a bfloat16 problem", *declined])
+
+
+def _add_explain(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "explain",
+        help="how a problem would run, without running it",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seqlen-q", type=int, default=1024)
+    parser.add_argument("--seqlen-k", type=int, help="as --seqlen-q")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, help="as --heads")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim-v", type=int, help="as --head-dim")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument(
+        "--window",
+        type=int,
+        nargs=2,
+        default=(-1, -1),
+        metavar=("LEFT", "RIGHT"),
+        help="-1 is open",
+    )
+    parser.add_argument("--softcap", type=float, default=0.0)
+    parser.add_argument("--backend", help="only this one")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; a GPU if there is one")
+    parser.set_defaults(run=explain, parser=parser)
+
+
+def explain(args: argparse.Namespace) -> int:
+    device = choose_device(args.device, args.parser.error)
+    seqlen_k = args.seqlen_q if args.seqlen_k is None else args.seqlen_k
+    kv_heads = args.heads if args.kv_heads is None else args.kv_heads
+    head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
+    shapes = (
+        (args.batch, args.seqlen_q, args.heads, args.head_dim),
+        (args.batch, seqlen_k, kv_heads, args.head_dim),
+        (args.batch, seqlen_k, kv_heads, head_dim_v),
+    )
+    try:
+        explained = flashattn3.explain(
+            *(torch.empty(shape, dtype=DTYPES[args.dtype], device=device) for shape in shapes),
+            causal=args.causal,
+            window_size=tuple(args.window),
+            softcap=args.softcap,
+            backend=args.backend,
+        )
+    except (TypeError, ValueError, RuntimeError) as error:  # ours, or torch's on a negative size
+        args.parser.error(str(error))
+    print(explained)
+    return 0

@@ -1,0 +1,68 @@
+"""What the planner needs to know of a device, read once and never from inside a kernel launch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+# Shared memory one block may use, in KiB, by what the chip is: the largest opt-in size CUDA documents
+# ("Technical Specifications per Compute Capability" in the CUDA C++ programming guide).
+SHARED_MEMORY_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One device. capability and lowering are written as 90 for compute capability 9.0.
+
+    lowering: the capability that Triton compiles for; it differs from the chip's own when
+    TRITON_OVERRIDE_ARCH is set, as the tests do to run Ampere code on a newer GPU.
+    shared_memory_bytes: what one block may use there, at most what the lowering's own chip has.
+    interpreted: Triton kernels run in its interpreter (TRITON_INTERPRET=1), on any tensor.
+    """
+
+    kind: str
+    name: str
+    capability: int | None = None
+    lowering: int | None = None
+    shared_memory_bytes: int = 0
+    num_sms: int = 1
+    interpreted: bool = False
+
+
+@lru_cache(maxsize=None)
+def describe_device(device: torch.device) -> DeviceInfo:
+    """Read a device's properties. The environment variables are read once per process and device.
+
+    FLASHATTN3_SHARED_MEMORY_KIB caps what is taken for a block's shared memory, so that the tiles of a
+    smaller chip can be run and tested on a larger one.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda":
+        return DeviceInfo(device.type, device.type, interpreted=interpreted, shared_memory_bytes=99 * 1024)
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major * 10 + properties.minor
+    info = DeviceInfo(
+        kind="cuda",
+        name=properties.name,
+        capability=capability,
+        lowering=capability,
+        shared_memory_bytes=properties.shared_memory_per_block_optin,
+        num_sms=properties.multi_processor_count,
+        interpreted=interpreted,
+    )
+    return _overridden(info)
+
+
+def _overridden(info: DeviceInfo) -> DeviceInfo:
+    arch = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
+    if arch:
+        lowering = int(arch.rstrip("af"))
+        capped = min(info.shared_memory_bytes, SHARED_MEMORY_KIB.get(lowering, 99) * 1024)
+        info = replace(info, lowering=lowering, shared_memory_bytes=capped)
+    cap = os.environ.get("FLASHATTN3_SHARED_MEMORY_KIB")
+    if cap:
+        info = replace(info, shared_memory_bytes=min(info.shared_memory_bytes, int(cap) * 1024))
+    return info

@@ -1,0 +1,140 @@
+"""The torch operators: ``flashattn3::forward`` and ``flashattn3::backward``.
+
+An operator call is the whole pipeline: metadata → Problem → Plan (all three cached together) → backend.
+Registered here are the real implementation for every device, the fake one that torch.compile and
+FakeTensorMode use, and autograd.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .backends import BACKENDS
+from .device import describe_device
+from .plan import Plan, choose
+from .problem import (
+    Metadata,
+    Options,
+    Tensors,
+    check,
+    check_contents,
+    check_types,
+    describe,
+    metadata_of,
+)
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seqused_q, Tensor? seqused_k"
+)
+_OPTIONS = (
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
+    "SymInt window_left, SymInt window_right, float softcap, int num_splits, bool? pack_gqa, "
+    "bool deterministic, int sm_margin, str? backend"
+)
+_NUM_TENSORS = len(Tensors._fields)
+_CHECK_CONTENTS = os.environ.get("FLASHATTN3_CHECK") == "1"
+
+torch.library.define("flashattn3::forward", f"({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+torch.library.define(
+    "flashattn3::backward",
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+
+
+@lru_cache(maxsize=4096)
+def plan_for(metadata: tuple[Metadata | None, ...], options: Options) -> Plan:
+    """The plan of a call: a pure function of its tensors' metadata and its options."""
+    problem = describe(metadata, options)
+    return choose(problem, describe_device(problem.device), BACKENDS)
+
+
+def attention(tensors: Tensors, options: Options, varlen: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse of one call, differentiable. What the public functions come down to."""
+    check_types(tensors, options, varlen)
+    return torch.ops.flashattn3.forward.default(*tensors, *options)
+
+
+def plan_of(tensors: Tensors, options: Options, varlen: bool = False) -> Plan:
+    """The plan that ``attention`` would follow, without running it."""
+    check_types(tensors, options, varlen)
+    return plan_for(_metadata(_prepared(tensors)), options)
+
+
+def _metadata(tensors: Tensors) -> tuple[Metadata | None, ...]:
+    return tuple(metadata_of(tensor) for tensor in tensors)
+
+
+def _prepared(tensors: Tensors) -> Tensors:
+    """Copy what the kernels cannot address: a last dimension that is not dense."""
+    if all(tensor is None or tensor.stride()[-1:] == (1,) for tensor in tensors):
+        return tensors
+    return Tensors(*(tensor if tensor is None else _dense_rows(tensor) for tensor in tensors))
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    if tensor.ndim == 0 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.impl("flashattn3::forward", "CompositeExplicitAutograd")
+def _forward(*arguments):
+    tensors = _prepared(Tensors(*arguments[:_NUM_TENSORS]))
+    options = Options(*arguments[_NUM_TENSORS:])
+    plan = plan_for(_metadata(tensors), options)
+    if _CHECK_CONTENTS:
+        check_contents(tensors, options)
+    return plan.backend.forward(plan, tensors)
+
+
+@torch.library.impl("flashattn3::backward", "CompositeExplicitAutograd")
+def _backward(dout, dlse, out, lse, *arguments):
+    tensors = _prepared(Tensors(*arguments[:_NUM_TENSORS]))
+    plan = plan_for(_metadata(tensors), Options(*arguments[_NUM_TENSORS:]))
+    return plan.backend.backward(plan, _dense_rows(dout), dlse, tensors, out, lse)
+
+
+@torch.library.register_fake("flashattn3::forward")
+def _forward_fake(*arguments):
+    tensors = Tensors(*arguments[:_NUM_TENSORS])
+    check(tensors, Options(*arguments[_NUM_TENSORS:]))
+    q, v = tensors.q, tensors.v
+    heads_and_rows = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(heads_and_rows, dtype=lse_dtype)
+
+
+@torch.library.register_fake("flashattn3::backward")
+def _backward_fake(dout, dlse, out, lse, q, k, v, *arguments):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
+    ctx.options = inputs[_NUM_TENSORS:]
+
+
+def _differentiate(ctx, dout, dlse):
+    *tensors, out, lse = ctx.saved_tensors
+    no_gradient = (None,) * (_NUM_TENSORS - 3 + len(ctx.options))
+    if dout is None and dlse is None:
+        return (None, None, None, *no_gradient)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = torch.ops.flashattn3.backward.default(dout, dlse, out, lse, *tensors, *ctx.options)
+    return (*gradients, *no_gradient)
+
+
+def _no_second_derivative(ctx, *gradients):
+    raise NotImplementedError("flashattn3::backward: the second derivative of attention is not implemented")
+
+
+torch.library.register_autograd("flashattn3::forward", _differentiate, setup_context=_save_for_backward)
+torch.library.register_autograd("flashattn3::backward", _no_second_derivative)

@@ -1,0 +1,52 @@
+"""From a problem and a device to a backend and its tiles. Pure: no tensor, no GPU, no launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .backends.base import Backend, Config
+from .device import DeviceInfo
+from .errors import UnsupportedError, value_error
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one problem, and why the other backends did not get it.
+
+    launches: room for the backend to keep what it prepared for this plan (compiled kernels, grids).
+    """
+
+    problem: Problem
+    device: DeviceInfo
+    backend: Backend
+    config: Config
+    declined: tuple[tuple[str, str], ...] = ()
+    launches: dict = field(default_factory=dict, compare=False, repr=False)
+
+
+def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
+    """The first backend that does not decline; with ``problem.backend`` set, that one or none.
+
+    Raises ValueError for a name that no backend has and UnsupportedError, with every reason, if nobody
+    takes the problem. A named backend never falls back to another.
+    """
+    names = tuple(backend.name for backend in backends)
+    if problem.backend is not None and problem.backend not in names:
+        raise value_error(problem.function, "backend", f"one of {names}", repr(problem.backend))
+    declined = []
+    for backend in backends:
+        reason = decline_reason(backend, problem, device)
+        if reason is None and problem.backend in (None, backend.name):
+            config = backend.configure(problem, device)
+            return Plan(problem, device, backend, config, tuple(declined))
+        declined.append((backend.name, reason or f"backend={problem.backend!r} was asked for"))
+    asked = "no backend" if problem.backend is None else f"backend {problem.backend!r} does not"
+    verb = "takes" if problem.backend is None else "take"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in declined)
+    raise UnsupportedError(f"{problem.function}: {asked} {verb} this problem ({reasons})")
+
+
+def decline_reason(backend: Backend, problem: Problem, device: DeviceInfo) -> str | None:
+    return backend.unavailable_reason(device) or backend.decline_reason(problem, device)

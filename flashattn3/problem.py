@@ -1,0 +1,324 @@
+"""What is to be computed: every argument of a call, checked and normalised, without any data.
+
+All user errors are raised here. ``check`` and ``describe`` read metadata alone (shapes, dtypes, strides,
+devices), so they never wait for a GPU; ``check`` also runs on fake tensors with symbolic sizes. What
+``describe`` returns, a ``Problem``, is hashable and holds nothing but plain values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .errors import UnsupportedError, type_error, value_error
+
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+FULL_PRECISION = (torch.float32, torch.float64)
+DTYPES = SIXTEEN_BIT + FULL_PRECISION
+FP8 = torch.float8_e4m3fn
+
+
+class Tensors(NamedTuple):
+    """The data of one call, as the backends receive it. The last stride of q, k and v is 1.
+
+    Dense: q (batch, seqlen_q, num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, ·).
+    Varlen: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·) with cu_seqlens,
+    int32 (batch + 1,); seqused, int32 (batch,), shortens each sequence and may be None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The arguments of a call that are not tensors, with the defaults of the public functions.
+
+    max_seqlen_q and max_seqlen_k belong to varlen; None there means "not known on the host", and the
+    total number of rows stands in as the bound.
+    """
+
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    num_splits: int = 1
+    pack_gqa: bool | None = None
+    deterministic: bool = False
+    sm_margin: int = 0
+    backend: str | None = None
+
+
+class Metadata(NamedTuple):
+    """All that is read of a tensor before it is computed with."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def metadata_of(tensor: torch.Tensor | None) -> Metadata | None:
+    if tensor is None:
+        return None
+    return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call, normalised. Lengths in tokens, strides in elements.
+
+    seqlen_q, seqlen_k: for varlen the upper bounds, max_seqlen_q and max_seqlen_k.
+    window_left, window_right: keys visible to the left and right of the bottom-right aligned diagonal,
+    inclusive; -1 means open. ``causal`` has become window_right = 0, and a window that reaches every
+    key has become open.
+    strides of q, k, v: (batch, sequence, head); the batch stride is 0 for varlen.
+    """
+
+    function: str
+    dtype: torch.dtype
+    device: torch.device
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    q_stride: tuple[int, int, int]
+    k_stride: tuple[int, int, int]
+    v_stride: tuple[int, int, int]
+    varlen: bool
+    has_seqused_q: bool
+    has_seqused_k: bool
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    num_splits: int
+    pack_gqa: bool | None
+    deterministic: bool
+    sm_margin: int
+    backend: str | None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def windowed(self) -> bool:
+        return self.window_left >= 0 or self.window_right >= 0
+
+
+def function_name(varlen: bool) -> str:
+    return "flash_attn_varlen_func" if varlen else "flash_attn_func"
+
+
+def refuse(function: str, **arguments: object) -> None:
+    """Raise UnsupportedError for the first argument that is given although no backend takes it yet."""
+    for name, value in arguments.items():
+        if value is not None and value is not False and (torch.is_tensor(value) or value != 0):
+            raise UnsupportedError(f"{function}: {name} is not supported yet by any backend")
+
+
+def check_types(tensors: Tensors, options: Options, varlen: bool) -> None:
+    """TypeError for an argument of the wrong kind, before torch's operator schema sees it."""
+    function = function_name(varlen)
+    required = Tensors._fields[: 5 if varlen else 3]
+    for name, value in zip(Tensors._fields, tensors, strict=True):
+        optional = name not in required
+        if not isinstance(value, torch.Tensor) and not (optional and value is None):
+            raise type_error(function, name, "a torch.Tensor", type(value).__name__)
+    for name, kinds, wanted in _OPTION_KINDS:
+        value = getattr(options, name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise type_error(function, name, wanted, type(value).__name__)
+
+
+_INT = (int, torch.SymInt)
+_FLOAT = (float, int, torch.SymFloat, torch.SymInt)
+_OPTION_KINDS = (
+    ("max_seqlen_q", (*_INT, type(None)), "an int"),
+    ("max_seqlen_k", (*_INT, type(None)), "an int"),
+    ("softmax_scale", (*_FLOAT, type(None)), "a float or None"),
+    ("causal", (bool,), "a bool"),
+    ("window_left", _INT, "an int"),
+    ("window_right", _INT, "an int"),
+    ("softcap", _FLOAT, "a float"),
+    ("num_splits", _INT, "an int"),
+    ("pack_gqa", (bool, type(None)), "a bool or None"),
+    ("deterministic", (bool,), "a bool"),
+    ("sm_margin", _INT, "an int"),
+    ("backend", (str, type(None)), "a str or None"),
+)
+
+
+def _expect(condition: bool, function: str, what: str, wanted: object, got: object) -> None:
+    if not condition:
+        raise value_error(function, what, wanted, got)
+
+
+def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> None:
+    """Raise for every illegal combination of shapes, dtypes, devices and values.
+
+    tensors: the tensors themselves or their metadata, in the order of ``Tensors``.
+    """
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors
+    varlen = cu_seqlens_q is not None
+    function = function_name(varlen)
+    _check_qkv(function, q, k, v, varlen)
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_index(function, name, cu_seqlens, q.device, required=varlen)
+    if varlen:
+        entries = cu_seqlens_q.shape[0]
+        _expect(entries >= 1, function, "cu_seqlens_q.shape[0]", "batch + 1 >= 1", entries)
+        got = cu_seqlens_k.shape[0]
+        _expect(got == entries, function, "cu_seqlens_k.shape[0]", f"{entries} (batch + 1)", got)
+    for name, seqused in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        _check_index(function, name, seqused, q.device, required=False)
+        if seqused is not None:
+            _expect(varlen, function, name, "None without cu_seqlens", "a tensor")
+            got = seqused.shape[0]
+            _expect(got == entries - 1, function, f"{name}.shape[0]", f"{entries - 1} (batch)", got)
+    _check_options(function, options)
+
+
+def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: bool) -> None:
+    layout = "(total, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _expect(len(tensor.shape) == 3 + (not varlen), function, f"{name}.shape", layout, tuple(tensor.shape))
+    if FP8 in (q.dtype, k.dtype, v.dtype):
+        raise UnsupportedError(f"{function}: dtype {FP8} is not supported yet by any backend")
+    _expect(q.dtype in DTYPES, function, "q.dtype", f"one of {DTYPES}", q.dtype)
+    for name, tensor in (("k", k), ("v", v)):
+        _expect(tensor.dtype == q.dtype, function, f"{name}.dtype", f"{q.dtype} as q's", tensor.dtype)
+        _expect(tensor.device == q.device, function, f"{name}.device", f"{q.device} as q's", tensor.device)
+        if not varlen:
+            got = tensor.shape[0]
+            _expect(got == q.shape[0], function, f"{name}.shape[0]", f"{q.shape[0]} (q's batch)", got)
+    for axis, what in ((-3, "seqlen"), (-2, "heads")):
+        wanted, got = k.shape[axis], v.shape[axis]
+        _expect(got == wanted, function, f"v.shape[{axis}]", f"{wanted} (k's {what})", got)
+    got = k.shape[-1]
+    _expect(got == q.shape[-1], function, "k.shape[-1]", f"{q.shape[-1]} (q's head_dim)", got)
+    for name, tensor in (("q", q), ("v", v)):
+        _expect(tensor.shape[-1] >= 1, function, f"{name}.shape[-1]", "at least 1", tensor.shape[-1])
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    _expect(heads_kv >= 1, function, "k.shape[-2]", "at least 1 head", heads_kv)
+    _expect(heads_q >= 1, function, "q.shape[-2]", "at least 1 head", heads_q)
+    divisible = heads_q % heads_kv == 0
+    _expect(divisible, function, "q.shape[-2]", f"a multiple of k's {heads_kv} heads", heads_q)
+
+
+def _check_index(function: str, name: str, index: Metadata | None, device, required: bool) -> None:
+    if index is None:
+        _expect(not required, function, name, "an int32 tensor", None)
+        return
+    _expect(len(index.shape) == 1, function, f"{name}.shape", "one-dimensional", tuple(index.shape))
+    _expect(index.dtype == torch.int32, function, f"{name}.dtype", torch.int32, index.dtype)
+    _expect(index.device == device, function, f"{name}.device", f"{device} as q's", index.device)
+
+
+def _check_options(function: str, options: Options) -> None:
+    scale = options.softmax_scale
+    _expect(scale is None or _finite(scale), function, "softmax_scale", "finite", scale)
+    cap = options.softcap
+    _expect(_finite(cap) and cap >= 0, function, "softcap", "finite and >= 0", cap)
+    for side, value in (("left", options.window_left), ("right", options.window_right)):
+        _expect(value >= -1, function, f"window_size ({side})", "-1 (open) or >= 0", value)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        value = getattr(options, name)
+        _expect(value is None or value >= 0, function, name, ">= 0", value)
+    _expect(options.sm_margin >= 0, function, "sm_margin", ">= 0", options.sm_margin)
+
+
+def _finite(value: float) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
+    """Check the metadata of one call's tensors (in the order of ``Tensors``) and normalise it."""
+    check(tensors, options)
+    q, k, v, cu_seqlens_q, _, seqused_q, seqused_k = tensors
+    varlen = cu_seqlens_q is not None
+    batch = cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
+    total_q, total_k = q.shape[-3], k.shape[-3]
+    seqlen_q = total_q if options.max_seqlen_q is None else min(options.max_seqlen_q, total_q)
+    seqlen_k = total_k if options.max_seqlen_k is None else min(options.max_seqlen_k, total_k)
+    right = 0 if options.causal else options.window_right
+    scale = options.softmax_scale
+    return Problem(
+        function=function_name(varlen),
+        dtype=q.dtype,
+        device=q.device,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        total_q=total_q,
+        total_k=total_k,
+        num_heads_q=q.shape[-2],
+        num_heads_kv=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        q_stride=_strides(q, varlen),
+        k_stride=_strides(k, varlen),
+        v_stride=_strides(v, varlen),
+        varlen=varlen,
+        has_seqused_q=seqused_q is not None,
+        has_seqused_k=seqused_k is not None,
+        softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        # A side that reaches past every key is open. Row lengths of varlen are only bounded by the totals.
+        window_left=-1 if options.window_left >= total_k - 1 else options.window_left,
+        window_right=-1 if right >= total_q - 1 else right,
+        softcap=float(options.softcap),
+        num_splits=options.num_splits,
+        pack_gqa=options.pack_gqa,
+        deterministic=options.deterministic,
+        sm_margin=options.sm_margin,
+        backend=options.backend,
+    )
+
+
+def _strides(tensor: Metadata, varlen: bool) -> tuple[int, int, int]:
+    return (0, *tensor.stride[:2]) if varlen else tuple(tensor.stride[:3])
+
+
+def check_contents(tensors: Tensors, options: Options) -> None:
+    """Check the *values* of cu_seqlens and seqused. Reads them on the host, so it waits for the device.
+
+    Called only when the environment says FLASHATTN3_CHECK=1.
+    """
+    sides = (
+        ("q", tensors.q, tensors.cu_seqlens_q, tensors.seqused_q, options.max_seqlen_q),
+        ("k", tensors.k, tensors.cu_seqlens_k, tensors.seqused_k, options.max_seqlen_k),
+    )
+    function = function_name(True)
+    for side, rows, cu_seqlens, seqused, max_seqlen in sides:
+        if cu_seqlens is None:
+            continue
+        edges = cu_seqlens.tolist()
+        name = f"cu_seqlens_{side}"
+        _expect(edges[0] == 0, function, f"{name}[0]", 0, edges[0])
+        lengths = [high - low for low, high in zip(edges, edges[1:], strict=False)]
+        _expect(min(lengths, default=0) >= 0, function, name, "non-decreasing", edges)
+        _expect(edges[-1] <= rows.shape[0], function, f"{name}[-1]", f"<= {rows.shape[0]} rows", edges[-1])
+        for index, used in enumerate(seqused.tolist() if seqused is not None else ()):
+            wanted = f"between 0 and {lengths[index]}, the sequence's length"
+            _expect(0 <= used <= lengths[index], function, f"seqused_{side}[{index}]", wanted, used)
+            lengths[index] = used
+        longest = max(lengths, default=0)
+        fits = max_seqlen is None or longest <= max_seqlen
+        _expect(fits, function, f"max_seqlen_{side}", f">= {longest}, the longest sequence", max_seqlen)

@@ -1,0 +1,233 @@
+"""Named problems for tests and benchmarks. A case holds no tensor: ``make_inputs`` fills it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..api import flash_attn_func, flash_attn_varlen_func
+from ..problem import Tensors
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    seqlens_q, seqlens_k: rows of each sequence; given for varlen only, where batch, seqlen_q and
+        seqlen_k are their number and their largest.
+    seqused_q, seqused_k: rows of each varlen sequence that count; None counts all.
+    tail_rows: rows of q, k and v after the last varlen sequence, which belong to none.
+    layout: "bshd" contiguous, "unaligned" the same one element further, "bhsd" heads before rows,
+        "padded" a gap after each row, "packed" views of one tensor (same lengths and head dims).
+    distribution: "normal", "large" (scores up to 1e4), "monotone" (scores rise along the keys),
+        "outlier", "constant", "zero" (all scores 0).
+    softmax_scale: None for head_dim ** -0.5. window: (left, right), -1 open. The rest as in the
+        interface.
+    """
+
+    name: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    seqlens_q: tuple[int, ...] | None = None
+    seqlens_k: tuple[int, ...] | None = None
+    seqused_q: tuple[int, ...] | None = None
+    seqused_k: tuple[int, ...] | None = None
+    tail_rows: int = 0
+    layout: str = "bshd"
+    distribution: str = "normal"
+    num_splits: int = 1
+
+    @property
+    def id(self) -> str:
+        return self.name
+
+    @property
+    def varlen(self) -> bool:
+        return self.seqlens_q is not None
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The leading axes of q, and of k and v: (batch, seqlen) or (total,)."""
+        if not self.varlen:
+            return (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
+        return (sum(self.seqlens_q) + self.tail_rows,), (sum(self.seqlens_k) + self.tail_rows,)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the public functions, apart from tensors and lengths."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "num_splits": self.num_splits,
+        }
+
+    def truth_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``truth.attention`` and ``truth.gradients``, apart from dtype."""
+        left, right = self.window
+        return {
+            "softmax_scale": self.head_dim**-0.5
+            if self.softmax_scale is None
+            else self.softmax_scale,
+            "window_left": left,
+            "window_right": 0 if self.causal else right,
+            "softcap": self.softcap,
+        }
+
+
+def call(case: Case, tensors: Tensors, **more: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The case through the public interface; ``more`` adds or replaces arguments."""
+    options = {**case.options(), **more}
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors
+    if not case.varlen:
+        return flash_attn_func(q, k, v, **options)
+    lengths = cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k, seqused_q, seqused_k
+    return flash_attn_varlen_func(q, k, v, *lengths, **options)
+
+
+def dense(
+    name: str,
+    seqlens: tuple[int, int] = (113, 113),
+    heads: tuple[int, int] = (2, 2),
+    dims: tuple[int, int] = (64, 64),
+    batch: int = 2,
+    **rest: Any,
+) -> Case:
+    """seqlens (q, k), heads (q, kv), dims (qk, v)."""
+    return Case(name, batch, *seqlens, *heads, *dims, **rest)
+
+
+def varlen(
+    name: str,
+    seqlens_q: tuple[int, ...],
+    seqlens_k: tuple[int, ...],
+    heads: tuple[int, int] = (2, 2),
+    dims: tuple[int, int] = (64, 64),
+    **rest: Any,
+) -> Case:
+    longest = max(seqlens_q, default=0), max(seqlens_k, default=0)
+    ragged = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+    return Case(name, len(seqlens_q), *longest, *heads, *dims, **ragged, **rest)
+
+
+# Small but nasty: every feature, and the edges where tiles, masks and lengths meet.
+FORWARD_CASES: tuple[Case, ...] = (
+    # lengths around the tiles
+    dense("one-token", (1, 1)),
+    dense("one-query", (1, 129)),
+    dense("one-key", (65, 1)),
+    dense("under-tile", (63, 63), causal=True),
+    dense("over-tile", (65, 65), causal=True),
+    dense("odd", (129, 113)),
+    dense("tile-exact", (128, 256), causal=True),
+    # causal with unequal lengths; more queries than keys leaves rows that see nothing
+    dense("causal", causal=True),
+    dense("causal-longer-keys", (65, 193), causal=True),
+    dense("causal-empty-rows", (193, 65), causal=True),
+    dense("causal-one-query", (1, 113), causal=True),
+    # windows
+    dense("window-both", (129, 129), window=(17, 9)),
+    dense("window-left", (129, 129), window=(31, -1)),
+    dense("window-right", (129, 129), window=(-1, 31)),
+    dense("window-diagonal", (129, 129), window=(0, 0)),
+    dense("window-causal", (113, 177), window=(40, -1), causal=True),
+    dense("window-empty-rows", (193, 65), window=(5, 5)),
+    dense("window-longer-keys", (33, 257), window=(64, 0)),
+    # softcap
+    dense("softcap", softcap=5.0, distribution="outlier"),
+    dense("softcap-causal", (129, 97), softcap=20.0, causal=True, heads=(4, 2)),
+    # groups of query heads
+    dense("gqa-2", heads=(4, 2), causal=True),
+    dense("gqa-8", (65, 97), heads=(8, 1), causal=True),
+    dense("gqa-16", (33, 65), heads=(16, 1), batch=1),
+    dense("mqa-one-query", (1, 129), heads=(8, 1)),
+    # head dims, and v's own
+    dense("dim-8", dims=(8, 8), causal=True),
+    dense("dim-16", dims=(16, 16)),
+    dense("dim-33", dims=(33, 33), causal=True),
+    dense("dim-40", dims=(40, 40), causal=True),
+    dense("dim-72", dims=(72, 72)),
+    dense("dim-80", dims=(80, 80), causal=True),
+    dense("dim-96", dims=(96, 96)),
+    dense("dim-128", dims=(128, 128), causal=True),
+    dense("dim-160", dims=(160, 160)),
+    dense("dim-192", dims=(192, 192), causal=True),
+    dense("dim-256", dims=(256, 256), causal=True, batch=1),
+    dense("dim-v-wider", dims=(64, 128), causal=True),
+    dense("dim-v-narrower", dims=(128, 64)),
+    dense("dim-192-128", dims=(192, 128), causal=True),
+    dense("dim-72-40", dims=(72, 40), heads=(4, 2)),
+    # scale
+    dense("scale-negative", softmax_scale=-0.3, causal=True),
+    dense("scale-zero", softmax_scale=0.0),
+    # strides
+    dense("layout-bhsd", layout="bhsd", causal=True),
+    dense("layout-packed", heads=(4, 2), layout="packed", causal=True),
+    dense("layout-padded", layout="padded"),
+    dense("layout-unaligned", layout="unaligned", causal=True),
+    # values
+    dense("large-scores", (129, 257), distribution="large"),
+    dense("monotone-scores", (65, 321), distribution="monotone"),
+    dense("outliers", (129, 257), distribution="outlier", causal=True),
+    dense("constant", distribution="constant", causal=True),
+    dense("zero-scores", distribution="zero"),
+    # ragged sequences
+    varlen("varlen", (65, 1, 113), (65, 1, 113), causal=True),
+    varlen("varlen-cross", (17, 129, 64), (113, 33, 64), heads=(4, 2)),
+    varlen("varlen-causal-cross", (113, 33, 64), (17, 129, 64), causal=True, heads=(4, 1)),
+    varlen("varlen-empty-sequences", (0, 65, 0, 33, 7), (5, 65, 0, 0, 97), causal=True),
+    varlen("varlen-no-keys", (33, 17), (0, 0)),
+    varlen("varlen-no-queries", (0, 0), (33, 17)),
+    varlen(
+        "varlen-seqused", (65, 113), (97, 113), seqused_q=(65, 40), seqused_k=(0, 99), causal=True
+    ),
+    varlen("varlen-tail-rows", (33, 65), (65, 33), tail_rows=19, layout="padded", window=(20, 10)),
+    varlen("varlen-packed", (33, 70), (33, 70), layout="packed", causal=True, softcap=10.0),
+    varlen("varlen-splits", (5, 70), (130, 257), num_splits=3, causal=True, dims=(72, 40)),
+    # nothing to do, and splits
+    dense("no-keys", (33, 0)),
+    dense("no-queries", (0, 33)),
+    dense("no-batch", batch=0),
+    dense("splits", (17, 321), num_splits=3),
+    dense("splits-causal", (129, 257), num_splits=3, causal=True, heads=(4, 2)),
+)
+
+
+def _paper(head_dim: int, causal: bool, seqlen: int) -> Case:
+    heads = 2048 // head_dim
+    name = f"d{head_dim}-{'causal' if causal else 'full'}-{seqlen}"
+    return dense(
+        name,
+        (seqlen, seqlen),
+        (heads, heads),
+        (head_dim, head_dim),
+        batch=16384 // seqlen,
+        causal=causal,
+    )
+
+
+# The grid of the FlashAttention-3 paper (§4.1): batch x seqlen = 16384 tokens, heads x head_dim =
+# 2048.
+PAPER_GRID: tuple[Case, ...] = tuple(
+    _paper(head_dim, causal, seqlen)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+)
+
+NAMED_SHAPES: tuple[Case, ...] = (
+    dense("cross-512x256", (512, 256), heads=(16, 16), batch=1),  # a robot policy at 50 Hz
+    dense("self-768", (768, 768), heads=(16, 16), batch=1),
+    dense("long-32k", (32768, 32768), heads=(64, 8), dims=(128, 128), batch=1, causal=True),
+)

@@ -1,0 +1,50 @@
+"""Random cases for property-based tests. Needs hypothesis, which only the tests depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .cases import Case, dense, varlen
+
+LAYOUTS = ("bshd", "unaligned", "bhsd", "padded")
+DISTRIBUTIONS = ("normal", "large", "monotone", "outlier", "constant", "zero")
+
+
+@st.composite
+def random_cases(
+    draw: st.DrawFn, max_seqlen: int = 200, head_dims: tuple[int, ...] | range = range(8, 129)
+) -> Case:
+    """Any legal combination of the features of the interface, kept small; name "random".
+
+    head_dims: what head_dim and head_dim_v are drawn from.
+    """
+    lengths = st.integers(0, max_seqlen)
+    num_heads_kv, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 1, 2, 3, 8)))
+    head_dim = draw(st.sampled_from(head_dims))
+    shape = {
+        "heads": (num_heads_kv * group, num_heads_kv),
+        "dims": (head_dim, draw(st.just(head_dim) | st.sampled_from(head_dims))),
+    }
+    options = {
+        "causal": draw(st.booleans()),
+        "window": draw(st.tuples(*[st.just(-1) | st.integers(0, max_seqlen)] * 2)),
+        "softcap": draw(st.sampled_from((0.0, 0.0, 0.0, 10.0))),
+        "softmax_scale": draw(st.none() | st.floats(-0.5, 0.5, allow_subnormal=False)),
+        "layout": draw(st.sampled_from(LAYOUTS)),
+        "distribution": draw(st.sampled_from(DISTRIBUTIONS)),
+        "num_splits": draw(st.sampled_from((1, 1, 0, 3))),
+    }
+    if draw(st.booleans()):
+        seqlens = draw(lengths), draw(lengths)
+        return dense("random", seqlens, batch=draw(st.integers(1, 3)), **shape, **options)
+    sequences = draw(st.lists(st.tuples(lengths, lengths), min_size=1, max_size=4))
+    seqlens_q, seqlens_k = (tuple(side) for side in zip(*sequences, strict=True))
+    used = {"seqused_q": draw(_used(seqlens_q)), "seqused_k": draw(_used(seqlens_k))}
+    tail_rows = draw(st.sampled_from((0, 0, 5)))
+    return varlen("random", seqlens_q, seqlens_k, tail_rows=tail_rows, **used, **shape, **options)
+
+
+def _used(seqlens: tuple[int, ...]) -> st.SearchStrategy[Any]:
+    return st.none() | st.tuples(*(st.integers(0, length) for length in seqlens))

@@ -1,0 +1,115 @@
+"""The one rule that says whether a result is right.
+
+The error against a float64 truth may be ``factor`` times the error of plain PyTorch in the kernel's
+own precision (``truth.attention`` in the inputs' dtype), plus a floor for the rounding that PyTorch
+happens not to do. It is held for the largest error and for the root mean square error: the first
+finds one wrong element, the second a result that is slightly wrong everywhere. inf and NaN must
+stand where they stand in the truth. The log-sum-exp has an absolute gate instead, because the
+baseline's is not kept in 16 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+LSE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
+# By what a kernel accumulates in, for values of order one. In float64 the truth is its own
+# baseline, with no error to multiply, so there the floor has to hold the rounding of scores up to
+# 1e4 as well.
+FLOOR = {torch.float32: 4e-6, torch.float64: 1e-10}
+
+
+def check(
+    name: str,
+    got: Tensor,
+    truth: Tensor,
+    baseline: Tensor,
+    factor: float,
+    case: object,
+    plan: object = "",
+    floor: float | None = None,
+) -> None:
+    """Hold a result to the rule.
+
+    Args:
+        name: what it is: "out", "dq", ...
+        got, truth, baseline: of one shape; truth is float64, got in the kernel's dtype.
+        factor: FORWARD_FACTOR or GRADIENT_FACTOR.
+        case, plan: named in the report: the problem, and the kernel row or tile that computed it.
+        floor: error allowed whatever the baseline's, relative to the truth's size and at least to
+            1; None for that of the dtype. ``gradient_floor`` gives the one of gradients.
+
+    Raises:
+        AssertionError: with both errors, their bounds, the worst index and its values.
+    """
+    floor = FLOOR[torch.promote_types(got.dtype, torch.float32)] if floor is None else floor
+    got, truth, baseline = _comparable(name, got, truth, baseline, case=case, plan=plan)
+    finite = truth.isfinite()
+    error = torch.where(finite, got - truth, 0.0).abs()
+    reference_error = (baseline - truth).abs()
+    # Plain PyTorch may overflow where the kernel does not; there it allows nothing.
+    reference_error = torch.where(reference_error.isfinite(), reference_error, 0.0)
+    size = torch.where(finite, truth, 0.0).abs()
+    for norm_name, norm in (("largest", _largest), ("root mean square", _root_mean_square)):
+        bound = factor * norm(reference_error) + floor * max(1.0, norm(size))
+        if norm(error) > bound:
+            allowed = f"{bound:.3e} = {factor:g} x {norm(reference_error):.3e} + floor"
+            found = f"{norm_name} error {norm(error):.3e} > {allowed}"
+            raise AssertionError(_report(name, found, error, got, truth, case, plan))
+
+
+def check_lse(got: Tensor, truth: Tensor, case: object, plan: object = "") -> None:
+    """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and -inf to where the truth has it."""
+    tolerance = LSE_TOLERANCE[got.dtype]
+    got, truth = _comparable("lse", got, truth, case=case, plan=plan)
+    finite = truth.isfinite()
+    excess = torch.where(finite, (got - truth).abs() / truth.abs().clamp(min=1.0), 0.0)
+    if _largest(excess) > tolerance:
+        found = f"largest error / max(1, |lse|) {_largest(excess):.3e} > {tolerance:g}"
+        raise AssertionError(_report("lse", found, excess, got, truth, case, plan))
+
+
+def gradient_floor(lse: Tensor) -> float:
+    """The floor of gradients: backward recomputes P = exp(S - lse) from an lse that was rounded
+    when stored.
+
+    Scores of 1e4 so cost P a relative 1e-3 in float32, which an autograd that keeps P does not pay.
+    """
+    size = torch.where(lse.isfinite(), lse, 0.0).abs()
+    return max(FLOOR[lse.dtype], torch.finfo(lse.dtype).eps * _largest(size))
+
+
+def _comparable(name: str, *values: Tensor, case: object, plan: object) -> list[Tensor]:
+    """All as float64 on one device, once the first two agree in shape and in their inf and NaN."""
+    got, truth = values[:2]
+    if got.shape != truth.shape:
+        raise AssertionError(
+            f"{case}: {name}.shape {tuple(got.shape)}, should be {tuple(truth.shape)} {plan}"
+        )
+    values = [x.detach().to(got.device, torch.float64) for x in values]
+    got, truth = values[:2]
+    same = (got.isfinite() & truth.isfinite()) | (got == truth) | (got.isnan() & truth.isnan())
+    if not same.all():
+        found = f"inf or NaN differ in {int((~same).sum())} of {same.numel()} elements"
+        raise AssertionError(_report(name, found, (~same).double(), got, truth, case, plan))
+    return values
+
+
+def _report(
+    name: str, found: str, error: Tensor, got: Tensor, truth: Tensor, case: object, plan: object
+) -> str:
+    """error: where its largest element stands is the worst index."""
+    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    worst = f"worst at {index}: got {float(got[index])!r}, should be {float(truth[index])!r}"
+    return "\n  ".join([f"{name}: {found}", worst, f"case: {case}", f"plan: {plan or 'not given'}"])
+
+
+def _largest(error: Tensor) -> float:
+    return float(error.max()) if error.numel() else 0.0
+
+
+def _root_mean_square(error: Tensor) -> float:
+    return float(error.square().mean().sqrt()) if error.numel() else 0.0

@@ -1,0 +1,75 @@
+"""Compile a launch for any chip on a machine without one, and say what the kernel needs there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .launch import Launch
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """registers: for each thread. stack_bytes: local memory of a thread, where spills go."""
+
+    registers: int
+    stack_bytes: int
+    shared_memory_bytes: int
+    ptx: str
+
+
+def compile_ahead(launch: Launch, tensor_types: tuple[str | None, ...], capability: int) -> Compiled:
+    """tensor_types: Triton's name for each tensor's elements ("bf16", "fp32", "i32"), None for no tensor.
+
+    capability: 80 for compute capability 8.0. Pointers are taken to be multiples of 16 bytes.
+    """
+    target = GPUTarget("cuda", capability, 32)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    kernel = triton.compile(_source(launch, tensor_types), target=target, options=options)
+    registers, stack_bytes = _resources(kernel.asm["cubin"])
+    return Compiled(registers, stack_bytes, kernel.metadata.shared, kernel.asm["ptx"])
+
+
+def _source(launch: Launch, tensor_types: tuple[str | None, ...]) -> ASTSource:
+    """The kernel specialized as Triton's own launch would: on 1, on multiples of 16 and on None."""
+    signature, constants, attributes = {}, {}, {}
+    params = launch.kernel.params
+    tensors_end = len(tensor_types)
+    for param, kind in zip(params, tensor_types, strict=False):
+        signature[param.name] = "constexpr" if kind is None else f"*{kind}"
+        if kind is None:
+            constants[param.name] = None
+        else:
+            attributes[(param.num,)] = [["tt.divisibility", 16]]
+    for param, value in zip(params[tensors_end:], launch.scalars, strict=False):
+        specialize = isinstance(value, int) and not param.do_not_specialize
+        if specialize and value == 1:
+            signature[param.name], constants[param.name] = "constexpr", 1
+            continue
+        signature[param.name] = "fp32" if isinstance(value, float) else ("i32" if abs(value) < 2**31 else "i64")
+        if specialize and value % 16 == 0:
+            attributes[(param.num,)] = [["tt.divisibility", 16]]
+    for name, value in launch.constants.items():
+        signature[name], constants[name] = "constexpr", value
+    names = [param.name for param in params]
+    if list(signature) != names:
+        raise ValueError(f"{launch.kernel.__name__}: arguments {list(signature)} do not match {names}")
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    return int(usage[1]), int(usage[2])

@@ -1,0 +1,429 @@
+"""FlashAttention-2 backward. P is recomputed from the stored LSE, so nothing quadratic is kept.
+
+With delta = rowsum(dout * out) - dlse:  P = exp(S - lse),  dV = P^T dout,  dP = dout V^T,
+dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 2307.08691, algorithm 2).
+
+``statistics_kernel`` prepares delta and the LSE; ``key_value_kernel`` owns a tile of keys and streams the queries of all
+heads that share them; ``query_kernel`` owns a tile of queries and streams the keys. No result is summed by
+two programs, so the gradients are bitwise reproducible. With ACCUMULATE_DQ the first of the two also adds
+its share of dQ to a float32 tensor by atomics, which saves two of seven matrix products and gives up that
+reproducibility; ``query_kernel`` is then not needed.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    key_range,
+    load_tile,
+    round_down,
+    round_up,
+    row_range,
+    sequence,
+    store_tile,
+    tanh_exp2,
+    tile_offsets,
+    visible,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# Rows of a sequence's statistics are padded to a multiple of this, so that no tile of rows reads outside.
+STATISTICS_ROWS = tl.constexpr(128)
+
+
+@triton.jit
+def _statistics_start(start_q, batch_idx, VARLEN: tl.constexpr):
+    """Row at which a sequence's statistics begin: sequences are moved apart to leave room for the padding."""
+    start = start_q
+    if VARLEN:
+        start = round_down(start_q + batch_idx * STATISTICS_ROWS, STATISTICS_ROWS)
+    return tl.multiple_of(start, STATISTICS_ROWS)
+
+
+@triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "seqlen_q", "total_q"])
+def statistics_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    cu_seqlens_q,
+    seqused_q,
+    out_stride_b,
+    out_stride_s,
+    out_stride_h,
+    dout_stride_b,
+    dout_stride_s,
+    dout_stride_h,
+    lse_stride_b,
+    lse_stride_h,
+    dlse_stride_b,
+    dlse_stride_h,
+    dlse_stride_s,
+    statistics_stride_b,
+    statistics_stride_h,
+    num_m_blocks,
+    num_heads,
+    seqlen_q,
+    total_q,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    VARLEN: tl.constexpr,
+    USED_Q: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """Per row: the LSE in the log2 domain, and delta = rowsum(dout * out) - dlse, both float32.
+
+    A row without keys, or outside its sequence, gets LSE +inf, so that its P comes out as 0 wherever it is
+    recomputed. Grid: num_m_blocks * num_heads * batch, covering the padded rows.
+    """
+    pid = tl.program_id(0)
+    first_row = pid % num_m_blocks * BLOCK_M
+    head = pid // num_m_blocks
+    batch_idx = (head // num_heads).to(tl.int64)
+    head = (head % num_heads).to(tl.int64)
+    start_q, length_q = sequence(cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q)
+    if first_row >= length_q + STATISTICS_ROWS:
+        return
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_DV)
+    rows = first_row + row_offsets
+    inside = rows < length_q
+    tensor_row = start_q + first_row
+    out_tile = out_ptr + batch_idx * out_stride_b + head * out_stride_h + tensor_row * out_stride_s
+    dout_tile = dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + tensor_row * dout_stride_s
+    out_tile += tile_offsets(row_offsets, columns, out_stride_s)
+    dout_tile += tile_offsets(row_offsets, columns, dout_stride_s)
+    out = load_tile(out_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
+    dout = load_tile(dout_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        dlse_rows = dlse_ptr + batch_idx * dlse_stride_b + head * dlse_stride_h
+        delta -= tl.load(dlse_rows + (start_q + rows) * dlse_stride_s, mask=inside, other=0.0)
+    lse_rows = lse_ptr + batch_idx * lse_stride_b + head * lse_stride_h + start_q + rows
+    lse = tl.load(lse_rows, mask=inside, other=float("inf"))
+    empty = lse == float("-inf")
+    statistics = batch_idx * statistics_stride_b + head * statistics_stride_h
+    statistics += _statistics_start(start_q, batch_idx, VARLEN) + rows
+    padded = rows < round_up(length_q, STATISTICS_ROWS)
+    tl.store(lse_log2_ptr + statistics, tl.where(empty, float("inf"), lse * LOG2E), mask=padded)
+    # The gradient of an empty row is 0 even where dlse is not finite.
+    tl.store(delta_ptr + statistics, tl.where(empty, 0.0, delta), mask=padded)
+
+
+@triton.jit
+def _probabilities(scores, lse_log2, scale_log2, cap_log2, SOFTCAP: tl.constexpr):
+    """P, and the derivative of the capped score with respect to the score (1 without softcap)."""
+    if SOFTCAP:
+        capped = tanh_exp2(scores * scale_log2)
+        p = tl.math.exp2(capped * cap_log2 - lse_log2)
+        slope = 1.0 - capped * capped
+    else:
+        p = tl.math.exp2(scores * scale_log2 - lse_log2)
+        slope = 1.0
+    return p, slope
+
+
+@triton.jit(
+    do_not_specialize=["num_n_blocks", "num_heads_kv", "group", "seqlen_q", "seqlen_k", "total_q", "total_k"]
+    + ["window_left", "window_right"]
+)
+def key_value_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    dq_sum_ptr,
+    dk_ptr,
+    dv_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    dout_stride_b,
+    dout_stride_s,
+    dout_stride_h,
+    statistics_stride_b,
+    statistics_stride_h,
+    dq_stride_b,
+    dq_stride_s,
+    dq_stride_h,
+    dk_stride_b,
+    dk_stride_s,
+    dk_stride_h,
+    dv_stride_b,
+    dv_stride_s,
+    dv_stride_h,
+    num_n_blocks,
+    num_heads_kv,
+    group,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    scale_log2,
+    cap_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VARLEN: tl.constexpr,
+    USED_Q: tl.constexpr,
+    USED_K: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ACCUMULATE_DQ: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """dK and dV of one key tile of one key-value head. Grid: num_n_blocks * num_heads_kv * batch.
+
+    Products are formed transposed, keys by rows, so that P^T and dS^T feed the next product from
+    registers. TAIL: the last row tile or the last key tile may be partial.
+    """
+    pid = tl.program_id(0)
+    n_block = pid % num_n_blocks
+    head_kv = pid // num_n_blocks
+    batch_idx = (head_kv // num_heads_kv).to(tl.int64)
+    head_kv = (head_kv % num_heads_kv).to(tl.int64)
+    start_q, length_q = sequence(cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q)
+    start_k, length_k = sequence(cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K)
+    first_key = n_block * BLOCK_N
+    if first_key >= length_k:
+        return
+    last_key = tl.minimum(first_key + BLOCK_N, length_k) - 1
+    diagonal = length_k - length_q
+    begin, clear_begin, clear_end, end = row_range(
+        first_key, last_key, length_q, diagonal, window_left, window_right, BLOCK_M, LEFT, RIGHT
+    )
+    if ACCUMULATE_DQ and TAIL:
+        # Keys beyond the sequence must not reach dQ, so a partial key tile has no clear rows.
+        clear_end = tl.where(first_key + BLOCK_N > length_k, clear_begin, clear_end)
+    edges = (begin, clear_begin, clear_end, end)
+
+    key_offsets = tl.arange(0, BLOCK_N)
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    columns_v = tl.arange(0, BLOCK_DV)
+    keys = first_key + key_offsets
+    first_key_row = start_k + first_key
+    k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + first_key_row * k_stride_s
+    v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + first_key_row * v_stride_s
+    k = load_tile(
+        k_tile + tile_offsets(key_offsets, columns, k_stride_s),
+        keys, length_k, columns, HEAD_DIM, TAIL, HEAD_DIM < BLOCK_D,
+    )  # fmt: skip
+    v = load_tile(
+        v_tile + tile_offsets(key_offsets, columns_v, v_stride_s),
+        keys, length_k, columns_v, HEAD_DIM_V, TAIL, HEAD_DIM_V < BLOCK_DV,
+    )  # fmt: skip
+    q_offsets = tile_offsets(row_offsets, columns, q_stride_s)
+    dout_offsets = tile_offsets(row_offsets, columns_v, dout_stride_s)
+
+    q_step = tl.cast(q_stride_s, tl.int64)
+    dout_step = tl.cast(dout_stride_s, tl.int64)
+    dq_step = tl.cast(dq_stride_s, tl.int64)
+
+    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), dtype=tl.float32)
+    for member in range(group):
+        head = head_kv * group + member
+        q_head = q_ptr + batch_idx * q_stride_b + head * q_stride_h + start_q * q_stride_s + q_offsets
+        dout_head = dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + start_q * dout_stride_s + dout_offsets
+        statistics = batch_idx * statistics_stride_b + head * statistics_stride_h
+        statistics += _statistics_start(start_q, batch_idx, VARLEN)
+        if ACCUMULATE_DQ:
+            dq_head = dq_sum_ptr + batch_idx * dq_stride_b + head * dq_stride_h + start_q * dq_stride_s
+            dq_head += tile_offsets(row_offsets, columns, dq_stride_s)
+        # Boundary rows before, clear rows, boundary rows after, as in the forward.
+        for stretch in tl.static_range(3):
+            MASKED = stretch != 1
+            if stretch == 1 or (stretch == 0 and RIGHT) or (stretch == 2 and (LEFT or TAIL)):
+                for first_row in range(edges[stretch], tl.minimum(edges[stretch + 1], end), BLOCK_M):
+                    rows = first_row + row_offsets
+                    q = load_tile(
+                        q_head + first_row * q_step,
+                        rows, length_q, columns, HEAD_DIM, MASKED, HEAD_DIM < BLOCK_D,
+                    )  # fmt: skip
+                    lse_log2 = tl.load(lse_log2_ptr + statistics + rows)
+                    delta = tl.load(delta_ptr + statistics + rows)
+                    scores = tl.dot(k, tl.trans(q))
+                    p, slope = _probabilities(scores, lse_log2[None, :], scale_log2, cap_log2, SOFTCAP)
+                    if MASKED:
+                        seen = visible(
+                            rows[None, :], keys[:, None], length_k, diagonal, window_left, window_right, LEFT, RIGHT
+                        )
+                        p = tl.where(seen, p, 0.0)
+                    dout = load_tile(
+                        dout_head + first_row * dout_step,
+                        rows, length_q, columns_v, HEAD_DIM_V, MASKED, HEAD_DIM_V < BLOCK_DV,
+                    )  # fmt: skip
+                    dv = tl.dot(p.to(dout.dtype), dout, dv)
+                    dp = tl.dot(v, tl.trans(dout))
+                    ds = p * (dp - delta[None, :]) * slope
+                    ds = ds.to(q.dtype)
+                    dk = tl.dot(ds, q, dk)
+                    if ACCUMULATE_DQ:
+                        dq = tl.dot(tl.trans(ds), k) * softmax_scale
+                        inside = (rows < length_q)[:, None] & (columns < HEAD_DIM)[None, :]
+                        tl.atomic_add(dq_head + first_row * dq_step, dq, mask=inside, sem="relaxed")
+
+    dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
+    dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
+    dk_tile += tile_offsets(key_offsets, columns, dk_stride_s)
+    dv_tile += tile_offsets(key_offsets, columns_v, dv_stride_s)
+    store_tile(dk_tile, dk * softmax_scale, keys, length_k, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)
+    store_tile(dv_tile, dv, keys, length_k, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+
+
+@triton.jit(
+    do_not_specialize=["num_m_blocks", "num_heads", "group", "seqlen_q", "seqlen_k", "total_q", "total_k"]
+    + ["window_left", "window_right"]
+)
+def query_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_log2_ptr,
+    delta_ptr,
+    dq_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    dout_stride_b,
+    dout_stride_s,
+    dout_stride_h,
+    statistics_stride_b,
+    statistics_stride_h,
+    dq_stride_b,
+    dq_stride_s,
+    dq_stride_h,
+    num_m_blocks,
+    num_heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    scale_log2,
+    cap_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VARLEN: tl.constexpr,
+    USED_Q: tl.constexpr,
+    USED_K: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """dQ of one row tile of one head. Grid: num_m_blocks * num_heads * batch."""
+    pid = tl.program_id(0)
+    m_block = pid % num_m_blocks
+    head = pid // num_m_blocks
+    if RIGHT:
+        m_block = num_m_blocks - 1 - m_block
+    batch_idx = (head // num_heads).to(tl.int64)
+    head = (head % num_heads).to(tl.int64)
+    head_kv = head // group
+    start_q, length_q = sequence(cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q)
+    start_k, length_k = sequence(cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K)
+    first_row = m_block * BLOCK_M
+    if first_row >= length_q:
+        return
+    last_row = tl.minimum(first_row + BLOCK_M, length_q) - 1
+    diagonal = length_k - length_q
+    edges = key_range(first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT)
+
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    columns_v = tl.arange(0, BLOCK_DV)
+    keys = tl.arange(0, BLOCK_N)
+    rows = first_row + row_offsets
+    first_q_row = start_q + first_row
+    q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + first_q_row * q_stride_s
+    dout_tile = dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + first_q_row * dout_stride_s
+    k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
+    v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
+    k_tile += tile_offsets(keys, columns, k_stride_s)
+    v_tile += tile_offsets(keys, columns_v, v_stride_s)
+    q = load_tile(
+        q_tile + tile_offsets(row_offsets, columns, q_stride_s),
+        rows, length_q, columns, HEAD_DIM, True, HEAD_DIM < BLOCK_D,
+    )  # fmt: skip
+    dout = load_tile(
+        dout_tile + tile_offsets(row_offsets, columns_v, dout_stride_s),
+        rows, length_q, columns_v, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV,
+    )  # fmt: skip
+    statistics = batch_idx * statistics_stride_b + head * statistics_stride_h
+    statistics += _statistics_start(start_q, batch_idx, VARLEN)
+    lse_log2 = tl.load(lse_log2_ptr + statistics + rows)
+    delta = tl.load(delta_ptr + statistics + rows)
+
+    k_step = tl.cast(k_stride_s, tl.int64)
+    v_step = tl.cast(v_stride_s, tl.int64)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for stretch in tl.static_range(3):
+        MASKED = stretch != 1
+        if stretch == 1 or (stretch == 0 and LEFT) or (stretch == 2 and (RIGHT or TAIL)):
+            for first_key in range(edges[stretch], tl.minimum(edges[stretch + 1], edges[3]), BLOCK_N):
+                num_keys = length_k - first_key
+                k = load_tile(
+                    k_tile + first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED, HEAD_DIM < BLOCK_D
+                )
+                v = load_tile(
+                    v_tile + first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V, MASKED, HEAD_DIM_V < BLOCK_DV
+                )
+                scores = tl.dot(q, tl.trans(k))
+                p, slope = _probabilities(scores, lse_log2[:, None], scale_log2, cap_log2, SOFTCAP)
+                if MASKED:
+                    reach = diagonal - first_key
+                    seen = visible(
+                        rows[:, None], keys[None, :], num_keys, reach, window_left, window_right, LEFT, RIGHT
+                    )
+                    p = tl.where(seen, p, 0.0)
+                dp = tl.dot(dout, tl.trans(v))
+                ds = p * (dp - delta[:, None]) * slope
+                dq = tl.dot(ds.to(k.dtype), k, dq)
+
+    dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
+    dq_tile += tile_offsets(row_offsets, columns, dq_stride_s)
+    store_tile(dq_tile, dq * softmax_scale, rows, length_q, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)

@@ -1,0 +1,76 @@
+"""Tiles by head dim, lowering and the shared memory that the device reports. No run-time autotuning.
+
+A row applies where the head dim fits and the chip has its shared memory; the first that applies is taken.
+``flashattn3 tune`` measures candidates on the GPU at hand and prints a new table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """block_m query rows by block_n keys; num_stages is the depth of the load pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tiles for head dims up to head_dim on chips with at least shared_memory_kib for one block.
+
+    wgmma: the row is for code that uses Hopper's warpgroup matrix instructions (lowering 90).
+    accumulate_dq: key_value also sums dQ by atomics (backward.py), and query serves deterministic=True.
+    """
+
+    head_dim: int
+    wgmma: bool
+    shared_memory_kib: int
+    forward: Tile
+    key_value: Tile
+    query: Tile
+    accumulate_dq: bool = False
+
+
+# fmt: off
+ROWS = (
+    #   head_dim wgmma  KiB   forward               key_value             query
+    Row(      32, True, 227, Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+    Row(      64, True, 227, Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+    Row(     128, True, 227, Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+    Row(     256, True, 227, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+    Row(      32, False, 163, Tile(128, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 64, 4, 2)),
+    Row(      64, False, 163, Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+    Row(     128, False, 163, Tile(128, 64, 8, 3), Tile(64, 128, 8, 1), Tile(128, 64, 8, 2)),
+    Row(     256, False, 163, Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+    Row(      32, False, 99, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    Row(      64, False, 99, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    Row(     128, False, 99, Tile(128, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+    Row(     256, False, 99, Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+)
+# fmt: on
+MAX_HEAD_DIM = max(row.head_dim for row in ROWS)
+MIN_SHARED_MEMORY_KIB = min(row.shared_memory_kib for row in ROWS)
+
+
+def select_row(head_dim: int, head_dim_v: int, lowering: int | None, shared_memory_bytes: int) -> Row:
+    """The first row for the larger of the two head dims that the chip can run.
+
+    lowering: the compute capability that Triton compiles for, 90 for 9.0; None in the interpreter.
+    """
+    widest = max(head_dim, head_dim_v)
+    wgmma = lowering == 90
+    for row in ROWS:
+        fits = row.shared_memory_kib * 1024 <= shared_memory_bytes
+        if widest <= row.head_dim and fits and row.wgmma in (wgmma, False):
+            return row
+    raise LookupError(f"no tiles for head dim {widest} with {shared_memory_bytes} bytes of shared memory")
+
+
+def padded(head_dim: int) -> int:
+    """Width of a tile in head dim: a power of two, at least 16, as tl.arange and tl.dot ask."""
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,0 +1,105 @@
+"""Chooses, before torch and Triton are imported, how Triton runs in this session.
+
+Without a CUDA device its kernels run in Triton's interpreter. With one, two options make the GPU run
+the code and the tiles of another chip; both work in the environment, so pytest-xdist's workers
+inherit them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import pytest
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("flashattn3")
+    group.addoption(
+        "--lowering",
+        metavar="smXX",
+        help="make Triton compile for another chip, sm80 for Ampere's mma.sync and cp.async, in a "
+        "Triton cache of its own (under .pytest_cache); every kernel of the run is checked to be for it",
+    )
+    group.addoption(
+        "--shared-memory-kib",
+        type=int,
+        metavar="KIB",
+        help="take the tiles that fit this much shared memory: 163 for an A100, 99 for a 3090",
+    )
+
+
+def pytest_configure(config):
+    lowering, kib = config.getoption("lowering"), config.getoption("shared_memory_kib")
+    if lowering is None and kib is None:
+        _interpret_without_gpu()
+        return
+    if not _gpu_is_here():
+        raise pytest.UsageError(
+            "--lowering and --shared-memory-kib need a CUDA device; none is visible"
+        )
+    if "triton" in sys.modules:
+        raise pytest.UsageError(
+            "--lowering must act before Triton is imported: start pytest by itself"
+        )
+    if kib is not None:
+        if kib <= 0:
+            raise pytest.UsageError(f"--shared-memory-kib must be positive, got {kib}")
+        os.environ["FLASHATTN3_SHARED_MEMORY_KIB"] = str(kib)
+    if lowering is not None:
+        if not re.fullmatch(r"sm\d\d\d?a?", lowering):
+            raise pytest.UsageError(f"--lowering must be written like sm80, got {lowering!r}")
+        os.environ["TRITON_OVERRIDE_ARCH"] = lowering
+        os.environ["TRITON_CACHE_DIR"] = str(config.cache.mkdir(f"triton-{lowering}"))
+
+
+def _gpu_is_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _interpret_without_gpu() -> None:
+    # Triton reads this while it is imported, which no conftest or plugin has done yet.
+    if "triton" not in sys.modules and not _gpu_is_here():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_report_header(config):
+    names = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH", "FLASHATTN3_SHARED_MEMORY_KIB")
+    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return [f"flashattn3: {' '.join(found) or 'native kernels'}"]
+
+
+def pytest_collection_modifyitems(items):
+    if not _gpu_is_here():
+        reason = "needs a CUDA device; none is visible"
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lowering_is_real(request):
+    """With --lowering: run one problem first, and afterwards read every kernel the session compiled."""
+    lowering = request.config.getoption("lowering")
+    if lowering is None:
+        yield
+        return
+    import ptx
+
+    ptx.launch_one_problem()
+    ptx.assert_cache_is_lowered_to(lowering)
+    yield
+    ptx.assert_cache_is_lowered_to(lowering)
+
+
+@pytest.fixture
+def device():
+    """The CUDA device if there is one, otherwise the CPU."""
+    import torch
+
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if _gpu_is_here() else torch.device("cpu")
+    )

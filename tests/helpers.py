@@ -1,0 +1,59 @@
+"""Shared by the test files: where to run, and how to run something in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashattn3.device import DeviceInfo
+
+GPU = torch.cuda.is_available()
+ROOT = Path(__file__).resolve().parents[1]
+needs_gpu = pytest.mark.gpu
+
+
+def fake_gpu(name: str, capability: int, shared_memory_kib: int, num_sms: int) -> DeviceInfo:
+    """A GPU as the planner sees it, on a machine that has none."""
+    return DeviceInfo(
+        kind="cuda",
+        name=name,
+        capability=capability,
+        lowering=capability,
+        shared_memory_bytes=shared_memory_kib * 1024,
+        num_sms=num_sms,
+    )
+
+
+H100 = fake_gpu("H100", 90, 227, 132)
+A100 = fake_gpu("A100", 80, 163, 108)
+RTX3090 = fake_gpu("RTX 3090", 86, 99, 82)
+ORIN = fake_gpu("Orin", 87, 163, 16)
+L4 = fake_gpu("L4", 89, 99, 58)
+B200 = fake_gpu("B200", 100, 227, 148)
+RTX5090 = fake_gpu("RTX 5090", 120, 99, 170)
+T4 = fake_gpu("T4", 75, 64, 40)
+GPUS = (H100, A100, RTX3090, ORIN, L4, B200, RTX5090)
+CPU = DeviceInfo("cpu", "cpu")
+LOWERED_H100 = replace(H100, lowering=80, shared_memory_bytes=163 * 1024)
+
+
+def run_python(code: str, **environment: str | None) -> str:
+    """Standard output of ``python -c code``; a variable given as None is removed from the environment."""
+    variables = {**os.environ, **environment}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,199 @@
+"""The public functions: choosing a backend, the packed forms, what is returned, environment variables."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from helpers import GPU, run_python
+
+import flashattn3
+from flashattn3 import (
+    UnsupportedError,
+    available_backends,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    use_backend,
+)
+
+
+def tokens(*shape, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def test_signatures_are_those_of_the_contract():
+    shared = (
+        "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
+        "deterministic=False, sm_margin=0, return_attn_probs=False, *, return_lse=False, backend=None"
+    )
+    lengths = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None"
+    assert signature(flash_attn_func) == f"q, k, v, {shared}"
+    assert signature(flash_attn_varlen_func) == f"q, k, v, {lengths}, {shared}"
+
+
+def signature(function) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(bare)).strip("()").replace("(-1, -1", "(-1, -1")
+
+
+def test_everything_exported_is_there_and_documented():
+    for name in flashattn3.__all__:
+        assert getattr(flashattn3, name).__doc__, name
+    assert flashattn3.__version__
+
+
+def test_use_backend_holds_within_its_block():
+    q = tokens(1, 4, 2, 16)
+    with use_backend("reference"):
+        assert flashattn3.explain(q, q, q).declined["triton"] != ""
+        flash_attn_func(q, q, q)
+        with use_backend("triton"), pytest.raises(UnsupportedError, match="backend 'triton' does not"):
+            flash_attn_func(q, q, q)  # float32: never falls back
+        flash_attn_func(q, q, q)
+    assert flash_attn_func(q, q, q).shape == q.shape
+
+
+def test_use_backend_is_left_after_an_error():
+    q = tokens(1, 4, 2, 16)
+    with pytest.raises(RuntimeError, match="inside"), use_backend("triton"):
+        raise RuntimeError("inside")
+    flash_attn_func(q, q, q)
+
+
+def test_an_argument_goes_before_use_backend():
+    q = tokens(1, 4, 2, 16)
+    with use_backend("triton"):
+        assert flash_attn_func(q, q, q, backend="reference").shape == q.shape
+
+
+def test_use_backend_refuses_unknown_names():
+    with pytest.raises(ValueError, match=r"^use_backend: name must be one of \(.*\), got 'fast'$"):
+        use_backend("fast").__enter__()
+
+
+def test_backend_from_the_environment():
+    code = """
+import torch, flashattn3
+q = torch.randn(1, 4, 2, 16)
+try:
+    flashattn3.flash_attn_func(q, q, q)
+    print("ran")
+except flashattn3.UnsupportedError as error:
+    print(error)
+print(flashattn3.flash_attn_func(q, q, q, backend="reference").shape[1])"""
+    first, second = run_python(code, FLASHATTN3_BACKEND="triton").splitlines()
+    assert first.startswith("flash_attn_func: backend 'triton' does not take this problem")
+    assert second == "4"
+    assert run_python(code, FLASHATTN3_BACKEND="reference").splitlines() == ["ran", "4"]
+    assert run_python(code, FLASHATTN3_BACKEND="").splitlines() == ["ran", "4"]
+
+
+def test_available_backends():
+    assert "reference" in available_backends("cpu")
+    assert available_backends() == available_backends("cuda" if GPU else "cpu")
+    if GPU and torch.cuda.get_device_capability() >= (8, 0):
+        assert available_backends("cuda") == ["triton", "reference"]
+    else:
+        code = "import flashattn3; print(flashattn3.available_backends('cpu'))"
+        assert run_python(code, TRITON_INTERPRET=None).strip() == "['reference']"
+
+
+def test_packed_qkv_of_five_axes(device):
+    qkv = tokens(2, 9, 3, 4, 16, device=device)
+    found = flash_attn_qkvpacked_func(qkv, causal=True, window_size=(3, 0), softcap=2.0)
+    wanted = flash_attn_func(*qkv.unbind(2), causal=True, window_size=(3, 0), softcap=2.0)
+    assert torch.equal(found, wanted)
+
+
+def test_packed_qkv_of_four_axes(device):
+    qkv = tokens(2, 9, 8, 16, device=device).requires_grad_()
+    found, lse = flash_attn_qkvpacked_func(qkv, 0.3, num_heads_q=4, return_lse=True)
+    q, k, v = qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
+    wanted, wanted_lse = flash_attn_func(q, k, v, 0.3, return_lse=True)
+    assert torch.equal(found, wanted) and torch.equal(lse, wanted_lse)
+    (gradient,) = torch.autograd.grad(found.sum(), qkv)
+    (wanted_gradient,) = torch.autograd.grad(wanted.sum(), qkv)
+    assert torch.equal(gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_lse": True}, {"return_attn_probs": True}])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_returned(asked, dtype, device):
+    q, k, v = (tokens(2, s, h, d, dtype=dtype, device=device) for s, h, d in SHAPES)
+    found = flash_attn_func(q, k, v, backend="reference", **asked)
+    rows_q, rows_k, rows_v = (x.flatten(0, 1) for x in (q, k, v))
+    edges = (cumulative(7, 7, device=device), cumulative(9, 9, device=device))
+    packed = flash_attn_varlen_func(rows_q, rows_k, rows_v, *edges, 7, 9, backend="reference", **asked)
+    if asked:
+        (found, lse), (packed, packed_lse) = found, packed
+        assert lse.shape == (2, 4, 7) and packed_lse.shape == (4, 14)
+        wanted = torch.float64 if dtype == torch.float64 else torch.float32
+        assert lse.dtype == packed_lse.dtype == wanted
+        torch.testing.assert_close(packed_lse.unflatten(1, (2, 7)).transpose(0, 1), lse)
+    assert found.shape == (2, 7, 4, 24) and packed.shape == (14, 4, 24)
+    assert found.dtype == packed.dtype == dtype
+    torch.testing.assert_close(packed.unflatten(0, (2, 7)), found)
+
+
+SHAPES = ((7, 4, 16), (9, 2, 16), (9, 2, 24))  # rows, heads, head dim of q, k, v
+
+
+def cumulative(*lengths, device="cpu"):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def test_max_seqlen_may_be_a_tensor(device):
+    rows, edges = tokens(12, 2, 16, device=device), cumulative(5, 7, device=device)
+    wanted = flash_attn_varlen_func(rows, rows, rows, edges, edges, 7, 7)
+    for dtype in (torch.int32, torch.int64):
+        for place in {"cpu", device.type}:
+            longest = torch.tensor(7, dtype=dtype, device=place)
+            found = flash_attn_varlen_func(rows, rows, rows, edges, edges, longest, longest)
+            torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("num_splits", [-1, 0, 1, 2, 50])
+def test_every_number_of_splits_is_exact(num_splits, device):
+    q, k = tokens(1, 3, 2, 16, device=device), tokens(1, 50, 2, 16, device=device)
+    torch.testing.assert_close(flash_attn_func(q, k, k, num_splits=num_splits), flash_attn_func(q, k, k))
+
+
+WRONG_CONTENTS = {
+    "cu_seqlens_q=ints(1, 5, 8)": "cu_seqlens_q[0] must be 0, got 1",
+    "cu_seqlens_k=ints(0, 6, 5)": "cu_seqlens_k must be non-decreasing, got [0, 6, 5]",
+    "cu_seqlens_q=ints(0, 5, 9)": "cu_seqlens_q[-1] must be <= 8 rows, got 9",
+    "seqused_k=ints(4, 3)": "seqused_k[1] must be between 0 and 2, the sequence's length, got 3",
+    "seqused_q=ints(-1, 1)": "seqused_q[0] must be between 0 and 6, the sequence's length, got -1",
+    "max_seqlen_q=5": "max_seqlen_q must be >= 6, the longest sequence, got 5",
+    "max_seqlen_k=torch.tensor(3)": "max_seqlen_k must be >= 6, the longest sequence, got 3",
+}
+
+
+def test_contents_are_checked_when_asked():
+    """One process for all: the variable is read when flashattn3 is imported."""
+    calls = "".join(
+        f"""
+try:
+    call({change})
+except ValueError as error:
+    print(error)"""
+        for change in WRONG_CONTENTS
+    )
+    code = f"""
+import torch
+from flashattn3 import flash_attn_varlen_func
+def ints(*values): return torch.tensor(values, dtype=torch.int32)
+def call(**changes):
+    rows = torch.randn(8, 2, 16)
+    arguments = dict(cu_seqlens_q=ints(0, 6, 8), cu_seqlens_k=ints(0, 6, 8), max_seqlen_q=6, max_seqlen_k=6)
+    return flash_attn_varlen_func(rows, rows, rows, **{{**arguments, **changes}})
+{calls}
+call(seqused_q=ints(6, 0), seqused_k=ints(0, 2))
+print("legal")"""
+    wanted = [f"flash_attn_varlen_func: {sentence}" for sentence in WRONG_CONTENTS.values()]
+    assert run_python(code, FLASHATTN3_CHECK="1").splitlines() == [*wanted, "legal"]

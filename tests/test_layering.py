@@ -1,0 +1,200 @@
+"""The arrows of the architecture: who may import whom, and what product code must not do."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, run_python
+
+PACKAGE = ROOT / "flashattn3"
+CORE = ("errors", "problem", "device", "plan", "ops", "api", "backends", "triton_kernels")
+
+# Module or package of flashattn3 → what of flashattn3 it may import when it runs.
+MAY_IMPORT = {
+    "errors": set(),
+    "device": set(),
+    "problem": {"errors"},
+    "backends.base": set(),
+    "plan": {"backends.base", "device", "errors", "problem"},
+    "backends.reference": {"device", "problem"},
+    # The two halves of one backend: what is decided without Triton, and what needs it.
+    "backends.triton": {"device", "problem", "triton_kernels.configs", "backends.triton_launches"},
+    "backends.triton_launches": {"backends.triton", "problem", "triton_kernels"},
+    "triton_kernels.configs": set(),
+    "triton_kernels": {"triton_kernels", "triton_kernels.configs"},
+    "backends": {"backends.reference", "backends.triton"},
+    "ops": {"backends", "device", "plan", "problem"},
+    "api": {"ops", "backends", "device", "errors", "plan", "problem"},
+}
+TORCH_FREE = ("errors", "plan", "backends.base", "triton_kernels.configs")
+WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
+MAY_WAIT = {"check_contents"}  # runs only under FLASHATTN3_CHECK=1
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+CORE_MODULES = [name for name in MODULES if name.split(".")[0] in CORE]
+
+
+def runtime_nodes(tree: ast.AST):
+    """Every node except those under ``if TYPE_CHECKING``, which never run."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def imports(name: str) -> set[str]:
+    """Full dotted names of the modules that a module imports; flashattn3's own start with a dot."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    package = [part for part in package if part]
+    found = set()
+    for node in runtime_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] + (node.module or "").split(".")
+            base = ".".join(part for part in base if part)
+            members = {f"{base}.{alias.name}".strip(".") for alias in node.names}
+            modules = members & MODULES.keys()
+            found |= {f".{module}" for module in modules or {base}}
+    return {re.sub(r"^flashattn3\b\.?", ".", module) for module in found}
+
+
+def layer_of(name: str) -> str:
+    return name if name in MAY_IMPORT else name.split(".")[0]
+
+
+def allowed_for(name: str) -> set[str]:
+    """Naming a package allows all of its modules."""
+    allowed = MAY_IMPORT[layer_of(name)]
+    return allowed | {other for other in MODULES if other.split(".")[0] in allowed}
+
+
+@pytest.mark.parametrize("name", CORE_MODULES)
+def test_core_modules_import_only_what_lies_below_them(name):
+    own = {module[1:] for module in imports(name) if module.startswith(".")}
+    wrong = own - allowed_for(name)
+    assert not wrong, f"{name} must not import {wrong}"
+
+
+def test_every_core_module_has_a_place_in_the_layers():
+    missing = {name for name in CORE_MODULES if layer_of(name) not in MAY_IMPORT}
+    assert not missing
+    assert {layer_of(name) for name in CORE_MODULES} >= {"api", "ops", "problem", "plan", "device"}
+
+
+def third_party(name: str) -> set[str]:
+    roots = {module.split(".")[0] for module in imports(name) if not module.startswith(".")}
+    return roots - set(sys.stdlib_module_names) - {"flashattn3"}
+
+
+@pytest.mark.parametrize("name", CORE_MODULES)
+def test_core_modules_need_only_torch_and_triton(name):
+    triton_allowed = name.startswith(("triton_kernels", "backends.triton"))
+    allowed = {"torch", "triton"} if triton_allowed else {"torch"}
+    if name in TORCH_FREE:
+        allowed = set()
+    assert third_party(name) <= allowed
+
+
+def test_only_the_command_line_draws_or_measures():
+    """Attention itself imports neither the tests nor the benchmarks nor the command line."""
+    for name in CORE_MODULES:
+        outside = {
+            module for module in imports(name) if re.match(r"\.(testing|bench|demo|cli)", module)
+        }
+        assert not outside, f"{name} imports {outside}"
+    for name in MODULES:
+        outside = {
+            module for module in imports(name) if module.split(".")[0] in ("tests", "benchmarks")
+        }
+        assert not outside, f"{name} imports {outside}"
+
+
+def test_import_brings_nothing_but_torch():
+    """Not even Triton, which is imported when its first kernel is launched."""
+    code = """
+import sys, torch
+roots = lambda: {name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+before = roots()
+import flashattn3
+print(sorted(roots() - before))"""
+    assert run_python(code, TRITON_INTERPRET=None).strip() == "['flashattn3']"
+
+
+def calls(tree: ast.AST, inside: str = ""):
+    """(function that holds the call, called attribute or name) of every call in a module."""
+    for node in ast.iter_child_nodes(tree):
+        holder = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else inside
+        if isinstance(node, ast.Call):
+            called = node.func
+            yield (
+                holder,
+                called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", ""),
+            )
+        yield from calls(node, holder)
+
+
+@pytest.mark.parametrize("name", [n for n in CORE_MODULES if n != "backends.reference"])
+def test_no_core_module_waits_for_a_device_or_leaves_the_process(name):
+    forbidden = WAITING_CALLS | {"exit", "_exit", "abort"}
+    tree = ast.parse(MODULES[name].read_text())
+    found = {
+        (holder, call)
+        for holder, call in calls(tree)
+        if call in forbidden and holder not in MAY_WAIT
+    }
+    assert not found, f"{name}: {found}"
+
+
+# csrc: blocks ← kernels ← host ← torch_binding, and torch's headers only in the last.
+CSRC_MAY_INCLUDE = {
+    "blocks": {"blocks"},
+    "kernels": {"blocks", "kernels"},
+    "host": {"blocks", "kernels", "host"},
+    "torch_binding": {"host", "torch_binding"},
+    "python_binding": {"host", "python_binding"},
+}
+
+
+def wrong_includes(csrc: Path) -> list[str]:
+    """ "file includes header" for every #include that goes against the arrows."""
+    wrong = []
+    for path in sorted(csrc.rglob("*")):
+        if path.suffix not in (".h", ".cuh", ".cu", ".cpp", ".hpp"):
+            continue
+        layer = path.relative_to(csrc).parts[0]
+        for header in re.findall(
+            r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE
+        ):
+            top = header.removeprefix("../").split("/")[0]
+            torch_header = re.match(r"(torch|ATen|c10)/", header) and layer != "torch_binding"
+            layer_header = top in CSRC_MAY_INCLUDE and top not in CSRC_MAY_INCLUDE.get(layer, ())
+            if torch_header or layer_header:
+                wrong.append(f"{path.relative_to(csrc)} includes {header}")
+    return wrong
+
+
+def test_csrc_includes_follow_the_arrows(tmp_path):
+    assert wrong_includes(ROOT / "csrc") == []
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "mask.h").write_text(
+        '#include "kernels/forward.h"\n#include <torch/all.h>\n'
+    )
+    assert wrong_includes(tmp_path) == [
+        "blocks/mask.h includes kernels/forward.h",
+        "blocks/mask.h includes torch/all.h",
+    ]

@@ -1,0 +1,236 @@
+"""Golden plans: which backend and which row of the tile table a problem gets on which chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+import pytest
+import torch
+from helpers import (
+    A100,
+    B200,
+    CPU,
+    GPUS,
+    H100,
+    L4,
+    LOWERED_H100,
+    ORIN,
+    RTX3090,
+    RTX5090,
+    T4,
+)
+
+import flashattn3
+from flashattn3 import UnsupportedError
+from flashattn3.backends import BACKENDS
+from flashattn3.device import SHARED_MEMORY_KIB
+from flashattn3.plan import choose
+from flashattn3.problem import Options, Tensors, describe, metadata_of
+from flashattn3.triton_kernels.configs import MAX_HEAD_DIM, ROWS, select_row
+
+
+def problem(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_k=1024, **options):
+    q = torch.empty(batch, seqlen_q, 8, d, device="meta", dtype=dtype)
+    k = torch.empty(batch, seqlen_k, 8, d, device="meta", dtype=dtype)
+    v = torch.empty(batch, seqlen_k, 8, dv or d, device="meta", dtype=dtype)
+    return describe(tuple(map(metadata_of, Tensors(q, k, v))), Options(**options))
+
+
+def plan(device, *args, **kwargs):
+    return choose(problem(*args, **kwargs), device, BACKENDS)
+
+
+# Chip → (shared memory of the row in KiB, whether it is for wgmma).
+GOLDEN_ROWS = {
+    H100: (227, True),
+    A100: (163, False),
+    RTX3090: (99, False),
+    ORIN: (163, False),
+    L4: (99, False),
+    B200: (163, False),
+    RTX5090: (99, False),
+    LOWERED_H100: (163, False),
+    replace(H100, shared_memory_bytes=163 * 1024): (163, False),
+    replace(H100, shared_memory_bytes=99 * 1024): (99, False),
+}
+ROW_OF_HEAD_DIM = {8: 32, 32: 32, 33: 64, 64: 64, 72: 128, 128: 128, 129: 256, 256: 256}
+
+
+@pytest.mark.parametrize("head_dim", ROW_OF_HEAD_DIM)
+@pytest.mark.parametrize(
+    "device", GOLDEN_ROWS, ids=lambda d: f"{d.name}-{d.lowering}-{d.shared_memory_bytes // 1024}K"
+)
+def test_every_gpu_gets_its_row(device, head_dim):
+    found = plan(device, head_dim)
+    assert found.backend.name == "triton"
+    assert found.declined == ()
+    row = found.config.row
+    assert (row.shared_memory_kib, row.wgmma) == GOLDEN_ROWS[device]
+    assert row.head_dim == ROW_OF_HEAD_DIM[head_dim]
+    assert found.config.grid == (ceil(1024 / row.forward.block_m) * 8 * 2, 1, 1)
+
+
+def test_the_wider_head_dim_decides():
+    assert plan(A100, 64, dv=128).config.row == plan(A100, 128).config.row
+    assert plan(A100, 192, dv=128).config.row == plan(A100, 256).config.row
+
+
+def test_rows_fit_the_chips_that_choose_them():
+    for device in GPUS:
+        for row in {plan(device, d).config.row for d in range(8, MAX_HEAD_DIM + 1)}:
+            assert row.shared_memory_kib * 1024 <= device.shared_memory_bytes
+            assert row.shared_memory_kib <= SHARED_MEMORY_KIB[device.capability]
+
+
+def test_every_row_is_chosen_by_some_chip():
+    chosen = {
+        select_row(d, d, gpu.lowering, gpu.shared_memory_bytes) for gpu in GPUS for d in ROW_OF_HEAD_DIM
+    }
+    assert chosen == set(ROWS)
+
+
+@pytest.mark.parametrize("device", [CPU, T4], ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_without_a_gpu_from_8_0_the_reference_runs(device, dtype):
+    found = plan(device, dtype=dtype)
+    assert found.backend.name == "reference"
+    reasons = {
+        "cpu": "needs an NVIDIA GPU, the tensors are on 'cpu'",
+        "T4": "needs compute capability 8.0 or newer, T4 has 7.5",
+    }
+    assert found.declined == (("triton", reasons[device.name]),)
+
+
+DECLINED = [
+    ({"dtype": torch.float32}, "computes in float16 and bfloat16, not in torch.float32"),
+    ({"dtype": torch.float64}, "computes in float16 and bfloat16, not in torch.float64"),
+    ({"d": 264}, "takes head dims up to 256, head_dim is 264"),
+    ({"d": 64, "dv": 512}, "takes head dims up to 256, head_dim_v is 512"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), DECLINED)
+@pytest.mark.parametrize("device", GPUS, ids=lambda d: d.name)
+def test_what_triton_declines_goes_to_the_reference_with_the_reason(device, change, reason):
+    found = plan(device, **change)
+    assert found.backend.name == "reference"
+    assert found.declined == (("triton", reason),)
+
+
+@pytest.mark.parametrize(("change", "reason"), DECLINED)
+def test_a_named_backend_never_falls_back(change, reason):
+    with pytest.raises(UnsupportedError) as caught:
+        plan(A100, backend="triton", **change)
+    assert str(caught.value).startswith(
+        f"flash_attn_func: backend 'triton' does not take this problem (triton: {reason}"
+    )
+
+
+def test_a_named_backend_is_taken_although_another_comes_first():
+    found = plan(H100, backend="reference")
+    assert found.backend.name == "reference"
+    assert found.declined == (("triton", "backend='reference' was asked for"),)
+    assert plan(H100, backend="triton").config == plan(H100).config
+
+
+def test_little_shared_memory_is_a_reason():
+    small = replace(A100, name="small", shared_memory_bytes=64 * 1024)
+    assert plan(small).declined == (
+        ("triton", "needs 99 KiB of shared memory for a block, small has 64"),
+    )
+
+
+@pytest.mark.parametrize("options", [{"pack_gqa": True}, {"sm_margin": 4}])
+def test_when_nobody_takes_a_problem_every_reason_is_shown(options):
+    with pytest.raises(UnsupportedError) as caught:
+        plan(H100, **options)
+    sentence = str(caught.value)
+    assert sentence.startswith("flash_attn_func: no backend takes this problem (")
+    reasons = sentence.partition("(")[2]
+    for backend in BACKENDS:
+        assert f"{backend.name}: " in reasons
+    assert reasons.count(next(iter(options))) == len(BACKENDS)
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A backend that declines as it is told."""
+
+    name: str
+    unavailable: str | None = None
+    declines: str | None = None
+    seen: list = field(default_factory=list, compare=False)
+
+    def unavailable_reason(self, device):
+        return self.unavailable
+
+    def decline_reason(self, problem, device):
+        self.seen.append(problem)
+        return self.declines
+
+    def configure(self, problem, device):
+        return f"{self.name} configured"
+
+
+def test_the_first_that_does_not_decline_is_taken():
+    absent, picky = Stub("absent", unavailable="not here"), Stub("picky", declines="too odd")
+    taker, last = Stub("taker"), Stub("last")
+    found = choose(problem(), H100, (absent, picky, taker, last))
+    assert found.backend is taker and found.config == "taker configured"
+    assert found.declined == (("absent", "not here"), ("picky", "too odd"))
+    assert absent.seen == [] and last.seen == []  # never asked
+
+
+def test_one_pass_unless_splits_are_asked_for():
+    lonely = {"batch": 1, "seqlen_q": 1, "seqlen_k": 65536}
+    assert plan(H100, **lonely).config.num_splits == 1
+    assert plan(H100, num_splits=5, **lonely).config.num_splits == 5
+    chosen = plan(H100, num_splits=0, **lonely).config
+    assert chosen.num_splits == 132 // 8  # 8 heads of one row tile each on 132 SMs
+    assert chosen.grid == (8 * chosen.num_splits, 1, 1)
+    assert plan(H100, batch=64, num_splits=-1).config.num_splits == 1  # every SM has work
+    assert plan(H100, num_splits=9, seqlen_k=1).config.num_splits == 1  # one key tile
+
+
+def test_plans_do_not_depend_on_whether_a_gpu_is_here():
+    """``choose`` reads nothing but its arguments: the same plan for a GPU that cannot exist."""
+    moon = replace(A100, name="moon", capability=199, lowering=199, num_sms=1)
+    assert plan(moon).config.row == plan(A100).config.row
+
+
+def test_explain_shows_the_decision_and_every_reason():
+    q = torch.empty(2, 64, 4, 32)
+    found = flashattn3.explain(q, q, q, causal=True, return_lse=True)
+    assert found.backend == "reference"
+    assert set(found.declined) == {"triton"}
+    assert found.config["block_m"] > 0
+    for word in ("backend: reference", "not triton: ", found.declined["triton"], "block_m"):
+        assert word in str(found)
+
+
+def test_explain_names_who_would_have_come_first_or_later():
+    q = torch.empty(2, 64, 4, 32, dtype=torch.float16)
+    found = flashattn3.explain(q, q, q, backend="reference")
+    assert set(found.declined) == {backend.name for backend in BACKENDS} - {"reference"}
+    assert all(found.declined.values())
+
+
+def test_explain_takes_varlen():
+    q = torch.empty(10, 4, 32)
+    edges = torch.tensor([0, 4, 10], dtype=torch.int32)
+    found = flashattn3.explain(
+        q, q, q, cu_seqlens_q=edges, cu_seqlens_k=edges, max_seqlen_q=6, max_seqlen_k=6
+    )
+    assert found.backend == "reference"
+
+
+def test_the_same_call_is_planned_once(monkeypatch):
+    from flashattn3 import ops
+
+    q = torch.randn(1, 5, 2, 16)
+    flashattn3.flash_attn_func(q, q, q)
+    calls = []
+    monkeypatch.setattr(ops, "choose", lambda *arguments: calls.append(arguments))
+    flashattn3.flash_attn_func(torch.randn_like(q), q, q)
+    assert calls == []

@@ -1,0 +1,259 @@
+"""Every illegal input is met with its exact sentence before anything is launched; legal input is normalised."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashattn3
+from flashattn3 import (
+    UnsupportedError,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
+from flashattn3.backends import BACKENDS
+from flashattn3.problem import DTYPES
+
+pytestmark = pytest.mark.usefixtures("nothing_runs")
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """A call that gets as far as a backend fails the test."""
+
+    def reached(self, *arguments):
+        pytest.fail(f"the {self.name} backend was reached")
+
+    for backend in BACKENDS:
+        monkeypatch.setattr(type(backend), "forward", reached)
+
+
+def zeros(*shape, dtype=torch.float16, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def index(*values, dtype=torch.int32, device="cpu"):
+    return torch.tensor(values, dtype=dtype).to(device)
+
+
+def dense(**changes):
+    arguments = {"q": zeros(2, 8, 4, 16), "k": zeros(2, 8, 2, 16), "v": zeros(2, 8, 2, 16)}
+    return lambda: flash_attn_func(**{**arguments, **changes})
+
+
+def varlen(**changes):
+    arguments = {
+        "q": zeros(8, 4, 16),
+        "k": zeros(8, 2, 16),
+        "v": zeros(8, 2, 16),
+        "cu_seqlens_q": index(0, 3, 8),
+        "cu_seqlens_k": index(0, 3, 8),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 5,
+    }
+    return lambda: flash_attn_varlen_func(**{**arguments, **changes})
+
+
+def packed(*shape, **changes):
+    return lambda: flash_attn_qkvpacked_func(zeros(*shape), **changes)
+
+
+LAYOUT = "(batch, seqlen, heads, head_dim)"
+VALUE_ERRORS = [
+    (dense(q=zeros(8, 4, 16)), f"q.shape must be {LAYOUT}, got (8, 4, 16)"),
+    (dense(k=zeros(2, 8, 16)), f"k.shape must be {LAYOUT}, got (2, 8, 16)"),
+    (dense(v=zeros(2, 8, 2, 2, 16)), f"v.shape must be {LAYOUT}, got (2, 8, 2, 2, 16)"),
+    (
+        dense(q=zeros(2, 8, 4, 16, dtype=torch.int32)),
+        f"q.dtype must be one of {DTYPES}, got torch.int32",
+    ),
+    (
+        dense(k=zeros(2, 8, 2, 16, dtype=torch.bfloat16)),
+        "k.dtype must be torch.float16 as q's, got torch.bfloat16",
+    ),
+    (
+        dense(v=zeros(2, 8, 2, 16, dtype=torch.float32)),
+        "v.dtype must be torch.float16 as q's, got torch.float32",
+    ),
+    (dense(k=zeros(2, 8, 2, 16, device="meta")), "k.device must be cpu as q's, got meta"),
+    (dense(v=zeros(2, 8, 2, 16, device="meta")), "v.device must be cpu as q's, got meta"),
+    (dense(k=zeros(3, 8, 2, 16)), "k.shape[0] must be 2 (q's batch), got 3"),
+    (dense(v=zeros(1, 8, 2, 16)), "v.shape[0] must be 2 (q's batch), got 1"),
+    (dense(v=zeros(2, 7, 2, 16)), "v.shape[-3] must be 8 (k's seqlen), got 7"),
+    (dense(v=zeros(2, 8, 4, 16)), "v.shape[-2] must be 2 (k's heads), got 4"),
+    (dense(k=zeros(2, 8, 2, 24)), "k.shape[-1] must be 16 (q's head_dim), got 24"),
+    (dense(q=zeros(2, 8, 4, 0), k=zeros(2, 8, 2, 0)), "q.shape[-1] must be at least 1, got 0"),
+    (dense(v=zeros(2, 8, 2, 0)), "v.shape[-1] must be at least 1, got 0"),
+    (
+        dense(k=zeros(2, 8, 0, 16), v=zeros(2, 8, 0, 16)),
+        "k.shape[-2] must be at least 1 head, got 0",
+    ),
+    (dense(q=zeros(2, 8, 0, 16)), "q.shape[-2] must be at least 1 head, got 0"),
+    (dense(q=zeros(2, 8, 3, 16)), "q.shape[-2] must be a multiple of k's 2 heads, got 3"),
+    (dense(softmax_scale=math.inf), "softmax_scale must be finite, got inf"),
+    (dense(softmax_scale=math.nan), "softmax_scale must be finite, got nan"),
+    (dense(softcap=-1.0), "softcap must be finite and >= 0, got -1.0"),
+    (dense(softcap=math.inf), "softcap must be finite and >= 0, got inf"),
+    (dense(window_size=(-2, 0)), "window_size (left) must be -1 (open) or >= 0, got -2"),
+    (dense(window_size=(0, -5)), "window_size (right) must be -1 (open) or >= 0, got -5"),
+    (dense(sm_margin=-1), "sm_margin must be >= 0, got -1"),
+    (
+        dense(backend="hopper3"),
+        f"backend must be one of {tuple(b.name for b in BACKENDS)}, got 'hopper3'",
+    ),
+]
+VARLEN_VALUE_ERRORS = [
+    (varlen(q=zeros(1, 8, 4, 16)), "q.shape must be (total, heads, head_dim), got (1, 8, 4, 16)"),
+    (varlen(cu_seqlens_q=zeros(3)), "cu_seqlens_q.dtype must be torch.int32, got torch.float16"),
+    (
+        varlen(cu_seqlens_k=index(0, 3, 8, dtype=torch.int64)),
+        "cu_seqlens_k.dtype must be torch.int32, got torch.int64",
+    ),
+    (
+        varlen(cu_seqlens_q=index(0, 8)[None]),
+        "cu_seqlens_q.shape must be one-dimensional, got (1, 2)",
+    ),
+    (varlen(cu_seqlens_q=index(0, 8)[0]), "cu_seqlens_q.shape must be one-dimensional, got ()"),
+    (varlen(cu_seqlens_k=index(0, 8)), "cu_seqlens_k.shape[0] must be 3 (batch + 1), got 2"),
+    (varlen(cu_seqlens_q=index()), "cu_seqlens_q.shape[0] must be batch + 1 >= 1, got 0"),
+    (
+        varlen(cu_seqlens_q=index(0, 3, 8, device="meta")),
+        "cu_seqlens_q.device must be cpu as q's, got meta",
+    ),
+    (varlen(seqused_q=index(3)), "seqused_q.shape[0] must be 2 (batch), got 1"),
+    (varlen(seqused_k=index(3, 4, 5)), "seqused_k.shape[0] must be 2 (batch), got 3"),
+    (
+        varlen(seqused_k=index(3, 4, dtype=torch.int64)),
+        "seqused_k.dtype must be torch.int32, got torch.int64",
+    ),
+    (varlen(max_seqlen_q=-1), "max_seqlen_q must be >= 0, got -1"),
+    (varlen(max_seqlen_k=torch.tensor(-3)), "max_seqlen_k must be >= 0, got -3"),
+    (
+        varlen(max_seqlen_q=torch.tensor([5])),
+        "max_seqlen_q must be an int or a 0-d integer tensor, got (1,) torch.int64",
+    ),
+    (
+        varlen(max_seqlen_k=torch.tensor(5.0)),
+        "max_seqlen_k must be an int or a 0-d integer tensor, got () torch.float32",
+    ),
+]
+PACKED_SHAPE = "(batch, seqlen, 3, heads, head_dim) without num_heads_q"
+PACKED_HEADS = "(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with num_heads_q"
+PACKED_VALUE_ERRORS = [
+    (packed(2, 8, 12, 16), f"qkv.shape must be {PACKED_SHAPE}, got (2, 8, 12, 16)"),
+    (packed(2, 8, 2, 4, 16), f"qkv.shape must be {PACKED_SHAPE}, got (2, 8, 2, 4, 16)"),
+    (
+        packed(2, 8, 3, 4, 16, num_heads_q=4),
+        f"qkv.shape must be {PACKED_HEADS}, got (2, 8, 3, 4, 16)",
+    ),
+    *(
+        (
+            packed(2, 8, 8, 16, num_heads_q=heads),
+            "num_heads_q must be at least 1 and leave an even number of qkv's 8 heads for k and v, "
+            f"got {heads}",
+        )
+        for heads in (0, 3, 8)
+    ),
+]
+TYPE_ERRORS = [
+    (dense(q=[1.0]), "q must be a torch.Tensor, got list"),
+    (dense(k=None), "k must be a torch.Tensor, got NoneType"),
+    (dense(softmax_scale="1"), "softmax_scale must be a float or None, got str"),
+    (dense(softmax_scale=True), "softmax_scale must be a float or None, got bool"),
+    (dense(causal=1), "causal must be a bool, got int"),
+    (dense(window_size=3), "window_size must be a pair (left, right), got 3"),
+    (dense(window_size=(1, 2, 3)), "window_size must be a pair (left, right), got (1, 2, 3)"),
+    (dense(window_size=(1.0, 2)), "window_left must be an int, got float"),
+    (dense(window_size=(1, None)), "window_right must be an int, got NoneType"),
+    (dense(softcap=None), "softcap must be a float, got NoneType"),
+    (dense(num_splits=2.0), "num_splits must be an int, got float"),
+    (dense(pack_gqa=1), "pack_gqa must be a bool or None, got int"),
+    (dense(deterministic=None), "deterministic must be a bool, got NoneType"),
+    (dense(sm_margin=0.5), "sm_margin must be an int, got float"),
+    (dense(backend=3), "backend must be a str or None, got int"),
+]
+VARLEN_TYPE_ERRORS = [
+    (varlen(cu_seqlens_q=None), "cu_seqlens_q must be a torch.Tensor, got NoneType"),
+    (varlen(cu_seqlens_k=[0, 3, 8]), "cu_seqlens_k must be a torch.Tensor, got list"),
+    (varlen(seqused_k=[3, 5]), "seqused_k must be a torch.Tensor, got list"),
+    (varlen(max_seqlen_q="5"), "max_seqlen_q must be an int, got str"),
+    (varlen(max_seqlen_k=5.0), "max_seqlen_k must be an int, got float"),
+]
+FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func")
+ILLEGAL = [
+    (error, f"{function}: {sentence}", call)
+    for error, function, table in (
+        (ValueError, FUNCTIONS[0], VALUE_ERRORS),
+        (ValueError, FUNCTIONS[1], VARLEN_VALUE_ERRORS),
+        (ValueError, FUNCTIONS[2], PACKED_VALUE_ERRORS),
+        (TypeError, FUNCTIONS[0], TYPE_ERRORS),
+        (TypeError, FUNCTIONS[1], VARLEN_TYPE_ERRORS),
+    )
+    for call, sentence in table
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "call"), ILLEGAL, ids=[s[:70] for _, s, _ in ILLEGAL]
+)
+def test_illegal_input_gets_its_sentence(error, sentence, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == sentence
+    assert type(caught.value) is error
+
+
+def test_packed_input_must_be_a_tensor():
+    with pytest.raises(TypeError) as caught:
+        flash_attn_qkvpacked_func([1])
+    assert str(caught.value) == "flash_attn_qkvpacked_func: qkv must be a torch.Tensor, got list"
+
+
+REFUSED = {
+    "qv": zeros(2, 8, 4, 16),
+    "q_descale": torch.ones(2, 2),
+    "k_descale": torch.ones(2, 2),
+    "v_descale": torch.ones(2, 2),
+    "attention_chunk": 128,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("call", [dense, varlen], ids=FUNCTIONS[:2])
+def test_what_nothing_supports_is_refused_by_name(call, name):
+    with pytest.raises(
+        UnsupportedError, match=rf"_func: {name} is not supported yet by any backend$"
+    ):
+        call(**{name: REFUSED[name]})()
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "qv"])
+def test_packed_refuses_the_same_arguments(name):
+    with pytest.raises(UnsupportedError, match=f": {name} is not supported yet by any backend$"):
+        packed(2, 8, 3, 4, 16, **{name: REFUSED[name]})()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_fp8_is_refused_by_name(which):
+    shape = (2, 8, 4 if which == "q" else 2, 16)
+    with pytest.raises(
+        UnsupportedError, match="float8_e4m3fn is not supported yet by any backend$"
+    ):
+        dense(**{which: zeros(*shape).to(torch.float8_e4m3fn)})()
+
+
+@pytest.mark.parametrize("name", ["dropout_p", "s_aux", "bias", "mask"])
+def test_unknown_arguments_are_named(name):
+    with pytest.raises(TypeError, match=name):
+        dense(**{name: None})()
+
+
+def test_explain_checks_what_the_call_checks():
+    q, k = zeros(2, 8, 3, 16), zeros(2, 8, 2, 16)
+    with pytest.raises(
+        ValueError, match=r"q\.shape\[-2\] must be a multiple of k's 2 heads, got 3"
+    ):
+        flashattn3.explain(q, k, k)

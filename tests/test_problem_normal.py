@@ -1,0 +1,85 @@
+"""What ``describe`` makes of a legal call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn3.problem import Options, Tensors, describe, metadata_of
+
+
+def problem(sq=8, sk=8, heads_q=4, heads_kv=2, d=16, dv=16, **options):
+    q = torch.empty(2, sq, heads_q, d, dtype=torch.float16)
+    k = torch.empty(2, sk, heads_kv, d, dtype=torch.float16)
+    v = torch.empty(2, sk, heads_kv, dv, dtype=torch.float16)
+    return described(Tensors(q, k, v), **options)
+
+
+def described(tensors, **options):
+    return describe(tuple(map(metadata_of, tensors)), Options(**options))
+
+
+def varlen_problem(**options):
+    rows = torch.empty(10, 2, 16, dtype=torch.bfloat16)
+    edges = torch.tensor([0, 4, 10], dtype=torch.int32)
+    return described(Tensors(rows, rows, rows, edges, edges), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sq", "sk", "window"),
+    [
+        ({}, 8, 8, (-1, -1)),
+        ({"causal": True}, 8, 8, (-1, 0)),
+        ({"causal": True, "window_right": 5}, 8, 8, (-1, 0)),
+        ({"causal": True, "window_left": 3}, 8, 8, (3, 0)),
+        ({"causal": True}, 1, 8, (-1, -1)),  # the only query sees every key
+        ({"window_left": 6}, 8, 8, (6, -1)),
+        ({"window_left": 7}, 8, 8, (-1, -1)),  # the last query sees the first key
+        ({"window_left": 100}, 8, 8, (-1, -1)),
+        ({"window_right": 6}, 8, 8, (-1, 6)),
+        ({"window_right": 7}, 8, 8, (-1, -1)),  # the first query sees the last key
+        ({"window_right": 7}, 9, 8, (-1, 7)),
+        ({"window_left": 7}, 8, 9, (7, -1)),
+        ({"window_left": 0, "window_right": 0}, 8, 8, (0, 0)),
+    ],
+)
+def test_windows_become_plain_bounds(options, sq, sk, window):
+    found = problem(sq, sk, **options)
+    assert (found.window_left, found.window_right) == window
+    assert found.windowed == (window != (-1, -1))
+
+
+def test_scale_defaults_to_the_root_of_head_dim_and_zero_is_kept():
+    assert problem(d=64).softmax_scale == 0.125
+    assert problem(softmax_scale=0.0).softmax_scale == 0.0
+    assert problem(softmax_scale=-2).softmax_scale == -2.0
+
+
+def test_shapes_and_strides():
+    found = problem(sq=3, sk=5, heads_q=6, heads_kv=2, d=24, dv=40)
+    assert (found.batch, found.seqlen_q, found.seqlen_k) == (2, 3, 5)
+    assert (found.head_dim, found.head_dim_v, found.group) == (24, 40, 3)
+    assert found.q_stride == (3 * 6 * 24, 6 * 24, 24)
+    assert found.v_stride == (5 * 2 * 40, 2 * 40, 40)
+    assert not found.varlen
+
+
+def test_varlen_lengths_are_bounded_by_the_rows():
+    assert (varlen_problem().seqlen_q, varlen_problem().batch) == (10, 2)
+    assert varlen_problem(max_seqlen_q=6).seqlen_q == 6
+    assert varlen_problem(max_seqlen_k=600).seqlen_k == 10
+    assert varlen_problem().q_stride == (0, 32, 16)
+
+
+def test_a_problem_is_a_value():
+    first, second = problem(causal=True), problem(window_right=0)
+    assert first == second and hash(first) == hash(second)
+    assert problem(softcap=1.0) != first
+
+
+def test_metadata_of_a_tensor_holds_no_data():
+    tensor = torch.empty(2, 3, dtype=torch.float16)
+    again = torch.empty(2, 3, dtype=torch.float16)
+    assert metadata_of(tensor) == metadata_of(again)
+    assert hash(metadata_of(tensor)) == hash(metadata_of(again))
+    assert metadata_of(None) is None

@@ -1,0 +1,248 @@
+"""The reference backend against plain attention, with tiles so small that cases have several."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashattn3.backends.reference import BACKEND, ReferenceConfig
+from flashattn3.device import DeviceInfo
+from flashattn3.plan import Plan
+from flashattn3.problem import Options, Tensors, describe, metadata_of
+from flashattn3.testing import (
+    FORWARD_CASES,
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    NAMED_SHAPES,
+    PAPER_GRID,
+    Case,
+    attention,
+    check,
+    check_lse,
+    gradient_floor,
+    gradients,
+    make_inputs,
+    make_output_gradients,
+)
+from flashattn3.testing.cases import dense, varlen
+from flashattn3.testing.strategies import random_cases
+
+CPU = DeviceInfo("cpu", "cpu")
+SMALL_TILES = ReferenceConfig(block_m=24, block_n=40)
+BY_NAME = {case.name: case for case in FORWARD_CASES}
+every_case = pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.id)
+
+
+def plan_for(case: Case, tensors: Tensors, config: ReferenceConfig | None = None) -> Plan:
+    options = case.options()
+    window_left, window_right = options.pop("window_size")
+    if case.varlen:
+        options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+    options = Options(window_left=window_left, window_right=window_right, **options)
+    problem = describe(tuple(map(metadata_of, tensors)), options)
+    return Plan(problem, CPU, BACKEND, config or BACKEND.configure(problem, CPU))
+
+
+def assert_right(case: Case, dtype: torch.dtype, config: ReferenceConfig | None = None) -> None:
+    """out, lse, dq, dk and dv, with and without a gradient of lse, hold the tolerance rule."""
+    tensors = make_inputs(case, "cpu", dtype)
+    plan = plan_for(case, tensors, config)
+    out, lse = BACKEND.forward(plan, tensors)
+    truth = attention(tensors, **case.truth_options())
+    plain = attention(tensors, **case.truth_options(), dtype=dtype)
+    check("out", out, truth[0], plain[0], FORWARD_FACTOR, case, plan.config)
+    check_lse(lse, truth[1], case, plan.config)
+    dout, dlse = make_output_gradients(case, tensors)
+    for dlse in (dlse, None):
+        got = BACKEND.backward(plan, dout, dlse, tensors, out, lse)
+        truths = gradients(tensors, dout, dlse, **case.truth_options())
+        plains = gradients(tensors, dout, dlse, **case.truth_options(), dtype=dtype)
+        for name, *values in zip(("dq", "dk", "dv"), got, truths, plains, strict=True):
+            check(name, *values, GRADIENT_FACTOR, case, plan.config, gradient_floor(lse))
+    for result, like in zip((out, *got), (out, *tensors[:3]), strict=True):
+        assert result.dtype == dtype and result.shape == like.shape and result.is_contiguous()
+
+
+@every_case
+def test_float64(case):
+    assert_right(case, torch.float64, SMALL_TILES)
+
+
+@every_case
+def test_float32(case):
+    assert_right(case, torch.float32)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(case=random_cases(max_seqlen=90, head_dims=range(1, 20)))
+def test_random_problems(case):
+    assert_right(case, torch.float64, SMALL_TILES)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", ("causal", "softcap-causal", "outliers", "varlen-cross", "gqa-8"))
+def test_sixteen_bit(name, dtype):
+    assert_right(BY_NAME[name], dtype, SMALL_TILES)
+
+
+def test_case_names_are_unique():
+    names = [case.name for case in (*FORWARD_CASES, *PAPER_GRID, *NAMED_SHAPES)]
+    assert len(set(names)) == len(names)
+
+
+def test_paper_grid_holds_tokens_and_width():
+    assert len(PAPER_GRID) == 36
+    for case in PAPER_GRID:
+        assert case.batch * case.seqlen_q == 16384
+        assert case.num_heads_q * case.head_dim == 2048
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan, lengths, q, k, v):
+        out, lse = BACKEND.forward(plan, Tensors(q, k, v, *lengths))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.lengths = plan, lengths
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        tensors = Tensors(q, k, v, *ctx.lengths)
+        return None, None, *BACKEND.backward(ctx.plan, dout, dlse, tensors, out, lse)
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        dense("causal", (5, 7), (4, 2), (3, 2), batch=1, causal=True),
+        dense("softcap-window", (4, 5), (2, 1), (3, 3), batch=1, window=(2, 1), softcap=1.5),
+        varlen("varlen", (3, 0, 2), (4, 2, 3), (2, 1), (3, 2), causal=True, num_splits=2),
+    ),
+    ids=lambda case: case.id,
+)
+def test_gradcheck(case):
+    tensors = make_inputs(case, "cpu", torch.float64, requires_grad=True)
+    plan = plan_for(case, tensors, ReferenceConfig(block_m=2, block_n=3))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: Attention.apply(plan, tensors[3:], q, k, v), tensors[:3], fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("value", (math.inf, -math.inf, math.nan))
+def test_gradient_of_blind_rows_is_zero_whatever_dlse(value):
+    case = BY_NAME["causal-empty-rows"]
+    tensors = make_inputs(case, "cpu", torch.float32)
+    plan = plan_for(case, tensors)
+    out, lse = BACKEND.forward(plan, tensors)
+    dout, dlse = make_output_gradients(case, tensors)
+    blind = lse == -math.inf
+    assert blind.any()
+    expected = BACKEND.backward(plan, dout, dlse, tensors, out, lse)
+    got = BACKEND.backward(plan, dout, dlse.masked_fill(blind, value), tensors, out, lse)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_inputs_are_left_alone():
+    case = BY_NAME["softcap-causal"]
+    tensors = make_inputs(replace(case, layout="bhsd"), "cpu", torch.float64)
+    plan = plan_for(case, tensors)
+    out, lse = BACKEND.forward(plan, tensors)
+    dout, dlse = make_output_gradients(case, tensors)
+    arguments = (*tensors[:3], dout, dlse, out, lse)
+    copies = [x.clone() for x in arguments]
+    BACKEND.backward(plan, dout, dlse, tensors, out, lse)
+    assert all(torch.equal(x, y) for x, y in zip(arguments, copies, strict=True))
+
+
+def test_autocast_does_not_lower_the_precision():
+    case = BY_NAME["causal"]
+    tensors = make_inputs(case, "cpu", torch.float32)
+    plan = plan_for(case, tensors)
+    dout, dlse = make_output_gradients(case, tensors)
+    plain = BACKEND.forward(plan, tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = BACKEND.forward(plan, tensors)
+        cast_gradients = BACKEND.backward(plan, dout, dlse, tensors, *cast)
+    assert all(torch.equal(x, y) for x, y in zip(cast, plain, strict=True))
+    plain_gradients = BACKEND.backward(plan, dout, dlse, tensors, *plain)
+    assert all(torch.equal(x, y) for x, y in zip(cast_gradients, plain_gradients, strict=True))
+
+
+@pytest.mark.parametrize("side", ("q", "k"))
+@pytest.mark.parametrize(
+    "edges", ([0, 500, 40], [-70, 30, 2**31 - 1], [-(2**31), 2**31 - 1, 0], [60, 20, 10])
+)
+def test_corrupt_cu_seqlens_stay_in_bounds(edges, side):
+    """On a CPU an index out of bounds raises, so getting through is the proof."""
+    case = varlen("corrupt", (30, 40), (30, 40), causal=True)
+    tensors = make_inputs(case, "cpu", torch.float32)
+    corrupt = torch.tensor(edges, dtype=torch.int32)
+    tensors = tensors._replace(**{f"cu_seqlens_{side}": corrupt})
+    plan = plan_for(case, tensors)
+    out, lse = BACKEND.forward(plan, tensors)
+    dout = torch.ones_like(out)
+    for result in (out, *BACKEND.backward(plan, dout, None, tensors, out, lse)):
+        assert result.isfinite().all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements any operator's result had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("is_varlen", (False, True), ids=("dense", "varlen"))
+def test_memory_is_linear_and_nothing_is_read_on_the_host(is_varlen):
+    """With fake tensors any look at a value raises, as it would synchronise on a GPU."""
+    length = 16384
+    options = {"heads": (1, 1), "dims": (8, 8), "causal": True}
+    if is_varlen:
+        case = varlen("long", (length, 1), (length, 1), seqused_k=(length, 1), **options)
+    else:
+        case = dense("long", (length, length), batch=1, **options)
+    inputs = make_inputs(case, "cpu", torch.float32)
+    with FakeTensorMode() as fake, LargestTensor() as largest:
+        tensors = Tensors(*(x if x is None else fake.from_tensor(x) for x in inputs))
+        plan = plan_for(case, tensors, ReferenceConfig(block_m=1024, block_n=1024))
+        out, lse = BACKEND.forward(plan, tensors)
+        BACKEND.backward(plan, torch.empty_like(out), torch.empty_like(lse), tensors, out, lse)
+    assert 0 < largest.elements <= 2 * 1024 * 1024
+
+
+def test_declines_with_a_sentence():
+    tensors = make_inputs(BY_NAME["odd"], "cpu", torch.float32)
+    problem = plan_for(BY_NAME["odd"], tensors).problem
+    assert BACKEND.unavailable_reason(CPU) is None
+    assert BACKEND.decline_reason(problem, CPU) is None
+    for change, named in (
+        ({"dtype": torch.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"pack_gqa": True}, "pack_gqa"),
+        ({"sm_margin": 2}, "sm_margin"),
+    ):
+        assert named in BACKEND.decline_reason(replace(problem, **change), CPU)
+
+
+def test_tiles_shrink_as_heads_grow():
+    def rows(batch: int, device: str) -> int:
+        case = dense("any", batch=batch)
+        tensors = make_inputs(case, "cpu", torch.float32)
+        config = BACKEND.configure(plan_for(case, tensors).problem, DeviceInfo(device, device))
+        assert config.describe() == {"block_m": config.block_m, "block_n": config.block_n}
+        return config.block_m
+
+    assert rows(1, "cpu") >= rows(64, "cpu") > rows(512, "cpu") >= 1
+    assert rows(64, "cuda") >= rows(64, "cpu")
