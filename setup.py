@@ -1,4 +1,4 @@
-"""Decides whether compiled kernels are wanted; everything else about the build is in pyproject.toml.
+"""Decides whether compiled kernels are wanted; all else about the build is in pyproject.toml.
 
 FLASHATTN3_BUILD unset or ``python``: a pure Python wheel, on every machine.
 FLASHATTN3_BUILD=cuda: the Hopper extension, which this release does not have yet, so it is refused

@@ -16,7 +16,7 @@ from .backends import BACKENDS
 from .device import describe_device
 from .errors import type_error, value_error
 from .plan import decline_reason
-from .problem import Options, Tensors, function_name, refuse
+from .problem import Options, Tensors, check_tensor_types, function_name, refuse
 
 _named_backend: ContextVar[str | None] = ContextVar(
     "flashattn3_backend", default=os.environ.get("FLASHATTN3_BACKEND") or None
@@ -96,7 +96,9 @@ def flash_attn_func(
         sm_margin=sm_margin,
         backend=backend,
     )
-    out, lse = ops.attention(Tensors(q, k, v), options)
+    tensors = Tensors(q, k, v)
+    check_tensor_types(tensors, varlen=False)
+    out, lse = ops.attention(tensors, options)
     return (out, lse) if return_lse or return_attn_probs else out
 
 
@@ -171,7 +173,8 @@ def flash_attn_varlen_func(
         max_seqlen_k=max_seqlen_k,
     )
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out, lse = ops.attention(tensors, options, varlen=True)
+    check_tensor_types(tensors, varlen=True)
+    out, lse = ops.attention(tensors, options)
     return (out, lse) if return_lse or return_attn_probs else out
 
 
@@ -262,8 +265,9 @@ def _options(
     max_seqlen_k=None,
 ) -> Options:
     """The arguments that are not tensors, refusing by name those that nothing supports yet."""
-    refuse(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse(function, attention_chunk=attention_chunk)
+    if attention_chunk != 0 or not qv is q_descale is k_descale is v_descale is None:
+        refuse(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        refuse(function, attention_chunk=attention_chunk)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise type_error(function, "window_size", "a pair (left, right)", repr(window_size))
     return Options(
@@ -332,7 +336,8 @@ def explain(
     for unused in ("return_lse", "return_attn_probs"):
         options.pop(unused, None)
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    plan = ops.plan_of(tensors, _options(function_name(varlen), **options), varlen=varlen)
+    check_tensor_types(tensors, varlen)
+    plan = ops.plan_of(tensors, _options(function_name(varlen), **options))
     described = plan.config.describe()
     declined = dict(plan.declined)
     for backend in BACKENDS:

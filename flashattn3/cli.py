@@ -1,4 +1,4 @@
-"""The command line: ``flashattn3`` or ``python -m flashattn3``, with doctor, explain, bench and demo."""
+"""The command line, ``flashattn3`` or ``python -m flashattn3``: doctor, explain, bench, demo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .device import describe_device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit status. Exits with status 2 and a sentence on bad options."""
+    """Run one subcommand and return its exit status. Bad options exit with 2 and a sentence."""
     args = build_parser().parse_args(argv)
     return args.run(args)
 
@@ -92,16 +92,15 @@ def _add_explain(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "explain",
         help="how a problem would run, without running it",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seqlen-q", type=int, default=1024)
-    parser.add_argument("--seqlen-k", type=int, help="as --seqlen-q")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, help="as --heads")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--head-dim-v", type=int, help="as --head-dim")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--batch", type=int, default=1, help="default: 1")
+    parser.add_argument("--seqlen-q", type=int, default=1024, help="default: 1024")
+    parser.add_argument("--seqlen-k", type=int, help="default: as --seqlen-q")
+    parser.add_argument("--heads", type=int, default=16, help="default: 16")
+    parser.add_argument("--kv-heads", type=int, help="default: as --heads")
+    parser.add_argument("--head-dim", type=int, default=128, help="default: 128")
+    parser.add_argument("--head-dim-v", type=int, help="default: as --head-dim")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument(
         "--window",
@@ -109,11 +108,11 @@ def _add_explain(subparsers: argparse._SubParsersAction) -> None:
         nargs=2,
         default=(-1, -1),
         metavar=("LEFT", "RIGHT"),
-        help="-1 is open",
+        help="-1 is open; default: -1 -1",
     )
-    parser.add_argument("--softcap", type=float, default=0.0)
-    parser.add_argument("--backend", help="only this one")
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu; a GPU if there is one")
+    parser.add_argument("--softcap", type=float, default=0.0, help="default: 0, none")
+    parser.add_argument("--backend", help="only this one; default: chosen by the device")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
     parser.set_defaults(run=explain, parser=parser)
 
 

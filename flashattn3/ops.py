@@ -17,13 +17,13 @@ from .backends import BACKENDS
 from .device import describe_device
 from .plan import Plan, choose
 from .problem import (
-    Metadata,
     Options,
     Tensors,
     check,
     check_contents,
-    check_types,
+    check_option_types,
     describe,
+    function_name,
     metadata_of,
 )
 
@@ -47,57 +47,71 @@ torch.library.define(
 )
 
 
-@lru_cache(maxsize=4096)
-def plan_for(metadata: tuple[Metadata | None, ...], options: Options) -> Plan:
-    """The plan of a call: a pure function of its tensors' metadata and its options."""
+@lru_cache(maxsize=4096, typed=True)
+def _plan(*arguments) -> Plan:
+    """The plan of a call from its tensors' metadata and its options, one after the other."""
+    metadata, options = arguments[:_NUM_TENSORS], Options(*arguments[_NUM_TENSORS:])
+    check_option_types(function_name(metadata[3] is not None), options)
     problem = describe(metadata, options)
     return choose(problem, describe_device(problem.device), BACKENDS)
 
 
-def attention(tensors: Tensors, options: Options, varlen: bool = False) -> tuple[Tensor, Tensor]:
+def plan_of(tensors: Tensors, options: Options) -> Plan:
+    """The plan that a call follows: a pure function of its tensors' metadata and its options."""
+    return _plan(*[tensor if tensor is None else metadata_of(tensor) for tensor in tensors], *options)
+
+
+def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """out and lse of one call, differentiable. What the public functions come down to."""
-    check_types(tensors, options, varlen)
-    return torch.ops.flashattn3.forward.default(*tensors, *options)
+    if _operator_is_watched(tensors):
+        check_option_types(function_name(tensors.cu_seqlens_q is not None), options)
+        return torch.ops.flashattn3.forward.default(*tensors, *options)
+    return _run_forward(tensors, options)
 
 
-def plan_of(tensors: Tensors, options: Options, varlen: bool = False) -> Plan:
-    """The plan that ``attention`` would follow, without running it."""
-    check_types(tensors, options, varlen)
-    return plan_for(_metadata(_prepared(tensors)), options)
+def _operator_is_watched(tensors: Tensors) -> bool:
+    """Whether anything but the kernel has to see the operator: autograd, the compiler, a torch mode, a subclass.
 
-
-def _metadata(tensors: Tensors) -> tuple[Metadata | None, ...]:
-    return tuple(metadata_of(tensor) for tensor in tensors)
-
-
-def _prepared(tensors: Tensors) -> Tensors:
-    """Copy what the kernels cannot address: a last dimension that is not dense."""
-    if all(tensor is None or tensor.stride()[-1:] == (1,) for tensor in tensors):
-        return tensors
-    return Tensors(*(tensor if tensor is None else _dense_rows(tensor) for tensor in tensors))
+    If not, the dispatcher is passed by, which halves the host time of a small call.
+    """
+    q, k, v = tensors[:3]
+    return (
+        (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or torch.compiler.is_compiling()
+        or not type(q) is type(k) is type(v) is Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
-    if tensor.ndim == 0 or tensor.stride(-1) == 1:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _copied(tensors: Tensors, plan: Plan) -> Tensors:
+    copies = {name: getattr(tensors, name).contiguous() for name in plan.problem.copied}
+    return tensors._replace(**copies) if copies else tensors
+
+
+def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    plan = plan_of(tensors, options)
+    if _CHECK_CONTENTS:
+        check_contents(tensors, options)
+    if plan.problem.copied:
+        tensors = _copied(tensors, plan)
+    return plan.backend.forward(plan, tensors)
 
 
 @torch.library.impl("flashattn3::forward", "CompositeExplicitAutograd")
 def _forward(*arguments):
-    tensors = _prepared(Tensors(*arguments[:_NUM_TENSORS]))
-    options = Options(*arguments[_NUM_TENSORS:])
-    plan = plan_for(_metadata(tensors), options)
-    if _CHECK_CONTENTS:
-        check_contents(tensors, options)
-    return plan.backend.forward(plan, tensors)
+    return _run_forward(Tensors(*arguments[:_NUM_TENSORS]), Options(*arguments[_NUM_TENSORS:]))
 
 
 @torch.library.impl("flashattn3::backward", "CompositeExplicitAutograd")
 def _backward(dout, dlse, out, lse, *arguments):
-    tensors = _prepared(Tensors(*arguments[:_NUM_TENSORS]))
-    plan = plan_for(_metadata(tensors), Options(*arguments[_NUM_TENSORS:]))
-    return plan.backend.backward(plan, _dense_rows(dout), dlse, tensors, out, lse)
+    tensors = Tensors(*arguments[:_NUM_TENSORS])
+    plan = plan_of(tensors, Options(*arguments[_NUM_TENSORS:]))
+    return plan.backend.backward(plan, _dense_rows(dout), dlse, _copied(tensors, plan), out, lse)
 
 
 @torch.library.register_fake("flashattn3::forward")

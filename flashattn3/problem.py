@@ -82,7 +82,8 @@ class Problem:
     window_left, window_right: keys visible to the left and right of the bottom-right aligned diagonal,
     inclusive; -1 means open. ``causal`` has become window_right = 0, and a window that reaches every
     key has become open.
-    strides of q, k, v: (batch, sequence, head); the batch stride is 0 for varlen.
+    copied: names of the tensors that must be made contiguous first, because their rows are not dense.
+    strides of q, k, v: (batch, sequence, head), after that; the batch stride is 0 for varlen.
     """
 
     function: str
@@ -97,6 +98,7 @@ class Problem:
     num_heads_kv: int
     head_dim: int
     head_dim_v: int
+    copied: tuple[str, ...]
     q_stride: tuple[int, int, int]
     k_stride: tuple[int, int, int]
     v_stride: tuple[int, int, int]
@@ -134,15 +136,18 @@ def refuse(function: str, **arguments: object) -> None:
             raise UnsupportedError(f"{function}: {name} is not supported yet by any backend")
 
 
-def check_types(tensors: Tensors, options: Options, varlen: bool) -> None:
-    """TypeError for an argument of the wrong kind, before torch's operator schema sees it."""
-    function = function_name(varlen)
-    required = Tensors._fields[: 5 if varlen else 3]
-    for name, value in zip(Tensors._fields, tensors, strict=True):
-        optional = name not in required
-        if not isinstance(value, torch.Tensor) and not (optional and value is None):
-            raise type_error(function, name, "a torch.Tensor", type(value).__name__)
-    for name, kinds, wanted in _OPTION_KINDS:
+def check_tensor_types(tensors: Tensors, varlen: bool) -> None:
+    """TypeError for a tensor argument that is none, before torch's operator schema sees it."""
+    required = 5 if varlen else 3
+    for index, value in enumerate(tensors):
+        if not isinstance(value, torch.Tensor) and (value is not None or index < required):
+            name = Tensors._fields[index]
+            raise type_error(function_name(varlen), name, "a torch.Tensor", type(value).__name__)
+
+
+def check_option_types(function: str, options: Options) -> None:
+    """TypeError for an option of the wrong kind; a bool is no number."""
+    for name, (kinds, wanted) in _OPTION_KINDS.items():
         value = getattr(options, name)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise type_error(function, name, wanted, type(value).__name__)
@@ -150,20 +155,21 @@ def check_types(tensors: Tensors, options: Options, varlen: bool) -> None:
 
 _INT = (int, torch.SymInt)
 _FLOAT = (float, int, torch.SymFloat, torch.SymInt)
-_OPTION_KINDS = (
-    ("max_seqlen_q", (*_INT, type(None)), "an int"),
-    ("max_seqlen_k", (*_INT, type(None)), "an int"),
-    ("softmax_scale", (*_FLOAT, type(None)), "a float or None"),
-    ("causal", (bool,), "a bool"),
-    ("window_left", _INT, "an int"),
-    ("window_right", _INT, "an int"),
-    ("softcap", _FLOAT, "a float"),
-    ("num_splits", _INT, "an int"),
-    ("pack_gqa", (bool, type(None)), "a bool or None"),
-    ("deterministic", (bool,), "a bool"),
-    ("sm_margin", _INT, "an int"),
-    ("backend", (str, type(None)), "a str or None"),
-)
+_NONE = type(None)
+_OPTION_KINDS = {
+    "max_seqlen_q": ((*_INT, _NONE), "an int"),
+    "max_seqlen_k": ((*_INT, _NONE), "an int"),
+    "softmax_scale": ((*_FLOAT, _NONE), "a float or None"),
+    "causal": ((bool,), "a bool"),
+    "window_left": (_INT, "an int"),
+    "window_right": (_INT, "an int"),
+    "softcap": (_FLOAT, "a float"),
+    "num_splits": (_INT, "an int"),
+    "pack_gqa": ((bool, _NONE), "a bool or None"),
+    "deterministic": ((bool,), "a bool"),
+    "sm_margin": (_INT, "an int"),
+    "backend": ((str, _NONE), "a str or None"),
+}
 
 
 def _expect(condition: bool, function: str, what: str, wanted: object, got: object) -> None:
@@ -273,6 +279,7 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         num_heads_kv=k.shape[-2],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
+        copied=tuple(name for name, t in zip(Tensors._fields, tensors, strict=True) if _has_sparse_rows(t)),
         q_stride=_strides(q, varlen),
         k_stride=_strides(k, varlen),
         v_stride=_strides(v, varlen),
@@ -292,8 +299,18 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
     )
 
 
+def _has_sparse_rows(tensor: Metadata | None) -> bool:
+    return tensor is not None and tensor.stride[-1] != 1 and tensor.shape[-1] > 1
+
+
 def _strides(tensor: Metadata, varlen: bool) -> tuple[int, int, int]:
-    return (0, *tensor.stride[:2]) if varlen else tuple(tensor.stride[:3])
+    """(batch, sequence, head) strides; of the contiguous copy where one has to be made."""
+    *_, rows, heads, head_dim = tensor.shape
+    if _has_sparse_rows(tensor):
+        strides = (rows * heads * head_dim, heads * head_dim, head_dim)
+    else:
+        strides = (0, *tensor.stride)[-4:-1]
+    return (0, *strides[1:]) if varlen else strides
 
 
 def check_contents(tensors: Tensors, options: Options) -> None:

@@ -103,3 +103,21 @@ def device():
     return (
         torch.device("cuda", torch.cuda.current_device()) if _gpu_is_here() else torch.device("cpu")
     )
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors are NaN, so a value that a backend forgets to write shows."""
+    import torch
+
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all(), "torch does not fill fresh tensors"
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -12,10 +12,19 @@ import pytest
 import torch
 
 from flashattn3.device import DeviceInfo
+from flashattn3.testing import (
+    FORWARD_CASES,
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    attention,
+    call,
+    check,
+    check_lse,
+    gradients,
+)
 
 GPU = torch.cuda.is_available()
 ROOT = Path(__file__).resolve().parents[1]
-needs_gpu = pytest.mark.gpu
 
 
 def fake_gpu(name: str, capability: int, shared_memory_kib: int, num_sms: int) -> DeviceInfo:
@@ -44,7 +53,7 @@ LOWERED_H100 = replace(H100, lowering=80, shared_memory_bytes=163 * 1024)
 
 
 def run_python(code: str, **environment: str | None) -> str:
-    """Standard output of ``python -c code``; a variable given as None is removed from the environment."""
+    """Standard output of ``python -c code``; a variable given as None is not set there."""
     variables = {**os.environ, **environment}
     variables = {name: value for name, value in variables.items() if value is not None}
     done = subprocess.run(
@@ -57,3 +66,40 @@ def run_python(code: str, **environment: str | None) -> str:
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+# Triton's interpreter multiplies bfloat16 matrices as if their bits were integers.
+TRITON_DTYPES = SIXTEEN_BIT if GPU else (torch.float16,)
+BACKEND_DTYPES = [
+    pytest.param(backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}")
+    for backend, dtypes in (
+        ("triton", TRITON_DTYPES),
+        ("reference", (*SIXTEEN_BIT, torch.float32, torch.float64)),
+    )
+    for dtype in dtypes
+]
+
+
+def forward_holds(case, tensors, backend: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a case, hold out and lse to the tolerance rule against float64, and return them."""
+    out, lse = call(case, tensors, return_lse=True, backend=backend, **options)
+    truth, truth_lse = attention(tensors, **case.truth_options())
+    baseline, _ = attention(tensors, **case.truth_options(), dtype=tensors.q.dtype)
+    assert out.dtype == tensors.q.dtype
+    check("out", out, truth, baseline, FORWARD_FACTOR, case, backend)
+    check_lse(lse, truth_lse, case, backend)
+    return out, lse
+
+
+def gradients_hold(case, tensors, got, dout, dlse, backend: str) -> None:
+    """Hold dq, dk and dv to the tolerance rule against float64."""
+    truth = gradients(tensors, dout, dlse, **case.truth_options())
+    baseline = gradients(tensors, dout, dlse, **case.truth_options(), dtype=tensors.q.dtype)
+    for name, found, wanted, plain in zip(("dq", "dk", "dv"), got, truth, baseline, strict=True):
+        assert found.dtype == tensors.q.dtype
+        check(name, found, wanted, plain, GRADIENT_FACTOR, case, backend)
+
+
+def case_named(name: str):
+    return next(case for case in FORWARD_CASES if case.name == name)

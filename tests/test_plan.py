@@ -85,7 +85,9 @@ def test_rows_fit_the_chips_that_choose_them():
 
 def test_every_row_is_chosen_by_some_chip():
     chosen = {
-        select_row(d, d, gpu.lowering, gpu.shared_memory_bytes) for gpu in GPUS for d in ROW_OF_HEAD_DIM
+        select_row(d, d, gpu.lowering, gpu.shared_memory_bytes)
+        for gpu in GPUS
+        for d in ROW_OF_HEAD_DIM
     }
     assert chosen == set(ROWS)
 

@@ -27,7 +27,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def outcome(request):
-    """truth, baseline and result of out; the result is the truth rounded: no kernel can be better."""
+    """truth, baseline and result of out; the result is the truth rounded, the best there is."""
     tensors = make_inputs(CASE, "cpu", request.param)
     truth, _ = attention(tensors, **CASE.truth_options())
     baseline, _ = attention(tensors, **CASE.truth_options(), dtype=request.param)
@@ -94,9 +94,9 @@ def test_a_slight_scale_fails_although_no_element_stands_out(outcome):
 def test_noise_everywhere_fails_by_its_mean_alone(outcome):
     truth, baseline, _ = outcome
     largest_allowed = 2 * (baseline - truth).abs().max() + 4e-6 * truth.abs().max()
-    noise = torch.full_like(truth, 0.9 * float(largest_allowed))
+    noise = torch.full_like(truth, 0.6 * float(largest_allowed))
     with pytest.raises(AssertionError, match="root mean square"):
-        check("out", truth + noise, truth, baseline, FORWARD_FACTOR, CASE)
+        check("out", (truth + noise).to(baseline.dtype), truth, baseline, FORWARD_FACTOR, CASE)
 
 
 def test_a_wrong_shape_fails(outcome):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -80,53 +79,21 @@ class TritonBackend:
         return TritonConfig(row, num_splits, (tiles * num_splits, 1, 1))
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        from . import triton_launches as launches
-
-        problem, num_splits = plan.problem, plan.config.num_splits
-        q, v = tensors.q, tensors.v
-        # Only varlen can have rows that no program writes.
-        blank = problem.varlen
-        out = (q.new_zeros if blank else q.new_empty)((*q.shape[:-1], v.shape[-1]))
-        lse = _row_values(problem, blank)
-        with _on_device(q):
-            launch = _prepared(plan, "forward", launches.forward_launch)
-            if num_splits == 1:
-                launch(q, tensors.k, v, out, lse, *tensors[3:])
-            else:
-                out_parts, lse_parts = _parts(problem, num_splits, out, lse)
-                launch(q, tensors.k, v, out_parts, lse_parts, *tensors[3:])
-                _prepared(plan, "merge", launches.merge_launch)(out_parts, lse_parts, out, lse)
-        return out, lse
+        if _elsewhere(tensors.q):
+            with torch.cuda.device(tensors.q.device):
+                return self.forward(plan, tensors)
+        prepared = plan.launches.get("forward") or _prepare(plan, "forward", "prepare_forward")
+        return prepared(*tensors)
 
     def backward(
         self, plan: Plan, dout: Tensor, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from . import triton_launches as launches
-
-        problem = plan.problem
-        q, k, v = tensors[:3]
+        if _elsewhere(tensors.q):
+            with torch.cuda.device(tensors.q.device):
+                return self.backward(plan, dout, dlse, tensors, out, lse)
         strides = (dout.stride(), None if dlse is None else dlse.stride())
-        statistics_launch, key_value_launch, query_launch = _prepared(
-            plan, ("backward", *strides), launches.backward_launches, *strides
-        )
-        new = torch.Tensor.new_zeros if problem.varlen else torch.Tensor.new_empty
-        dk, dv = new(k, k.shape), new(v, v.shape)
-        shape = launches.statistics_shape(problem)
-        lse_log2, delta = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-        rows = (dout, lse_log2, delta)
-        indices = tensors[3:]
-        with _on_device(q):
-            statistics_launch(
-                out.contiguous(), dout, lse.contiguous(), dlse, lse_log2, delta, tensors.cu_seqlens_q, tensors.seqused_q
-            )
-            if query_launch is None:
-                dq = q.new_zeros(q.shape, dtype=torch.float32)
-                key_value_launch(q, k, v, *rows, dq, dk, dv, *indices)
-                return dq.to(q.dtype), dk, dv
-            dq = new(q, q.shape)
-            key_value_launch(q, k, v, *rows, None, dk, dv, *indices)
-            query_launch(q, k, v, *rows, dq, *indices)
-        return dq, dk, dv
+        prepared = plan.launches.get(strides) or _prepare(plan, strides, "prepare_backward", *strides)
+        return prepared(dout, dlse, out.contiguous(), lse.contiguous(), *tensors)
 
 
 BACKEND = TritonBackend()
@@ -143,35 +110,15 @@ def _num_splits(asked: int, tiles: int, seqlen_k: int, tile: Tile, num_sms: int)
     return max(1, min(num_sms // tiles, key_tiles // 4))
 
 
-def _on_device(tensor: Tensor):
-    """Triton launches on the current device, which need not be the tensor's."""
-    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
+def _elsewhere(tensor: Tensor) -> bool:
+    """Whether the tensor's device is not the current one, on which Triton launches."""
+    return tensor.is_cuda and tensor.get_device() != torch.cuda.current_device()
 
 
-def _row_values(problem: Problem, blank: bool) -> Tensor:
-    """One float32 for every query row and head: (batch, heads, seqlen_q) or (heads, total_q)."""
-    shape = (problem.num_heads_q, problem.total_q)
-    if not problem.varlen:
-        shape = (problem.batch, *shape)
-    if blank:
-        return torch.full(shape, float("-inf"), dtype=torch.float32, device=problem.device)
-    return torch.empty(shape, dtype=torch.float32, device=problem.device)
+def _prepare(plan: Plan, key: object, builder: str, *arguments: object) -> Callable:
+    """Build the launches of a plan, once; only now is Triton imported."""
+    from . import triton_launches
 
-
-def _parts(problem: Problem, num_splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out_parts = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
-    lse_parts = lse.new_empty((num_splits, *lse.shape))
-    if problem.varlen:
-        out_parts.zero_()
-        lse_parts.fill_(float("-inf"))
-    return out_parts, lse_parts
-
-
-def _prepared(plan: Plan, key: object, build: Callable, *arguments: object):
-    """What ``triton_launches`` builds for this plan, built once."""
-    launch = plan.launches.get(key)
-    if launch is None:
-        launch = plan.launches[key] = build(plan.problem, plan.config, *arguments)
-    return launch
+    prepared = getattr(triton_launches, builder)(plan.problem, plan.config, *arguments)
+    plan.launches[key] = prepared
+    return prepared

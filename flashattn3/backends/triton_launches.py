@@ -5,7 +5,11 @@ The tuples below follow the kernels' signatures in triton_kernels. Importing thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
+
+import torch
+from torch import Tensor
 
 from ..problem import Problem
 from ..triton_kernels import backward, forward
@@ -14,9 +18,68 @@ from ..triton_kernels.launch import Launch
 from .triton import TritonConfig
 
 LOG2E = 1.4426950408889634
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 SMALLEST_SCALE = 2.0**-100  # stands in for a scale of 0 in the forward, where -inf * 0 would be NaN
 STATISTICS_ROWS = backward.STATISTICS_ROWS.value
 ROWS_PER_PROGRAM = 64  # of the kernels that only read and combine rows
+ROW_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
+
+
+def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of the tensors in the order of ``Tensors``: (out, lse)."""
+    launch = forward_launch(problem, config)
+    if config.num_splits > 1:
+        return _prepare_split_forward(problem, config, launch)
+    out_shape, lse_shape = _out_shape(problem), _lse_shape(problem)
+    dtype, device = problem.dtype, problem.device
+
+    def run(q, k, v, *indices):
+        out = torch.empty(out_shape, dtype=dtype, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        if indices[0] is not None:  # only varlen can have rows that no program writes
+            out.zero_()
+            lse.fill_(float("-inf"))
+        launch(q, k, v, out, lse, *indices)
+        return out, lse
+
+    return run
+
+
+def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
+    merge = merge_launch(problem, config)
+    out_shape, lse_shape = _out_shape(problem), _lse_shape(problem)
+    blank = torch.zeros if problem.varlen else torch.empty
+    of = {"dtype": torch.float32, "device": problem.device}
+
+    def run(q, k, v, *indices):
+        out_parts = blank((config.num_splits, *out_shape), **of)
+        lse_parts = torch.full((config.num_splits, *lse_shape), float("-inf"), **of)
+        launch(q, k, v, out_parts, lse_parts, *indices)
+        out = torch.empty(out_shape, dtype=problem.dtype, device=problem.device)
+        lse = torch.empty(lse_shape, **of)
+        merge(out_parts, lse_parts, out, lse)
+        return out, lse
+
+    return run
+
+
+def prepare_backward(
+    problem: Problem, config: TritonConfig, dout_stride: tuple[int, ...], dlse_stride: tuple[int, ...] | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Of (dout, dlse, out, lse) and the tensors in the order of ``Tensors``: (dq, dk, dv)."""
+    statistics, key_value, query = backward_launches(problem, config, dout_stride, dlse_stride)
+    shape = statistics_shape(problem)
+    new_like = torch.zeros if problem.varlen else torch.empty
+
+    def run(dout, dlse, out, lse, q, k, v, *indices):
+        lse_log2, delta = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+        dq, dk, dv = (new_like(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        statistics(out, dout, lse, dlse, lse_log2, delta, indices[0], indices[2])
+        key_value(q, k, v, dout, lse_log2, delta, dk, dv, *indices)
+        query(q, k, v, dout, lse_log2, delta, dq, *indices)
+        return dq, dk, dv
+
+    return run
 
 
 def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
@@ -47,7 +110,10 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         "SPLIT": config.num_splits > 1,
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
     }
-    return _launch(forward.forward_kernel, config.grid, scalars, constants, tile)
+    dtype = DTYPE_NAMES[problem.dtype]
+    out_type = "fp32" if config.num_splits > 1 else dtype
+    types = (dtype, dtype, dtype, out_type, "fp32", *_indices(problem))
+    return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile)
 
 
 def merge_launch(problem: Problem, config: TritonConfig) -> Launch:
@@ -63,24 +129,22 @@ def merge_launch(problem: Problem, config: TritonConfig) -> Launch:
         config.num_splits,
     )
     constants = _value_row(problem)
-    return _launch(forward.merge_kernel, _row_grid(problem), scalars, constants, ROW_TILE)
+    types = ("fp32", "fp32", DTYPE_NAMES[problem.dtype], "fp32")
+    return _launch(forward.merge_kernel, types, _row_grid(problem), scalars, constants, ROW_TILE)
 
 
 def backward_launches(
     problem: Problem, config: TritonConfig, dout_stride: tuple[int, ...], dlse_stride: tuple[int, ...] | None
-) -> tuple[Launch, Launch, Launch | None]:
+) -> tuple[Launch, Launch, Launch]:
     """Of statistics_kernel (out, dout, lse, dlse, lse_log2, delta, cu_seqlens_q, seqused_q), key_value_kernel
-    (q, k, v, dout, lse_log2, delta, dq_sum, dk, dv, four indices) and query_kernel (q, k, v, dout, lse_log2,
-    delta, dq, four indices).
-
-    The third is None where key_value_kernel accumulates dQ.
+    (q, k, v, dout, lse_log2, delta, dk, dv, four indices) and query_kernel (q, k, v, dout, lse_log2, delta, dq,
+    four indices).
     """
-    accumulate_dq = config.row.accumulate_dq and not problem.deterministic
     dout_strides = (0, *dout_stride[:2]) if problem.varlen else dout_stride[:3]
     return (
         _statistics_launch(problem, dout_strides, dlse_stride),
-        _key_value_launch(problem, config.row.key_value, dout_strides, accumulate_dq),
-        None if accumulate_dq else _query_launch(problem, config.row.query, dout_strides),
+        _key_value_launch(problem, config.row.key_value, dout_strides),
+        _query_launch(problem, config.row.query, dout_strides),
     )
 
 
@@ -89,6 +153,20 @@ def statistics_shape(problem: Problem) -> tuple[int, ...]:
     if problem.varlen:
         return (problem.num_heads_q, problem.total_q + problem.batch * STATISTICS_ROWS)
     return (problem.batch, problem.num_heads_q, ceil(problem.seqlen_q / STATISTICS_ROWS) * STATISTICS_ROWS)
+
+
+def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
+    """Every kernel that a call and its gradient may launch, by name: what tests and tuning go through."""
+    dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (not problem.varlen)
+    dout_stride += (problem.num_heads_q * problem.head_dim_v, problem.head_dim_v, 1)
+    statistics, key_value, query = backward_launches(problem, config, dout_stride, None)
+    return {
+        "forward": forward_launch(problem, config),
+        "merge": merge_launch(problem, config),
+        "statistics": statistics,
+        "key_value": key_value,
+        "query": query,
+    }
 
 
 def _statistics_launch(problem: Problem, dout_strides, dlse_stride) -> Launch:
@@ -111,10 +189,13 @@ def _statistics_launch(problem: Problem, dout_strides, dlse_stride) -> Launch:
         "HAS_DLSE": has_dlse,
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
-    return _launch(backward.statistics_kernel, grid, scalars, constants, ROW_TILE)
+    dtype = DTYPE_NAMES[problem.dtype]
+    dlse_type = "fp32" if has_dlse else None
+    types = (dtype, dtype, "fp32", dlse_type, "fp32", "fp32", *_indices(problem)[::2])
+    return _launch(backward.statistics_kernel, types, grid, scalars, constants, ROW_TILE)
 
 
-def _key_value_launch(problem: Problem, tile: Tile, dout_strides, accumulate_dq: bool) -> Launch:
+def _key_value_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
     num_n_blocks = ceil(problem.seqlen_k / tile.block_n)
     keys, heads = problem.total_k, problem.num_heads_kv
     scalars = (
@@ -127,31 +208,38 @@ def _key_value_launch(problem: Problem, tile: Tile, dout_strides, accumulate_dq:
     )
     tail_q, tail_k = problem.seqlen_q % tile.block_m, problem.seqlen_k % tile.block_n
     constants = _features(problem, tile) | {
-        "ACCUMULATE_DQ": accumulate_dq,
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
     }
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
-    return _launch(backward.key_value_kernel, grid, scalars, constants, tile)
+    dtype = DTYPE_NAMES[problem.dtype]
+    types = (*(dtype,) * 4, "fp32", "fp32", dtype, dtype, *_indices(problem))
+    return _launch(backward.key_value_kernel, types, grid, scalars, constants, tile)
 
 
 def _query_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
     num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
     scalars = (
         *_input_strides(problem, dout_strides),
+        *_dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim),
         num_m_blocks,
         problem.num_heads_q,
         *_bounds_and_factors(problem),
     )
     constants = _features(problem, tile) | {"TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0}
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
-    return _launch(backward.query_kernel, grid, scalars, constants, tile)
+    dtype = DTYPE_NAMES[problem.dtype]
+    types = (*(dtype,) * 4, "fp32", "fp32", dtype, *_indices(problem))
+    return _launch(backward.query_kernel, types, grid, scalars, constants, tile)
 
 
-def _launch(kernel, grid, scalars, constants, tile: Tile) -> Launch:
-    return Launch(kernel, grid, scalars, constants, tile.num_warps, tile.num_stages)
+def _launch(kernel, types, grid, scalars, constants, tile: Tile) -> Launch:
+    return Launch(kernel, types, grid, scalars, constants, tile.num_warps, tile.num_stages)
 
 
-ROW_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
+def _indices(problem: Problem) -> tuple[str | None, ...]:
+    """Types of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
+    present = (problem.varlen, problem.varlen, problem.has_seqused_q, problem.has_seqused_k)
+    return tuple("i32" if given else None for given in present)
 
 
 def _row_grid(problem: Problem) -> tuple[int, int, int]:
@@ -180,6 +268,16 @@ def _dense_strides(problem: Problem, rows: int, heads: int, head_dim: int) -> tu
     return (0 if problem.varlen else rows * heads * head_dim, heads * head_dim, head_dim)
 
 
+def _out_shape(problem: Problem) -> tuple[int, ...]:
+    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
+    return (*rows, problem.num_heads_q, problem.head_dim_v)
+
+
+def _lse_shape(problem: Problem) -> tuple[int, ...]:
+    heads = (problem.num_heads_q,) if problem.varlen else (problem.batch, problem.num_heads_q)
+    return (*heads, problem.total_q)
+
+
 def _lse_strides(problem: Problem) -> tuple[int, int]:
     """(batch, head) strides of lse, whose rows are contiguous."""
     return (0 if problem.varlen else problem.num_heads_q * problem.total_q, problem.total_q)
@@ -198,7 +296,6 @@ def _input_strides(problem: Problem, dout_strides) -> tuple[int, ...]:
         *problem.v_stride,
         *dout_strides,
         *_statistics_strides(problem),
-        *_dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim),
     )
 
 

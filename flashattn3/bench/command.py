@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -19,31 +21,40 @@ from .suites import DIRECTIONS, cells
 
 SUITES = ("grid", "shapes", "memory", "host")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+INAPPLICABLE = {"memory": ("direction", "head_dim"), "host": ("direction", "head_dim", "seqlen")}
 ROUND_MS = 15.0
+Refuse = Callable[[str], NoReturn]  # argparse's ArgumentParser.error
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="check, then time flashattn3 against torch's attention",
-        description="Checks every result on the inputs it is timed on, then times flashattn3 and the "
-        "baselines in turn. Writes PATH/SUITE.jsonl and PATH/SUITE.png and prints a table. "
+        description="Checks every result on the inputs it is timed on, then times flashattn3 and "
+        "the baselines in turn. Writes PATH/SUITE.jsonl and PATH/SUITE.png and prints a table. "
         "Exit status 1 if a result of flashattn3 is wrong.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--suite", choices=(*SUITES, "all"), default="grid")
-    parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both")
+    parser.add_argument("--suite", choices=(*SUITES, "all"), default="grid", help="default: grid")
+    parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), help="default: both")
     parser.add_argument("--head-dim", type=_integers, help="only these, as in 64,128")
     parser.add_argument("--seqlen", type=_integers, help="only these, as in 512,4096")
-    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--rounds", type=_at_least_two, default=5)
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU"
+    )
+    parser.add_argument("--rounds", type=_at_least_two, default=5, help="default: 5")
     parser.add_argument(
         "--baselines",
         type=_baselines,
-        help=f"some of {','.join(BASELINES)}; fa2,cudnn,naive on a GPU, math,naive on a CPU",
+        help=f"some of {','.join(BASELINES)}; default: fa2,cudnn,naive (on a CPU math,naive)",
     )
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu; a GPU if there is one")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"), metavar="PATH")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("out/bench"),
+        metavar="PATH",
+        help="folder of the results; default: out/bench",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it works")
     parser.set_defaults(run=run, parser=parser)
 
@@ -71,25 +82,41 @@ def _baselines(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> int:
     error = args.parser.error
-    missing = [name for name in ("tqdm", "matplotlib") if not importlib.util.find_spec(name)]
-    if missing:
-        error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    require_extras(error)
     device = choose_device(args.device, error)
-    if device.type == "cpu" and not args.quick:
-        error("the suites need a GPU; on a CPU only --quick")
-    if device.type == "cpu" and args.suite == "host":
-        error("the host suite needs a GPU: on a CPU the call returns when the work is done")
+    suites = _suites(args, device)
     settings = _settings(args, device)
-    suites = SUITES if args.suite == "all" else (args.suite,)
-    if device.type == "cpu":
-        suites = tuple(suite for suite in suites if suite != "host")
     about = header(device)
     passed = [_run_suite(suite, args, settings, about) for suite in suites]
     return 0 if all(passed) else 1
 
 
-def choose_device(name: str | None, error) -> torch.device:
-    """The named device, or a GPU if there is one. Calls error(message) for one that is not there."""
+def require_extras(error: Refuse) -> None:
+    """Calls error(message) if what draws and shows progress is not installed."""
+    missing = [name for name in ("tqdm", "matplotlib") if not importlib.util.find_spec(name)]
+    if missing:
+        error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
+    """The suites that were asked for; no option is silently ignored."""
+    error = args.parser.error
+    suites = SUITES if args.suite == "all" else (args.suite,)
+    for suite in suites:
+        for option in INAPPLICABLE.get(suite, ()):
+            if getattr(args, option) is not None:
+                error(f"--{option.replace('_', '-')} says nothing to the {suite} suite")
+    if device.type == "cuda":
+        return suites
+    if not args.quick:
+        error("the suites need a GPU; on a CPU only --quick")
+    if args.suite == "host":
+        error("the host suite needs a GPU: on a CPU the call returns when the work is done")
+    return tuple(suite for suite in suites if suite != "host")
+
+
+def choose_device(name: str | None, error: Refuse) -> torch.device:
+    """The named device, or a GPU if there is one. Calls error(message) if it is not there."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -147,6 +174,6 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
         given_up: set[str] = set()
         chosen = [n for n in lengths if args.seqlen is None or n in args.seqlen]
         return [lambda n=n: run_length(n, settings, given_up) for n in chosen]
-    directions = DIRECTIONS if args.direction == "both" else (args.direction,)
+    directions = (args.direction,) if args.direction in DIRECTIONS else DIRECTIONS
     chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
     return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

@@ -1,6 +1,6 @@
 """What is compared: flashattn3 and the attention that every PyTorch user already has.
 
-An attention here is a function (q, k, v, causal) -> out on (batch, seqlen, heads, head_dim) tensors.
+An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Softmax(q kᵀ) v as in the textbook: the (batch, heads, seqlen_q, seqlen_k) scores are stored."""
+    """Softmax(q kᵀ) v as in the textbook: stores scores (batch, heads, seqlen_q, seqlen_k)."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if group > 1:

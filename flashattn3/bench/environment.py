@@ -17,6 +17,7 @@ from ..device import describe_device
 from .runner import Record
 
 MATMUL_SIZE = 8192
+LOAD_SECONDS = 1.5
 
 
 def header(device: torch.device) -> Record:
@@ -54,17 +55,27 @@ def triton_version() -> str | None:
 
 
 def _under_load(device: torch.device) -> Record:
-    """Clock, power and driver while the GPU multiplies 8192 x 8192 bfloat16 matrices, and how fast it
-    does: under a power limit both change from run to run, so figures of two runs do not compare."""
+    """Driver, clock and power while the GPU multiplies large bfloat16 matrices, and its speed.
+
+    Under a power limit both change from run to run, so figures of two runs do not compare.
+    """
     a, b = (
         torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)
     )
-    calls = 1000
-    torch.matmul(a, b)
+
+    def multiply(calls: int) -> None:
+        for _ in range(calls):
+            torch.matmul(a, b)
+
+    multiply(1)
     torch.cuda.synchronize(device)
     start = time.perf_counter()
-    for _ in range(calls):
-        torch.matmul(a, b)
+    multiply(3)
+    torch.cuda.synchronize(device)
+    # Long enough for nvidia-smi to look, and few enough for the launch queue.
+    calls = min(1000, round(LOAD_SECONDS / (time.perf_counter() - start) * 3) + 1)
+    start = time.perf_counter()
+    multiply(calls)
     queried = _nvidia_smi(device, "driver_version", "clocks.sm", "clocks.max.sm", "power.limit")
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
@@ -85,7 +96,7 @@ def _nvidia_smi(device: torch.device, *fields: str) -> Record:
 
 
 def _commit() -> str | None:
-    """The commit, with "+changes" if files differ from it; None outside a checkout of this project."""
+    """The commit, with "+changes" if files differ from it; None outside a checkout."""
     root = Path(flashattn3.__file__).resolve().parents[1]
     if not (root / "pyproject.toml").is_file():
         return None

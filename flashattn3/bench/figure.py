@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .report import value
+from .report import unit, value
 from .runner import OK, Record
 
 COLORS = {
@@ -39,19 +39,13 @@ def draw(records: list[Record], header: Record, path: Path) -> None:
         panel.tick_params(labelsize=7)
     for panel in panels[len(rows) :]:
         panel.set_visible(False)
-    panels[0].set_ylabel(_unit(records[0]))
+    panels[0].set_ylabel(unit(records[0]))
     panels[0].legend(fontsize=7)
     lowering = f", lowering sm_{header['lowering']}" if header["lowering"] else ""
     figure.suptitle(f"{header['device']}{lowering}, torch {header['torch']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _unit(record: Record) -> str:
-    if record["record"] == "memory":
-        return "peak memory (MiB)"
-    return "host time (us)" if record["suite"] == "host" else "TFLOP/s"
 
 
 def _series(records: list[Record]) -> dict[str, dict[str, float]]:
@@ -77,6 +71,7 @@ def curves(panel, series: dict[str, dict[str, float]]) -> None:
     for name, values in series.items():
         lengths = [int(column) for column in values]
         panel.plot(lengths, list(values.values()), "o-", label=name, color=COLORS[name])
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log", base=2)
+    for axis, scale in ((panel.xaxis, panel.set_xscale), (panel.yaxis, panel.set_yscale)):
+        scale("log", base=2)
+        axis.set_major_formatter("{x:g}")
     panel.set_xlabel("sequence length")

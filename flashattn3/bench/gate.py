@@ -1,7 +1,7 @@
-"""The correctness gate: nothing is timed before its result on these very inputs was held to the rule.
+"""The correctness gate: nothing is timed before its result on these very inputs met the rule.
 
-The truth of a whole cell would cost more than the benchmark, so one sequence and one key-value head with
-its query heads are compared: the last ones, where a wrong offset would show.
+The truth of a whole cell would cost more than the benchmark, so one sequence and one key-value head
+with its query heads are compared: the last ones, where a wrong offset would show.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK_SCORES = 2**26
 
 
 class Gate:
-    """The truth and plain PyTorch's result for one cell, computed once and held against each contender."""
+    """The truth and plain PyTorch's result for one cell; both are computed once."""
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
         self.cell = cell
@@ -29,7 +29,7 @@ class Gate:
         self.baseline = _sample_results(cell, inputs, inputs.q.dtype)
 
     def check(self, contender: str, results: tuple[Tensor, ...]) -> None:
-        """Raises AssertionError, with case, place and values, if a result breaks the tolerance rule."""
+        """AssertionError, with case, place and values, if a result breaks the tolerance rule."""
         factor = FORWARD_FACTOR if self.cell.direction == "fwd" else GRADIENT_FACTOR
         names = RESULTS[self.cell.direction]
         for name, got, *expected in zip(names, results, self.truth, self.baseline, strict=True):
@@ -44,7 +44,7 @@ def _sample(cell: Cell, is_query_side: bool) -> tuple[slice, slice, slice]:
 
 
 def _sample_results(cell: Cell, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """out, or dq, dk and dv, of the sample, computed in ``dtype`` a chunk of query rows at a time."""
+    """out, or dq, dk and dv, of the sample, in ``dtype``, a chunk of query rows at a time."""
     queries, keys = _sample(cell, True), _sample(cell, False)
     q, k, v, dout = inputs.q[queries], inputs.k[keys], inputs.v[keys], inputs.dout[queries]
     options = {**cell.case.truth_options(), "dtype": dtype}

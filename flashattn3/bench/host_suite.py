@@ -1,4 +1,4 @@
-"""Host time of one small forward call without gradients: Python and C++ until the launch returns."""
+"""Host time of one small forward call without gradients, until the launch returns."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _call(name: str, inputs: Inputs) -> Callable[[], torch.Tensor]:
 
 
 def _host_ms(call: Callable[[], object], num_samples: int = 50) -> list[float]:
-    """Milliseconds per call, each sample over a few calls, so few that the launch queue never fills."""
+    """Milliseconds per call; a sample is over so few calls that the launch queue never fills."""
     with torch.no_grad():
         for _ in range(WARM_UP_CALLS):
             call()

@@ -17,7 +17,7 @@ RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}
 
 
 class Inputs(NamedTuple):
-    """q and dout (batch, seqlen_q, heads, ·), k and v (batch, seqlen_k, heads, ·), standard normal."""
+    """q and dout (batch, seqlen_q, heads, ·), k and v (batch, seqlen_k, heads, ·): normal."""
 
     q: Tensor
     k: Tensor
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Drawn on the device: the tests' NaN-guarded inputs come from the CPU and take seconds a cell."""
+    """Drawn on the device: the tests' NaN-guarded inputs come from the CPU, seconds a cell."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(seqlen: int, heads: int, dim: int) -> Tensor:
@@ -48,7 +48,7 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int 
 def prepare(attention: Attention, cell: Cell, inputs: Inputs) -> Call:
     """The work to time. Its results are named by RESULTS[cell.direction].
 
-    fwd: a forward pass without gradients. bwd: the backward pass alone; the forward runs here, once.
+    fwd: a forward pass without gradients. bwd: the backward pass alone; its forward runs here.
     """
     q, k, v, dout = inputs
     causal = cell.case.causal

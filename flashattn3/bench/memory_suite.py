@@ -27,10 +27,9 @@ def run_length(seqlen: int, settings: Settings, given_up: set[str]) -> Iterator[
             try:
                 step = training_step(CONTENDERS[name], inputs, causal=True)
                 outcome = {"status": OK, "peak_bytes": peak_bytes(step, settings.device)}
-            except torch.cuda.OutOfMemoryError:
-                torch.cuda.empty_cache()
+            except torch.OutOfMemoryError:
                 given_up.add(name)
-            except RuntimeError as error:
+            except RuntimeError as error:  # torch's way to refuse a problem
                 outcome["reason"] = str(error).splitlines()[0]
         yield {
             "record": "memory",
@@ -49,8 +48,10 @@ def run_length(seqlen: int, settings: Settings, given_up: set[str]) -> Iterator[
 
 
 def training_step(attention: Attention, inputs: Inputs, causal: bool) -> Callable[[], object]:
-    """Forward and backward on given inputs, so that only what attention itself allocates is measured:
-    its output, what it keeps for the backward pass, its temporaries and the three gradients."""
+    """Forward and backward on given inputs, so that only what attention allocates is measured.
+
+    That is its output, what it keeps for the backward pass, its temporaries and the gradients.
+    """
 
     def step() -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]

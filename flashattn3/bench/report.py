@@ -11,7 +11,7 @@ from .runner import FAILED, OK, Record
 
 
 class Results:
-    """Writes each record to PATH as one JSON line as soon as it is there, and keeps it for the summary."""
+    """Writes each record as one JSON line as soon as it is there; keeps it for the summary."""
 
     def __init__(self, path: Path, header: Record) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ class Results:
             self._write(record)
 
     def _write(self, record: Record) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        self.file.write(json.dumps(record, default=str) + "\n")
         self.file.flush()
 
     @property
@@ -55,7 +55,7 @@ def table(records: list[Record]) -> str:
     for record in records:
         place = cells.setdefault((record["row"], record["column"]), {})
         place[record["contender"]] = _value(record)
-    head = f"{_unit(records[0])}: {' / '.join(contenders)}"
+    head = f"{unit(records[0])}: {' / '.join(contenders)}"
     lines = [["", *columns]]
     for row in rows:
         found = [cells.get((row, column), {}) for column in columns]
@@ -66,10 +66,10 @@ def table(records: list[Record]) -> str:
     return "\n".join([head, *(line.rstrip() for line in body)])
 
 
-def _unit(record: Record) -> str:
+def unit(record: Record) -> str:
     if record["record"] == "memory":
-        return "peak memory, MiB"
-    return "host time, us" if record["suite"] == "host" else "TFLOP/s"
+        return "peak memory (MiB)"
+    return "host time (us)" if record["suite"] == "host" else "TFLOP/s"
 
 
 def value(record: Record) -> float:

@@ -31,7 +31,7 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """The convention of the papers: two products forward, five backward, half of them if causal."""
+        """As the papers count: two products forward, five backward, half of them if causal."""
         case = self.case
         products = case.batch * case.num_heads_q * case.seqlen_q * case.seqlen_k
         forward = 2 * products * (case.head_dim + case.head_dim_v) / (2 if case.causal else 1)
@@ -62,7 +62,7 @@ QUICK_SEQLEN = 128
 
 
 def _cut_down(case: Case) -> Case:
-    """One sequence of at most QUICK_SEQLEN tokens and two heads; cases that become alike are one."""
+    """One sequence of at most QUICK_SEQLEN tokens and few heads."""
     heads_kv = min(case.num_heads_kv, 2)
     group = min(case.num_heads_q // case.num_heads_kv, 2)
     seqlen_q, seqlen_k = min(case.seqlen_q, QUICK_SEQLEN), min(case.seqlen_k, QUICK_SEQLEN)

@@ -56,8 +56,8 @@ class CpuClock:
 class CudaClock:
     """GPU time between two events around each call; what the host needs to launch it is not in it.
 
-    cold: before each call a buffer of twice the L2 cache is written. Needed where the inputs fit in L2,
-    in which a caller with other work in between would not find them.
+    cold: before each call a buffer of twice the L2 cache is written. Needed where the inputs fit in
+    L2: a caller with other work in between would not find them there.
     """
 
     def __init__(self, device: torch.device, cold: bool) -> None:
@@ -107,7 +107,7 @@ def interleave(
     rounds: int,
     round_ms: float,
 ) -> dict[str, Timing]:
-    """Every contender once per round. Repetitions per round are chosen to take about ``round_ms``."""
+    """Every contender once per round, repeated so often that it takes about ``round_ms``."""
     paces, repetitions = {}, {}
     for name, call in calls.items():
         call()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import flashattn3
 
-from ..bench.command import choose_device
+from ..bench.command import choose_device, require_extras
 from ..bench.contenders import OURS, naive, ours, sdpa
 from ..bench.inputs import make_inputs
 from ..bench.memory import peak_bytes
@@ -25,6 +24,8 @@ from .text import Corpus
 from .training import Recipe, Result, train
 
 TORCH = "torch SDPA"
+CPU_LENGTHS = tuple(2**i for i in range(8, 13))
+GPU_LENGTHS = tuple(2**i for i in range(10, 16))
 MemoryCurves = dict[str, dict[int, int]]
 
 
@@ -34,14 +35,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="train a small GPT on English text, with flashattn3 and with torch's attention",
         description="Trains the same byte-level GPT from the same seed twice, once with each "
         "attention, and compares the losses. Exit status 1 if they do not agree.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=_positive, help="250 on a CPU, 300 on a GPU")
-    parser.add_argument("--seqlen", type=_positive, help="bytes; 256 on a CPU, 2048 on a GPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu; a GPU if there is one")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR")
-    parser.add_argument("--attention-backend", help="a backend of flashattn3; else it chooses")
+    parser.add_argument("--steps", type=_positive, help="default: 250 on a CPU, 300 on a GPU")
+    parser.add_argument(
+        "--seqlen", type=_positive, help="bytes; default: 256 on a CPU, 2048 on a GPU"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: out/demo"
+    )
+    parser.add_argument(
+        "--attention-backend", help="a backend of flashattn3; default: it chooses by the device"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -53,9 +59,7 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     error = args.parser.error
-    missing = [name for name in ("tqdm", "matplotlib") if not importlib.util.find_spec(name)]
-    if missing:
-        error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    require_extras(error)
     recipe = make_recipe(choose_device(args.device, error), args.steps, args.seqlen, args.seed)
     try:
         corpus = Corpus(recipe.shape.seqlen)
@@ -86,7 +90,7 @@ def make_recipe(device: torch.device, steps: int | None, seqlen: int | None, see
     if device.type == "cuda":
         shape = Shape(num_layers=6, num_heads=8, head_dim=64, seqlen=seqlen or 2048)
         return Recipe(device, torch.bfloat16, shape, 8, steps or 300, seed, 1e-3, tolerance=0.05)
-    # Rounding alone moves the loss by up to 6e-4; a window or a scale that is wrong, by 3e-2 or more.
+    # Rounding moves the loss by up to 6e-4; a wrong window, scale or head, by 3e-2 or more.
     shape = Shape(num_layers=2, num_heads=4, head_dim=32, seqlen=seqlen or 256)
     return Recipe(device, torch.float32, shape, 4, steps or 250, seed, 3e-3, tolerance=0.01)
 
@@ -117,7 +121,7 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _train_both(recipe: Recipe, corpus: Corpus, backend: str | None) -> tuple[Result, Result]:
     from tqdm import tqdm
 
-    with tqdm(total=2 * recipe.steps, unit="step") as bar:
+    with tqdm(total=2 * recipe.steps, unit="step", mininterval=0.5) as bar:
 
         def reporter(name: str) -> Callable[[float], None]:
             def on_step(loss: float) -> None:
@@ -139,8 +143,7 @@ def _attention_memory(recipe: Recipe, backend: str | None) -> MemoryCurves:
     """
     from tqdm import tqdm
 
-    on_gpu = recipe.device.type == "cuda"
-    lengths = [2**i for i in (range(10, 16) if on_gpu else range(8, 13))]
+    lengths = GPU_LENGTHS if recipe.device.type == "cuda" else CPU_LENGTHS
     curves: MemoryCurves = {OURS: {}, "naive": {}}
     with flashattn3.use_backend(backend) if backend else contextlib.nullcontext():
         for seqlen in tqdm(lengths, desc="attention memory", unit="length"):
@@ -149,8 +152,8 @@ def _attention_memory(recipe: Recipe, backend: str | None) -> MemoryCurves:
                 try:
                     step = training_step(attention, inputs, causal=True)
                     curves[name][seqlen] = peak_bytes(step, recipe.device)
-                except torch.cuda.OutOfMemoryError:
-                    torch.cuda.empty_cache()
+                except torch.OutOfMemoryError:
+                    continue
     return curves
 
 
@@ -163,7 +166,7 @@ def _table(results: tuple[Result, Result], backend: str) -> str:
             f"{result.peak_bytes / 2**20:>8.1f} MiB"
         )
     note = (
-        "loss in nats per byte; peak memory: tensors alive at the peak of one training step, beyond "
-        "weights and optimizer state"
+        "loss in nats per byte; peak memory: tensors alive at the peak of one training step, "
+        "beyond weights and optimizer state"
     )
     return "\n".join(["", *lines, note, ""])

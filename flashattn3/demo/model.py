@@ -28,7 +28,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. ``attention`` takes and returns (batch, seqlen, heads, head_dim)."""
+    """Pre-norm transformer block. ``attention`` works on (batch, seqlen, heads, head_dim)."""
 
     def __init__(self, shape: Shape, attention: Attention) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def rotary_angles(seqlen: int, head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary position embedding of (batch, seqlen, heads, head_dim); Su et al., arXiv 2104.09864."""
+    """Rotary position embedding of (batch, seqlen, heads, head_dim); arXiv 2104.09864."""
     cos, sin = rotation.to(x.dtype)
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1)

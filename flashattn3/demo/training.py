@@ -20,8 +20,8 @@ from .text import Corpus
 class Recipe:
     """What is trained, alike for both attentions.
 
-    tolerance: nats per byte by which the two validation losses may differ. The two runs sum the same
-    numbers in another order, so their weights drift apart by rounding alone.
+    tolerance: nats per byte by which the two validation losses may differ. The two runs sum the
+    same numbers in another order, so their weights drift apart by rounding alone.
     """
 
     device: torch.device

@@ -15,10 +15,8 @@ from .cases import Case
 # that what lies behind them is as well aligned as a fresh tensor.
 _GUARD = 128
 _LARGE = 50.0  # of q and k each: normal scores times 2500 reach 1e4 in a few thousand draws
-_OUTLIER_RATE, _OUTLIER_STD = (
-    0.001,
-    10.0,
-)  # N(0, 1) + N(0, 100) * Bernoulli(0.001), FlashAttention-3, §4.3
+# N(0, 1) + N(0, 100) * Bernoulli(0.001), the FlashAttention-3 paper, §4.3
+_OUTLIER_RATE, _OUTLIER_STD = 0.001, 10.0
 
 
 def make_inputs(
@@ -28,11 +26,11 @@ def make_inputs(
     seed: int = 0,
     requires_grad: bool = False,
 ) -> Tensors:
-    """q, k, v and the lengths of a case: views, in the case's layout, into larger storage full of
-    NaN.
+    """q, k, v and the lengths of a case.
 
-    Rows of no sequence are NaN as well. The values depend on the case and the seed alone: they are
-    drawn on the CPU in float64 and rounded. With requires_grad, q, k and v are leaves.
+    q, k and v are views, in the case's layout, into larger storage full of NaN. Rows of
+    no sequence are NaN as well. The values depend on the case and the seed alone: they are drawn on
+    the CPU in float64 and rounded. With requires_grad, q, k and v are leaves.
     """
     generator = torch.Generator().manual_seed(seed)
     q, k, v = _values(case, generator)
@@ -70,6 +68,10 @@ def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Ten
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
+    def outliers(shape: torch.Size) -> Tensor:
+        chosen = torch.rand(shape, generator=generator) < _OUTLIER_RATE
+        return _OUTLIER_STD * normal(*shape) * chosen
+
     rows_q, rows_k = case.rows
     q = normal(*rows_q, case.num_heads_q, case.head_dim)
     k = normal(*rows_k, case.num_heads_kv, case.head_dim)
@@ -79,19 +81,11 @@ def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Ten
             pass
         case "large":
             q, k = q * _LARGE, k * _LARGE
-        case (
-            "monotone"
-        ):  # every key scores higher than the ones before it: the maximum never settles
+        case "monotone":  # every key scores higher than those before it: the maximum never settles
             ramp = torch.linspace(0.0, 2.0, rows_k[-1], dtype=torch.float64).view(-1, 1, 1)
             q, k = q.abs(), torch.ones_like(k) * ramp
         case "outlier":
-            q, k, v = (
-                x
-                + _OUTLIER_STD
-                * normal(*x.shape)
-                * (torch.rand(x.shape, generator=generator) < _OUTLIER_RATE)
-                for x in (q, k, v)
-            )
+            q, k, v = (x + outliers(x.shape) for x in (q, k, v))
         case "constant":
             q, k, v = (torch.full_like(x, 0.5) for x in (q, k, v))
         case "zero":  # every key weighs the same
@@ -119,9 +113,7 @@ def _place(values: Tensor, layout: str) -> Tensor:
             home = home[begin : begin + values.numel()].view(values.shape)
         case "bhsd":  # heads before rows, a row of NaN on both ends of each head
             home = _nan(values, *lead, heads, rows + 2, dim)[..., 1:-1, :].transpose(-3, -2)
-        case (
-            "padded"
-        ):  # contiguous rows with 8 elements of NaN after each, a row of NaN on both ends
+        case "padded":  # 8 elements of NaN after each row, a row of NaN on both ends
             home = _nan(values, *lead, rows + 2, heads * dim + 8)[..., 1:-1, : heads * dim]
             home = home.unflatten(-1, (heads, dim))
         case other:

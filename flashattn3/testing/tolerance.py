@@ -62,7 +62,7 @@ def check(
 
 
 def check_lse(got: Tensor, truth: Tensor, case: object, plan: object = "") -> None:
-    """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and -inf to where the truth has it."""
+    """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and to the truth's -inf."""
     tolerance = LSE_TOLERANCE[got.dtype]
     got, truth = _comparable("lse", got, truth, case=case, plan=plan)
     finite = truth.isfinite()
@@ -73,8 +73,7 @@ def check_lse(got: Tensor, truth: Tensor, case: object, plan: object = "") -> No
 
 
 def gradient_floor(lse: Tensor) -> float:
-    """The floor of gradients: backward recomputes P = exp(S - lse) from an lse that was rounded
-    when stored.
+    """The floor of gradients, whose P = exp(S - lse) comes from an lse rounded when it was stored.
 
     Scores of 1e4 so cost P a relative 1e-3 in float32, which an autograd that keeps P does not pay.
     """

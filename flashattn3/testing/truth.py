@@ -38,8 +38,7 @@ def attention(
     Returns:
         out in q's shape with v's head dim, in ``dtype``; lse (batch, heads, seqlen_q) or (heads,
         total_q), natural logarithm, in ``dtype`` or float32, whichever is wider. Rows that see no
-        key and rows of no
-        sequence: out 0, lse -inf, gradient 0.
+        key and rows of no sequence: out 0, lse -inf, gradient 0.
     """
     q, k, v = (x.to(dtype) for x in tensors[:3])
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -61,12 +60,10 @@ def gradients(
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in ``dtype``, by autograd through one head at a time (sums over heads are
-    wider).
+    """dq, dk and dv in ``dtype``, by autograd through one head at a time.
 
     dout: in the shape of out. dlse: in the shape of lse; None stands for zero. The other arguments
-        are those
-    of ``attention``.
+    are those of ``attention``. Sums over query heads are at least float32.
     """
     inputs = tuple(x.detach().to(dtype) for x in tensors[:3])
     sums = tuple(torch.zeros_like(x, dtype=_wide(dtype)) for x in inputs)
@@ -74,13 +71,11 @@ def gradients(
         places = rows, keys, keys
         leaves = [x[place].requires_grad_() for x, place in zip(inputs, places, strict=True)]
         out, lse = _one_head(*leaves, softmax_scale, window_left, window_right, softcap)
-        given = [dout[rows].to(out.dtype)]
-        given.append(
-            torch.zeros_like(lse) if dlse is None else dlse.transpose(-1, -2)[rows].to(lse.dtype)
-        )
-        for total, place, gradient in zip(
-            sums, places, torch.autograd.grad((out, lse), leaves, given), strict=True
-        ):
+        given_out, given_lse = dout[rows].to(out.dtype), torch.zeros_like(lse)
+        if dlse is not None:
+            given_lse += dlse.transpose(-1, -2)[rows]
+        found = torch.autograd.grad((out, lse), leaves, (given_out, given_lse))
+        for total, place, gradient in zip(sums, places, found, strict=True):
             total[place] += gradient
     return tuple(total.to(dtype) for total in sums)
 
@@ -106,8 +101,7 @@ def _one_head(
         hidden |= distance < -window_left
     if window_right >= 0:
         hidden |= distance > window_right
-    # A row that sees nothing is computed as if it saw everything and then replaced: no NaN,
-    # gradient 0.
+    # A row that sees nothing is computed as if it saw all, then replaced: no NaN, gradient 0.
     blind = hidden.all(dim=1)
     scores = scores.masked_fill(hidden & ~blind.unsqueeze(1), -math.inf)
     out = (torch.softmax(scores, dim=1) @ v).masked_fill(blind.unsqueeze(1), 0.0)
@@ -131,7 +125,7 @@ def _heads(tensors: Tensors) -> Iterator[tuple[tuple, tuple]]:
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> list[tuple]:
-    """Where each sequence's rows are: (batch, slice) in a dense tensor, (slice,) in a packed one."""
+    """An index for each sequence's rows: (batch, slice) if dense, (slice,) if packed."""
     if cu_seqlens is None:
         spans = [((index,), 0, x.shape[1]) for index in range(x.shape[0])]
     else:

@@ -11,39 +11,49 @@ from pathlib import Path
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from .launch import Launch
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """registers: for each thread. stack_bytes: local memory of a thread, where spills go."""
+class Resources:
+    """registers: of each thread. stack_bytes: local memory of a thread, where spilled registers go."""
 
     registers: int
     stack_bytes: int
     shared_memory_bytes: int
-    ptx: str
 
 
-def compile_ahead(launch: Launch, tensor_types: tuple[str | None, ...], capability: int) -> Compiled:
-    """tensor_types: Triton's name for each tensor's elements ("bf16", "fp32", "i32"), None for no tensor.
+def compile_kernel(launch: Launch, capability: int, lowering: int | None = None) -> CompiledKernel:
+    """Compile a launch for a chip, 90 for compute capability 9.0. Pointers are multiples of 16 bytes.
 
-    capability: 80 for compute capability 8.0. Pointers are taken to be multiples of 16 bytes.
+    lowering: use the instructions of this older capability, as TRITON_OVERRIDE_ARCH does.
     """
     target = GPUTarget("cuda", capability, 32)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    kernel = triton.compile(_source(launch, tensor_types), target=target, options=options)
-    registers, stack_bytes = _resources(kernel.asm["cubin"])
-    return Compiled(registers, stack_bytes, kernel.metadata.shared, kernel.asm["ptx"])
+    if lowering not in (None, capability):
+        options["arch"] = f"sm{lowering}"
+    return triton.compile(_source(launch), target=target, options=options)
 
 
-def _source(launch: Launch, tensor_types: tuple[str | None, ...]) -> ASTSource:
+def resources(kernel: CompiledKernel) -> Resources:
+    """What a compiled kernel needs, read from its machine code."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    return Resources(int(usage[1]), int(usage[2]), kernel.metadata.shared)
+
+
+def _source(launch: Launch) -> ASTSource:
     """The kernel specialized as Triton's own launch would: on 1, on multiples of 16 and on None."""
     signature, constants, attributes = {}, {}, {}
     params = launch.kernel.params
-    tensors_end = len(tensor_types)
-    for param, kind in zip(params, tensor_types, strict=False):
+    tensors_end = len(launch.tensor_types)
+    for param, kind in zip(params, launch.tensor_types, strict=False):
         signature[param.name] = "constexpr" if kind is None else f"*{kind}"
         if kind is None:
             constants[param.name] = None
@@ -63,13 +73,3 @@ def _source(launch: Launch, tensor_types: tuple[str | None, ...]) -> ASTSource:
     if list(signature) != names:
         raise ValueError(f"{launch.kernel.__name__}: arguments {list(signature)} do not match {names}")
     return ASTSource(launch.kernel, signature, constants, attributes)
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    return int(usage[1]), int(usage[2])

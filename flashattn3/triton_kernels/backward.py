@@ -3,11 +3,11 @@
 With delta = rowsum(dout * out) - dlse:  P = exp(S - lse),  dV = P^T dout,  dP = dout V^T,
 dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 2307.08691, algorithm 2).
 
-``statistics_kernel`` prepares delta and the LSE; ``key_value_kernel`` owns a tile of keys and streams the queries of all
-heads that share them; ``query_kernel`` owns a tile of queries and streams the keys. No result is summed by
-two programs, so the gradients are bitwise reproducible. With ACCUMULATE_DQ the first of the two also adds
-its share of dQ to a float32 tensor by atomics, which saves two of seven matrix products and gives up that
-reproducibility; ``query_kernel`` is then not needed.
+``statistics_kernel`` prepares delta and the LSE; ``key_value_kernel`` owns a tile of keys and streams the
+queries of all heads that share them; ``query_kernel`` owns a tile of queries and streams the keys. No
+result is summed by two programs, so the gradients are bitwise reproducible. Adding dQ by atomics within
+``key_value_kernel`` would save two of seven matrix products, and was measured to be slower on every tile
+(docs/performance.md).
 """
 
 import triton
@@ -139,7 +139,6 @@ def key_value_kernel(
     dout_ptr,
     lse_log2_ptr,
     delta_ptr,
-    dq_sum_ptr,
     dk_ptr,
     dv_ptr,
     cu_seqlens_q,
@@ -160,9 +159,6 @@ def key_value_kernel(
     dout_stride_h,
     statistics_stride_b,
     statistics_stride_h,
-    dq_stride_b,
-    dq_stride_s,
-    dq_stride_h,
     dk_stride_b,
     dk_stride_s,
     dk_stride_h,
@@ -193,7 +189,6 @@ def key_value_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    ACCUMULATE_DQ: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """dK and dV of one key tile of one key-value head. Grid: num_n_blocks * num_heads_kv * batch.
@@ -216,9 +211,6 @@ def key_value_kernel(
     begin, clear_begin, clear_end, end = row_range(
         first_key, last_key, length_q, diagonal, window_left, window_right, BLOCK_M, LEFT, RIGHT
     )
-    if ACCUMULATE_DQ and TAIL:
-        # Keys beyond the sequence must not reach dQ, so a partial key tile has no clear rows.
-        clear_end = tl.where(first_key + BLOCK_N > length_k, clear_begin, clear_end)
     edges = (begin, clear_begin, clear_end, end)
 
     key_offsets = tl.arange(0, BLOCK_N)
@@ -242,7 +234,6 @@ def key_value_kernel(
 
     q_step = tl.cast(q_stride_s, tl.int64)
     dout_step = tl.cast(dout_stride_s, tl.int64)
-    dq_step = tl.cast(dq_stride_s, tl.int64)
 
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), dtype=tl.float32)
@@ -252,9 +243,6 @@ def key_value_kernel(
         dout_head = dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + start_q * dout_stride_s + dout_offsets
         statistics = batch_idx * statistics_stride_b + head * statistics_stride_h
         statistics += _statistics_start(start_q, batch_idx, VARLEN)
-        if ACCUMULATE_DQ:
-            dq_head = dq_sum_ptr + batch_idx * dq_stride_b + head * dq_stride_h + start_q * dq_stride_s
-            dq_head += tile_offsets(row_offsets, columns, dq_stride_s)
         # Boundary rows before, clear rows, boundary rows after, as in the forward.
         for stretch in tl.static_range(3):
             MASKED = stretch != 1
@@ -263,7 +251,7 @@ def key_value_kernel(
                     rows = first_row + row_offsets
                     q = load_tile(
                         q_head + first_row * q_step,
-                        rows, length_q, columns, HEAD_DIM, MASKED, HEAD_DIM < BLOCK_D,
+                        rows, length_q, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D,
                     )  # fmt: skip
                     lse_log2 = tl.load(lse_log2_ptr + statistics + rows)
                     delta = tl.load(delta_ptr + statistics + rows)
@@ -276,17 +264,13 @@ def key_value_kernel(
                         p = tl.where(seen, p, 0.0)
                     dout = load_tile(
                         dout_head + first_row * dout_step,
-                        rows, length_q, columns_v, HEAD_DIM_V, MASKED, HEAD_DIM_V < BLOCK_DV,
+                        rows, length_q, columns_v, HEAD_DIM_V, MASKED and TAIL, HEAD_DIM_V < BLOCK_DV,
                     )  # fmt: skip
                     dv = tl.dot(p.to(dout.dtype), dout, dv)
                     dp = tl.dot(v, tl.trans(dout))
                     ds = p * (dp - delta[None, :]) * slope
                     ds = ds.to(q.dtype)
                     dk = tl.dot(ds, q, dk)
-                    if ACCUMULATE_DQ:
-                        dq = tl.dot(tl.trans(ds), k) * softmax_scale
-                        inside = (rows < length_q)[:, None] & (columns < HEAD_DIM)[None, :]
-                        tl.atomic_add(dq_head + first_row * dq_step, dq, mask=inside, sem="relaxed")
 
     dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
     dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
@@ -407,10 +391,10 @@ def query_kernel(
             for first_key in range(edges[stretch], tl.minimum(edges[stretch + 1], edges[3]), BLOCK_N):
                 num_keys = length_k - first_key
                 k = load_tile(
-                    k_tile + first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED, HEAD_DIM < BLOCK_D
+                    k_tile + first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D
                 )
                 v = load_tile(
-                    v_tile + first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V, MASKED, HEAD_DIM_V < BLOCK_DV
+                    v_tile + first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V, MASKED and TAIL, HEAD_DIM_V < BLOCK_DV
                 )
                 scores = tl.dot(q, tl.trans(k))
                 p, slope = _probabilities(scores, lse_log2[:, None], scale_log2, cap_log2, SOFTCAP)

@@ -24,7 +24,6 @@ class Row:
     """Tiles for head dims up to head_dim on chips with at least shared_memory_kib for one block.
 
     wgmma: the row is for code that uses Hopper's warpgroup matrix instructions (lowering 90).
-    accumulate_dq: key_value also sums dQ by atomics (backward.py), and query serves deterministic=True.
     """
 
     head_dim: int
@@ -33,7 +32,6 @@ class Row:
     forward: Tile
     key_value: Tile
     query: Tile
-    accumulate_dq: bool = False
 
 
 # fmt: off

@@ -148,7 +148,7 @@ def forward_kernel(
             for first_key in range(edges[stretch], tl.minimum(edges[stretch + 1], end), BLOCK_N):
                 num_keys = length_k - first_key
                 k = load_tile(
-                    k_tile + first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED, HEAD_DIM < BLOCK_D
+                    k_tile + first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D
                 )
                 scores = tl.dot(q, tl.trans(k))
                 if SOFTCAP:
@@ -169,7 +169,7 @@ def forward_kernel(
                 row_sum = row_sum * decay + tl.sum(p, 1)
                 acc = acc * decay[:, None]
                 v = load_tile(
-                    v_tile + first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V, MASKED, HEAD_DIM_V < BLOCK_DV
+                    v_tile + first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V, MASKED and TAIL, HEAD_DIM_V < BLOCK_DV
                 )
                 acc = tl.dot(p.to(v.dtype), v, acc)
                 row_max = new_max

@@ -1,0 +1,94 @@
+"""dq, dk and dv of every case, backend and dtype against float64, from gradients of out and of lse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BACKEND_DTYPES, case_named, gradients_hold
+
+from flashattn3.testing import FORWARD_CASES, call, make_inputs, make_output_gradients
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+BACKENDS = ("triton", "reference")
+
+
+def run(case, tensors, backend, dout, dlse, **options):
+    out, lse = call(case, tensors, return_lse=True, backend=backend, **options)
+    pairs = [(value, given) for value, given in ((out, dout), (lse, dlse)) if given is not None]
+    outputs, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, tensors[:3], given)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.name)
+def test_backward(case, backend, dtype, device):
+    if case.name == "large-scores" and dtype == torch.float32:
+        pytest.skip(
+            "P comes from an LSE of 1e4, which float32 knows to 6e-4; plain PyTorch keeps P"
+        )
+    tensors = make_inputs(case, device, dtype, requires_grad=True)
+    dout, dlse = make_output_gradients(case, tensors)
+    got = run(case, tensors, backend, dout, dlse)
+    gradients_hold(case, tensors, got, dout, dlse, backend)
+
+
+SINGLE = ("causal", "gqa-2", "causal-empty-rows", "softcap-causal", "varlen-seqused")
+
+
+@pytest.mark.parametrize("which", ["dout", "dlse"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SINGLE)
+def test_gradient_of_one_output_alone(name, backend, which, device):
+    case = case_named(name)
+    tensors = make_inputs(case, device, torch.float16, requires_grad=True)
+    dout, dlse = make_output_gradients(case, tensors)
+    given = (dout, None) if which == "dout" else (None, dlse)
+    got = run(case, tensors, backend, *given)
+    if which == "dlse":
+        assert not got[2].any(), "lse does not depend on v"
+    gradients_hold(case, tensors, got, dout if which == "dout" else 0 * dout, given[1], backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["gqa-2", "dim-72-40", "varlen-causal-cross", "layout-bhsd"])
+def test_deterministic_gradients_are_right_too(name, backend, device):
+    case = case_named(name)
+    tensors = make_inputs(case, device, torch.float16, requires_grad=True)
+    dout, dlse = make_output_gradients(case, tensors)
+    got = run(case, tensors, backend, dout, dlse, deterministic=True)
+    gradients_hold(case, tensors, got, dout, dlse, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["causal", "varlen"])
+def test_any_strides_of_the_given_gradients(name, backend, device):
+    """As autograd gives them: an expanded scalar, a transposed view, a last stride that is not 1."""
+    case = case_named(name)
+    tensors = make_inputs(case, device, torch.float16, requires_grad=True)
+    dout, dlse = make_output_gradients(case, tensors)
+    dout, dlse = dout.nan_to_num(), dlse.nan_to_num()
+    wanted = run(case, tensors, backend, dout, dlse)
+    heads_first = dout.transpose(-3, -2).contiguous().transpose(-3, -2)
+    spread = torch.stack([dout, dout], dim=-1)[..., 0]
+    slow_rows = dlse.transpose(-1, -2).contiguous().transpose(-1, -2)
+    for given in ((heads_first, slow_rows), (spread, dlse)):
+        assert all(map(torch.equal, run(case, tensors, backend, *given), wanted))
+    ones = torch.ones_like(dout)
+    expanded = ones.flatten()[0].expand(dout.shape)
+    wanted = run(case, tensors, backend, ones, None)
+    assert all(map(torch.equal, run(case, tensors, backend, expanded, None), wanted))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_gradient_of_one_input_alone(backend, which, device):
+    case = case_named("gqa-2")
+    tensors = make_inputs(case, device, torch.float16)
+    dout, dlse = make_output_gradients(case, tensors)
+    wanted = run(
+        case, type(tensors)(*(x.requires_grad_() for x in tensors[:3])), backend, dout, dlse
+    )
+    leaves = [x.detach().requires_grad_(i == which) for i, x in enumerate(tensors[:3])]
+    out, lse = call(case, type(tensors)(*leaves), return_lse=True, backend=backend)
+    (got,) = torch.autograd.grad((out, lse), leaves[which], (dout, dlse))
+    assert torch.equal(got, wanted[which])

@@ -1,0 +1,237 @@
+"""The benchmarks' own machinery: cells, gate, timing, memory, report; and the quick suites."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from flashattn3.bench import contenders, gate, timing
+from flashattn3.bench.contenders import CONTENDERS, OURS, naive, sdpa
+from flashattn3.bench.inputs import make_inputs, prepare
+from flashattn3.bench.memory import peak_bytes
+from flashattn3.bench.memory_suite import training_step
+from flashattn3.bench.report import geometric_means, table
+from flashattn3.bench.suites import Cell, cells
+from flashattn3.cli import main
+from flashattn3.testing import Case
+
+CPU = torch.device("cpu")
+SMALL = Case("small", 2, 48, 80, 4, 2, 16, 24)
+CAUSAL = Case("causal", 2, 48, 48, 4, 2, 16, 24, causal=True)
+
+
+def test_the_grid_has_the_cells_of_the_paper():
+    grid = cells("grid")
+    assert len(grid) == 2 * 3 * 2 * 6
+    assert {
+        (c.case.batch * c.case.seqlen_k, c.case.num_heads_q * c.case.head_dim) for c in grid
+    } == {(16384, 2048)}
+    assert len(cells("grid", ["fwd"], head_dims=(64,), seqlens=(512, 1024))) == 4
+
+
+def test_flops_follow_the_convention_of_the_papers():
+    full, causal = cells("grid", ["fwd"], (64,), (1024,))
+    assert full.flops == 4 * 16 * 32 * 1024**2 * 64
+    assert causal.flops == full.flops / 2
+    assert Cell("grid", full.case, "bwd").flops == 2.5 * full.flops
+
+
+def test_quick_cells_are_small():
+    for suite in ("grid", "shapes"):
+        for cell in cells(suite, quick=True):
+            assert cell.case.batch * cell.case.num_heads_q * cell.case.seqlen_k <= 4 * 128
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("case", [SMALL, CAUSAL], ids=lambda case: case.name)
+@pytest.mark.parametrize("name", [OURS, "math", "naive"])
+def test_contenders_pass_the_gate(name, case, direction):
+    cell = Cell("grid", case, direction)
+    inputs = make_inputs(case, CPU, torch.float32)
+    gate.Gate(cell, inputs).check(name, prepare(CONTENDERS[name], cell, inputs)())
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_gate_finds_what_is_wrong_at_the_end_of_the_tensors(direction):
+    cell = Cell("grid", CAUSAL, direction)
+    inputs = make_inputs(CAUSAL, CPU, torch.float32)
+    for index in range(len(gate.RESULTS[direction])):
+        results = [x.clone() for x in prepare(naive, cell, inputs)()]
+        results[index][-1, -1, -1, -1] += 1e-2
+        with pytest.raises(AssertionError, match="error"):
+            gate.Gate(cell, inputs).check("spoilt", tuple(results))
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("case", [SMALL, CAUSAL], ids=lambda case: case.name)
+def test_the_truth_does_not_depend_on_its_chunks(case, direction, monkeypatch):
+    cell, inputs = Cell("grid", case, direction), make_inputs(case, CPU, torch.float64)
+    whole = gate.Gate(cell, inputs).truth
+    monkeypatch.setattr(gate, "_CHUNK_SCORES", 7 * case.seqlen_k)
+    for got, wanted in zip(gate.Gate(cell, inputs).truth, whole, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_torch_attention_is_not_asked_for_another_alignment():
+    inputs = make_inputs(SMALL, CPU, torch.float32)
+    with pytest.raises(RuntimeError, match="top left"):
+        sdpa(inputs.q, inputs.k, inputs.v, True)
+
+
+class FakeClock:
+    """Says what each call costs, and keeps the order of the calls."""
+
+    def __init__(self, costs: dict) -> None:
+        self.costs, self.order = costs, []
+
+    def pace(self, call) -> timing.Pace:
+        return timing.Pace(0.1, self.costs[call])
+
+    def samples(self, call, repetitions: int, host_ms: float) -> list[float]:
+        self.order.append((call, repetitions))
+        return [self.costs[call]] * repetitions
+
+
+def test_contenders_are_timed_in_turn_for_about_as_long():
+    def quick():
+        pass
+
+    def slow():
+        pass
+
+    clock = FakeClock({quick: 1.0, slow: 25.0})
+    found = timing.interleave({"quick": quick, "slow": slow}, clock, rounds=3, round_ms=10.0)
+    assert clock.order == [(quick, 10), (slow, 1)] * 3
+    assert found["quick"] == timing.Timing(1.0, 1.0, 1.0, 30)
+
+
+def test_timing_gives_median_and_quantiles():
+    found = timing.Timing.of([float(i) for i in range(11)])
+    assert (found.p20_ms, found.median_ms, found.p80_ms) == (2.0, 5.0, 8.0)
+
+
+def test_peak_memory_counts_what_is_alive_at_once():
+    def work():
+        for _ in range(3):
+            torch.ones(2**18)  # 1 MiB, freed again
+        return torch.ones(2**18) + torch.ones(2**18)
+
+    assert peak_bytes(work, CPU) == pytest.approx(3 * 2**20, rel=0.01)
+
+
+@pytest.mark.slow
+def test_our_memory_grows_with_the_length_and_that_of_naive_with_its_square():
+    growth = {}
+    for name in (OURS, "naive"):
+        peaks = []
+        for seqlen in (1024, 2048):
+            case = Case("memory", 1, seqlen, seqlen, 4, 4, 32, 32, causal=True)
+            step = training_step(CONTENDERS[name], make_inputs(case, CPU, torch.float32), True)
+            peaks.append(peak_bytes(step, CPU))
+        growth[name] = peaks[1] / peaks[0]
+    assert growth[OURS] < 2.1
+    assert growth["naive"] > 3.5
+
+
+def record(contender: str, ratio: float | None, **rest) -> dict:
+    base = {
+        "record": "time",
+        "suite": "grid",
+        "direction": "fwd",
+        "row": "r",
+        "contender": contender,
+    }
+    base |= {"status": "ok", "median_ms": 1.0, "tflops": 12.0, "head_dim": 64, "column": "512"}
+    return {**base, **({} if ratio is None else {"speed_ratio": {"fa2": ratio}}), **rest}
+
+
+def test_geometric_means_are_over_cells_with_both_numbers():
+    ours = [record(OURS, 2.0), record(OURS, 0.5), record(OURS, 4.0, head_dim=256)]
+    absent = record(OURS, None, status="FAILED")
+    text = geometric_means([*ours, absent])
+    assert f"all cells: fa2 {math.pow(4.0, 1 / 3):.3f} (3 cells)" in text
+    assert "d 64 and 128: fa2 1.000 (2 cells)" in text
+
+
+def test_the_table_shows_a_red_gate_and_no_number():
+    text = table([record(OURS, None, status="FAILED"), record("fa2", None)])
+    assert "FAILED / 12" in text
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def bench(tmp_path, *options: str) -> int:
+    quick = ("--quick", "--rounds", "2", "--output", str(tmp_path), "--device", "cpu")
+    return main(["bench", *quick, *options])
+
+
+def test_quick_grid_writes_lines_table_and_figure(tmp_path, capsys):
+    assert bench(tmp_path, "--head-dim", "64") == 0
+    header, *records = lines(tmp_path / "grid.jsonl")
+    assert {"device", "torch", "triton", "commit", "lowering", "flashattn3"} <= header.keys()
+    assert [r["contender"] for r in records] == [OURS, "math", "naive"] * 4
+    for r in records:
+        assert r["status"] == "ok"
+        assert 0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
+        assert r["tflops"] > 0
+    assert records[0]["backend"] == "reference"
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "bwd d64 causal" in printed
+    assert "geometric mean" in printed
+
+
+def test_quick_memory_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "memory", "--seqlen", "128", "--baselines", "naive") == 0
+    _, *records = lines(tmp_path / "memory.jsonl")
+    assert [r["contender"] for r in records] == [OURS, "naive"]
+    assert all(r["peak_bytes"] > 0 for r in records)
+    assert "peak memory" in capsys.readouterr().out
+
+
+def test_a_wrong_result_has_no_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
+    wrong = dict(
+        contenders.CONTENDERS, **{OURS: lambda q, k, v, causal: naive(q, k, v, causal) * 1.01}
+    )
+    monkeypatch.setattr("flashattn3.bench.runner.CONTENDERS", wrong)
+    assert bench(tmp_path, "--suite", "shapes", "--direction", "fwd") == 1
+    ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["contender"] == OURS]
+    assert all(r["status"] == "FAILED" and "median_ms" not in r for r in ours)
+    assert "FAILED fwd" in capsys.readouterr().out
+
+
+def test_a_baseline_that_refuses_is_absent(tmp_path):
+    assert bench(tmp_path, "--direction", "fwd", "--head-dim", "64", "--baselines", "cudnn") == 0
+    absent = [r for r in lines(tmp_path / "grid.jsonl")[1:] if r["contender"] == "cudnn"]
+    assert absent
+    assert all(r["status"] == "absent" and r["reason"] for r in absent)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suite", ["grid", "shapes", "memory", "host"])
+def test_quick_suites_on_a_gpu(suite, tmp_path):
+    assert (
+        main(["bench", "--quick", "--rounds", "2", "--suite", suite, "--output", str(tmp_path)])
+        == 0
+    )
+    header, *records = lines(tmp_path / f"{suite}.jsonl")
+    assert header["matmul_tflops"] > 0
+    assert all(r["status"] == "ok" for r in records if r["contender"] == OURS)
+
+
+@pytest.mark.gpu
+def test_gpu_times_do_not_hold_the_launch(device):
+    x = torch.ones(1, device=device)
+    clock = timing.make_clock(device, num_input_bytes=4)
+
+    def tiny():
+        for _ in range(10):
+            x.add_(1.0)
+
+    samples = clock.samples(tiny, 20, clock.pace(tiny).host_ms)
+    assert timing.Timing.of(samples).median_ms < clock.pace(tiny).done_ms

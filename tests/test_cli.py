@@ -1,0 +1,121 @@
+"""The command line as a user meets it: what it prints, the files it leaves, its exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT
+
+import flashattn3
+from flashattn3.cli import main
+from flashattn3.demo import command as demo
+
+no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="says what a machine without GPU sees"
+)
+
+
+def refusal(capsys, *options: str) -> str:
+    """The sentence with which options are refused, with exit status 2."""
+    with pytest.raises(SystemExit) as stopped:
+        main(options)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_doctor_names_versions_devices_and_backends(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for wanted in (flashattn3.__version__, torch.__version__, "cpu:", "reference:", "triton"):
+        assert wanted in printed
+
+
+def test_doctor_gives_the_reason_of_each_backend_that_declines(capsys):
+    main(["doctor"])
+    printed = capsys.readouterr().out
+    q = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16)
+    for reason in flashattn3.explain(q, q, q, causal=True).declined.values():
+        assert reason in printed
+
+
+@pytest.mark.slow
+def test_module_runs_as_a_program():
+    command = [sys.executable, "-m", "flashattn3", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, flashattn3.__version__)
+
+
+def test_explain_prints_what_the_function_says(capsys):
+    options = ("--seqlen-q", "96", "--heads", "4", "--kv-heads", "2", "--head-dim", "64")
+    more = ("--head-dim-v", "32", "--dtype", "float32", "--causal", "--window", "5", "0")
+    assert main(["explain", "--device", "cpu", *options, *more, "--softcap", "3"]) == 0
+    q, k, v = (torch.empty(1, 96, heads, dim) for heads, dim in ((4, 64), (2, 64), (2, 32)))
+    wanted = flashattn3.explain(q, k, v, causal=True, window_size=(5, 0), softcap=3.0)
+    assert capsys.readouterr().out.strip() == str(wanted).strip()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("explain", "--heads", "3", "--kv-heads", "2"), "multiple of k's 2 heads"),
+        (("explain", "--seqlen-q", "-3"), "negative dimension"),
+        (("explain", "--backend", "no-such"), "backend must be one of"),
+        (("explain", "--dtype", "int8"), "invalid choice"),
+        (("explain", "--device", "cuda:99"), "CUDA devices"),
+        (("demo", "--steps", "0"), "a positive integer, got '0'"),
+        (("demo", "--seqlen", "9999999"), "seqlen must be below"),
+        (("demo", "--attention-backend", "no-such"), "backend must be one of"),
+        (("bench", "--rounds", "1"), "at least 2"),
+        (("bench", "--baselines", "fa2,no-such"), "some of"),
+        (("bench", "--head-dim", "wide"), "integers separated by commas"),
+        (("bench", "--device", "toaster"), "must be cuda, cuda:N or cpu"),
+        (("bench", "--quick", "--head-dim", "33"), "no case has"),
+        (("bench", "--quick", "--suite", "memory", "--direction", "fwd"), "says nothing to"),
+        ((), "command"),
+    ],
+)
+def test_bad_options_are_refused_with_a_sentence(options, said, capsys):
+    assert said in refusal(capsys, *options)
+
+
+@no_gpu
+def test_bench_refuses_the_full_suites_on_a_cpu(capsys):
+    assert "only --quick" in refusal(capsys, "bench")
+    assert "host suite needs a GPU" in refusal(capsys, "bench", "--quick", "--suite", "host")
+
+
+@pytest.fixture
+def short_demo(tmp_path, monkeypatch):
+    """Two steps on a few bytes; the loss tolerance stays that of the demo."""
+    monkeypatch.setattr(demo, "CPU_LENGTHS", (32, 64))
+    options = ("--device", "cpu", "--steps", "2", "--seqlen", "32", "--out", str(tmp_path))
+    return lambda *more: main(["demo", *options, *more])
+
+
+def test_demo_reports_both_losses_and_draws(short_demo, tmp_path, capsys):
+    assert short_demo("--attention-backend", "reference") == 0
+    printed = capsys.readouterr().out
+    for wanted in ("flashattn3 (reference)", "torch SDPA", "tokens/s", "MiB", "the losses agree"):
+        assert wanted in printed
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan")], ids=["zero", "nan"])
+def test_demo_fails_if_attention_is_wrong(wrong, short_demo, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "_flash", lambda backend: lambda q, k, v: v * wrong)
+    assert short_demo() == 1
+    assert "DO NOT AGREE" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformer_block", "varlen_packing", "dispatch"])
+def test_examples_run(name):
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)  # they are programs of their own
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,75 @@
+"""The backends against each other, where the float64 truth would be too slow or too big.
+
+The reference backend in float32 stands in for the truth; plain PyTorch stays the baseline of the rule.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import GPU, TRITON_DTYPES
+
+from flashattn3.testing import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    Case,
+    attention,
+    call,
+    check,
+    check_lse,
+    gradients,
+    make_inputs,
+    make_output_gradients,
+)
+from flashattn3.testing.cases import NAMED_SHAPES, dense, varlen
+
+SMALL = (
+    dense("two-tiles", (200, 300), heads=(4, 2), causal=True, batch=1),
+    dense("window", (257, 257), window=(64, 16), heads=(2, 1), batch=1),
+    varlen("ragged", (130, 3, 257), (64, 200, 257), heads=(4, 2), causal=True, softcap=30.0),
+)
+LARGE = (
+    *NAMED_SHAPES[:2],
+    dense("causal-2k", (2048, 2048), heads=(8, 2), dims=(128, 128), causal=True, batch=2),
+    dense("causal-odd", (1999, 3001), heads=(4, 4), causal=True, batch=2),
+    dense("window-4k", (4096, 4096), heads=(4, 1), window=(511, 0), batch=1),
+    dense("few-queries", (16, 8192), heads=(8, 1), dims=(128, 128), num_splits=0, batch=1),
+    varlen("ragged-4k", (4096, 1, 777, 2048), (4096, 513, 777, 100), heads=(4, 2), causal=True),
+)
+
+
+def widened(tensors):
+    """The same values in float32, as leaves."""
+    wide = (x.detach().float().requires_grad_() for x in tensors[:3])
+    return type(tensors)(*wide, *tensors[3:])
+
+
+@pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
+@pytest.mark.parametrize("case", SMALL + LARGE * GPU, ids=lambda case: case.name)
+def test_triton_agrees_with_the_reference(case: Case, dtype: torch.dtype, device: torch.device):
+    tensors = make_inputs(case, device, dtype, requires_grad=True)
+    exact = widened(tensors)
+    out, lse = call(case, tensors, return_lse=True, backend="triton")
+    wanted, wanted_lse = call(case, exact, return_lse=True, backend="reference")
+    plain, _ = attention(tensors, **case.truth_options(), dtype=dtype)
+    check("out", out, wanted, plain, FORWARD_FACTOR, case, "triton against reference")
+    check_lse(lse, wanted_lse, case, "triton against reference")
+
+    dout, dlse = make_output_gradients(case, tensors)
+    got = torch.autograd.grad((out, lse), tensors[:3], (dout, dlse))
+    wanted = torch.autograd.grad((wanted, wanted_lse), exact[:3], (dout.float(), dlse))
+    plain = gradients(tensors, dout, dlse, **case.truth_options(), dtype=dtype)
+    for name, *values in zip(("dq", "dk", "dv"), got, wanted, plain, strict=True):
+        check(name, *values, GRADIENT_FACTOR, case, "triton against reference")
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_results_are_laid_out_alike(case, device):
+    """Shapes, dtypes and strides, which compiled graphs rely on, do not depend on the backend."""
+    tensors = make_inputs(case, device, torch.float16, requires_grad=True)
+    layouts = []
+    for backend in ("triton", "reference"):
+        out, lse = call(case, tensors, return_lse=True, backend=backend)
+        results = (out, lse, *torch.autograd.grad(out.sum(), tensors[:3]))
+        layouts.append([(x.shape, x.dtype, x.stride(), x.device) for x in results])
+    assert layouts[0] == layouts[1]

@@ -1,0 +1,65 @@
+"""What the source may lean on: the oldest Python, torch alone without Triton, and no part of Triton that goes."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from helpers import ROOT, run_python
+
+SOURCES = sorted((ROOT / "flashattn3").rglob("*.py"))
+IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
+# Block pointers are gone from Triton main.
+GONE_FROM_TRITON = {"make_block_ptr", "advance"}
+
+
+def attributes(source: str) -> set[str]:
+    return {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=IDS)
+def test_nothing_that_newer_tritons_lack(path):
+    assert not attributes(path.read_text()) & GONE_FROM_TRITON
+
+
+def test_what_is_gone_would_be_found():
+    assert attributes("tl.advance(tl.make_block_ptr(x), (0,))") == GONE_FROM_TRITON
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=IDS)
+def test_sources_are_python_3_10(path):
+    ast.parse(path.read_text(), feature_version=(3, 10))
+
+
+def test_the_project_asks_for_what_the_tests_hold_it_to():
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.10"' in project
+    assert '"torch>=2.9"' in project
+    assert re.search(r'"triton>=3\.4;.*Linux', project)
+
+
+def test_everything_but_triton_works_without_triton():
+    code = """
+import sys, torch
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTriton())
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)
+import flashattn3
+q = torch.randn(1, 8, 2, 16, dtype=torch.float16, requires_grad=True)
+flashattn3.flash_attn_func(q, q, q, causal=True).sum().backward()
+print(flashattn3.available_backends("cpu"))
+print(flashattn3.explain(q, q, q).declined["triton"])
+try:
+    flashattn3.flash_attn_func(q, q, q, backend="triton")
+except flashattn3.UnsupportedError as error:
+    print(error)"""
+    names, reason, error = run_python(code, TRITON_INTERPRET=None).splitlines()
+    assert names == "['reference']"
+    assert reason == "Triton is not installed"
+    assert "backend 'triton' does not take this problem (triton: Triton is not installed" in error

@@ -1,0 +1,80 @@
+"""The options of this test suite: a clear error where they cannot be honoured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from helpers import GPU, ROOT, run_python
+
+import ptx
+
+AMPERE = ".version 8.4\n.target sm_80\nmma.sync.aligned.m16n8k16; cp.async.cg.shared.global;"
+HOPPER = ".version 8.4\n.target sm_90a\nwgmma.mma_async.sync.aligned; cp.async.cg.shared.global;"
+
+
+def pytest_says(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_options.py"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    return done.stderr
+
+
+@pytest.mark.skipif(GPU, reason="says what happens without a CUDA device; one is visible")
+@pytest.mark.parametrize("option", [("--lowering", "sm80"), ("--shared-memory-kib", "99")])
+def test_options_for_a_gpu_need_one(option):
+    sentence = "--lowering and --shared-memory-kib need a CUDA device; none is visible"
+    assert sentence in pytest_says(*option)
+
+
+@pytest.mark.gpu
+def test_a_lowering_that_is_none():
+    assert "must be written like sm80, got 'ampere'" in pytest_says("--lowering", "ampere")
+    assert "must be positive, got -1" in pytest_says("--shared-memory-kib", "-1")
+
+
+def test_overrides_reach_the_device_description():
+    code = """
+from types import SimpleNamespace
+import torch
+from flashattn3.device import describe_device
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(
+    major=9, minor=0, name="H100", shared_memory_per_block_optin=227 * 1024, multi_processor_count=132)
+info = describe_device(torch.device("cuda", 0))
+print(info.capability, info.lowering, info.shared_memory_bytes // 1024, info.num_sms)"""
+    unset = {"TRITON_OVERRIDE_ARCH": None, "FLASHATTN3_SHARED_MEMORY_KIB": None}
+    for overrides, wanted in (
+        ({}, "90 90 227 132"),
+        ({"TRITON_OVERRIDE_ARCH": "sm80"}, "90 80 163 132"),
+        ({"TRITON_OVERRIDE_ARCH": "sm86"}, "90 86 99 132"),
+        ({"TRITON_OVERRIDE_ARCH": "sm90a"}, "90 90 227 132"),
+        ({"FLASHATTN3_SHARED_MEMORY_KIB": "163"}, "90 90 163 132"),
+        ({"FLASHATTN3_SHARED_MEMORY_KIB": "1000"}, "90 90 227 132"),
+        ({"TRITON_OVERRIDE_ARCH": "sm80", "FLASHATTN3_SHARED_MEMORY_KIB": "99"}, "90 80 99 132"),
+    ):
+        assert run_python(code, **unset, **overrides).strip() == wanted
+
+
+def test_ptx_is_read_right():
+    assert ptx.target_of(AMPERE) == "sm_80"
+    assert ptx.target_of(HOPPER) == "sm_90a"
+    ptx.assert_ampere(AMPERE, "kernel")
+    with pytest.raises(AssertionError, match=r"no mma\.sync"):
+        ptx.assert_ampere(HOPPER, "kernel")
+    with pytest.raises(AssertionError, match="wgmma in code for"):
+        ptx.assert_ampere(AMPERE + HOPPER, "kernel")
+
+
+def test_the_cache_is_searched_for_foreign_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with pytest.raises(AssertionError, match="no kernel with tensor-core"):
+        ptx.assert_cache_is_lowered_to("sm80")
+    (tmp_path / "key").mkdir()
+    (tmp_path / "key" / "forward.ptx").write_text(AMPERE)
+    ptx.assert_cache_is_lowered_to("sm80")
+    (tmp_path / "key" / "other.ptx").write_text(HOPPER)
+    with pytest.raises(
+        AssertionError, match=r"asked for sm_80, but compiled: .*other\.ptx.*sm_90a"
+    ):
+        ptx.assert_cache_is_lowered_to("sm80")
