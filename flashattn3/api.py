@@ -360,7 +360,11 @@ def available_backends(device: torch.device | str | None = None) -> list[str]:
     device: None stands for the current GPU, or the CPU where there is none.
     """
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else "cpu"
+        )
     info = describe_device(torch.device(device))
     return [backend.name for backend in BACKENDS if backend.unavailable_reason(info) is None]
 

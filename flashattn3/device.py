@@ -10,7 +10,18 @@ import torch
 
 # Shared memory one block may use, in KiB, by what the chip is: the largest opt-in size CUDA documents
 # ("Technical Specifications per Compute Capability" in the CUDA C++ programming guide).
-SHARED_MEMORY_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+SHARED_MEMORY_KIB = {
+    75: 64,
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    120: 99,
+    121: 99,
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,9 @@ def describe_device(device: torch.device) -> DeviceInfo:
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda":
-        return DeviceInfo(device.type, device.type, interpreted=interpreted, shared_memory_bytes=99 * 1024)
+        return DeviceInfo(
+            device.type, device.type, interpreted=interpreted, shared_memory_bytes=99 * 1024
+        )
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major * 10 + properties.minor
     info = DeviceInfo(

@@ -58,7 +58,9 @@ def _plan(*arguments) -> Plan:
 
 def plan_of(tensors: Tensors, options: Options) -> Plan:
     """The plan that a call follows: a pure function of its tensors' metadata and its options."""
-    return _plan(*[tensor if tensor is None else metadata_of(tensor) for tensor in tensors], *options)
+    return _plan(
+        *[tensor if tensor is None else metadata_of(tensor) for tensor in tensors], *options
+    )
 
 
 def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
@@ -119,7 +121,9 @@ def _forward_fake(*arguments):
     tensors = Tensors(*arguments[:_NUM_TENSORS])
     check(tensors, Options(*arguments[_NUM_TENSORS:]))
     q, v = tensors.q, tensors.v
-    heads_and_rows = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    heads_and_rows = (
+        (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    )
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(heads_and_rows, dtype=lse_dtype)
 
@@ -147,8 +151,12 @@ def _differentiate(ctx, dout, dlse):
 
 
 def _no_second_derivative(ctx, *gradients):
-    raise NotImplementedError("flashattn3::backward: the second derivative of attention is not implemented")
+    raise NotImplementedError(
+        "flashattn3::backward: the second derivative of attention is not implemented"
+    )
 
 
-torch.library.register_autograd("flashattn3::forward", _differentiate, setup_context=_save_for_backward)
+torch.library.register_autograd(
+    "flashattn3::forward", _differentiate, setup_context=_save_for_backward
+)
 torch.library.register_autograd("flashattn3::backward", _no_second_derivative)

@@ -205,23 +205,41 @@ def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> N
 def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: bool) -> None:
     layout = "(total, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _expect(len(tensor.shape) == 3 + (not varlen), function, f"{name}.shape", layout, tuple(tensor.shape))
+        _expect(
+            len(tensor.shape) == 3 + (not varlen),
+            function,
+            f"{name}.shape",
+            layout,
+            tuple(tensor.shape),
+        )
     if FP8 in (q.dtype, k.dtype, v.dtype):
         raise UnsupportedError(f"{function}: dtype {FP8} is not supported yet by any backend")
     _expect(q.dtype in DTYPES, function, "q.dtype", f"one of {DTYPES}", q.dtype)
     for name, tensor in (("k", k), ("v", v)):
-        _expect(tensor.dtype == q.dtype, function, f"{name}.dtype", f"{q.dtype} as q's", tensor.dtype)
-        _expect(tensor.device == q.device, function, f"{name}.device", f"{q.device} as q's", tensor.device)
+        _expect(
+            tensor.dtype == q.dtype, function, f"{name}.dtype", f"{q.dtype} as q's", tensor.dtype
+        )
+        _expect(
+            tensor.device == q.device,
+            function,
+            f"{name}.device",
+            f"{q.device} as q's",
+            tensor.device,
+        )
         if not varlen:
             got = tensor.shape[0]
-            _expect(got == q.shape[0], function, f"{name}.shape[0]", f"{q.shape[0]} (q's batch)", got)
+            _expect(
+                got == q.shape[0], function, f"{name}.shape[0]", f"{q.shape[0]} (q's batch)", got
+            )
     for axis, what in ((-3, "seqlen"), (-2, "heads")):
         wanted, got = k.shape[axis], v.shape[axis]
         _expect(got == wanted, function, f"v.shape[{axis}]", f"{wanted} (k's {what})", got)
     got = k.shape[-1]
     _expect(got == q.shape[-1], function, "k.shape[-1]", f"{q.shape[-1]} (q's head_dim)", got)
     for name, tensor in (("q", q), ("v", v)):
-        _expect(tensor.shape[-1] >= 1, function, f"{name}.shape[-1]", "at least 1", tensor.shape[-1])
+        _expect(
+            tensor.shape[-1] >= 1, function, f"{name}.shape[-1]", "at least 1", tensor.shape[-1]
+        )
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     _expect(heads_kv >= 1, function, "k.shape[-2]", "at least 1 head", heads_kv)
     _expect(heads_q >= 1, function, "q.shape[-2]", "at least 1 head", heads_q)
@@ -279,7 +297,9 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         num_heads_kv=k.shape[-2],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
-        copied=tuple(name for name, t in zip(Tensors._fields, tensors, strict=True) if _has_sparse_rows(t)),
+        copied=tuple(
+            name for name, t in zip(Tensors._fields, tensors, strict=True) if _has_sparse_rows(t)
+        ),
         q_stride=_strides(q, varlen),
         k_stride=_strides(k, varlen),
         v_stride=_strides(v, varlen),
@@ -331,11 +351,19 @@ def check_contents(tensors: Tensors, options: Options) -> None:
         _expect(edges[0] == 0, function, f"{name}[0]", 0, edges[0])
         lengths = [high - low for low, high in zip(edges, edges[1:], strict=False)]
         _expect(min(lengths, default=0) >= 0, function, name, "non-decreasing", edges)
-        _expect(edges[-1] <= rows.shape[0], function, f"{name}[-1]", f"<= {rows.shape[0]} rows", edges[-1])
+        _expect(
+            edges[-1] <= rows.shape[0],
+            function,
+            f"{name}[-1]",
+            f"<= {rows.shape[0]} rows",
+            edges[-1],
+        )
         for index, used in enumerate(seqused.tolist() if seqused is not None else ()):
             wanted = f"between 0 and {lengths[index]}, the sequence's length"
             _expect(0 <= used <= lengths[index], function, f"seqused_{side}[{index}]", wanted, used)
             lengths[index] = used
         longest = max(lengths, default=0)
         fits = max_seqlen is None or longest <= max_seqlen
-        _expect(fits, function, f"max_seqlen_{side}", f">= {longest}, the longest sequence", max_seqlen)
+        _expect(
+            fits, function, f"max_seqlen_{side}", f">= {longest}, the longest sequence", max_seqlen
+        )

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "problem": {"errors"},
     "backends.base": set(),
     "plan": {"backends.base", "device", "errors", "problem"},
-    "backends.reference": {"device", "problem"},
+    "backends.heads_first": set(),
+    "backends.reference": {"backends.heads_first", "device", "problem"},
     # The two halves of one backend: what is decided without Triton, and what needs it.
     "backends.triton": {"device", "problem", "triton_kernels.configs", "backends.triton_launches"},
     "backends.triton_launches": {"backends.triton", "problem", "triton_kernels"},

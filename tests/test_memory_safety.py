@@ -22,7 +22,16 @@ CANARY = 77  # exact in every dtype
 class Guarded(TorchDispatchMode):
     """Puts a guard on both sides of every tensor that is allocated."""
 
-    FACTORIES = ("empty", "new_empty", "zeros", "new_zeros", "full", "new_full", "empty_like", "zeros_like")
+    FACTORIES = (
+        "empty",
+        "new_empty",
+        "zeros",
+        "new_zeros",
+        "full",
+        "new_full",
+        "empty_like",
+        "zeros_like",
+    )
 
     def __init__(self):
         super().__init__()
@@ -32,7 +41,9 @@ class Guarded(TorchDispatchMode):
         result = function(*arguments, **(keywords or {}))
         if function._schema.name.removeprefix("aten::") not in self.FACTORIES:
             return result
-        home = torch.full((2 * GUARD + result.numel(),), CANARY, dtype=result.dtype, device=result.device)
+        home = torch.full(
+            (2 * GUARD + result.numel(),), CANARY, dtype=result.dtype, device=result.device
+        )
         self.homes.append(home)
         inside = home[GUARD : GUARD + result.numel()].view(result.shape)
         return inside.copy_(result)
@@ -78,9 +89,13 @@ def test_corrupt_lengths_stay_within_the_tensors(backend, name, causal, max_seql
     total = 40
     lengths = {"cu_seqlens_q": (0, 20, total), "cu_seqlens_k": (0, 20, total), **CORRUPT[name]}
     rows = (torch.randn(total + 96, 4, 16, device=device, dtype=torch.float16) for _ in range(3))
-    rows = [x.index_fill_(0, torch.arange(total, total + 96, device=device), math.nan) for x in rows]
+    rows = [
+        x.index_fill_(0, torch.arange(total, total + 96, device=device), math.nan) for x in rows
+    ]
     q, k, v = (x[:total] for x in rows)
-    tensors = Tensors(q, k[:, :2], v[:, :2], **{n: ints(*x, device=device) for n, x in lengths.items()})
+    tensors = Tensors(
+        q, k[:, :2], v[:, :2], **{n: ints(*x, device=device) for n, x in lengths.items()}
+    )
     results = guarded_run(
         backend, tensors, causal=causal, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen
     )
@@ -89,7 +104,9 @@ def test_corrupt_lengths_stay_within_the_tensors(backend, name, causal, max_seql
         assert not result.isnan().any()
 
 
-@pytest.mark.parametrize("name", ["causal-empty-rows", "gqa-8", "dim-72-40", "varlen-seqused", "splits"])
+@pytest.mark.parametrize(
+    "name", ["causal-empty-rows", "gqa-8", "dim-72-40", "varlen-seqused", "splits"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_written_beside_the_results(backend, name, device):
     case = case_named(name)
@@ -120,7 +137,9 @@ def test_the_guard_sees_a_stray_write():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["gqa-2", "softcap-causal", "varlen-causal-cross", "layout-packed"])
+@pytest.mark.parametrize(
+    "name", ["gqa-2", "softcap-causal", "varlen-causal-cross", "layout-packed"]
+)
 def test_inputs_are_left_as_they_are(backend, name, device):
     case = case_named(name)
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)
@@ -161,7 +180,8 @@ def test_strides_beyond_31_bits(backend, device):
     assert (rows - 1) * stride > 2**31
     strides = (0, stride, dim, 1)
     *views, far_dout = (
-        buffer.as_strided((1, rows, heads, dim), strides, offset).normal_() for offset in range(0, 4096, 1024)
+        buffer.as_strided((1, rows, heads, dim), strides, offset).normal_()
+        for offset in range(0, 4096, 1024)
     )
     edges = (ints(0, 30, rows, device=device),) * 2
 

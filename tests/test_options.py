@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import ptx
 import pytest
 from helpers import GPU, ROOT, run_python
-
-import ptx
 
 AMPERE = ".version 8.4\n.target sm_80\nmma.sync.aligned.m16n8k16; cp.async.cg.shared.global;"
 HOPPER = ".version 8.4\n.target sm_90a\nwgmma.mma_async.sync.aligned; cp.async.cg.shared.global;"
@@ -43,7 +42,7 @@ torch.cuda.get_device_properties = lambda device: SimpleNamespace(
     major=9, minor=0, name="H100", shared_memory_per_block_optin=227 * 1024, multi_processor_count=132)
 info = describe_device(torch.device("cuda", 0))
 print(info.capability, info.lowering, info.shared_memory_bytes // 1024, info.num_sms)"""
-    unset = {"TRITON_OVERRIDE_ARCH": None, "FLASHATTN3_SHARED_MEMORY_KIB": None}
+    names = ("TRITON_OVERRIDE_ARCH", "FLASHATTN3_SHARED_MEMORY_KIB")
     for overrides, wanted in (
         ({}, "90 90 227 132"),
         ({"TRITON_OVERRIDE_ARCH": "sm80"}, "90 80 163 132"),
@@ -53,7 +52,8 @@ print(info.capability, info.lowering, info.shared_memory_bytes // 1024, info.num
         ({"FLASHATTN3_SHARED_MEMORY_KIB": "1000"}, "90 90 227 132"),
         ({"TRITON_OVERRIDE_ARCH": "sm80", "FLASHATTN3_SHARED_MEMORY_KIB": "99"}, "90 80 99 132"),
     ):
-        assert run_python(code, **unset, **overrides).strip() == wanted
+        variables = {name: overrides.get(name) for name in names}
+        assert run_python(code, **variables).strip() == wanted
 
 
 def test_ptx_is_read_right():
@@ -62,19 +62,26 @@ def test_ptx_is_read_right():
     ptx.assert_ampere(AMPERE, "kernel")
     with pytest.raises(AssertionError, match=r"no mma\.sync"):
         ptx.assert_ampere(HOPPER, "kernel")
-    with pytest.raises(AssertionError, match="wgmma in code for"):
+    with pytest.raises(AssertionError, match=r"\['wgmma'\] in code for"):
         ptx.assert_ampere(AMPERE + HOPPER, "kernel")
+    with pytest.raises(AssertionError, match=r"no cp\.async"):
+        ptx.assert_ampere("mma.sync.aligned", "kernel")
+    ptx.assert_ampere("mma.sync.aligned", "kernel", pipelined=False)
 
 
 def test_the_cache_is_searched_for_foreign_kernels(tmp_path, monkeypatch):
+    def write(name, chip, code):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kernel.ttgir").write_text(f'module {{ttg.target = "cuda:{chip}"}}')
+        (tmp_path / name / "kernel.ptx").write_text(code)
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with pytest.raises(AssertionError, match="no kernel with tensor-core"):
         ptx.assert_cache_is_lowered_to("sm80")
-    (tmp_path / "key").mkdir()
-    (tmp_path / "key" / "forward.ptx").write_text(AMPERE)
+    write("ampere", 80, AMPERE)
     ptx.assert_cache_is_lowered_to("sm80")
-    (tmp_path / "key" / "other.ptx").write_text(HOPPER)
-    with pytest.raises(
-        AssertionError, match=r"asked for sm_80, but compiled: .*other\.ptx.*sm_90a"
-    ):
+    with pytest.raises(AssertionError, match="is not for sm86"):
+        ptx.assert_cache_is_lowered_to("sm86")
+    write("mixed", 80, HOPPER)
+    with pytest.raises(AssertionError, match=r"mixed.*\['wgmma'\] in code for"):
         ptx.assert_cache_is_lowered_to("sm80")

@@ -41,18 +41,21 @@ def plan(device, *args, **kwargs):
     return choose(problem(*args, **kwargs), device, BACKENDS)
 
 
-# Chip → (shared memory of the row in KiB, whether it is for wgmma).
+# Chip → its rows by head dim: (shared memory in KiB, whether it is for wgmma).
+HOPPER = dict.fromkeys((32, 64, 128, 256), (227, True))
+LARGE = {32: (99, False), 64: (99, False), 128: (163, False), 256: (163, False)}
+SMALL = dict.fromkeys((32, 64, 128, 256), (99, False))
 GOLDEN_ROWS = {
-    H100: (227, True),
-    A100: (163, False),
-    RTX3090: (99, False),
-    ORIN: (163, False),
-    L4: (99, False),
-    B200: (163, False),
-    RTX5090: (99, False),
-    LOWERED_H100: (163, False),
-    replace(H100, shared_memory_bytes=163 * 1024): (163, False),
-    replace(H100, shared_memory_bytes=99 * 1024): (99, False),
+    H100: HOPPER,
+    A100: LARGE,
+    RTX3090: SMALL,
+    ORIN: LARGE,
+    L4: SMALL,
+    B200: LARGE,
+    RTX5090: SMALL,
+    LOWERED_H100: LARGE,
+    replace(H100, shared_memory_bytes=163 * 1024): LARGE,
+    replace(H100, shared_memory_bytes=99 * 1024): SMALL,
 }
 ROW_OF_HEAD_DIM = {8: 32, 32: 32, 33: 64, 64: 64, 72: 128, 128: 128, 129: 256, 256: 256}
 
@@ -66,9 +69,12 @@ def test_every_gpu_gets_its_row(device, head_dim):
     assert found.backend.name == "triton"
     assert found.declined == ()
     row = found.config.row
-    assert (row.shared_memory_kib, row.wgmma) == GOLDEN_ROWS[device]
     assert row.head_dim == ROW_OF_HEAD_DIM[head_dim]
-    assert found.config.grid == (ceil(1024 / row.forward.block_m) * 8 * 2, 1, 1)
+    assert (row.shared_memory_kib, row.wgmma) == GOLDEN_ROWS[device][row.head_dim]
+    assert found.config.tiles == row.full
+    assert plan(device, head_dim, causal=True).config.tiles == row.windowed
+    assert plan(device, head_dim, window_left=9).config.tiles == row.windowed
+    assert found.config.grid == (ceil(1024 / row.full.forward.block_m) * 8 * 2, 1, 1)
 
 
 def test_the_wider_head_dim_decides():

@@ -6,11 +6,16 @@ import shutil
 
 import pytest
 import torch
-from helpers import GPU, case_named
+from helpers import case_named
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashattn3 import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, use_backend
+from flashattn3 import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    use_backend,
+)
 from flashattn3.problem import Options
 from flashattn3.testing import make_inputs
 
@@ -24,7 +29,9 @@ def operator_arguments(name, backend, device, requires_grad=True):
     """The forward operator's arguments for a case."""
     case = case_named(name)
     tensors = make_inputs(case, device, torch.float16, requires_grad=requires_grad)
-    tensors = type(tensors)(*(x.detach().nan_to_num().requires_grad_() for x in tensors[:3]), *tensors[3:])
+    tensors = type(tensors)(
+        *(x.detach().nan_to_num().requires_grad_() for x in tensors[:3]), *tensors[3:]
+    )
     lengths = (case.seqlen_q, case.seqlen_k) if case.varlen else (None, None)
     options = Options(*lengths, causal=case.causal, backend=backend)
     return (*tensors, *options)
@@ -51,8 +58,9 @@ def test_opcheck_backward(name, backend, with_dlse, device):
     )
 
 
-def leaves(rows_q, rows_k, device, dtype=torch.float32, heads=(4, 2), lead=(2,)):
-    shapes = ((*lead, rows, count, 16) for rows, count in zip((rows_q, rows_k, rows_k), (heads[0], *heads[1:] * 2)))
+def leaves(rows_q, rows_k, device, dtype=torch.float32, lead=(2,), dim=16):
+    """q with 4 heads, k and v with 2."""
+    shapes = ((*lead, rows_q, 4, dim), (*lead, rows_k, 2, dim), (*lead, rows_k, 2, dim))
     return [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
 
 
@@ -73,7 +81,9 @@ def assert_compiles_once(function, calls, dynamic_compiler):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
             torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-3, atol=1e-3)
-    assert counter.frame_count == 1, f"{counter.frame_count} graphs"
+    # torch may try a backend on an empty graph first.
+    graphs = [graph for graph in counter.graphs if "flashattn3" in graph.code]
+    assert len(graphs) == 1, f"{len(graphs)} graphs"
 
 
 @pytest.fixture
@@ -85,7 +95,7 @@ def fresh_dynamo():
 
 @pytest.mark.parametrize("compiler", sorted({"aot_eager", COMPILER}))
 def test_compiled_dense_calls(compiler, device, fresh_dynamo):
-    calls = [(leaves(*rows, device),) for rows in ((33, 47), (64, 80), (5, 97))]
+    calls = [(leaves(*rows, device),) for rows in ((73, 87), (96, 120), (77, 131))]
     assert_compiles_once(dense_loss, calls, compiler)
 
 
@@ -117,22 +127,25 @@ def test_compiled_under_use_backend(device, fresh_dynamo):
         assert_compiles_once(loss, [([qkv],)], "aot_eager")
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (3, 0)}, {"softcap": 2.0}])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (1, 0)}, {"softcap": 2.0}])
 def test_gradcheck(options, device):
-    q, k, v = leaves(5, 7, device, torch.float64)
+    q, k, v = leaves(3, 4, device, torch.float64, lead=(1,), dim=3)
 
     def run(q, k, v):
         return flash_attn_func(q, k, v, softmax_scale=0.7, return_lse=True, **options)
 
-    assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=False)
+    assert torch.autograd.gradcheck(run, (q, k, v))
 
 
 def test_gradcheck_varlen(device):
-    q, k, v = leaves(9, 8, device, torch.float64, lead=())
-    edges_q, edges_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 4, 9), (0, 5, 8)))
+    """With rows that see no key, whose gradient is 0."""
+    q, k, v = leaves(5, 4, device, torch.float64, lead=(), dim=3)
+    edges_q, edges_k = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 3, 5), (0, 1, 4))
+    )
 
     def run(q, k, v):
-        return flash_attn_varlen_func(q, k, v, edges_q, edges_k, 5, 5, causal=True)
+        return flash_attn_varlen_func(q, k, v, edges_q, edges_k, 3, 3, causal=True)
 
     assert torch.autograd.gradcheck(run, (q, k, v))
 
@@ -141,11 +154,13 @@ def test_the_second_derivative_is_an_error(device):
     q, k, v = leaves(5, 7, device)
     out = flash_attn_func(q, k, v)
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative of attention is not implemented"):
+    with pytest.raises(
+        NotImplementedError, match="second derivative of attention is not implemented"
+    ):
         gradient.sum().backward()
 
 
-def test_unused_outputs_cost_nothing_and_break_nothing(device):
+def test_lse_alone_is_differentiable(device):
     q, k, v = leaves(5, 7, device)
     _, lse = flash_attn_func(q, k, v, return_lse=True)
     dq, dk = torch.autograd.grad(lse.sum(), (q, k))
@@ -154,39 +169,42 @@ def test_unused_outputs_cost_nothing_and_break_nothing(device):
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_fake_tensors_need_no_gpu(kind):
-    """Shapes for a GPU that is not there; with gradients where torch itself can."""
-    edges = torch.zeros(4, dtype=torch.int32)
     with FakeTensorMode():
-        q = torch.empty(2, 8, 4, 64, device=kind, dtype=torch.bfloat16)
-        k, v = q[:, :, :2], torch.empty(2, 8, 2, 32, device=kind, dtype=torch.bfloat16)
+
+        def fake(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device=kind)
+
+        q, k, v = fake(2, 8, 4, 64), fake(2, 9, 2, 64), fake(2, 9, 2, 32)
         out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
         assert (out.shape, out.dtype, out.device.type) == ((2, 8, 4, 32), torch.bfloat16, kind)
-        assert (lse.shape, lse.dtype) == ((2, 4, 8), torch.float32)
-        edges = torch.zeros(3, dtype=torch.int32, device=kind)
-        longest = torch.empty((), dtype=torch.int32, device=kind) if kind == "cuda" else 8
-        rows = (x.flatten(0, 1) for x in (q, k, v))
-        out = flash_attn_varlen_func(*rows, edges, edges, longest, longest)
-        assert out.shape == (16, 4, 32)
-        gradients = torch.ops.flashattn3.backward.default(
-            out, None, out, lse, *(x.flatten(0, 1) for x in (q, k, v)), edges, edges, None, None, *Options()
-        )
-        assert [x.shape for x in gradients] == [(16, 4, 64), (16, 2, 64), (16, 2, 32)]
+        assert (lse.shape, lse.dtype, lse.device.type) == ((2, 4, 8), torch.float32, kind)
+        given = (out, lse, out, lse, q, k, v, None, None, None, None, *Options())
+        found = torch.ops.flashattn3.backward.default(*given)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
         with pytest.raises(ValueError, match=r"k\.shape\[-1\] must be 64"):
             flash_attn_func(q, v, v)
 
+        edges = fake(3, dtype=torch.int32)
+        longest = fake(dtype=torch.int32) if kind == "cuda" else 8  # one on a GPU is not read
+        rows = fake(16, 4, 64), fake(18, 2, 64), fake(18, 2, 32)
+        out, lse = flash_attn_varlen_func(*rows, edges, edges, longest, longest, return_lse=True)
+        assert (out.shape, lse.shape) == ((16, 4, 32), (4, 16))
 
-def test_vmap_and_autocast_do_not_change_the_numbers(device):
+
+def test_autocast_does_not_change_the_numbers(device):
     q, k, v = leaves(9, 9, device)
     wanted = flash_attn_func(q, k, v, causal=True)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         found = flash_attn_func(q, k, v, causal=True)
+        gradients = torch.autograd.grad(found.sum(), (q, k, v))
     assert torch.equal(found, wanted)
+    assert all(map(torch.equal, gradients, torch.autograd.grad(wanted.sum(), (q, k, v))))
 
 
-@pytest.mark.skipif(GPU, reason="interpreted kernels are slow; the GPU tier covers this")
-def test_no_host_read_on_the_cpu_either():
-    """Lengths stay on the device: a call with fake lengths plans and runs no `.item()`."""
-    with FakeTensorMode():
-        q = torch.empty(9, 4, 16, dtype=torch.float32)
-        edges = torch.empty(4, dtype=torch.int32)
-        assert flash_attn_varlen_func(q, q, q, edges, edges, 4, 4).shape == q.shape
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode, device):
+    q, k, v = leaves(9, 9, device)
+    wanted = flash_attn_func(q, k, v, causal=True)
+    with mode():
+        found = flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(found, wanted) and not found.requires_grad

@@ -38,6 +38,12 @@ class Backend(Protocol):
         """
 
     def backward(
-        self, plan: Plan, dout: Tensor, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+        self,
+        plan: Plan,
+        dout: Tensor,
+        dlse: Tensor | None,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv with the shapes and dtypes of q, k and v, contiguous. dlse None stands for zero."""

@@ -12,23 +12,25 @@ from torch import Tensor
 
 from ..device import DeviceInfo
 from ..problem import SIXTEEN_BIT, Problem, Tensors
-from ..triton_kernels.configs import MAX_HEAD_DIM, MIN_SHARED_MEMORY_KIB, Row, Tile, select_row
+from ..triton_kernels.configs import MAX_HEAD_DIM, MIN_SHARED_MEMORY_KIB, Row, Tiles, select_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..plan import Plan
 
+
 @dataclass(frozen=True)
 class TritonConfig:
-    """The table row of a plan and how many parts the keys are worked off in."""
+    """The table row of a plan, its tiles for the mask, and how many parts the keys are worked off in."""
 
     row: Row
+    tiles: Tiles
     num_splits: int
     grid: tuple[int, int, int]
 
     def describe(self) -> dict[str, object]:
-        forward = self.row.forward
+        forward = self.tiles.forward
         return {
             "tile": f"{forward.block_m} rows x {forward.block_n} keys",
             "num_warps": forward.num_warps,
@@ -54,7 +56,9 @@ class TritonBackend:
         if device.kind != "cuda":
             return f"needs an NVIDIA GPU, the tensors are on {device.kind!r}"
         if device.capability < 80:
-            return f"needs compute capability 8.0 or newer, {device.name} has {device.capability / 10}"
+            return (
+                f"needs compute capability 8.0 or newer, {device.name} has {device.capability / 10}"
+            )
         if device.shared_memory_bytes < MIN_SHARED_MEMORY_KIB * 1024:
             found = device.shared_memory_bytes // 1024
             return f"needs {MIN_SHARED_MEMORY_KIB} KiB of shared memory for a block, {device.name} has {found}"
@@ -73,10 +77,14 @@ class TritonBackend:
         return None
 
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
-        row = select_row(problem.head_dim, problem.head_dim_v, device.lowering, device.shared_memory_bytes)
-        tiles = ceil(problem.seqlen_q / row.forward.block_m) * problem.num_heads_q * problem.batch
-        num_splits = _num_splits(problem.num_splits, tiles, problem.seqlen_k, row.forward, device.num_sms)
-        return TritonConfig(row, num_splits, (tiles * num_splits, 1, 1))
+        row = select_row(
+            problem.head_dim, problem.head_dim_v, device.lowering, device.shared_memory_bytes
+        )
+        tiles = row.windowed if problem.windowed else row.full
+        row_tiles = ceil(problem.seqlen_q / tiles.forward.block_m)
+        programs = row_tiles * problem.num_heads_q * problem.batch
+        num_splits = _num_splits(problem, programs, tiles.forward.block_n, device.num_sms)
+        return TritonConfig(row, tiles, num_splits, (programs * num_splits, 1, 1))
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
         if _elsewhere(tensors.q):
@@ -86,28 +94,36 @@ class TritonBackend:
         return prepared(*tensors)
 
     def backward(
-        self, plan: Plan, dout: Tensor, dlse: Tensor | None, tensors: Tensors, out: Tensor, lse: Tensor
+        self,
+        plan: Plan,
+        dout: Tensor,
+        dlse: Tensor | None,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if _elsewhere(tensors.q):
             with torch.cuda.device(tensors.q.device):
                 return self.backward(plan, dout, dlse, tensors, out, lse)
         strides = (dout.stride(), None if dlse is None else dlse.stride())
-        prepared = plan.launches.get(strides) or _prepare(plan, strides, "prepare_backward", *strides)
+        prepared = plan.launches.get(strides) or _prepare(
+            plan, strides, "prepare_backward", *strides
+        )
         return prepared(dout, dlse, out.contiguous(), lse.contiguous(), *tensors)
 
 
 BACKEND = TritonBackend()
 
 
-def _num_splits(asked: int, tiles: int, seqlen_k: int, tile: Tile, num_sms: int) -> int:
+def _num_splits(problem: Problem, programs: int, block_n: int, num_sms: int) -> int:
     """How many parts to work the keys off in: as asked, or, for <= 0, enough to occupy every SM."""
-    key_tiles = max(1, ceil(seqlen_k / tile.block_n))
-    if asked > 0:
-        return min(asked, key_tiles)
-    if tiles >= num_sms or tiles == 0:
+    key_tiles = max(1, ceil(problem.seqlen_k / block_n))
+    if problem.num_splits > 0:
+        return min(problem.num_splits, key_tiles)
+    if programs >= num_sms or programs == 0:
         return 1
     # Under four key tiles for each part the merge costs more than the idle SMs do.
-    return max(1, min(num_sms // tiles, key_tiles // 4))
+    return max(1, min(num_sms // programs, key_tiles // 4))
 
 
 def _elsewhere(tensor: Tensor) -> bool:

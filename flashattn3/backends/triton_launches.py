@@ -64,7 +64,10 @@ def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launc
 
 
 def prepare_backward(
-    problem: Problem, config: TritonConfig, dout_stride: tuple[int, ...], dlse_stride: tuple[int, ...] | None
+    problem: Problem,
+    config: TritonConfig,
+    dout_stride: tuple[int, ...],
+    dlse_stride: tuple[int, ...] | None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Of (dout, dlse, out, lse) and the tensors in the order of ``Tensors``: (dq, dk, dv)."""
     statistics, key_value, query = backward_launches(problem, config, dout_stride, dlse_stride)
@@ -72,7 +75,9 @@ def prepare_backward(
     new_like = torch.zeros if problem.varlen else torch.empty
 
     def run(dout, dlse, out, lse, q, k, v, *indices):
-        lse_log2, delta = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+        lse_log2, delta = (
+            torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2)
+        )
         dq, dk, dv = (new_like(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         statistics(out, dout, lse, dlse, lse_log2, delta, indices[0], indices[2])
         key_value(q, k, v, dout, lse_log2, delta, dk, dv, *indices)
@@ -84,7 +89,7 @@ def prepare_backward(
 
 def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     """(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)"""
-    tile = config.row.forward
+    tile = config.tiles.forward
     num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
     out_strides = _dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
     lse_strides = _lse_strides(problem)
@@ -134,7 +139,10 @@ def merge_launch(problem: Problem, config: TritonConfig) -> Launch:
 
 
 def backward_launches(
-    problem: Problem, config: TritonConfig, dout_stride: tuple[int, ...], dlse_stride: tuple[int, ...] | None
+    problem: Problem,
+    config: TritonConfig,
+    dout_stride: tuple[int, ...],
+    dlse_stride: tuple[int, ...] | None,
 ) -> tuple[Launch, Launch, Launch]:
     """Of statistics_kernel (out, dout, lse, dlse, lse_log2, delta, cu_seqlens_q, seqused_q), key_value_kernel
     (q, k, v, dout, lse_log2, delta, dk, dv, four indices) and query_kernel (q, k, v, dout, lse_log2, delta, dq,
@@ -143,8 +151,8 @@ def backward_launches(
     dout_strides = (0, *dout_stride[:2]) if problem.varlen else dout_stride[:3]
     return (
         _statistics_launch(problem, dout_strides, dlse_stride),
-        _key_value_launch(problem, config.row.key_value, dout_strides),
-        _query_launch(problem, config.row.query, dout_strides),
+        _key_value_launch(problem, config.tiles.key_value, dout_strides),
+        _query_launch(problem, config.tiles.query, dout_strides),
     )
 
 
@@ -152,12 +160,18 @@ def statistics_shape(problem: Problem) -> tuple[int, ...]:
     """(batch, heads, rows) or, for varlen, (heads, rows): rows padded as statistics_kernel has it."""
     if problem.varlen:
         return (problem.num_heads_q, problem.total_q + problem.batch * STATISTICS_ROWS)
-    return (problem.batch, problem.num_heads_q, ceil(problem.seqlen_q / STATISTICS_ROWS) * STATISTICS_ROWS)
+    return (
+        problem.batch,
+        problem.num_heads_q,
+        ceil(problem.seqlen_q / STATISTICS_ROWS) * STATISTICS_ROWS,
+    )
 
 
 def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
     """Every kernel that a call and its gradient may launch, by name: what tests and tuning go through."""
-    dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (not problem.varlen)
+    dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (
+        not problem.varlen
+    )
     dout_stride += (problem.num_heads_q * problem.head_dim_v, problem.head_dim_v, 1)
     statistics, key_value, query = backward_launches(problem, config, dout_stride, None)
     return {
@@ -225,7 +239,9 @@ def _query_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
         problem.num_heads_q,
         *_bounds_and_factors(problem),
     )
-    constants = _features(problem, tile) | {"TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0}
+    constants = _features(problem, tile) | {
+        "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0
+    }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
     dtype = DTYPE_NAMES[problem.dtype]
     types = (*(dtype,) * 4, "fp32", "fp32", dtype, *_indices(problem))

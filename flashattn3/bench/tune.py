@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..backends.triton import TritonConfig
 from ..device import SHARED_MEMORY_KIB
 from ..problem import Metadata, Options, Problem, describe
-from ..triton_kernels.configs import Row, Tile
+from ..triton_kernels.configs import Row, Tile, Tiles
 
 KERNELS = ("forward", "key_value", "query")
 MAX_STACK_BYTES = 320
@@ -53,9 +53,12 @@ class Candidate:
         from ..backends import triton_launches
 
         problem, tile = self.problem(), self.tile
-        row = Row(self.head_dim, False, 0, tile, tile, tile)
+        tiles = Tiles(tile, tile, tile)
+        row = Row(self.head_dim, self.lowering == 90, 0, tiles, tiles)
         programs = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
-        launches = triton_launches.all_launches(problem, TritonConfig(row, 1, (programs, 1, 1)))
+        launches = triton_launches.all_launches(
+            problem, TritonConfig(row, tiles, 1, (programs, 1, 1))
+        )
         return launches[self.kernel]
 
     def flops(self) -> float:
@@ -70,7 +73,7 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
     """The tiles worth compiling: accumulators must fit the registers of the warps that hold them."""
     tiles = []
     for block_m, block_n, num_warps, num_stages in itertools.product(
-        (32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)
+        (32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)
     ):
         owned, streamed = (block_n, block_m) if kernel == "key_value" else (block_m, block_n)
         accumulators = 2 * head_dim if kernel == "key_value" else head_dim
@@ -132,12 +135,18 @@ def make_tensors(candidate: Candidate) -> list[torch.Tensor]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument("--capability", type=int, help="of the chip, 90 for 9.0; default: the GPU at hand")
+    parser.add_argument(
+        "--capability", type=int, help="of the chip, 90 for 9.0; default: the GPU at hand"
+    )
     parser.add_argument("--lowering", type=int, help="older capability whose instructions to use")
-    parser.add_argument("--shared-memory-kib", type=int, help="default: what the lowering's chip has")
+    parser.add_argument(
+        "--shared-memory-kib", type=int, help="default: what the lowering's chip has"
+    )
     parser.add_argument("--seqlen", type=int, default=4096)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--compile-only", action="store_true")
@@ -180,13 +189,17 @@ def compile_all(candidates: list[Candidate], jobs: int) -> list[dict]:
     for process in processes:
         process.kill()
     late = {"error": f"not compiled within {COMPILE_SECONDS} s"}
-    return [future.result() if future.done() and not future.cancelled() else late for future in futures]
+    return [
+        future.result() if future.done() and not future.cancelled() else late for future in futures
+    ]
 
 
 def measure(candidates: list[Candidate], limit: int, jobs: int, compile_only: bool) -> list[dict]:
     compiled = compile_all(candidates, jobs)
     measured, tensors, made_for = [], [], None
-    for candidate, needs in tqdm(list(zip(candidates, compiled, strict=True)), "timing", disable=None):
+    for candidate, needs in tqdm(
+        list(zip(candidates, compiled, strict=True)), "timing", disable=None
+    ):
         record = asdict(candidate) | needs
         measured.append(record)
         fits = "error" not in needs and needs["shared_memory_bytes"] <= limit

@@ -64,12 +64,16 @@ def _source(launch: Launch) -> ASTSource:
         if specialize and value == 1:
             signature[param.name], constants[param.name] = "constexpr", 1
             continue
-        signature[param.name] = "fp32" if isinstance(value, float) else ("i32" if abs(value) < 2**31 else "i64")
+        signature[param.name] = (
+            "fp32" if isinstance(value, float) else ("i32" if abs(value) < 2**31 else "i64")
+        )
         if specialize and value % 16 == 0:
             attributes[(param.num,)] = [["tt.divisibility", 16]]
     for name, value in launch.constants.items():
         signature[name], constants[name] = "constexpr", value
     names = [param.name for param in params]
     if list(signature) != names:
-        raise ValueError(f"{launch.kernel.__name__}: arguments {list(signature)} do not match {names}")
+        raise ValueError(
+            f"{launch.kernel.__name__}: arguments {list(signature)} do not match {names}"
+        )
     return ASTSource(launch.kernel, signature, constants, attributes)

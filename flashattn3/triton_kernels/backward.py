@@ -86,7 +86,9 @@ def statistics_kernel(
     head = pid // num_m_blocks
     batch_idx = (head // num_heads).to(tl.int64)
     head = (head % num_heads).to(tl.int64)
-    start_q, length_q = sequence(cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q)
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
     if first_row >= length_q + STATISTICS_ROWS:
         return
     row_offsets = tl.arange(0, BLOCK_M)
@@ -95,7 +97,9 @@ def statistics_kernel(
     inside = rows < length_q
     tensor_row = start_q + first_row
     out_tile = out_ptr + batch_idx * out_stride_b + head * out_stride_h + tensor_row * out_stride_s
-    dout_tile = dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + tensor_row * dout_stride_s
+    dout_tile = (
+        dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + tensor_row * dout_stride_s
+    )
     out_tile += tile_offsets(row_offsets, columns, out_stride_s)
     dout_tile += tile_offsets(row_offsets, columns, dout_stride_s)
     out = load_tile(out_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
@@ -129,7 +133,15 @@ def _probabilities(scores, lse_log2, scale_log2, cap_log2, SOFTCAP: tl.constexpr
 
 
 @triton.jit(
-    do_not_specialize=["num_n_blocks", "num_heads_kv", "group", "seqlen_q", "seqlen_k", "total_q", "total_k"]
+    do_not_specialize=[
+        "num_n_blocks",
+        "num_heads_kv",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+    ]
     + ["window_left", "window_right"]
 )
 def key_value_kernel(
@@ -201,8 +213,12 @@ def key_value_kernel(
     head_kv = pid // num_n_blocks
     batch_idx = (head_kv // num_heads_kv).to(tl.int64)
     head_kv = (head_kv % num_heads_kv).to(tl.int64)
-    start_q, length_q = sequence(cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q)
-    start_k, length_k = sequence(cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K)
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
+    start_k, length_k = sequence(
+        cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K
+    )
     first_key = n_block * BLOCK_N
     if first_key >= length_k:
         return
@@ -239,15 +255,25 @@ def key_value_kernel(
     dv = tl.zeros((BLOCK_N, BLOCK_DV), dtype=tl.float32)
     for member in range(group):
         head = head_kv * group + member
-        q_head = q_ptr + batch_idx * q_stride_b + head * q_stride_h + start_q * q_stride_s + q_offsets
-        dout_head = dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + start_q * dout_stride_s + dout_offsets
+        q_head = (
+            q_ptr + batch_idx * q_stride_b + head * q_stride_h + start_q * q_stride_s + q_offsets
+        )
+        dout_head = (
+            dout_ptr
+            + batch_idx * dout_stride_b
+            + head * dout_stride_h
+            + start_q * dout_stride_s
+            + dout_offsets
+        )
         statistics = batch_idx * statistics_stride_b + head * statistics_stride_h
         statistics += _statistics_start(start_q, batch_idx, VARLEN)
         # Boundary rows before, clear rows, boundary rows after, as in the forward.
         for stretch in tl.static_range(3):
             MASKED = stretch != 1
             if stretch == 1 or (stretch == 0 and RIGHT) or (stretch == 2 and (LEFT or TAIL)):
-                for first_row in range(edges[stretch], tl.minimum(edges[stretch + 1], end), BLOCK_M):
+                for first_row in range(
+                    edges[stretch], tl.minimum(edges[stretch + 1], end), BLOCK_M
+                ):
                     rows = first_row + row_offsets
                     q = load_tile(
                         q_head + first_row * q_step,
@@ -256,10 +282,19 @@ def key_value_kernel(
                     lse_log2 = tl.load(lse_log2_ptr + statistics + rows)
                     delta = tl.load(delta_ptr + statistics + rows)
                     scores = tl.dot(k, tl.trans(q))
-                    p, slope = _probabilities(scores, lse_log2[None, :], scale_log2, cap_log2, SOFTCAP)
+                    p, slope = _probabilities(
+                        scores, lse_log2[None, :], scale_log2, cap_log2, SOFTCAP
+                    )
                     if MASKED:
                         seen = visible(
-                            rows[None, :], keys[:, None], length_k, diagonal, window_left, window_right, LEFT, RIGHT
+                            rows[None, :],
+                            keys[:, None],
+                            length_k,
+                            diagonal,
+                            window_left,
+                            window_right,
+                            LEFT,
+                            RIGHT,
                         )
                         p = tl.where(seen, p, 0.0)
                     dout = load_tile(
@@ -281,7 +316,15 @@ def key_value_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_m_blocks", "num_heads", "group", "seqlen_q", "seqlen_k", "total_q", "total_k"]
+    do_not_specialize=[
+        "num_m_blocks",
+        "num_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+    ]
     + ["window_left", "window_right"]
 )
 def query_kernel(
@@ -348,14 +391,20 @@ def query_kernel(
     batch_idx = (head // num_heads).to(tl.int64)
     head = (head % num_heads).to(tl.int64)
     head_kv = head // group
-    start_q, length_q = sequence(cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q)
-    start_k, length_k = sequence(cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K)
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
+    start_k, length_k = sequence(
+        cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K
+    )
     first_row = m_block * BLOCK_M
     if first_row >= length_q:
         return
     last_row = tl.minimum(first_row + BLOCK_M, length_q) - 1
     diagonal = length_k - length_q
-    edges = key_range(first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT)
+    edges = key_range(
+        first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT
+    )
 
     row_offsets = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
@@ -364,7 +413,9 @@ def query_kernel(
     rows = first_row + row_offsets
     first_q_row = start_q + first_row
     q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + first_q_row * q_stride_s
-    dout_tile = dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + first_q_row * dout_stride_s
+    dout_tile = (
+        dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + first_q_row * dout_stride_s
+    )
     k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
     v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
     k_tile += tile_offsets(keys, columns, k_stride_s)
@@ -388,20 +439,41 @@ def query_kernel(
     for stretch in tl.static_range(3):
         MASKED = stretch != 1
         if stretch == 1 or (stretch == 0 and LEFT) or (stretch == 2 and (RIGHT or TAIL)):
-            for first_key in range(edges[stretch], tl.minimum(edges[stretch + 1], edges[3]), BLOCK_N):
+            for first_key in range(
+                edges[stretch], tl.minimum(edges[stretch + 1], edges[3]), BLOCK_N
+            ):
                 num_keys = length_k - first_key
                 k = load_tile(
-                    k_tile + first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D
+                    k_tile + first_key * k_step,
+                    keys,
+                    num_keys,
+                    columns,
+                    HEAD_DIM,
+                    MASKED and TAIL,
+                    HEAD_DIM < BLOCK_D,
                 )
                 v = load_tile(
-                    v_tile + first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V, MASKED and TAIL, HEAD_DIM_V < BLOCK_DV
+                    v_tile + first_key * v_step,
+                    keys,
+                    num_keys,
+                    columns_v,
+                    HEAD_DIM_V,
+                    MASKED and TAIL,
+                    HEAD_DIM_V < BLOCK_DV,
                 )
                 scores = tl.dot(q, tl.trans(k))
                 p, slope = _probabilities(scores, lse_log2[:, None], scale_log2, cap_log2, SOFTCAP)
                 if MASKED:
                     reach = diagonal - first_key
                     seen = visible(
-                        rows[:, None], keys[None, :], num_keys, reach, window_left, window_right, LEFT, RIGHT
+                        rows[:, None],
+                        keys[None, :],
+                        num_keys,
+                        reach,
+                        window_left,
+                        window_right,
+                        LEFT,
+                        RIGHT,
                     )
                     p = tl.where(seen, p, 0.0)
                 dp = tl.dot(dout, tl.trans(v))

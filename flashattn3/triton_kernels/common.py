@@ -12,7 +12,9 @@ import triton.language as tl
 
 
 @triton.jit
-def sequence(cu_seqlens, seqused, batch_idx, seqlen, total, VARLEN: tl.constexpr, USED: tl.constexpr):
+def sequence(
+    cu_seqlens, seqused, batch_idx, seqlen, total, VARLEN: tl.constexpr, USED: tl.constexpr
+):
     """First row (64-bit) and length of one sequence.
 
     Whatever stands in cu_seqlens and seqused, the rows lie within the tensor.
@@ -35,10 +37,20 @@ def tile_offsets(rows, columns, stride):
 
 
 @triton.jit
-def load_tile(pointers, rows, num_rows, columns, num_columns, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr):
+def load_tile(
+    pointers,
+    rows,
+    num_rows,
+    columns,
+    num_columns,
+    MASK_ROWS: tl.constexpr,
+    MASK_COLUMNS: tl.constexpr,
+):
     """Load a tile; what lies outside reads as zero."""
     if MASK_ROWS and MASK_COLUMNS:
-        tile = tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < num_columns)[None, :], other=0.0)
+        tile = tl.load(
+            pointers, mask=(rows < num_rows)[:, None] & (columns < num_columns)[None, :], other=0.0
+        )
     elif MASK_ROWS:
         tile = tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
     elif MASK_COLUMNS:
@@ -58,7 +70,16 @@ def store_tile(pointers, values, rows, num_rows, columns, num_columns, MASK_COLU
 
 
 @triton.jit
-def visible(rows, keys, num_keys, diagonal, window_left, window_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def visible(
+    rows,
+    keys,
+    num_keys,
+    diagonal,
+    window_left,
+    window_right,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
     """Which keys each row sees; rows and keys already broadcast against each other.
 
     diagonal: key under row 0 of the bottom-right aligned diagonal, seqlen_k - seqlen_q.
@@ -110,7 +131,9 @@ def key_range(
     clear_end = round_down(seqlen_k, BLOCK_N)
     if RIGHT:
         end = tl.maximum(tl.minimum(end, last_row + diagonal + window_right + 1), 0)
-        clear_end = round_down(tl.maximum(tl.minimum(seqlen_k, first_row + diagonal + window_right + 1), 0), BLOCK_N)
+        clear_end = round_down(
+            tl.maximum(tl.minimum(seqlen_k, first_row + diagonal + window_right + 1), 0), BLOCK_N
+        )
     if LEFT:
         begin = round_down(tl.maximum(first_row + diagonal - window_left, 0), BLOCK_N)
         clear_begin = round_up(tl.maximum(last_row + diagonal - window_left, 0), BLOCK_N)
@@ -141,7 +164,9 @@ def row_range(
         clear_begin = round_up(tl.maximum(last_key - diagonal - window_right, 0), BLOCK_M)
     if LEFT:
         end = tl.maximum(tl.minimum(end, last_key - diagonal + window_left + 1), 0)
-        clear_end = round_down(tl.maximum(tl.minimum(seqlen_q, first_key - diagonal + window_left + 1), 0), BLOCK_M)
+        clear_end = round_down(
+            tl.maximum(tl.minimum(seqlen_q, first_key - diagonal + window_left + 1), 0), BLOCK_M
+        )
     clear_begin = tl.minimum(clear_begin, round_up(end, BLOCK_M))
     clear_end = tl.maximum(clear_end, clear_begin)
     return begin, clear_begin, clear_end, end

@@ -20,42 +20,70 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Tiles for head dims up to head_dim on chips with at least shared_memory_kib for one block.
+class Tiles:
+    """One tile for each kernel: the forward, dK and dV, dQ."""
 
-    wgmma: the row is for code that uses Hopper's warpgroup matrix instructions (lowering 90).
-    """
-
-    head_dim: int
-    wgmma: bool
-    shared_memory_kib: int
     forward: Tile
     key_value: Tile
     query: Tile
 
 
+@dataclass(frozen=True)
+class Row:
+    """Tiles for head dims up to head_dim on chips with at least shared_memory_kib for one block.
+
+    wgmma: the row is for code that uses Hopper's warpgroup matrix instructions (lowering 90).
+    full, windowed: without and with a causal mask or window.
+    """
+
+    head_dim: int
+    wgmma: bool
+    shared_memory_kib: int
+    full: Tiles
+    windowed: Tiles
+
+
 # fmt: off
 ROWS = (
-    #   head_dim wgmma  KiB   forward               key_value             query
-    Row(      32, True, 227, Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    Row(      64, True, 227, Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    Row(     128, True, 227, Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    Row(     256, True, 227, Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-    Row(      32, False, 163, Tile(128, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 64, 4, 2)),
-    Row(      64, False, 163, Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    Row(     128, False, 163, Tile(128, 64, 8, 3), Tile(64, 128, 8, 1), Tile(128, 64, 8, 2)),
-    Row(     256, False, 163, Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
-    Row(      32, False, 99, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    Row(      64, False, 99, Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    Row(     128, False, 99, Tile(128, 32, 4, 2), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
-    Row(     256, False, 99, Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    Row(32, True, 227,
+        full=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        windowed=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2))),
+    Row(64, True, 227,
+        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 3)),
+        windowed=Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3))),
+    Row(128, True, 227,
+        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 32, 8, 3)),
+        windowed=Tiles(Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3))),
+    Row(256, True, 227,
+        full=Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+        windowed=Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))),
+    Row(32, False, 99,
+        full=Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        windowed=Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))),
+    Row(64, False, 99,
+        full=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3)),
+        windowed=Tiles(Tile(128, 64, 4, 2), Tile(32, 128, 4, 2), Tile(128, 64, 4, 2))),
+    Row(128, False, 163,
+        full=Tiles(Tile(128, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 32, 4, 3)),
+        windowed=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 3))),
+    Row(128, False, 99,
+        full=Tiles(Tile(128, 32, 4, 2), Tile(64, 64, 4, 2), Tile(128, 32, 4, 2)),
+        windowed=Tiles(Tile(128, 32, 4, 2), Tile(64, 64, 4, 1), Tile(128, 32, 4, 2))),
+    Row(256, False, 163,
+        full=Tiles(Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+        windowed=Tiles(Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))),
+    Row(256, False, 99,
+        full=Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        windowed=Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))),
 )
 # fmt: on
 MAX_HEAD_DIM = max(row.head_dim for row in ROWS)
 MIN_SHARED_MEMORY_KIB = min(row.shared_memory_kib for row in ROWS)
 
 
-def select_row(head_dim: int, head_dim_v: int, lowering: int | None, shared_memory_bytes: int) -> Row:
+def select_row(
+    head_dim: int, head_dim_v: int, lowering: int | None, shared_memory_bytes: int
+) -> Row:
     """The first row for the larger of the two head dims that the chip can run.
 
     lowering: the compute capability that Triton compiles for, 90 for 9.0; None in the interpreter.
@@ -66,7 +94,9 @@ def select_row(head_dim: int, head_dim_v: int, lowering: int | None, shared_memo
         fits = row.shared_memory_kib * 1024 <= shared_memory_bytes
         if widest <= row.head_dim and fits and row.wgmma in (wgmma, False):
             return row
-    raise LookupError(f"no tiles for head dim {widest} with {shared_memory_bytes} bytes of shared memory")
+    raise LookupError(
+        f"no tiles for head dim {widest} with {shared_memory_bytes} bytes of shared memory"
+    )
 
 
 def padded(head_dim: int) -> int:

@@ -14,7 +14,15 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(
-    do_not_specialize=["num_m_blocks", "num_heads", "group", "seqlen_q", "seqlen_k", "total_q", "total_k"]
+    do_not_specialize=[
+        "num_m_blocks",
+        "num_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+    ]
     + ["window_left", "window_right", "num_splits"]
 )
 def forward_kernel(
@@ -89,8 +97,12 @@ def forward_kernel(
         # Under a causal mask later row tiles have more keys: longest first keeps the last wave short.
         m_block = num_m_blocks - 1 - m_block
 
-    start_q, length_q = sequence(cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q)
-    start_k, length_k = sequence(cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K)
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
+    start_k, length_k = sequence(
+        cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K
+    )
     first_row = m_block * BLOCK_M
     if first_row >= length_q:
         return
@@ -148,7 +160,13 @@ def forward_kernel(
             for first_key in range(edges[stretch], tl.minimum(edges[stretch + 1], end), BLOCK_N):
                 num_keys = length_k - first_key
                 k = load_tile(
-                    k_tile + first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D
+                    k_tile + first_key * k_step,
+                    keys,
+                    num_keys,
+                    columns,
+                    HEAD_DIM,
+                    MASKED and TAIL,
+                    HEAD_DIM < BLOCK_D,
                 )
                 scores = tl.dot(q, tl.trans(k))
                 if SOFTCAP:
@@ -156,7 +174,14 @@ def forward_kernel(
                 if MASKED:
                     reach = diagonal - first_key
                     seen = visible(
-                        rows[:, None], keys[None, :], num_keys, reach, window_left, window_right, LEFT, RIGHT
+                        rows[:, None],
+                        keys[None, :],
+                        num_keys,
+                        reach,
+                        window_left,
+                        window_right,
+                        LEFT,
+                        RIGHT,
                     )
                     scores = tl.where(seen, scores, float("-inf"))
                 new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
@@ -169,7 +194,13 @@ def forward_kernel(
                 row_sum = row_sum * decay + tl.sum(p, 1)
                 acc = acc * decay[:, None]
                 v = load_tile(
-                    v_tile + first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V, MASKED and TAIL, HEAD_DIM_V < BLOCK_DV
+                    v_tile + first_key * v_step,
+                    keys,
+                    num_keys,
+                    columns_v,
+                    HEAD_DIM_V,
+                    MASKED and TAIL,
+                    HEAD_DIM_V < BLOCK_DV,
                 )
                 acc = tl.dot(p.to(v.dtype), v, acc)
                 row_max = new_max
@@ -177,7 +208,14 @@ def forward_kernel(
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
     out = acc * tl.where(empty, 1.0, 1.0 / row_sum)[:, None]
-    lse_rows = lse_ptr + split * lse_stride_p + batch_idx * lse_stride_b + head * lse_stride_h + start_q + rows
+    lse_rows = (
+        lse_ptr
+        + split * lse_stride_p
+        + batch_idx * lse_stride_b
+        + head * lse_stride_h
+        + start_q
+        + rows
+    )
     tl.store(lse_rows, lse, mask=rows < length_q)
     out_tile = out_ptr + split * out_stride_p + batch_idx * out_stride_b + head * out_stride_h
     out_tile += (start_q + first_row) * out_stride_s
@@ -217,7 +255,11 @@ def merge_kernel(
     rows = first_row + row_offsets
     inside = rows < num_rows
     lse_rows = head * num_rows + rows
-    tile = head // num_heads * out_stride_b + head % num_heads * out_stride_h + first_row.to(tl.int64) * out_stride_s
+    tile = (
+        head // num_heads * out_stride_b
+        + head % num_heads * out_stride_h
+        + first_row.to(tl.int64) * out_stride_s
+    )
     tile += tile_offsets(row_offsets, columns, out_stride_s)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -225,7 +267,13 @@ def merge_kernel(
     for split in range(num_splits):
         lse = tl.load(lse_parts + split * lse_stride_p + lse_rows, mask=inside, other=float("-inf"))
         part = load_tile(
-            out_parts + split * out_stride_p + tile, rows, num_rows, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV
+            out_parts + split * out_stride_p + tile,
+            rows,
+            num_rows,
+            columns,
+            HEAD_DIM_V,
+            True,
+            HEAD_DIM_V < BLOCK_DV,
         )
         new_largest = tl.maximum(largest, lse)
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -235,6 +283,8 @@ def merge_kernel(
         total = total * decay + weight
         largest = new_largest
     empty = total == 0.0
-    tl.store(lse_ptr + lse_rows, tl.where(empty, float("-inf"), largest + tl.log(total)), mask=inside)
+    tl.store(
+        lse_ptr + lse_rows, tl.where(empty, float("-inf"), largest + tl.log(total)), mask=inside
+    )
     out = acc * tl.where(empty, 1.0, 1.0 / total)[:, None]
     store_tile(out_ptr + tile, out, rows, num_rows, columns, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)

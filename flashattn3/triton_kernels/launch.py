@@ -46,7 +46,13 @@ class Launch:
             self._aligned(*addresses, *self._values)
         elif 0 not in self.grid:
             compiled = self.kernel[self.grid](
-                *tensors, *self.scalars, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
+                *tensors,
+                *self.scalars,
+                **self.constants,
+                num_warps=self.num_warps,
+                num_stages=self.num_stages,
             )
-            if isinstance(compiled, CompiledKernel) and not misaligned:  # the interpreter compiles nothing
+            if (
+                isinstance(compiled, CompiledKernel) and not misaligned
+            ):  # the interpreter compiles nothing
                 self._aligned = compiled[self.grid]

@@ -1,0 +1,166 @@
+"""On a GPU: nothing waits for it, CUDA graphs can be captured, the stream and device are the tensors' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import case_named
+
+from flashattn3.testing import Case, call, make_inputs, make_output_gradients
+from flashattn3.testing.cases import dense, varlen
+
+pytestmark = pytest.mark.gpu
+CASES = {
+    case.name: case
+    for case in (
+        dense("plain", (256, 256), dims=(64, 64)),
+        dense("splits", (33, 1024), num_splits=4, causal=True),
+        varlen(
+            "ragged", (100, 28, 65), (100, 90, 3), heads=(4, 2), causal=True, seqused_k=(90, 90, 3)
+        ),
+    )
+}
+BACKENDS = ("triton", "reference")
+both = pytest.mark.parametrize("backend", BACKENDS)
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def prepared(case: Case, device="cuda"):
+    tensors = make_inputs(case, device, torch.bfloat16, requires_grad=True)
+    return tensors, *make_output_gradients(case, tensors)
+
+
+def run(case, tensors, backend, dout=None, dlse=None):
+    """out and lse, and with gradients given also dq, dk and dv."""
+    outputs = call(case, tensors, backend=backend, return_lse=True, deterministic=True)
+    if dout is None:
+        return outputs
+    return (*outputs, *torch.autograd.grad(outputs, tensors[:3], (dout, dlse)))
+
+
+@both
+@each_case
+def test_nothing_waits_for_the_gpu(case, backend):
+    tensors, dout, dlse = prepared(case)
+    run(case, tensors, backend, dout, dlse)  # compiles, and loads the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(case, tensors, backend, dout, dlse)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@both
+def test_max_seqlen_on_the_gpu_is_not_read(backend):
+    from flashattn3 import flash_attn_varlen_func
+
+    case = case_named("varlen")
+    tensors = make_inputs(case, "cuda", torch.bfloat16)
+    longest = torch.tensor(case.seqlen_q, device="cuda")
+    lengths = (*tensors[3:5], longest, longest)
+
+    def attend():
+        return flash_attn_varlen_func(*tensors[:3], *lengths, causal=True, backend=backend)
+
+    wanted = attend()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = attend()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, call(case, tensors, backend=backend))
+
+
+@both
+@each_case
+def test_forward_in_a_cuda_graph(case, backend):
+    tensors, _, _ = prepared(case)
+    with torch.no_grad():
+        run(case, tensors, backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run(case, tensors, backend)
+        for seed in (1, 2):
+            fill(tensors[:3], make_inputs(case, "cuda", torch.bfloat16, seed=seed)[:3])
+            graph.replay()
+            assert all(map(torch.equal, captured, run(case, tensors, backend)))
+
+
+@both
+@each_case
+def test_forward_and_backward_in_a_cuda_graph(case, backend):
+    tensors, dout, dlse = prepared(case)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(case, tensors, backend, dout, dlse)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(case, tensors, backend, dout, dlse)
+    for seed in (1, 2):
+        fill(tensors[:3], make_inputs(case, "cuda", torch.bfloat16, seed=seed)[:3])
+        graph.replay()
+        assert all(map(torch.equal, captured, run(case, tensors, backend, dout, dlse)))
+
+
+def fill(old, new):
+    with torch.no_grad():
+        for place, values in zip(old, new, strict=True):
+            place.copy_(values)
+
+
+@both
+@each_case
+def test_work_goes_to_the_current_stream(case, backend):
+    """On a stream that is held up, nothing has happened when the call returns."""
+    tensors, dout, dlse = prepared(case)
+    wanted = run(case, tensors, backend, dout, dlse)
+    fresh, _, _ = prepared(case)
+    values = [x.detach().clone() for x in tensors[:3]]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        fill(fresh[:3], [torch.zeros_like(x) for x in values])
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        fill(fresh[:3], values)
+        found = run(case, fresh, backend, dout, dlse)
+        assert not side.query(), "the stream was waited for"
+    side.synchronize()
+    assert all(map(torch.equal, found, wanted))
+
+
+@both
+@each_case
+def test_the_tensors_device_is_used(case, backend):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a second CUDA device")
+    tensors, dout, dlse = prepared(case, "cuda:0")
+    wanted = run(case, tensors, backend, dout, dlse)
+    other, dout, dlse = prepared(case, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    found = run(case, other, backend, dout, dlse)
+    assert torch.cuda.current_device() == 0
+    assert all(x.device == torch.device("cuda", 1) for x in found)
+    assert all(torch.equal(x.to("cuda:0"), y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_a_compiled_model_captures_cuda_graphs():
+    from flashattn3 import flash_attn_func
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: flash_attn_func(q, k, v, causal=True),
+        mode="reduce-overhead",
+        fullgraph=True,
+    )
+    q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    with torch.no_grad():
+        wanted = flash_attn_func(q, k, v, causal=True)
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(q, k, v), wanted)
+    torch._dynamo.reset()
