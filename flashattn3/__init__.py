@@ -1,4 +1,5 @@
-"""Exact attention on every machine: one interface, kernels chosen by the GPU's compute capability."""
+"""Exact attention on every machine: one interface, kernels chosen by the GPU's compute
+capability."""
 
 from .api import (
     Explanation,

@@ -48,15 +48,15 @@ def flash_attn_func(
     """Exact attention, softmax(softmax_scale * q @ k.T) @ v, without ever storing the scores.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), float16 or bfloat16; float32 and float64 run on the
-            reference backend. Any strides; if the last one is not 1 the tensor is copied.
-        k: (batch, seqlen_k, num_heads_kv, head_dim). num_heads_q must be a multiple of num_heads_kv:
-            query head i reads key-value head i // (num_heads_q // num_heads_kv).
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16 or bfloat16; float32 and float64 run on
+            the reference backend. Any strides; if the last one is not 1 the tensor is copied.
+        k: (batch, seqlen_k, num_heads_kv, head_dim). num_heads_q must be a multiple of
+            num_heads_kv: query head i reads key-value head i // (num_heads_q // num_heads_kv).
         v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
         softmax_scale: any finite factor; None stands for head_dim ** -0.5.
         causal: query i sees the keys up to i + seqlen_k - seqlen_q (aligned to the bottom right).
-        window_size: (left, right) keys visible on each side of that diagonal, inclusive; -1 is open.
-            With causal the right side is 0.
+        window_size: (left, right) keys visible on each side of that diagonal, inclusive; -1 is
+            open. With causal the right side is 0.
         softcap: if positive, scores become softcap * tanh(score / softcap) before the mask.
         num_splits: parts in which the keys are worked off and then merged, exactly; 1 is one pass,
             <= 0 lets the planner choose.
@@ -70,14 +70,15 @@ def flash_attn_func(
 
     Returns:
         out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype; with return_lse also lse
-        (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that sees no key has out 0,
-        lse -inf and gradient 0. Both are differentiable with respect to q, k and v.
+        (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that sees no key has out
+        0, lse -inf and gradient 0. Both are differentiable with respect to q, k and v.
 
     Raises:
         TypeError, ValueError: an argument is illegal.
         UnsupportedError: the call is legal, but no backend (or not the named one) takes it.
 
-    Source: Dao et al., FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv 2407.08608).
+    Source: Dao et al., FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv
+        2407.08608).
     """
     options = _options(
         "flash_attn_func",
@@ -135,23 +136,25 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, num_heads_q, head_dim).
         k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v).
-        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device, from 0, non-decreasing: sequence i
-            holds the rows cu_seqlens[i] up to cu_seqlens[i + 1].
-        max_seqlen_q, max_seqlen_k: at least the longest sequence, an int or a 0-d integer tensor. One
-            that lies on a GPU is not read, which would wait for the device: the number of rows stands
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device, from 0, non-decreasing:
+            sequence i holds the rows cu_seqlens[i] up to cu_seqlens[i + 1].
+        max_seqlen_q, max_seqlen_k: at least the longest sequence, an int or a 0-d integer tensor.
+            One that lies on a GPU is not read, which would wait for the device: the number of rows
+                stands
             in, at the price of a larger grid.
         seqused_q, seqused_k: int32 (batch,), rows of each sequence that count, from its beginning.
         All other arguments are those of ``flash_attn_func``.
 
     Returns:
-        out (total_q, num_heads_q, head_dim_v); with return_lse also lse (num_heads_q, total_q), float32.
-        Rows outside the sequences have out 0, lse -inf and gradient 0.
+        out (total_q, num_heads_q, head_dim_v); with return_lse also lse (num_heads_q, total_q),
+        float32. Rows outside the sequences have out 0, lse -inf and gradient 0.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: as ``flash_attn_func``. The values of cu_seqlens and
-        seqused are checked only in a process started with FLASHATTN3_CHECK=1, because that reads them
-        on the host; without it wrong values give wrong numbers but are never used to read or write
-        outside the tensors.
+        TypeError, ValueError, UnsupportedError: as ``flash_attn_func``. The values of cu_seqlens
+            and
+        seqused are checked only in a process started with FLASHATTN3_CHECK=1, because that reads
+        them on the host; without it wrong values give wrong numbers but are never used to read or
+        write outside the tensors.
     """
     options = _options(
         "flash_attn_varlen_func",
@@ -196,7 +199,8 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``flash_attn_func`` for queries, keys and values in one tensor; they are viewed, never copied.
+    """``flash_attn_func`` for queries, keys and values in one tensor; they are viewed, never
+    copied.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * num_heads_kv,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 import torch
 
-# Shared memory one block may use, in KiB, by what the chip is: the largest opt-in size CUDA documents
-# ("Technical Specifications per Compute Capability" in the CUDA C++ programming guide).
+# Shared memory one block may use, in KiB, by what the chip is: the largest opt-in size CUDA
+# documents ("Technical Specifications per Compute Capability" in the CUDA C++ programming guide).
 SHARED_MEMORY_KIB = {
     75: 64,
     80: 163,
@@ -43,12 +43,12 @@ class DeviceInfo:
     interpreted: bool = False
 
 
-@lru_cache(maxsize=None)
+@cache
 def describe_device(device: torch.device) -> DeviceInfo:
     """Read a device's properties. The environment variables are read once per process and device.
 
-    FLASHATTN3_SHARED_MEMORY_KIB caps what is taken for a block's shared memory, so that the tiles of a
-    smaller chip can be run and tested on a larger one.
+    FLASHATTN3_SHARED_MEMORY_KIB caps what is taken for a block's shared memory, so that the tiles
+    of a smaller chip can be run and tested on a larger one.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda":

@@ -1,8 +1,8 @@
 """The torch operators: ``flashattn3::forward`` and ``flashattn3::backward``.
 
-An operator call is the whole pipeline: metadata → Problem → Plan (all three cached together) → backend.
-Registered here are the real implementation for every device, the fake one that torch.compile and
-FakeTensorMode use, and autograd.
+An operator call is the whole pipeline: metadata → Problem → Plan (all three cached together) →
+backend. Registered here are the real implementation for every device, the fake one that
+torch.compile and FakeTensorMode use, and autograd.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _operator_is_watched(tensors: Tensors) -> bool:
-    """Whether anything but the kernel has to see the operator: autograd, the compiler, a torch mode, a subclass.
+    """Whether anything but the kernel has to see the operator: autograd, the compiler, a torch
+    mode, a subclass.
 
     If not, the dispatcher is passed by, which halves the host time of a small call.
     """

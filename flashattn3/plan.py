@@ -29,8 +29,8 @@ class Plan:
 def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
     """The first backend that does not decline; with ``problem.backend`` set, that one or none.
 
-    Raises ValueError for a name that no backend has and UnsupportedError, with every reason, if nobody
-    takes the problem. A named backend never falls back to another.
+    Raises ValueError for a name that no backend has and UnsupportedError, with every reason, if
+    nobody takes the problem. A named backend never falls back to another.
     """
     names = tuple(backend.name for backend in backends)
     if problem.backend is not None and problem.backend not in names:

@@ -1,14 +1,15 @@
 """What is to be computed: every argument of a call, checked and normalised, without any data.
 
-All user errors are raised here. ``check`` and ``describe`` read metadata alone (shapes, dtypes, strides,
-devices), so they never wait for a GPU; ``check`` also runs on fake tensors with symbolic sizes. What
-``describe`` returns, a ``Problem``, is hashable and holds nothing but plain values.
+All user errors are raised here. ``check`` and ``describe`` read metadata alone (shapes, dtypes,
+strides, devices), so they never wait for a GPU; ``check`` also runs on fake tensors with symbolic
+sizes. What ``describe`` returns, a ``Problem``, is hashable and holds nothing but plain values.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,8 +42,8 @@ class Tensors(NamedTuple):
 class Options(NamedTuple):
     """The arguments of a call that are not tensors, with the defaults of the public functions.
 
-    max_seqlen_q and max_seqlen_k belong to varlen; None there means "not known on the host", and the
-    total number of rows stands in as the bound.
+    max_seqlen_q and max_seqlen_k belong to varlen; None there means "not known on the host", and
+    the total number of rows stands in as the bound.
     """
 
     max_seqlen_q: int | None = None
@@ -79,10 +80,12 @@ class Problem:
     """One attention call, normalised. Lengths in tokens, strides in elements.
 
     seqlen_q, seqlen_k: for varlen the upper bounds, max_seqlen_q and max_seqlen_k.
-    window_left, window_right: keys visible to the left and right of the bottom-right aligned diagonal,
-    inclusive; -1 means open. ``causal`` has become window_right = 0, and a window that reaches every
-    key has become open.
-    copied: names of the tensors that must be made contiguous first, because their rows are not dense.
+    window_left, window_right: keys visible to the left and right of the bottom-right aligned
+        diagonal,
+    inclusive; -1 means open. ``causal`` has become window_right = 0, and a window that reaches
+    every key has become open.
+    copied: names of the tensors that must be made contiguous first, because their rows are not
+        dense.
     strides of q, k, v: (batch, sequence, head), after that; the batch stride is 0 for varlen.
     """
 
@@ -130,7 +133,8 @@ def function_name(varlen: bool) -> str:
 
 
 def refuse(function: str, **arguments: object) -> None:
-    """Raise UnsupportedError for the first argument that is given although no backend takes it yet."""
+    """Raise UnsupportedError for the first argument that is given although no backend takes it
+    yet."""
     for name, value in arguments.items():
         if value is not None and value is not False and (torch.is_tensor(value) or value != 0):
             raise UnsupportedError(f"{function}: {name} is not supported yet by any backend")
@@ -307,7 +311,8 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         has_seqused_q=seqused_q is not None,
         has_seqused_k=seqused_k is not None,
         softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        # A side that reaches past every key is open. Row lengths of varlen are only bounded by the totals.
+        # A side that reaches past every key is open. Row lengths of varlen are only bounded by the
+        # totals.
         window_left=-1 if options.window_left >= total_k - 1 else options.window_left,
         window_right=-1 if right >= total_q - 1 else right,
         softcap=float(options.softcap),
@@ -334,7 +339,8 @@ def _strides(tensor: Metadata, varlen: bool) -> tuple[int, int, int]:
 
 
 def check_contents(tensors: Tensors, options: Options) -> None:
-    """Check the *values* of cu_seqlens and seqused. Reads them on the host, so it waits for the device.
+    """Check the *values* of cu_seqlens and seqused. Reads them on the host, so it waits for the
+    device.
 
     Called only when the environment says FLASHATTN3_CHECK=1.
     """
@@ -349,7 +355,7 @@ def check_contents(tensors: Tensors, options: Options) -> None:
         edges = cu_seqlens.tolist()
         name = f"cu_seqlens_{side}"
         _expect(edges[0] == 0, function, f"{name}[0]", 0, edges[0])
-        lengths = [high - low for low, high in zip(edges, edges[1:], strict=False)]
+        lengths = [high - low for low, high in pairwise(edges)]
         _expect(min(lengths, default=0) >= 0, function, name, "non-decreasing", edges)
         _expect(
             edges[-1] <= rows.shape[0],

@@ -1,7 +1,7 @@
 """Chooses, before torch and Triton are imported, how Triton runs in this session.
 
-Without a CUDA device its kernels run in Triton's interpreter. With one, two options make the GPU run
-the code and the tiles of another chip; both work in the environment, so pytest-xdist's workers
+Without a CUDA device its kernels run in Triton's interpreter. With one, two options make the GPU
+run the code and the tiles of another chip; both work in the environment, so pytest-xdist's workers
 inherit them.
 """
 
@@ -20,7 +20,8 @@ def pytest_addoption(parser):
         "--lowering",
         metavar="smXX",
         help="make Triton compile for another chip, sm80 for Ampere's mma.sync and cp.async, in a "
-        "Triton cache of its own (under .pytest_cache); every kernel of the run is checked to be for it",
+        "Triton cache of its own (under .pytest_cache); every kernel of the run is checked "
+        "to be for it",
     )
     group.addoption(
         "--shared-memory-kib",
@@ -82,7 +83,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def lowering_is_real(request):
-    """With --lowering: run one problem first, and afterwards read every kernel the session compiled."""
+    """With --lowering: run one problem first, and afterwards read every kernel the session
+    compiled."""
     lowering = request.config.getoption("lowering")
     if lowering is None:
         yield

@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-# What 9.0 and 10.0 brought: warpgroup products, bulk copies, hardware barriers, register reallocation.
+# What 9.0 and 10.0 brought: warpgroup products, bulk copies, hardware barriers, register
+# reallocation.
 NEWER_THAN_AMPERE = ("wgmma", "tcgen05", "cp.async.bulk", "mbarrier", "setmaxnreg", "stmatrix")
 
 
@@ -18,7 +19,8 @@ def target_of(ptx: str) -> str:
 
 
 def assert_ampere(ptx: str, what: str, pipelined: bool = True) -> None:
-    """Tensor cores through mma.sync, nothing that Hopper brought, and pipelined loads by cp.async."""
+    """Tensor cores through mma.sync, nothing that Hopper brought, and pipelined loads by
+    cp.async."""
     assert "mma.sync" in ptx, f"{what}: no mma.sync"
     assert "cp.async" in ptx or not pipelined, f"{what}: no cp.async"
     assert_nothing_newer(ptx, what)
@@ -46,8 +48,8 @@ def launch_one_problem() -> None:
 def assert_cache_is_lowered_to(lowering: str) -> None:
     """Every kernel in this session's Triton cache is lowered to the chip, as sm80.
 
-    Triton writes the chip that it lowers to into its own GPU dialect (.ttgir). The .target line of the
-    PTX stays the GPU's: Triton hands it to ptxas, which must produce code that runs there.
+    Triton writes the chip that it lowers to into its own GPU dialect (.ttgir). The .target line of
+    the PTX stays the GPU's: Triton hands it to ptxas, which must produce code that runs there.
     """
     folder = Path(os.environ["TRITON_CACHE_DIR"])
     capability = int(re.sub(r"\D", "", lowering))

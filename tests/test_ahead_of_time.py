@@ -1,7 +1,7 @@
 """Every Triton kernel of every tile row, compiled for every chip that takes the row, with no GPU.
 
-The kernels of this process may be interpreted, so processes without the interpreter compile: two of them,
-which compile ahead; one if pytest-xdist already spreads the tests.
+The kernels of this process may be interpreted, so processes without the interpreter compile: two of
+them, which compile ahead; one if pytest-xdist already spreads the tests.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FEATURES = {
     "softcap-split": {"softcap": 20.0, "num_splits": 2, "causal": True},
     "full": {},
 }
-# Bytes of local memory that a thread may spill to, by the instructions that multiply matrices, by kernel
-# and by head dim of the row: what Triton 3.6 needs plus a quarter, at least 64.
+# Bytes of local memory that a thread may spill to, by the instructions that multiply matrices, by
+# kernel and by head dim of the row: what Triton 3.6 needs plus a quarter, at least 64.
 SPILL_BOUND_BYTES = {
     "mma.sync": {
         "forward": {32: 64, 64: 64, 128: 128, 256: 320},
@@ -120,7 +120,8 @@ def submit(pool, arguments):
 
 HEAD_DIMS = sorted({row.head_dim for row in ROWS})
 CHIPS = (A100, RTX3090, ORIN, L4, H100, LOWERED_H100, B200, RTX5090)
-# Both sets of tiles of every row on every chip that takes it; the third set of features on two of them.
+# Both sets of tiles of every row on every chip that takes it; the third set of features on two of
+# them.
 ALL = [(chip, d, "varlen-causal-window", "bfloat16") for chip in CHIPS for d in HEAD_DIMS]
 ALL += [(chip, d, "full", "float16") for chip in CHIPS for d in HEAD_DIMS]
 ALL += [(chip, d, "softcap-split", "bfloat16") for chip in (A100, H100) for d in (64, 128)]

@@ -1,4 +1,5 @@
-"""The public functions: choosing a backend, the packed forms, what is returned, environment variables."""
+"""The public functions: choosing a backend, the packed forms, what is returned, environment
+variables."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ def tokens(*shape, dtype=torch.float32, device="cpu"):
 
 def test_signatures_are_those_of_the_contract():
     shared = (
-        "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+        "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
+        "v_descale=None, "
         "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
-        "deterministic=False, sm_margin=0, return_attn_probs=False, *, return_lse=False, backend=None"
+        "deterministic=False, sm_margin=0, return_attn_probs=False, *, "
+        "return_lse=False, backend=None"
     )
     lengths = (
         "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None"
@@ -199,7 +202,9 @@ from flashattn3 import flash_attn_varlen_func
 def ints(*values): return torch.tensor(values, dtype=torch.int32)
 def call(**changes):
     rows = torch.randn(8, 2, 16)
-    arguments = dict(cu_seqlens_q=ints(0, 6, 8), cu_seqlens_k=ints(0, 6, 8), max_seqlen_q=6, max_seqlen_k=6)
+    arguments = dict(
+        cu_seqlens_q=ints(0, 6, 8), cu_seqlens_k=ints(0, 6, 8), max_seqlen_q=6, max_seqlen_k=6
+    )
     return flash_attn_varlen_func(rows, rows, rows, **{{**arguments, **changes}})
 {calls}
 call(seqused_q=ints(6, 0), seqused_k=ints(0, 2))

@@ -1,4 +1,5 @@
-"""dq, dk and dv of every case, backend and dtype against float64, from gradients of out and of lse."""
+"""dq, dk and dv of every case, backend and dtype against float64, from gradients of out and of
+lse."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_deterministic_gradients_are_right_too(name, backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["causal", "varlen"])
 def test_any_strides_of_the_given_gradients(name, backend, device):
-    """As autograd gives them: an expanded scalar, a transposed view, a last stride that is not 1."""
+    """As autograd gives them: an expanded scalar, a transposed view, a last stride that is not
+    1."""
     case = case_named(name)
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)
     dout, dlse = make_output_gradients(case, tensors)

@@ -1,6 +1,7 @@
 """The backends against each other, where the float64 truth would be too slow or too big.
 
-The reference backend in float32 stands in for the truth; plain PyTorch stays the baseline of the rule.
+The reference backend in float32 stands in for the truth; plain PyTorch stays the baseline of the
+rule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the source may lean on: the oldest Python, torch alone without Triton, and no part of Triton that goes."""
+"""What the source may lean on: the oldest Python, torch alone without Triton, and no part of Triton
+that goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""On a GPU: nothing waits for it, CUDA graphs can be captured, the stream and device are the tensors' own."""
+"""On a GPU: nothing waits for it, CUDA graphs can be captured, the stream and device are the
+tensors' own."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ from types import SimpleNamespace
 import torch
 from flashattn3.device import describe_device
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(
-    major=9, minor=0, name="H100", shared_memory_per_block_optin=227 * 1024, multi_processor_count=132)
+    major=9, minor=0, name="H100", shared_memory_per_block_optin=227 * 1024,
+    multi_processor_count=132)
 info = describe_device(torch.device("cuda", 0))
 print(info.capability, info.lowering, info.shared_memory_bytes // 1024, info.num_sms)"""
     names = ("TRITON_OVERRIDE_ARCH", "FLASHATTN3_SHARED_MEMORY_KIB")

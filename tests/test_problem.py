@@ -1,4 +1,5 @@
-"""Every illegal input is met with its exact sentence before anything is launched; legal input is normalised."""
+"""Every illegal input is met with its exact sentence before anything is launched; legal input is
+normalised."""
 
 from __future__ import annotations
 
@@ -240,7 +241,7 @@ def test_packed_refuses_the_same_arguments(name):
 def test_fp8_is_refused_by_name(which):
     shape = (2, 8, 4 if which == "q" else 2, 16)
     with pytest.raises(
-        UnsupportedError, match="float8_e4m3fn is not supported yet by any backend$"
+        UnsupportedError, match=r"float8_e4m3fn is not supported yet by any backend$"
     ):
         dense(**{which: zeros(*shape).to(torch.float8_e4m3fn)})()
 

@@ -1,4 +1,5 @@
-"""torch's own machinery: operators, autograd, the compiler, fake tensors, CUDA graphs, streams, devices."""
+"""torch's own machinery: operators, autograd, the compiler, fake tensors, CUDA graphs, streams,
+devices."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from flashattn3.testing import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
 BACKENDS = ("triton", "reference")
-# Compiled graphs take their layouts from the fake implementations, so a backend that runs them is enough.
+# Compiled graphs take their layouts from the fake implementations, so a backend that runs them is
+# enough.
 COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
 

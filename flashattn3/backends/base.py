@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class Config(Protocol):
-    """How a backend will run a problem: its tiles and the resources they take. Frozen and hashable."""
+    """How a backend will run a problem: its tiles and the resources they take. Frozen and
+    hashable."""
 
     def describe(self) -> dict[str, object]:
         """Named values for people: tile sizes, grid, shared memory."""
@@ -32,7 +33,8 @@ class Backend(Protocol):
         """Choose the tiles. Pure: no GPU is touched. Called once per plan, which is cached."""
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and shape (with v's head dim); lse (batch, heads, seqlen_q) or (heads, total_q).
+        """out in q's dtype and shape (with v's head dim); lse (batch, heads, seqlen_q) or (heads,
+        total_q).
 
         Both are new tensors. lse is float32, float64 for float64 inputs.
         """
@@ -46,4 +48,5 @@ class Backend(Protocol):
         out: Tensor,
         lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv with the shapes and dtypes of q, k and v, contiguous. dlse None stands for zero."""
+        """dq, dk and dv with the shapes and dtypes of q, k and v, contiguous. dlse None stands for
+        zero."""

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """The table row of a plan, its tiles for the mask, and how many parts the keys are worked off in."""
+    """The table row of a plan, its tiles for the mask, and how many parts the keys are worked off
+    in."""
 
     row: Row
     tiles: Tiles
@@ -61,7 +62,8 @@ class TritonBackend:
             )
         if device.shared_memory_bytes < MIN_SHARED_MEMORY_KIB * 1024:
             found = device.shared_memory_bytes // 1024
-            return f"needs {MIN_SHARED_MEMORY_KIB} KiB of shared memory for a block, {device.name} has {found}"
+            needed = f"needs {MIN_SHARED_MEMORY_KIB} KiB of shared memory for a block"
+            return f"{needed}, {device.name} has {found}"
         return None
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:

@@ -1,6 +1,8 @@
-"""From a problem and its tiles to kernel launches: grids, scalars and compile-time arguments, in order.
+"""From a problem and its tiles to kernel launches: grids, scalars and compile-time arguments, in
+order.
 
-The tuples below follow the kernels' signatures in triton_kernels. Importing this module imports Triton.
+The tuples below follow the kernels' signatures in triton_kernels. Importing this module imports
+Triton.
 """
 
 from __future__ import annotations
@@ -144,9 +146,9 @@ def backward_launches(
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> tuple[Launch, Launch, Launch]:
-    """Of statistics_kernel (out, dout, lse, dlse, lse_log2, delta, cu_seqlens_q, seqused_q), key_value_kernel
-    (q, k, v, dout, lse_log2, delta, dk, dv, four indices) and query_kernel (q, k, v, dout, lse_log2, delta, dq,
-    four indices).
+    """Of statistics_kernel (out, dout, lse, dlse, lse_log2, delta, cu_seqlens_q, seqused_q),
+    key_value_kernel (q, k, v, dout, lse_log2, delta, dk, dv, four indices) and query_kernel (q, k,
+    v, dout, lse_log2, delta, dq, four indices).
     """
     dout_strides = (0, *dout_stride[:2]) if problem.varlen else dout_stride[:3]
     return (
@@ -157,7 +159,8 @@ def backward_launches(
 
 
 def statistics_shape(problem: Problem) -> tuple[int, ...]:
-    """(batch, heads, rows) or, for varlen, (heads, rows): rows padded as statistics_kernel has it."""
+    """(batch, heads, rows) or, for varlen, (heads, rows): rows padded as statistics_kernel has
+    it."""
     if problem.varlen:
         return (problem.num_heads_q, problem.total_q + problem.batch * STATISTICS_ROWS)
     return (
@@ -168,7 +171,8 @@ def statistics_shape(problem: Problem) -> tuple[int, ...]:
 
 
 def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
-    """Every kernel that a call and its gradient may launch, by name: what tests and tuning go through."""
+    """Every kernel that a call and its gradient may launch, by name: what tests and tuning go
+    through."""
     dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (
         not problem.varlen
     )

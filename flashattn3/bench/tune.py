@@ -1,9 +1,11 @@
-"""Measure candidate tiles of the Triton kernels: where the rows of triton_kernels/configs.py come from.
+"""Measure candidate tiles of the Triton kernels: where the rows of triton_kernels/configs.py come
+from.
 
     python -m flashattn3.bench.tune --head-dims 64 128 --lowering sm80 --json tiles.jsonl
 
-Every candidate is compiled (in parallel, no GPU needed), dropped if it spills much or does not fit, and
-timed on a full and on a causal problem of the benchmark grid. With --compile-only nothing is timed.
+Every candidate is compiled (in parallel, no GPU needed), dropped if it spills much or does not fit,
+and timed on a full and on a causal problem of the benchmark grid. With --compile-only nothing is
+timed.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Candidate:
         return launches[self.kernel]
 
     def flops(self) -> float:
-        """Of the matrix products the kernel runs, two for each multiply-add; half of them when causal."""
+        """Of the matrix products the kernel runs, two for each multiply-add; half of them when
+        causal."""
         products = {"forward": 2, "key_value": 4, "query": 3}[self.kernel]
         problem = self.problem()
         pairs = problem.batch * problem.num_heads_q * self.seqlen**2 / (2 if self.causal else 1)
@@ -70,7 +73,8 @@ class Candidate:
 
 
 def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
-    """The tiles worth compiling: accumulators must fit the registers of the warps that hold them."""
+    """The tiles worth compiling: accumulators must fit the registers of the warps that hold
+    them."""
     tiles = []
     for block_m, block_n, num_warps, num_stages in itertools.product(
         (32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)
@@ -177,7 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compile_all(candidates: list[Candidate], jobs: int) -> list[dict]:
-    """``compile_candidate`` of each, in parallel. What is not ready within COMPILE_SECONDS is given up."""
+    """``compile_candidate`` of each, in parallel. What is not ready within COMPILE_SECONDS is given
+    up."""
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
     futures = [pool.submit(compile_candidate, candidate) for candidate in candidates]
     with tqdm(desc="compiling", total=len(futures), disable=None) as progress:

@@ -18,7 +18,8 @@ from .launch import Launch
 
 @dataclass(frozen=True)
 class Resources:
-    """registers: of each thread. stack_bytes: local memory of a thread, where spilled registers go."""
+    """registers: of each thread. stack_bytes: local memory of a thread, where spilled registers
+    go."""
 
     registers: int
     stack_bytes: int
@@ -26,7 +27,8 @@ class Resources:
 
 
 def compile_kernel(launch: Launch, capability: int, lowering: int | None = None) -> CompiledKernel:
-    """Compile a launch for a chip, 90 for compute capability 9.0. Pointers are multiples of 16 bytes.
+    """Compile a launch for a chip, 90 for compute capability 9.0. Pointers are multiples of 16
+    bytes.
 
     lowering: use the instructions of this older capability, as TRITON_OVERRIDE_ARCH does.
     """

@@ -1,13 +1,14 @@
 """FlashAttention-2 backward. P is recomputed from the stored LSE, so nothing quadratic is kept.
 
 With delta = rowsum(dout * out) - dlse:  P = exp(S - lse),  dV = P^T dout,  dP = dout V^T,
-dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 2307.08691, algorithm 2).
+dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 2307.08691, algorithm
+2).
 
-``statistics_kernel`` prepares delta and the LSE; ``key_value_kernel`` owns a tile of keys and streams the
-queries of all heads that share them; ``query_kernel`` owns a tile of queries and streams the keys. No
-result is summed by two programs, so the gradients are bitwise reproducible. Adding dQ by atomics within
-``key_value_kernel`` would save two of seven matrix products, and was measured to be slower on every tile
-(docs/performance.md).
+``statistics_kernel`` prepares delta and the LSE; ``key_value_kernel`` owns a tile of keys and
+streams the queries of all heads that share them; ``query_kernel`` owns a tile of queries and
+streams the keys. No result is summed by two programs, so the gradients are bitwise reproducible.
+Adding dQ by atomics within ``key_value_kernel`` would save two of seven matrix products, and was
+measured to be slower on every tile (docs/performance.md).
 """
 
 import triton
@@ -29,13 +30,15 @@ from .common import (
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# Rows of a sequence's statistics are padded to a multiple of this, so that no tile of rows reads outside.
+# Rows of a sequence's statistics are padded to a multiple of this, so that no tile of rows reads
+# outside.
 STATISTICS_ROWS = tl.constexpr(128)
 
 
 @triton.jit
 def _statistics_start(start_q, batch_idx, VARLEN: tl.constexpr):
-    """Row at which a sequence's statistics begin: sequences are moved apart to leave room for the padding."""
+    """Row at which a sequence's statistics begin: sequences are moved apart to leave room for the
+    padding."""
     start = start_q
     if VARLEN:
         start = round_down(start_q + batch_idx * STATISTICS_ROWS, STATISTICS_ROWS)
@@ -78,8 +81,8 @@ def statistics_kernel(
 ):
     """Per row: the LSE in the log2 domain, and delta = rowsum(dout * out) - dlse, both float32.
 
-    A row without keys, or outside its sequence, gets LSE +inf, so that its P comes out as 0 wherever it is
-    recomputed. Grid: num_m_blocks * num_heads * batch, covering the padded rows.
+    A row without keys, or outside its sequence, gets LSE +inf, so that its P comes out as 0
+    wherever it is recomputed. Grid: num_m_blocks * num_heads * batch, covering the padded rows.
     """
     pid = tl.program_id(0)
     first_row = pid % num_m_blocks * BLOCK_M
@@ -141,8 +144,9 @@ def _probabilities(scores, lse_log2, scale_log2, cap_log2, SOFTCAP: tl.constexpr
         "seqlen_k",
         "total_q",
         "total_k",
+        "window_left",
+        "window_right",
     ]
-    + ["window_left", "window_right"]
 )
 def key_value_kernel(
     q_ptr,
@@ -299,7 +303,8 @@ def key_value_kernel(
                         p = tl.where(seen, p, 0.0)
                     dout = load_tile(
                         dout_head + first_row * dout_step,
-                        rows, length_q, columns_v, HEAD_DIM_V, MASKED and TAIL, HEAD_DIM_V < BLOCK_DV,
+                        rows, length_q, columns_v, HEAD_DIM_V, MASKED and TAIL,
+                        HEAD_DIM_V < BLOCK_DV,
                     )  # fmt: skip
                     dv = tl.dot(p.to(dout.dtype), dout, dv)
                     dp = tl.dot(v, tl.trans(dout))
@@ -324,8 +329,9 @@ def key_value_kernel(
         "seqlen_k",
         "total_q",
         "total_k",
+        "window_left",
+        "window_right",
     ]
-    + ["window_left", "window_right"]
 )
 def query_kernel(
     q_ptr,

@@ -1,8 +1,8 @@
 """What the forward and backward kernels share: sequences, tiles, masks, the soft cap.
 
-Conventions inside the kernels: scores are kept in the log2 domain (multiplied by log2(e)), so that the
-exponential is one exp2; offsets within a tensor are 64-bit, so that tensors beyond 2**31 elements work;
-"first" and "last" tiles are given in rows or keys, not in tile numbers.
+Conventions inside the kernels: scores are kept in the log2 domain (multiplied by log2(e)), so that
+the exponential is one exp2; offsets within a tensor are 64-bit, so that tensors beyond 2**31
+elements work; "first" and "last" tiles are given in rows or keys, not in tile numbers.
 """
 
 import triton
@@ -120,10 +120,11 @@ def key_range(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    """Keys that the rows first_row..last_row see, as four tile edges: begin, clear_begin, clear_end, end.
+    """Keys that the rows first_row..last_row see, as four tile edges: begin, clear_begin,
+    clear_end, end.
 
-    Tiles of [clear_begin, clear_end) are seen whole by every row, so they need no mask; the tiles before
-    and after are boundary tiles. Keys outside [begin, end) are seen by no row.
+    Tiles of [clear_begin, clear_end) are seen whole by every row, so they need no mask; the tiles
+    before and after are boundary tiles. Keys outside [begin, end) are seen by no row.
     """
     begin = 0
     clear_begin = 0

@@ -1,7 +1,8 @@
-"""Tiles by head dim, lowering and the shared memory that the device reports. No run-time autotuning.
+"""Tiles by head dim, lowering and the shared memory that the device reports. No run-time
+autotuning.
 
-A row applies where the head dim fits and the chip has its shared memory; the first that applies is taken.
-``flashattn3 tune`` measures candidates on the GPU at hand and prints a new table.
+A row applies where the head dim fits and the chip has its shared memory; the first that applies is
+taken. ``flashattn3 tune`` measures candidates on the GPU at hand and prints a new table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """FlashAttention-2 forward: one program holds a tile of query rows and streams the keys past it.
 
-The online softmax keeps, for each row, the running maximum m and the running sum l of exp2(score - m);
-the accumulator is rescaled when m grows (Dao, arXiv 2307.08691, algorithm 1). With num_splits > 1 several
-programs share a row tile, each with a part of the keys, and ``merge_kernel`` joins them by their LSE.
+The online softmax keeps, for each row, the running maximum m and the running sum l of exp2(score -
+m); the accumulator is rescaled when m grows (Dao, arXiv 2307.08691, algorithm 1). With num_splits >
+1 several programs share a row tile, each with a part of the keys, and ``merge_kernel`` joins them
+by their LSE.
 """
 
 import triton
@@ -22,8 +23,10 @@ LN2 = tl.constexpr(0.6931471805599453)
         "seqlen_k",
         "total_q",
         "total_k",
+        "window_left",
+        "window_right",
+        "num_splits",
     ]
-    + ["window_left", "window_right", "num_splits"]
 )
 def forward_kernel(
     q_ptr,
@@ -94,7 +97,8 @@ def forward_kernel(
     batch_idx = (head // num_heads).to(tl.int64)
     head = head % num_heads
     if RIGHT:
-        # Under a causal mask later row tiles have more keys: longest first keeps the last wave short.
+        # Under a causal mask later row tiles have more keys: longest first keeps the last wave
+        # short.
         m_block = num_m_blocks - 1 - m_block
 
     start_q, length_q = sequence(
@@ -145,15 +149,15 @@ def forward_kernel(
     if NEGATIVE_SCALE:
         q = -q
 
-    # With softcap the scores are in the log2 domain before the maximum is taken; else the scale is folded
-    # into the argument of exp2.
+    # With softcap the scores are in the log2 domain before the maximum is taken; else the scale is
+    # folded into the argument of exp2.
     factor = 1.0 if SOFTCAP else scale_log2
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     edges = (begin, clear_begin, clear_end, end)
-    # Three stretches of keys: left boundary tiles, clear tiles, right boundary tiles. Only the first and
-    # the last pay for masks, and a stretch that this kernel cannot have is not compiled.
+    # Three stretches of keys: left boundary tiles, clear tiles, right boundary tiles. Only the
+    # first and the last pay for masks, and a stretch that this kernel cannot have is not compiled.
     for stretch in tl.static_range(3):
         MASKED = stretch != 1
         if stretch == 1 or (stretch == 0 and LEFT) or (stretch == 2 and (RIGHT or TAIL)):

@@ -1,9 +1,9 @@
 """Launching a kernel whose every argument but the tensors is known beforehand.
 
-Triton's own launch path inspects every argument each time, tens of microseconds on the host for kernels
-with as many as ours. A plan fixes the scalars, so all that can still differ between two launches is whether
-the tensors' addresses are multiples of 16 bytes. If all are, as nearly always, the kernel compiled for that
-is launched straight away.
+Triton's own launch path inspects every argument each time, tens of microseconds on the host for
+kernels with as many as ours. A plan fixes the scalars, so all that can still differ between two
+launches is whether the tensors' addresses are multiples of 16 bytes. If all are, as nearly always,
+the kernel compiled for that is launched straight away.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from triton.compiler import CompiledKernel
 class Launch:
     """One kernel, its grid and its arguments after the tensors, in the order of the signature.
 
-    tensor_types: Triton's name for each tensor's elements ("bf16", "fp32", "i32"), None for no tensor.
+    tensor_types: Triton's name for each tensor's elements ("bf16", "fp32", "i32"),
+        None for no tensor.
     """
 
     kernel: object
