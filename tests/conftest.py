@@ -19,7 +19,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--lowering",
         metavar="smXX",
-        help="make Triton compile for another chip, sm80 for Ampere's mma.sync and cp.async, in a "
+        help="make Triton lower to another chip, sm80 for Ampere's mma.sync and cp.async, in a "
         "Triton cache of its own (under .pytest_cache); every kernel of the run is checked "
         "to be for it",
     )

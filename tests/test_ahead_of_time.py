@@ -34,7 +34,7 @@ SPILL_BOUND_BYTES = {
     },
     "wgmma": {
         "forward": {32: 64, 64: 64, 128: 64, 256: 128},
-        "key_value": {32: 704, 64: 448, 128: 640, 256: 2048},
+        "key_value": {32: 704, 64: 640, 128: 640, 256: 2048},
         "query": {32: 64, 64: 64, 128: 64, 256: 1024},
     },
     "tcgen05.mma": {
@@ -140,6 +140,8 @@ def test_kernels_fit_their_chip(aot_arguments, compiler):
     assert {report.kernel for report in reports} >= {*PRODUCTS, "statistics"}
     budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
     for report in reports:
+        # What Triton cannot lower may compile all the same, to code that stops at once.
+        assert "trap;" not in report.ptx, f"{report.kernel}: compiled to a trap"
         bound = ROW_KERNELS_BOUND_BYTES[head_dim]
         if report.kernel in PRODUCTS:
             bound = SPILL_BOUND_BYTES[products_of(chip)][report.kernel][head_dim]

@@ -2,7 +2,7 @@
 autotuning.
 
 A row applies where the head dim fits and the chip has its shared memory; the first that applies is
-taken. ``flashattn3 tune`` measures candidates on the GPU at hand and prints a new table.
+taken. ``python -m flashattn3.bench.tune`` measures candidates on the GPU at hand and prints a new table.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ class Row:
 # fmt: off
 ROWS = (
     Row(32, True, 227,
-        full=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-        windowed=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2))),
+        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)),
+        windowed=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3))),
     Row(64, True, 227,
-        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 3)),
-        windowed=Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3))),
+        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),
+        windowed=Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 4, 3), Tile(64, 32, 4, 3))),
     Row(128, True, 227,
-        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 32, 8, 3)),
+        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 32, 8, 3)),
         windowed=Tiles(Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3))),
     Row(256, True, 227,
-        full=Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-        windowed=Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))),
+        full=Tiles(Tile(128, 64, 8, 2), Tile(32, 32, 4, 3), Tile(128, 32, 8, 3)),
+        windowed=Tiles(Tile(128, 32, 8, 3), Tile(32, 32, 4, 3), Tile(128, 32, 8, 3))),
     Row(32, False, 99,
-        full=Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-        windowed=Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))),
+        full=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
+        windowed=Tiles(Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3))),
     Row(64, False, 99,
         full=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3)),
         windowed=Tiles(Tile(128, 64, 4, 2), Tile(32, 128, 4, 2), Tile(128, 64, 4, 2))),
     Row(128, False, 163,
-        full=Tiles(Tile(128, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 32, 4, 3)),
-        windowed=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 3))),
+        full=Tiles(Tile(128, 32, 4, 2), Tile(64, 128, 8, 3), Tile(128, 32, 4, 2)),
+        windowed=Tiles(Tile(128, 32, 4, 2), Tile(64, 128, 8, 3), Tile(128, 32, 4, 3))),
     Row(128, False, 99,
-        full=Tiles(Tile(128, 32, 4, 2), Tile(64, 64, 4, 2), Tile(128, 32, 4, 2)),
-        windowed=Tiles(Tile(128, 32, 4, 2), Tile(64, 64, 4, 1), Tile(128, 32, 4, 2))),
+        full=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2)),
+        windowed=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2))),
     Row(256, False, 163,
-        full=Tiles(Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
-        windowed=Tiles(Tile(128, 32, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))),
+        full=Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
+        windowed=Tiles(Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2))),
     Row(256, False, 99,
-        full=Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-        windowed=Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))),
+        full=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)),
+        windowed=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2))),
 )
 # fmt: on
 MAX_HEAD_DIM = max(row.head_dim for row in ROWS)
