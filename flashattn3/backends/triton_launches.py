@@ -22,6 +22,7 @@ from .triton import TritonConfig
 LOG2E = 1.4426950408889634
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 SMALLEST_SCALE = 2.0**-100  # stands in for a scale of 0 in the forward, where -inf * 0 would be NaN
+SMALLEST_DIVISOR = 2.0**-64  # among scales: an LSE divided by it is far from overflow
 STATISTICS_ROWS = backward.STATISTICS_ROWS.value
 ROWS_PER_PROGRAM = 64  # of the kernels that only read and combine rows
 ROW_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
@@ -77,13 +78,13 @@ def prepare_backward(
     new_like = torch.zeros if problem.varlen else torch.empty
 
     def run(dout, dlse, out, lse, q, k, v, *indices):
-        lse_log2, delta = (
+        minus_lse, minus_delta = (
             torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2)
         )
         dq, dk, dv = (new_like(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        statistics(out, dout, lse, dlse, lse_log2, delta, indices[0], indices[2])
-        key_value(q, k, v, dout, lse_log2, delta, dk, dv, *indices)
-        query(q, k, v, dout, lse_log2, delta, dq, *indices)
+        statistics(out, dout, lse, dlse, minus_lse, minus_delta, indices[0], indices[2])
+        key_value(q, k, v, dout, minus_lse, minus_delta, dk, dv, *indices)
+        query(q, k, v, dout, minus_lse, minus_delta, dq, *indices)
         return dq, dk, dv
 
     return run
@@ -146,9 +147,9 @@ def backward_launches(
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> tuple[Launch, Launch, Launch]:
-    """Of statistics_kernel (out, dout, lse, dlse, lse_log2, delta, cu_seqlens_q, seqused_q),
-    key_value_kernel (q, k, v, dout, lse_log2, delta, dk, dv, four indices) and query_kernel (q, k,
-    v, dout, lse_log2, delta, dq, four indices).
+    """Of statistics_kernel (out, dout, lse, dlse, minus_lse, minus_delta, cu_seqlens_q, seqused_q),
+    key_value_kernel (q, k, v, dout, minus_lse, minus_delta, dk, dv, four indices) and query_kernel (q, k,
+    v, dout, minus_lse, minus_delta, dq, four indices).
     """
     dout_strides = (0, *dout_stride[:2]) if problem.varlen else dout_stride[:3]
     return (
@@ -200,6 +201,7 @@ def _statistics_launch(problem: Problem, dout_strides, dlse_stride) -> Launch:
         problem.num_heads_q,
         problem.seqlen_q,
         problem.total_q,
+        -1.0 / problem.softmax_scale if _lse_in_scores(problem) else -LOG2E,
     )
     constants = _value_row(problem) | {
         "VARLEN": problem.varlen,
@@ -226,6 +228,7 @@ def _key_value_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
     )
     tail_q, tail_k = problem.seqlen_q % tile.block_m, problem.seqlen_k % tile.block_n
     constants = _features(problem, tile) | {
+        "LSE_IN_SCORES": _lse_in_scores(problem),
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
     }
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
@@ -244,7 +247,8 @@ def _query_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
         *_bounds_and_factors(problem),
     )
     constants = _features(problem, tile) | {
-        "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0
+        "LSE_IN_SCORES": _lse_in_scores(problem),
+        "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
     dtype = DTYPE_NAMES[problem.dtype]
@@ -332,6 +336,12 @@ def _bounds_and_factors(problem: Problem) -> tuple[int | float, ...]:
         problem.softmax_scale,
         *_score_factors(problem, problem.softmax_scale),
     )
+
+
+def _lse_in_scores(problem: Problem) -> bool:
+    """Whether the backward can take the LSE off a raw score: not through a soft cap, nor where the
+    scale is too small to divide by."""
+    return problem.softcap == 0 and abs(problem.softmax_scale) >= SMALLEST_DIVISOR
 
 
 def _score_factors(problem: Problem, scale: float) -> tuple[float, float]:

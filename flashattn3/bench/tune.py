@@ -130,7 +130,7 @@ def make_tensors(candidate: Candidate) -> list[torch.Tensor]:
     q, k, v, dout = (torch.randn(qkv, dtype=torch.bfloat16, device="cuda") for _ in range(4))
     out = [torch.empty_like(q) for _ in range(2)]
     shape = statistics_shape(problem)
-    lse, delta = torch.full(shape, 9.0, device="cuda"), torch.zeros(shape, device="cuda")
+    lse, delta = torch.full(shape, -100.0, device="cuda"), torch.zeros(shape, device="cuda")
     if candidate.kernel == "forward":
         return [q, k, v, out[0], lse, *[None] * 4]
     if candidate.kernel == "query":

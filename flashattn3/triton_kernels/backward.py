@@ -4,7 +4,7 @@ With delta = rowsum(dout * out) - dlse:  P = exp(S - lse),  dV = P^T dout,  dP =
 dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 2307.08691, algorithm
 2).
 
-``statistics_kernel`` prepares delta and the LSE; ``key_value_kernel`` owns a tile of keys and
+``statistics_kernel`` prepares -delta and -lse; ``key_value_kernel`` owns a tile of keys and
 streams the queries of all heads that share them; ``query_kernel`` owns a tile of queries and
 streams the keys. No result is summed by two programs, so the gradients are bitwise reproducible.
 Adding dQ by atomics within ``key_value_kernel`` would save two of seven matrix products, and was
@@ -27,9 +27,6 @@ from .common import (
     visible,
 )
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
 # Rows of a sequence's statistics are padded to a multiple of this, so that no tile of rows reads
 # outside.
 STATISTICS_ROWS = tl.constexpr(128)
@@ -51,8 +48,8 @@ def statistics_kernel(
     dout_ptr,
     lse_ptr,
     dlse_ptr,
-    lse_log2_ptr,
-    delta_ptr,
+    minus_lse_ptr,
+    minus_delta_ptr,
     cu_seqlens_q,
     seqused_q,
     out_stride_b,
@@ -72,6 +69,7 @@ def statistics_kernel(
     num_heads,
     seqlen_q,
     total_q,
+    lse_factor,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -79,10 +77,10 @@ def statistics_kernel(
     USED_Q: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """Per row: the LSE in the log2 domain, and delta = rowsum(dout * out) - dlse, both float32.
+    """Per row, float32: the LSE times lse_factor, and -delta = dlse - rowsum(dout * out).
 
-    A row without keys, or outside its sequence, gets LSE +inf, so that its P comes out as 0
-    wherever it is recomputed. Grid: num_m_blocks * num_heads * batch, covering the padded rows.
+    lse_factor is negative in the sense that what it gives is added to a score, which makes P come
+    out as 0 for a row without keys or outside its sequence: there the LSE counts as +inf. Grid: num_m_blocks * num_heads * batch, covering the padded rows.
     """
     pid = tl.program_id(0)
     first_row = pid % num_m_blocks * BLOCK_M
@@ -107,31 +105,42 @@ def statistics_kernel(
     dout_tile += tile_offsets(row_offsets, columns, dout_stride_s)
     out = load_tile(out_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
     dout = load_tile(dout_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    minus_delta = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         dlse_rows = dlse_ptr + batch_idx * dlse_stride_b + head * dlse_stride_h
-        delta -= tl.load(dlse_rows + (start_q + rows) * dlse_stride_s, mask=inside, other=0.0)
+        minus_delta += tl.load(dlse_rows + (start_q + rows) * dlse_stride_s, mask=inside, other=0.0)
     lse_rows = lse_ptr + batch_idx * lse_stride_b + head * lse_stride_h + start_q + rows
     lse = tl.load(lse_rows, mask=inside, other=float("inf"))
     empty = lse == float("-inf")
     statistics = batch_idx * statistics_stride_b + head * statistics_stride_h
     statistics += _statistics_start(start_q, batch_idx, VARLEN) + rows
     padded = rows < round_up(length_q, STATISTICS_ROWS)
-    tl.store(lse_log2_ptr + statistics, tl.where(empty, float("inf"), lse * LOG2E), mask=padded)
+    lse = tl.where(empty, float("inf"), lse)
+    tl.store(minus_lse_ptr + statistics, lse * lse_factor, mask=padded)
     # The gradient of an empty row is 0 even where dlse is not finite.
-    tl.store(delta_ptr + statistics, tl.where(empty, 0.0, delta), mask=padded)
+    tl.store(minus_delta_ptr + statistics, tl.where(empty, 0.0, minus_delta), mask=padded)
 
 
 @triton.jit
-def _probabilities(scores, lse_log2, scale_log2, cap_log2, SOFTCAP: tl.constexpr):
-    """P, and the derivative of the capped score with respect to the score (1 without softcap)."""
-    if SOFTCAP:
-        capped = tanh_exp2(scores * scale_log2)
-        p = tl.math.exp2(capped * cap_log2 - lse_log2)
+def _probabilities(
+    a, b, minus_lse, scale_log2, cap_log2, SOFTCAP: tl.constexpr, LSE_IN_SCORES: tl.constexpr
+):
+    """P = exp(scale * a b - lse), and the derivative of the capped score with respect to the
+    score.
+
+    LSE_IN_SCORES: minus_lse is in units of a score and the product starts from it. One multiply
+    then stands before each exponential, and no register holds the LSE.
+    """
+    slope = 1.0
+    if LSE_IN_SCORES:
+        shape: tl.constexpr = (a.shape[0], b.shape[1])
+        p = tl.math.exp2(tl.dot(a, b, tl.broadcast_to(minus_lse, shape)) * scale_log2)
+    elif SOFTCAP:
+        capped = tanh_exp2(tl.dot(a, b) * scale_log2)
+        p = tl.math.exp2(capped * cap_log2 + minus_lse)
         slope = 1.0 - capped * capped
     else:
-        p = tl.math.exp2(scores * scale_log2 - lse_log2)
-        slope = 1.0
+        p = tl.math.exp2(tl.dot(a, b) * scale_log2 + minus_lse)
     return p, slope
 
 
@@ -153,8 +162,8 @@ def key_value_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_log2_ptr,
-    delta_ptr,
+    minus_lse_ptr,
+    minus_delta_ptr,
     dk_ptr,
     dv_ptr,
     cu_seqlens_q,
@@ -205,6 +214,7 @@ def key_value_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    LSE_IN_SCORES: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """dK and dV of one key tile of one key-value head. Grid: num_n_blocks * num_heads_kv * batch.
@@ -283,11 +293,10 @@ def key_value_kernel(
                         q_head + first_row * q_step,
                         rows, length_q, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D,
                     )  # fmt: skip
-                    lse_log2 = tl.load(lse_log2_ptr + statistics + rows)
-                    delta = tl.load(delta_ptr + statistics + rows)
-                    scores = tl.dot(k, tl.trans(q))
+                    minus_lse = tl.load(minus_lse_ptr + statistics + rows)[None, :]
+                    minus_delta = tl.load(minus_delta_ptr + statistics + rows)[None, :]
                     p, slope = _probabilities(
-                        scores, lse_log2[None, :], scale_log2, cap_log2, SOFTCAP
+                        k, tl.trans(q), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
                     )
                     if MASKED:
                         seen = visible(
@@ -307,10 +316,11 @@ def key_value_kernel(
                         HEAD_DIM_V < BLOCK_DV,
                     )  # fmt: skip
                     dv = tl.dot(p.to(dout.dtype), dout, dv)
-                    dp = tl.dot(v, tl.trans(dout))
-                    ds = p * (dp - delta[None, :]) * slope
-                    ds = ds.to(q.dtype)
-                    dk = tl.dot(ds, q, dk)
+                    dp = tl.dot(
+                        v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M))
+                    )
+                    ds = p * dp * slope
+                    dk = tl.dot(ds.to(q.dtype), q, dk)
 
     dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
     dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
@@ -338,8 +348,8 @@ def query_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_log2_ptr,
-    delta_ptr,
+    minus_lse_ptr,
+    minus_delta_ptr,
     dq_ptr,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -386,6 +396,7 @@ def query_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    LSE_IN_SCORES: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """dQ of one row tile of one head. Grid: num_m_blocks * num_heads * batch."""
@@ -436,8 +447,8 @@ def query_kernel(
     )  # fmt: skip
     statistics = batch_idx * statistics_stride_b + head * statistics_stride_h
     statistics += _statistics_start(start_q, batch_idx, VARLEN)
-    lse_log2 = tl.load(lse_log2_ptr + statistics + rows)
-    delta = tl.load(delta_ptr + statistics + rows)
+    minus_lse = tl.load(minus_lse_ptr + statistics + rows)[:, None]
+    minus_delta = tl.load(minus_delta_ptr + statistics + rows)[:, None]
 
     k_step = tl.cast(k_stride_s, tl.int64)
     v_step = tl.cast(v_stride_s, tl.int64)
@@ -467,8 +478,9 @@ def query_kernel(
                     MASKED and TAIL,
                     HEAD_DIM_V < BLOCK_DV,
                 )
-                scores = tl.dot(q, tl.trans(k))
-                p, slope = _probabilities(scores, lse_log2[:, None], scale_log2, cap_log2, SOFTCAP)
+                p, slope = _probabilities(
+                    q, tl.trans(k), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
+                )
                 if MASKED:
                     reach = diagonal - first_key
                     seen = visible(
@@ -482,8 +494,8 @@ def query_kernel(
                         RIGHT,
                     )
                     p = tl.where(seen, p, 0.0)
-                dp = tl.dot(dout, tl.trans(v))
-                ds = p * (dp - delta[:, None]) * slope
+                dp = tl.dot(dout, tl.trans(v), tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))
+                ds = p * dp * slope
                 dq = tl.dot(ds.to(k.dtype), k, dq)
 
     dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
