@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +15,6 @@ from .device import describe_device
 from .errors import type_error, value_error
 from .plan import decline_reason
 from .problem import Options, Tensors, check_tensor_types, function_name, refuse
-
-_named_backend: ContextVar[str | None] = ContextVar(
-    "flashattn3_backend", default=os.environ.get("FLASHATTN3_BACKEND") or None
-)
 
 
 def flash_attn_func(
@@ -140,8 +134,7 @@ def flash_attn_varlen_func(
             sequence i holds the rows cu_seqlens[i] up to cu_seqlens[i + 1].
         max_seqlen_q, max_seqlen_k: at least the longest sequence, an int or a 0-d integer tensor.
             One that lies on a GPU is not read, which would wait for the device: the number of rows
-                stands
-            in, at the price of a larger grid.
+            stands in, at the price of a larger grid.
         seqused_q, seqused_k: int32 (batch,), rows of each sequence that count, from its beginning.
         All other arguments are those of ``flash_attn_func``.
 
@@ -151,10 +144,9 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError, ValueError, UnsupportedError: as ``flash_attn_func``. The values of cu_seqlens
-            and
-        seqused are checked only in a process started with FLASHATTN3_CHECK=1, because that reads
-        them on the host; without it wrong values give wrong numbers but are never used to read or
-        write outside the tensors.
+            and seqused are checked only in a process started with FLASHATTN3_CHECK=1, because that
+            reads them on the host; without it wrong values give wrong numbers but are never used
+            to read or write outside the tensors.
     """
     options = _options(
         "flash_attn_varlen_func",
@@ -286,7 +278,7 @@ def _options(
         pack_gqa=pack_gqa,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        backend=_named_backend.get() if backend is None else backend,
+        backend=ops.backend_in_force(backend),
     )
 
 
@@ -377,13 +369,14 @@ def available_backends(device: torch.device | str | None = None) -> list[str]:
 def use_backend(name: str) -> Iterator[None]:
     """Within the block, every call in this thread (or task) that names no backend runs on this one.
 
-    It never falls back: a call that the backend does not take raises UnsupportedError.
+    It never falls back: a call that the backend does not take raises UnsupportedError. For a
+    compiled function the block around its run counts, not the one around its compilation.
     """
     names = tuple(backend.name for backend in BACKENDS)
     if name not in names:
         raise value_error("use_backend", "name", f"one of {names}", repr(name))
-    token = _named_backend.set(name)
+    token = ops.named_backend.set(name)
     try:
         yield
     finally:
-        _named_backend.reset(token)
+        ops.named_backend.reset(token)

@@ -8,6 +8,7 @@ torch.compile and FakeTensorMode use, and autograd.
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
 from functools import lru_cache
 
 import torch
@@ -39,6 +40,11 @@ _OPTIONS = (
 _NUM_TENSORS = len(Tensors._fields)
 _CHECK_CONTENTS = os.environ.get("FLASHATTN3_CHECK") == "1"
 
+# The backend of calls that name none: that of ``use_backend``, else of the environment.
+named_backend: ContextVar[str | None] = ContextVar(
+    "flashattn3_backend", default=os.environ.get("FLASHATTN3_BACKEND") or None
+)
+
 torch.library.define("flashattn3::forward", f"({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flashattn3::backward",
@@ -61,6 +67,14 @@ def plan_of(tensors: Tensors, options: Options) -> Plan:
     return _plan(
         *[tensor if tensor is None else metadata_of(tensor) for tensor in tensors], *options
     )
+
+
+def backend_in_force(backend: str | None) -> str | None:
+    """The backend that a call is bound to, which names this one or none.
+
+    While torch.compile traces, the choice is left to the operator, which makes it in every run.
+    """
+    return backend if backend or torch.compiler.is_compiling() else named_backend.get()
 
 
 def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
@@ -105,15 +119,21 @@ def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     return plan.backend.forward(plan, tensors)
 
 
+def _unpacked(arguments: tuple) -> tuple[Tensors, Options]:
+    options = Options(*arguments[_NUM_TENSORS:])
+    options = options._replace(backend=backend_in_force(options.backend))
+    return Tensors(*arguments[:_NUM_TENSORS]), options
+
+
 @torch.library.impl("flashattn3::forward", "CompositeExplicitAutograd")
 def _forward(*arguments):
-    return _run_forward(Tensors(*arguments[:_NUM_TENSORS]), Options(*arguments[_NUM_TENSORS:]))
+    return _run_forward(*_unpacked(arguments))
 
 
 @torch.library.impl("flashattn3::backward", "CompositeExplicitAutograd")
 def _backward(dout, dlse, out, lse, *arguments):
-    tensors = Tensors(*arguments[:_NUM_TENSORS])
-    plan = plan_of(tensors, Options(*arguments[_NUM_TENSORS:]))
+    tensors, options = _unpacked(arguments)
+    plan = plan_of(tensors, options)
     return plan.backend.backward(plan, _dense_rows(dout), dlse, _copied(tensors, plan), out, lse)
 
 

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashattn3 import (
+    UnsupportedError,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
@@ -119,13 +120,18 @@ def test_compiled_varlen_calls(device, fresh_dynamo):
     assert_compiles_once(loss, calls, "aot_eager")
 
 
-def test_compiled_under_use_backend(device, fresh_dynamo):
-    def loss(qkv):
-        return flash_attn_qkvpacked_func(qkv, causal=True).square().sum()
+def test_use_backend_around_the_run_of_a_compiled_function(device, fresh_dynamo):
+    def run(qkv):
+        return flash_attn_qkvpacked_func(qkv, causal=True)
 
-    qkv = torch.randn(2, 12, 3, 2, 16, device=device, requires_grad=True)
+    qkv = torch.randn(2, 12, 3, 2, 16, device=device, requires_grad=True)  # float32
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    wanted = run(qkv)
+    assert torch.equal(compiled(qkv), wanted)
+    with use_backend("triton"), pytest.raises(UnsupportedError, match="float32"):
+        compiled(qkv)
     with use_backend("reference"):
-        assert_compiles_once(loss, [([qkv],)], "aot_eager")
+        assert torch.equal(compiled(qkv), wanted)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (1, 0)}, {"softcap": 2.0}])

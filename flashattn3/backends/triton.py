@@ -72,6 +72,9 @@ class TritonBackend:
         for name in ("head_dim", "head_dim_v"):
             if getattr(problem, name) > MAX_HEAD_DIM:
                 return f"takes head dims up to {MAX_HEAD_DIM}, {name} is {getattr(problem, name)}"
+        for name, value in score_factors(problem).items():
+            if value != 0 and not 2.0**-100 <= abs(value) <= 2.0**100:
+                return f"computes scores in float32, which {name} {value:g} would leave"
         if problem.pack_gqa:
             return "has no packed layout of grouped queries (pack_gqa)"
         if problem.sm_margin:
@@ -115,6 +118,15 @@ class TritonBackend:
 
 
 BACKEND = TritonBackend()
+
+
+def score_factors(problem: Problem) -> dict[str, float]:
+    """What the kernels multiply scores with."""
+    factors = {"softmax_scale": problem.softmax_scale}
+    if problem.softcap > 0:
+        factors["softcap"] = problem.softcap
+        factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
+    return factors
 
 
 def _num_splits(problem: Problem, programs: int, block_n: int, num_sms: int) -> int:

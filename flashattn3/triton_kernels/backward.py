@@ -316,9 +316,7 @@ def key_value_kernel(
                         HEAD_DIM_V < BLOCK_DV,
                     )  # fmt: skip
                     dv = tl.dot(p.to(dout.dtype), dout, dv)
-                    dp = tl.dot(
-                        v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M))
-                    )
+                    dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
                     ds = p * dp * slope
                     dk = tl.dot(ds.to(q.dtype), q, dk)
 

@@ -2,7 +2,7 @@
 autotuning.
 
 A row applies where the head dim fits and the chip has its shared memory; the first that applies is
-taken. ``python -m flashattn3.bench.tune`` measures candidates on the GPU at hand and prints a new table.
+taken. ``python -m flashattn3.bench.tune`` measures candidates on the GPU at hand.
 """
 
 from __future__ import annotations
