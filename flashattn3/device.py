@@ -28,8 +28,10 @@ SHARED_MEMORY_KIB = {
 class DeviceInfo:
     """One device. capability and lowering are written as 90 for compute capability 9.0.
 
-    lowering: the capability that Triton compiles for; it differs from the chip's own when
-    TRITON_OVERRIDE_ARCH is set, as the tests do to run Ampere code on a newer GPU.
+    lowering: the capability whose instructions Triton uses. It differs from the chip's own when
+        TRITON_OVERRIDE_ARCH is set, as the tests do to run Ampere code on a newer GPU, and on 10.x
+        and 11.x: what Triton makes of these kernels for tcgen05 spills kilobytes or stops with a
+        trap, so such chips run Ampere's instructions.
     shared_memory_bytes: what one block may use there, at most what the lowering's own chip has.
     interpreted: Triton kernels run in its interpreter (TRITON_INTERPRET=1), on any tensor.
     """
@@ -61,12 +63,16 @@ def describe_device(device: torch.device) -> DeviceInfo:
         kind="cuda",
         name=properties.name,
         capability=capability,
-        lowering=capability,
+        lowering=default_lowering(capability),
         shared_memory_bytes=properties.shared_memory_per_block_optin,
         num_sms=properties.multi_processor_count,
         interpreted=interpreted,
     )
     return _overridden(info)
+
+
+def default_lowering(capability: int) -> int:
+    return 80 if 100 <= capability < 120 else capability
 
 
 def _overridden(info: DeviceInfo) -> DeviceInfo:

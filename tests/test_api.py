@@ -52,8 +52,8 @@ def test_everything_exported_is_there_and_documented():
     assert flashattn3.__version__
 
 
-def test_use_backend_holds_within_its_block():
-    q, half = tokens(1, 4, 2, 16), tokens(1, 4, 2, 16, dtype=torch.float16)
+def test_use_backend_holds_within_its_block(device):
+    q, half = tokens(1, 4, 2, 16), tokens(1, 4, 2, 16, dtype=torch.float16, device=device)
     with use_backend("reference"):
         declined = flashattn3.explain(half, half, half).declined
         assert declined == {"triton": "backend='reference' was asked for"}

@@ -25,7 +25,7 @@ from flashattn3.testing import (
     attention,
     check,
     check_lse,
-    gradient_floor,
+    score_floor,
     gradients,
     make_inputs,
     make_output_gradients,
@@ -73,7 +73,7 @@ def assert_right(case: Case, dtype: torch.dtype, config: ReferenceConfig | None 
         truths = gradients(tensors, dout, dlse, **case.truth_options())
         plains = gradients(tensors, dout, dlse, **case.truth_options(), dtype=dtype)
         for name, *values in zip(("dq", "dk", "dv"), got, truths, plains, strict=True):
-            check(name, *values, GRADIENT_FACTOR, case, plan.config, gradient_floor(lse))
+            check(name, *values, GRADIENT_FACTOR, case, plan.config, score_floor(lse))
     for result, like in zip((out, *got), (out, *tensors[:3]), strict=True):
         assert result.dtype == dtype and result.shape == like.shape and result.is_contiguous()
 

@@ -13,7 +13,7 @@ from flashattn3.testing import (
     attention,
     check,
     check_lse,
-    gradient_floor,
+    score_floor,
     gradients,
     make_inputs,
     make_output_gradients,
@@ -129,7 +129,7 @@ def test_gradients_of_a_shifted_mask_fail(name, dtype):
         gradients(tensors, dout, dlse, **given)[place]
         for given in (options, options | {"dtype": dtype}, options | {"window_right": 1})
     )
-    check(name, truth.to(dtype), truth, baseline, GRADIENT_FACTOR, CASE, floor=gradient_floor(lse))
+    check(name, truth.to(dtype), truth, baseline, GRADIENT_FACTOR, CASE, floor=score_floor(lse))
     with pytest.raises(AssertionError, match=rf"^{name}: largest error"):
         check(
             name,
@@ -138,7 +138,7 @@ def test_gradients_of_a_shifted_mask_fail(name, dtype):
             baseline,
             GRADIENT_FACTOR,
             CASE,
-            floor=gradient_floor(lse),
+            floor=score_floor(lse),
         )
 
 

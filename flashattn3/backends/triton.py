@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TritonConfig:
     """The table row of a plan, its tiles for the mask, and how many parts the keys are worked off
-    in."""
+    in.
+
+    arch: whose instructions Triton is to use, "sm80"; None for the chip's own.
+    """
 
     row: Row
     tiles: Tiles
     num_splits: int
     grid: tuple[int, int, int]
+    arch: str | None = None
 
     def describe(self) -> dict[str, object]:
         forward = self.tiles.forward
@@ -89,7 +93,8 @@ class TritonBackend:
         row_tiles = ceil(problem.seqlen_q / tiles.forward.block_m)
         programs = row_tiles * problem.num_heads_q * problem.batch
         num_splits = _num_splits(problem, programs, tiles.forward.block_n, device.num_sms)
-        return TritonConfig(row, tiles, num_splits, (programs * num_splits, 1, 1))
+        arch = None if device.lowering == device.capability else f"sm{device.lowering}"
+        return TritonConfig(row, tiles, num_splits, (programs * num_splits, 1, 1), arch)
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
         if _elsewhere(tensors.q):

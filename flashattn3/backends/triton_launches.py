@@ -121,7 +121,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     dtype = DTYPE_NAMES[problem.dtype]
     out_type = "fp32" if config.num_splits > 1 else dtype
     types = (dtype, dtype, dtype, out_type, "fp32", *_indices(problem))
-    return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile)
+    return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
 
 
 def merge_launch(problem: Problem, config: TritonConfig) -> Launch:
@@ -138,7 +138,8 @@ def merge_launch(problem: Problem, config: TritonConfig) -> Launch:
     )
     constants = _value_row(problem)
     types = ("fp32", "fp32", DTYPE_NAMES[problem.dtype], "fp32")
-    return _launch(forward.merge_kernel, types, _row_grid(problem), scalars, constants, ROW_TILE)
+    grid = _row_grid(problem)
+    return _launch(forward.merge_kernel, types, grid, scalars, constants, ROW_TILE, config)
 
 
 def backward_launches(
@@ -147,15 +148,17 @@ def backward_launches(
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> tuple[Launch, Launch, Launch]:
-    """Of statistics_kernel (out, dout, lse, dlse, minus_lse, minus_delta, cu_seqlens_q, seqused_q),
-    key_value_kernel (q, k, v, dout, minus_lse, minus_delta, dk, dv, four indices) and query_kernel (q, k,
-    v, dout, minus_lse, minus_delta, dq, four indices).
+    """Of three kernels, with the tensors that each takes:
+
+    statistics_kernel: out, dout, lse, dlse, minus_lse, minus_delta, cu_seqlens_q, seqused_q.
+    key_value_kernel: q, k, v, dout, minus_lse, minus_delta, dk, dv, the four of _indices.
+    query_kernel: q, k, v, dout, minus_lse, minus_delta, dq, the four of _indices.
     """
     dout_strides = (0, *dout_stride[:2]) if problem.varlen else dout_stride[:3]
     return (
-        _statistics_launch(problem, dout_strides, dlse_stride),
-        _key_value_launch(problem, config.tiles.key_value, dout_strides),
-        _query_launch(problem, config.tiles.query, dout_strides),
+        _statistics_launch(problem, config, dout_strides, dlse_stride),
+        _key_value_launch(problem, config, dout_strides),
+        _query_launch(problem, config, dout_strides),
     )
 
 
@@ -188,7 +191,7 @@ def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
     }
 
 
-def _statistics_launch(problem: Problem, dout_strides, dlse_stride) -> Launch:
+def _statistics_launch(problem: Problem, config: TritonConfig, dout_strides, dlse_stride) -> Launch:
     has_dlse = dlse_stride is not None
     num_m_blocks = ceil(problem.seqlen_q / STATISTICS_ROWS) * (STATISTICS_ROWS // ROWS_PER_PROGRAM)
     scalars = (
@@ -212,10 +215,11 @@ def _statistics_launch(problem: Problem, dout_strides, dlse_stride) -> Launch:
     dtype = DTYPE_NAMES[problem.dtype]
     dlse_type = "fp32" if has_dlse else None
     types = (dtype, dtype, "fp32", dlse_type, "fp32", "fp32", *_indices(problem)[::2])
-    return _launch(backward.statistics_kernel, types, grid, scalars, constants, ROW_TILE)
+    return _launch(backward.statistics_kernel, types, grid, scalars, constants, ROW_TILE, config)
 
 
-def _key_value_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
+def _key_value_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
+    tile = config.tiles.key_value
     num_n_blocks = ceil(problem.seqlen_k / tile.block_n)
     keys, heads = problem.total_k, problem.num_heads_kv
     scalars = (
@@ -234,10 +238,11 @@ def _key_value_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
     dtype = DTYPE_NAMES[problem.dtype]
     types = (*(dtype,) * 4, "fp32", "fp32", dtype, dtype, *_indices(problem))
-    return _launch(backward.key_value_kernel, types, grid, scalars, constants, tile)
+    return _launch(backward.key_value_kernel, types, grid, scalars, constants, tile, config)
 
 
-def _query_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
+def _query_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
+    tile = config.tiles.query
     num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
     scalars = (
         *_input_strides(problem, dout_strides),
@@ -253,11 +258,14 @@ def _query_launch(problem: Problem, tile: Tile, dout_strides) -> Launch:
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
     dtype = DTYPE_NAMES[problem.dtype]
     types = (*(dtype,) * 4, "fp32", "fp32", dtype, *_indices(problem))
-    return _launch(backward.query_kernel, types, grid, scalars, constants, tile)
+    return _launch(backward.query_kernel, types, grid, scalars, constants, tile, config)
 
 
-def _launch(kernel, types, grid, scalars, constants, tile: Tile) -> Launch:
-    return Launch(kernel, types, grid, scalars, constants, tile.num_warps, tile.num_stages)
+def _launch(kernel, types, grid, scalars, constants, tile: Tile, config: TritonConfig) -> Launch:
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if config.arch is not None:
+        options["arch"] = config.arch
+    return Launch(kernel, types, grid, scalars, constants, options)
 
 
 def _indices(problem: Problem) -> tuple[str | None, ...]:

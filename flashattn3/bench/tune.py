@@ -57,9 +57,10 @@ class Candidate:
         problem, tile = self.problem(), self.tile
         tiles = Tiles(tile, tile, tile)
         row = Row(self.head_dim, self.lowering == 90, 0, tiles, tiles)
+        arch = None if self.lowering == self.capability else f"sm{self.lowering}"
         programs = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
         launches = triton_launches.all_launches(
-            problem, TritonConfig(row, tiles, 1, (programs, 1, 1))
+            problem, TritonConfig(row, tiles, 1, (programs, 1, 1), arch)
         )
         return launches[self.kernel]
 
@@ -95,7 +96,7 @@ def compile_candidate(candidate: Candidate) -> dict | None:
     from ..triton_kernels.ahead_of_time import compile_kernel, resources
 
     try:
-        kernel = compile_kernel(candidate.launch(), candidate.capability, candidate.lowering)
+        kernel = compile_kernel(candidate.launch(), candidate.capability)
     except Exception as error:  # a tile that Triton cannot lower is no candidate
         return {"error": str(error)[-200:]}
     return asdict(resources(kernel))
@@ -106,7 +107,7 @@ def time_candidate(candidate: Candidate, tensors: list[torch.Tensor], rounds: in
     from ..triton_kernels.ahead_of_time import compile_kernel
 
     launch = candidate.launch()
-    kernel = compile_kernel(launch, candidate.capability, candidate.lowering)
+    kernel = compile_kernel(launch, candidate.capability)
     arguments = (*tensors, *launch.scalars, *launch.constants.values())
     kernel[launch.grid](*arguments)
     times = []

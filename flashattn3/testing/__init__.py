@@ -6,7 +6,7 @@ is not imported here.
 
 from .cases import FORWARD_CASES, NAMED_SHAPES, PAPER_GRID, Case, call
 from .inputs import make_inputs, make_output_gradients
-from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check, check_lse, gradient_floor
+from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check, check_lse, score_floor
 from .truth import attention, gradients
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "call",
     "check",
     "check_lse",
-    "gradient_floor",
+    "score_floor",
     "gradients",
     "make_inputs",
     "make_output_gradients",

@@ -26,17 +26,12 @@ class Resources:
     shared_memory_bytes: int
 
 
-def compile_kernel(launch: Launch, capability: int, lowering: int | None = None) -> CompiledKernel:
+def compile_kernel(launch: Launch, capability: int) -> CompiledKernel:
     """Compile a launch for a chip, 90 for compute capability 9.0. Pointers are multiples of 16
     bytes.
-
-    lowering: use the instructions of this older capability, as TRITON_OVERRIDE_ARCH does.
     """
     target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    if lowering not in (None, capability):
-        options["arch"] = f"sm{lowering}"
-    return triton.compile(_source(launch), target=target, options=options)
+    return triton.compile(_source(launch), target=target, options=launch.options)
 
 
 def resources(kernel: CompiledKernel) -> Resources:

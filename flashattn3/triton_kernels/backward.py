@@ -77,10 +77,12 @@ def statistics_kernel(
     USED_Q: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """Per row, float32: the LSE times lse_factor, and -delta = dlse - rowsum(dout * out).
+    """Per row, float32: minus_lse = lse_factor * lse, and minus_delta = dlse - rowsum(dout * out).
 
-    lse_factor is negative in the sense that what it gives is added to a score, which makes P come
-    out as 0 for a row without keys or outside its sequence: there the LSE counts as +inf. Grid: num_m_blocks * num_heads * batch, covering the padded rows.
+    lse_factor is -1 in the unit of what minus_lse is added to, a raw score or one in the log2
+    domain. A row without keys, or outside its sequence, counts as one with LSE +inf, so that its P
+    comes out as 0 wherever it is recomputed. Grid: num_m_blocks * num_heads * batch, covering the
+    padded rows.
     """
     pid = tl.program_id(0)
     first_row = pid % num_m_blocks * BLOCK_M

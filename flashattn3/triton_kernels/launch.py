@@ -21,6 +21,7 @@ class Launch:
 
     tensor_types: Triton's name for each tensor's elements ("bf16", "fp32", "i32"),
         None for no tensor.
+    options: what Triton is told beside the arguments: num_warps, num_stages, arch.
     """
 
     kernel: object
@@ -28,8 +29,7 @@ class Launch:
     grid: tuple[int, int, int]
     scalars: tuple
     constants: dict[str, object]
-    num_warps: int
-    num_stages: int
+    options: dict[str, object]
     _aligned: Callable | None = field(default=None, init=False)
     _values: tuple = field(init=False)
 
@@ -50,8 +50,7 @@ class Launch:
                 *tensors,
                 *self.scalars,
                 **self.constants,
-                num_warps=self.num_warps,
-                num_stages=self.num_stages,
+                **self.options,
             )
             if (
                 isinstance(compiled, CompiledKernel) and not misaligned
