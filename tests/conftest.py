@@ -32,6 +32,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the threads of several processes wait for each other
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     lowering, kib = config.getoption("lowering"), config.getoption("shared_memory_kib")
     if lowering is None and kib is None:
         _interpret_without_gpu()

@@ -156,8 +156,9 @@ def products_of(chip: DeviceInfo) -> str:
 
 def assert_instructions(chip: DeviceInfo, report: Report) -> None:
     """The code uses the tensor cores of the generation that it is lowered to, and loads ahead."""
-    if chip.lowering != 90:
+    if chip.lowering < 90:
         ptx.assert_ampere(report.ptx, report.kernel, pipelined=report.num_stages > 1)
-    else:  # a warpgroup's product has 64 rows
-        products = "wgmma" if report.owned >= 64 else "mma.sync"
-        assert products in report.ptx, f"{report.kernel}: no {products}"
+        return
+    # A warpgroup's product has 64 rows.
+    products = products_of(chip) if report.owned >= 64 else "mma.sync"
+    assert products in report.ptx, f"{report.kernel}: no {products}"

@@ -25,10 +25,10 @@ from flashattn3.testing import (
     attention,
     check,
     check_lse,
-    score_floor,
     gradients,
     make_inputs,
     make_output_gradients,
+    score_floor,
 )
 from flashattn3.testing.cases import dense, varlen
 from flashattn3.testing.strategies import random_cases

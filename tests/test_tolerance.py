@@ -13,10 +13,10 @@ from flashattn3.testing import (
     attention,
     check,
     check_lse,
-    score_floor,
     gradients,
     make_inputs,
     make_output_gradients,
+    score_floor,
 )
 from flashattn3.testing.cases import dense, varlen
 
@@ -93,7 +93,7 @@ def test_a_slight_scale_fails_although_no_element_stands_out(outcome):
 
 def test_noise_everywhere_fails_by_its_mean_alone(outcome):
     truth, baseline, _ = outcome
-    largest_allowed = 2 * (baseline - truth).abs().max() + 4e-6 * truth.abs().max()
+    largest_allowed = 2 * (baseline - truth).abs().max() + 1e-5 * truth.abs().max()
     noise = torch.full_like(truth, 0.6 * float(largest_allowed))
     with pytest.raises(AssertionError, match="root mean square"):
         check("out", (truth + noise).to(baseline.dtype), truth, baseline, FORWARD_FACTOR, CASE)

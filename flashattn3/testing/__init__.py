@@ -20,8 +20,8 @@ __all__ = [
     "call",
     "check",
     "check_lse",
-    "score_floor",
     "gradients",
     "make_inputs",
     "make_output_gradients",
+    "score_floor",
 ]
