@@ -92,7 +92,7 @@ def test_bench_refuses_the_full_suites_on_a_cpu(capsys):
 def short_demo(tmp_path, monkeypatch):
     """Two steps on a few bytes; the loss tolerance stays that of the demo."""
     monkeypatch.setattr(demo, "CPU_LENGTHS", (32, 64))
-    options = ("--device", "cpu", "--steps", "2", "--seqlen", "32", "--out", str(tmp_path))
+    options = ("--device", "cpu", "--steps", "2", "--seqlen", "32", "--output", str(tmp_path))
     return lambda *more: main(["demo", *options, *more])
 
 

@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: out/demo"
+        "--output", type=Path, default=Path("out/demo"), metavar="DIR", help="default: out/demo"
     )
     parser.add_argument(
         "--attention-backend", help="a backend of flashattn3; default: it chooses by the device"
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     with _one_thread():
         results = _train_both(recipe, corpus, args.attention_backend)
         curves = _attention_memory(recipe, args.attention_backend)
-    args.out.mkdir(parents=True, exist_ok=True)
-    figure = args.out / "demo.png"
+    args.output.mkdir(parents=True, exist_ok=True)
+    figure = args.output / "demo.png"
     draw(results, curves, figure)
     print(_table(results, backend))
     print(f"figure: {figure}")
