@@ -191,8 +191,7 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``flash_attn_func`` for queries, keys and values in one tensor; they are viewed, never
-    copied.
+    """``flash_attn_func`` for queries, keys and values in one tensor, viewed and never copied.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * num_heads_kv,

@@ -81,11 +81,9 @@ class Problem:
 
     seqlen_q, seqlen_k: for varlen the upper bounds, max_seqlen_q and max_seqlen_k.
     window_left, window_right: keys visible to the left and right of the bottom-right aligned
-        diagonal,
-    inclusive; -1 means open. ``causal`` has become window_right = 0, and a window that reaches
-    every key has become open.
-    copied: names of the tensors that must be made contiguous first, because their rows are not
-        dense.
+        diagonal, inclusive; -1 means open. ``causal`` has become window_right = 0, and a window
+        that reaches every key has become open.
+    copied: names of the tensors whose rows are not dense, so that they must be copied first.
     strides of q, k, v: (batch, sequence, head), after that; the batch stride is 0 for varlen.
     """
 
@@ -133,8 +131,7 @@ def function_name(varlen: bool) -> str:
 
 
 def refuse(function: str, **arguments: object) -> None:
-    """Raise UnsupportedError for the first argument that is given although no backend takes it
-    yet."""
+    """Raise UnsupportedError for the first argument given that no backend takes yet."""
     for name, value in arguments.items():
         if value is not None and value is not False and (torch.is_tensor(value) or value != 0):
             raise UnsupportedError(f"{function}: {name} is not supported yet by any backend")
@@ -339,8 +336,7 @@ def _strides(tensor: Metadata, varlen: bool) -> tuple[int, int, int]:
 
 
 def check_contents(tensors: Tensors, options: Options) -> None:
-    """Check the *values* of cu_seqlens and seqused. Reads them on the host, so it waits for the
-    device.
+    """Check the *values* of cu_seqlens and seqused, on the host, so it waits for the device.
 
     Called only when the environment says FLASHATTN3_CHECK=1.
     """

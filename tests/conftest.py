@@ -85,8 +85,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def lowering_is_real(request):
-    """With --lowering: run one problem first, and afterwards read every kernel the session
-    compiled."""
+    """With --lowering: run one problem first, and read every kernel of the session at its end."""
     lowering = request.config.getoption("lowering")
     if lowering is None:
         yield

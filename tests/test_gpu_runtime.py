@@ -1,5 +1,4 @@
-"""On a GPU: nothing waits for it, CUDA graphs can be captured, the stream and device are the
-tensors' own."""
+"""On a GPU: no synchronisation, CUDA graphs, the current stream, the tensors' own device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Nothing outside the tensors is read or written, whatever the lengths say; every run gives the
-same bits."""
+"""Nothing outside the tensors is touched, whatever the lengths say; all runs give the same bits."""
 
 from __future__ import annotations
 
@@ -172,8 +171,7 @@ def test_twenty_runs_give_the_same_bits(backend, name, device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_beyond_31_bits(backend, device):
-    """q, k and v are views of one buffer of more than 2**31 elements, of which few pages are
-    touched."""
+    """q, k and v are views of one buffer of more than 2**31 elements; few pages are touched."""
     if GPU and torch.cuda.mem_get_info()[0] < 6 * 2**30:
         pytest.skip("needs 6 GiB of free GPU memory")
     rows, heads, dim = 65, 2, 16

@@ -1,5 +1,4 @@
-"""torch's own machinery: operators, autograd, the compiler, fake tensors, CUDA graphs, streams,
-devices."""
+"""torch's own machinery: operators, autograd, the compiler, fake tensors."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class Config(Protocol):
-    """How a backend will run a problem: its tiles and the resources they take. Frozen and
-    hashable."""
+    """How a backend will run a problem: tiles and the resources they take. Hashable."""
 
     def describe(self) -> dict[str, object]:
         """Named values for people: tile sizes, grid, shared memory."""
@@ -33,10 +32,9 @@ class Backend(Protocol):
         """Choose the tiles. Pure: no GPU is touched. Called once per plan, which is cached."""
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and shape (with v's head dim); lse (batch, heads, seqlen_q) or (heads,
-        total_q).
+        """out in q's dtype and shape, with v's head dim, and lse, both new tensors.
 
-        Both are new tensors. lse is float32, float64 for float64 inputs.
+        lse: (batch, heads, seqlen_q) or (heads, total_q), float32, float64 for float64 inputs.
         """
 
     def backward(
@@ -48,5 +46,4 @@ class Backend(Protocol):
         out: Tensor,
         lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv with the shapes and dtypes of q, k and v, contiguous. dlse None stands for
-        zero."""
+        """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""

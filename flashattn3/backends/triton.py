@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """The table row of a plan, its tiles for the mask, and how many parts the keys are worked off
-    in.
+    """The table row of a plan and its tiles for the mask.
 
+    num_splits: parts in which the keys are worked off.
     arch: whose instructions Triton is to use, "sm80"; None for the chip's own.
     """
 

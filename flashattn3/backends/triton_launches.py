@@ -1,5 +1,4 @@
-"""From a problem and its tiles to kernel launches: grids, scalars and compile-time arguments, in
-order.
+"""From a problem and its tiles to kernel launches: grids, scalars, compile-time arguments.
 
 The tuples below follow the kernels' signatures in triton_kernels. Importing this module imports
 Triton.
@@ -163,8 +162,7 @@ def backward_launches(
 
 
 def statistics_shape(problem: Problem) -> tuple[int, ...]:
-    """(batch, heads, rows) or, for varlen, (heads, rows): rows padded as statistics_kernel has
-    it."""
+    """(batch, heads, rows) or, for varlen, (heads, rows), with room for the padding."""
     if problem.varlen:
         return (problem.num_heads_q, problem.total_q + problem.batch * STATISTICS_ROWS)
     return (
@@ -175,8 +173,7 @@ def statistics_shape(problem: Problem) -> tuple[int, ...]:
 
 
 def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
-    """Every kernel that a call and its gradient may launch, by name: what tests and tuning go
-    through."""
+    """Every kernel that a call and its gradient may launch, by name, for tests and tuning."""
     dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (
         not problem.varlen
     )

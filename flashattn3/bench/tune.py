@@ -65,8 +65,7 @@ class Candidate:
         return launches[self.kernel]
 
     def flops(self) -> float:
-        """Of the matrix products the kernel runs, two for each multiply-add; half of them when
-        causal."""
+        """Of the kernel's matrix products, two for each multiply-add; half if causal."""
         products = {"forward": 2, "key_value": 4, "query": 3}[self.kernel]
         problem = self.problem()
         pairs = problem.batch * problem.num_heads_q * self.seqlen**2 / (2 if self.causal else 1)
@@ -74,8 +73,7 @@ class Candidate:
 
 
 def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
-    """The tiles worth compiling: accumulators must fit the registers of the warps that hold
-    them."""
+    """The tiles worth compiling: accumulators must fit the registers of their warps."""
     tiles = []
     for block_m, block_n, num_warps, num_stages in itertools.product(
         (32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)
@@ -182,8 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compile_all(candidates: list[Candidate], jobs: int) -> list[dict]:
-    """``compile_candidate`` of each, in parallel. What is not ready within COMPILE_SECONDS is given
-    up."""
+    """``compile_candidate`` of each, in parallel; given up after COMPILE_SECONDS."""
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
     futures = [pool.submit(compile_candidate, candidate) for candidate in candidates]
     with tqdm(desc="compiling", total=len(futures), disable=None) as progress:

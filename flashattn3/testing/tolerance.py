@@ -74,8 +74,7 @@ def check_lse(got: Tensor, truth: Tensor, case: object, plan: object = "") -> No
 
 
 def score_floor(lse: Tensor) -> float:
-    """The floor of what is made from P = exp(S - lse), whose exponent is rounded at the size of
-    lse.
+    """The floor of what is made from P = exp(S - lse): its exponent is rounded at lse's size.
 
     Scores of 1e4 so cost P a relative 1e-3 in float32. An autograd that keeps P pays it once, a
     backward that stores lse and computes P again pays it twice.

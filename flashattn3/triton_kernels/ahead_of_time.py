@@ -18,8 +18,7 @@ from .launch import Launch
 
 @dataclass(frozen=True)
 class Resources:
-    """registers: of each thread. stack_bytes: local memory of a thread, where spilled registers
-    go."""
+    """registers and stack_bytes (local memory, where spilled registers go) are per thread."""
 
     registers: int
     stack_bytes: int
@@ -27,9 +26,7 @@ class Resources:
 
 
 def compile_kernel(launch: Launch, capability: int) -> CompiledKernel:
-    """Compile a launch for a chip, 90 for compute capability 9.0. Pointers are multiples of 16
-    bytes.
-    """
+    """Compile a launch for a chip, 90 for compute capability 9.0, and 16-byte aligned tensors."""
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(_source(launch), target=target, options=launch.options)
 

@@ -34,8 +34,7 @@ STATISTICS_ROWS = tl.constexpr(128)
 
 @triton.jit
 def _statistics_start(start_q, batch_idx, VARLEN: tl.constexpr):
-    """Row at which a sequence's statistics begin: sequences are moved apart to leave room for the
-    padding."""
+    """Row at which a sequence's statistics begin: there is room for the padding between two."""
     start = start_q
     if VARLEN:
         start = round_down(start_q + batch_idx * STATISTICS_ROWS, STATISTICS_ROWS)
@@ -127,8 +126,7 @@ def statistics_kernel(
 def _probabilities(
     a, b, minus_lse, scale_log2, cap_log2, SOFTCAP: tl.constexpr, LSE_IN_SCORES: tl.constexpr
 ):
-    """P = exp(scale * a b - lse), and the derivative of the capped score with respect to the
-    score.
+    """P = exp(scale * a b - lse), and the derivative of the soft cap at the score.
 
     LSE_IN_SCORES: minus_lse is in units of a score and the product starts from it. One multiply
     then stands before each exponential, and no register holds the LSE.

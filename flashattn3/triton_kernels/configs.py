@@ -1,5 +1,4 @@
-"""Tiles by head dim, lowering and the shared memory that the device reports. No run-time
-autotuning.
+"""Tiles by head dim, lowering and shared memory of the device. No run-time autotuning.
 
 A row applies where the head dim fits and the chip has its shared memory; the first that applies is
 taken. ``python -m flashattn3.bench.tune`` measures candidates on the GPU at hand.
