@@ -1,5 +1,5 @@
-// Failures of the CUDA runtime and driver as exceptions. Nothing here waits for the device or leaves
-// the process.
+// Failures of the CUDA runtime and driver as exceptions. Nothing here waits for the device or
+// leaves the process.
 #pragma once
 
 #include <cuda.h>
@@ -10,19 +10,21 @@
 
 namespace flashattn3 {
 
-// what: the sentence's subject, such as "forward_bf16_d128_full_128x128 (grid 132, shared memory
-// 198656 bytes)".
-inline void check_cuda(cudaError_t status, const std::string& what) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // So that the next call does not report this failure again.
-  throw std::runtime_error("flashattn3: " + what + ": " + cudaGetErrorString(status));
+[[noreturn]] inline void fail(const std::string& what, const std::string& why) {
+  throw std::runtime_error("flashattn3: " + what + ": " + why);
 }
 
-// For driver calls, whose messages only the driver itself could give.
-inline void check_driver(CUresult status, const std::string& what) {
-  if (status == CUDA_SUCCESS) return;
-  throw std::runtime_error("flashattn3: " + what + ": CUDA driver error " +
-                           std::to_string(static_cast<int>(status)));
+// what: the sentence's subject. A caller whose subject has to be put together (kernel row, grid,
+// shared memory) does that only after a failure, and calls fail().
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // So that the next call does not report this failure again.
+  fail(what, cudaGetErrorString(status));
+}
+
+inline void check_driver(CUresult status, const char* what) {
+  // The sentence for a code is in libcuda, which is not linked.
+  if (status != CUDA_SUCCESS) fail(what, "CUDA driver error " + std::to_string(status));
 }
 
 }  // namespace flashattn3
