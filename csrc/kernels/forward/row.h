@@ -3,9 +3,9 @@
 // type is an aggregate. host/forward_row.h hands it to the layers above.
 #pragma once
 
-namespace flashattn3 {
+#include "blocks/element.h"
 
-enum class ElementType { kFloat16, kBFloat16 };
+namespace flashattn3 {
 
 struct ForwardRow {
   ElementType dtype;       // of q, k, v and out
