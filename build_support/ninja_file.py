@@ -25,7 +25,8 @@ TORCH_LINK_FLAGS = ("-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu")
 
 RULES = """
 rule compile
-  command = $nvcc {common} $flags -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)
+  command = $nvcc {common} $flags -MD -MF $out.d -c $in -o $out > $out.log 2>&1 $
+      || (cat $out.log; exit 1)
   description = $out
   depfile = $out.d
   deps = gcc

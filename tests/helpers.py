@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashattn3.backends import BACKENDS, HOPPER
 from flashattn3.device import DeviceInfo, default_lowering
 from flashattn3.problem import FULL_PRECISION
 from flashattn3.testing import (
@@ -26,6 +27,8 @@ from flashattn3.testing import (
 )
 
 GPU = torch.cuda.is_available()
+# What dispatch asks on a machine without the compiled Hopper kernels, apart from their reason.
+WITHOUT_HOPPER = tuple(backend for backend in BACKENDS if backend is not HOPPER)
 ROOT = Path(__file__).resolve().parents[1]
 
 

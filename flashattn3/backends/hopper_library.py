@@ -59,3 +59,14 @@ def library_for_gpu() -> Library:
             stacklevel=2,
         )
     return library
+
+
+def kernel_facts() -> list[dict[str, object]]:
+    """Name, num_threads and shared_memory_bytes of each compiled kernel of a library without fault.
+
+    num_registers, local_bytes (spills), max_threads and blocks_per_sm as the current GPU reports
+    them; -1 where there is none that runs the kernel.
+    """
+    from .._rows import kernel_facts as ask
+
+    return ask()
