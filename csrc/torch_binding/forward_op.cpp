@@ -2,18 +2,13 @@
 // current for their device. Uses LibTorch's stable interface alone, so that one library runs under
 // every torch from 2.9, under its CPU build too (where the operator can be looked at, not called).
 //
-// The caller, flashattn3/backends/hopper.py, has checked dtypes, alignment and options and chosen
-// the row; checked here is only that the tensors fit together.
+// The caller, flashattn3/backends/hopper.py, has checked dtypes, alignment and options, chosen the
+// row and allocated the results; checked here is only that the tensors fit together.
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <array>
-#include <limits>
 #include <optional>
-#include <tuple>
-#include <utility>
 
 #include "host/errors.h"
 #include "host/kernel_registry.h"
@@ -32,43 +27,32 @@ struct Axes {
   int64_t batch, rows, heads, dim;
 };
 
-// New out and lse. TMA writes rows whose distance is a multiple of 16 bytes, so out's head dim is
-// padded to one of 8 elements; the caller cuts the padding off. The kernel writes every row of a
-// dense problem; rows of no sequence must be there before.
-std::pair<Tensor, Tensor> results(const Tensor& q, const Tensor& v, const Axes& axes, bool varlen) {
-  const int64_t rows = q.size(axes.rows), heads = q.size(axes.heads);
-  const int64_t padded = (v.size(axes.dim) + 7) / 8 * 8;
-  const int32_t lse_dtype = aoti_torch_dtype_float32();
-  if (!varlen) {
-    const int64_t batch = q.size(axes.batch);
-    return {new_tensor(q, std::array{batch, rows, heads, padded}, dtype_of(q)),
-            new_tensor(q, std::array{batch, heads, rows}, lse_dtype)};
-  }
-  Tensor out = new_tensor(q, std::array{rows, heads, padded}, dtype_of(q));
-  Tensor lse = new_tensor(q, std::array{heads, rows}, lse_dtype);
-  constexpr double kSeesNoKey = -std::numeric_limits<double>::infinity();
-  check_torch(aoti_torch_zero_(out.get()), "filling out");
-  check_torch(aoti_torch_aten_fill__Scalar(lse.get(), kSeesNoKey), "filling lse");
-  return {out, lse};
+bool fit_together(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                  const Tensor& lse, const Axes& axes) {
+  const int64_t rank = axes.dim + 1;
+  if (q.dim() != rank || k.dim() != rank || v.dim() != rank || out.dim() != rank) return false;
+  return k.size(axes.dim) == q.size(axes.dim) && v.size(axes.rows) == k.size(axes.rows) &&
+         v.size(axes.heads) == k.size(axes.heads) && out.size(axes.rows) == q.size(axes.rows) &&
+         out.size(axes.heads) == q.size(axes.heads) && out.size(axes.dim) >= v.size(axes.dim) &&
+         lse.numel() * q.size(axes.dim) == q.numel() && lse.is_contiguous();
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
-                                   std::optional<Tensor> cu_seqlens_k,
-                                   std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
-                                   int64_t row, int64_t seqlen_q, int64_t seqlen_k,
-                                   double softmax_scale, double softcap, int64_t window_left,
-                                   int64_t window_right, int64_t num_sms, int64_t sm_margin) {
+// lse: (batch, heads, rows) or (heads, rows). row: index into the kernel table. seqlen_q, seqlen_k:
+// rows of a sequence, of the longest one where there are cu_seqlens.
+void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
+             std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
+             std::optional<Tensor> seqused_k, Tensor out, Tensor lse, int64_t row, int64_t seqlen_q,
+             int64_t seqlen_k, double softmax_scale, double softcap, int64_t window_left,
+             int64_t window_right, int64_t num_sms, int64_t sm_margin) {
   const ForwardKernel& kernel = forward_kernel(row);
   const bool varlen = cu_seqlens_q.has_value();
   const Axes axes(varlen);
-  check_inputs(q, k, v, axes.rows);
+  if (!fit_together(q, k, v, out, lse, axes)) fail(kernel.name, "the tensors do not fit together");
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-
-  const int64_t batch = varlen ? cu_seqlens_q->numel() - 1 : q.size(axes.batch);
   const int64_t total_q = q.size(axes.rows), heads_q = q.size(axes.heads);
-  const auto [out, lse] = results(q, v, axes, varlen);
+  const int64_t batch = varlen ? cu_seqlens_q->numel() - 1 : q.size(axes.batch);
 
   const ForwardParams params{
       .q = q.data_ptr(),
@@ -103,18 +87,16 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<T
       .tile_counter = tile_counter(device, stream),
   };
   kernel.launch(params, stream);
-  return {out, lse};
 }
 
 }  // namespace
 
-// row: index into the kernel table. seqlen_q, seqlen_k: for varlen the longest sequences.
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-      "Tensor? seqused_q, Tensor? seqused_k, int row, int seqlen_q, int seqlen_k, "
-      "float softmax_scale, float softcap, int window_left, int window_right, int num_sms, "
-      "int sm_margin) -> (Tensor out, Tensor lse)");
+      "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!) out, Tensor(b!) lse, int row, "
+      "int seqlen_q, int seqlen_k, float softmax_scale, float softcap, int window_left, "
+      "int window_right, int num_sms, int sm_margin) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {

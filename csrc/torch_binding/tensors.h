@@ -1,11 +1,10 @@
-// What the operators need of torch's stable interface: new tensors, strides, the current stream.
+// What the operators need of torch's stable interface: strides, pointers, the current stream.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -52,29 +51,6 @@ inline cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-inline int32_t dtype_of(const Tensor& tensor) {
-  int32_t dtype = 0;
-  check_torch(aoti_torch_get_dtype(tensor.get(), &dtype), "asking for a dtype");
-  return dtype;
-}
-
-// A contiguous tensor on the device of another one, its memory as it was found.
-template <size_t kRank>
-Tensor new_tensor(const Tensor& like, const std::array<int64_t, kRank>& sizes, int32_t dtype) {
-  std::array<int64_t, kRank> strides;
-  int64_t stride = 1;
-  for (size_t axis = kRank; axis-- > 0;) {
-    strides[axis] = stride;
-    stride *= sizes[axis];
-  }
-  AtenTensorHandle handle = nullptr;
-  check_torch(
-      aoti_torch_empty_strided(kRank, sizes.data(), strides.data(), dtype,
-                               aoti_torch_device_type_cuda(), like.get_device_index(), &handle),
-      "allocating a result");
-  return Tensor(handle);
-}
-
 // Strides of (batch, rows, heads, ·), or of (rows, heads, ·) where varlen.
 inline Strides row_strides(const Tensor& tensor, bool varlen) {
   const auto strides = tensor.strides();
@@ -84,18 +60,6 @@ inline Strides row_strides(const Tensor& tensor, bool varlen) {
 
 inline const int32_t* indices(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const int32_t*>(tensor->data_ptr()) : nullptr;
-}
-
-// One dtype and device, head dims that fit together, rows of v as many as of k.
-inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int64_t rows_axis) {
-  const int64_t heads_axis = rows_axis + 1, dim_axis = rows_axis + 2;
-  const bool fits =
-      q.dim() == dim_axis + 1 && k.dim() == q.dim() && v.dim() == q.dim() &&
-      dtype_of(k) == dtype_of(q) && dtype_of(v) == dtype_of(q) &&
-      k.get_device_index() == q.get_device_index() &&
-      v.get_device_index() == q.get_device_index() && k.size(dim_axis) == q.size(dim_axis) &&
-      v.size(rows_axis) == k.size(rows_axis) && v.size(heads_axis) == k.size(heads_axis);
-  if (!fits) fail("flashattn3_hopper::forward", "q, k and v do not fit together");
 }
 
 }  // namespace flashattn3

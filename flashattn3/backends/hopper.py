@@ -149,9 +149,13 @@ def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
 
 
 def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of the tensors in the order of ``Tensors``: (out, lse). One operator call, where no tensor
-    needs a copy."""
+    """Of the tensors in the order of ``Tensors``: (out, lse)."""
     problem, config = plan.problem, plan.config
+    varlen, dtype, device = problem.varlen, problem.dtype, problem.device
+    lead = () if varlen else (problem.batch,)
+    padded = _padded(problem.head_dim_v)
+    out_shape = (*lead, problem.total_q, problem.num_heads_q, padded)
+    lse_shape = (*lead, problem.num_heads_q, problem.total_q)
     scalars = (
         ROWS.index(config.row),
         problem.seqlen_q,
@@ -165,25 +169,33 @@ def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tens
     )
 
     def run(q, k, v, *indices):
-        return operator(q, k, v, *indices, *scalars)
+        out = torch.empty(out_shape, dtype=dtype, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        if varlen:  # the kernel writes no row that belongs to no sequence
+            out.zero_()
+            lse.fill_(float("-inf"))
+        operator(q, k, v, *indices, out, lse, *scalars)
+        return out, lse
 
     def run_with_copies(q, k, v, *indices):
-        copies = (
+        fit = (
             _aligned_copy(tensor) if name in config.copied else tensor
             for name, tensor in (("q", q), ("k", k), ("v", v))
         )
-        out, lse = operator(*copies, *indices, *scalars)
+        out, lse = run(*fit, *indices)
         return out[..., : problem.head_dim_v].contiguous(), lse
 
-    out_is_padded = problem.head_dim_v % ALIGNED_ELEMENTS != 0
-    return run_with_copies if config.copied or out_is_padded else run
+    return run_with_copies if config.copied or padded != problem.head_dim_v else run
+
+
+def _padded(head_dim: int) -> int:
+    return ceil(head_dim / ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
 
 def _aligned_copy(tensor: Tensor) -> Tensor:
     """A copy whose rows begin at multiples of 16 bytes."""
     head_dim = tensor.shape[-1]
-    padded = ceil(head_dim / ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
-    rows = tensor.new_empty((*tensor.shape[:-1], padded))
+    rows = tensor.new_empty((*tensor.shape[:-1], _padded(head_dim)))
     return rows[..., :head_dim].copy_(tensor)
 
 
