@@ -64,27 +64,41 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Lane 0's value, in all lanes: the compiler then knows that the branches that follow from it do
-// not split the warp.
+// Lane 0's value, in all lanes. The compiler then knows that the branches that follow from it do
+// not split the warp, and keeps ring positions and matrix descriptors in uniform registers: 254
+// instead of 290 instructions in a step of d128 192x80 (nvcc 13.0).
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// Position in a ring of kStages buffers. parity is that of the full barrier for who reads, and of
+// Position in a ring of kStages buffers. parity() is that of the full barrier for who reads, and of
 // the empty barrier for who writes: readers start at 0 (wait for data), writers at 1 (all free).
+// The uses so far, in one register.
 template <int kStages>
-struct RingPosition {
-  uint32_t stage;
-  uint32_t parity;
+class RingPosition {
+ public:
+  __device__ __forceinline__ explicit RingPosition(uint32_t first_parity)
+      : bits_(first_parity * kStages) {}
 
+  __device__ __forceinline__ uint32_t stage() const { return bits_ % kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return bits_ / kStages % 2; }
   __device__ __forceinline__ RingPosition next() const {
-    const bool wraps = stage + 1 == kStages;
-    return {wraps ? 0 : stage + 1, parity ^ (wraps ? 1u : 0u)};
+    RingPosition position = *this;
+    position.advance();
+    return position;
+  }
+  __device__ __forceinline__ void advance() {
+    ++bits_;
+    // A power of 2 may count on and wrap around; else begin again after both parities.
+    if constexpr ((kStages & (kStages - 1)) != 0) {
+      if (bits_ == 2 * kStages) bits_ = 0;
+    }
   }
 
-  __device__ __forceinline__ void advance() { *this = next(); }
+ private:
+  uint32_t bits_;
 };
 
 }  // namespace flashattn3

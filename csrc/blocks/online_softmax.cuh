@@ -48,18 +48,19 @@ struct OnlineSoftmax {
 
   float reference[2];  // log2 units; 0 until the row has seen a key
   float sum[2];        // of this thread's columns; the row's sum is that of its four lanes
-  int limit[2];        // growth, as bits, from which the reference is raised; INT_MIN: unseen
+  bool unseen[2];      // no key so far
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       reference[r] = 0.f;
       sum[r] = 0.f;
-      limit[r] = INT_MIN;
+      unseen[r] = true;
     }
   }
 
-  // s becomes score * scale - reference. Returns whether a row of this thread passed its limit.
+  // s becomes score * scale - reference. Returns whether a row of this thread grew too far, or
+  // may see its first key.
   // Integer comparison orders floats as soon as one is positive, and takes two at a time.
   __device__ __forceinline__ bool subtract_reference(float (&s)[kCount], float scale) const {
     int highest[2] = {INT_MIN, INT_MIN};
@@ -70,8 +71,8 @@ struct OnlineSoftmax {
       s[i + 1] = fmaf(s[i + 1], scale, -reference[r]);
       highest[r] = __vimax3_s32(highest[r], __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
-    if constexpr (kRowsMayBeEmpty) return highest[0] >= limit[0] || highest[1] >= limit[1];
-    return max(highest[0], highest[1]) >= __float_as_int(kGrowth);
+    const bool grew = max(highest[0], highest[1]) >= __float_as_int(kGrowth);
+    return kRowsMayBeEmpty ? grew || unseen[0] || unseen[1] : grew;
   }
 
   // Raises the references to the rows' maxima. s: score - old reference, on return - new reference.
@@ -85,10 +86,9 @@ struct OnlineSoftmax {
       const float top = quad_max(highest[r]);
       // A row without a key so far has sum and out 0: any factor but inf will do. It may start
       // below 0; later the reference only rises.
-      const bool unseen = limit[r] == INT_MIN;
-      const float rise = unseen ? (top == -INFINITY ? 0.f : top) : fmaxf(top, 0.f);
-      factor[r] = unseen ? 1.f : exp2_approx(-rise);
-      limit[r] = unseen && top == -INFINITY ? INT_MIN : __float_as_int(kGrowth);
+      const float rise = !unseen[r] ? fmaxf(top, 0.f) : top == -INFINITY ? 0.f : top;
+      factor[r] = unseen[r] ? 1.f : exp2_approx(-rise);
+      unseen[r] = unseen[r] && top == -INFINITY;
       reference[r] += rise;
       sum[r] *= factor[r];
       highest[r] = rise;

@@ -26,13 +26,6 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
   return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
-// A value that all lanes share, where descriptors have to be. REDUX writes a uniform register, and
-// the additions that follow stay there: 4 instructions for each WGMMA, against 8 when every
-// descriptor is moved over by itself, which is what ptxas does with values it can't prove uniform.
-__device__ __forceinline__ uint32_t to_uniform_register(uint32_t x) {
-  return __reduce_or_sync(~0u, x);
-}
-
 // Tells the compiler that WGMMA, which it can't see through, writes these registers until here.
 template <int kCount>
 __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
@@ -44,8 +37,6 @@ __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
 template <ElementType kElement, int kBlockM, int kN, int kHeadDim>
 __device__ __forceinline__ void start_scores(float (&s)[kN / 2], uint32_t q, uint32_t k) {
   pin_registers(s);
-  q = to_uniform_register(q);
-  k = to_uniform_register(k);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -62,7 +53,6 @@ template <ElementType kElement, int kN, int kHeadDim>
 __device__ __forceinline__ void start_values(float (&o)[kHeadDim / 2],
                                              const uint32_t (&p)[kN / 16][4], uint32_t v) {
   pin_registers(o);
-  v = to_uniform_register(v);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int step = 0; step < kN / 16; ++step) {

@@ -19,9 +19,14 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   static const PFN_cuTensorMapEncodeTiled_v12000 encoder = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                cudaEnableDefault, &found),
-               "looking up cuTensorMapEncodeTiled");
+#if CUDART_VERSION >= 12050
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                                12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t status =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
+    check_cuda(status, "looking up cuTensorMapEncodeTiled");
     if (found != cudaDriverEntryPointSuccess || entry == nullptr) {
       fail("looking up cuTensorMapEncodeTiled", "the driver does not have it");
     }

@@ -46,7 +46,7 @@ class ForwardConsumer {
     while (true) {
       // Sync: the producer has written the tile's description, which stays until this warp has
       // stored the tile: read where it is needed, it takes no registers in the main loop.
-      control_.tile_full[tile_.stage].wait(tile_.parity);
+      control_.tile_full[tile_.stage()].wait(tile_.parity());
       const int first_row = uniform(tile().first_row);
       if (first_row < 0) return;
       Out o;
@@ -54,7 +54,7 @@ class ForwardConsumer {
       attend(first_row + warpgroup_ * 64, o, softmax);
       store_out<kElement, kHeadDim>(args_, tile(), tile().first_row + warpgroup_ * 64, o, softmax);
       __syncwarp();
-      control_.tile_empty[tile_.stage].arrive_warp();
+      control_.tile_empty[tile_.stage()].arrive_warp();
       tile_.advance();
     }
   }
@@ -75,12 +75,12 @@ class ForwardConsumer {
 
     // Sync: Q is there. Waited for even without a key, or this warp could arrive twice in one phase
     // of q_empty.
-    control_.q_full[q_.stage].wait(q_.parity);
+    control_.q_full[q_.stage()].wait(q_.parity());
     for (int block = all.end; block > mine.end; --block) pass_block();
     if (mine.begin < mine.end) attend_blocks(mine, clear, o, softmax);
     // Sync: this warp's scores are all done.
     __syncwarp();
-    control_.q_empty[q_.stage].arrive_warp();
+    control_.q_empty[q_.stage()].arrive_warp();
     q_.advance();
     for (int block = mine.begin; block > all.begin; --block) pass_block();
   }
@@ -91,87 +91,88 @@ class ForwardConsumer {
                                                 Softmax& softmax) {
     Scores s;
     Probabilities p;
-    float factor[2];
     int block = mine.end - 1;
-    control_.k_full[kv_.stage].wait(kv_.parity);  // Sync: the first K is there.
+    control_.k_full[kv_.stage()].wait(kv_.parity());  // Sync: the first K is there.
     multiply_scores(s, kv_);
     wait_products<0>();
     pin_registers(s);
-    control_.k_empty[kv_.stage].arrive_warp();  // Sync: this warp is done with K.
+    control_.k_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with K.
     if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
     softmax.subtract_reference(s, args_.score_scale);
     if (block < clear.begin || block >= clear.end) hide(s, block);
-    softmax.raise_reference(s, factor);
+    float unused[2];
+    softmax.raise_reference(s, unused);
     softmax.exponentiate(s);
     if (args_.keys.cu_seqlens != nullptr || args_.keys.seqused != nullptr) clear_tail(block);
     pack_probabilities<kElement, kBlockN>(p, s);
 
-    // kv: the stages of this block. kv_: those of the block before, whose V is still to be used.
-    RingPosition<kStages> kv = kv_.next();
-    if (block > mine.begin)
-      control_.k_full[kv.stage].wait(kv.parity);  // Sync: the next K is there.
+    // From here on kv_ is one block behind: at the stages of the block whose V is still to be used.
+    // Sync: the next K is there.
+    if (block > mine.begin) control_.k_full[kv_.next().stage()].wait(kv_.next().parity());
     for (--block; block >= mine.begin; --block) {
-      multiply_scores(s, kv);                       // K was waited for in the step before
-      control_.v_full[kv_.stage].wait(kv_.parity);  // Sync: V of the block before is there.
+      const RingPosition<kStages> kv = kv_.next();
+      multiply_scores(s, kv);                           // K was waited for in the step before
+      control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
       multiply_values(o, p, kv_);
       wait_products<1>();
       pin_registers(s);
-      control_.k_empty[kv.stage].arrive_warp();  // Sync: this warp is done with K.
+      control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
       if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
       bool grew = softmax.subtract_reference(s, args_.score_scale);
       if constexpr (Config::kWindowed) {
         if (block < clear.begin || block >= clear.end) hide(s, block);
       }
       grew = __any_sync(~0u, grew);
+      float factor[2];  // of out; set where it grew
       if (grew) softmax.raise_reference(s, factor);
       softmax.exponentiate(s);
-      const RingPosition<kStages> next = kv.next();
       // Sync: the next K is there. A branch that follows from the sums keeps the whole softmax
       // before the wait for out: ptxas would move the wait up or the exponentials down, and the
       // product would run beside nothing. (Sums are never negative.)
-      if (block > mine.begin || softmax.impossible()) control_.k_full[next.stage].wait(next.parity);
+      if (block > mine.begin || softmax.impossible()) {
+        control_.k_full[kv.next().stage()].wait(kv.next().parity());
+      }
       wait_products<0>();
       pin_registers(o);
-      control_.v_empty[kv_.stage].arrive_warp();  // Sync: this warp is done with V.
+      control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
       if (grew) {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[row_of(i)];
       }
       pack_probabilities<kElement, kBlockN>(p, s);
       kv_ = kv;
-      kv = next;
     }
 
-    control_.v_full[kv_.stage].wait(kv_.parity);  // Sync: the last V is there.
+    control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the last V is there.
     multiply_values(o, p, kv_);
     wait_products<0>();
     pin_registers(o);
-    control_.v_empty[kv_.stage].arrive_warp();  // Sync: this warp is done with V.
-    kv_ = kv;
+    control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
+    kv_.advance();
   }
 
   __device__ __forceinline__ void multiply_scores(Scores& s, RingPosition<kStages> at) {
     start_scores<kElement, Config::kBlockM, kBlockN, kHeadDim>(
-        s, q_base_ + q_.stage * (Config::kQBytes / 16),
-        k_base_ + at.stage * (Config::kKvBytes / 16));
+        s, q_base_ + q_.stage() * (Config::kQBytes / 16),
+        k_base_ + at.stage() * (Config::kKvBytes / 16));
   }
 
   __device__ __forceinline__ void multiply_values(Out& o, const Probabilities& p,
                                                   RingPosition<kStages> at) {
-    start_values<kElement, kBlockN, kHeadDim>(o, p, v_base_ + at.stage * (Config::kKvBytes / 16));
+    start_values<kElement, kBlockN, kHeadDim>(o, p, v_base_ + at.stage() * (Config::kKvBytes / 16));
   }
 
   // A block that only other warpgroups need.
   __device__ __forceinline__ void pass_block() {
-    control_.k_full[kv_.stage].wait(kv_.parity);
-    control_.v_full[kv_.stage].wait(kv_.parity);
+    control_.k_full[kv_.stage()].wait(kv_.parity());
+    control_.v_full[kv_.stage()].wait(kv_.parity());
     __syncwarp();
-    control_.k_empty[kv_.stage].arrive_warp();
-    control_.v_empty[kv_.stage].arrive_warp();
+    control_.k_empty[kv_.stage()].arrive_warp();
+    control_.v_empty[kv_.stage()].arrive_warp();
     kv_.advance();
   }
 
-  __device__ __forceinline__ const RowTile& tile() const { return control_.tile[tile_.stage]; }
+  __device__ __forceinline__ const RowTile& tile() const { return control_.tile[tile_.stage()]; }
 
   __device__ __forceinline__ Visibility tile_visibility(int num_rows, int num_keys) const {
     return Visibility::of(num_rows, num_keys, args_.window_left, args_.window_right);
@@ -188,8 +189,8 @@ class ForwardConsumer {
   __device__ __forceinline__ void clear_tail(int block) {
     const int used = uniform(tile().num_keys) - block * kBlockN;
     if (used >= kBlockN) return;
-    control_.v_full[kv_.stage].wait(kv_.parity);  // Sync: the copy must not land on the zeros.
-    uint8_t* values = shared_ + Config::kVOffset + kv_.stage * Config::kKvBytes;
+    control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the copy must not land on the zeros.
+    uint8_t* values = shared_ + Config::kVOffset + kv_.stage() * Config::kKvBytes;
     // 8 threads to a row of 128 bytes; the swizzle stays inside a row.
     const int offset = threadIdx.x % 8 * 16;
     for (int row = used + threadIdx.x % 128 / 8; row < kBlockN; row += 16) {
@@ -209,9 +210,9 @@ class ForwardConsumer {
   uint8_t* shared_;
   int warpgroup_;
   uint32_t q_base_, k_base_, v_base_;
-  RingPosition<2> tile_{0, 0};
-  RingPosition<Config::kQBuffers> q_{0, 0};
-  RingPosition<kStages> kv_{0, 0};  // K and V stages are used in step
+  RingPosition<2> tile_{0};
+  RingPosition<Config::kQBuffers> q_{0};
+  RingPosition<kStages> kv_{0};  // K and V stages are used in step
 };
 
 }  // namespace flashattn3

@@ -61,19 +61,19 @@ class ForwardProducer {
  private:
   // Sync: the slot is free once every consumer warp has read the tile before last.
   __device__ __forceinline__ void announce(const RowTile& tile) {
-    control_.tile_empty[tile_.stage].wait(tile_.parity);
-    control_.tile[tile_.stage] = tile;
-    control_.tile_full[tile_.stage].arrive();
+    control_.tile_empty[tile_.stage()].wait(tile_.parity());
+    control_.tile[tile_.stage()] = tile;
+    control_.tile_full[tile_.stage()].arrive();
     tile_.advance();
   }
 
   __device__ __forceinline__ void load(const RowTile& tile, int key_offset, int key_entry) {
     if (tile.keys.begin == tile.keys.end) return;
     // Sync: every consumer warp is done with this buffer's last scores.
-    control_.q_empty[q_.stage].wait(q_.parity);
+    control_.q_empty[q_.stage()].wait(q_.parity());
     load_tile<Config::kBlockM, Config::kChunks>(
-        shared_ + Config::kQOffset + q_.stage * Config::kQBytes, &args_.q,
-        control_.q_full[q_.stage], kReadOnce, tile.row_offset + tile.first_row, tile.head,
+        shared_ + Config::kQOffset + q_.stage() * Config::kQBytes, &args_.q,
+        control_.q_full[q_.stage()], kReadOnce, tile.row_offset + tile.first_row, tile.head,
         tile.entry);
     q_.advance();
     const int kv_head = tile.head / args_.heads_per_kv;
@@ -87,28 +87,29 @@ class ForwardProducer {
   }
 
   __device__ __forceinline__ void load_keys(int row, int head, int entry) {
-    control_.k_empty[k_.stage].wait(k_.parity);  // Sync: every consumer warp gave the stage back.
+    control_.k_empty[k_.stage()].wait(
+        k_.parity());  // Sync: every consumer warp gave the stage back.
     load_tile<Config::kBlockN, Config::kChunks>(
-        shared_ + Config::kKOffset + k_.stage * Config::kKvBytes, &args_.k,
-        control_.k_full[k_.stage], kReadAgain, row, head, entry);
+        shared_ + Config::kKOffset + k_.stage() * Config::kKvBytes, &args_.k,
+        control_.k_full[k_.stage()], kReadAgain, row, head, entry);
     k_.advance();
   }
 
   __device__ __forceinline__ void load_values(int row, int head, int entry) {
-    control_.v_empty[v_.stage].wait(v_.parity);  // Sync: as for the keys.
+    control_.v_empty[v_.stage()].wait(v_.parity());  // Sync: as for the keys.
     load_tile<Config::kBlockN, Config::kChunks>(
-        shared_ + Config::kVOffset + v_.stage * Config::kKvBytes, &args_.v,
-        control_.v_full[v_.stage], kReadAgain, row, head, entry);
+        shared_ + Config::kVOffset + v_.stage() * Config::kKvBytes, &args_.v,
+        control_.v_full[v_.stage()], kReadAgain, row, head, entry);
     v_.advance();
   }
 
   const ForwardArguments& args_;
   ForwardControlOf<kRow>& control_;
   uint8_t* shared_;
-  RingPosition<2> tile_{0, 1};
-  RingPosition<Config::kQBuffers> q_{0, 1};
-  RingPosition<Config::kStages> k_{0, 1};
-  RingPosition<Config::kStages> v_{0, 1};
+  RingPosition<2> tile_{1};
+  RingPosition<Config::kQBuffers> q_{1};
+  RingPosition<Config::kStages> k_{1};
+  RingPosition<Config::kStages> v_{1};
 };
 
 }  // namespace flashattn3
