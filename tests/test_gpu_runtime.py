@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import case_named
+from helpers import EVERY_BACKEND, case_named, skip_what_is_declined
 
 from flashattn3.testing import Case, call, make_inputs, make_output_gradients
 from flashattn3.testing.cases import dense, varlen
@@ -21,8 +21,7 @@ CASES = {
         ),
     )
 }
-BACKENDS = ("triton", "reference")
-both = pytest.mark.parametrize("backend", BACKENDS)
+every_backend = pytest.mark.parametrize("backend", EVERY_BACKEND)
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -33,13 +32,14 @@ def prepared(case: Case, device="cuda"):
 
 def run(case, tensors, backend, dout=None, dlse=None):
     """out and lse, and with gradients given also dq, dk and dv."""
+    skip_what_is_declined(case, backend)
     outputs = call(case, tensors, backend=backend, return_lse=True, deterministic=True)
     if dout is None:
         return outputs
     return (*outputs, *torch.autograd.grad(outputs, tensors[:3], (dout, dlse)))
 
 
-@both
+@every_backend
 @each_case
 def test_nothing_waits_for_the_gpu(case, backend):
     tensors, dout, dlse = prepared(case)
@@ -52,7 +52,7 @@ def test_nothing_waits_for_the_gpu(case, backend):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@both
+@every_backend
 def test_max_seqlen_on_the_gpu_is_not_read(backend):
     from flashattn3 import flash_attn_varlen_func
 
@@ -75,7 +75,7 @@ def test_max_seqlen_on_the_gpu_is_not_read(backend):
     torch.testing.assert_close(found, call(case, tensors, backend=backend))
 
 
-@both
+@every_backend
 @each_case
 def test_forward_in_a_cuda_graph(case, backend):
     tensors, _, _ = prepared(case)
@@ -90,7 +90,7 @@ def test_forward_in_a_cuda_graph(case, backend):
             assert all(map(torch.equal, captured, run(case, tensors, backend)))
 
 
-@both
+@every_backend
 @each_case
 def test_forward_and_backward_in_a_cuda_graph(case, backend):
     tensors, dout, dlse = prepared(case)
@@ -114,7 +114,7 @@ def fill(old, new):
             place.copy_(values)
 
 
-@both
+@every_backend
 @each_case
 def test_work_goes_to_the_current_stream(case, backend):
     """On a stream that is held up, nothing has happened when the call returns."""
@@ -134,7 +134,7 @@ def test_work_goes_to_the_current_stream(case, backend):
     assert all(map(torch.equal, found, wanted))
 
 
-@both
+@every_backend
 @each_case
 def test_the_tensors_device_is_used(case, backend):
     if torch.cuda.device_count() < 2:

@@ -12,7 +12,12 @@ namespace {
 int32_t* new_counter(cudaStream_t stream) {
   constexpr size_t kBytes = 2 * sizeof(int32_t);
   void* counter = nullptr;
-  check_cuda(cudaMalloc(&counter, kBytes), "allocating a tile counter");
+  // Otherwise the allocation would break a capture that another thread has begun.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
+  const cudaError_t allocated = cudaMalloc(&counter, kBytes);
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "restoring the capture mode");
+  check_cuda(allocated, "allocating a tile counter");
   check_cuda(cudaMemsetAsync(counter, 0, kBytes, stream), "clearing a tile counter");
   return static_cast<int32_t*>(counter);
 }
