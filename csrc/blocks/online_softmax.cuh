@@ -12,6 +12,8 @@
 #include <climits>
 #include <cstdint>
 
+#include "blocks/element.h"
+
 namespace flashattn3 {
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -41,10 +43,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 __device__ __forceinline__ constexpr int row_of(int i) { return i / 2 % 2; }
 
 // kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile.
-template <int kN, bool kRowsMayBeEmpty>
+template <ElementType kElement, int kN, bool kRowsMayBeEmpty>
 struct OnlineSoftmax {
   static constexpr int kCount = kN / 2;
-  static constexpr float kGrowth = 10.f;  // log2 units
+  // log2 units. Far below bf16's 2^127, so that sums of 2^kGrowth stay finite.
+  static constexpr float kGrowth = kElement == ElementType::kBFloat16 ? 40.f : 10.f;
+  static constexpr float kLargestSum = kElement == ElementType::kBFloat16 ? 0x1p40f : 0x1p10f;
 
   float reference[2];  // log2 units; 0 until the row has seen a key
   float sum[2];        // of this thread's columns; the row's sum is that of its four lanes
@@ -108,6 +112,30 @@ struct OnlineSoftmax {
 
   // Never true, which the compiler can't know: what is decided by it comes after exponentiate().
   __device__ __forceinline__ bool impossible() const { return sum[0] + sum[1] < 0.f; }
+
+  // For a tile of which all rows see all keys: subtract_reference and exponentiate in one, with
+  // growth seen from the sums. Returns whether a sum of the warp is too large (or NaN); then s is
+  // of no use and the state is as before.
+  __device__ __forceinline__ bool exponentiate_at_once(float (&s)[kCount], float scale) {
+    float part[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s[i] = exp2_approx(fmaf(s[i], scale, -reference[row_of(i)]));
+      part[row_of(i)] += s[i];
+    }
+    const bool fits = part[0] + part[1] < kLargestSum;
+    const bool all_fit = __all_sync(~0u, fits);
+    if (all_fit) {
+      sum[0] += part[0];
+      sum[1] += part[1];
+    }
+    return !all_fit;
+  }
+
+  // Whether a row of the warp has seen no key so far.
+  __device__ __forceinline__ bool warp_has_unseen() const {
+    return kRowsMayBeEmpty && __any_sync(~0u, unseen[0] || unseen[1]);
+  }
 
   // The row's sum over its four lanes; 0 if it saw no key.
   __device__ __forceinline__ float row_sum(int r) const { return quad_sum(sum[r]); }

@@ -12,7 +12,8 @@ namespace flashattn3 {
 constexpr ElementType kBf16 = ElementType::kBFloat16;
 constexpr ElementType kFp16 = ElementType::kFloat16;
 
-// dtype, head_dim, windowed, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
+// dtype, head_dim, windowed, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers,
+// growth_from_sum
 constexpr ForwardRow kCheckRows[] = {
     {kBf16, 128, false, 192, 80, 2, 3, 2},
     {kBf16, 128, true, 192, 80, 2, 3, 2},
@@ -37,6 +38,12 @@ constexpr ForwardRow kCheckRows[] = {
     {kBf16, 64, false, 128, 128, 2, 2, 2},
     {kBf16, 64, true, 128, 128, 2, 2, 2},
     {kBf16, 64, false, 192, 128, 4, 3, 2},
+    {kBf16, 128, false, 192, 80, 2, 3, 2, true},
+    {kBf16, 128, true, 192, 80, 2, 3, 2, true},
+    {kBf16, 64, false, 192, 128, 2, 3, 2, true},
+    {kBf16, 64, true, 192, 128, 2, 3, 2, true},
+    {kBf16, 256, false, 128, 80, 2, 2, 1, true},
+    {kFp16, 128, true, 192, 80, 2, 3, 2, true},
 };
 constexpr int kNumCheckRows = sizeof(kCheckRows) / sizeof(kCheckRows[0]);
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "blocks/online_softmax.cuh"
+#include "blocks/scores_again.cuh"
 #include "blocks/tile_product.cuh"
 #include "blocks/visible_range.cuh"
 #include "kernels/forward/arguments.h"
@@ -26,7 +27,7 @@ class ForwardConsumer {
   using Scores = float[kBlockN / 2];
   using Out = float[kHeadDim / 2];
   using Probabilities = uint32_t[kBlockN / 16][4];
-  using Softmax = OnlineSoftmax<kBlockN, Config::kWindowed>;
+  using Softmax = OnlineSoftmax<kElement, kBlockN, Config::kWindowed>;
 
  public:
   // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
@@ -116,16 +117,10 @@ class ForwardConsumer {
       multiply_values(o, p, kv_);
       wait_products<1>();
       pin_registers(s);
-      control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
-      if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
-      bool grew = softmax.subtract_reference(s, args_.score_scale);
-      if constexpr (Config::kWindowed) {
-        if (block < clear.begin || block >= clear.end) hide(s, block);
-      }
-      grew = __any_sync(~0u, grew);
       float factor[2];  // of out; set where it grew
-      if (grew) softmax.raise_reference(s, factor);
-      softmax.exponentiate(s);
+      const bool grew = kRow.growth_from_sum
+                            ? softmax_step_from_sum(s, softmax, factor, kv, block, clear)
+                            : softmax_step(s, softmax, factor, kv, block, clear);
       // Sync: the next K is there. A branch that follows from the sums keeps the whole softmax
       // before the wait for out: ptxas would move the wait up or the exponentials down, and the
       // product would run beside nothing. (Sums are never negative.)
@@ -149,6 +144,47 @@ class ForwardConsumer {
     pin_registers(o);
     control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
     kv_.advance();
+  }
+
+  // From scores to probabilities; gives K back. Returns whether out has to be multiplied by factor,
+  // the same in all lanes.
+  __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
+                                               RingPosition<kStages> kv, int block,
+                                               BlockRange clear) {
+    control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
+    if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
+    bool grew = softmax.subtract_reference(s, args_.score_scale);
+    if constexpr (Config::kWindowed) {
+      if (block < clear.begin || block >= clear.end) hide(s, block);
+    }
+    grew = __any_sync(~0u, grew);
+    if (grew) softmax.raise_reference(s, factor);
+    softmax.exponentiate(s);
+    return grew;
+  }
+
+  __device__ __forceinline__ bool softmax_step_from_sum(Scores& s, Softmax& softmax,
+                                                        float (&factor)[2],
+                                                        RingPosition<kStages> kv, int block,
+                                                        BlockRange clear) {
+    bool hidden = args_.tanh_scale != 0.f;
+    if constexpr (Config::kWindowed) {
+      hidden = hidden || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
+    }
+    if (hidden) return softmax_step(s, softmax, factor, kv, block, clear);
+    const bool grew = softmax.exponentiate_at_once(s, args_.score_scale);
+    if (grew) {
+      const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
+      scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
+          s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
+          base + Config::kKOffset + kv.stage() * Config::kKvBytes, threadIdx.x / 32 * 16);
+      softmax.subtract_reference(s, args_.score_scale);
+      softmax.raise_reference(s, factor);
+      softmax.exponentiate(s);
+    }
+    __syncwarp();
+    control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
+    return grew;
   }
 
   __device__ __forceinline__ void multiply_scores(Scores& s, RingPosition<kStages> at) {
