@@ -132,25 +132,21 @@ struct Problem {
   }
 };
 
-struct RowError {
-  double out = 0, out_bound = 1, lse = 0, lse_bound = 1;  // of the worst element
-  int column = -1;
-  double wanted = 0, found = 0, wanted_lse = 0, found_lse = 0;
-  double ratio() const {
-    const double a = out / out_bound, b = lse / lse_bound;
-    return a >= b ? a : b >= a ? b : INFINITY;  // NaN counts as infinite
-  }
+// What one row should be, and how far off it may be: P and out are rounded to 16 bits, so 2
+// roundings of sum |p v|; and fp32 scores, whose error grows with them.
+struct Truth {
+  int b, h, s;
+  std::vector<double> out, out_bound;
+  double lse, lse_bound;
 };
 
-// One row against fp64. Bound of an element: P and out are rounded to 16 bits, so 2 roundings of
-// sum |p v|; and fp32 scores, whose error grows with them.
-inline RowError check_row(Problem& problem, int b, int h, int s) {
+inline void find_truth(Problem& problem, Truth& truth) {
   const Case& c = problem.c;
-  const Rows rows = problem.queries(b), cols = problem.keys(b);
-  const int kv = h / (c.heads_q / c.heads_kv), shift = cols.length - rows.length;
-  const int begin = c.left < 0 ? 0 : std::max(0, s + shift - c.left);
-  const int end = c.right < 0 ? cols.length : std::min(cols.length, s + shift + c.right + 1);
-  const uint16_t* q = problem.q.row(rows.entry, rows.offset + s, h);
+  const Rows rows = problem.queries(truth.b), cols = problem.keys(truth.b);
+  const int kv = truth.h / (c.heads_q / c.heads_kv), shift = cols.length - rows.length;
+  const int begin = c.left < 0 ? 0 : std::max(0, truth.s + shift - c.left);
+  const int end = c.right < 0 ? cols.length : std::min(cols.length, truth.s + shift + c.right + 1);
+  const uint16_t* q = problem.q.row(rows.entry, rows.offset + truth.s, truth.h);
   std::vector<double> p(std::max(0, end - begin));
   double top = -INFINITY, sum = 0, largest = 0;
   for (int j = begin; j < end; ++j) {
@@ -166,31 +162,44 @@ inline RowError check_row(Problem& problem, int b, int h, int s) {
     top = std::max(top, x);
   }
   for (double& x : p) sum += x = std::exp(x - top);
-  const double unit = c.fp16 ? 0x1p-11 : 0x1p-8;
-  RowError error;
-  const uint16_t* out = problem.out.row(rows.entry, rows.offset + s, h);
-  double worst = -1;
-  for (int i = 0; i < c.head_dim_v; ++i) {
-    double wanted = 0, size = 0;
-    for (int j = begin; j < end; ++j) {
-      const double pv =
-          p[j - begin] / sum * to_float(problem.v.row(cols.entry, cols.offset + j, kv)[i], c.fp16);
-      wanted += pv;
-      size += std::fabs(pv);
-    }
-    const double found = to_float(out[i], c.fp16), off = std::fabs(found - wanted);
-    const double bound = size * (1.5 * unit + 4e-6 * largest) + 1e-6;
-    const double ratio = std::isnan(off) ? INFINITY : off / bound;
-    if (ratio > worst) {
-      worst = ratio;
-      error.out = off, error.out_bound = bound, error.column = i;
-      error.wanted = wanted, error.found = found;
+  truth.out.assign(c.head_dim_v, 0.0);
+  truth.out_bound.assign(c.head_dim_v, 0.0);
+  for (int j = begin; j < end; ++j) {
+    const uint16_t* v = problem.v.row(cols.entry, cols.offset + j, kv);
+    for (int i = 0; i < c.head_dim_v; ++i) {
+      const double pv = p[j - begin] / sum * to_float(v[i], c.fp16);
+      truth.out[i] += pv;
+      truth.out_bound[i] += std::fabs(pv);
     }
   }
-  error.wanted_lse = p.empty() ? -INFINITY : top + std::log(sum);
-  error.found_lse = problem.lse_at(rows, s, h);
-  error.lse =
-      error.wanted_lse == error.found_lse ? 0 : std::fabs(error.wanted_lse - error.found_lse);
-  error.lse_bound = 1e-4 + 2e-6 * largest;
-  return error;
+  const double unit = c.fp16 ? 0x1p-11 : 0x1p-8;
+  for (double& x : truth.out_bound) x = x * (1.5 * unit + 4e-6 * largest) + 1e-6;
+  truth.lse = p.empty() ? -INFINITY : top + std::log(sum);
+  truth.lse_bound = 1e-4 + 2e-6 * largest;
+}
+
+struct RowError {
+  double ratio = -1;  // to the bound; infinite for NaN
+  int b = -1, h = -1, s = -1, column = -1;
+  double wanted = 0, found = 0, wanted_lse = 0, found_lse = 0;
+};
+
+// The worst of the rows, with its worst element; column -1: the log-sum-exp.
+inline RowError compare(Problem& problem, const std::vector<Truth>& truths) {
+  RowError worst;
+  for (const Truth& t : truths) {
+    const Rows rows = problem.queries(t.b);
+    const uint16_t* out = problem.out.row(rows.entry, rows.offset + t.s, t.h);
+    const double lse = problem.lse_at(rows, t.s, t.h);
+    const auto consider = [&](int column, double wanted, double found, double bound) {
+      const double off = wanted == found ? 0 : std::fabs(wanted - found) / bound;
+      const double ratio = std::isnan(off) ? INFINITY : off;
+      if (ratio > worst.ratio) worst = {ratio, t.b, t.h, t.s, column, wanted, found, t.lse, lse};
+    };
+    consider(-1, t.lse, lse, t.lse_bound);
+    for (int i = 0; i < problem.c.head_dim_v; ++i) {
+      consider(i, t.out[i], to_float(out[i], problem.c.fp16), t.out_bound[i]);
+    }
+  }
+  return worst;
 }
