@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+import re
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
+from helpers import ROOT
 
 from flashattn3 import kernel_table
 from flashattn3.kernel_table import (
@@ -13,6 +15,7 @@ from flashattn3.kernel_table import (
     MAX_HEAD_DIM,
     ROWS,
     SHARED_MEMORY_BYTES,
+    ForwardRow,
     matching,
     select_row,
     table_hash,
@@ -58,6 +61,15 @@ def test_every_problem_finds_exactly_one_row(dtype, windowed):
         same = [(r.dtype, r.head_dim, r.windowed) for r in ROWS]
         assert same.count((dtype, row.head_dim, windowed)) == 1
     assert select_row(dtype, MAX_HEAD_DIM + 1, windowed) is None
+
+
+def test_rows_have_the_fields_of_the_struct_in_cpp():
+    header = ROOT / "csrc" / "kernels" / "forward" / "row.h"
+    if not header.is_file():
+        pytest.skip("needs a source checkout")
+    struct = re.search(r"struct ForwardRow \{(.*?)\n\};", header.read_text(), re.DOTALL)[1]
+    members = re.findall(r"^  (?:\w+) (\w+)(?: = \w+)?;", struct, re.MULTILINE)
+    assert members == [field.name for field in fields(ForwardRow) if field.name != "measured"]
 
 
 def test_a_glob_names_rows():
