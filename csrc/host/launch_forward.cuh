@@ -90,9 +90,10 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
   args.window_left = params.window_left < 0 ? widest : std::min(params.window_left, widest);
   args.window_right = params.window_right < 0 ? widest : std::min(params.window_right, widest);
   constexpr float kLog2e = 1.44269504088896f;
-  const bool capped = params.softcap > 0.f;
-  args.score_scale = (capped ? params.softcap : params.softmax_scale) * kLog2e;
-  args.tanh_scale = capped ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;
+  args.tanh_scale =
+      params.softcap > 0.f ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;
+  // Scores too small for the cap to matter, or all 0, go without.
+  args.score_scale = (args.tanh_scale != 0.f ? params.softcap : params.softmax_scale) * kLog2e;
   return args;
 }
 
@@ -124,7 +125,6 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
   if (!kRow.windowed && (params.window_left >= 0 || params.window_right >= 0)) {
     refuse("a window needs a windowed row");
   }
-  if (params.softcap > 0.f && params.softmax_scale == 0.f) refuse("softcap with scale 0");
   const ForwardArguments args = make_forward_arguments<kRow>(params);
   allow_shared_memory<kRow>();
   const int grid = std::max(1, std::min(params.num_sms - params.sm_margin, args.order.num_tiles));
