@@ -13,7 +13,7 @@ from .units import ROOT, write_units
 BUILD_FOLDER = ROOT / "build" / "hopper"
 UNITS_FOLDER = BUILD_FOLDER / "units"
 OUTPUTS = (OPS_LIBRARY, ROWS_MODULE)
-GIB_PER_COMPILER = 3
+GIB_PER_COMPILER = 1  # a forward row takes under half of it
 
 
 def build(package: Path) -> list[Path]:
