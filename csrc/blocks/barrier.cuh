@@ -8,6 +8,21 @@
 
 namespace flashattn3 {
 
+#ifdef FLASHATTN3_WAIT_LIMIT_NS
+// For finding a hang: a wait that takes longer is noted and given up, so that the kernel comes to
+// its end, with wrong results, and the host can read the notes. Never in a build for use.
+struct GivenUpWait {
+  uint32_t barrier;  // address in shared memory
+  uint32_t parity;
+  uint32_t block, thread;
+};
+struct GivenUpWaits {
+  uint32_t count;
+  GivenUpWait first[64];
+};
+static __device__ GivenUpWaits given_up_waits;
+#endif
+
 // A full barrier counts one arrival (the loading thread) and the bytes it announced; an empty
 // barrier counts one arrival for each warp that read the buffer.
 struct Barrier {
@@ -24,6 +39,10 @@ struct Barrier {
   // for its first completion. What arrived before is then visible.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     uint32_t done;
+#ifdef FLASHATTN3_WAIT_LIMIT_NS
+    uint64_t now, start;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start)::"memory");
+#endif
     do {
       asm volatile(
           "{\n.reg .pred p;\n"
@@ -32,6 +51,13 @@ struct Barrier {
           : "=r"(done)
           : "r"(address()), "r"(parity)
           : "memory");
+#ifdef FLASHATTN3_WAIT_LIMIT_NS
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+      if (done || now - start < FLASHATTN3_WAIT_LIMIT_NS) continue;
+      const uint32_t at = atomicAdd(&given_up_waits.count, 1);
+      if (at < 64) given_up_waits.first[at] = {address(), parity, blockIdx.x, threadIdx.x};
+      return;
+#endif
     } while (!done);
   }
 
