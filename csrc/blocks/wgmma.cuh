@@ -39,7 +39,7 @@ struct Wgmma;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
-// o0 to o5: the operand numbers that follow the accumulators.
+// o0 to o4: the operand numbers that follow the accumulators.
 #define FA3_WGMMA(ELEMENT, NAME, N, PLACES, o0, o1, o2, o3, o4, ...)                               \
   template <>                                                                                      \
   struct Wgmma<ELEMENT, N> {                                                                       \
