@@ -14,6 +14,7 @@
 #include "host/kernel_registry.h"
 #include "host/params.h"
 #include "host/tile_counters.h"
+#include "torch_binding/boxed.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -100,7 +101,7 @@ STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
-  library.impl("forward", TORCH_BOX(&forward));
+  library.impl("forward", boxed<forward>);
 }
 
 }  // namespace flashattn3

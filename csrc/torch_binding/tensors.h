@@ -53,9 +53,10 @@ inline cudaStream_t current_stream(int device) {
 
 // Strides of (batch, rows, heads, ·), or of (rows, heads, ·) where varlen.
 inline Strides row_strides(const Tensor& tensor, bool varlen) {
-  const auto strides = tensor.strides();
-  if (varlen) return {.batch = 0, .seq = strides[0], .head = strides[1]};
-  return {.batch = strides[0], .seq = strides[1], .head = strides[2]};
+  const int64_t rows = varlen ? 0 : 1;
+  return {.batch = varlen ? 0 : tensor.stride(0),
+          .seq = tensor.stride(rows),
+          .head = tensor.stride(rows + 1)};
 }
 
 inline const int32_t* indices(const std::optional<Tensor>& tensor) {
