@@ -68,8 +68,16 @@ class ForwardRow:
         return CONTROL_BYTES + columns * rows * ELEMENT_BYTES
 
 
-def _rows(head_dim: int, windowed: bool, *tile: int) -> tuple[ForwardRow, ...]:
-    return tuple(ForwardRow(dtype, head_dim, windowed, *tile) for dtype in DTYPES)
+def _rows(
+    head_dim: int, windowed: bool, *tile: int, growth_from_sum: bool = False, measured: str = ""
+) -> tuple[ForwardRow, ...]:
+    """The row of each dtype."""
+    return tuple(
+        ForwardRow(
+            dtype, head_dim, windowed, *tile, growth_from_sum=growth_from_sum, measured=measured
+        )
+        for dtype in DTYPES
+    )
 
 
 # head dim, windowed, block_m, block_n, stages, warpgroups that multiply, Q buffers

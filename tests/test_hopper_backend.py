@@ -1,4 +1,5 @@
-"""The Hopper backend without a GPU and without its library: plans, reasons, and what it calls."""
+"""The Hopper backend: plans, reasons and what it calls, without a GPU and without its library; and
+on a Hopper GPU what is its own: copies for TMA, and tile counters that launches must not share."""
 
 from __future__ import annotations
 
@@ -7,9 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import A100, B200, CPU, GPUS, H100, LOWERED_H100, WITHOUT_HOPPER, run_python
+from helpers import (
+    A100,
+    B200,
+    CPU,
+    GPUS,
+    H100,
+    LOWERED_H100,
+    WITHOUT_HOPPER,
+    needs_hopper,
+    run_python,
+)
 
-from flashattn3 import UnsupportedError
+from flashattn3 import UnsupportedError, explain, flash_attn_func
 from flashattn3.backends import hopper_library
 from flashattn3.backends.hopper import HopperBackend
 from flashattn3.backends.hopper_library import Library
@@ -287,3 +298,81 @@ from flashattn3.backends.hopper_library import find_library
 print(find_library().fault)"""
     wanted = "the Hopper kernels do not load (libtorch.so: cannot open shared object file)"
     assert run_python(code).strip() == wanted
+
+
+ODD_LAYOUTS = {
+    "odd pitch": lambda: torch.randn(2, 130, 4, 68)[..., :64],
+    "misaligned": lambda: torch.randn(2 * 130 * 4 * 64 + 1)[1:].view(2, 130, 4, 64),
+    "expanded": lambda: torch.randn(2, 130, 1, 64).expand(-1, -1, 4, -1),
+    "narrow and odd": lambda: torch.randn(2, 130, 4, 33),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", ODD_LAYOUTS)
+def test_layouts_that_are_copied_give_what_the_reference_gives(name):
+    torch.set_default_device("cuda")
+    torch.set_default_dtype(torch.float16)
+    try:
+        x = ODD_LAYOUTS[name]()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert explain(x, x, x, backend="hopper").config["copied first"] == "q, k, v"
+    out, lse = flash_attn_func(x, x, x, causal=True, return_lse=True, backend="hopper")
+    wanted, wanted_lse = flash_attn_func(
+        *[x.float()] * 3, causal=True, return_lse=True, backend="reference"
+    )
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.float(), wanted, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def uneven_work():
+    """q, k and v whose tiles differ in length, and what comes of them."""
+    q, k, v = (torch.randn(4, 2048, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    return (q, k, v), flash_attn_func(q, k, v, causal=True, backend="hopper")
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_streams_side_by_side_count_their_own_tiles(uneven_work):
+    tensors, wanted = uneven_work
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    outs = []
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(flash_attn_func(*tensors, causal=True, backend="hopper"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for out in outs)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_graphs_captured_on_one_stream_may_run_side_by_side(uneven_work):
+    tensors, wanted = uneven_work
+    captured, side = [], torch.cuda.Stream()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            out = flash_attn_func(*tensors, causal=True, backend="hopper")
+        captured.append((graph, out, torch.cuda.Stream()))
+    for _ in range(10):
+        for graph, _out, stream in captured:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for _graph, out, _stream in captured)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_every_kernel_is_resident_and_without_spills():
+    for facts in hopper_library.kernel_facts():
+        assert facts["blocks_per_sm"] >= 1, facts
+        assert facts["max_threads"] >= facts["num_threads"]
+        assert facts["num_registers"] > 0 and facts["local_bytes"] <= 32
