@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -301,10 +302,10 @@ print(find_library().fault)"""
 
 
 ODD_LAYOUTS = {
-    "odd pitch": lambda: torch.randn(2, 130, 4, 68)[..., :64],
-    "misaligned": lambda: torch.randn(2 * 130 * 4 * 64 + 1)[1:].view(2, 130, 4, 64),
-    "expanded": lambda: torch.randn(2, 130, 1, 64).expand(-1, -1, 4, -1),
-    "narrow and odd": lambda: torch.randn(2, 130, 4, 33),
+    "odd pitch": lambda randn: randn(2, 130, 4, 68)[..., :64],
+    "misaligned": lambda randn: randn(2 * 130 * 4 * 64 + 1)[1:].view(2, 130, 4, 64),
+    "expanded": lambda randn: randn(2, 130, 1, 64).expand(-1, -1, 4, -1),
+    "narrow and odd": lambda randn: randn(2, 130, 4, 33),
 }
 
 
@@ -312,13 +313,7 @@ ODD_LAYOUTS = {
 @needs_hopper
 @pytest.mark.parametrize("name", ODD_LAYOUTS)
 def test_layouts_that_are_copied_give_what_the_reference_gives(name):
-    torch.set_default_device("cuda")
-    torch.set_default_dtype(torch.float16)
-    try:
-        x = ODD_LAYOUTS[name]()
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
+    x = ODD_LAYOUTS[name](partial(torch.randn, device="cuda", dtype=torch.float16))
     assert explain(x, x, x, backend="hopper").config["copied first"] == "q, k, v"
     out, lse = flash_attn_func(x, x, x, causal=True, return_lse=True, backend="hopper")
     wanted, wanted_lse = flash_attn_func(

@@ -43,6 +43,18 @@ const ForwardKernel& forward_kernel(int64_t row) {
 
 const char* table_hash() { return kTableHash; }
 
+std::string driver_fault() {
+  int driver = 0;
+  check_cuda(cudaDriverGetVersion(&driver), "asking for the version of the driver");
+  // A driver runs what was built with its own major version of CUDA or an older one.
+  if (driver == 0 || driver / 1000 >= CUDART_VERSION / 1000) return "";
+  const auto dotted = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  return "built with CUDA " + dotted(CUDART_VERSION) + ", and this driver runs CUDA " +
+         dotted(driver) + " at most";
+}
+
 std::vector<std::string> compiled_rows() {
   std::vector<std::string> names;
   for (const ForwardEntry& entry : entries()) {

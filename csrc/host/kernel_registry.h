@@ -50,6 +50,8 @@ struct KernelFacts {
 };
 
 FLASHATTN3_EXPORT const char* table_hash();
+// Why this CUDA driver cannot run the library, in a sentence; empty where it can, or is not there.
+FLASHATTN3_EXPORT std::string driver_fault();
 FLASHATTN3_EXPORT std::vector<std::string> compiled_rows();
 // Asks the current device, and so makes a CUDA context if there is none.
 FLASHATTN3_EXPORT std::vector<KernelFacts> kernel_facts();

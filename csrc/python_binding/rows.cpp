@@ -51,8 +51,19 @@ PyObject* table_hash(PyObject*, PyObject*) {
   return PyUnicode_FromString(flashattn3::table_hash());
 }
 
+PyObject* driver_fault(PyObject*, PyObject*) {
+  try {
+    return as_python(flashattn3::driver_fault());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
 PyMethodDef methods[] = {
     {"compiled_rows", compiled_rows, METH_NOARGS, "Names of the compiled kernel rows."},
+    {"driver_fault", driver_fault, METH_NOARGS,
+     "Why this CUDA driver cannot run the kernels; empty where it can, or is not there."},
     {"kernel_facts", kernel_facts, METH_NOARGS,
      "One dict for each compiled kernel. What only a GPU that runs it knows (num_registers,\n"
      "local_bytes of spills, max_threads, blocks_per_sm) is -1 elsewhere."},

@@ -35,7 +35,7 @@ class Library:
 def find_library() -> Library:
     """Load the library, if it was built for this kernel table. Touches no GPU."""
     try:
-        from .._rows import compiled_rows
+        from .._rows import compiled_rows, driver_fault
         from .._rows import table_hash as hash_of_build
     except ModuleNotFoundError:
         return Library(fault="the Hopper kernels were not built")
@@ -43,6 +43,8 @@ def find_library() -> Library:
         return Library(fault=f"the Hopper kernels do not load ({error})")
     if hash_of_build() != table_hash():
         return Library(fault="the Hopper kernels were built from another kernel table")
+    if driver_fault():
+        return Library(fault=f"the Hopper kernels were {driver_fault()}")
     forward = torch.ops.flashattn3_hopper.forward.default
     return Library(rows=frozenset(compiled_rows()), forward=forward)
 
