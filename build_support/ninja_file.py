@@ -19,8 +19,8 @@ DEVICE_FLAGS = (
     "--expt-relaxed-constexpr",
     "-Xptxas=-v",
 )
-# libtorch is there before the library is: flashattn3 imports torch. --no-as-needed keeps it named
-# although the linker, which must not look into it, sees nothing used.
+# Found when the library is loaded, after torch. libtorch.so defines nothing but brings in
+# libtorch_cuda where there is one, and so the current stream; a linker would drop it as unused.
 TORCH_LINK_FLAGS = ("-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu")
 
 RULES = """
