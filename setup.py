@@ -1,27 +1,46 @@
-"""Decides whether compiled kernels are wanted; all else about the build is in pyproject.toml.
+"""Adds the compiled Hopper kernels where they are wanted; all else is in pyproject.toml.
 
-FLASHATTN3_BUILD unset or ``python``: a pure Python wheel, on every machine.
-FLASHATTN3_BUILD=cuda: the Hopper extension, which this release does not have yet, so it is refused
-rather than silently left out.
+FLASHATTN3_BUILD=cuda builds them (no GPU needed), =python does not. Unset: they are built where
+nvcc 12.4 or newer is installed and a Hopper GPU is visible.
 """
 
-import os
+from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-CHOICES = ("python", "cuda")
-
-
-def check_wanted_build(choice: str) -> None:
-    if choice not in CHOICES:
-        raise SystemExit(f"FLASHATTN3_BUILD must be one of {', '.join(CHOICES)}, got {choice!r}")
-    if choice == "cuda":
-        raise SystemExit(
-            "FLASHATTN3_BUILD=cuda: the Hopper kernels are not in this release yet. "
-            "Unset FLASHATTN3_BUILD to install the pure Python package, "
-            "which runs on Hopper GPUs through Triton."
-        )
+from build_support.build import OUTPUTS, build
+from build_support.toolchain import BuildError, kernels_are_wanted
 
 
-check_wanted_build(os.environ.get("FLASHATTN3_BUILD") or "python")
-setup()
+class BuildKernels(build_ext):
+    """ninja in the place of setuptools' compiler."""
+
+    def package_folder(self) -> Path:
+        return Path("" if self.inplace else self.build_lib, "flashattn3")
+
+    def run(self) -> None:
+        build(self.package_folder())
+
+    def get_outputs(self) -> list[str]:
+        return [str(self.package_folder() / output) for output in OUTPUTS]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}  # an editable install has the libraries in the package's own folder
+
+
+def setup_arguments() -> dict[str, object]:
+    if not kernels_are_wanted():
+        return {}
+    return {
+        # Named so that the wheel is for this platform, and for every Python from 3.10: stable ABI.
+        "ext_modules": [Extension("flashattn3._rows", sources=[])],
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+        "cmdclass": {"build_ext": BuildKernels},
+    }
+
+
+try:
+    setup(**setup_arguments())
+except BuildError as error:
+    raise SystemExit(str(error)) from None

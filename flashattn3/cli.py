@@ -10,11 +10,13 @@ import torch
 
 import flashattn3
 
+from .backends.hopper_library import find_library, kernel_facts
 from .bench import command as bench
 from .bench.command import DTYPES, choose_device
 from .bench.environment import triton_version
 from .demo import command as demo
 from .device import describe_device
+from .kernel_table import ROWS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,12 +54,37 @@ def doctor(args: argparse.Namespace) -> int:
         "triton": triton_version() or "not installed",
     }
     print("\n".join(f"{name:<16} {found}" for name, found in versions.items()))
+    print(_hopper_kernels())
     for device in _devices():
         print(f"\n{device}: {_properties(device)}")
         print(_backends(device))
     if not torch.cuda.is_available():
         print("\nNo CUDA device is visible to torch.")
     return 0
+
+
+def _hopper_kernels() -> str:
+    """The compiled kernel rows with the resources they take, or why there are none."""
+    library = find_library()
+    if library.fault is not None:
+        return f"{'Hopper kernels':<16} none: {library.fault}"
+    summary = f"{'Hopper kernels':<16} {len(library.rows)} of the table's {len(ROWS)} rows"
+    return "\n".join([summary, *map(_resources, kernel_facts())])
+
+
+def _resources(facts: dict[str, object]) -> str:
+    """registers, spills and occupancy are those that the current GPU reports."""
+    known = (
+        f"{facts['num_threads']} threads",
+        f"{facts['shared_memory_bytes'] / 1024:g} KiB of shared memory",
+    )
+    reported = (
+        f"{facts['num_registers']} registers",
+        f"{facts['local_bytes']} bytes of spills",
+        f"{facts['blocks_per_sm']} on an SM",
+    )
+    shown = known if facts["num_registers"] < 0 else known + reported
+    return f"  {facts['name']}: {', '.join(shown)}"
 
 
 def _devices() -> list[torch.device]:

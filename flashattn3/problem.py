@@ -20,6 +20,8 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 FULL_PRECISION = (torch.float32, torch.float64)
 DTYPES = SIXTEEN_BIT + FULL_PRECISION
 FP8 = torch.float8_e4m3fn
+# Where a tensor must begin for the widest loads of a GPU, TMA's and the vector ones.
+ALIGNMENT_BYTES = 16
 
 
 class Tensors(NamedTuple):
@@ -61,18 +63,23 @@ class Options(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """All that is read of a tensor before it is computed with."""
+    """All that is read of a tensor before it is computed with.
+
+    aligned: whether it begins at a multiple of 16 bytes.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    aligned: bool = True
 
 
 def metadata_of(tensor: torch.Tensor | None) -> Metadata | None:
     if tensor is None:
         return None
-    return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    aligned = tensor.data_ptr() % ALIGNMENT_BYTES == 0
+    return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class Problem:
         diagonal, inclusive; -1 means open. ``causal`` has become window_right = 0, and a window
         that reaches every key has become open.
     copied: names of the tensors whose rows are not dense, so that they must be copied first.
+    misaligned: names of the others that do not begin at a multiple of 16 bytes.
     strides of q, k, v: (batch, sequence, head), after that; the batch stride is 0 for varlen.
     """
 
@@ -100,6 +108,7 @@ class Problem:
     head_dim: int
     head_dim_v: int
     copied: tuple[str, ...]
+    misaligned: tuple[str, ...]
     q_stride: tuple[int, int, int]
     k_stride: tuple[int, int, int]
     v_stride: tuple[int, int, int]
@@ -285,6 +294,7 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
     seqlen_k = total_k if options.max_seqlen_k is None else min(options.max_seqlen_k, total_k)
     right = 0 if options.causal else options.window_right
     scale = options.softmax_scale
+    given = [(name, t) for name, t in zip(Tensors._fields, tensors, strict=True) if t is not None]
     return Problem(
         function=function_name(varlen),
         dtype=q.dtype,
@@ -298,9 +308,8 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         num_heads_kv=k.shape[-2],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
-        copied=tuple(
-            name for name, t in zip(Tensors._fields, tensors, strict=True) if _has_sparse_rows(t)
-        ),
+        copied=tuple(name for name, t in given if _has_sparse_rows(t)),
+        misaligned=tuple(name for name, t in given if not (t.aligned or _has_sparse_rows(t))),
         q_stride=_strides(q, varlen),
         k_stride=_strides(k, varlen),
         v_stride=_strides(v, varlen),
@@ -322,7 +331,7 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
 
 
 def _has_sparse_rows(tensor: Metadata | None) -> bool:
-    return tensor is not None and tensor.stride[-1] != 1 and tensor.shape[-1] > 1
+    return tensor.stride[-1] != 1 and tensor.shape[-1] > 1
 
 
 def _strides(tensor: Metadata, varlen: bool) -> tuple[int, int, int]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BACKEND_DTYPES, case_named, gradients_hold
+from helpers import (
+    BACKEND_DTYPES,
+    EVERY_BACKEND,
+    case_named,
+    gradients_hold,
+    skip_what_is_declined,
+)
 
 from flashattn3.testing import FORWARD_CASES, call, make_inputs, make_output_gradients
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-BACKENDS = ("triton", "reference")
 
 
 def run(case, tensors, backend, dout, dlse, **options):
+    skip_what_is_declined(case, backend)
     out, lse = call(case, tensors, return_lse=True, backend=backend, **options)
     pairs = [(value, given) for value, given in ((out, dout), (lse, dlse)) if given is not None]
     outputs, given = zip(*pairs, strict=True)
@@ -37,7 +43,7 @@ SINGLE = ("causal", "gqa-2", "causal-empty-rows", "softcap-causal", "varlen-sequ
 
 
 @pytest.mark.parametrize("which", ["dout", "dlse"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", SINGLE)
 def test_gradient_of_one_output_alone(name, backend, which, device):
     case = case_named(name)
@@ -50,7 +56,7 @@ def test_gradient_of_one_output_alone(name, backend, which, device):
     gradients_hold(case, tensors, got, dout if which == "dout" else 0 * dout, given[1], backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", ["gqa-2", "dim-72-40", "varlen-causal-cross", "layout-bhsd"])
 def test_deterministic_gradients_are_right_too(name, backend, device):
     case = case_named(name)
@@ -60,7 +66,7 @@ def test_deterministic_gradients_are_right_too(name, backend, device):
     gradients_hold(case, tensors, got, dout, dlse, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", ["causal", "varlen"])
 def test_any_strides_of_the_given_gradients(name, backend, device):
     """As autograd gives them: an expanded scalar, a transposed view, a last stride that is not
@@ -81,7 +87,7 @@ def test_any_strides_of_the_given_gradients(name, backend, device):
     assert all(map(torch.equal, run(case, tensors, backend, expanded, None), wanted))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_gradient_of_one_input_alone(backend, which, device):
     case = case_named("gqa-2")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import GPU, TRITON_DTYPES
+from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU, skip_what_is_declined
 
 from flashattn3.testing import (
     FORWARD_FACTOR,
@@ -37,6 +37,7 @@ LARGE = (
     dense("few-queries", (16, 8192), heads=(8, 1), dims=(128, 128), num_splits=0, batch=1),
     varlen("ragged-4k", (4096, 1, 777, 2048), (4096, 513, 777, 100), heads=(4, 2), causal=True),
 )
+COMPILED = [parameters for parameters in BACKEND_DTYPES if parameters.values[0] != "reference"]
 
 
 def widened(tensors):
@@ -45,32 +46,34 @@ def widened(tensors):
     return type(tensors)(*wide, *tensors[3:])
 
 
-@pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), COMPILED)
 @pytest.mark.parametrize("case", SMALL + LARGE * GPU, ids=lambda case: case.name)
-def test_triton_agrees_with_the_reference(case: Case, dtype: torch.dtype, device: torch.device):
+def test_compiled_kernels_agree_with_the_reference(case: Case, backend, dtype, device):
+    skip_what_is_declined(case, backend)
     tensors = make_inputs(case, device, dtype, requires_grad=True)
     exact = widened(tensors)
-    out, lse = call(case, tensors, return_lse=True, backend="triton")
+    out, lse = call(case, tensors, return_lse=True, backend=backend)
     wanted, wanted_lse = call(case, exact, return_lse=True, backend="reference")
     plain, _ = attention(tensors, **case.truth_options(), dtype=dtype)
-    check("out", out, wanted, plain, FORWARD_FACTOR, case, "triton against reference")
-    check_lse(lse, wanted_lse, case, "triton against reference")
+    check("out", out, wanted, plain, FORWARD_FACTOR, case, f"{backend} against reference")
+    check_lse(lse, wanted_lse, case, f"{backend} against reference")
 
     dout, dlse = make_output_gradients(case, tensors)
     got = torch.autograd.grad((out, lse), tensors[:3], (dout, dlse))
     wanted = torch.autograd.grad((wanted, wanted_lse), exact[:3], (dout.float(), dlse))
     plain = gradients(tensors, dout, dlse, **case.truth_options(), dtype=dtype)
     for name, *values in zip(("dq", "dk", "dv"), got, wanted, plain, strict=True):
-        check(name, *values, GRADIENT_FACTOR, case, "triton against reference")
+        check(name, *values, GRADIENT_FACTOR, case, f"{backend} against reference")
 
 
+@pytest.mark.parametrize("backend", EVERY_BACKEND[:-1])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_results_are_laid_out_alike(case, device):
+def test_results_are_laid_out_alike(case, backend, device):
     """Shapes, dtypes and strides, which compiled graphs rely on, do not depend on the backend."""
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)
     layouts = []
-    for backend in ("triton", "reference"):
-        out, lse = call(case, tensors, return_lse=True, backend=backend)
+    for name in (backend, "reference"):
+        out, lse = call(case, tensors, return_lse=True, backend=name)
         results = (out, lse, *torch.autograd.grad(out.sum(), tensors[:3]))
         layouts.append([(x.shape, x.dtype, x.stride(), x.device) for x in results])
     assert layouts[0] == layouts[1]

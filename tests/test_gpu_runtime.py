@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import case_named
+from helpers import EVERY_BACKEND, case_named, skip_what_is_declined
 
 from flashattn3.testing import Case, call, make_inputs, make_output_gradients
 from flashattn3.testing.cases import dense, varlen
@@ -20,8 +20,7 @@ CASES = {
         ),
     )
 }
-BACKENDS = ("triton", "reference")
-both = pytest.mark.parametrize("backend", BACKENDS)
+every_backend = pytest.mark.parametrize("backend", EVERY_BACKEND)
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -32,13 +31,14 @@ def prepared(case: Case, device="cuda"):
 
 def run(case, tensors, backend, dout=None, dlse=None):
     """out and lse, and with gradients given also dq, dk and dv."""
+    skip_what_is_declined(case, backend)
     outputs = call(case, tensors, backend=backend, return_lse=True, deterministic=True)
     if dout is None:
         return outputs
     return (*outputs, *torch.autograd.grad(outputs, tensors[:3], (dout, dlse)))
 
 
-@both
+@every_backend
 @each_case
 def test_nothing_waits_for_the_gpu(case, backend):
     tensors, dout, dlse = prepared(case)
@@ -51,7 +51,7 @@ def test_nothing_waits_for_the_gpu(case, backend):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@both
+@every_backend
 def test_max_seqlen_on_the_gpu_is_not_read(backend):
     from flashattn3 import flash_attn_varlen_func
 
@@ -74,7 +74,7 @@ def test_max_seqlen_on_the_gpu_is_not_read(backend):
     torch.testing.assert_close(found, call(case, tensors, backend=backend))
 
 
-@both
+@every_backend
 @each_case
 def test_forward_in_a_cuda_graph(case, backend):
     tensors, _, _ = prepared(case)
@@ -89,7 +89,7 @@ def test_forward_in_a_cuda_graph(case, backend):
             assert all(map(torch.equal, captured, run(case, tensors, backend)))
 
 
-@both
+@every_backend
 @each_case
 def test_forward_and_backward_in_a_cuda_graph(case, backend):
     tensors, dout, dlse = prepared(case)
@@ -113,7 +113,7 @@ def fill(old, new):
             place.copy_(values)
 
 
-@both
+@every_backend
 @each_case
 def test_work_goes_to_the_current_stream(case, backend):
     """On a stream that is held up, nothing has happened when the call returns."""
@@ -133,7 +133,7 @@ def test_work_goes_to_the_current_stream(case, backend):
     assert all(map(torch.equal, found, wanted))
 
 
-@both
+@every_backend
 @each_case
 def test_the_tensors_device_is_used(case, backend):
     if torch.cuda.device_count() < 2:

@@ -11,7 +11,17 @@ import pytest
 from helpers import ROOT, run_python
 
 PACKAGE = ROOT / "flashattn3"
-CORE = ("errors", "problem", "device", "plan", "ops", "api", "backends", "triton_kernels")
+CORE = (
+    "errors",
+    "problem",
+    "device",
+    "kernel_table",
+    "plan",
+    "ops",
+    "api",
+    "backends",
+    "triton_kernels",
+)
 
 # Module or package of flashattn3 → what of flashattn3 it may import when it runs.
 MAY_IMPORT = {
@@ -22,16 +32,26 @@ MAY_IMPORT = {
     "plan": {"backends.base", "device", "errors", "problem"},
     "backends.heads_first": set(),
     "backends.reference": {"backends.heads_first", "device", "problem"},
+    "kernel_table": set(),
+    "backends.hopper_library": {"kernel_table", "_rows"},
+    "backends.hopper": {
+        "backends.hopper_library",
+        "backends.triton",
+        "device",
+        "errors",
+        "kernel_table",
+        "problem",
+    },
     # The two halves of one backend: what is decided without Triton, and what needs it.
     "backends.triton": {"device", "problem", "triton_kernels.configs", "backends.triton_launches"},
     "backends.triton_launches": {"backends.triton", "problem", "triton_kernels"},
     "triton_kernels.configs": set(),
     "triton_kernels": {"triton_kernels", "triton_kernels.configs"},
-    "backends": {"backends.reference", "backends.triton"},
+    "backends": {"backends.hopper", "backends.reference", "backends.triton"},
     "ops": {"backends", "device", "plan", "problem"},
     "api": {"ops", "backends", "device", "errors", "plan", "problem"},
 }
-TORCH_FREE = ("errors", "plan", "backends.base", "triton_kernels.configs")
+TORCH_FREE = ("errors", "plan", "kernel_table", "backends.base", "triton_kernels.configs")
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 MAY_WAIT = {"check_contents"}  # runs only under FLASHATTN3_CHECK=1
 
@@ -109,6 +129,20 @@ def test_core_modules_need_only_torch_and_triton(name):
     if name in TORCH_FREE:
         allowed = set()
     assert third_party(name) <= allowed
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "build_support").glob("*.py")), ids=lambda p: p.name
+)
+def test_the_build_needs_the_standard_library_alone(path):
+    """It runs before anything is installed; only the hooks that pip calls know setuptools."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    allowed = {"build_support", "third_party"}
+    if path.name == "backend.py":
+        allowed |= {"setuptools"}
+    assert {name.split(".")[0] for name in found} <= allowed | set(sys.stdlib_module_names)
 
 
 def test_only_the_command_line_draws_or_measures():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import GPU, case_named
+from helpers import EVERY_BACKEND, GPU, case_named, needs_hopper, skip_what_is_declined
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
@@ -14,7 +14,6 @@ from flashattn3.ops import plan_of
 from flashattn3.problem import Options, Tensors
 from flashattn3.testing import call, make_inputs, make_output_gradients
 
-BACKENDS = ("triton", "reference")
 GUARD = 8192  # elements on each side of a tensor
 CANARY = 77  # exact in every dtype
 
@@ -84,7 +83,7 @@ CORRUPT = {
 
 @pytest.mark.parametrize(("causal", "max_seqlen"), [(True, 64), (False, None), (True, 2**30)])
 @pytest.mark.parametrize("name", CORRUPT)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_corrupt_lengths_stay_within_the_tensors(backend, name, causal, max_seqlen, device):
     total = 40
     lengths = {"cu_seqlens_q": (0, 20, total), "cu_seqlens_k": (0, 20, total), **CORRUPT[name]}
@@ -107,9 +106,10 @@ def test_corrupt_lengths_stay_within_the_tensors(backend, name, causal, max_seql
 @pytest.mark.parametrize(
     "name", ["causal-empty-rows", "gqa-8", "dim-72-40", "varlen-seqused", "splits"]
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_nothing_is_written_beside_the_results(backend, name, device):
     case = case_named(name)
+    skip_what_is_declined(case, backend)
     tensors = make_inputs(case, device, torch.float16)
     left, right = case.window
     lengths = {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k} if case.varlen else {}
@@ -136,7 +136,7 @@ def test_the_guard_sees_a_stray_write():
         guard.assert_untouched()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize(
     "name", ["gqa-2", "softcap-causal", "varlen-causal-cross", "layout-packed"]
 )
@@ -155,10 +155,11 @@ def test_inputs_are_left_as_they_are(backend, name, device):
         assert now is None or torch.equal(now.nan_to_num(), then.nan_to_num())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", ["gqa-2", "window-both", "splits", "varlen-causal-cross"])
 def test_twenty_runs_give_the_same_bits(backend, name, device):
     case = case_named(name)
+    skip_what_is_declined(case, backend)
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)
     dout, dlse = make_output_gradients(case, tensors)
     first = None
@@ -169,7 +170,7 @@ def test_twenty_runs_give_the_same_bits(backend, name, device):
         assert all(map(torch.equal, results, first))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_strides_beyond_31_bits(backend, device):
     """q, k and v are views of one buffer of more than 2**31 elements; few pages are touched."""
     if GPU and torch.cuda.mem_get_info()[0] < 6 * 2**30:
@@ -203,8 +204,11 @@ def test_strides_beyond_31_bits(backend, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_results_beyond_31_bits(num_splits):
+@pytest.mark.parametrize(
+    ("backend", "num_splits"),
+    [pytest.param("hopper", 1, marks=needs_hopper), ("triton", 1), ("triton", 2)],
+)
+def test_results_beyond_31_bits(backend, num_splits):
     """out and dQ hold more than 2**31 elements; a narrow window keeps the work small."""
     needed = (16 + 18 * (num_splits > 1)) * 2**30
     if torch.cuda.mem_get_info()[0] < needed:
@@ -213,7 +217,7 @@ def test_results_beyond_31_bits(num_splits):
     q = torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.float16)
     k, v = (torch.randn(1, rows, 1, dim, device="cuda", dtype=torch.float16) for _ in range(2))
     q.requires_grad_()
-    options = {"window_size": (window, 0), "backend": "triton", "return_lse": True}
+    options = {"window_size": (window, 0), "backend": backend, "return_lse": True}
     out, lse = flash_attn_func(q, k, v, num_splits=num_splits, **options)
     assert out.numel() > 2**31
     dout = torch.randn(1, 1, heads, dim, device="cuda", dtype=torch.float16).expand(out.shape)

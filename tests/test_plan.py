@@ -1,4 +1,7 @@
-"""Golden plans: which backend and which row of the tile table a problem gets on which chip."""
+"""Golden plans: which backend and which row of the tile table a problem gets on which chip.
+
+Those of the Hopper backend, which may be compiled here or not, are in test_hopper_backend.py.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from helpers import (
     RTX3090,
     RTX5090,
     T4,
+    WITHOUT_HOPPER,
 )
 
 import flashattn3
@@ -38,7 +42,7 @@ def problem(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_
 
 
 def plan(device, *args, **kwargs):
-    return choose(problem(*args, **kwargs), device, BACKENDS)
+    return choose(problem(*args, **kwargs), device, WITHOUT_HOPPER)
 
 
 # Chip → its rows by head dim: (shared memory in KiB, whether it is for wgmma).
@@ -156,9 +160,9 @@ def test_when_nobody_takes_a_problem_every_reason_is_shown(options):
     sentence = str(caught.value)
     assert sentence.startswith("flash_attn_func: no backend takes this problem (")
     reasons = sentence.partition("(")[2]
-    for backend in BACKENDS:
+    for backend in WITHOUT_HOPPER:
         assert f"{backend.name}: " in reasons
-    assert reasons.count(next(iter(options))) == len(BACKENDS)
+    assert reasons.count(next(iter(options))) == len(WITHOUT_HOPPER)
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def test_explain_shows_the_decision_and_every_reason():
     q = torch.empty(2, 64, 4, 32)
     found = flashattn3.explain(q, q, q, causal=True, return_lse=True)
     assert found.backend == "reference"
-    assert set(found.declined) == {"triton"}
+    assert set(found.declined) == {"hopper", "triton"}
     assert found.config["block_m"] > 0
     for word in ("backend: reference", "not triton: ", found.declined["triton"], "block_m"):
         assert word in str(found)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import case_named
+from helpers import EVERY_BACKEND, case_named
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,7 +21,6 @@ from flashattn3.problem import Options
 from flashattn3.testing import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
-BACKENDS = ("triton", "reference")
 # On a CPU inductor needs a C++ compiler, which not every machine has.
 COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
@@ -38,7 +37,7 @@ def operator_arguments(name, backend, device, requires_grad=True):
     return (*tensors, *options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_forward(name, backend, device):
     torch.library.opcheck(
@@ -47,7 +46,7 @@ def test_opcheck_forward(name, backend, device):
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_backward(name, backend, with_dlse, device):
     arguments = operator_arguments(name, backend, device, requires_grad=False)

@@ -1,0 +1,44 @@
+"""From the kernel table to the two libraries of the package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from .ninja_file import OPS_LIBRARY, ROWS_MODULE, ninja_text
+from .toolchain import BuildError, find_toolchain
+from .units import ROOT, write_units
+
+BUILD_FOLDER = ROOT / "build" / "hopper"
+UNITS_FOLDER = BUILD_FOLDER / "units"
+OUTPUTS = (OPS_LIBRARY, ROWS_MODULE)
+GIB_PER_COMPILER = 1  # a forward row takes under half of it
+
+
+def build(package: Path) -> list[Path]:
+    """Compile what has changed and put the libraries into a package folder; their paths.
+
+    FLASHATTN3_KERNELS, a glob over row names, builds a subset. MAX_JOBS caps the compilers at work.
+    """
+    tools = find_toolchain()
+    pattern = os.environ.get("FLASHATTN3_KERNELS") or "*"
+    try:
+        units = write_units(UNITS_FOLDER, pattern)
+    except ValueError as error:
+        raise BuildError(f"FLASHATTN3_KERNELS: {error}") from None
+    text = ninja_text(tools, units, package.resolve())
+    (BUILD_FOLDER / "build.ninja").write_text(text)
+    command = [tools.ninja, "-C", BUILD_FOLDER, f"-j{num_jobs()}"]
+    if subprocess.run(command).returncode != 0:
+        raise BuildError("The build of the Hopper kernels failed; the compiler's words are above.")
+    return [package / output for output in OUTPUTS]
+
+
+def num_jobs() -> int:
+    """One for each CPU, as far as the memory goes."""
+    asked = os.environ.get("MAX_JOBS")
+    if asked:
+        return max(1, int(asked))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory / GIB_PER_COMPILER)))

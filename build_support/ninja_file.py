@@ -1,0 +1,87 @@
+"""The rules by which ninja compiles and links, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from shlex import join, quote
+
+from .toolchain import OLDEST_TORCH_ABI, Toolchain
+from .units import ROOT
+
+CSRC = ROOT / "csrc"
+OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
+ROWS_MODULE = Path("_rows.abi3.so")
+
+COMMON_FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
+DEVICE_FLAGS = (
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "--expt-relaxed-constexpr",
+    "-Xptxas=-v",
+)
+# Found when the library is loaded, after torch. libtorch.so defines nothing but brings in
+# libtorch_cuda where there is one, and so the current stream; a linker would drop it as unused.
+TORCH_LINK_FLAGS = ("-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu")
+
+RULES = """
+rule compile
+  command = $nvcc {common} $flags -MD -MF $out.d -c $in -o $out > $out.log 2>&1 $
+      || (cat $out.log; exit 1)
+  description = $out
+  depfile = $out.d
+  deps = gcc
+
+rule link
+  command = $link -shared -o $out $in $flags
+  description = $out
+"""
+
+
+def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
+    """The file for generated units and the fixed sources; outputs go into the package's folder."""
+    lines = [f"nvcc = {_command(tools.ccache, tools.nvcc)}", f"link = {_command(tools.nvcc)}"]
+    lines.append(RULES.format(common=join([*COMMON_FLAGS, f"-I{CSRC}"])))
+    library, module = package / OPS_LIBRARY, package / ROWS_MODULE
+
+    device = [*DEVICE_FLAGS, f"-I{tools.cutlass_include}"]
+    torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
+    objects = [_compile(lines, unit, device if unit.suffix == ".cu" else ()) for unit in units]
+    objects += [_compile(lines, source) for source in sorted((CSRC / "host").glob("*.cpp"))]
+    objects += [
+        _compile(lines, source, torch) for source in sorted((CSRC / "torch_binding").glob("*.cpp"))
+    ]
+    # CUDA's runtime is inside, and hidden: torch brings its own, of another version perhaps.
+    flags = ["-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
+    _link(lines, library, objects, [*flags, *TORCH_LINK_FLAGS])
+
+    python = [f"-isystem={tools.python_include}"]
+    rows = [
+        _compile(lines, source, python)
+        for source in sorted((CSRC / "python_binding").glob("*.cpp"))
+    ]
+    beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
+    _link(lines, module, rows, ["-cudart=none", *beside], needs=library)
+    lines.append(f"default {_escaped(library)} {_escaped(module)}")
+    return "\n".join(lines) + "\n"
+
+
+def _compile(lines: list[str], source: Path, flags: Iterable[str] = ()) -> str:
+    """Append the step that makes an object of a source; the object's name, in the build folder."""
+    target = f"{source.parent.name}/{source.name}.o"
+    lines += [f"build {target}: compile {_escaped(source)}", f"  flags = {join(flags)}"]
+    return target
+
+
+def _link(lines: list[str], target: Path, objects, flags: list[str], needs: Path | None = None):
+    implicit = f" | {_escaped(needs)}" if needs else ""
+    lines.append(f"build {_escaped(target)}: link {' '.join(objects)}{implicit}")
+    lines.append(f"  flags = {' '.join(quote(flag) for flag in flags)}")
+
+
+def _command(*parts: Path | None) -> str:
+    return join(str(part) for part in parts if part is not None)
+
+
+def _escaped(path: Path) -> str:
+    """As ninja wants a path written."""
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")

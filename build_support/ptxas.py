@@ -1,0 +1,72 @@
+"""What the compiler said of each kernel row, and whether it may stay.
+
+``python -m build_support.ptxas`` prints registers and spills of the last build and fails on a spill
+over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_SPILL_BYTES = 32
+LOG_SUFFIX = ".cu.o.log"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one compiled unit: the worst of its kernels."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+    @property
+    def fault(self) -> str | None:
+        if self.warnings:
+            return self.warnings[0]
+        if self.spill_bytes > MAX_SPILL_BYTES:
+            return f"{self.spill_bytes} bytes of spills, allowed are {MAX_SPILL_BYTES}"
+        return None
+
+
+def read(log: Path) -> Report:
+    """The report of a unit from the output of ``nvcc -Xptxas -v``."""
+    text = log.read_text()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    registers = re.findall(r"Used (\d+) registers", text)
+    if not registers:
+        raise ValueError(f"{log} says nothing of registers")
+    return Report(
+        name=log.name.removesuffix(LOG_SUFFIX),
+        registers=max(map(int, registers)),
+        spill_bytes=max((int(count) for pair in spills for count in pair), default=0),
+        warnings=tuple(
+            line.strip() for line in text.splitlines() if re.search(r"\bC75\d\d\b", line)
+        ),
+    )
+
+
+def read_all(folder: Path) -> list[Report]:
+    """The reports of every row of the last build, which left its units there."""
+    return [read(unit.with_suffix(LOG_SUFFIX)) for unit in sorted(folder.glob("*.cu"))]
+
+
+def main(folder: Path) -> int:
+    reports = read_all(folder)
+    if not reports:
+        print(f"{folder} holds no compiled kernel row")
+        return 1
+    for report in reports:
+        sentence = f"{report.registers} registers, {report.spill_bytes} bytes of spills"
+        print(f"{report.name:<48} {sentence}{f'  WRONG: {report.fault}' if report.fault else ''}")
+    return int(any(report.fault for report in reports))
+
+
+if __name__ == "__main__":
+    from .build import UNITS_FOLDER
+
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else UNITS_FOLDER))

@@ -1,0 +1,159 @@
+"""Whether the Hopper kernels are to be built, and with what."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from third_party import cutlass
+
+OLDEST_NVCC = (12, 4)  # the first that compiles C++20 with class types as template arguments
+OLDEST_TORCH_ABI = "0x0209000000000000"  # 2.9, as pyproject.toml has it
+CHOICES = ("cuda", "python")
+BUILD_REQUIREMENTS = ("ninja", "torch>=2.9", cutlass.PINNED)
+INSTALL_HINT = f"pip install ninja 'torch>=2.9' && pip install --no-deps {cutlass.PINNED}"
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be built; the sentence says what is missing and what mends it."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Programs and folders of headers and libraries. ccache is None where it is not installed."""
+
+    nvcc: Path
+    ninja: Path
+    ccache: Path | None
+    cutlass_include: Path
+    torch_include: Path
+    torch_lib: Path
+    python_include: Path
+
+
+def kernels_are_wanted() -> bool:
+    """FLASHATTN3_BUILD=cuda: yes; =python: no; unset: where a fit nvcc and a Hopper GPU are."""
+    choice = os.environ.get("FLASHATTN3_BUILD") or None
+    if choice not in (None, *CHOICES):
+        raise BuildError(f"FLASHATTN3_BUILD must be one of {', '.join(CHOICES)}, got {choice!r}")
+    if choice is not None:
+        return choice == "cuda"
+    nvcc = find_nvcc()
+    return nvcc is not None and nvcc_version(nvcc) >= OLDEST_NVCC and hopper_is_visible()
+
+
+def find_toolchain() -> Toolchain:
+    """Everything the build needs; BuildError with every missing part at once."""
+    finders = {
+        "nvcc": _fit_nvcc,
+        "ninja": _ninja,
+        "cutlass_include": _cutlass_include,
+        "torch_include": _torch_include,
+        "python_include": _python_include,
+    }
+    found, missing = {}, []
+    for name, find in finders.items():
+        try:
+            found[name] = find()
+        except BuildError as error:
+            missing.append(str(error))
+    if missing:
+        raise BuildError(
+            "The Hopper kernels cannot be built:\n  "
+            + "\n  ".join(missing)
+            + f"\nFor what pip has: {INSTALL_HINT}"
+            + "\nFLASHATTN3_BUILD=python installs without them; Triton then runs on Hopper GPUs."
+        )
+    ccache = shutil.which("ccache")
+    torch_lib = found["torch_include"].parent / "lib"
+    return Toolchain(ccache=Path(ccache) if ccache else None, torch_lib=torch_lib, **found)
+
+
+def find_nvcc() -> Path | None:
+    """In CUDA_HOME or CUDA_PATH, else on PATH, else where CUDA's installer puts it."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            nvcc = Path(os.environ[variable], "bin", "nvcc")
+            return nvcc if nvcc.is_file() else None
+    found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    return Path(found) if found else None
+
+
+def nvcc_version(nvcc: Path) -> tuple[int, int]:
+    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", printed)
+    return (int(release[1]), int(release[2])) if release else (0, 0)
+
+
+def hopper_is_visible() -> bool:
+    """Whether the driver shows a GPU of compute capability 9.0 (CUDA_VISIBLE_DEVICES counts)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return False
+    return any(_capability(driver, ordinal) == (9, 0) for ordinal in range(count.value))
+
+
+def _capability(driver: ctypes.CDLL, ordinal: int) -> tuple[int, ...]:
+    device, value = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(device), ordinal)
+    parts = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        parts.append(value.value)
+    return tuple(parts)
+
+
+def _fit_nvcc() -> Path:
+    oldest = ".".join(map(str, OLDEST_NVCC))
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError(f"nvcc {oldest} or newer: not in CUDA_HOME, CUDA_PATH or PATH")
+    version = nvcc_version(nvcc)
+    if version < OLDEST_NVCC:
+        raise BuildError(f"nvcc {oldest} or newer: {nvcc} is {'.'.join(map(str, version))}")
+    return nvcc
+
+
+def _ninja() -> Path:
+    """The wheel's program lies beside the interpreter, which need not be on PATH."""
+    scripts = sysconfig.get_path("scripts")
+    found = shutil.which("ninja", path=scripts) or shutil.which("ninja")
+    if found is None:
+        raise BuildError("ninja: not on PATH and not installed for this Python")
+    return Path(found)
+
+
+def _cutlass_include() -> Path:
+    try:
+        return cutlass.include_dir()
+    except cutlass.CutlassNotFoundError as error:
+        raise BuildError(f"CUTLASS headers: {error}") from None
+
+
+def _torch_include() -> Path:
+    """Found without importing torch, which takes seconds. Any build of torch will do, CPU too."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("torch 2.9 or newer: not installed where the build runs")
+    include = Path(next(iter(spec.submodule_search_locations)), "include")
+    if not (include / "torch" / "csrc" / "stable" / "tensor_struct.h").is_file():
+        raise BuildError(f"torch 2.9 or newer: {include} has no headers of its stable interface")
+    return include
+
+
+def _python_include() -> Path:
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise BuildError(f"Python.h: not in {include} (python3-dev or python3-devel has it)")
+    return include

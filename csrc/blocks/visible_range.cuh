@@ -1,0 +1,77 @@
+// Which keys a query sees: an interval that moves with the row, cut to the sequence.
+#pragma once
+
+#include <cstdint>
+
+namespace flashattn3 {
+
+struct BlockRange {
+  int begin;  // first block of keys
+  int end;    // one past the last; begin == end: none
+};
+
+// Row i sees keys from max(0, i + first) to min(num_keys, i + last + 1) - 1.
+struct Visibility {
+  int num_keys;
+  int first;
+  int last;
+
+  // The windows are at most the longer of the two longest sequences, which is as good as open.
+  static __device__ __forceinline__ Visibility of(int num_rows, int num_keys, int window_left,
+                                                  int window_right) {
+    const int shift = num_keys - num_rows;  // bottom right aligned
+    return {num_keys, shift - window_left, shift + window_right};
+  }
+
+  __device__ __forceinline__ int begin(int row) const { return max(0, row + first); }
+  __device__ __forceinline__ int end(int row) const { return min(num_keys, row + last + 1); }
+
+  // Blocks of kN keys that hold a visible key of rows first_row to last_row.
+  template <int kN>
+  __device__ __forceinline__ BlockRange blocks(int first_row, int last_row) const {
+    if (last_row < first_row) return {0, 0};
+    const int low = begin(first_row) / kN;
+    const int high = (max(0, end(last_row)) + kN - 1) / kN;
+    return low < high ? BlockRange{low, high} : BlockRange{0, 0};
+  }
+
+  // Blocks of which every key is visible to every row from first_row to last_row.
+  template <int kN>
+  __device__ __forceinline__ BlockRange clear_blocks(int first_row, int last_row) const {
+    const int low = (begin(last_row) + kN - 1) / kN;
+    const int high = max(0, end(first_row)) / kN;
+    return {low, max(low, high)};
+  }
+};
+
+// Sets the scores of keys that a row does not see to -inf. row: the thread's first row, the second
+// is 8 below. first_key: of the tile.
+template <int kN, bool kWindowed>
+__device__ __forceinline__ void hide_keys(float (&s)[kN / 2], const Visibility& visibility, int row,
+                                          int first_key) {
+  // Thread column 0 is this key; the others are compile-time distances from it (wgmma.cuh).
+  const int key = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int end = (kWindowed ? visibility.end(row + 8 * r) : visibility.num_keys) - key;
+#pragma unroll
+    for (int i = 2 * r; i < kN / 2; i += 4) {
+      if (i / 4 * 8 >= end) s[i] = -INFINITY;
+      if (i / 4 * 8 + 1 >= end) s[i + 1] = -INFINITY;
+    }
+  }
+  if constexpr (kWindowed) {
+    if (visibility.begin(row + 8) <= first_key) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int begin = visibility.begin(row + 8 * r) - key;
+#pragma unroll
+      for (int i = 2 * r; i < kN / 2; i += 4) {
+        if (i / 4 * 8 < begin) s[i] = -INFINITY;
+        if (i / 4 * 8 + 1 < begin) s[i + 1] = -INFINITY;
+      }
+    }
+  }
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,59 @@
+// The compiled kernels, in the order of ROWS in flashattn3/kernel_table.py. The build writes the
+// three constants below and one unit for each row.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "host/params.h"
+
+// The library hides every other symbol.
+#define FLASHATTN3_EXPORT __attribute__((visibility("default")))
+
+namespace flashattn3 {
+
+// kernel: the entry, for cudaFuncGetAttributes. launch: throws where the launch fails.
+struct ForwardKernel {
+  const char* name;
+  const void* kernel;
+  int num_threads;
+  int shared_memory_bytes;
+  void (*launch)(const ForwardParams&, cudaStream_t);
+};
+
+// A row of the table, and its kernel; null where FLASHATTN3_KERNELS left the row out of the build.
+struct ForwardEntry {
+  const char* name;
+  const ForwardKernel* kernel;
+};
+
+extern const char* const kTableHash;
+extern const int kNumForwardEntries;
+extern const ForwardEntry kForwardEntries[];
+
+// Throws for an index outside the table and for a row that is not in this build, naming it.
+const ForwardKernel& forward_kernel(int64_t row);
+
+// What is known of one compiled kernel. The last four are -1 without a GPU that can run it.
+// local_bytes: spills and arrays in local memory, for each thread.
+struct KernelFacts {
+  std::string name;
+  int num_threads;
+  int shared_memory_bytes;
+  int num_registers = -1;
+  int local_bytes = -1;
+  int max_threads = -1;
+  int blocks_per_sm = -1;
+};
+
+FLASHATTN3_EXPORT const char* table_hash();
+// Why this CUDA driver cannot run the library, in a sentence; empty where it can, or is not there.
+FLASHATTN3_EXPORT std::string driver_fault();
+FLASHATTN3_EXPORT std::vector<std::string> compiled_rows();
+// Asks the current device, and so makes a CUDA context if there is none.
+FLASHATTN3_EXPORT std::vector<KernelFacts> kernel_facts();
+
+}  // namespace flashattn3

@@ -1,0 +1,147 @@
+// The launch of one forward kernel. Included by the generated unit of each row, which instantiates
+//   template void flashattn3::launch_forward<row>(const ForwardParams&, cudaStream_t);
+//   template const void* flashattn3::forward_entry<row>();
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <string>
+
+#include "host/errors.h"
+#include "host/forward_row.h"
+#include "host/params.h"
+#include "host/tensor_map.h"
+#include "kernels/forward/kernel.cuh"
+
+namespace flashattn3 {
+
+inline std::string describe(const ForwardRow& row) {
+  return std::string("forward_") + (row.dtype == ElementType::kBFloat16 ? "bf16" : "fp16") + "_d" +
+         std::to_string(row.head_dim) + (row.windowed ? "_windowed_" : "_full_") +
+         std::to_string(row.block_m) + "x" + std::to_string(row.block_n);
+}
+
+inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& params) {
+  // K and V of one section stay in L2 (50 MB on an H100). Smaller sections would end with few long
+  // tiles and leave SMs without work.
+  constexpr int64_t kSectionBytes = 40 << 20;
+  const int64_t row_blocks = (params.seqlen_q + row.block_m - 1) / row.block_m;
+  const int64_t heads = static_cast<int64_t>(params.num_heads_q) * params.batch;
+  if (row_blocks * heads > INT_MAX / 2) {
+    fail("launch of " + describe(row), "more than 2^30 tiles");
+  }
+  const int64_t head_bytes = std::max<int64_t>(
+      1, 2 * static_cast<int64_t>(params.seqlen_k) * (params.head_dim + params.head_dim_v));
+  // Tiles of one length are best taken head after head: the CTAs at work then share K and V.
+  int64_t section = params.num_heads_q / params.num_heads_kv;
+  for (int64_t bytes = 2 * head_bytes; row.windowed && section < heads && bytes <= kSectionBytes;
+       bytes *= 2) {
+    section *= 2;
+  }
+  TileOrder order;
+  order.num_row_blocks = static_cast<int>(row_blocks);
+  order.num_heads_total = static_cast<int>(heads);
+  order.num_tiles = static_cast<int>(row_blocks * heads);
+  order.section_heads = static_cast<int>(std::min(section, heads));
+  order.last_rows_first = row.windowed;
+  order.counter = params.tile_counter;
+  return order;
+}
+
+template <ForwardRow kRow>
+ForwardArguments make_forward_arguments(const ForwardParams& params) {
+  const bool variable_q = params.cu_seqlens_q != nullptr;
+  const bool variable_k = params.cu_seqlens_k != nullptr;
+  const TensorMapShape q_shape{params.head_dim, variable_q ? params.total_q : params.seqlen_q,
+                               params.num_heads_q, variable_q ? 1 : params.batch};
+  const TensorMapShape k_shape{params.head_dim, variable_k ? params.total_k : params.seqlen_k,
+                               params.num_heads_kv, variable_k ? 1 : params.batch};
+  const TensorMapShape v_shape{params.head_dim_v, k_shape.seq, k_shape.heads, k_shape.batch};
+  ForwardArguments args;
+  args.q =
+      make_tensor_map("q", kRow.dtype, params.q, params.q, q_shape, params.q_stride, kRow.block_m);
+  args.k =
+      make_tensor_map("k", kRow.dtype, params.k, params.q, k_shape, params.k_stride, kRow.block_n);
+  args.v =
+      make_tensor_map("v", kRow.dtype, params.v, params.q, v_shape, params.v_stride, kRow.block_n);
+  args.out = static_cast<uint16_t*>(params.out);
+  args.lse = params.lse;
+  args.out_batch = variable_q ? 0 : params.out_stride.batch;
+  args.out_seq = params.out_stride.seq;
+  args.out_head = params.out_stride.head;
+  args.lse_batch = variable_q ? 0 : params.lse_stride.batch;
+  args.lse_seq = params.lse_stride.seq;
+  args.lse_head = params.lse_stride.head;
+  args.rows = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
+  // Keys that are not there are never asked for, whatever the length tables say.
+  const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
+  args.keys = {params.cu_seqlens_k, params.seqused_k, no_keys ? 0 : params.seqlen_k,
+               params.total_k};
+  args.order = make_tile_order(kRow, params);
+  args.num_heads_q = params.num_heads_q;
+  args.heads_per_kv = params.num_heads_q / params.num_heads_kv;
+  args.head_dim_v = params.head_dim_v;
+  // No two positions are further apart than this.
+  const int widest = std::max(params.seqlen_q, params.seqlen_k);
+  args.window_left = params.window_left < 0 ? widest : std::min(params.window_left, widest);
+  args.window_right = params.window_right < 0 ? widest : std::min(params.window_right, widest);
+  constexpr float kLog2e = 1.44269504088896f;
+  args.tanh_scale =
+      params.softcap > 0.f ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;
+  // Scores too small for the cap to matter, or all 0, go without.
+  args.score_scale = (args.tanh_scale != 0.f ? params.softcap : params.softmax_scale) * kLog2e;
+  return args;
+}
+
+// Lets the kernel have its shared memory on the current device; asked for once on each.
+template <ForwardRow kRow>
+void allow_shared_memory() {
+  static std::atomic<uint64_t> allowed{0};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "the current device");
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (device < 64 && (allowed.load(std::memory_order_relaxed) & bit)) return;
+  check_cuda(
+      cudaFuncSetAttribute(forward_attention<ForwardConfig<kRow>>,
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, forward_shared_bytes(kRow)),
+      "shared memory of a forward kernel");
+  allowed.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// Enqueues the kernel; waits for nothing. Throws std::runtime_error, naming the row, the grid and
+// the shared memory. A problem without a query row launches nothing.
+template <ForwardRow kRow>
+void launch_forward(const ForwardParams& params, cudaStream_t stream) {
+  if (params.batch <= 0 || params.num_heads_q <= 0 || params.seqlen_q <= 0) return;
+  if (params.cu_seqlens_q != nullptr && params.total_q <= 0) return;
+  const auto refuse = [](const char* why) { fail("launch of " + describe(kRow), why); };
+  if (params.head_dim > kRow.head_dim || params.head_dim_v > kRow.head_dim) {
+    refuse("the head dim is larger than the row's");
+  }
+  if (!kRow.windowed && (params.window_left >= 0 || params.window_right >= 0)) {
+    refuse("a window needs a windowed row");
+  }
+  const ForwardArguments args = make_forward_arguments<kRow>(params);
+  allow_shared_memory<kRow>();
+  const int grid = std::max(1, std::min(params.num_sms - params.sm_margin, args.order.num_tiles));
+  forward_attention<ForwardConfig<kRow>>
+      <<<grid, forward_num_threads(kRow), forward_shared_bytes(kRow), stream>>>(args);
+  const cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) return;
+  fail("launch of " + describe(kRow) + " on " + std::to_string(grid) + " CTAs with " +
+           std::to_string(forward_shared_bytes(kRow)) + " bytes of shared memory",
+       cudaGetErrorString(status));
+}
+
+// The kernel's entry, for cudaFuncGetAttributes. Threads and shared memory:
+// forward_num_threads(kRow), forward_shared_bytes(kRow).
+template <ForwardRow kRow>
+const void* forward_entry() {
+  return reinterpret_cast<const void*>(&forward_attention<ForwardConfig<kRow>>);
+}
+
+}  // namespace flashattn3

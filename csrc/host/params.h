@@ -1,0 +1,66 @@
+// What one call of the forward asks for. Filled by torch_binding (or a test), read by
+// launch_forward. No torch here. All pointers are device pointers.
+#pragma once
+
+#include <cstdint>
+
+namespace flashattn3 {
+
+// Distance, in elements, between neighbours along each axis; the head dim axis has stride 1.
+// Byte distances must be multiples of 16 where the axis is longer than 1. For variable lengths
+// (cu_seqlens) the batch stride is not read: the tensor is (total, heads, head_dim).
+struct Strides {
+  int64_t batch;
+  int64_t seq;
+  int64_t head;
+};
+
+struct ForwardParams {
+  // Tensors of the row's element type; base addresses are multiples of 16 bytes.
+  const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); variable: (total_q, ...)
+  const void* k;  // (batch, seqlen_k, num_heads_kv, head_dim); variable: (total_k, ...); may be
+                  // null when it has no element
+  const void* v;  // (batch, seqlen_k, num_heads_kv, head_dim_v); as k
+  void* out;      // (batch, seqlen_q, num_heads_q, head_dim_v); variable: (total_q, ...)
+  float* lse;     // (batch, num_heads_q, seqlen_q), natural log; variable: (num_heads_q, total_q);
+                  // may be null: not written
+  Strides q_stride;
+  Strides k_stride;
+  Strides v_stride;
+  Strides out_stride;
+  Strides lse_stride;  // elements; here no axis has to be 1, and variable lengths read no batch
+
+  int batch;
+  int seqlen_q;  // rows; with cu_seqlens_q the longest sequence: rows past it are not computed
+  int seqlen_k;  // rows; with cu_seqlens_k an upper bound
+  int total_q;   // rows of q and out; read only with cu_seqlens_q
+  int total_k;   // rows of k and v; read only with cu_seqlens_k
+  int num_heads_q;
+  int num_heads_kv;  // divides num_heads_q
+  int head_dim;      // at most the row's
+  int head_dim_v;    // at most the row's head_dim
+
+  // int32, on the device; values are clamped to the tensors, so no value of theirs leads outside.
+  const int32_t* cu_seqlens_q;  // (batch + 1), or null: every sequence has seqlen_q rows
+  const int32_t* cu_seqlens_k;  // (batch + 1), or null: every sequence has seqlen_k rows
+  const int32_t* seqused_q;     // (batch), shortens the sequences, or null
+  const int32_t* seqused_k;     // (batch), shortens the sequences, or null
+  // Rows of out and lse that belong to no sequence (gaps, beyond seqused_q) are not written.
+
+  float softmax_scale;  // any finite value
+  float softcap;        // scores become softcap * tanh(score / softcap); 0: off
+  // Query i of a sequence sees keys from i + shift - window_left to i + shift + window_right, both
+  // included, shift = seqlen_k - seqlen_q of that sequence; -1: open. Causal: window_right 0. Both
+  // must be -1 for a row that is not windowed.
+  int window_left;
+  int window_right;
+
+  int num_sms;    // of the device
+  int sm_margin;  // SMs left free, at least 0
+  // Two int32, zero before the first launch that uses them; every launch leaves them zero. Never
+  // shared by launches that may run at the same time (one for each device and stream). Null: the
+  // order of tiles is fixed beforehand, which balances uneven tiles less well.
+  int32_t* tile_counter;
+};
+
+}  // namespace flashattn3

@@ -1,0 +1,78 @@
+// TMA descriptors of (batch, seq, head, head_dim) tensors, without linking libcuda.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "host/errors.h"
+#include "host/params.h"
+#include "kernels/forward/row.h"
+
+namespace flashattn3 {
+
+// The driver's encoder, looked up once.
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encoder = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                                12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t status =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
+    check_cuda(status, "looking up cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess || entry == nullptr) {
+      fail("looking up cuTensorMapEncodeTiled", "the driver does not have it");
+    }
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+  }();
+  return encoder;
+}
+
+struct TensorMapShape {
+  int64_t head_dim, seq, heads, batch;
+};
+
+// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 64 columns x box_rows rows in
+// the 128-byte swizzle; what lies outside reads as 0. unused: any valid device address, for a
+// tensor without elements, of which nothing is read.
+inline CUtensorMap make_tensor_map(const char* name, ElementType type, const void* address,
+                                   const void* unused, const TensorMapShape& shape,
+                                   const Strides& strides, int box_rows) {
+  const bool empty = shape.seq == 0 || address == nullptr;
+  const cuuint64_t extent[4] = {
+      static_cast<cuuint64_t>(shape.head_dim), static_cast<cuuint64_t>(empty ? 1 : shape.seq),
+      static_cast<cuuint64_t>(shape.heads), static_cast<cuuint64_t>(shape.batch)};
+  const int64_t elements[3] = {strides.seq, strides.head, strides.batch};
+  cuuint64_t bytes[3];
+  for (int i = 0; i < 3; ++i) {
+    // The stride of an axis with one element says nothing, and may be anything.
+    bytes[i] = extent[i + 1] == 1 || empty ? 16 : static_cast<cuuint64_t>(elements[i]) * 2;
+  }
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult status = tensor_map_encoder()(
+      &map,
+      type == ElementType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      4, const_cast<void*>(empty ? unused : address), extent, bytes, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    std::string what = std::string("TMA descriptor of ") + name + " (";
+    for (int i = 0; i < 4; ++i) what += (i ? " x " : "") + std::to_string(extent[i]);
+    what += ", bytes between neighbours 2";
+    for (int i = 0; i < 3; ++i) what += ", " + std::to_string(bytes[i]);
+    check_driver(status, (what + ")").c_str());
+  }
+  return map;
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,103 @@
+// Everything that follows from a row at compile time: tile sizes, registers, the shared memory map,
+// and who arrives at which barrier.
+#pragma once
+
+#include <cstdint>
+
+#include "blocks/barrier.cuh"
+#include "blocks/visible_range.cuh"
+#include "kernels/forward/row.h"
+
+namespace flashattn3 {
+
+template <ForwardRow kTheRow>
+struct ForwardConfig {
+  static constexpr ForwardRow kRow = kTheRow;
+  static constexpr ElementType kElement = kRow.dtype;
+  static constexpr bool kWindowed = kRow.windowed;
+  static constexpr int kHeadDim = kRow.head_dim;
+  static constexpr int kBlockM = kRow.block_m;
+  static constexpr int kBlockN = kRow.block_n;
+  static constexpr int kStages = kRow.num_stages;
+  static constexpr int kQBuffers = kRow.num_q_buffers;
+  static constexpr int kConsumers = kRow.num_mma_warpgroups;
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kThreads = forward_num_threads(kRow);
+
+  static constexpr int kChunks = forward_padded_head_dim(kRow) / 64;
+  static constexpr int kQBytes = kBlockM * kChunks * 128;
+  static constexpr int kKvBytes = kBlockN * kChunks * 128;
+  // From the start of shared memory: control, Q buffers, K stages, V stages.
+  static constexpr int kQOffset = kForwardControlBytes;
+  static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
+  static constexpr int kVOffset = kKOffset + kStages * kKvBytes;
+
+  // setmaxnreg: multiples of 8, in all at most 65536 / 128 = 512 for the CTA's warpgroups.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? 232 : 248;
+
+  static_assert(kConsumers >= 1 && kConsumers <= 3);
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
+  static_assert(kBlockM == 64 * kConsumers, "each warpgroup multiplies 64 rows");
+  static_assert(kBlockM <= 256 && kBlockN <= 256, "a TMA box has at most 256 rows");
+  static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");
+  static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "quads store groups of 32 columns");
+  // Scores, P and out in registers, and about 32 more.
+  static_assert(kBlockN / 2 + kBlockN / 4 + kHeadDim / 2 + 32 <= kConsumerRegisters);
+  static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
+  static_assert(kQBuffers == 1 || kQBuffers == 2);
+  static_assert(kVOffset + kStages * kKvBytes == forward_shared_bytes(kRow));
+  static_assert(forward_shared_bytes(kRow) <= 232448, "227 KB for a CTA on compute capability 9.0");
+};
+
+// One block of query rows of one head, as the producer hands it to the consumers.
+struct alignas(16) RowTile {
+  int first_row;    // in the sequence; -1: no tile is left
+  int head;         // of q and out
+  int entry;        // of the batch, for pointers; 0 with cu_seqlens_q
+  int row_offset;   // of the sequence in q and out
+  int num_rows;     // of the sequence
+  int num_keys;     // of the sequence
+  BlockRange keys;  // K and V tiles that come for it, last one first; may be none
+};
+
+// Barriers. "Threads" wait for full ones (all threads of the consumers), one thread (the producer)
+// for empty ones. Arrivals for each phase:
+//   *_full   1: the producer; q, k and v also wait for the bytes of the copy, `tile` for nothing
+//   *_empty  one for each consumer warp, after its last read
+// First phase: consumers wait with parity 0, the producer with parity 1, which passes at once.
+// Each side passes every barrier of a ring once for each use of a buffer, in ring order, whatever
+// it does with the buffer: a warpgroup that needs no part of a K or V tile still waits for it and
+// releases it. Q has no phase for a tile without keys; both sides see that in RowTile::keys.
+template <int kStages, int kQBuffers>
+struct ForwardControl {
+  Barrier q_full[kQBuffers], q_empty[kQBuffers];
+  Barrier k_full[kStages], k_empty[kStages];
+  Barrier v_full[kStages], v_empty[kStages];
+  Barrier tile_full[2], tile_empty[2];
+  RowTile tile[2];
+
+  // One thread, before the CTA's first __syncthreads.
+  __device__ __forceinline__ void init(int consumer_warps) {
+    for (int i = 0; i < kQBuffers; ++i) {
+      q_full[i].init(1);
+      q_empty[i].init(consumer_warps);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      k_full[i].init(1);
+      k_empty[i].init(consumer_warps);
+      v_full[i].init(1);
+      v_empty[i].init(consumer_warps);
+    }
+    for (int i = 0; i < 2; ++i) {
+      tile_full[i].init(1);
+      tile_empty[i].init(consumer_warps);
+    }
+    fence_barrier_init();
+  }
+};
+
+template <ForwardRow kRow>
+using ForwardControlOf = ForwardControl<kRow.num_stages, kRow.num_q_buffers>;
+
+}  // namespace flashattn3

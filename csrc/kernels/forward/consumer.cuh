@@ -1,0 +1,254 @@
+// A warpgroup that multiplies: 64 query rows against the keys they see, last block of keys first.
+//
+// Step j of a warpgroup, with two products in flight:
+//   start scores S(j) = Q K(j)^T, start out += P(j-1) V(j-1), wait for S(j), give K(j) back,
+//   softmax of S(j) while out is still being multiplied, wait for out, give V(j-1) back, pack P(j).
+// The warpgroups of a CTA share the stages but not their pace: while one is in its softmax, the
+// tensor cores work for the others.
+#pragma once
+
+#include "blocks/online_softmax.cuh"
+#include "blocks/scores_again.cuh"
+#include "blocks/tile_product.cuh"
+#include "blocks/visible_range.cuh"
+#include "kernels/forward/arguments.h"
+#include "kernels/forward/config.cuh"
+#include "kernels/forward/epilogue.cuh"
+
+namespace flashattn3 {
+
+template <ForwardRow kRow>
+class ForwardConsumer {
+  using Config = ForwardConfig<kRow>;
+  static constexpr ElementType kElement = Config::kElement;
+  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kStages = Config::kStages;
+  using Scores = float[kBlockN / 2];
+  using Out = float[kHeadDim / 2];
+  using Probabilities = uint32_t[kBlockN / 16][4];
+  using Softmax = OnlineSoftmax<kElement, kBlockN, Config::kWindowed>;
+
+ public:
+  // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
+  __device__ __forceinline__ ForwardConsumer(const ForwardArguments& args, uint8_t* shared,
+                                             int warpgroup)
+      : args_(args),
+        control_(*reinterpret_cast<ForwardControlOf<kRow>*>(shared)),
+        shared_(shared),
+        warpgroup_(warpgroup) {
+    const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
+    q_base_ = descriptor_low(base + Config::kQOffset + warpgroup * 64 * 128, 16);
+    k_base_ = descriptor_low(base + Config::kKOffset, 16);
+    v_base_ = descriptor_low(base + Config::kVOffset, kBlockN * 128);
+  }
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      // Sync: the producer has written the tile's description, which stays until this warp has
+      // stored the tile: read where it is needed, it takes no registers in the main loop.
+      control_.tile_full[tile_.stage()].wait(tile_.parity());
+      const int first_row = uniform(tile().first_row);
+      if (first_row < 0) return;
+      Out o;
+      Softmax softmax;
+      attend(first_row + warpgroup_ * 64, o, softmax);
+      store_out<kElement, kHeadDim>(args_, tile(), tile().first_row + warpgroup_ * 64, o, softmax);
+      __syncwarp();
+      control_.tile_empty[tile_.stage()].arrive_warp();
+      tile_.advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void attend(int first_row, Out& o, Softmax& softmax) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.f;
+    softmax.reset();
+    const BlockRange all{uniform(tile().keys.begin), uniform(tile().keys.end)};
+    if (all.begin == all.end) return;  // the producer loads nothing for it, not even Q
+    const int num_rows = uniform(tile().num_rows);
+    const int last_row = min(first_row + 63, num_rows - 1);
+    const Visibility visibility = tile_visibility(num_rows, uniform(tile().num_keys));
+    BlockRange mine = visibility.template blocks<kBlockN>(first_row, last_row);
+    if (mine.begin == mine.end) mine = {all.begin, all.begin};
+    const BlockRange clear = visibility.template clear_blocks<kBlockN>(first_row, last_row);
+
+    // Sync: Q is there. Waited for even without a key, or this warp could arrive twice in one phase
+    // of q_empty.
+    control_.q_full[q_.stage()].wait(q_.parity());
+    for (int block = all.end; block > mine.end; --block) pass_block();
+    if (mine.begin < mine.end) attend_blocks(mine, clear, o, softmax);
+    // Sync: this warp's scores are all done.
+    __syncwarp();
+    control_.q_empty[q_.stage()].arrive_warp();
+    q_.advance();
+    for (int block = mine.begin; block > all.begin; --block) pass_block();
+  }
+
+  // mine: the blocks with a key for one of this warpgroup's rows, at least one. clear: those in
+  // which every row sees every key.
+  __device__ __forceinline__ void attend_blocks(BlockRange mine, BlockRange clear, Out& o,
+                                                Softmax& softmax) {
+    Scores s;
+    Probabilities p;
+    int block = mine.end - 1;
+    control_.k_full[kv_.stage()].wait(kv_.parity());  // Sync: the first K is there.
+    multiply_scores(s, kv_);
+    wait_products<0>();
+    pin_registers(s);
+    control_.k_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with K.
+    if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
+    softmax.subtract_reference(s, args_.score_scale);
+    if (block < clear.begin || block >= clear.end) hide(s, block);
+    float unused[2];
+    softmax.raise_reference(s, unused);
+    softmax.exponentiate(s);
+    if (args_.keys.cu_seqlens != nullptr || args_.keys.seqused != nullptr) clear_tail(block);
+    pack_probabilities<kElement, kBlockN>(p, s);
+
+    // From here on kv_ is one block behind: at the stages of the block whose V is still to be used.
+    // Sync: the next K is there.
+    if (block > mine.begin) control_.k_full[kv_.next().stage()].wait(kv_.next().parity());
+    for (--block; block >= mine.begin; --block) {
+      const RingPosition<kStages> kv = kv_.next();
+      multiply_scores(s, kv);                           // K was waited for in the step before
+      control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
+      multiply_values(o, p, kv_);
+      wait_products<1>();
+      pin_registers(s);
+      float factor[2];  // of out; set where it grew
+      const bool grew = kRow.growth_from_sum
+                            ? softmax_step_from_sum(s, softmax, factor, kv, block, clear)
+                            : softmax_step(s, softmax, factor, kv, block, clear);
+      // Sync: the next K is there. A branch that follows from the sums keeps the whole softmax
+      // before the wait for out: ptxas would move the wait up or the exponentials down, and the
+      // product would run beside nothing. (Sums are never negative.)
+      if (block > mine.begin || softmax.impossible()) {
+        control_.k_full[kv.next().stage()].wait(kv.next().parity());
+      }
+      wait_products<0>();
+      pin_registers(o);
+      control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
+      if (grew) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[row_of(i)];
+      }
+      pack_probabilities<kElement, kBlockN>(p, s);
+      kv_ = kv;
+    }
+
+    control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the last V is there.
+    multiply_values(o, p, kv_);
+    wait_products<0>();
+    pin_registers(o);
+    control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
+    kv_.advance();
+  }
+
+  // From scores to probabilities; gives K back. Returns whether out has to be multiplied by factor,
+  // the same in all lanes.
+  __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
+                                               RingPosition<kStages> kv, int block,
+                                               BlockRange clear) {
+    control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
+    if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
+    bool grew = softmax.subtract_reference(s, args_.score_scale);
+    if constexpr (Config::kWindowed) {
+      if (block < clear.begin || block >= clear.end) hide(s, block);
+    }
+    grew = __any_sync(~0u, grew);
+    if (grew) softmax.raise_reference(s, factor);
+    softmax.exponentiate(s);
+    return grew;
+  }
+
+  __device__ __forceinline__ bool softmax_step_from_sum(Scores& s, Softmax& softmax,
+                                                        float (&factor)[2],
+                                                        RingPosition<kStages> kv, int block,
+                                                        BlockRange clear) {
+    bool hidden = args_.tanh_scale != 0.f;
+    if constexpr (Config::kWindowed) {
+      hidden = hidden || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
+    }
+    if (hidden) return softmax_step(s, softmax, factor, kv, block, clear);
+    const bool grew = softmax.exponentiate_at_once(s, args_.score_scale);
+    if (grew) {
+      const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
+      scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
+          s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
+          base + Config::kKOffset + kv.stage() * Config::kKvBytes, threadIdx.x / 32 * 16);
+      softmax.subtract_reference(s, args_.score_scale);
+      softmax.raise_reference(s, factor);
+      softmax.exponentiate(s);
+    }
+    __syncwarp();
+    control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
+    return grew;
+  }
+
+  __device__ __forceinline__ void multiply_scores(Scores& s, RingPosition<kStages> at) {
+    start_scores<kElement, Config::kBlockM, kBlockN, kHeadDim>(
+        s, q_base_ + q_.stage() * (Config::kQBytes / 16),
+        k_base_ + at.stage() * (Config::kKvBytes / 16));
+  }
+
+  __device__ __forceinline__ void multiply_values(Out& o, const Probabilities& p,
+                                                  RingPosition<kStages> at) {
+    start_values<kElement, kBlockN, kHeadDim>(o, p, v_base_ + at.stage() * (Config::kKvBytes / 16));
+  }
+
+  // A block that only other warpgroups need.
+  __device__ __forceinline__ void pass_block() {
+    control_.k_full[kv_.stage()].wait(kv_.parity());
+    control_.v_full[kv_.stage()].wait(kv_.parity());
+    __syncwarp();
+    control_.k_empty[kv_.stage()].arrive_warp();
+    control_.v_empty[kv_.stage()].arrive_warp();
+    kv_.advance();
+  }
+
+  __device__ __forceinline__ const RowTile& tile() const { return control_.tile[tile_.stage()]; }
+
+  __device__ __forceinline__ Visibility tile_visibility(int num_rows, int num_keys) const {
+    return Visibility::of(num_rows, num_keys, args_.window_left, args_.window_right);
+  }
+
+  __device__ __forceinline__ void hide(Scores& s, int block) const {
+    const int row = tile().first_row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    hide_keys<kBlockN, Config::kWindowed>(s, tile_visibility(tile().num_rows, tile().num_keys), row,
+                                          block * kBlockN);
+  }
+
+  // Rows of V past the sequence may belong to another one, or to nobody, and hold NaN, which
+  // probability 0 does not stop. Each warpgroup that needs the tile writes the same zeros.
+  __device__ __forceinline__ void clear_tail(int block) {
+    const int used = uniform(tile().num_keys) - block * kBlockN;
+    if (used >= kBlockN) return;
+    control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the copy must not land on the zeros.
+    uint8_t* values = shared_ + Config::kVOffset + kv_.stage() * Config::kKvBytes;
+    // 8 threads to a row of 128 bytes; the swizzle stays inside a row.
+    const int offset = threadIdx.x % 8 * 16;
+    for (int row = used + threadIdx.x % 128 / 8; row < kBlockN; row += 16) {
+#pragma unroll
+      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+        *reinterpret_cast<uint4*>(values + (chunk * kBlockN + row) * 128 + offset) =
+            make_uint4(0, 0, 0, 0);
+      }
+    }
+    fence_async_proxy();
+    // Sync: this warpgroup's 128 threads have written and fenced before any of them multiplies.
+    named_barrier_sync(1 + warpgroup_, 128);
+  }
+
+  const ForwardArguments& args_;
+  ForwardControlOf<kRow>& control_;
+  uint8_t* shared_;
+  int warpgroup_;
+  uint32_t q_base_, k_base_, v_base_;
+  RingPosition<2> tile_{0};
+  RingPosition<Config::kQBuffers> q_{0};
+  RingPosition<kStages> kv_{0};  // K and V stages are used in step
+};
+
+}  // namespace flashattn3

@@ -1,0 +1,47 @@
+// The forward kernel: one CTA on an SM, which takes tiles until none is left. The last warpgroup
+// loads (producer.cuh), the others multiply (consumer.cuh).
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "kernels/forward/arguments.h"
+#include "kernels/forward/config.cuh"
+#include "kernels/forward/consumer.cuh"
+#include "kernels/forward/producer.cuh"
+
+namespace flashattn3 {
+
+// A type and not a row as argument: the host stub that nvcc 13.0 writes for a kernel with a struct
+// as a value argument does not compile.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_attention(const __grid_constant__ ForwardArguments args) {
+  constexpr ForwardRow kRow = Config::kRow;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  static_assert(sizeof(ForwardControlOf<kRow>) <= kForwardControlBytes);
+
+  if (threadIdx.x == 0) {
+    reinterpret_cast<ForwardControlOf<kRow>*>(shared)->init(Config::kConsumerWarps);
+  }
+  // Sync: no thread touches a barrier before it is initialised.
+  __syncthreads();
+
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == Config::kConsumers) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x % 128 / 32);
+    if (warp == 0 && cute::elect_one_sync()) {
+      cute::prefetch_tma_descriptor(&args.q);
+      cute::prefetch_tma_descriptor(&args.k);
+      cute::prefetch_tma_descriptor(&args.v);
+      ForwardProducer<kRow>(args, shared).run();
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    ForwardConsumer<kRow>(args, shared, warpgroup).run();
+  }
+}
+
+}  // namespace flashattn3

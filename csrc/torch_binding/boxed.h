@@ -1,0 +1,31 @@
+// An operator of the stable interface as torch calls it: arguments on a stack of 64-bit values. The
+// conversion of one value is torch's; its own macro for a whole function came after 2.9.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace flashattn3 {
+
+template <typename... Arguments, size_t... kIndex>
+void call_with_stack(void (*function)(Arguments...), StableIValue* stack,
+                     std::index_sequence<kIndex...>) {
+  function(::to<Arguments>(stack[kIndex])...);
+}
+
+template <typename... Arguments>
+void call_with_stack(void (*function)(Arguments...), StableIValue* stack) {
+  call_with_stack(function, stack, std::index_sequence_for<Arguments...>{});
+}
+
+// For STABLE_TORCH_LIBRARY_IMPL: a function without results, with parameters passed by value.
+template <auto kFunction>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  call_with_stack(kFunction, stack);
+}
+
+}  // namespace flashattn3

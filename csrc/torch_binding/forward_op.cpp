@@ -1,0 +1,107 @@
+// flashattn3_hopper::forward: tensors to ForwardParams, and the launch on the stream that torch has
+// current for their device. Uses LibTorch's stable interface alone, so that one library runs under
+// every torch from 2.9, under its CPU build too (where the operator can be looked at, not called).
+//
+// The caller, flashattn3/backends/hopper.py, has checked dtypes, alignment and options, chosen the
+// row and allocated the results; checked here is only that the tensors fit together.
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "host/errors.h"
+#include "host/kernel_registry.h"
+#include "host/params.h"
+#include "host/tile_counters.h"
+#include "torch_binding/boxed.h"
+#include "torch_binding/tensors.h"
+
+namespace flashattn3 {
+namespace {
+
+using torch::stable::Tensor;
+
+// Where the axes of a tensor are: (batch, rows, heads, head_dim), or (rows, heads, head_dim).
+struct Axes {
+  explicit Axes(bool varlen) : batch(0), rows(varlen ? 0 : 1), heads(rows + 1), dim(rows + 2) {}
+  int64_t batch, rows, heads, dim;
+};
+
+bool fit_together(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                  const Tensor& lse, const Axes& axes) {
+  const int64_t rank = axes.dim + 1;
+  if (q.dim() != rank || k.dim() != rank || v.dim() != rank || out.dim() != rank) return false;
+  return k.size(axes.dim) == q.size(axes.dim) && v.size(axes.rows) == k.size(axes.rows) &&
+         v.size(axes.heads) == k.size(axes.heads) && out.size(axes.rows) == q.size(axes.rows) &&
+         out.size(axes.heads) == q.size(axes.heads) && out.size(axes.dim) >= v.size(axes.dim) &&
+         lse.numel() * q.size(axes.dim) == q.numel() && lse.is_contiguous();
+}
+
+// lse: (batch, heads, rows) or (heads, rows). row: index into the kernel table. seqlen_q, seqlen_k:
+// rows of a sequence, of the longest one where there are cu_seqlens.
+void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
+             std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
+             std::optional<Tensor> seqused_k, Tensor out, Tensor lse, int64_t row, int64_t seqlen_q,
+             int64_t seqlen_k, double softmax_scale, double softcap, int64_t window_left,
+             int64_t window_right, int64_t num_sms, int64_t sm_margin) {
+  const ForwardKernel& kernel = forward_kernel(row);
+  const bool varlen = cu_seqlens_q.has_value();
+  const Axes axes(varlen);
+  if (!fit_together(q, k, v, out, lse, axes)) fail(kernel.name, "the tensors do not fit together");
+  const int device = q.get_device_index();
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  const int64_t total_q = q.size(axes.rows), heads_q = q.size(axes.heads);
+  const int64_t batch = varlen ? cu_seqlens_q->numel() - 1 : q.size(axes.batch);
+
+  const ForwardParams params{
+      .q = q.data_ptr(),
+      .k = k.data_ptr(),
+      .v = v.data_ptr(),
+      .out = out.data_ptr(),
+      .lse = static_cast<float*>(lse.data_ptr()),
+      .q_stride = row_strides(q, varlen),
+      .k_stride = row_strides(k, varlen),
+      .v_stride = row_strides(v, varlen),
+      .out_stride = row_strides(out, varlen),
+      .lse_stride = {.batch = varlen ? 0 : heads_q * total_q, .seq = 1, .head = total_q},
+      .batch = static_cast<int>(batch),
+      .seqlen_q = static_cast<int>(seqlen_q),
+      .seqlen_k = static_cast<int>(seqlen_k),
+      .total_q = static_cast<int>(total_q),
+      .total_k = static_cast<int>(k.size(axes.rows)),
+      .num_heads_q = static_cast<int>(heads_q),
+      .num_heads_kv = static_cast<int>(k.size(axes.heads)),
+      .head_dim = static_cast<int>(q.size(axes.dim)),
+      .head_dim_v = static_cast<int>(v.size(axes.dim)),
+      .cu_seqlens_q = indices(cu_seqlens_q),
+      .cu_seqlens_k = indices(cu_seqlens_k),
+      .seqused_q = indices(seqused_q),
+      .seqused_k = indices(seqused_k),
+      .softmax_scale = static_cast<float>(softmax_scale),
+      .softcap = static_cast<float>(softcap),
+      .window_left = static_cast<int>(window_left),
+      .window_right = static_cast<int>(window_right),
+      .num_sms = static_cast<int>(num_sms),
+      .sm_margin = static_cast<int>(sm_margin),
+      .tile_counter = tile_counter(device, stream),
+  };
+  kernel.launch(params, stream);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
+  library.def(
+      "forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+      "Tensor? seqused_q, Tensor? seqused_k, Tensor(a!) out, Tensor(b!) lse, int row, "
+      "int seqlen_q, int seqlen_k, float softmax_scale, float softcap, int window_left, "
+      "int window_right, int num_sms, int sm_margin) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
+  library.impl("forward", boxed<forward>);
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,66 @@
+// What the operators need of torch's stable interface: strides, pointers, the current stream.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "host/errors.h"
+#include "host/params.h"
+
+// Declared by torch only to those who compile against its CUDA build. Weak: it is not there under
+// the CPU build, where the library must load all the same.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace flashattn3 {
+
+using torch::stable::Tensor;
+
+inline void check_torch(AOTITorchError status, const char* what) {
+  if (status != AOTI_TORCH_SUCCESS) fail(what, "torch reported an error");
+}
+
+// Makes a device current for this library's own CUDA runtime, and the one before it afterwards.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&before_), "asking for the current device");
+    if (before_ == device) return;
+    check_cuda(cudaSetDevice(device), "changing the current device");
+    changed_ = true;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+inline cudaStream_t current_stream(int device) {
+  if (aoti_torch_get_current_cuda_stream == nullptr) fail("this torch", "is built without CUDA");
+  void* stream = nullptr;
+  check_torch(aoti_torch_get_current_cuda_stream(device, &stream), "asking for the current stream");
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Strides of (batch, rows, heads, ·), or of (rows, heads, ·) where varlen.
+inline Strides row_strides(const Tensor& tensor, bool varlen) {
+  const int64_t rows = varlen ? 0 : 1;
+  return {.batch = varlen ? 0 : tensor.stride(0),
+          .seq = tensor.stride(rows),
+          .head = tensor.stride(rows + 1)};
+}
+
+inline const int32_t* indices(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const int32_t*>(tensor->data_ptr()) : nullptr;
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,212 @@
+"""The Hopper backend: FlashAttention-3 kernels, compiled ahead of time, for compute capability 9.0.
+
+The gradient runs through the Triton backend, with this kernel's log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..device import DeviceInfo
+from ..errors import UnsupportedError
+from ..kernel_table import MAX_HEAD_DIM, ROWS, ForwardRow, select_row
+from ..problem import ALIGNMENT_BYTES, SIXTEEN_BIT, Problem, Tensors
+from .hopper_library import MENDED_BY, Library, library_for_gpu
+from .triton import BACKEND as TRITON
+from .triton import score_factors
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+CAPABILITY = 90
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+ALIGNED_ELEMENTS = ALIGNMENT_BYTES // 2
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """The kernel row of a plan and what has to happen around it.
+
+    copied: names of the tensors that TMA cannot read where they are: it wants addresses and
+        strides in multiples of 16 bytes.
+    num_ctas: thread blocks, each of which works off tiles until none is left.
+    """
+
+    row: ForwardRow
+    num_ctas: int
+    copied: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, object]:
+        row = self.row
+        return {
+            "row": row.name,
+            "tile": f"{row.block_m} rows x {row.block_n} keys",
+            "num_stages": row.num_stages,
+            "warpgroups": f"1 loads, {row.num_mma_warpgroups} multiply",
+            "grid": (self.num_ctas, 1, 1),
+            "shared_memory_bytes": row.shared_memory_bytes,
+            "tile measured": row.measured or "not yet",
+            "copied first": ", ".join(self.copied) or "nothing",
+            "gradient": "triton",
+        }
+
+
+@dataclass(frozen=True)
+class HopperBackend:
+    """See ``Backend``. library: called once a Hopper GPU is met, not before."""
+
+    name: str = "hopper"
+    library: Callable[[], Library] = field(default=library_for_gpu, repr=False)
+
+    def unavailable_reason(self, device: DeviceInfo) -> str | None:
+        if device.kind != "cuda":
+            return f"needs an NVIDIA GPU, the tensors are on {device.kind!r}"
+        if device.capability != CAPABILITY:
+            return f"needs compute capability 9.0, {device.name} has {device.capability / 10}"
+        if device.interpreted or device.lowering != CAPABILITY:
+            return "stands aside where Triton is told to interpret or to compile for another chip"
+        needed = max(row.shared_memory_bytes for row in ROWS)
+        if device.shared_memory_bytes < needed:
+            found = device.shared_memory_bytes
+            return f"needs {needed} bytes of shared memory for a block, {device.name} has {found}"
+        fault = self.library().fault
+        return None if fault is None else f"{fault}; in the checkout: {MENDED_BY}"
+
+    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+        if problem.dtype not in SIXTEEN_BIT:
+            return f"computes in float16 and bfloat16, not in {problem.dtype}"
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(problem, name) > MAX_HEAD_DIM:
+                return f"takes head dims up to {MAX_HEAD_DIM}, {name} is {getattr(problem, name)}"
+        for name, value in score_factors(problem).items():
+            if value != 0 and not 2.0**-100 <= abs(value) <= 2.0**100:
+                return f"computes scores in float32, which {name} {value:g} would leave"
+        if problem.pack_gqa:
+            return "has no packed layout of grouped queries (pack_gqa)"
+        if problem.num_splits > 1:
+            return "works the keys off in one pass (num_splits)"
+        row = _row_of(problem)
+        if row.name not in self.library().rows:
+            return f"kernel row {row.name} is not in this build (FLASHATTN3_KERNELS)"
+        return None
+
+    def configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
+        row = _row_of(problem)
+        tiles = ceil(problem.seqlen_q / row.block_m) * problem.num_heads_q * problem.batch
+        num_ctas = max(1, min(tiles, device.num_sms - problem.sm_margin))
+        return HopperConfig(row, num_ctas, _unfit_for_tma(problem))
+
+    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        run = plan.launches.get("forward")
+        if run is None:
+            run = plan.launches["forward"] = _prepare_forward(plan, self.library().forward)
+        return run(*tensors)
+
+    def backward(
+        self,
+        plan: Plan,
+        dout: Tensor,
+        dlse: Tensor | None,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        triton = plan.launches.get("backward")
+        if triton is None:
+            triton = plan.launches["backward"] = _gradient_plan(plan)
+        return TRITON.backward(triton, dout, dlse, tensors, out, lse)
+
+
+BACKEND = HopperBackend()
+
+
+def _row_of(problem: Problem) -> ForwardRow:
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    return select_row(DTYPE_NAMES[problem.dtype], head_dim, problem.windowed)
+
+
+def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
+    """Which of q, k and v lie at an address, or have a stride, that TMA does not take.
+
+    Strides of 0 (an expanded tensor) are among them: its descriptors are for distinct rows.
+    """
+    lengths = {"q": problem.total_q, "k": problem.total_k, "v": problem.total_k}
+    unfit = []
+    for name, length in lengths.items():
+        heads = problem.num_heads_q if name == "q" else problem.num_heads_kv
+        batch = 1 if problem.varlen else problem.batch
+        strides = zip((batch, length, heads), getattr(problem, f"{name}_stride"), strict=True)
+        odd = any(size > 1 and (not step or step % ALIGNED_ELEMENTS) for size, step in strides)
+        if odd or name in problem.misaligned:
+            unfit.append(name)
+    return tuple(unfit)
+
+
+def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of the tensors in the order of ``Tensors``: (out, lse)."""
+    problem, config = plan.problem, plan.config
+    varlen, dtype, device = problem.varlen, problem.dtype, problem.device
+    lead = () if varlen else (problem.batch,)
+    padded = _padded(problem.head_dim_v)
+    out_shape = (*lead, problem.total_q, problem.num_heads_q, padded)
+    lse_shape = (*lead, problem.num_heads_q, problem.total_q)
+    scalars = (
+        ROWS.index(config.row),
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.softmax_scale,
+        problem.softcap,
+        problem.window_left,
+        problem.window_right,
+        plan.device.num_sms,
+        problem.sm_margin,
+    )
+
+    def run(q, k, v, *indices):
+        out = torch.empty(out_shape, dtype=dtype, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        if varlen:  # the kernel writes no row that belongs to no sequence
+            out.zero_()
+            lse.fill_(float("-inf"))
+        operator(q, k, v, *indices, out, lse, *scalars)
+        return out, lse
+
+    def run_with_copies(q, k, v, *indices):
+        fit = (
+            _aligned_copy(tensor) if name in config.copied else tensor
+            for name, tensor in (("q", q), ("k", k), ("v", v))
+        )
+        out, lse = run(*fit, *indices)
+        return out[..., : problem.head_dim_v].contiguous(), lse
+
+    return run_with_copies if config.copied or padded != problem.head_dim_v else run
+
+
+def _padded(head_dim: int) -> int:
+    return ceil(head_dim / ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+
+
+def _aligned_copy(tensor: Tensor) -> Tensor:
+    """A copy whose rows begin at multiples of 16 bytes."""
+    head_dim = tensor.shape[-1]
+    rows = tensor.new_empty((*tensor.shape[:-1], _padded(head_dim)))
+    return rows[..., :head_dim].copy_(tensor)
+
+
+def _gradient_plan(plan: Plan) -> Plan:
+    """The same problem on the Triton backend; UnsupportedError where that does not take it."""
+    problem, device = plan.problem, plan.device
+    reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
+    if reason is not None:
+        raise UnsupportedError(
+            f"{problem.function}: the gradient of backend 'hopper' runs on Triton, which does not "
+            f"take this problem (triton: {reason})"
+        )
+    config = TRITON.configure(problem, device)
+    return replace(plan, backend=TRITON, config=config, launches={})

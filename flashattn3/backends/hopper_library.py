@@ -1,0 +1,74 @@
+"""The compiled operator library of the Hopper backend: found, loaded and held to the kernel table.
+
+The module ``flashattn3._rows`` and ``_lib/libflashattn3_ops.so`` come from one build; importing the
+first loads the second, which registers ``torch.ops.flashattn3_hopper``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..kernel_table import table_hash
+
+MENDED_BY = "FLASHATTN3_BUILD=cuda pip install --no-build-isolation ."
+
+
+@dataclass(frozen=True)
+class Library:
+    """What was built. rows: names of the compiled kernels.
+
+    fault: why it cannot be used, a sentence; None where it can.
+    forward: torch.ops.flashattn3_hopper.forward.default.
+    """
+
+    rows: frozenset[str] = frozenset()
+    fault: str | None = None
+    forward: Callable | None = None
+
+
+@cache
+def find_library() -> Library:
+    """Load the library, if it was built for this kernel table. Touches no GPU."""
+    try:
+        from .._rows import compiled_rows, driver_fault
+        from .._rows import table_hash as hash_of_build
+    except ModuleNotFoundError:
+        return Library(fault="the Hopper kernels were not built")
+    except ImportError as error:
+        return Library(fault=f"the Hopper kernels do not load ({error})")
+    if hash_of_build() != table_hash():
+        return Library(fault="the Hopper kernels were built from another kernel table")
+    if driver_fault():
+        return Library(fault=f"the Hopper kernels were {driver_fault()}")
+    forward = torch.ops.flashattn3_hopper.forward.default
+    return Library(rows=frozenset(compiled_rows()), forward=forward)
+
+
+@cache
+def library_for_gpu() -> Library:
+    """The library where a Hopper GPU waits for it: there, a fault is also warned of, once."""
+    library = find_library()
+    if library.fault is not None:
+        warnings.warn(
+            f"flashattn3: {library.fault}, so this Hopper GPU runs Triton's slower ones. "
+            f"To build them, in the checkout: {MENDED_BY}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return library
+
+
+def kernel_facts() -> list[dict[str, object]]:
+    """Name, num_threads and shared_memory_bytes of each compiled kernel of a library without fault.
+
+    num_registers, local_bytes (spills), max_threads and blocks_per_sm as the current GPU reports
+    them; -1 where there is none that runs the kernel.
+    """
+    from .._rows import kernel_facts as ask
+
+    return ask()

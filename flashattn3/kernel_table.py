@@ -1,0 +1,121 @@
+"""The compiled Hopper kernels, one row each: read by the planner, the build, the tests and doctor.
+
+Imports the standard library alone, so that setup.py can read it without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple, dataclass, fields
+from fnmatch import fnmatchcase
+from math import ceil
+
+DTYPES = ("fp16", "bf16")
+HEAD_DIMS = (64, 96, 128, 192, 256)
+MAX_HEAD_DIM = max(HEAD_DIMS)
+# What one block may use on compute capability 9.0.
+SHARED_MEMORY_BYTES = 227 * 1024
+ELEMENT_BYTES = 2
+# Before the tiles: barriers and tile descriptions.
+CONTROL_BYTES = 1024
+# TMA's 128-byte swizzle writes tiles in chunks of so many columns.
+CHUNK_COLUMNS = 64
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class ForwardRow:
+    """One compiled forward kernel, as csrc/kernels/forward/row.h has it. Tiles in rows and keys.
+
+    dtype: of q, k, v and out.
+    head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
+    windowed: whether keys are hidden from queries by causal or a window.
+    num_stages: K and V tiles in flight.
+    num_mma_warpgroups: warpgroups that multiply, 64 rows each; one more loads.
+    num_q_buffers: 2: the next tile's Q is loaded while this one is worked on.
+    growth_from_sum: growth of the scores is seen in row sums, not in maxima.
+    measured: where the tile was chosen, "GPU, case, date"; empty until it was measured.
+    """
+
+    dtype: str
+    head_dim: int
+    windowed: bool
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_mma_warpgroups: int
+    num_q_buffers: int = 1
+    growth_from_sum: bool = False
+    measured: str = ""
+
+    @property
+    def name(self) -> str:
+        mask = "windowed" if self.windowed else "full"
+        tile = f"{self.block_m}x{self.block_n}x{self.num_stages}"
+        buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
+        growth = "_sum" * self.growth_from_sum
+        return f"forward_{self.dtype}_d{self.head_dim}_{mask}_{tile}{buffers}{growth}"
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + self.num_mma_warpgroups)
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Q (whose place out takes in the epilogue) and the stages of K and V."""
+        columns = ceil(self.head_dim / CHUNK_COLUMNS) * CHUNK_COLUMNS
+        rows = self.num_q_buffers * self.block_m + 2 * self.num_stages * self.block_n
+        return CONTROL_BYTES + columns * rows * ELEMENT_BYTES
+
+
+def _rows(
+    head_dim: int, windowed: bool, *tile: int, growth_from_sum: bool = False, measured: str = ""
+) -> tuple[ForwardRow, ...]:
+    """The row of each dtype."""
+    return tuple(
+        ForwardRow(
+            dtype, head_dim, windowed, *tile, growth_from_sum=growth_from_sum, measured=measured
+        )
+        for dtype in DTYPES
+    )
+
+
+# head dim, windowed, block_m, block_n, stages, warpgroups that multiply, Q buffers
+ROWS = (
+    *_rows(64, False, 192, 128, 2, 3, 2),
+    *_rows(64, True, 192, 128, 2, 3, 2),
+    *_rows(96, False, 192, 96, 2, 3, 1),
+    *_rows(96, True, 192, 96, 2, 3, 1),
+    *_rows(128, False, 192, 80, 2, 3, 2),
+    *_rows(128, True, 192, 80, 2, 3, 2),
+    *_rows(192, False, 128, 112, 2, 2, 1),
+    *_rows(192, True, 128, 112, 2, 2, 1),
+    *_rows(256, False, 128, 80, 2, 2, 1),
+    *_rows(256, True, 128, 80, 2, 2, 1),
+)
+
+
+def select_row(dtype: str, head_dim: int, windowed: bool) -> ForwardRow | None:
+    """The row of the smallest head dim that holds this one; None if there is none."""
+    fitting = [
+        row
+        for row in ROWS
+        if (row.dtype, row.windowed) == (dtype, windowed) and row.head_dim >= head_dim
+    ]
+    return min(fitting, key=lambda row: row.head_dim, default=None)
+
+
+def matching(pattern: str) -> tuple[ForwardRow, ...]:
+    """The rows whose name matches a glob; ValueError, with every name, if none does."""
+    found = tuple(row for row in ROWS if fnmatchcase(row.name, pattern))
+    if not found:
+        names = ", ".join(row.name for row in ROWS)
+        raise ValueError(f"no kernel row matches {pattern!r}; the rows are {names}")
+    return found
+
+
+def table_hash() -> str:
+    """Changes with every row's place and with all that is compiled of it, so not with measured."""
+    names = [field.name for field in fields(ForwardRow) if field.name != "measured"]
+    lines = [repr([*names]), *(repr(astuple(row)[: len(names)]) for row in ROWS)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,333 @@
+// Runs the forward kernels without torch and compares them with fp64 on the host, or times them.
+//   forward_check [--from case] [--only part of a name]   one line for each case and row
+//   forward_check --time [part of a row's name]           TFLOP/s of the benchmark grid
+// Leaves with 0: all right, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it says
+// with which --from to go on.
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "forward_problem.h"
+#include "forward_rows.h"
+
+using flashattn3::ForwardParams;
+using flashattn3::ForwardRow;
+using flashattn3::kCheckRows;
+using flashattn3::kNumCheckRows;
+
+using Launch = void (*)(const ForwardParams&, cudaStream_t);
+template <size_t... kIndex>
+static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
+  return {&flashattn3::launch_check_row<kIndex>...};
+}
+static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckRows>());
+
+static std::string row_name(int i) {
+  const ForwardRow& r = kCheckRows[i];
+  char name[96];
+  std::snprintf(name, sizeof(name), "%s_d%d_%s_%dx%d_s%d_q%d%s",
+                r.dtype == flashattn3::kBf16 ? "bf16" : "fp16", r.head_dim,
+                r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
+                r.num_q_buffers, r.growth_from_sum ? "_sum" : "");
+  return name;
+}
+
+static char g_now[256];  // what is running, for the watchdog
+static int g_case;
+
+static void on_alarm(int) {
+  char text[400];
+  const int n =
+      std::snprintf(text, sizeof(text), "HANG  %s; go on with --from %d\n", g_now, g_case + 1);
+  if (write(1, text, n) < 0) _exit(5);
+  _exit(3);
+}
+
+static void check(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  std::printf("CUDA  %s: %s; go on with --from %d\n", g_now, cudaGetErrorString(status),
+              g_case + 1);
+  std::fflush(stdout);
+  _exit(4);
+}
+
+static int* device_copy(const std::vector<int>& values) {
+  if (values.empty()) return nullptr;
+  int* device;
+  check(cudaMalloc(&device, values.size() * 4));
+  check(cudaMemcpy(device, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
+  return device;
+}
+
+static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
+  const Case& c = p.c;
+  ForwardParams params{};
+  params.q = p.q.data(), params.k = p.k.data(), params.v = p.v.data(), params.out = p.out.data();
+  params.lse = lse;
+  params.q_stride = p.q.stride, params.k_stride = p.k.stride, params.v_stride = p.v.stride;
+  params.out_stride = p.out.stride;
+  params.lse_stride = {static_cast<int64_t>(p.q.seq) * c.heads_q, 1, p.q.seq};
+  params.batch = c.batch, params.seqlen_q = c.seqlen_q, params.seqlen_k = c.seqlen_k;
+  params.total_q = c.total_q, params.total_k = c.total_k;
+  params.num_heads_q = c.heads_q, params.num_heads_kv = c.heads_kv;
+  params.head_dim = c.head_dim, params.head_dim_v = c.head_dim_v;
+  params.cu_seqlens_q = device_copy(c.cu_q), params.cu_seqlens_k = device_copy(c.cu_k);
+  params.seqused_q = device_copy(c.used_q), params.seqused_k = device_copy(c.used_k);
+  params.softmax_scale = c.scale, params.softcap = c.softcap;
+  params.window_left = c.left, params.window_right = c.right;
+  params.num_sms = num_sms;
+  return params;
+}
+
+// Three runs that must agree in every bit: tiles from a counter, in fixed order, and in fixed order
+// on 3 SMs, so that each CTA has many tiles. Returns what is wrong, or "".
+static std::string run_three_times(Problem& p, int row, int num_sms, int* counter) {
+  float* lse;
+  const size_t lse_bytes = p.lse.size() * 4;
+  check(cudaMalloc(&lse, lse_bytes + 4));
+  ForwardParams params = make_params(p, lse, num_sms);
+  std::vector<uint16_t> first;
+  std::vector<float> first_lse;
+  std::string wrong;
+  for (int run = 0; run < 3; ++run) {
+    check(cudaMemset(lse, 0xff, lse_bytes));
+    std::fill(p.out.host.begin(), p.out.host.end(), kNaN);
+    p.out.upload();
+    params.tile_counter = run == 0 ? counter : nullptr;
+    params.num_sms = run == 2 ? 3 : num_sms;
+    try {
+      kLaunch[row](params, nullptr);
+    } catch (const std::exception& error) {
+      wrong = error.what();
+      break;
+    }
+    check(cudaDeviceSynchronize());
+    p.out.download();
+    check(cudaMemcpy(p.lse.data(), lse, lse_bytes, cudaMemcpyDeviceToHost));
+    int counts[2];
+    check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
+    if (counts[0] != 0 || counts[1] != 0) wrong = "the tile counter was not put back";
+    if (run == 0) {
+      first = p.out.host, first_lse = p.lse;
+    } else if (first != p.out.host || std::memcmp(first_lse.data(), p.lse.data(), lse_bytes) != 0) {
+      wrong = run == 1 ? "fixed order differs from counted order" : "3 SMs differ from all";
+    }
+  }
+  cudaFree(lse);
+  for (const int* table :
+       {params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q, params.seqused_k}) {
+    cudaFree(const_cast<int*>(table));
+  }
+  return wrong;
+}
+
+// Rows written and not written are as they should be, everywhere.
+static std::string check_coverage(Problem& p) {
+  const Case& c = p.c;
+  std::vector<uint8_t> owned(p.out.host.size(), 0);
+  for (int b = 0; b < c.batch; ++b) {
+    const Rows rows = p.queries(b);
+    for (int s = 0; s < rows.length; ++s) {
+      for (int h = 0; h < c.heads_q; ++h) {
+        const int64_t at = p.out.row(rows.entry, rows.offset + s, h) - p.out.host.data();
+        std::fill_n(owned.begin() + at, c.head_dim_v, 1);
+      }
+    }
+  }
+  int64_t missing = 0, outside = 0;
+  for (size_t i = 0; i < owned.size(); ++i) {
+    const bool finite = std::isfinite(to_float(p.out.host[i], c.fp16));
+    if (owned[i] && !finite) ++missing;
+    if (!owned[i] && p.out.host[i] != kNaN) ++outside;
+  }
+  if (missing == 0 && outside == 0) return "";
+  return std::to_string(missing) + " elements not finite, " + std::to_string(outside) +
+         " written outside";
+}
+
+// Rows at the edges of tiles and some between, in fp64.
+static std::vector<Truth> find_truths(Problem& p) {
+  const Case& c = p.c;
+  std::mt19937 random(99);
+  std::vector<Truth> truths;
+  for (int b = 0; b < c.batch; ++b) {
+    const int length = p.queries(b).length;
+    for (int h = 0; h < c.heads_q; ++h) {
+      std::vector<int> rows = {0,   1,   15,  16,  63,  64,  65,         127,        128,
+                               129, 191, 192, 193, 255, 256, length - 1, length - 2, length / 2};
+      for (int i = 0; i < 12; ++i) rows.push_back(static_cast<int>(random() % std::max(1, length)));
+      for (int s : rows) {
+        if (s >= 0 && s < length) truths.push_back({b, h, s, {}, {}, 0, 0});
+      }
+    }
+  }
+  std::vector<std::thread> workers;
+  const int count = std::max(1u, std::thread::hardware_concurrency());
+  for (int w = 0; w < count; ++w) {
+    workers.emplace_back([&, w] {
+      for (size_t i = w; i < truths.size(); i += count) find_truth(p, truths[i]);
+    });
+  }
+  for (std::thread& worker : workers) worker.join();
+  return truths;
+}
+
+static bool run_case(const Case& c, int index, int num_sms, int* counter) {
+  int head_dim = 1 << 30;
+  const int wanted = std::max(c.head_dim, c.head_dim_v);
+  for (const ForwardRow& r : kCheckRows) {
+    if (r.head_dim >= wanted) head_dim = std::min(head_dim, r.head_dim);
+  }
+  bool good = true;
+  Problem problem(c);
+  const std::vector<Truth> truths = find_truths(problem);
+  for (int i = 0; i < kNumCheckRows; ++i) {
+    const ForwardRow& r = kCheckRows[i];
+    const bool windowed = c.left >= 0 || c.right >= 0;
+    if (r.head_dim != head_dim || (r.dtype == flashattn3::kFp16) != c.fp16) continue;
+    if (windowed && !r.windowed) continue;
+    g_case = index;
+    std::snprintf(g_now, sizeof(g_now), "%2d %-34s %s", index, c.name, row_name(i).c_str());
+    alarm(30);
+    std::string wrong = run_three_times(problem, i, num_sms, counter);
+    alarm(0);
+    if (wrong.empty()) wrong = check_coverage(problem);
+    const RowError w = compare(problem, truths);
+    const bool pass = wrong.empty() && w.ratio <= 1;
+    good = good && pass;
+    std::printf("%s  %s  worst %.3f of the bound", pass ? "PASS" : "FAIL", g_now, w.ratio);
+    if (!pass) {
+      std::printf(
+          "\n      %s; (batch %d, head %d, row %d) out[%d] wanted %g found %g, "
+          "lse wanted %g found %g",
+          wrong.c_str(), w.b, w.h, w.s, w.column, w.wanted, w.found, w.wanted_lse, w.found_lse);
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+  return good;
+}
+
+// ------------------------------------------------------------------------------------------ timing
+
+static __global__ void fill_normal(uint16_t* data, int64_t count, uint32_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull + seed;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+    x ^= x >> 31;
+    const float u = (static_cast<uint32_t>(x) + 1.f) * 2.3283064e-10f;
+    const float w = static_cast<uint32_t>(x >> 32) * 2.3283064e-10f;
+    const float normal = sqrtf(-2.f * __logf(fminf(u, 0.9999999f))) * __cosf(6.2831853f * w);
+    data[i] = __bfloat16_as_ushort(__float2bfloat16_rn(normal));
+  }
+}
+
+static float time_launch(int row, const ForwardParams& params, int repeats) {
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin));
+  check(cudaEventCreate(&end));
+  check(cudaEventRecord(begin));
+  for (int i = 0; i < repeats; ++i) kLaunch[row](params, nullptr);
+  check(cudaEventRecord(end));
+  check(cudaEventSynchronize(end));
+  float ms = 0;
+  check(cudaEventElapsedTime(&ms, begin, end));
+  cudaEventDestroy(begin), cudaEventDestroy(end);
+  return ms / repeats;
+}
+
+// 16384 tokens, heads * head dim 2048, bf16; the median of 5 rounds over all rows of a cell.
+static void time_grid(const char* part, int num_sms, int* counter) {
+  constexpr int64_t kCount = 16384 * int64_t{2048};
+  uint16_t* data[4];
+  float* lse;
+  for (int i = 0; i < 4; ++i) {
+    check(cudaMalloc(&data[i], kCount * 2));
+    fill_normal<<<1056, 256>>>(data[i], kCount, i);
+  }
+  check(cudaMalloc(&lse, 16384 * 32 * 4));
+  check(cudaDeviceSynchronize());
+  std::printf("TFLOP/s; tiles from a counter / in fixed order\n");
+  for (int d : {64, 128, 256}) {
+    for (bool causal : {false, true}) {
+      for (int row = 0; row < kNumCheckRows; ++row) {
+        const ForwardRow& r = kCheckRows[row];
+        if (r.head_dim != d || r.windowed != causal || r.dtype != flashattn3::kBf16) continue;
+        if (part != nullptr && row_name(row).find(part) == std::string::npos) continue;
+        std::printf("%-36s", row_name(row).c_str());
+        for (int s = 512; s <= 16384; s *= 2) {
+          ForwardParams params{};
+          params.q = data[0], params.k = data[1], params.v = data[2], params.out = data[3];
+          params.lse = lse;
+          const int heads = 2048 / d;
+          const flashattn3::Strides stride{int64_t{s} * 2048, 2048, d};
+          params.q_stride = params.k_stride = params.v_stride = params.out_stride = stride;
+          params.lse_stride = {int64_t{s} * heads, 1, s};
+          params.batch = 16384 / s, params.seqlen_q = params.seqlen_k = s;
+          params.num_heads_q = params.num_heads_kv = heads;
+          params.head_dim = params.head_dim_v = d;
+          params.softmax_scale = 1.f / std::sqrt(static_cast<float>(d));
+          params.window_left = -1, params.window_right = causal ? 0 : -1;
+          params.num_sms = num_sms;
+          std::snprintf(g_now, sizeof(g_now), "timing %s at %d", row_name(row).c_str(), s);
+          alarm(30);
+          const double flop = 4.0 * 16384 * 2048 * s * (causal ? 0.5 : 1.0);
+          const int repeats = std::max(3, static_cast<int>(2e-3 / (flop / 6e14)));
+          double rate[2];
+          for (int fixed = 0; fixed < 2; ++fixed) {
+            params.tile_counter = fixed ? nullptr : counter;
+            time_launch(row, params, 2);
+            std::vector<float> ms;
+            for (int i = 0; i < 5; ++i) ms.push_back(time_launch(row, params, repeats));
+            std::sort(ms.begin(), ms.end());
+            rate[fixed] = flop / ms[2] * 1e-9;
+          }
+          alarm(0);
+          std::printf("  %5d: %3.0f/%3.0f", s, rate[0], rate[1]);
+          std::fflush(stdout);
+        }
+        std::printf("\n");
+      }
+    }
+  }
+}
+
+int main(int argc, char** argv) {
+  int from = 0;
+  bool timing = false;
+  const char* part = nullptr;
+  for (int i = 1; i < argc; ++i) {
+    if (!std::strcmp(argv[i], "--from") && i + 1 < argc) {
+      from = std::atoi(argv[++i]);
+    } else if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
+      part = argv[++i];
+    } else if (!std::strcmp(argv[i], "--time")) {
+      timing = true;
+      if (i + 1 < argc) part = argv[++i];
+    }
+  }
+  signal(SIGALRM, on_alarm);
+  int num_sms = 0, *counter;
+  check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
+  check(cudaMalloc(&counter, 8));
+  check(cudaMemset(counter, 0, 8));
+  if (timing) {
+    time_grid(part, num_sms, counter);
+    return 0;
+  }
+  const std::vector<Case> cases = forward_cases();
+  int failed = 0, run = 0;
+  for (int i = from; i < static_cast<int>(cases.size()); ++i) {
+    if (part != nullptr && std::strstr(cases[i].name, part) == nullptr) continue;
+    ++run;
+    if (!run_case(cases[i], i, num_sms, counter)) ++failed;
+  }
+  std::printf("%d cases, %d failed\n", run, failed);
+  return failed != 0;
+}

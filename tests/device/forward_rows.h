@@ -1,0 +1,53 @@
+// The rows that forward_check runs: those of flashattn3/kernel_table.py and variants to time beside
+// them. forward_row.cu compiles the row with the number FORWARD_CHECK_ROW.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "host/forward_row.h"
+#include "host/params.h"
+
+namespace flashattn3 {
+
+constexpr ElementType kBf16 = ElementType::kBFloat16;
+constexpr ElementType kFp16 = ElementType::kFloat16;
+
+// dtype, head_dim, windowed, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers,
+// growth_from_sum
+constexpr ForwardRow kCheckRows[] = {
+    {kBf16, 128, false, 192, 80, 2, 3, 2},
+    {kBf16, 128, true, 192, 80, 2, 3, 2},
+    {kBf16, 64, false, 192, 128, 2, 3, 2},
+    {kBf16, 64, true, 192, 128, 2, 3, 2},
+    {kBf16, 256, false, 128, 80, 2, 2, 1},
+    {kBf16, 256, true, 128, 80, 2, 2, 1},
+    {kBf16, 96, false, 192, 96, 2, 3, 1},
+    {kBf16, 96, true, 192, 96, 2, 3, 1},
+    {kBf16, 192, false, 128, 112, 2, 2, 1},
+    {kBf16, 192, true, 128, 112, 2, 2, 1},
+    {kFp16, 128, false, 192, 80, 2, 3, 2},
+    {kFp16, 128, true, 192, 80, 2, 3, 2},
+    {kFp16, 64, true, 192, 128, 2, 3, 2},
+    {kFp16, 256, true, 128, 80, 2, 2, 1},
+    // Variants.
+    {kBf16, 128, false, 192, 80, 3, 3, 2},
+    {kBf16, 128, true, 192, 80, 3, 3, 2},
+    {kBf16, 128, false, 128, 128, 2, 2, 2},
+    {kBf16, 128, true, 128, 128, 2, 2, 2},
+    {kBf16, 128, false, 128, 176, 2, 2, 1},
+    {kBf16, 64, false, 128, 128, 2, 2, 2},
+    {kBf16, 64, true, 128, 128, 2, 2, 2},
+    {kBf16, 64, false, 192, 128, 4, 3, 2},
+    {kBf16, 128, false, 192, 80, 2, 3, 2, true},
+    {kBf16, 128, true, 192, 80, 2, 3, 2, true},
+    {kBf16, 64, false, 192, 128, 2, 3, 2, true},
+    {kBf16, 64, true, 192, 128, 2, 3, 2, true},
+    {kBf16, 256, false, 128, 80, 2, 2, 1, true},
+    {kFp16, 128, true, 192, 80, 2, 3, 2, true},
+};
+constexpr int kNumCheckRows = sizeof(kCheckRows) / sizeof(kCheckRows[0]);
+
+template <int kIndex>
+void launch_check_row(const ForwardParams& params, cudaStream_t stream);
+
+}  // namespace flashattn3

@@ -1,0 +1,373 @@
+"""The Hopper backend: plans, reasons and what it calls, without a GPU and without its library; and
+on a Hopper GPU what is its own: copies for TMA, and tile counters that launches must not share."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import (
+    A100,
+    B200,
+    CPU,
+    GPUS,
+    H100,
+    LOWERED_H100,
+    WITHOUT_HOPPER,
+    needs_hopper,
+    run_python,
+)
+
+from flashattn3 import UnsupportedError, explain, flash_attn_func
+from flashattn3.backends import hopper_library
+from flashattn3.backends.hopper import HopperBackend
+from flashattn3.backends.hopper_library import Library
+from flashattn3.backends.triton import BACKEND as TRITON
+from flashattn3.backends.triton import TritonBackend
+from flashattn3.kernel_table import HEAD_DIMS, ROWS
+from flashattn3.plan import choose
+from flashattn3.problem import Options, Tensors, describe, metadata_of
+
+ALL_ROWS = frozenset(row.name for row in ROWS)
+
+
+class Recorder:
+    """Stands in for the compiled operator: keeps its arguments and fills the results."""
+
+    def __call__(self, q, k, v, *rest):
+        self.qkv, self.indices = (q, k, v), rest[:4]
+        out, lse, *self.scalars = rest[4:]
+        out.fill_(1.0)
+        lse.fill_(2.0)
+
+
+def hopper(rows=ALL_ROWS, fault=None, forward=None) -> HopperBackend:
+    return HopperBackend(library=lambda: Library(rows, fault, forward))
+
+
+def never() -> Library:
+    raise AssertionError("the library is looked for only where a Hopper GPU is")
+
+
+def qkv(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_k=1024, heads=(8, 4)):
+    q = torch.empty(batch, seqlen_q, heads[0], d, device="meta", dtype=dtype)
+    k = torch.empty(batch, seqlen_k, heads[1], d, device="meta", dtype=dtype)
+    v = torch.empty(batch, seqlen_k, heads[1], dv or d, device="meta", dtype=dtype)
+    return Tensors(q, k, v)
+
+
+def plan(tensors, candidate=None, device=H100, **options):
+    problem = describe(
+        tuple(None if t is None else metadata_of(t) for t in tensors), Options(**options)
+    )
+    return choose(problem, device, (candidate or hopper(), *WITHOUT_HOPPER))
+
+
+# Head dims of q and v → that of the row.
+GOLDEN = {(8, 8): 64, (64, 64): 64, (65, 65): 96, (96, 96): 96, (128, 64): 128, (64, 128): 128}
+GOLDEN |= {(192, 128): 192, (200, 200): 256, (256, 256): 256}
+
+
+@pytest.mark.parametrize("dims", GOLDEN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_an_h100_with_the_library_gets_the_row(dims, dtype):
+    for options, windowed in (({}, False), ({"causal": True}, True), ({"window_left": 9}, True)):
+        found = plan(qkv(*dims, dtype=dtype), **options)
+        assert found.backend.name == "hopper" and found.declined == ()
+        row = found.config.row
+        assert (row.head_dim, row.windowed) == (GOLDEN[dims], windowed)
+        assert row.dtype == {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        assert GOLDEN[dims] in HEAD_DIMS
+
+
+def test_without_the_library_triton_runs_and_the_reason_names_the_command():
+    found = plan(qkv(), hopper(fault="the Hopper kernels were not built"))
+    assert found.backend.name == "triton"
+    reason = dict(found.declined)["hopper"]
+    assert reason == (
+        "the Hopper kernels were not built; in the checkout: "
+        "FLASHATTN3_BUILD=cuda pip install --no-build-isolation ."
+    )
+
+
+def test_a_row_that_was_left_out_of_the_build_is_named():
+    some = frozenset(row.name for row in ROWS if row.head_dim == 128)
+    found = plan(qkv(64), hopper(some), causal=True)
+    (row,) = (r for r in ROWS if (r.dtype, r.head_dim, r.windowed) == ("bf16", 64, True))
+    assert found.backend.name == "triton"
+    assert found.declined == (
+        ("hopper", f"kernel row {row.name} is not in this build (FLASHATTN3_KERNELS)"),
+    )
+    assert plan(qkv(128), hopper(some)).backend.name == "hopper"
+
+
+UNAVAILABLE = [
+    (CPU, "needs an NVIDIA GPU, the tensors are on 'cpu'"),
+    (A100, "needs compute capability 9.0, A100 has 8.0"),
+    (B200, "needs compute capability 9.0, B200 has 10.0"),
+    (LOWERED_H100, "stands aside where Triton is told to interpret or to compile for another chip"),
+    (
+        replace(H100, interpreted=True),
+        "stands aside where Triton is told to interpret or to compile for another chip",
+    ),
+    (
+        replace(H100, shared_memory_bytes=99 * 1024),
+        "bytes of shared memory for a block, H100 has 101376",
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "reason"), UNAVAILABLE, ids=lambda x: str(x)[:40])
+def test_elsewhere_nobody_looks_for_the_library(device, reason):
+    assert reason in HopperBackend(library=never).unavailable_reason(device)
+
+
+def test_only_hopper_gets_hopper():
+    taken = {gpu.name for gpu in GPUS if plan(qkv(), device=gpu).backend.name == "hopper"}
+    assert taken == {"H100"}
+
+
+DECLINED = [
+    (qkv(dtype=torch.float32), {}, "computes in float16 and bfloat16, not in torch.float32"),
+    (qkv(264), {}, "takes head dims up to 256, head_dim is 264"),
+    (qkv(64, 264), {}, "takes head dims up to 256, head_dim_v is 264"),
+    (qkv(), {"softmax_scale": 1e-40}, "computes scores in float32, which softmax_scale 1e-40"),
+    (qkv(), {"pack_gqa": True}, "has no packed layout of grouped queries (pack_gqa)"),
+    (qkv(), {"num_splits": 3}, "works the keys off in one pass (num_splits)"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "options", "reason"), DECLINED, ids=lambda x: str(x)[:30])
+def test_what_it_declines_and_why(tensors, options, reason):
+    with pytest.raises(UnsupportedError) as caught:
+        plan(tensors, backend="hopper", **options)
+    assert f"(hopper: {reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 0}, {"num_splits": -1}, {"pack_gqa": False}, {"sm_margin": 4}]
+)
+def test_what_it_takes(options):
+    assert plan(qkv(), **options).backend.name == "hopper"
+
+
+def test_the_grid_is_one_cta_for_each_sm_that_may_be_used():
+    assert plan(qkv()).config.num_ctas <= 2 * 8 * 16
+    assert plan(qkv(batch=64)).config.num_ctas == 132
+    assert plan(qkv(batch=64), sm_margin=20).config.num_ctas == 112
+    assert plan(qkv(batch=64), sm_margin=999).config.num_ctas == 1
+    assert plan(qkv(batch=1, seqlen_q=1)).config.num_ctas == 8
+
+
+def views() -> dict[str, tuple[Tensors, str]]:
+    """Layouts, and the names of what TMA cannot read where it is."""
+    q, k, v = qkv(batch=2, seqlen_q=10, seqlen_k=10, heads=(4, 4))[:3]
+    packed = torch.empty(2, 10, 3, 4, 64, device="meta", dtype=torch.bfloat16)
+    wide = torch.empty(2, 10, 4, 68, device="meta", dtype=torch.bfloat16)
+    flat = torch.empty(2 * 10 * 4 * 64 + 8, dtype=torch.bfloat16)
+    one = torch.empty(1, 1, 1, 12, dtype=torch.bfloat16, device="meta")
+    return {
+        "contiguous": (Tensors(q, k, v), "nothing"),
+        "packed": (Tensors(*packed.unbind(2)), "nothing"),
+        "heads first": (Tensors(q.transpose(1, 2).contiguous().transpose(1, 2), k, v), "nothing"),
+        "odd pitch": (Tensors(q, wide[..., :64], v), "k"),
+        "expanded": (Tensors(q, k, v[:, :, :1].expand(-1, -1, 4, -1)), "v"),
+        "one row": (Tensors(one, one, one), "nothing"),
+        "misaligned": (
+            Tensors(flat[1:-7].view(2, 10, 4, 64), *[flat[8:].view(2, 10, 4, 64)] * 2),
+            "q",
+        ),
+        "narrow": (qkv(40, batch=2, seqlen_q=10, seqlen_k=10), "nothing"),
+        "narrow and odd": (qkv(33, 64, batch=2, seqlen_q=10, seqlen_k=10), "q, k"),
+        "sparse rows": (Tensors(torch.empty_like(q).mT.contiguous().mT, k, v), "nothing"),
+    }
+
+
+@pytest.mark.parametrize("name", views())
+def test_explain_says_what_is_copied(name):
+    tensors, copied = views()[name]
+    if name == "misaligned":
+        assert tensors.q.data_ptr() % 16 != 0
+    assert plan(tensors).config.describe()["copied first"] == copied
+
+
+def test_one_operator_call_with_the_row_and_the_options():
+    recorder = Recorder()
+    tensors = Tensors(*(torch.randn(2, 9, heads, 64).half() for heads in (4, 2, 2)))
+    found = plan(
+        tensors,
+        hopper(forward=recorder),
+        causal=True,
+        window_left=3,
+        softmax_scale=0.25,
+        softcap=5.0,
+        sm_margin=2,
+    )
+    out, lse = found.backend.forward(found, tensors)
+    assert all(map(torch.equal, recorder.qkv, tensors[:3]))
+    assert all(given is passed for given, passed in zip(tensors, recorder.qkv, strict=False))
+    assert recorder.indices == (None,) * 4
+    index = ROWS.index(found.config.row)
+    assert recorder.scalars == [index, 9, 9, 0.25, 5.0, 3, 0, 132, 2]
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+        (2, 9, 4, 64),
+        torch.float16,
+        (2, 4, 9),
+        torch.float32,
+    )
+    assert out.is_contiguous() and (out == 1).all() and (lse == 2).all()
+
+
+def test_copies_begin_where_tma_can_read_and_out_is_dense_again():
+    recorder = Recorder()
+    tensors = Tensors(*(torch.randn(2, 9, 4, d).half() for d in (33, 33, 21)))
+    found = plan(tensors, hopper(forward=recorder))
+    out, _ = found.backend.forward(found, tensors)
+    for given, passed in zip(tensors, recorder.qkv, strict=False):
+        assert torch.equal(given, passed)
+        assert all(stride % 8 == 0 for stride in passed.stride()[:-1])
+        assert passed.data_ptr() % 16 == 0
+    assert out.shape == (2, 9, 4, 21) and out.is_contiguous()
+
+
+def test_varlen_rows_of_no_sequence_are_there_before_the_kernel():
+    written = []
+    tensors = Tensors(*(torch.randn(9, 4, 64).half() for _ in range(3)))
+    edges = torch.tensor([0, 4, 6], dtype=torch.int32)
+    tensors = tensors._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
+    found = plan(tensors, hopper(forward=lambda *args: written.append(args)), max_seqlen_q=4)
+    out, lse = found.backend.forward(found, tensors)
+    assert written[0][3] is edges and written[0][-9:][1:3] == (4, 9)
+    assert lse.shape == (4, 9) and (lse == float("-inf")).all() and not out.any()
+
+
+def test_the_gradient_is_planned_on_triton(monkeypatch):
+    seen = []
+    monkeypatch.setattr(TritonBackend, "backward", lambda self, plan, *rest: seen.append(plan))
+    found = plan(qkv(128), causal=True)
+    tensors = qkv(128)
+    for _ in range(2):
+        found.backend.backward(found, None, None, tensors, None, None)
+    assert seen[0] is seen[1]  # planned once
+    assert seen[0].problem == found.problem
+    assert seen[0].config == TRITON.configure(found.problem, H100)
+    found = plan(qkv(128), sm_margin=4)
+    with pytest.raises(UnsupportedError, match=r"gradient of backend 'hopper'.*sm_margin"):
+        found.backend.backward(found, None, None, tensors, None, None)
+
+
+@pytest.fixture
+def fresh_library(monkeypatch):
+    """The two caches as at the start of a process, here and for the tests that follow."""
+    cached = (hopper_library.find_library, hopper_library.library_for_gpu)
+    for function in cached:
+        function.cache_clear()
+    yield monkeypatch
+    for function in cached:
+        function.cache_clear()
+
+
+def test_a_hopper_gpu_without_the_library_is_warned_of_once(fresh_library):
+    missing = Library(fault="the Hopper kernels were not built")
+    fresh_library.setattr(hopper_library, "find_library", lambda: missing)
+    with pytest.warns(RuntimeWarning, match="not built.*FLASHATTN3_BUILD=cuda pip install"):
+        hopper_library.library_for_gpu()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hopper_library.library_for_gpu() is missing
+
+
+def test_a_library_of_another_table_is_refused(fresh_library):
+    pytest.importorskip("flashattn3._rows", reason="the Hopper kernels are not built here")
+    fresh_library.setattr(hopper_library, "table_hash", lambda: "another")
+    fault = hopper_library.find_library().fault
+    assert fault == "the Hopper kernels were built from another kernel table"
+
+
+def test_a_module_that_does_not_load_says_why():
+    code = """
+import sys, types
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "flashattn3._rows":
+            raise ImportError("libtorch.so: cannot open shared object file", name=name)
+sys.meta_path.insert(0, Broken())
+from flashattn3.backends.hopper_library import find_library
+print(find_library().fault)"""
+    wanted = "the Hopper kernels do not load (libtorch.so: cannot open shared object file)"
+    assert run_python(code).strip() == wanted
+
+
+ODD_LAYOUTS = {
+    "odd pitch": lambda randn: randn(2, 130, 4, 68)[..., :64],
+    "misaligned": lambda randn: randn(2 * 130 * 4 * 64 + 1)[1:].view(2, 130, 4, 64),
+    "expanded": lambda randn: randn(2, 130, 1, 64).expand(-1, -1, 4, -1),
+    "narrow and odd": lambda randn: randn(2, 130, 4, 33),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", ODD_LAYOUTS)
+def test_layouts_that_are_copied_give_what_the_reference_gives(name):
+    x = ODD_LAYOUTS[name](partial(torch.randn, device="cuda", dtype=torch.float16))
+    assert explain(x, x, x, backend="hopper").config["copied first"] == "q, k, v"
+    out, lse = flash_attn_func(x, x, x, causal=True, return_lse=True, backend="hopper")
+    wanted, wanted_lse = flash_attn_func(
+        *[x.float()] * 3, causal=True, return_lse=True, backend="reference"
+    )
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.float(), wanted, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def uneven_work():
+    """q, k and v whose tiles differ in length, and what comes of them."""
+    q, k, v = (torch.randn(4, 2048, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    return (q, k, v), flash_attn_func(q, k, v, causal=True, backend="hopper")
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_streams_side_by_side_count_their_own_tiles(uneven_work):
+    tensors, wanted = uneven_work
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    outs = []
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(flash_attn_func(*tensors, causal=True, backend="hopper"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for out in outs)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_graphs_captured_on_one_stream_may_run_side_by_side(uneven_work):
+    tensors, wanted = uneven_work
+    captured, side = [], torch.cuda.Stream()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            out = flash_attn_func(*tensors, causal=True, backend="hopper")
+        captured.append((graph, out, torch.cuda.Stream()))
+    for _ in range(10):
+        for graph, _out, stream in captured:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for _graph, out, _stream in captured)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_every_kernel_is_resident_and_without_spills():
+    for facts in hopper_library.kernel_facts():
+        assert facts["blocks_per_sm"] >= 1, facts
+        assert facts["max_threads"] >= facts["num_threads"]
+        assert facts["num_registers"] > 0 and facts["local_bytes"] <= 32

@@ -1,0 +1,212 @@
+"""The build of the Hopper kernels: what it writes, what it says, and what comes out of it.
+
+Nothing here needs a GPU. The tests of a real build need nvcc, ninja and the CUTLASS headers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+if not (ROOT / "build_support").is_dir():
+    pytest.skip("needs a source checkout", allow_module_level=True)
+sys.path.insert(0, str(ROOT))  # an installed package does not bring the build along
+
+from build_support import ptxas, toolchain, units
+from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
+from flashattn3.backends.hopper_library import find_library, kernel_facts
+from flashattn3.kernel_table import ROWS, table_hash
+
+ROW = "forward_bf16_d64_full"
+
+
+@pytest.mark.parametrize(
+    ("choice", "nvcc", "gpu", "wanted"),
+    [
+        (None, (13, 0), True, True),
+        (None, (12, 3), True, False),
+        (None, None, True, False),
+        (None, (13, 0), False, False),
+        ("", (13, 0), True, True),
+        ("cuda", None, False, True),
+        ("python", (13, 0), True, False),
+    ],
+)
+def test_when_the_kernels_are_built(choice, nvcc, gpu, wanted, monkeypatch):
+    monkeypatch.delenv("FLASHATTN3_BUILD", raising=False)
+    if choice is not None:
+        monkeypatch.setenv("FLASHATTN3_BUILD", choice)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc and Path("nvcc"))
+    monkeypatch.setattr(toolchain, "nvcc_version", lambda path: nvcc)
+    monkeypatch.setattr(toolchain, "hopper_is_visible", lambda: gpu)
+    assert kernels_are_wanted() == wanted
+
+
+def test_nvcc_is_looked_for_where_cuda_home_says_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert toolchain.find_nvcc() is None
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.3, V12.3.1'\n")
+    nvcc.chmod(0o755)
+    assert toolchain.find_nvcc() == nvcc
+    assert toolchain.nvcc_version(nvcc) == (12, 3)
+    with pytest.raises(BuildError, match=r"nvcc 12.4 or newer: .* is 12\.3"):
+        find_toolchain()
+
+
+def test_units_name_every_field_of_their_row(tmp_path):
+    paths = units.write_units(tmp_path, "*")
+    assert [path.name for path in paths] == [*(f"{row.name}.cu" for row in ROWS), "registry.cpp"]
+    for row, path in zip(ROWS, paths, strict=False):
+        text = path.read_text()
+        assert f".head_dim = {row.head_dim}," in text
+        assert f".windowed = {str(row.windowed).lower()}," in text
+        assert {"fp16": "kFloat16", "bf16": "kBFloat16"}[row.dtype] in text
+        assert "measured" not in text
+    registry = paths[-1].read_text()
+    assert f'kTableHash = "{table_hash()}"' in registry
+    names = [line.split('"')[1] for line in registry.splitlines() if line.startswith('    {"')]
+    assert names == [row.name for row in ROWS]
+    assert "nullptr" not in registry
+
+
+def test_a_subset_keeps_the_places_and_untouched_files_their_time(tmp_path):
+    units.write_units(tmp_path, "*")
+    kept = tmp_path / f"{ROWS[0].name}.cu"
+    before = kept.stat().st_mtime_ns
+    paths = units.write_units(tmp_path, ROWS[0].name)
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, "registry.cpp"}
+    assert kept.stat().st_mtime_ns == before
+    assert paths[-1].read_text().count("nullptr") == len(ROWS) - 1
+
+
+GOOD = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1k' for 'sm_90a'
+    0 bytes stack frame, 8 bytes spill stores, 32 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers
+"""
+WARNING = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to non wgmma instructions defining accumulator registers in function '_Z1k'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (GOOD, None),
+        (GOOD.replace("8 bytes", "36 bytes"), "36 bytes of spills, allowed are 32"),
+        (GOOD + WARNING, WARNING.strip()),
+    ],
+)
+def test_what_ptxas_says_is_judged(text, fault, tmp_path, capsys):
+    (tmp_path / "row.cu").touch()
+    (tmp_path / "row.cu.o.log").write_text(text)
+    (report,) = ptxas.read_all(tmp_path)
+    assert (report.name, report.registers, report.fault) == ("row", 168, fault)
+    assert ptxas.main(tmp_path) == int(fault is not None)
+    assert ("WRONG: " in capsys.readouterr().out) == (fault is not None)
+
+
+def test_no_log_is_no_pass(tmp_path):
+    assert ptxas.main(tmp_path) == 1
+    (tmp_path / "row.cu").touch()
+    (tmp_path / "row.cu.o.log").write_text("nothing of the kind")
+    with pytest.raises(ValueError, match="says nothing of registers"):
+        ptxas.main(tmp_path)
+
+
+def run(source: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=source,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A copy of the checkout with one kernel row compiled in it."""
+    try:
+        find_toolchain()
+    except BuildError as error:
+        pytest.skip(str(error).replace("\n", " "))
+    copy = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
+    for name in ("flashattn3", "build_support", "third_party", "csrc"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    done = run(copy, "-m", "build_support", FLASHATTN3_KERNELS=f"{ROW}_*")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return copy
+
+
+SHOW = "from flashattn3.backends.hopper_library import find_library, kernel_facts; "
+
+
+@pytest.mark.slow
+def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
+    done = run(built, "-c", SHOW + "x = find_library(); print(x.fault, *x.rows, kernel_facts())")
+    assert done.returncode == 0, done.stderr
+    fault, name, facts = done.stdout.split(maxsplit=2)
+    (row,) = (row for row in ROWS if row.name.startswith(ROW))
+    assert (fault, name) == ("None", row.name)
+    assert f"'shared_memory_bytes': {row.shared_memory_bytes}" in facts
+    assert run(built, "-m", "build_support.ptxas").returncode == 0
+
+
+@pytest.mark.slow
+def test_the_library_needs_no_python_and_no_cuda_library(built):
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf")
+    library = built / "flashattn3" / "_lib" / "libflashattn3_ops.so"
+    read = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True).stdout
+    needed = {line.split("[")[1].rstrip("]") for line in read.splitlines() if "(NEEDED)" in line}
+    assert {"libtorch.so", "libtorch_cpu.so"} <= needed
+    assert not any(name.startswith(("libpython", "libcuda", "libc10")) for name in needed)
+    symbols = subprocess.run(
+        ["readelf", "--dyn-syms", "-W", library], capture_output=True, text=True
+    ).stdout
+    assert " Py" not in symbols
+    assert "c10" not in symbols and "N2at" not in symbols  # torch's unstable interface
+
+
+@pytest.mark.slow
+def test_a_changed_table_makes_the_build_stale(built, tmp_path):
+    copy = tmp_path / "changed"
+    shutil.copytree(built, copy, ignore=shutil.ignore_patterns("build"))
+    table = copy / "flashattn3" / "kernel_table.py"
+    table.write_text(
+        table.read_text().replace("ROWS = (", "ROWS = (\n    *_rows(8, True, 64, 64, 2, 1),", 1)
+    )
+    done = run(copy, "-c", SHOW + "print(find_library().fault)")
+    assert done.stdout.strip() == "the Hopper kernels were built from another kernel table"
+
+
+@pytest.mark.slow
+def test_an_unknown_row_is_refused_with_the_names(built):
+    done = run(built, "-m", "build_support", FLASHATTN3_KERNELS="fast")
+    assert done.returncode != 0
+    assert "FLASHATTN3_KERNELS: no kernel row matches 'fast'; the rows are" in done.stderr
+
+
+def test_the_library_of_this_installation_is_the_tables():
+    library = find_library()
+    if library.fault is not None:
+        pytest.skip(library.fault)
+    facts = {found["name"]: found for found in kernel_facts()}
+    assert library.rows == facts.keys() <= {row.name for row in ROWS}
+    for row in ROWS:
+        if row.name in facts:
+            assert facts[row.name]["num_threads"] == row.num_threads
+            assert facts[row.name]["shared_memory_bytes"] == row.shared_memory_bytes
+            assert facts[row.name]["local_bytes"] <= ptxas.MAX_SPILL_BYTES

@@ -1,0 +1,95 @@
+"""The table of compiled kernels: names, budgets, and one row for every problem."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+from helpers import ROOT
+
+from flashattn3 import kernel_table
+from flashattn3.kernel_table import (
+    DTYPES,
+    HEAD_DIMS,
+    MAX_HEAD_DIM,
+    ROWS,
+    SHARED_MEMORY_BYTES,
+    ForwardRow,
+    matching,
+    select_row,
+    table_hash,
+)
+
+REGISTERS_OF_AN_SM = 65536
+ids = {"ids": lambda row: row.name}
+
+
+def test_names_are_unique_and_c_identifiers():
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names) <= 64
+    assert all(name.isidentifier() for name in names)
+
+
+@pytest.mark.parametrize("row", ROWS, **ids)
+def test_rows_fit_the_budgets_of_an_sm(row):
+    assert row.shared_memory_bytes <= SHARED_MEMORY_BYTES
+    assert row.block_m == 64 * row.num_mma_warpgroups
+    assert row.block_n % 16 == 0
+    assert row.num_stages >= 2
+    # Scores in float32, the weights made of them in 16 bits, and out, for each thread.
+    held = row.block_n // 2 + row.block_n // 4 + row.head_dim // 2
+    assert held * 128 * row.num_mma_warpgroups < REGISTERS_OF_AN_SM
+
+
+def test_shared_memory_of_a_known_row():
+    row = replace(ROWS[0], head_dim=128, block_m=128, block_n=128, num_stages=2, num_q_buffers=1)
+    assert row.shared_memory_bytes == 1024 + 2 * 128 * (128 + 4 * 128)
+    # TMA's swizzle makes 128 columns of 96; a second buffer for Q takes as much as the first.
+    assert replace(row, head_dim=96).shared_memory_bytes == row.shared_memory_bytes
+    more = replace(row, num_q_buffers=2).shared_memory_bytes - row.shared_memory_bytes
+    assert more == 2 * 128 * 128
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_problem_finds_exactly_one_row(dtype, windowed):
+    for head_dim in range(1, MAX_HEAD_DIM + 1):
+        row = select_row(dtype, head_dim, windowed)
+        assert (row.dtype, row.windowed) == (dtype, windowed)
+        assert row.head_dim == min(d for d in HEAD_DIMS if d >= head_dim)
+        same = [(r.dtype, r.head_dim, r.windowed) for r in ROWS]
+        assert same.count((dtype, row.head_dim, windowed)) == 1
+    assert select_row(dtype, MAX_HEAD_DIM + 1, windowed) is None
+
+
+def test_rows_have_the_fields_of_the_struct_in_cpp():
+    header = ROOT / "csrc" / "kernels" / "forward" / "row.h"
+    if not header.is_file():
+        pytest.skip("needs a source checkout")
+    struct = re.search(r"struct ForwardRow \{(.*?)\n\};", header.read_text(), re.DOTALL)[1]
+    members = re.findall(r"^  (?:\w+) (\w+)(?: = \w+)?;", struct, re.MULTILINE)
+    assert members == [field.name for field in fields(ForwardRow) if field.name != "measured"]
+
+
+def test_a_glob_names_rows():
+    assert matching("*") == ROWS
+    assert {row.head_dim for row in matching("*_d64_*")} == {64}
+    with pytest.raises(ValueError, match="no kernel row matches 'fast'; the rows are forward_fp16"):
+        matching("fast")
+
+
+def test_the_hash_follows_what_is_compiled(monkeypatch):
+    before = table_hash()
+    measured = tuple(replace(row, measured="H100, full, 16k") for row in ROWS)
+    monkeypatch.setattr(kernel_table, "ROWS", measured)
+    assert table_hash() == before
+    monkeypatch.setattr(kernel_table, "ROWS", (*ROWS[:-1], replace(ROWS[-1], num_stages=9)))
+    assert table_hash() != before
+    monkeypatch.setattr(kernel_table, "ROWS", ROWS[::-1])
+    assert table_hash() != before
+
+
+def test_rows_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        ROWS[0].block_m = 1
