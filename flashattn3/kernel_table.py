@@ -62,7 +62,7 @@ class ForwardRow:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Q (whose place out takes in the epilogue) and the stages of K and V."""
+        """Barriers and tile descriptions, Q, and the stages of K and V."""
         columns = ceil(self.head_dim / CHUNK_COLUMNS) * CHUNK_COLUMNS
         rows = self.num_q_buffers * self.block_m + 2 * self.num_stages * self.block_n
         return CONTROL_BYTES + columns * rows * ELEMENT_BYTES

@@ -44,8 +44,8 @@ class Recorder:
         lse.fill_(2.0)
 
 
-def hopper(rows=ALL_ROWS, fault=None, forward=None) -> HopperBackend:
-    return HopperBackend(library=lambda: Library(rows, fault, forward))
+def hopper(rows=ALL_ROWS, fault=None, forward=None, only_measured=False) -> HopperBackend:
+    return HopperBackend(library=lambda: Library(rows, fault, forward), only_measured=only_measured)
 
 
 def never() -> Library:
@@ -81,6 +81,15 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
         assert (row.head_dim, row.windowed) == (GOLDEN[dims], windowed)
         assert row.dtype == {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
         assert GOLDEN[dims] in HEAD_DIMS
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(row):
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[row.dtype]
+    tensors, careful = qkv(row.head_dim, dtype=dtype), hopper(only_measured=True)
+    found = plan(tensors, careful, causal=row.windowed)
+    assert found.backend.name == ("hopper" if row.measured else "triton")
+    assert plan(tensors, careful, causal=row.windowed, backend="hopper").config.row == row
 
 
 def test_without_the_library_triton_runs_and_the_reason_names_the_command():

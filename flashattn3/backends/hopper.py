@@ -59,10 +59,14 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class HopperBackend:
-    """See ``Backend``. library: called once a Hopper GPU is met, not before."""
+    """See ``Backend``. library: called once a Hopper GPU is met, not before.
+
+    only_measured: rows that no GPU has run yet are left to who names this backend.
+    """
 
     name: str = "hopper"
     library: Callable[[], Library] = field(default=library_for_gpu, repr=False)
+    only_measured: bool = True
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if device.kind != "cuda":
@@ -94,6 +98,8 @@ class HopperBackend:
         row = _row_of(problem)
         if row.name not in self.library().rows:
             return f"kernel row {row.name} is not in this build (FLASHATTN3_KERNELS)"
+        if self.only_measured and not row.measured and problem.backend != self.name:
+            return f"kernel row {row.name} was never run on a GPU; backend='hopper' would run it"
         return None
 
     def configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
