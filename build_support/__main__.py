@@ -1,12 +1,21 @@
-"""``python -m build_support``: the libraries into the checkout, as an editable install has them."""
+"""``python -m build_support``: the libraries into the checkout, as an editable install has them.
+
+``python -m build_support forward_check``: the program of tests/device, which runs the kernels
+without torch; it prints its path.
+"""
 
 import sys
 
-from .build import build
+from .build import BUILD_FOLDER, build
+from .ninja_file import FORWARD_CHECK
 from .toolchain import BuildError
 from .units import ROOT
 
+targets = sys.argv[1:]
+if targets not in ([], [FORWARD_CHECK]):
+    sys.exit(f"usage: python -m build_support [{FORWARD_CHECK}]")
 try:
-    print(*build(ROOT / "flashattn3"), sep="\n")
+    built = build(ROOT / "flashattn3", targets)
+    print(*([BUILD_FOLDER / target for target in targets] or built), sep="\n")
 except BuildError as error:
     sys.exit(str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from .ninja_file import OPS_LIBRARY, ROWS_MODULE, ninja_text
@@ -16,9 +17,10 @@ OUTPUTS = (OPS_LIBRARY, ROWS_MODULE)
 GIB_PER_COMPILER = 1  # a forward row takes under half of it
 
 
-def build(package: Path) -> list[Path]:
+def build(package: Path, targets: Sequence[str] = ()) -> list[Path]:
     """Compile what has changed and put the libraries into a package folder; their paths.
 
+    targets: what of the build folder is made instead.
     FLASHATTN3_KERNELS, a glob over row names, builds a subset. MAX_JOBS caps the compilers at work.
     """
     tools = find_toolchain()
@@ -29,7 +31,7 @@ def build(package: Path) -> list[Path]:
         raise BuildError(f"FLASHATTN3_KERNELS: {error}") from None
     text = ninja_text(tools, units, package.resolve())
     (BUILD_FOLDER / "build.ninja").write_text(text)
-    command = [tools.ninja, "-C", BUILD_FOLDER, f"-j{num_jobs()}"]
+    command = [tools.ninja, "-C", BUILD_FOLDER, f"-j{num_jobs()}", *targets]
     if subprocess.run(command).returncode != 0:
         raise BuildError("The build of the Hopper kernels failed; the compiler's words are above.")
     return [package / output for output in OUTPUTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from shlex import join, quote
@@ -10,6 +11,8 @@ from .toolchain import OLDEST_TORCH_ABI, Toolchain
 from .units import ROOT
 
 CSRC = ROOT / "csrc"
+DEVICE_TESTS = ROOT / "tests" / "device"
+FORWARD_CHECK = "forward_check"  # in the build folder, made only when asked for
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 ROWS_MODULE = Path("_rows.abi3.so")
 
@@ -32,7 +35,7 @@ rule compile
   deps = gcc
 
 rule link
-  command = $link -shared -o $out $in $flags
+  command = $link -o $out $in $flags
   description = $out
 """
 
@@ -51,7 +54,7 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
         _compile(lines, source, torch) for source in sorted((CSRC / "torch_binding").glob("*.cpp"))
     ]
     # CUDA's runtime is inside, and hidden: torch brings its own, of another version perhaps.
-    flags = ["-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
+    flags = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
     _link(lines, library, objects, [*flags, *TORCH_LINK_FLAGS])
 
     python = [f"-isystem={tools.python_include}"]
@@ -60,14 +63,32 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
         for source in sorted((CSRC / "python_binding").glob("*.cpp"))
     ]
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
-    _link(lines, module, rows, ["-cudart=none", *beside], needs=library)
+    _link(lines, module, rows, ["-shared", "-cudart=none", *beside], needs=library)
+
+    check = [_compile(lines, DEVICE_TESTS / "forward_check.cu", device)]
+    check += [
+        _compile(lines, DEVICE_TESTS / "forward_row.cu", [*device, f"-DFORWARD_CHECK_ROW={i}"], i)
+        for i in range(_num_check_rows())
+    ]
+    _link(lines, Path(FORWARD_CHECK), check, ["-cudart=static", "-lpthread"])
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 
 
-def _compile(lines: list[str], source: Path, flags: Iterable[str] = ()) -> str:
-    """Append the step that makes an object of a source; the object's name, in the build folder."""
-    target = f"{source.parent.name}/{source.name}.o"
+def _num_check_rows() -> int:
+    text = (DEVICE_TESTS / "forward_rows.h").read_text()
+    return len(re.findall(r"^ +\{k(?:Bf|Fp)16, ", text, re.MULTILINE))
+
+
+def _compile(
+    lines: list[str], source: Path, flags: Iterable[str] = (), number: int | None = None
+) -> str:
+    """Append the step that makes an object of a source; the object's name, in the build folder.
+
+    number: tells objects apart that are made of one source.
+    """
+    infix = "" if number is None else f".{number}"
+    target = f"{source.parent.name}/{source.name}{infix}.o"
     lines += [f"build {target}: compile {_escaped(source)}", f"  flags = {join(flags)}"]
     return target
 
