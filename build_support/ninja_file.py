@@ -64,20 +64,22 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     ]
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
     _link(lines, module, rows, ["-shared", "-cudart=none", *beside], needs=library)
-
-    check = [_compile(lines, DEVICE_TESTS / "forward_check.cu", device)]
-    check += [
-        _compile(lines, DEVICE_TESTS / "forward_row.cu", [*device, f"-DFORWARD_CHECK_ROW={i}"], i)
-        for i in range(_num_check_rows())
-    ]
-    _link(lines, Path(FORWARD_CHECK), check, ["-cudart=static", "-lpthread"])
+    if DEVICE_TESTS.is_dir():  # a source distribution has no tests
+        _forward_check(lines, device)
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 
 
-def _num_check_rows() -> int:
-    text = (DEVICE_TESTS / "forward_rows.h").read_text()
-    return len(re.findall(r"^ +\{k(?:Bf|Fp)16, ", text, re.MULTILINE))
+def _forward_check(lines: list[str], flags: list[str]) -> None:
+    """Append the steps of the program that runs the kernels without torch."""
+    table = (DEVICE_TESTS / "forward_rows.h").read_text()
+    rows = re.findall(r"^ +\{k(?:Bf|Fp)16, ", table, re.MULTILINE)
+    objects = [_compile(lines, DEVICE_TESTS / "forward_check.cu", flags)]
+    objects += [
+        _compile(lines, DEVICE_TESTS / "forward_row.cu", [*flags, f"-DFORWARD_CHECK_ROW={i}"], i)
+        for i in range(len(rows))
+    ]
+    _link(lines, Path(FORWARD_CHECK), objects, ["-cudart=static", "-lpthread"])
 
 
 def _compile(
