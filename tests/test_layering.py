@@ -34,8 +34,10 @@ MAY_IMPORT = {
     "backends.reference": {"backends.heads_first", "device", "problem"},
     "kernel_table": set(),
     "backends.hopper_library": {"kernel_table", "_rows"},
+    "backends.sixteen_bit": {"problem"},
     "backends.hopper": {
         "backends.hopper_library",
+        "backends.sixteen_bit",
         "backends.triton",
         "device",
         "errors",
@@ -43,8 +45,19 @@ MAY_IMPORT = {
         "problem",
     },
     # The two halves of one backend: what is decided without Triton, and what needs it.
-    "backends.triton": {"device", "problem", "triton_kernels.configs", "backends.triton_launches"},
-    "backends.triton_launches": {"backends.triton", "problem", "triton_kernels"},
+    "backends.triton": {
+        "backends.sixteen_bit",
+        "backends.triton_launches",
+        "device",
+        "problem",
+        "triton_kernels.configs",
+    },
+    "backends.triton_launches": {
+        "backends.sixteen_bit",
+        "backends.triton",
+        "problem",
+        "triton_kernels",
+    },
     "triton_kernels.configs": set(),
     "triton_kernels": {"triton_kernels", "triton_kernels.configs"},
     "backends": {"backends.hopper", "backends.reference", "backends.triton"},

@@ -10,22 +10,20 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..device import DeviceInfo
 from ..errors import UnsupportedError
 from ..kernel_table import MAX_HEAD_DIM, ROWS, ForwardRow, select_row
-from ..problem import ALIGNMENT_BYTES, SIXTEEN_BIT, Problem, Tensors
+from ..problem import ALIGNMENT_BYTES, Problem, Tensors
+from . import sixteen_bit
 from .hopper_library import MENDED_BY, Library, library_for_gpu
 from .triton import BACKEND as TRITON
-from .triton import score_factors
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
 CAPABILITY = 90
-DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 ALIGNED_ELEMENTS = ALIGNMENT_BYTES // 2
 
 
@@ -83,16 +81,9 @@ class HopperBackend:
         return None if fault is None else f"{fault}; in the checkout: {MENDED_BY}"
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
-        if problem.dtype not in SIXTEEN_BIT:
-            return f"computes in float16 and bfloat16, not in {problem.dtype}"
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(problem, name) > MAX_HEAD_DIM:
-                return f"takes head dims up to {MAX_HEAD_DIM}, {name} is {getattr(problem, name)}"
-        for name, value in score_factors(problem).items():
-            if value != 0 and not 2.0**-100 <= abs(value) <= 2.0**100:
-                return f"computes scores in float32, which {name} {value:g} would leave"
-        if problem.pack_gqa:
-            return "has no packed layout of grouped queries (pack_gqa)"
+        reason = sixteen_bit.decline_reason(problem, MAX_HEAD_DIM)
+        if reason is not None:
+            return reason
         if problem.num_splits > 1:
             return "works the keys off in one pass (num_splits)"
         row = _row_of(problem)
@@ -134,7 +125,7 @@ BACKEND = HopperBackend()
 
 def _row_of(problem: Problem) -> ForwardRow:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return select_row(DTYPE_NAMES[problem.dtype], head_dim, problem.windowed)
+    return select_row(sixteen_bit.DTYPE_NAMES[problem.dtype], head_dim, problem.windowed)
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
@@ -157,11 +148,8 @@ def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
 def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of the tensors in the order of ``Tensors``: (out, lse)."""
     problem, config = plan.problem, plan.config
-    varlen, dtype, device = problem.varlen, problem.dtype, problem.device
-    lead = () if varlen else (problem.batch,)
     padded = _padded(problem.head_dim_v)
-    out_shape = (*lead, problem.total_q, problem.num_heads_q, padded)
-    lse_shape = (*lead, problem.num_heads_q, problem.total_q)
+    allocate = sixteen_bit.result_allocator(problem, padded)
     scalars = (
         ROWS.index(config.row),
         problem.seqlen_q,
@@ -175,11 +163,7 @@ def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tens
     )
 
     def run(q, k, v, *indices):
-        out = torch.empty(out_shape, dtype=dtype, device=device)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
-        if varlen:  # the kernel writes no row that belongs to no sequence
-            out.zero_()
-            lse.fill_(float("-inf"))
+        out, lse = allocate()
         operator(q, k, v, *indices, out, lse, *scalars)
         return out, lse
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..device import DeviceInfo
-from ..problem import SIXTEEN_BIT, Problem, Tensors
+from ..problem import Problem, Tensors
 from ..triton_kernels.configs import MAX_HEAD_DIM, MIN_SHARED_MEMORY_KIB, Row, Tiles, select_row
+from . import sixteen_bit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,16 +72,9 @@ class TritonBackend:
         return None
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
-        if problem.dtype not in SIXTEEN_BIT:
-            return f"computes in float16 and bfloat16, not in {problem.dtype}"
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(problem, name) > MAX_HEAD_DIM:
-                return f"takes head dims up to {MAX_HEAD_DIM}, {name} is {getattr(problem, name)}"
-        for name, value in score_factors(problem).items():
-            if value != 0 and not 2.0**-100 <= abs(value) <= 2.0**100:
-                return f"computes scores in float32, which {name} {value:g} would leave"
-        if problem.pack_gqa:
-            return "has no packed layout of grouped queries (pack_gqa)"
+        reason = sixteen_bit.decline_reason(problem, MAX_HEAD_DIM)
+        if reason is not None:
+            return reason
         if problem.sm_margin:
             return "launches one program per tile, so it cannot leave SMs free (sm_margin)"
         return None
@@ -123,15 +117,6 @@ class TritonBackend:
 
 
 BACKEND = TritonBackend()
-
-
-def score_factors(problem: Problem) -> dict[str, float]:
-    """What the kernels multiply scores with."""
-    factors = {"softmax_scale": problem.softmax_scale}
-    if problem.softcap > 0:
-        factors["softcap"] = problem.softcap
-        factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
-    return factors
 
 
 def _num_splits(problem: Problem, programs: int, block_n: int, num_sms: int) -> int:

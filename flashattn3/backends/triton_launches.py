@@ -16,10 +16,10 @@ from ..problem import Problem
 from ..triton_kernels import backward, forward
 from ..triton_kernels.configs import Tile, padded
 from ..triton_kernels.launch import Launch
+from .sixteen_bit import DTYPE_NAMES, lse_shape, out_shape, result_allocator
 from .triton import TritonConfig
 
 LOG2E = 1.4426950408889634
-DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 SMALLEST_SCALE = 2.0**-100  # stands in for a scale of 0 in the forward, where -inf * 0 would be NaN
 SMALLEST_DIVISOR = 2.0**-64  # among scales: an LSE divided by it is far from overflow
 STATISTICS_ROWS = backward.STATISTICS_ROWS.value
@@ -32,15 +32,10 @@ def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tup
     launch = forward_launch(problem, config)
     if config.num_splits > 1:
         return _prepare_split_forward(problem, config, launch)
-    out_shape, lse_shape = _out_shape(problem), _lse_shape(problem)
-    dtype, device = problem.dtype, problem.device
+    allocate = result_allocator(problem, problem.head_dim_v)
 
     def run(q, k, v, *indices):
-        out = torch.empty(out_shape, dtype=dtype, device=device)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
-        if indices[0] is not None:  # only varlen can have rows that no program writes
-            out.zero_()
-            lse.fill_(float("-inf"))
+        out, lse = allocate()
         launch(q, k, v, out, lse, *indices)
         return out, lse
 
@@ -49,16 +44,16 @@ def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tup
 
 def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
     merge = merge_launch(problem, config)
-    out_shape, lse_shape = _out_shape(problem), _lse_shape(problem)
+    out_size, lse_size = out_shape(problem, problem.head_dim_v), lse_shape(problem)
     blank = torch.zeros if problem.varlen else torch.empty
     of = {"dtype": torch.float32, "device": problem.device}
 
     def run(q, k, v, *indices):
-        out_parts = blank((config.num_splits, *out_shape), **of)
-        lse_parts = torch.full((config.num_splits, *lse_shape), float("-inf"), **of)
+        out_parts = blank((config.num_splits, *out_size), **of)
+        lse_parts = torch.full((config.num_splits, *lse_size), float("-inf"), **of)
         launch(q, k, v, out_parts, lse_parts, *indices)
-        out = torch.empty(out_shape, dtype=problem.dtype, device=problem.device)
-        lse = torch.empty(lse_shape, **of)
+        out = torch.empty(out_size, dtype=problem.dtype, device=problem.device)
+        lse = torch.empty(lse_size, **of)
         merge(out_parts, lse_parts, out, lse)
         return out, lse
 
@@ -295,16 +290,6 @@ def _num_rows(problem: Problem) -> int:
 def _dense_strides(problem: Problem, rows: int, heads: int, head_dim: int) -> tuple[int, int, int]:
     """(batch, sequence, head) strides of a contiguous tensor."""
     return (0 if problem.varlen else rows * heads * head_dim, heads * head_dim, head_dim)
-
-
-def _out_shape(problem: Problem) -> tuple[int, ...]:
-    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
-    return (*rows, problem.num_heads_q, problem.head_dim_v)
-
-
-def _lse_shape(problem: Problem) -> tuple[int, ...]:
-    heads = (problem.num_heads_q,) if problem.varlen else (problem.batch, problem.num_heads_q)
-    return (*heads, problem.total_q)
 
 
 def _lse_strides(problem: Problem) -> tuple[int, int]:

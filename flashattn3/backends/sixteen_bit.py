@@ -1,0 +1,67 @@
+"""What the kernels for 16-bit types on a GPU share, whoever compiled them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..problem import SIXTEEN_BIT, Problem
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
+    """Why none of these kernels computes the problem, or None."""
+    if problem.dtype not in SIXTEEN_BIT:
+        return f"computes in float16 and bfloat16, not in {problem.dtype}"
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > max_head_dim:
+            return f"takes head dims up to {max_head_dim}, {name} is {getattr(problem, name)}"
+    for name, value in _score_factors(problem).items():
+        if value != 0 and not 2.0**-100 <= abs(value) <= 2.0**100:
+            return f"computes scores in float32, which {name} {value:g} would leave"
+    if problem.pack_gqa:
+        return "has no packed layout of grouped queries (pack_gqa)"
+    return None
+
+
+def _score_factors(problem: Problem) -> dict[str, float]:
+    """What the kernels multiply scores with."""
+    factors = {"softmax_scale": problem.softmax_scale}
+    if problem.softcap > 0:
+        factors["softcap"] = problem.softcap
+        factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
+    return factors
+
+
+def out_shape(problem: Problem, head_dim_v: int) -> tuple[int, ...]:
+    """head_dim_v: that of the problem, or more where a kernel writes padded rows."""
+    lead = () if problem.varlen else (problem.batch,)
+    return (*lead, problem.total_q, problem.num_heads_q, head_dim_v)
+
+
+def lse_shape(problem: Problem) -> tuple[int, ...]:
+    lead = () if problem.varlen else (problem.batch,)
+    return (*lead, problem.num_heads_q, problem.total_q)
+
+
+def result_allocator(problem: Problem, head_dim_v: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A function that gives new out and lse for a kernel to write.
+
+    Rows that belong to no sequence are there already, because no kernel writes them: only varlen
+    can have them.
+    """
+    shapes = out_shape(problem, head_dim_v), lse_shape(problem)
+    dtype, device, varlen = problem.dtype, problem.device, problem.varlen
+
+    def allocate() -> tuple[Tensor, Tensor]:
+        out = torch.empty(shapes[0], dtype=dtype, device=device)
+        lse = torch.empty(shapes[1], dtype=torch.float32, device=device)
+        if varlen:
+            out.zero_()
+            lse.fill_(float("-inf"))
+        return out, lse
+
+    return allocate
