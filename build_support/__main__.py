@@ -6,7 +6,7 @@ without torch; it prints its path.
 
 import sys
 
-from .build import BUILD_FOLDER, build
+from .build import build
 from .ninja_file import FORWARD_CHECK
 from .toolchain import BuildError
 from .units import ROOT
@@ -15,7 +15,6 @@ targets = sys.argv[1:]
 if targets not in ([], [FORWARD_CHECK]):
     sys.exit(f"usage: python -m build_support [{FORWARD_CHECK}]")
 try:
-    built = build(ROOT / "flashattn3", targets)
-    print(*([BUILD_FOLDER / target for target in targets] or built), sep="\n")
+    print(*build(ROOT / "flashattn3", targets), sep="\n")
 except BuildError as error:
     sys.exit(str(error))

@@ -18,7 +18,7 @@ GIB_PER_COMPILER = 1  # a forward row takes under half of it
 
 
 def build(package: Path, targets: Sequence[str] = ()) -> list[Path]:
-    """Compile what has changed and put the libraries into a package folder; their paths.
+    """Compile what has changed and put the libraries into a package folder; the paths made.
 
     targets: what of the build folder is made instead.
     FLASHATTN3_KERNELS, a glob over row names, builds a subset. MAX_JOBS caps the compilers at work.
@@ -34,6 +34,8 @@ def build(package: Path, targets: Sequence[str] = ()) -> list[Path]:
     command = [tools.ninja, "-C", BUILD_FOLDER, f"-j{num_jobs()}", *targets]
     if subprocess.run(command).returncode != 0:
         raise BuildError("The build of the Hopper kernels failed; the compiler's words are above.")
+    if targets:
+        return [BUILD_FOLDER / target for target in targets]
     return [package / output for output in OUTPUTS]
 
 

@@ -8,8 +8,6 @@ elements work; "first" and "last" tiles are given in rows or keys, not in tile n
 import triton
 import triton.language as tl
 
-# How far a row sees, as the kernels' constexpr LEFT and RIGHT: whether that side is bounded at all.
-
 
 @triton.jit
 def sequence(
@@ -82,6 +80,7 @@ def visible(
 ):
     """Which keys each row sees; rows and keys already broadcast against each other.
 
+    LEFT, RIGHT: whether that side of the window is bounded at all.
     diagonal: key under row 0 of the bottom-right aligned diagonal, seqlen_k - seqlen_q.
     """
     seen = keys < num_keys

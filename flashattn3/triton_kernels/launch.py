@@ -52,7 +52,6 @@ class Launch:
                 **self.constants,
                 **self.options,
             )
-            if (
-                isinstance(compiled, CompiledKernel) and not misaligned
-            ):  # the interpreter compiles nothing
+            # The interpreter compiles nothing.
+            if isinstance(compiled, CompiledKernel) and not misaligned:
                 self._aligned = compiled[self.grid]
