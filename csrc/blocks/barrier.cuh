@@ -101,30 +101,49 @@ __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
 
 // Position in a ring of kStages buffers. parity() is that of the full barrier for who reads, and of
 // the empty barrier for who writes: readers start at 0 (wait for data), writers at 1 (all free).
-// The uses so far, in one register.
 template <int kStages>
 class RingPosition {
  public:
   __device__ __forceinline__ explicit RingPosition(uint32_t first_parity)
-      : bits_(first_parity * kStages) {}
+      : stage_(0), parity_(first_parity) {}
 
-  __device__ __forceinline__ uint32_t stage() const { return bits_ % kStages; }
-  __device__ __forceinline__ uint32_t parity() const { return bits_ / kStages % 2; }
+  __device__ __forceinline__ uint32_t stage() const { return stage_; }
+  __device__ __forceinline__ uint32_t parity() const { return parity_; }
   __device__ __forceinline__ RingPosition next() const {
     RingPosition position = *this;
     position.advance();
     return position;
   }
   __device__ __forceinline__ void advance() {
-    ++bits_;
-    // A power of 2 may count on and wrap around; else begin again after both parities.
-    if constexpr ((kStages & (kStages - 1)) != 0) {
-      if (bits_ == 2 * kStages) bits_ = 0;
-    }
+    const bool wraps = stage_ == kStages - 1;
+    stage_ = wraps ? 0 : stage_ + 1;
+    parity_ ^= wraps;
   }
 
  private:
-  uint32_t bits_;
+  uint32_t stage_;
+  uint32_t parity_;
+};
+
+// With a power of 2 the count of uses so far tells both, in one register.
+template <int kStages>
+  requires((kStages & (kStages - 1)) == 0)
+class RingPosition<kStages> {
+ public:
+  __device__ __forceinline__ explicit RingPosition(uint32_t first_parity)
+      : uses_(first_parity * kStages) {}
+
+  __device__ __forceinline__ uint32_t stage() const { return uses_ % kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return uses_ / kStages % 2; }
+  __device__ __forceinline__ RingPosition next() const {
+    RingPosition position = *this;
+    position.advance();
+    return position;
+  }
+  __device__ __forceinline__ void advance() { ++uses_; }
+
+ private:
+  uint32_t uses_;
 };
 
 }  // namespace flashattn3

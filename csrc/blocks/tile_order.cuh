@@ -47,8 +47,8 @@ class TileSequence {
   __device__ __forceinline__ int index() const { return index_; }
   __device__ __forceinline__ bool done() const { return index_ >= order_.num_tiles; }
 
-  // Asks for the next tile; the answer is needed only by advance().
-  __device__ __forceinline__ void prefetch() {
+  // Asks for the next tile; next_index() and advance() wait for the answer.
+  __device__ __forceinline__ void request() {
     if (order_.counter != nullptr) {
       next_ = static_cast<int>(gridDim.x) + atomicAdd(order_.counter, 1);
       return;
@@ -59,6 +59,7 @@ class TileSequence {
     // A backwards round that is not full leaves nothing for some; no round follows it.
   }
 
+  __device__ __forceinline__ int next_index() const { return next_; }
   __device__ __forceinline__ void advance() { index_ = next_; }
 
   // The last CTA puts the counters back to 0.

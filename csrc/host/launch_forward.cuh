@@ -26,22 +26,16 @@ inline std::string describe(const ForwardRow& row) {
 }
 
 inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& params) {
-  // K and V of one section stay in L2 (50 MB on an H100). Smaller sections would end with few long
-  // tiles and leave SMs without work.
-  constexpr int64_t kSectionBytes = 40 << 20;
   const int64_t row_blocks = (params.seqlen_q + row.block_m - 1) / row.block_m;
   const int64_t heads = static_cast<int64_t>(params.num_heads_q) * params.batch;
   if (row_blocks * heads > INT_MAX / 2) {
     fail("launch of " + describe(row), "more than 2^30 tiles");
   }
-  const int64_t head_bytes = std::max<int64_t>(
-      1, 2 * static_cast<int64_t>(params.seqlen_k) * (params.head_dim + params.head_dim_v));
-  // Tiles of one length are best taken head after head: the CTAs at work then share K and V.
+  // Heads that share K and V come together. Tiles of one length follow head after head; of unequal
+  // length, longest first, in sections with a tile for every SM: smaller ones would end with few
+  // long tiles, larger ones ask memory for much at once and keep less of it in L2.
   int64_t section = params.num_heads_q / params.num_heads_kv;
-  for (int64_t bytes = 2 * head_bytes; row.windowed && section < heads && bytes <= kSectionBytes;
-       bytes *= 2) {
-    section *= 2;
-  }
+  while (row.windowed && section < heads && section * row_blocks < params.num_sms) section *= 2;
   TileOrder order;
   order.num_row_blocks = static_cast<int>(row_blocks);
   order.num_heads_total = static_cast<int>(heads);

@@ -1,6 +1,6 @@
 // Runs the forward kernels without torch and compares them with fp64 on the host, or times them.
 //   forward_check [--from case] [--only part of a name]   one line for each case and row
-//   forward_check --time [part of a row's name]           TFLOP/s of the benchmark grid
+//   forward_check --time [part of a row's name [length]]  TFLOP/s of the benchmark grid
 // Leaves with 0: all right, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it says
 // with which --from to go on.
 #include <signal.h>
@@ -242,9 +242,27 @@ static float time_launch(int row, const ForwardParams& params, int repeats) {
   return ms / repeats;
 }
 
-// 16384 tokens, heads * head dim 2048, bf16; the median of 5 rounds over all rows of a cell.
-static void time_grid(const char* part, int num_sms, int* counter) {
+static ForwardParams grid_params(uint16_t* const (&data)[4], float* lse, int head_dim, int seqlen,
+                                 bool causal) {
+  ForwardParams params{};
+  params.q = data[0], params.k = data[1], params.v = data[2], params.out = data[3];
+  params.lse = lse;
+  const int heads = 2048 / head_dim;
+  const flashattn3::Strides stride{int64_t{seqlen} * 2048, 2048, head_dim};
+  params.q_stride = params.k_stride = params.v_stride = params.out_stride = stride;
+  params.lse_stride = {int64_t{seqlen} * heads, 1, seqlen};
+  params.batch = 16384 / seqlen, params.seqlen_q = params.seqlen_k = seqlen;
+  params.num_heads_q = params.num_heads_kv = heads;
+  params.head_dim = params.head_dim_v = head_dim;
+  params.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
+  params.window_left = -1, params.window_right = causal ? 0 : -1;
+  return params;
+}
+
+// 16384 tokens, heads * head dim 2048, bf16; the median of 7 rounds, each over all rows of a cell.
+static void time_grid(const char* part, int only_length, int num_sms, int* counter) {
   constexpr int64_t kCount = 16384 * int64_t{2048};
+  constexpr int kLengths = 6, kRounds = 7;
   uint16_t* data[4];
   float* lse;
   for (int i = 0; i < 4; ++i) {
@@ -253,45 +271,44 @@ static void time_grid(const char* part, int num_sms, int* counter) {
   }
   check(cudaMalloc(&lse, 16384 * 32 * 4));
   check(cudaDeviceSynchronize());
-  std::printf("TFLOP/s; tiles from a counter / in fixed order\n");
+  std::printf("TFLOP/s at 512, 1024, 2048, 4096, 8192, 16384\n");
   for (int d : {64, 128, 256}) {
     for (bool causal : {false, true}) {
+      std::vector<int> rows;
       for (int row = 0; row < kNumCheckRows; ++row) {
         const ForwardRow& r = kCheckRows[row];
         if (r.head_dim != d || r.windowed != causal || r.dtype != flashattn3::kBf16) continue;
-        if (part != nullptr && row_name(row).find(part) == std::string::npos) continue;
-        std::printf("%-36s", row_name(row).c_str());
-        for (int s = 512; s <= 16384; s *= 2) {
-          ForwardParams params{};
-          params.q = data[0], params.k = data[1], params.v = data[2], params.out = data[3];
-          params.lse = lse;
-          const int heads = 2048 / d;
-          const flashattn3::Strides stride{int64_t{s} * 2048, 2048, d};
-          params.q_stride = params.k_stride = params.v_stride = params.out_stride = stride;
-          params.lse_stride = {int64_t{s} * heads, 1, s};
-          params.batch = 16384 / s, params.seqlen_q = params.seqlen_k = s;
-          params.num_heads_q = params.num_heads_kv = heads;
-          params.head_dim = params.head_dim_v = d;
-          params.softmax_scale = 1.f / std::sqrt(static_cast<float>(d));
-          params.window_left = -1, params.window_right = causal ? 0 : -1;
-          params.num_sms = num_sms;
-          std::snprintf(g_now, sizeof(g_now), "timing %s at %d", row_name(row).c_str(), s);
-          alarm(30);
-          const double flop = 4.0 * 16384 * 2048 * s * (causal ? 0.5 : 1.0);
-          const int repeats = std::max(3, static_cast<int>(2e-3 / (flop / 6e14)));
-          double rate[2];
-          for (int fixed = 0; fixed < 2; ++fixed) {
-            params.tile_counter = fixed ? nullptr : counter;
-            time_launch(row, params, 2);
-            std::vector<float> ms;
-            for (int i = 0; i < 5; ++i) ms.push_back(time_launch(row, params, repeats));
-            std::sort(ms.begin(), ms.end());
-            rate[fixed] = flop / ms[2] * 1e-9;
+        if (part == nullptr || row_name(row).find(part) != std::string::npos) rows.push_back(row);
+      }
+      std::vector<std::vector<double>> rates(rows.size(), std::vector<double>(kLengths));
+      for (int length = 0; length < kLengths; ++length) {
+        const int seqlen = 512 << length;
+        if (only_length != 0 && seqlen != only_length) continue;
+        ForwardParams params = grid_params(data, lse, d, seqlen, causal);
+        params.num_sms = num_sms;
+        params.tile_counter = counter;
+        const double flop = 4.0 * 16384 * 2048 * seqlen * (causal ? 0.5 : 1.0);
+        const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 6e14)));
+        std::vector<std::vector<float>> ms(rows.size());
+        for (int round = 0; round < kRounds; ++round) {
+          for (size_t i = 0; i < rows.size(); ++i) {
+            std::snprintf(g_now, sizeof(g_now), "timing %s at %d", row_name(rows[i]).c_str(),
+                          seqlen);
+            alarm(30);
+            usleep(3000);  // as beside slower contenders: not always at the power limit
+            if (round == 0) time_launch(rows[i], params, 2);
+            ms[i].push_back(time_launch(rows[i], params, repeats));
+            alarm(0);
           }
-          alarm(0);
-          std::printf("  %5d: %3.0f/%3.0f", s, rate[0], rate[1]);
-          std::fflush(stdout);
         }
+        for (size_t i = 0; i < rows.size(); ++i) {
+          std::sort(ms[i].begin(), ms[i].end());
+          rates[i][length] = flop / ms[i][kRounds / 2] * 1e-9;
+        }
+      }
+      for (size_t i = 0; i < rows.size(); ++i) {
+        std::printf("%-36s", row_name(rows[i]).c_str());
+        for (double rate : rates[i]) std::printf("%5.0f", rate);
         std::printf("\n");
       }
     }
@@ -299,7 +316,7 @@ static void time_grid(const char* part, int num_sms, int* counter) {
 }
 
 int main(int argc, char** argv) {
-  int from = 0;
+  int from = 0, length = 0;
   bool timing = false;
   const char* part = nullptr;
   for (int i = 1; i < argc; ++i) {
@@ -310,6 +327,7 @@ int main(int argc, char** argv) {
     } else if (!std::strcmp(argv[i], "--time")) {
       timing = true;
       if (i + 1 < argc) part = argv[++i];
+      if (i + 1 < argc) length = std::atoi(argv[++i]);
     }
   }
   signal(SIGALRM, on_alarm);
@@ -318,7 +336,7 @@ int main(int argc, char** argv) {
   check(cudaMalloc(&counter, 8));
   check(cudaMemset(counter, 0, 8));
   if (timing) {
-    time_grid(part, num_sms, counter);
+    time_grid(part, length, num_sms, counter);
     return 0;
   }
   const std::vector<Case> cases = forward_cases();

@@ -3,6 +3,8 @@
 // Step j of a warpgroup, with two products in flight:
 //   start scores S(j) = Q K(j)^T, start out += P(j-1) V(j-1), wait for S(j), give K(j) back,
 //   softmax of S(j) while out is still being multiplied, wait for out, give V(j-1) back, pack P(j).
+// After the last block, the first scores of the next tile take the place of S(j): the tensor cores
+// have them to work on while this tile is stored.
 // The warpgroups of a CTA share the stages but not their pace: while one is in its softmax, the
 // tensor cores work for the others.
 #pragma once
@@ -44,59 +46,128 @@ class ForwardConsumer {
   }
 
   __device__ __forceinline__ void run() {
+    Scores s;
+    Out o;
+    Probabilities p;
+    Softmax softmax;
+    Work work;
+    bool ahead = false;  // s holds the first scores of the tile
     while (true) {
-      // Sync: the producer has written the tile's description, which stays until this warp has
-      // stored the tile: read where it is needed, it takes no registers in the main loop.
-      control_.tile_full[tile_.stage()].wait(tile_.parity());
-      const int first_row = uniform(tile().first_row);
-      if (first_row < 0) return;
-      Out o;
-      Softmax softmax;
-      attend(first_row + warpgroup_ * 64, o, softmax);
-      store_out<kElement, kHeadDim>(args_, tile(), tile().first_row + warpgroup_ * 64, o, softmax);
+      if (!ahead) {
+        work = find_work();
+        if (!work.any()) return;
+        start_first_scores(s, work, kv_);
+        wait_products<0>();
+        pin_registers(s);
+      }
+      pass_values(work.above);
+      attend(s, o, p, softmax, work.blocks);
+
+      control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the last V is there.
+      multiply_values(o, p, kv_);
+      // Sync: this warp's scores are all done.
       __syncwarp();
-      control_.tile_empty[tile_.stage()].arrive_warp();
-      tile_.advance();
+      control_.q_empty[q_.stage()].arrive_warp();
+      q_.advance();
+      Work next{};
+      if (work.below == 0) {  // else the producer waits for those before it says what comes next
+        // Sync: the next tile's description is there.
+        control_.tile_full[tile_.next().stage()].wait(tile_.next().parity());
+        next = work_of(control_.tile[tile_.next().stage()]);
+      }
+      // K tiles that are passed on the way come while V is still held: one for each stage at most.
+      ahead = next.any() && next.above <= kStages;
+      if (ahead) {
+        start_first_scores(s, next, kv_.next());
+        wait_products<1>();
+        store_tile(o, softmax);
+        wait_products<0>();
+        pin_registers(s);
+      } else {
+        wait_products<0>();
+        store_tile(o, softmax);
+      }
+      pass_blocks(work.below);
+      work = next;
     }
   }
 
  private:
-  __device__ __forceinline__ void attend(int first_row, Out& o, Softmax& softmax) {
+  // What a tile asks of this warpgroup.
+  struct Work {
+    BlockRange blocks;  // with a key for one of its rows; keys of the last one are taken first
+    int above, below;   // blocks before and after them that only other warpgroups need
+    __device__ __forceinline__ bool any() const { return blocks.begin < blocks.end; }
+  };
+
+  __device__ __forceinline__ Work work_of(const RowTile& tile) const {
+    const int first_row = uniform(tile.first_row) + warpgroup_ * 64;
+    const int num_rows = uniform(tile.num_rows);
+    const BlockRange all{uniform(tile.keys.begin), uniform(tile.keys.end)};
+    const BlockRange mine = tile_visibility(num_rows, uniform(tile.num_keys))
+                                .template blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
+    if (mine.begin == mine.end) return {mine, all.end - all.begin, 0};
+    return {mine, all.end - mine.end, mine.begin - all.begin};
+  }
+
+  // The next tile with work, after those without; none if no tile is left.
+  __device__ __forceinline__ Work find_work() {
+    while (true) {
+      // Sync: the producer has written the tile's description, which stays until this warp has
+      // stored the tile: read where it is needed, it takes no registers in the main loop.
+      control_.tile_full[tile_.stage()].wait(tile_.parity());
+      const Work work = work_of(tile());
+      if (work.any() || uniform(tile().first_row) < 0) return work;
+      if (work.above > 0) {  // else the producer loads nothing for it, not even Q
+        // Sync: waited for even without a key, or this warp could arrive twice in one phase.
+        control_.q_full[q_.stage()].wait(q_.parity());
+        __syncwarp();
+        control_.q_empty[q_.stage()].arrive_warp();
+        q_.advance();
+        pass_blocks(work.above);
+      }
+      store_nothing(args_, tile(), tile().first_row + warpgroup_ * 64);
+      leave_tile();
+    }
+  }
+
+  // Out is complete.
+  __device__ __forceinline__ void store_tile(Out& o, const Softmax& softmax) {
+    pin_registers(o);
+    control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
+    kv_.advance();
+    store_out<kElement, kHeadDim>(args_, tile(), tile().first_row + warpgroup_ * 64, o, softmax);
+    leave_tile();
+  }
+
+  __device__ __forceinline__ void leave_tile() {
+    __syncwarp();
+    control_.tile_empty[tile_.stage()].arrive_warp();
+    tile_.advance();
+  }
+
+  // at: of the first K tile that comes for the row tile.
+  __device__ __forceinline__ void start_first_scores(Scores& s, const Work& work,
+                                                     RingPosition<kStages> at) {
+    control_.q_full[q_.stage()].wait(q_.parity());  // Sync: Q is there.
+    for (int i = 0; i < work.above; ++i) {
+      control_.k_full[at.stage()].wait(at.parity());
+      __syncwarp();
+      control_.k_empty[at.stage()].arrive_warp();
+      at.advance();
+    }
+    control_.k_full[at.stage()].wait(at.parity());  // Sync: the first K is there.
+    multiply_scores(s, at);
+  }
+
+  // From the scores of the last block to the probabilities of the first; out of all between.
+  __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
+                                         BlockRange mine) {
+    const BlockRange clear = clear_blocks();  // in which every row sees every key
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.f;
     softmax.reset();
-    const BlockRange all{uniform(tile().keys.begin), uniform(tile().keys.end)};
-    if (all.begin == all.end) return;  // the producer loads nothing for it, not even Q
-    const int num_rows = uniform(tile().num_rows);
-    const int last_row = min(first_row + 63, num_rows - 1);
-    const Visibility visibility = tile_visibility(num_rows, uniform(tile().num_keys));
-    BlockRange mine = visibility.template blocks<kBlockN>(first_row, last_row);
-    if (mine.begin == mine.end) mine = {all.begin, all.begin};
-    const BlockRange clear = visibility.template clear_blocks<kBlockN>(first_row, last_row);
-
-    // Sync: Q is there. Waited for even without a key, or this warp could arrive twice in one phase
-    // of q_empty.
-    control_.q_full[q_.stage()].wait(q_.parity());
-    for (int block = all.end; block > mine.end; --block) pass_block();
-    if (mine.begin < mine.end) attend_blocks(mine, clear, o, softmax);
-    // Sync: this warp's scores are all done.
-    __syncwarp();
-    control_.q_empty[q_.stage()].arrive_warp();
-    q_.advance();
-    for (int block = mine.begin; block > all.begin; --block) pass_block();
-  }
-
-  // mine: the blocks with a key for one of this warpgroup's rows, at least one. clear: those in
-  // which every row sees every key.
-  __device__ __forceinline__ void attend_blocks(BlockRange mine, BlockRange clear, Out& o,
-                                                Softmax& softmax) {
-    Scores s;
-    Probabilities p;
     int block = mine.end - 1;
-    control_.k_full[kv_.stage()].wait(kv_.parity());  // Sync: the first K is there.
-    multiply_scores(s, kv_);
-    wait_products<0>();
-    pin_registers(s);
     control_.k_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with K.
     if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
     softmax.subtract_reference(s, args_.score_scale);
@@ -107,7 +178,7 @@ class ForwardConsumer {
     if (args_.keys.cu_seqlens != nullptr || args_.keys.seqused != nullptr) clear_tail(block);
     pack_probabilities<kElement, kBlockN>(p, s);
 
-    // From here on kv_ is one block behind: at the stages of the block whose V is still to be used.
+    // kv_ is one block behind: at the stages of the block whose V is still to be used.
     // Sync: the next K is there.
     if (block > mine.begin) control_.k_full[kv_.next().stage()].wait(kv_.next().parity());
     for (--block; block >= mine.begin; --block) {
@@ -137,13 +208,6 @@ class ForwardConsumer {
       pack_probabilities<kElement, kBlockN>(p, s);
       kv_ = kv;
     }
-
-    control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the last V is there.
-    multiply_values(o, p, kv_);
-    wait_products<0>();
-    pin_registers(o);
-    control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
-    kv_.advance();
   }
 
   // From scores to probabilities; gives K back. Returns whether out has to be multiplied by factor,
@@ -152,6 +216,11 @@ class ForwardConsumer {
                                                RingPosition<kStages> kv, int block,
                                                BlockRange clear) {
     control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
+    return exact_step(s, softmax, factor, block, clear);
+  }
+
+  __device__ __forceinline__ bool exact_step(Scores& s, Softmax& softmax, float (&factor)[2],
+                                             int block, BlockRange clear) {
     if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
     bool grew = softmax.subtract_reference(s, args_.score_scale);
     if constexpr (Config::kWindowed) {
@@ -167,20 +236,19 @@ class ForwardConsumer {
                                                         float (&factor)[2],
                                                         RingPosition<kStages> kv, int block,
                                                         BlockRange clear) {
-    bool hidden = args_.tanh_scale != 0.f;
+    bool exact = args_.tanh_scale != 0.f;
     if constexpr (Config::kWindowed) {
-      hidden = hidden || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
+      exact = exact || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
     }
-    if (hidden) return softmax_step(s, softmax, factor, kv, block, clear);
-    const bool grew = softmax.exponentiate_at_once(s, args_.score_scale);
-    if (grew) {
-      const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
-      scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
-          s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
-          base + Config::kKOffset + kv.stage() * Config::kKvBytes, threadIdx.x / 32 * 16);
-      softmax.subtract_reference(s, args_.score_scale);
-      softmax.raise_reference(s, factor);
-      softmax.exponentiate(s);
+    bool grew = false;
+    if (exact || softmax.exponentiate_at_once(s, args_.score_scale)) {
+      if (!exact) {
+        const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
+        scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
+            s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
+            base + Config::kKOffset + kv.stage() * Config::kKvBytes, threadIdx.x / 32 * 16);
+      }
+      grew = exact_step(s, softmax, factor, block, clear);
     }
     __syncwarp();
     control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
@@ -198,17 +266,35 @@ class ForwardConsumer {
     start_values<kElement, kBlockN, kHeadDim>(o, p, v_base_ + at.stage() * (Config::kKvBytes / 16));
   }
 
-  // A block that only other warpgroups need.
-  __device__ __forceinline__ void pass_block() {
-    control_.k_full[kv_.stage()].wait(kv_.parity());
-    control_.v_full[kv_.stage()].wait(kv_.parity());
-    __syncwarp();
-    control_.k_empty[kv_.stage()].arrive_warp();
-    control_.v_empty[kv_.stage()].arrive_warp();
-    kv_.advance();
+  // V tiles that only other warpgroups need; their K tiles were passed before.
+  __device__ __forceinline__ void pass_values(int count) {
+    for (int i = 0; i < count; ++i) {
+      control_.v_full[kv_.stage()].wait(kv_.parity());
+      __syncwarp();
+      control_.v_empty[kv_.stage()].arrive_warp();
+      kv_.advance();
+    }
+  }
+
+  // Blocks that only other warpgroups need.
+  __device__ __forceinline__ void pass_blocks(int count) {
+    for (int i = 0; i < count; ++i) {
+      control_.k_full[kv_.stage()].wait(kv_.parity());
+      __syncwarp();
+      control_.k_empty[kv_.stage()].arrive_warp();
+      pass_values(1);
+    }
   }
 
   __device__ __forceinline__ const RowTile& tile() const { return control_.tile[tile_.stage()]; }
+
+  // Blocks in which every row of the warpgroup sees every key.
+  __device__ __forceinline__ BlockRange clear_blocks() const {
+    const int first_row = uniform(tile().first_row) + warpgroup_ * 64;
+    const int num_rows = uniform(tile().num_rows);
+    return tile_visibility(num_rows, uniform(tile().num_keys))
+        .template clear_blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
+  }
 
   __device__ __forceinline__ Visibility tile_visibility(int num_rows, int num_keys) const {
     return Visibility::of(num_rows, num_keys, args_.window_left, args_.window_right);

@@ -47,4 +47,21 @@ __device__ __forceinline__ void store_out(const ForwardArguments& args, const Ro
   }
 }
 
+// Rows of which none sees a key.
+__device__ __forceinline__ void store_nothing(const ForwardArguments& args, const RowTile& tile,
+                                              int first_row) {
+  const int row = first_row + threadIdx.x % 128 / 2;
+  if (row >= tile.num_rows) return;
+  const int64_t token = tile.row_offset + row;
+  uint16_t* out =
+      args.out + tile.entry * args.out_batch + token * args.out_seq + tile.head * args.out_head;
+  constexpr uint32_t kZeros[4] = {0, 0, 0, 0};
+  for (int column = threadIdx.x % 2 * 8; column < args.head_dim_v; column += 16) {
+    store_columns(out, column, args.head_dim_v, kZeros);
+  }
+  if (args.lse == nullptr || threadIdx.x % 2 != 0) return;
+  args.lse[tile.entry * args.lse_batch + token * args.lse_seq + tile.head * args.lse_head] =
+      -INFINITY;
+}
+
 }  // namespace flashattn3

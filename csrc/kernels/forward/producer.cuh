@@ -19,6 +19,8 @@ namespace flashattn3 {
 template <ForwardRow kRow>
 class ForwardProducer {
   using Config = ForwardConfig<kRow>;
+  // Of the next tile; later ones are found in L2 or come in time.
+  static constexpr int kPrefetchedBlocks = 8;
 
  public:
   __device__ __forceinline__ ForwardProducer(const ForwardArguments& args, uint8_t* shared)
@@ -29,26 +31,11 @@ class ForwardProducer {
   __device__ __forceinline__ void run() {
     TileSequence tiles(args_.order);
     while (!tiles.done()) {
-      const TilePlace place = locate_tile(args_.order, tiles.index());
-      tiles.prefetch();
-      const int entry = place.head_total / args_.num_heads_q;
-      const int head = place.head_total - entry * args_.num_heads_q;
-      const Sequence rows = find_sequence(args_.rows, entry);
-      const Sequence keys = find_sequence(args_.keys, entry);
-      RowTile tile;
-      tile.first_row = place.row_block * Config::kBlockM;
-      tile.head = head;
-      tile.entry = args_.rows.cu_seqlens != nullptr ? 0 : entry;
-      tile.row_offset = rows.offset;
-      tile.num_rows = rows.length;
-      tile.num_keys = keys.length;
-      const Visibility visibility =
-          Visibility::of(rows.length, keys.length, args_.window_left, args_.window_right);
-      const int last_row = min(tile.first_row + Config::kBlockM, rows.length) - 1;
-      tile.keys = visibility.blocks<Config::kBlockN>(tile.first_row, last_row);
-      if (tile.first_row < rows.length) {  // else past the end of a shorter sequence
-        announce(tile);
-        load(tile, keys.offset, args_.keys.cu_seqlens != nullptr ? 0 : entry);
+      const Load load = describe(tiles.index());
+      tiles.request();
+      if (load.tile.first_row < load.tile.num_rows) {  // else past the end of a shorter sequence
+        announce(load.tile);
+        if (load.tile.keys.begin < load.tile.keys.end) issue(load, tiles);
       }
       tiles.advance();
     }
@@ -59,6 +46,35 @@ class ForwardProducer {
   }
 
  private:
+  // Where the rows of a tile and its last block of keys lie in the tensors.
+  struct Load {
+    RowTile tile;
+    int q_row, kv_row, kv_head, kv_entry;
+  };
+
+  __device__ __forceinline__ Load describe(int index) const {
+    const TilePlace place = locate_tile(args_.order, index);
+    const int entry = place.head_total / args_.num_heads_q;
+    const Sequence rows = find_sequence(args_.rows, entry);
+    const Sequence keys = find_sequence(args_.keys, entry);
+    Load load;
+    load.tile.first_row = place.row_block * Config::kBlockM;
+    load.tile.head = place.head_total - entry * args_.num_heads_q;
+    load.tile.entry = args_.rows.cu_seqlens != nullptr ? 0 : entry;
+    load.tile.row_offset = rows.offset;
+    load.tile.num_rows = rows.length;
+    load.tile.num_keys = keys.length;
+    const int last_row = min(load.tile.first_row + Config::kBlockM, rows.length) - 1;
+    load.tile.keys =
+        Visibility::of(rows.length, keys.length, args_.window_left, args_.window_right)
+            .template blocks<Config::kBlockN>(load.tile.first_row, last_row);
+    load.q_row = rows.offset + load.tile.first_row;
+    load.kv_row = keys.offset + (load.tile.keys.end - 1) * Config::kBlockN;
+    load.kv_head = load.tile.head / args_.heads_per_kv;
+    load.kv_entry = args_.keys.cu_seqlens != nullptr ? 0 : entry;
+    return load;
+  }
+
   // Sync: the slot is free once every consumer warp has read the tile before last.
   __device__ __forceinline__ void announce(const RowTile& tile) {
     control_.tile_empty[tile_.stage()].wait(tile_.parity());
@@ -67,39 +83,58 @@ class ForwardProducer {
     tile_.advance();
   }
 
-  __device__ __forceinline__ void load(const RowTile& tile, int key_offset, int key_entry) {
-    if (tile.keys.begin == tile.keys.end) return;
+  __device__ __forceinline__ void issue(const Load& load, const TileSequence& tiles) {
     // Sync: every consumer warp is done with this buffer's last scores.
     control_.q_empty[q_.stage()].wait(q_.parity());
     load_tile<Config::kBlockM, Config::kChunks>(
         shared_ + Config::kQOffset + q_.stage() * Config::kQBytes, &args_.q,
-        control_.q_full[q_.stage()], kReadOnce, tile.row_offset + tile.first_row, tile.head,
-        tile.entry);
+        control_.q_full[q_.stage()], kReadOnce, load.q_row, load.tile.head, load.tile.entry);
     q_.advance();
-    const int kv_head = tile.head / args_.heads_per_kv;
-    int row = key_offset + (tile.keys.end - 1) * Config::kBlockN;
-    load_keys(row, kv_head, key_entry);
-    for (int block = tile.keys.end - 1; block >= tile.keys.begin; --block) {
-      if (block > tile.keys.begin) load_keys(row - Config::kBlockN, kv_head, key_entry);
-      load_values(row, kv_head, key_entry);
-      row -= Config::kBlockN;
+    load_keys(load, 0);
+    const int num_blocks = load.tile.keys.end - load.tile.keys.begin;
+    if (num_blocks > 1) load_keys(load, 1);
+    load_values(load, 0);
+    // The next tile's first blocks come from L2 when their turn is there: without that the SMs
+    // would wait for memory between tiles, and memory for the SMs within.
+    const Load next = describe(min(tiles.next_index(), args_.order.num_tiles - 1));
+    const int num_next = next.tile.first_row < next.tile.num_rows
+                             ? min(next.tile.keys.end - next.tile.keys.begin, kPrefetchedBlocks)
+                             : 0;
+    if (num_next > 0) {
+      prefetch_tile<Config::kBlockM, Config::kChunks>(&args_.q, next.q_row, next.tile.head,
+                                                      next.tile.entry);
     }
+    for (int i = 1; i < num_blocks; ++i) {
+      if (i <= num_next) prefetch_block(next, i - 1);
+      if (i + 1 < num_blocks) load_keys(load, i + 1);
+      load_values(load, i);
+    }
+    for (int i = num_blocks; i <= num_next; ++i) prefetch_block(next, i - 1);
   }
 
-  __device__ __forceinline__ void load_keys(int row, int head, int entry) {
-    control_.k_empty[k_.stage()].wait(
-        k_.parity());  // Sync: every consumer warp gave the stage back.
+  // i: 0 is the last block of keys, which comes first.
+  __device__ __forceinline__ void prefetch_block(const Load& load, int i) {
+    const int row = load.kv_row - i * Config::kBlockN;
+    prefetch_tile<Config::kBlockN, Config::kChunks>(&args_.k, row, load.kv_head, load.kv_entry);
+    prefetch_tile<Config::kBlockN, Config::kChunks>(&args_.v, row, load.kv_head, load.kv_entry);
+  }
+
+  __device__ __forceinline__ void load_keys(const Load& load, int i) {
+    // Sync: every consumer warp gave the stage back.
+    control_.k_empty[k_.stage()].wait(k_.parity());
     load_tile<Config::kBlockN, Config::kChunks>(
         shared_ + Config::kKOffset + k_.stage() * Config::kKvBytes, &args_.k,
-        control_.k_full[k_.stage()], kReadAgain, row, head, entry);
+        control_.k_full[k_.stage()], kReadAgain, load.kv_row - i * Config::kBlockN, load.kv_head,
+        load.kv_entry);
     k_.advance();
   }
 
-  __device__ __forceinline__ void load_values(int row, int head, int entry) {
+  __device__ __forceinline__ void load_values(const Load& load, int i) {
     control_.v_empty[v_.stage()].wait(v_.parity());  // Sync: as for the keys.
     load_tile<Config::kBlockN, Config::kChunks>(
         shared_ + Config::kVOffset + v_.stage() * Config::kKvBytes, &args_.v,
-        control_.v_full[v_.stage()], kReadAgain, row, head, entry);
+        control_.v_full[v_.stage()], kReadAgain, load.kv_row - i * Config::kBlockN, load.kv_head,
+        load.kv_entry);
     v_.advance();
   }
 
