@@ -1,41 +1,63 @@
-// Stores of output rows straight from accumulators, 16 bytes a thread.
+// Output rows on their way from accumulators to memory: through shared memory, then by the copy
+// engine where whole boxes of rows are to be written, else 16 bytes a thread.
 #pragma once
 
 #include <cstdint>
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "blocks/barrier.cuh"
 
 namespace flashattn3 {
 
-// word[i] of lane t of a quad goes to word[t] of lane i: before, lane t holds columns 2t, 2t + 1 of
-// four groups of 8; after, all 8 columns of group t.
-__device__ __forceinline__ void transpose_quad(uint32_t (&word)[4]) {
+// A warp's 16 rows x 64 columns in the 128-byte swizzle, 128 bytes a row, at a multiple of 1024.
+// word[i]: two neighbouring columns, as an accumulator fragment holds them (wgmma.cuh): even i
+// row lane / 4, odd i 8 below; columns 8 * (i / 2) + lane % 4 * 2.
+__device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)[16]) {
+  const int lane = threadIdx.x % 32;
+  // stmatrix takes four 8 x 8 blocks, their rows at the addresses that 8 lanes each give: upper and
+  // lower rows of 8 columns, then of the next 8.
+  const int row = lane % 16;
+  const int unit = (lane / 16) ^ (row % 8);
 #pragma unroll
-  for (int distance = 1; distance <= 2; distance *= 2) {
-    const bool upper = threadIdx.x & distance;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & distance) continue;
-      uint32_t& low = word[i];
-      uint32_t& high = word[i | distance];
-      const uint32_t received = __shfl_xor_sync(~0u, upper ? low : high, distance);
-      (upper ? low : high) = received;
-    }
+  for (int i = 0; i < 4; ++i) {
+    auto* at = reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (unit ^ (2 * i)) * 16);
+    cute::SM90_U32x4_STSM_N::copy(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3],
+                                  *at);
   }
+}
+
+// The 16 bytes of columns 8 * unit to 8 * unit + 7 of a staged row.
+__device__ __forceinline__ uint4 staged_columns(const uint8_t* tile, int row, int unit) {
+  return *reinterpret_cast<const uint4*>(tile + row * 128 + (unit ^ (row % 8)) * 16);
 }
 
 // Stores 8 neighbouring elements at column `column` of a row with `num_columns`; `row` is 16-byte
 // aligned and column a multiple of 8.
 __device__ __forceinline__ void store_columns(uint16_t* row, int column, int num_columns,
-                                              const uint32_t (&word)[4]) {
+                                              uint4 elements) {
   if (column + 8 <= num_columns) {
-    *reinterpret_cast<uint4*>(row + column) = make_uint4(word[0], word[1], word[2], word[3]);
+    *reinterpret_cast<uint4*>(row + column) = elements;
     return;
   }
+  const uint32_t word[4] = {elements.x, elements.y, elements.z, elements.w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (column + i < num_columns) {
       row[column + i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
     }
   }
+}
+
+// One thread: starts the copy of a staged box; what lies outside the tensor is not written.
+__device__ __forceinline__ void start_store(const void* tensor_map, const uint8_t* tile, int column,
+                                            int row, int head, int entry) {
+  cute::SM90_TMA_STORE_4D::copy(tensor_map, tile, column, row, head, entry);
+}
+__device__ __forceinline__ void commit_stores() { cute::tma_store_arrive(); }
+// The same thread: until the copies have read shared memory.
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 }  // namespace flashattn3

@@ -62,6 +62,9 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
       make_tensor_map("k", kRow.dtype, params.k, params.q, k_shape, params.k_stride, kRow.block_n);
   args.v =
       make_tensor_map("v", kRow.dtype, params.v, params.q, v_shape, params.v_stride, kRow.block_n);
+  const TensorMapShape out_shape{params.head_dim_v, q_shape.seq, q_shape.heads, q_shape.batch};
+  args.out_map = make_tensor_map("out", kRow.dtype, params.out, params.q, out_shape,
+                                 params.out_stride, kRowsOfWarp);
   args.out = static_cast<uint16_t*>(params.out);
   args.lse = params.lse;
   args.out_batch = variable_q ? 0 : params.out_stride.batch;

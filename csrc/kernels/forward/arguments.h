@@ -15,6 +15,7 @@ struct ForwardArguments {
   CUtensorMap q;  // boxes of 64 columns x block_m rows
   CUtensorMap k;  // boxes of 64 columns x block_n rows
   CUtensorMap v;
+  CUtensorMap out_map;  // boxes of 64 columns x kRowsOfWarp rows
 
   uint16_t* out;  // 16-bit elements of the row's type
   float* lse;     // null: not written

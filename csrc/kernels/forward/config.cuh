@@ -27,10 +27,14 @@ struct ForwardConfig {
   static constexpr int kChunks = forward_padded_head_dim(kRow) / 64;
   static constexpr int kQBytes = kBlockM * kChunks * 128;
   static constexpr int kKvBytes = kBlockN * kChunks * 128;
-  // From the start of shared memory: control, Q buffers, K stages, V stages.
+  // From the start of shared memory: control, Q buffers, K stages, V stages, out if it has room of
+  // its own.
   static constexpr int kQOffset = kForwardControlBytes;
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kVOffset = kKOffset + kStages * kKvBytes;
+  static constexpr int kOutOffset = kVOffset + kStages * kKvBytes;
+  static constexpr bool kOutOverQ = kQBuffers == 2;
+  static constexpr int kOutChunks = forward_staged_columns(kRow) / 64;  // that a warp lays down
 
   // setmaxnreg: multiples of 8, in all at most 65536 / 128 = 512 for the CTA's warpgroups.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
@@ -46,7 +50,8 @@ struct ForwardConfig {
   static_assert(kBlockN / 2 + kBlockN / 4 + kHeadDim / 2 + 32 <= kConsumerRegisters);
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
   static_assert(kQBuffers == 1 || kQBuffers == 2);
-  static_assert(kVOffset + kStages * kKvBytes == forward_shared_bytes(kRow));
+  static_assert(kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutChunks * 128) ==
+                forward_shared_bytes(kRow));
   static_assert(forward_shared_bytes(kRow) <= 232448, "227 KB for a CTA on compute capability 9.0");
 };
 

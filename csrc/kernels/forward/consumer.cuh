@@ -65,9 +65,7 @@ class ForwardConsumer {
 
       control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the last V is there.
       multiply_values(o, p, kv_);
-      // Sync: this warp's scores are all done.
-      __syncwarp();
-      control_.q_empty[q_.stage()].arrive_warp();
+      if constexpr (!Config::kOutOverQ) release_queries();
       q_.advance();
       Work next{};
       if (work.below == 0) {  // else the producer waits for those before it says what comes next
@@ -112,6 +110,7 @@ class ForwardConsumer {
 
   // The next tile with work, after those without; none if no tile is left.
   __device__ __forceinline__ Work find_work() {
+    release_staged();
     while (true) {
       // Sync: the producer has written the tile's description, which stays until this warp has
       // stored the tile: read where it is needed, it takes no registers in the main loop.
@@ -121,23 +120,60 @@ class ForwardConsumer {
       if (work.above > 0) {  // else the producer loads nothing for it, not even Q
         // Sync: waited for even without a key, or this warp could arrive twice in one phase.
         control_.q_full[q_.stage()].wait(q_.parity());
-        __syncwarp();
-        control_.q_empty[q_.stage()].arrive_warp();
+        release_queries();
         q_.advance();
         pass_blocks(work.above);
       }
-      store_nothing(args_, tile(), tile().first_row + warpgroup_ * 64);
+      store_nothing(args_, tile(), warp_first_row());
       leave_tile();
     }
   }
 
-  // Out is complete.
+  // Out is complete; q_ is at the next tile's Q.
   __device__ __forceinline__ void store_tile(Out& o, const Softmax& softmax) {
     pin_registers(o);
     control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
     kv_.advance();
-    store_out<kElement, kHeadDim>(args_, tile(), tile().first_row + warpgroup_ * 64, o, softmax);
+    const int warp = threadIdx.x / 32;
+    if constexpr (Config::kOutOverQ) {
+      // Sync: the four warps are all done with their 64 rows of Q.
+      named_barrier_sync(1 + warpgroup_, 128);
+      uint8_t* rows = shared_ + Config::kQOffset + q_.next().stage() * Config::kQBytes +
+                      warp * kRowsOfWarp * 128;
+      store_rows<Config>(args_, tile(), warp_first_row(), o, softmax, rows, Config::kBlockM * 128);
+      staged_ = true;
+    } else {
+      if (threadIdx.x % 32 == 0) wait_for_stores();
+      __syncwarp();
+      constexpr int kChunkBytes = kRowsOfWarp * 128;
+      store_rows<Config>(args_, tile(), warp_first_row(), o, softmax,
+                         shared_ + Config::kOutOffset + warp * Config::kOutChunks * kChunkBytes,
+                         kChunkBytes);
+    }
     leave_tile();
+  }
+
+  // This warp needs the Q at q_ no more.
+  __device__ __forceinline__ void release_queries() {
+    __syncwarp();
+    control_.q_empty[q_.stage()].arrive_warp();  // Sync: this warp's scores are all done.
+  }
+
+  // Gives the Q under the rows stored last back, when they have left it; q_ is at the next tile's.
+  __device__ __forceinline__ void release_staged() {
+    if constexpr (Config::kOutOverQ) {
+      if (staged_ && threadIdx.x % 32 == 0) {
+        wait_for_stores();
+        control_.q_empty[q_.next().stage()].arrive();
+      }
+      staged_ = false;
+    } else if (threadIdx.x % 32 == 0) {
+      wait_for_stores();
+    }
+  }
+
+  __device__ __forceinline__ int warp_first_row() const {
+    return tile().first_row + threadIdx.x / 32 * kRowsOfWarp;
   }
 
   __device__ __forceinline__ void leave_tile() {
@@ -177,6 +213,7 @@ class ForwardConsumer {
     softmax.exponentiate(s);
     if (args_.keys.cu_seqlens != nullptr || args_.keys.seqused != nullptr) clear_tail(block);
     pack_probabilities<kElement, kBlockN>(p, s);
+    if constexpr (Config::kOutOverQ) release_staged();
 
     // kv_ is one block behind: at the stages of the block whose V is still to be used.
     // Sync: the next K is there.
@@ -332,6 +369,7 @@ class ForwardConsumer {
   uint8_t* shared_;
   int warpgroup_;
   uint32_t q_base_, k_base_, v_base_;
+  bool staged_ = false;  // rows of out lie over the Q before the one at q_
   RingPosition<2> tile_{0};
   RingPosition<Config::kQBuffers> q_{0};
   RingPosition<kStages> kv_{0};  // K and V stages are used in step

@@ -1,4 +1,4 @@
-// Normalises a warpgroup's 64 rows and stores them and their log-sum-exp.
+// Normalises a warp's 16 rows and stores them and their log-sum-exp.
 #pragma once
 
 #include "blocks/element.h"
@@ -10,39 +10,77 @@
 
 namespace flashattn3 {
 
-// o: sums of 2^(score - reference) * v. first_row: of the warpgroup, in the sequence; rows past the
-// sequence are not stored. Rows that saw no key: out 0, lse -inf. Straight from registers: no
-// shared memory, so no other warpgroup and no copy has to be waited for.
-template <ElementType kElement, int kHeadDim, class Softmax>
-__device__ __forceinline__ void store_out(const ForwardArguments& args, const RowTile& tile,
-                                          int first_row, const float (&o)[kHeadDim / 2],
-                                          const Softmax& softmax) {
+// first_row: of the warp, in the sequence; rows past the sequence are not stored.
+// o: sums of 2^(score - reference) * v; 0 in rows that saw no key, which are stored as out 0 and
+// lse -inf. staged: the warp's room in shared memory, kOutChunks chunks with chunk_bytes between
+// them, which nobody reads any more. All lanes call it; afterwards lane 0 may have copies under way
+// that read the room (wait_for_stores).
+template <class Config, class Softmax>
+__device__ __forceinline__ void store_rows(const ForwardArguments& args, const RowTile& tile,
+                                           int first_row, const float (&o)[Config::kHeadDim / 2],
+                                           const Softmax& softmax, uint8_t* staged,
+                                           int chunk_bytes) {
   const int lane = threadIdx.x % 32;
+  float inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * r;
-    const bool inside = row < tile.num_rows;
-    const int64_t token = tile.row_offset + row;
     const float sum = softmax.row_sum(r);
-    const bool empty = sum == 0.f;
-    const float inverse = 1.f / sum;
-    uint16_t* out =
-        args.out + tile.entry * args.out_batch + token * args.out_seq + tile.head * args.out_head;
-    if (args.lse != nullptr && inside && lane % 4 == 0) {
+    inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
+    const int row = first_row + lane / 4 + 8 * r;
+    if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
       constexpr float kLn2 = 0.693147180559945f;
-      args.lse[tile.entry * args.lse_batch + token * args.lse_seq + tile.head * args.lse_head] =
-          empty ? -INFINITY : (softmax.reference[r] + __log2f(sum)) * kLn2;
+      args.lse[tile.entry * args.lse_batch + (tile.row_offset + row) * args.lse_seq +
+               tile.head * args.lse_head] =
+          sum == 0.f ? -INFINITY : (softmax.reference[r] + __log2f(sum)) * kLn2;
+    }
+  }
+  // Known to be the same in all lanes, or the main loop would lose its uniform registers.
+  const int num_rows = uniform(min(kRowsOfWarp, tile.num_rows - first_row));
+  constexpr int kChunks = (Config::kHeadDim + 63) / 64;
+#pragma unroll
+  for (int first = 0; first < kChunks; first += Config::kOutChunks) {
+    if (first > 0) {
+      if (lane == 0) wait_for_stores();
+      __syncwarp();
     }
 #pragma unroll
-    for (int group = 0; group < kHeadDim / 32; ++group) {  // of 32 columns
-      uint32_t word[4];
+    for (int chunk = first; chunk < min(first + Config::kOutChunks, kChunks); ++chunk) {
+      uint32_t word[16] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 16 * group + 4 * i + 2 * r;
-        word[i] = pack<kElement>(empty ? 0.f : o[at] * inverse, empty ? 0.f : o[at + 1] * inverse);
+      for (int i = 0; i < 16; ++i) {
+        const int at = 32 * chunk + 2 * i;
+        if (at < Config::kHeadDim / 2) {
+          word[i] = pack<Config::kElement>(o[at] * inverse[i % 2], o[at + 1] * inverse[i % 2]);
+        }
       }
-      transpose_quad(word);
-      if (inside) store_columns(out, group * 32 + lane % 4 * 8, args.head_dim_v, word);
+      stage_rows(staged + (chunk - first) * chunk_bytes, word);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    const int columns = min(64 * Config::kOutChunks, args.head_dim_v - 64 * first);
+    if (num_rows == kRowsOfWarp) {
+      if (lane == 0) {
+#pragma unroll
+        for (int at = 0; at < 64 * Config::kOutChunks; at += 64) {
+          if (at < columns) {
+            start_store(&args.out_map, staged + at / 64 * chunk_bytes, 64 * first + at,
+                        tile.row_offset + first_row, tile.head, tile.entry);
+          }
+        }
+        commit_stores();
+      }
+    } else {  // the rows behind may belong to another sequence
+      const int units = (columns + 7) / 8;
+      for (int begin = 0; begin < num_rows * units; begin += 32) {
+        const int i = begin + lane, row = i / units, unit = i % units;
+        if (row >= num_rows) continue;
+        uint16_t* out = args.out + tile.entry * args.out_batch +
+                        (tile.row_offset + first_row + row) * args.out_seq +
+                        tile.head * args.out_head;
+        store_columns(out, 64 * first + unit * 8, args.head_dim_v,
+                      staged_columns(staged + unit / 8 * chunk_bytes, row, unit % 8));
+      }
+      __syncwarp();
     }
   }
 }
@@ -50,14 +88,13 @@ __device__ __forceinline__ void store_out(const ForwardArguments& args, const Ro
 // Rows of which none sees a key.
 __device__ __forceinline__ void store_nothing(const ForwardArguments& args, const RowTile& tile,
                                               int first_row) {
-  const int row = first_row + threadIdx.x % 128 / 2;
+  const int row = first_row + threadIdx.x % 32 / 2;
   if (row >= tile.num_rows) return;
   const int64_t token = tile.row_offset + row;
   uint16_t* out =
       args.out + tile.entry * args.out_batch + token * args.out_seq + tile.head * args.out_head;
-  constexpr uint32_t kZeros[4] = {0, 0, 0, 0};
   for (int column = threadIdx.x % 2 * 8; column < args.head_dim_v; column += 16) {
-    store_columns(out, column, args.head_dim_v, kZeros);
+    store_columns(out, column, args.head_dim_v, make_uint4(0, 0, 0, 0));
   }
   if (args.lse == nullptr || threadIdx.x % 2 != 0) return;
   args.lse[tile.entry * args.lse_batch + token * args.lse_seq + tile.head * args.lse_head] =

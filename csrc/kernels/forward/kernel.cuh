@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       cute::prefetch_tma_descriptor(&args.q);
       cute::prefetch_tma_descriptor(&args.k);
       cute::prefetch_tma_descriptor(&args.v);
+      cute::prefetch_tma_descriptor(&args.out_map);
       ForwardProducer<kRow>(args, shared).run();
     }
   } else {

@@ -1,11 +1,12 @@
 // The thread that loads: walks through the CTA's tiles, tells the consumers which one comes, and
 // keeps Q, K and V coming by TMA as far ahead as there is room.
 //
-// Order of the loads of a tile with n blocks of keys: Q, K0, K1, V0, K2, V1, ..., K(n-1), V(n-2),
-// V(n-1). A consumer may wait for K(j+1) while it still holds V(j-1) (consumer.cuh). Everything
-// before K(j+1) in this order can then be loaded: K(j+1) and V(j-1) need at most the stages of
-// K(j-1) and V(j-3), which it gave back before. So no wait closes a circle, with two stages or
-// more.
+// Order of the loads of a tile with n blocks of keys: K0, K1, V0, K2, V1, ..., K(n-1), V(n-2), V(n-1).
+// A consumer may wait for K(j+1) while it still holds V(j-1) (consumer.cuh). Everything before
+// K(j+1) in this order can then be loaded: K(j+1) and V(j-1) need at most the stages of K(j-1) and
+// V(j-3), which it gave back before. So no wait closes a circle, with two stages or more. The next
+// tile's Q comes between these: with a second buffer, whose last tile the consumers have stored
+// when they are in the second step of this one, early; with one buffer at the end.
 #pragma once
 
 #include "blocks/sequence.cuh"
@@ -19,30 +20,44 @@ namespace flashattn3 {
 template <ForwardRow kRow>
 class ForwardProducer {
   using Config = ForwardConfig<kRow>;
-  // Of the next tile; later ones are found in L2 or come in time.
-  static constexpr int kPrefetchedBlocks = 8;
 
  public:
   __device__ __forceinline__ ForwardProducer(const ForwardArguments& args, uint8_t* shared)
       : args_(args),
         control_(*reinterpret_cast<ForwardControlOf<kRow>*>(shared)),
-        shared_(shared) {}
+        shared_(shared),
+        tiles_(args.order) {}
 
   __device__ __forceinline__ void run() {
-    TileSequence tiles(args_.order);
-    while (!tiles.done()) {
-      const Load load = describe(tiles.index());
-      tiles.request();
-      if (load.tile.first_row < load.tile.num_rows) {  // else past the end of a shorter sequence
-        announce(load.tile);
-        if (load.tile.keys.begin < load.tile.keys.end) issue(load, tiles);
+    Load load, next;
+    bool more = take(load);
+    if (more) load_queries(load);
+    while (more) {
+      announce(load.tile);
+      const int num_blocks = load.tile.keys.end - load.tile.keys.begin;
+      bool looked = false;
+      for (int i = 0; i < num_blocks; ++i) {
+        if (i == 0) load_keys(load, 0);
+        if (i + 1 < num_blocks) load_keys(load, i + 1);
+        load_values(load, i);
+        // A second buffer is free once the consumers are in this tile, which the stages just used
+        // for the second time say.
+        if (Config::kQBuffers == 2 && i == Config::kStages) {
+          looked = true;
+          more = take(next);
+          if (more) load_queries(next);
+        }
       }
-      tiles.advance();
+      if (!looked) {
+        more = take(next);
+        if (more) load_queries(next);
+      }
+      load = next;
     }
     RowTile end{};
     end.first_row = -1;
     announce(end);
-    tiles.finish();
+    tiles_.finish();
   }
 
  private:
@@ -75,6 +90,16 @@ class ForwardProducer {
     return load;
   }
 
+  // The next tile that has rows, which in a batch of unequal lengths not all have; false: none.
+  __device__ __forceinline__ bool take(Load& load) {
+    while (!tiles_.done()) {
+      load = describe(tiles_.index());
+      tiles_.advance();
+      if (load.tile.first_row < load.tile.num_rows) return true;
+    }
+    return false;
+  }
+
   // Sync: the slot is free once every consumer warp has read the tile before last.
   __device__ __forceinline__ void announce(const RowTile& tile) {
     control_.tile_empty[tile_.stage()].wait(tile_.parity());
@@ -83,40 +108,14 @@ class ForwardProducer {
     tile_.advance();
   }
 
-  __device__ __forceinline__ void issue(const Load& load, const TileSequence& tiles) {
-    // Sync: every consumer warp is done with this buffer's last scores.
+  __device__ __forceinline__ void load_queries(const Load& load) {
+    if (load.tile.keys.begin == load.tile.keys.end) return;
+    // Sync: every consumer warp is done with what lay in this buffer.
     control_.q_empty[q_.stage()].wait(q_.parity());
     load_tile<Config::kBlockM, Config::kChunks>(
         shared_ + Config::kQOffset + q_.stage() * Config::kQBytes, &args_.q,
         control_.q_full[q_.stage()], kReadOnce, load.q_row, load.tile.head, load.tile.entry);
     q_.advance();
-    load_keys(load, 0);
-    const int num_blocks = load.tile.keys.end - load.tile.keys.begin;
-    if (num_blocks > 1) load_keys(load, 1);
-    load_values(load, 0);
-    // The next tile's first blocks come from L2 when their turn is there: without that the SMs
-    // would wait for memory between tiles, and memory for the SMs within.
-    const Load next = describe(min(tiles.next_index(), args_.order.num_tiles - 1));
-    const int num_next = next.tile.first_row < next.tile.num_rows
-                             ? min(next.tile.keys.end - next.tile.keys.begin, kPrefetchedBlocks)
-                             : 0;
-    if (num_next > 0) {
-      prefetch_tile<Config::kBlockM, Config::kChunks>(&args_.q, next.q_row, next.tile.head,
-                                                      next.tile.entry);
-    }
-    for (int i = 1; i < num_blocks; ++i) {
-      if (i <= num_next) prefetch_block(next, i - 1);
-      if (i + 1 < num_blocks) load_keys(load, i + 1);
-      load_values(load, i);
-    }
-    for (int i = num_blocks; i <= num_next; ++i) prefetch_block(next, i - 1);
-  }
-
-  // i: 0 is the last block of keys, which comes first.
-  __device__ __forceinline__ void prefetch_block(const Load& load, int i) {
-    const int row = load.kv_row - i * Config::kBlockN;
-    prefetch_tile<Config::kBlockN, Config::kChunks>(&args_.k, row, load.kv_head, load.kv_entry);
-    prefetch_tile<Config::kBlockN, Config::kChunks>(&args_.v, row, load.kv_head, load.kv_entry);
   }
 
   __device__ __forceinline__ void load_keys(const Load& load, int i) {
@@ -141,6 +140,7 @@ class ForwardProducer {
   const ForwardArguments& args_;
   ForwardControlOf<kRow>& control_;
   uint8_t* shared_;
+  TileSequence tiles_;
   RingPosition<2> tile_{1};
   RingPosition<Config::kQBuffers> q_{1};
   RingPosition<Config::kStages> k_{1};

@@ -22,6 +22,9 @@ struct ForwardRow {
   bool growth_from_sum = false;
 };
 
+// Of a warp in its warpgroup's 64.
+constexpr int kRowsOfWarp = 16;
+
 // Threads of a CTA: the warpgroups that multiply and the one that loads.
 constexpr int forward_num_threads(const ForwardRow& row) {
   return 128 * (row.num_mma_warpgroups + 1);
@@ -36,10 +39,18 @@ constexpr int forward_padded_head_dim(const ForwardRow& row) {
 // alignment.
 constexpr int kForwardControlBytes = 1024;
 
+// Columns of out that a warp lays down in shared memory at once: with two buffers for Q all, over
+// its rows of Q; with one, which the next Q is to fill as soon as may be, in room of their own.
+constexpr int forward_staged_columns(const ForwardRow& row) {
+  return row.num_q_buffers == 2 ? forward_padded_head_dim(row) : 128;
+}
+
 constexpr int forward_shared_bytes(const ForwardRow& row) {
+  const int staged = row.num_q_buffers == 2 ? 0 : row.block_m * forward_staged_columns(row);
   return kForwardControlBytes +
-         2 * forward_padded_head_dim(row) *
-             (row.num_q_buffers * row.block_m + 2 * row.num_stages * row.block_n);
+         2 * (forward_padded_head_dim(row) *
+                  (row.num_q_buffers * row.block_m + 2 * row.num_stages * row.block_n) +
+              staged);
 }
 
 }  // namespace flashattn3
