@@ -47,17 +47,19 @@ class TileSequence {
   __device__ __forceinline__ int index() const { return index_; }
   __device__ __forceinline__ bool done() const { return index_ >= order_.num_tiles; }
 
-  // Nothing waits for the counter until index() or done() is asked.
-  __device__ __forceinline__ void advance() {
+  // Asks for the next tile, which is this CTA's from then on; advance() waits for the answer.
+  __device__ __forceinline__ void request() {
     if (order_.counter != nullptr) {
-      index_ = static_cast<int>(gridDim.x) + atomicAdd(order_.counter, 1);
+      next_ = static_cast<int>(gridDim.x) + atomicAdd(order_.counter, 1);
       return;
     }
     ++round_;
     const int first = round_ * static_cast<int>(gridDim.x);
-    index_ = first + (round_ % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    next_ = first + (round_ % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     // A backwards round that is not full leaves nothing for some; no round follows it.
   }
+
+  __device__ __forceinline__ void advance() { index_ = next_; }
 
   // The last CTA puts the counters back to 0.
   __device__ __forceinline__ void finish() const {
@@ -72,6 +74,7 @@ class TileSequence {
   const TileOrder& order_;
   int round_;
   int index_;
+  int next_;
 };
 
 }  // namespace flashattn3

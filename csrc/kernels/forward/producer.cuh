@@ -20,6 +20,10 @@ namespace flashattn3 {
 template <ForwardRow kRow>
 class ForwardProducer {
   using Config = ForwardConfig<kRow>;
+  // Blocks of keys before the end of a tile at which the next one is asked for, and its Q: so late
+  // that whoever is ready first takes it, so early that nobody waits for the answer or for Q.
+  static constexpr int kRequestBlocks = 8;
+  static constexpr int kLookBlocks = 4;
 
  public:
   __device__ __forceinline__ ForwardProducer(const ForwardArguments& args, uint8_t* shared)
@@ -30,28 +34,25 @@ class ForwardProducer {
 
   __device__ __forceinline__ void run() {
     Load load, next;
-    bool more = take(load);
+    bool more = find(load);
     if (more) load_queries(load);
     while (more) {
       announce(load.tile);
       const int num_blocks = load.tile.keys.end - load.tile.keys.begin;
-      bool looked = false;
+      const int request_at = max(0, num_blocks - kRequestBlocks);
+      // A second buffer for Q is free once the consumers are in this tile, which the first stage
+      // used again says.
+      const int look_at =
+          Config::kQBuffers == 2 ? max(Config::kStages, num_blocks - kLookBlocks) : num_blocks;
       for (int i = 0; i < num_blocks; ++i) {
+        if (i == request_at) tiles_.request();
         if (i == 0) load_keys(load, 0);
         if (i + 1 < num_blocks) load_keys(load, i + 1);
         load_values(load, i);
-        // A second buffer is free once the consumers are in this tile, which the stages just used
-        // for the second time say.
-        if (Config::kQBuffers == 2 && i == Config::kStages) {
-          looked = true;
-          more = take(next);
-          if (more) load_queries(next);
-        }
+        if (i == look_at) more = look(next);
       }
-      if (!looked) {
-        more = take(next);
-        if (more) load_queries(next);
-      }
+      if (num_blocks == 0) tiles_.request();
+      if (look_at >= num_blocks) more = look(next);
       load = next;
     }
     RowTile end{};
@@ -90,12 +91,22 @@ class ForwardProducer {
     return load;
   }
 
-  // The next tile that has rows, which in a batch of unequal lengths not all have; false: none.
-  __device__ __forceinline__ bool take(Load& load) {
+  // Whether there is a next tile; asks for its Q.
+  __device__ __forceinline__ bool look(Load& next) {
+    tiles_.advance();
+    if (!find(next)) return false;
+    load_queries(next);
+    return true;
+  }
+
+  // The first tile from here on that has rows, which in a batch of unequal lengths not all have;
+  // false: none.
+  __device__ __forceinline__ bool find(Load& load) {
     while (!tiles_.done()) {
       load = describe(tiles_.index());
-      tiles_.advance();
       if (load.tile.first_row < load.tile.num_rows) return true;
+      tiles_.request();
+      tiles_.advance();
     }
     return false;
   }
