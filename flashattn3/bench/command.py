@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from ..api import use_backend
+from ..backends import BACKENDS
 from .contenders import BASELINES
 from .environment import header
 from .figure import draw
@@ -46,6 +49,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--baselines",
         type=_baselines,
         help=f"some of {','.join(BASELINES)}; default: fa2,cudnn,naive (on a CPU math,naive)",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=tuple(backend.name for backend in BACKENDS),
+        help="of flashattn3; default: the one it picks itself",
     )
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
     parser.add_argument(
@@ -87,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     suites = _suites(args, device)
     settings = _settings(args, device)
     about = header(device)
-    passed = [_run_suite(suite, args, settings, about) for suite in suites]
+    with use_backend(args.backend) if args.backend else nullcontext():
+        passed = [_run_suite(suite, args, settings, about) for suite in suites]
     return 0 if all(passed) else 1
 
 

@@ -29,10 +29,10 @@ static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNu
 static std::string row_name(int i) {
   const ForwardRow& r = kCheckRows[i];
   char name[96];
-  std::snprintf(name, sizeof(name), "%s_d%d_%s_%dx%d_s%d_q%d%s",
+  std::snprintf(name, sizeof(name), "%s_d%d_%s_%dx%d_s%d_q%d",
                 r.dtype == flashattn3::kBf16 ? "bf16" : "fp16", r.head_dim,
                 r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
-                r.num_q_buffers, r.growth_from_sum ? "_sum" : "");
+                r.num_q_buffers);
   return name;
 }
 

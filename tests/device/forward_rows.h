@@ -12,31 +12,27 @@ namespace flashattn3 {
 constexpr ElementType kBf16 = ElementType::kBFloat16;
 constexpr ElementType kFp16 = ElementType::kFloat16;
 
-// dtype, head_dim, windowed, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers,
-// growth_from_sum
+// dtype, head_dim, windowed, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
 constexpr ForwardRow kCheckRows[] = {
-    {kBf16, 64, false, 192, 128, 4, 3, 2, true},
-    {kBf16, 64, true, 192, 128, 4, 3, 2, true},
-    {kBf16, 96, false, 192, 96, 2, 3, 2, true},
-    {kBf16, 96, true, 192, 96, 2, 3, 2, true},
-    {kBf16, 128, false, 192, 64, 4, 3, 2, true},
-    {kBf16, 128, true, 192, 64, 4, 3, 2, true},
-    {kBf16, 192, false, 128, 96, 2, 2, 1, true},
-    {kBf16, 192, true, 128, 96, 2, 2, 1, true},
-    {kBf16, 256, false, 128, 64, 2, 2, 1, true},
-    {kBf16, 256, true, 128, 64, 2, 2, 1, true},
-    {kFp16, 64, true, 192, 128, 4, 3, 2, true},
-    {kFp16, 128, false, 192, 64, 4, 3, 2, true},
-    {kFp16, 128, true, 192, 64, 4, 3, 2, true},
-    {kFp16, 256, true, 128, 64, 2, 2, 1, true},
-    // Variants.
-    {kBf16, 128, false, 192, 80, 3, 3, 2, true},
-    {kBf16, 128, true, 192, 80, 3, 3, 2, true},
+    {kBf16, 64, false, 192, 128, 4, 3, 2},
+    {kBf16, 64, true, 192, 128, 4, 3, 2},
+    {kBf16, 96, false, 192, 96, 2, 3, 2},
+    {kBf16, 96, true, 192, 96, 2, 3, 2},
+    {kBf16, 128, false, 192, 64, 4, 3, 2},
     {kBf16, 128, true, 192, 64, 4, 3, 2},
-    {kBf16, 192, false, 128, 80, 2, 2, 2, true},
-    {kBf16, 192, true, 128, 80, 2, 2, 2, true},
+    {kBf16, 192, false, 128, 80, 2, 2, 2},
+    {kBf16, 192, true, 128, 80, 2, 2, 2},
     {kBf16, 256, false, 128, 64, 2, 2, 1},
     {kBf16, 256, true, 128, 64, 2, 2, 1},
+    {kFp16, 64, true, 192, 128, 4, 3, 2},
+    {kFp16, 128, false, 192, 64, 4, 3, 2},
+    {kFp16, 128, true, 192, 64, 4, 3, 2},
+    {kFp16, 256, true, 128, 64, 2, 2, 1},
+    // Variants.
+    {kBf16, 128, false, 192, 80, 3, 3, 2},
+    {kBf16, 128, true, 192, 80, 3, 3, 2},
+    {kBf16, 192, false, 128, 96, 2, 2, 1},
+    {kBf16, 192, true, 128, 96, 2, 2, 1},
 };
 constexpr int kNumCheckRows = sizeof(kCheckRows) / sizeof(kCheckRows[0]);
 

@@ -226,9 +226,7 @@ class ForwardConsumer {
       wait_products<1>();
       pin_registers(s);
       float factor[2];  // of out; set where it grew
-      const bool grew = kRow.growth_from_sum
-                            ? softmax_step_from_sum(s, softmax, factor, kv, block, clear)
-                            : softmax_step(s, softmax, factor, kv, block, clear);
+      const bool grew = softmax_step(s, softmax, factor, kv, block, clear);
       // Sync: the next K is there. A branch that follows from the sums keeps the whole softmax
       // before the wait for out: ptxas would move the wait up or the exponentials down, and the
       // product would run beside nothing. (Sums are never negative.)
@@ -252,27 +250,6 @@ class ForwardConsumer {
   __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
                                                RingPosition<kStages> kv, int block,
                                                BlockRange clear) {
-    control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
-    return exact_step(s, softmax, factor, block, clear);
-  }
-
-  __device__ __forceinline__ bool exact_step(Scores& s, Softmax& softmax, float (&factor)[2],
-                                             int block, BlockRange clear) {
-    if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
-    bool grew = softmax.subtract_reference(s, args_.score_scale);
-    if constexpr (Config::kWindowed) {
-      if (block < clear.begin || block >= clear.end) hide(s, block);
-    }
-    grew = __any_sync(~0u, grew);
-    if (grew) softmax.raise_reference(s, factor);
-    softmax.exponentiate(s);
-    return grew;
-  }
-
-  __device__ __forceinline__ bool softmax_step_from_sum(Scores& s, Softmax& softmax,
-                                                        float (&factor)[2],
-                                                        RingPosition<kStages> kv, int block,
-                                                        BlockRange clear) {
     bool exact = args_.tanh_scale != 0.f;
     if constexpr (Config::kWindowed) {
       exact = exact || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
@@ -283,9 +260,17 @@ class ForwardConsumer {
         const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
         scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
             s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
-            base + Config::kKOffset + kv.stage() * Config::kKvBytes, threadIdx.x / 32 * 16);
+            base + Config::kKOffset + kv.stage() * Config::kKvBytes,
+            threadIdx.x / 32 * kRowsOfWarp);
       }
-      grew = exact_step(s, softmax, factor, block, clear);
+      if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
+      grew = softmax.subtract_reference(s, args_.score_scale);
+      if constexpr (Config::kWindowed) {
+        if (block < clear.begin || block >= clear.end) hide(s, block);
+      }
+      grew = __any_sync(~0u, grew);
+      if (grew) softmax.raise_reference(s, factor);
+      softmax.exponentiate(s);
     }
     __syncwarp();
     control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.

@@ -16,10 +16,6 @@ struct ForwardRow {
   int num_stages;          // K tiles (and V tiles) in shared memory, at least 2
   int num_mma_warpgroups;  // 1 to 3
   int num_q_buffers = 1;   // 2: the next tile's Q is loaded while this one is worked on
-  // Whether blocks without a hidden key look for growth in their row sums and not in their maxima:
-  // half an instruction less for each element, but scores that overflow have to be multiplied
-  // again.
-  bool growth_from_sum = false;
 };
 
 // Of a warp in its warpgroup's 64.
