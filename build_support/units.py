@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -49,9 +48,8 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
 def unit(row) -> str:
     """A row as a template argument: the fields have the same names here and there."""
     members = "".join(
-        f"    .{field.name} = {_literal(getattr(row, field.name))},\n"
-        for field in fields(row)
-        if field.name != "measured"
+        f"    .{name} = {_literal(getattr(row, name))},\n"
+        for name in load_kernel_table().compiled_fields()
     )
     return f"""{HEADER}
 #include "host/compiled_forward.cuh"

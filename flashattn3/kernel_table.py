@@ -6,9 +6,9 @@ Imports the standard library alone, so that setup.py can read it without torch.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass, fields
+import math
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from math import ceil
 
 DTYPES = ("fp16", "bf16")
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -21,6 +21,7 @@ CONTROL_BYTES = 1024
 # TMA's 128-byte swizzle writes tiles in chunks of so many columns.
 CHUNK_COLUMNS = 64
 WARPGROUP = 128
+PLANNED_FIELDS = ("max_seqlen_k", "measured")  # of a row: nothing is compiled of them
 # Of out on its way to memory, where it does not go over a Q that is used up.
 STAGED_COLUMNS = 128
 
@@ -35,6 +36,7 @@ class ForwardRow:
     num_stages: K and V tiles in flight.
     num_mma_warpgroups: warpgroups that multiply, 64 rows each; one more loads.
     num_q_buffers: 2: the next tile's Q is loaded while this one is worked on.
+    max_seqlen_k: for the planner alone: more keys are left to another row; None: any number.
     measured: where the tile was chosen, "GPU, case, date"; empty until it was measured.
     """
 
@@ -46,6 +48,7 @@ class ForwardRow:
     num_stages: int
     num_mma_warpgroups: int
     num_q_buffers: int = 1
+    max_seqlen_k: int | None = None
     measured: str = ""
 
     @property
@@ -62,16 +65,19 @@ class ForwardRow:
     @property
     def shared_memory_bytes(self) -> int:
         """Barriers and tile descriptions, Q, the stages of K and V, and with one Q part of out."""
-        columns = ceil(self.head_dim / CHUNK_COLUMNS) * CHUNK_COLUMNS
+        columns = math.ceil(self.head_dim / CHUNK_COLUMNS) * CHUNK_COLUMNS
         rows = self.num_q_buffers * self.block_m + 2 * self.num_stages * self.block_n
         staged = self.block_m * STAGED_COLUMNS if self.num_q_buffers == 1 else 0
         return CONTROL_BYTES + (columns * rows + staged) * ELEMENT_BYTES
 
 
-def _rows(head_dim: int, windowed: bool, *tile: int, measured: str = "") -> tuple[ForwardRow, ...]:
+def _rows(
+    head_dim: int, windowed: bool, *tile: int, max_seqlen_k: int | None = None, measured: str = ""
+) -> tuple[ForwardRow, ...]:
     """The row of each dtype."""
     return tuple(
-        ForwardRow(dtype, head_dim, windowed, *tile, measured=measured) for dtype in DTYPES
+        ForwardRow(dtype, head_dim, windowed, *tile, max_seqlen_k=max_seqlen_k, measured=measured)
+        for dtype in DTYPES
     )
 
 
@@ -79,6 +85,7 @@ MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
 # head dim, windowed, block_m, block_n, stages, warpgroups that multiply, Q buffers
 ROWS = (
     *_rows(64, False, 192, 128, 4, 3, 2, measured=MEASURED),
+    *_rows(64, True, 192, 64, 4, 3, 2, max_seqlen_k=1024, measured=MEASURED),
     *_rows(64, True, 192, 128, 4, 3, 2, measured=MEASURED),
     *_rows(96, False, 192, 96, 2, 3, 2, measured=MEASURED),
     *_rows(96, True, 192, 96, 2, 3, 2, measured=MEASURED),
@@ -91,14 +98,18 @@ ROWS = (
 )
 
 
-def select_row(dtype: str, head_dim: int, windowed: bool) -> ForwardRow | None:
-    """The row of the smallest head dim that holds this one; None if there is none."""
+def select_row(dtype: str, head_dim: int, windowed: bool, seqlen_k: int) -> ForwardRow | None:
+    """The row of the smallest head dim that holds this one, a shorter sequences' row before one for
+    all; None if there is none.
+    """
     fitting = [
         row
         for row in ROWS
-        if (row.dtype, row.windowed) == (dtype, windowed) and row.head_dim >= head_dim
+        if (row.dtype, row.windowed) == (dtype, windowed)
+        and row.head_dim >= head_dim
+        and (row.max_seqlen_k is None or seqlen_k <= row.max_seqlen_k)
     ]
-    return min(fitting, key=lambda row: row.head_dim, default=None)
+    return min(fitting, key=lambda row: (row.head_dim, row.max_seqlen_k or math.inf), default=None)
 
 
 def matching(pattern: str) -> tuple[ForwardRow, ...]:
@@ -110,8 +121,13 @@ def matching(pattern: str) -> tuple[ForwardRow, ...]:
     return found
 
 
+def compiled_fields() -> list[str]:
+    """Those of a row that its kernel depends on, in the order of the C++ struct."""
+    return [field.name for field in fields(ForwardRow) if field.name not in PLANNED_FIELDS]
+
+
 def table_hash() -> str:
-    """Changes with every row's place and with all that is compiled of it, so not with measured."""
-    names = [field.name for field in fields(ForwardRow) if field.name != "measured"]
-    lines = [repr([*names]), *(repr(astuple(row)[: len(names)]) for row in ROWS)]
+    """Changes with every row's place and with all that is compiled of it."""
+    names = compiled_fields()
+    lines = [repr(names), *(repr([getattr(row, name) for name in names]) for row in ROWS)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from helpers import ROOT
@@ -15,7 +15,7 @@ from flashattn3.kernel_table import (
     MAX_HEAD_DIM,
     ROWS,
     SHARED_MEMORY_BYTES,
-    ForwardRow,
+    compiled_fields,
     matching,
     select_row,
     table_hash,
@@ -56,12 +56,21 @@ def test_shared_memory_of_a_known_row():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_problem_finds_exactly_one_row(dtype, windowed):
     for head_dim in range(1, MAX_HEAD_DIM + 1):
-        row = select_row(dtype, head_dim, windowed)
-        assert (row.dtype, row.windowed) == (dtype, windowed)
-        assert row.head_dim == min(d for d in HEAD_DIMS if d >= head_dim)
-        same = [(r.dtype, r.head_dim, r.windowed) for r in ROWS]
-        assert same.count((dtype, row.head_dim, windowed)) == 1
-    assert select_row(dtype, MAX_HEAD_DIM + 1, windowed) is None
+        for seqlen_k in (1, 1024, 1025, 1 << 20):
+            row = select_row(dtype, head_dim, windowed, seqlen_k)
+            assert (row.dtype, row.windowed) == (dtype, windowed)
+            assert row.head_dim == min(d for d in HEAD_DIMS if d >= head_dim)
+            assert row.max_seqlen_k is None or seqlen_k <= row.max_seqlen_k
+        kin = [(r.dtype, r.head_dim, r.windowed, r.max_seqlen_k) for r in ROWS]
+        assert kin.count((dtype, row.head_dim, windowed, None)) == 1
+    assert select_row(dtype, MAX_HEAD_DIM + 1, windowed, 1) is None
+
+
+def test_a_row_for_short_sequences_goes_before_one_for_all():
+    short = next(row for row in ROWS if row.max_seqlen_k is not None)
+    of = (short.dtype, short.head_dim, short.windowed)
+    assert select_row(*of, short.max_seqlen_k) is short
+    assert select_row(*of, short.max_seqlen_k + 1).max_seqlen_k is None
 
 
 def test_rows_have_the_fields_of_the_struct_in_cpp():
@@ -70,7 +79,7 @@ def test_rows_have_the_fields_of_the_struct_in_cpp():
         pytest.skip("needs a source checkout")
     struct = re.search(r"struct ForwardRow \{(.*?)\n\};", header.read_text(), re.DOTALL)[1]
     members = re.findall(r"^  (?:\w+) (\w+)(?: = \w+)?;", struct, re.MULTILINE)
-    assert members == [field.name for field in fields(ForwardRow) if field.name != "measured"]
+    assert members == compiled_fields()
 
 
 def test_a_glob_names_rows():

@@ -1,9 +1,11 @@
 // The order in which a persistent grid works on tiles (block of rows, head of a batch entry).
 //
 // Tiles are numbered; CTA b starts with tile b, then takes the next number nobody has. Heads are
-// numbered across the batch so that those sharing K and V are neighbours, and come in sections
-// whose K and V fit into L2 together. In a section, a block of rows of all heads is followed by
-// the next block of all heads; the longest first where rows see unequally many keys.
+// numbered across the batch, so that those sharing K and V are neighbours, and come in sections. In
+// a section, a block of rows of all heads is followed by the next block of all heads; the longest
+// first where rows see unequally many keys. Sections are small, so that what the SMs ask of memory
+// is spread over the whole kernel, but for the last one: that has a tile for every SM, and its
+// short tiles at the end let all SMs finish together.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +16,8 @@ struct TileOrder {
   int num_tiles;
   int num_row_blocks;   // of the longest sequence
   int num_heads_total;  // heads times batch
-  int section_heads;    // heads of a section; the last one may have fewer
+  int section_heads;    // heads of a section but the last; divides what comes before that
+  int last_section_heads;
   bool last_rows_first;
   // [0] counts the tiles handed out beyond one for each CTA, [1] the CTAs that are done; both are 0
   // before and after the kernel. Null: fixed order, every second round backwards, so that who had a
@@ -28,11 +31,12 @@ struct TilePlace {
 };
 
 __device__ __forceinline__ TilePlace locate_tile(const TileOrder& order, int index) {
+  const int last_head = order.num_heads_total - order.last_section_heads;
   const int section_tiles = order.section_heads * order.num_row_blocks;
-  const int section = index / section_tiles;
-  const int first_head = section * order.section_heads;
-  const int heads = min(order.section_heads, order.num_heads_total - first_head);
-  const int within = index - section * section_tiles;
+  const bool last = index >= last_head * order.num_row_blocks;
+  const int first_head = last ? last_head : index / section_tiles * order.section_heads;
+  const int heads = last ? order.last_section_heads : order.section_heads;
+  const int within = index - first_head * order.num_row_blocks;
   const int row_block = within / heads;
   return {order.last_rows_first ? order.num_row_blocks - 1 - row_block : row_block,
           first_head + within - row_block * heads};

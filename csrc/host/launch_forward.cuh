@@ -31,16 +31,17 @@ inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& par
   if (row_blocks * heads > INT_MAX / 2) {
     fail("launch of " + describe(row), "more than 2^30 tiles");
   }
-  // Heads that share K and V come together. Tiles of one length follow head after head; of unequal
-  // length, longest first, in sections with a tile for every SM: smaller ones would end with few
-  // long tiles, larger ones ask memory for much at once and keep less of it in L2.
-  int64_t section = params.num_heads_q / params.num_heads_kv;
-  while (row.windowed && section < heads && section * row_blocks < params.num_sms) section *= 2;
+  const int64_t section = params.num_heads_q / params.num_heads_kv;
+  int64_t last_section = section;
+  while (row.windowed && last_section < heads && last_section * row_blocks < params.num_sms) {
+    last_section = std::min(heads, 2 * last_section);
+  }
   TileOrder order;
   order.num_row_blocks = static_cast<int>(row_blocks);
   order.num_heads_total = static_cast<int>(heads);
   order.num_tiles = static_cast<int>(row_blocks * heads);
-  order.section_heads = static_cast<int>(std::min(section, heads));
+  order.section_heads = static_cast<int>(section);
+  order.last_section_heads = static_cast<int>(last_section);
   order.last_rows_first = row.windowed;
   order.counter = params.tile_counter;
   return order;
@@ -125,10 +126,20 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
   const ForwardArguments args = make_forward_arguments<kRow>(params);
   allow_shared_memory<kRow>();
   const int grid = std::max(1, std::min(params.num_sms - params.sm_margin, args.order.num_tiles));
-  forward_attention<ForwardConfig<kRow>>
-      <<<grid, forward_num_threads(kRow), forward_shared_bytes(kRow), stream>>>(args);
-  const cudaError_t status = cudaGetLastError();
+  cudaLaunchAttribute early_start;
+  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(forward_num_threads(kRow));
+  config.dynamicSmemBytes = forward_shared_bytes(kRow);
+  config.stream = stream;
+  config.attrs = &early_start;
+  config.numAttrs = params.tile_counter != nullptr ? 1 : 0;  // null: perhaps in a graph capture
+  const cudaError_t status =
+      cudaLaunchKernelEx(&config, forward_attention<ForwardConfig<kRow>>, args);
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // the next to ask shall not be told of it again
   fail("launch of " + describe(kRow) + " on " + std::to_string(grid) + " CTAs with " +
            std::to_string(forward_shared_bytes(kRow)) + " bytes of shared memory",
        cudaGetErrorString(status));

@@ -39,40 +39,72 @@ struct TensorMapShape {
   int64_t head_dim, seq, heads, batch;
 };
 
-// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 64 columns x box_rows rows in
-// the 128-byte swizzle; what lies outside reads as 0. unused: any valid device address, for a
-// tensor without elements, of which nothing is read.
-inline CUtensorMap make_tensor_map(const char* name, ElementType type, const void* address,
-                                   const void* unused, const TensorMapShape& shape,
-                                   const Strides& strides, int box_rows) {
-  const bool empty = shape.seq == 0 || address == nullptr;
-  const cuuint64_t extent[4] = {
-      static_cast<cuuint64_t>(shape.head_dim), static_cast<cuuint64_t>(empty ? 1 : shape.seq),
-      static_cast<cuuint64_t>(shape.heads), static_cast<cuuint64_t>(shape.batch)};
-  const int64_t elements[3] = {strides.seq, strides.head, strides.batch};
+// All that a descriptor is made of; extents and strides in bytes innermost first, without the first
+// stride, which is that of neighbours.
+struct TensorMapKey {
+  const void* address;
+  ElementType type;
+  cuuint32_t box_rows;
+  cuuint64_t extent[4];
   cuuint64_t bytes[3];
-  for (int i = 0; i < 3; ++i) {
-    // The stride of an axis with one element says nothing, and may be anything.
-    bytes[i] = extent[i + 1] == 1 || empty ? 16 : static_cast<cuuint64_t>(elements[i]) * 2;
-  }
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  bool operator==(const TensorMapKey&) const = default;
+};
+
+inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) {
+  const cuuint32_t box[4] = {64, key.box_rows, 1, 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status = tensor_map_encoder()(
       &map,
-      type == ElementType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      4, const_cast<void*>(empty ? unused : address), extent, bytes, box, element_strides,
+      key.type == ElementType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      4, const_cast<void*>(key.address), key.extent, key.bytes, box, element_strides,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::string what = std::string("TMA descriptor of ") + name + " (";
-    for (int i = 0; i < 4; ++i) what += (i ? " x " : "") + std::to_string(extent[i]);
+    for (int i = 0; i < 4; ++i) what += (i ? " x " : "") + std::to_string(key.extent[i]);
     what += ", bytes between neighbours 2";
-    for (int i = 0; i < 3; ++i) what += ", " + std::to_string(bytes[i]);
+    for (int i = 0; i < 3; ++i) what += ", " + std::to_string(key.bytes[i]);
     check_driver(status, (what + ")").c_str());
   }
   return map;
+}
+
+// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 64 columns x box_rows rows in
+// the 128-byte swizzle; what lies outside reads as 0 and is not written. unused: any valid device
+// address, for a tensor without elements, of which nothing is read. The last few of each thread are
+// kept: a caching allocator hands out the same addresses again and again.
+inline CUtensorMap make_tensor_map(const char* name, ElementType type, const void* address,
+                                   const void* unused, const TensorMapShape& shape,
+                                   const Strides& strides, int box_rows) {
+  const bool empty = shape.seq == 0 || address == nullptr;
+  TensorMapKey key{
+      .address = empty ? unused : address,
+      .type = type,
+      .box_rows = static_cast<cuuint32_t>(box_rows),
+      .extent = {static_cast<cuuint64_t>(shape.head_dim),
+                 static_cast<cuuint64_t>(empty ? 1 : shape.seq),
+                 static_cast<cuuint64_t>(shape.heads), static_cast<cuuint64_t>(shape.batch)},
+      .bytes = {}};
+  const int64_t elements[3] = {strides.seq, strides.head, strides.batch};
+  for (int i = 0; i < 3; ++i) {
+    // The stride of an axis with one element says nothing, and may be anything.
+    key.bytes[i] = key.extent[i + 1] == 1 || empty ? 16 : static_cast<cuuint64_t>(elements[i]) * 2;
+  }
+  struct Known {
+    TensorMapKey key{};
+    CUtensorMap map;
+  };
+  constexpr int kKnown = 64;
+  static thread_local Known known[kKnown];
+  const uintptr_t mixed = reinterpret_cast<uintptr_t>(key.address) * 0x9e3779b97f4a7c15u;
+  Known& slot = known[(mixed >> 48) % kKnown];
+  if (slot.key != key) {
+    slot.map = encode_tensor_map(name, key);
+    slot.key = key;
+  }
+  return slot.map;
 }
 
 }  // namespace flashattn3

@@ -7,22 +7,25 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <utility>
 
 namespace flashattn3 {
 
-template <typename... Arguments, size_t... kIndex>
-void call_with_stack(void (*function)(Arguments...), StableIValue* stack,
+template <typename... Results, typename... Arguments, size_t... kIndex>
+void call_with_stack(std::tuple<Results...> (*function)(Arguments...), StableIValue* stack,
                      std::index_sequence<kIndex...>) {
-  function(::to<Arguments>(stack[kIndex])...);
+  const std::tuple<Results...> results = function(::to<Arguments>(stack[kIndex])...);
+  std::apply([stack](const Results&... result) mutable { ((*stack++ = ::from(result)), ...); },
+             results);
 }
 
-template <typename... Arguments>
-void call_with_stack(void (*function)(Arguments...), StableIValue* stack) {
+template <typename Results, typename... Arguments>
+void call_with_stack(Results (*function)(Arguments...), StableIValue* stack) {
   call_with_stack(function, stack, std::index_sequence_for<Arguments...>{});
 }
 
-// For STABLE_TORCH_LIBRARY_IMPL: a function without results, with parameters passed by value.
+// For STABLE_TORCH_LIBRARY_IMPL: a function with parameters by value and a tuple of results.
 template <auto kFunction>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   call_with_stack(kFunction, stack);

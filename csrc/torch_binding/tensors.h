@@ -5,6 +5,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -57,6 +58,19 @@ inline Strides row_strides(const Tensor& tensor, bool varlen) {
   return {.batch = varlen ? 0 : tensor.stride(0),
           .seq = tensor.stride(rows),
           .head = tensor.stride(rows + 1)};
+}
+
+// Dense, on a CUDA device, not initialised.
+template <size_t kRank>
+Tensor new_tensor(const std::array<int64_t, kRank>& sizes, int32_t dtype, int device) {
+  std::array<int64_t, kRank> strides;
+  int64_t stride = 1;
+  for (size_t i = kRank; i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  AtenTensorHandle handle = nullptr;
+  check_torch(aoti_torch_empty_strided(kRank, sizes.data(), strides.data(), dtype,
+                                       aoti_torch_device_type_cuda(), device, &handle),
+              "allocating a result");
+  return Tensor(handle);
 }
 
 inline const int32_t* indices(const std::optional<Tensor>& tensor) {

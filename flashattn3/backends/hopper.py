@@ -125,7 +125,8 @@ BACKEND = HopperBackend()
 
 def _row_of(problem: Problem) -> ForwardRow:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return select_row(sixteen_bit.DTYPE_NAMES[problem.dtype], head_dim, problem.windowed)
+    dtype = sixteen_bit.DTYPE_NAMES[problem.dtype]
+    return select_row(dtype, head_dim, problem.windowed, problem.seqlen_k)
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
@@ -148,8 +149,6 @@ def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
 def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of the tensors in the order of ``Tensors``: (out, lse)."""
     problem, config = plan.problem, plan.config
-    padded = _padded(problem.head_dim_v)
-    allocate = sixteen_bit.result_allocator(problem, padded)
     scalars = (
         ROWS.index(config.row),
         problem.seqlen_q,
@@ -162,10 +161,8 @@ def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tens
         problem.sm_margin,
     )
 
-    def run(q, k, v, *indices):
-        out, lse = allocate()
-        operator(q, k, v, *indices, out, lse, *scalars)
-        return out, lse
+    def run(*tensors):
+        return operator(*tensors, *scalars)
 
     def run_with_copies(q, k, v, *indices):
         fit = (
@@ -175,7 +172,7 @@ def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tens
         out, lse = run(*fit, *indices)
         return out[..., : problem.head_dim_v].contiguous(), lse
 
-    return run_with_copies if config.copied or padded != problem.head_dim_v else run
+    return run_with_copies if config.copied or problem.head_dim_v % ALIGNED_ELEMENTS else run
 
 
 def _padded(head_dim: int) -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from ..problem import SIXTEEN_BIT, Problem
 
@@ -34,34 +31,3 @@ def _score_factors(problem: Problem) -> dict[str, float]:
         factors["softcap"] = problem.softcap
         factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
     return factors
-
-
-def out_shape(problem: Problem, head_dim_v: int) -> tuple[int, ...]:
-    """head_dim_v: that of the problem, or more where a kernel writes padded rows."""
-    lead = () if problem.varlen else (problem.batch,)
-    return (*lead, problem.total_q, problem.num_heads_q, head_dim_v)
-
-
-def lse_shape(problem: Problem) -> tuple[int, ...]:
-    lead = () if problem.varlen else (problem.batch,)
-    return (*lead, problem.num_heads_q, problem.total_q)
-
-
-def result_allocator(problem: Problem, head_dim_v: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that gives new out and lse for a kernel to write.
-
-    Rows that belong to no sequence are there already, because no kernel writes them: only varlen
-    can have them.
-    """
-    shapes = out_shape(problem, head_dim_v), lse_shape(problem)
-    dtype, device, varlen = problem.dtype, problem.device, problem.varlen
-
-    def allocate() -> tuple[Tensor, Tensor]:
-        out = torch.empty(shapes[0], dtype=dtype, device=device)
-        lse = torch.empty(shapes[1], dtype=torch.float32, device=device)
-        if varlen:
-            out.zero_()
-            lse.fill_(float("-inf"))
-        return out, lse
-
-    return allocate

@@ -16,7 +16,7 @@ from ..problem import Problem
 from ..triton_kernels import backward, forward
 from ..triton_kernels.configs import Tile, padded
 from ..triton_kernels.launch import Launch
-from .sixteen_bit import DTYPE_NAMES, lse_shape, out_shape, result_allocator
+from .sixteen_bit import DTYPE_NAMES
 from .triton import TritonConfig
 
 LOG2E = 1.4426950408889634
@@ -32,19 +32,47 @@ def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tup
     launch = forward_launch(problem, config)
     if config.num_splits > 1:
         return _prepare_split_forward(problem, config, launch)
-    allocate = result_allocator(problem, problem.head_dim_v)
+    allocate = _result_allocator(problem)
 
     def run(q, k, v, *indices):
-        out, lse = allocate()
+        out, lse = allocate(q)
         launch(q, k, v, out, lse, *indices)
         return out, lse
 
     return run
 
 
+def _result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of out and of lse."""
+    lead = () if problem.varlen else (problem.batch,)
+    heads = problem.num_heads_q
+    return (*lead, problem.total_q, heads, problem.head_dim_v), (*lead, heads, problem.total_q)
+
+
+def _result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function that gives new out and lse, where q is, for a kernel to write.
+
+    Rows that belong to no sequence are there already, because no kernel writes them: only varlen
+    can have them.
+    """
+    out_shape, lse_shape = _result_shapes(problem)
+    varlen = problem.varlen
+
+    def allocate(q: Tensor) -> tuple[Tensor, Tensor]:
+        # Methods of q and not torch.empty: no device and dtype to be read from Python.
+        out = q.new_empty(out_shape)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if varlen:
+            out.zero_()
+            lse.fill_(float("-inf"))
+        return out, lse
+
+    return allocate
+
+
 def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
     merge = merge_launch(problem, config)
-    out_size, lse_size = out_shape(problem, problem.head_dim_v), lse_shape(problem)
+    out_size, lse_size = _result_shapes(problem)
     blank = torch.zeros if problem.varlen else torch.empty
     of = {"dtype": torch.float32, "device": problem.device}
 

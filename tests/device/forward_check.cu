@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -259,7 +260,8 @@ static ForwardParams grid_params(uint16_t* const (&data)[4], float* lse, int hea
   return params;
 }
 
-// 16384 tokens, heads * head dim 2048 or just below, bf16; the median of 7 rounds, each over all rows of a cell.
+// 16384 tokens, heads * head dim 2048 or just below, bf16; the median of 7 rounds, each over all
+// rows of a cell.
 static void time_grid(const char* part, int only_length, int num_sms, int* counter) {
   constexpr int64_t kCount = 16384 * int64_t{2048};
   constexpr int kLengths = 6, kRounds = 7;
@@ -315,6 +317,37 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
   }
 }
 
+// Microseconds of the host for one launch, with descriptors that are known and that are not.
+static void time_host(int num_sms, int* counter) {
+  uint16_t* data[4];
+  constexpr int kCalls = 200;
+  for (auto& pointer : data) check(cudaMalloc(&pointer, (16384 + kCalls * 128) * 2));
+  ForwardParams params = grid_params(data, nullptr, 128, 64, false);
+  params.batch = params.num_heads_q = params.num_heads_kv = 1;
+  params.num_sms = num_sms;
+  params.tile_counter = counter;
+  int row = 0;
+  while (kCheckRows[row].head_dim != 128 || kCheckRows[row].windowed) ++row;
+  for (const int step : {0, 128}) {
+    for (int turn = 0; turn < 2; ++turn) {  // the first to warm up
+      check(cudaDeviceSynchronize());
+      const auto begin = std::chrono::steady_clock::now();
+      for (int i = 0; i < kCalls; ++i) {
+        params.k = data[1] + i * step + turn * 8;
+        params.v = data[2] + i * step + turn * 8;
+        kLaunch[row](params, nullptr);
+      }
+      const std::chrono::duration<double, std::micro> spent =
+          std::chrono::steady_clock::now() - begin;
+      if (turn == 1) {
+        std::printf("host time of a launch, %s: %.2f us\n",
+                    step == 0 ? "known descriptors" : "two new descriptors",
+                    spent.count() / kCalls);
+      }
+    }
+  }
+}
+
 int main(int argc, char** argv) {
   int from = 0, length = 0;
   bool timing = false;
@@ -337,6 +370,7 @@ int main(int argc, char** argv) {
   check(cudaMemset(counter, 0, 8));
   if (timing) {
     time_grid(part, length, num_sms, counter);
+    time_host(num_sms, counter);
     return 0;
   }
   const std::vector<Case> cases = forward_cases();

@@ -16,6 +16,7 @@ constexpr ElementType kFp16 = ElementType::kFloat16;
 constexpr ForwardRow kCheckRows[] = {
     {kBf16, 64, false, 192, 128, 4, 3, 2},
     {kBf16, 64, true, 192, 128, 4, 3, 2},
+    {kBf16, 64, true, 192, 64, 4, 3, 2},
     {kBf16, 96, false, 192, 96, 2, 3, 2},
     {kBf16, 96, true, 192, 96, 2, 3, 2},
     {kBf16, 128, false, 192, 64, 4, 3, 2},
@@ -31,6 +32,8 @@ constexpr ForwardRow kCheckRows[] = {
     // Variants.
     {kBf16, 128, false, 192, 80, 3, 3, 2},
     {kBf16, 128, true, 192, 80, 3, 3, 2},
+    {kBf16, 256, false, 128, 48, 2, 2, 2},
+    {kBf16, 256, true, 128, 48, 2, 2, 2},
     {kBf16, 192, false, 128, 96, 2, 2, 1},
     {kBf16, 192, true, 128, 96, 2, 2, 1},
 };

@@ -69,7 +69,9 @@ struct alignas(16) RowTile {
 // Barriers. "Threads" wait for full ones (all threads of the consumers), one thread (the producer)
 // for empty ones. Arrivals for each phase:
 //   *_full   1: the producer; q, k and v also wait for the bytes of the copy, `tile` for nothing
-//   *_empty  one for each consumer warp, after its last read
+//   *_empty  one for each consumer warp, after its last read; tile_empty one for each thread (a
+//            description is read by plain loads, which a warp's one arrival orders too, but
+//            racecheck does not follow that)
 // First phase: consumers wait with parity 0, the producer with parity 1, which passes at once.
 // Each side passes every barrier of a ring once for each use of a buffer, in ring order, whatever
 // it does with the buffer: a warpgroup that needs no part of a K or V tile still waits for it and
@@ -96,7 +98,7 @@ struct ForwardControl {
     }
     for (int i = 0; i < 2; ++i) {
       tile_full[i].init(1);
-      tile_empty[i].init(consumer_warps);
+      tile_empty[i].init(32 * consumer_warps);
     }
     fence_barrier_init();
   }

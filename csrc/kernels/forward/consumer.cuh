@@ -102,8 +102,9 @@ class ForwardConsumer {
     const int first_row = uniform(tile.first_row) + warpgroup_ * 64;
     const int num_rows = uniform(tile.num_rows);
     const BlockRange all{uniform(tile.keys.begin), uniform(tile.keys.end)};
-    const BlockRange mine = tile_visibility(num_rows, uniform(tile.num_keys))
-                                .template blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
+    const BlockRange mine =
+        tile_visibility(num_rows, uniform(tile.num_keys))
+            .template blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
     if (mine.begin == mine.end) return {mine, all.end - all.begin, 0};
     return {mine, all.end - mine.end, mine.begin - all.begin};
   }
@@ -177,8 +178,7 @@ class ForwardConsumer {
   }
 
   __device__ __forceinline__ void leave_tile() {
-    __syncwarp();
-    control_.tile_empty[tile_.stage()].arrive_warp();
+    control_.tile_empty[tile_.stage()].arrive();  // Sync: this thread is done with the description.
     tile_.advance();
   }
 

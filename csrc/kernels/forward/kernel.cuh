@@ -6,6 +6,7 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "blocks/grid_dependency.cuh"
 #include "kernels/forward/arguments.h"
 #include "kernels/forward/config.cuh"
 #include "kernels/forward/consumer.cuh"
@@ -37,6 +38,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       cute::prefetch_tma_descriptor(&args.k);
       cute::prefetch_tma_descriptor(&args.v);
       cute::prefetch_tma_descriptor(&args.out_map);
+      // The consumers touch no memory of the device before this thread's loads have come.
+      allow_dependents();
+      wait_for_earlier_kernels();
       ForwardProducer<kRow>(args, shared).run();
     }
   } else {

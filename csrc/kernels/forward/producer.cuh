@@ -1,12 +1,12 @@
 // The thread that loads: walks through the CTA's tiles, tells the consumers which one comes, and
 // keeps Q, K and V coming by TMA as far ahead as there is room.
 //
-// Order of the loads of a tile with n blocks of keys: K0, K1, V0, K2, V1, ..., K(n-1), V(n-2), V(n-1).
-// A consumer may wait for K(j+1) while it still holds V(j-1) (consumer.cuh). Everything before
-// K(j+1) in this order can then be loaded: K(j+1) and V(j-1) need at most the stages of K(j-1) and
-// V(j-3), which it gave back before. So no wait closes a circle, with two stages or more. The next
-// tile's Q comes between these: with a second buffer, whose last tile the consumers have stored
-// when they are in the second step of this one, early; with one buffer at the end.
+// Order of the loads of a tile with n blocks of keys: K0, K1, V0, K2, V1, ..., K(n-1), V(n-2),
+// V(n-1). A consumer may wait for K(j+1) while it still holds V(j-1) (consumer.cuh). Everything
+// before K(j+1) in this order can then be loaded: K(j+1) and V(j-1) need at most the stages of
+// K(j-1) and V(j-3), which it gave back before. So no wait closes a circle, with two stages or
+// more. The next tile's Q comes between these: with a second buffer, whose last tile the consumers
+// have stored when they are in the second step of this one, early; with one buffer at the end.
 #pragma once
 
 #include "blocks/sequence.cuh"
@@ -22,7 +22,7 @@ class ForwardProducer {
   using Config = ForwardConfig<kRow>;
   // Blocks of keys before the end of a tile at which the next one is asked for, and its Q: so late
   // that whoever is ready first takes it, so early that nobody waits for the answer or for Q.
-  static constexpr int kRequestBlocks = 8;
+  static constexpr int kRequestBlocks = 5;
   static constexpr int kLookBlocks = 4;
 
  public:
@@ -40,19 +40,31 @@ class ForwardProducer {
       announce(load.tile);
       const int num_blocks = load.tile.keys.end - load.tile.keys.begin;
       const int request_at = max(0, num_blocks - kRequestBlocks);
-      // A second buffer for Q is free once the consumers are in this tile, which the first stage
-      // used again says.
-      const int look_at =
-          Config::kQBuffers == 2 ? max(Config::kStages, num_blocks - kLookBlocks) : num_blocks;
+      const int look_at = max(Config::kStages, num_blocks - kLookBlocks);
+      bool looked = false, loaded = false;
       for (int i = 0; i < num_blocks; ++i) {
         if (i == request_at) tiles_.request();
         if (i == 0) load_keys(load, 0);
         if (i + 1 < num_blocks) load_keys(load, i + 1);
         load_values(load, i);
-        if (i == look_at) more = look(next);
+        if (i == look_at) {
+          looked = true;
+          more = look(next);
+          if (more) {
+            // A second buffer is free once the consumers are in this tile, which the first stage
+            // used again says. The only one is not before their last scores.
+            loaded = Config::kQBuffers == 2;
+            if (loaded) {
+              load_queries(next);
+            } else {
+              prefetch_queries(next);
+            }
+          }
+        }
       }
       if (num_blocks == 0) tiles_.request();
-      if (look_at >= num_blocks) more = look(next);
+      if (!looked) more = look(next);
+      if (more && !loaded) load_queries(next);
       load = next;
     }
     RowTile end{};
@@ -81,9 +93,8 @@ class ForwardProducer {
     load.tile.num_rows = rows.length;
     load.tile.num_keys = keys.length;
     const int last_row = min(load.tile.first_row + Config::kBlockM, rows.length) - 1;
-    load.tile.keys =
-        Visibility::of(rows.length, keys.length, args_.window_left, args_.window_right)
-            .template blocks<Config::kBlockN>(load.tile.first_row, last_row);
+    load.tile.keys = Visibility::of(rows.length, keys.length, args_.window_left, args_.window_right)
+                         .template blocks<Config::kBlockN>(load.tile.first_row, last_row);
     load.q_row = rows.offset + load.tile.first_row;
     load.kv_row = keys.offset + (load.tile.keys.end - 1) * Config::kBlockN;
     load.kv_head = load.tile.head / args_.heads_per_kv;
@@ -91,12 +102,10 @@ class ForwardProducer {
     return load;
   }
 
-  // Whether there is a next tile; asks for its Q.
+  // Whether there is a next tile.
   __device__ __forceinline__ bool look(Load& next) {
     tiles_.advance();
-    if (!find(next)) return false;
-    load_queries(next);
-    return true;
+    return find(next);
   }
 
   // The first tile from here on that has rows, which in a batch of unequal lengths not all have;
@@ -127,6 +136,11 @@ class ForwardProducer {
         shared_ + Config::kQOffset + q_.stage() * Config::kQBytes, &args_.q,
         control_.q_full[q_.stage()], kReadOnce, load.q_row, load.tile.head, load.tile.entry);
     q_.advance();
+  }
+
+  __device__ __forceinline__ void prefetch_queries(const Load& load) {
+    if (load.tile.keys.begin == load.tile.keys.end) return;
+    prefetch_tile<Config::kChunks>(&args_.q, load.q_row, load.tile.head, load.tile.entry);
   }
 
   __device__ __forceinline__ void load_keys(const Load& load, int i) {
