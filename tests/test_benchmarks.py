@@ -194,6 +194,24 @@ def test_quick_memory_suite(tmp_path, capsys):
     assert "peak memory" in capsys.readouterr().out
 
 
+def test_quick_varlen_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "varlen") == 0
+    _, *records = lines(tmp_path / "varlen.jsonl")
+    assert [r["contender"] for r in records] == [OURS, "dense"] * 6
+    for ours, dense in zip(records[::2], records[1::2], strict=True):
+        assert ours["speed_ratio"]["dense"] == pytest.approx(ours["tflops"] / dense["tflops"])
+    assert "varlen fwd, all cells: dense" in capsys.readouterr().out
+
+
+def test_the_named_backend_is_the_one_that_is_timed(tmp_path, capsys):
+    options = ("--suite", "shapes", "--direction", "fwd", "--baselines", "math")
+    assert bench(tmp_path, *options, "--backend", "reference") == 0
+    ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["contender"] == OURS]
+    assert {r["backend"] for r in ours} == {"reference"}
+    assert bench(tmp_path, *options, "--backend", "hopper") == 1
+    assert "needs an NVIDIA GPU" in capsys.readouterr().out
+
+
 def test_a_wrong_result_has_no_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
     wrong = dict(
         contenders.CONTENDERS, **{OURS: lambda q, k, v, causal: naive(q, k, v, causal) * 1.01}
@@ -213,7 +231,7 @@ def test_a_baseline_that_refuses_is_absent(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("suite", ["grid", "shapes", "memory", "host"])
+@pytest.mark.parametrize("suite", ["grid", "dims", "shapes", "varlen", "memory", "host"])
 def test_quick_suites_on_a_gpu(suite, tmp_path):
     assert (
         main(["bench", "--quick", "--rounds", "2", "--suite", suite, "--output", str(tmp_path)])

@@ -52,6 +52,15 @@ def test_nothing_waits_for_the_gpu(case, backend):
 
 
 @every_backend
+@each_case
+def test_the_forward_gives_the_same_bits_in_20_runs(case, backend):
+    tensors, _, _ = prepared(case)
+    first, *others = (run(case, tensors, backend) for _ in range(20))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+@every_backend
 def test_max_seqlen_on_the_gpu_is_not_read(backend):
     from flashattn3 import flash_attn_varlen_func
 

@@ -27,7 +27,7 @@ from flashattn3.backends.hopper import HopperBackend
 from flashattn3.backends.hopper_library import Library
 from flashattn3.backends.triton import BACKEND as TRITON
 from flashattn3.backends.triton import TritonBackend
-from flashattn3.kernel_table import HEAD_DIMS, ROWS
+from flashattn3.kernel_table import HEAD_DIMS, ROWS, select_row
 from flashattn3.plan import choose
 from flashattn3.problem import Options, Tensors, describe, metadata_of
 
@@ -85,7 +85,9 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(row):
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[row.dtype]
-    tensors, careful = qkv(row.head_dim, dtype=dtype), hopper(only_measured=True)
+    longest = row.max_seqlen_k or 4096
+    tensors = qkv(row.head_dim, dtype=dtype, seqlen_k=longest)
+    careful = hopper(only_measured=True)
     found = plan(tensors, careful, causal=row.windowed)
     assert found.backend.name == ("hopper" if row.measured else "triton")
     assert plan(tensors, careful, causal=row.windowed, backend="hopper").config.row == row
@@ -104,7 +106,7 @@ def test_without_the_library_triton_runs_and_the_reason_names_the_command():
 def test_a_row_that_was_left_out_of_the_build_is_named():
     some = frozenset(row.name for row in ROWS if row.head_dim == 128)
     found = plan(qkv(64), hopper(some), causal=True)
-    (row,) = (r for r in ROWS if (r.dtype, r.head_dim, r.windowed) == ("bf16", 64, True))
+    row = select_row("bf16", 64, True, seqlen_k=1024)
     assert found.backend.name == "triton"
     assert found.declined == (
         ("hopper", f"kernel row {row.name} is not in this build (FLASHATTN3_KERNELS)"),

@@ -20,6 +20,7 @@ from flashattn3.testing import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     NAMED_SHAPES,
+    OTHER_DIMS,
     PAPER_GRID,
     Case,
     attention,
@@ -101,7 +102,7 @@ def test_sixteen_bit(name, dtype):
 
 
 def test_case_names_are_unique():
-    names = [case.name for case in (*FORWARD_CASES, *PAPER_GRID, *NAMED_SHAPES)]
+    names = [case.name for case in (*FORWARD_CASES, *PAPER_GRID, *OTHER_DIMS, *NAMED_SHAPES)]
     assert len(set(names)) == len(names)
 
 

@@ -25,14 +25,4 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map,
   }
 }
 
-// Brings a tile into L2; the box of the map says how many rows.
-template <int kChunks>
-__device__ __forceinline__ void prefetch_tile(const void* tensor_map, int row, int head,
-                                              int entry) {
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    cute::SM90_TMA_LOAD_4D::PREFETCH::copy(tensor_map, chunk * 64, row, head, entry);
-  }
-}
-
 }  // namespace flashattn3

@@ -65,8 +65,6 @@ struct Wgmma;
   FA3_WGMMA(ElementType::kBFloat16, "bf16", __VA_ARGS__)                                           \
   FA3_WGMMA(ElementType::kFloat16, "f16", __VA_ARGS__)
 
-FA3_WGMMA_BOTH(48, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2, 24, 25, 26, 27, 28,
-    FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16))
 FA3_WGMMA_BOTH(64, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3, 32, 33, 34,
     35, 36, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24))
 FA3_WGMMA_BOTH(80, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "

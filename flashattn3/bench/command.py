@@ -20,11 +20,16 @@ from .host_suite import run_host
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
 from .report import Results, summary
 from .runner import Record, Settings, run_cell
-from .suites import DIRECTIONS, cells
+from .suites import CASES, DIRECTIONS, cells
+from .varlen_suite import run_ragged
 
-SUITES = ("grid", "shapes", "memory", "host")
+SUITES = (*CASES, "varlen", "memory", "host")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-INAPPLICABLE = {"memory": ("direction", "head_dim"), "host": ("direction", "head_dim", "seqlen")}
+INAPPLICABLE = {
+    "varlen": ("direction", "head_dim", "seqlen", "baselines"),
+    "memory": ("direction", "head_dim"),
+    "host": ("direction", "head_dim", "seqlen"),
+}
 ROUND_MS = 15.0
 Refuse = Callable[[str], NoReturn]  # argparse's ArgumentParser.error
 
@@ -183,6 +188,14 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
         given_up: set[str] = set()
         chosen = [n for n in lengths if args.seqlen is None or n in args.seqlen]
         return [lambda n=n: run_length(n, settings, given_up) for n in chosen]
+    if suite == "varlen":
+        return [
+            lambda head_dim=head_dim, causal=causal: run_ragged(
+                head_dim, causal, settings, args.quick
+            )
+            for head_dim in (64, 128, 256)
+            for causal in (False, True)
+        ]
     directions = (args.direction,) if args.direction in DIRECTIONS else DIRECTIONS
     chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
     return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..testing import NAMED_SHAPES, PAPER_GRID, Case
+from ..testing import NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case
 
 DIRECTIONS = ("fwd", "bwd")
+CASES = {"grid": PAPER_GRID, "dims": OTHER_DIMS, "shapes": NAMED_SHAPES}
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def cells(
     seqlens: Iterable[int] | None = None,
     quick: bool = False,
 ) -> list[Cell]:
-    """The cells of suite "grid" or "shapes". quick: the same problems, cut down to a CPU's size."""
-    cases = NAMED_SHAPES if suite == "shapes" else PAPER_GRID
+    """The cells of one of CASES. quick: the same problems, cut down to a CPU's size."""
+    cases = CASES[suite]
     if quick:
         cases = tuple(dict.fromkeys(_cut_down(case) for case in cases))
     return [

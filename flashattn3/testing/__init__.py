@@ -4,7 +4,7 @@ Attention itself never imports this package. ``strategies`` (random cases) needs
 is not imported here.
 """
 
-from .cases import FORWARD_CASES, NAMED_SHAPES, PAPER_GRID, Case, call
+from .cases import FORWARD_CASES, NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case, call
 from .inputs import make_inputs, make_output_gradients
 from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check, check_lse, score_floor
 from .truth import attention, gradients
@@ -14,6 +14,7 @@ __all__ = [
     "FORWARD_FACTOR",
     "GRADIENT_FACTOR",
     "NAMED_SHAPES",
+    "OTHER_DIMS",
     "PAPER_GRID",
     "Case",
     "attention",

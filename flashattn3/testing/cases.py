@@ -226,6 +226,14 @@ PAPER_GRID: tuple[Case, ...] = tuple(
     for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
 )
 
+# The same for head dims between those of the paper, with as many heads as fit into 2048.
+OTHER_DIMS: tuple[Case, ...] = tuple(
+    _paper(head_dim, causal, seqlen)
+    for head_dim in (96, 192)
+    for causal in (False, True)
+    for seqlen in (1024, 4096, 16384)
+)
+
 NAMED_SHAPES: tuple[Case, ...] = (
     dense("cross-512x256", (512, 256), heads=(16, 16), batch=1),  # a robot policy at 50 Hz
     dense("self-768", (768, 768), heads=(16, 16), batch=1),

@@ -32,8 +32,6 @@ constexpr ForwardRow kCheckRows[] = {
     // Variants.
     {kBf16, 128, false, 192, 80, 3, 3, 2},
     {kBf16, 128, true, 192, 80, 3, 3, 2},
-    {kBf16, 256, false, 128, 48, 2, 2, 2},
-    {kBf16, 256, true, 128, 48, 2, 2, 2},
     {kBf16, 192, false, 128, 96, 2, 2, 1},
     {kBf16, 192, true, 128, 96, 2, 2, 1},
 };

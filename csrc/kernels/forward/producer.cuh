@@ -40,31 +40,19 @@ class ForwardProducer {
       announce(load.tile);
       const int num_blocks = load.tile.keys.end - load.tile.keys.begin;
       const int request_at = max(0, num_blocks - kRequestBlocks);
-      const int look_at = max(Config::kStages, num_blocks - kLookBlocks);
-      bool looked = false, loaded = false;
+      // A second buffer for Q is free once the consumers are in this tile, which the first stage
+      // used again says.
+      const int look_at =
+          Config::kQBuffers == 2 ? max(Config::kStages, num_blocks - kLookBlocks) : num_blocks;
       for (int i = 0; i < num_blocks; ++i) {
         if (i == request_at) tiles_.request();
         if (i == 0) load_keys(load, 0);
         if (i + 1 < num_blocks) load_keys(load, i + 1);
         load_values(load, i);
-        if (i == look_at) {
-          looked = true;
-          more = look(next);
-          if (more) {
-            // A second buffer is free once the consumers are in this tile, which the first stage
-            // used again says. The only one is not before their last scores.
-            loaded = Config::kQBuffers == 2;
-            if (loaded) {
-              load_queries(next);
-            } else {
-              prefetch_queries(next);
-            }
-          }
-        }
+        if (i == look_at) more = look(next);
       }
       if (num_blocks == 0) tiles_.request();
-      if (!looked) more = look(next);
-      if (more && !loaded) load_queries(next);
+      if (look_at >= num_blocks) more = look(next);
       load = next;
     }
     RowTile end{};
@@ -102,10 +90,12 @@ class ForwardProducer {
     return load;
   }
 
-  // Whether there is a next tile.
+  // Whether there is a next tile; asks for its Q.
   __device__ __forceinline__ bool look(Load& next) {
     tiles_.advance();
-    return find(next);
+    if (!find(next)) return false;
+    load_queries(next);
+    return true;
   }
 
   // The first tile from here on that has rows, which in a batch of unequal lengths not all have;
@@ -136,11 +126,6 @@ class ForwardProducer {
         shared_ + Config::kQOffset + q_.stage() * Config::kQBytes, &args_.q,
         control_.q_full[q_.stage()], kReadOnce, load.q_row, load.tile.head, load.tile.entry);
     q_.advance();
-  }
-
-  __device__ __forceinline__ void prefetch_queries(const Load& load) {
-    if (load.tile.keys.begin == load.tile.keys.end) return;
-    prefetch_tile<Config::kChunks>(&args_.q, load.q_row, load.tile.head, load.tile.entry);
   }
 
   __device__ __forceinline__ void load_keys(const Load& load, int i) {

@@ -1,0 +1,96 @@
+"""Sequences of unequal lengths in one call, against as much work in sequences of one length."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+import flashattn3
+
+from ..problem import Tensors
+from ..testing import FORWARD_FACTOR, attention, check
+from .contenders import OURS
+from .runner import OK, Record, Settings
+from .timing import interleave, make_clock
+
+# Tokens of the sequences: from some hundred to some thousand, none a multiple of a tile.
+LENGTHS = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
+QUICK_LENGTHS = (7, 30, 19)
+DENSE = "dense"
+
+
+def run_ragged(head_dim: int, causal: bool, settings: Settings, quick: bool) -> list[Record]:
+    """A record for the ragged call and one for the dense one, forward, without gradients.
+
+    The dense call has nearly as many tokens in sequences of the length that makes the visible
+    scores as many too. speed_ratio: of the TFLOP/s, each of the work that it really has.
+    """
+    lengths = QUICK_LENGTHS if quick else LENGTHS
+    tokens = sum(lengths)
+    dense_length = round(sum(n * n for n in lengths) / tokens)
+    batch = max(1, round(tokens / dense_length))
+    heads = (4 if quick else 32) * 64 // head_dim
+    scores = {OURS: sum(n * n for n in lengths), DENSE: batch * dense_length**2}
+    generator = torch.Generator(settings.device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
+        return torch.randn(*shape, heads, head_dim, **of)
+
+    ragged = [normal(tokens) for _ in range(3)]
+    dense = [normal(batch, dense_length) for _ in range(3)]
+    edges = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    edges = edges.to(settings.device)
+
+    def run_dense() -> Tensor:
+        return flashattn3.flash_attn_func(*dense, causal=causal)
+
+    def run() -> Tensor:
+        return flashattn3.flash_attn_varlen_func(
+            *ragged, edges, edges, max(lengths), max(lengths), causal=causal
+        )
+
+    name = f"ragged-d{head_dim}-{'causal' if causal else 'full'}"
+    _check_last_sequence(name, run(), ragged, lengths[-1], causal)
+    calls = {OURS: run, DENSE: run_dense}
+    num_bytes = sum(x.numel() * x.element_size() for x in ragged)
+    clock = make_clock(settings.device, num_bytes)
+    timings = interleave(calls, clock, settings.rounds, settings.round_ms)
+    flops = {n: 4 * heads * head_dim * scores[n] / (2 if causal else 1) for n in calls}
+    tflops = {n: flops[n] / timings[n].median_ms / 1e9 for n in calls}
+    return [
+        {
+            "record": "time",
+            "suite": "varlen",
+            "row": f"fwd d{head_dim} {'causal' if causal else 'full'}",
+            "column": "",
+            "direction": "fwd",
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "case": name if n == OURS else f"{batch}x{dense_length}",
+            "head_dim": head_dim,
+            "causal": causal,
+            "contender": n,
+            "status": OK,
+            **asdict(timings[n]),
+            "tflops": tflops[n],
+            "speed_ratio": {other: tflops[n] / tflops[other] for other in calls if other != n},
+        }
+        for n in calls
+    ]
+
+
+def _check_last_sequence(
+    name: str, out: Tensor, ragged: list[Tensor], length: int, causal: bool
+) -> None:
+    """AssertionError if one head of the last sequence breaks the tolerance rule."""
+    tensors = Tensors(*(x[None, -length:, -1:] for x in ragged))
+    scale = tensors.q.shape[-1] ** -0.5
+    options = {"softmax_scale": scale, "window_right": 0 if causal else -1}
+    with torch.no_grad():
+        truth, plain = (
+            attention(tensors, **options, dtype=dtype)[0]
+            for dtype in (torch.float64, ragged[0].dtype)
+        )
+    check("out", out[None, -length:, -1:], truth, plain, FORWARD_FACTOR, name, OURS)
