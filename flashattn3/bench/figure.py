@@ -8,6 +8,7 @@ from .report import unit, value
 from .runner import OK, Record
 
 COLORS = {
+    "dense": "tab:gray",
     "flashattn3": "tab:green",
     "fa2": "tab:blue",
     "cudnn": "tab:orange",
