@@ -105,8 +105,11 @@ print(flashattn3.flash_attn_func(q, q, q, backend="reference").shape[1])"""
 def test_available_backends():
     assert "reference" in available_backends("cpu")
     assert available_backends() == available_backends("cuda" if GPU else "cpu")
-    if GPU and torch.cuda.get_device_capability() >= (8, 0):
-        assert available_backends("cuda") == ["triton", "reference"]
+    capability = torch.cuda.get_device_capability() if GPU else (0, 0)
+    if capability >= (8, 0):
+        found = available_backends("cuda")  # hopper where its kernels were compiled
+        assert found in (["triton", "reference"], ["hopper", "triton", "reference"])
+        assert capability == (9, 0) or "hopper" not in found
     else:
         code = "import flashattn3; print(flashattn3.available_backends('cpu'))"
         assert run_python(code, TRITON_INTERPRET=None).strip() == "['reference']"

@@ -12,6 +12,12 @@
 
 namespace flashattn3 {
 
+template <typename... Arguments, size_t... kIndex>
+void call_with_stack(void (*function)(Arguments...), StableIValue* stack,
+                     std::index_sequence<kIndex...>) {
+  function(::to<Arguments>(stack[kIndex])...);
+}
+
 template <typename... Results, typename... Arguments, size_t... kIndex>
 void call_with_stack(std::tuple<Results...> (*function)(Arguments...), StableIValue* stack,
                      std::index_sequence<kIndex...>) {
@@ -25,7 +31,8 @@ void call_with_stack(Results (*function)(Arguments...), StableIValue* stack) {
   call_with_stack(function, stack, std::index_sequence_for<Arguments...>{});
 }
 
-// For STABLE_TORCH_LIBRARY_IMPL: a function with parameters by value and a tuple of results.
+// For STABLE_TORCH_LIBRARY_IMPL: a function with parameters by value, and a tuple of results or
+// none.
 template <auto kFunction>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   call_with_stack(kFunction, stack);
