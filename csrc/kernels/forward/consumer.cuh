@@ -1,8 +1,9 @@
 // A warpgroup that multiplies: 64 query rows against the keys they see, last block of keys first.
 //
 // Step j of a warpgroup, with two products in flight:
-//   start scores S(j) = Q K(j)^T, start out += P(j-1) V(j-1), wait for S(j), give K(j) back,
-//   softmax of S(j) while out is still being multiplied, wait for out, give V(j-1) back, pack P(j).
+//   start scores S(j) = Q K(j)^T, start out += P(j-1) V(j-1), wait for S(j), softmax of S(j) while
+//   out is still being multiplied, give K(j) back (until then the scores may be wanted again), wait
+//   for out, give V(j-1) back, pack P(j).
 // After the last block, the first scores of the next tile take the place of S(j): the tensor cores
 // have them to work on while this tile is stored.
 // The warpgroups of a CTA share the stages but not their pace: while one is in its softmax, the
