@@ -18,6 +18,7 @@ from .backends import BACKENDS
 from .device import describe_device
 from .plan import Plan, choose
 from .problem import (
+    Metadata,
     Options,
     Tensors,
     check,
@@ -25,7 +26,7 @@ from .problem import (
     check_option_types,
     describe,
     function_name,
-    metadata_of,
+    metadata_fields,
 )
 
 _TENSORS = (
@@ -56,7 +57,8 @@ torch.library.define(
 @lru_cache(maxsize=4096, typed=True)
 def _plan(*arguments) -> Plan:
     """The plan of a call from its tensors' metadata and its options, one after the other."""
-    metadata, options = arguments[:_NUM_TENSORS], Options(*arguments[_NUM_TENSORS:])
+    fields, options = arguments[:_NUM_TENSORS], Options(*arguments[_NUM_TENSORS:])
+    metadata = tuple(None if of is None else Metadata(*of) for of in fields)
     check_option_types(function_name(metadata[3] is not None), options)
     problem = describe(metadata, options)
     return choose(problem, describe_device(problem.device), BACKENDS)
@@ -64,9 +66,7 @@ def _plan(*arguments) -> Plan:
 
 def plan_of(tensors: Tensors, options: Options) -> Plan:
     """The plan that a call follows: a pure function of its tensors' metadata and its options."""
-    return _plan(
-        *[tensor if tensor is None else metadata_of(tensor) for tensor in tensors], *options
-    )
+    return _plan(*map(metadata_fields, tensors), *options)
 
 
 def backend_in_force(backend: str | None) -> str | None:
