@@ -49,6 +49,9 @@ struct ForwardConfig {
   // Scores, P and out in registers, and about 32 more.
   static_assert(kBlockN / 2 + kBlockN / 4 + kHeadDim / 2 + 32 <= kConsumerRegisters);
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
+  // Under a mask the first warpgroup passes this many K tiles before its first one; their V tiles
+  // wait until then.
+  static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN <= kStages);
   static_assert(kQBuffers == 1 || kQBuffers == 2);
   static_assert(kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutChunks * 128) ==
                 forward_shared_bytes(kRow));
