@@ -37,7 +37,7 @@ def run_host(settings: Settings) -> Iterator[Record]:
             "row": "host time of a forward call",
             "column": "",
             "direction": "fwd",
-            "dtype": str(settings.dtype).removeprefix("torch."),
+            "dtype": settings.dtype_name,
             "case": CASE.name,
             "contender": name,
             "status": OK,

@@ -36,7 +36,7 @@ def run_length(seqlen: int, settings: Settings, given_up: set[str]) -> Iterator[
             "suite": "memory",
             "row": "training memory",
             "column": str(seqlen),
-            "dtype": str(settings.dtype).removeprefix("torch."),
+            "dtype": settings.dtype_name,
             "batch": case.batch,
             "seqlen_k": seqlen,
             "num_heads_q": NUM_HEADS,

@@ -33,6 +33,10 @@ class Settings:
     def contenders(self) -> tuple[str, ...]:
         return (OURS, *self.baselines)
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
 
 def run_cell(cell: Cell, settings: Settings) -> list[Record]:
     """A record per contender: status "ok" with its times, "FAILED" or "absent" with the reason.
@@ -78,7 +82,7 @@ def _description(cell: Cell, name: str, settings: Settings) -> Record:
         "row": cell.row,
         "column": cell.column,
         "direction": cell.direction,
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "dtype": settings.dtype_name,
         "case": case.name,
         "batch": case.batch,
         "seqlen_q": case.seqlen_q,

@@ -9,10 +9,12 @@ from torch import Tensor
 
 import flashattn3
 
-from ..problem import Tensors
-from ..testing import FORWARD_FACTOR, attention, check
+from ..testing import Case
 from .contenders import OURS
+from .gate import Gate
+from .inputs import Inputs
 from .runner import OK, Record, Settings
+from .suites import Cell
 from .timing import interleave, make_clock
 
 # Tokens of the sequences: from some hundred to some thousand, none a multiple of a tile.
@@ -53,7 +55,12 @@ def run_ragged(head_dim: int, causal: bool, settings: Settings, quick: bool) -> 
         )
 
     name = f"ragged-d{head_dim}-{'causal' if causal else 'full'}"
-    _check_last_sequence(name, run(), ragged, lengths[-1], causal)
+    # As in every cell, the last sequence is compared.
+    length = lengths[-1]
+    shape = (1, length, length, heads, heads, head_dim, head_dim)
+    cell = Cell("varlen", Case(name, *shape, causal=causal), "fwd")
+    q, k, v = (x[None, -length:] for x in ragged)
+    Gate(cell, Inputs(q, k, v, dout=v)).check(OURS, (run()[None, -length:],))
     calls = {OURS: run, DENSE: run_dense}
     num_bytes = sum(x.numel() * x.element_size() for x in ragged)
     clock = make_clock(settings.device, num_bytes)
@@ -63,11 +70,11 @@ def run_ragged(head_dim: int, causal: bool, settings: Settings, quick: bool) -> 
     return [
         {
             "record": "time",
-            "suite": "varlen",
-            "row": f"fwd d{head_dim} {'causal' if causal else 'full'}",
+            "suite": cell.suite,
+            "row": cell.row,
             "column": "",
-            "direction": "fwd",
-            "dtype": str(settings.dtype).removeprefix("torch."),
+            "direction": cell.direction,
+            "dtype": settings.dtype_name,
             "case": name if n == OURS else f"{batch}x{dense_length}",
             "head_dim": head_dim,
             "causal": causal,
@@ -79,18 +86,3 @@ def run_ragged(head_dim: int, causal: bool, settings: Settings, quick: bool) -> 
         }
         for n in calls
     ]
-
-
-def _check_last_sequence(
-    name: str, out: Tensor, ragged: list[Tensor], length: int, causal: bool
-) -> None:
-    """AssertionError if one head of the last sequence breaks the tolerance rule."""
-    tensors = Tensors(*(x[None, -length:, -1:] for x in ragged))
-    scale = tensors.q.shape[-1] ** -0.5
-    options = {"softmax_scale": scale, "window_right": 0 if causal else -1}
-    with torch.no_grad():
-        truth, plain = (
-            attention(tensors, **options, dtype=dtype)[0]
-            for dtype in (torch.float64, ragged[0].dtype)
-        )
-    check("out", out[None, -length:, -1:], truth, plain, FORWARD_FACTOR, name, OURS)
