@@ -50,6 +50,8 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
     objects = [_compile(lines, unit, device if unit.suffix == ".cu" else ()) for unit in units]
     objects += [_compile(lines, source) for source in sorted((CSRC / "host").glob("*.cpp"))]
+    shared = [_compile(lines, source, device) for source in sorted((CSRC / "host").glob("*.cu"))]
+    objects += shared
     objects += [
         _compile(lines, source, torch) for source in sorted((CSRC / "torch_binding").glob("*.cpp"))
     ]
@@ -65,16 +67,19 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
     _link(lines, module, rows, ["-shared", "-cudart=none", *beside], needs=library)
     if DEVICE_TESTS.is_dir():  # a source distribution has no tests
-        _forward_check(lines, device)
+        _forward_check(lines, device, shared)
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 
 
-def _forward_check(lines: list[str], flags: list[str]) -> None:
-    """Append the steps of the program that runs the kernels without torch."""
+def _forward_check(lines: list[str], flags: list[str], shared: list[str]) -> None:
+    """Append the steps of the program that runs the kernels without torch.
+
+    shared: objects of the library that the kernels need.
+    """
     table = (DEVICE_TESTS / "forward_rows.h").read_text()
     rows = re.findall(r"^ +\{k(?:Bf|Fp)16, ", table, re.MULTILINE)
-    objects = [_compile(lines, DEVICE_TESTS / "forward_check.cu", flags)]
+    objects = [*shared, _compile(lines, DEVICE_TESTS / "forward_check.cu", flags)]
     objects += [
         _compile(lines, DEVICE_TESTS / "forward_row.cu", [*flags, f"-DFORWARD_CHECK_ROW={i}"], i)
         for i in range(len(rows))

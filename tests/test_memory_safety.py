@@ -62,9 +62,6 @@ def forward_into_new(q, k, v, *rest):
     columns = math.ceil(v.shape[-1] / 8) * 8
     out = q.new_empty((*q.shape[:-1], columns))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    if indices[0] is not None:
-        out.zero_()
-        lse.fill_(-math.inf)
     torch.ops.flashattn3_hopper.forward_into(q, k, v, *indices, out, lse, *options)
     return out, lse
 

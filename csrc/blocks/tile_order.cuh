@@ -12,13 +12,23 @@
 
 namespace flashattn3 {
 
+// Of sequences of unequal lengths, written on the device before the kernel: which sequence is
+// worked on at each place, and the row blocks of all places before it.
+struct RaggedOrder {
+  int32_t* room;  // 2 * batch + 1; null: all sequences have num_row_blocks row blocks
+  int batch;
+  __device__ __forceinline__ int32_t* entries() const { return room; }
+  __device__ __forceinline__ int32_t* first_blocks() const { return room + batch; }  // batch + 1
+};
+
 struct TileOrder {
-  int num_tiles;
+  int num_tiles;        // with a ragged order an upper bound
   int num_row_blocks;   // of the longest sequence
   int num_heads_total;  // heads times batch
   int section_heads;    // heads of a section but the last; divides what comes before that
   int last_section_heads;
   bool last_rows_first;
+  RaggedOrder ragged;
   // [0] counts the tiles handed out beyond one for each CTA, [1] the CTAs that are done; both are 0
   // before and after the kernel. Null: fixed order, every second round backwards, so that who had a
   // long tile gets a short one.
@@ -42,14 +52,40 @@ __device__ __forceinline__ TilePlace locate_tile(const TileOrder& order, int ind
           first_head + within - row_block * heads};
 }
 
+// With a ragged order: one sequence after the other, all its heads.
+__device__ __forceinline__ TilePlace locate_ragged_tile(const TileOrder& order, int index) {
+  const int num_heads = order.num_heads_total / order.ragged.batch;
+  const int32_t* first_blocks = order.ragged.first_blocks();
+  // The last place with first_blocks * num_heads <= index.
+  int low = 0, high = order.ragged.batch;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first_blocks[middle] * num_heads <= index) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int num_blocks = first_blocks[low + 1] - first_blocks[low];
+  const int within = index - first_blocks[low] * num_heads;
+  const int head = within / num_blocks, block = within - head * num_blocks;
+  return {order.last_rows_first ? num_blocks - 1 - block : block,
+          head + order.ragged.entries()[low] * num_heads};
+}
+
 // The tiles of one CTA; used by one thread.
 class TileSequence {
  public:
   __device__ __forceinline__ explicit TileSequence(const TileOrder& order)
-      : order_(order), round_(0), index_(blockIdx.x) {}
+      : order_(order), num_tiles_(order.num_tiles), round_(0), index_(blockIdx.x) {
+    if (order.ragged.room != nullptr) {
+      num_tiles_ = order.ragged.first_blocks()[order.ragged.batch] *
+                   (order.num_heads_total / order.ragged.batch);
+    }
+  }
 
   __device__ __forceinline__ int index() const { return index_; }
-  __device__ __forceinline__ bool done() const { return index_ >= order_.num_tiles; }
+  __device__ __forceinline__ bool done() const { return index_ >= num_tiles_; }
 
   // Asks for the next tile, which is this CTA's from then on; advance() waits for the answer.
   __device__ __forceinline__ void request() {
@@ -76,6 +112,7 @@ class TileSequence {
 
  private:
   const TileOrder& order_;
+  int num_tiles_;
   int round_;
   int index_;
   int next_;

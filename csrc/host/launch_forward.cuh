@@ -14,6 +14,7 @@
 #include "host/errors.h"
 #include "host/forward_row.h"
 #include "host/params.h"
+#include "host/prepare_ragged.h"
 #include "host/tensor_map.h"
 #include "kernels/forward/kernel.cuh"
 
@@ -44,6 +45,7 @@ inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& par
   order.last_section_heads = static_cast<int>(last_section);
   order.last_rows_first = row.windowed;
   order.counter = params.tile_counter;
+  order.ragged = {params.cu_seqlens_q != nullptr ? params.ragged_order : nullptr, params.batch};
   return order;
 }
 
@@ -124,6 +126,7 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
     refuse("a window needs a windowed row");
   }
   const ForwardArguments args = make_forward_arguments<kRow>(params);
+  if (params.cu_seqlens_q != nullptr) prepare_ragged_forward(params, kRow.block_m, stream);
   allow_shared_memory<kRow>();
   const int grid = std::max(1, std::min(params.num_sms - params.sm_margin, args.order.num_tiles));
   cudaLaunchAttribute early_start;

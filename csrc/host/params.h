@@ -45,7 +45,11 @@ struct ForwardParams {
   const int32_t* cu_seqlens_k;  // (batch + 1), or null: every sequence has seqlen_k rows
   const int32_t* seqused_q;     // (batch), shortens the sequences, or null
   const int32_t* seqused_k;     // (batch), shortens the sequences, or null
-  // Rows of out and lse that belong to no sequence (gaps, beyond seqused_q) are not written.
+  // Rows of out and lse that belong to no sequence (gaps, beyond seqused_q): with cu_seqlens_q out
+  // becomes 0 and lse -inf, else they are not written.
+
+  // With cu_seqlens_q: room for 2 * batch + 1 int32, which every launch fills.
+  int32_t* ragged_order;
 
   float softmax_scale;  // any finite value
   float softcap;        // scores become softcap * tanh(score / softcap); 0: off

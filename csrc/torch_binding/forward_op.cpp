@@ -6,11 +6,9 @@
 // The caller, flashattn3/backends/hopper.py, has checked dtypes, alignment and options, and chosen
 // the row; checked here is only that the tensors fit together.
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <cmath>
 #include <optional>
 #include <tuple>
 
@@ -42,8 +40,7 @@ bool fit_together(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
          lse.numel() * q.size(axes.dim) == q.numel() && lse.is_contiguous();
 }
 
-// out, its rows of whole 16 bytes, and lse. Rows that belong to no sequence, which only cu_seqlens
-// can leave, are there already, because the kernel does not write them.
+// out, its rows of whole 16 bytes, and lse.
 std::tuple<Tensor, Tensor> new_results(const Tensor& q, const Tensor& v, const Axes& axes,
                                        int device) {
   int32_t dtype;
@@ -56,11 +53,8 @@ std::tuple<Tensor, Tensor> new_results(const Tensor& q, const Tensor& v, const A
     return {new_tensor<4>({batch, rows, heads, columns}, dtype, device),
             new_tensor<3>({batch, heads, rows}, fp32, device)};
   }
-  std::tuple<Tensor, Tensor> results{new_tensor<3>({rows, heads, columns}, dtype, device),
-                                     new_tensor<2>({heads, rows}, fp32, device)};
-  check_torch(aoti_torch_zero_(std::get<0>(results).get()), "clearing out");
-  check_torch(aoti_torch_aten_fill__Scalar(std::get<1>(results).get(), -INFINITY), "clearing lse");
-  return results;
+  return {new_tensor<3>({rows, heads, columns}, dtype, device),
+          new_tensor<2>({heads, rows}, fp32, device)};
 }
 
 // out: (batch, rows, heads, columns) or (rows, heads, columns), at least the columns of v, its rows
@@ -80,6 +74,9 @@ void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens
   const cudaStream_t stream = current_stream(device);
   const int64_t total_q = q.size(axes.rows), heads_q = q.size(axes.heads);
   const int64_t batch = varlen ? cu_seqlens_q->numel() - 1 : q.size(axes.batch);
+
+  std::optional<Tensor> order;  // lives until the launch is in the stream, as torch's memory may
+  if (varlen) order = new_tensor<1>({2 * batch + 1}, aoti_torch_dtype_int32(), device);
 
   const ForwardParams params{
       .q = q.data_ptr(),
@@ -105,6 +102,7 @@ void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens
       .cu_seqlens_k = indices(cu_seqlens_k),
       .seqused_q = indices(seqused_q),
       .seqused_k = indices(seqused_k),
+      .ragged_order = order ? static_cast<int32_t*>(order->data_ptr()) : nullptr,
       .softmax_scale = static_cast<float>(softmax_scale),
       .softcap = static_cast<float>(softcap),
       .window_left = static_cast<int>(window_left),

@@ -78,6 +78,7 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   params.head_dim = c.head_dim, params.head_dim_v = c.head_dim_v;
   params.cu_seqlens_q = device_copy(c.cu_q), params.cu_seqlens_k = device_copy(c.cu_k);
   params.seqused_q = device_copy(c.used_q), params.seqused_k = device_copy(c.used_k);
+  params.ragged_order = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1));
   params.softmax_scale = c.scale, params.softcap = c.softcap;
   params.window_left = c.left, params.window_right = c.right;
   params.num_sms = num_sms;
@@ -119,35 +120,42 @@ static std::string run_three_times(Problem& p, int row, int num_sms, int* counte
     }
   }
   cudaFree(lse);
-  for (const int* table :
-       {params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q, params.seqused_k}) {
+  for (const int* table : {params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q,
+                           params.seqused_k, static_cast<const int*>(params.ragged_order)}) {
     cudaFree(const_cast<int*>(table));
   }
   return wrong;
 }
 
-// Rows written and not written are as they should be, everywhere.
+// Rows of sequences are written, with cu_seqlens rows between them cleared, and nothing else
+// touched.
 static std::string check_coverage(Problem& p) {
   const Case& c = p.c;
-  std::vector<uint8_t> owned(p.out.host.size(), 0);
+  enum : uint8_t { kOutside, kCleared, kOwned };
+  std::vector<uint8_t> state(p.out.host.size(), kOutside);
+  const auto mark = [&](int entry, int row, uint8_t as) {
+    for (int h = 0; h < c.heads_q; ++h) {
+      const int64_t at = p.out.row(entry, row, h) - p.out.host.data();
+      std::fill_n(state.begin() + at, c.head_dim_v, as);
+    }
+  };
+  if (!c.cu_q.empty()) {
+    for (int row = 0; row < c.total_q; ++row) mark(0, row, kCleared);
+  }
   for (int b = 0; b < c.batch; ++b) {
     const Rows rows = p.queries(b);
-    for (int s = 0; s < rows.length; ++s) {
-      for (int h = 0; h < c.heads_q; ++h) {
-        const int64_t at = p.out.row(rows.entry, rows.offset + s, h) - p.out.host.data();
-        std::fill_n(owned.begin() + at, c.head_dim_v, 1);
-      }
-    }
+    for (int s = 0; s < rows.length; ++s) mark(rows.entry, rows.offset + s, kOwned);
   }
-  int64_t missing = 0, outside = 0;
-  for (size_t i = 0; i < owned.size(); ++i) {
-    const bool finite = std::isfinite(to_float(p.out.host[i], c.fp16));
-    if (owned[i] && !finite) ++missing;
-    if (!owned[i] && p.out.host[i] != kNaN) ++outside;
+  int64_t missing = 0, dirty = 0, outside = 0;
+  for (size_t i = 0; i < state.size(); ++i) {
+    const uint16_t found = p.out.host[i];
+    if (state[i] == kOwned && !std::isfinite(to_float(found, c.fp16))) ++missing;
+    if (state[i] == kCleared && found != 0) ++dirty;
+    if (state[i] == kOutside && found != kNaN) ++outside;
   }
-  if (missing == 0 && outside == 0) return "";
-  return std::to_string(missing) + " elements not finite, " + std::to_string(outside) +
-         " written outside";
+  if (missing == 0 && dirty == 0 && outside == 0) return "";
+  return std::to_string(missing) + " elements not finite, " + std::to_string(dirty) +
+         " not cleared, " + std::to_string(outside) + " written outside";
 }
 
 // Rows at the edges of tiles and some between, in fp64.

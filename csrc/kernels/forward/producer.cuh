@@ -69,7 +69,9 @@ class ForwardProducer {
   };
 
   __device__ __forceinline__ Load describe(int index) const {
-    const TilePlace place = locate_tile(args_.order, index);
+    const TilePlace place = args_.order.ragged.room != nullptr
+                                ? locate_ragged_tile(args_.order, index)
+                                : locate_tile(args_.order, index);
     const int entry = place.head_total / args_.num_heads_q;
     const Sequence rows = find_sequence(args_.rows, entry);
     const Sequence keys = find_sequence(args_.keys, entry);
