@@ -7,6 +7,9 @@
 // and out and the sum rescaled. In a step without growth that saves the exact maximum, its shuffles
 // and one multiplication for each element of out. (H100, main loop alone, d128 192x80: 760 TFLOP/s
 // against 676 with a running maximum.)
+//
+// e4m3 ends at 448: there the reference is kOffset below the maximum, so that small probabilities
+// have as much of the type's range as may be, and growth begins where 448 would be passed.
 #pragma once
 
 #include <climits>
@@ -47,8 +50,14 @@ template <ElementType kElement, int kN, bool kRowsMayBeEmpty>
 struct OnlineSoftmax {
   static constexpr int kCount = kN / 2;
   // log2 units. Far below bf16's 2^127, so that sums of 2^kGrowth stay finite.
-  static constexpr float kGrowth = kElement == ElementType::kBFloat16 ? 40.f : 10.f;
-  static constexpr float kLargestSum = kElement == ElementType::kBFloat16 ? 0x1p40f : 0x1p10f;
+  static constexpr bool kNarrow = kElement == ElementType::kE4m3;
+  static constexpr float kGrowth = kElement == ElementType::kBFloat16  ? 40.f
+                                   : kElement == ElementType::kFloat16 ? 10.f
+                                                                       : 8.75f;
+  static constexpr float kLargestSum = kElement == ElementType::kBFloat16  ? 0x1p40f
+                                       : kElement == ElementType::kFloat16 ? 0x1p10f
+                                                                           : 430.f;
+  static constexpr float kOffset = kNarrow ? 5.f : 0.f;
 
   float reference[2];  // log2 units; 0 until the row has seen a key
   float sum[2];        // of this thread's columns; the row's sum is that of its four lanes
@@ -63,23 +72,24 @@ struct OnlineSoftmax {
     }
   }
 
-  // s becomes score * scale - reference. Returns whether a row of this thread grew too far, or
-  // may see its first key.
+  // s becomes the exponent over the reference. Returns whether a row of this thread grew too far,
+  // or may see its first key.
   // Integer comparison orders floats as soon as one is positive, and takes two at a time.
-  __device__ __forceinline__ bool subtract_reference(float (&s)[kCount], float scale) const {
+  template <class Scale>
+  __device__ __forceinline__ bool subtract_reference(float (&s)[kCount], const Scale& scale) const {
     int highest[2] = {INT_MIN, INT_MIN};
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       const int r = row_of(i);
-      s[i] = fmaf(s[i], scale, -reference[r]);
-      s[i + 1] = fmaf(s[i + 1], scale, -reference[r]);
+      s[i] = scale.exponent(s[i], i, reference[r]);
+      s[i + 1] = scale.exponent(s[i + 1], i, reference[r]);
       highest[r] = __vimax3_s32(highest[r], __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
     const bool grew = max(highest[0], highest[1]) >= __float_as_int(kGrowth);
     return kRowsMayBeEmpty ? grew || unseen[0] || unseen[1] : grew;
   }
 
-  // Raises the references to the rows' maxima. s: score - old reference, on return - new reference.
+  // Raises the references to the rows' maxima, less the offset. s: score - old reference, on return - new reference.
   // factor: what out has to be multiplied with. All lanes of the warp must call it.
   __device__ __forceinline__ void raise_reference(float (&s)[kCount], float (&factor)[2]) {
     float highest[2] = {-INFINITY, -INFINITY};
@@ -90,7 +100,9 @@ struct OnlineSoftmax {
       const float top = quad_max(highest[r]);
       // A row without a key so far has sum and out 0: any factor but inf will do. It may start
       // below 0; later the reference only rises.
-      const float rise = !unseen[r] ? fmaxf(top, 0.f) : top == -INFINITY ? 0.f : top;
+      const float rise = !unseen[r]         ? fmaxf(top - kOffset, 0.f)
+                         : top == -INFINITY ? 0.f
+                                            : top - kOffset;
       factor[r] = unseen[r] ? 1.f : exp2_approx(-rise);
       unseen[r] = unseen[r] && top == -INFINITY;
       reference[r] += rise;
@@ -102,12 +114,11 @@ struct OnlineSoftmax {
   }
 
   // s becomes 2^s and is added to the sums.
-  __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
+  template <class Scale>
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount], const Scale& scale) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_approx(s[i]);
-      sum[row_of(i)] += s[i];
-    }
+    for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(s[i]);
+    add(s, scale);
   }
 
   // Never true, which the compiler can't know: what is decided by it comes after exponentiate().
@@ -115,21 +126,66 @@ struct OnlineSoftmax {
 
   // For a tile of which all rows see all keys: subtract_reference and exponentiate in one, with
   // growth seen from the sums. Returns whether a sum of the warp is too large (or NaN); then s is
-  // of no use and the state is as before.
-  __device__ __forceinline__ bool exponentiate_at_once(float (&s)[kCount], float scale) {
-    float part[2] = {0.f, 0.f};
+  // of no use but to settle(), and the state is as before.
+  template <class Scale>
+  __device__ __forceinline__ bool exponentiate_at_once(float (&s)[kCount], const Scale& scale) {
+    float part[Scale::kGroups][2] = {};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_approx(fmaf(s[i], scale, -reference[row_of(i)]));
-      part[row_of(i)] += s[i];
+      s[i] = exp2_approx(scale.exponent(s[i], i, reference[row_of(i)]));
+      part[scale.group(i)][row_of(i)] += s[i];
     }
-    const bool fits = part[0] + part[1] < kLargestSum;
+    float all[2] = {part[0][0], part[0][1]};
+#pragma unroll
+    for (int g = 1; g < Scale::kGroups; ++g) {
+      all[0] += part[g][0];
+      all[1] += part[g][1];
+    }
+    const bool fits = (kNarrow ? fmaxf(all[0], all[1]) : all[0] + all[1]) < kLargestSum;
     const bool all_fit = __all_sync(~0u, fits);
     if (all_fit) {
-      sum[0] += part[0];
-      sum[1] += part[1];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int g = 0; g < Scale::kGroups; ++g) sum[r] += scale.weighted(part[g][r], g);
+      }
     }
     return !all_fit;
+  }
+
+  // s: what exponentiate_at_once() left that was too large. Raises references until everything fits
+  // into the narrow type: no exponential above 448, and sums with room before the next call, unless
+  // that already is so. Returns false, with nothing changed, where fp32 overflowed: the scores are
+  // then wanted again. All lanes of the warp must call it. factor: of out; grew: whether it is to
+  // be used; the same in all lanes.
+  template <class Scale>
+  __device__ __forceinline__ bool settle(float (&s)[kCount], const Scale& scale,
+                                         float (&factor)[2], bool& grew) {
+    float highest[2] = {0.f, 0.f}, part[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      highest[row_of(i)] = fmaxf(highest[row_of(i)], s[i]);
+      part[row_of(i)] += s[i];
+    }
+    const bool finite = part[0] < 0x1p100f && part[1] < 0x1p100f;  // false for NaN
+    if (!__all_sync(~0u, finite)) return false;
+    bool rises = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      constexpr float kTop = 32.f, kRoom = 256.f;
+      const float excess = quad_max(fmaxf(highest[r] * (1.f / kTop), part[r] * (1.f / kRoom)));
+      const bool rise = quad_max(fmaxf(highest[r], part[r])) >= kLargestSum;
+      const float step = rise ? __log2f(excess) : 0.f;
+      factor[r] = exp2_approx(-step);
+      reference[r] += step;
+      sum[r] *= factor[r];
+      rises = rises || rise;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] *= factor[row_of(i)];
+    add(s, scale);
+    grew = __any_sync(~0u, rises);
+    return true;
   }
 
   // Whether a row of the warp has seen no key so far.
@@ -139,14 +195,19 @@ struct OnlineSoftmax {
 
   // The row's sum over its four lanes; 0 if it saw no key.
   __device__ __forceinline__ float row_sum(int r) const { return quad_sum(sum[r]); }
-};
 
-// softcap: the scores become tanh(score * scale / cap), scale in the exponent's units (tanh_scale =
-// 2 * log2(e) * scale / cap); the factor cap is in the scale of subtract_reference.
-template <int kCount>
-__device__ __forceinline__ void cap_scores(float (&s)[kCount], float tanh_scale) {
+ private:
+  template <class Scale>
+  __device__ __forceinline__ void add(const float (&s)[kCount], const Scale& scale) {
+    float part[Scale::kGroups][2] = {};
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) s[i] = tanh_of_scaled(s[i] * tanh_scale);
-}
+    for (int i = 0; i < kCount; ++i) part[scale.group(i)][row_of(i)] += s[i];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int g = 0; g < Scale::kGroups; ++g) sum[r] += scale.weighted(part[g][r], g);
+    }
+  }
+};
 
 }  // namespace flashattn3

@@ -12,7 +12,13 @@ namespace flashattn3 {
 template <ElementType kElement>
 __device__ __forceinline__ void multiply_fragment(float (&d)[4], const uint32_t (&a)[4],
                                                   const uint32_t (&b)[2]) {
-  if constexpr (kElement == ElementType::kBFloat16) {
+  if constexpr (kElement == ElementType::kE4m3) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else if constexpr (kElement == ElementType::kBFloat16) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
@@ -46,7 +52,7 @@ __device__ __forceinline__ void scores_again(float (&s)[kN / 2], uint32_t q, uin
   q += (first_row + lane / 4) * 128 + lane % 4 * 4;
   k += lane / 4 * 128 + lane % 4 * 4;
 #pragma unroll 1
-  for (int step = 0; step < kHeadDim / 16; ++step) {
+  for (int step = 0; step < kHeadDim * element_bytes(kElement) / 32; ++step) {
     const uint32_t units[2] = {static_cast<uint32_t>((step % 4 * 2) ^ (lane / 4)) * 16,
                                static_cast<uint32_t>((step % 4 * 2 + 1) ^ (lane / 4)) * 16};
     const uint32_t q_chunk = q + step / 4 * kBlockM * 128, k_chunk = k + step / 4 * kN * 128;

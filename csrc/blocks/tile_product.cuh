@@ -1,9 +1,15 @@
 // The two matrix products of attention on tiles in shared memory, and what has to stand around
 // them.
 //
-// A tile of rows x columns lies in chunks of 64 columns: chunk c holds all rows, 128 bytes each, in
-// the 128-byte swizzle that TMA writes; a chunk of R rows takes R * 128 bytes. Chunks, and the
-// 64-row slabs of Q in them, start at multiples of 1024 bytes.
+// A tile of rows x columns lies in chunks of 128 bytes of columns: chunk c holds all rows, 128 bytes
+// each, in the 128-byte swizzle that TMA writes; a chunk of R rows takes R * 128 bytes. Chunks, and
+// the 64-row slabs of Q in them, start at multiples of 1024 bytes.
+//
+// V in 8 bits, which WGMMA takes with the keys contiguous alone, lies in slots: (slots / 16,
+// head_dim, 16) bytes, 16 slots of a column being a row of what WGMMA calls a core matrix. In every
+// 32 keys, slots 4 t to 4 t + 3 hold the keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t and slots 16 + 4 t to
+// 16 + 4 t + 3 the same plus 16 (t 0 to 3): what thread t of a quad holds of the scores is then,
+// packed four to a register, what it must hold of the probabilities.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +32,12 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
   return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
+// Of V in slots: 128 bytes between groups of 8 columns, no swizzle; descriptor_low's distance is
+// that between 16 slots and the next 16.
+__device__ __forceinline__ uint64_t slots_descriptor(uint32_t low) {
+  return static_cast<uint64_t>(128 >> 4) << 32 | low;
+}
+
 // Tells the compiler that WGMMA, which it can't see through, writes these registers until here.
 template <int kCount>
 __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
@@ -39,8 +51,8 @@ __device__ __forceinline__ void start_scores(float (&s)[kN / 2], uint32_t q, uin
   pin_registers(s);
   cute::warpgroup_arrive();
 #pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    // 16 columns are 32 bytes; four steps to a chunk.
+  for (int step = 0; step < kHeadDim * element_bytes(kElement) / 32; ++step) {
+    // 32 bytes of columns; four steps to a chunk.
     const uint32_t q_step = step / 4 * (kBlockM * 128 / 16) + step % 4 * 2;
     const uint32_t k_step = step / 4 * (kN * 128 / 16) + step % 4 * 2;
     Wgmma<kElement, kN>::scores(s, descriptor(q + q_step), descriptor(k + k_step), step > 0);
@@ -48,16 +60,25 @@ __device__ __forceinline__ void start_scores(float (&s)[kN / 2], uint32_t q, uin
   cute::warpgroup_commit_batch();
 }
 
-// Starts o += p * v. p: the warpgroup's 64 x kN probabilities as operand fragments; v: kN rows.
+// A warpgroup's 64 x kN probabilities as operand fragments, each of 32 bytes of keys.
+template <ElementType kElement, int kN>
+using Probabilities = uint32_t[kN * element_bytes(kElement) / 32][4];
+
+// Starts o += p * v. v: kN rows, in 8 bits kN slots.
 template <ElementType kElement, int kN, int kHeadDim>
 __device__ __forceinline__ void start_values(float (&o)[kHeadDim / 2],
-                                             const uint32_t (&p)[kN / 16][4], uint32_t v) {
+                                             const Probabilities<kElement, kN>& p, uint32_t v) {
   pin_registers(o);
   cute::warpgroup_arrive();
 #pragma unroll
-  for (int step = 0; step < kN / 16; ++step) {
-    // 16 rows of 128 bytes.
-    Wgmma<kElement, kHeadDim>::values(o, p[step], descriptor(v + step * 128));
+  for (int step = 0; step < kN * element_bytes(kElement) / 32; ++step) {
+    if constexpr (kElement == ElementType::kE4m3) {
+      // 32 slots of kHeadDim columns.
+      Wgmma<kElement, kHeadDim>::values(o, p[step], slots_descriptor(v + step * kHeadDim * 2));
+    } else {
+      // 16 rows of 128 bytes.
+      Wgmma<kElement, kHeadDim>::values(o, p[step], descriptor(v + step * 128));
+    }
   }
   cute::warpgroup_commit_batch();
 }
@@ -79,13 +100,35 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return packed;
 }
 
-// Accumulators of the scores become the operand of the values without any exchange: thread and
-// register of an accumulator pair are those that the operand wants for the same row and keys.
+// Four e4m3, the first in the lowest byte; what is too large becomes 448.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t packed;
+  asm volatile(
+      "{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+}
+
+// Accumulators of the scores become the operand of the values without any exchange. 16 bits: thread
+// and register of an accumulator pair are those that the operand wants for the same row and keys. 8
+// bits: they are so for V's slots.
 template <ElementType kElement, int kN>
-__device__ __forceinline__ void pack_probabilities(uint32_t (&p)[kN / 16][4],
+__device__ __forceinline__ void pack_probabilities(Probabilities<kElement, kN>& p,
                                                    const float (&s)[kN / 2]) {
+  if constexpr (kElement == ElementType::kE4m3) {
 #pragma unroll
-  for (int i = 0; i < kN / 4; ++i) p[i / 4][i % 4] = pack<kElement>(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < kN / 8; ++i) {
+      const int at = i / 2 * 8 + i % 2 * 2;  // register i % 4 / 2: keys 16 on; i % 2: rows 8 below
+      p[i / 4][i % 4] = pack_e4m3(s[at], s[at + 1], s[at + 4], s[at + 5]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) p[i / 4][i % 4] = pack<kElement>(s[2 * i], s[2 * i + 1]);
+  }
 }
 
 }  // namespace flashattn3

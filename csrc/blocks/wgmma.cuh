@@ -1,7 +1,7 @@
 // The WGMMA instructions of attention, one struct for each element type and width: 64 rows times kN
-// columns, 16 deep, fp32 accumulators. CuTe's own atoms take every accumulator as an argument and
-// have no widths such as 80; with the header that has them an empty unit compiles in 30 s instead
-// of 6 (nvcc 13.0).
+// columns, 32 bytes deep, fp32 accumulators. CuTe's own atoms take every accumulator as an argument
+// and have no widths such as 80; with the header that has them an empty unit compiles in 30 s
+// instead of 6 (nvcc 13.0).
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 namespace flashattn3 {
 
 // scores: d = a * b^T (+ d if accumulate), both operands in shared memory with the depth
-// contiguous. values: d += a * b, a in registers, b in shared memory with the columns contiguous.
+// contiguous. values: d += a * b, a in registers, b in shared memory: 16 bits with the columns
+// contiguous, 8 bits with the depth contiguous, the only order there is for them.
 // Thread t of the warpgroup, lane l = t % 32, holds of d rows 16 * (t / 32) + l / 4 (d[i] with
 // i / 2 even) and 8 below (odd), columns 8 * (i / 4) + 2 * (l % 4) + i % 2. (PTX ISA, "Register
 // fragments and shared memory layouts" of wgmma.mma_async.m64nNk16.)
@@ -35,37 +36,41 @@ struct Wgmma;
 #define FA3_PLACES_13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FA3_PLACES_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FA3_PLACES_15 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define FA3_ACC8(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+#define FA3_ACC8(i)                                                                                \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]),                                      \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
 // o0 to o4: the operand numbers that follow the accumulators.
-#define FA3_WGMMA(ELEMENT, NAME, N, PLACES, o0, o1, o2, o3, o4, ...)                               \
+// DEPTH: k16 or k32. SCORES, VALUES: how b lies, as the instruction of the type wants it said.
+#define FA3_WGMMA(ELEMENT, NAME, DEPTH, SCORES, VALUES, N, PLACES, o0, o1, o2, o3, o4, ...)        \
   template <>                                                                                      \
   struct Wgmma<ELEMENT, N> {                                                                       \
     static __device__ __forceinline__ void scores(float (&d)[N / 2], uint64_t a, uint64_t b,       \
                                                   bool accumulate) {                               \
       asm volatile(                                                                                \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\n"                                       \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" PLACES "}, %" #o0   \
-          ", %" #o1 ", p, 1, 1, 0, 0;\n}"                                                          \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\n"                                        \
+          "wgmma.mma_async.sync.aligned.m64n" #N DEPTH ".f32." NAME "." NAME " {" PLACES "}, %"    \
+          #o0 ", %" #o1 ", p, 1, 1" SCORES ";\n}"                                                  \
           : __VA_ARGS__                                                                            \
           : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                    \
     }                                                                                              \
     static __device__ __forceinline__ void values(float (&d)[N / 2], const uint32_t (&a)[4],       \
                                                   uint64_t b) {                                    \
       asm volatile(                                                                                \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" PLACES "}, {%" #o0  \
-          ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", 1, 1, 1, 1;"                                 \
+          "wgmma.mma_async.sync.aligned.m64n" #N DEPTH ".f32." NAME "." NAME " {" PLACES "}, {%"   \
+          #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", 1, 1, 1" VALUES ";"                      \
           : __VA_ARGS__                                                                            \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
     }                                                                                              \
   };
 #define FA3_WGMMA_BOTH(...)                                                                        \
-  FA3_WGMMA(ElementType::kBFloat16, "bf16", __VA_ARGS__)                                           \
-  FA3_WGMMA(ElementType::kFloat16, "f16", __VA_ARGS__)
+  FA3_WGMMA(ElementType::kBFloat16, "bf16", "k16", ", 0, 0", ", 1", __VA_ARGS__)                   \
+  FA3_WGMMA(ElementType::kFloat16, "f16", "k16", ", 0, 0", ", 1", __VA_ARGS__)
+#define FA3_WGMMA_ALL(...)                                                                         \
+  FA3_WGMMA_BOTH(__VA_ARGS__)                                                                      \
+  FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", __VA_ARGS__)
 
-FA3_WGMMA_BOTH(64, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3, 32, 33, 34,
+FA3_WGMMA_ALL(64, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3, 32, 33, 34,
     35, 36, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24))
 FA3_WGMMA_BOTH(80, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
     FA3_PLACES_4, 40, 41, 42, 43, 44, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24),
@@ -76,7 +81,7 @@ FA3_WGMMA_BOTH(96, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLA
 FA3_WGMMA_BOTH(112, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
     FA3_PLACES_4 ", " FA3_PLACES_5 ", " FA3_PLACES_6, 56, 57, 58, 59, 60, FA3_ACC8(0),
     FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24), FA3_ACC8(32), FA3_ACC8(40), FA3_ACC8(48))
-FA3_WGMMA_BOTH(128, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
+FA3_WGMMA_ALL(128, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
     FA3_PLACES_4 ", " FA3_PLACES_5 ", " FA3_PLACES_6 ", " FA3_PLACES_7, 64, 65, 66, 67, 68,
     FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24), FA3_ACC8(32), FA3_ACC8(40),
     FA3_ACC8(48), FA3_ACC8(56))
@@ -89,12 +94,12 @@ FA3_WGMMA_BOTH(176, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PL
     FA3_PLACES_9 ", " FA3_PLACES_10, 88, 89, 90, 91, 92, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16),
     FA3_ACC8(24), FA3_ACC8(32), FA3_ACC8(40), FA3_ACC8(48), FA3_ACC8(56), FA3_ACC8(64),
     FA3_ACC8(72), FA3_ACC8(80))
-FA3_WGMMA_BOTH(192, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
+FA3_WGMMA_ALL(192, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
     FA3_PLACES_4 ", " FA3_PLACES_5 ", " FA3_PLACES_6 ", " FA3_PLACES_7 ", " FA3_PLACES_8 ", "
     FA3_PLACES_9 ", " FA3_PLACES_10 ", " FA3_PLACES_11, 96, 97, 98, 99, 100, FA3_ACC8(0),
     FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24), FA3_ACC8(32), FA3_ACC8(40), FA3_ACC8(48),
     FA3_ACC8(56), FA3_ACC8(64), FA3_ACC8(72), FA3_ACC8(80), FA3_ACC8(88))
-FA3_WGMMA_BOTH(256, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
+FA3_WGMMA_ALL(256, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
     FA3_PLACES_4 ", " FA3_PLACES_5 ", " FA3_PLACES_6 ", " FA3_PLACES_7 ", " FA3_PLACES_8 ", "
     FA3_PLACES_9 ", " FA3_PLACES_10 ", " FA3_PLACES_11 ", " FA3_PLACES_12 ", " FA3_PLACES_13 ", "
     FA3_PLACES_14 ", " FA3_PLACES_15, 128, 129, 130, 131, 132, FA3_ACC8(0), FA3_ACC8(8),
@@ -102,6 +107,7 @@ FA3_WGMMA_BOTH(256, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PL
     FA3_ACC8(64), FA3_ACC8(72), FA3_ACC8(80), FA3_ACC8(88), FA3_ACC8(96), FA3_ACC8(104),
     FA3_ACC8(112), FA3_ACC8(120))
 
+#undef FA3_WGMMA_ALL
 #undef FA3_WGMMA_BOTH
 #undef FA3_WGMMA
 #undef FA3_ACC8

@@ -21,7 +21,10 @@
 namespace flashattn3 {
 
 inline std::string describe(const ForwardRow& row) {
-  return std::string("forward_") + (row.dtype == ElementType::kBFloat16 ? "bf16" : "fp16") + "_d" +
+  const char* dtype = row.dtype == ElementType::kBFloat16  ? "bf16"
+                      : row.dtype == ElementType::kFloat16 ? "fp16"
+                                                           : "e4m3";
+  return std::string("forward_") + dtype + "_d" +
          std::to_string(row.head_dim) + (row.windowed ? "_windowed_" : "_full_") +
          std::to_string(row.block_m) + "x" + std::to_string(row.block_n);
 }
@@ -49,6 +52,25 @@ inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& par
   return order;
 }
 
+inline Descale descale_of(const BlockDescales& descales) {
+  return {descales.data, descales.batch, descales.head, descales.block, descales.block_tokens};
+}
+
+template <ForwardRow kRow>
+QuantizedArguments quantized_arguments(const ForwardParams& params) {
+  const QuantizedParams& given = params.quantized;
+  if (given.promoted == nullptr && forward_promoted_bytes(kRow, params.num_sms, params.seqlen_k) > 0) {
+    fail("launch of " + describe(kRow), "so many keys need room for sums in fp32");
+  }
+  return {.v_slots = static_cast<const uint8_t*>(params.v),
+          .num_slots = given.num_slots,
+          .q = descale_of(given.q),
+          .k = descale_of(given.k),
+          .v = descale_of(given.v),
+          .out_is_fp16 = given.out_is_fp16,
+          .promoted = static_cast<float4*>(given.promoted)};
+}
+
 template <ForwardRow kRow>
 ForwardArguments make_forward_arguments(const ForwardParams& params) {
   const bool variable_q = params.cu_seqlens_q != nullptr;
@@ -58,15 +80,24 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
   const TensorMapShape k_shape{params.head_dim, variable_k ? params.total_k : params.seqlen_k,
                                params.num_heads_kv, variable_k ? 1 : params.batch};
   const TensorMapShape v_shape{params.head_dim_v, k_shape.seq, k_shape.heads, k_shape.batch};
+  constexpr bool kQuantized = kRow.dtype == ElementType::kE4m3;
   ForwardArguments args;
   args.q =
       make_tensor_map("q", kRow.dtype, params.q, params.q, q_shape, params.q_stride, kRow.block_m);
   args.k =
       make_tensor_map("k", kRow.dtype, params.k, params.q, k_shape, params.k_stride, kRow.block_n);
-  args.v =
-      make_tensor_map("v", kRow.dtype, params.v, params.q, v_shape, params.v_stride, kRow.block_n);
+  if constexpr (kQuantized) {
+    args.v = args.k;
+    args.quantized = quantized_arguments<kRow>(params);
+  } else {
+    args.v = make_tensor_map("v", kRow.dtype, params.v, params.q, v_shape, params.v_stride,
+                             kRow.block_n);
+  }
   const TensorMapShape out_shape{params.head_dim_v, q_shape.seq, q_shape.heads, q_shape.batch};
-  args.out_map = make_tensor_map("out", kRow.dtype, params.out, params.q, out_shape,
+  const ElementType out_type = !kQuantized                    ? kRow.dtype
+                               : params.quantized.out_is_fp16 ? ElementType::kFloat16
+                                                              : ElementType::kBFloat16;
+  args.out_map = make_tensor_map("out", out_type, params.out, params.q, out_shape,
                                  params.out_stride, kRowsOfWarp);
   args.out = static_cast<uint16_t*>(params.out);
   args.lse = params.lse;
@@ -83,6 +114,7 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
                params.total_k};
   args.order = make_tile_order(kRow, params);
   args.num_heads_q = params.num_heads_q;
+  args.num_heads_kv = params.num_heads_kv;
   args.heads_per_kv = params.num_heads_q / params.num_heads_kv;
   args.head_dim_v = params.head_dim_v;
   // No two positions are further apart than this.
@@ -94,6 +126,7 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
       params.softcap > 0.f ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;
   // Scores too small for the cap to matter, or all 0, go without.
   args.score_scale = (args.tanh_scale != 0.f ? params.softcap : params.softmax_scale) * kLog2e;
+  args.cap_ratio = args.tanh_scale != 0.f ? args.tanh_scale / args.score_scale : 0.f;
   return args;
 }
 

@@ -15,6 +15,24 @@ struct Strides {
   int64_t head;
 };
 
+// The descales of a quantized tensor, float32 on the device, (batch, heads, blocks), any strides.
+struct BlockDescales {
+  const float* data = nullptr;  // null: 1 everywhere
+  int64_t batch = 0, head = 0, block = 0;
+  int block_tokens = 64;  // of a sequence that share one, a multiple of 64
+};
+
+// What e4m3 inputs have besides; q and k are then e4m3, v is in slots (blocks/tile_product.cuh):
+// (batch, num_heads_kv, num_slots / 16, head_dim of the row, 16), variable (num_heads_kv, ...), where
+// sequence i begins at slot 32 * (cu_seqlens_k[i] / 32 + i). Strides of v are not read.
+struct QuantizedParams {
+  int64_t num_slots = 0;  // a multiple of 32
+  BlockDescales q, k, v;  // of q's heads, and of those of k and v
+  bool out_is_fp16 = false;  // else bf16
+  // Room for forward_promoted_bytes() of num_sms CTAs; null where that is 0.
+  void* promoted = nullptr;
+};
+
 struct ForwardParams {
   // Tensors of the row's element type; base addresses are multiples of 16 bytes.
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); variable: (total_q, ...)
@@ -50,6 +68,8 @@ struct ForwardParams {
 
   // With cu_seqlens_q: room for 2 * batch + 1 int32, which every launch fills.
   int32_t* ragged_order;
+
+  QuantizedParams quantized;  // read by rows of e4m3
 
   float softmax_scale;  // any finite value
   float softcap;        // scores become softcap * tanh(score / softcap); 0: off

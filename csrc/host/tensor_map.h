@@ -51,27 +51,29 @@ struct TensorMapKey {
 };
 
 inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) {
-  const cuuint32_t box[4] = {64, key.box_rows, 1, 1};
+  const int element = element_bytes(key.type);
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / element), key.box_rows, 1, 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status = tensor_map_encoder()(
       &map,
-      key.type == ElementType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      key.type == ElementType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+      : key.type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                          : CU_TENSOR_MAP_DATA_TYPE_UINT8,
       4, const_cast<void*>(key.address), key.extent, key.bytes, box, element_strides,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::string what = std::string("TMA descriptor of ") + name + " (";
     for (int i = 0; i < 4; ++i) what += (i ? " x " : "") + std::to_string(key.extent[i]);
-    what += ", bytes between neighbours 2";
+    what += ", bytes between neighbours " + std::to_string(element);
     for (int i = 0; i < 3; ++i) what += ", " + std::to_string(key.bytes[i]);
     check_driver(status, (what + ")").c_str());
   }
   return map;
 }
 
-// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 64 columns x box_rows rows in
+// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 128 bytes x box_rows rows in
 // the 128-byte swizzle; what lies outside reads as 0 and is not written. unused: any valid device
 // address, for a tensor without elements, of which nothing is read. The last few of each thread are
 // kept: a caching allocator hands out the same addresses again and again.
@@ -90,7 +92,9 @@ inline CUtensorMap make_tensor_map(const char* name, ElementType type, const voi
   const int64_t elements[3] = {strides.seq, strides.head, strides.batch};
   for (int i = 0; i < 3; ++i) {
     // The stride of an axis with one element says nothing, and may be anything.
-    key.bytes[i] = key.extent[i + 1] == 1 || empty ? 16 : static_cast<cuuint64_t>(elements[i]) * 2;
+    key.bytes[i] = key.extent[i + 1] == 1 || empty
+                       ? 16
+                       : static_cast<cuuint64_t>(elements[i]) * element_bytes(type);
   }
   struct Known {
     TensorMapKey key{};

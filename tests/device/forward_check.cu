@@ -9,10 +9,12 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "forward_problem.h"
+#include "forward_quantized.h"
 #include "forward_rows.h"
 
 using flashattn3::ForwardParams;
@@ -31,7 +33,10 @@ static std::string row_name(int i) {
   const ForwardRow& r = kCheckRows[i];
   char name[96];
   std::snprintf(name, sizeof(name), "%s_d%d_%s_%dx%d_s%d_q%d",
-                r.dtype == flashattn3::kBf16 ? "bf16" : "fp16", r.head_dim,
+                r.dtype == flashattn3::kBf16   ? "bf16"
+                : r.dtype == flashattn3::kFp16 ? "fp16"
+                                               : "e4m3",
+                r.head_dim,
                 r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
                 r.num_q_buffers);
   return name;
@@ -87,11 +92,21 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
 
 // Three runs that must agree in every bit: tiles from a counter, in fixed order, and in fixed order
 // on 3 SMs, so that each CTA has many tiles. Returns what is wrong, or "".
-static std::string run_three_times(Problem& p, int row, int num_sms, int* counter) {
+static std::string run_three_times(Problem& p, const QuantizedInputs* quantized, int row,
+                                   int num_sms, int* counter) {
   float* lse;
   const size_t lse_bytes = p.lse.size() * 4;
   check(cudaMalloc(&lse, lse_bytes + 4));
   ForwardParams params = make_params(p, lse, num_sms);
+  void* promoted = nullptr;
+  if (quantized != nullptr) {
+    const int64_t bytes = flashattn3::forward_promoted_bytes(kCheckRows[row], num_sms, p.c.seqlen_k);
+    if (bytes > 0) {
+      check(cudaMalloc(&promoted, bytes));
+      check(cudaMemset(promoted, 0xff, bytes));
+    }
+    quantized->fill(params, promoted);
+  }
   std::vector<uint16_t> first;
   std::vector<float> first_lse;
   std::string wrong;
@@ -119,7 +134,7 @@ static std::string run_three_times(Problem& p, int row, int num_sms, int* counte
       wrong = run == 1 ? "fixed order differs from counted order" : "3 SMs differ from all";
     }
   }
-  cudaFree(lse);
+  cudaFree(lse), cudaFree(promoted);
   for (const int* table : {params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q,
                            params.seqused_k, static_cast<const int*>(params.ragged_order)}) {
     cudaFree(const_cast<int*>(table));
@@ -185,24 +200,33 @@ static std::vector<Truth> find_truths(Problem& p) {
   return truths;
 }
 
-static bool run_case(const Case& c, int index, int num_sms, int* counter) {
+// The case on every row of its type, or quantized on every row of e4m3.
+static bool run_rows(const Case& c, int index, bool quantize, int num_sms, int* counter) {
+  const auto fits = [&](const ForwardRow& r) {
+    if (r.dtype == flashattn3::kE4m3) return quantize;
+    return !quantize && (r.dtype == flashattn3::kFp16) == c.fp16;
+  };
   int head_dim = 1 << 30;
   const int wanted = std::max(c.head_dim, c.head_dim_v);
   for (const ForwardRow& r : kCheckRows) {
-    if (r.head_dim >= wanted) head_dim = std::min(head_dim, r.head_dim);
+    if (fits(r) && r.head_dim >= wanted) head_dim = std::min(head_dim, r.head_dim);
   }
   bool good = true;
   Problem problem(c);
+  std::unique_ptr<QuantizedInputs> quantized;
+  if (quantize) {
+    quantized = std::make_unique<QuantizedInputs>(problem, head_dim);
+    problem.rounding = 0.045;
+  }
   const std::vector<Truth> truths = find_truths(problem);
   for (int i = 0; i < kNumCheckRows; ++i) {
     const ForwardRow& r = kCheckRows[i];
     const bool windowed = c.left >= 0 || c.right >= 0;
-    if (r.head_dim != head_dim || (r.dtype == flashattn3::kFp16) != c.fp16) continue;
-    if (windowed && !r.windowed) continue;
+    if (r.head_dim != head_dim || !fits(r) || (windowed && !r.windowed)) continue;
     g_case = index;
     std::snprintf(g_now, sizeof(g_now), "%2d %-34s %s", index, c.name, row_name(i).c_str());
     alarm(30);
-    std::string wrong = run_three_times(problem, i, num_sms, counter);
+    std::string wrong = run_three_times(problem, quantized.get(), i, num_sms, counter);
     alarm(0);
     if (wrong.empty()) wrong = check_coverage(problem);
     const RowError w = compare(problem, truths);
@@ -221,9 +245,17 @@ static bool run_case(const Case& c, int index, int num_sms, int* counter) {
   return good;
 }
 
+static bool run_case(const Case& c, int index, int num_sms, int* counter) {
+  const bool good = run_rows(c, index, false, num_sms, counter);
+  // TMA wants rows of whole 16 bytes.
+  if (c.fp16 || c.head_dim % 16 != 0) return good;
+  return run_rows(c, index, true, num_sms, counter) && good;
+}
+
 // ------------------------------------------------------------------------------------------ timing
 
-static __global__ void fill_normal(uint16_t* data, int64_t count, uint32_t seed) {
+// data: bf16; or, where e4m3 is not null, e4m3 with about 100 for 1.
+static __global__ void fill_normal(uint16_t* data, uint8_t* e4m3, int64_t count, uint32_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * blockDim.x) {
     uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull + seed;
@@ -233,7 +265,11 @@ static __global__ void fill_normal(uint16_t* data, int64_t count, uint32_t seed)
     const float u = (static_cast<uint32_t>(x) + 1.f) * 2.3283064e-10f;
     const float w = static_cast<uint32_t>(x >> 32) * 2.3283064e-10f;
     const float normal = sqrtf(-2.f * __logf(fminf(u, 0.9999999f))) * __cosf(6.2831853f * w);
-    data[i] = __bfloat16_as_ushort(__float2bfloat16_rn(normal));
+    if (e4m3 != nullptr) {
+      e4m3[i] = __nv_cvt_float_to_fp8(100.f * normal, __NV_SATFINITE, __NV_E4M3);
+    } else {
+      data[i] = __bfloat16_as_ushort(__float2bfloat16_rn(normal));
+    }
   }
 }
 
@@ -268,7 +304,7 @@ static ForwardParams grid_params(uint16_t* const (&data)[4], float* lse, int hea
   return params;
 }
 
-// 16384 tokens, heads * head dim 2048 or just below, bf16; the median of 7 rounds, each over all
+// 16384 tokens, heads * head dim 2048 or just below, bf16 and e4m3; the median of 7 rounds, each over all
 // rows of a cell.
 static void time_grid(const char* part, int only_length, int num_sms, int* counter) {
   constexpr int64_t kCount = 16384 * int64_t{2048};
@@ -277,9 +313,22 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
   float* lse;
   for (int i = 0; i < 4; ++i) {
     check(cudaMalloc(&data[i], kCount * 2));
-    fill_normal<<<1056, 256>>>(data[i], kCount, i);
+    fill_normal<<<1056, 256>>>(data[i], nullptr, kCount, i);
   }
   check(cudaMalloc(&lse, 16384 * 32 * 4));
+  // The same numbers in e4m3, with a descale for each 128 tokens of each head.
+  uint8_t* narrow[3];
+  for (int i = 0; i < 3; ++i) {
+    check(cudaMalloc(&narrow[i], kCount));
+    fill_normal<<<1056, 256>>>(nullptr, narrow[i], kCount, i);
+  }
+  constexpr int kDescales = 32 * 16384 / kBlockTokens;
+  float* descale;
+  check(cudaMalloc(&descale, kDescales * 4));
+  const std::vector<float> hundredth(kDescales, 0.01f);
+  check(cudaMemcpy(descale, hundredth.data(), kDescales * 4, cudaMemcpyHostToDevice));
+  void* promoted;
+  check(cudaMalloc(&promoted, num_sms * int64_t{33} * 384 * 16));
   check(cudaDeviceSynchronize());
   std::printf("TFLOP/s at 512, 1024, 2048, 4096, 8192, 16384\n");
   for (int d : {64, 96, 128, 192, 256}) {
@@ -287,7 +336,7 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
       std::vector<int> rows;
       for (int row = 0; row < kNumCheckRows; ++row) {
         const ForwardRow& r = kCheckRows[row];
-        if (r.head_dim != d || r.windowed != causal || r.dtype != flashattn3::kBf16) continue;
+        if (r.head_dim != d || r.windowed != causal || r.dtype == flashattn3::kFp16) continue;
         if (part == nullptr || row_name(row).find(part) != std::string::npos) rows.push_back(row);
       }
       std::vector<std::vector<double>> rates(rows.size(), std::vector<double>(kLengths));
@@ -297,6 +346,12 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
         ForwardParams params = grid_params(data, lse, d, seqlen, causal);
         params.num_sms = num_sms;
         params.tile_counter = counter;
+        ForwardParams quantized = params;
+        quantized.q = narrow[0], quantized.k = narrow[1], quantized.v = narrow[2];
+        const int64_t blocks = seqlen / kBlockTokens;
+        const flashattn3::BlockDescales descales{descale, 2048 / d * blocks, blocks, 1,
+                                                 kBlockTokens};
+        quantized.quantized = {seqlen, descales, descales, descales, false, promoted};
         const double flop = 4.0 * 16384 * (2048 / d * d) * seqlen * (causal ? 0.5 : 1.0);
         const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 6e14)));
         std::vector<std::vector<float>> ms(rows.size());
@@ -306,8 +361,10 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
                           seqlen);
             alarm(30);
             usleep(3000);  // as beside slower contenders: not always at the power limit
-            if (round == 0) time_launch(rows[i], params, 2);
-            ms[i].push_back(time_launch(rows[i], params, repeats));
+            const bool narrow_row = kCheckRows[rows[i]].dtype == flashattn3::kE4m3;
+            const ForwardParams& given = narrow_row ? quantized : params;
+            if (round == 0) time_launch(rows[i], given, 2);
+            ms[i].push_back(time_launch(rows[i], given, repeats));
             alarm(0);
           }
         }

@@ -75,6 +75,8 @@ struct Problem {
   const Case& c;
   Tensor q, k, v, out;
   std::vector<float> lse;  // (batch, heads, seq), with cu_q (heads, total)
+  // What P is rounded to, relative: 16-bit elements, or e4m3's 2^-4 with what it cannot hold.
+  double rounding = c.fp16 ? 0x1p-11 : 0x1p-8;
 
   explicit Problem(const Case& c)
       : c(c),
@@ -172,8 +174,7 @@ inline void find_truth(Problem& problem, Truth& truth) {
       truth.out_bound[i] += std::fabs(pv);
     }
   }
-  const double unit = c.fp16 ? 0x1p-11 : 0x1p-8;
-  for (double& x : truth.out_bound) x = x * (1.5 * unit + 4e-6 * largest) + 1e-6;
+  for (double& x : truth.out_bound) x = x * (1.5 * problem.rounding + 4e-6 * largest) + 1e-6;
   truth.lse = p.empty() ? -INFINITY : top + std::log(sum);
   truth.lse_bound = 1e-4 + 2e-6 * largest;
 }

@@ -5,16 +5,28 @@
 
 #include <cstdint>
 
+#include "blocks/descale.cuh"
 #include "blocks/sequence.cuh"
 #include "blocks/tile_order.cuh"
 
 namespace flashattn3 {
 
+// What rows of e4m3 have besides.
+struct QuantizedArguments {
+  const uint8_t* v_slots;  // (entries, heads of k and v, num_slots / 16, head_dim of the row, 16)
+  int64_t num_slots;       // of an entry and head, in e4m3 elements of a column
+  Descale q, k, v;
+  bool out_is_fp16;  // else bf16
+  // fp32 sums of out, (CTAs, head_dim / 8 + 1, threads that multiply) of float4; null: no row tile
+  // has as many keys as the row's interval.
+  float4* promoted;
+};
+
 struct ForwardArguments {
   // (head_dim, rows, heads, entries), innermost first; entries is 1 with cu_seqlens.
-  CUtensorMap q;  // boxes of 64 columns x block_m rows
-  CUtensorMap k;  // boxes of 64 columns x block_n rows
-  CUtensorMap v;
+  CUtensorMap q;  // boxes of 128 bytes of columns x block_m rows
+  CUtensorMap k;  // boxes of 128 bytes of columns x block_n rows
+  CUtensorMap v;  // as k; not made of quantized rows
   CUtensorMap out_map;  // boxes of 64 columns x kRowsOfWarp rows
 
   uint16_t* out;  // 16-bit elements of the row's type
@@ -26,13 +38,16 @@ struct ForwardArguments {
   SequenceTable rows;  // of q and out
   SequenceTable keys;  // of k and v
   TileOrder order;
+  QuantizedArguments quantized;
   int num_heads_q;
+  int num_heads_kv;
   int heads_per_kv;  // query heads that share one head of k and v
   int head_dim_v;
   int window_left;  // at most the longer of the longest sequences: nothing is "open" here
   int window_right;
   float score_scale;  // scores, after the cap if there is one, to log2 units
-  float tanh_scale;   // blocks/online_softmax.cuh, cap_scores; 0: no cap
+  float tanh_scale;   // blocks/score_scale.cuh, cap_scores; 0: no cap
+  float cap_ratio;    // the same
 };
 
 }  // namespace flashattn3

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "blocks/barrier.cuh"
+#include "blocks/score_scale.cuh"
 #include "blocks/visible_range.cuh"
 #include "kernels/forward/row.h"
 
@@ -24,21 +25,31 @@ struct ForwardConfig {
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kThreads = forward_num_threads(kRow);
 
-  static constexpr int kChunks = forward_padded_head_dim(kRow) / 64;
+  static constexpr bool kQuantized = kElement == ElementType::kE4m3;
+  static constexpr int kChunks = forward_row_bytes(kRow) / 128;  // of a row of Q, K or 16-bit V
+  static constexpr int kChunkColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kChunks * 128;
-  static constexpr int kKvBytes = kBlockN * kChunks * 128;
+  static constexpr int kKBytes = kBlockN * kChunks * 128;
+  static constexpr int kVBytes = forward_value_bytes(kRow);
+  static constexpr int kScaleKeys = kRow.scale_keys;
+  static constexpr int kScaleGroups = kQuantized ? kBlockN / kScaleKeys : 1;
   // From the start of shared memory: control, Q buffers, K stages, V stages, out if it has room of
   // its own.
   static constexpr int kQOffset = kForwardControlBytes;
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
-  static constexpr int kVOffset = kKOffset + kStages * kKvBytes;
-  static constexpr int kOutOffset = kVOffset + kStages * kKvBytes;
-  static constexpr bool kOutOverQ = kQBuffers == 2;
+  static constexpr int kVOffset = kKOffset + kStages * kKBytes;
+  static constexpr int kOutOffset = kVOffset + kStages * kVBytes;
+  static constexpr bool kOutOverQ = forward_out_over_q(kRow);
   static constexpr int kOutChunks = forward_staged_columns(kRow) / 64;  // that a warp lays down
 
   // setmaxnreg: multiples of 8, in all at most 65536 / 128 = 512 for the CTA's warpgroups.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? 232 : 248;
+  static constexpr int kProducerRegisters = kConsumers == 3 || kQuantized ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
+                                            : kConsumers != 2 ? 248
+                                            : kQuantized      ? 240
+                                                              : 232;
+  // Blocks of keys after which out is promoted; 0: never.
+  static constexpr int kPromoteBlocks = kRow.promote_keys / kBlockN;
 
   static_assert(kConsumers >= 1 && kConsumers <= 3);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
@@ -47,12 +58,17 @@ struct ForwardConfig {
   static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");
   static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "quads store groups of 32 columns");
   // Scores, P and out in registers, and about 32 more.
-  static_assert(kBlockN / 2 + kBlockN / 4 + kHeadDim / 2 + 32 <= kConsumerRegisters);
+  static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDim / 2 +
+                    (kQuantized ? 20 : 32) <=
+                kConsumerRegisters);
+  static_assert(kQuantized ? kScaleKeys % 64 == 0 && kBlockN % kScaleKeys == 0 : kScaleKeys == 0);
+  static_assert(kRow.promote_keys % kBlockN == 0);
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
   // Under a mask the first warpgroup passes this many K tiles before its first one; their V tiles
   // wait until then.
   static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN <= kStages);
   static_assert(kQBuffers == 1 || kQBuffers == 2);
+  static_assert(kOutOffset % 1024 == 0);
   static_assert(kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutChunks * 128) ==
                 forward_shared_bytes(kRow));
   static_assert(forward_shared_bytes(kRow) <= 232448, "227 KB for a CTA on compute capability 9.0");
@@ -67,6 +83,9 @@ struct alignas(16) RowTile {
   int num_rows;     // of the sequence
   int num_keys;     // of the sequence
   BlockRange keys;  // K and V tiles that come for it, last one first; may be none
+  // Quantized rows alone. Of each 64 rows: their descale times the scale of the scores.
+  float q_factor[3];
+  float v_scale;  // what out is to be multiplied with
 };
 
 // Barriers. "Threads" wait for full ones (all threads of the consumers), one thread (the producer)
@@ -79,13 +98,14 @@ struct alignas(16) RowTile {
 // Each side passes every barrier of a ring once for each use of a buffer, in ring order, whatever
 // it does with the buffer: a warpgroup that needs no part of a K or V tile still waits for it and
 // releases it. Q has no phase for a tile without keys; both sides see that in RowTile::keys.
-template <int kStages, int kQBuffers>
+template <int kStages, int kQBuffers, int kScaleGroups>
 struct ForwardControl {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kStages], k_empty[kStages];
   Barrier v_full[kStages], v_empty[kStages];
   Barrier tile_full[2], tile_empty[2];
   RowTile tile[2];
+  KeyScales<kScaleGroups> key_scales[kStages];  // come and go with K; quantized rows alone
 
   // One thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init(int consumer_warps) {
@@ -108,6 +128,7 @@ struct ForwardControl {
 };
 
 template <ForwardRow kRow>
-using ForwardControlOf = ForwardControl<kRow.num_stages, kRow.num_q_buffers>;
+using ForwardControlOf =
+    ForwardControl<kRow.num_stages, kRow.num_q_buffers, ForwardConfig<kRow>::kScaleGroups>;
 
 }  // namespace flashattn3

@@ -10,7 +10,11 @@
 // tensor cores work for the others.
 #pragma once
 
+#include <type_traits>
+
+#include "blocks/clear_tail.cuh"
 #include "blocks/online_softmax.cuh"
+#include "blocks/score_scale.cuh"
 #include "blocks/scores_again.cuh"
 #include "blocks/tile_product.cuh"
 #include "blocks/visible_range.cuh"
@@ -29,7 +33,9 @@ class ForwardConsumer {
   static constexpr int kStages = Config::kStages;
   using Scores = float[kBlockN / 2];
   using Out = float[kHeadDim / 2];
-  using Probabilities = uint32_t[kBlockN / 16][4];
+  using Probabilities = flashattn3::Probabilities<kElement, kBlockN>;
+  using Scale = std::conditional_t<Config::kQuantized, BlockScale<Config::kScaleGroups, Config::kScaleKeys>,
+                                   UniformScale>;
   using Softmax = OnlineSoftmax<kElement, kBlockN, Config::kWindowed>;
 
  public:
@@ -43,7 +49,8 @@ class ForwardConsumer {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     q_base_ = descriptor_low(base + Config::kQOffset + warpgroup * 64 * 128, 16);
     k_base_ = descriptor_low(base + Config::kKOffset, 16);
-    v_base_ = descriptor_low(base + Config::kVOffset, kBlockN * 128);
+    v_base_ = descriptor_low(base + Config::kVOffset,
+                             Config::kQuantized ? kHeadDim * 16 : kBlockN * 128);
   }
 
   __device__ __forceinline__ void run() {
@@ -134,6 +141,9 @@ class ForwardConsumer {
   // Out is complete; q_ is at the next tile's Q.
   __device__ __forceinline__ void store_tile(Out& o, const Softmax& softmax) {
     pin_registers(o);
+    if constexpr (Config::kPromoteBlocks > 0) {
+      if (promoted_) add_promoted(o, softmax);
+    }
     control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
     kv_.advance();
     const int warp = threadIdx.x / 32;
@@ -205,14 +215,18 @@ class ForwardConsumer {
     for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.f;
     softmax.reset();
     int block = mine.end - 1;
+    Scale scale = scale_of(kv_);
     control_.k_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with K.
-    if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
-    softmax.subtract_reference(s, args_.score_scale);
+    if (args_.tanh_scale != 0.f) cap_scores(s, scale, args_.tanh_scale, args_.score_scale, args_.cap_ratio);
+    softmax.subtract_reference(s, scale);
     if (block < clear.begin || block >= clear.end) hide(s, block);
+    promoted_ = false;
     float unused[2];
     softmax.raise_reference(s, unused);
-    softmax.exponentiate(s);
-    if (args_.keys.cu_seqlens != nullptr || args_.keys.seqused != nullptr) clear_tail(block);
+    softmax.exponentiate(s, scale);
+    if (Config::kQuantized || args_.keys.cu_seqlens != nullptr || args_.keys.seqused != nullptr) {
+      clear_tail(block);
+    }
     pack_probabilities<kElement, kBlockN>(p, s);
     if constexpr (Config::kOutOverQ) release_staged();
 
@@ -241,6 +255,9 @@ class ForwardConsumer {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[row_of(i)];
       }
+      if constexpr (Config::kPromoteBlocks > 0) {
+        if (block % Config::kPromoteBlocks == 0) promote(o, softmax);
+      }
       pack_probabilities<kElement, kBlockN>(p, s);
       kv_ = kv;
     }
@@ -251,42 +268,67 @@ class ForwardConsumer {
   __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
                                                RingPosition<kStages> kv, int block,
                                                BlockRange clear) {
+    Scale scale = scale_of(kv);
     bool exact = args_.tanh_scale != 0.f;
     if constexpr (Config::kWindowed) {
       exact = exact || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
     }
     bool grew = false;
-    if (exact || softmax.exponentiate_at_once(s, args_.score_scale)) {
-      if (!exact) {
-        const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
-        scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
-            s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
-            base + Config::kKOffset + kv.stage() * Config::kKvBytes,
-            threadIdx.x / 32 * kRowsOfWarp);
+    if (exact || softmax.exponentiate_at_once(s, scale)) {
+      pin_registers(s);
+      bool settled = false;
+      if constexpr (Softmax::kNarrow) {
+        settled = !exact && softmax.settle(s, scale, factor, grew);
       }
-      if (args_.tanh_scale != 0.f) cap_scores(s, args_.tanh_scale);
-      grew = softmax.subtract_reference(s, args_.score_scale);
-      if constexpr (Config::kWindowed) {
-        if (block < clear.begin || block >= clear.end) hide(s, block);
+      pin_registers(s);
+      if (!settled) {
+        grew = exact_softmax(s, softmax, factor, scale, kv, block, clear, !exact);
       }
-      grew = __any_sync(~0u, grew);
-      if (grew) softmax.raise_reference(s, factor);
-      softmax.exponentiate(s);
     }
     __syncwarp();
     control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
     return grew;
   }
 
+  // The long way, with the rows' maxima. again: the scores are lost and have to be multiplied again.
+  __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
+                                                Scale& scale, RingPosition<kStages> kv, int block,
+                                                BlockRange clear, bool again) {
+    if (again) {
+      const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
+      scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
+          s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
+          base + Config::kKOffset + kv.stage() * Config::kKBytes, threadIdx.x / 32 * kRowsOfWarp);
+    }
+    if (args_.tanh_scale != 0.f) cap_scores(s, scale, args_.tanh_scale, args_.score_scale, args_.cap_ratio);
+    bool grew = softmax.subtract_reference(s, scale);
+    if constexpr (Config::kWindowed) {
+      if (block < clear.begin || block >= clear.end) hide(s, block);
+    }
+    grew = __any_sync(~0u, grew);
+    if (grew) softmax.raise_reference(s, factor);
+    softmax.exponentiate(s, scale);
+    return grew;
+  }
+
+  // at: stage of K.
+  __device__ __forceinline__ Scale scale_of(RingPosition<kStages> at) const {
+    if constexpr (Config::kQuantized) {
+      return Scale(control_.key_scales[at.stage()], tile().q_factor[warpgroup_]);
+    } else {
+      return Scale{args_.score_scale};
+    }
+  }
+
   __device__ __forceinline__ void multiply_scores(Scores& s, RingPosition<kStages> at) {
     start_scores<kElement, Config::kBlockM, kBlockN, kHeadDim>(
         s, q_base_ + q_.stage() * (Config::kQBytes / 16),
-        k_base_ + at.stage() * (Config::kKvBytes / 16));
+        k_base_ + at.stage() * (Config::kKBytes / 16));
   }
 
   __device__ __forceinline__ void multiply_values(Out& o, const Probabilities& p,
                                                   RingPosition<kStages> at) {
-    start_values<kElement, kBlockN, kHeadDim>(o, p, v_base_ + at.stage() * (Config::kKvBytes / 16));
+    start_values<kElement, kBlockN, kHeadDim>(o, p, v_base_ + at.stage() * (Config::kVBytes / 16));
   }
 
   // V tiles that only other warpgroups need; their K tiles were passed before.
@@ -307,6 +349,46 @@ class ForwardConsumer {
       control_.k_empty[kv_.stage()].arrive_warp();
       pass_values(1);
     }
+  }
+
+  // This thread's room for out in fp32: kHeadDim / 8 times four accumulators, then the references
+  // that they are on.
+  __device__ __forceinline__ float4* promoted() const {
+    return args_.quantized.promoted +
+           static_cast<int64_t>(blockIdx.x) * (kHeadDim / 8 + 1) * (128 * Config::kConsumers) +
+           threadIdx.x;
+  }
+
+  // Adds what was promoted before, on the present references.
+  __device__ __forceinline__ void add_promoted(Out& o, const Softmax& softmax) const {
+    constexpr int kStep = 128 * Config::kConsumers;
+    const float4* at = promoted();
+    const float4 references = at[kHeadDim / 8 * kStep];
+    const float factor[2] = {exp2_approx(references.x - softmax.reference[0]),
+                             exp2_approx(references.y - softmax.reference[1])};
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      const float4 before = at[i * kStep];
+      o[4 * i] += before.x * factor[0];
+      o[4 * i + 1] += before.y * factor[0];
+      o[4 * i + 2] += before.z * factor[1];
+      o[4 * i + 3] += before.w * factor[1];
+    }
+  }
+
+  // WGMMA's accumulators keep about 13 bits of a sum; so that the error does not grow with the
+  // keys, out moves to sums in fp32 from time to time.
+  __device__ __forceinline__ void promote(Out& o, const Softmax& softmax) {
+    constexpr int kStep = 128 * Config::kConsumers;
+    if (promoted_) add_promoted(o, softmax);
+    promoted_ = true;
+    float4* at = promoted();
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      at[i * kStep] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+      o[4 * i] = o[4 * i + 1] = o[4 * i + 2] = o[4 * i + 3] = 0.f;
+    }
+    at[kHeadDim / 8 * kStep] = make_float4(softmax.reference[0], softmax.reference[1], 0.f, 0.f);
   }
 
   __device__ __forceinline__ const RowTile& tile() const { return control_.tile[tile_.stage()]; }
@@ -335,15 +417,11 @@ class ForwardConsumer {
     const int used = uniform(tile().num_keys) - block * kBlockN;
     if (used >= kBlockN) return;
     control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the copy must not land on the zeros.
-    uint8_t* values = shared_ + Config::kVOffset + kv_.stage() * Config::kKvBytes;
-    // 8 threads to a row of 128 bytes; the swizzle stays inside a row.
-    const int offset = threadIdx.x % 8 * 16;
-    for (int row = used + threadIdx.x % 128 / 8; row < kBlockN; row += 16) {
-#pragma unroll
-      for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-        *reinterpret_cast<uint4*>(values + (chunk * kBlockN + row) * 128 + offset) =
-            make_uint4(0, 0, 0, 0);
-      }
+    uint8_t* values = shared_ + Config::kVOffset + kv_.stage() * Config::kVBytes;
+    if constexpr (Config::kQuantized) {
+      clear_slots<kBlockN, kHeadDim>(values, used, threadIdx.x % 128, 128);
+    } else {
+      clear_rows<kBlockN, Config::kChunks>(values, used, threadIdx.x % 128, 128);
     }
     fence_async_proxy();
     // Sync: this warpgroup's 128 threads have written and fenced before any of them multiplies.
@@ -355,7 +433,8 @@ class ForwardConsumer {
   uint8_t* shared_;
   int warpgroup_;
   uint32_t q_base_, k_base_, v_base_;
-  bool staged_ = false;  // rows of out lie over the Q before the one at q_
+  bool staged_ = false;    // rows of out lie over the Q before the one at q_
+  bool promoted_ = false;  // part of out is in args_.quantized.promoted
   RingPosition<2> tile_{0};
   RingPosition<Config::kQBuffers> q_{0};
   RingPosition<kStages> kv_{0};  // K and V stages are used in step

@@ -10,6 +10,18 @@
 
 namespace flashattn3 {
 
+// Two elements of out.
+template <class Config>
+__device__ __forceinline__ uint32_t pack_out(const ForwardArguments& args, float low, float high) {
+  if constexpr (!Config::kQuantized) {
+    return pack<Config::kElement>(low, high);
+  } else if (args.quantized.out_is_fp16) {
+    return pack<ElementType::kFloat16>(low, high);
+  } else {
+    return pack<ElementType::kBFloat16>(low, high);
+  }
+}
+
 // first_row: of the warp, in the sequence; rows past the sequence are not stored.
 // o: sums of 2^(score - reference) * v; 0 in rows that saw no key, which are stored as out 0 and
 // lse -inf. staged: the warp's room in shared memory, kOutChunks chunks with chunk_bytes between
@@ -26,6 +38,7 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& args, const R
   for (int r = 0; r < 2; ++r) {
     const float sum = softmax.row_sum(r);
     inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
+    if constexpr (Config::kQuantized) inverse[r] *= tile.v_scale;
     const int row = first_row + lane / 4 + 8 * r;
     if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
       constexpr float kLn2 = 0.693147180559945f;
@@ -50,7 +63,7 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& args, const R
       for (int i = 0; i < 16; ++i) {
         const int at = 32 * chunk + 2 * i;
         if (at < Config::kHeadDim / 2) {
-          word[i] = pack<Config::kElement>(o[at] * inverse[i % 2], o[at + 1] * inverse[i % 2]);
+          word[i] = pack_out<Config>(args, o[at] * inverse[i % 2], o[at + 1] * inverse[i % 2]);
         }
       }
       stage_rows(staged + (chunk - first) * chunk_bytes, word);

@@ -66,6 +66,7 @@ class ForwardProducer {
   struct Load {
     RowTile tile;
     int q_row, kv_row, kv_head, kv_entry;
+    int kv_offset, batch_entry;  // what quantized rows find descales and slots by
   };
 
   __device__ __forceinline__ Load describe(int index) const {
@@ -89,7 +90,51 @@ class ForwardProducer {
     load.kv_row = keys.offset + (load.tile.keys.end - 1) * Config::kBlockN;
     load.kv_head = load.tile.head / args_.heads_per_kv;
     load.kv_entry = args_.keys.cu_seqlens != nullptr ? 0 : entry;
+    load.kv_offset = keys.offset;
+    load.batch_entry = entry;
+    if constexpr (Config::kQuantized) describe_scales(load);
     return load;
+  }
+
+  __device__ __forceinline__ void describe_scales(Load& load) const {
+    const QuantizedArguments& quantized = args_.quantized;
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < Config::kConsumers; ++warpgroup) {
+      const int row = load.tile.first_row + 64 * warpgroup;
+      const float q = row < load.tile.num_rows
+                          ? quantized.q.at(load.batch_entry, load.tile.head, row)
+                          : 1.f;
+      load.tile.q_factor[warpgroup] = q * args_.score_scale;
+    }
+    // The first that is not 0: relative to it the others go into the probabilities.
+    for (int block = load.tile.keys.end - 1; block >= load.tile.keys.begin; --block) {
+      for (int key = block * Config::kBlockN;
+           key < min((block + 1) * Config::kBlockN, load.tile.num_keys); key += Config::kScaleKeys) {
+        load.tile.v_scale = quantized.v.at(load.batch_entry, load.kv_head, key);
+        if (load.tile.v_scale != 0.f) return;
+      }
+    }
+    load.tile.v_scale = 1.f;
+  }
+
+  // For the consumers' softmax of the i-th block that is loaded.
+  __device__ __forceinline__ KeyScales<Config::kScaleGroups> key_scales(const Load& load,
+                                                                        int i) const {
+    // Scales so far apart that the smaller one's values do not count.
+    constexpr float kLowest = -30.f;
+    KeyScales<Config::kScaleGroups> scales;
+#pragma unroll
+    for (int g = 0; g < Config::kScaleGroups; ++g) {
+      // Keys past the end are hidden; their descales may not exist.
+      const int key = min((load.tile.keys.end - 1 - i) * Config::kBlockN + g * Config::kScaleKeys,
+                          load.tile.num_keys - 1);
+      scales.k[g] = args_.quantized.k.at(load.batch_entry, load.kv_head, key);
+      const float v = args_.quantized.v.at(load.batch_entry, load.kv_head, key);
+      const float shift = __log2f(v / load.tile.v_scale);
+      scales.shift[g] = shift < kLowest ? kLowest : shift;  // NaN, of a negative one, stays
+      scales.weight[g] = exp2_approx(-scales.shift[g]);
+    }
+    return scales;
   }
 
   // Whether there is a next tile; asks for its Q.
@@ -124,17 +169,20 @@ class ForwardProducer {
     if (load.tile.keys.begin == load.tile.keys.end) return;
     // Sync: every consumer warp is done with what lay in this buffer.
     control_.q_empty[q_.stage()].wait(q_.parity());
-    load_tile<Config::kBlockM, Config::kChunks>(
+    load_tile<Config::kBlockM, Config::kChunks, Config::kChunkColumns>(
         shared_ + Config::kQOffset + q_.stage() * Config::kQBytes, &args_.q,
         control_.q_full[q_.stage()], kReadOnce, load.q_row, load.tile.head, load.tile.entry);
     q_.advance();
   }
 
   __device__ __forceinline__ void load_keys(const Load& load, int i) {
+    KeyScales<Config::kScaleGroups> scales;
+    if constexpr (Config::kQuantized) scales = key_scales(load, i);
     // Sync: every consumer warp gave the stage back.
     control_.k_empty[k_.stage()].wait(k_.parity());
-    load_tile<Config::kBlockN, Config::kChunks>(
-        shared_ + Config::kKOffset + k_.stage() * Config::kKvBytes, &args_.k,
+    if constexpr (Config::kQuantized) control_.key_scales[k_.stage()] = scales;
+    load_tile<Config::kBlockN, Config::kChunks, Config::kChunkColumns>(
+        shared_ + Config::kKOffset + k_.stage() * Config::kKBytes, &args_.k,
         control_.k_full[k_.stage()], kReadAgain, load.kv_row - i * Config::kBlockN, load.kv_head,
         load.kv_entry);
     k_.advance();
@@ -142,10 +190,25 @@ class ForwardProducer {
 
   __device__ __forceinline__ void load_values(const Load& load, int i) {
     control_.v_empty[v_.stage()].wait(v_.parity());  // Sync: as for the keys.
-    load_tile<Config::kBlockN, Config::kChunks>(
-        shared_ + Config::kVOffset + v_.stage() * Config::kKvBytes, &args_.v,
-        control_.v_full[v_.stage()], kReadAgain, load.kv_row - i * Config::kBlockN, load.kv_head,
-        load.kv_entry);
+    uint8_t* stage = shared_ + Config::kVOffset + v_.stage() * Config::kVBytes;
+    Barrier& full = control_.v_full[v_.stage()];
+    if constexpr (Config::kQuantized) {
+      const QuantizedArguments& quantized = args_.quantized;
+      const int first_key = (load.tile.keys.end - 1 - i) * Config::kBlockN;
+      const int64_t head = static_cast<int64_t>(load.kv_entry) * args_.num_heads_kv + load.kv_head;
+      const int64_t slot =
+          head * quantized.num_slots +
+          first_slot(args_.keys.cu_seqlens != nullptr, load.kv_offset, load.batch_entry) +
+          first_key;
+      // Whole groups of 32; consumers write zeros behind the last key.
+      const int slots = min(Config::kBlockN, (load.tile.num_keys - first_key + 31) / 32 * 32);
+      load_bytes(stage, quantized.v_slots + slot * Config::kHeadDim, full, kReadAgain,
+                 slots * Config::kHeadDim);
+    } else {
+      load_tile<Config::kBlockN, Config::kChunks, Config::kChunkColumns>(
+          stage, &args_.v, full, kReadAgain, load.kv_row - i * Config::kBlockN, load.kv_head,
+          load.kv_entry);
+    }
     v_.advance();
   }
 

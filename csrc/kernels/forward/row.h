@@ -3,12 +3,14 @@
 // type is an aggregate. host/forward_row.h hands it to the layers above.
 #pragma once
 
+#include <cstdint>
+
 #include "blocks/element.h"
 
 namespace flashattn3 {
 
 struct ForwardRow {
-  ElementType dtype;       // of q, k, v and out
+  ElementType dtype;       // of q, k and v; out is in it too, or in 16 bits
   int head_dim;            // 64, 96, 128, 192 or 256; TMA fills smaller heads with zeros
   bool windowed;           // whether causal or a window may hide keys; false: only lengths do
   int block_m;             // query rows of a CTA tile: 64 for each warpgroup that multiplies
@@ -16,6 +18,9 @@ struct ForwardRow {
   int num_stages;          // K tiles (and V tiles) in shared memory, at least 2
   int num_mma_warpgroups;  // 1 to 3
   int num_q_buffers = 1;   // 2: the next tile's Q is loaded while this one is worked on
+  int scale_keys = 0;      // e4m3: keys that share their descales, a divisor of block_n
+  int promote_keys = 0;    // e4m3: keys after which out moves from WGMMA's accumulators, which hold
+                           // about 13 bits, to fp32 sums; a multiple of block_n
 };
 
 // Of a warp in its warpgroup's 64.
@@ -26,27 +31,46 @@ constexpr int forward_num_threads(const ForwardRow& row) {
   return 128 * (row.num_mma_warpgroups + 1);
 }
 
-// Columns of a tile in shared memory: whole 64-element (128-byte) chunks.
-constexpr int forward_padded_head_dim(const ForwardRow& row) {
-  return (row.head_dim + 63) / 64 * 64;
+// Bytes of a row of Q or K in shared memory: whole chunks of 128.
+constexpr int forward_row_bytes(const ForwardRow& row) {
+  return (row.head_dim * element_bytes(row.dtype) + 127) / 128 * 128;
+}
+
+// Of a tile of V: rows as K's, in 8 bits slots (blocks/tile_product.cuh).
+constexpr int forward_value_bytes(const ForwardRow& row) {
+  return row.block_n *
+         (row.dtype == ElementType::kE4m3 ? row.head_dim : forward_row_bytes(row));
 }
 
 // Room for the barriers and the tile descriptions, before the tiles; the tiles want 1024-byte
 // alignment.
 constexpr int kForwardControlBytes = 1024;
 
-// Columns of out that a warp lays down in shared memory at once: with two buffers for Q all, over
-// its rows of Q; with one, which the next Q is to fill as soon as may be, in room of their own.
+// Whether a warp lays out down over its rows of Q: with one buffer the next Q is to come as soon as
+// may be, and 8 bits are too few.
+constexpr bool forward_out_over_q(const ForwardRow& row) {
+  return row.num_q_buffers == 2 && row.dtype != ElementType::kE4m3;
+}
+
+// Columns of out, 16 bits each, that a warp lays down in shared memory at once: all over Q, up to
+// 128 in room of their own.
 constexpr int forward_staged_columns(const ForwardRow& row) {
-  return row.num_q_buffers == 2 ? forward_padded_head_dim(row) : 128;
+  const int all = (row.head_dim + 63) / 64 * 64;
+  return forward_out_over_q(row) || all < 128 ? all : 128;
 }
 
 constexpr int forward_shared_bytes(const ForwardRow& row) {
-  const int staged = row.num_q_buffers == 2 ? 0 : row.block_m * forward_staged_columns(row);
-  return kForwardControlBytes +
-         2 * (forward_padded_head_dim(row) *
-                  (row.num_q_buffers * row.block_m + 2 * row.num_stages * row.block_n) +
-              staged);
+  const int staged = forward_out_over_q(row) ? 0 : row.block_m * forward_staged_columns(row) * 2;
+  return kForwardControlBytes + row.num_q_buffers * row.block_m * forward_row_bytes(row) +
+         row.num_stages * (row.block_n * forward_row_bytes(row) + forward_value_bytes(row)) +
+         staged;
+}
+
+// What one CTA needs of device memory for sums of out in fp32: each thread's accumulators and two
+// references; 0 where no row tile has so many keys.
+constexpr int64_t forward_promoted_bytes(const ForwardRow& row, int num_ctas, int seqlen_k) {
+  if (row.promote_keys == 0 || seqlen_k <= row.promote_keys) return 0;
+  return int64_t{num_ctas} * (row.head_dim / 8 + 1) * 128 * row.num_mma_warpgroups * 16;
 }
 
 }  // namespace flashattn3

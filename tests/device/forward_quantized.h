@@ -1,0 +1,133 @@
+// e4m3 inputs of one case of forward_check: the problem's values snapped to what e4m3 and descales
+// that are powers of two can hold, so that the fp64 reference sees the same numbers as the kernel.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "forward_problem.h"
+#include "host/params.h"
+
+constexpr int kBlockTokens = 128;  // that share a descale
+
+inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
+inline float from_e4m3(uint8_t bits) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
+}
+
+// One of q, k and v: bytes in the rows of `source`, a multiple of 16 of them in each head's row,
+// NaN wherever no sequence is; and descales (batch, heads, blocks).
+struct Quantized {
+  flashattn3::Strides stride;
+  int64_t blocks;
+  std::vector<uint8_t> host;
+  std::vector<float> descale;
+  uint8_t* device = nullptr;
+  float* device_descale = nullptr;
+
+  // rows_of(b): where sequence b is. spread: powers of two between the blocks' values.
+  template <class RowsOf>
+  Quantized(Tensor& source, int batch, int longest, RowsOf rows_of, int spread) {
+    const int64_t pitch = (source.dim + 15) / 16 * 16;
+    stride = {pitch * source.heads * source.seq, pitch * source.heads, pitch};
+    blocks = std::max(1, (longest + kBlockTokens - 1) / kBlockTokens);
+    host.assign(stride.batch * source.batch, 0x7f);
+    descale.assign(blocks * source.heads * batch, NAN);
+    for (int b = 0; b < batch; ++b) {
+      const Rows rows = rows_of(b);
+      for (int h = 0; h < source.heads; ++h) {
+        for (int block = 0; block * kBlockTokens < rows.length; ++block) {
+          const int first = block * kBlockTokens;
+          const int last = std::min(first + kBlockTokens, rows.length);
+          const float extra = std::ldexp(1.f, spread == 0 ? 0 : block * 3 % 5 * spread - spread);
+          float amax = 0;
+          for (int s = first; s < last; ++s) {
+            const uint16_t* at = source.row(rows.entry, rows.offset + s, h);
+            for (int i = 0; i < source.dim; ++i) {
+              amax = std::max(amax, std::fabs(to_float(at[i], false)) * extra);
+            }
+          }
+          const float scale = amax == 0 ? 1.f : std::exp2(std::ceil(std::log2(amax / 448.f)));
+          descale[(static_cast<int64_t>(b) * source.heads + h) * blocks + block] = scale;
+          for (int s = first; s < last; ++s) {
+            uint16_t* at = source.row(rows.entry, rows.offset + s, h);
+            uint8_t* to = host.data() + rows.entry * stride.batch +
+                          (rows.offset + s) * stride.seq + h * stride.head;
+            for (int i = 0; i < source.dim; ++i) {
+              to[i] = to_e4m3(to_float(at[i], false) * extra / scale);
+              at[i] = to_bits(from_e4m3(to[i]) * scale, false);
+            }
+          }
+        }
+      }
+    }
+    cudaMalloc(&device_descale, descale.size() * 4);
+    cudaMemcpy(device_descale, descale.data(), descale.size() * 4, cudaMemcpyHostToDevice);
+  }
+  ~Quantized() { cudaFree(device), cudaFree(device_descale); }
+  Quantized(const Quantized&) = delete;
+
+  void upload(const std::vector<uint8_t>& bytes) {
+    cudaMalloc(&device, bytes.size() + 16);
+    cudaMemcpy(device, bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
+  }
+  flashattn3::BlockDescales descales(int heads) const {
+    return {.data = device_descale,
+            .batch = blocks * heads,
+            .head = blocks,
+            .block = 1,
+            .block_tokens = kBlockTokens};
+  }
+};
+
+// Changes the problem's host values to the quantized ones.
+struct QuantizedInputs {
+  Quantized q, k, v;
+  int64_t num_slots;
+
+  QuantizedInputs(Problem& p, int head_dim)
+      : q(p.q, p.c.batch, p.c.seqlen_q, [&](int b) { return p.queries(b); }, 0),
+        k(p.k, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); }, 0),
+        v(p.v, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); },
+          p.c.data == Data::kNormal ? 2 : 0) {
+    q.upload(q.host), k.upload(k.host);
+    const Case& c = p.c;
+    const bool ragged = !c.cu_k.empty();
+    num_slots = 32 * (ragged ? c.total_k / 32 + c.batch : (c.seqlen_k + 31) / 32);
+    // NaN in every slot of no key, those behind a sequence's end in its last group too.
+    std::vector<uint8_t> slots(p.v.batch * c.heads_kv * num_slots * head_dim, 0x7f);
+    for (int b = 0; b < c.batch; ++b) {
+      const Rows rows = p.keys(b);
+      const int64_t first = ragged ? 32 * (rows.offset / 32 + b) : 0;
+      for (int h = 0; h < c.heads_kv; ++h) {
+        for (int key = 0; key < rows.length; ++key) {
+          const int in16 = key % 16;
+          const int64_t slot =
+              first + key / 16 * 16 + in16 % 8 / 2 * 4 + in16 / 8 * 2 + in16 % 2;
+          const uint8_t* from = v.host.data() + rows.entry * v.stride.batch +
+                                (rows.offset + key) * v.stride.seq + h * v.stride.head;
+          uint8_t* to = slots.data() +
+                        (rows.entry * c.heads_kv + h) * num_slots * head_dim +
+                        slot / 16 * 16 * head_dim + slot % 16;
+          for (int i = 0; i < head_dim; ++i) to[i * 16] = i < c.head_dim_v ? from[i] : 0;
+        }
+      }
+    }
+    v.upload(slots);
+  }
+
+  void fill(flashattn3::ForwardParams& params, void* promoted) const {
+    params.q = q.device, params.k = k.device, params.v = v.device;
+    params.q_stride = q.stride, params.k_stride = k.stride;
+    params.quantized = {.num_slots = num_slots,
+                        .q = q.descales(params.num_heads_q),
+                        .k = k.descales(params.num_heads_kv),
+                        .v = v.descales(params.num_heads_kv),
+                        .out_is_fp16 = false,
+                        .promoted = promoted};
+  }
+};
