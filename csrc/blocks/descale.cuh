@@ -6,19 +6,22 @@
 namespace flashattn3 {
 
 struct Descale {
-  const float* data;  // (batch, heads, blocks); null: 1 everywhere
+  const float* data;           // (batch, heads, blocks); null: 1 everywhere
   int64_t batch, head, block;  // strides in elements
-  int block_tokens;  // tokens of a sequence that share one, a multiple of 64
-  __device__ __forceinline__ float at(int entry, int the_head, int token) const {
+  int block_tokens;            // tokens of a sequence that share one
+  int last_block;              // what lies behind it shares its descale
+  int heads_per_scale;         // neighbouring heads that share theirs
+  __device__ __forceinline__ float at(int sequence, int of_head, int token) const {
     if (data == nullptr) return 1.f;
-    return data[entry * batch + the_head * head + token / block_tokens * block];
+    return data[sequence * batch + of_head / heads_per_scale * head +
+                min(token / block_tokens, last_block) * block];
   }
 };
 
 // Where the slots of a sequence begin (tile_product.cuh): sequences of a ragged batch take whole
 // groups of 32, and one more each, so that no length but those before must be known.
-__device__ __forceinline__ int64_t first_slot(bool ragged, int offset, int entry) {
-  return ragged ? (static_cast<int64_t>(offset / 32) + entry) * 32 : 0;
+__device__ __forceinline__ int64_t first_slot(bool ragged, int offset, int sequence) {
+  return ragged ? (static_cast<int64_t>(offset / 32) + sequence) * 32 : 0;
 }
 
 }  // namespace flashattn3

@@ -53,7 +53,13 @@ inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& par
 }
 
 inline Descale descale_of(const BlockDescales& descales) {
-  return {descales.data, descales.batch, descales.head, descales.block, descales.block_tokens};
+  return {.data = descales.data,
+          .batch = descales.batch,
+          .head = descales.head,
+          .block = descales.block,
+          .block_tokens = descales.block_tokens,
+          .last_block = descales.num_blocks - 1,
+          .heads_per_scale = descales.heads_per_scale};
 }
 
 template <ForwardRow kRow>

@@ -19,7 +19,10 @@ struct Strides {
 struct BlockDescales {
   const float* data = nullptr;  // null: 1 everywhere
   int64_t batch = 0, head = 0, block = 0;
-  int block_tokens = 64;  // of a sequence that share one, a multiple of 64
+  int num_blocks = 1;       // tokens behind them share the last one's
+  int block_tokens = 1;     // of a sequence that share one: a multiple of the row's scale_keys for k
+                            // and v, of 64 for q, or anything where there is one block
+  int heads_per_scale = 1;  // neighbouring heads that share theirs
 };
 
 // What e4m3 inputs have besides; q and k are then e4m3, v is in slots (blocks/tile_product.cuh):

@@ -349,8 +349,8 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
         ForwardParams quantized = params;
         quantized.q = narrow[0], quantized.k = narrow[1], quantized.v = narrow[2];
         const int64_t blocks = seqlen / kBlockTokens;
-        const flashattn3::BlockDescales descales{descale, 2048 / d * blocks, blocks, 1,
-                                                 kBlockTokens};
+        const flashattn3::BlockDescales descales{
+            descale, 2048 / d * blocks, blocks, 1, static_cast<int>(blocks), kBlockTokens};
         quantized.quantized = {seqlen, descales, descales, descales, false, promoted};
         const double flop = 4.0 * 16384 * (2048 / d * d) * seqlen * (causal ? 0.5 : 1.0);
         const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 6e14)));

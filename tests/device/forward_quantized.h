@@ -80,6 +80,7 @@ struct Quantized {
             .batch = blocks * heads,
             .head = blocks,
             .block = 1,
+            .num_blocks = static_cast<int>(blocks),
             .block_tokens = kBlockTokens};
   }
 };

@@ -42,17 +42,17 @@ struct ForwardConfig {
   static constexpr bool kOutOverQ = forward_out_over_q(kRow);
   static constexpr int kOutChunks = forward_staged_columns(kRow) / 64;  // that a warp lays down
 
-  // setmaxnreg: multiples of 8, in all at most 65536 / 128 = 512 for the CTA's warpgroups.
-  static constexpr int kProducerRegisters = kConsumers == 3 || kQuantized ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
-                                            : kConsumers != 2 ? 248
-                                            : kQuantized      ? 240
-                                                              : 232;
+  // setmaxnreg: multiples of 8, in all what the CTA was launched with; more would never come.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kQuantized ? 24 : 40;
+  static constexpr int kConsumerRegisters =
+      kConsumers == 3 ? 160 : kConsumers == 2 ? (kQuantized ? 240 : 232) : 248;
   // Blocks of keys after which out is promoted; 0: never.
   static constexpr int kPromoteBlocks = kRow.promote_keys / kBlockN;
 
   static_assert(kConsumers >= 1 && kConsumers <= 3);
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                (kConsumers + 1) * kLaunchRegisters);
   static_assert(kBlockM == 64 * kConsumers, "each warpgroup multiplies 64 rows");
   static_assert(kBlockM <= 256 && kBlockN <= 256, "a TMA box has at most 256 rows");
   static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");
@@ -83,8 +83,8 @@ struct alignas(16) RowTile {
   int num_rows;     // of the sequence
   int num_keys;     // of the sequence
   BlockRange keys;  // K and V tiles that come for it, last one first; may be none
-  // Quantized rows alone. Of each 64 rows: their descale times the scale of the scores.
-  float q_factor[3];
+  // Quantized rows alone.
+  int sequence;   // of the batch, for descales
   float v_scale;  // what out is to be multiplied with
 };
 

@@ -64,6 +64,7 @@ class ForwardConsumer {
       if (!ahead) {
         work = find_work();
         if (!work.any()) return;
+        if constexpr (Config::kQuantized) q_factor_ = q_descale(tile()) * args_.score_scale;
         start_first_scores(s, work, kv_);
         wait_products<0>();
         pin_registers(s);
@@ -84,6 +85,9 @@ class ForwardConsumer {
       // K tiles that are passed on the way come while V is still held: one for each stage at most.
       ahead = next.any() && next.above <= kStages;
       if (ahead) {
+        if constexpr (Config::kQuantized) {
+          q_factor_ = q_descale(control_.tile[tile_.next().stage()]) * args_.score_scale;
+        }
         start_first_scores(s, next, kv_.next());
         wait_products<1>();
         store_tile(o, softmax);
@@ -207,6 +211,12 @@ class ForwardConsumer {
     multiply_scores(s, at);
   }
 
+  // Descale of this warpgroup's rows; asked for early, it comes from memory.
+  __device__ __forceinline__ float q_descale(const RowTile& tile) const {
+    const int row = uniform(tile.first_row) + warpgroup_ * 64;
+    return args_.quantized.q.at(tile.sequence, tile.head, row);
+  }
+
   // From the scores of the last block to the probabilities of the first; out of all between.
   __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
                                          BlockRange mine) {
@@ -314,7 +324,7 @@ class ForwardConsumer {
   // at: stage of K.
   __device__ __forceinline__ Scale scale_of(RingPosition<kStages> at) const {
     if constexpr (Config::kQuantized) {
-      return Scale(control_.key_scales[at.stage()], tile().q_factor[warpgroup_]);
+      return Scale(control_.key_scales[at.stage()], q_factor_);
     } else {
       return Scale{args_.score_scale};
     }
@@ -433,6 +443,7 @@ class ForwardConsumer {
   uint8_t* shared_;
   int warpgroup_;
   uint32_t q_base_, k_base_, v_base_;
+  float q_factor_ = 0.f;   // scale of the scores times the descale of the tile's rows
   bool staged_ = false;    // rows of out lie over the Q before the one at q_
   bool promoted_ = false;  // part of out is in args_.quantized.promoted
   RingPosition<2> tile_{0};

@@ -66,7 +66,7 @@ class ForwardProducer {
   struct Load {
     RowTile tile;
     int q_row, kv_row, kv_head, kv_entry;
-    int kv_offset, batch_entry;  // what quantized rows find descales and slots by
+    int kv_offset;  // of the sequence in k and v
   };
 
   __device__ __forceinline__ Load describe(int index) const {
@@ -91,27 +91,19 @@ class ForwardProducer {
     load.kv_head = load.tile.head / args_.heads_per_kv;
     load.kv_entry = args_.keys.cu_seqlens != nullptr ? 0 : entry;
     load.kv_offset = keys.offset;
-    load.batch_entry = entry;
+    load.tile.sequence = entry;
     if constexpr (Config::kQuantized) describe_scales(load);
     return load;
   }
 
   __device__ __forceinline__ void describe_scales(Load& load) const {
-    const QuantizedArguments& quantized = args_.quantized;
-#pragma unroll
-    for (int warpgroup = 0; warpgroup < Config::kConsumers; ++warpgroup) {
-      const int row = load.tile.first_row + 64 * warpgroup;
-      const float q = row < load.tile.num_rows
-                          ? quantized.q.at(load.batch_entry, load.tile.head, row)
-                          : 1.f;
-      load.tile.q_factor[warpgroup] = q * args_.score_scale;
-    }
-    // The first that is not 0: relative to it the others go into the probabilities.
+    // The first of values that are not all 0: relative to it the others go into the probabilities.
+    constexpr float kNothing = 0x1p-100f;
     for (int block = load.tile.keys.end - 1; block >= load.tile.keys.begin; --block) {
       for (int key = block * Config::kBlockN;
            key < min((block + 1) * Config::kBlockN, load.tile.num_keys); key += Config::kScaleKeys) {
-        load.tile.v_scale = quantized.v.at(load.batch_entry, load.kv_head, key);
-        if (load.tile.v_scale != 0.f) return;
+        load.tile.v_scale = args_.quantized.v.at(load.tile.sequence, load.kv_head, key);
+        if (!(fabsf(load.tile.v_scale) < kNothing)) return;
       }
     }
     load.tile.v_scale = 1.f;
@@ -128,8 +120,8 @@ class ForwardProducer {
       // Keys past the end are hidden; their descales may not exist.
       const int key = min((load.tile.keys.end - 1 - i) * Config::kBlockN + g * Config::kScaleKeys,
                           load.tile.num_keys - 1);
-      scales.k[g] = args_.quantized.k.at(load.batch_entry, load.kv_head, key);
-      const float v = args_.quantized.v.at(load.batch_entry, load.kv_head, key);
+      scales.k[g] = args_.quantized.k.at(load.tile.sequence, load.kv_head, key);
+      const float v = args_.quantized.v.at(load.tile.sequence, load.kv_head, key);
       const float shift = __log2f(v / load.tile.v_scale);
       scales.shift[g] = shift < kLowest ? kLowest : shift;  // NaN, of a negative one, stays
       scales.weight[g] = exp2_approx(-scales.shift[g]);
@@ -198,7 +190,7 @@ class ForwardProducer {
       const int64_t head = static_cast<int64_t>(load.kv_entry) * args_.num_heads_kv + load.kv_head;
       const int64_t slot =
           head * quantized.num_slots +
-          first_slot(args_.keys.cu_seqlens != nullptr, load.kv_offset, load.batch_entry) +
+          first_slot(args_.keys.cu_seqlens != nullptr, load.kv_offset, load.tile.sequence) +
           first_key;
       // Whole groups of 32; consumers write zeros behind the last key.
       const int slots = min(Config::kBlockN, (load.tile.num_keys - first_key + 31) / 32 * 32);
