@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from helpers import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashattn3.quantization import BlockScaled, quantize_block_fp8
-from flashattn3.quantization.hadamard import rotate, rotate_back
+from flashattn3.quantization.hadamard import rotate, rotate_back, signs
+from flashattn3.triton_kernels.quantize import quantize_block, to_e4m3
+
+interpreted = pytest.mark.skipif(GPU, reason="runs in Triton's interpreter, on the CPU")
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -153,3 +159,79 @@ def test_illegal_arguments_are_met_by_a_sentence(changes, error, text):
     arguments = {"x": torch.zeros(1, 2, 3, 4), **changes}
     with pytest.raises(error, match=f"quantize_block_fp8: {text}"):
         quantize_block_fp8(arguments.pop("x"), **arguments)
+
+
+def quantized_by_triton(x, block, hadamard, cu_seqlens=None, max_seqlen=None):
+    """Bytes and descale of the Triton kernel, in the interpreter where there is no GPU."""
+    heads, head_dim = x.shape[-2:]
+    varlen = cu_seqlens is not None
+    batch, seqlen = (cu_seqlens.numel() - 1, max_seqlen) if varlen else x.shape[:2]
+    num_blocks = -(-seqlen // block)
+    data = torch.zeros(x.shape, dtype=torch.uint8)
+    descale = torch.empty(batch, heads, num_blocks)
+    strides = (0, *x.stride()) if varlen else x.stride()
+    quantize_block[(num_blocks * heads * batch,)](
+        x,
+        data,
+        descale,
+        signs(head_dim),
+        cu_seqlens,
+        *strides[:3],
+        num_blocks,
+        heads,
+        seqlen,
+        x.shape[0],
+        BLOCK_T=block,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()),
+        VARLEN=varlen,
+        STAGES=head_dim.bit_length() - 1 if hadamard else 0,
+    )
+    return data, descale
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("head_dim", "hadamard"), [(64, False), (64, True), (128, True), (40, False)]
+)
+def test_the_triton_kernel_gives_the_same_bytes(head_dim, hadamard, dtype):
+    x = normal(2, 150, 2, head_dim, dtype=dtype) * 3
+    x[0, 10] = 0.0
+    if not hadamard:
+        x[0, 3, 1, 2], x[1, 7, 0, 5] = float("nan"), float("inf")
+    wanted = quantize_block_fp8(x, block=64, hadamard=hadamard)
+    data, descale = quantized_by_triton(x, 64, hadamard)
+    torch.testing.assert_close(descale, wanted.descale, rtol=3e-7, atol=0)
+    same = data == wanted.data.view(torch.uint8)
+    # The order of the additions in the rotation may move an element that lies on an edge.
+    assert same.all() if not hadamard else same.float().mean() > 0.999
+
+
+@interpreted
+def test_the_triton_kernel_on_ragged_sequences():
+    lengths = (1, 0, 63, 64, 65, 100)
+    edges = torch.tensor([0, *lengths]).cumsum(0).int()
+    x = normal(sum(lengths), 2, 64)
+    wanted = quantize_block_fp8(x, block=64, cu_seqlens=edges, max_seqlen=100)
+    data, descale = quantized_by_triton(x, 64, False, edges, 100)
+    assert torch.equal(data, wanted.data.view(torch.uint8))
+    assert torch.equal(descale, wanted.descale)
+
+
+@triton.jit
+def convert(source, target, COUNT: tl.constexpr):
+    places = tl.arange(0, COUNT) + tl.program_id(0) * COUNT
+    tl.store(target + places, to_e4m3(tl.load(source + places)))
+
+
+@interpreted
+def test_the_conversion_rounds_as_torch_does():
+    x = torch.cat([torch.linspace(-448, 448, 2**16), torch.linspace(-0.05, 0.05, 2**16)])
+    halfway = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (halfway[1:] + halfway[:-1]) / 2
+    edges = torch.cat([halfway, -halfway, torch.tensor([0.0, -0.0, float("nan")])])
+    x = torch.cat([x, torch.nn.functional.pad(edges, (0, -len(edges) % 1024))])
+    found = torch.empty(len(x), dtype=torch.uint8)
+    convert[(len(x) // 1024,)](x, found, COUNT=1024)
+    assert torch.equal(found, x.to(torch.float8_e4m3fn).view(torch.uint8))
