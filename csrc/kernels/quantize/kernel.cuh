@@ -1,0 +1,122 @@
+// Block quantization to e4m3: once through memory. A cluster has one block of tokens of one head, a
+// CTA 64 tokens of it, in registers from the load to the store; the CTAs tell each other their
+// largest magnitude. Values bit for bit those of flashattn3/quantization/torch_operations.py.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "blocks/cluster.cuh"
+#include "blocks/e4m3.cuh"
+#include "kernels/quantize/store.cuh"
+#include "kernels/quantize/tile.cuh"
+#include "kernels/quantize/values.cuh"
+
+namespace flashattn3 {
+
+constexpr float kLargestE4m3 = 448.f;
+// Blocks below are scaled as if they reached it: 448 / amax stays finite and the scale normal.
+constexpr float kSmallestAmax = kLargestE4m3 * 0x1p-126f;
+
+template <int kColumns, class Values>
+__device__ __forceinline__ void store_rows(const QuantizeArguments& args, const TilePlace& place,
+                                           const Values& values, float factor) {
+  using Places = RowPlaces<kColumns>;
+  const int64_t row = int64_t{place.sequence.offset} + place.first;
+  uint8_t* rows = args.data + place.entry * args.data_stride.batch + row * args.data_stride.seq +
+                  place.head * args.data_stride.head;
+#pragma unroll
+  for (int u = 0; u < kUnitsOfThread; ++u) {
+    const int token = Places::token(u);
+    const auto four = [&](int i) {
+      return to_e4m3(values(u, i) * factor, values(u, i + 1) * factor, values(u, i + 2) * factor,
+                     values(u, i + 3) * factor);
+    };
+    const int num_columns = token < place.num_tokens() ? args.x.head_dim : 0;
+    store_unit(rows + token * args.data_stride.seq, make_uint2(four(0), four(4)), Places::column(u),
+               num_columns, args.x.whole_units);
+  }
+}
+
+// What the block's values are multiplied with; its inverse, the scale, is written by one thread.
+template <class Values>
+__device__ __forceinline__ float find_factor(Values& values, uint32_t (&largest)[2],
+                                             float* descale) {
+  float amax = cluster_max(values.largest(), largest[0]);
+  if (amax == INFINITY) {  // in all threads or in none
+    values.make_infinities_nan();
+    amax = cluster_max(values.largest(), largest[1]);
+  }
+  const bool zeros = amax == 0.f;
+  amax = fmaxf(amax, kSmallestAmax);
+  if (cluster_rank() == 0 && threadIdx.x == 0) *descale = zeros ? 1.f : amax / kLargestE4m3;
+  return zeros ? 1.f : kLargestE4m3 / amax;
+}
+
+// CTAs on an SM at the same time: as many as there are registers for.
+constexpr int quantize_ctas(int columns, bool rotate, bool slots) {
+  const int registers = rotate ? 64 : slots ? 40 : 48;
+  return 65536 / (registers * quantize_threads(columns));
+}
+
+// Grid: heads * blocks * batch clusters of block / 64 CTAs.
+template <ElementType kType, int kColumns, bool kRotate, bool kSlots>
+__global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kColumns, kRotate, kSlots))
+    quantize_blocks(const __grid_constant__ QuantizeArguments args) {
+  using Places = std::conditional_t<kSlots, SlotPlaces, RowPlaces<kColumns>>;
+  using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
+  __shared__ uint32_t largest[2];  // of the block; the second where the first is infinite
+  const int ctas = cluster_size(), block = ctas * kTileTokens;
+  TilePlace place = find_block(args.x, blockIdx.x / ctas, args.num_blocks, block);
+  float* const descale = args.descale +
+                         (int64_t{place.entry} * args.x.num_heads + place.head) * args.num_blocks +
+                         place.first / block;
+  if (place.num_tokens() <= 0) {  // the sequence has no such block
+    if (cluster_rank() == 0 && threadIdx.x == 0) *descale = 1.f;
+    return;
+  }
+  place.first += cluster_rank() * kTileTokens;
+
+  if (threadIdx.x < 2) largest[threadIdx.x] = 0;
+  __syncwarp();
+  cluster_arrive();  // with 0 in its words every CTA is ready for the maxima of the others
+  LoadedUnits loaded;
+  load_tile<uint16_t, Places>(loaded, args.x, place);
+  Values values(loaded, args);
+  cluster_wait();
+  const float factor = find_factor(values, largest, descale);
+  if constexpr (kSlots) {
+    uint32_t word[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      word[i] = to_e4m3(values(0, i) * factor, values(1, i) * factor, values(2, i) * factor,
+                        values(3, i) * factor);
+    }
+    store_slots<kColumns>(word, args.data, args.data_stride, place, args.x.tokens);
+  } else {
+    store_rows<kColumns>(args, place, values, factor);
+  }
+}
+
+// e4m3 rows to slots. Grid: heads * tiles * batch.
+template <int kColumns>
+__global__ void __launch_bounds__(quantize_threads(kColumns))
+    rows_to_slots(const __grid_constant__ ToSlotsArguments args) {
+  const TilePlace place = find_block(args.v, blockIdx.x, args.num_tiles, kTileTokens);
+  if (place.num_tokens() <= 0) return;
+  UnitWords<uint8_t> loaded[kUnitsOfThread];
+  load_tile<uint8_t, SlotPlaces>(loaded, args.v, place);
+  uint32_t word[kUnit];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t four[4];
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) four[u] = loaded[u][half];
+    transpose_bytes(four);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[half * 4 + i] = four[i];
+  }
+  store_slots<kColumns>(word, args.data, args.data_stride, place, args.v.tokens);
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,115 @@
+// A CTA's tile, 64 tokens of one head, and which parts of it a thread has: four units of 8
+// neighbouring columns, where a warp's loads are whole cache lines.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "blocks/slot_order.h"
+#include "kernels/quantize/arguments.h"
+
+namespace flashattn3 {
+
+constexpr int kTileTokens = 64;
+constexpr int kUnit = 8;  // columns
+constexpr int kUnitsOfThread = 4;
+
+constexpr int quantize_threads(int columns) {
+  return kTileTokens * columns / (kUnit * kUnitsOfThread);
+}
+
+// For rows: a warp has whole tokens, so that a rotation needs no other warp. Units 2i and 2i + 1
+// are of one token, half a row apart.
+template <int kColumns>
+struct RowPlaces {
+  static constexpr int kLanes = kColumns / (2 * kUnit);  // of a token
+  __device__ static int token(int unit) {
+    const int pass = threadIdx.x / 32 * (kUnitsOfThread / 2) + unit / 2;
+    return pass * (32 / kLanes) + threadIdx.x % 32 / kLanes;
+  }
+  __device__ static int column(int unit) {
+    return threadIdx.x % kLanes * kUnit + unit % 2 * (kColumns / 2);
+  }
+};
+
+// For slots: a warp has 16 slots of 64 columns, a thread four neighbouring ones of 8 columns.
+struct SlotPlaces {
+  static constexpr int kColumnsOfWarp = 64;
+  __device__ static int first_token() { return threadIdx.x / 32 % 4 * kSlotsOfRow; }
+  __device__ static int first_column() { return threadIdx.x / 128 * kColumnsOfWarp; }
+  __device__ static int quad() { return threadIdx.x % 32 / 8; }
+  __device__ static int token(int unit) { return first_token() + key_of_quad(quad(), unit); }
+  __device__ static int column_in_warp() { return threadIdx.x % 8 * kUnit; }
+  __device__ static int column(int) { return first_column() + column_in_warp(); }
+};
+
+// Tokens `first` to `sequence.length` - 1 of a head; a tile is the first 64 of them.
+struct TilePlace {
+  int entry, head;
+  Sequence sequence;
+  int first;
+  __device__ int num_tokens() const { return sequence.length - first; }
+};
+
+// The `index`th of all blocks of `block` tokens: heads first, which are neighbours in memory where
+// the tensor is dense, then the blocks of the longest sequence.
+__device__ __forceinline__ TilePlace find_block(const QuantizeSource& source, int index,
+                                                int num_blocks, int block) {
+  TilePlace place;
+  place.head = index % source.num_heads;
+  index /= source.num_heads;
+  place.first = index % num_blocks * block;
+  place.entry = index / num_blocks;
+  place.sequence = find_sequence(source.tokens, place.entry);
+  return place;
+}
+
+// First element of the tile's first token.
+template <class Bits>
+__device__ __forceinline__ const Bits* tile_rows(const QuantizeSource& source,
+                                                 const TilePlace& place) {
+  const int64_t row = int64_t{place.sequence.offset} + place.first;
+  return static_cast<const Bits*>(source.data) + place.entry * source.stride.batch +
+         row * source.stride.seq + place.head * source.stride.head;
+}
+
+template <class Bits>
+using UnitWords = uint32_t[kUnit * sizeof(Bits) / 4];
+
+// 8 columns of a row, zeros where the row has no more.
+template <class Bits>
+__device__ __forceinline__ void load_unit(UnitWords<Bits>& word, const Bits* row, int column,
+                                          int num_columns, bool whole) {
+  using Vector = std::conditional_t<sizeof(Bits) == 2, uint4, uint2>;
+  constexpr int kInWord = 4 / sizeof(Bits);
+  Vector loaded{};
+  if (whole) {
+    if (column < num_columns) loaded = *reinterpret_cast<const Vector*>(row + column);
+  }
+  const uint32_t* part = reinterpret_cast<const uint32_t*>(&loaded);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Vector) / 4); ++i) word[i] = part[i];
+  if (whole) return;
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    if (column + i < num_columns) {
+      word[i / kInWord] |= uint32_t{row[column + i]} << (i % kInWord * 8 * sizeof(Bits));
+    }
+  }
+}
+
+// A thread's units; zeros past the tokens and the columns.
+template <class Bits, class Places>
+__device__ __forceinline__ void load_tile(UnitWords<Bits> (&unit)[kUnitsOfThread],
+                                          const QuantizeSource& source, const TilePlace& place) {
+  const Bits* rows = tile_rows<Bits>(source, place);
+#pragma unroll
+  for (int u = 0; u < kUnitsOfThread; ++u) {
+    const int token = Places::token(u);
+    const int num_columns = token < place.num_tokens() ? source.head_dim : 0;
+    load_unit<Bits>(unit[u], rows + token * source.stride.seq, Places::column(u), num_columns,
+                    source.whole_units);
+  }
+}
+
+}  // namespace flashattn3

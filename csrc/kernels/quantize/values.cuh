@@ -1,0 +1,196 @@
+// A thread's 32 values between the search for the largest and the conversion: as they were loaded,
+// or rotated.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "blocks/element.h"
+#include "kernels/quantize/tile.cuh"
+
+namespace flashattn3 {
+
+// Two 16-bit elements in a word, the first in its low half.
+template <ElementType kType>
+struct Pair {
+  static constexpr bool kIsBf16 = kType == ElementType::kBFloat16;
+  using Vector = std::conditional_t<kIsBf16, __nv_bfloat162, __half2>;
+  static constexpr uint32_t kInfinity = kIsBf16 ? 0x7f80 : 0x7c00;
+
+  __device__ static Vector vector(uint32_t word) {
+    Vector pair;
+    memcpy(&pair, &word, 4);
+    return pair;
+  }
+  __device__ static float2 floats(uint32_t word) {
+    if constexpr (kIsBf16) {
+      return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
+    } else {
+      return __half22float2(vector(word));
+    }
+  }
+  __device__ static float2 floats(Vector pair) {
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return floats(word);
+  }
+};
+
+using LoadedUnits = UnitWords<uint16_t>[kUnitsOfThread];
+
+// 16 registers, where as floats they would be 32: more warps can load at the same time.
+template <ElementType kType>
+struct LoadedValues {
+  LoadedUnits unit;
+
+  __device__ LoadedValues(const LoadedUnits& loaded, const QuantizeArguments&) {
+    memcpy(unit, loaded, sizeof(unit));
+  }
+
+  // Largest magnitude, NaN left out.
+  __device__ float largest() const {
+    typename Pair<kType>::Vector found = Pair<kType>::vector(0);
+#pragma unroll
+    for (const auto& words : unit) {
+#pragma unroll
+      for (const uint32_t word : words) found = __hmax2(found, __habs2(Pair<kType>::vector(word)));
+    }
+    const float2 two = Pair<kType>::floats(found);
+    return fmaxf(two.x, two.y);
+  }
+
+  __device__ void make_infinities_nan() {
+    constexpr uint32_t kMagnitude = 0x7fff;
+#pragma unroll
+    for (auto& words : unit) {
+#pragma unroll
+      for (uint32_t& word : words) {
+        if ((word & kMagnitude) == Pair<kType>::kInfinity) word |= kMagnitude;
+        if ((word >> 16 & kMagnitude) == Pair<kType>::kInfinity) word |= kMagnitude << 16;
+      }
+    }
+  }
+
+  __device__ float operator()(int u, int i) const {
+    const float2 two = Pair<kType>::floats(unit[u][i / 2]);
+    return i % 2 == 0 ? two.x : two.y;
+  }
+};
+
+// Signs, the Walsh-Hadamard transform and the scale, of whole tokens in RowPlaces<kColumns>. The
+// additions come in the order of flashattn3/quantization/hadamard.py: columns 1 apart, 2, 4, ...
+template <ElementType kType, int kColumns>
+struct RotatedValues {
+  float x[kUnitsOfThread][kUnit];
+
+  __device__ RotatedValues(const LoadedUnits& loaded, const QuantizeArguments& args) {
+    apply_signs(loaded, args);
+    // Wider than 64 columns only one power of two comes here.
+    transform(kColumns == 64 ? args.x.head_dim : kColumns);
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) x[u][i] *= args.rotation_scale;
+    }
+  }
+
+  __device__ float largest() const {
+    float found = 0.f;
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) found = fmaxf(found, fabsf(x[u][i]));
+    }
+    return found;
+  }
+
+  __device__ void make_infinities_nan() {
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        if (isinf(x[u][i])) x[u][i] = NAN;
+      }
+    }
+  }
+
+  __device__ float operator()(int u, int i) const { return x[u][i]; }
+
+ private:
+  using Places = RowPlaces<kColumns>;
+
+  __device__ void apply_signs(const LoadedUnits& loaded, const QuantizeArguments& args) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = Places::column(half);
+      float sign[kUnit];
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        sign[i] = column + i < args.x.head_dim ? __ldg(args.signs + column + i) : 0.f;
+      }
+#pragma unroll
+      for (int u = half; u < kUnitsOfThread; u += 2) {
+#pragma unroll
+        for (int i = 0; i < kUnit; i += 2) {
+          const float2 two = Pair<kType>::floats(loaded[u][i / 2]);
+          x[u][i] = two.x * sign[i];
+          x[u][i + 1] = two.y * sign[i + 1];
+        }
+      }
+    }
+  }
+
+  __device__ static void sum_and_difference(float& even, float& odd) {
+    const float sum = even + odd;
+    odd = even - odd;
+    even = sum;
+  }
+
+  // Stages for head_dim columns; the others are 0 or not there.
+  __device__ void transform(int head_dim) {
+    within_units<1>(head_dim);
+    within_units<2>(head_dim);
+    within_units<4>(head_dim);
+#pragma unroll
+    for (int lanes = 1; lanes < Places::kLanes; lanes *= 2) {
+      if (kUnit * lanes < head_dim) between_lanes(lanes);
+    }
+    if (kColumns / 2 < head_dim) {
+#pragma unroll
+      for (int u = 0; u < kUnitsOfThread; u += 2) {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) sum_and_difference(x[u][i], x[u + 1][i]);
+      }
+    }
+  }
+
+  template <int kWidth>
+  __device__ void within_units(int head_dim) {
+    if (kWidth >= head_dim) return;
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        if ((i & kWidth) == 0) sum_and_difference(x[u][i], x[u][i + kWidth]);
+      }
+    }
+  }
+
+  __device__ void between_lanes(int distance) {
+    // The upper one of two lanes has the odd value, and keeps even - odd.
+    const float own = threadIdx.x & distance ? -1.f : 1.f;
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        x[u][i] = fmaf(x[u][i], own, __shfl_xor_sync(0xffffffff, x[u][i], distance));
+      }
+    }
+  }
+};
+
+}  // namespace flashattn3
