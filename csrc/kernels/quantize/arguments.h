@@ -20,7 +20,8 @@ struct QuantizeSource {
   SequenceTable tokens;
   int num_heads;
   int head_dim;
-  bool whole_units;  // 8 elements are one aligned load, here and in rows of the result
+  bool whole_units;  // 8 columns are one or two aligned loads, here, in signs and in rows of the
+                     // result
 };
 
 struct QuantizeArguments {

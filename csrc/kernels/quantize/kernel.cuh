@@ -39,13 +39,16 @@ __device__ __forceinline__ void store_rows(const QuantizeArguments& args, const 
 }
 
 // What the block's values are multiplied with; its inverse, the scale, is written by one thread.
-template <class Values>
-__device__ __forceinline__ float find_factor(Values& values, uint32_t (&largest)[2],
+// largest: of the block; the second for what is finite if the first is not.
+template <class Values, class Maximum>
+__device__ __forceinline__ float find_factor(Values& values, Maximum (&largest)[2],
                                              float* descale) {
-  float amax = cluster_max(values.largest(), largest[0]);
-  if (amax == INFINITY) {  // in all threads or in none
+  float amax;
+#pragma unroll 1
+  for (Maximum& maximum : largest) {
+    amax = maximum.find(values.largest());
+    if (amax != INFINITY) break;  // in all threads or in none
     values.make_infinities_nan();
-    amax = cluster_max(values.largest(), largest[1]);
   }
   const bool zeros = amax == 0.f;
   amax = fmaxf(amax, kSmallestAmax);
@@ -61,13 +64,14 @@ constexpr int quantize_ctas(int columns, bool rotate, bool slots) {
 
 // Grid: heads * blocks * batch clusters of block / 64 CTAs.
 template <ElementType kType, int kColumns, bool kRotate, bool kSlots>
-__global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kColumns, kRotate, kSlots))
+__global__ void __launch_bounds__(quantize_threads(kColumns),
+                                  quantize_ctas(kColumns, kRotate, kSlots))
     quantize_blocks(const __grid_constant__ QuantizeArguments args) {
   using Places = std::conditional_t<kSlots, SlotPlaces, RowPlaces<kColumns>>;
   using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
-  __shared__ uint32_t largest[2];  // of the block; the second where the first is infinite
-  const int ctas = cluster_size(), block = ctas * kTileTokens;
-  TilePlace place = find_block(args.x, blockIdx.x / ctas, args.num_blocks, block);
+  __shared__ ClusterMax<quantize_threads(kColumns) / 32> largest[2];
+  const int block = cluster_size() * kTileTokens;
+  TilePlace place = find_block(args.x, cluster_index(), args.num_blocks, block);
   float* const descale = args.descale +
                          (int64_t{place.entry} * args.x.num_heads + place.head) * args.num_blocks +
                          place.first / block;
@@ -77,13 +81,16 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   }
   place.first += cluster_rank() * kTileTokens;
 
-  if (threadIdx.x < 2) largest[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    for (auto& maximum : largest) maximum.init();
+    fence_barrier_init();
+  }
   __syncwarp();
-  cluster_arrive();  // with 0 in its words every CTA is ready for the maxima of the others
+  cluster_arrive();  // every thread of the cluster: the CTA takes what the others send
   LoadedUnits loaded;
   load_tile<uint16_t, Places>(loaded, args.x, place);
   Values values(loaded, args);
-  cluster_wait();
+  cluster_wait();  // every CTA does
   const float factor = find_factor(values, largest, descale);
   if constexpr (kSlots) {
     uint32_t word[kUnit];

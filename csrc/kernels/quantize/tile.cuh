@@ -53,13 +53,13 @@ struct TilePlace {
 
 // The `index`th of all blocks of `block` tokens: heads first, which are neighbours in memory where
 // the tensor is dense, then the blocks of the longest sequence.
-__device__ __forceinline__ TilePlace find_block(const QuantizeSource& source, int index,
-                                                int num_blocks, int block) {
+__device__ __forceinline__ TilePlace find_block(const QuantizeSource& source, uint32_t index,
+                                                uint32_t num_blocks, int block) {
+  const uint32_t num_heads = source.num_heads, rest = index / num_heads;
   TilePlace place;
-  place.head = index % source.num_heads;
-  index /= source.num_heads;
-  place.first = index % num_blocks * block;
-  place.entry = index / num_blocks;
+  place.head = index % num_heads;
+  place.first = rest % num_blocks * block;
+  place.entry = rest / num_blocks;
   place.sequence = find_sequence(source.tokens, place.entry);
   return place;
 }

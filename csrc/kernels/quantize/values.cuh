@@ -19,6 +19,7 @@ template <ElementType kType>
 struct Pair {
   static constexpr bool kIsBf16 = kType == ElementType::kBFloat16;
   using Vector = std::conditional_t<kIsBf16, __nv_bfloat162, __half2>;
+  static constexpr uint32_t kMagnitudes = 0x7fff7fff;  // all bits but the signs
   static constexpr uint32_t kInfinity = kIsBf16 ? 0x7f80 : 0x7c00;
 
   __device__ static Vector vector(uint32_t word) {
@@ -57,20 +58,22 @@ struct LoadedValues {
 #pragma unroll
     for (const auto& words : unit) {
 #pragma unroll
-      for (const uint32_t word : words) found = __hmax2(found, __habs2(Pair<kType>::vector(word)));
+      for (const uint32_t word : words) {
+        found = __hmax2(found, Pair<kType>::vector(word & Pair<kType>::kMagnitudes));
+      }
     }
     const float2 two = Pair<kType>::floats(found);
     return fmaxf(two.x, two.y);
   }
 
   __device__ void make_infinities_nan() {
-    constexpr uint32_t kMagnitude = 0x7fff;
 #pragma unroll
     for (auto& words : unit) {
 #pragma unroll
       for (uint32_t& word : words) {
-        if ((word & kMagnitude) == Pair<kType>::kInfinity) word |= kMagnitude;
-        if ((word >> 16 & kMagnitude) == Pair<kType>::kInfinity) word |= kMagnitude << 16;
+        const uint32_t magnitudes = word & Pair<kType>::kMagnitudes;
+        if ((magnitudes & 0xffff) == Pair<kType>::kInfinity) word |= 0x7fff;
+        if (magnitudes >> 16 == Pair<kType>::kInfinity) word |= 0x7fff0000;
       }
     }
   }
@@ -126,12 +129,8 @@ struct RotatedValues {
   __device__ void apply_signs(const LoadedUnits& loaded, const QuantizeArguments& args) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int column = Places::column(half);
       float sign[kUnit];
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) {
-        sign[i] = column + i < args.x.head_dim ? __ldg(args.signs + column + i) : 0.f;
-      }
+      load_signs(sign, args, Places::column(half));
 #pragma unroll
       for (int u = half; u < kUnitsOfThread; u += 2) {
 #pragma unroll
@@ -142,6 +141,20 @@ struct RotatedValues {
         }
       }
     }
+  }
+
+  // Of columns that are there: others have no place in the sums.
+  __device__ static void load_signs(float (&sign)[kUnit], const QuantizeArguments& args,
+                                    int column) {
+    const float* from = args.signs + column;
+    if (args.x.whole_units) {
+      if (column >= args.x.head_dim) from = args.signs;  // of whatever: all are 0 there
+      *reinterpret_cast<float4*>(sign) = *reinterpret_cast<const float4*>(from);
+      *reinterpret_cast<float4*>(sign + 4) = *reinterpret_cast<const float4*>(from + 4);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) sign[i] = column + i < args.x.head_dim ? from[i] : 0.f;
   }
 
   __device__ static void sum_and_difference(float& even, float& odd) {
