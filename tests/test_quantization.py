@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import GPU
+from helpers import GPU, needs_hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashattn3.quantization import BlockScaled, quantize_block_fp8
-from flashattn3.quantization.hadamard import rotate, rotate_back, signs
-from flashattn3.triton_kernels.quantize import quantize_block, to_e4m3
+from flashattn3.quantization import (
+    BlockScaled,
+    dispatch,
+    quantize_block_fp8,
+    slots,
+    torch_operations,
+    triton_launch,
+)
+from flashattn3.quantization.hadamard import rotate, rotate_back
+from flashattn3.triton_kernels.quantize import to_e4m3
 
 interpreted = pytest.mark.skipif(GPU, reason="runs in Triton's interpreter, on the CPU")
 
@@ -151,6 +159,18 @@ ILLEGAL = [
         r"x.shape\[-1\] must be a power of two",
     ),
     ({"max_seqlen": 3}, ValueError, "max_seqlen must be given with cu_seqlens"),
+    (
+        {"x": torch.zeros(2, 3, 4), "cu_seqlens": torch.tensor([0, 2]), "max_seqlen": 2},
+        TypeError,
+        "cu_seqlens.dtype must be torch.int32",
+    ),
+    ({"layout": "columns"}, ValueError, "layout must be one of"),
+    ({"layout": "slots"}, ValueError, "layout must be 'rows' or None for kind 'q'"),
+    (
+        {"x": torch.zeros(1, 2, 3, 264), "kind": "v", "layout": "slots"},
+        ValueError,
+        r"x.shape\[-1\] must be at most 256",
+    ),
 ]
 
 
@@ -161,62 +181,270 @@ def test_illegal_arguments_are_met_by_a_sentence(changes, error, text):
         quantize_block_fp8(arguments.pop("x"), **arguments)
 
 
-def quantized_by_triton(x, block, hadamard, cu_seqlens=None, max_seqlen=None):
-    """Bytes and descale of the Triton kernel, in the interpreter where there is no GPU."""
-    heads, head_dim = x.shape[-2:]
-    varlen = cu_seqlens is not None
-    batch, seqlen = (cu_seqlens.numel() - 1, max_seqlen) if varlen else x.shape[:2]
-    num_blocks = -(-seqlen // block)
-    data = torch.zeros(x.shape, dtype=torch.uint8)
-    descale = torch.empty(batch, heads, num_blocks)
-    strides = (0, *x.stride()) if varlen else x.stride()
-    quantize_block[(num_blocks * heads * batch,)](
-        x,
-        data,
-        descale,
-        signs(head_dim),
-        cu_seqlens,
-        *strides[:3],
-        num_blocks,
-        heads,
-        seqlen,
-        x.shape[0],
-        BLOCK_T=block,
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()),
-        VARLEN=varlen,
-        STAGES=head_dim.bit_length() - 1 if hadamard else 0,
-    )
-    return data, descale
+def bits(data):
+    return data.view(torch.uint8)
+
+
+def ragged(lengths, before=0, behind=0):
+    """cu_seqlens, and the tokens of a tensor with some of no sequence before and behind."""
+    edges = torch.tensor([before, *lengths]).cumsum(0).int()
+    return edges, int(edges[-1]) + behind
+
+
+def spoiled(x):
+    """x with every value that is not finite, blocks of zeros and ends of the range."""
+    x = x.clone()
+    last = x.shape[-1] - 1
+    x[..., :64, 0, :] = 0
+    if x.ndim == 4 and x.shape[1] > 75:
+        x[0, 70, 0, 0], x[0, 71, 0, last] = float("nan"), float("inf")
+        x[-1, 72, -1, 0], x[-1, 73, -1, 0] = -float("inf"), -float("nan")
+        x[-1, 5, -1, last] = torch.finfo(x.dtype).max
+    return x
+
+
+def test_the_definition_in_numpy():
+    """One rounded division for each of descale and factor, one rounded product."""
+    x = normal(1, 64, 1, 32).numpy()
+    amax, largest = np.abs(x).max(), np.float32(448)
+    data, descale = torch_operations.quantize(torch.from_numpy(x), 64, False, None, None)
+    assert descale.item() == amax / largest
+    scaled = torch.from_numpy(x * (largest / amax)).clamp(-448, 448)
+    assert torch.equal(bits(data), bits(scaled.to(torch.float8_e4m3fn)))
+
+
+@pytest.mark.parametrize("exponent", [-149, -140, -127, -120, -118, -117, -116])
+def test_tiny_blocks_keep_a_normal_scale(exponent):
+    x = torch.full((1, 64, 1, 8), 2.0**exponent)
+    quantized = quantize_block_fp8(x, block=64)
+    assert (quantized.descale >= 2.0**-126).all()
+    assert_close_by_block(x, quantized)
+    if exponent <= -118:
+        assert (quantized.descale == 2.0**-126).all()
+
+
+def test_tokens_of_no_sequence_leave_the_scale_alone():
+    edges, total = ragged((40, 100), before=3, behind=7)
+    x = normal(total, 2, 16)
+    x[:3], x[-7:] = 1e3, 1e3
+    found = torch_operations.quantize(x, 64, False, edges, 100)[1]
+    inner = torch_operations.quantize(x[3:-7], 64, False, edges - 3, 100)[1]
+    assert torch.equal(found, inner)
+
+
+def test_the_slots_are_those_of_the_matrix_product():
+    """As the e4m3 operand wants them: four neighbours are a thread's keys of the product before."""
+    slot = {}
+    for t in range(4):
+        for i, key in enumerate((2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * t)):
+            slot[key], slot[16 + key] = 4 * t + i, 16 + 4 * t + i
+    assert slots.slot_of(torch.arange(96)).tolist() == [
+        start + slot[key] for start in (0, 32, 64) for key in range(32)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "head_dim", "columns"), [(1, 8, 64), (65, 96, 128), (96, 256, 256)]
+)
+def test_rows_to_slots(seqlen, head_dim, columns):
+    v = normal(2, seqlen, 3, head_dim).to(torch.float8_e4m3fn)
+    data = slots.to_slots(v, None)
+    num_slots = -(-seqlen // 32) * 32
+    assert data.shape == (2, 3, num_slots // 16, columns, 16) and data.is_contiguous()
+    found = data.float()
+    for token in range(seqlen):
+        slot = int(slots.slot_of(torch.tensor(token)))
+        assert torch.equal(found[:, :, slot // 16, :head_dim, slot % 16], v[:, token].float())
+    assert found.abs().sum() == v.float().abs().sum()  # the others are 0
+    assert torch.equal(bits(slots.to_rows(data, v.shape, None)), bits(v))
+
+
+def test_ragged_rows_to_slots():
+    lengths = (1, 0, 31, 32, 33, 64, 5)
+    edges, total = ragged(lengths, before=2, behind=4)
+    v = normal(total, 2, 40).to(torch.float8_e4m3fn)
+    data = slots.to_slots(v, edges)
+    assert data.shape == (2, 2 * (total // 32 + len(lengths)), 64, 16)
+    for i, length in enumerate(lengths):
+        if length == 0:
+            continue
+        begin = int(edges[i])
+        part = slots.to_slots(v[None, begin : begin + length], None)[0]
+        first = 2 * (begin // 32 + i)
+        assert torch.equal(bits(data[:, first : first + part.shape[1]]), bits(part))
+    back = slots.to_rows(data, v.shape, edges)
+    assert torch.equal(bits(back[2:-4]), bits(v[2:-4])) and (bits(back[:2]) == 0).all()
+
+
+def test_slots_stand_for_the_same_numbers():
+    edges, total = ragged((1, 0, 63, 100))
+    for x, options in (
+        (normal(2, 130, 3, 40), {}),
+        (normal(total, 3, 40), {"cu_seqlens": edges, "max_seqlen": 100}),
+    ):
+        rows = quantize_block_fp8(x, block=64, kind="v", layout="rows", **options)
+        mixed = quantize_block_fp8(x, block=64, kind="v", layout="slots", **options)
+        assert (rows.layout, mixed.layout) == ("rows", "slots")
+        assert rows.shape == mixed.shape == x.shape
+        assert torch.equal(rows.descale, mixed.descale)
+        assert torch.equal(rows.token_descale(), mixed.token_descale())
+        assert rows.in_rows() is rows and mixed.in_rows().layout == "rows"
+        assert torch.equal(bits(mixed.in_rows().data), bits(rows.data))
+        assert torch.equal(mixed.dequantize(), rows.dequantize())
+
+
+def test_slots_need_the_shape_of_their_rows():
+    data, descale = torch.zeros(1, 1, 2, 64, 16).to(torch.float8_e4m3fn), torch.ones(1, 1, 1)
+    with pytest.raises(ValueError, match="BlockScaled: shape must be given with layout 'slots'"):
+        BlockScaled(data, descale, 64, layout="slots")
+    with pytest.raises(ValueError, match="BlockScaled: layout must be one of"):
+        BlockScaled(data, descale, 64, layout="columns")
+
+
+def test_nothing_is_differentiated():
+    x = normal(1, 8, 1, 8).requires_grad_()
+    quantized = quantize_block_fp8(x, hadamard=True)
+    assert not quantized.data.requires_grad and not quantized.descale.requires_grad
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("head_dim", "hadamard"), [(64, False), (64, True), (128, True), (40, False)]
+    ("head_dim", "hadamard"),
+    [(64, False), (64, True), (128, True), (40, False), (1, True), (8, True)],
 )
 def test_the_triton_kernel_gives_the_same_bytes(head_dim, hadamard, dtype):
-    x = normal(2, 150, 2, head_dim, dtype=dtype) * 3
-    x[0, 10] = 0.0
-    if not hadamard:
-        x[0, 3, 1, 2], x[1, 7, 0, 5] = float("nan"), float("inf")
-    wanted = quantize_block_fp8(x, block=64, hadamard=hadamard)
-    data, descale = quantized_by_triton(x, 64, hadamard)
-    torch.testing.assert_close(descale, wanted.descale, rtol=3e-7, atol=0)
-    same = data == wanted.data.view(torch.uint8)
-    # The order of the additions in the rotation may move an element that lies on an edge.
-    assert same.all() if not hadamard else same.float().mean() > 0.999
+    x = spoiled(normal(2, 150, 2, head_dim, dtype=dtype) * 3)
+    x[1, 64:128, 0] = 2.0**-23 if dtype == torch.float16 else 2.0**-124
+    wanted = torch_operations.quantize(x, 64, hadamard, None, None)
+    data, descale = triton_launch.quantize(x, 64, hadamard, None, None)
+    assert torch.equal(descale, wanted[1])
+    assert torch.equal(bits(data), bits(wanted[0]))
 
 
 @interpreted
 def test_the_triton_kernel_on_ragged_sequences():
-    lengths = (1, 0, 63, 64, 65, 100)
-    edges = torch.tensor([0, *lengths]).cumsum(0).int()
-    x = normal(sum(lengths), 2, 64)
-    wanted = quantize_block_fp8(x, block=64, cu_seqlens=edges, max_seqlen=100)
-    data, descale = quantized_by_triton(x, 64, False, edges, 100)
-    assert torch.equal(data, wanted.data.view(torch.uint8))
-    assert torch.equal(descale, wanted.descale)
+    edges, total = ragged((1, 0, 63, 64, 65, 100), before=2, behind=3)
+    x = normal(total, 2, 64)
+    wanted = torch_operations.quantize(x, 64, False, edges, 100)
+    data, descale = triton_launch.quantize(x, 64, False, edges, 100)
+    assert torch.equal(bits(data)[2:-3], bits(wanted[0])[2:-3])
+    assert torch.equal(descale, wanted[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_triton_on_a_gpu_gives_the_same_bytes(hadamard, device):
+    x = spoiled(normal(2, 150, 2, 128, dtype=torch.bfloat16) * 3).to(device)
+    data, descale = triton_launch.quantize(x, 128, hadamard, None, None)
+    wanted = torch_operations.quantize(x, 128, hadamard, None, None)
+    assert torch.equal(descale, wanted[1]) and torch.equal(bits(data), bits(wanted[0]))
+
+
+def assert_hopper_gives_torchs_bytes(x, block, hadamard=False, edges=None, max_seqlen=None):
+    """In rows and, not rotated, in slots; both on the CPU's and the GPU's torch."""
+    tokens = slice(None) if edges is None else slice(int(edges[0]), int(edges[-1]))
+    tokens = (slice(None), tokens) if edges is None else (tokens,)
+    for layout in ("rows",) if hadamard else ("rows", "slots"):
+        kind = "q" if layout == "rows" else "v"
+        found = quantize_block_fp8(
+            x,
+            block=block,
+            hadamard=hadamard,
+            kind=kind,
+            cu_seqlens=edges,
+            max_seqlen=max_seqlen,
+            layout=layout,
+        )
+        for place in (x.device, torch.device("cpu")):
+            cu_seqlens = None if edges is None else edges.to(place)
+            arguments = (block, hadamard, cu_seqlens, max_seqlen)
+            data, descale = torch_operations.quantize(x.to(place), *arguments)
+            assert torch.equal(found.descale.to(place), descale)
+            assert torch.equal(bits(found.in_rows().data).to(place)[tokens], bits(data)[tokens])
+        if layout == "slots":
+            wanted = slots.to_slots(found.in_rows().data, edges)
+            used = slots.to_slots(torch.ones_like(found.in_rows().data), edges).float()
+            # Whole groups of 32 slots: those of a sequence's end are 0.
+            used = used.unflatten(-3, (-1, 2)).amax((-4 + 1, -2, -1), keepdim=True) > 0
+            pair = lambda t: bits(t).unflatten(-3, (-1, 2))  # noqa: E731
+            assert torch.equal(pair(found.data) * used, pair(wanted) * used)
+            v = found.in_rows().data
+            again = torch.ops.flashattn3_hopper.to_slots(v, edges, max_seqlen or 0)
+            assert torch.equal(pair(again) * used, pair(wanted) * used)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 7, 8, 40, 64, 96, 128, 192, 200, 256])
+def test_hopper_on_every_head_dim(head_dim, block, dtype, device, poisoned_memory):
+    for seqlen in (1, 64, 333, 1024):
+        x = spoiled(normal(2, seqlen, 3, head_dim, dtype=dtype) * 3).to(device)
+        assert dispatch.on_hopper(x)
+        assert_hopper_gives_torchs_bytes(x, block)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_hopper_rotates(head_dim, block, dtype, device, poisoned_memory):
+    for seqlen in (3, 300):
+        x = spoiled(normal(2, seqlen, 3, head_dim, dtype=dtype) * 3).to(device)
+        assert_hopper_gives_torchs_bytes(x, block, hadamard=True)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_hopper_on_ragged_sequences(head_dim, block, device, poisoned_memory):
+    lengths = (1, 0, 31, 32, 33, 63, 64, 65, 500, 0, 257)
+    for before, behind in ((0, 0), (5, 9)):
+        edges, total = ragged(lengths, before, behind)
+        x = normal(total, 2, head_dim, dtype=torch.bfloat16).to(device)
+        for hadamard in (False,) if head_dim == 40 else (False, True):
+            assert_hopper_gives_torchs_bytes(x, block, hadamard, edges.to(device), 500)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_hopper_on_any_strides_and_addresses(hadamard, device):
+    big = normal(2, 4, 200, 3, 72, dtype=torch.bfloat16).to(device)
+    views = {
+        "heads first": big[:, 0, :, :, :64].transpose(1, 2).contiguous().transpose(1, 2),
+        "parts of rows": big[:, 1, :, :, 8:72],
+        "odd address": big[:, 2, :, :, 1:65],
+        "expanded": big[:1, 3, :, :1, :64].expand(2, -1, 3, -1),
+        "columns apart": normal(2, 200, 3, 128, dtype=torch.bfloat16).to(device)[..., ::2],
+    }
+    odd_pitch = normal(2, 200, 3, 65, dtype=torch.bfloat16).to(device)
+    for x in (*views.values(), odd_pitch[..., :64]):
+        assert_hopper_gives_torchs_bytes(x, 128, hadamard)
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_hopper_on_denormals_and_the_whole_range(device):
+    x = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16).view(1, 512, 1, 128)
+    assert_hopper_gives_torchs_bytes(x.to(device), 64)
+    assert_hopper_gives_torchs_bytes(x.view(torch.float16).to(device), 64)
+    tiny = (normal(1, 256, 2, 128) * 2.0**-128).bfloat16().to(device)
+    for hadamard in (False, True):
+        assert_hopper_gives_torchs_bytes(tiny, 128, hadamard)
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_v_gets_slots_where_hopper_takes_it(device):
+    v = normal(1, 100, 2, 64).to(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert quantize_block_fp8(v.to(dtype), kind="v").layout == "slots"
+        assert quantize_block_fp8(v.to(dtype), kind="k").layout == "rows"
 
 
 @triton.jit

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import type_error, value_error
 from . import hadamard as rotation
+from . import slots
+from .tokens import places
+from .torch_operations import of_tokens
 
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max  # 448
 BLOCKS = (64, 128, 256)
 KINDS = ("q", "k", "v")
+LAYOUTS = ("rows", "slots")
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 _FUNCTION = "quantize_block_fp8"
 
@@ -22,10 +24,15 @@ _FUNCTION = "quantize_block_fp8"
 class BlockScaled:
     """A quantized q, k or v: data * descale is the value, of the rotated tensor if hadamard.
 
-    data: float8_e4m3fn (batch, seqlen, heads, head_dim), with cu_seqlens (total, heads, head_dim).
+    data: float8_e4m3fn. As rows (batch, seqlen, heads, head_dim), with cu_seqlens (total, heads,
+        head_dim). As slots, which the Hopper kernels take V in, see slots.py.
     descale: float32 (batch, heads, blocks), blocks of ``block`` tokens counted from the beginning
         of each sequence; where a sequence has none, 1.
     cu_seqlens: int32 (batch + 1), where the sequences of a ragged batch begin; else None.
+    layout: of data, "rows" or "slots".
+    shape: of the tensor in rows, whatever the layout; must be given for slots.
+
+    Raises: ValueError.
     """
 
     data: Tensor
@@ -33,20 +40,36 @@ class BlockScaled:
     block: int
     hadamard: bool = False
     cu_seqlens: Tensor | None = None
+    layout: str = "rows"
+    shape: torch.Size | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise value_error("BlockScaled", "layout", f"one of {LAYOUTS}", repr(self.layout))
+        shape = self.data.shape if self.layout == "rows" else self.shape
+        if shape is None:
+            raise value_error("BlockScaled", "shape", "given with layout 'slots'", None)
+        object.__setattr__(self, "shape", torch.Size(shape))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the numbers stand for, (batch, seqlen, heads, head_dim), rotated back."""
-        x = self.data.float() * self.token_descale()[..., None]
+        x = self.in_rows().data.float() * self.token_descale()[..., None]
         return (rotation.rotate_back(x) if self.hadamard else x).to(dtype)
 
     def token_descale(self) -> Tensor:
-        """descale of every token and head: the shape of data without its last axis."""
-        sequence, position = _places(self.data, self.cu_seqlens)
-        if self.cu_seqlens is None:
-            return self.descale[:, :, position // self.block].transpose(1, 2)
-        return self.descale[sequence, :, position // self.block]
+        """descale of every token and head: shape without its last axis."""
+        of = places(self.shape[-3], self.data.device, self.cu_seqlens)
+        return of_tokens(self.descale, self.block, of)
+
+    def in_rows(self) -> BlockScaled:
+        """The same numbers with layout "rows", itself if it is; tokens of no sequence are 0."""
+        if self.layout == "rows":
+            return self
+        rows = slots.to_rows(self.data, self.shape, self.cu_seqlens)
+        return replace(self, data=rows, layout="rows")
 
 
+@torch.no_grad()
 def quantize_block_fp8(
     x: Tensor,
     *,
@@ -55,8 +78,12 @@ def quantize_block_fp8(
     kind: str = "q",
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    layout: str | None = None,
 ) -> BlockScaled:
     """Quantize q, k or v for attention: amax of each block of each head becomes 448.
+
+    With amax the largest finite magnitude of a block, descale = amax / 448 and data = x * (448 /
+    amax), each rounded once in float32, then to e4m3. The bits are the same on every device.
 
     Args:
         x: (batch, seqlen, heads, head_dim) float16, bfloat16 or float32; with cu_seqlens
@@ -65,51 +92,28 @@ def quantize_block_fp8(
         hadamard: rotate the head dim first (hadamard.py); q and k must agree. Not for v, whose
             rotation would have to be undone in out.
         kind: "q", "k" or "v".
-        cu_seqlens, max_seqlen: of a ragged batch, as for ``flash_attn_varlen_func``.
+        cu_seqlens, max_seqlen: of a ragged batch, as for ``flash_attn_varlen_func``. data of
+            tokens of no sequence is undefined.
+        layout: of data, "rows" or, for v with a head dim up to 256, "slots"; None: "slots" for v
+            where the Hopper kernels run, else "rows".
 
-    Blocks of zeros have descale 1. NaN and infinite elements become NaN (with hadamard their whole
-    row) and leave the scale to the finite ones.
+    Blocks of zeros have descale 1, blocks with amax below 448 * 2**-126 have descale 2**-126. NaN
+    and infinite elements become NaN (with hadamard their whole row) and leave the scale to the
+    finite ones. Not differentiable.
 
     Raises: TypeError, ValueError.
     """
-    _check(x, block, hadamard, kind, cu_seqlens, max_seqlen)
-    values = rotation.rotate(x) if hadamard else x.float()
-    sequence, position = _places(x, cu_seqlens)
-    largest = values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1)  # of a token and head
-    if cu_seqlens is None:
-        batch, seqlen, heads = largest.shape
-        num_blocks = -(-seqlen // block)
-        amax = largest.new_zeros(batch, heads, num_blocks)
-        index = (position // block).expand(batch, heads, seqlen)
-        amax.scatter_reduce_(2, index, largest.transpose(1, 2), "amax")
-    else:
-        heads, batch = largest.shape[1], cu_seqlens.numel() - 1
-        num_blocks = -(-max_seqlen // block)
-        amax = largest.new_zeros(batch * num_blocks, heads)
-        index = (sequence * num_blocks + position // block)[:, None].expand(-1, heads)
-        amax.scatter_reduce_(0, index, largest, "amax")
-        amax = amax.view(batch, num_blocks, heads).transpose(1, 2).contiguous()
-    descale = torch.where(amax > 0, amax / LARGEST, 1.0)
-    empty = BlockScaled(values, descale, block, hadamard, cu_seqlens)
-    scaled = values / empty.token_descale()[..., None]
-    # The conversion makes NaN of what is too large, rounding included.
-    scaled = torch.where(scaled.isinf(), torch.nan, scaled.clamp(-LARGEST, LARGEST))
-    return BlockScaled(scaled.to(FP8), descale, block, hadamard, cu_seqlens)
+    _check(x, block, hadamard, kind, cu_seqlens, max_seqlen, layout)
+    # Not above: the backends know the problem of a call, which may be of a BlockScaled.
+    from . import dispatch
+
+    if layout is None:
+        layout = "slots" if kind == "v" and dispatch.on_hopper(x) else "rows"
+    data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout)
+    return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape)
 
 
-def _places(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Of every token: its sequence (None without cu_seqlens) and its position there."""
-    if cu_seqlens is None:
-        return None, torch.arange(x.shape[1], device=x.device)
-    token = torch.arange(x.shape[0], device=x.device)
-    edges = cu_seqlens.long()
-    # Tokens before the first and behind the last sequence belong to the nearest one.
-    sequence = torch.searchsorted(edges, token, right=True).sub(1).clamp(0, edges.numel() - 2)
-    length = (edges[1:] - edges[:-1])[sequence]
-    return sequence, (token - edges[sequence]).clamp(min=0).minimum((length - 1).clamp(min=0))
-
-
-def _check(x, block, hadamard, kind, cu_seqlens, max_seqlen) -> None:
+def _check(x, block, hadamard, kind, cu_seqlens, max_seqlen, layout) -> None:
     if not isinstance(x, Tensor):
         raise type_error(_FUNCTION, "x", "a torch.Tensor", type(x).__name__)
     if x.dtype not in SOURCES:
@@ -129,3 +133,13 @@ def _check(x, block, hadamard, kind, cu_seqlens, max_seqlen) -> None:
         raise value_error(
             _FUNCTION, "max_seqlen", "given with cu_seqlens and only then", max_seqlen
         )
+    if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
+        raise type_error(_FUNCTION, "cu_seqlens.dtype", torch.int32, cu_seqlens.dtype)
+    if layout not in (None, *LAYOUTS):
+        raise value_error(_FUNCTION, "layout", f"one of {LAYOUTS} or None", repr(layout))
+    if layout == "slots" and kind != "v":
+        raise value_error(_FUNCTION, "layout", f"'rows' or None for kind {kind!r}", repr(layout))
+    largest = slots.COLUMNS[-1]
+    if layout == "slots" and x.shape[-1] > largest:
+        wanted = f"at most {largest} with layout 'slots'"
+        raise value_error(_FUNCTION, "x.shape[-1]", wanted, x.shape[-1])

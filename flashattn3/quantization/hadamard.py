@@ -6,20 +6,23 @@ section 3.3).
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
 from torch import Tensor
 
 SIGN_SEED = 0x5EED
+CPU = torch.device("cpu")
 
 
 @cache
-def signs(head_dim: int) -> Tensor:
-    """The fixed signs, float32 (head_dim) on the CPU, the same in every process."""
-    generator = torch.Generator().manual_seed(SIGN_SEED + head_dim)
-    return torch.randint(0, 2, (head_dim,), generator=generator).mul(2).sub(1).float()
+def signs(head_dim: int, device: torch.device = CPU) -> Tensor:
+    """The fixed signs, float32 (head_dim), the same in every process. Copied to a device once."""
+    with torch.inference_mode(False):  # the tensor outlives the caller's mode
+        if device != CPU:
+            return signs(head_dim).to(device)
+        generator = torch.Generator().manual_seed(SIGN_SEED + head_dim)
+        return torch.randint(0, 2, (head_dim,), generator=generator).mul(2).sub(1).float()
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -27,12 +30,12 @@ def rotate(x: Tensor) -> Tensor:
 
     x: (..., head_dim), head_dim a power of two. D holds the signs, H is the Hadamard matrix.
     """
-    return _transform(_wide(x) * signs(x.shape[-1]).to(x.device))
+    return _transform(_wide(x) * signs(x.shape[-1], x.device))
 
 
 def rotate_back(x: Tensor) -> Tensor:
     """The inverse of rotate."""
-    return _transform(_wide(x)) * signs(x.shape[-1]).to(x.device)
+    return _transform(_wide(x)) * signs(x.shape[-1], x.device)
 
 
 def is_rotatable(head_dim: int) -> bool:
@@ -52,4 +55,4 @@ def _transform(x: Tensor) -> Tensor:
         even, odd = pairs.unbind(-2)
         x = torch.stack((even + odd, even - odd), -2).flatten(-3)
         width *= 2
-    return x / math.sqrt(head_dim)
+    return x * head_dim**-0.5

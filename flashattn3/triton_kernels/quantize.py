@@ -6,6 +6,7 @@ import triton.language as tl
 from .common import load_tile, sequence, tile_offsets
 
 LARGEST = tl.constexpr(448.0)  # of e4m3
+SMALLEST_AMAX = tl.constexpr(448.0 * 2.0**-126)  # see quantization/torch_operations.py
 
 
 @triton.jit
@@ -64,12 +65,13 @@ def quantize_block(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VARLEN: tl.constexpr,
+    ROTATE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """data (b, s, h, d) as bytes and descale (b, h, blocks), both dense. Grid: blocks * heads * b.
 
-    STAGES: log2 of the head dim to rotate, 0 not to. BLOCK_D: the head dim, rounded up to a power
-    of two.
+    BLOCK_D: the head dim, rounded up to a power of two. ROTATE: the head dim is one, STAGES its
+    log2.
     """
     pid = tl.program_id(0)
     block = pid % num_blocks
@@ -88,13 +90,15 @@ def quantize_block(
     source += tile_offsets(tokens, columns, x_stride_s)
     x = load_tile(source, tokens, length, columns, HEAD_DIM, True, HEAD_DIM < BLOCK_D)
     x = x.to(tl.float32)
-    if STAGES > 0:
+    if ROTATE:
         x = rotated(x, sign_ptr, columns, BLOCK_T, BLOCK_D, STAGES)
     finite = tl.abs(x) < float("inf")
     amax = tl.max(tl.max(tl.where(finite, tl.abs(x), 0.0), 1), 0)
-    descale = tl.where(amax > 0, amax / LARGEST, 1.0)
+    floored = tl.maximum(amax, SMALLEST_AMAX)
+    descale = tl.where(amax > 0, tl.math.div_rn(floored, LARGEST), 1.0)
+    factor = tl.where(amax > 0, tl.math.div_rn(LARGEST, floored), 1.0)
     tl.store(descale_ptr + place, descale)
-    scaled = tl.minimum(tl.maximum(x / descale, -LARGEST), LARGEST)
+    scaled = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)
     scaled = tl.where(finite, scaled, float("nan"))
     target = data_ptr + (data_entry + start) * num_heads * HEAD_DIM + head * HEAD_DIM
     target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
