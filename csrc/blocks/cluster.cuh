@@ -29,11 +29,13 @@ __device__ __forceinline__ uint32_t cluster_size() {
 
 // All threads of all CTAs. After the wait each CTA has begun, and its barriers are initialised if
 // fence_barrier_init() came before the arrival. Orders nothing else: a release would wait for every
-// access of the thread to memory.
+// access of the thread to memory. Both want whole warps.
 __device__ __forceinline__ void cluster_arrive() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
+  __syncwarp();
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
@@ -42,6 +44,7 @@ __device__ __forceinline__ void cluster_wait() {
 // it is there as long as others send.
 template <int kWarps>
 struct ClusterMax {
+  static_assert(kMaxClusterSize * kWarps <= 32, "a lane looks at one word");
   Barrier arrived;
   uint32_t of_warp[kMaxClusterSize * kWarps];
 
@@ -58,8 +61,7 @@ struct ClusterMax {
     const uint32_t lane = threadIdx.x % 32, size = cluster_size();
     if (lane < size) send(mine, of_warp[cluster_rank() * kWarps + threadIdx.x / 32], lane);
     arrived.wait(0);  // kWarps words of each CTA
-    uint32_t found = 0;
-    for (uint32_t i = lane; i < size * kWarps; i += 32) found = max(found, of_warp[i]);
+    const uint32_t found = lane < size * kWarps ? of_warp[lane] : 0;
     return __uint_as_float(__reduce_max_sync(0xffffffff, found));
   }
 

@@ -57,15 +57,14 @@ __device__ __forceinline__ float find_factor(Values& values, Maximum (&largest)[
 }
 
 // CTAs on an SM at the same time: as many as there are registers for.
-constexpr int quantize_ctas(int columns, bool rotate, bool slots) {
-  const int registers = rotate ? 64 : slots ? 40 : 48;
+constexpr int quantize_ctas(int columns, bool rotate) {
+  const int registers = rotate ? 96 : 64;
   return 65536 / (registers * quantize_threads(columns));
 }
 
 // Grid: heads * blocks * batch clusters of block / 64 CTAs.
 template <ElementType kType, int kColumns, bool kRotate, bool kSlots>
-__global__ void __launch_bounds__(quantize_threads(kColumns),
-                                  quantize_ctas(kColumns, kRotate, kSlots))
+__global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kColumns, kRotate))
     quantize_blocks(const __grid_constant__ QuantizeArguments args) {
   using Places = std::conditional_t<kSlots, SlotPlaces, RowPlaces<kColumns>>;
   using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
@@ -85,7 +84,6 @@ __global__ void __launch_bounds__(quantize_threads(kColumns),
     for (auto& maximum : largest) maximum.init();
     fence_barrier_init();
   }
-  __syncwarp();
   cluster_arrive();  // every thread of the cluster: the CTA takes what the others send
   LoadedUnits loaded;
   load_tile<uint16_t, Places>(loaded, args.x, place);
@@ -93,11 +91,15 @@ __global__ void __launch_bounds__(quantize_threads(kColumns),
   cluster_wait();  // every CTA does
   const float factor = find_factor(values, largest, descale);
   if constexpr (kSlots) {
-    uint32_t word[kUnit];
+    uint32_t word[SlotStage::kRows][kUnit];
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      word[i] = to_e4m3(values(0, i) * factor, values(1, i) * factor, values(2, i) * factor,
-                        values(3, i) * factor);
+    for (int row = 0; row < SlotStage::kRows; ++row) {
+      const int u = row * SlotPlaces::kUnitsOfRow;
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        word[row][i] = to_e4m3(values(u, i) * factor, values(u + 1, i) * factor,
+                               values(u + 2, i) * factor, values(u + 3, i) * factor);
+      }
     }
     store_slots<kColumns>(word, args.data, args.data_stride, place, args.x.tokens);
   } else {
@@ -113,15 +115,18 @@ __global__ void __launch_bounds__(quantize_threads(kColumns))
   if (place.num_tokens() <= 0) return;
   UnitWords<uint8_t> loaded[kUnitsOfThread];
   load_tile<uint8_t, SlotPlaces>(loaded, args.v, place);
-  uint32_t word[kUnit];
+  uint32_t word[SlotStage::kRows][kUnit];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t four[4];
+  for (int row = 0; row < SlotStage::kRows; ++row) {
 #pragma unroll
-    for (int u = 0; u < kUnitsOfThread; ++u) four[u] = loaded[u][half];
-    transpose_bytes(four);
+    for (int half = 0; half < kUnit / 4; ++half) {
+      uint32_t four[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) word[half * 4 + i] = four[i];
+      for (int i = 0; i < 4; ++i) four[i] = loaded[row * SlotPlaces::kUnitsOfRow + i][half];
+      transpose_bytes(four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[row][half * 4 + i] = four[i];
+    }
   }
   store_slots<kColumns>(word, args.data, args.data_stride, place, args.v.tokens);
 }

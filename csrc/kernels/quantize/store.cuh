@@ -22,42 +22,47 @@ __device__ __forceinline__ void store_unit(uint8_t* row, uint2 bytes, int column
   }
 }
 
-// 16 slots of 64 columns, of one warp: 16 bytes a column. The place of a column among its 8 is
-// swizzled so that neither a warp's writes, 4 bytes of every eighth column, nor its reads meet in a
-// bank.
+// A group of 32 slots of 64 columns, of one warp: two rows of 16 bytes for each column. The place
+// of a column among its 8 is swizzled so that neither a warp's writes, 4 bytes of every eighth
+// column, nor its reads meet in a bank.
 struct SlotStage {
-  uint4 column[SlotPlaces::kColumnsOfWarp];
+  static constexpr int kRows = kSlotGroup / kSlotsOfRow;
+  uint4 bytes[kRows][SlotPlaces::kColumnsOfWarp];
 
   __device__ static int place(int column) { return column ^ (column / kUnit % kUnit); }
 };
 
-// word[i]: column i of the thread's 8 in its four slots. data: (batch, heads, slots / 16, kColumns,
-// 16), or without batch where the sequences are unequal. Called by the whole CTA, once.
+// word[row][i]: column i of the thread's 8 in its four slots. data: (batch, heads, slots / 16,
+// kColumns, 16), or without batch where the sequences are unequal. Called by the whole CTA, once.
 template <int kColumns>
-__device__ __forceinline__ void store_slots(const uint32_t (&word)[kUnit], uint8_t* data,
-                                            const HeadRows& stride, const TilePlace& place,
-                                            const SequenceTable& tokens) {
+__device__ __forceinline__ void store_slots(const uint32_t (&word)[SlotStage::kRows][kUnit],
+                                            uint8_t* data, const HeadRows& stride,
+                                            const TilePlace& place, const SequenceTable& tokens) {
   __shared__ SlotStage stages[quantize_threads(kColumns) / 32];
   SlotStage& stage = stages[threadIdx.x / 32];
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    const int column = SlotPlaces::column_in_warp() + i;
-    auto* quads = reinterpret_cast<uint32_t*>(&stage.column[SlotStage::place(column)]);
-    quads[SlotPlaces::quad()] = word[i];
+  for (int row = 0; row < SlotStage::kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      uint4& column = stage.bytes[row][SlotStage::place(SlotPlaces::column_in_warp() + i)];
+      reinterpret_cast<uint32_t*>(&column)[SlotPlaces::quad()] = word[row][i];
+    }
   }
   __syncwarp();  // the four quads of every column are there
-  // A group of 32 slots is the sequence's if its first is.
   const int first_token = SlotPlaces::first_token();
-  if (first_token / kSlotGroup * kSlotGroup >= place.num_tokens()) return;
+  if (first_token >= place.num_tokens()) return;  // else the whole group is the sequence's
   const int64_t before =
       tokens.cu_seqlens != nullptr ? first_slot(place.sequence.offset, place.entry) : 0;
-  uint8_t* row = data + place.entry * stride.batch + place.head * stride.head +
-                 (before + place.first + first_token) * stride.seq;
-  auto* columns = reinterpret_cast<uint4*>(row) + SlotPlaces::first_column();
+  uint8_t* group = data + place.entry * stride.batch + place.head * stride.head +
+                   (before + place.first + first_token) * stride.seq;
+  auto* columns = reinterpret_cast<uint4*>(group) + SlotPlaces::first_column();
 #pragma unroll
-  for (int i = 0; i < SlotPlaces::kColumnsOfWarp; i += 32) {
-    const int column = i + threadIdx.x % 32;
-    columns[column] = stage.column[SlotStage::place(column)];
+  for (int row = 0; row < SlotStage::kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < SlotPlaces::kColumnsOfWarp; i += 32) {
+      const int column = i + threadIdx.x % 32;
+      columns[row * kColumns + column] = stage.bytes[row][SlotStage::place(column)];
+    }
   }
 }
 

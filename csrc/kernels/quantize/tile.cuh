@@ -1,5 +1,6 @@
-// A CTA's tile, 64 tokens of one head, and which parts of it a thread has: four units of 8
-// neighbouring columns, where a warp's loads are whole cache lines.
+// A CTA's tile, 64 tokens of one head, and which parts of it a thread has: eight units of 8
+// neighbouring columns. With fewer the work that a thread does once would cost more than a
+// rotation.
 #pragma once
 
 #include <cstdint>
@@ -12,34 +13,42 @@ namespace flashattn3 {
 
 constexpr int kTileTokens = 64;
 constexpr int kUnit = 8;  // columns
-constexpr int kUnitsOfThread = 4;
+constexpr int kUnitsOfThread = 8;
 
 constexpr int quantize_threads(int columns) {
   return kTileTokens * columns / (kUnit * kUnitsOfThread);
 }
 
-// For rows: a warp has whole tokens, so that a rotation needs no other warp. Units 2i and 2i + 1
-// are of one token, half a row apart.
+// For rows: four lanes have a token and a warp eight, so that 32 bytes of each are stored together
+// and a rotation needs two exchanges between lanes, whatever the head dim. Unit u of a token is
+// columns 32 u + 8 lane.
 template <int kColumns>
 struct RowPlaces {
-  static constexpr int kLanes = kColumns / (2 * kUnit);  // of a token
+  static constexpr int kLanes = 4;
+  static constexpr int kUnitsOfToken = kColumns / (kLanes * kUnit);
+  static constexpr int kTokens = kUnitsOfThread / kUnitsOfToken;  // of a thread
   __device__ static int token(int unit) {
-    const int pass = threadIdx.x / 32 * (kUnitsOfThread / 2) + unit / 2;
+    const int pass = threadIdx.x / 32 * kTokens + unit / kUnitsOfToken;
     return pass * (32 / kLanes) + threadIdx.x % 32 / kLanes;
   }
   __device__ static int column(int unit) {
-    return threadIdx.x % kLanes * kUnit + unit % 2 * (kColumns / 2);
+    return threadIdx.x % kLanes * kUnit + unit % kUnitsOfToken * (kLanes * kUnit);
   }
 };
 
-// For slots: a warp has 16 slots of 64 columns, a thread four neighbouring ones of 8 columns.
+// For slots: a warp has a group of 32 slots, as two rows of 16, of 64 columns; a thread four
+// neighbouring slots of 8 columns in each.
 struct SlotPlaces {
   static constexpr int kColumnsOfWarp = 64;
-  __device__ static int first_token() { return threadIdx.x / 32 % 4 * kSlotsOfRow; }
-  __device__ static int first_column() { return threadIdx.x / 128 * kColumnsOfWarp; }
+  static constexpr int kUnitsOfRow = 4;
+  __device__ static int first_token() { return threadIdx.x / 32 % 2 * kSlotGroup; }
+  __device__ static int first_column() { return threadIdx.x / 64 * kColumnsOfWarp; }
   __device__ static int quad() { return threadIdx.x % 32 / 8; }
-  __device__ static int token(int unit) { return first_token() + key_of_quad(quad(), unit); }
   __device__ static int column_in_warp() { return threadIdx.x % 8 * kUnit; }
+  __device__ static int token(int unit) {
+    return first_token() + unit / kUnitsOfRow * kSlotsOfRow +
+           key_of_quad(quad(), unit % kUnitsOfRow);
+  }
   __device__ static int column(int) { return first_column() + column_in_warp(); }
 };
 

@@ -1,4 +1,4 @@
-// A thread's 32 values between the search for the largest and the conversion: as they were loaded,
+// A thread's 64 values between the search for the largest and the conversion: as they were loaded,
 // or rotated.
 #pragma once
 
@@ -43,7 +43,7 @@ struct Pair {
 
 using LoadedUnits = UnitWords<uint16_t>[kUnitsOfThread];
 
-// 16 registers, where as floats they would be 32: more warps can load at the same time.
+// 32 registers, where as floats they would be 64: more warps can load at the same time.
 template <ElementType kType>
 struct LoadedValues {
   LoadedUnits unit;
@@ -126,35 +126,46 @@ struct RotatedValues {
  private:
   using Places = RowPlaces<kColumns>;
 
-  __device__ void apply_signs(const LoadedUnits& loaded, const QuantizeArguments& args) {
+  __device__ __forceinline__ void apply_signs(const LoadedUnits& loaded,
+                                              const QuantizeArguments& args) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sign[kUnit];
-      load_signs(sign, args, Places::column(half));
+    for (int part = 0; part < Places::kUnitsOfToken; ++part) {
+      uint32_t sign[kUnit / 2];
+      load_signs(sign, args, Places::column(part));
 #pragma unroll
-      for (int u = half; u < kUnitsOfThread; u += 2) {
+      for (int u = part; u < kUnitsOfThread; u += Places::kUnitsOfToken) {
 #pragma unroll
         for (int i = 0; i < kUnit; i += 2) {
-          const float2 two = Pair<kType>::floats(loaded[u][i / 2]);
-          x[u][i] = two.x * sign[i];
-          x[u][i + 1] = two.y * sign[i + 1];
+          const float2 two = Pair<kType>::floats(loaded[u][i / 2] ^ sign[i / 2]);
+          x[u][i] = two.x;
+          x[u][i + 1] = two.y;
         }
       }
     }
   }
 
-  // Of columns that are there: others have no place in the sums.
-  __device__ static void load_signs(float (&sign)[kUnit], const QuantizeArguments& args,
+  // The sign bits of 8 columns, in pairs like the elements. What columns get that are not there
+  // does not matter: they are 0 and in no sum with others.
+  __device__ static void load_signs(uint32_t (&sign)[kUnit / 2], const QuantizeArguments& args,
                                     int column) {
-    const float* from = args.signs + column;
+    float one[kUnit];
+    const int last = args.x.head_dim - 1;
     if (args.x.whole_units) {
-      if (column >= args.x.head_dim) from = args.signs;  // of whatever: all are 0 there
-      *reinterpret_cast<float4*>(sign) = *reinterpret_cast<const float4*>(from);
-      *reinterpret_cast<float4*>(sign + 4) = *reinterpret_cast<const float4*>(from + 4);
-      return;
+      const auto* from =
+          reinterpret_cast<const float4*>(args.signs + min(column, last / kUnit * kUnit));
+      reinterpret_cast<float4*>(one)[0] = from[0];
+      reinterpret_cast<float4*>(one)[1] = from[1];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) one[i] = args.signs[min(column + i, last)];
     }
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) sign[i] = column + i < args.x.head_dim ? from[i] : 0.f;
+    for (int i = 0; i < kUnit; i += 2) {
+      constexpr uint32_t kUpperHalves = 0x7632;
+      sign[i / 2] =
+          __byte_perm(__float_as_uint(one[i]), __float_as_uint(one[i + 1]), kUpperHalves) &
+          ~Pair<kType>::kMagnitudes;
+    }
   }
 
   __device__ static void sum_and_difference(float& even, float& odd) {
@@ -163,26 +174,24 @@ struct RotatedValues {
     even = sum;
   }
 
-  // Stages for head_dim columns; the others are 0 or not there.
-  __device__ void transform(int head_dim) {
+  // Stages for head_dim columns; the others are 0.
+  __device__ __forceinline__ void transform(int head_dim) {
     within_units<1>(head_dim);
     within_units<2>(head_dim);
     within_units<4>(head_dim);
+    constexpr int kLanes = Places::kLanes;
 #pragma unroll
-    for (int lanes = 1; lanes < Places::kLanes; lanes *= 2) {
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
       if (kUnit * lanes < head_dim) between_lanes(lanes);
     }
-    if (kColumns / 2 < head_dim) {
 #pragma unroll
-      for (int u = 0; u < kUnitsOfThread; u += 2) {
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) sum_and_difference(x[u][i], x[u + 1][i]);
-      }
+    for (int units = 1; units < Places::kUnitsOfToken; units *= 2) {
+      if (kUnit * kLanes * units < head_dim) between_units(units);
     }
   }
 
   template <int kWidth>
-  __device__ void within_units(int head_dim) {
+  __device__ __forceinline__ void within_units(int head_dim) {
     if (kWidth >= head_dim) return;
 #pragma unroll
     for (int u = 0; u < kUnitsOfThread; ++u) {
@@ -193,7 +202,17 @@ struct RotatedValues {
     }
   }
 
-  __device__ void between_lanes(int distance) {
+  __device__ __forceinline__ void between_units(int distance) {
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        if ((u & distance) == 0) sum_and_difference(x[u][i], x[u + distance][i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void between_lanes(int distance) {
     // The upper one of two lanes has the odd value, and keeps even - odd.
     const float own = threadIdx.x & distance ? -1.f : 1.f;
 #pragma unroll
