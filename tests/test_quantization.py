@@ -341,37 +341,44 @@ def test_triton_on_a_gpu_gives_the_same_bytes(hadamard, device):
     assert torch.equal(descale, wanted[1]) and torch.equal(bits(data), bits(wanted[0]))
 
 
+def slot_groups(data):
+    """(..., heads, groups of 32 slots, bytes)"""
+    return bits(data).unflatten(-3, (-1, 2)).flatten(-3)
+
+
+def assert_same_slots(found, rows, edges):
+    """In the groups of 32 slots that a sequence has; the others need not be written."""
+    keys = torch.ones(rows.shape, device=rows.device).to(rows.dtype)
+    used = slot_groups(slots.to_slots(keys, edges)).amax(-1) > 0
+    wanted = slots.to_slots(rows, edges)
+    assert found.shape == wanted.shape
+    assert torch.equal(slot_groups(found)[used], slot_groups(wanted)[used])
+
+
 def assert_hopper_gives_torchs_bytes(x, block, hadamard=False, edges=None, max_seqlen=None):
-    """In rows and, not rotated, in slots; both on the CPU's and the GPU's torch."""
+    """Those of torch on the GPU and on the CPU; not rotated, in slots too."""
     tokens = slice(None) if edges is None else slice(int(edges[0]), int(edges[-1]))
-    tokens = (slice(None), tokens) if edges is None else (tokens,)
-    for layout in ("rows",) if hadamard else ("rows", "slots"):
-        kind = "q" if layout == "rows" else "v"
-        found = quantize_block_fp8(
-            x,
-            block=block,
-            hadamard=hadamard,
-            kind=kind,
-            cu_seqlens=edges,
-            max_seqlen=max_seqlen,
-            layout=layout,
+    axis = 1 if edges is None else 0
+    options = {"block": block, "cu_seqlens": edges, "max_seqlen": max_seqlen}
+    found = quantize_block_fp8(x, hadamard=hadamard, layout="rows", **options)
+    for place in (x.device, torch.device("cpu")):
+        cu_seqlens = None if edges is None else edges.to(place)
+        wanted, descale = torch_operations.quantize(
+            x.to(place), block, hadamard, cu_seqlens, max_seqlen
         )
-        for place in (x.device, torch.device("cpu")):
-            cu_seqlens = None if edges is None else edges.to(place)
-            arguments = (block, hadamard, cu_seqlens, max_seqlen)
-            data, descale = torch_operations.quantize(x.to(place), *arguments)
-            assert torch.equal(found.descale.to(place), descale)
-            assert torch.equal(bits(found.in_rows().data).to(place)[tokens], bits(data)[tokens])
-        if layout == "slots":
-            wanted = slots.to_slots(found.in_rows().data, edges)
-            used = slots.to_slots(torch.ones_like(found.in_rows().data), edges).float()
-            # Whole groups of 32 slots: those of a sequence's end are 0.
-            used = used.unflatten(-3, (-1, 2)).amax((-4 + 1, -2, -1), keepdim=True) > 0
-            pair = lambda t: bits(t).unflatten(-3, (-1, 2))  # noqa: E731
-            assert torch.equal(pair(found.data) * used, pair(wanted) * used)
-            v = found.in_rows().data
-            again = torch.ops.flashattn3_hopper.to_slots(v, edges, max_seqlen or 0)
-            assert torch.equal(pair(again) * used, pair(wanted) * used)
+        assert torch.equal(found.descale.to(place), descale)
+        data = bits(found.data).to(place).movedim(axis, 0)[tokens]
+        assert torch.equal(data, bits(wanted).movedim(axis, 0)[tokens])
+    if hadamard:
+        return
+    mixed = quantize_block_fp8(x, kind="v", layout="slots", **options)
+    assert torch.equal(mixed.descale, found.descale)
+    assert_same_slots(mixed.data, found.data, edges)
+    moved = torch.ops.flashattn3_hopper.to_slots(found.data, edges, max_seqlen or 0)
+    assert_same_slots(moved, found.data, edges)
+    padded = torch.nn.functional.pad(bits(found.data), (3, 2)).view(found.data.dtype)[..., 3:-2]
+    moved = torch.ops.flashattn3_hopper.to_slots(padded, edges, max_seqlen or 0)
+    assert_same_slots(moved, found.data, edges)
 
 
 @needs_hopper
@@ -445,6 +452,31 @@ def test_v_gets_slots_where_hopper_takes_it(device):
     for dtype in (torch.float32, torch.bfloat16):
         assert quantize_block_fp8(v.to(dtype), kind="v").layout == "slots"
         assert quantize_block_fp8(v.to(dtype), kind="k").layout == "rows"
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"x": torch.zeros(1, 2, 3)}, "number of dimensions"),
+        ({"x": torch.zeros(1, 2, 3, 257).half()}, "head dim must be 1 to 256"),
+        ({"x": torch.zeros(1, 2, 3, 8)}, "fp16 or bf16"),
+        ({"signs": torch.zeros(9)}, "signs must be"),
+        ({"signs": torch.zeros(8), "slots": True}, "power of two"),
+        ({"block": 100}, "64, 128 or 256"),
+    ],
+    ids=str,
+)
+def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
+    arguments = {"x": torch.zeros(1, 2, 3, 8).half(), "signs": None, "block": 64, "slots": False}
+    arguments |= changes
+    x, sign = arguments["x"].to(device), arguments["signs"]
+    sign = None if sign is None else sign.to(device)
+    with pytest.raises(RuntimeError, match=text):
+        torch.ops.flashattn3_hopper.quantize(
+            x, sign, None, arguments["block"], 0, arguments["slots"]
+        )
 
 
 @triton.jit

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <climits>
 #include <cmath>
 
@@ -19,13 +20,14 @@ bool whole_units(const TokenRows& rows, int element_bytes) {
          !odd(rows.num_heads, rows.stride.head);
 }
 
-QuantizeSource source_of(const TokenRows& rows, int element_bytes) {
+QuantizeSource source_of(const TokenRows& rows, int element_bytes, int block) {
   const bool varlen = rows.cu_seqlens != nullptr;
   return {.data = rows.data,
           .stride = {varlen ? 0 : rows.stride.batch, rows.stride.seq, rows.stride.head},
           .tokens = {rows.cu_seqlens, nullptr, rows.seqlen, rows.total},
-          .num_heads = rows.num_heads,
           .head_dim = rows.head_dim,
+          .by_heads = cutlass::FastDivmod(std::max(1, rows.num_heads)),
+          .by_blocks = cutlass::FastDivmod(std::max(1, (rows.seqlen + block - 1) / block)),
           .whole_units = whole_units(rows, element_bytes)};
 }
 
@@ -106,8 +108,7 @@ void quantize(const QuantizeParams& params, cudaStream_t stream) {
     fail(kName, "a rotation wants rows of a power of two columns");
   }
   QuantizeArguments args;
-  args.x = source_of(x, sizeof(uint16_t));
-  args.num_blocks = (x.seqlen + params.block - 1) / params.block;
+  args.x = source_of(x, sizeof(uint16_t), params.block);
   args.signs = params.signs;
   args.x.whole_units &= reinterpret_cast<uintptr_t>(params.signs) % sizeof(float4) == 0;
   args.rotation_scale = static_cast<float>(std::pow(x.head_dim, -0.5));
@@ -122,8 +123,7 @@ void quantize(const QuantizeParams& params, cudaStream_t stream) {
 
 void to_slots(const ToSlotsParams& params, cudaStream_t stream) {
   ToSlotsArguments args;
-  args.v = source_of(params.v, sizeof(uint8_t));
-  args.num_tiles = (params.v.seqlen + kTileTokens - 1) / kTileTokens;
+  args.v = source_of(params.v, sizeof(uint8_t), kTileTokens);
   args.data = params.data;
   args.data_stride = dense_slots(params.v);
   launch("launch of to_slots", to_slots_kernel(params.v.head_dim), args, params.v, kTileTokens, 1,

@@ -22,20 +22,16 @@ template <int kColumns, class Values>
 __device__ __forceinline__ void store_rows(const QuantizeArguments& args, const TilePlace& place,
                                            const Values& values, float factor) {
   using Places = RowPlaces<kColumns>;
-  const int64_t row = int64_t{place.sequence.offset} + place.first;
-  uint8_t* rows = args.data + place.entry * args.data_stride.batch + row * args.data_stride.seq +
-                  place.head * args.data_stride.head;
+  uint32_t bytes[kUnitsOfThread][kUnit / 4];
 #pragma unroll
   for (int u = 0; u < kUnitsOfThread; ++u) {
-    const int token = Places::token(u);
-    const auto four = [&](int i) {
-      return to_e4m3(values(u, i) * factor, values(u, i + 1) * factor, values(u, i + 2) * factor,
-                     values(u, i + 3) * factor);
-    };
-    const int num_columns = token < place.num_tokens() ? args.x.head_dim : 0;
-    store_unit(rows + token * args.data_stride.seq, make_uint2(four(0), four(4)), Places::column(u),
-               num_columns, args.x.whole_units);
+#pragma unroll
+    for (int i = 0; i < kUnit; i += 4) {
+      bytes[u][i / 4] = to_e4m3(values(u, i) * factor, values(u, i + 1) * factor,
+                                values(u, i + 2) * factor, values(u, i + 3) * factor);
+    }
   }
+  store_tile<Places>(bytes, args.data, args.data_stride, place, args.x);
 }
 
 // What the block's values are multiplied with; its inverse, the scale, is written by one thread.
@@ -56,9 +52,10 @@ __device__ __forceinline__ float find_factor(Values& values, Maximum (&largest)[
   return zeros ? 1.f : kLargestE4m3 / amax;
 }
 
-// CTAs on an SM at the same time: as many as there are registers for.
+// CTAs on an SM at the same time: as many as there are registers for. Of 64 columns the stages of a
+// rotation are behind branches, which takes some more.
 constexpr int quantize_ctas(int columns, bool rotate) {
-  const int registers = rotate ? 96 : 64;
+  const int registers = !rotate ? 64 : columns == 64 ? 112 : 96;
   return 65536 / (registers * quantize_threads(columns));
 }
 
@@ -70,10 +67,9 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
   __shared__ ClusterMax<quantize_threads(kColumns) / 32> largest[2];
   const int block = cluster_size() * kTileTokens;
-  TilePlace place = find_block(args.x, cluster_index(), args.num_blocks, block);
-  float* const descale = args.descale +
-                         (int64_t{place.entry} * args.x.num_heads + place.head) * args.num_blocks +
-                         place.first / block;
+  TilePlace place = find_block(args.x, cluster_index(), block);
+  const int64_t head = int64_t{place.entry} * args.x.by_heads.divisor + place.head;
+  float* const descale = args.descale + head * args.x.by_blocks.divisor + place.first / block;
   if (place.num_tokens() <= 0) {  // the sequence has no such block
     if (cluster_rank() == 0 && threadIdx.x == 0) *descale = 1.f;
     return;
@@ -111,7 +107,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
 template <int kColumns>
 __global__ void __launch_bounds__(quantize_threads(kColumns))
     rows_to_slots(const __grid_constant__ ToSlotsArguments args) {
-  const TilePlace place = find_block(args.v, blockIdx.x, args.num_tiles, kTileTokens);
+  const TilePlace place = find_block(args.v, blockIdx.x, kTileTokens);
   if (place.num_tokens() <= 0) return;
   UnitWords<uint8_t> loaded[kUnitsOfThread];
   load_tile<uint8_t, SlotPlaces>(loaded, args.v, place);

@@ -8,17 +8,33 @@
 
 namespace flashattn3 {
 
-// 8 columns of a row.
-__device__ __forceinline__ void store_unit(uint8_t* row, uint2 bytes, int column, int num_columns,
-                                           bool whole) {
-  if (whole) {
-    if (column < num_columns) *reinterpret_cast<uint2*>(row + column) = bytes;
+// Units of rows in the places of a thread. data: (batch, tokens, heads, columns), dense.
+template <class Places>
+__device__ __forceinline__ void store_tile(const uint32_t (&bytes)[kUnitsOfThread][kUnit / 4],
+                                           uint8_t* data, const HeadRows& stride,
+                                           const TilePlace& place, const QuantizeSource& source) {
+  const int64_t row = int64_t{place.sequence.offset} + place.first;
+  uint8_t* rows = data + place.entry * stride.batch + row * stride.seq + place.head * stride.head;
+  const auto columns = [&](int u) {
+    return rows + Places::token(u) * stride.seq + Places::column(u);
+  };
+  if (source.whole_units) {
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+      if (place.has(Places::token(u), Places::column(u), source)) {
+        *reinterpret_cast<uint2*>(columns(u)) = make_uint2(bytes[u][0], bytes[u][1]);
+      }
+    }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    const uint32_t word = i < 4 ? bytes.x : bytes.y;
-    if (column + i < num_columns) row[column + i] = static_cast<uint8_t>(word >> (i % 4 * 8));
+  for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      if (place.has(Places::token(u), Places::column(u) + i, source)) {
+        columns(u)[i] = static_cast<uint8_t>(bytes[u][i / 4] >> (i % 4 * 8));
+      }
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "blocks/slot_order.h"
@@ -58,17 +59,20 @@ struct TilePlace {
   Sequence sequence;
   int first;
   __device__ int num_tokens() const { return sequence.length - first; }
+  __device__ bool has(int token, int column, const QuantizeSource& source) const {
+    return token < num_tokens() && column < source.head_dim;
+  }
 };
 
 // The `index`th of all blocks of `block` tokens: heads first, which are neighbours in memory where
 // the tensor is dense, then the blocks of the longest sequence.
 __device__ __forceinline__ TilePlace find_block(const QuantizeSource& source, uint32_t index,
-                                                uint32_t num_blocks, int block) {
-  const uint32_t num_heads = source.num_heads, rest = index / num_heads;
+                                                int block) {
   TilePlace place;
-  place.head = index % num_heads;
-  place.first = rest % num_blocks * block;
-  place.entry = rest / num_blocks;
+  int rest, number;
+  source.by_heads(rest, place.head, index);
+  source.by_blocks(place.entry, number, rest);
+  place.first = number * block;
   place.sequence = find_sequence(source.tokens, place.entry);
   return place;
 }
@@ -85,25 +89,23 @@ __device__ __forceinline__ const Bits* tile_rows(const QuantizeSource& source,
 template <class Bits>
 using UnitWords = uint32_t[kUnit * sizeof(Bits) / 4];
 
-// 8 columns of a row, zeros where the row has no more.
+// 8 columns of a row, as one vector.
 template <class Bits>
-__device__ __forceinline__ void load_unit(UnitWords<Bits>& word, const Bits* row, int column,
-                                          int num_columns, bool whole) {
+__device__ __forceinline__ void load_unit(UnitWords<Bits>& word, const Bits* columns) {
   using Vector = std::conditional_t<sizeof(Bits) == 2, uint4, uint2>;
+  const Vector loaded = *reinterpret_cast<const Vector*>(columns);
+  memcpy(word, &loaded, sizeof(Vector));
+}
+
+// The first num_columns of 8 columns, one by one.
+template <class Bits>
+__device__ __forceinline__ void load_unit(UnitWords<Bits>& word, const Bits* columns,
+                                          int num_columns) {
   constexpr int kInWord = 4 / sizeof(Bits);
-  Vector loaded{};
-  if (whole) {
-    if (column < num_columns) loaded = *reinterpret_cast<const Vector*>(row + column);
-  }
-  const uint32_t* part = reinterpret_cast<const uint32_t*>(&loaded);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Vector) / 4); ++i) word[i] = part[i];
-  if (whole) return;
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
-    if (column + i < num_columns) {
-      word[i / kInWord] |= uint32_t{row[column + i]} << (i % kInWord * 8 * sizeof(Bits));
-    }
+    if (i < num_columns)
+      word[i / kInWord] |= uint32_t{columns[i]} << (i % kInWord * 8 * sizeof(Bits));
   }
 }
 
@@ -112,12 +114,22 @@ template <class Bits, class Places>
 __device__ __forceinline__ void load_tile(UnitWords<Bits> (&unit)[kUnitsOfThread],
                                           const QuantizeSource& source, const TilePlace& place) {
   const Bits* rows = tile_rows<Bits>(source, place);
+  const auto columns = [&](int u) {
+    return rows + Places::token(u) * source.stride.seq + Places::column(u);
+  };
+  memset(unit, 0, sizeof(unit));
+  if (source.whole_units) {
 #pragma unroll
-  for (int u = 0; u < kUnitsOfThread; ++u) {
-    const int token = Places::token(u);
-    const int num_columns = token < place.num_tokens() ? source.head_dim : 0;
-    load_unit<Bits>(unit[u], rows + token * source.stride.seq, Places::column(u), num_columns,
-                    source.whole_units);
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+      if (place.has(Places::token(u), Places::column(u), source)) load_unit(unit[u], columns(u));
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+      if (place.has(Places::token(u), Places::column(u), source)) {
+        load_unit(unit[u], columns(u), source.head_dim - Places::column(u));
+      }
+    }
   }
 }
 
