@@ -34,11 +34,19 @@ __device__ __forceinline__ void store_rows(const QuantizeArguments& args, const 
   store_tile<Places>(bytes, args.data, args.data_stride, place, args.x);
 }
 
-// What the block's values are multiplied with; its inverse, the scale, is written by one thread.
+// By one thread of the cluster.
+__device__ __forceinline__ void store_scale(const QuantizeArguments& args, const TilePlace& place,
+                                            float descale) {
+  if (cluster_rank() != 0 || threadIdx.x != 0) return;
+  const int64_t head = int64_t{place.entry} * args.x.by_heads.divisor + place.head;
+  args.descale[head * args.x.by_blocks.divisor + place.number] = descale;
+}
+
+// What the block's values are multiplied with; its inverse, the scale, is stored.
 // largest: of the block; the second for what is finite if the first is not.
 template <class Values, class Maximum>
-__device__ __forceinline__ float find_factor(Values& values, Maximum (&largest)[2],
-                                             float* descale) {
+__device__ __forceinline__ float find_factor(const QuantizeArguments& args, const TilePlace& place,
+                                             Values& values, Maximum (&largest)[2]) {
   float amax;
 #pragma unroll 1
   for (Maximum& maximum : largest) {
@@ -48,15 +56,13 @@ __device__ __forceinline__ float find_factor(Values& values, Maximum (&largest)[
   }
   const bool zeros = amax == 0.f;
   amax = fmaxf(amax, kSmallestAmax);
-  if (cluster_rank() == 0 && threadIdx.x == 0) *descale = zeros ? 1.f : amax / kLargestE4m3;
+  store_scale(args, place, zeros ? 1.f : amax / kLargestE4m3);
   return zeros ? 1.f : kLargestE4m3 / amax;
 }
 
-// CTAs on an SM at the same time: as many as there are registers for. Of 64 columns the stages of a
-// rotation are behind branches, which takes some more.
+// CTAs on an SM at the same time: as many as there are registers for.
 constexpr int quantize_ctas(int columns, bool rotate) {
-  const int registers = !rotate ? 64 : columns == 64 ? 112 : 96;
-  return 65536 / (registers * quantize_threads(columns));
+  return 65536 / ((rotate ? 96 : 72) * quantize_threads(columns));
 }
 
 // Grid: heads * blocks * batch clusters of block / 64 CTAs.
@@ -68,10 +74,8 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   __shared__ ClusterMax<quantize_threads(kColumns) / 32> largest[2];
   const int block = cluster_size() * kTileTokens;
   TilePlace place = find_block(args.x, cluster_index(), block);
-  const int64_t head = int64_t{place.entry} * args.x.by_heads.divisor + place.head;
-  float* const descale = args.descale + head * args.x.by_blocks.divisor + place.first / block;
   if (place.num_tokens() <= 0) {  // the sequence has no such block
-    if (cluster_rank() == 0 && threadIdx.x == 0) *descale = 1.f;
+    store_scale(args, place, 1.f);
     return;
   }
   place.first += cluster_rank() * kTileTokens;
@@ -85,7 +89,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   load_tile<uint16_t, Places>(loaded, args.x, place);
   Values values(loaded, args);
   cluster_wait();  // every CTA does
-  const float factor = find_factor(values, largest, descale);
+  const float factor = find_factor(args, place, values, largest);
   if constexpr (kSlots) {
     uint32_t word[SlotStage::kRows][kUnit];
 #pragma unroll

@@ -53,9 +53,10 @@ struct SlotPlaces {
   __device__ static int column(int) { return first_column() + column_in_warp(); }
 };
 
-// Tokens `first` to `sequence.length` - 1 of a head; a tile is the first 64 of them.
+// Tokens `first` to `sequence.length` - 1 of a head; a tile is the first 64 of them, in the block
+// with this number.
 struct TilePlace {
-  int entry, head;
+  int entry, head, number;
   Sequence sequence;
   int first;
   __device__ int num_tokens() const { return sequence.length - first; }
@@ -69,10 +70,10 @@ struct TilePlace {
 __device__ __forceinline__ TilePlace find_block(const QuantizeSource& source, uint32_t index,
                                                 int block) {
   TilePlace place;
-  int rest, number;
+  int rest;
   source.by_heads(rest, place.head, index);
-  source.by_blocks(place.entry, number, rest);
-  place.first = number * block;
+  source.by_blocks(place.entry, place.number, rest);
+  place.first = place.number * block;
   place.sequence = find_sequence(source.tokens, place.entry);
   return place;
 }

@@ -92,8 +92,12 @@ struct RotatedValues {
 
   __device__ RotatedValues(const LoadedUnits& loaded, const QuantizeArguments& args) {
     apply_signs(loaded, args);
-    // Wider than 64 columns only one power of two comes here.
-    transform(kColumns == 64 ? args.x.head_dim : kColumns);
+    // Over 64 columns only one power of two comes here.
+    if (kColumns > 64 || args.x.head_dim == kColumns) {
+      transform(kColumns);
+    } else {
+      transform(args.x.head_dim);
+    }
 #pragma unroll
     for (int u = 0; u < kUnitsOfThread; ++u) {
 #pragma unroll
