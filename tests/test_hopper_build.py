@@ -165,6 +165,25 @@ def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
 
 
 @pytest.mark.slow
+def test_the_build_brings_the_quantizing_operators(built):
+    """Under torch's CPU build they are there to be looked at; none is for the CPU."""
+    code = "library = find_library(); ops = torch.ops.flashattn3_hopper; "
+    code += "print(ops.quantize.default._schema, ops.to_slots.default._schema, sep='\\n')"
+    done = run(built, "-c", "import torch; " + SHOW + code)
+    assert done.returncode == 0, done.stderr
+    quantize, to_slots = done.stdout.splitlines()
+    assert quantize == (
+        "flashattn3_hopper::quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, "
+        "int max_seqlen, bool slots) -> (Tensor data, Tensor descale)"
+    )
+    assert to_slots == (
+        "flashattn3_hopper::to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
+    )
+    log = built / "build" / "hopper" / "host" / "quantize.cu.o.log"
+    assert ptxas.read(log).spill_bytes == 0
+
+
+@pytest.mark.slow
 def test_the_library_needs_no_python_and_no_cuda_library(built):
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf")

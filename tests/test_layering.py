@@ -21,6 +21,7 @@ CORE = (
     "api",
     "backends",
     "triton_kernels",
+    "quantization",
 )
 
 # Module or package of flashattn3 → what of flashattn3 it may import when it runs.
@@ -61,6 +62,9 @@ MAY_IMPORT = {
     "triton_kernels.configs": set(),
     "triton_kernels": {"triton_kernels", "triton_kernels.configs"},
     "backends": {"backends.hopper", "backends.reference", "backends.triton"},
+    "quantization": {"errors", "quantization"},
+    "quantization.dispatch": {"backends", "device", "quantization"},
+    "quantization.triton_launch": {"quantization", "triton_kernels"},
     "ops": {"backends", "device", "plan", "problem"},
     "api": {"ops", "backends", "device", "errors", "plan", "problem"},
 }

@@ -1,0 +1,53 @@
+// Block quantization to e4m3, and e4m3 rows in the slot order of V. Filled by torch_binding; no
+// torch here. All pointers are device pointers.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "blocks/element.h"
+#include "blocks/slot_order.h"
+#include "host/params.h"
+
+namespace flashattn3 {
+
+// A tensor of rows, whole or in sequences one after the other.
+struct TokenRows {
+  const void* data;  // (batch, seqlen, num_heads, head_dim); with cu_seqlens (total, ...)
+  Strides stride;    // elements; any
+  int batch;
+  int seqlen;  // with cu_seqlens the longest sequence: tokens past it are not read
+  int total;   // tokens of the tensor; read only with cu_seqlens
+  int num_heads;
+  int head_dim;               // 1 to 256
+  const int32_t* cu_seqlens;  // (batch + 1), or null: every sequence has seqlen tokens. Values are
+                              // clamped to the tensor
+};
+
+struct QuantizeParams {
+  TokenRows x;  // of `dtype`; fastest where 8 elements of a row are at multiples of 16 bytes
+  ElementType dtype;
+  const float* signs;  // (head_dim), ±1: rotate, head_dim a power of two; null: do not
+  int block;           // tokens that share a scale: 64, 128, 256
+  bool slots;          // not with signs
+  uint8_t* data;       // e4m3, 16-byte aligned; rows as x, dense, or slots (blocks/slot_order.h)
+  float* descale;      // (batch, num_heads, ceil(seqlen / block)); 1 where there is no such block
+};
+
+struct ToSlotsParams {
+  TokenRows v;    // e4m3
+  uint8_t* data;  // slots (blocks/slot_order.h), 16-byte aligned
+};
+
+// Rows of no sequence, and slots of none, are not written. Enqueue; wait for nothing. Throw
+// std::runtime_error.
+void quantize(const QuantizeParams& params, cudaStream_t stream);
+void to_slots(const ToSlotsParams& params, cudaStream_t stream);
+
+// Slots of a head: of one sequence, or with cu_seqlens of all.
+inline int64_t num_slots(const TokenRows& rows) {
+  return rows.cu_seqlens != nullptr ? first_slot(rows.total, rows.batch) : slots_for(rows.seqlen);
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,47 @@
+// What the quantizing kernels are launched with.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include <cstdint>
+
+#include "blocks/sequence.cuh"
+
+namespace flashattn3 {
+
+// Rows of one head: distance between batch entries (0 where cu_seqlens says where they begin),
+// between rows and between heads, in elements.
+struct HeadRows {
+  int64_t batch, seq, head;
+};
+
+// Where a kernel reads: (batch, seqlen, heads, head_dim), head_dim with stride 1.
+struct QuantizeSource {
+  const void* data;
+  HeadRows stride;
+  SequenceTable tokens;
+  int head_dim;
+  cutlass::FastDivmod by_heads;   // divides by the number of heads,
+  cutlass::FastDivmod by_blocks;  // and of blocks (tiles, to_slots) of the longest sequence
+  bool whole_units;  // 8 columns are one or two aligned loads, here, in signs and in rows of the
+                     // result
+};
+
+// A block is the tokens of a cluster.
+struct QuantizeArguments {
+  QuantizeSource x;
+  const float* signs;    // (head_dim), read by kernels that rotate
+  float rotation_scale;  // after the additions
+
+  uint8_t* data;  // in slots: stride.seq is the columns, which 16 slots have 16 times
+  HeadRows data_stride;
+  float* descale;  // (batch, heads, blocks)
+};
+
+struct ToSlotsArguments {
+  QuantizeSource v;
+  uint8_t* data;
+  HeadRows data_stride;
+};
+
+}  // namespace flashattn3

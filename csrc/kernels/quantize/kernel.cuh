@@ -1,0 +1,134 @@
+// Block quantization to e4m3: once through memory. A cluster has one block of tokens of one head, a
+// CTA 64 tokens of it, in registers from the load to the store; the CTAs tell each other their
+// largest magnitude. Values bit for bit those of flashattn3/quantization/torch_operations.py.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "blocks/cluster.cuh"
+#include "blocks/e4m3.cuh"
+#include "kernels/quantize/store.cuh"
+#include "kernels/quantize/tile.cuh"
+#include "kernels/quantize/values.cuh"
+
+namespace flashattn3 {
+
+constexpr float kLargestE4m3 = 448.f;
+// Blocks below are scaled as if they reached it: 448 / amax stays finite and the scale normal.
+constexpr float kSmallestAmax = kLargestE4m3 * 0x1p-126f;
+
+template <int kColumns, class Values>
+__device__ __forceinline__ void store_rows(const QuantizeArguments& args, const TilePlace& place,
+                                           const Values& values, float factor) {
+  using Places = RowPlaces<kColumns>;
+  uint32_t bytes[kUnitsOfThread][kUnit / 4];
+#pragma unroll
+  for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+    for (int i = 0; i < kUnit; i += 4) {
+      bytes[u][i / 4] = to_e4m3(values(u, i) * factor, values(u, i + 1) * factor,
+                                values(u, i + 2) * factor, values(u, i + 3) * factor);
+    }
+  }
+  store_tile<Places>(bytes, args.data, args.data_stride, place, args.x);
+}
+
+// By one thread of the cluster.
+__device__ __forceinline__ void store_scale(const QuantizeArguments& args, const TilePlace& place,
+                                            float descale) {
+  if (cluster_rank() != 0 || threadIdx.x != 0) return;
+  const int64_t head = int64_t{place.entry} * args.x.by_heads.divisor + place.head;
+  args.descale[head * args.x.by_blocks.divisor + place.number] = descale;
+}
+
+// What the block's values are multiplied with; its inverse, the scale, is stored.
+// largest: of the block; the second for what is finite if the first is not.
+template <class Values, class Maximum>
+__device__ __forceinline__ float find_factor(const QuantizeArguments& args, const TilePlace& place,
+                                             Values& values, Maximum (&largest)[2]) {
+  float amax;
+#pragma unroll 1
+  for (Maximum& maximum : largest) {
+    amax = maximum.find(values.largest());
+    if (amax != INFINITY) break;  // in all threads or in none
+    values.make_infinities_nan();
+  }
+  const bool zeros = amax == 0.f;
+  amax = fmaxf(amax, kSmallestAmax);
+  store_scale(args, place, zeros ? 1.f : amax / kLargestE4m3);
+  return zeros ? 1.f : kLargestE4m3 / amax;
+}
+
+// CTAs on an SM at the same time: as many as there are registers for.
+constexpr int quantize_ctas(int columns, bool rotate) {
+  return 65536 / ((rotate ? 96 : 72) * quantize_threads(columns));
+}
+
+// Grid: heads * blocks * batch clusters of block / 64 CTAs.
+template <ElementType kType, int kColumns, bool kRotate, bool kSlots>
+__global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kColumns, kRotate))
+    quantize_blocks(const __grid_constant__ QuantizeArguments args) {
+  using Places = std::conditional_t<kSlots, SlotPlaces, RowPlaces<kColumns>>;
+  using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
+  __shared__ ClusterMax<quantize_threads(kColumns) / 32> largest[2];
+  const int block = cluster_size() * kTileTokens;
+  TilePlace place = find_block(args.x, cluster_index(), block);
+  if (place.num_tokens() <= 0) {  // the sequence has no such block
+    store_scale(args, place, 1.f);
+    return;
+  }
+  place.first += cluster_rank() * kTileTokens;
+
+  if (threadIdx.x == 0) {
+    for (auto& maximum : largest) maximum.init();
+    fence_barrier_init();
+  }
+  cluster_arrive();  // every thread of the cluster: the CTA takes what the others send
+  LoadedUnits loaded;
+  load_tile<uint16_t, Places>(loaded, args.x, place);
+  Values values(loaded, args);
+  cluster_wait();  // every CTA does
+  const float factor = find_factor(args, place, values, largest);
+  if constexpr (kSlots) {
+    uint32_t word[SlotStage::kRows][kUnit];
+#pragma unroll
+    for (int row = 0; row < SlotStage::kRows; ++row) {
+      const int u = row * SlotPlaces::kUnitsOfRow;
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        word[row][i] = to_e4m3(values(u, i) * factor, values(u + 1, i) * factor,
+                               values(u + 2, i) * factor, values(u + 3, i) * factor);
+      }
+    }
+    store_slots<kColumns>(word, args.data, args.data_stride, place, args.x.tokens);
+  } else {
+    store_rows<kColumns>(args, place, values, factor);
+  }
+}
+
+// e4m3 rows to slots. Grid: heads * tiles * batch.
+template <int kColumns>
+__global__ void __launch_bounds__(quantize_threads(kColumns))
+    rows_to_slots(const __grid_constant__ ToSlotsArguments args) {
+  const TilePlace place = find_block(args.v, blockIdx.x, kTileTokens);
+  if (place.num_tokens() <= 0) return;
+  UnitWords<uint8_t> loaded[kUnitsOfThread];
+  load_tile<uint8_t, SlotPlaces>(loaded, args.v, place);
+  uint32_t word[SlotStage::kRows][kUnit];
+#pragma unroll
+  for (int row = 0; row < SlotStage::kRows; ++row) {
+#pragma unroll
+    for (int half = 0; half < kUnit / 4; ++half) {
+      uint32_t four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = loaded[row * SlotPlaces::kUnitsOfRow + i][half];
+      transpose_bytes(four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[row][half * 4 + i] = four[i];
+    }
+  }
+  store_slots<kColumns>(word, args.data, args.data_stride, place, args.v.tokens);
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,232 @@
+// A thread's 64 values between the search for the largest and the conversion: as they were loaded,
+// or rotated.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "blocks/element.h"
+#include "kernels/quantize/tile.cuh"
+
+namespace flashattn3 {
+
+// Two 16-bit elements in a word, the first in its low half.
+template <ElementType kType>
+struct Pair {
+  static constexpr bool kIsBf16 = kType == ElementType::kBFloat16;
+  using Vector = std::conditional_t<kIsBf16, __nv_bfloat162, __half2>;
+  static constexpr uint32_t kMagnitudes = 0x7fff7fff;  // all bits but the signs
+  static constexpr uint32_t kInfinity = kIsBf16 ? 0x7f80 : 0x7c00;
+
+  __device__ static Vector vector(uint32_t word) {
+    Vector pair;
+    memcpy(&pair, &word, 4);
+    return pair;
+  }
+  __device__ static float2 floats(uint32_t word) {
+    if constexpr (kIsBf16) {
+      return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
+    } else {
+      return __half22float2(vector(word));
+    }
+  }
+  __device__ static float2 floats(Vector pair) {
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return floats(word);
+  }
+};
+
+using LoadedUnits = UnitWords<uint16_t>[kUnitsOfThread];
+
+// 32 registers, where as floats they would be 64: more warps can load at the same time.
+template <ElementType kType>
+struct LoadedValues {
+  LoadedUnits unit;
+
+  __device__ LoadedValues(const LoadedUnits& loaded, const QuantizeArguments&) {
+    memcpy(unit, loaded, sizeof(unit));
+  }
+
+  // Largest magnitude, NaN left out.
+  __device__ float largest() const {
+    typename Pair<kType>::Vector found = Pair<kType>::vector(0);
+#pragma unroll
+    for (const auto& words : unit) {
+#pragma unroll
+      for (const uint32_t word : words) {
+        found = __hmax2(found, Pair<kType>::vector(word & Pair<kType>::kMagnitudes));
+      }
+    }
+    const float2 two = Pair<kType>::floats(found);
+    return fmaxf(two.x, two.y);
+  }
+
+  __device__ void make_infinities_nan() {
+#pragma unroll
+    for (auto& words : unit) {
+#pragma unroll
+      for (uint32_t& word : words) {
+        const uint32_t magnitudes = word & Pair<kType>::kMagnitudes;
+        if ((magnitudes & 0xffff) == Pair<kType>::kInfinity) word |= 0x7fff;
+        if (magnitudes >> 16 == Pair<kType>::kInfinity) word |= 0x7fff0000;
+      }
+    }
+  }
+
+  __device__ float operator()(int u, int i) const {
+    const float2 two = Pair<kType>::floats(unit[u][i / 2]);
+    return i % 2 == 0 ? two.x : two.y;
+  }
+};
+
+// Signs, the Walsh-Hadamard transform and the scale, of whole tokens in RowPlaces<kColumns>. The
+// additions come in the order of flashattn3/quantization/hadamard.py: columns 1 apart, 2, 4, ...
+template <ElementType kType, int kColumns>
+struct RotatedValues {
+  float x[kUnitsOfThread][kUnit];
+
+  __device__ RotatedValues(const LoadedUnits& loaded, const QuantizeArguments& args) {
+    apply_signs(loaded, args);
+    // Over 64 columns only one power of two comes here.
+    if (kColumns > 64 || args.x.head_dim == kColumns) {
+      transform(kColumns);
+    } else {
+      transform(args.x.head_dim);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) x[u][i] *= args.rotation_scale;
+    }
+  }
+
+  __device__ float largest() const {
+    float found = 0.f;
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) found = fmaxf(found, fabsf(x[u][i]));
+    }
+    return found;
+  }
+
+  __device__ void make_infinities_nan() {
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        if (isinf(x[u][i])) x[u][i] = NAN;
+      }
+    }
+  }
+
+  __device__ float operator()(int u, int i) const { return x[u][i]; }
+
+ private:
+  using Places = RowPlaces<kColumns>;
+
+  __device__ __forceinline__ void apply_signs(const LoadedUnits& loaded,
+                                              const QuantizeArguments& args) {
+#pragma unroll
+    for (int part = 0; part < Places::kUnitsOfToken; ++part) {
+      uint32_t sign[kUnit / 2];
+      load_signs(sign, args, Places::column(part));
+#pragma unroll
+      for (int u = part; u < kUnitsOfThread; u += Places::kUnitsOfToken) {
+#pragma unroll
+        for (int i = 0; i < kUnit; i += 2) {
+          const float2 two = Pair<kType>::floats(loaded[u][i / 2] ^ sign[i / 2]);
+          x[u][i] = two.x;
+          x[u][i + 1] = two.y;
+        }
+      }
+    }
+  }
+
+  // The sign bits of 8 columns, in pairs like the elements. What columns get that are not there
+  // does not matter: they are 0 and in no sum with others.
+  __device__ static void load_signs(uint32_t (&sign)[kUnit / 2], const QuantizeArguments& args,
+                                    int column) {
+    float one[kUnit];
+    const int last = args.x.head_dim - 1;
+    if (args.x.whole_units) {
+      const auto* from =
+          reinterpret_cast<const float4*>(args.signs + min(column, last / kUnit * kUnit));
+      reinterpret_cast<float4*>(one)[0] = from[0];
+      reinterpret_cast<float4*>(one)[1] = from[1];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) one[i] = args.signs[min(column + i, last)];
+    }
+#pragma unroll
+    for (int i = 0; i < kUnit; i += 2) {
+      constexpr uint32_t kUpperHalves = 0x7632;
+      sign[i / 2] =
+          __byte_perm(__float_as_uint(one[i]), __float_as_uint(one[i + 1]), kUpperHalves) &
+          ~Pair<kType>::kMagnitudes;
+    }
+  }
+
+  __device__ static void sum_and_difference(float& even, float& odd) {
+    const float sum = even + odd;
+    odd = even - odd;
+    even = sum;
+  }
+
+  // Stages for head_dim columns; the others are 0.
+  __device__ __forceinline__ void transform(int head_dim) {
+    within_units<1>(head_dim);
+    within_units<2>(head_dim);
+    within_units<4>(head_dim);
+    constexpr int kLanes = Places::kLanes;
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+      if (kUnit * lanes < head_dim) between_lanes(lanes);
+    }
+#pragma unroll
+    for (int units = 1; units < Places::kUnitsOfToken; units *= 2) {
+      if (kUnit * kLanes * units < head_dim) between_units(units);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void within_units(int head_dim) {
+    if (kWidth >= head_dim) return;
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        if ((i & kWidth) == 0) sum_and_difference(x[u][i], x[u][i + kWidth]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void between_units(int distance) {
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        if ((u & distance) == 0) sum_and_difference(x[u][i], x[u + distance][i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void between_lanes(int distance) {
+    // The upper one of two lanes has the odd value, and keeps even - odd.
+    const float own = threadIdx.x & distance ? -1.f : 1.f;
+#pragma unroll
+    for (int u = 0; u < kUnitsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        x[u][i] = fmaf(x[u][i], own, __shfl_xor_sync(0xffffffff, x[u][i], distance));
+      }
+    }
+  }
+};
+
+}  // namespace flashattn3

@@ -1,0 +1,123 @@
+// flashattn3_hopper::quantize and to_slots: tensors to QuantizeParams and ToSlotsParams, and the
+// launches on the stream that torch has current. As forward_op.cpp in everything; the caller,
+// flashattn3/quantization, has checked the options.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <tuple>
+
+#include "host/errors.h"
+#include "host/quantize.h"
+#include "torch_binding/boxed.h"
+#include "torch_binding/tensors.h"
+
+namespace flashattn3 {
+namespace {
+
+using torch::stable::Tensor;
+
+int32_t dtype_of(const Tensor& tensor) {
+  int32_t dtype;
+  check_torch(aoti_torch_get_dtype(tensor.get(), &dtype), "asking for a dtype");
+  return dtype;
+}
+
+// (batch, seqlen, heads, head_dim), or (total, heads, head_dim) and cu_seqlens.
+TokenRows token_rows(const char* name, const Tensor& tensor,
+                     const std::optional<Tensor>& cu_seqlens, int64_t max_seqlen) {
+  const bool varlen = cu_seqlens.has_value();
+  const int64_t seq = varlen ? 0 : 1;
+  if (tensor.dim() != seq + 3) fail(name, "the tensor has another number of dimensions");
+  const int64_t head_dim = tensor.size(seq + 2);
+  if (head_dim < 1 || head_dim > 256) fail(name, "the head dim must be 1 to 256");
+  if (head_dim > 1 && tensor.stride(seq + 2) != 1) fail(name, "the head dim must have stride 1");
+  if (varlen && cu_seqlens->numel() < 1) fail(name, "cu_seqlens has no element");
+  const int64_t tokens = tensor.size(seq);
+  return {.data = tensor.data_ptr(),
+          .stride = row_strides(tensor, varlen),
+          .batch = static_cast<int>(varlen ? cu_seqlens->numel() - 1 : tensor.size(0)),
+          .seqlen = static_cast<int>(varlen ? max_seqlen : tokens),
+          .total = static_cast<int>(tokens),
+          .num_heads = static_cast<int>(tensor.size(seq + 1)),
+          .head_dim = static_cast<int>(head_dim),
+          .cu_seqlens = indices(cu_seqlens)};
+}
+
+Tensor new_rows(const TokenRows& rows, int device) {
+  const int32_t e4m3 = aoti_torch_dtype_float8_e4m3fn();
+  if (rows.cu_seqlens != nullptr) {
+    return new_tensor<3>({rows.total, rows.num_heads, rows.head_dim}, e4m3, device);
+  }
+  return new_tensor<4>({rows.batch, rows.seqlen, rows.num_heads, rows.head_dim}, e4m3, device);
+}
+
+Tensor new_slots(const TokenRows& rows, int device) {
+  const int32_t e4m3 = aoti_torch_dtype_float8_e4m3fn();
+  const int64_t groups = num_slots(rows) / kSlotsOfRow, columns = slot_columns(rows.head_dim);
+  if (rows.cu_seqlens != nullptr) {
+    return new_tensor<4>({rows.num_heads, groups, columns, kSlotsOfRow}, e4m3, device);
+  }
+  return new_tensor<5>({rows.batch, rows.num_heads, groups, columns, kSlotsOfRow}, e4m3, device);
+}
+
+// x: fp16 or bf16. signs: fp32 (head_dim), given: rotate. max_seqlen: read with cu_seqlens. data:
+// e4m3 rows as x, dense, or slots (blocks/slot_order.h). descale: fp32 (batch, heads, blocks).
+std::tuple<Tensor, Tensor> quantize_tensor(Tensor x, std::optional<Tensor> signs,
+                                           std::optional<Tensor> cu_seqlens, int64_t block,
+                                           int64_t max_seqlen, bool slots) {
+  constexpr char kName[] = "quantize";
+  const TokenRows rows = token_rows(kName, x, cu_seqlens, max_seqlen);
+  const bool bf16 = dtype_of(x) == aoti_torch_dtype_bfloat16();
+  if (!bf16 && dtype_of(x) != aoti_torch_dtype_float16()) fail(kName, "x must be fp16 or bf16");
+  if (signs &&
+      (signs->numel() != rows.head_dim || dtype_of(*signs) != aoti_torch_dtype_float32())) {
+    fail(kName, "signs must be fp32 of the head dim");
+  }
+  if (block < 1) fail(kName, "a block must have tokens");
+  const int device = x.get_device_index();
+  const DeviceGuard guard(device);
+  const Tensor data = slots ? new_slots(rows, device) : new_rows(rows, device);
+  const Tensor descale =
+      new_tensor<3>({rows.batch, rows.num_heads, (rows.seqlen + block - 1) / block},
+                    aoti_torch_dtype_float32(), device);
+  const QuantizeParams params{
+      .x = rows,
+      .dtype = bf16 ? ElementType::kBFloat16 : ElementType::kFloat16,
+      .signs = signs ? static_cast<const float*>(signs->data_ptr()) : nullptr,
+      .block = static_cast<int>(block),
+      .slots = slots,
+      .data = static_cast<uint8_t*>(data.data_ptr()),
+      .descale = static_cast<float*>(descale.data_ptr()),
+  };
+  quantize(params, current_stream(device));
+  return {data, descale};
+}
+
+// v: e4m3 rows. Their bytes in slots, as quantize gives them.
+std::tuple<Tensor> rows_to_slots(Tensor v, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
+  constexpr char kName[] = "to_slots";
+  if (dtype_of(v) != aoti_torch_dtype_float8_e4m3fn()) fail(kName, "v must be e4m3");
+  const TokenRows rows = token_rows(kName, v, cu_seqlens, max_seqlen);
+  const int device = v.get_device_index();
+  const DeviceGuard guard(device);
+  const Tensor data = new_slots(rows, device);
+  to_slots({.v = rows, .data = static_cast<uint8_t*>(data.data_ptr())}, current_stream(device));
+  return {data};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
+  library.def(
+      "quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, int max_seqlen, bool slots)"
+      " -> (Tensor data, Tensor descale)");
+  library.def("to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
+  library.impl("quantize", boxed<quantize_tensor>);
+  library.impl("to_slots", boxed<rows_to_slots>);
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,5 @@
+"""FP8 tensors with a scale for each block, and the rotation against outliers."""
+
+from .block_fp8 import BlockScaled, quantize_block_fp8
+
+__all__ = ["BlockScaled", "quantize_block_fp8"]

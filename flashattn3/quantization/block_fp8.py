@@ -1,0 +1,145 @@
+"""e4m3 tensors with a scale for each block of tokens of each head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import type_error, value_error
+from . import hadamard as rotation
+from . import slots
+from .tokens import places
+from .torch_operations import of_tokens
+
+BLOCKS = (64, 128, 256)
+KINDS = ("q", "k", "v")
+LAYOUTS = ("rows", "slots")
+SOURCES = (torch.float16, torch.bfloat16, torch.float32)
+_FUNCTION = "quantize_block_fp8"
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A quantized q, k or v: data * descale is the value, of the rotated tensor if hadamard.
+
+    data: float8_e4m3fn. As rows (batch, seqlen, heads, head_dim), with cu_seqlens (total, heads,
+        head_dim). As slots, which the Hopper kernels take V in, see slots.py.
+    descale: float32 (batch, heads, blocks), blocks of ``block`` tokens counted from the beginning
+        of each sequence; where a sequence has none, 1.
+    cu_seqlens: int32 (batch + 1), where the sequences of a ragged batch begin; else None.
+    layout: of data, "rows" or "slots".
+    shape: of the tensor in rows, whatever the layout; must be given for slots.
+
+    Raises: ValueError.
+    """
+
+    data: Tensor
+    descale: Tensor
+    block: int
+    hadamard: bool = False
+    cu_seqlens: Tensor | None = None
+    layout: str = "rows"
+    shape: torch.Size | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise value_error("BlockScaled", "layout", f"one of {LAYOUTS}", repr(self.layout))
+        shape = self.data.shape if self.layout == "rows" else self.shape
+        if shape is None:
+            raise value_error("BlockScaled", "shape", "given with layout 'slots'", None)
+        object.__setattr__(self, "shape", torch.Size(shape))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What the numbers stand for, (batch, seqlen, heads, head_dim), rotated back."""
+        x = self.in_rows().data.float() * self.token_descale()[..., None]
+        return (rotation.rotate_back(x) if self.hadamard else x).to(dtype)
+
+    def token_descale(self) -> Tensor:
+        """descale of every token and head: shape without its last axis."""
+        of = places(self.shape[-3], self.data.device, self.cu_seqlens)
+        return of_tokens(self.descale, self.block, of)
+
+    def in_rows(self) -> BlockScaled:
+        """The same numbers with layout "rows", itself if it is; tokens of no sequence are 0."""
+        if self.layout == "rows":
+            return self
+        rows = slots.to_rows(self.data, self.shape, self.cu_seqlens)
+        return replace(self, data=rows, layout="rows")
+
+
+@torch.no_grad()
+def quantize_block_fp8(
+    x: Tensor,
+    *,
+    block: int = 128,
+    hadamard: bool = False,
+    kind: str = "q",
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    layout: str | None = None,
+) -> BlockScaled:
+    """Quantize q, k or v for attention: amax of each block of each head becomes 448.
+
+    With amax the largest finite magnitude of a block, descale = amax / 448 and data = x * (448 /
+    amax), each rounded once in float32, then to e4m3. The bits are the same on every device.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim) float16, bfloat16 or float32; with cu_seqlens
+            (total, heads, head_dim).
+        block: tokens that share a scale: 64, 128 or 256.
+        hadamard: rotate the head dim first (hadamard.py); q and k must agree. Not for v, whose
+            rotation would have to be undone in out.
+        kind: "q", "k" or "v".
+        cu_seqlens, max_seqlen: of a ragged batch, as for ``flash_attn_varlen_func``. data of
+            tokens of no sequence is undefined.
+        layout: of data, "rows" or, for v with a head dim up to 256, "slots"; None: "slots" for v
+            where the Hopper kernels run, else "rows".
+
+    Blocks of zeros have descale 1, blocks with amax below 448 * 2**-126 have descale 2**-126. NaN
+    and infinite elements become NaN (with hadamard their whole row) and leave the scale to the
+    finite ones. Not differentiable.
+
+    Raises: TypeError, ValueError.
+    """
+    _check(x, block, hadamard, kind, cu_seqlens, max_seqlen, layout)
+    # Not above: the backends know the problem of a call, which may be of a BlockScaled.
+    from . import dispatch
+
+    if layout is None:
+        layout = "slots" if kind == "v" and dispatch.on_hopper(x) else "rows"
+    data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout)
+    return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape)
+
+
+def _check(x, block, hadamard, kind, cu_seqlens, max_seqlen, layout) -> None:
+    if not isinstance(x, Tensor):
+        raise type_error(_FUNCTION, "x", "a torch.Tensor", type(x).__name__)
+    if x.dtype not in SOURCES:
+        raise type_error(_FUNCTION, "x.dtype", f"one of {SOURCES}", x.dtype)
+    rank = 3 if cu_seqlens is not None else 4
+    if x.ndim != rank:
+        raise value_error(_FUNCTION, "x.ndim", rank, x.ndim)
+    if block not in BLOCKS:
+        raise value_error(_FUNCTION, "block", f"one of {BLOCKS}", block)
+    if kind not in KINDS:
+        raise value_error(_FUNCTION, "kind", f"one of {KINDS}", repr(kind))
+    if hadamard and kind == "v":
+        raise value_error(_FUNCTION, "hadamard", "False for kind 'v'", True)
+    if hadamard and not rotation.is_rotatable(x.shape[-1]):
+        raise value_error(_FUNCTION, "x.shape[-1]", "a power of two with hadamard", x.shape[-1])
+    if (cu_seqlens is None) != (max_seqlen is None):
+        raise value_error(
+            _FUNCTION, "max_seqlen", "given with cu_seqlens and only then", max_seqlen
+        )
+    if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
+        raise type_error(_FUNCTION, "cu_seqlens.dtype", torch.int32, cu_seqlens.dtype)
+    if layout not in (None, *LAYOUTS):
+        raise value_error(_FUNCTION, "layout", f"one of {LAYOUTS} or None", repr(layout))
+    if layout == "slots" and kind != "v":
+        raise value_error(_FUNCTION, "layout", f"'rows' or None for kind {kind!r}", repr(layout))
+    largest = slots.COLUMNS[-1]
+    if layout == "slots" and x.shape[-1] > largest:
+        wanted = f"at most {largest} with layout 'slots'"
+        raise value_error(_FUNCTION, "x.shape[-1]", wanted, x.shape[-1])

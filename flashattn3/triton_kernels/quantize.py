@@ -1,0 +1,106 @@
+"""One block of one head from 16 or 32 bits to e4m3, with its scale and, if wished, rotated."""
+
+import triton
+import triton.language as tl
+
+from .common import load_tile, sequence, tile_offsets
+
+LARGEST = tl.constexpr(448.0)  # of e4m3
+SMALLEST_AMAX = tl.constexpr(448.0 * 2.0**-126)  # see quantization/torch_operations.py
+
+
+@triton.jit
+def to_e4m3(x):
+    """The bits of the nearest e4m3 of x, float32 within ±448 or NaN; ties to even.
+
+    Written out because Triton converts only on chips that have the type.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Round at the third bit of the mantissa, then move the exponent's bias from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2**-6 the steps are 2**-9, the last place of a float32 at 2**14.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    small = shifted.to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, small, normal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def sums_and_differences(x, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
+    """Of the columns that lie WIDTH apart, in their places."""
+    pairs = tl.reshape(x, (BLOCK_T, BLOCK_D // (2 * WIDTH), 2, WIDTH))
+    even, odd = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    both = tl.permute(tl.join(even + odd, even - odd), (0, 1, 3, 2))
+    return tl.reshape(both, (BLOCK_T, BLOCK_D))
+
+
+@triton.jit
+def rotated(
+    x, sign_ptr, columns, BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr
+):
+    """Signs, then the Walsh-Hadamard transform of the columns, a stage for each bit."""
+    x = x * tl.load(sign_ptr + columns)[None, :]
+    for stage in tl.static_range(STAGES):
+        x = sums_and_differences(x, BLOCK_T, HEAD_DIM, 2**stage)
+    return x * (HEAD_DIM**-0.5)
+
+
+@triton.jit
+def quantize_block(
+    x_ptr,
+    data_ptr,
+    descale_ptr,
+    sign_ptr,
+    cu_seqlens,
+    x_stride_b,
+    x_stride_s,
+    x_stride_h,
+    num_blocks,
+    num_heads,
+    seqlen,
+    total,
+    BLOCK_T: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VARLEN: tl.constexpr,
+    ROTATE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """data (b, s, h, d) as bytes and descale (b, h, blocks), both dense. Grid: blocks * heads * b.
+
+    BLOCK_D: the head dim, rounded up to a power of two. ROTATE: the head dim is one, STAGES its
+    log2.
+    """
+    pid = tl.program_id(0)
+    block = pid % num_blocks
+    head = pid // num_blocks % num_heads
+    batch = (pid // num_blocks // num_heads).to(tl.int64)
+    start, length = sequence(cu_seqlens, None, batch, seqlen, total, VARLEN, False)
+    place = (batch * num_heads + head) * num_blocks + block
+    first = block * BLOCK_T
+    if first >= length:
+        tl.store(descale_ptr + place, 1.0)
+        return
+    tokens = first + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_D)
+    data_entry = 0 if VARLEN else batch * seqlen
+    source = x_ptr + batch * x_stride_b + head * x_stride_h + start * x_stride_s
+    source += tile_offsets(tokens, columns, x_stride_s)
+    x = load_tile(source, tokens, length, columns, HEAD_DIM, True, HEAD_DIM < BLOCK_D)
+    x = x.to(tl.float32)
+    if ROTATE:
+        x = rotated(x, sign_ptr, columns, BLOCK_T, BLOCK_D, STAGES)
+    finite = tl.abs(x) < float("inf")
+    amax = tl.max(tl.max(tl.where(finite, tl.abs(x), 0.0), 1), 0)
+    floored = tl.maximum(amax, SMALLEST_AMAX)
+    descale = tl.where(amax > 0, tl.math.div_rn(floored, LARGEST), 1.0)
+    factor = tl.where(amax > 0, tl.math.div_rn(LARGEST, floored), 1.0)
+    tl.store(descale_ptr + place, descale)
+    scaled = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)
+    scaled = tl.where(finite, scaled, float("nan"))
+    target = data_ptr + (data_entry + start) * num_heads * HEAD_DIM + head * HEAD_DIM
+    target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
+    mask = (tokens < length)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(target, to_e4m3(scaled), mask=mask)

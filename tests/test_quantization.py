@@ -1,0 +1,497 @@
+"""Block quantization: what comes back, at every edge; the rotation keeps scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from helpers import GPU, needs_hopper
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashattn3.quantization import (
+    BlockScaled,
+    dispatch,
+    quantize_block_fp8,
+    slots,
+    torch_operations,
+    triton_launch,
+)
+from flashattn3.quantization.hadamard import rotate, rotate_back
+from flashattn3.triton_kernels.quantize import to_e4m3
+
+interpreted = pytest.mark.skipif(GPU, reason="runs in Triton's interpreter, on the CPU")
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close_by_block(x, quantized: BlockScaled):
+    """e4m3: half a step of three mantissa bits, or of the smallest step near 0."""
+    descale = quantized.token_descale()[..., None]
+    found = quantized.data.float() * descale
+    bound = (x.abs() / 16).maximum(descale * 2.0**-10) * (1 + 1e-6)
+    assert ((found - x).abs() <= bound).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 300),
+    st.integers(1, 3),
+    st.sampled_from((64, 128, 256)),
+    st.integers(-20, 20),
+)
+def test_every_element_comes_back_within_half_a_step(batch, seqlen, heads, block, magnitude):
+    x = normal(batch, seqlen, heads, 8, seed=seqlen) * 2.0**magnitude
+    quantized = quantize_block_fp8(x, block=block)
+    assert quantized.data.dtype == torch.float8_e4m3fn
+    assert quantized.descale.shape == (batch, heads, -(-seqlen // block))
+    assert_close_by_block(x, quantized)
+    # The largest element of each block is one of e4m3's largest.
+    assert (quantized.data.float().abs().amax() == 448).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dequantize_gives_the_tensor_back_in_any_type(dtype):
+    x = normal(2, 130, 3, 64, dtype=dtype)
+    for hadamard in (False, True):
+        back = quantize_block_fp8(x, hadamard=hadamard).dequantize(dtype)
+        assert back.dtype == dtype and back.shape == x.shape
+        assert (back - x).float().pow(2).mean().sqrt() < 0.03
+
+
+def test_blocks_do_not_see_each_other():
+    x = normal(1, 256, 2, 16)
+    x[:, 128:] *= 1e4
+    x[:, :, 1] *= 1e-3
+    assert_close_by_block(x, quantize_block_fp8(x, block=128))
+
+
+def test_zeros_have_descale_1():
+    quantized = quantize_block_fp8(torch.zeros(1, 65, 2, 8), block=64)
+    assert (quantized.descale == 1).all() and (quantized.dequantize() == 0).all()
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_becomes_nan_and_leaves_the_scale_alone(odd):
+    x = normal(1, 100, 1, 8)
+    clean = quantize_block_fp8(x, block=64)
+    x[0, 3, 0, 5] = odd
+    x[0, 3, 0, 6] = 0.0
+    found = quantize_block_fp8(x, block=64)
+    assert found.dequantize()[0, 3, 0, 5].isnan()
+    assert found.dequantize().isnan().sum() == 1
+    assert (found.descale <= clean.descale).all() and (found.descale > 0).all()
+
+
+def test_ragged_blocks_begin_with_their_sequence():
+    lengths = (1, 0, 63, 64, 65, 200)
+    edges = torch.tensor([0, *lengths]).cumsum(0).int()
+    x = normal(sum(lengths), 2, 16)
+    for i, begin in enumerate(edges[:-1].tolist()):
+        x[begin : edges[i + 1]] *= 10.0**i
+    ragged = quantize_block_fp8(x, block=64, cu_seqlens=edges, max_seqlen=200)
+    assert ragged.descale.shape == (6, 2, 4)
+    assert_close_by_block(x, ragged)
+    for i, length in enumerate(lengths):
+        part = x[None, edges[i] : edges[i + 1]]
+        dense = quantize_block_fp8(part, block=64)
+        assert torch.equal(ragged.descale[i, :, : dense.descale.shape[2]], dense.descale[0])
+        assert torch.equal(ragged.data[edges[i] : edges[i + 1]].float(), dense.data[0].float())
+        assert (ragged.descale[i, :, -(-length // 64) :] == 1).all()
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 64, 128, 256])
+def test_the_rotation_is_orthogonal(head_dim):
+    x, y = normal(5, head_dim).double(), normal(7, head_dim, seed=1).double()
+    torch.testing.assert_close(rotate_back(rotate(x)), x)
+    torch.testing.assert_close(rotate(x) @ rotate(y).T, x @ y.T)
+
+
+def test_the_rotation_spreads_an_outlier():
+    x = torch.zeros(1, 1, 1, 128)
+    x[..., 17] = 100.0
+    assert (rotate(x).abs() == rotate(x).abs().max()).all()
+
+
+def outliers(*shape, seed):
+    """The FlashAttention-3 paper's: N(0, 1) + N(0, 100) on one element of a thousand."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    hit = torch.rand(*shape, generator=generator) < 0.001
+    return x + hit * 10 * torch.randn(*shape, generator=generator)
+
+
+def test_rotation_and_blocks_lose_less_than_one_scale_for_a_head():
+    q, k = outliers(1, 2048, 1, 64, seed=1), outliers(1, 2048, 1, 64, seed=2)
+    truth = (q[0, :, 0].double() @ k[0, :, 0].double().T / 8).softmax(-1)
+
+    def error(quantize):
+        a, b = (quantize(x).dequantize()[0, :, 0].double() for x in (q, k))
+        return ((a @ b.T / 8).softmax(-1) - truth).pow(2).mean().sqrt()
+
+    per_block = error(lambda x: quantize_block_fp8(x, block=128))
+    rotated = error(lambda x: quantize_block_fp8(x, block=128, hadamard=True))
+
+    def per_head(x):
+        descale = x.abs().amax() / 448
+        data = (x / descale).to(torch.float8_e4m3fn)
+        return BlockScaled(data, descale.expand(1, 1, 16), 128)
+
+    assert per_block <= error(per_head)
+    assert rotated < per_block
+
+
+ILLEGAL = [
+    ({"x": [1.0]}, TypeError, "x must be a torch.Tensor"),
+    ({"x": torch.zeros(1, 2, 3, 4).double()}, TypeError, "x.dtype must be"),
+    ({"x": torch.zeros(2, 3, 4)}, ValueError, "x.ndim must be 4, got 3"),
+    ({"block": 100}, ValueError, "block must be one of"),
+    ({"kind": "o"}, ValueError, "kind must be one of"),
+    ({"kind": "v", "hadamard": True}, ValueError, "hadamard must be False for kind 'v'"),
+    (
+        {"x": torch.zeros(1, 2, 3, 96), "hadamard": True},
+        ValueError,
+        r"x.shape\[-1\] must be a power of two",
+    ),
+    ({"max_seqlen": 3}, ValueError, "max_seqlen must be given with cu_seqlens"),
+    (
+        {"x": torch.zeros(2, 3, 4), "cu_seqlens": torch.tensor([0, 2]), "max_seqlen": 2},
+        TypeError,
+        "cu_seqlens.dtype must be torch.int32",
+    ),
+    ({"layout": "columns"}, ValueError, "layout must be one of"),
+    ({"layout": "slots"}, ValueError, "layout must be 'rows' or None for kind 'q'"),
+    (
+        {"x": torch.zeros(1, 2, 3, 264), "kind": "v", "layout": "slots"},
+        ValueError,
+        r"x.shape\[-1\] must be at most 256",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), ILLEGAL, ids=lambda x: str(x)[:20])
+def test_illegal_arguments_are_met_by_a_sentence(changes, error, text):
+    arguments = {"x": torch.zeros(1, 2, 3, 4), **changes}
+    with pytest.raises(error, match=f"quantize_block_fp8: {text}"):
+        quantize_block_fp8(arguments.pop("x"), **arguments)
+
+
+def bits(data):
+    return data.view(torch.uint8)
+
+
+def ragged(lengths, before=0, behind=0):
+    """cu_seqlens, and the tokens of a tensor with some of no sequence before and behind."""
+    edges = torch.tensor([before, *lengths]).cumsum(0).int()
+    return edges, int(edges[-1]) + behind
+
+
+def spoiled(x):
+    """x with every value that is not finite, blocks of zeros and ends of the range."""
+    x = x.clone()
+    last = x.shape[-1] - 1
+    x[..., :64, 0, :] = 0
+    if x.ndim == 4 and x.shape[1] > 75:
+        x[0, 70, 0, 0], x[0, 71, 0, last] = float("nan"), float("inf")
+        x[-1, 72, -1, 0], x[-1, 73, -1, 0] = -float("inf"), -float("nan")
+        x[-1, 5, -1, last] = torch.finfo(x.dtype).max
+    return x
+
+
+def test_the_definition_in_numpy():
+    """One rounded division for each of descale and factor, one rounded product."""
+    x = normal(1, 64, 1, 32).numpy()
+    amax, largest = np.abs(x).max(), np.float32(448)
+    data, descale = torch_operations.quantize(torch.from_numpy(x), 64, False, None, None)
+    assert descale.item() == amax / largest
+    scaled = torch.from_numpy(x * (largest / amax)).clamp(-448, 448)
+    assert torch.equal(bits(data), bits(scaled.to(torch.float8_e4m3fn)))
+
+
+@pytest.mark.parametrize("exponent", [-149, -140, -127, -120, -118, -117, -116])
+def test_tiny_blocks_keep_a_normal_scale(exponent):
+    x = torch.full((1, 64, 1, 8), 2.0**exponent)
+    quantized = quantize_block_fp8(x, block=64)
+    assert (quantized.descale >= 2.0**-126).all()
+    assert_close_by_block(x, quantized)
+    if exponent <= -118:
+        assert (quantized.descale == 2.0**-126).all()
+
+
+def test_tokens_of_no_sequence_leave_the_scale_alone():
+    edges, total = ragged((40, 100), before=3, behind=7)
+    x = normal(total, 2, 16)
+    x[:3], x[-7:] = 1e3, 1e3
+    found = torch_operations.quantize(x, 64, False, edges, 100)[1]
+    inner = torch_operations.quantize(x[3:-7], 64, False, edges - 3, 100)[1]
+    assert torch.equal(found, inner)
+
+
+def test_the_slots_are_those_of_the_matrix_product():
+    """As the e4m3 operand wants them: four neighbours are a thread's keys of the product before."""
+    slot = {}
+    for t in range(4):
+        for i, key in enumerate((2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * t)):
+            slot[key], slot[16 + key] = 4 * t + i, 16 + 4 * t + i
+    assert slots.slot_of(torch.arange(96)).tolist() == [
+        start + slot[key] for start in (0, 32, 64) for key in range(32)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "head_dim", "columns"), [(1, 8, 64), (65, 96, 128), (96, 256, 256)]
+)
+def test_rows_to_slots(seqlen, head_dim, columns):
+    v = normal(2, seqlen, 3, head_dim).to(torch.float8_e4m3fn)
+    data = slots.to_slots(v, None)
+    num_slots = -(-seqlen // 32) * 32
+    assert data.shape == (2, 3, num_slots // 16, columns, 16) and data.is_contiguous()
+    found = data.float()
+    for token in range(seqlen):
+        slot = int(slots.slot_of(torch.tensor(token)))
+        assert torch.equal(found[:, :, slot // 16, :head_dim, slot % 16], v[:, token].float())
+    assert found.abs().sum() == v.float().abs().sum()  # the others are 0
+    assert torch.equal(bits(slots.to_rows(data, v.shape, None)), bits(v))
+
+
+def test_ragged_rows_to_slots():
+    lengths = (1, 0, 31, 32, 33, 64, 5)
+    edges, total = ragged(lengths, before=2, behind=4)
+    v = normal(total, 2, 40).to(torch.float8_e4m3fn)
+    data = slots.to_slots(v, edges)
+    assert data.shape == (2, 2 * (total // 32 + len(lengths)), 64, 16)
+    for i, length in enumerate(lengths):
+        if length == 0:
+            continue
+        begin = int(edges[i])
+        part = slots.to_slots(v[None, begin : begin + length], None)[0]
+        first = 2 * (begin // 32 + i)
+        assert torch.equal(bits(data[:, first : first + part.shape[1]]), bits(part))
+    back = slots.to_rows(data, v.shape, edges)
+    assert torch.equal(bits(back[2:-4]), bits(v[2:-4])) and (bits(back[:2]) == 0).all()
+
+
+def test_slots_stand_for_the_same_numbers():
+    edges, total = ragged((1, 0, 63, 100))
+    for x, options in (
+        (normal(2, 130, 3, 40), {}),
+        (normal(total, 3, 40), {"cu_seqlens": edges, "max_seqlen": 100}),
+    ):
+        rows = quantize_block_fp8(x, block=64, kind="v", layout="rows", **options)
+        mixed = quantize_block_fp8(x, block=64, kind="v", layout="slots", **options)
+        assert (rows.layout, mixed.layout) == ("rows", "slots")
+        assert rows.shape == mixed.shape == x.shape
+        assert torch.equal(rows.descale, mixed.descale)
+        assert torch.equal(rows.token_descale(), mixed.token_descale())
+        assert rows.in_rows() is rows and mixed.in_rows().layout == "rows"
+        assert torch.equal(bits(mixed.in_rows().data), bits(rows.data))
+        assert torch.equal(mixed.dequantize(), rows.dequantize())
+
+
+def test_slots_need_the_shape_of_their_rows():
+    data, descale = torch.zeros(1, 1, 2, 64, 16).to(torch.float8_e4m3fn), torch.ones(1, 1, 1)
+    with pytest.raises(ValueError, match="BlockScaled: shape must be given with layout 'slots'"):
+        BlockScaled(data, descale, 64, layout="slots")
+    with pytest.raises(ValueError, match="BlockScaled: layout must be one of"):
+        BlockScaled(data, descale, 64, layout="columns")
+
+
+def test_nothing_is_differentiated():
+    x = normal(1, 8, 1, 8).requires_grad_()
+    quantized = quantize_block_fp8(x, hadamard=True)
+    assert not quantized.data.requires_grad and not quantized.descale.requires_grad
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("head_dim", "hadamard"),
+    [(64, False), (64, True), (128, True), (40, False), (1, True), (8, True)],
+)
+def test_the_triton_kernel_gives_the_same_bytes(head_dim, hadamard, dtype):
+    x = spoiled(normal(2, 150, 2, head_dim, dtype=dtype) * 3)
+    x[1, 64:128, 0] = 2.0**-23 if dtype == torch.float16 else 2.0**-124
+    wanted = torch_operations.quantize(x, 64, hadamard, None, None)
+    data, descale = triton_launch.quantize(x, 64, hadamard, None, None)
+    assert torch.equal(descale, wanted[1])
+    assert torch.equal(bits(data), bits(wanted[0]))
+
+
+@interpreted
+def test_the_triton_kernel_on_ragged_sequences():
+    edges, total = ragged((1, 0, 63, 64, 65, 100), before=2, behind=3)
+    x = normal(total, 2, 64)
+    wanted = torch_operations.quantize(x, 64, False, edges, 100)
+    data, descale = triton_launch.quantize(x, 64, False, edges, 100)
+    assert torch.equal(bits(data)[2:-3], bits(wanted[0])[2:-3])
+    assert torch.equal(descale, wanted[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_triton_on_a_gpu_gives_the_same_bytes(hadamard, device):
+    x = spoiled(normal(2, 150, 2, 128, dtype=torch.bfloat16) * 3).to(device)
+    data, descale = triton_launch.quantize(x, 128, hadamard, None, None)
+    wanted = torch_operations.quantize(x, 128, hadamard, None, None)
+    assert torch.equal(descale, wanted[1]) and torch.equal(bits(data), bits(wanted[0]))
+
+
+def slot_groups(data):
+    """(..., heads, groups of 32 slots, bytes)"""
+    return bits(data).unflatten(-3, (-1, 2)).flatten(-3)
+
+
+def assert_same_slots(found, rows, edges):
+    """In the groups of 32 slots that a sequence has; the others need not be written."""
+    keys = torch.ones(rows.shape, device=rows.device).to(rows.dtype)
+    used = slot_groups(slots.to_slots(keys, edges)).amax(-1) > 0
+    wanted = slots.to_slots(rows, edges)
+    assert found.shape == wanted.shape
+    assert torch.equal(slot_groups(found)[used], slot_groups(wanted)[used])
+
+
+def assert_hopper_gives_torchs_bytes(x, block, hadamard=False, edges=None, max_seqlen=None):
+    """Those of torch on the GPU and on the CPU; not rotated, in slots too."""
+    tokens = slice(None) if edges is None else slice(int(edges[0]), int(edges[-1]))
+    axis = 1 if edges is None else 0
+    options = {"block": block, "cu_seqlens": edges, "max_seqlen": max_seqlen}
+    found = quantize_block_fp8(x, hadamard=hadamard, layout="rows", **options)
+    for place in (x.device, torch.device("cpu")):
+        cu_seqlens = None if edges is None else edges.to(place)
+        wanted, descale = torch_operations.quantize(
+            x.to(place), block, hadamard, cu_seqlens, max_seqlen
+        )
+        assert torch.equal(found.descale.to(place), descale)
+        data = bits(found.data).to(place).movedim(axis, 0)[tokens]
+        assert torch.equal(data, bits(wanted).movedim(axis, 0)[tokens])
+    if hadamard:
+        return
+    mixed = quantize_block_fp8(x, kind="v", layout="slots", **options)
+    assert torch.equal(mixed.descale, found.descale)
+    assert_same_slots(mixed.data, found.data, edges)
+    moved = torch.ops.flashattn3_hopper.to_slots(found.data, edges, max_seqlen or 0)
+    assert_same_slots(moved, found.data, edges)
+    padded = torch.nn.functional.pad(bits(found.data), (3, 2)).view(found.data.dtype)[..., 3:-2]
+    moved = torch.ops.flashattn3_hopper.to_slots(padded, edges, max_seqlen or 0)
+    assert_same_slots(moved, found.data, edges)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 7, 8, 40, 64, 96, 128, 192, 200, 256])
+def test_hopper_on_every_head_dim(head_dim, block, dtype, device, poisoned_memory):
+    for seqlen in (1, 64, 333, 1024):
+        x = spoiled(normal(2, seqlen, 3, head_dim, dtype=dtype) * 3).to(device)
+        assert dispatch.on_hopper(x)
+        assert_hopper_gives_torchs_bytes(x, block)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_hopper_rotates(head_dim, block, dtype, device, poisoned_memory):
+    for seqlen in (3, 300):
+        x = spoiled(normal(2, seqlen, 3, head_dim, dtype=dtype) * 3).to(device)
+        assert_hopper_gives_torchs_bytes(x, block, hadamard=True)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_hopper_on_ragged_sequences(head_dim, block, device, poisoned_memory):
+    lengths = (1, 0, 31, 32, 33, 63, 64, 65, 500, 0, 257)
+    for before, behind in ((0, 0), (5, 9)):
+        edges, total = ragged(lengths, before, behind)
+        x = normal(total, 2, head_dim, dtype=torch.bfloat16).to(device)
+        for hadamard in (False,) if head_dim == 40 else (False, True):
+            assert_hopper_gives_torchs_bytes(x, block, hadamard, edges.to(device), 500)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_hopper_on_any_strides_and_addresses(hadamard, device):
+    big = normal(2, 4, 200, 3, 72, dtype=torch.bfloat16).to(device)
+    views = {
+        "heads first": big[:, 0, :, :, :64].transpose(1, 2).contiguous().transpose(1, 2),
+        "parts of rows": big[:, 1, :, :, 8:72],
+        "odd address": big[:, 2, :, :, 1:65],
+        "expanded": big[:1, 3, :, :1, :64].expand(2, -1, 3, -1),
+        "columns apart": normal(2, 200, 3, 128, dtype=torch.bfloat16).to(device)[..., ::2],
+    }
+    odd_pitch = normal(2, 200, 3, 65, dtype=torch.bfloat16).to(device)
+    for x in (*views.values(), odd_pitch[..., :64]):
+        assert_hopper_gives_torchs_bytes(x, 128, hadamard)
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_hopper_on_denormals_and_the_whole_range(device):
+    x = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16).view(1, 512, 1, 128)
+    assert_hopper_gives_torchs_bytes(x.to(device), 64)
+    assert_hopper_gives_torchs_bytes(x.view(torch.float16).to(device), 64)
+    tiny = (normal(1, 256, 2, 128) * 2.0**-128).bfloat16().to(device)
+    for hadamard in (False, True):
+        assert_hopper_gives_torchs_bytes(tiny, 128, hadamard)
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_v_gets_slots_where_hopper_takes_it(device):
+    v = normal(1, 100, 2, 64).to(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert quantize_block_fp8(v.to(dtype), kind="v").layout == "slots"
+        assert quantize_block_fp8(v.to(dtype), kind="k").layout == "rows"
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"x": torch.zeros(1, 2, 3)}, "number of dimensions"),
+        ({"x": torch.zeros(1, 2, 3, 257).half()}, "head dim must be 1 to 256"),
+        ({"x": torch.zeros(1, 2, 3, 8)}, "fp16 or bf16"),
+        ({"signs": torch.zeros(9)}, "signs must be"),
+        ({"signs": torch.zeros(8), "slots": True}, "power of two"),
+        ({"block": 100}, "64, 128 or 256"),
+    ],
+    ids=str,
+)
+def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
+    arguments = {"x": torch.zeros(1, 2, 3, 8).half(), "signs": None, "block": 64, "slots": False}
+    arguments |= changes
+    x, sign = arguments["x"].to(device), arguments["signs"]
+    sign = None if sign is None else sign.to(device)
+    with pytest.raises(RuntimeError, match=text):
+        torch.ops.flashattn3_hopper.quantize(
+            x, sign, None, arguments["block"], 0, arguments["slots"]
+        )
+
+
+@triton.jit
+def convert(source, target, COUNT: tl.constexpr):
+    places = tl.arange(0, COUNT) + tl.program_id(0) * COUNT
+    tl.store(target + places, to_e4m3(tl.load(source + places)))
+
+
+@interpreted
+def test_the_conversion_rounds_as_torch_does():
+    x = torch.cat([torch.linspace(-448, 448, 2**16), torch.linspace(-0.05, 0.05, 2**16)])
+    halfway = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (halfway[1:] + halfway[:-1]) / 2
+    edges = torch.cat([halfway, -halfway, torch.tensor([0.0, -0.0, float("nan")])])
+    x = torch.cat([x, torch.nn.functional.pad(edges, (0, -len(edges) % 1024))])
+    found = torch.empty(len(x), dtype=torch.uint8)
+    convert[(len(x) // 1024,)](x, found, COUNT=1024)
+    assert torch.equal(found, x.to(torch.float8_e4m3fn).view(torch.uint8))
