@@ -19,7 +19,7 @@ __device__ __forceinline__ void clear_rows(uint8_t* values, int used, int thread
   }
 }
 
-// V in slots (tile_product.cuh); the slots of keys from `used` on become 0.
+// V in slots (slot_order.h); the slots of keys from `used` on become 0.
 template <int kKeys, int kHeadDim>
 __device__ __forceinline__ void clear_slots(uint8_t* values, int used, int thread,
                                             int num_threads) {

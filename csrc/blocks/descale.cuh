@@ -18,10 +18,4 @@ struct Descale {
   }
 };
 
-// Where the slots of a sequence begin (tile_product.cuh): sequences of a ragged batch take whole
-// groups of 32, and one more each, so that no length but those before must be known.
-__device__ __forceinline__ int64_t first_slot(bool ragged, int offset, int sequence) {
-  return ragged ? (static_cast<int64_t>(offset / 32) + sequence) * 32 : 0;
-}
-
 }  // namespace flashattn3

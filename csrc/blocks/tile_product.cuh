@@ -5,17 +5,14 @@
 // each, in the 128-byte swizzle that TMA writes; a chunk of R rows takes R * 128 bytes. Chunks, and
 // the 64-row slabs of Q in them, start at multiples of 1024 bytes.
 //
-// V in 8 bits, which WGMMA takes with the keys contiguous alone, lies in slots: (slots / 16,
-// head_dim, 16) bytes, 16 slots of a column being a row of what WGMMA calls a core matrix. In every
-// 32 keys, slots 4 t to 4 t + 3 hold the keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t and slots 16 + 4 t to
-// 16 + 4 t + 3 the same plus 16 (t 0 to 3): what thread t of a quad holds of the scores is then,
-// packed four to a register, what it must hold of the probabilities.
+// V in 8 bits, which WGMMA takes with the keys contiguous alone, lies in slots (slot_order.h).
 #pragma once
 
 #include <cstdint>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/arch/util.hpp>
 
+#include "blocks/e4m3.cuh"
 #include "blocks/wgmma.cuh"
 
 namespace flashattn3 {
@@ -100,19 +97,6 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return packed;
 }
 
-// Four e4m3, the first in the lowest byte; what is too large becomes 448.
-__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
-  uint32_t packed;
-  asm volatile(
-      "{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}"
-      : "=r"(packed)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return packed;
-}
-
 // Accumulators of the scores become the operand of the values without any exchange. 16 bits: thread
 // and register of an accumulator pair are those that the operand wants for the same row and keys. 8
 // bits: they are so for V's slots.
@@ -123,7 +107,7 @@ __device__ __forceinline__ void pack_probabilities(Probabilities<kElement, kN>& 
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
       const int at = i / 2 * 8 + i % 2 * 2;  // register i % 4 / 2: keys 16 on; i % 2: rows 8 below
-      p[i / 4][i % 4] = pack_e4m3(s[at], s[at + 1], s[at + 4], s[at + 5]);
+      p[i / 4][i % 4] = to_e4m3(s[at], s[at + 1], s[at + 4], s[at + 5]);
     }
   } else {
 #pragma unroll

@@ -16,12 +16,15 @@
 namespace flashattn3 {
 
 // kernel: the entry, for cudaFuncGetAttributes. launch: throws where the launch fails.
+// promoted_bytes: of QuantizedParams::promoted.
 struct ForwardKernel {
   const char* name;
+  int head_dim;
   const void* kernel;
   int num_threads;
   int shared_memory_bytes;
   void (*launch)(const ForwardParams&, cudaStream_t);
+  int64_t (*promoted_bytes)(const ForwardParams&);
 };
 
 // A row of the table, and its kernel; null where FLASHATTN3_KERNELS left the row out of the build.

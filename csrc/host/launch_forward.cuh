@@ -63,9 +63,14 @@ inline Descale descale_of(const BlockDescales& descales) {
 }
 
 template <ForwardRow kRow>
+int64_t promoted_bytes(const ForwardParams& params) {
+  return forward_promoted_bytes(kRow, params.num_sms, params.seqlen_k);
+}
+
+template <ForwardRow kRow>
 QuantizedArguments quantized_arguments(const ForwardParams& params) {
   const QuantizedParams& given = params.quantized;
-  if (given.promoted == nullptr && forward_promoted_bytes(kRow, params.num_sms, params.seqlen_k) > 0) {
+  if (given.promoted == nullptr && promoted_bytes<kRow>(params) > 0) {
     fail("launch of " + describe(kRow), "so many keys need room for sums in fp32");
   }
   return {.v_slots = static_cast<const uint8_t*>(params.v),

@@ -25,7 +25,7 @@ struct BlockDescales {
   int heads_per_scale = 1;  // neighbouring heads that share theirs
 };
 
-// What e4m3 inputs have besides; q and k are then e4m3, v is in slots (blocks/tile_product.cuh):
+// What e4m3 inputs have besides; q and k are then e4m3, v is in slots (blocks/slot_order.h):
 // (batch, num_heads_kv, num_slots / 16, head_dim of the row, 16), variable (num_heads_kv, ...), where
 // sequence i begins at slot 32 * (cu_seqlens_k[i] / 32 + i). Strides of v are not read.
 struct QuantizedParams {

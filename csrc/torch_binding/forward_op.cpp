@@ -1,5 +1,5 @@
-// flashattn3_hopper::forward and forward_into: tensors to ForwardParams, and the launch on the
-// stream that torch has current for their device. Uses LibTorch's stable interface alone, so that
+// flashattn3_hopper::forward, forward_into and forward_fp8: tensors to ForwardParams, and the launch
+// on the stream that torch has current for their device. Uses LibTorch's stable interface alone, so that
 // one library runs under every torch from 2.9, under its CPU build too (where the operator can be
 // looked at, not called).
 //
@@ -12,6 +12,7 @@
 #include <optional>
 #include <tuple>
 
+#include "blocks/slot_order.h"
 #include "host/errors.h"
 #include "host/kernel_registry.h"
 #include "host/params.h"
@@ -30,24 +31,26 @@ struct Axes {
   int64_t batch, rows, heads, dim;
 };
 
-bool fit_together(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                  const Tensor& lse, const Axes& axes) {
+bool fit_together(const Tensor& q, const Tensor& k, const Tensor& out, const Tensor& lse,
+                  const Axes& axes) {
   const int64_t rank = axes.dim + 1;
-  if (q.dim() != rank || k.dim() != rank || v.dim() != rank || out.dim() != rank) return false;
-  return k.size(axes.dim) == q.size(axes.dim) && v.size(axes.rows) == k.size(axes.rows) &&
-         v.size(axes.heads) == k.size(axes.heads) && out.size(axes.rows) == q.size(axes.rows) &&
-         out.size(axes.heads) == q.size(axes.heads) && out.size(axes.dim) >= v.size(axes.dim) &&
+  if (q.dim() != rank || k.dim() != rank || out.dim() != rank) return false;
+  return k.size(axes.dim) == q.size(axes.dim) && out.size(axes.rows) == q.size(axes.rows) &&
+         out.size(axes.heads) == q.size(axes.heads) &&
          lse.numel() * q.size(axes.dim) == q.numel() && lse.is_contiguous();
 }
 
+bool fit_together(const Tensor& k, const Tensor& v, const Tensor& out, const Axes& axes) {
+  return v.dim() == axes.dim + 1 && v.size(axes.rows) == k.size(axes.rows) &&
+         v.size(axes.heads) == k.size(axes.heads) && out.size(axes.dim) >= v.size(axes.dim);
+}
+
 // out, its rows of whole 16 bytes, and lse.
-std::tuple<Tensor, Tensor> new_results(const Tensor& q, const Tensor& v, const Axes& axes,
-                                       int device) {
-  int32_t dtype;
-  check_torch(aoti_torch_get_dtype(q.get(), &dtype), "asking for a dtype");
+std::tuple<Tensor, Tensor> new_results(const Tensor& q, int64_t head_dim_v, int32_t dtype,
+                                       const Axes& axes, int device) {
   const int32_t fp32 = aoti_torch_dtype_float32();
   const int64_t rows = q.size(axes.rows), heads = q.size(axes.heads);
-  const int64_t columns = (v.size(axes.dim) + 7) / 8 * 8;
+  const int64_t columns = (head_dim_v + 7) / 8 * 8;
   if (axes.rows == 1) {
     const int64_t batch = q.size(axes.batch);
     return {new_tensor<4>({batch, rows, heads, columns}, dtype, device),
@@ -57,61 +60,95 @@ std::tuple<Tensor, Tensor> new_results(const Tensor& q, const Tensor& v, const A
           new_tensor<2>({heads, rows}, fp32, device)};
 }
 
+// Which rows are sequences; cu_seqlens are both there or both not.
+struct Ragged {
+  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+  bool varlen() const { return cu_seqlens_q.has_value(); }
+};
+
+// seqlen_q, seqlen_k: rows of a sequence, of the longest one where there are cu_seqlens.
+struct Scalars {
+  int64_t seqlen_q, seqlen_k;
+  double softmax_scale, softcap;
+  int64_t window_left, window_right;
+  int64_t num_sms, sm_margin;
+};
+
+// All but v, of which only the head dim is read. ragged_order: room for it.
+ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, const Tensor& out,
+                          const Tensor& lse, const Ragged& ragged,
+                          const std::optional<Tensor>& ragged_order, const Scalars& scalars) {
+  const bool varlen = ragged.varlen();
+  const Axes axes(varlen);
+  const int64_t total_q = q.size(axes.rows), heads_q = q.size(axes.heads);
+  return {
+      .q = q.data_ptr(),
+      .k = k.data_ptr(),
+      .out = out.data_ptr(),
+      .lse = static_cast<float*>(lse.data_ptr()),
+      .q_stride = row_strides(q, varlen),
+      .k_stride = row_strides(k, varlen),
+      .out_stride = row_strides(out, varlen),
+      .lse_stride = {.batch = varlen ? 0 : heads_q * total_q, .seq = 1, .head = total_q},
+      .batch = static_cast<int>(varlen ? ragged.cu_seqlens_q->numel() - 1 : q.size(axes.batch)),
+      .seqlen_q = static_cast<int>(scalars.seqlen_q),
+      .seqlen_k = static_cast<int>(scalars.seqlen_k),
+      .total_q = static_cast<int>(total_q),
+      .total_k = static_cast<int>(k.size(axes.rows)),
+      .num_heads_q = static_cast<int>(heads_q),
+      .num_heads_kv = static_cast<int>(k.size(axes.heads)),
+      .head_dim = static_cast<int>(q.size(axes.dim)),
+      .head_dim_v = static_cast<int>(head_dim_v),
+      .cu_seqlens_q = indices(ragged.cu_seqlens_q),
+      .cu_seqlens_k = indices(ragged.cu_seqlens_k),
+      .seqused_q = indices(ragged.seqused_q),
+      .seqused_k = indices(ragged.seqused_k),
+      .ragged_order = ragged_order ? static_cast<int32_t*>(ragged_order->data_ptr()) : nullptr,
+      .softmax_scale = static_cast<float>(scalars.softmax_scale),
+      .softcap = static_cast<float>(scalars.softcap),
+      .window_left = static_cast<int>(scalars.window_left),
+      .window_right = static_cast<int>(scalars.window_right),
+      .num_sms = static_cast<int>(scalars.num_sms),
+      .sm_margin = static_cast<int>(scalars.sm_margin),
+  };
+}
+
+// Memory for the order of the sequences. Its owner may go once the launch is in the stream, as with
+// all of torch's memory.
+std::optional<Tensor> new_ragged_order(const Ragged& ragged, int device) {
+  if (!ragged.varlen()) return std::nullopt;
+  return new_tensor<1>({2 * ragged.cu_seqlens_q->numel() - 1}, aoti_torch_dtype_int32(), device);
+}
+
+void launch(const ForwardKernel& kernel, ForwardParams params, int device) {
+  const cudaStream_t stream = current_stream(device);
+  params.tile_counter = tile_counter(device, stream);
+  kernel.launch(params, stream);
+}
+
 // out: (batch, rows, heads, columns) or (rows, heads, columns), at least the columns of v, its rows
 // at multiples of 16 bytes. lse: (batch, heads, rows) or (heads, rows). row: index into the kernel
-// table. seqlen_q, seqlen_k: rows of a sequence, of the longest one where there are cu_seqlens.
+// table.
 void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
                   std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
                   std::optional<Tensor> seqused_k, Tensor out, Tensor lse, int64_t row,
                   int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap,
                   int64_t window_left, int64_t window_right, int64_t num_sms, int64_t sm_margin) {
   const ForwardKernel& kernel = forward_kernel(row);
-  const bool varlen = cu_seqlens_q.has_value();
-  const Axes axes(varlen);
-  if (!fit_together(q, k, v, out, lse, axes)) fail(kernel.name, "the tensors do not fit together");
+  const Ragged ragged{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  const Axes axes(ragged.varlen());
+  if (!fit_together(q, k, out, lse, axes) || !fit_together(k, v, out, axes)) {
+    fail(kernel.name, "the tensors do not fit together");
+  }
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
-  const int64_t total_q = q.size(axes.rows), heads_q = q.size(axes.heads);
-  const int64_t batch = varlen ? cu_seqlens_q->numel() - 1 : q.size(axes.batch);
-
-  std::optional<Tensor> order;  // lives until the launch is in the stream, as torch's memory may
-  if (varlen) order = new_tensor<1>({2 * batch + 1}, aoti_torch_dtype_int32(), device);
-
-  const ForwardParams params{
-      .q = q.data_ptr(),
-      .k = k.data_ptr(),
-      .v = v.data_ptr(),
-      .out = out.data_ptr(),
-      .lse = static_cast<float*>(lse.data_ptr()),
-      .q_stride = row_strides(q, varlen),
-      .k_stride = row_strides(k, varlen),
-      .v_stride = row_strides(v, varlen),
-      .out_stride = row_strides(out, varlen),
-      .lse_stride = {.batch = varlen ? 0 : heads_q * total_q, .seq = 1, .head = total_q},
-      .batch = static_cast<int>(batch),
-      .seqlen_q = static_cast<int>(seqlen_q),
-      .seqlen_k = static_cast<int>(seqlen_k),
-      .total_q = static_cast<int>(total_q),
-      .total_k = static_cast<int>(k.size(axes.rows)),
-      .num_heads_q = static_cast<int>(heads_q),
-      .num_heads_kv = static_cast<int>(k.size(axes.heads)),
-      .head_dim = static_cast<int>(q.size(axes.dim)),
-      .head_dim_v = static_cast<int>(v.size(axes.dim)),
-      .cu_seqlens_q = indices(cu_seqlens_q),
-      .cu_seqlens_k = indices(cu_seqlens_k),
-      .seqused_q = indices(seqused_q),
-      .seqused_k = indices(seqused_k),
-      .ragged_order = order ? static_cast<int32_t*>(order->data_ptr()) : nullptr,
-      .softmax_scale = static_cast<float>(softmax_scale),
-      .softcap = static_cast<float>(softcap),
-      .window_left = static_cast<int>(window_left),
-      .window_right = static_cast<int>(window_right),
-      .num_sms = static_cast<int>(num_sms),
-      .sm_margin = static_cast<int>(sm_margin),
-      .tile_counter = tile_counter(device, stream),
-  };
-  kernel.launch(params, stream);
+  const std::optional<Tensor> order = new_ragged_order(ragged, device);
+  ForwardParams params = make_params(q, k, v.size(axes.dim), out, lse, ragged, order,
+                                     {seqlen_q, seqlen_k, softmax_scale, softcap, window_left,
+                                      window_right, num_sms, sm_margin});
+  params.v = v.data_ptr();
+  params.v_stride = row_strides(v, ragged.varlen());
+  launch(kernel, params, device);
 }
 
 // forward_into new out and lse, with the columns of v rounded up to a multiple of 8.
@@ -125,11 +162,69 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<T
   if (q.dim() != axes.dim + 1 || v.dim() != axes.dim + 1) {
     fail(forward_kernel(row).name, "the tensors do not fit together");
   }
-  const std::tuple<Tensor, Tensor> results = new_results(q, v, axes, q.get_device_index());
+  const std::tuple<Tensor, Tensor> results =
+      new_results(q, v.size(axes.dim), dtype_of(q), axes, q.get_device_index());
   forward_into(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, std::get<0>(results),
                std::get<1>(results), row, seqlen_q, seqlen_k, softmax_scale, softcap, window_left,
                window_right, num_sms, sm_margin);
   return results;
+}
+
+// descale: fp32 (batch, heads, blocks), the heads of the tensor or, of q, those of k; or none.
+BlockDescales block_descales(const std::optional<Tensor>& descale, int64_t heads, int64_t block) {
+  if (!descale) return {};
+  return {.data = static_cast<const float*>(descale->data_ptr()),
+          .batch = descale->stride(0),
+          .head = descale->stride(1),
+          .block = descale->stride(2),
+          .num_blocks = static_cast<int>(descale->size(2)),
+          .block_tokens = static_cast<int>(block),
+          .heads_per_scale = static_cast<int>(heads / descale->size(1))};
+}
+
+// q, k: e4m3. v: e4m3 in slots (blocks/slot_order.h) of head_dim_v columns. q_block, k_block,
+// v_block: tokens that share a descale. The other arguments, and the results but for out's type, as
+// forward has them.
+std::tuple<Tensor, Tensor> forward_fp8(
+    Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
+    std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
+    std::optional<Tensor> seqused_k, std::optional<Tensor> q_descale,
+    std::optional<Tensor> k_descale, std::optional<Tensor> v_descale, int64_t q_block,
+    int64_t k_block, int64_t v_block, int64_t head_dim_v, bool out_is_fp16, int64_t row,
+    int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap, int64_t window_left,
+    int64_t window_right, int64_t num_sms, int64_t sm_margin) {
+  const ForwardKernel& kernel = forward_kernel(row);
+  const Ragged ragged{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  const Axes axes(ragged.varlen());
+  const int device = q.get_device_index();
+  const DeviceGuard guard(device);
+  if (q.dim() != axes.dim + 1) fail(kernel.name, "the tensors do not fit together");
+  const int32_t dtype = out_is_fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
+  const auto [out, lse] = new_results(q, head_dim_v, dtype, axes, device);
+  // v: (batch, heads, slots / 16, columns, 16), or without the batch.
+  const int64_t v_heads = axes.rows;
+  if (!fit_together(q, k, out, lse, axes) || v.dim() != axes.dim + 2 || !v.is_contiguous() ||
+      v.size(v_heads) != k.size(axes.heads) || v.size(v_heads + 2) != kernel.head_dim) {
+    fail(kernel.name, "the tensors do not fit together");
+  }
+  const std::optional<Tensor> order = new_ragged_order(ragged, device);
+  ForwardParams params = make_params(q, k, head_dim_v, out, lse, ragged, order,
+                                     {seqlen_q, seqlen_k, softmax_scale, softcap, window_left,
+                                      window_right, num_sms, sm_margin});
+  std::optional<Tensor> promoted;
+  const int64_t promoted_bytes = kernel.promoted_bytes(params);
+  if (promoted_bytes > 0) {
+    promoted = new_tensor<1>({promoted_bytes / 4}, aoti_torch_dtype_float32(), device);
+  }
+  params.v = v.data_ptr();
+  params.quantized = {.num_slots = v.size(v_heads + 1) * kSlotsOfRow,
+                      .q = block_descales(q_descale, params.num_heads_q, q_block),
+                      .k = block_descales(k_descale, params.num_heads_kv, k_block),
+                      .v = block_descales(v_descale, params.num_heads_kv, v_block),
+                      .out_is_fp16 = out_is_fp16,
+                      .promoted = promoted ? promoted->data_ptr() : nullptr};
+  launch(kernel, params, device);
+  return {out, lse};
 }
 
 }  // namespace
@@ -143,11 +238,16 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<T
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def("forward(" FA3_TENSORS FA3_OPTIONS ") -> (Tensor out, Tensor lse)");
   library.def("forward_into(" FA3_TENSORS "Tensor(a!) out, Tensor(b!) lse, " FA3_OPTIONS ") -> ()");
+  library.def("forward_fp8(" FA3_TENSORS
+              "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, int q_block, int k_block, "
+              "int v_block, int head_dim_v, bool out_is_fp16, " FA3_OPTIONS
+              ") -> (Tensor out, Tensor lse)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("forward", boxed<forward>);
   library.impl("forward_into", boxed<forward_into>);
+  library.impl("forward_fp8", boxed<forward_fp8>);
 }
 
 }  // namespace flashattn3

@@ -17,12 +17,6 @@ namespace {
 
 using torch::stable::Tensor;
 
-int32_t dtype_of(const Tensor& tensor) {
-  int32_t dtype;
-  check_torch(aoti_torch_get_dtype(tensor.get(), &dtype), "asking for a dtype");
-  return dtype;
-}
-
 // (batch, seqlen, heads, head_dim), or (total, heads, head_dim) and cu_seqlens.
 TokenRows token_rows(const char* name, const Tensor& tensor,
                      const std::optional<Tensor>& cu_seqlens, int64_t max_seqlen) {

@@ -52,6 +52,12 @@ inline cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+inline int32_t dtype_of(const Tensor& tensor) {
+  int32_t dtype;
+  check_torch(aoti_torch_get_dtype(tensor.get(), &dtype), "asking for a dtype");
+  return dtype;
+}
+
 // Strides of (batch, rows, heads, ·), or of (rows, heads, ·) where varlen.
 inline Strides row_strides(const Tensor& tensor, bool varlen) {
   const int64_t rows = varlen ? 0 : 1;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "blocks/sequence.cuh"
+#include "blocks/slot_order.h"
 #include "blocks/tile_load.cuh"
 #include "blocks/tile_order.cuh"
 #include "kernels/forward/arguments.h"
@@ -189,11 +190,11 @@ class ForwardProducer {
       const int first_key = (load.tile.keys.end - 1 - i) * Config::kBlockN;
       const int64_t head = static_cast<int64_t>(load.kv_entry) * args_.num_heads_kv + load.kv_head;
       const int64_t slot =
-          head * quantized.num_slots +
-          first_slot(args_.keys.cu_seqlens != nullptr, load.kv_offset, load.tile.sequence) +
-          first_key;
-      // Whole groups of 32; consumers write zeros behind the last key.
-      const int slots = min(Config::kBlockN, (load.tile.num_keys - first_key + 31) / 32 * 32);
+          head * quantized.num_slots + first_key +
+          (args_.keys.cu_seqlens != nullptr ? first_slot(load.kv_offset, load.tile.sequence) : 0);
+      // Consumers write zeros behind the last key.
+      const int slots = min(Config::kBlockN,
+                            static_cast<int>(slots_for(load.tile.num_keys - first_key)));
       load_bytes(stage, quantized.v_slots + slot * Config::kHeadDim, full, kReadAgain,
                  slots * Config::kHeadDim);
     } else {

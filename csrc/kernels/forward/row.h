@@ -36,7 +36,7 @@ constexpr int forward_row_bytes(const ForwardRow& row) {
   return (row.head_dim * element_bytes(row.dtype) + 127) / 128 * 128;
 }
 
-// Of a tile of V: rows as K's, in 8 bits slots (blocks/tile_product.cuh).
+// Of a tile of V: rows as K's, in 8 bits slots (blocks/slot_order.h).
 constexpr int forward_value_bytes(const ForwardRow& row) {
   return row.block_n *
          (row.dtype == ElementType::kE4m3 ? row.head_dim : forward_row_bytes(row));
