@@ -26,6 +26,7 @@ class BlockScaled:
     descale: float32 (batch, heads, blocks), blocks of ``block`` tokens counted from the beginning
         of each sequence; where a sequence has none, 1.
     cu_seqlens: int32 (batch + 1), where the sequences of a ragged batch begin; else None.
+    layout: "rows" as above; "slots" is the order in which the Hopper kernel reads v.
     """
 
     data: Tensor
@@ -33,6 +34,11 @@ class BlockScaled:
     block: int
     hadamard: bool = False
     cu_seqlens: Tensor | None = None
+    layout: str = "rows"
+
+    def in_rows(self) -> BlockScaled:
+        """The same with the layout "rows"."""
+        return self
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the numbers stand for, (batch, seqlen, heads, head_dim), rotated back."""
