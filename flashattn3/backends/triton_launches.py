@@ -321,12 +321,12 @@ def _all_scales(problem: Problem) -> tuple[Scales | None, ...]:
 def _scale_places(problem: Problem) -> tuple[int | None, ...]:
     """Where the kernel finds descales; None is compiled away."""
     places = []
-    for side, scales in zip("qkv", _all_scales(problem), strict=True):
-        group = [problem.num_heads_q // scales.heads if scales else None] * (side == "q")
+    for scales in _all_scales(problem):
         if scales is None:
-            places += [None] * 3 + group + [None] * 2
+            places += [None] * 6
         else:
-            places += [*scales.stride, *group, scales.block, scales.num_blocks]
+            group = problem.num_heads_q // scales.heads
+            places += [*scales.stride, group, scales.block, scales.num_blocks]
     return tuple(places)
 
 

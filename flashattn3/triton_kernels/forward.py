@@ -40,11 +40,13 @@ LN2 = tl.constexpr(0.6931471805599453)
         "k_scale_stride_b",
         "k_scale_stride_h",
         "k_scale_stride_n",
+        "k_scale_group",
         "k_block",
         "num_k_blocks",
         "v_scale_stride_b",
         "v_scale_stride_h",
         "v_scale_stride_n",
+        "v_scale_group",
         "v_block",
         "num_v_blocks",
     ]
@@ -99,11 +101,13 @@ def forward_kernel(
     k_scale_stride_b,
     k_scale_stride_h,
     k_scale_stride_n,
+    k_scale_group,
     k_block,
     num_k_blocks,
     v_scale_stride_b,
     v_scale_stride_h,
     v_scale_stride_n,
+    v_scale_group,
     v_block,
     num_v_blocks,
     HEAD_DIM: tl.constexpr,
@@ -128,8 +132,8 @@ def forward_kernel(
 
     Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last key tile may be partial.
     scale_log2 >= 0 (a negative scale flips q instead): with softcap it is the factor into tanh.
-    FP8: q, k and v are the bytes of e4m3, with descales as in ``descale_of``, q_scale_group query
-    heads to one of q's; a key tile lies within one block. scale_log2 may be negative.
+    FP8: q, k and v are the bytes of e4m3, with descales as in ``descale_of``; a key tile lies
+    within one block. scale_log2 may be negative.
     """
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
@@ -195,8 +199,8 @@ def forward_kernel(
     if FP8:
         q = as_operand(q, NATIVE_FP8)
         row_factor = scale_log2 * descale_of(
-            q_descale, batch_idx, head // q_scale_group, rows,
-            q_scale_stride_b, q_scale_stride_h, q_scale_stride_n, q_block, num_q_blocks,
+            rows, head, batch_idx, q_descale, q_scale_stride_b, q_scale_stride_h, q_scale_stride_n,
+            q_scale_group, q_block, num_q_blocks,
         )  # fmt: skip
         v_unit = 0.0
         largest_unit = 0.0
@@ -229,8 +233,9 @@ def forward_kernel(
                 scores = tl.dot(q, tl.trans(k))
                 if FP8:
                     k_scale = descale_of(
-                        k_descale, batch_idx, head_kv, first_key,
-                        k_scale_stride_b, k_scale_stride_h, k_scale_stride_n, k_block, num_k_blocks,
+                        first_key, head, batch_idx, k_descale,
+                        k_scale_stride_b, k_scale_stride_h, k_scale_stride_n,
+                        k_scale_group, k_block, num_k_blocks,
                     )  # fmt: skip
                     scores = scores * tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))[:, None]
                 if SOFTCAP:
@@ -258,8 +263,9 @@ def forward_kernel(
                 row_sum = row_sum * decay + tl.sum(p, 1)
                 if FP8:
                     new_unit = descale_of(
-                        v_descale, batch_idx, head_kv, first_key,
-                        v_scale_stride_b, v_scale_stride_h, v_scale_stride_n, v_block, num_v_blocks,
+                        first_key, head, batch_idx, v_descale,
+                        v_scale_stride_b, v_scale_stride_h, v_scale_stride_n,
+                        v_scale_group, v_block, num_v_blocks,
                     )  # fmt: skip
                     largest_unit = tl.maximum(largest_unit, tl.abs(new_unit))
                     smallest = largest_unit * SMALLEST_RATIO

@@ -35,11 +35,15 @@ def as_float16(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def descale_of(
-    descale_ptr, batch_idx, head, tokens, stride_b, stride_h, stride_n, block, num_blocks
+    tokens, head, batch_idx, descale_ptr, stride_b, stride_h, stride_n, group, block, num_blocks
 ):
-    """Of tokens of a sequence; 1 without descales. Whatever the lengths, it reads inside."""
+    """Of tokens of a sequence, 1 without descales. Whatever the lengths, it reads inside.
+
+    group: query heads to one head of descales; ``head`` is a query head.
+    """
     descale = 1.0
     if descale_ptr is not None:
         place = tl.minimum(tokens // block, num_blocks - 1)
-        descale = tl.load(descale_ptr + batch_idx * stride_b + head * stride_h + place * stride_n)
+        descale_ptr += batch_idx * stride_b + head // group * stride_h
+        descale = tl.load(descale_ptr + place * stride_n)
     return descale
