@@ -77,11 +77,13 @@ def check_scales(function: str, tensors: Tensors, options: Options, batch: int) 
             continue
         shape = tuple(descale.shape)
         expect(len(shape) == 3, function, f"{name}.shape", "(batch, heads, blocks)", shape)
-        expect(descale.dtype == torch.float32, function, f"{name}.dtype", "float32", descale.dtype)
+        expect(
+            descale.dtype == torch.float32, function, f"{name}.dtype", torch.float32, descale.dtype
+        )
         wanted = f"{q.device} as q's"
         expect(descale.device == q.device, function, f"{name}.device", wanted, descale.device)
         expect(shape[0] == batch, function, f"{name}.shape[0]", f"{batch} (batch)", shape[0])
-        wanted = " or ".join(map(str, heads)) + " (heads)"
+        wanted = " or ".join(map(str, dict.fromkeys(heads))) + " (heads)"
         expect(shape[1] in heads, function, f"{name}.shape[1]", wanted, shape[1])
         one = shape[2] == 1 and block >= 1
         expect(one or block in BLOCKS, function, f"{side}_block", f"one of {BLOCKS}", block)
