@@ -11,16 +11,22 @@ from .api import (
     use_backend,
 )
 from .errors import UnsupportedError
+from .fp8 import flash_attn_fp8_func, flash_attn_varlen_fp8_func
+from .quantization import BlockScaled, quantize_block_fp8
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockScaled",
     "Explanation",
     "UnsupportedError",
     "available_backends",
     "explain",
+    "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_fp8_func",
     "flash_attn_varlen_func",
+    "quantize_block_fp8",
     "use_backend",
 ]

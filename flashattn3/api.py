@@ -13,14 +13,16 @@ from . import ops
 from .backends import BACKENDS
 from .device import describe_device
 from .errors import type_error, value_error
+from .operands import resolved
 from .plan import decline_reason
-from .problem import Options, Tensors, check_tensor_types, function_name, refuse
+from .problem import Options, Tensors, function_name, refuse
+from .quantization import BlockScaled
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | BlockScaled,
+    k: Tensor | BlockScaled,
+    v: Tensor | BlockScaled,
     softmax_scale: float | None = None,
     causal: bool = False,
     qv: Tensor | None = None,
@@ -38,17 +40,24 @@ def flash_attn_func(
     *,
     return_lse: bool = False,
     backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(softmax_scale * q @ k.T) @ v, without ever storing the scores.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), float16 or bfloat16; float32 and float64 run on
-            the reference backend. Any strides; if the last one is not 1 the tensor is copied.
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16 or float8_e4m3fn; float32 and
+            float64 run on the reference backend. Any strides; if the last one is not 1 the tensor
+            is copied. q, k and v may instead all be ``BlockScaled``, from ``quantize_block_fp8``: q
+            and k rotated alike, v not.
         k: (batch, seqlen_k, num_heads_kv, head_dim). num_heads_q must be a multiple of
             num_heads_kv: query head i reads key-value head i // (num_heads_q // num_heads_kv).
         v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
         softmax_scale: any finite factor; None stands for head_dim ** -0.5.
         causal: query i sees the keys up to i + seqlen_k - seqlen_q (aligned to the bottom right).
+        q_descale, k_descale, v_descale: of float8_e4m3fn, float32: a stored value times its descale
+            is the real value; None stands for 1. (batch, num_heads_kv) as FlashAttention-3 has it,
+            q's as well; or (batch, num_heads_kv, ceil(seqlen / block)) for blocks of 64, 128 or 256
+            tokens. q's may also have num_heads_q heads.
         window_size: (left, right) keys visible on each side of that diagonal, inclusive; -1 is
             open. With causal the right side is 0.
         softcap: if positive, scores become softcap * tanh(score / softcap) before the mask.
@@ -60,16 +69,20 @@ def flash_attn_func(
         return_attn_probs: FlashAttention-3's name for return_lse.
         return_lse: also return the log-sum-exp of every row.
         backend: name of the only backend that may run this call; None dispatches by the device.
-        qv, q_descale, k_descale, v_descale, attention_chunk: not supported yet, an error if given.
+        out_dtype: of an FP8 call bfloat16 (None), float16 or, on the reference backend, float32; of
+            others None or q's.
+        qv, attention_chunk: not supported yet, an error if given.
 
     Returns:
-        out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype; with return_lse also lse
-        (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that sees no key has out
-        0, lse -inf and gradient 0. Both are differentiable with respect to q, k and v.
+        out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype, of FP8 in out_dtype; with
+        return_lse also lse (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that
+        sees no key has out 0, lse -inf and gradient 0. Both are differentiable with respect to q, k
+        and v, unless these are FP8.
 
     Raises:
         TypeError, ValueError: an argument is illegal.
-        UnsupportedError: the call is legal, but no backend (or not the named one) takes it.
+        UnsupportedError: the call is legal, but no backend (or not the named one) takes it; or it
+            is FP8 and would need a gradient.
 
     Source: Dao et al., FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv
         2407.08608).
@@ -79,9 +92,6 @@ def flash_attn_func(
         softmax_scale=softmax_scale,
         causal=causal,
         qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         window_size=window_size,
         attention_chunk=attention_chunk,
         softcap=softcap,
@@ -90,17 +100,17 @@ def flash_attn_func(
         deterministic=deterministic,
         sm_margin=sm_margin,
         backend=backend,
+        out_dtype=out_dtype,
     )
-    tensors = Tensors(q, k, v)
-    check_tensor_types(tensors, varlen=False)
-    out, lse = ops.attention(tensors, options)
+    tensors = Tensors(q, k, v, None, None, None, None, q_descale, k_descale, v_descale)
+    out, lse = ops.attention(*resolved(tensors, options, varlen=False))
     return (out, lse) if return_lse or return_attn_probs else out
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | BlockScaled,
+    k: Tensor | BlockScaled,
+    v: Tensor | BlockScaled,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | Tensor,
@@ -124,6 +134,7 @@ def flash_attn_varlen_func(
     *,
     return_lse: bool = False,
     backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over sequences of different lengths, packed one after another.
 
@@ -136,6 +147,9 @@ def flash_attn_varlen_func(
             One that lies on a GPU is not read, which would wait for the device: the number of rows
             stands in, at the price of a larger grid.
         seqused_q, seqused_k: int32 (batch,), rows of each sequence that count, from its beginning.
+        q_descale, k_descale, v_descale: (batch, num_heads_kv), or one for each block of each
+            sequence, (batch, num_heads_kv, ceil(max_seqlen / block)). BlockScaled q, k and v hold
+            the cu_seqlens of the call.
         All other arguments are those of ``flash_attn_func``.
 
     Returns:
@@ -153,9 +167,6 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale,
         causal=causal,
         qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         window_size=window_size,
         attention_chunk=attention_chunk,
         softcap=softcap,
@@ -166,10 +177,11 @@ def flash_attn_varlen_func(
         backend=backend,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        out_dtype=out_dtype,
     )
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    check_tensor_types(tensors, varlen=True)
-    out, lse = ops.attention(tensors, options)
+    indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
+    out, lse = ops.attention(*resolved(tensors, options, varlen=True))
     return (out, lse) if return_lse or return_attn_probs else out
 
 
@@ -190,6 +202,7 @@ def flash_attn_qkvpacked_func(
     *,
     return_lse: bool = False,
     backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_func`` for queries, keys and values in one tensor, viewed and never copied.
 
@@ -217,6 +230,7 @@ def flash_attn_qkvpacked_func(
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
         backend=backend,
+        out_dtype=out_dtype,
     )
 
 
@@ -245,9 +259,6 @@ def _options(
     softmax_scale=None,
     causal=False,
     qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
     window_size=(-1, -1),
     attention_chunk=0,
     softcap=0.0,
@@ -256,18 +267,18 @@ def _options(
     deterministic=False,
     sm_margin=0,
     backend=None,
+    out_dtype=None,
     max_seqlen_q=None,
     max_seqlen_k=None,
 ) -> Options:
     """The arguments that are not tensors, refusing by name those that nothing supports yet."""
-    if attention_chunk != 0 or not qv is q_descale is k_descale is v_descale is None:
-        refuse(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        refuse(function, attention_chunk=attention_chunk)
+    if attention_chunk != 0 or qv is not None:
+        refuse(function, qv=qv, attention_chunk=attention_chunk)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise type_error(function, "window_size", "a pair (left, right)", repr(window_size))
     return Options(
-        max_seqlen_q=_host_length(function, "max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=_host_length(function, "max_seqlen_k", max_seqlen_k),
+        max_seqlen_q=host_length(function, "max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=host_length(function, "max_seqlen_k", max_seqlen_k),
         softmax_scale=softmax_scale,
         causal=causal,
         window_left=window_size[0],
@@ -278,10 +289,12 @@ def _options(
         deterministic=deterministic,
         sm_margin=sm_margin,
         backend=ops.backend_in_force(backend),
+        out_dtype=out_dtype,
     )
 
 
-def _host_length(function: str, name: str, length: int | Tensor | None) -> int | None:
+def host_length(function: str, name: str, length: int | Tensor | None) -> int | None:
+    """A length that is known on the host, else None: one on a GPU is not read."""
     if not isinstance(length, Tensor):
         return length
     if length.ndim != 0 or length.is_floating_point() or length.is_complex():
@@ -312,14 +325,17 @@ class Explanation:
 
 
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | BlockScaled,
+    k: Tensor | BlockScaled,
+    v: Tensor | BlockScaled,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **options: object,
 ) -> Explanation:
     """Say how a call with these arguments would run. Nothing is launched.
@@ -330,9 +346,10 @@ def explain(
     varlen = cu_seqlens_q is not None
     for unused in ("return_lse", "return_attn_probs"):
         options.pop(unused, None)
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    check_tensor_types(tensors, varlen)
-    plan = ops.plan_of(tensors, _options(function_name(varlen), **options))
+    indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
+    made = _options(function_name(varlen), **options)
+    plan = ops.plan_of(*resolved(tensors, made, varlen))
     described = plan.config.describe()
     declined = dict(plan.declined)
     for backend in BACKENDS:

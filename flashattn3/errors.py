@@ -18,3 +18,8 @@ def value_error(function: str, what: str, wanted: object, got: object) -> ValueE
 
 def type_error(function: str, what: str, wanted: object, got: object) -> TypeError:
     return TypeError(complaint(function, what, wanted, got))
+
+
+def expect(condition: bool, function: str, what: str, wanted: object, got: object) -> None:
+    if not condition:
+        raise value_error(function, what, wanted, got)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS
+from .contents import CHECKED, check_contents
 from .device import describe_device
 from .plan import Plan, choose
 from .problem import (
@@ -22,24 +23,27 @@ from .problem import (
     Options,
     Tensors,
     check,
-    check_contents,
     check_option_types,
     describe,
     function_name,
     metadata_fields,
+    v_as_rows,
 )
+from .quantization import BlockScaled
+from .scales import out_dtype
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? seqused_q, Tensor? seqused_k"
+    "Tensor? seqused_q, Tensor? seqused_k, "
+    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
 )
 _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
     "SymInt window_left, SymInt window_right, float softcap, int num_splits, bool? pack_gqa, "
-    "bool deterministic, int sm_margin, str? backend"
+    "bool deterministic, int sm_margin, str? backend, ScalarType? out_dtype, "
+    "SymInt q_block, SymInt k_block, SymInt v_block, bool v_slots"
 )
 _NUM_TENSORS = len(Tensors._fields)
-_CHECK_CONTENTS = os.environ.get("FLASHATTN3_CHECK") == "1"
 
 # The backend of calls that name none: that of ``use_backend``, else of the environment.
 named_backend: ContextVar[str | None] = ContextVar(
@@ -66,7 +70,7 @@ def _plan(*arguments) -> Plan:
 
 def plan_of(tensors: Tensors, options: Options) -> Plan:
     """The plan that a call follows: a pure function of its tensors' metadata and its options."""
-    return _plan(*map(metadata_fields, tensors), *options)
+    return _plan(*[None if t is None else metadata_fields(t) for t in tensors], *options)
 
 
 def backend_in_force(backend: str | None) -> str | None:
@@ -110,12 +114,26 @@ def _copied(tensors: Tensors, plan: Plan) -> Tensors:
     return tensors._replace(**copies) if copies else tensors
 
 
+def _with_v_in_rows(tensors: Tensors, options: Options) -> Tensors:
+    """The only place where v is put back from the Hopper kernel's slots into rows."""
+    v = BlockScaled(
+        tensors.v,
+        tensors.v_descale,
+        options.v_block,
+        cu_seqlens=tensors.cu_seqlens_k,
+        layout="slots",
+    ).in_rows()
+    return tensors._replace(v=v.data, v_descale=v.descale)
+
+
 def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     plan = plan_of(tensors, options)
-    if _CHECK_CONTENTS:
+    if CHECKED:
         check_contents(tensors, options)
     if plan.problem.copied:
         tensors = _copied(tensors, plan)
+    if plan.v_to_rows:
+        tensors = _with_v_in_rows(tensors, options)
     return plan.backend.forward(plan, tensors)
 
 
@@ -140,13 +158,17 @@ def _backward(dout, dlse, out, lse, *arguments):
 @torch.library.register_fake("flashattn3::forward")
 def _forward_fake(*arguments):
     tensors = Tensors(*arguments[:_NUM_TENSORS])
-    check(tensors, Options(*arguments[_NUM_TENSORS:]))
-    q, v = tensors.q, tensors.v
+    options = Options(*arguments[_NUM_TENSORS:])
+    check(tensors, options)
+    q, k, v = tensors[:3]
+    if options.v_slots:
+        v = v_as_rows(v, k, function_name(tensors.cu_seqlens_q is not None))
     heads_and_rows = (
         (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
     )
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(heads_and_rows, dtype=lse_dtype)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q.dtype, options.out_dtype))
+    return out, q.new_empty(heads_and_rows, dtype=lse_dtype)
 
 
 @torch.library.register_fake("flashattn3::backward")

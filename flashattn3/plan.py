@@ -25,6 +25,11 @@ class Plan:
     declined: tuple[tuple[str, str], ...] = ()
     launches: dict = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def v_to_rows(self) -> bool:
+        """Whether v comes in the Hopper kernel's slots and this backend reads rows."""
+        return self.problem.v_slots and not self.backend.reads_slots
+
 
 def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
     """The first backend that does not decline; with ``problem.backend`` set, that one or none.

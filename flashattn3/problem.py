@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from .errors import UnsupportedError, type_error, value_error
+from .errors import UnsupportedError, expect, type_error
+from .scales import FP8, Scales, check_scales, out_dtype, scales_of
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 FULL_PRECISION = (torch.float32, torch.float64)
-DTYPES = SIXTEEN_BIT + FULL_PRECISION
-FP8 = torch.float8_e4m3fn
+DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, FP8)
+SLOTS = 16  # keys that lie beside each other where v is in slots
 # Where a tensor must begin for the widest loads of a GPU, TMA's and the vector ones.
 ALIGNMENT_BYTES = 16
 
@@ -30,6 +30,7 @@ class Tensors(NamedTuple):
     Dense: q (batch, seqlen_q, num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, ·).
     Varlen: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·) with cu_seqlens,
     int32 (batch + 1,); seqused, int32 (batch,), shortens each sequence and may be None.
+    Descales of FP8 operands: float32 (batch, heads, num_blocks), see ``Scales``; None stands for 1.
     """
 
     q: torch.Tensor
@@ -39,6 +40,13 @@ class Tensors(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     seqused_q: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+
+    @property
+    def without_descales(self) -> tuple[torch.Tensor | None, ...]:
+        return self[:NUM_UNSCALED]
 
 
 class Options(NamedTuple):
@@ -46,6 +54,9 @@ class Options(NamedTuple):
 
     max_seqlen_q and max_seqlen_k belong to varlen; None there means "not known on the host", and
     the total number of rows stands in as the bound.
+    q_block, k_block, v_block: tokens that share a descale; 0 without one.
+    v_slots: v is in the order of the Hopper kernel, (batch, heads, slots / 16, head_dim, 16) or
+        (heads, slots / 16, head_dim, 16).
     """
 
     max_seqlen_q: int | None = None
@@ -60,6 +71,14 @@ class Options(NamedTuple):
     deterministic: bool = False
     sm_margin: int = 0
     backend: str | None = None
+    out_dtype: torch.dtype | None = None
+    q_block: int = 0
+    k_block: int = 0
+    v_block: int = 0
+    v_slots: bool = False
+
+
+NUM_UNSCALED = Tensors._fields.index("q_descale")
 
 
 class Metadata(NamedTuple):
@@ -75,10 +94,8 @@ class Metadata(NamedTuple):
     aligned: bool = True
 
 
-def metadata_fields(tensor: torch.Tensor | None) -> tuple | None:
+def metadata_fields(tensor: torch.Tensor) -> tuple:
     """Those of Metadata, in a plain tuple: half the price, and every call pays it."""
-    if tensor is None:
-        return None
     aligned = tensor.data_ptr() % ALIGNMENT_BYTES == 0
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned
 
@@ -98,6 +115,9 @@ class Problem:
     copied: names of the tensors whose rows are not dense, so that they must be copied first.
     misaligned: names of the others that do not begin at a multiple of 16 bytes.
     strides of q, k, v: (batch, sequence, head), after that; the batch stride is 0 for varlen.
+    q_scales, k_scales, v_scales: of FP8 operands; None is descale 1.
+    v_slots: v has to be put back into rows first, unless the backend reads slots; v_stride is that
+        of the rows.
     """
 
     function: str
@@ -129,6 +149,11 @@ class Problem:
     deterministic: bool
     sm_margin: int
     backend: str | None
+    out_dtype: torch.dtype
+    q_scales: Scales | None
+    k_scales: Scales | None
+    v_scales: Scales | None
+    v_slots: bool
 
     @property
     def group(self) -> int:
@@ -151,11 +176,20 @@ def refuse(function: str, **arguments: object) -> None:
             raise UnsupportedError(f"{function}: {name} is not supported yet by any backend")
 
 
+def refuse_gradients(function: str, *tensors: torch.Tensor | None) -> None:
+    """Raise UnsupportedError where autograd would ask for gradients through FP8."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            f"{function}: there is no gradient through FP8; call it under torch.no_grad()"
+        )
+
+
 def check_tensor_types(tensors: Tensors, varlen: bool) -> None:
     """TypeError for a tensor argument that is none, before torch's operator schema sees it."""
     required = 5 if varlen else 3
     for index, value in enumerate(tensors):
-        if not isinstance(value, torch.Tensor) and (value is not None or index < required):
+        wrong = index < required if value is None else not isinstance(value, torch.Tensor)
+        if wrong:
             name = Tensors._fields[index]
             raise type_error(function_name(varlen), name, "a torch.Tensor", type(value).__name__)
 
@@ -184,12 +218,12 @@ _OPTION_KINDS = {
     "deterministic": ((bool,), "a bool"),
     "sm_margin": (_INT, "an int"),
     "backend": ((str, _NONE), "a str or None"),
+    "out_dtype": ((torch.dtype, _NONE), "a torch.dtype or None"),
+    "q_block": (_INT, "an int"),
+    "k_block": (_INT, "an int"),
+    "v_block": (_INT, "an int"),
+    "v_slots": ((bool,), "a bool"),
 }
-
-
-def _expect(condition: bool, function: str, what: str, wanted: object, got: object) -> None:
-    if not condition:
-        raise value_error(function, what, wanted, got)
 
 
 def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> None:
@@ -197,44 +231,61 @@ def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> N
 
     tensors: the tensors themselves or their metadata, in the order of ``Tensors``.
     """
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors
+    tensors = Tensors(*tensors)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
     varlen = cu_seqlens_q is not None
     function = function_name(varlen)
+    if options.v_slots:
+        v = v_as_rows(v, k, function)
     _check_qkv(function, q, k, v, varlen)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_index(function, name, cu_seqlens, q.device, required=varlen)
     if varlen:
         entries = cu_seqlens_q.shape[0]
-        _expect(entries >= 1, function, "cu_seqlens_q.shape[0]", "batch + 1 >= 1", entries)
+        expect(entries >= 1, function, "cu_seqlens_q.shape[0]", "batch + 1 >= 1", entries)
         got = cu_seqlens_k.shape[0]
-        _expect(got == entries, function, "cu_seqlens_k.shape[0]", f"{entries} (batch + 1)", got)
+        expect(got == entries, function, "cu_seqlens_k.shape[0]", f"{entries} (batch + 1)", got)
     for name, seqused in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         _check_index(function, name, seqused, q.device, required=False)
         if seqused is not None:
-            _expect(varlen, function, name, "None without cu_seqlens", "a tensor")
+            expect(varlen, function, name, "None without cu_seqlens", "a tensor")
             got = seqused.shape[0]
-            _expect(got == entries - 1, function, f"{name}.shape[0]", f"{entries - 1} (batch)", got)
+            expect(got == entries - 1, function, f"{name}.shape[0]", f"{entries - 1} (batch)", got)
+    batch = entries - 1 if varlen else q.shape[0]
+    check_scales(function, tensors, options, batch)
     _check_options(function, options)
+
+
+def v_as_rows(v: Metadata, k: Metadata, function: str) -> Metadata:
+    """The metadata that v will have once its slots are put back into rows."""
+    rank = len(k.shape) + 1
+    axes = f"{'(batch, ' if rank == 5 else '('}heads, slots / {SLOTS}, head_dim, {SLOTS})"
+    expect(len(v.shape) == rank, function, "v.shape", axes, tuple(v.shape))
+    *lead, heads, groups, head_dim, width = v.shape
+    expect(width == SLOTS, function, "v.shape[-1]", SLOTS, width)
+    seqlen = k.shape[-3]
+    fewest = -(-seqlen // SLOTS)
+    expect(groups >= fewest, function, "v.shape[-3]", f"at least {fewest} (k's seqlen)", groups)
+    stride = (seqlen * heads * head_dim, heads * head_dim, head_dim, 1)
+    return Metadata((*lead, seqlen, heads, head_dim), stride[-rank + 1 :], v.dtype, v.device)
 
 
 def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: bool) -> None:
     layout = "(total, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _expect(
+        expect(
             len(tensor.shape) == 3 + (not varlen),
             function,
             f"{name}.shape",
             layout,
             tuple(tensor.shape),
         )
-    if FP8 in (q.dtype, k.dtype, v.dtype):
-        raise UnsupportedError(f"{function}: dtype {FP8} is not supported yet by any backend")
-    _expect(q.dtype in DTYPES, function, "q.dtype", f"one of {DTYPES}", q.dtype)
+    expect(q.dtype in DTYPES, function, "q.dtype", f"one of {DTYPES}", q.dtype)
     for name, tensor in (("k", k), ("v", v)):
-        _expect(
+        expect(
             tensor.dtype == q.dtype, function, f"{name}.dtype", f"{q.dtype} as q's", tensor.dtype
         )
-        _expect(
+        expect(
             tensor.device == q.device,
             function,
             f"{name}.device",
@@ -243,45 +294,43 @@ def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: boo
         )
         if not varlen:
             got = tensor.shape[0]
-            _expect(
+            expect(
                 got == q.shape[0], function, f"{name}.shape[0]", f"{q.shape[0]} (q's batch)", got
             )
     for axis, what in ((-3, "seqlen"), (-2, "heads")):
         wanted, got = k.shape[axis], v.shape[axis]
-        _expect(got == wanted, function, f"v.shape[{axis}]", f"{wanted} (k's {what})", got)
+        expect(got == wanted, function, f"v.shape[{axis}]", f"{wanted} (k's {what})", got)
     got = k.shape[-1]
-    _expect(got == q.shape[-1], function, "k.shape[-1]", f"{q.shape[-1]} (q's head_dim)", got)
+    expect(got == q.shape[-1], function, "k.shape[-1]", f"{q.shape[-1]} (q's head_dim)", got)
     for name, tensor in (("q", q), ("v", v)):
-        _expect(
-            tensor.shape[-1] >= 1, function, f"{name}.shape[-1]", "at least 1", tensor.shape[-1]
-        )
+        expect(tensor.shape[-1] >= 1, function, f"{name}.shape[-1]", "at least 1", tensor.shape[-1])
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    _expect(heads_kv >= 1, function, "k.shape[-2]", "at least 1 head", heads_kv)
-    _expect(heads_q >= 1, function, "q.shape[-2]", "at least 1 head", heads_q)
+    expect(heads_kv >= 1, function, "k.shape[-2]", "at least 1 head", heads_kv)
+    expect(heads_q >= 1, function, "q.shape[-2]", "at least 1 head", heads_q)
     divisible = heads_q % heads_kv == 0
-    _expect(divisible, function, "q.shape[-2]", f"a multiple of k's {heads_kv} heads", heads_q)
+    expect(divisible, function, "q.shape[-2]", f"a multiple of k's {heads_kv} heads", heads_q)
 
 
 def _check_index(function: str, name: str, index: Metadata | None, device, required: bool) -> None:
     if index is None:
-        _expect(not required, function, name, "an int32 tensor", None)
+        expect(not required, function, name, "an int32 tensor", None)
         return
-    _expect(len(index.shape) == 1, function, f"{name}.shape", "one-dimensional", tuple(index.shape))
-    _expect(index.dtype == torch.int32, function, f"{name}.dtype", torch.int32, index.dtype)
-    _expect(index.device == device, function, f"{name}.device", f"{device} as q's", index.device)
+    expect(len(index.shape) == 1, function, f"{name}.shape", "one-dimensional", tuple(index.shape))
+    expect(index.dtype == torch.int32, function, f"{name}.dtype", torch.int32, index.dtype)
+    expect(index.device == device, function, f"{name}.device", f"{device} as q's", index.device)
 
 
 def _check_options(function: str, options: Options) -> None:
     scale = options.softmax_scale
-    _expect(scale is None or _finite(scale), function, "softmax_scale", "finite", scale)
+    expect(scale is None or _finite(scale), function, "softmax_scale", "finite", scale)
     cap = options.softcap
-    _expect(_finite(cap) and cap >= 0, function, "softcap", "finite and >= 0", cap)
+    expect(_finite(cap) and cap >= 0, function, "softcap", "finite and >= 0", cap)
     for side, value in (("left", options.window_left), ("right", options.window_right)):
-        _expect(value >= -1, function, f"window_size ({side})", "-1 (open) or >= 0", value)
+        expect(value >= -1, function, f"window_size ({side})", "-1 (open) or >= 0", value)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         value = getattr(options, name)
-        _expect(value is None or value >= 0, function, name, ">= 0", value)
-    _expect(options.sm_margin >= 0, function, "sm_margin", ">= 0", options.sm_margin)
+        expect(value is None or value >= 0, function, name, ">= 0", value)
+    expect(options.sm_margin >= 0, function, "sm_margin", ">= 0", options.sm_margin)
 
 
 def _finite(value: float) -> bool:
@@ -291,17 +340,23 @@ def _finite(value: float) -> bool:
 def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
     """Check the metadata of one call's tensors (in the order of ``Tensors``) and normalise it."""
     check(tensors, options)
-    q, k, v, cu_seqlens_q, _, seqused_q, seqused_k = tensors
+    tensors = Tensors(*tensors)
+    q, k, v, cu_seqlens_q, _, seqused_q, seqused_k = tensors.without_descales
     varlen = cu_seqlens_q is not None
+    function = function_name(varlen)
+    if options.v_slots:
+        v = v_as_rows(v, k, function)
     batch = cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
     total_q, total_k = q.shape[-3], k.shape[-3]
     seqlen_q = total_q if options.max_seqlen_q is None else min(options.max_seqlen_q, total_q)
     seqlen_k = total_k if options.max_seqlen_k is None else min(options.max_seqlen_k, total_k)
     right = 0 if options.causal else options.window_right
     scale = options.softmax_scale
-    given = [(name, t) for name, t in zip(Tensors._fields, tensors, strict=True) if t is not None]
+    # Kernels find descales by their strides, wherever they begin.
+    data = zip(Tensors._fields, tensors._replace(v=v).without_descales, strict=False)
+    given = [(name, t) for name, t in data if t is not None]
     return Problem(
-        function=function_name(varlen),
+        function=function,
         dtype=q.dtype,
         device=q.device,
         batch=batch,
@@ -332,6 +387,11 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         deterministic=options.deterministic,
         sm_margin=options.sm_margin,
         backend=options.backend,
+        out_dtype=out_dtype(q.dtype, options.out_dtype),
+        q_scales=scales_of(tensors.q_descale, options.q_block),
+        k_scales=scales_of(tensors.k_descale, options.k_block),
+        v_scales=scales_of(tensors.v_descale, options.v_block),
+        v_slots=options.v_slots,
     )
 
 
@@ -347,39 +407,3 @@ def _strides(tensor: Metadata, varlen: bool) -> tuple[int, int, int]:
     else:
         strides = (0, *tensor.stride)[-4:-1]
     return (0, *strides[1:]) if varlen else strides
-
-
-def check_contents(tensors: Tensors, options: Options) -> None:
-    """Check the *values* of cu_seqlens and seqused, on the host, so it waits for the device.
-
-    Called only when the environment says FLASHATTN3_CHECK=1.
-    """
-    sides = (
-        ("q", tensors.q, tensors.cu_seqlens_q, tensors.seqused_q, options.max_seqlen_q),
-        ("k", tensors.k, tensors.cu_seqlens_k, tensors.seqused_k, options.max_seqlen_k),
-    )
-    function = function_name(True)
-    for side, rows, cu_seqlens, seqused, max_seqlen in sides:
-        if cu_seqlens is None:
-            continue
-        edges = cu_seqlens.tolist()
-        name = f"cu_seqlens_{side}"
-        _expect(edges[0] == 0, function, f"{name}[0]", 0, edges[0])
-        lengths = [high - low for low, high in pairwise(edges)]
-        _expect(min(lengths, default=0) >= 0, function, name, "non-decreasing", edges)
-        _expect(
-            edges[-1] <= rows.shape[0],
-            function,
-            f"{name}[-1]",
-            f"<= {rows.shape[0]} rows",
-            edges[-1],
-        )
-        for index, used in enumerate(seqused.tolist() if seqused is not None else ()):
-            wanted = f"between 0 and {lengths[index]}, the sequence's length"
-            _expect(0 <= used <= lengths[index], function, f"seqused_{side}[{index}]", wanted, used)
-            lengths[index] = used
-        longest = max(lengths, default=0)
-        fits = max_seqlen is None or longest <= max_seqlen
-        _expect(
-            fits, function, f"max_seqlen_{side}", f">= {longest}, the longest sequence", max_seqlen
-        )

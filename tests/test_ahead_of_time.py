@@ -15,6 +15,7 @@ import ptx
 import pytest
 from helpers import A100, B200, H100, L4, LOWERED_H100, ORIN, RTX3090, RTX5090
 
+from flashattn3.backends.triton import FIRST_WITH_FP8
 from flashattn3.device import SHARED_MEMORY_KIB, DeviceInfo
 from flashattn3.triton_kernels.configs import ROWS
 
@@ -38,6 +39,11 @@ SPILL_BOUND_BYTES = {
         "key_value": {32: 184, 64: 284, 128: 672, 256: 512},
         "query": {32: 64, 64: 64, 128: 64, 256: 64},
     },
+}
+# Of the forward on e4m3: by whether the chip multiplies it.
+FP8_SPILL_BOUND_BYTES = {
+    False: {32: 128, 64: 128, 128: 128, 256: 192},
+    True: {32: 64, 64: 64, 128: 128, 256: 472},
 }
 ROW_KERNELS_BOUND_BYTES = {32: 64, 64: 64, 128: 64, 256: 320}  # of merge and statistics
 PRODUCTS = ("forward", "key_value", "query")  # kernels that multiply matrices
@@ -66,11 +72,17 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
     from flashattn3.triton_kernels.ahead_of_time import compile_kernel, resources
 
     features = dict(features)
+    fp8 = dtype_name == "float8_e4m3fn"
     rows = torch.empty(4001, 8, head_dim, device="meta", dtype=getattr(torch, dtype_name))
     tensors = Tensors(rows[None], rows[None], rows[None])
     if features.pop("varlen", False):
         edges = torch.empty(4, device="meta", dtype=torch.int32)
         tensors = Tensors(rows, rows, rows, edges, edges, edges[1:], edges[1:])
+    if fp8:
+        batch = 1 if tensors.cu_seqlens_q is None else 3
+        descale = torch.empty(batch, 8, 32, device="meta")
+        tensors = tensors._replace(q_descale=descale, k_descale=descale, v_descale=descale)
+        features |= {"q_block": 128, "k_block": 128, "v_block": 128}
     problem = describe(tuple(map(metadata_of, tensors)), Options(**features))
     config = BACKEND.configure(problem, device)
     reports = []
@@ -122,6 +134,9 @@ CHIPS = (A100, RTX3090, ORIN, L4, H100, LOWERED_H100, B200, RTX5090)
 # them.
 ALL = [(chip, d, "varlen-causal-window", "bfloat16") for chip in CHIPS for d in HEAD_DIMS]
 ALL += [(chip, d, "full", "float16") for chip in CHIPS for d in HEAD_DIMS]
+ALL += [(chip, 128, "softcap-split", "float8_e4m3fn") for chip in (A100, L4, H100)]
+ALL += [(chip, d, "full", "float8_e4m3fn") for chip in CHIPS for d in HEAD_DIMS]
+ALL += [(chip, d, "varlen-causal-window", "float8_e4m3fn") for chip in CHIPS for d in HEAD_DIMS]
 ALL += [(chip, d, "softcap-split", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
 
 
@@ -133,9 +148,11 @@ def name_of(arguments) -> str:
 
 @pytest.mark.parametrize("aot_arguments", ALL, ids=name_of)
 def test_kernels_fit_their_chip(aot_arguments, compiler):
-    chip, head_dim, _, _ = aot_arguments
+    chip, head_dim, _, dtype_name = aot_arguments
+    fp8 = dtype_name == "float8_e4m3fn"
     reports = compiler(aot_arguments)
-    assert {report.kernel for report in reports} >= {*PRODUCTS, "statistics"}
+    wanted = {"forward"} if fp8 else {*PRODUCTS, "statistics"}
+    assert {report.kernel for report in reports} >= {*wanted, "merge"}
     budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
     for report in reports:
         # What Triton cannot lower may compile all the same, to code that stops at once.
@@ -144,6 +161,9 @@ def test_kernels_fit_their_chip(aot_arguments, compiler):
         if report.kernel in PRODUCTS:
             bound = SPILL_BOUND_BYTES[products_of(chip)][report.kernel][head_dim]
             assert_instructions(chip, report)
+            assert ("e4m3" in report.ptx) == (fp8 and chip.lowering >= FIRST_WITH_FP8)
+        if fp8 and report.kernel == "forward":
+            bound = FP8_SPILL_BOUND_BYTES[chip.lowering >= FIRST_WITH_FP8][head_dim]
         needed = report.shared_memory_bytes
         assert needed <= budget, f"{report.kernel}: {needed} bytes of shared memory, has {budget}"
         spilled = report.stack_bytes

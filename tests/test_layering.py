@@ -16,9 +16,13 @@ CORE = (
     "problem",
     "device",
     "kernel_table",
+    "scales",
+    "contents",
+    "operands",
     "plan",
     "ops",
     "api",
+    "fp8",
     "backends",
     "triton_kernels",
     "quantization",
@@ -28,11 +32,14 @@ CORE = (
 MAY_IMPORT = {
     "errors": set(),
     "device": set(),
-    "problem": {"errors"},
+    "scales": {"errors"},
+    "problem": {"errors", "scales"},
+    "contents": {"errors", "problem"},
+    "operands": {"contents", "errors", "problem", "quantization", "scales"},
     "backends.base": set(),
     "plan": {"backends.base", "device", "errors", "problem"},
     "backends.heads_first": set(),
-    "backends.reference": {"backends.heads_first", "device", "problem"},
+    "backends.reference": {"backends.heads_first", "device", "problem", "scales"},
     "kernel_table": set(),
     "backends.hopper_library": {"kernel_table", "_rows"},
     "backends.sixteen_bit": {"problem"},
@@ -44,6 +51,7 @@ MAY_IMPORT = {
         "errors",
         "kernel_table",
         "problem",
+        "scales",
     },
     # The two halves of one backend: what is decided without Triton, and what needs it.
     "backends.triton": {
@@ -51,12 +59,14 @@ MAY_IMPORT = {
         "backends.triton_launches",
         "device",
         "problem",
+        "scales",
         "triton_kernels.configs",
     },
     "backends.triton_launches": {
         "backends.sixteen_bit",
         "backends.triton",
         "problem",
+        "scales",
         "triton_kernels",
     },
     "triton_kernels.configs": set(),
@@ -65,12 +75,13 @@ MAY_IMPORT = {
     "quantization": {"errors", "quantization"},
     "quantization.dispatch": {"backends", "device", "quantization"},
     "quantization.triton_launch": {"quantization", "triton_kernels"},
-    "ops": {"backends", "device", "plan", "problem"},
-    "api": {"ops", "backends", "device", "errors", "plan", "problem"},
+    "ops": {"backends", "contents", "device", "plan", "problem", "quantization", "scales"},
+    "api": {"ops", "backends", "device", "errors", "operands", "plan", "problem", "quantization"},
+    "fp8": {"api", "errors", "operands", "problem", "quantization", "scales"},
 }
 TORCH_FREE = ("errors", "plan", "kernel_table", "backends.base", "triton_kernels.configs")
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
-MAY_WAIT = {"check_contents"}  # runs only under FLASHATTN3_CHECK=1
+MAY_WAIT = {"check_contents", "check_same_contents"}  # run only under FLASHATTN3_CHECK=1
 
 
 def module_name(path: Path) -> str:

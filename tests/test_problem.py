@@ -215,9 +215,6 @@ def test_packed_input_must_be_a_tensor():
 
 REFUSED = {
     "qv": zeros(2, 8, 4, 16),
-    "q_descale": torch.ones(2, 2),
-    "k_descale": torch.ones(2, 2),
-    "v_descale": torch.ones(2, 2),
     "attention_chunk": 128,
 }
 
@@ -235,15 +232,6 @@ def test_what_nothing_supports_is_refused_by_name(call, name):
 def test_packed_refuses_the_same_arguments(name):
     with pytest.raises(UnsupportedError, match=f": {name} is not supported yet by any backend$"):
         packed(2, 8, 3, 4, 16, **{name: REFUSED[name]})()
-
-
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_fp8_is_refused_by_name(which):
-    shape = (2, 8, 4 if which == "q" else 2, 16)
-    with pytest.raises(
-        UnsupportedError, match=r"float8_e4m3fn is not supported yet by any backend$"
-    ):
-        dense(**{which: zeros(*shape).to(torch.float8_e4m3fn)})()
 
 
 @pytest.mark.parametrize("name", ["dropout_p", "s_aux", "bias", "mask"])

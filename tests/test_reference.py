@@ -239,7 +239,6 @@ def test_declines_with_a_sentence():
     assert BACKEND.unavailable_reason(CPU) is None
     assert BACKEND.decline_reason(problem, CPU) is None
     for change, named in (
-        ({"dtype": torch.float8_e4m3fn}, "float8_e4m3fn"),
         ({"pack_gqa": True}, "pack_gqa"),
         ({"sm_margin": 2}, "sm_margin"),
     ):

@@ -17,7 +17,7 @@ from flashattn3 import (
     flash_attn_varlen_func,
     use_backend,
 )
-from flashattn3.problem import Options
+from flashattn3.problem import Options, Tensors
 from flashattn3.testing import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
@@ -183,7 +183,7 @@ def test_fake_tensors_need_no_gpu(kind):
         out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
         assert (out.shape, out.dtype, out.device.type) == ((2, 8, 4, 32), torch.bfloat16, kind)
         assert (lse.shape, lse.dtype, lse.device.type) == ((2, 4, 8), torch.float32, kind)
-        given = (out, lse, out, lse, q, k, v, None, None, None, None, *Options())
+        given = (out, lse, out, lse, *Tensors(q, k, v), *Options())
         found = torch.ops.flashattn3.backward.default(*given)
         assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
         with pytest.raises(ValueError, match=r"k\.shape\[-1\] must be 64"):

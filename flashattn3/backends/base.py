@@ -20,7 +20,10 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
+    """reads_slots: whether forward takes v in the Hopper kernel's slots."""
+
     name: str
+    reads_slots: bool
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         """Why this backend can run nothing on the device, or None."""
@@ -32,7 +35,7 @@ class Backend(Protocol):
         """Choose the tiles. Pure: no GPU is touched. Called once per plan, which is cached."""
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and shape, with v's head dim, and lse, both new tensors.
+        """out in ``problem.out_dtype`` and q's shape, with v's head dim, and lse: new tensors.
 
         lse: (batch, heads, seqlen_q) or (heads, total_q), float32, float64 for float64 inputs.
         """

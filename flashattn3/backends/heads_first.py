@@ -46,6 +46,22 @@ class HeadsFirst:
         x = x.view(*self.axes, dim).movedim(2, 1)
         return x.reshape(batch * num_heads_kv, seqlen * group, dim).to(dtype)
 
+    def spread(self, descale: Tensor, block: int) -> Tensor:
+        """The descale of every folded row: (batch * num_heads_kv, seqlen * group, 1).
+
+        descale: (batch, heads, num_blocks), one for each ``block`` rows of a sequence; heads are
+            those of the tensor or num_heads_kv.
+        """
+        batch, seqlen, num_heads_kv, group = self.axes
+        position = torch.arange(seqlen, device=descale.device).expand(batch, seqlen)
+        if self.first is not None:
+            position = (position - self.first.unsqueeze(1)).clamp(min=0)
+        place = (position // block).clamp(max=descale.shape[2] - 1)
+        place = place.view(batch, 1, 1, seqlen).expand(batch, num_heads_kv, group, seqlen)
+        members = descale.unflatten(1, (num_heads_kv, -1)).expand(-1, -1, group, -1)
+        rows = members.gather(3, place).transpose(2, 3)
+        return rows.reshape(batch * num_heads_kv, seqlen * group, 1)
+
     def unfold(self, x: Tensor, dtype: torch.dtype, outside: float = 0.0) -> Tensor:
         """The inverse of ``fold``, contiguous. Rows of no sequence are filled with ``outside``."""
         batch, seqlen, num_heads_kv, group = self.axes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from ..device import DeviceInfo
 from ..errors import UnsupportedError
 from ..kernel_table import MAX_HEAD_DIM, ROWS, ForwardRow, select_row
 from ..problem import ALIGNMENT_BYTES, Problem, Tensors
+from ..scales import FP8
 from . import sixteen_bit
 from .hopper_library import MENDED_BY, Library, library_for_gpu
 from .triton import BACKEND as TRITON
@@ -65,6 +66,7 @@ class HopperBackend:
     name: str = "hopper"
     library: Callable[[], Library] = field(default=library_for_gpu, repr=False)
     only_measured: bool = True
+    reads_slots: ClassVar[bool] = False
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if device.kind != "cuda":
@@ -84,6 +86,8 @@ class HopperBackend:
         reason = sixteen_bit.decline_reason(problem, MAX_HEAD_DIM)
         if reason is not None:
             return reason
+        if problem.dtype == FP8:
+            return f"has no kernels for {FP8} yet"
         if problem.num_splits > 1:
             return "works the keys off in one pass (num_splits)"
         row = _row_of(problem)
@@ -103,7 +107,7 @@ class HopperBackend:
         run = plan.launches.get("forward")
         if run is None:
             run = plan.launches["forward"] = _prepare_forward(plan, self.library().forward)
-        return run(*tensors)
+        return run(*tensors.without_descales)
 
     def backward(
         self,
@@ -147,7 +151,7 @@ def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
 
 
 def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of the tensors in the order of ``Tensors``: (out, lse)."""
+    """Of the tensors in the order of ``Tensors``, without descales: (out, lse)."""
     problem, config = plan.problem, plan.config
     scalars = (
         ROWS.index(config.row),

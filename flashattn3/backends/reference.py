@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..problem import DTYPES
+from ..scales import FP8
 from .heads_first import HeadsFirst
 
 if TYPE_CHECKING:
@@ -46,16 +46,17 @@ class ReferenceConfig:
 
 
 class ReferenceBackend:
-    """float16 and bfloat16 are computed in float32, float32 and float64 in themselves."""
+    """FP8 (dequantized), float16 and bfloat16 are computed in float32, float32 and float64 in
+    themselves.
+    """
 
     name = "reference"
+    reads_slots = False
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
-        if problem.dtype not in DTYPES:
-            return f"takes float16, bfloat16, float32 and float64, not {problem.dtype}"
         if problem.pack_gqa:
             return "has no packed layout for pack_gqa=True"
         if problem.sm_margin:
@@ -73,7 +74,7 @@ class ReferenceBackend:
         with torch.autocast(tensors.q.device.type, enabled=False):
             call = _Call(plan, tensors)
             out, lse = call.attend()
-            out = call.queries.unfold(out, tensors.q.dtype)
+            out = call.queries.unfold(out, plan.problem.out_dtype)
             lse = call.queries.unfold(lse, lse.dtype, outside=-math.inf)
             return out, lse.squeeze(-1).transpose(-1, -2).contiguous()
 
@@ -122,16 +123,29 @@ class _Call:
     def __init__(self, plan: Plan, tensors: Tensors) -> None:
         self.problem = problem = plan.problem
         self.block_m, self.block_n = plan.config.block_m, plan.config.block_n
-        self.dtype = torch.promote_types(problem.dtype, torch.float32)
+        # torch promotes no FP8.
+        self.dtype = torch.promote_types(problem.out_dtype, torch.float32)
         self.unit = problem.softcap or 1.0
         self.diagonal = problem.seqlen_k - problem.seqlen_q
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
         axes_q = problem.batch, problem.seqlen_q, problem.num_heads_kv, problem.group
         axes_k = problem.batch, problem.seqlen_k, problem.num_heads_kv, 1
         self.queries = HeadsFirst(axes_q, problem.total_q, cu_seqlens_q, seqused_q)
         self.keys = HeadsFirst(axes_k, problem.total_k, cu_seqlens_k, seqused_k)
         self.q = self.queries.fold(q, self.dtype) * (problem.softmax_scale / self.unit)
         self.k, self.v = self.keys.fold(k, self.dtype), self.keys.fold(v, self.dtype)
+        if problem.dtype == FP8:
+            self._dequantize(tensors)
+
+    def _dequantize(self, tensors: Tensors) -> None:
+        problem = self.problem
+        for side, x, descale, scales in (
+            (self.queries, self.q, tensors.q_descale, problem.q_scales),
+            (self.keys, self.k, tensors.k_descale, problem.k_scales),
+            (self.keys, self.v, tensors.v_descale, problem.v_scales),
+        ):
+            if descale is not None:
+                x.mul_(side.spread(descale, scales.block))
 
     def rows_of(self, queries: range) -> slice:
         return slice(queries.start * self.problem.group, queries.stop * self.problem.group)

@@ -1,18 +1,20 @@
-"""What the kernels for 16-bit types on a GPU share, whoever compiled them."""
+"""What the kernels on a GPU share, whoever compiled them: they compute in 16 bits or fewer."""
 
 from __future__ import annotations
 
 import torch
 
-from ..problem import SIXTEEN_BIT, Problem
+from ..problem import FULL_PRECISION, Problem
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
     """Why none of these kernels computes the problem, or None."""
-    if problem.dtype not in SIXTEEN_BIT:
+    if problem.dtype in FULL_PRECISION:
         return f"computes in float16 and bfloat16, not in {problem.dtype}"
+    if problem.out_dtype not in DTYPE_NAMES:
+        return f"writes float16 and bfloat16, not {problem.out_dtype} (out_dtype)"
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > max_head_dim:
             return f"takes head dims up to {max_head_dim}, {name} is {getattr(problem, name)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,23 @@ from torch import Tensor
 
 from ..device import DeviceInfo
 from ..problem import Problem, Tensors
-from ..triton_kernels.configs import MAX_HEAD_DIM, MIN_SHARED_MEMORY_KIB, Row, Tiles, select_row
+from ..scales import FP8
+from ..triton_kernels.configs import (
+    MAX_HEAD_DIM,
+    MIN_SHARED_MEMORY_KIB,
+    Row,
+    Tile,
+    Tiles,
+    select_row,
+)
 from . import sixteen_bit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..plan import Plan
+
+FIRST_WITH_FP8 = 89  # compute capability whose tensor cores multiply e4m3
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class TritonConfig:
 
     num_splits: parts in which the keys are worked off.
     arch: whose instructions Triton is to use, "sm80"; None for the chip's own.
+    native_fp8: whether those multiply e4m3; else the kernel widens it to float16.
     """
 
     row: Row
@@ -34,6 +45,7 @@ class TritonConfig:
     num_splits: int
     grid: tuple[int, int, int]
     arch: str | None = None
+    native_fp8: bool = False
 
     def describe(self) -> dict[str, object]:
         forward = self.tiles.forward
@@ -53,6 +65,7 @@ class TritonBackend:
     """See ``Backend``. Triton itself is imported when the first kernel is launched, not before."""
 
     name = "triton"
+    reads_slots = False
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -84,11 +97,14 @@ class TritonBackend:
             problem.head_dim, problem.head_dim_v, device.lowering, device.shared_memory_bytes
         )
         tiles = row.windowed if problem.windowed else row.full
+        tiles = replace(tiles, forward=_within_blocks(tiles.forward, problem))
         row_tiles = ceil(problem.seqlen_q / tiles.forward.block_m)
         programs = row_tiles * problem.num_heads_q * problem.batch
         num_splits = _num_splits(problem, programs, tiles.forward.block_n, device.num_sms)
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
-        return TritonConfig(row, tiles, num_splits, (programs * num_splits, 1, 1), arch)
+        grid = (programs * num_splits, 1, 1)
+        native_fp8 = problem.dtype == FP8 and (device.lowering or 0) >= FIRST_WITH_FP8
+        return TritonConfig(row, tiles, num_splits, grid, arch, native_fp8)
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
         if _elsewhere(tensors.q):
@@ -113,10 +129,18 @@ class TritonBackend:
         prepared = plan.launches.get(strides) or _prepare(
             plan, strides, "prepare_backward", *strides
         )
-        return prepared(dout, dlse, out.contiguous(), lse.contiguous(), *tensors)
+        rest = tensors.without_descales
+        return prepared(dout, dlse, out.contiguous(), lse.contiguous(), *rest)
 
 
 BACKEND = TritonBackend()
+
+
+def _within_blocks(tile: Tile, problem: Problem) -> Tile:
+    """The keys of a tile share their descales."""
+    scales = (problem.k_scales, problem.v_scales)
+    blocks = [of.block for of in scales if of is not None and of.num_blocks > 1]
+    return replace(tile, block_n=min([tile.block_n, *blocks]))
 
 
 def _num_splits(problem: Problem, programs: int, block_n: int, num_sms: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
+from ..scales import FP8, Scales
 from ..triton_kernels import backward, forward
 from ..triton_kernels.configs import Tile, padded
 from ..triton_kernels.launch import Launch
@@ -23,6 +24,7 @@ LOG2E = 1.4426950408889634
 SMALLEST_SCALE = 2.0**-100  # stands in for a scale of 0 in the forward, where -inf * 0 would be NaN
 SMALLEST_DIVISOR = 2.0**-64  # among scales: an LSE divided by it is far from overflow
 STATISTICS_ROWS = backward.STATISTICS_ROWS.value
+SMALLEST_FP8_WIDTH = 32  # of the head dim: what one product of e4m3 takes
 ROWS_PER_PROGRAM = 64  # of the kernels that only read and combine rows
 ROW_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 
@@ -30,13 +32,23 @@ ROW_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of the tensors in the order of ``Tensors``: (out, lse)."""
     launch = forward_launch(problem, config)
-    if config.num_splits > 1:
-        return _prepare_split_forward(problem, config, launch)
+    prepare = _prepare_split_forward if config.num_splits > 1 else _prepare_whole_forward
+    run = prepare(problem, config, launch)
+    if problem.dtype != FP8:
+        return run
+
+    def run_on_bytes(q, k, v, *rest):
+        return run(*(x.view(torch.uint8) for x in (q, k, v)), *rest)
+
+    return run_on_bytes
+
+
+def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
     allocate = _result_allocator(problem)
 
-    def run(q, k, v, *indices):
+    def run(q, k, v, *rest):
         out, lse = allocate(q)
-        launch(q, k, v, out, lse, *indices)
+        launch(q, k, v, out, lse, *rest)
         return out, lse
 
     return run
@@ -56,11 +68,11 @@ def _result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tens
     can have them.
     """
     out_shape, lse_shape = _result_shapes(problem)
-    varlen = problem.varlen
+    varlen, out_dtype = problem.varlen, problem.out_dtype
 
     def allocate(q: Tensor) -> tuple[Tensor, Tensor]:
-        # Methods of q and not torch.empty: no device and dtype to be read from Python.
-        out = q.new_empty(out_shape)
+        # Methods of q and not torch.empty: no device to be read from Python.
+        out = q.new_empty(out_shape, dtype=out_dtype)
         lse = q.new_empty(lse_shape, dtype=torch.float32)
         if varlen:
             out.zero_()
@@ -76,11 +88,11 @@ def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launc
     blank = torch.zeros if problem.varlen else torch.empty
     of = {"dtype": torch.float32, "device": problem.device}
 
-    def run(q, k, v, *indices):
+    def run(q, k, v, *rest):
         out_parts = blank((config.num_splits, *out_size), **of)
         lse_parts = torch.full((config.num_splits, *lse_size), float("-inf"), **of)
-        launch(q, k, v, out_parts, lse_parts, *indices)
-        out = torch.empty(out_size, dtype=problem.dtype, device=problem.device)
+        launch(q, k, v, out_parts, lse_parts, *rest)
+        out = torch.empty(out_size, dtype=problem.out_dtype, device=problem.device)
         lse = torch.empty(lse_size, **of)
         merge(out_parts, lse_parts, out, lse)
         return out, lse
@@ -94,7 +106,7 @@ def prepare_backward(
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Of (dout, dlse, out, lse) and the tensors in the order of ``Tensors``: (dq, dk, dv)."""
+    """Of (dout, dlse, out, lse) and the tensors without descales: (dq, dk, dv)."""
     statistics, key_value, query = backward_launches(problem, config, dout_stride, dlse_stride)
     shape = statistics_shape(problem)
     new_like = torch.zeros if problem.varlen else torch.empty
@@ -113,8 +125,10 @@ def prepare_backward(
 
 
 def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
-    """(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)"""
+    """(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, the three descales)"""
     tile = config.tiles.forward
+    fp8 = problem.dtype == FP8
+    scale = problem.softmax_scale if fp8 else abs(problem.softmax_scale) or SMALLEST_SCALE
     num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
     out_strides = _dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
     lse_strides = _lse_strides(problem)
@@ -133,16 +147,22 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         problem.window_left,
         problem.window_right,
         config.num_splits,
-        *_score_factors(problem, abs(problem.softmax_scale) or SMALLEST_SCALE),
+        *_score_factors(problem, scale),
+        *_scale_places(problem),
     )
     constants = _features(problem, tile) | {
-        "NEGATIVE_SCALE": problem.softmax_scale < 0,
+        "NEGATIVE_SCALE": not fp8 and problem.softmax_scale < 0,
         "SPLIT": config.num_splits > 1,
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
+        "FP8": fp8,
+        "NATIVE_FP8": config.native_fp8,
     }
-    dtype = DTYPE_NAMES[problem.dtype]
-    out_type = "fp32" if config.num_splits > 1 else dtype
-    types = (dtype, dtype, dtype, out_type, "fp32", *_indices(problem))
+    if fp8:
+        constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])
+    dtype = "u8" if fp8 else DTYPE_NAMES[problem.dtype]
+    out_type = "fp32" if config.num_splits > 1 else DTYPE_NAMES[problem.out_dtype]
+    descales = ("fp32" if scales else None for scales in _all_scales(problem))
+    types = (dtype, dtype, dtype, out_type, "fp32", *_indices(problem), *descales)
     return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
 
 
@@ -159,7 +179,7 @@ def merge_launch(problem: Problem, config: TritonConfig) -> Launch:
         config.num_splits,
     )
     constants = _value_row(problem)
-    types = ("fp32", "fp32", DTYPE_NAMES[problem.dtype], "fp32")
+    types = ("fp32", "fp32", DTYPE_NAMES[problem.out_dtype], "fp32")
     grid = _row_grid(problem)
     return _launch(forward.merge_kernel, types, grid, scalars, constants, ROW_TILE, config)
 
@@ -197,18 +217,18 @@ def statistics_shape(problem: Problem) -> tuple[int, ...]:
 
 def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
     """Every kernel that a call and its gradient may launch, by name, for tests and tuning."""
+    of_forward = {
+        "forward": forward_launch(problem, config),
+        "merge": merge_launch(problem, config),
+    }
+    if problem.dtype == FP8:
+        return of_forward
     dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (
         not problem.varlen
     )
     dout_stride += (problem.num_heads_q * problem.head_dim_v, problem.head_dim_v, 1)
     statistics, key_value, query = backward_launches(problem, config, dout_stride, None)
-    return {
-        "forward": forward_launch(problem, config),
-        "merge": merge_launch(problem, config),
-        "statistics": statistics,
-        "key_value": key_value,
-        "query": query,
-    }
+    return {**of_forward, "statistics": statistics, "key_value": key_value, "query": query}
 
 
 def _statistics_launch(problem: Problem, config: TritonConfig, dout_strides, dlse_stride) -> Launch:
@@ -292,6 +312,22 @@ def _indices(problem: Problem) -> tuple[str | None, ...]:
     """Types of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
     present = (problem.varlen, problem.varlen, problem.has_seqused_q, problem.has_seqused_k)
     return tuple("i32" if given else None for given in present)
+
+
+def _all_scales(problem: Problem) -> tuple[Scales | None, ...]:
+    return problem.q_scales, problem.k_scales, problem.v_scales
+
+
+def _scale_places(problem: Problem) -> tuple[int | None, ...]:
+    """Where the kernel finds descales; None is compiled away."""
+    places = []
+    for scales in _all_scales(problem):
+        if scales is None:
+            places += [None] * 6
+        else:
+            group = problem.num_heads_q // scales.heads
+            places += [*scales.stride, group, scales.block, scales.num_blocks]
+    return tuple(places)
 
 
 def _row_grid(problem: Problem) -> tuple[int, int, int]:

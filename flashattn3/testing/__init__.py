@@ -5,11 +5,13 @@ is not imported here.
 """
 
 from .cases import FORWARD_CASES, NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case, call
+from .fp8 import FORMS, make_fp8_inputs
 from .inputs import make_inputs, make_output_gradients
-from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check, check_lse, score_floor
+from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check, check_fp8, check_lse, score_floor
 from .truth import attention, gradients
 
 __all__ = [
+    "FORMS",
     "FORWARD_CASES",
     "FORWARD_FACTOR",
     "GRADIENT_FACTOR",
@@ -20,8 +22,10 @@ __all__ = [
     "attention",
     "call",
     "check",
+    "check_fp8",
     "check_lse",
     "gradients",
+    "make_fp8_inputs",
     "make_inputs",
     "make_output_gradients",
     "score_floor",

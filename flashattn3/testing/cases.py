@@ -88,8 +88,9 @@ class Case:
 
 def call(case: Case, tensors: Tensors, **more: Any) -> Tensor | tuple[Tensor, Tensor]:
     """The case through the public interface; ``more`` adds or replaces arguments."""
-    options = {**case.options(), **more}
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors
+    descales = {name: getattr(tensors, name) for name in ("q_descale", "k_descale", "v_descale")}
+    options = {**case.options(), **descales, **more}
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
     if not case.varlen:
         return flash_attn_func(q, k, v, **options)
     lengths = cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k, seqused_q, seqused_k

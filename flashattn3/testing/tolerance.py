@@ -6,6 +6,10 @@ happens not to do. It is held for the largest error and for the root mean square
 finds one wrong element, the second a result that is slightly wrong everywhere. inf and NaN must
 stand where they stand in the truth. The log-sum-exp has an absolute gate instead, because the
 baseline's is not kept in 16 bits.
+
+Where tensor cores multiply e4m3 there is no such baseline: P may be rounded to e4m3, and sums be
+kept in fewer bits than float32's. Against the exact attention of the quantized inputs the result
+then has bounds on its root mean square error and on its cosine.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ LSE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
 # float64 the truth is its own baseline, with no error to multiply, so there the floor has to hold
 # the rounding of scores up to 1e4 as well.
 FLOOR = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+# P rounded to e4m3 is off by up to 1/16, by 1/40 in the root mean square.
+FP8_RMSE, FP8_COSINE = 0.04, 0.999
+FP8_LSE_TOLERANCE = 5e-3
 
 
 def check(
@@ -62,9 +70,28 @@ def check(
             raise AssertionError(_report(name, found, error, got, truth, case, plan))
 
 
-def check_lse(got: Tensor, truth: Tensor, case: object, plan: object = "") -> None:
-    """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and to the truth's -inf."""
-    tolerance = LSE_TOLERANCE[got.dtype]
+def check_fp8(name: str, got: Tensor, truth: Tensor, case: object, plan: object = "") -> None:
+    """Hold a result of e4m3 products to the truth of the quantized inputs."""
+    got, truth = _comparable(name, got, truth, case=case, plan=plan)
+    finite = truth.isfinite()
+    got, truth = torch.where(finite, got, 0.0), torch.where(finite, truth, 0.0)
+    error = (got - truth).abs()
+    bound = FP8_RMSE * _root_mean_square(truth) + FLOOR[torch.float32]
+    cosine = float((got * truth).sum() / (got.norm() * truth.norm()).clamp(min=1e-30))
+    if _root_mean_square(error) > bound or (truth.any() and cosine < FP8_COSINE):
+        found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}; "
+        found += f"cosine {cosine:.6f}, bound {FP8_COSINE}"
+        raise AssertionError(_report(name, found, error, got, truth, case, plan))
+
+
+def check_lse(
+    got: Tensor, truth: Tensor, case: object, plan: object = "", tolerance: float | None = None
+) -> None:
+    """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and to the truth's -inf.
+
+    tolerance: None for that of the dtype.
+    """
+    tolerance = tolerance or LSE_TOLERANCE[got.dtype]
     got, truth = _comparable("lse", got, truth, case=case, plan=plan)
     finite = truth.isfinite()
     excess = torch.where(finite, (got - truth).abs() / truth.abs().clamp(min=1.0), 0.0)

@@ -54,6 +54,9 @@ def _source(launch: Launch) -> ASTSource:
         else:
             attributes[(param.num,)] = [["tt.divisibility", 16]]
     for param, value in zip(params[tensors_end:], launch.scalars, strict=False):
+        if value is None:
+            signature[param.name], constants[param.name] = "constexpr", None
+            continue
         specialize = isinstance(value, int) and not param.do_not_specialize
         if specialize and value == 1:
             signature[param.name], constants[param.name] = "constexpr", 1

@@ -4,12 +4,17 @@ The online softmax keeps, for each row, the running maximum m and the running su
 m); the accumulator is rescaled when m grows (Dao, arXiv 2307.08691, algorithm 1). With num_splits >
 1 several programs share a row tile, each with a part of the keys, and ``merge_kernel`` joins them
 by their LSE.
+
+Of e4m3 operands the descales of Q and K go into the factor of the scores. The accumulator counts in
+units of the descale of V's current block: a change of unit is folded into the rescaling. P stays in
+float16.
 """
 
 import triton
 import triton.language as tl
 
 from .common import key_range, load_tile, sequence, store_tile, tanh_exp2, tile_offsets, visible
+from .fp8 import SMALLEST_RATIO, as_float16, as_operand, descale_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -26,6 +31,24 @@ LN2 = tl.constexpr(0.6931471805599453)
         "window_left",
         "window_right",
         "num_splits",
+        "q_scale_stride_b",
+        "q_scale_stride_h",
+        "q_scale_stride_n",
+        "q_scale_group",
+        "q_block",
+        "num_q_blocks",
+        "k_scale_stride_b",
+        "k_scale_stride_h",
+        "k_scale_stride_n",
+        "k_scale_group",
+        "k_block",
+        "num_k_blocks",
+        "v_scale_stride_b",
+        "v_scale_stride_h",
+        "v_scale_stride_n",
+        "v_scale_group",
+        "v_block",
+        "num_v_blocks",
     ]
 )
 def forward_kernel(
@@ -38,6 +61,9 @@ def forward_kernel(
     cu_seqlens_k,
     seqused_q,
     seqused_k,
+    q_descale,
+    k_descale,
+    v_descale,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -66,6 +92,24 @@ def forward_kernel(
     num_splits,
     scale_log2,
     cap_log2,
+    q_scale_stride_b,
+    q_scale_stride_h,
+    q_scale_stride_n,
+    q_scale_group,
+    q_block,
+    num_q_blocks,
+    k_scale_stride_b,
+    k_scale_stride_h,
+    k_scale_stride_n,
+    k_scale_group,
+    k_block,
+    num_k_blocks,
+    v_scale_stride_b,
+    v_scale_stride_h,
+    v_scale_stride_n,
+    v_scale_group,
+    v_block,
+    num_v_blocks,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -81,11 +125,15 @@ def forward_kernel(
     NEGATIVE_SCALE: tl.constexpr,
     SPLIT: tl.constexpr,
     TAIL: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
     """out and lse of one row tile of one head. Grid: num_m_blocks * num_splits * num_heads * batch.
 
     Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last key tile may be partial.
     scale_log2 >= 0 (a negative scale flips q instead): with softcap it is the factor into tanh.
+    FP8: q, k and v are the bytes of e4m3, with descales as in ``descale_of``; a key tile lies
+    within one block. scale_log2 may be negative.
     """
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
@@ -148,10 +196,18 @@ def forward_kernel(
     )
     if NEGATIVE_SCALE:
         q = -q
+    if FP8:
+        q = as_operand(q, NATIVE_FP8)
+        row_factor = scale_log2 * descale_of(
+            rows, head, batch_idx, q_descale, q_scale_stride_b, q_scale_stride_h, q_scale_stride_n,
+            q_scale_group, q_block, num_q_blocks,
+        )  # fmt: skip
+        v_unit = 0.0
+        largest_unit = 0.0
 
     # With softcap the scores are in the log2 domain before the maximum is taken; else the scale is
-    # folded into the argument of exp2.
-    factor = 1.0 if SOFTCAP else scale_log2
+    # folded into the argument of exp2. FP8 multiplies every tile by a factor of its own.
+    factor = 1.0 if SOFTCAP or FP8 else scale_log2
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -172,9 +228,18 @@ def forward_kernel(
                     MASKED and TAIL,
                     HEAD_DIM < BLOCK_D,
                 )
+                if FP8:
+                    k = as_operand(k, NATIVE_FP8)
                 scores = tl.dot(q, tl.trans(k))
+                if FP8:
+                    k_scale = descale_of(
+                        first_key, head, batch_idx, k_descale,
+                        k_scale_stride_b, k_scale_stride_h, k_scale_stride_n,
+                        k_scale_group, k_block, num_k_blocks,
+                    )  # fmt: skip
+                    scores = scores * tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))[:, None]
                 if SOFTCAP:
-                    scores = cap_log2 * tanh_exp2(scores * scale_log2)
+                    scores = cap_log2 * tanh_exp2(scores if FP8 else scores * scale_log2)
                 if MASKED:
                     reach = diagonal - first_key
                     seen = visible(
@@ -196,6 +261,17 @@ def forward_kernel(
                 p = tl.math.exp2(scores * factor - reference[:, None])
                 decay = tl.math.exp2(row_max - reference)
                 row_sum = row_sum * decay + tl.sum(p, 1)
+                if FP8:
+                    new_unit = descale_of(
+                        first_key, head, batch_idx, v_descale,
+                        v_scale_stride_b, v_scale_stride_h, v_scale_stride_n,
+                        v_scale_group, v_block, num_v_blocks,
+                    )  # fmt: skip
+                    largest_unit = tl.maximum(largest_unit, tl.abs(new_unit))
+                    smallest = largest_unit * SMALLEST_RATIO
+                    new_unit = tl.where(tl.abs(new_unit) < smallest, smallest, new_unit)
+                    decay = decay * tl.where(new_unit == v_unit, 1.0, v_unit / new_unit)
+                    v_unit = new_unit
                 acc = acc * decay[:, None]
                 v = load_tile(
                     v_tile + first_key * v_step,
@@ -206,12 +282,16 @@ def forward_kernel(
                     MASKED and TAIL,
                     HEAD_DIM_V < BLOCK_DV,
                 )
+                if FP8:
+                    v = as_float16(v, NATIVE_FP8)
                 acc = tl.dot(p.to(v.dtype), v, acc)
                 row_max = new_max
 
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
     out = acc * tl.where(empty, 1.0, 1.0 / row_sum)[:, None]
+    if FP8:
+        out = out * v_unit
     lse_rows = (
         lse_ptr
         + split * lse_stride_p

@@ -1,0 +1,159 @@
+"""The public functions that quantize 16-bit tensors to FP8 and attend in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .api import flash_attn_func, flash_attn_varlen_func, host_length
+from .errors import expect, type_error
+from .operands import SIDES
+from .problem import SIXTEEN_BIT, refuse_gradients
+from .quantization import BlockScaled, quantize_block_fp8
+from .quantization.hadamard import is_rotatable
+from .scales import BLOCKS
+
+
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention in FP8 on 16-bit tensors: quantizes q, k and v in blocks and attends, in one call.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16 or bfloat16.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim) and (batch, seqlen_k, num_heads_kv,
+            head_dim_v), in q's dtype.
+        block: tokens of a head that share a scale: 64, 128 or 256.
+        hadamard: rotate q and k first, which spreads outliers over the head dim; head_dim must
+            then be a power of two.
+        out_dtype: float16, bfloat16 or, on the reference backend, float32; None stands for q's.
+        All other arguments are those of ``flash_attn_func``.
+
+    Returns: what ``flash_attn_func`` does, in out_dtype.
+
+    Raises: what ``flash_attn_func`` does; UnsupportedError where a tensor requires a gradient,
+        unless under ``torch.no_grad()``.
+
+    Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3.
+    """
+    scaled = _quantized("flash_attn_fp8_func", q, k, v, block, hadamard, {}, {})
+    return flash_attn_func(
+        *scaled,
+        softmax_scale,
+        causal,
+        window_size=window_size,
+        softcap=softcap,
+        sm_margin=sm_margin,
+        return_lse=return_lse,
+        backend=backend,
+        out_dtype=out_dtype or q.dtype,
+    )
+
+
+def flash_attn_varlen_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flash_attn_fp8_func`` over sequences of different lengths, packed one after another.
+
+    Rows beyond seqused do not count in the result, but in the scale of their block.
+
+    Args: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·), of 16 bits; the
+        others are those of ``flash_attn_varlen_func`` and ``flash_attn_fp8_func``, as are the
+        results and the errors.
+    """
+    function = "flash_attn_varlen_fp8_func"
+    lengths = []
+    for side, x, edges, longest in (
+        ("q", q, cu_seqlens_q, max_seqlen_q),
+        ("k", k, cu_seqlens_k, max_seqlen_k),
+    ):
+        if not isinstance(edges, Tensor):
+            raise type_error(function, f"cu_seqlens_{side}", "a torch.Tensor", type(edges).__name__)
+        longest = host_length(function, f"max_seqlen_{side}", longest)
+        rows = x.shape[0] if longest is None else longest
+        lengths.append({"cu_seqlens": edges, "max_seqlen": rows})
+    scaled = _quantized(function, q, k, v, block, hadamard, *lengths)
+    return flash_attn_varlen_func(
+        *scaled,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
+        softmax_scale,
+        causal,
+        window_size=window_size,
+        softcap=softcap,
+        sm_margin=sm_margin,
+        return_lse=return_lse,
+        backend=backend,
+        out_dtype=out_dtype or q.dtype,
+    )
+
+
+def _quantized(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: int,
+    hadamard: bool,
+    ragged_q: dict[str, object],
+    ragged_k: dict[str, object],
+) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
+    """q, k and v of 16 bits in blocks, q and k rotated if hadamard.
+
+    ragged_q, ragged_k: cu_seqlens and max_seqlen of a ragged batch; else empty.
+    """
+    axes = "(total, heads, head_dim)" if ragged_q else "(batch, seqlen, heads, head_dim)"
+    for side, x in zip(SIDES, (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise type_error(function, side, "a torch.Tensor", type(x).__name__)
+        rank = 3 if ragged_q else 4
+        expect(x.ndim == rank, function, f"{side}.shape", axes, tuple(x.shape))
+        dtypes = SIXTEEN_BIT if side == "q" else (q.dtype,)
+        expect(x.dtype in dtypes, function, f"{side}.dtype", f"one of {dtypes}", x.dtype)
+    if not isinstance(hadamard, bool):
+        raise type_error(function, "hadamard", "a bool", type(hadamard).__name__)
+    expect(block in BLOCKS, function, "block", f"one of {BLOCKS}", block)
+    fits = not hadamard or is_rotatable(q.shape[-1])
+    expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
+    refuse_gradients(function, q, k, v)
+    return (
+        quantize_block_fp8(q, block=block, hadamard=hadamard, kind="q", **ragged_q),
+        quantize_block_fp8(k, block=block, hadamard=hadamard, kind="k", **ragged_k),
+        quantize_block_fp8(v, block=block, kind="v", **ragged_k),
+    )

@@ -1,0 +1,121 @@
+"""The forms in which a caller hands in FP8, taken apart into the plain tensors of the pipeline.
+
+q, k and v are all ``BlockScaled``, or all float8_e4m3fn with descales beside them: (batch, heads)
+as FlashAttention-3 has it, or (batch, heads, blocks).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .contents import CHECKED, check_same_contents
+from .errors import expect, type_error
+from .problem import (
+    Options,
+    Tensors,
+    check_tensor_types,
+    function_name,
+    refuse_gradients,
+)
+from .quantization import BlockScaled
+from .scales import BLOCKS, FP8, num_blocks
+
+SIDES = ("q", "k", "v")
+
+
+def resolved(tensors: Tensors, options: Options, varlen: bool) -> tuple[Tensors, Options]:
+    """A call in the form of the pipeline; one without FP8 is so already.
+
+    tensors: q, k and v may be BlockScaled; descales as the caller gave them.
+    """
+    block_scaled = type(tensors.q) is BlockScaled  # isinstance takes longer to say no
+    if block_scaled:
+        tensors, options = _taken_apart(function_name(varlen), tensors, options)
+    check_tensor_types(tensors, varlen)
+    if tensors.q.dtype is not FP8:
+        return tensors, options
+    function = function_name(varlen)
+    if not block_scaled:
+        tensors, options = _with_blocks(function, tensors, options, varlen)
+    refuse_gradients(function, *tensors)
+    return tensors, options
+
+
+def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
+    """BlockScaled q, k and v as data, descales and block sizes."""
+    changes, blocks = {}, {}
+    for side in SIDES:
+        x, descale = getattr(tensors, side), getattr(tensors, f"{side}_descale")
+        if not isinstance(x, BlockScaled):
+            raise type_error(function, side, "BlockScaled as q is", type(x).__name__)
+        what, wanted = f"{side}_descale", f"None where {side} is BlockScaled"
+        expect(descale is None, function, what, wanted, "a tensor")
+        edges = tensors.cu_seqlens_q if side == "q" else tensors.cu_seqlens_k
+        _check_edges(function, f"{side}.cu_seqlens", x.cu_seqlens, edges)
+        layouts = ("rows", "slots") if side == "v" else ("rows",)
+        expect(x.layout in layouts, function, f"{side}.layout", f"one of {layouts}", x.layout)
+        scaled = x.descale.numel() > 0  # else there are no tokens
+        changes[side] = x.data
+        changes[f"{side}_descale"] = x.descale if scaled else None
+        blocks[f"{side}_block"] = x.block if scaled else 0
+    q, k, v = tensors[:3]
+    expect(k.hadamard == q.hadamard, function, "k.hadamard", f"{q.hadamard} as q's", k.hadamard)
+    expect(not v.hadamard, function, "v.hadamard", "False: out would stay rotated", v.hadamard)
+    slots = v.layout == "slots"
+    return tensors._replace(**changes), options._replace(**blocks, v_slots=slots)
+
+
+def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:
+    """The blocks of a ragged tensor begin where the sequences of the call do."""
+    if own is given or not isinstance(
+        given, (Tensor, type(None))
+    ):  # what is no tensor is met later
+        return
+    if own is None or given is None:
+        wanted, got = ("None", "a tensor") if given is None else ("the call's", None)
+        expect(False, function, what, wanted, got)
+    wanted, got = tuple(given.shape), tuple(own.shape)
+    expect(got == wanted, function, f"{what}.shape", f"{wanted} as the call's", got)
+    wanted = f"{given.device} as the call's"
+    expect(own.device == given.device, function, f"{what}.device", wanted, own.device)
+    if CHECKED:
+        check_same_contents(function, what, own, given)
+
+
+def _with_blocks(
+    function: str, tensors: Tensors, options: Options, varlen: bool
+) -> tuple[Tensors, Options]:
+    """Raw FP8: descales with three axes, and the blocks that their shapes imply."""
+    changes, blocks = {}, {}
+    for side in SIDES:
+        name = f"{side}_descale"
+        x, descale = getattr(tensors, side), getattr(tensors, name)
+        if descale is None:
+            continue
+        if descale.ndim == 2:
+            descale = descale.unsqueeze(-1)
+        wanted = "(batch, heads) or (batch, heads, blocks)"
+        expect(descale.ndim == 3, function, f"{name}.shape", wanted, tuple(descale.shape))
+        longest = f"max_seqlen_{'q' if side == 'q' else 'k'}"
+        rows = x.shape[-3] if x.ndim > 2 else 0  # other ranks are refused with q, k and v
+        seqlen = getattr(options, longest) if varlen else rows
+        if descale.shape[2] != 1:
+            expect(seqlen is not None, function, longest, f"an int where {name} is per block", None)
+        block = _implied_block(function, name, descale.shape[2], rows if seqlen is None else seqlen)
+        changes[name] = descale if block else None
+        blocks[f"{side}_block"] = block
+    return tensors._replace(**changes), options._replace(**blocks)
+
+
+def _implied_block(function: str, name: str, found: int, seqlen: int) -> int:
+    """Tokens of a block where so many blocks hold a sequence; 0 if there is nothing to hold."""
+    if found == 1:
+        return max(1, seqlen)
+    if found == 0 and seqlen == 0:
+        return 0
+    for block in BLOCKS:
+        if num_blocks(seqlen, block) == found:
+            return block
+    counts = sorted({1, *(num_blocks(seqlen, block) for block in BLOCKS)})
+    wanted = f"one of {counts} (1, or blocks of one of {BLOCKS} for {seqlen} tokens)"
+    expect(False, function, f"{name}.shape[2]", wanted, found)

@@ -1,0 +1,77 @@
+"""FP8 inputs of a case in every form that the interface takes, and the values they stand for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import Tensors
+from ..quantization import BlockScaled, quantize_block_fp8
+from ..scales import FP8, num_blocks
+from .cases import Case
+from .inputs import make_inputs
+
+# "raw" without descales, "head" with FlashAttention-3's (batch, num_heads_kv), "block" with one for
+# each block, "scaled" BlockScaled, "rotated" BlockScaled with q and k rotated.
+FORMS = ("raw", "head", "block", "scaled", "rotated")
+BLOCKS = {"q": 64, "k": 128, "v": 64}
+
+
+def make_fp8_inputs(
+    case: Case, device: torch.device | str, form: str, seed: int = 0
+) -> tuple[Tensors, Tensors]:
+    """Arguments of a call, and the same problem in float64, of which nothing is quantized further.
+
+    Raw data lies among NaN, as from ``make_inputs``. Where q and k are rotated the second has them
+    rotated too: the scores are the same.
+    """
+    if form in ("scaled", "rotated"):
+        given = make_inputs(case, device, torch.float32, seed)
+        scaled = {
+            side: _quantized(case, given, side, form == "rotated" and side != "v") for side in "qkv"
+        }
+        return given._replace(**scaled), given._replace(
+            **{side: _values(x.in_rows()) for side, x in scaled.items()}
+        )
+    given = make_inputs(case, device, FP8, seed)
+    descales, values = {}, {}
+    for side in "qkv":
+        x = getattr(given, side)
+        descale, block = _descale(case, side, form, seed)
+        values[side] = x.double()
+        if descale is not None:
+            descale = descale.to(device)
+            descales[f"{side}_descale"] = descale.squeeze(-1) if form == "head" else descale
+            descale = descale.repeat_interleave(x.shape[-2] // descale.shape[1], dim=1)
+            edges = given.cu_seqlens_q if side == "q" else given.cu_seqlens_k
+            values[side] = _values(BlockScaled(x, descale, block, cu_seqlens=edges))
+    return given._replace(**descales), given._replace(**values)
+
+
+def _quantized(case: Case, given: Tensors, side: str, hadamard: bool) -> BlockScaled:
+    ragged = {}
+    if case.varlen:
+        edges = given.cu_seqlens_q if side == "q" else given.cu_seqlens_k
+        longest = case.seqlen_q if side == "q" else case.seqlen_k
+        ragged = {"cu_seqlens": edges, "max_seqlen": longest}
+    block = BLOCKS[side]
+    return quantize_block_fp8(
+        getattr(given, side), block=block, hadamard=hadamard, kind=side, **ragged
+    )
+
+
+def _descale(case: Case, side: str, form: str, seed: int) -> tuple[Tensor | None, int]:
+    """(batch, heads, blocks), factors around 1 a few times larger or smaller, and the block."""
+    if form == "raw":
+        return None, 0
+    seqlen = case.seqlen_q if side == "q" else case.seqlen_k
+    block = BLOCKS[side] if form == "block" else max(1, seqlen)
+    heads = case.num_heads_q if side == "q" and form == "block" else case.num_heads_kv
+    generator = torch.Generator().manual_seed(seed + ord(side))
+    shape = case.batch, heads, num_blocks(seqlen, block)
+    return torch.randn(shape, generator=generator).mul(0.7).exp(), block
+
+
+def _values(x: BlockScaled) -> Tensor:
+    """In float64, where the product is exact; q and k as they are rotated."""
+    return x.data.double() * x.token_descale()[..., None].double()

@@ -1,0 +1,329 @@
+"""FP8 attention: every form of the inputs on every backend against float64 of what they stand for,
+what 16-bit tensors lose by it, and the sentences for what is illegal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from helpers import EVERY_BACKEND, GPU, case_named, skip_what_is_declined
+
+from flashattn3 import (
+    BlockScaled,
+    UnsupportedError,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_fp8_func,
+    quantize_block_fp8,
+)
+from flashattn3.problem import Options, Tensors
+from flashattn3.quantization import block_fp8
+from flashattn3.scales import BLOCKS, FP8
+from flashattn3.testing import (
+    FORMS,
+    FORWARD_CASES,
+    FORWARD_FACTOR,
+    attention,
+    call,
+    check,
+    check_fp8,
+    check_lse,
+    make_fp8_inputs,
+    make_inputs,
+    score_floor,
+)
+from flashattn3.testing.cases import dense, varlen
+from flashattn3.testing.tolerance import FP8_LSE_TOLERANCE
+from flashattn3.triton_kernels.fp8 import as_float16
+
+poisoned = pytest.mark.usefixtures("poisoned_memory")
+# Blocks of q, k and v that end elsewhere than the tiles, and more than one of each.
+LONGER = (
+    dense("blocks", (200, 300), heads=(4, 2), batch=2),
+    dense("blocks-causal", (257, 385), heads=(4, 1), causal=True, dims=(128, 64)),
+    dense("blocks-window", (200, 520), window=(150, 20), batch=1),
+    dense("blocks-splits", (33, 700), num_splits=3, heads=(4, 2), softcap=20.0),
+    varlen("blocks-varlen", (200, 7, 129), (300, 260, 129), heads=(4, 2), causal=True),
+    varlen("blocks-used", (200, 129), (300, 260), seqused_q=(200, 90), seqused_k=(65, 257)),
+)
+FEATURES = ("causal-empty-rows", "gqa-8", "window-both", "softcap-causal", "dim-72-40")
+FEATURES += ("scale-negative", "varlen-seqused", "varlen-splits", "layout-packed", "no-keys")
+
+
+def fits(case, form: str) -> bool:
+    return form != "rotated" or case.head_dim & (case.head_dim - 1) == 0
+
+
+def holds(case, form: str, backend: str, device, **options) -> None:
+    """out and lse against float64: as tight as 16 bits, where e4m3 is multiplied in float16."""
+    skip_what_is_declined(case, backend)
+    given, values = make_fp8_inputs(case, device, form)
+    exact = backend == "reference"
+    options.setdefault("out_dtype", torch.float32 if exact else torch.float16)
+    out, lse = call(case, given, return_lse=True, backend=backend, **options)
+    assert (out.dtype, lse.dtype) == (options["out_dtype"], torch.float32)
+    truth, truth_lse = attention(values, **case.truth_options())
+    if exact or not GPU:
+        precision = torch.float32 if exact else torch.float16
+        plain, _ = attention(values, **case.truth_options(), dtype=precision)
+        floor = score_floor(lse) if exact else None
+        check("out", out, truth, plain, FORWARD_FACTOR, case, backend, floor)
+        check_lse(lse, truth_lse, case, backend)
+        return
+    if case.distribution == "large":
+        pytest.skip("the tensor cores add e4m3 products in too few bits for scores of 1e4")
+    check_fp8("out", out, truth, case, backend)
+    check_lse(lse, truth_lse, case, backend, FP8_LSE_TOLERANCE)
+
+
+@poisoned
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.name)
+def test_every_case_without_descales(case, backend, device):
+    holds(case, "raw", backend, device)
+
+
+@poisoned
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", (*LONGER, *map(case_named, FEATURES)), ids=lambda case: case.name)
+def test_every_form(case, form, backend, device):
+    if not fits(case, form):
+        pytest.skip("the head dim is no power of two")
+    holds(case, form, backend, device)
+
+
+def test_both_lists_of_blocks_are_the_same():
+    assert BLOCKS == block_fp8.BLOCKS
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("name", ["causal-empty-rows", "varlen-seqused"])
+def test_rows_without_keys_are_zero(name, backend, device):
+    case = case_named(name)
+    given, values = make_fp8_inputs(case, device, "block")
+    out, lse = call(case, given, return_lse=True, backend=backend)
+    _, wanted = attention(values, **case.truth_options())
+    blind = wanted == float("-inf")
+    assert blind.any()
+    assert (lse[blind] == float("-inf")).all()
+    assert (out.transpose(-2, -3)[blind] == 0).all()
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_nan_stays_in_its_rows(hadamard, backend, device):
+    q, k, v = (
+        x.clone() for x in make_inputs(dense("nan", (150, 150), batch=1), device, torch.half)[:3]
+    )
+    q[0, 70, 1, 3] = float("nan")
+    k[0, 140, 0, 5] = float("nan")
+    found = flash_attn_fp8_func(q, k, v, hadamard=hadamard, backend=backend)
+    wrong = found.isnan()
+    wanted = torch.zeros_like(wrong)
+    wanted[0, 70, 1] = wanted[0, :, 0] = True
+    assert torch.equal(wrong, wanted)
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND[1:])
+def test_blocks_of_v_may_differ_by_any_factor(backend, device):
+    """The accumulator changes its unit between them; 0 is a descale like others."""
+    case = dense("far", (5, 256), batch=1, heads=(1, 1))
+    given, _ = make_fp8_inputs(case, device, "raw")
+    for factors in (
+        (1e-30, 1.0, 1e-30, 1e3),
+        (1.0, 1e-38, 1e30, 1.0),
+        (0.0, 2.0, 0.0, 1.0),
+        (0.0,),
+    ):
+        descale = torch.tensor(factors, device=device).view(1, 1, -1)
+        out = call(
+            case, given._replace(v_descale=descale), backend=backend, out_dtype=torch.bfloat16
+        )
+        whole = descale.repeat_interleave(256 // len(factors), 2).view(1, 256, 1, 1)
+        values = given._replace(v=given.v.double() * whole.double())
+        truth, _ = attention(values, **case.truth_options())
+        scale = float(truth.abs().max()) or 1.0
+        check_fp8("out", out.double() / scale, truth / scale, case, backend)
+
+
+def test_a_group_of_query_heads_may_share_q_descales(device):
+    case = dense("shared", (130, 70), heads=(4, 2))
+    given, _ = make_fp8_inputs(case, device, "raw")
+    shared = torch.rand(2, 2, 3, device=device) + 0.5
+    outs = [
+        call(case, given._replace(q_descale=descale), backend=backend)
+        for descale in (shared, shared.repeat_interleave(2, 1), shared.mT.contiguous().mT)
+        for backend in ("reference", "triton")
+    ]
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[0], outs[4])
+    assert torch.equal(outs[1], outs[3]) and torch.equal(outs[1], outs[5])
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_out_dtype(backend, device):
+    given, _ = make_fp8_inputs(case_named("gqa-2"), device, "head")
+    for asked, wanted in ((None, torch.bfloat16), (torch.float16, torch.float16)):
+        assert call(case_named("gqa-2"), given, out_dtype=asked, backend=backend).dtype == wanted
+    if backend != "reference":
+        with pytest.raises(UnsupportedError, match=r"not torch.float32 \(out_dtype\)"):
+            call(case_named("gqa-2"), given, out_dtype=torch.float32, backend=backend)
+
+
+def test_packed_qkv_passes_descales_on(device):
+    qkv = torch.randn(2, 9, 3, 2, 16, device=device).to(FP8)
+    descales = {f"{side}_descale": torch.rand(2, 2, device=device) for side in "qkv"}
+    found = flash_attn_qkvpacked_func(qkv, **descales, out_dtype=torch.float16)
+    wanted = flash_attn_func(*qkv.unbind(2), **descales, out_dtype=torch.float16)
+    assert found.dtype == torch.float16 and torch.equal(found, wanted)
+
+
+def rmse(found, truth) -> float:
+    return float((found.double() - truth).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("distribution", ["normal", "outlier"])
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_what_16_bit_tensors_lose(distribution, backend, device):
+    """Outliers: block scales and the rotation lose clearly less than one scale for a tensor."""
+    seqlen = 1024 if GPU or backend == "reference" else 512
+    case = dense("loss", (seqlen, seqlen), batch=1, distribution=distribution)
+    q, k, v = make_inputs(case, device, torch.bfloat16)[:3]
+    truth, _ = attention(Tensors(q, k, v), **case.truth_options())
+    found = flash_attn_fp8_func(q, k, v, backend=backend)
+    assert found.dtype == torch.bfloat16
+    if distribution == "normal":
+        assert rmse(found, truth) < 0.07 * float(truth.square().mean().sqrt())
+        return
+    scales = [x.float().abs().amax() / 448 for x in (q, k, v)]
+    raw = [(x.float() / scale).to(FP8) for x, scale in zip((q, k, v), scales, strict=True)]
+    descales = {
+        f"{side}_descale": scale.expand(1, 2) for side, scale in zip("qkv", scales, strict=True)
+    }
+    per_tensor = flash_attn_func(*raw, **descales, backend=backend)
+    assert rmse(found, truth) < 0.8 * rmse(per_tensor, truth)
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_ragged_sequences_are_quantized_one_by_one(hadamard, backend, device):
+    case = varlen("ragged", (65, 130, 3), (129, 70, 200), heads=(4, 2), causal=True)
+    tensors = make_inputs(case, device, torch.float16)
+    q, k, v, edges_q, edges_k = tensors[:5]
+    found, lse = flash_attn_varlen_fp8_func(
+        q, k, v, edges_q, edges_k, 130, torch.tensor(200), causal=True, block=64,
+        hadamard=hadamard, return_lse=True, backend=backend,
+    )  # fmt: skip
+    assert found.dtype == torch.float16
+    for i in range(3):
+        rows, keys = (slice(int(e[i]), int(e[i + 1])) for e in (edges_q, edges_k))
+        alone = (q[None, rows], k[None, keys], v[None, keys])
+        wanted, wanted_lse = flash_attn_fp8_func(
+            *alone, causal=True, block=64, hadamard=hadamard, return_lse=True, backend=backend
+        )
+        torch.testing.assert_close(found[rows], wanted[0], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(lse[:, rows], wanted_lse[0], rtol=2e-3, atol=2e-3)
+
+
+@triton.jit
+def widen(source, target):
+    places = tl.arange(0, 256)
+    tl.store(target + places, as_float16(tl.load(source + places), False))
+
+
+def test_every_e4m3_is_widened_exactly(device):
+    """Without the chip's own conversion, NaN and the smallest numbers among them."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    found = torch.empty(256, dtype=torch.float16, device=device)
+    widen[(1,)](codes, found)
+    torch.testing.assert_close(found, codes.view(FP8).half(), rtol=0, atol=0, equal_nan=True)
+
+
+def in_slots(x: BlockScaled) -> BlockScaled:
+    """v with keys innermost, in groups of 16 and in their own order."""
+    batch, seqlen, heads, head_dim = x.data.shape
+    padding = -seqlen % 16
+    data = torch.nn.functional.pad(x.data, (0, 0, 0, 0, 0, padding))
+    data = data.unflatten(1, (-1, 16)).permute(0, 3, 1, 4, 2).contiguous()
+    assert data.shape == (batch, heads, (seqlen + padding) // 16, head_dim, 16)
+    return BlockScaled(data, x.descale, x.block, layout="slots")
+
+
+def test_v_in_slots_is_put_into_rows_for_who_reads_rows(device, monkeypatch):
+    x, k = (torch.randn(2, 90, 2, d, device=device) for d in (32, 64))
+    q, k, v = (
+        quantize_block_fp8(k),
+        quantize_block_fp8(k, kind="k"),
+        quantize_block_fp8(x, kind="v"),
+    )
+    monkeypatch.setattr(BlockScaled, "in_rows", lambda self: v)
+    for backend in ("reference", "triton"):
+        wanted = flash_attn_func(q, k, v, backend=backend)
+        assert wanted.shape == (2, 90, 2, 32)
+        assert torch.equal(flash_attn_func(q, k, in_slots(v), backend=backend), wanted)
+
+
+@pytest.mark.parametrize("call_fp8", [flash_attn_func, flash_attn_fp8_func])
+def test_gradients_are_refused_at_the_call(call_fp8, device):
+    x = torch.randn(1, 5, 2, 16, device=device).half().requires_grad_()
+    given = (
+        (x, x, x) if call_fp8 is flash_attn_fp8_func else (x.detach().to(FP8).requires_grad_(),) * 3
+    )
+    with pytest.raises(UnsupportedError, match=r"^flash_attn_\w*func: .*torch\.no_grad\(\)$"):
+        call_fp8(*given)
+    with torch.no_grad():
+        assert not call_fp8(*given).requires_grad
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("name", ["gqa-2", "varlen-seqused"])
+def test_opcheck(name, backend, device):
+    case = case_named(name)
+    given, _ = make_fp8_inputs(case, device, "head")
+    q, k, v = (x.float().nan_to_num().to(FP8) for x in given[:3])
+    descales = [x.unsqueeze(-1) for x in given[-3:]]
+    lengths = (case.seqlen_q, case.seqlen_k) if case.varlen else (None, None)
+    options = Options(
+        *lengths, causal=case.causal, backend=backend, out_dtype=torch.float16,
+        q_block=case.seqlen_q, k_block=case.seqlen_k, v_block=case.seqlen_k,
+    )  # fmt: skip
+    arguments = (q, k, v, *given[3:7], *descales, *options)
+    # test_schema compares inputs by arithmetic that torch does not have for e4m3.
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    operator = torch.ops.flashattn3.forward.default
+    torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls(dynamic, device):
+    torch._dynamo.reset()
+
+    def block_scaled(q, k, v):
+        return flash_attn_fp8_func(q, k, v, causal=True, block=64, hadamard=False)
+
+    def raw(q, k, v, descale):
+        return flash_attn_func(q.to(FP8), k.to(FP8), v.to(FP8), k_descale=descale)
+
+    for rows in ((70, 130), (90, 150)):
+        q, k, v = (torch.randn(2, s, 2, 32, device=device).half() for s in (*rows, rows[1]))
+        for function, arguments in (
+            (block_scaled, (q, k, v)),
+            (raw, (q, k, v, torch.rand(2, 2, device=device))),
+        ):
+            compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+            torch.testing.assert_close(
+                compiled(*arguments), function(*arguments), rtol=2e-2, atol=2e-2
+            )
+    torch._dynamo.reset()
+
+
+def test_compiled_calls_take_block_scaled_inputs(device):
+    torch._dynamo.reset()
+    q, k, v = (
+        quantize_block_fp8(torch.randn(1, 70, 2, 32, device=device), kind=kind) for kind in "qkv"
+    )
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), flash_attn_func(q, k, v))
+    torch._dynamo.reset()

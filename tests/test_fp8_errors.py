@@ -1,0 +1,291 @@
+"""Every illegal FP8 call is met with its exact sentence; legal ones get the plan they should."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import GPUS, H100, L4, RTX3090, RTX5090, WITHOUT_HOPPER, run_python
+
+from flashattn3 import (
+    UnsupportedError,
+    explain,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    quantize_block_fp8,
+)
+from flashattn3.backends import HOPPER
+from flashattn3.operands import resolved
+from flashattn3.plan import choose
+from flashattn3.problem import Options, Tensors, describe, metadata_of
+from flashattn3.scales import BLOCKS, FP8, OUT_DTYPES
+
+EDGES = torch.tensor([0, 70, 200], dtype=torch.int32)
+
+
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+def fp8(*shape):
+    return half(*shape).to(FP8)
+
+
+def ones(*shape, dtype=torch.float32, device="cpu"):
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def raw(function=flash_attn_func, **changes):
+    arguments = {"q": fp8(2, 200, 4, 16), "k": fp8(2, 200, 2, 16), "v": fp8(2, 200, 2, 16)}
+    return lambda: function(**{**arguments, **changes})
+
+
+def scaled(x, **options):
+    return quantize_block_fp8(x, **options)
+
+
+def blocks(**changes):
+    q, k = half(2, 200, 4, 16), half(2, 200, 2, 16)
+    arguments = {"q": scaled(q), "k": scaled(k, kind="k"), "v": scaled(k, kind="v")}
+    return lambda: flash_attn_func(**{**arguments, **changes})
+
+
+def ragged(edges=EDGES, longest=130, **changes):
+    x, of = half(200, 2, 16), {"cu_seqlens": edges, "max_seqlen": 130}
+    arguments = {side: scaled(x, kind=side, **of) for side in "qkv"}
+    arguments |= {"cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES}
+    arguments |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return lambda: flash_attn_varlen_func(**{**arguments, **changes})
+
+
+RAGGED_Q = scaled(half(200, 2, 16), cu_seqlens=EDGES, max_seqlen=130, block=64)
+
+
+def sixteen(function=flash_attn_fp8_func, **changes):
+    arguments = {side: half(1, 8, 2, 48) for side in "qkv"} | {"hadamard": False}
+    return lambda: function(**{**arguments, **changes})
+
+
+IMPLIED = f"one of [1, 2, 4] (1, or blocks of one of {BLOCKS} for 200 tokens)"
+VALUE_ERRORS = [
+    (raw(k=half(2, 200, 2, 16)), f"k.dtype must be {FP8} as q's, got torch.float16"),
+    (raw(q=half(2, 200, 4, 16)), f"k.dtype must be torch.float16 as q's, got {FP8}"),
+    (
+        raw(**{side: half(2, 200, 2, 16) for side in "qkv"}, v_descale=ones(2, 2)),
+        "v_descale must be None where q is torch.float16, got a tensor",
+    ),
+    (
+        raw(**{side: half(2, 200, 2, 16) for side in "qkv"}, out_dtype=torch.bfloat16),
+        "out_dtype must be None or torch.float16 as q's, got torch.bfloat16",
+    ),
+    (
+        raw(out_dtype=torch.float64),
+        f"out_dtype must be None or one of {OUT_DTYPES}, got torch.float64",
+    ),
+    (
+        raw(q_descale=ones(2)),
+        "q_descale.shape must be (batch, heads) or (batch, heads, blocks), got (2,)",
+    ),
+    (raw(k_descale=ones(3, 2)), "k_descale.shape[0] must be 2 (batch), got 3"),
+    (raw(k_descale=ones(2, 4)), "k_descale.shape[1] must be 2 (heads), got 4"),
+    (raw(q_descale=ones(2, 3)), "q_descale.shape[1] must be 4 or 2 (heads), got 3"),
+    (raw(q_descale=ones(2, 4, 3)), f"q_descale.shape[2] must be {IMPLIED}, got 3"),
+    (raw(v_descale=ones(2, 2, 0)), f"v_descale.shape[2] must be {IMPLIED}, got 0"),
+    (
+        raw(v_descale=ones(2, 2, dtype=torch.float16)),
+        "v_descale.dtype must be torch.float32, got torch.float16",
+    ),
+    (
+        raw(v_descale=ones(2, 2, device="meta")),
+        "v_descale.device must be cpu as q's, got meta",
+    ),
+    (
+        blocks(q_descale=ones(2, 2)),
+        "q_descale must be None where q is BlockScaled, got a tensor",
+    ),
+    (
+        blocks(k=scaled(half(2, 200, 2, 16), kind="k", hadamard=True)),
+        "k.hadamard must be False as q's, got True",
+    ),
+    (
+        blocks(v=replace(scaled(half(2, 200, 2, 16)), hadamard=True)),
+        "v.hadamard must be False: out would stay rotated, got True",
+    ),
+    (
+        blocks(k=replace(scaled(half(2, 200, 2, 16)), layout="slots")),
+        "k.layout must be one of ('rows',), got slots",
+    ),
+    (
+        blocks(v=replace(scaled(half(2, 200, 2, 16)), layout="tiles")),
+        "v.layout must be one of ('rows', 'slots'), got tiles",
+    ),
+    (
+        blocks(v=replace(scaled(half(2, 200, 2, 16)), layout="slots")),
+        "v.shape must be (batch, heads, slots / 16, head_dim, 16), got (2, 200, 2, 16)",
+    ),
+    (
+        blocks(k=scaled(half(2, 100, 2, 16))),
+        "v.shape[-3] must be 100 (k's seqlen), got 200",
+    ),
+    (
+        blocks(v=replace(scaled(half(2, 200, 2, 16)), block=64)),
+        "v_descale.shape[2] must be 4 (blocks of 64 tokens), got 2",
+    ),
+    (
+        blocks(v=replace(scaled(half(2, 200, 2, 16)), block=100)),
+        f"v_block must be one of {BLOCKS}, got 100",
+    ),
+    (
+        blocks(v=replace(scaled(half(2, 200, 2, 16)), cu_seqlens=EDGES)),
+        "v.cu_seqlens must be None, got a tensor",
+    ),
+]
+VARLEN_ERRORS = [
+    (
+        ragged(k=scaled(half(1, 200, 2, 16))),
+        "k.cu_seqlens must be the call's, got None",
+    ),
+    (ragged(EDGES[:2]), "q.cu_seqlens.shape must be (3,) as the call's, got (2,)"),
+    (
+        ragged(q=replace(RAGGED_Q, cu_seqlens=EDGES.to("meta"))),
+        "q.cu_seqlens.device must be cpu as the call's, got meta",
+    ),
+    (
+        ragged(q=RAGGED_Q, longest=200),
+        "q_descale.shape[2] must be at least 4 (blocks of 64 tokens), got 3",
+    ),
+    (
+        lambda: flash_attn_varlen_func(
+            *[fp8(200, 2, 16)] * 3, EDGES, EDGES, 130, 130, v_descale=ones(2, 2, 4)
+        ),
+        f"v_descale.shape[2] must be one of [1, 2, 3] (1, or blocks of one of {BLOCKS} for 130 "
+        "tokens), got 4",
+    ),
+]
+FP8_ERRORS = [
+    (sixteen(q=half(8, 2, 48)), "q.shape must be (batch, seqlen, heads, head_dim), got (8, 2, 48)"),
+    (
+        sixteen(q=half(1, 8, 2, 48).float()),
+        "q.dtype must be one of (torch.float16, torch.bfloat16), got torch.float32",
+    ),
+    (
+        sixteen(v=half(1, 8, 2, 48).bfloat16()),
+        "v.dtype must be one of (torch.float16,), got torch.bfloat16",
+    ),
+    (sixteen(block=100), f"block must be one of {BLOCKS}, got 100"),
+    (sixteen(hadamard=True), "q.shape[-1] must be a power of two with hadamard=True, got 48"),
+]
+TYPE_ERRORS = [
+    (raw(k=scaled(half(2, 200, 2, 16))), "k must be a torch.Tensor, got BlockScaled"),
+    (blocks(v=fp8(2, 200, 2, 16)), "v must be BlockScaled as q is, got Tensor"),
+    (raw(q_descale=0.5), "q_descale must be a torch.Tensor, got float"),
+    (raw(out_dtype="bf16"), "out_dtype must be a torch.dtype or None, got str"),
+]
+ILLEGAL = [
+    (error, f"{function}: {sentence}", call)
+    for error, function, table in (
+        (ValueError, "flash_attn_func", VALUE_ERRORS),
+        (ValueError, "flash_attn_varlen_func", VARLEN_ERRORS),
+        (ValueError, "flash_attn_fp8_func", FP8_ERRORS),
+        (TypeError, "flash_attn_func", TYPE_ERRORS),
+        (
+            TypeError,
+            "flash_attn_fp8_func",
+            [(sixteen(v=[1.0]), "v must be a torch.Tensor, got list")],
+        ),
+        (
+            TypeError,
+            "flash_attn_fp8_func",
+            [(sixteen(hadamard=1), "hadamard must be a bool, got int")],
+        ),
+    )
+    for call, sentence in table
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "call"), ILLEGAL, ids=[s[:70] for _, s, _ in ILLEGAL]
+)
+def test_illegal_input_gets_its_sentence(error, sentence, call):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == sentence
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("call", [raw, blocks], ids=["raw", "blocks"])
+def test_what_nothing_supports_is_refused(call):
+    with pytest.raises(UnsupportedError, match="qv is not supported yet"):
+        call(qv=half(2, 200, 4, 16))()
+
+
+def test_a_length_on_the_gpu_does_not_tell_the_block():
+    """There max_seqlen is not read, so only descales for whole sequences are clear."""
+    rows, edges = [fp8(200, 2, 16)] * 3, (None, None)
+    tensors = Tensors(*rows, EDGES, EDGES, k_descale=ones(2, 2, 3))
+    with pytest.raises(ValueError) as caught:
+        resolved(tensors, Options(*edges), varlen=True)
+    sentence = "max_seqlen_k must be an int where k_descale is per block, got None"
+    assert str(caught.value) == f"flash_attn_varlen_func: {sentence}"
+    whole = tensors._replace(k_descale=ones(2, 2))
+    found, options = resolved(whole, Options(*edges), varlen=True)
+    assert found.k_descale.shape == (2, 2, 1) and options.k_block == 200
+
+
+def test_contents_of_cu_seqlens_are_compared_when_checking_is_on():
+    code = """
+import torch
+from flashattn3 import flash_attn_varlen_func, quantize_block_fp8
+x = torch.randn(9, 2, 16)
+edges, others = (torch.tensor(e, dtype=torch.int32) for e in ((0, 4, 9), (0, 5, 9)))
+q, k, v = (quantize_block_fp8(x, kind=kind, cu_seqlens=edges, max_seqlen=5) for kind in "qkv")
+for given in (edges, edges.clone(), others):
+    try:
+        print(flash_attn_varlen_func(q, k, v, given, given, 5, 5).shape[0])
+    except ValueError as error:
+        print(error)"""
+    sentence = "flash_attn_varlen_func: q.cu_seqlens must be [0, 5, 9] as the call's, got [0, 4, 9]"
+    assert run_python(code, FLASHATTN3_CHECK="1").splitlines() == ["9", "9", sentence]
+    assert run_python(code, FLASHATTN3_CHECK=None).splitlines() == ["9", "9", "9"]
+
+
+def problem(block=128, seqlen=4096, **options):
+    x = torch.empty(1, seqlen, 8, 64, device="meta", dtype=FP8)
+    descale = torch.empty(1, 8, -(-seqlen // block), device="meta")
+    tensors = Tensors(x, x, x, None, None, None, None, descale, descale, descale)
+    options |= {"q_block": block, "k_block": block, "v_block": block}
+    return describe(tuple(map(metadata_of, tensors)), Options(**options))
+
+
+@pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
+def test_triton_takes_fp8_on_every_gpu(chip):
+    """e4m3 is multiplied as it is from 8.9 on, where Triton compiles for the chip itself."""
+    found = choose(problem(), chip, WITHOUT_HOPPER)
+    assert found.backend.name == "triton" and not found.v_to_rows
+    assert found.config.native_fp8 == (chip in (L4, H100, RTX5090))
+    assert found.config.tiles.forward.block_n <= 128
+
+
+def test_a_key_tile_lies_within_one_block():
+    chip = replace(RTX3090, shared_memory_bytes=99 * 1024)
+    for block, windowed in itertools.product(BLOCKS, (False, True)):
+        found = choose(problem(block, causal=windowed), chip, WITHOUT_HOPPER).config
+        assert block % found.tiles.forward.block_n == 0
+    assert choose(problem(5000), chip, WITHOUT_HOPPER).config.tiles.forward.block_n == 64
+
+
+def test_hopper_declines_with_a_sentence():
+    reason = HOPPER.decline_reason(problem(), H100)
+    assert reason == "has no kernels for torch.float8_e4m3fn yet"
+
+
+def test_explain_takes_every_form():
+    q = half(1, 70, 2, 64)
+    of_blocks = explain(*(quantize_block_fp8(q, kind=kind) for kind in "qkv"), causal=True)
+    of_raw = explain(*[q.to(FP8)] * 3, q_descale=ones(1, 2), causal=True, out_dtype=torch.float16)
+    assert of_blocks.backend == of_raw.backend
+    with pytest.raises(ValueError, match=r"q_descale\.shape\[1\] must be 2 "):
+        explain(*[q.to(FP8)] * 3, q_descale=ones(1, 3))
