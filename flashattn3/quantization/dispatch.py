@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from ..backends.base import Backend
 from ..backends.hopper import BACKEND as HOPPER
 from ..backends.triton import BACKEND as TRITON
 from ..device import describe_device
@@ -17,9 +20,7 @@ MAX_HEAD_DIM = 256  # of the kernels
 
 def on_hopper(x: Tensor) -> bool:
     """Whether the operators of the Hopper library run where x is."""
-    if not x.is_cuda or x.shape[-1] > MAX_HEAD_DIM:
-        return False
-    return HOPPER.unavailable_reason(describe_device(x.device)) is None
+    return x.shape[-1] <= MAX_HEAD_DIM and _runs_on(HOPPER, x.device)
 
 
 def quantize(
@@ -45,7 +46,7 @@ def quantize(
             max_seqlen or 0,
             layout == "slots",
         )
-    if _on_triton(x):
+    if x.shape[-1] <= MAX_HEAD_DIM and _runs_on(TRITON, x.device):
         from . import triton_launch  # imports Triton
 
         data, descale = triton_launch.quantize(x, block, hadamard, cu_seqlens, max_seqlen)
@@ -57,7 +58,6 @@ def quantize(
     return slots.to_slots(data, cu_seqlens) if layout == "slots" else data, descale
 
 
-def _on_triton(x: Tensor) -> bool:
-    if x.shape[-1] > MAX_HEAD_DIM:
-        return False
-    return TRITON.unavailable_reason(describe_device(x.device)) is None
+@cache
+def _runs_on(backend: Backend, device: torch.device) -> bool:
+    return backend.unavailable_reason(describe_device(device)) is None

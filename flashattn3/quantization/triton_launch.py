@@ -13,6 +13,7 @@ from .torch_operations import FP8
 
 ELEMENTS_OF_THREAD = 64
 MAX_WARPS = 16
+MAX_WARPS_ROTATING = 8  # 8 KiB of shared memory for each on 8.x: what an RTX 3090 has room for
 
 
 def quantize(
@@ -31,7 +32,8 @@ def quantize(
     if descale.numel() == 0:
         return data.view(FP8), descale
     block_d = 1 << (head_dim - 1).bit_length()
-    num_warps = min(MAX_WARPS, max(4, block * block_d // (32 * ELEMENTS_OF_THREAD)))
+    num_warps = max(4, block * block_d // (32 * ELEMENTS_OF_THREAD))
+    num_warps = min(num_warps, MAX_WARPS_ROTATING if hadamard else MAX_WARPS)
     # Triton launches on the current device.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         quantize_block[(descale.numel(),)](

@@ -105,8 +105,9 @@ __device__ __forceinline__ void load_unit(UnitWords<Bits>& word, const Bits* col
   constexpr int kInWord = 4 / sizeof(Bits);
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
-    if (i < num_columns)
+    if (i < num_columns) {
       word[i / kInWord] |= uint32_t{columns[i]} << (i % kInWord * 8 * sizeof(Bits));
+    }
   }
 }
 
