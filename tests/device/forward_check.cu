@@ -216,7 +216,7 @@ static bool run_rows(const Case& c, int index, bool quantize, int num_sms, int* 
   std::unique_ptr<QuantizedInputs> quantized;
   if (quantize) {
     quantized = std::make_unique<QuantizedInputs>(problem, head_dim);
-    problem.rounding = 0.045;
+    problem.rounding = 0.045, problem.score_error = 0x1p-12;
   }
   const std::vector<Truth> truths = find_truths(problem);
   for (int i = 0; i < kNumCheckRows; ++i) {

@@ -266,7 +266,8 @@ class ForwardConsumer {
         for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[row_of(i)];
       }
       if constexpr (Config::kPromoteBlocks > 0) {
-        if (block % Config::kPromoteBlocks == 0) promote(o, softmax);
+        // Never where there are no more blocks than these.
+        if (block % Config::kPromoteBlocks == Config::kPromoteBlocks - 1) promote(o, softmax);
       }
       pack_probabilities<kElement, kBlockN>(p, s);
       kv_ = kv;
