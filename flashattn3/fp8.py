@@ -7,8 +7,15 @@ from torch import Tensor
 
 from .api import flash_attn_func, flash_attn_varlen_func, host_length
 from .errors import expect, type_error
-from .operands import SIDES
-from .problem import SIXTEEN_BIT, refuse_gradients
+from .problem import (
+    SIXTEEN_BIT,
+    Options,
+    Tensors,
+    check,
+    check_option_types,
+    check_tensor_types,
+    refuse_gradients,
+)
 from .quantization import BlockScaled, quantize_block_fp8
 from .quantization.hadamard import is_rotatable
 from .scales import BLOCKS
@@ -49,7 +56,7 @@ def flash_attn_fp8_func(
 
     Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3.
     """
-    scaled = _quantized("flash_attn_fp8_func", q, k, v, block, hadamard, {}, {})
+    scaled = _quantized("flash_attn_fp8_func", Tensors(q, k, v), Options(), block, hadamard)
     return flash_attn_func(
         *scaled,
         softmax_scale,
@@ -94,17 +101,12 @@ def flash_attn_varlen_fp8_func(
         results and the errors.
     """
     function = "flash_attn_varlen_fp8_func"
-    lengths = []
-    for side, x, edges, longest in (
-        ("q", q, cu_seqlens_q, max_seqlen_q),
-        ("k", k, cu_seqlens_k, max_seqlen_k),
-    ):
-        if not isinstance(edges, Tensor):
-            raise type_error(function, f"cu_seqlens_{side}", "a torch.Tensor", type(edges).__name__)
-        longest = host_length(function, f"max_seqlen_{side}", longest)
-        rows = x.shape[0] if longest is None else longest
-        lengths.append({"cu_seqlens": edges, "max_seqlen": rows})
-    scaled = _quantized(function, q, k, v, block, hadamard, *lengths)
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    lengths = Options(
+        host_length(function, "max_seqlen_q", max_seqlen_q),
+        host_length(function, "max_seqlen_k", max_seqlen_k),
+    )
+    scaled = _quantized(function, tensors, lengths, block, hadamard, varlen=True)
     return flash_attn_varlen_func(
         *scaled,
         cu_seqlens_q,
@@ -126,34 +128,34 @@ def flash_attn_varlen_fp8_func(
 
 def _quantized(
     function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: Tensors,
+    lengths: Options,
     block: int,
     hadamard: bool,
-    ragged_q: dict[str, object],
-    ragged_k: dict[str, object],
+    varlen: bool = False,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """q, k and v of 16 bits in blocks, q and k rotated if hadamard.
-
-    ragged_q, ragged_k: cu_seqlens and max_seqlen of a ragged batch; else empty.
-    """
-    axes = "(total, heads, head_dim)" if ragged_q else "(batch, seqlen, heads, head_dim)"
-    for side, x in zip(SIDES, (q, k, v), strict=True):
-        if not isinstance(x, Tensor):
-            raise type_error(function, side, "a torch.Tensor", type(x).__name__)
-        rank = 3 if ragged_q else 4
-        expect(x.ndim == rank, function, f"{side}.shape", axes, tuple(x.shape))
-        dtypes = SIXTEEN_BIT if side == "q" else (q.dtype,)
-        expect(x.dtype in dtypes, function, f"{side}.dtype", f"one of {dtypes}", x.dtype)
+    """q, k and v of 16 bits in blocks, q and k rotated if hadamard; lengths are those of varlen."""
+    check_tensor_types(tensors, varlen)
+    check_option_types(function, lengths)
+    check(tensors, lengths)
+    q, k, v, cu_seqlens_q, cu_seqlens_k = tensors[:5]
+    expect(q.dtype in SIXTEEN_BIT, function, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
     if not isinstance(hadamard, bool):
         raise type_error(function, "hadamard", "a bool", type(hadamard).__name__)
     expect(block in BLOCKS, function, "block", f"one of {BLOCKS}", block)
     fits = not hadamard or is_rotatable(q.shape[-1])
     expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
     refuse_gradients(function, q, k, v)
+
+    def scaled(x: Tensor, kind: str, edges: Tensor | None, longest: int | None) -> BlockScaled:
+        ragged = {}
+        if varlen:
+            ragged = {"cu_seqlens": edges, "max_seqlen": x.shape[0] if longest is None else longest}
+        rotated = hadamard and kind != "v"
+        return quantize_block_fp8(x, block=block, hadamard=rotated, kind=kind, **ragged)
+
     return (
-        quantize_block_fp8(q, block=block, hadamard=hadamard, kind="q", **ragged_q),
-        quantize_block_fp8(k, block=block, hadamard=hadamard, kind="k", **ragged_k),
-        quantize_block_fp8(v, block=block, kind="v", **ragged_k),
+        scaled(q, "q", cu_seqlens_q, lengths.max_seqlen_q),
+        scaled(k, "k", cu_seqlens_k, lengths.max_seqlen_k),
+        scaled(v, "v", cu_seqlens_k, lengths.max_seqlen_k),
     )

@@ -27,10 +27,11 @@ from .problem import (
     describe,
     function_name,
     metadata_fields,
+    no_fp8_gradient,
     v_as_rows,
 )
 from .quantization import BlockScaled
-from .scales import out_dtype
+from .scales import FP8, out_dtype
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
@@ -152,6 +153,8 @@ def _forward(*arguments):
 def _backward(dout, dlse, out, lse, *arguments):
     tensors, options = _unpacked(arguments)
     plan = plan_of(tensors, options)
+    if plan.problem.dtype == FP8:
+        raise no_fp8_gradient(plan.problem.function)
     return plan.backend.backward(plan, _dense_rows(dout), dlse, _copied(tensors, plan), out, lse)
 
 

@@ -177,11 +177,15 @@ def refuse(function: str, **arguments: object) -> None:
 
 
 def refuse_gradients(function: str, *tensors: torch.Tensor | None) -> None:
-    """Raise UnsupportedError where autograd would ask for gradients through FP8."""
+    """Raise where autograd would ask for gradients through FP8."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise UnsupportedError(
-            f"{function}: there is no gradient through FP8; call it under torch.no_grad()"
-        )
+        raise no_fp8_gradient(function)
+
+
+def no_fp8_gradient(function: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{function}: there is no gradient through FP8; call it under torch.no_grad()"
+    )
 
 
 def check_tensor_types(tensors: Tensors, varlen: bool) -> None:
@@ -334,7 +338,7 @@ def _check_options(function: str, options: Options) -> None:
 
 
 def _finite(value: float) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+    return not isinstance(value, float) or abs(value) < math.inf
 
 
 def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:

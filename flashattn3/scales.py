@@ -54,45 +54,50 @@ def out_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def check_scales(function: str, tensors: Tensors, options: Options, batch: int) -> None:
     """Raise for descales, blocks and an out_dtype that do not go with q, k and v."""
     q, k = tensors[:2]
+    legal = (None, *OUT_DTYPES) if q.dtype == FP8 else (None, q.dtype)
+    wanted = f"None or one of {OUT_DTYPES}" if q.dtype == FP8 else f"None or {q.dtype} as q's"
+    expect(options.out_dtype in legal, function, "out_dtype", wanted, options.out_dtype)
     if q.dtype != FP8:
         for name in ("q_descale", "k_descale", "v_descale"):
             given = getattr(tensors, name)
             expect(given is None, function, name, f"None where q is {q.dtype}", "a tensor")
-        legal = options.out_dtype in (None, q.dtype)
-        expect(legal, function, "out_dtype", f"None or {q.dtype} as q's", options.out_dtype)
         expect(not options.v_slots, function, "v_slots", f"False where q is {q.dtype}", True)
         return
-    legal = options.out_dtype in (None, *OUT_DTYPES)
-    expect(legal, function, "out_dtype", f"None or one of {OUT_DTYPES}", options.out_dtype)
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    for side, x, heads, longest in (
-        ("q", q, (heads_q, heads_kv), options.max_seqlen_q),
-        ("k", k, (heads_kv,), options.max_seqlen_k),
-        ("v", k, (heads_kv,), options.max_seqlen_k),
+    of_k = f"{heads_kv} (k's heads)"
+    for side, x, heads, wanted, longest in (
+        ("q", q, (heads_q, heads_kv), f"{of_k} or {heads_q} (q's)", options.max_seqlen_q),
+        ("k", k, (heads_kv,), of_k, options.max_seqlen_k),
+        ("v", k, (heads_kv,), of_k, options.max_seqlen_k),
     ):
-        name = f"{side}_descale"
-        descale, block = getattr(tensors, name), getattr(options, f"{side}_block")
+        name, block = f"{side}_descale", getattr(options, f"{side}_block")
+        descale = getattr(tensors, name)
         if descale is None:
             expect(block == 0, function, f"{side}_block", f"0 without {name}", block)
             continue
         shape = tuple(descale.shape)
         expect(len(shape) == 3, function, f"{name}.shape", "(batch, heads, blocks)", shape)
-        expect(
-            descale.dtype == torch.float32, function, f"{name}.dtype", torch.float32, descale.dtype
-        )
-        wanted = f"{q.device} as q's"
-        expect(descale.device == q.device, function, f"{name}.device", wanted, descale.device)
         expect(shape[0] == batch, function, f"{name}.shape[0]", f"{batch} (batch)", shape[0])
-        wanted = " or ".join(map(str, dict.fromkeys(heads))) + " (heads)"
         expect(shape[1] in heads, function, f"{name}.shape[1]", wanted, shape[1])
+        found, wanted = descale.dtype, torch.float32
+        expect(found == wanted, function, f"{name}.dtype", wanted, found)
+        found, wanted = descale.device, f"{q.device} as q's"
+        expect(found == q.device, function, f"{name}.device", wanted, found)
         one = shape[2] == 1 and block >= 1
         expect(one or block in BLOCKS, function, f"{side}_block", f"one of {BLOCKS}", block)
-        if tensors.cu_seqlens_q is None:
-            wanted = num_blocks(x.shape[1], block)
-            fits, at_least = shape[2] == wanted, ""
-        else:
-            # Blocks beyond the last one given share its descale.
-            wanted = 1 if longest is None else num_blocks(min(longest, x.shape[0]), block)
-            fits, at_least = shape[2] >= wanted, "at least "
-        wanted = f"{at_least}{wanted} (blocks of {block} tokens)"
-        expect(fits, function, f"{name}.shape[2]", wanted, shape[2])
+        varlen = tensors.cu_seqlens_q is not None
+        _check_num_blocks(function, name, shape[2], block, x.shape[-3], varlen, longest)
+
+
+def _check_num_blocks(
+    function: str, name: str, found: int, block: int, rows: int, varlen: bool, longest: int | None
+) -> None:
+    """As many descales as the tokens need; tokens beyond them would share the last one."""
+    if not varlen:
+        wanted = num_blocks(rows, block)
+        fits, at_least = found == wanted, ""
+    else:
+        wanted = 1 if longest is None else num_blocks(min(longest, rows), block)
+        fits, at_least = found >= wanted, "at least "
+    wanted = f"{at_least}{wanted} (blocks of {block} tokens)"
+    expect(fits, function, f"{name}.shape[2]", wanted, found)

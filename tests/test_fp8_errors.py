@@ -14,6 +14,7 @@ from flashattn3 import (
     explain,
     flash_attn_fp8_func,
     flash_attn_func,
+    flash_attn_varlen_fp8_func,
     flash_attn_varlen_func,
     quantize_block_fp8,
 )
@@ -90,8 +91,8 @@ VALUE_ERRORS = [
         "q_descale.shape must be (batch, heads) or (batch, heads, blocks), got (2,)",
     ),
     (raw(k_descale=ones(3, 2)), "k_descale.shape[0] must be 2 (batch), got 3"),
-    (raw(k_descale=ones(2, 4)), "k_descale.shape[1] must be 2 (heads), got 4"),
-    (raw(q_descale=ones(2, 3)), "q_descale.shape[1] must be 4 or 2 (heads), got 3"),
+    (raw(k_descale=ones(2, 4)), "k_descale.shape[1] must be 2 (k's heads), got 4"),
+    (raw(q_descale=ones(2, 3)), "q_descale.shape[1] must be 2 (k's heads) or 4 (q's), got 3"),
     (raw(q_descale=ones(2, 4, 3)), f"q_descale.shape[2] must be {IMPLIED}, got 3"),
     (raw(v_descale=ones(2, 2, 0)), f"v_descale.shape[2] must be {IMPLIED}, got 0"),
     (
@@ -145,6 +146,10 @@ VALUE_ERRORS = [
 ]
 VARLEN_ERRORS = [
     (
+        lambda: flash_attn_varlen_fp8_func(*[half(9, 2, 16)] * 3, EDGES, EDGES.long(), 9, 9),
+        "cu_seqlens_k.dtype must be torch.int32, got torch.int64",
+    ),
+    (
         ragged(k=scaled(half(1, 200, 2, 16))),
         "k.cu_seqlens must be the call's, got None",
     ),
@@ -166,19 +171,23 @@ VARLEN_ERRORS = [
     ),
 ]
 FP8_ERRORS = [
-    (sixteen(q=half(8, 2, 48)), "q.shape must be (batch, seqlen, heads, head_dim), got (8, 2, 48)"),
     (
-        sixteen(q=half(1, 8, 2, 48).float()),
+        sixteen(**{side: half(1, 8, 2, 48).float() for side in "qkv"}),
         "q.dtype must be one of (torch.float16, torch.bfloat16), got torch.float32",
-    ),
-    (
-        sixteen(v=half(1, 8, 2, 48).bfloat16()),
-        "v.dtype must be one of (torch.float16,), got torch.bfloat16",
     ),
     (sixteen(block=100), f"block must be one of {BLOCKS}, got 100"),
     (sixteen(hadamard=True), "q.shape[-1] must be a power of two with hadamard=True, got 48"),
 ]
+# What the call of 16-bit tensors has in common with the attention that it calls.
+CALLED_ERRORS = [
+    (sixteen(q=half(8, 2, 48)), "q.shape must be (batch, seqlen, heads, head_dim), got (8, 2, 48)"),
+    (
+        sixteen(v=half(1, 8, 2, 48).bfloat16()),
+        "v.dtype must be torch.float16 as q's, got torch.bfloat16",
+    ),
+]
 TYPE_ERRORS = [
+    (sixteen(v=[1.0]), "v must be a torch.Tensor, got list"),
     (raw(k=scaled(half(2, 200, 2, 16))), "k must be a torch.Tensor, got BlockScaled"),
     (blocks(v=fp8(2, 200, 2, 16)), "v must be BlockScaled as q is, got Tensor"),
     (raw(q_descale=0.5), "q_descale must be a torch.Tensor, got float"),
@@ -187,15 +196,10 @@ TYPE_ERRORS = [
 ILLEGAL = [
     (error, f"{function}: {sentence}", call)
     for error, function, table in (
-        (ValueError, "flash_attn_func", VALUE_ERRORS),
+        (ValueError, "flash_attn_func", VALUE_ERRORS + CALLED_ERRORS),
         (ValueError, "flash_attn_varlen_func", VARLEN_ERRORS),
         (ValueError, "flash_attn_fp8_func", FP8_ERRORS),
         (TypeError, "flash_attn_func", TYPE_ERRORS),
-        (
-            TypeError,
-            "flash_attn_fp8_func",
-            [(sixteen(v=[1.0]), "v must be a torch.Tensor, got list")],
-        ),
         (
             TypeError,
             "flash_attn_fp8_func",

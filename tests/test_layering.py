@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "quantization.triton_launch": {"quantization", "triton_kernels"},
     "ops": {"backends", "contents", "device", "plan", "problem", "quantization", "scales"},
     "api": {"ops", "backends", "device", "errors", "operands", "plan", "problem", "quantization"},
-    "fp8": {"api", "errors", "operands", "problem", "quantization", "scales"},
+    "fp8": {"api", "errors", "problem", "quantization", "scales"},
 }
 TORCH_FREE = ("errors", "plan", "kernel_table", "backends.base", "triton_kernels.configs")
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
