@@ -10,16 +10,19 @@ import math
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
-DTYPES = ("fp16", "bf16")
-HEAD_DIMS = (64, 96, 128, 192, 256)
-MAX_HEAD_DIM = max(HEAD_DIMS)
+SIXTEEN_BIT = ("fp16", "bf16")
+E4M3 = "e4m3"
+DTYPES = (*SIXTEEN_BIT, E4M3)
+HEAD_DIMS = {"fp16": (64, 96, 128, 192, 256), "bf16": (64, 96, 128, 192, 256), E4M3: (64, 128, 256)}
+MAX_HEAD_DIM = 256
 # What one block may use on compute capability 9.0.
 SHARED_MEMORY_BYTES = 227 * 1024
-ELEMENT_BYTES = 2
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, E4M3: 1}
+OUT_BYTES = 2
 # Before the tiles: barriers and tile descriptions.
 CONTROL_BYTES = 1024
-# TMA's 128-byte swizzle writes tiles in chunks of so many columns.
-CHUNK_COLUMNS = 64
+# TMA's 128-byte swizzle writes tiles of Q, K and 16-bit V in chunks of so many bytes.
+CHUNK_BYTES = 128
 WARPGROUP = 128
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # of a row: nothing is compiled of them
 # Of out on its way to memory, where it does not go over a Q that is used up.
@@ -30,12 +33,14 @@ STAGED_COLUMNS = 128
 class ForwardRow:
     """One compiled forward kernel, as csrc/kernels/forward/row.h has it. Tiles in rows and keys.
 
-    dtype: of q, k, v and out.
+    dtype: of q, k and v; out is in it too, with e4m3 in bf16 or fp16.
     head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
     windowed: whether keys are hidden from queries by causal or a window.
     num_stages: K and V tiles in flight.
     num_mma_warpgroups: warpgroups that multiply, 64 rows each; one more loads.
     num_q_buffers: 2: the next tile's Q is loaded while this one is worked on.
+    scale_keys: e4m3: keys that must share a descale of K and one of V.
+    promote_keys: e4m3: keys after which out leaves WGMMA's accumulators for sums in float32.
     max_seqlen_k: for the planner alone: more keys are left to another row; None: any number.
     measured: where the tile was chosen, "GPU, case, date"; empty until it was measured.
     """
@@ -48,6 +53,8 @@ class ForwardRow:
     num_stages: int
     num_mma_warpgroups: int
     num_q_buffers: int = 1
+    scale_keys: int = 0
+    promote_keys: int = 0
     max_seqlen_k: int | None = None
     measured: str = ""
 
@@ -65,19 +72,27 @@ class ForwardRow:
     @property
     def shared_memory_bytes(self) -> int:
         """Barriers and tile descriptions, Q, the stages of K and V, and with one Q part of out."""
-        columns = math.ceil(self.head_dim / CHUNK_COLUMNS) * CHUNK_COLUMNS
-        rows = self.num_q_buffers * self.block_m + 2 * self.num_stages * self.block_n
-        staged = self.block_m * STAGED_COLUMNS if self.num_q_buffers == 1 else 0
-        return CONTROL_BYTES + (columns * rows + staged) * ELEMENT_BYTES
+        row = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], CHUNK_BYTES)
+        value = self.head_dim if self.dtype == E4M3 else row  # of a key
+        keys = self.num_stages * self.block_n * (row + value)
+        queries = self.num_q_buffers * self.block_m * row
+        over_q = self.num_q_buffers == 2 and self.dtype != E4M3
+        columns = min(STAGED_COLUMNS, _rounded_up(self.head_dim, 64))
+        staged = 0 if over_q else self.block_m * columns * OUT_BYTES
+        return CONTROL_BYTES + queries + keys + staged
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
 
 
 def _rows(
     head_dim: int, windowed: bool, *tile: int, max_seqlen_k: int | None = None, measured: str = ""
 ) -> tuple[ForwardRow, ...]:
-    """The row of each dtype."""
+    """The row of each 16-bit dtype."""
     return tuple(
         ForwardRow(dtype, head_dim, windowed, *tile, max_seqlen_k=max_seqlen_k, measured=measured)
-        for dtype in DTYPES
+        for dtype in SIXTEEN_BIT
     )
 
 
@@ -95,6 +110,13 @@ ROWS = (
     *_rows(192, True, 128, 80, 2, 2, 2, measured=MEASURED),
     *_rows(256, False, 128, 64, 2, 2, 1, measured=MEASURED),
     *_rows(256, True, 128, 64, 2, 2, 1, measured=MEASURED),
+    # and keys that share descales, keys between promotions
+    ForwardRow(E4M3, 64, False, 192, 128, 4, 3, 2, 128, 4096),
+    ForwardRow(E4M3, 64, True, 192, 128, 4, 3, 2, 128, 4096),
+    ForwardRow(E4M3, 128, False, 128, 192, 3, 2, 2, 64, 3072),
+    ForwardRow(E4M3, 128, True, 128, 192, 3, 2, 2, 64, 3072),
+    ForwardRow(E4M3, 256, False, 128, 128, 2, 2, 2, 128, 4096),
+    ForwardRow(E4M3, 256, True, 128, 128, 2, 2, 2, 128, 4096),
 )
 
 

@@ -61,7 +61,7 @@ def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Ten
     q, k, v = tensors[:3]
     expect(k.hadamard == q.hadamard, function, "k.hadamard", f"{q.hadamard} as q's", k.hadamard)
     expect(not v.hadamard, function, "v.hadamard", "False: out would stay rotated", v.hadamard)
-    slots = v.layout == "slots"
+    slots = v.shape[-1] if v.layout == "slots" else 0
     return tensors._replace(**changes), options._replace(**blocks, v_slots=slots)
 
 

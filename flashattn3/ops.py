@@ -28,7 +28,6 @@ from .problem import (
     function_name,
     metadata_fields,
     no_fp8_gradient,
-    v_as_rows,
 )
 from .quantization import BlockScaled
 from .scales import FP8, out_dtype
@@ -42,7 +41,7 @@ _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
     "SymInt window_left, SymInt window_right, float softcap, int num_splits, bool? pack_gqa, "
     "bool deterministic, int sm_margin, str? backend, ScalarType? out_dtype, "
-    "SymInt q_block, SymInt k_block, SymInt v_block, bool v_slots"
+    "SymInt q_block, SymInt k_block, SymInt v_block, SymInt v_slots"
 )
 _NUM_TENSORS = len(Tensors._fields)
 
@@ -123,6 +122,7 @@ def _with_v_in_rows(tensors: Tensors, options: Options) -> Tensors:
         options.v_block,
         cu_seqlens=tensors.cu_seqlens_k,
         layout="slots",
+        shape=(*tensors.k.shape[:-1], options.v_slots),
     ).in_rows()
     return tensors._replace(v=v.data, v_descale=v.descale)
 
@@ -163,14 +163,13 @@ def _forward_fake(*arguments):
     tensors = Tensors(*arguments[:_NUM_TENSORS])
     options = Options(*arguments[_NUM_TENSORS:])
     check(tensors, options)
-    q, k, v = tensors[:3]
-    if options.v_slots:
-        v = v_as_rows(v, k, function_name(tensors.cu_seqlens_q is not None))
+    q, v = tensors.q, tensors.v
     heads_and_rows = (
         (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
     )
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q.dtype, options.out_dtype))
+    head_dim_v = options.v_slots or v.shape[-1]
+    out = q.new_empty((*q.shape[:-1], head_dim_v), dtype=out_dtype(q.dtype, options.out_dtype))
     return out, q.new_empty(heads_and_rows, dtype=lse_dtype)
 
 

@@ -55,8 +55,8 @@ class Options(NamedTuple):
     max_seqlen_q and max_seqlen_k belong to varlen; None there means "not known on the host", and
     the total number of rows stands in as the bound.
     q_block, k_block, v_block: tokens that share a descale; 0 without one.
-    v_slots: v is in the order of the Hopper kernel, (batch, heads, slots / 16, head_dim, 16) or
-        (heads, slots / 16, head_dim, 16).
+    v_slots: v's head dim, where it lies in the order of the Hopper kernels, (batch, heads,
+        slots / 16, columns, 16) or (heads, slots / 16, columns, 16); 0 where it lies in rows.
     """
 
     max_seqlen_q: int | None = None
@@ -75,7 +75,7 @@ class Options(NamedTuple):
     q_block: int = 0
     k_block: int = 0
     v_block: int = 0
-    v_slots: bool = False
+    v_slots: int = 0
 
 
 NUM_UNSCALED = Tensors._fields.index("q_descale")
@@ -226,7 +226,7 @@ _OPTION_KINDS = {
     "q_block": (_INT, "an int"),
     "k_block": (_INT, "an int"),
     "v_block": (_INT, "an int"),
-    "v_slots": ((bool,), "a bool"),
+    "v_slots": (_INT, "an int"),
 }
 
 
@@ -240,7 +240,7 @@ def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> N
     varlen = cu_seqlens_q is not None
     function = function_name(varlen)
     if options.v_slots:
-        v = v_as_rows(v, k, function)
+        v = v_as_rows(function, tensors, options.v_slots)
     _check_qkv(function, q, k, v, varlen)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_index(function, name, cu_seqlens, q.device, required=varlen)
@@ -260,16 +260,22 @@ def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> N
     _check_options(function, options)
 
 
-def v_as_rows(v: Metadata, k: Metadata, function: str) -> Metadata:
+def v_as_rows(function: str, tensors: Tensors, head_dim: int) -> Metadata:
     """The metadata that v will have once its slots are put back into rows."""
+    k, v, edges = tensors.k, tensors.v, tensors.cu_seqlens_k
     rank = len(k.shape) + 1
-    axes = f"{'(batch, ' if rank == 5 else '('}heads, slots / {SLOTS}, head_dim, {SLOTS})"
+    axes = f"{'(batch, ' if rank == 5 else '('}heads, slots / {SLOTS}, columns, {SLOTS})"
     expect(len(v.shape) == rank, function, "v.shape", axes, tuple(v.shape))
-    *lead, heads, groups, head_dim, width = v.shape
+    *lead, heads, groups, columns, width = v.shape
     expect(width == SLOTS, function, "v.shape[-1]", SLOTS, width)
+    wanted = f"at least {head_dim} (v's head_dim)"
+    expect(columns >= head_dim, function, "v.shape[-2]", wanted, columns)
     seqlen = k.shape[-3]
-    fewest = -(-seqlen // SLOTS)
-    expect(groups >= fewest, function, "v.shape[-3]", f"at least {fewest} (k's seqlen)", groups)
+    # Sequences take whole groups of 32 slots, ragged ones another one each.
+    ragged = edges is not None
+    thirty_twos = seqlen // 32 + edges.shape[0] - 1 if ragged else -(-seqlen // 32)
+    wanted = f"{2 * thirty_twos} (k's seqlen)"
+    expect(groups == 2 * thirty_twos, function, "v.shape[-3]", wanted, groups)
     stride = (seqlen * heads * head_dim, heads * head_dim, head_dim, 1)
     return Metadata((*lead, seqlen, heads, head_dim), stride[-rank + 1 :], v.dtype, v.device)
 
@@ -349,7 +355,8 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
     varlen = cu_seqlens_q is not None
     function = function_name(varlen)
     if options.v_slots:
-        v = v_as_rows(v, k, function)
+        expect(_is_dense(v), function, "v.stride", "that of dense slots", tuple(v.stride))
+        v = v_as_rows(function, tensors, options.v_slots)
     batch = cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
     total_q, total_k = q.shape[-3], k.shape[-3]
     seqlen_q = total_q if options.max_seqlen_q is None else min(options.max_seqlen_q, total_q)
@@ -395,8 +402,17 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         q_scales=scales_of(tensors.q_descale, options.q_block),
         k_scales=scales_of(tensors.k_descale, options.k_block),
         v_scales=scales_of(tensors.v_descale, options.v_block),
-        v_slots=options.v_slots,
+        v_slots=options.v_slots > 0,
     )
+
+
+def _is_dense(tensor: Metadata) -> bool:
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return tensor.aligned
 
 
 def _has_sparse_rows(tensor: Metadata | None) -> bool:

@@ -61,7 +61,8 @@ def check_scales(function: str, tensors: Tensors, options: Options, batch: int) 
         for name in ("q_descale", "k_descale", "v_descale"):
             given = getattr(tensors, name)
             expect(given is None, function, name, f"None where q is {q.dtype}", "a tensor")
-        expect(not options.v_slots, function, "v_slots", f"False where q is {q.dtype}", True)
+        slots = options.v_slots
+        expect(slots == 0, function, "v_slots", f"0 where q is {q.dtype}", slots)
         return
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     of_k = f"{heads_kv} (k's heads)"

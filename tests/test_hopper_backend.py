@@ -30,6 +30,7 @@ from flashattn3.backends.triton import TritonBackend
 from flashattn3.kernel_table import HEAD_DIMS, ROWS, select_row
 from flashattn3.plan import choose
 from flashattn3.problem import Options, Tensors, describe, metadata_of
+from flashattn3.scales import FP8
 
 ALL_ROWS = frozenset(row.name for row in ROWS)
 
@@ -79,12 +80,12 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
         row = found.config.row
         assert (row.head_dim, row.windowed) == (GOLDEN[dims], windowed)
         assert row.dtype == {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        assert GOLDEN[dims] in HEAD_DIMS
+        assert GOLDEN[dims] in HEAD_DIMS[row.dtype]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(row):
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[row.dtype]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8}[row.dtype]
     longest = row.max_seqlen_k or 4096
     tensors = qkv(row.head_dim, dtype=dtype, seqlen_k=longest)
     careful = hopper(only_measured=True)

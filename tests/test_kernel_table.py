@@ -11,6 +11,8 @@ from helpers import ROOT
 from flashattn3 import kernel_table
 from flashattn3.kernel_table import (
     DTYPES,
+    E4M3,
+    ELEMENT_BYTES,
     HEAD_DIMS,
     MAX_HEAD_DIM,
     ROWS,
@@ -37,8 +39,8 @@ def test_rows_fit_the_budgets_of_an_sm(row):
     assert row.block_m == 64 * row.num_mma_warpgroups
     assert row.block_n % 16 == 0
     assert row.num_stages >= 2
-    # Scores in float32, the weights made of them in 16 bits, and out, for each thread.
-    held = row.block_n // 2 + row.block_n // 4 + row.head_dim // 2
+    # Scores in float32, the weights made of them in the row's type, and out, for each thread.
+    held = row.block_n // 2 + row.block_n * ELEMENT_BYTES[row.dtype] // 8 + row.head_dim // 2
     assert held * 128 * row.num_mma_warpgroups < REGISTERS_OF_AN_SM
 
 
@@ -52,6 +54,13 @@ def test_shared_memory_of_a_known_row():
     assert doubled.shared_memory_bytes == 1024 + 2 * 128 * (2 * 128 + 4 * 128)
 
 
+def test_shared_memory_of_a_row_of_e4m3():
+    row = next(row for row in ROWS if row.dtype == E4M3)
+    row = replace(row, head_dim=64, block_m=192, block_n=128, num_stages=4, num_q_buffers=2)
+    # A row of Q or K takes a chunk of 128 bytes, a key of V 64 and a row of out, 16 bits, 128.
+    assert row.shared_memory_bytes == 1024 + 2 * 192 * 128 + 4 * 128 * (128 + 64) + 192 * 128
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_problem_finds_exactly_one_row(dtype, windowed):
@@ -59,7 +68,7 @@ def test_every_problem_finds_exactly_one_row(dtype, windowed):
         for seqlen_k in (1, 1024, 1025, 1 << 20):
             row = select_row(dtype, head_dim, windowed, seqlen_k)
             assert (row.dtype, row.windowed) == (dtype, windowed)
-            assert row.head_dim == min(d for d in HEAD_DIMS if d >= head_dim)
+            assert row.head_dim == min(d for d in HEAD_DIMS[dtype] if d >= head_dim)
             assert row.max_seqlen_k is None or seqlen_k <= row.max_seqlen_k
         kin = [(r.dtype, r.head_dim, r.windowed, r.max_seqlen_k) for r in ROWS]
         assert kin.count((dtype, row.head_dim, windowed, None)) == 1

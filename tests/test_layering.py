@@ -43,7 +43,9 @@ MAY_IMPORT = {
     "kernel_table": set(),
     "backends.hopper_library": {"kernel_table", "_rows"},
     "backends.sixteen_bit": {"problem"},
+    "backends.hopper_launches": {"kernel_table", "problem", "scales"},
     "backends.hopper": {
+        "backends.hopper_launches",
         "backends.hopper_library",
         "backends.sixteen_bit",
         "backends.triton",

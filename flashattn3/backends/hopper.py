@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..device import DeviceInfo
 from ..errors import UnsupportedError
-from ..kernel_table import MAX_HEAD_DIM, ROWS, ForwardRow, select_row
+from ..kernel_table import E4M3, MAX_HEAD_DIM, ROWS, ForwardRow, select_row
 from ..problem import ALIGNMENT_BYTES, Problem, Tensors
 from ..scales import FP8
-from . import sixteen_bit
+from . import hopper_launches, sixteen_bit
 from .hopper_library import MENDED_BY, Library, library_for_gpu
 from .triton import BACKEND as TRITON
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 CAPABILITY = 90
-ALIGNED_ELEMENTS = ALIGNMENT_BYTES // 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class HopperBackend:
     name: str = "hopper"
     library: Callable[[], Library] = field(default=library_for_gpu, repr=False)
     only_measured: bool = True
-    reads_slots: ClassVar[bool] = False
+    reads_slots: ClassVar[bool] = True
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if device.kind != "cuda":
@@ -86,11 +85,14 @@ class HopperBackend:
         reason = sixteen_bit.decline_reason(problem, MAX_HEAD_DIM)
         if reason is not None:
             return reason
-        if problem.dtype == FP8:
-            return f"has no kernels for {FP8} yet"
         if problem.num_splits > 1:
             return "works the keys off in one pass (num_splits)"
         row = _row_of(problem)
+        for side in ("k", "v"):
+            scales = getattr(problem, f"{side}_scales")
+            if scales and scales.num_blocks > 1 and scales.block % row.scale_keys:
+                wanted = f"{side}'s descales for multiples of {row.scale_keys} tokens"
+                return f"takes {wanted} at head dim {row.head_dim}, these are for {scales.block}"
         if row.name not in self.library().rows:
             return f"kernel row {row.name} is not in this build (FLASHATTN3_KERNELS)"
         if self.only_measured and not row.measured and problem.backend != self.name:
@@ -106,8 +108,8 @@ class HopperBackend:
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
         run = plan.launches.get("forward")
         if run is None:
-            run = plan.launches["forward"] = _prepare_forward(plan, self.library().forward)
-        return run(*tensors.without_descales)
+            run = plan.launches["forward"] = hopper_launches.prepare(plan, self.library())
+        return run(*tensors)
 
     def backward(
         self,
@@ -129,65 +131,29 @@ BACKEND = HopperBackend()
 
 def _row_of(problem: Problem) -> ForwardRow:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    dtype = sixteen_bit.DTYPE_NAMES[problem.dtype]
+    dtype = E4M3 if problem.dtype == FP8 else sixteen_bit.DTYPE_NAMES[problem.dtype]
     return select_row(dtype, head_dim, problem.windowed, problem.seqlen_k)
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
     """Which of q, k and v lie at an address, or have a stride, that TMA does not take.
 
-    Strides of 0 (an expanded tensor) are among them: its descriptors are for distinct rows.
+    Strides of 0 (an expanded tensor) are among them: its descriptors are for distinct rows. V in 8
+    bits comes in slots, or is put into them.
     """
     lengths = {"q": problem.total_q, "k": problem.total_k, "v": problem.total_k}
+    aligned_elements = ALIGNMENT_BYTES // problem.dtype.itemsize
+    if problem.dtype == FP8:
+        del lengths["v"]
     unfit = []
     for name, length in lengths.items():
         heads = problem.num_heads_q if name == "q" else problem.num_heads_kv
         batch = 1 if problem.varlen else problem.batch
         strides = zip((batch, length, heads), getattr(problem, f"{name}_stride"), strict=True)
-        odd = any(size > 1 and (not step or step % ALIGNED_ELEMENTS) for size, step in strides)
+        odd = any(size > 1 and (not step or step % aligned_elements) for size, step in strides)
         if odd or name in problem.misaligned:
             unfit.append(name)
     return tuple(unfit)
-
-
-def _prepare_forward(plan: Plan, operator: Callable) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of the tensors in the order of ``Tensors``, without descales: (out, lse)."""
-    problem, config = plan.problem, plan.config
-    scalars = (
-        ROWS.index(config.row),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.softmax_scale,
-        problem.softcap,
-        problem.window_left,
-        problem.window_right,
-        plan.device.num_sms,
-        problem.sm_margin,
-    )
-
-    def run(*tensors):
-        return operator(*tensors, *scalars)
-
-    def run_with_copies(q, k, v, *indices):
-        fit = (
-            _aligned_copy(tensor) if name in config.copied else tensor
-            for name, tensor in (("q", q), ("k", k), ("v", v))
-        )
-        out, lse = run(*fit, *indices)
-        return out[..., : problem.head_dim_v].contiguous(), lse
-
-    return run_with_copies if config.copied or problem.head_dim_v % ALIGNED_ELEMENTS else run
-
-
-def _padded(head_dim: int) -> int:
-    return ceil(head_dim / ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
-
-
-def _aligned_copy(tensor: Tensor) -> Tensor:
-    """A copy whose rows begin at multiples of 16 bytes."""
-    head_dim = tensor.shape[-1]
-    rows = tensor.new_empty((*tensor.shape[:-1], _padded(head_dim)))
-    return rows[..., :head_dim].copy_(tensor)
 
 
 def _gradient_plan(plan: Plan) -> Plan:

@@ -23,12 +23,14 @@ class Library:
     """What was built. rows: names of the compiled kernels.
 
     fault: why it cannot be used, a sentence; None where it can.
-    forward: torch.ops.flashattn3_hopper.forward.default.
+    forward, forward_fp8, to_slots: the operators of torch.ops.flashattn3_hopper.
     """
 
     rows: frozenset[str] = frozenset()
     fault: str | None = None
     forward: Callable | None = None
+    forward_fp8: Callable | None = None
+    to_slots: Callable | None = None
 
 
 @cache
@@ -45,8 +47,13 @@ def find_library() -> Library:
         return Library(fault="the Hopper kernels were built from another kernel table")
     if driver_fault():
         return Library(fault=f"the Hopper kernels were {driver_fault()}")
-    forward = torch.ops.flashattn3_hopper.forward.default
-    return Library(rows=frozenset(compiled_rows()), forward=forward)
+    operators = torch.ops.flashattn3_hopper
+    return Library(
+        rows=frozenset(compiled_rows()),
+        forward=operators.forward.default,
+        forward_fp8=operators.forward_fp8.default,
+        to_slots=operators.to_slots.default,
+    )
 
 
 @cache
