@@ -21,6 +21,7 @@ struct ForwardConfig {
   static constexpr int kBlockN = kRow.block_n;
   static constexpr int kStages = kRow.num_stages;
   static constexpr int kQBuffers = kRow.num_q_buffers;
+  static constexpr bool kInTurn = kRow.in_turn;
   static constexpr int kConsumers = kRow.num_mma_warpgroups;
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kThreads = forward_num_threads(kRow);
@@ -53,6 +54,7 @@ struct ForwardConfig {
   static_assert(kConsumers >= 1 && kConsumers <= 3);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * kLaunchRegisters);
+  static_assert(!kInTurn || kConsumers >= 2);
   static_assert(kBlockM == 64 * kConsumers, "each warpgroup multiplies 64 rows");
   static_assert(kBlockM <= 256 && kBlockN <= 256, "a TMA box has at most 256 rows");
   static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");

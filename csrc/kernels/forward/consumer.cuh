@@ -10,6 +10,7 @@
 // tensor cores work for the others.
 #pragma once
 
+#include <climits>
 #include <type_traits>
 
 #include "blocks/clear_tail.cuh"
@@ -211,6 +212,38 @@ class ForwardConsumer {
     multiply_scores(s, at);
   }
 
+  // The blocks in whose steps the warpgroups take turns: those that are a step of each. All go
+  // through them in the same order; the last one passes the turn on before the first step, to the
+  // first warpgroup, and not after the last one, so that no turn is left over.
+  __device__ __forceinline__ BlockRange shared_steps() const {
+    BlockRange shared{0, 0};
+    if constexpr (Config::kInTurn) {
+      const int first_row = uniform(tile().first_row), num_rows = uniform(tile().num_rows);
+      const Visibility visibility = tile_visibility(num_rows, uniform(tile().num_keys));
+      shared = {0, INT_MAX};
+#pragma unroll
+      for (int w = 0; w < Config::kConsumers; ++w) {
+        const int row = first_row + 64 * w;
+        const BlockRange blocks =
+            visibility.template blocks<kBlockN>(row, min(row + 63, num_rows - 1));
+        shared.begin = max(shared.begin, blocks.begin);
+        shared.end = min(shared.end, blocks.end - 1);  // the last block is no step
+      }
+    }
+    return shared;
+  }
+
+  // Sync: a barrier for each warpgroup, on which it waits and the one before arrives, 128 threads
+  // each. Nobody arrives twice without a wait between: the next arrival is after its own next turn,
+  // which comes after this one.
+  __device__ __forceinline__ void wait_for_turn() const {
+    named_barrier_sync(1 + Config::kConsumers + warpgroup_, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    const int next = warpgroup_ == Config::kConsumers - 1 ? 0 : warpgroup_ + 1;
+    named_barrier_arrive(1 + Config::kConsumers + next, 256);
+  }
+
   // Descale of this warpgroup's rows; asked for early, it comes from memory.
   __device__ __forceinline__ float q_descale(const RowTile& tile) const {
     const int row = uniform(tile.first_row) + warpgroup_ * 64;
@@ -240,14 +273,22 @@ class ForwardConsumer {
     pack_probabilities<kElement, kBlockN>(p, s);
     if constexpr (Config::kOutOverQ) release_staged();
 
+    const BlockRange shared = shared_steps();
+    if constexpr (Config::kInTurn) {
+      if (shared.begin < shared.end && warpgroup_ == Config::kConsumers - 1) pass_turn();
+    }
+
     // kv_ is one block behind: at the stages of the block whose V is still to be used.
     // Sync: the next K is there.
     if (block > mine.begin) control_.k_full[kv_.next().stage()].wait(kv_.next().parity());
     for (--block; block >= mine.begin; --block) {
       const RingPosition<kStages> kv = kv_.next();
+      const bool in_turn = Config::kInTurn && block >= shared.begin && block < shared.end;
+      if (in_turn) wait_for_turn();
       multiply_scores(s, kv);                           // K was waited for in the step before
       control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
       multiply_values(o, p, kv_);
+      if (in_turn && !(block == shared.begin && warpgroup_ == Config::kConsumers - 1)) pass_turn();
       wait_products<1>();
       pin_registers(s);
       float factor[2];  // of out; set where it grew
@@ -325,7 +366,15 @@ class ForwardConsumer {
   // at: stage of K.
   __device__ __forceinline__ Scale scale_of(RingPosition<kStages> at) const {
     if constexpr (Config::kQuantized) {
-      return Scale(control_.key_scales[at.stage()], q_factor_);
+      // One lane reads, the one that says that the warp is done with the stage.
+      const float* words = reinterpret_cast<const float*>(&control_.key_scales[at.stage()]);
+      KeyScales<Config::kScaleGroups> scales;
+#pragma unroll
+      for (int i = 0; i < 3 * Config::kScaleGroups; ++i) {
+        const float word = threadIdx.x % 32 == 0 ? words[i] : 0.f;
+        reinterpret_cast<float*>(&scales)[i] = __shfl_sync(~0u, word, 0);
+      }
+      return Scale(scales, q_factor_);
     } else {
       return Scale{args_.score_scale};
     }
