@@ -99,10 +99,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-__device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
-
 // Position in a ring of kStages buffers. parity() is that of the full barrier for who reads, and of
 // the empty barrier for who writes: readers start at 0 (wait for data), writers at 1 (all free).
 template <int kStages>

@@ -8,13 +8,17 @@ namespace flashattn3 {
 struct Descale {
   const float* data;           // (batch, heads, blocks); null: 1 everywhere
   int64_t batch, head, block;  // strides in elements
-  int block_tokens;            // tokens of a sequence that share one
+  int log2_tokens;             // of the tokens of a sequence that share one
   int last_block;              // what lies behind it shares its descale
   int heads_per_scale;         // neighbouring heads that share theirs
-  __device__ __forceinline__ float at(int sequence, int of_head, int token) const {
-    if (data == nullptr) return 1.f;
-    return data[sequence * batch + of_head / heads_per_scale * head +
-                min(token / block_tokens, last_block) * block];
+
+  // Those of one head of one sequence; null as above.
+  __device__ __forceinline__ const float* of(int sequence, int of_head) const {
+    if (data == nullptr) return nullptr;
+    return data + sequence * batch + of_head / heads_per_scale * head;
+  }
+  __device__ __forceinline__ float at(const float* of_head, int token) const {
+    return of_head == nullptr ? 1.f : of_head[min(token >> log2_tokens, last_block) * block];
   }
 };
 

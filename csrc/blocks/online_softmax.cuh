@@ -172,7 +172,7 @@ struct OnlineSoftmax {
     bool rises = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      constexpr float kTop = 32.f, kRoom = 256.f;
+      constexpr float kTop = 32.f, kRoom = 128.f;
       const float excess = quad_max(fmaxf(highest[r] * (1.f / kTop), part[r] * (1.f / kRoom)));
       const bool rise = quad_max(fmaxf(highest[r], part[r])) >= kLargestSum;
       const float step = rise ? __log2f(excess) : 0.f;

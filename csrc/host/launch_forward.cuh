@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <climits>
 #include <cstdint>
 #include <string>
@@ -57,7 +58,8 @@ inline Descale descale_of(const BlockDescales& descales) {
           .batch = descales.batch,
           .head = descales.head,
           .block = descales.block,
-          .block_tokens = descales.block_tokens,
+          // Where there is one block, its index is last_block whatever this is.
+          .log2_tokens = std::bit_width(static_cast<unsigned>(descales.block_tokens)) - 1,
           .last_block = descales.num_blocks - 1,
           .heads_per_scale = descales.heads_per_scale};
 }

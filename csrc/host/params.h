@@ -20,8 +20,8 @@ struct BlockDescales {
   const float* data = nullptr;  // null: 1 everywhere
   int64_t batch = 0, head = 0, block = 0;
   int num_blocks = 1;       // tokens behind them share the last one's
-  int block_tokens = 1;     // of a sequence that share one: a multiple of the row's scale_keys for k
-                            // and v, of 64 for q, or anything where there is one block
+  int block_tokens = 1;     // of a sequence that share one: a power of 2, at least the row's scale_keys
+                            // for k and v and 64 for q; or anything where there is one block
   int heads_per_scale = 1;  // neighbouring heads that share theirs
 };
 

@@ -14,7 +14,7 @@ constexpr ElementType kFp16 = ElementType::kFloat16;
 constexpr ElementType kE4m3 = ElementType::kE4m3;
 
 // dtype, head_dim, windowed, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers,
-// in_turn, scale_keys, promote_keys
+// scale_keys, promote_keys
 constexpr ForwardRow kCheckRows[] = {
     {kBf16, 64, false, 192, 128, 4, 3, 2},
     {kBf16, 64, true, 192, 128, 4, 3, 2},
@@ -31,18 +31,13 @@ constexpr ForwardRow kCheckRows[] = {
     {kFp16, 128, false, 192, 64, 4, 3, 2},
     {kFp16, 128, true, 192, 64, 4, 3, 2},
     {kFp16, 256, true, 128, 64, 2, 2, 1},
-    {kE4m3, 64, false, 192, 128, 4, 3, 2, true, 128, 4096},
-    {kE4m3, 64, true, 192, 128, 4, 3, 2, true, 128, 4096},
-    {kE4m3, 128, false, 128, 128, 4, 2, 2, true, 128, 4096},
-    {kE4m3, 128, true, 128, 128, 4, 2, 2, true, 128, 4096},
-    {kE4m3, 256, false, 128, 128, 2, 2, 2, true, 128, 4096},
-    {kE4m3, 256, true, 128, 128, 2, 2, 2, true, 128, 4096},
+    {kE4m3, 64, false, 192, 128, 4, 3, 2, 128, 4096},
+    {kE4m3, 64, true, 192, 128, 4, 3, 2, 128, 4096},
+    {kE4m3, 128, false, 192, 96, 5, 3, 2, 32, 3072},
+    {kE4m3, 128, true, 192, 96, 5, 3, 2, 32, 3072},
+    {kE4m3, 256, false, 128, 128, 2, 2, 2, 128, 4096},
+    {kE4m3, 256, true, 128, 128, 2, 2, 2, 128, 4096},
     // Variants.
-    {kE4m3, 128, false, 128, 192, 3, 2, 2, true, 64, 3072},
-    {kE4m3, 128, true, 128, 192, 3, 2, 2, true, 64, 3072},
-    {kE4m3, 128, false, 192, 64, 4, 3, 2, true, 64, 4096},
-    {kE4m3, 128, true, 192, 64, 4, 3, 2, true, 64, 4096},
-    {kE4m3, 64, false, 128, 256, 3, 2, 2, true, 128, 4096},
     {kBf16, 128, false, 192, 80, 3, 3, 2},
     {kBf16, 128, true, 192, 80, 3, 3, 2},
     {kBf16, 192, false, 128, 96, 2, 2, 1},

@@ -21,7 +21,6 @@ struct ForwardConfig {
   static constexpr int kBlockN = kRow.block_n;
   static constexpr int kStages = kRow.num_stages;
   static constexpr int kQBuffers = kRow.num_q_buffers;
-  static constexpr bool kInTurn = kRow.in_turn;
   static constexpr int kConsumers = kRow.num_mma_warpgroups;
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kThreads = forward_num_threads(kRow);
@@ -54,7 +53,6 @@ struct ForwardConfig {
   static_assert(kConsumers >= 1 && kConsumers <= 3);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * kLaunchRegisters);
-  static_assert(!kInTurn || kConsumers >= 2);
   static_assert(kBlockM == 64 * kConsumers, "each warpgroup multiplies 64 rows");
   static_assert(kBlockM <= 256 && kBlockN <= 256, "a TMA box has at most 256 rows");
   static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");
@@ -63,7 +61,7 @@ struct ForwardConfig {
   static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDim / 2 +
                     (kQuantized ? 20 : 32) <=
                 kConsumerRegisters);
-  static_assert(kQuantized ? kScaleKeys % 64 == 0 && kBlockN % kScaleKeys == 0 : kScaleKeys == 0);
+  static_assert(kQuantized ? kScaleKeys % 32 == 0 && kBlockN % kScaleKeys == 0 : kScaleKeys == 0);
   static_assert(kRow.promote_keys % kBlockN == 0);
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
   // Under a mask the first warpgroup passes this many K tiles before its first one; their V tiles
@@ -85,14 +83,14 @@ struct alignas(16) RowTile {
   int num_rows;     // of the sequence
   int num_keys;     // of the sequence
   BlockRange keys;  // K and V tiles that come for it, last one first; may be none
-  // Quantized rows alone.
-  int sequence;   // of the batch, for descales
-  float v_scale;  // what out is to be multiplied with
+  int sequence;     // of the batch, for descales
 };
 
 // Barriers. "Threads" wait for full ones (all threads of the consumers), one thread (the producer)
 // for empty ones. Arrivals for each phase:
-//   *_full   1: the producer; q, k and v also wait for the bytes of the copy, `tile` for nothing
+//   *_full   1: the producer; q, k and v also wait for the bytes of the copy, `tile` for nothing;
+//            in quantized rows k also for the warp that brings the descales, which reads tiles and
+//            leaves them as the consumers do
 //   *_empty  one for each consumer warp, after its last read; tile_empty one for each thread (a
 //            description is read by plain loads, which a warp's one arrival orders too, but
 //            racecheck does not follow that)
@@ -107,23 +105,26 @@ struct ForwardControl {
   Barrier v_full[kStages], v_empty[kStages];
   Barrier tile_full[2], tile_empty[2];
   RowTile tile[2];
-  KeyScales<kScaleGroups> key_scales[kStages];  // come and go with K; quantized rows alone
+  // Quantized rows alone. key_scales come and go with K, v_scale, which out is to be multiplied
+  // with, with the tile, but not before the first K.
+  KeyScales<kScaleGroups> key_scales[kStages];
+  float v_scale[2];
 
   // One thread, before the CTA's first __syncthreads.
-  __device__ __forceinline__ void init(int consumer_warps) {
+  __device__ __forceinline__ void init(int consumer_warps, bool quantized) {
     for (int i = 0; i < kQBuffers; ++i) {
       q_full[i].init(1);
       q_empty[i].init(consumer_warps);
     }
     for (int i = 0; i < kStages; ++i) {
-      k_full[i].init(1);
+      k_full[i].init(quantized ? 2 : 1);
       k_empty[i].init(consumer_warps);
       v_full[i].init(1);
       v_empty[i].init(consumer_warps);
     }
     for (int i = 0; i < 2; ++i) {
       tile_full[i].init(1);
-      tile_empty[i].init(32 * consumer_warps);
+      tile_empty[i].init(32 * (consumer_warps + quantized));
     }
     fence_barrier_init();
   }

@@ -10,7 +10,6 @@
 // tensor cores work for the others.
 #pragma once
 
-#include <climits>
 #include <type_traits>
 
 #include "blocks/clear_tail.cuh"
@@ -157,13 +156,15 @@ class ForwardConsumer {
       named_barrier_sync(1 + warpgroup_, 128);
       uint8_t* rows = shared_ + Config::kQOffset + q_.next().stage() * Config::kQBytes +
                       warp * kRowsOfWarp * 128;
-      store_rows<Config>(args_, tile(), warp_first_row(), o, softmax, rows, Config::kBlockM * 128);
+      store_rows<Config>(args_, tile(), warp_first_row(), o, softmax, 1.f, rows,
+                         Config::kBlockM * 128);
       staged_ = true;
     } else {
       if (threadIdx.x % 32 == 0) wait_for_stores();
       __syncwarp();
       constexpr int kChunkBytes = kRowsOfWarp * 128;
-      store_rows<Config>(args_, tile(), warp_first_row(), o, softmax,
+      const float scale = Config::kQuantized ? control_.v_scale[tile_.stage()] : 1.f;
+      store_rows<Config>(args_, tile(), warp_first_row(), o, softmax, scale,
                          shared_ + Config::kOutOffset + warp * Config::kOutChunks * kChunkBytes,
                          kChunkBytes);
     }
@@ -212,42 +213,11 @@ class ForwardConsumer {
     multiply_scores(s, at);
   }
 
-  // The blocks in whose steps the warpgroups take turns: those that are a step of each. All go
-  // through them in the same order; the last one passes the turn on before the first step, to the
-  // first warpgroup, and not after the last one, so that no turn is left over.
-  __device__ __forceinline__ BlockRange shared_steps() const {
-    BlockRange shared{0, 0};
-    if constexpr (Config::kInTurn) {
-      const int first_row = uniform(tile().first_row), num_rows = uniform(tile().num_rows);
-      const Visibility visibility = tile_visibility(num_rows, uniform(tile().num_keys));
-      shared = {0, INT_MAX};
-#pragma unroll
-      for (int w = 0; w < Config::kConsumers; ++w) {
-        const int row = first_row + 64 * w;
-        const BlockRange blocks =
-            visibility.template blocks<kBlockN>(row, min(row + 63, num_rows - 1));
-        shared.begin = max(shared.begin, blocks.begin);
-        shared.end = min(shared.end, blocks.end - 1);  // the last block is no step
-      }
-    }
-    return shared;
-  }
-
-  // Sync: a barrier for each warpgroup, on which it waits and the one before arrives, 128 threads
-  // each. Nobody arrives twice without a wait between: the next arrival is after its own next turn,
-  // which comes after this one.
-  __device__ __forceinline__ void wait_for_turn() const {
-    named_barrier_sync(1 + Config::kConsumers + warpgroup_, 256);
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    const int next = warpgroup_ == Config::kConsumers - 1 ? 0 : warpgroup_ + 1;
-    named_barrier_arrive(1 + Config::kConsumers + next, 256);
-  }
-
   // Descale of this warpgroup's rows; asked for early, it comes from memory.
   __device__ __forceinline__ float q_descale(const RowTile& tile) const {
     const int row = uniform(tile.first_row) + warpgroup_ * 64;
-    return args_.quantized.q.at(tile.sequence, tile.head, row);
+    const Descale& q = args_.quantized.q;
+    return q.at(q.of(tile.sequence, tile.head), row);
   }
 
   // From the scores of the last block to the probabilities of the first; out of all between.
@@ -273,26 +243,19 @@ class ForwardConsumer {
     pack_probabilities<kElement, kBlockN>(p, s);
     if constexpr (Config::kOutOverQ) release_staged();
 
-    const BlockRange shared = shared_steps();
-    if constexpr (Config::kInTurn) {
-      if (shared.begin < shared.end && warpgroup_ == Config::kConsumers - 1) pass_turn();
-    }
-
     // kv_ is one block behind: at the stages of the block whose V is still to be used.
     // Sync: the next K is there.
     if (block > mine.begin) control_.k_full[kv_.next().stage()].wait(kv_.next().parity());
     for (--block; block >= mine.begin; --block) {
       const RingPosition<kStages> kv = kv_.next();
-      const bool in_turn = Config::kInTurn && block >= shared.begin && block < shared.end;
-      if (in_turn) wait_for_turn();
       multiply_scores(s, kv);                           // K was waited for in the step before
       control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
       multiply_values(o, p, kv_);
-      if (in_turn && !(block == shared.begin && warpgroup_ == Config::kConsumers - 1)) pass_turn();
+      const Scale scale = scale_of(kv);  // beside the products
       wait_products<1>();
       pin_registers(s);
       float factor[2];  // of out; set where it grew
-      const bool grew = softmax_step(s, softmax, factor, kv, block, clear);
+      const bool grew = softmax_step(s, softmax, factor, scale, kv, block, clear);
       // Sync: the next K is there. A branch that follows from the sums keeps the whole softmax
       // before the wait for out: ptxas would move the wait up or the exponentials down, and the
       // product would run beside nothing. (Sums are never negative.)
@@ -318,9 +281,8 @@ class ForwardConsumer {
   // From scores to probabilities; gives K back. Returns whether out has to be multiplied by factor,
   // the same in all lanes.
   __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
-                                               RingPosition<kStages> kv, int block,
+                                               Scale scale, RingPosition<kStages> kv, int block,
                                                BlockRange clear) {
-    Scale scale = scale_of(kv);
     bool exact = args_.tanh_scale != 0.f;
     if constexpr (Config::kWindowed) {
       exact = exact || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();

@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t pack_out(const ForwardArguments& args, float
   }
 }
 
-// first_row: of the warp, in the sequence; rows past the sequence are not stored.
+// first_row: of the warp, in the sequence; rows past the sequence are not stored. scale: of out.
 // o: sums of 2^(score - reference) * v; 0 in rows that saw no key, which are stored as out 0 and
 // lse -inf. staged: the warp's room in shared memory, kOutChunks chunks with chunk_bytes between
 // them, which nobody reads any more. All lanes call it; afterwards lane 0 may have copies under way
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t pack_out(const ForwardArguments& args, float
 template <class Config, class Softmax>
 __device__ __forceinline__ void store_rows(const ForwardArguments& args, const RowTile& tile,
                                            int first_row, const float (&o)[Config::kHeadDim / 2],
-                                           const Softmax& softmax, uint8_t* staged,
+                                           const Softmax& softmax, float scale, uint8_t* staged,
                                            int chunk_bytes) {
   const int lane = threadIdx.x % 32;
   float inverse[2];
@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& args, const R
   for (int r = 0; r < 2; ++r) {
     const float sum = softmax.row_sum(r);
     inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
-    if constexpr (Config::kQuantized) inverse[r] *= tile.v_scale;
+    inverse[r] *= scale;
     const int row = first_row + lane / 4 + 8 * r;
     if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
       constexpr float kLn2 = 0.693147180559945f;

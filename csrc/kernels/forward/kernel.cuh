@@ -10,6 +10,7 @@
 #include "kernels/forward/arguments.h"
 #include "kernels/forward/config.cuh"
 #include "kernels/forward/consumer.cuh"
+#include "kernels/forward/descales.cuh"
 #include "kernels/forward/producer.cuh"
 
 namespace flashattn3 {
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   static_assert(sizeof(ForwardControlOf<kRow>) <= kForwardControlBytes);
 
   if (threadIdx.x == 0) {
-    reinterpret_cast<ForwardControlOf<kRow>*>(shared)->init(Config::kConsumerWarps);
+    reinterpret_cast<ForwardControlOf<kRow>*>(shared)->init(Config::kConsumerWarps, Config::kQuantized);
   }
   // Sync: no thread touches a barrier before it is initialised.
   __syncthreads();
@@ -33,7 +34,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warpgroup == Config::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = uniform(threadIdx.x % 128 / 32);
-    if (warp == 0 && cute::elect_one_sync()) {
+    if (warp == 0) {
+      if (!cute::elect_one_sync()) return;
       cute::prefetch_tma_descriptor(&args.q);
       cute::prefetch_tma_descriptor(&args.k);
       cute::prefetch_tma_descriptor(&args.v);
@@ -42,6 +44,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       allow_dependents();
       wait_for_earlier_kernels();
       ForwardProducer<kRow>(args, shared).run();
+    } else if (warp == 1) {
+      if constexpr (Config::kQuantized) {
+        wait_for_earlier_kernels();
+        ForwardDescales<kRow>(args, shared).run();
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();

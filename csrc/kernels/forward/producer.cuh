@@ -93,41 +93,7 @@ class ForwardProducer {
     load.kv_entry = args_.keys.cu_seqlens != nullptr ? 0 : entry;
     load.kv_offset = keys.offset;
     load.tile.sequence = entry;
-    if constexpr (Config::kQuantized) describe_scales(load);
     return load;
-  }
-
-  __device__ __forceinline__ void describe_scales(Load& load) const {
-    // The first of values that are not all 0: relative to it the others go into the probabilities.
-    constexpr float kNothing = 0x1p-100f;
-    for (int block = load.tile.keys.end - 1; block >= load.tile.keys.begin; --block) {
-      for (int key = block * Config::kBlockN;
-           key < min((block + 1) * Config::kBlockN, load.tile.num_keys); key += Config::kScaleKeys) {
-        load.tile.v_scale = args_.quantized.v.at(load.tile.sequence, load.kv_head, key);
-        if (!(fabsf(load.tile.v_scale) < kNothing)) return;
-      }
-    }
-    load.tile.v_scale = 1.f;
-  }
-
-  // For the consumers' softmax of the i-th block that is loaded.
-  __device__ __forceinline__ KeyScales<Config::kScaleGroups> key_scales(const Load& load,
-                                                                        int i) const {
-    // Scales so far apart that the smaller one's values do not count.
-    constexpr float kLowest = -30.f;
-    KeyScales<Config::kScaleGroups> scales;
-#pragma unroll
-    for (int g = 0; g < Config::kScaleGroups; ++g) {
-      // Keys past the end are hidden; their descales may not exist.
-      const int key = min((load.tile.keys.end - 1 - i) * Config::kBlockN + g * Config::kScaleKeys,
-                          load.tile.num_keys - 1);
-      scales.k[g] = args_.quantized.k.at(load.tile.sequence, load.kv_head, key);
-      const float v = args_.quantized.v.at(load.tile.sequence, load.kv_head, key);
-      const float shift = __log2f(v / load.tile.v_scale);
-      scales.shift[g] = shift < kLowest ? kLowest : shift;  // NaN, of a negative one, stays
-      scales.weight[g] = exp2_approx(-scales.shift[g]);
-    }
-    return scales;
   }
 
   // Whether there is a next tile; asks for its Q.
@@ -169,11 +135,8 @@ class ForwardProducer {
   }
 
   __device__ __forceinline__ void load_keys(const Load& load, int i) {
-    KeyScales<Config::kScaleGroups> scales;
-    if constexpr (Config::kQuantized) scales = key_scales(load, i);
     // Sync: every consumer warp gave the stage back.
     control_.k_empty[k_.stage()].wait(k_.parity());
-    if constexpr (Config::kQuantized) control_.key_scales[k_.stage()] = scales;
     load_tile<Config::kBlockN, Config::kChunks, Config::kChunkColumns>(
         shared_ + Config::kKOffset + k_.stage() * Config::kKBytes, &args_.k,
         control_.k_full[k_.stage()], kReadAgain, load.kv_row - i * Config::kBlockN, load.kv_head,

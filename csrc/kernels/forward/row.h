@@ -18,8 +18,6 @@ struct ForwardRow {
   int num_stages;          // K tiles (and V tiles) in shared memory, at least 2
   int num_mma_warpgroups;  // 1 to 3
   int num_q_buffers = 1;   // 2: the next tile's Q is loaded while this one is worked on
-  bool in_turn = false;    // warpgroups start their products one after the other, so that each has its
-                           // softmax while the others multiply
   int scale_keys = 0;      // e4m3: keys that share their descales, a divisor of block_n
   int promote_keys = 0;    // e4m3: keys after which out moves from WGMMA's accumulators, which hold
                            // about 13 bits, to fp32 sums; a multiple of block_n

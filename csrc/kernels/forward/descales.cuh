@@ -1,0 +1,99 @@
+// The warp that brings the descales of K and V, of quantized rows: follows the tiles that the
+// producer announces, and for each K tile lays down what the consumers' softmax needs. K's full
+// barrier waits for it as for the copy.
+#pragma once
+
+#include "blocks/online_softmax.cuh"
+#include "kernels/forward/arguments.h"
+#include "kernels/forward/config.cuh"
+
+namespace flashattn3 {
+
+template <ForwardRow kRow>
+class ForwardDescales {
+  using Config = ForwardConfig<kRow>;
+  static constexpr int kGroups = Config::kScaleGroups;
+  static constexpr int kBlocksAtOnce = 32 / kGroups;  // a lane for each group of each block
+  // log2 of a scale so far below the tile's that its values do not count.
+  static constexpr float kLowest = -30.f;
+  // Of values that are all 0.
+  static constexpr float kNothing = 0x1p-100f;
+
+ public:
+  __device__ __forceinline__ ForwardDescales(const ForwardArguments& args, uint8_t* shared)
+      : args_(args), control_(*reinterpret_cast<ForwardControlOf<kRow>*>(shared)) {}
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      // Sync: as a consumer's.
+      control_.tile_full[tile_.stage()].wait(tile_.parity());
+      const RowTile& tile = control_.tile[tile_.stage()];
+      if (tile.first_row < 0) return;
+      bring(tile);
+      __syncwarp();
+      control_.tile_empty[tile_.stage()].arrive();
+      tile_.advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void bring(const RowTile& tile) {
+    const Descale &k_scales = args_.quantized.k, &v_scales = args_.quantized.v;
+    const int lane = threadIdx.x % 32, head = tile.head / args_.heads_per_kv;
+    const float* k_of_head = k_scales.of(tile.sequence, head);
+    const float* v_of_head = v_scales.of(tile.sequence, head);
+    const int num_blocks = tile.keys.end - tile.keys.begin;
+    float v_scale = 1.f;
+    for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
+      // A lane for each group of the next blocks. Keys past the end are hidden, and others not
+      // asked for; their descales may not exist.
+      const int block = tile.keys.end - 1 - min(first + lane / kGroups, num_blocks - 1);
+      const int key = min(block * Config::kBlockN + lane % kGroups * Config::kScaleKeys,
+                          tile.num_keys - 1);
+      const float k = k_scales.at(k_of_head, key), v = v_scales.at(v_of_head, key);
+      if (first == 0) {
+        v_scale = first_scale(v);
+        if (lane == 0) control_.v_scale[tile_.stage()] = v_scale;
+      }
+      const float relative = __log2f(__fdividef(v, v_scale));
+      const float shift = relative < kLowest ? kLowest : relative;  // NaN stays
+      const int count = min(kBlocksAtOnce, num_blocks - first);
+#pragma unroll 1
+      for (int j = 0; j < count; ++j) hand_over(k, shift, j * kGroups);
+    }
+  }
+
+  // From the lanes first to first + kGroups - 1.
+  __device__ __forceinline__ void hand_over(float k, float shift, int first) {
+    KeyScales<kGroups> scales;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      scales.k[g] = __shfl_sync(~0u, k, first + g);
+      scales.shift[g] = __shfl_sync(~0u, shift, first + g);
+      scales.weight[g] = exp2_approx(-scales.shift[g]);
+    }
+    if (threadIdx.x % 32 == 0) {
+      // Sync: every consumer warp is done with what lay there.
+      control_.k_empty[k_.stage()].wait(k_.parity());
+      control_.key_scales[k_.stage()] = scales;
+      control_.k_full[k_.stage()].arrive();
+    }
+    __syncwarp();
+    k_.advance();
+  }
+
+  // The first of the lanes' that is not of nothing: relative to it the others go into the
+  // probabilities. Any will do; one of nothing would leave the others no room.
+  static __device__ __forceinline__ float first_scale(float v) {
+    const uint32_t something = __ballot_sync(~0u, !(fabsf(v) < kNothing));
+    const float first = __shfl_sync(~0u, v, something == 0 ? 0 : __ffs(something) - 1);
+    return something == 0 ? 1.f : first;
+  }
+
+  const ForwardArguments& args_;
+  ForwardControlOf<kRow>& control_;
+  RingPosition<2> tile_{0};
+  RingPosition<Config::kStages> k_{1};
+};
+
+}  // namespace flashattn3
