@@ -131,7 +131,7 @@ def make_tensors(candidate: Candidate) -> list[torch.Tensor]:
     shape = statistics_shape(problem)
     lse, delta = torch.full(shape, -100.0, device="cuda"), torch.zeros(shape, device="cuda")
     if candidate.kernel == "forward":
-        return [q, k, v, out[0], lse, *[None] * 4]
+        return [q, k, v, out[0], lse, *[None] * 7]
     if candidate.kernel == "query":
         return [q, k, v, dout, lse, delta, out[0], *[None] * 4]
     return [q, k, v, dout, lse, delta, *out, *[None] * 4]
