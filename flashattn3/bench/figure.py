@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .report import unit, value
+from .report import measures
 from .runner import OK, Record
 
 COLORS = {
     "dense": "tab:gray",
+    "copy": "tab:gray",
+    "fp8": "tab:olive",
+    "quantize+fp8": "tab:cyan",
     "flashattn3": "tab:green",
     "fa2": "tab:blue",
     "cudnn": "tab:orange",
     "math": "tab:purple",
     "naive": "tab:red",
+    "bf16": "tab:gray",
+    "fp16": "black",
+    "fp8 per tensor": "tab:red",
+    "fp8 per head": "tab:orange",
+    "fp8 block": "tab:blue",
+    "fp8 block+hadamard": "tab:green",
 }
 MAX_PANELS_PER_LINE = 6
 
@@ -40,7 +49,9 @@ def draw(records: list[Record], header: Record, path: Path) -> None:
         panel.tick_params(labelsize=7)
     for panel in panels[len(rows) :]:
         panel.set_visible(False)
-    panels[0].set_ylabel(unit(records[0]))
+        if chosen[0]["record"] == "error":
+            panel.set_yscale("log")
+    panels[0].set_ylabel(measures(records[0])[0].unit)
     panels[0].legend(fontsize=7)
     lowering = f", lowering sm_{header['lowering']}" if header["lowering"] else ""
     figure.suptitle(f"{header['device']}{lowering}, torch {header['torch']}", fontsize=10)
@@ -54,7 +65,9 @@ def _series(records: list[Record]) -> dict[str, dict[str, float]]:
     series: dict[str, dict[str, float]] = {}
     for record in records:
         if record["status"] == OK:
-            series.setdefault(record["contender"], {})[record["column"]] = value(record)
+            series.setdefault(record["contender"], {})[record["column"]] = measures(record)[0].of(
+                record
+            )
     return series
 
 
