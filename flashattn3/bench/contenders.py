@@ -1,7 +1,7 @@
 """What is compared: flashattn3 and the attention that every PyTorch user already has.
 
-An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); FP8 takes
-q, k and v already quantized.
+An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8"
+takes q, k and v already quantized.
 """
 
 from __future__ import annotations

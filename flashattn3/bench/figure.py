@@ -65,9 +65,8 @@ def _series(records: list[Record]) -> dict[str, dict[str, float]]:
     series: dict[str, dict[str, float]] = {}
     for record in records:
         if record["status"] == OK:
-            series.setdefault(record["contender"], {})[record["column"]] = measures(record)[0].of(
-                record
-            )
+            found = measures(record)[0].of(record)
+            series.setdefault(record["contender"], {})[record["column"]] = found
     return series
 
 

@@ -19,7 +19,7 @@ from .timing import interleave, make_clock
 SUITE = "quantize"
 HEAD_DIMS = (64, 128, 256)
 BATCH, SEQLEN, WIDTH = 4, 4096, 2048  # the grid's 16384 tokens; heads x head dim
-QUICK_BATCH, QUICK_SEQLEN, QUICK_WIDTH = 1, 256, 512
+QUICK_BATCH, QUICK_SEQLEN, QUICK_WIDTH = 1, 130, 256
 BLOCK = 128
 COPY = "copy"
 # Tensors that are worked on in turn: what is read and written has left the L2 cache since.

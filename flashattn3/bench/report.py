@@ -152,9 +152,8 @@ def _means_of(records: list[Record], others: list[str]) -> list[str]:
             for label, chosen in selections.items():
                 means = [mean for name in others if (mean := _mean(chosen, name))]
                 if means:
-                    lines.append(
-                        f"{suite} {direction}".rstrip() + f", {label}: " + ", ".join(means)
-                    )
+                    where = f"{suite} {direction}".rstrip()
+                    lines.append(f"{where}, {label}: " + ", ".join(means))
     return lines
 
 
