@@ -119,9 +119,11 @@ def test_demo_fails_if_attention_is_wrong(wrong, short_demo, monkeypatch, capsys
 @pytest.mark.parametrize(
     "name", ["transformer_block", "varlen_packing", "dispatch", "fp8_accuracy"]
 )
-def test_examples_run(name):
+def test_examples_run(name, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)  # they are programs of their own
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
