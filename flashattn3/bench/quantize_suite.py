@@ -57,36 +57,17 @@ def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
 
     speed_ratio: of the GB/s; above 1 this contender is the faster one.
     """
-    sizes = (QUICK_BATCH, QUICK_SEQLEN, QUICK_WIDTH) if quick else (BATCH, SEQLEN, WIDTH)
-    batch, seqlen, width = sizes
-    shape = (batch, seqlen, width // work.head_dim, work.head_dim)
-    generator = torch.Generator(settings.device).manual_seed(0)
-    of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
-    ring = [torch.randn(shape, **of) for _ in range(RING)]
+    ring = _ring(work.head_dim, settings, quick)
     x, scaled = ring[0], work(ring[0])
-    description = {
-        "record": "bandwidth",
-        "suite": SUITE,
-        "row": work.row,
-        "column": f"d{work.head_dim}",
-        "direction": "",
-        "dtype": settings.dtype_name,
-        "case": "x".join(map(str, shape)),
-        "head_dim": work.head_dim,
-        "hadamard": work.hadamard,
-        "layout": scaled.layout,
-        "hopper_kernel": on_hopper(x),
-    }
     fault = _fault(work, x, scaled)
-    num_bytes = {
-        OURS: _num_bytes(x, scaled.data, scaled.descale),
-        COPY: _num_bytes(x, x),
-    }
     calls = {} if fault else {OURS: _in_turn(work, ring)}
     calls[COPY] = _in_turn(torch.clone, ring)
     clock = make_clock(settings.device, _num_bytes(*ring))
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
+    num_bytes = {OURS: _num_bytes(x, scaled.data, scaled.descale), COPY: _num_bytes(x, x)}
     speed = {name: num_bytes[name] / timings[name].median_ms / 1e6 for name in calls}
+    description = _description(work, x, scaled, settings)
+    refused = {**description, "contender": OURS, "status": FAILED, "reason": fault}
     records = [
         {
             **description,
@@ -99,10 +80,33 @@ def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
         }
         for name in calls
     ]
-    if fault:
-        refused = {**description, "contender": OURS, "status": FAILED, "reason": fault}
-        records.insert(0, refused)
-    return records
+    return [refused, *records] if fault else records
+
+
+def _ring(head_dim: int, settings: Settings, quick: bool) -> list[Tensor]:
+    """Normal (batch, seqlen, heads, head_dim), RING of them."""
+    sizes = (QUICK_BATCH, QUICK_SEQLEN, QUICK_WIDTH) if quick else (BATCH, SEQLEN, WIDTH)
+    batch, seqlen, width = sizes
+    shape = (batch, seqlen, width // head_dim, head_dim)
+    generator = torch.Generator(settings.device).manual_seed(0)
+    of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
+    return [torch.randn(shape, **of) for _ in range(RING)]
+
+
+def _description(work: Work, x: Tensor, scaled: BlockScaled, settings: Settings) -> Record:
+    return {
+        "record": "bandwidth",
+        "suite": SUITE,
+        "row": work.row,
+        "column": f"d{work.head_dim}",
+        "direction": "",
+        "dtype": settings.dtype_name,
+        "case": "x".join(map(str, x.shape)),
+        "head_dim": work.head_dim,
+        "hadamard": work.hadamard,
+        "layout": scaled.layout,
+        "hopper_kernel": on_hopper(x),
+    }
 
 
 def _in_turn(work: Callable[[Tensor], object], ring: list[Tensor]) -> Callable[[], None]:

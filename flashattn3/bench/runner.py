@@ -61,7 +61,7 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
         except torch.OutOfMemoryError:
             refused[name] = (ABSENT, "out of memory")
         except Exception as error:  # whatever it is, the other contenders and cells go on
-            refused[name] = (ABSENT if name in BASELINES else FAILED, _first_line(error))
+            refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
     # FP8 reads half of these bytes and is timed as the others are, whose inputs are not in L2.
     clock = make_clock(settings.device, inputs.num_bytes)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
@@ -75,7 +75,7 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
     ]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
