@@ -8,12 +8,16 @@ import math
 import pytest
 import torch
 
-from flashattn3.bench import contenders, gate, timing
-from flashattn3.bench.contenders import CONTENDERS, OURS, naive, sdpa
-from flashattn3.bench.inputs import make_inputs, prepare
+from flashattn3 import BlockScaled, flash_attn_func
+from flashattn3.bench import contenders, gate, quantize_suite, timing
+from flashattn3.bench.accuracy_suite import findings
+from flashattn3.bench.command import SUITES
+from flashattn3.bench.contenders import BASELINES, CONTENDERS, FP8, FP8_WHOLE, OURS, naive, sdpa
+from flashattn3.bench.inputs import make_inputs, prepare, quantized
 from flashattn3.bench.memory import peak_bytes
 from flashattn3.bench.memory_suite import training_step
-from flashattn3.bench.report import geometric_means, table
+from flashattn3.bench.precision import PRECISIONS, arguments_in, errors
+from flashattn3.bench.report import geometric_means, ratios, summary
 from flashattn3.bench.suites import Cell, cells
 from flashattn3.cli import main
 from flashattn3.testing import Case
@@ -52,6 +56,21 @@ def test_contenders_pass_the_gate(name, case, direction):
     cell = Cell("grid", case, direction)
     inputs = make_inputs(case, CPU, torch.float32)
     gate.Gate(cell, inputs).check(name, prepare(CONTENDERS[name], cell, inputs)())
+
+
+@pytest.mark.parametrize("name", [FP8, FP8_WHOLE])
+def test_fp8_passes_the_gate_and_a_wrong_scale_does_not(name):
+    case = Case("fp8", 1, 200, 200, 2, 2, 64, 64)
+    cell, inputs = Cell("fp8", case, "fwd"), make_inputs(case, CPU, torch.bfloat16)
+    given = quantized(inputs) if name == FP8 else inputs
+    assert all(isinstance(x, BlockScaled) == (name == FP8) for x in given[:3])
+    (out,) = prepare(CONTENDERS[name], cell, given)()
+    checked = gate.Gate(cell, inputs)
+    checked.check(name, (out,))
+    with pytest.raises(AssertionError, match="bound"):
+        checked.check(name, (out * 1.1,))
+    with pytest.raises(AssertionError, match="error"):
+        checked.check(OURS, (out,))  # 16 bits are held to their own rule
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -157,8 +176,49 @@ def test_geometric_means_are_over_cells_with_both_numbers():
 
 
 def test_the_table_shows_a_red_gate_and_no_number():
-    text = table([record(OURS, None, status="FAILED"), record("fa2", None)])
+    text = summary([record(OURS, None, status="FAILED"), record("fa2", None)])
     assert "FAILED / 12" in text
+
+
+def test_fp8_is_compared_with_ours_and_the_baselines():
+    suite = {"suite": "fp8"}
+    times = {FP8: 1.0, OURS: 2.0, "fa2": 4.0}
+    records = [
+        record(name, None, **suite, speed_ratio={o: times[o] / t for o in times if o != name})
+        for name, t in times.items()
+    ]
+    assert ratios(records, FP8).splitlines()[0] == f"speed of {FP8} over {OURS} / fa2"
+    assert "2.00 / 4.00" in ratios(records, FP8)
+    means = geometric_means(records)
+    assert f"all cells: {OURS} 2.000 (1 cells), fa2 4.000 (1 cells)" in means
+    assert "all cells: fa2 2.000 (1 cells)" in means  # ours over fa2, but not over fp8
+
+
+def test_every_precision_stands_for_the_same_attention():
+    case = Case("precision", 2, 130, 130, 2, 2, 64, 64)
+    q, k, v = make_inputs(case, CPU, torch.bfloat16)[:3]
+    truth = naive(q.double(), k.double(), v.double(), False)
+    found = {}
+    for name in PRECISIONS:
+        out = flash_attn_func(**arguments_in(name, q, k, v), backend="reference")
+        found[name] = errors(out, truth)["relative_error"]
+    assert found["fp16"] < found["bf16"] < 3e-3
+    assert all(found[name] < 0.07 for name in PRECISIONS)
+    descales = [arguments_in(f"fp8 per {of}", q, k, v)["k_descale"] for of in ("tensor", "head")]
+    assert [x.shape for x in descales] == [(2, 2)] * 2
+    assert [x.unique().numel() for x in descales] == [1, 4]
+
+
+def test_errors_are_those_of_the_definition():
+    found = errors(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0], dtype=torch.float64))
+    assert found == pytest.approx(
+        {
+            "rmse": math.sqrt(0.5),
+            "relative_error": math.sqrt(0.5),
+            "largest_error": 1.0,
+            "truth_rms": 1.0,
+        }
+    )
 
 
 def lines(path) -> list[dict]:
@@ -192,6 +252,83 @@ def test_quick_memory_suite(tmp_path, capsys):
     assert [r["contender"] for r in records] == [OURS, "naive"]
     assert all(r["peak_bytes"] > 0 for r in records)
     assert "peak memory" in capsys.readouterr().out
+
+
+REFERENCE = ("--backend", "reference")  # Triton's interpreter has no bfloat16 products
+
+
+def test_quick_fp8_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "fp8", "--head-dim", "64", *REFERENCE) == 0
+    _, *records = lines(tmp_path / "fp8.jsonl")
+    assert [r["contender"] for r in records] == [FP8, FP8_WHOLE, OURS, "math"] * 2
+    assert all(r["status"] == "ok" and r["dtype"] == "bfloat16" for r in records)
+    fp8 = records[0]
+    assert fp8["backend"] == "reference"
+    ratio = fp8["tflops"] / records[2]["tflops"]
+    assert fp8["speed_ratio"][OURS] == pytest.approx(ratio)
+    printed = capsys.readouterr().out
+    assert f"speed of {FP8} over {FP8_WHOLE} / {OURS} / math" in printed
+    assert f"speed of {FP8_WHOLE} over each of the others" in printed
+
+
+def test_quick_accuracy_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 0
+    _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
+    assert [r["contender"] for r in records] == list(PRECISIONS) * 8
+    assert {r["seed"] for r in records} == {0}
+    assert {r["data"] for r in records} == {"outlier", "normal", "long"}
+    assert all(r["status"] == "ok" and 0 < r["relative_error"] < 0.2 for r in records)
+    assert any(r["rows_compared"] < r["seqlen_k"] for r in records)
+    assert (tmp_path / "fp8-accuracy.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "RMSE / RMS of the truth: bf16 / fp16 / fp8 per tensor" in printed
+    *_, growth = findings(records)
+    assert growth in printed
+
+
+def test_a_precision_that_gives_nan_fails_the_run(tmp_path, monkeypatch, capsys):
+    def spoilt(precision, q, k, v):
+        return arguments_in(precision, q * (math.nan if "block" in precision else 1.0), k, v)
+
+    monkeypatch.setattr("flashattn3.bench.accuracy_suite.arguments_in", spoilt)
+    assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 1
+    _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
+    assert all((r["status"] == "FAILED") == ("block" in r["contender"]) for r in records)
+    assert "out holds inf or NaN" in capsys.readouterr().out
+
+
+def test_quick_quantize_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "quantize", "--head-dim", "64") == 0
+    _, *records = lines(tmp_path / "quantize.jsonl")
+    assert [r["contender"] for r in records] == [OURS, "copy"] * 3
+    for ours, copy in zip(records[::2], records[1::2], strict=True):
+        numbers, scales = 130 * 256, 2 * 256 // 64
+        assert ours["num_bytes"] == 3 * numbers + 4 * scales
+        assert copy["num_bytes"] == 4 * numbers
+        assert ours["speed_ratio"]["copy"] == pytest.approx(ours["gb_per_s"] / copy["gb_per_s"])
+    printed = capsys.readouterr().out
+    assert "q, k rotated" in printed and "GB/s" in printed
+
+
+def test_wrong_quantization_has_no_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
+    quantize = quantize_suite.quantize_block_fp8
+
+    def wrong(x, **options):
+        return quantize(x * 1.01, **options)
+
+    monkeypatch.setattr(quantize_suite, "quantize_block_fp8", wrong)
+    assert bench(tmp_path, "--suite", "quantize", "--head-dim", "128") == 1
+    ours = [r for r in lines(tmp_path / "quantize.jsonl")[1:] if r["contender"] == OURS]
+    assert len(ours) == 3 and all("gb_per_s" not in r for r in ours)
+    assert "differ from torch's" in capsys.readouterr().out
+
+
+def test_quantized_tensors_are_taken_in_turn():
+    ring, seen = [torch.zeros(1) for _ in range(3)], []
+    call = quantize_suite._in_turn(lambda x: seen.append(x) or x, ring)
+    for _ in range(4):
+        call()
+    assert [x is y for x, y in zip(seen, [*ring, ring[0]], strict=True)] == [True] * 4
 
 
 def test_quick_varlen_suite(tmp_path, capsys):
@@ -231,7 +368,7 @@ def test_a_baseline_that_refuses_is_absent(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("suite", ["grid", "dims", "shapes", "varlen", "memory", "host"])
+@pytest.mark.parametrize("suite", SUITES)
 def test_quick_suites_on_a_gpu(suite, tmp_path):
     assert (
         main(["bench", "--quick", "--rounds", "2", "--suite", suite, "--output", str(tmp_path)])
@@ -239,7 +376,7 @@ def test_quick_suites_on_a_gpu(suite, tmp_path):
     )
     header, *records = lines(tmp_path / f"{suite}.jsonl")
     assert header["matmul_tflops"] > 0
-    assert all(r["status"] == "ok" for r in records if r["contender"] == OURS)
+    assert all(r["status"] == "ok" for r in records if r["contender"] not in BASELINES)
 
 
 @pytest.mark.gpu

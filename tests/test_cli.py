@@ -75,6 +75,10 @@ def test_explain_prints_what_the_function_says(capsys):
         (("bench", "--device", "toaster"), "must be cuda, cuda:N or cpu"),
         (("bench", "--quick", "--head-dim", "33"), "no case has"),
         (("bench", "--quick", "--suite", "memory", "--direction", "fwd"), "says nothing to"),
+        (("bench", "--quick", "--suite", "fp8", "--direction", "bwd"), "says nothing to"),
+        (("bench", "--quick", "--suite", "fp8", "--dtype", "float32"), "must have 16 bits"),
+        (("bench", "--quick", "--suite", "fp8-accuracy", "--seqlen", "64"), "says nothing to"),
+        (("bench", "--quick", "--suite", "quantize", "--head-dim", "96"), "no case has"),
         ((), "command"),
     ],
 )
@@ -112,10 +116,14 @@ def test_demo_fails_if_attention_is_wrong(wrong, short_demo, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["transformer_block", "varlen_packing", "dispatch"])
-def test_examples_run(name):
+@pytest.mark.parametrize(
+    "name", ["transformer_block", "varlen_packing", "dispatch", "fp8_accuracy"]
+)
+def test_examples_run(name, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)  # they are programs of their own
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr

@@ -13,19 +13,28 @@ import torch
 
 from ..api import use_backend
 from ..backends import BACKENDS
-from .contenders import BASELINES
+from .accuracy_suite import SUITE as ACCURACY
+from .accuracy_suite import accuracy_cases, findings, run_accuracy
+from .contenders import BASELINES, FP8, FP8_WHOLE, OURS
 from .environment import header
 from .figure import draw
 from .host_suite import run_host
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
+from .quantize_suite import SUITE as QUANTIZE
+from .quantize_suite import quantize_work, run_quantize
 from .report import Results, summary
 from .runner import Record, Settings, run_cell
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_ragged
 
-SUITES = (*CASES, "varlen", "memory", "host")
+SUITES = (*CASES, ACCURACY, QUANTIZE, "varlen", "memory", "host")
+FORWARD_ONLY = ("fp8",)
+OF_16_BIT = ("fp8", ACCURACY, QUANTIZE)  # what they quantize has 16 bits on a CPU too
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INAPPLICABLE = {
+    "fp8": ("direction",),
+    ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
+    QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
     "varlen": ("direction", "head_dim", "seqlen", "baselines"),
     "memory": ("direction", "head_dim"),
     "host": ("direction", "head_dim", "seqlen"),
@@ -47,13 +56,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--head-dim", type=_integers, help="only these, as in 64,128")
     parser.add_argument("--seqlen", type=_integers, help="only these, as in 512,4096")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU"
+        "--dtype",
+        choices=DTYPES,
+        help="default: bfloat16 on a GPU and where it is quantized, else float32",
     )
     parser.add_argument("--rounds", type=_at_least_two, default=5, help="default: 5")
     parser.add_argument(
         "--baselines",
         type=_baselines,
-        help=f"some of {','.join(BASELINES)}; default: fa2,cudnn,naive (on a CPU math,naive)",
+        help=f"some of {','.join(BASELINES)}; default: fa2,cudnn,naive (on a CPU math,naive), "
+        "without naive in the fp8 suite",
     )
     parser.add_argument(
         "--backend",
@@ -98,10 +110,9 @@ def run(args: argparse.Namespace) -> int:
     require_extras(error)
     device = choose_device(args.device, error)
     suites = _suites(args, device)
-    settings = _settings(args, device)
     about = header(device)
     with use_backend(args.backend) if args.backend else nullcontext():
-        passed = [_run_suite(suite, args, settings, about) for suite in suites]
+        passed = [_run_suite(suite, args, device, about) for suite in suites]
     return 0 if all(passed) else 1
 
 
@@ -120,6 +131,8 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
         for option in INAPPLICABLE.get(suite, ()):
             if getattr(args, option) is not None:
                 error(f"--{option.replace('_', '-')} says nothing to the {suite} suite")
+        if suite in OF_16_BIT and args.dtype == "float32":
+            error(f"--dtype must have 16 bits for the {suite} suite, got float32")
     if device.type == "cuda":
         return suites
     if not args.quick:
@@ -148,22 +161,26 @@ def choose_device(name: str | None, error: Refuse) -> torch.device:
     return device
 
 
-def _settings(args: argparse.Namespace, device: torch.device) -> Settings:
+def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
-    baselines = args.baselines or (("fa2", "cudnn", "naive") if on_gpu else ("math", "naive"))
+    baselines = ("fa2", "cudnn") if on_gpu else ("math",)
+    if suite != "fp8":
+        baselines += ("naive",)
+    dtype = "bfloat16" if on_gpu or suite in OF_16_BIT else "float32"
     return Settings(
         device=device,
-        dtype=DTYPES[args.dtype or ("bfloat16" if on_gpu else "float32")],
-        baselines=baselines,
+        dtype=DTYPES[args.dtype or dtype],
+        baselines=args.baselines or baselines,
         rounds=args.rounds,
         round_ms=1.0 if args.quick else ROUND_MS,
+        own=(FP8, FP8_WHOLE, OURS) if suite == "fp8" else (OURS,),
     )
 
 
-def _run_suite(suite: str, args: argparse.Namespace, settings: Settings, about: Record) -> bool:
+def _run_suite(suite: str, args: argparse.Namespace, device: torch.device, about: Record) -> bool:
     from tqdm import tqdm
 
-    work = _work(suite, args, settings)
+    work = _work(suite, args, _settings(suite, args, device))
     if not work:
         args.parser.error(f"--suite {suite}: no case has the asked head dims and lengths")
     results = Results(args.output / f"{suite}.jsonl", about)
@@ -172,6 +189,8 @@ def _run_suite(suite: str, args: argparse.Namespace, settings: Settings, about: 
     figure = args.output / f"{suite}.png"
     draw(results.records, about, figure)
     print(summary(results.records))
+    if suite == ACCURACY:
+        print("\n" + "\n".join(findings(results.records)))
     for record in results.failures:
         where = " ".join(str(record[key]) for key in ("direction", "case", "contender"))
         print(f"\nFAILED {where}: {record['reason']}")
@@ -196,6 +215,14 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
             for head_dim in (64, 128, 256)
             for causal in (False, True)
         ]
+    if suite == ACCURACY:
+        cases = accuracy_cases(args.quick)
+        return [lambda case=case: run_accuracy(*case, settings) for case in cases]
+    if suite == QUANTIZE:
+        chosen = quantize_work(args.head_dim)
+        return [lambda work=work: run_quantize(work, settings, args.quick) for work in chosen]
     directions = (args.direction,) if args.direction in DIRECTIONS else DIRECTIONS
+    if suite in FORWARD_ONLY:
+        directions = ("fwd",)
     chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
     return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

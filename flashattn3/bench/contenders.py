@@ -1,6 +1,7 @@
 """What is compared: flashattn3 and the attention that every PyTorch user already has.
 
-An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim).
+An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8"
+takes q, k and v already quantized.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal)
+
+
+def quantize_and_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_fp8_func(q, k, v, causal=causal)
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -66,10 +71,12 @@ def _with_backend(backend: SDPBackend) -> Attention:
     return attend
 
 
-OURS = "flashattn3"
+OURS, FP8, FP8_WHOLE = "flashattn3", "fp8", "quantize+fp8"
 CONTENDERS: dict[str, Attention] = {
+    FP8: ours,
+    FP8_WHOLE: quantize_and_attend,
     OURS: ours,
     **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
     "naive": naive,
 }
-BASELINES = tuple(name for name in CONTENDERS if name != OURS)
+BASELINES = (*SDPA_BACKENDS, "naive")

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .report import unit, value
+from .report import measures
 from .runner import OK, Record
 
 COLORS = {
     "dense": "tab:gray",
+    "copy": "tab:gray",
+    "fp8": "tab:olive",
+    "quantize+fp8": "tab:cyan",
     "flashattn3": "tab:green",
     "fa2": "tab:blue",
     "cudnn": "tab:orange",
     "math": "tab:purple",
     "naive": "tab:red",
+    "bf16": "tab:gray",
+    "fp16": "black",
+    "fp8 per tensor": "tab:red",
+    "fp8 per head": "tab:orange",
+    "fp8 block": "tab:blue",
+    "fp8 block+hadamard": "tab:green",
 }
 MAX_PANELS_PER_LINE = 6
 
 
 def draw(records: list[Record], header: Record, path: Path) -> None:
-    """Write a PNG: a panel of bars per row of the table; for the memory suite one of curves."""
+    """Write a PNG: panels of bars, one per row of the table; for the memory suite one of curves."""
     # Imported here: slow to import, and Agg must be set before anything could open a window.
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = list(dict.fromkeys(record["row"] for record in records))
+    rows = list(dict.fromkeys(_place(record)[0] for record in records))
     per_line = min(len(rows), MAX_PANELS_PER_LINE)
     lines = -(-len(rows) // per_line)
     figure, grid = plt.subplots(
@@ -34,13 +43,15 @@ def draw(records: list[Record], header: Record, path: Path) -> None:
     )
     panels = list(grid.flat)
     for panel, row in zip(panels, rows, strict=False):
-        chosen = [record for record in records if record["row"] == row]
+        chosen = [record for record in records if _place(record)[0] == row]
         (curves if chosen[0]["record"] == "memory" else _bars)(panel, _series(chosen))
+        if chosen[0]["record"] == "error":
+            panel.set_yscale("log")
         panel.set_title(row, fontsize=9)
         panel.tick_params(labelsize=7)
     for panel in panels[len(rows) :]:
         panel.set_visible(False)
-    panels[0].set_ylabel(unit(records[0]))
+    panels[0].set_ylabel(measures(records[0])[0].unit)
     panels[0].legend(fontsize=7)
     lowering = f", lowering sm_{header['lowering']}" if header["lowering"] else ""
     figure.suptitle(f"{header['device']}{lowering}, torch {header['torch']}", fontsize=10)
@@ -49,12 +60,21 @@ def draw(records: list[Record], header: Record, path: Path) -> None:
     plt.close(figure)
 
 
+def _place(record: Record) -> tuple[str, str]:
+    """Panel and group of bars: row and column of the table, whose lines would be too long for the
+    errors of all shapes."""
+    if record["record"] == "error":
+        return record["data"], record["case"]
+    return record["row"], record["column"]
+
+
 def _series(records: list[Record]) -> dict[str, dict[str, float]]:
     """Contender → column → value, leaving out what has none."""
     series: dict[str, dict[str, float]] = {}
     for record in records:
         if record["status"] == OK:
-            series.setdefault(record["contender"], {})[record["column"]] = value(record)
+            found = measures(record)[0].of(record)
+            series.setdefault(record["contender"], {})[_place(record)[1]] = found
     return series
 
 

@@ -1,5 +1,7 @@
 """The correctness gate: nothing is timed before its result on these very inputs met the rule.
 
+FP8 is held to the attention of the 16-bit inputs, so its bounds allow for their quantization too.
+
 The truth of a whole cell would cost more than the benchmark, so one sequence and one key-value head
 with its query heads are compared: the last ones, where a wrong offset would show.
 """
@@ -12,7 +14,16 @@ import torch
 from torch import Tensor
 
 from ..problem import Tensors
-from ..testing import FORWARD_FACTOR, GRADIENT_FACTOR, attention, check, gradients
+from ..testing import (
+    FORWARD_FACTOR,
+    FP8_OF_16_BIT,
+    GRADIENT_FACTOR,
+    attention,
+    check,
+    check_fp8,
+    gradients,
+)
+from .contenders import FP8, FP8_WHOLE
 from .inputs import RESULTS, Inputs
 from .suites import Cell
 
@@ -35,7 +46,10 @@ class Gate:
         for name, got, *expected in zip(names, results, self.truth, self.baseline, strict=True):
             is_query_side = name in ("out", "dq")
             got = got[_sample(self.cell, is_query_side)]
-            check(name, got, *expected, factor, self.cell.case.name, contender)
+            if contender in (FP8, FP8_WHOLE):
+                check_fp8(name, got, expected[0], self.cell.case.name, contender, FP8_OF_16_BIT)
+            else:
+                check(name, got, *expected, factor, self.cell.case.name, contender)
 
 
 def _sample(cell: Cell, is_query_side: bool) -> tuple[slice, slice, slice]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..quantization import BlockScaled, quantize_block_fp8
 from ..testing import Case
 from .contenders import Attention
 from .suites import Cell
@@ -19,9 +20,9 @@ RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}
 class Inputs(NamedTuple):
     """q and dout (batch, seqlen_q, heads, ·), k and v (batch, seqlen_k, heads, ·): normal."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor | BlockScaled
+    k: Tensor | BlockScaled
+    v: Tensor | BlockScaled
     dout: Tensor
 
     @property
@@ -42,6 +43,15 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int 
         normal(case.seqlen_k, case.num_heads_kv, case.head_dim),
         normal(case.seqlen_k, case.num_heads_kv, case.head_dim_v),
         normal(case.seqlen_q, case.num_heads_q, case.head_dim_v),
+    )
+
+
+def quantized(inputs: Inputs) -> Inputs:
+    """q, k and v as flash_attn_fp8_func makes them: blocks of 128 tokens, q and k rotated."""
+    return inputs._replace(
+        q=quantize_block_fp8(inputs.q, hadamard=True, kind="q"),
+        k=quantize_block_fp8(inputs.k, hadamard=True, kind="k"),
+        v=quantize_block_fp8(inputs.v, kind="v"),
     )
 
 

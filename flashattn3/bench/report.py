@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from .contenders import OURS
+from .contenders import BASELINES, FP8, FP8_WHOLE, OURS
 from .runner import FAILED, OK, Record
 
 
@@ -36,73 +38,123 @@ class Results:
     @property
     def passed(self) -> bool:
         """False if a result of ours was refused by the gate. A red baseline only has no number."""
-        return all(record["contender"] != OURS for record in self.failures)
+        return all(record["contender"] in BASELINES for record in self.failures)
+
+
+class Measure(NamedTuple):
+    """What people read from a record with status ok."""
+
+    unit: str
+    of: Callable[[Record], float]
+
+
+# By suite, else by kind of record: a table for each, the first also as a picture.
+MEASURES = {
+    "time": (Measure("TFLOP/s", lambda record: record["tflops"]),),
+    "host": (Measure("host time (us)", lambda record: record["median_ms"] * 1e3),),
+    "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
+    "bandwidth": (Measure("GB/s", lambda record: record["gb_per_s"]),),
+    "error": (
+        Measure("RMSE / RMS of the truth", lambda record: record["relative_error"]),
+        Measure("RMSE", lambda record: record["rmse"]),
+    ),
+}
+# Suites whose ratios are shown for each cell, and of whom.
+RATIOS_OF = {"fp8": (FP8, FP8_WHOLE), "quantize": (OURS,)}
+OWN = (FP8, FP8_WHOLE, OURS)  # each is compared with what comes after it and with all others
+
+
+def measures(record: Record) -> tuple[Measure, ...]:
+    return MEASURES.get(record["suite"]) or MEASURES[record["record"]]
 
 
 def summary(records: list[Record]) -> str:
-    """One table per suite and the geometric means of our speed against each baseline."""
-    suites = dict.fromkeys(record["suite"] for record in records)
-    parts = [table([record for record in records if record["suite"] == suite]) for suite in suites]
+    """The tables of each suite and the geometric means of our speed against the others'."""
+    parts = []
+    for suite in dict.fromkeys(record["suite"] for record in records):
+        group = [record for record in records if record["suite"] == suite]
+        parts += [table(group, measure) for measure in measures(group[0])]
+        parts += [ratios(group, subject) for subject in RATIOS_OF.get(suite, ())]
     return "\n\n".join(part for part in [*parts, geometric_means(records)] if part)
 
 
-def table(records: list[Record]) -> str:
+def table(records: list[Record], measure: Measure) -> str:
     """Rows and columns as the records name them; in a cell the contenders' values, in one order."""
     contenders = list(dict.fromkeys(record["contender"] for record in records))
-    rows = dict.fromkeys(record["row"] for record in records)
-    columns = list(dict.fromkeys(record["column"] for record in records))
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    cells: Cells = {}
     for record in records:
         place = cells.setdefault((record["row"], record["column"]), {})
-        place[record["contender"]] = _value(record)
-    head = f"{unit(records[0])}: {' / '.join(contenders)}"
+        place[record["contender"]] = _text(record, measure)
+    return _grid(f"{measure.unit}: {' / '.join(contenders)}", cells, contenders)
+
+
+def ratios(records: list[Record], subject: str) -> str:
+    """The table of how many times faster the subject is than each contender after it."""
+    chosen = [record for record in records if record["contender"] == subject]
+    others = _compared(chosen, subject)
+    cells: Cells = {}
+    for record in chosen:
+        found = record.get("speed_ratio", {})
+        place = cells.setdefault((record["row"], record["column"]), {})
+        place.update({name: f"{found[name]:.2f}" for name in others if name in found})
+    return _grid(f"speed of {subject} over {' / '.join(others)}", cells, others)
+
+
+def _compared(records: list[Record], subject: str) -> list[str]:
+    """Whom the subject, whose records these are, is compared with."""
+    names = dict.fromkeys(name for record in records for name in record.get("speed_ratio", {}))
+    return [name for name in names if name not in OWN[: OWN.index(subject)]]
+
+
+Cells = dict[tuple[str, str], dict[str, str]]  # (row, column) → contender → text
+
+
+def _grid(head: str, cells: Cells, contenders: list[str]) -> str:
+    rows, columns = (list(dict.fromkeys(place[axis] for place in cells)) for axis in (0, 1))
     lines = [["", *columns]]
     for row in rows:
         found = [cells.get((row, column), {}) for column in columns]
-        texts = (" / ".join(cell.get(name, "") for name in contenders) for cell in found)
+        texts = (" / ".join(cell.get(name, "-") for name in contenders) for cell in found)
         lines.append([row, *texts])
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
     body = ("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)) for line in lines)
     return "\n".join([head, *(line.rstrip() for line in body)])
 
 
-def unit(record: Record) -> str:
-    if record["record"] == "memory":
-        return "peak memory (MiB)"
-    return "host time (us)" if record["suite"] == "host" else "TFLOP/s"
-
-
-def value(record: Record) -> float:
-    """The figure of a record with status ok, in the unit of its suite."""
-    if record["record"] == "memory":
-        return record["peak_bytes"] / 2**20
-    return record["median_ms"] * 1e3 if record["suite"] == "host" else record["tflops"]
-
-
-def _value(record: Record) -> str:
+def _text(record: Record, measure: Measure) -> str:
     if record["status"] != OK:
         return record["status"] if record["status"] == FAILED else "-"
-    found = value(record)
+    found = measure.of(record)
     return f"{found:.0f}" if found >= 10 else f"{found:.2g}"
 
 
 def geometric_means(records: list[Record]) -> str:
-    """Our speed over each baseline's, for the cells where both have a number."""
-    ours = [r for r in records if r["contender"] == OURS and "speed_ratio" in r]
-    baselines = dict.fromkeys(name for record in ours for name in record["speed_ratio"])
+    """The speed of each of ours over that of those after it, for cells where both have a number."""
+    parts = []
+    for subject in OWN:
+        chosen = [r for r in records if r["contender"] == subject and "speed_ratio" in r]
+        lines = _means_of(chosen, _compared(chosen, subject))
+        if lines:
+            head = f"speed of {subject} over each of the others, geometric mean"
+            parts.append("\n".join([head, *lines]))
+    return "\n\n".join(parts)
+
+
+def _means_of(records: list[Record], others: list[str]) -> list[str]:
+    """A line for each direction, suite and selection of its cells."""
     lines = []
-    for direction in dict.fromkeys(record["direction"] for record in ours):
-        for suite in dict.fromkeys(record["suite"] for record in ours):
-            group = [r for r in ours if (r["suite"], r["direction"]) == (suite, direction)]
+    for direction in dict.fromkeys(record["direction"] for record in records):
+        for suite in dict.fromkeys(record["suite"] for record in records):
+            group = [r for r in records if (r["suite"], r["direction"]) == (suite, direction)]
             selections = {"all cells": group}
             if suite == "grid":
                 selections["d 64 and 128"] = [r for r in group if r["head_dim"] in (64, 128)]
             for label, chosen in selections.items():
-                means = [_mean(chosen, name) for name in baselines]
-                lines.append(f"{suite} {direction}, {label}: " + ", ".join(m for m in means if m))
-    if not lines:
-        return ""
-    return "\n".join(["speed of flashattn3 over each baseline, geometric mean", *lines])
+                means = [mean for name in others if (mean := _mean(chosen, name))]
+                if means:
+                    where = f"{suite} {direction}".rstrip()
+                    lines.append(f"{where}, {label}: " + ", ".join(means))
+    return lines
 
 
 def _mean(records: list[Record], baseline: str) -> str:

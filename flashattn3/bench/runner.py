@@ -9,9 +9,9 @@ import torch
 
 import flashattn3
 
-from .contenders import CONTENDERS, OURS
+from .contenders import BASELINES, CONTENDERS, FP8, OURS
 from .gate import Gate
-from .inputs import Call, Inputs, make_inputs, prepare
+from .inputs import Call, Inputs, make_inputs, prepare, quantized
 from .suites import Cell
 from .timing import Timing, interleave, make_clock
 
@@ -21,17 +21,18 @@ OK, FAILED, ABSENT = "ok", "FAILED", "absent"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is alike for all cells. baselines: names of CONTENDERS besides ours."""
+    """What is alike for all cells of a suite. own, baselines: names of CONTENDERS."""
 
     device: torch.device
     dtype: torch.dtype
     baselines: tuple[str, ...]
     rounds: int
     round_ms: float
+    own: tuple[str, ...] = (OURS,)
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        return (OURS, *self.baselines)
+        return (*self.own, *self.baselines)
 
     @property
     def dtype_name(self) -> str:
@@ -46,31 +47,35 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
     inputs = make_inputs(cell.case, settings.device, settings.dtype)
     gate = Gate(cell, inputs)
     calls: dict[str, Call] = {}
+    plans: dict[str, Record] = {}
     refused: dict[str, tuple[str, str]] = {}
     for name in settings.contenders:
         try:
-            call = prepare(CONTENDERS[name], cell, inputs)
+            given = quantized(inputs) if name == FP8 else inputs
+            call = prepare(CONTENDERS[name], cell, given)
             gate.check(name, call())
+            plans[name] = _plan(cell, given) if name in (FP8, OURS) else {}
             calls[name] = call
         except AssertionError as error:
             refused[name] = (FAILED, str(error))
         except torch.OutOfMemoryError:
             refused[name] = (ABSENT, "out of memory")
         except Exception as error:  # whatever it is, the other contenders and cells go on
-            refused[name] = (FAILED if name == OURS else ABSENT, _first_line(error))
+            refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
+    # FP8 reads half of these bytes and is timed as the others are, whose inputs are not in L2.
     clock = make_clock(settings.device, inputs.num_bytes)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
     return [
         {
             **_description(cell, name, settings),
             **_outcome(cell, name, timings, refused),
-            **(_plan(cell, inputs) if name == OURS and name in timings else {}),
+            **plans.get(name, {}),
         }
         for name in settings.contenders
     ]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..testing import NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case
 
 DIRECTIONS = ("fwd", "bwd")
-CASES = {"grid": PAPER_GRID, "dims": OTHER_DIMS, "shapes": NAMED_SHAPES}
+CASES = {"grid": PAPER_GRID, "dims": OTHER_DIMS, "shapes": NAMED_SHAPES, "fp8": PAPER_GRID}
 
 
 @dataclass(frozen=True)

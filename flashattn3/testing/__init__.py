@@ -7,13 +7,22 @@ is not imported here.
 from .cases import FORWARD_CASES, NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case, call
 from .fp8 import FORMS, make_fp8_inputs
 from .inputs import make_inputs, make_output_gradients
-from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check, check_fp8, check_lse, score_floor
+from .tolerance import (
+    FORWARD_FACTOR,
+    FP8_OF_16_BIT,
+    GRADIENT_FACTOR,
+    check,
+    check_fp8,
+    check_lse,
+    score_floor,
+)
 from .truth import attention, gradients
 
 __all__ = [
     "FORMS",
     "FORWARD_CASES",
     "FORWARD_FACTOR",
+    "FP8_OF_16_BIT",
     "GRADIENT_FACTOR",
     "NAMED_SHAPES",
     "OTHER_DIMS",

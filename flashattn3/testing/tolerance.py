@@ -9,10 +9,13 @@ baseline's is not kept in 16 bits.
 
 Where tensor cores multiply e4m3 there is no such baseline: P may be rounded to e4m3, and sums be
 kept in fewer bits than float32's. Against the exact attention of the quantized inputs the result
-then has bounds on its root mean square error and on its cosine.
+then has bounds on its root mean square error and on its cosine; against the attention of the 16-bit
+inputs wider ones.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +29,18 @@ LSE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
 # the rounding of scores up to 1e4 as well.
 FLOOR = {torch.float32: 1e-5, torch.float64: 1e-10}
 
-# P rounded to e4m3 is off by up to 1/16, by 1/40 in the root mean square.
-FP8_RMSE, FP8_COSINE = 0.04, 0.999
+
+class Fp8Bounds(NamedTuple):
+    """rmse: relative to the truth's root mean square."""
+
+    rmse: float
+    cosine: float
+
+
+# P rounded to e4m3 is off by up to 1/16, by 1/40 in the root mean square. So are q, k and v: on
+# normal data, in blocks, exact attention of what they are rounded to is off by 0.039 to 0.047.
+FP8_OF_QUANTIZED = Fp8Bounds(0.04, 0.999)
+FP8_OF_16_BIT = Fp8Bounds(0.07, 0.997)
 FP8_LSE_TOLERANCE = 5e-3
 
 
@@ -70,17 +83,25 @@ def check(
             raise AssertionError(_report(name, found, error, got, truth, case, plan))
 
 
-def check_fp8(name: str, got: Tensor, truth: Tensor, case: object, plan: object = "") -> None:
-    """Hold a result of e4m3 products to the truth of the quantized inputs."""
+def check_fp8(
+    name: str,
+    got: Tensor,
+    truth: Tensor,
+    case: object,
+    plan: object = "",
+    bounds: Fp8Bounds = FP8_OF_QUANTIZED,
+) -> None:
+    """Hold a result of e4m3 products to a truth: that of the quantized inputs, or of those of 16
+    bits with bounds=FP8_OF_16_BIT."""
     got, truth = _comparable(name, got, truth, case=case, plan=plan)
     finite = truth.isfinite()
     got, truth = torch.where(finite, got, 0.0), torch.where(finite, truth, 0.0)
     error = (got - truth).abs()
-    bound = FP8_RMSE * _root_mean_square(truth) + FLOOR[torch.float32]
+    bound = bounds.rmse * _root_mean_square(truth) + FLOOR[torch.float32]
     cosine = float((got * truth).sum() / (got.norm() * truth.norm()).clamp(min=1e-30))
-    if _root_mean_square(error) > bound or (truth.any() and cosine < FP8_COSINE):
+    if _root_mean_square(error) > bound or (truth.any() and cosine < bounds.cosine):
         found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}; "
-        found += f"cosine {cosine:.6f}, bound {FP8_COSINE}"
+        found += f"cosine {cosine:.6f}, bound {bounds.cosine}"
         raise AssertionError(_report(name, found, error, got, truth, case, plan))
 
 
