@@ -78,7 +78,7 @@ def _forward_check(lines: list[str], flags: list[str], shared: list[str]) -> Non
     shared: objects of the library that the kernels need.
     """
     table = (DEVICE_TESTS / "forward_rows.h").read_text()
-    rows = re.findall(r"^ +\{k(?:Bf|Fp)16, ", table, re.MULTILINE)
+    rows = re.findall(r"^ +\{k(?:Bf16|Fp16|E4m3), ", table, re.MULTILINE)
     objects = [*shared, _compile(lines, DEVICE_TESTS / "forward_check.cu", flags)]
     objects += [
         _compile(lines, DEVICE_TESTS / "forward_row.cu", [*flags, f"-DFORWARD_CHECK_ROW={i}"], i)

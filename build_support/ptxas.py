@@ -1,7 +1,9 @@
 """What the compiler said of each kernel row, and whether it may stay.
 
 ``python -m build_support.ptxas`` prints registers and spills of the last build and fails on a spill
-over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg).
+over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg). Rows of
+e4m3 may spill 128 bytes: in their slow paths (softcap, promotion of out), beside accumulators that
+take all but 30 registers.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_SPILL_BYTES = 32
+MAX_SPILL_BYTES_E4M3 = 128
 LOG_SUFFIX = ".cu.o.log"
 
 
@@ -28,8 +31,9 @@ class Report:
     def fault(self) -> str | None:
         if self.warnings:
             return self.warnings[0]
-        if self.spill_bytes > MAX_SPILL_BYTES:
-            return f"{self.spill_bytes} bytes of spills, allowed are {MAX_SPILL_BYTES}"
+        allowed = MAX_SPILL_BYTES_E4M3 if "_e4m3_" in self.name else MAX_SPILL_BYTES
+        if self.spill_bytes > allowed:
+            return f"{self.spill_bytes} bytes of spills, allowed are {allowed}"
         return None
 
 

@@ -111,12 +111,13 @@ ROWS = (
     *_rows(256, False, 128, 64, 2, 2, 1, measured=MEASURED),
     *_rows(256, True, 128, 64, 2, 2, 1, measured=MEASURED),
     # and keys that share descales, keys between promotions
-    ForwardRow(E4M3, 64, False, 192, 128, 4, 3, 2, 128, 4096),
-    ForwardRow(E4M3, 64, True, 192, 128, 4, 3, 2, 128, 4096),
-    ForwardRow(E4M3, 128, False, 128, 192, 3, 2, 2, 64, 3072),
-    ForwardRow(E4M3, 128, True, 128, 192, 3, 2, 2, 64, 3072),
-    ForwardRow(E4M3, 256, False, 128, 128, 2, 2, 2, 128, 4096),
-    ForwardRow(E4M3, 256, True, 128, 128, 2, 2, 2, 128, 4096),
+    ForwardRow(E4M3, 64, False, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED),
+    ForwardRow(E4M3, 64, True, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED),
+    ForwardRow(E4M3, 128, False, 128, 128, 4, 2, 2, 64, 4096, measured=MEASURED),
+    ForwardRow(E4M3, 128, True, 128, 128, 4, 2, 2, 64, 4096, max_seqlen_k=768, measured=MEASURED),
+    ForwardRow(E4M3, 128, True, 192, 96, 5, 3, 2, 32, 3072, measured=MEASURED),
+    ForwardRow(E4M3, 256, False, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED),
+    ForwardRow(E4M3, 256, True, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED),
 )
 
 

@@ -10,12 +10,12 @@ import triton.language as tl
 from helpers import EVERY_BACKEND, GPU, case_named, skip_what_is_declined
 
 from flashattn3 import (
-    BlockScaled,
     UnsupportedError,
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_fp8_func,
+    flash_attn_varlen_func,
     quantize_block_fp8,
 )
 from flashattn3.problem import Options, Tensors
@@ -242,28 +242,32 @@ def test_every_e4m3_is_widened_exactly(device):
     torch.testing.assert_close(found, codes.view(FP8).half(), rtol=0, atol=0, equal_nan=True)
 
 
-def in_slots(x: BlockScaled) -> BlockScaled:
-    """v with keys innermost, in groups of 16 and in their own order."""
-    batch, seqlen, heads, head_dim = x.data.shape
-    padding = -seqlen % 16
-    data = torch.nn.functional.pad(x.data, (0, 0, 0, 0, 0, padding))
-    data = data.unflatten(1, (-1, 16)).permute(0, 3, 1, 4, 2).contiguous()
-    assert data.shape == (batch, heads, (seqlen + padding) // 16, head_dim, 16)
-    return BlockScaled(data, x.descale, x.block, layout="slots")
-
-
-def test_v_in_slots_is_put_into_rows_for_who_reads_rows(device, monkeypatch):
-    x, k = (torch.randn(2, 90, 2, d, device=device) for d in (32, 64))
-    q, k, v = (
-        quantize_block_fp8(k),
-        quantize_block_fp8(k, kind="k"),
-        quantize_block_fp8(x, kind="v"),
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_v_in_slots_is_v_in_rows(backend, ragged, device):
+    q, k = (torch.randn(2, 90, 2, 64, device=device) for _ in range(2))
+    v = torch.randn(2, 90, 2, 40, device=device)
+    options, edges = {}, {}
+    if ragged:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        cu_seqlens = torch.tensor([0, 53, 53, 180], dtype=torch.int32, device=device)
+        edges = {"cu_seqlens": cu_seqlens, "max_seqlen": 127}
+        options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        options |= {"max_seqlen_q": 127, "max_seqlen_k": 127}
+    q, k = quantize_block_fp8(q, **edges), quantize_block_fp8(k, kind="k", **edges)
+    attend = flash_attn_varlen_func if ragged else flash_attn_func
+    rows, slots = (
+        attend(
+            q,
+            k,
+            quantize_block_fp8(v, kind="v", layout=layout, **edges),
+            backend=backend,
+            **options,
+        )
+        for layout in ("rows", "slots")
     )
-    monkeypatch.setattr(BlockScaled, "in_rows", lambda self: v)
-    for backend in ("reference", "triton"):
-        wanted = flash_attn_func(q, k, v, backend=backend)
-        assert wanted.shape == (2, 90, 2, 32)
-        assert torch.equal(flash_attn_func(q, k, in_slots(v), backend=backend), wanted)
+    assert rows.shape == (*q.data.shape[:-1], 40)
+    assert torch.equal(slots, rows)
 
 
 @pytest.mark.parametrize("call_fp8", [flash_attn_func, flash_attn_fp8_func])

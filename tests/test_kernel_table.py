@@ -22,6 +22,7 @@ from flashattn3.kernel_table import (
     select_row,
     table_hash,
 )
+from flashattn3.scales import BLOCKS
 
 REGISTERS_OF_AN_SM = 65536
 ids = {"ids": lambda row: row.name}
@@ -52,6 +53,12 @@ def test_shared_memory_of_a_known_row():
     # A second buffer for Q takes as much as the first, and out goes over one of them.
     doubled = replace(row, num_q_buffers=2)
     assert doubled.shared_memory_bytes == 1024 + 2 * 128 * (2 * 128 + 4 * 128)
+
+
+def test_rows_of_e4m3_take_every_block_of_the_interface():
+    for row in ROWS:
+        assert (row.scale_keys > 0) == (row.promote_keys > 0) == (row.dtype == E4M3)
+        assert row.dtype != E4M3 or all(block % row.scale_keys == 0 for block in BLOCKS)
 
 
 def test_shared_memory_of_a_row_of_e4m3():

@@ -71,9 +71,9 @@ def test_blocks_do_not_see_each_other():
     assert_close_by_block(x, quantize_block_fp8(x, block=128))
 
 
-def test_zeros_have_descale_1():
+def test_zeros_have_the_smallest_descale():
     quantized = quantize_block_fp8(torch.zeros(1, 65, 2, 8), block=64)
-    assert (quantized.descale == 1).all() and (quantized.dequantize() == 0).all()
+    assert (quantized.descale == 2.0**-126).all() and (quantized.dequantize() == 0).all()
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
@@ -102,7 +102,7 @@ def test_ragged_blocks_begin_with_their_sequence():
         dense = quantize_block_fp8(part, block=64)
         assert torch.equal(ragged.descale[i, :, : dense.descale.shape[2]], dense.descale[0])
         assert torch.equal(ragged.data[edges[i] : edges[i + 1]].float(), dense.data[0].float())
-        assert (ragged.descale[i, :, -(-length // 64) :] == 1).all()
+        assert (ragged.descale[i, :, -(-length // 64) :] == 2.0**-126).all()
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 64, 128, 256])

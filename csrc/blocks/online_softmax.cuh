@@ -89,8 +89,9 @@ struct OnlineSoftmax {
     return kRowsMayBeEmpty ? grew || unseen[0] || unseen[1] : grew;
   }
 
-  // Raises the references to the rows' maxima, less the offset. s: score - old reference, on return - new reference.
-  // factor: what out has to be multiplied with. All lanes of the warp must call it.
+  // Raises the references to the rows' maxima, less the offset. s: score - old reference, on return
+  // - new reference. factor: what out has to be multiplied with. All lanes of the warp must call
+  // it.
   __device__ __forceinline__ void raise_reference(float (&s)[kCount], float (&factor)[2]) {
     float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -159,8 +160,8 @@ struct OnlineSoftmax {
   // then wanted again. All lanes of the warp must call it. factor: of out; grew: whether it is to
   // be used; the same in all lanes.
   template <class Scale>
-  __device__ __forceinline__ bool settle(float (&s)[kCount], const Scale& scale,
-                                         float (&factor)[2], bool& grew) {
+  __device__ __forceinline__ bool settle(float (&s)[kCount], const Scale& scale, float (&factor)[2],
+                                         bool& grew) {
     float highest[2] = {0.f, 0.f}, part[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -17,8 +17,9 @@ struct UniformScale {
   static __device__ __forceinline__ constexpr int group(int) { return 0; }
 };
 
-// Of a tile of K and V, for each group of keys that share their descales: descale of K; log2 of V's descale over the row tile's v_scale, which goes
-// into the probabilities, and its inverse, which takes it out of their sum again.
+// Of a tile of K and V, for each group of keys that share their descales: descale of K; log2 of V's
+// descale over the row tile's v_scale, which goes into the probabilities, and its inverse, which
+// takes it out of their sum again.
 template <int kTheGroups>
 struct KeyScales {
   float k[kTheGroups];
@@ -59,8 +60,8 @@ __device__ __forceinline__ void cap_scores(float (&s)[kCount], UniformScale&, fl
 }
 template <int kCount, int kGroups, int kGroupKeys>
 __device__ __forceinline__ void cap_scores(float (&s)[kCount],
-                                           BlockScale<kGroups, kGroupKeys>& scale,
-                                           float, float score_scale, float cap_ratio) {
+                                           BlockScale<kGroups, kGroupKeys>& scale, float,
+                                           float score_scale, float cap_ratio) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     s[i] = tanh_of_scaled(s[i] * (scale.factor[scale.group(i)] * cap_ratio));

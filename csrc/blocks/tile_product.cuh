@@ -1,9 +1,9 @@
 // The two matrix products of attention on tiles in shared memory, and what has to stand around
 // them.
 //
-// A tile of rows x columns lies in chunks of 128 bytes of columns: chunk c holds all rows, 128 bytes
-// each, in the 128-byte swizzle that TMA writes; a chunk of R rows takes R * 128 bytes. Chunks, and
-// the 64-row slabs of Q in them, start at multiples of 1024 bytes.
+// A tile of rows x columns lies in chunks of 128 bytes of columns: chunk c holds all rows, 128
+// bytes each, in the 128-byte swizzle that TMA writes; a chunk of R rows takes R * 128 bytes.
+// Chunks, and the 64-row slabs of Q in them, start at multiples of 1024 bytes.
 //
 // V in 8 bits, which WGMMA takes with the keys contiguous alone, lies in slots (slot_order.h).
 #pragma once

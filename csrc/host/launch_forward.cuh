@@ -25,9 +25,9 @@ inline std::string describe(const ForwardRow& row) {
   const char* dtype = row.dtype == ElementType::kBFloat16  ? "bf16"
                       : row.dtype == ElementType::kFloat16 ? "fp16"
                                                            : "e4m3";
-  return std::string("forward_") + dtype + "_d" +
-         std::to_string(row.head_dim) + (row.windowed ? "_windowed_" : "_full_") +
-         std::to_string(row.block_m) + "x" + std::to_string(row.block_n);
+  return std::string("forward_") + dtype + "_d" + std::to_string(row.head_dim) +
+         (row.windowed ? "_windowed_" : "_full_") + std::to_string(row.block_m) + "x" +
+         std::to_string(row.block_n);
 }
 
 inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& params) {

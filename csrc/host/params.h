@@ -19,18 +19,19 @@ struct Strides {
 struct BlockDescales {
   const float* data = nullptr;  // null: 1 everywhere
   int64_t batch = 0, head = 0, block = 0;
-  int num_blocks = 1;       // tokens behind them share the last one's
-  int block_tokens = 1;     // of a sequence that share one: a power of 2, at least the row's scale_keys
-                            // for k and v and 64 for q; or anything where there is one block
+  int num_blocks = 1;  // tokens behind them share the last one's
+  int block_tokens =
+      1;  // of a sequence that share one: a power of 2, at least the row's scale_keys
+          // for k and v and 64 for q; or anything where there is one block
   int heads_per_scale = 1;  // neighbouring heads that share theirs
 };
 
 // What e4m3 inputs have besides; q and k are then e4m3, v is in slots (blocks/slot_order.h):
-// (batch, num_heads_kv, num_slots / 16, head_dim of the row, 16), variable (num_heads_kv, ...), where
-// sequence i begins at slot 32 * (cu_seqlens_k[i] / 32 + i). Strides of v are not read.
+// (batch, num_heads_kv, num_slots / 16, head_dim of the row, 16), variable (num_heads_kv, ...),
+// where sequence i begins at slot 32 * (cu_seqlens_k[i] / 32 + i). Strides of v are not read.
 struct QuantizedParams {
-  int64_t num_slots = 0;  // a multiple of 32
-  BlockDescales q, k, v;  // of q's heads, and of those of k and v
+  int64_t num_slots = 0;     // a multiple of 32
+  BlockDescales q, k, v;     // of q's heads, and of those of k and v
   bool out_is_fp16 = false;  // else bf16
   // Room for forward_promoted_bytes() of num_sms CTAs; null where that is 0.
   void* promoted = nullptr;

@@ -1,7 +1,7 @@
-// flashattn3_hopper::forward, forward_into and forward_fp8: tensors to ForwardParams, and the launch
-// on the stream that torch has current for their device. Uses LibTorch's stable interface alone, so that
-// one library runs under every torch from 2.9, under its CPU build too (where the operator can be
-// looked at, not called).
+// flashattn3_hopper::forward, forward_into and forward_fp8: tensors to ForwardParams, and the
+// launch on the stream that torch has current for their device. Uses LibTorch's stable interface
+// alone, so that one library runs under every torch from 2.9, under its CPU build too (where the
+// operator can be looked at, not called).
 //
 // The caller, flashattn3/backends/hopper.py, has checked dtypes, alignment and options, and chosen
 // the row; checked here is only that the tensors fit together.
@@ -12,7 +12,6 @@
 #include <optional>
 #include <tuple>
 
-#include "blocks/slot_order.h"
 #include "host/errors.h"
 #include "host/kernel_registry.h"
 #include "host/params.h"
@@ -143,9 +142,9 @@ void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
   const std::optional<Tensor> order = new_ragged_order(ragged, device);
-  ForwardParams params = make_params(q, k, v.size(axes.dim), out, lse, ragged, order,
-                                     {seqlen_q, seqlen_k, softmax_scale, softcap, window_left,
-                                      window_right, num_sms, sm_margin});
+  ForwardParams params = make_params(
+      q, k, v.size(axes.dim), out, lse, ragged, order,
+      {seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right, num_sms, sm_margin});
   params.v = v.data_ptr();
   params.v_stride = row_strides(v, ragged.varlen());
   launch(kernel, params, device);
@@ -208,16 +207,16 @@ std::tuple<Tensor, Tensor> forward_fp8(
     fail(kernel.name, "the tensors do not fit together");
   }
   const std::optional<Tensor> order = new_ragged_order(ragged, device);
-  ForwardParams params = make_params(q, k, head_dim_v, out, lse, ragged, order,
-                                     {seqlen_q, seqlen_k, softmax_scale, softcap, window_left,
-                                      window_right, num_sms, sm_margin});
+  ForwardParams params = make_params(
+      q, k, head_dim_v, out, lse, ragged, order,
+      {seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right, num_sms, sm_margin});
   std::optional<Tensor> promoted;
   const int64_t promoted_bytes = kernel.promoted_bytes(params);
   if (promoted_bytes > 0) {
     promoted = new_tensor<1>({promoted_bytes / 4}, aoti_torch_dtype_float32(), device);
   }
   params.v = v.data_ptr();
-  params.quantized = {.num_slots = v.size(v_heads + 1) * kSlotsOfRow,
+  params.quantized = {.num_slots = v.size(v_heads + 1) * v.size(v_heads + 3),
                       .q = block_descales(q_descale, params.num_heads_q, q_block),
                       .k = block_descales(k_descale, params.num_heads_kv, k_block),
                       .v = block_descales(v_descale, params.num_heads_kv, v_block),

@@ -88,11 +88,6 @@ class HopperBackend:
         if problem.num_splits > 1:
             return "works the keys off in one pass (num_splits)"
         row = _row_of(problem)
-        for side in ("k", "v"):
-            scales = getattr(problem, f"{side}_scales")
-            if scales and scales.num_blocks > 1 and scales.block % row.scale_keys:
-                wanted = f"{side}'s descales for multiples of {row.scale_keys} tokens"
-                return f"takes {wanted} at head dim {row.head_dim}, these are for {scales.block}"
         if row.name not in self.library().rows:
             return f"kernel row {row.name} is not in this build (FLASHATTN3_KERNELS)"
         if self.only_measured and not row.measured and problem.backend != self.name:

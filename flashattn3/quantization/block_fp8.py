@@ -27,7 +27,7 @@ class BlockScaled:
     data: float8_e4m3fn. As rows (batch, seqlen, heads, head_dim), with cu_seqlens (total, heads,
         head_dim). As slots, which the Hopper kernels take V in, see slots.py.
     descale: float32 (batch, heads, blocks), blocks of ``block`` tokens counted from the beginning
-        of each sequence; where a sequence has none, 1.
+        of each sequence; where a sequence has none, 2**-126.
     cu_seqlens: int32 (batch + 1), where the sequences of a ragged batch begin; else None.
     layout: of data, "rows" or "slots".
     shape: of the tensor in rows, whatever the layout; must be given for slots.
@@ -97,7 +97,7 @@ def quantize_block_fp8(
         layout: of data, "rows" or, for v with a head dim up to 256, "slots"; None: "slots" for v
             where the Hopper kernels run, else "rows".
 
-    Blocks of zeros have descale 1, blocks with amax below 448 * 2**-126 have descale 2**-126. NaN
+    Blocks with amax below 448 * 2**-126, those of zeros too, have descale 2**-126. NaN
     and infinite elements become NaN (with hadamard their whole row) and leave the scale to the
     finite ones. Not differentiable.
 

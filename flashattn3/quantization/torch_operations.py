@@ -29,13 +29,10 @@ def quantize(
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """descale and its inverse, rounded each for itself; both 1 where amax is 0."""
+    """descale and its inverse, rounded each for itself."""
     largest = torch.full_like(amax, LARGEST)  # by a number torch divides in two roundings
     floored = amax.clamp(min=SMALLEST_AMAX)
-    return (
-        torch.where(amax > 0, floored / largest, 1.0),
-        torch.where(amax > 0, largest / floored, 1.0),
-    )
+    return floored / largest, largest / floored
 
 
 def of_tokens(of_blocks: Tensor, block: int, of: Places) -> Tensor:

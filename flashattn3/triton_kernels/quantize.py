@@ -81,7 +81,7 @@ def quantize_block(
     place = (batch * num_heads + head) * num_blocks + block
     first = block * BLOCK_T
     if first >= length:
-        tl.store(descale_ptr + place, 1.0)
+        tl.store(descale_ptr + place, SMALLEST_AMAX / LARGEST)
         return
     tokens = first + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_D)
@@ -95,9 +95,8 @@ def quantize_block(
     finite = tl.abs(x) < float("inf")
     amax = tl.max(tl.max(tl.where(finite, tl.abs(x), 0.0), 1), 0)
     floored = tl.maximum(amax, SMALLEST_AMAX)
-    descale = tl.where(amax > 0, tl.math.div_rn(floored, LARGEST), 1.0)
-    factor = tl.where(amax > 0, tl.math.div_rn(LARGEST, floored), 1.0)
-    tl.store(descale_ptr + place, descale)
+    factor = tl.math.div_rn(LARGEST, floored)
+    tl.store(descale_ptr + place, tl.math.div_rn(floored, LARGEST))
     scaled = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)
     scaled = tl.where(finite, scaled, float("nan"))
     target = data_ptr + (data_entry + start) * num_heads * HEAD_DIM + head * HEAD_DIM

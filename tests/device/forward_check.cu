@@ -36,8 +36,7 @@ static std::string row_name(int i) {
                 r.dtype == flashattn3::kBf16   ? "bf16"
                 : r.dtype == flashattn3::kFp16 ? "fp16"
                                                : "e4m3",
-                r.head_dim,
-                r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
+                r.head_dim, r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
                 r.num_q_buffers);
   return name;
 }
@@ -100,7 +99,8 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
   ForwardParams params = make_params(p, lse, num_sms);
   void* promoted = nullptr;
   if (quantized != nullptr) {
-    const int64_t bytes = flashattn3::forward_promoted_bytes(kCheckRows[row], num_sms, p.c.seqlen_k);
+    const int64_t bytes =
+        flashattn3::forward_promoted_bytes(kCheckRows[row], num_sms, p.c.seqlen_k);
     if (bytes > 0) {
       check(cudaMalloc(&promoted, bytes));
       check(cudaMemset(promoted, 0xff, bytes));
@@ -216,7 +216,7 @@ static bool run_rows(const Case& c, int index, bool quantize, int num_sms, int* 
   std::unique_ptr<QuantizedInputs> quantized;
   if (quantize) {
     quantized = std::make_unique<QuantizedInputs>(problem, head_dim);
-    problem.rounding = 0.045, problem.score_error = 0x1p-12;
+    problem.rounding = 0.045, problem.score_error = 0x1p-12, problem.lse_error = 1e-3;
   }
   const std::vector<Truth> truths = find_truths(problem);
   for (int i = 0; i < kNumCheckRows; ++i) {
@@ -304,8 +304,8 @@ static ForwardParams grid_params(uint16_t* const (&data)[4], float* lse, int hea
   return params;
 }
 
-// 16384 tokens, heads * head dim 2048 or just below, bf16 and e4m3; the median of 7 rounds, each over all
-// rows of a cell.
+// 16384 tokens, heads * head dim 2048 or just below, bf16 and e4m3; the median of 7 rounds, each
+// over all rows of a cell.
 static void time_grid(const char* part, int only_length, int num_sms, int* counter) {
   constexpr int64_t kCount = 16384 * int64_t{2048};
   constexpr int kLengths = 6, kRounds = 7;
@@ -349,8 +349,8 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
         ForwardParams quantized = params;
         quantized.q = narrow[0], quantized.k = narrow[1], quantized.v = narrow[2];
         const int64_t blocks = seqlen / kBlockTokens;
-        const flashattn3::BlockDescales descales{
-            descale, 2048 / d * blocks, blocks, 1, static_cast<int>(blocks), kBlockTokens};
+        const flashattn3::BlockDescales descales{descale, 2048 / d * blocks,        blocks,
+                                                 1,       static_cast<int>(blocks), kBlockTokens};
         quantized.quantized = {seqlen, descales, descales, descales, false, promoted};
         const double flop = 4.0 * 16384 * (2048 / d * d) * seqlen * (causal ? 0.5 : 1.0);
         const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 6e14)));

@@ -79,6 +79,7 @@ struct Problem {
   double rounding = c.fp16 ? 0x1p-11 : 0x1p-8;
   // What scores are off by, relative to the largest: fp32, or e4m3's accumulators of 13 bits.
   double score_error = 2e-6;
+  double lse_error = 1e-4;
 
   explicit Problem(const Case& c)
       : c(c),
@@ -176,9 +177,10 @@ inline void find_truth(Problem& problem, Truth& truth) {
       truth.out_bound[i] += std::fabs(pv);
     }
   }
-  for (double& x : truth.out_bound) x = x * (1.5 * problem.rounding + 2 * problem.score_error * largest) + 1e-6;
+  for (double& x : truth.out_bound)
+    x = x * (1.5 * problem.rounding + 2 * problem.score_error * largest) + 1e-6;
   truth.lse = p.empty() ? -INFINITY : top + std::log(sum);
-  truth.lse_bound = 1e-4 + problem.score_error * largest;
+  truth.lse_bound = problem.lse_error + problem.score_error * largest;
 }
 
 struct RowError {

@@ -55,8 +55,8 @@ struct Quantized {
           descale[(static_cast<int64_t>(b) * source.heads + h) * blocks + block] = scale;
           for (int s = first; s < last; ++s) {
             uint16_t* at = source.row(rows.entry, rows.offset + s, h);
-            uint8_t* to = host.data() + rows.entry * stride.batch +
-                          (rows.offset + s) * stride.seq + h * stride.head;
+            uint8_t* to = host.data() + rows.entry * stride.batch + (rows.offset + s) * stride.seq +
+                          h * stride.head;
             for (int i = 0; i < source.dim; ++i) {
               to[i] = to_e4m3(to_float(at[i], false) * extra / scale);
               at[i] = to_bits(from_e4m3(to[i]) * scale, false);
@@ -91,10 +91,13 @@ struct QuantizedInputs {
   int64_t num_slots;
 
   QuantizedInputs(Problem& p, int head_dim)
-      : q(p.q, p.c.batch, p.c.seqlen_q, [&](int b) { return p.queries(b); }, 0),
-        k(p.k, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); }, 0),
-        v(p.v, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); },
-          p.c.data == Data::kNormal ? 2 : 0) {
+      : q(
+            p.q, p.c.batch, p.c.seqlen_q, [&](int b) { return p.queries(b); }, 0),
+        k(
+            p.k, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); }, 0),
+        v(
+            p.v, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); },
+            p.c.data == Data::kNormal ? 2 : 0) {
     q.upload(q.host), k.upload(k.host);
     const Case& c = p.c;
     const bool ragged = !c.cu_k.empty();
@@ -107,12 +110,10 @@ struct QuantizedInputs {
       for (int h = 0; h < c.heads_kv; ++h) {
         for (int key = 0; key < rows.length; ++key) {
           const int in16 = key % 16;
-          const int64_t slot =
-              first + key / 16 * 16 + in16 % 8 / 2 * 4 + in16 / 8 * 2 + in16 % 2;
+          const int64_t slot = first + key / 16 * 16 + in16 % 8 / 2 * 4 + in16 / 8 * 2 + in16 % 2;
           const uint8_t* from = v.host.data() + rows.entry * v.stride.batch +
                                 (rows.offset + key) * v.stride.seq + h * v.stride.head;
-          uint8_t* to = slots.data() +
-                        (rows.entry * c.heads_kv + h) * num_slots * head_dim +
+          uint8_t* to = slots.data() + (rows.entry * c.heads_kv + h) * num_slots * head_dim +
                         slot / 16 * 16 * head_dim + slot % 16;
           for (int i = 0; i < head_dim; ++i) to[i * 16] = i < c.head_dim_v ? from[i] : 0;
         }

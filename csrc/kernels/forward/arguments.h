@@ -24,9 +24,9 @@ struct QuantizedArguments {
 
 struct ForwardArguments {
   // (head_dim, rows, heads, entries), innermost first; entries is 1 with cu_seqlens.
-  CUtensorMap q;  // boxes of 128 bytes of columns x block_m rows
-  CUtensorMap k;  // boxes of 128 bytes of columns x block_n rows
-  CUtensorMap v;  // as k; not made of quantized rows
+  CUtensorMap q;        // boxes of 128 bytes of columns x block_m rows
+  CUtensorMap k;        // boxes of 128 bytes of columns x block_n rows
+  CUtensorMap v;        // as k; not made of quantized rows
   CUtensorMap out_map;  // boxes of 64 columns x kRowsOfWarp rows
 
   uint16_t* out;  // 16-bit elements of the row's type

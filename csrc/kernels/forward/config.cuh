@@ -44,9 +44,11 @@ struct ForwardConfig {
 
   // setmaxnreg: multiples of 8, in all what the CTA was launched with; more would never come.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kQuantized ? 24 : 40;
-  static constexpr int kConsumerRegisters =
-      kConsumers == 3 ? 160 : kConsumers == 2 ? (kQuantized ? 240 : 232) : 248;
+  static constexpr bool kTight = kQuantized && kHeadDim == 256;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTight ? 24 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
+                                            : kConsumers == 2 ? (kTight ? 240 : 232)
+                                                              : 248;
   // Blocks of keys after which out is promoted; 0: never.
   static constexpr int kPromoteBlocks = kRow.promote_keys / kBlockN;
 

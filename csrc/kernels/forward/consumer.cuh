@@ -34,8 +34,9 @@ class ForwardConsumer {
   using Scores = float[kBlockN / 2];
   using Out = float[kHeadDim / 2];
   using Probabilities = flashattn3::Probabilities<kElement, kBlockN>;
-  using Scale = std::conditional_t<Config::kQuantized, BlockScale<Config::kScaleGroups, Config::kScaleKeys>,
-                                   UniformScale>;
+  using Scale =
+      std::conditional_t<Config::kQuantized, BlockScale<Config::kScaleGroups, Config::kScaleKeys>,
+                         UniformScale>;
   using Softmax = OnlineSoftmax<kElement, kBlockN, Config::kWindowed>;
 
  public:
@@ -49,8 +50,8 @@ class ForwardConsumer {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     q_base_ = descriptor_low(base + Config::kQOffset + warpgroup * 64 * 128, 16);
     k_base_ = descriptor_low(base + Config::kKOffset, 16);
-    v_base_ = descriptor_low(base + Config::kVOffset,
-                             Config::kQuantized ? kHeadDim * 16 : kBlockN * 128);
+    v_base_ =
+        descriptor_low(base + Config::kVOffset, Config::kQuantized ? kHeadDim * 16 : kBlockN * 128);
   }
 
   __device__ __forceinline__ void run() {
@@ -230,7 +231,8 @@ class ForwardConsumer {
     int block = mine.end - 1;
     Scale scale = scale_of(kv_);
     control_.k_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with K.
-    if (args_.tanh_scale != 0.f) cap_scores(s, scale, args_.tanh_scale, args_.score_scale, args_.cap_ratio);
+    if (args_.tanh_scale != 0.f)
+      cap_scores(s, scale, args_.tanh_scale, args_.score_scale, args_.cap_ratio);
     softmax.subtract_reference(s, scale);
     if (block < clear.begin || block >= clear.end) hide(s, block);
     promoted_ = false;
@@ -304,7 +306,8 @@ class ForwardConsumer {
     return grew;
   }
 
-  // The long way, with the rows' maxima. again: the scores are lost and have to be multiplied again.
+  // The long way, with the rows' maxima. again: the scores are lost and have to be multiplied
+  // again.
   __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
                                                 Scale& scale, RingPosition<kStages> kv, int block,
                                                 BlockRange clear, bool again) {
@@ -314,7 +317,8 @@ class ForwardConsumer {
           s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
           base + Config::kKOffset + kv.stage() * Config::kKBytes, threadIdx.x / 32 * kRowsOfWarp);
     }
-    if (args_.tanh_scale != 0.f) cap_scores(s, scale, args_.tanh_scale, args_.score_scale, args_.cap_ratio);
+    if (args_.tanh_scale != 0.f)
+      cap_scores(s, scale, args_.tanh_scale, args_.score_scale, args_.cap_ratio);
     bool grew = softmax.subtract_reference(s, scale);
     if constexpr (Config::kWindowed) {
       if (block < clear.begin || block >= clear.end) hide(s, block);
@@ -390,6 +394,7 @@ class ForwardConsumer {
                              exp2_approx(references.y - softmax.reference[1])};
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; ++i) {
+      if (i % 4 == 0) __syncwarp();  // ptxas would load all at once, for which there is no room
       const float4 before = at[i * kStep];
       o[4 * i] += before.x * factor[0];
       o[4 * i + 1] += before.y * factor[0];

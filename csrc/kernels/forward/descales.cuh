@@ -48,8 +48,8 @@ class ForwardDescales {
       // A lane for each group of the next blocks. Keys past the end are hidden, and others not
       // asked for; their descales may not exist.
       const int block = tile.keys.end - 1 - min(first + lane / kGroups, num_blocks - 1);
-      const int key = min(block * Config::kBlockN + lane % kGroups * Config::kScaleKeys,
-                          tile.num_keys - 1);
+      const int key =
+          min(block * Config::kBlockN + lane % kGroups * Config::kScaleKeys, tile.num_keys - 1);
       const float k = k_scales.at(k_of_head, key), v = v_scales.at(v_of_head, key);
       if (first == 0) {
         v_scale = first_scale(v);

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   static_assert(sizeof(ForwardControlOf<kRow>) <= kForwardControlBytes);
 
   if (threadIdx.x == 0) {
-    reinterpret_cast<ForwardControlOf<kRow>*>(shared)->init(Config::kConsumerWarps, Config::kQuantized);
+    reinterpret_cast<ForwardControlOf<kRow>*>(shared)->init(Config::kConsumerWarps,
+                                                            Config::kQuantized);
   }
   // Sync: no thread touches a barrier before it is initialised.
   __syncthreads();

@@ -156,8 +156,8 @@ class ForwardProducer {
           head * quantized.num_slots + first_key +
           (args_.keys.cu_seqlens != nullptr ? first_slot(load.kv_offset, load.tile.sequence) : 0);
       // Consumers write zeros behind the last key.
-      const int slots = min(Config::kBlockN,
-                            static_cast<int>(slots_for(load.tile.num_keys - first_key)));
+      const int slots =
+          min(Config::kBlockN, static_cast<int>(slots_for(load.tile.num_keys - first_key)));
       load_bytes(stage, quantized.v_slots + slot * Config::kHeadDim, full, kReadAgain,
                  slots * Config::kHeadDim);
     } else {

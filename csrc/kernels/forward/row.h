@@ -38,8 +38,7 @@ constexpr int forward_row_bytes(const ForwardRow& row) {
 
 // Of a tile of V: rows as K's, in 8 bits slots (blocks/slot_order.h).
 constexpr int forward_value_bytes(const ForwardRow& row) {
-  return row.block_n *
-         (row.dtype == ElementType::kE4m3 ? row.head_dim : forward_row_bytes(row));
+  return row.block_n * (row.dtype == ElementType::kE4m3 ? row.head_dim : forward_row_bytes(row));
 }
 
 // Room for the barriers and the tile descriptions, before the tiles; the tiles want 1024-byte

@@ -54,10 +54,9 @@ __device__ __forceinline__ float find_factor(const QuantizeArguments& args, cons
     if (amax != INFINITY) break;  // in all threads or in none
     values.make_infinities_nan();
   }
-  const bool zeros = amax == 0.f;
   amax = fmaxf(amax, kSmallestAmax);
-  store_scale(args, place, zeros ? 1.f : amax / kLargestE4m3);
-  return zeros ? 1.f : kLargestE4m3 / amax;
+  store_scale(args, place, amax / kLargestE4m3);
+  return kLargestE4m3 / amax;
 }
 
 // CTAs on an SM at the same time: as many as there are registers for.
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   const int block = cluster_size() * kTileTokens;
   TilePlace place = find_block(args.x, cluster_index(), block);
   if (place.num_tokens() <= 0) {  // the sequence has no such block
-    store_scale(args, place, 1.f);
+    store_scale(args, place, kSmallestAmax / kLargestE4m3);
     return;
   }
   place.first += cluster_rank() * kTileTokens;
