@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..kernel_table import ROWS
 from ..problem import ALIGNMENT_BYTES
@@ -56,12 +57,15 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
     )
     out_is_fp16 = problem.out_dtype == torch.float16
     scalars = (*blocks, problem.head_dim_v, out_is_fp16, *_scalars(plan))
-    if problem.v_slots:
-        return lambda *tensors: operator(*tensors, *scalars)
     to_slots, seqlen_k = library.to_slots, problem.seqlen_k
+    columns = plan.config.row.head_dim
 
     def run(q, k, v, cu_seqlens_q, cu_seqlens_k, *others):
-        v = to_slots(v, cu_seqlens_k, seqlen_k)
+        if not problem.v_slots:
+            v = to_slots(v, cu_seqlens_k, seqlen_k)
+        if v.shape[-2] < columns:  # those of q and k's head dim
+            missing = columns - v.shape[-2]
+            v = pad(v.view(torch.uint8), (0, 0, 0, missing)).view(v.dtype)
         return operator(q, k, v, cu_seqlens_q, cu_seqlens_k, *others, *scalars)
 
     return run

@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..backends.base import Backend
 from ..backends.hopper import BACKEND as HOPPER
 from ..backends.triton import BACKEND as TRITON
 from ..device import describe_device
@@ -20,7 +19,7 @@ MAX_HEAD_DIM = 256  # of the kernels
 
 def on_hopper(x: Tensor) -> bool:
     """Whether the operators of the Hopper library run where x is."""
-    return x.shape[-1] <= MAX_HEAD_DIM and _runs_on(HOPPER, x.device)
+    return x.shape[-1] <= MAX_HEAD_DIM and _runs_on("hopper", x.device.type, x.device.index)
 
 
 def quantize(
@@ -32,6 +31,19 @@ def quantize(
     layout: str,
 ) -> tuple[Tensor, Tensor]:
     """data in the layout, and descale."""
+    if torch.compiler.is_compiling():
+        return _opaque_quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout)
+    return _quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout)
+
+
+def _quantize(
+    x: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
     hopper = on_hopper(x)
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -46,7 +58,7 @@ def quantize(
             max_seqlen or 0,
             layout == "slots",
         )
-    if x.shape[-1] <= MAX_HEAD_DIM and _runs_on(TRITON, x.device):
+    if x.shape[-1] <= MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index):
         from . import triton_launch  # imports Triton
 
         data, descale = triton_launch.quantize(x, block, hadamard, cu_seqlens, max_seqlen)
@@ -58,6 +70,31 @@ def quantize(
     return slots.to_slots(data, cu_seqlens) if layout == "slots" else data, descale
 
 
+@torch.compiler.assume_constant_result  # which asks for plain arguments
+def _runs_on(name: str, device_type: str, device_index: int | None) -> bool:
+    return _backend_runs_on(name, torch.device(device_type, device_index))
+
+
 @cache
-def _runs_on(backend: Backend, device: torch.device) -> bool:
+def _backend_runs_on(name: str, device: torch.device) -> bool:
+    backend = {HOPPER.name: HOPPER, TRITON.name: TRITON}[name]
     return backend.unavailable_reason(describe_device(device)) is None
+
+
+# For torch.compile, which cannot look into the kernels' launches.
+_opaque_quantize = torch.library.custom_op(
+    "flashattn3::quantize",
+    _quantize,
+    mutates_args=(),
+    schema="(Tensor x, int block, bool hadamard, Tensor? cu_seqlens, SymInt? max_seqlen, "
+    "str layout) -> (Tensor data, Tensor descale)",
+)
+
+
+@_opaque_quantize.register_fake
+def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout):
+    ragged = cu_seqlens is not None
+    batch, seqlen = (cu_seqlens.shape[0] - 1, max_seqlen) if ragged else x.shape[:2]
+    shape = slots.shape_of(x.shape, cu_seqlens) if layout == "slots" else x.shape
+    descale = x.new_empty((batch, x.shape[-2], -(-seqlen // block)), dtype=torch.float32)
+    return x.new_empty(shape, dtype=torch_operations.FP8), descale

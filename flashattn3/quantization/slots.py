@@ -32,13 +32,21 @@ def num_slots(num_tokens: int, cu_seqlens: Tensor | None) -> int:
     return (num_tokens // GROUP + cu_seqlens.numel() - 1) * GROUP
 
 
+def shape_of(rows: tuple[int, ...], cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """Of data in slots, from that in rows."""
+    *lead, num_tokens, heads, head_dim = rows
+    columns = next(width for width in COLUMNS if width >= head_dim)
+    return (*lead, heads, num_slots(num_tokens, cu_seqlens) // ROW, columns, ROW)
+
+
 def to_slots(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """rows: float8_e4m3fn (batch, seqlen, heads, head_dim), with cu_seqlens (total, heads,
     head_dim). Slots of no key are 0."""
-    num_tokens, heads, head_dim = rows.shape[-3:]
+    num_tokens, _, head_dim = rows.shape[-3:]
     slot = _slots_of_tokens(num_tokens, rows.device, cu_seqlens)
-    columns = next(width for width in COLUMNS if width >= head_dim)
-    shape = (*rows.shape[:-3], heads, num_slots(num_tokens, cu_seqlens) + 1, columns)
+    *lead, groups, columns, _ = shape_of(rows.shape, cu_seqlens)
+    # One more, for tokens of no sequence.
+    shape = (*lead, groups * ROW + 1, columns)
     data = torch.zeros(shape, dtype=torch.uint8, device=rows.device)
     data[..., slot, :head_dim] = rows.view(torch.uint8).transpose(-2, -3)
     data = data[..., :-1, :].unflatten(-2, (-1, ROW)).transpose(-1, -2).contiguous()
