@@ -18,6 +18,10 @@ MAX_SPILL_BYTES_E4M3 = 160
 LOG_SUFFIX = ".cu.o.log"
 
 
+def max_spill_bytes(name: str) -> int:
+    return MAX_SPILL_BYTES_E4M3 if "_e4m3_" in name else MAX_SPILL_BYTES
+
+
 @dataclass(frozen=True)
 class Report:
     """Of one compiled unit: the worst of its kernels."""
@@ -31,7 +35,7 @@ class Report:
     def fault(self) -> str | None:
         if self.warnings:
             return self.warnings[0]
-        allowed = MAX_SPILL_BYTES_E4M3 if "_e4m3_" in self.name else MAX_SPILL_BYTES
+        allowed = max_spill_bytes(self.name)
         if self.spill_bytes > allowed:
             return f"{self.spill_bytes} bytes of spills, allowed are {allowed}"
         return None
