@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..errors import type_error, value_error
+from ..scales import BLOCKS
 from . import hadamard as rotation
 from . import slots
 from .tokens import places
 from .torch_operations import of_tokens
 
-BLOCKS = (64, 128, 256)
 KINDS = ("q", "k", "v")
 LAYOUTS = ("rows", "slots")
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)

@@ -10,10 +10,11 @@ from torch import Tensor
 from ..backends.hopper import BACKEND as HOPPER
 from ..backends.triton import BACKEND as TRITON
 from ..device import describe_device
+from ..problem import SIXTEEN_BIT
+from ..scales import FP8
 from . import slots, torch_operations
 from .hadamard import signs
 
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256  # of the kernels
 
 
@@ -22,18 +23,10 @@ def on_hopper(x: Tensor) -> bool:
     return x.shape[-1] <= MAX_HEAD_DIM and _runs_on("hopper", x.device.type, x.device.index)
 
 
-def quantize(
-    x: Tensor,
-    block: int,
-    hadamard: bool,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    layout: str,
-) -> tuple[Tensor, Tensor]:
-    """data in the layout, and descale."""
-    if torch.compiler.is_compiling():
-        return _opaque_quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout)
-    return _quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout)
+def quantize(*arguments: object) -> tuple[Tensor, Tensor]:
+    """data in the layout, and descale, of the arguments of _quantize."""
+    run = _opaque_quantize if torch.compiler.is_compiling() else _quantize
+    return run(*arguments)
 
 
 def _quantize(
@@ -97,4 +90,4 @@ def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout):
     batch, seqlen = (cu_seqlens.shape[0] - 1, max_seqlen) if ragged else x.shape[:2]
     shape = slots.shape_of(x.shape, cu_seqlens) if layout == "slots" else x.shape
     descale = x.new_empty((batch, x.shape[-2], -(-seqlen // block)), dtype=torch.float32)
-    return x.new_empty(shape, dtype=torch_operations.FP8), descale
+    return x.new_empty(shape, dtype=FP8), descale

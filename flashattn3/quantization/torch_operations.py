@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..scales import FP8
 from . import hadamard as rotation
 from .tokens import Places, places
 
-FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
 # Blocks below are scaled as if they reached it: LARGEST / amax is finite and descale not denormal.
 SMALLEST_AMAX = LARGEST * 2.0**-126

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from ..scales import FP8
 from ..triton_kernels.quantize import quantize_block
 from .hadamard import signs
-from .torch_operations import FP8
 
 ELEMENTS_OF_THREAD = 64
 MAX_WARPS = 16
