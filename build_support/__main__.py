@@ -1,19 +1,19 @@
 """``python -m build_support``: the libraries into the checkout, as an editable install has them.
 
-``python -m build_support forward_check``: the program of tests/device, which runs the kernels
-without torch; it prints its path.
+``python -m build_support forward_check`` (``backward_check``): the program of tests/device, which
+runs the kernels without torch; it prints its path.
 """
 
 import sys
 
 from .build import build
-from .ninja_file import FORWARD_CHECK
+from .ninja_file import DEVICE_CHECKS
 from .toolchain import BuildError
 from .units import ROOT
 
 targets = sys.argv[1:]
-if targets not in ([], [FORWARD_CHECK]):
-    sys.exit(f"usage: python -m build_support [{FORWARD_CHECK}]")
+if not set(targets) <= set(DEVICE_CHECKS):
+    sys.exit(f"usage: python -m build_support [{' | '.join(DEVICE_CHECKS)}]")
 try:
     print(*build(ROOT / "flashattn3", targets), sep="\n")
 except BuildError as error:

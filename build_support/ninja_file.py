@@ -12,7 +12,8 @@ from .units import ROOT
 
 CSRC = ROOT / "csrc"
 DEVICE_TESTS = ROOT / "tests" / "device"
-FORWARD_CHECK = "forward_check"  # in the build folder, made only when asked for
+# Programs of DEVICE_TESTS, in the build folder, made only when asked for.
+DEVICE_CHECKS = ("forward_check", "backward_check")
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 ROWS_MODULE = Path("_rows.abi3.so")
 
@@ -67,24 +68,24 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
     _link(lines, module, rows, ["-shared", "-cudart=none", *beside], needs=library)
     if DEVICE_TESTS.is_dir():  # a source distribution has no tests
-        _forward_check(lines, device, shared)
+        for check in DEVICE_CHECKS:
+            _device_check(lines, check, device, shared)
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 
 
-def _forward_check(lines: list[str], flags: list[str], shared: list[str]) -> None:
-    """Append the steps of the program that runs the kernels without torch.
+def _device_check(lines: list[str], name: str, flags: list[str], shared: list[str]) -> None:
+    """Append the steps of a program that runs kernels without torch.
 
     shared: objects of the library that the kernels need.
     """
-    table = (DEVICE_TESTS / "forward_rows.h").read_text()
-    rows = re.findall(r"^ +\{k(?:Bf16|Fp16|E4m3), ", table, re.MULTILINE)
-    objects = [*shared, _compile(lines, DEVICE_TESTS / "forward_check.cu", flags)]
-    objects += [
-        _compile(lines, DEVICE_TESTS / "forward_row.cu", [*flags, f"-DFORWARD_CHECK_ROW={i}"], i)
-        for i in range(len(rows))
-    ]
-    _link(lines, Path(FORWARD_CHECK), objects, ["-cudart=static", "-lpthread"])
+    kernels = name.removesuffix("_check")
+    table = (DEVICE_TESTS / f"{kernels}_rows.h").read_text()
+    rows = re.findall(r"\{k(?:Bf16|Fp16|E4m3), ", table)
+    objects = [*shared, _compile(lines, DEVICE_TESTS / f"{name}.cu", flags)]
+    row, number = DEVICE_TESTS / f"{kernels}_row.cu", f"-D{name.upper()}_ROW"
+    objects += [_compile(lines, row, [*flags, f"{number}={i}"], i) for i in range(len(rows))]
+    _link(lines, Path(name), objects, ["-cudart=static", "-lpthread"])
 
 
 def _compile(

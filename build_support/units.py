@@ -49,18 +49,19 @@ def unit(row) -> str:
     """A row as a template argument: the fields have the same names here and there."""
     members = "".join(
         f"    .{name} = {_literal(getattr(row, name))},\n"
-        for name in load_kernel_table().compiled_fields()
+        for name in load_kernel_table().compiled_fields(type(row))
     )
+    kind = row.kind.title()
     return f"""{HEADER}
-#include "host/compiled_forward.cuh"
+#include "host/compiled_{row.kind}.cuh"
 
 namespace flashattn3 {{
 
-constexpr ForwardRow kRow = {{
+constexpr {kind}Row kRow = {{
 {members}}};
 
-extern const ForwardKernel {row.name};
-const ForwardKernel {row.name} = compiled_forward<kRow>("{row.name}");
+extern const {kind}Kernel {row.name};
+const {kind}Kernel {row.name} = compiled_{row.kind}<kRow>("{row.name}");
 
 }}  // namespace flashattn3
 """
@@ -74,10 +75,12 @@ def _literal(value: object) -> str:
 
 def registry(table: ModuleType, compiled) -> str:
     """Every row of the table in its order; null stands for one that is not compiled."""
-    declarations = "".join(f"extern const ForwardKernel {row.name};\n" for row in compiled)
+    declarations = "".join(
+        f"extern const {row.kind.title()}Kernel {row.name};\n" for row in compiled
+    )
     entries = "".join(
-        f'    {{"{row.name}", {f"&{row.name}" if row in compiled else "nullptr"}}},\n'
-        for row in table.ROWS
+        _entries(kind, rows, compiled)
+        for kind, rows in (("Forward", table.ROWS), ("Backward", table.BACKWARD_ROWS))
     )
     return f"""{HEADER}
 #include "host/kernel_registry.h"
@@ -86,9 +89,17 @@ namespace flashattn3 {{
 
 {declarations}
 const char* const kTableHash = "{table.table_hash()}";
-const int kNumForwardEntries = {len(table.ROWS)};
-const ForwardEntry kForwardEntries[] = {{
-{entries}}};
-
+{entries}
 }}  // namespace flashattn3
+"""
+
+
+def _entries(kind: str, rows, compiled) -> str:
+    lines = "".join(
+        f'    {{"{row.name}", {f"&{row.name}" if row in compiled else "nullptr"}}},\n'
+        for row in rows
+    )
+    return f"""const int kNum{kind}Entries = {len(rows)};
+const {kind}Entry k{kind}Entries[] = {{
+{lines}}};
 """

@@ -16,7 +16,7 @@ from .bench.command import DTYPES, choose_device
 from .bench.environment import triton_version
 from .demo import command as demo
 from .device import describe_device
-from .kernel_table import ROWS
+from .kernel_table import all_rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def _hopper_kernels() -> str:
     library = find_library()
     if library.fault is not None:
         return f"{'Hopper kernels':<16} none: {library.fault}"
-    summary = f"{'Hopper kernels':<16} {len(library.rows)} of the table's {len(ROWS)} rows"
+    summary = f"{'Hopper kernels':<16} {len(library.rows)} of the table's {len(all_rows())} rows"
     return "\n".join([summary, *map(_resources, kernel_facts())])
 
 

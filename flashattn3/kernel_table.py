@@ -9,6 +9,7 @@ import hashlib
 import math
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 SIXTEEN_BIT = ("fp16", "bf16")
 E4M3 = "e4m3"
@@ -19,14 +20,18 @@ MAX_HEAD_DIM = 256
 SHARED_MEMORY_BYTES = 227 * 1024
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, E4M3: 1}
 OUT_BYTES = 2
-# Before the tiles: barriers and tile descriptions.
+# Before the tiles: barriers and tile descriptions, in the backward statistics of rows besides.
 CONTROL_BYTES = 1024
+BACKWARD_CONTROL_BYTES = 3072
 # TMA's 128-byte swizzle writes tiles of Q, K and 16-bit V in chunks of so many bytes.
 CHUNK_BYTES = 128
 WARPGROUP = 128
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # of a row: nothing is compiled of them
 # Of out on its way to memory, where it does not go over a Q that is used up.
 STAGED_COLUMNS = 128
+# Of every backward kernel: rows that are worked on at once, keys of a tile, and warpgroups that
+# multiply, one more loads and sends dQ to memory.
+BACKWARD_ROWS_AT_ONCE, BACKWARD_BLOCK_N, BACKWARD_MMA_WARPGROUPS = 64, 128, 2
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class ForwardRow:
     max_seqlen_k: for the planner alone: more keys are left to another row; None: any number.
     measured: where the tile was chosen, "GPU, case, date"; empty until it was measured.
     """
+
+    kind: ClassVar[str] = "forward"
 
     dtype: str
     head_dim: int
@@ -82,6 +89,62 @@ class ForwardRow:
         return CONTROL_BYTES + queries + keys + staged
 
 
+@dataclass(frozen=True)
+class BackwardRow:
+    """One compiled backward kernel, as csrc/kernels/backward/row.h has it. It takes every mask.
+
+    dtype: of q, k, v, out and their gradients, 16 bits.
+    head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
+    num_stages: Q and dO tiles in flight; in pairs not read.
+    measured: as a forward row's.
+    """
+
+    kind: ClassVar[str] = "backward"
+
+    dtype: str
+    head_dim: int
+    num_stages: int
+    measured: str = ""
+
+    @property
+    def name(self) -> str:
+        tile = f"{self.block_m}x{BACKWARD_BLOCK_N}x{self.num_stages}"
+        return f"backward_{self.dtype}_d{self.head_dim}_{tile}"
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + BACKWARD_MMA_WARPGROUPS)
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a step: few columns leave registers for twice as many."""
+        return BACKWARD_ROWS_AT_ONCE * (2 if self.head_dim <= 64 else 1)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether two CTAs work on a tile of keys, in a cluster for each tile."""
+        return self.head_dim > 128
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Barriers, K and V, the stages of Q and dO, two tiles of dS, sums of dQ in float32.
+
+        In pairs: half of the keys of K and V and a quarter of the other CTA's K, two Q, one dO, and
+        two tiles of P, of dS and of the other's dS.
+        """
+        row = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], CHUNK_BYTES)
+        scores = 2 * BACKWARD_BLOCK_N * self.block_m * ELEMENT_BYTES[self.dtype]
+        if self.in_pairs:
+            inputs = row * (5 * BACKWARD_BLOCK_N // 4 + 3 * self.block_m)
+            return BACKWARD_CONTROL_BYTES + inputs + 3 * scores // 2
+        inputs = 2 * row * (BACKWARD_BLOCK_N + self.num_stages * self.block_m)
+        sums = BACKWARD_MMA_WARPGROUPS * BACKWARD_ROWS_AT_ONCE * self.head_dim * 4
+        return BACKWARD_CONTROL_BYTES + inputs + scores + sums
+
+
+Row = ForwardRow | BackwardRow
+
+
 def _rounded_up(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
@@ -89,11 +152,16 @@ def _rounded_up(number: int, multiple: int) -> int:
 def _rows(
     head_dim: int, windowed: bool, *tile: int, max_seqlen_k: int | None = None, measured: str = ""
 ) -> tuple[ForwardRow, ...]:
-    """The row of each 16-bit dtype."""
+    """The forward row of each 16-bit dtype."""
     return tuple(
         ForwardRow(dtype, head_dim, windowed, *tile, max_seqlen_k=max_seqlen_k, measured=measured)
         for dtype in SIXTEEN_BIT
     )
+
+
+def _backward_rows(head_dim: int, num_stages: int, measured: str = "") -> tuple[BackwardRow, ...]:
+    """The backward row of each 16-bit dtype."""
+    return tuple(BackwardRow(dtype, head_dim, num_stages, measured) for dtype in SIXTEEN_BIT)
 
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
@@ -120,6 +188,18 @@ ROWS = (
     ForwardRow(E4M3, 256, True, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED),
 )
 
+# head dim, stages
+BACKWARD_ROWS = (
+    *_backward_rows(64, 2),
+    *_backward_rows(96, 2),
+    *_backward_rows(128, 2),
+    *_backward_rows(256, 2),
+)
+
+
+def all_rows() -> tuple[Row, ...]:
+    return (*ROWS, *BACKWARD_ROWS)
+
 
 def select_row(dtype: str, head_dim: int, windowed: bool, seqlen_k: int) -> ForwardRow | None:
     """The row of the smallest head dim that holds this one, a shorter sequences' row before one for
@@ -135,22 +215,30 @@ def select_row(dtype: str, head_dim: int, windowed: bool, seqlen_k: int) -> Forw
     return min(fitting, key=lambda row: (row.head_dim, row.max_seqlen_k or math.inf), default=None)
 
 
-def matching(pattern: str) -> tuple[ForwardRow, ...]:
+def select_backward_row(dtype: str, head_dim: int) -> BackwardRow | None:
+    """The row of the smallest head dim that holds this one; None if there is none."""
+    fitting = [row for row in BACKWARD_ROWS if row.dtype == dtype and row.head_dim >= head_dim]
+    return min(fitting, key=lambda row: row.head_dim, default=None)
+
+
+def matching(pattern: str) -> tuple[Row, ...]:
     """The rows whose name matches a glob; ValueError, with every name, if none does."""
-    found = tuple(row for row in ROWS if fnmatchcase(row.name, pattern))
+    found = tuple(row for row in all_rows() if fnmatchcase(row.name, pattern))
     if not found:
-        names = ", ".join(row.name for row in ROWS)
+        names = ", ".join(row.name for row in all_rows())
         raise ValueError(f"no kernel row matches {pattern!r}; the rows are {names}")
     return found
 
 
-def compiled_fields() -> list[str]:
+def compiled_fields(kind: type[Row]) -> list[str]:
     """Those of a row that its kernel depends on, in the order of the C++ struct."""
-    return [field.name for field in fields(ForwardRow) if field.name not in PLANNED_FIELDS]
+    return [field.name for field in fields(kind) if field.name not in PLANNED_FIELDS]
 
 
 def table_hash() -> str:
     """Changes with every row's place and with all that is compiled of it."""
-    names = compiled_fields()
-    lines = [repr(names), *(repr([getattr(row, name) for name in names]) for row in ROWS)]
+    lines = []
+    for row in all_rows():
+        values = {name: getattr(row, name) for name in compiled_fields(type(row))}
+        lines.append(f"{row.kind} {values}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -12,7 +12,17 @@ from flashattn3 import BlockScaled, flash_attn_func
 from flashattn3.bench import contenders, gate, quantize_suite, timing
 from flashattn3.bench.accuracy_suite import findings
 from flashattn3.bench.command import SUITES
-from flashattn3.bench.contenders import BASELINES, CONTENDERS, FP8, FP8_WHOLE, OURS, naive, sdpa
+from flashattn3.bench.contenders import (
+    BASELINES,
+    CONTENDERS,
+    DETERMINISTIC,
+    FP8,
+    FP8_WHOLE,
+    MHA,
+    OURS,
+    naive,
+    sdpa,
+)
 from flashattn3.bench.inputs import make_inputs, prepare, quantized
 from flashattn3.bench.memory import peak_bytes
 from flashattn3.bench.memory_suite import training_step
@@ -41,6 +51,15 @@ def test_flops_follow_the_convention_of_the_papers():
     assert full.flops == 4 * 16 * 32 * 1024**2 * 64
     assert causal.flops == full.flops / 2
     assert Cell("grid", full.case, "bwd").flops == 2.5 * full.flops
+
+
+def test_grouped_cells_have_the_work_of_those_with_all_heads():
+    grouped = cells("gqa", ["bwd"])
+    assert len(grouped) == 2 * 2 * 3
+    for cell in grouped:
+        assert cell.case.num_heads_q == 8 * cell.case.num_heads_kv
+        assert cell.with_all_heads.case.num_heads_kv == cell.case.num_heads_q
+        assert cell.with_all_heads.flops == cell.flops
 
 
 def test_quick_cells_are_small():
@@ -335,10 +354,32 @@ def test_quantized_tensors_are_taken_in_turn():
 def test_quick_varlen_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "varlen") == 0
     _, *records = lines(tmp_path / "varlen.jsonl")
-    assert [r["contender"] for r in records] == [OURS, "dense"] * 6
+    assert [r["contender"] for r in records] == [OURS, "dense"] * 12
+    assert [r["direction"] for r in records] == ["fwd"] * 12 + ["bwd"] * 12
     for ours, dense in zip(records[::2], records[1::2], strict=True):
         assert ours["speed_ratio"]["dense"] == pytest.approx(ours["tflops"] / dense["tflops"])
-    assert "varlen fwd, all cells: dense" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "varlen fwd, all cells: dense" in printed and "varlen bwd, all cells: dense" in printed
+
+
+def test_quick_gqa_suite(tmp_path, capsys):
+    options = ("--head-dim", "64", "--direction", "bwd", *REFERENCE)
+    assert bench(tmp_path, "--suite", "gqa", *options) == 0
+    _, *records = lines(tmp_path / "gqa.jsonl")
+    assert [r["contender"] for r in records] == [OURS, MHA, "math"] * 2
+    assert {(r["num_heads_q"], r["num_heads_kv"]) for r in records} == {(4, 2)}
+    ours, mha, _ = records[:3]
+    assert ours["speed_ratio"][MHA] == pytest.approx(ours["tflops"] / mha["tflops"])
+    assert "gqa bwd, all cells: mha" in capsys.readouterr().out
+
+
+def test_quick_deterministic_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "deterministic", "--head-dim", "64", *REFERENCE) == 0
+    _, *records = lines(tmp_path / "deterministic.jsonl")
+    assert [r["contender"] for r in records] == [DETERMINISTIC, OURS] * 2
+    assert {r["direction"] for r in records} == {"bwd"}
+    printed = capsys.readouterr().out
+    assert f"deterministic bwd, all cells: {OURS}" in printed
 
 
 def test_the_named_backend_is_the_one_that_is_timed(tmp_path, capsys):

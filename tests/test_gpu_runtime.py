@@ -60,6 +60,39 @@ def test_the_forward_gives_the_same_bits_in_20_runs(case, backend):
         assert all(map(torch.equal, first, other))
 
 
+# With tiles of keys enough for their sums to meet in another order in every run.
+LONG = {
+    case.name: case
+    for case in (
+        *(
+            dense(
+                f"d{d}-{'causal' if causal else 'full'}",
+                (1500, 1900),
+                (4, 2),
+                (d, d),
+                causal=causal,
+            )
+            for d in (64, 96, 128, 192, 256)
+            for causal in (False, True)
+        ),
+        dense("window", (2000, 2000), (4, 1), window=(300, 100)),
+        dense("softcap", (1500, 1500), (2, 2), (128, 128), softcap=20.0),
+        dense("narrow", (1300, 1300), (2, 2), (72, 40), causal=True),
+        varlen("ragged", (1900, 700, 33), (1500, 900, 700), heads=(4, 2), dims=(128, 128)),
+        varlen("ragged-causal", (900, 1, 700), (1500, 900, 700), heads=(4, 2), causal=True),
+    )
+}
+
+
+@every_backend
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
+def test_deterministic_gradients_give_the_same_bits_in_20_runs(case, backend):
+    given = prepared(case)
+    first, *others = (run(case, given[0], backend, *given[1:]) for _ in range(20))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
 @every_backend
 def test_max_seqlen_on_the_gpu_is_not_read(backend):
     from flashattn3 import flash_attn_varlen_func
@@ -155,6 +188,32 @@ def test_the_tensors_device_is_used(case, backend):
     assert torch.cuda.current_device() == 0
     assert all(x.device == torch.device("cuda", 1) for x in found)
     assert all(torch.equal(x.to("cuda:0"), y) for x, y in zip(found, wanted, strict=True))
+
+
+@every_backend
+def test_a_compiled_training_step(backend):
+    """With the CUDA graphs that torch.compile makes of the forward and of the backward."""
+    from flashattn3 import flash_attn_func
+
+    def loss(q, k, v, gate):
+        out = flash_attn_func(2 * q, k, v, causal=True, deterministic=True, backend=backend)
+        return (out * gate.sigmoid()).float().square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+    shapes = (4, 2, 2, 4)
+    tensors = [
+        torch.randn(2, 300, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads in shapes
+    ]
+    wanted = torch.autograd.grad(loss(*tensors), tensors)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [x.clone() for x in torch.autograd.grad(compiled(*tensors), tensors)]
+        for gradient, exact in zip(found, wanted, strict=True):
+            # The compiled gate is not rounded to 16 bits on its way.
+            assert (gradient - exact).float().norm() < 0.02 * exact.float().norm()
+    torch._dynamo.reset()
 
 
 def test_a_compiled_model_captures_cuda_graphs():

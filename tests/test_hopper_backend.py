@@ -27,12 +27,19 @@ from flashattn3.backends.hopper import HopperBackend
 from flashattn3.backends.hopper_library import Library
 from flashattn3.backends.triton import BACKEND as TRITON
 from flashattn3.backends.triton import TritonBackend
-from flashattn3.kernel_table import HEAD_DIMS, ROWS, select_row
+from flashattn3.kernel_table import (
+    BACKWARD_ROWS,
+    HEAD_DIMS,
+    ROWS,
+    all_rows,
+    select_backward_row,
+    select_row,
+)
 from flashattn3.plan import choose
 from flashattn3.problem import Options, Tensors, describe, metadata_of
 from flashattn3.scales import FP8
 
-ALL_ROWS = frozenset(row.name for row in ROWS)
+ALL_ROWS = frozenset(row.name for row in all_rows())
 
 
 class Recorder:
@@ -44,8 +51,21 @@ class Recorder:
         return out, torch.full((*out.shape[:-3], out.shape[-2], out.shape[-3]), 2.0)
 
 
-def hopper(rows=ALL_ROWS, fault=None, forward=None, only_measured=False) -> HopperBackend:
-    return HopperBackend(library=lambda: Library(rows, fault, forward), only_measured=only_measured)
+class GradientRecorder:
+    """The same of the compiled backward."""
+
+    def __call__(self, dout, dlse, out, lse, q, k, v, *rest):
+        self.given, self.qkv = (dout, dlse, out, lse), (q, k, v)
+        self.indices, self.scalars = rest[:4], [*rest[4:]]
+        columns = ((x.shape[-1] + 7) // 8 * 8 for x in (q, k, v))
+        return tuple(x.new_ones(*x.shape[:-1], c) for x, c in zip((q, k, v), columns, strict=True))
+
+
+def hopper(
+    rows=ALL_ROWS, fault=None, forward=None, backward=None, only_measured=False
+) -> HopperBackend:
+    library = Library(rows, fault, forward, backward=backward)
+    return HopperBackend(library=lambda: library, only_measured=only_measured)
 
 
 def never() -> Library:
@@ -94,6 +114,51 @@ def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(row):
     assert plan(tensors, careful, causal=row.windowed, backend="hopper").config.row == row
 
 
+# Head dims of q and v → that of the gradient's row.
+GOLDEN_GRADIENT = {(8, 8): 64, (64, 64): 64, (65, 65): 96, (128, 64): 128, (64, 128): 128}
+GOLDEN_GRADIENT |= {(192, 128): 256, (64, 136): 256, (256, 256): 256}
+
+
+@pytest.mark.parametrize("dims", GOLDEN_GRADIENT, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_gradient_gets_a_row_or_triton(dims, dtype):
+    for options in ({}, {"causal": True}, {"deterministic": True}, {"sm_margin": 8}):
+        config = plan(qkv(*dims, dtype=dtype), **options).config
+        if max(dims) > 128 and "sm_margin" in options:
+            assert config.gradient_row is None and config.describe()["gradient"] == "triton"
+            continue
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        row = select_backward_row(name, max(dims))
+        assert (row.dtype, row.head_dim) == (name, GOLDEN_GRADIENT[dims])
+        assert config.gradient_row == row and config.describe()["gradient"] == row.name
+
+
+@pytest.mark.parametrize("row", BACKWARD_ROWS, ids=lambda row: row.name)
+def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(row, monkeypatch):
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[row.dtype]
+    tensors = qkv(row.head_dim, dtype=dtype)
+    for measured in ("", "H100, 2026-11-22"):
+        now = replace(row, measured=measured)
+        monkeypatch.setattr(
+            "flashattn3.backends.hopper.select_backward_row", lambda *_, now=now: now
+        )
+        found = plan(tensors, hopper(only_measured=True))
+        assert found.backend.name == "hopper"
+        assert found.config.gradient_row == (now if measured else None)
+        found = plan(tensors, hopper(only_measured=True), backend="hopper")
+        assert found.config.gradient_row == now
+
+
+def test_a_gradient_whose_row_is_not_in_the_build_runs_on_triton():
+    some = hopper(ALL_ROWS - {select_backward_row("bf16", 64).name})
+    assert plan(qkv(64), some, backend="hopper").config.gradient_row is None
+    assert plan(qkv(128), some).config.gradient_row is not None
+
+
+def test_fp8_has_no_gradient_row():
+    assert plan(qkv(64, dtype=FP8), out_dtype=torch.bfloat16).config.gradient_row is None
+
+
 def test_without_the_library_triton_runs_and_the_reason_names_the_command():
     found = plan(qkv(), hopper(fault="the Hopper kernels were not built"))
     assert found.backend.name == "triton"
@@ -105,7 +170,7 @@ def test_without_the_library_triton_runs_and_the_reason_names_the_command():
 
 
 def test_a_row_that_was_left_out_of_the_build_is_named():
-    some = frozenset(row.name for row in ROWS if row.head_dim == 128)
+    some = frozenset(row.name for row in all_rows() if row.head_dim == 128)
     found = plan(qkv(64), hopper(some), causal=True)
     row = select_row("bf16", 64, True, seqlen_k=1024)
     assert found.backend.name == "triton"
@@ -255,17 +320,95 @@ def test_varlen_passes_the_edges_and_the_longest_lengths():
     assert out.shape == (9, 4, 64) and lse.shape == (4, 9)
 
 
-def test_the_gradient_is_planned_on_triton(monkeypatch):
+def test_one_call_of_the_backward_operator_with_the_row_and_the_options():
+    recorder = GradientRecorder()
+    tensors = Tensors(*(torch.randn(2, 9, heads, 64).half() for heads in (4, 2, 2)))
+    out, lse = torch.randn(2, 9, 4, 64).half(), torch.randn(2, 4, 9)
+    dout, dlse = torch.randn_like(out), torch.randn(4, 9).expand(2, 4, 9)
+    options = {"softmax_scale": 0.25, "softcap": 5.0, "sm_margin": 2, "window_left": 3}
+    for deterministic in (False, True):
+        found = plan(
+            tensors,
+            hopper(backward=recorder),
+            causal=True,
+            deterministic=deterministic,
+            **options,
+        )
+        gradients = found.backend.backward(found, dout, dlse, tensors, out, lse)
+        assert all(x is y for x, y in zip(recorder.qkv, tensors, strict=False))
+        given = (dout, dlse, out, lse)
+        assert all(x is y for x, y in zip(recorder.given, given, strict=True))
+        assert recorder.indices == (None,) * 4
+        index = BACKWARD_ROWS.index(found.config.gradient_row)
+        assert recorder.scalars == [index, 9, 9, 0.25, 5.0, 3, 0, 132, 2, deterministic]
+        assert [x.shape for x in gradients] == [x.shape for x in tensors[:3]]
+        assert all((x == 1).all() and x.is_contiguous() for x in gradients)
+
+
+def test_gradients_are_read_in_whole_rows_and_are_dense_again():
+    recorder = GradientRecorder()
+    tensors = Tensors(*(torch.randn(2, 9, 4, d).half() for d in (33, 33, 21)))
+    found = plan(tensors, hopper(backward=recorder))
+    out, lse = torch.randn(2, 9, 4, 21).half(), torch.randn(2, 4, 9)
+    dout = torch.randn_like(out)
+    gradients = found.backend.backward(found, dout, None, tensors, out, lse)
+    passed = (*recorder.qkv, recorder.given[0], recorder.given[2])
+    for before, after in zip((*tensors[:3], dout, out), passed, strict=True):
+        assert torch.equal(before, after)
+        assert all(stride % 8 == 0 for stride in after.stride()[:-1])
+        assert after.data_ptr() % 16 == 0 and after.stride(-1) == 1
+    assert [x.shape for x in gradients] == [x.shape for x in tensors[:3]]
+    assert all(x.is_contiguous() for x in gradients)
+
+
+def test_only_gradients_that_tma_cannot_read_are_copied():
+    recorder = GradientRecorder()
+    tensors = qkv(64, dtype=torch.float16, batch=2, seqlen_q=10, seqlen_k=10, heads=(4, 4))
+    tensors = Tensors(*(torch.zeros(x.shape, dtype=x.dtype) for x in tensors[:3]))
+    out, lse = torch.zeros(2, 10, 4, 64).half(), torch.zeros(2, 4, 10)
+    flat = torch.randn(out.numel() + 8).half()
+    found = plan(tensors, hopper(backward=recorder))
+    for dout, copied in (
+        (torch.randn(2, 4, 10, 64).half().transpose(1, 2), False),  # heads first
+        (torch.randn(2, 10, 4, 128).half()[..., 64:], False),
+        (torch.randn(1, 10, 4, 64).half().expand(2, -1, -1, -1), True),
+        (torch.ones(1, 1, 1, 64).half().expand(2, 10, 4, 64), True),
+        (torch.ones(()).half().expand(2, 10, 4, 64), True),
+        (torch.randn(2, 10, 4, 68).half()[..., :64], True),
+        (flat[1:-7].view(2, 10, 4, 64), True),
+    ):
+        found.backend.backward(found, dout, None, tensors, out, lse)
+        passed = recorder.given[0]
+        assert (passed is not dout) == copied
+        assert torch.equal(passed, dout) and passed.stride(-1) == 1
+        assert all(stride and stride % 8 == 0 for stride in passed.stride()[:-1])
+
+
+def test_a_gradient_of_varlen_passes_the_edges_and_the_longest_lengths():
+    recorder = GradientRecorder()
+    tensors = Tensors(*(torch.randn(9, 4, 64).half() for _ in range(3)))
+    edges, used = (torch.tensor(x, dtype=torch.int32) for x in ((0, 4, 6), (1, 2)))
+    tensors = tensors._replace(cu_seqlens_q=edges, cu_seqlens_k=edges, seqused_k=used)
+    found = plan(tensors, hopper(backward=recorder), max_seqlen_q=4)
+    out, lse = torch.randn(9, 4, 64).half(), torch.randn(9, 4).T
+    gradients = found.backend.backward(found, out, None, tensors, out, lse)
+    assert recorder.indices == (edges, edges, None, used) and recorder.scalars[1:3] == [4, 9]
+    assert recorder.given[1] is None and recorder.given[3].is_contiguous()
+    assert [x.shape for x in gradients] == [(9, 4, 64)] * 3
+
+
+def test_a_gradient_without_a_row_is_planned_on_triton(monkeypatch):
     seen = []
     monkeypatch.setattr(TritonBackend, "backward", lambda self, plan, *rest: seen.append(plan))
-    found = plan(qkv(128), causal=True)
-    tensors = qkv(128)
+    without = hopper(ALL_ROWS - {row.name for row in BACKWARD_ROWS})
+    found = plan(qkv(256), without, causal=True)
+    tensors = qkv(256)
     for _ in range(2):
         found.backend.backward(found, None, None, tensors, None, None)
     assert seen[0] is seen[1]  # planned once
     assert seen[0].problem == found.problem
     assert seen[0].config == TRITON.configure(found.problem, H100)
-    found = plan(qkv(128), sm_margin=4)
+    found = plan(qkv(256), sm_margin=4)
     with pytest.raises(UnsupportedError, match=r"gradient of backend 'hopper'.*sm_margin"):
         found.backend.backward(found, None, None, tensors, None, None)
 
@@ -335,44 +478,106 @@ def test_layouts_that_are_copied_give_what_the_reference_gives(name):
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", ODD_LAYOUTS)
+def test_gradients_of_layouts_that_are_copied_are_those_of_the_reference(name):
+    make = partial(torch.randn, device="cuda", dtype=torch.float16)
+    x, given = ODD_LAYOUTS[name](make), ODD_LAYOUTS[name](make)
+
+    def gradients(dtype, backend):
+        leaves = [x.detach().to(dtype).requires_grad_() for _ in range(3)]
+        out = flash_attn_func(*leaves, causal=True, backend=backend)
+        return torch.autograd.grad(out, leaves, given.to(dtype))
+
+    wanted = gradients(torch.float32, "reference")
+    for gradient, exact in zip(gradients(torch.float16, "hopper"), wanted, strict=True):
+        assert gradient.is_contiguous()
+        torch.testing.assert_close(gradient.float(), exact, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("row", BACKWARD_ROWS, ids=lambda row: row.name)
+def test_a_gradient_that_has_a_row_does_not_touch_triton(row, monkeypatch):
+    def never(*arguments):
+        raise AssertionError("Triton was asked for the gradient")
+
+    monkeypatch.setattr(TritonBackend, "backward", never)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[row.dtype]
+    tensors = [
+        torch.randn(2, 300, 4, row.head_dim, device="cuda", dtype=dtype).requires_grad_()
+        for _ in range(3)
+    ]
+    assert explain(*tensors, backend="hopper").config["gradient"] == row.name
+    out = flash_attn_func(*tensors, backend="hopper")
+    assert all(x.any() for x in torch.autograd.grad(out.float().square().sum(), tensors))
+
+
+class UnevenWork:
+    """Tiles that differ in length: a call with its gradients, which always have the same bits."""
+
+    def __init__(self):
+        of = {"device": "cuda", "dtype": torch.float16}
+        self.tensors = [torch.randn(4, 2048, 8, 64, **of).requires_grad_() for _ in range(3)]
+        self.dout = torch.randn(4, 2048, 8, 64, **of)
+        self.wanted = self()
+
+    def __call__(self, **options):
+        out = flash_attn_func(
+            *self.tensors, causal=True, deterministic=True, backend="hopper", **options
+        )
+        return (out, *torch.autograd.grad(out, self.tensors, self.dout))
+
+    def agrees(self, results) -> bool:
+        return all(map(torch.equal, results, self.wanted))
+
+
 @pytest.fixture
 def uneven_work():
-    """q, k and v whose tiles differ in length, and what comes of them."""
-    q, k, v = (torch.randn(4, 2048, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    return (q, k, v), flash_attn_func(q, k, v, causal=True, backend="hopper")
+    return UnevenWork()
 
 
 @pytest.mark.gpu
 @needs_hopper
 def test_streams_side_by_side_count_their_own_tiles(uneven_work):
-    tensors, wanted = uneven_work
     streams = [torch.cuda.Stream() for _ in range(3)]
-    outs = []
+    found = []
     torch.cuda.synchronize()
     for _ in range(10):
         for stream in streams:
             with torch.cuda.stream(stream):
-                outs.append(flash_attn_func(*tensors, causal=True, backend="hopper"))
+                found.append(uneven_work())
     torch.cuda.synchronize()
-    assert all(torch.equal(out, wanted) for out in outs)
+    assert all(map(uneven_work.agrees, found))
 
 
 @pytest.mark.gpu
 @needs_hopper
 def test_graphs_captured_on_one_stream_may_run_side_by_side(uneven_work):
-    tensors, wanted = uneven_work
     captured, side = [], torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        uneven_work()
+    torch.cuda.synchronize()
     for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
-            out = flash_attn_func(*tensors, causal=True, backend="hopper")
-        captured.append((graph, out, torch.cuda.Stream()))
+            results = uneven_work()
+        captured.append((graph, results, torch.cuda.Stream()))
     for _ in range(10):
-        for graph, _out, stream in captured:
+        for graph, _results, stream in captured:
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(out, wanted) for _graph, out, _stream in captured)
+    assert all(uneven_work.agrees(results) for _graph, results, _stream in captured)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("sm_margin", [1, 60, 1000])
+def test_fewer_ctas_give_the_same_bits(uneven_work, sm_margin):
+    assert uneven_work.agrees(uneven_work(sm_margin=sm_margin))
 
 
 @pytest.mark.gpu

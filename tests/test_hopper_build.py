@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # an installed package does not bring the build a
 from build_support import ptxas, toolchain, units
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
 from flashattn3.backends.hopper_library import find_library, kernel_facts
-from flashattn3.kernel_table import ROWS, table_hash
+from flashattn3.kernel_table import ROWS, all_rows, table_hash
 
 ROW = "forward_bf16_d64_full"
 
@@ -63,17 +63,22 @@ def test_nvcc_is_looked_for_where_cuda_home_says_alone(monkeypatch, tmp_path):
 
 def test_units_name_every_field_of_their_row(tmp_path):
     paths = units.write_units(tmp_path, "*")
-    assert [path.name for path in paths] == [*(f"{row.name}.cu" for row in ROWS), "registry.cpp"]
-    for row, path in zip(ROWS, paths, strict=False):
+    names = [row.name for row in all_rows()]
+    assert [path.name for path in paths] == [*(f"{name}.cu" for name in names), "registry.cpp"]
+    for row, path in zip(all_rows(), paths, strict=False):
         text = path.read_text()
+        assert f'#include "host/compiled_{row.kind}.cuh"' in text
+        assert f"constexpr {type(row).__name__} kRow = {{" in text
         assert f".head_dim = {row.head_dim}," in text
-        assert f".windowed = {str(row.windowed).lower()}," in text
+        if row.kind == "forward":
+            assert f".windowed = {str(row.windowed).lower()}," in text
         assert units.DTYPES[row.dtype] in text
         assert "measured" not in text
     registry = paths[-1].read_text()
     assert f'kTableHash = "{table_hash()}"' in registry
-    names = [line.split('"')[1] for line in registry.splitlines() if line.startswith('    {"')]
-    assert names == [row.name for row in ROWS]
+    listed = [line.split('"')[1] for line in registry.splitlines() if line.startswith('    {"')]
+    assert listed == names
+    assert f'const ForwardEntry kForwardEntries[] = {{\n    {{"{names[0]}"' in registry
     assert "nullptr" not in registry
 
 
@@ -84,7 +89,7 @@ def test_a_subset_keeps_the_places_and_untouched_files_their_time(tmp_path):
     paths = units.write_units(tmp_path, ROWS[0].name)
     assert {path.name for path in tmp_path.iterdir()} == {kept.name, "registry.cpp"}
     assert kept.stat().st_mtime_ns == before
-    assert paths[-1].read_text().count("nullptr") == len(ROWS) - 1
+    assert paths[-1].read_text().count("nullptr") == len(all_rows()) - 1
 
 
 GOOD = """ptxas info    : 0 bytes gmem
@@ -165,13 +170,14 @@ def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
 
 
 @pytest.mark.slow
-def test_the_build_brings_the_quantizing_operators(built):
+def test_the_build_brings_the_operators(built):
     """Under torch's CPU build they are there to be looked at; none is for the CPU."""
     code = "library = find_library(); ops = torch.ops.flashattn3_hopper; "
-    code += "print(ops.quantize.default._schema, ops.to_slots.default._schema, sep='\\n')"
-    done = run(built, "-c", "import torch; " + SHOW + code)
+    names = ("quantize", "to_slots", "backward")
+    schemas = ", ".join(f"ops.{name}.default._schema" for name in names)
+    done = run(built, "-c", f"import torch; {SHOW}{code}print({schemas}, sep='\\n')")
     assert done.returncode == 0, done.stderr
-    quantize, to_slots = done.stdout.splitlines()
+    quantize, to_slots, backward = done.stdout.splitlines()
     assert quantize == (
         "flashattn3_hopper::quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, "
         "int max_seqlen, bool slots) -> (Tensor data, Tensor descale)"
@@ -179,6 +185,8 @@ def test_the_build_brings_the_quantizing_operators(built):
     assert to_slots == (
         "flashattn3_hopper::to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
     )
+    assert backward.startswith("flashattn3_hopper::backward(Tensor dout, Tensor? dlse, Tensor out")
+    assert backward.endswith("bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)")
     log = built / "build" / "hopper" / "host" / "quantize.cu.o.log"
     assert ptxas.read(log).spill_bytes == 0
 
@@ -192,11 +200,12 @@ def test_the_library_needs_no_python_and_no_cuda_library(built):
     needed = {line.split("[")[1].rstrip("]") for line in read.splitlines() if "(NEEDED)" in line}
     assert {"libtorch.so", "libtorch_cpu.so"} <= needed
     assert not any(name.startswith(("libpython", "libcuda", "libc10")) for name in needed)
-    symbols = subprocess.run(
-        ["readelf", "--dyn-syms", "-W", library], capture_output=True, text=True
-    ).stdout
-    assert " Py" not in symbols
-    assert "c10" not in symbols and "N2at" not in symbols  # torch's unstable interface
+    read = subprocess.run(["readelf", "--dyn-syms", "-W", library], capture_output=True, text=True)
+    symbols = [line.split(maxsplit=7)[-1] for line in read.stdout.splitlines() if line.strip()]
+    assert len(symbols) > 100
+    assert not any(name.startswith("Py") for name in symbols)
+    # torch's unstable interface
+    assert not any("c10" in name or "N2at" in name for name in symbols)
 
 
 @pytest.mark.slow
@@ -223,8 +232,8 @@ def test_the_library_of_this_installation_is_the_tables():
     if library.fault is not None:
         pytest.skip(library.fault)
     facts = {found["name"]: found for found in kernel_facts()}
-    assert library.rows == facts.keys() <= {row.name for row in ROWS}
-    for row in ROWS:
+    assert library.rows == facts.keys() <= {row.name for row in all_rows()}
+    for row in all_rows():
         if row.name in facts:
             assert facts[row.name]["num_threads"] == row.num_threads
             assert facts[row.name]["shared_memory_bytes"] == row.shared_memory_bytes

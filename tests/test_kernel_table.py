@@ -10,6 +10,7 @@ from helpers import ROOT
 
 from flashattn3 import kernel_table
 from flashattn3.kernel_table import (
+    BACKWARD_ROWS,
     DTYPES,
     E4M3,
     ELEMENT_BYTES,
@@ -17,8 +18,13 @@ from flashattn3.kernel_table import (
     MAX_HEAD_DIM,
     ROWS,
     SHARED_MEMORY_BYTES,
+    SIXTEEN_BIT,
+    BackwardRow,
+    ForwardRow,
+    all_rows,
     compiled_fields,
     matching,
+    select_backward_row,
     select_row,
     table_hash,
 )
@@ -29,7 +35,7 @@ ids = {"ids": lambda row: row.name}
 
 
 def test_names_are_unique_and_c_identifiers():
-    names = [row.name for row in ROWS]
+    names = [row.name for row in all_rows()]
     assert len(set(names)) == len(names) <= 64
     assert all(name.isidentifier() for name in names)
 
@@ -45,6 +51,15 @@ def test_rows_fit_the_budgets_of_an_sm(row):
     assert held * 128 * row.num_mma_warpgroups < REGISTERS_OF_AN_SM
 
 
+@pytest.mark.parametrize("row", BACKWARD_ROWS, **ids)
+def test_backward_rows_fit_the_budgets_of_an_sm(row):
+    assert row.shared_memory_bytes <= SHARED_MEMORY_BYTES
+    assert row.dtype in SIXTEEN_BIT and row.num_stages >= 2
+    # dK and dV of 64 keys in float32, for each warpgroup that multiplies; in pairs half of their
+    # columns.
+    assert 2 * 64 * 2 * row.head_dim // (1 + row.in_pairs) < REGISTERS_OF_AN_SM
+
+
 def test_shared_memory_of_a_known_row():
     row = replace(ROWS[0], head_dim=128, block_m=128, block_n=128, num_stages=2, num_q_buffers=1)
     assert row.shared_memory_bytes == 1024 + 2 * 128 * (128 + 4 * 128) + 2 * 128 * 128
@@ -53,6 +68,22 @@ def test_shared_memory_of_a_known_row():
     # A second buffer for Q takes as much as the first, and out goes over one of them.
     doubled = replace(row, num_q_buffers=2)
     assert doubled.shared_memory_bytes == 1024 + 2 * 128 * (2 * 128 + 4 * 128)
+
+
+def test_shared_memory_of_a_known_backward_row():
+    row = BackwardRow("bf16", head_dim=128, num_stages=2)
+    inputs, scores, sums = 2 * 256 * (128 + 2 * 64), 2 * 128 * 64 * 2, 2 * 64 * 128 * 4
+    assert row.shared_memory_bytes == 3072 + inputs + scores + sums
+    # TMA's swizzle makes 128 columns of 96; the sums have their own.
+    narrow = replace(row, head_dim=96)
+    assert narrow.shared_memory_bytes == row.shared_memory_bytes - 2 * 64 * 32 * 4
+    # A step of 128 rows.
+    narrow = replace(row, head_dim=64)
+    inputs, scores, sums = 2 * 128 * (128 + 2 * 128), 2 * 128 * 128 * 2, 2 * 64 * 64 * 4
+    assert narrow.shared_memory_bytes == 3072 + inputs + scores + sums
+    # In pairs: 64 keys of K and V, half of another K; two Q and a dO; P, dS and another dS, twice.
+    wide = replace(row, head_dim=256)
+    assert wide.shared_memory_bytes == 3072 + 512 * (2 * 64 + 32 + 3 * 64) + 6 * 64 * 64 * 2
 
 
 def test_rows_of_e4m3_take_every_block_of_the_interface():
@@ -82,6 +113,20 @@ def test_every_problem_finds_exactly_one_row(dtype, windowed):
     assert select_row(dtype, MAX_HEAD_DIM + 1, windowed, 1) is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_16_bits_find_the_smallest_row(dtype):
+    largest = max(row.head_dim for row in BACKWARD_ROWS)
+    for head_dim in range(1, largest + 1):
+        row = select_backward_row(dtype, head_dim)
+        if dtype == E4M3:
+            assert row is None
+            continue
+        kin = [r.head_dim for r in BACKWARD_ROWS if r.dtype == dtype]
+        assert (row.dtype, row.head_dim) == (dtype, min(d for d in kin if d >= head_dim))
+        assert kin.count(row.head_dim) == 1
+    assert select_backward_row(dtype, largest + 1) is None
+
+
 def test_a_row_for_short_sequences_goes_before_one_for_all():
     short = next(row for row in ROWS if row.max_seqlen_k is not None)
     of = (short.dtype, short.head_dim, short.windowed)
@@ -89,30 +134,34 @@ def test_a_row_for_short_sequences_goes_before_one_for_all():
     assert select_row(*of, short.max_seqlen_k + 1).max_seqlen_k is None
 
 
-def test_rows_have_the_fields_of_the_struct_in_cpp():
-    header = ROOT / "csrc" / "kernels" / "forward" / "row.h"
+@pytest.mark.parametrize("kind", [ForwardRow, BackwardRow])
+def test_rows_have_the_fields_of_the_struct_in_cpp(kind):
+    header = ROOT / "csrc" / "kernels" / kind.kind / "row.h"
     if not header.is_file():
         pytest.skip("needs a source checkout")
-    struct = re.search(r"struct ForwardRow \{(.*?)\n\};", header.read_text(), re.DOTALL)[1]
+    pattern = rf"struct {kind.__name__} \{{(.*?)\n\}};"
+    struct = re.search(pattern, header.read_text(), re.DOTALL)[1]
     members = re.findall(r"^  (?:\w+) (\w+)(?: = \w+)?;", struct, re.MULTILINE)
-    assert members == compiled_fields()
+    assert members == compiled_fields(kind)
 
 
 def test_a_glob_names_rows():
-    assert matching("*") == ROWS
+    assert matching("*") == all_rows() == (*ROWS, *BACKWARD_ROWS)
     assert {row.head_dim for row in matching("*_d64_*")} == {64}
+    assert matching("backward_*") == BACKWARD_ROWS
     with pytest.raises(ValueError, match="no kernel row matches 'fast'; the rows are forward_fp16"):
         matching("fast")
 
 
-def test_the_hash_follows_what_is_compiled(monkeypatch):
-    before = table_hash()
-    measured = tuple(replace(row, measured="H100, full, 16k") for row in ROWS)
-    monkeypatch.setattr(kernel_table, "ROWS", measured)
+@pytest.mark.parametrize("table", ["ROWS", "BACKWARD_ROWS"])
+def test_the_hash_follows_what_is_compiled(table, monkeypatch):
+    before, rows = table_hash(), getattr(kernel_table, table)
+    measured = tuple(replace(row, measured="H100, full, 16k") for row in rows)
+    monkeypatch.setattr(kernel_table, table, measured)
     assert table_hash() == before
-    monkeypatch.setattr(kernel_table, "ROWS", (*ROWS[:-1], replace(ROWS[-1], num_stages=9)))
+    monkeypatch.setattr(kernel_table, table, (*rows[:-1], replace(rows[-1], num_stages=9)))
     assert table_hash() != before
-    monkeypatch.setattr(kernel_table, "ROWS", ROWS[::-1])
+    monkeypatch.setattr(kernel_table, table, rows[::-1])
     assert table_hash() != before
 
 

@@ -165,6 +165,38 @@ def test_the_second_derivative_is_an_error(device):
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("layout", ["heads last", "heads first", "packed"])
+def test_gated_attention(layout, backend, device):
+    """A gate on out, whose gradient of out comes in the gate's layout."""
+    shapes = {
+        "heads last": (2, 70, 4, 64),
+        "heads first": (2, 4, 70, 64),
+        "packed": (2, 70, 4, 128),
+    }
+    gate = torch.randn(shapes[layout], device=device, dtype=torch.float16)
+    gate = gate.transpose(1, 2) if layout == "heads first" else gate[..., -64:]
+    tensors = leaves(70, 70, device, torch.float16, dim=64)
+
+    def gradients(tensors, gate, backend):
+        out = flash_attn_func(*tensors, causal=True, backend=backend)
+        return torch.autograd.grad((out * gate.sigmoid()).float().square().sum(), tensors)
+
+    exact = [x.detach().float().requires_grad_() for x in tensors]
+    wanted = gradients(exact, gate.float(), "reference")
+    for gradient, truth in zip(gradients(tensors, gate, backend), wanted, strict=True):
+        torch.testing.assert_close(gradient.float(), truth, rtol=2e-2, atol=2e-2)
+
+
+def test_a_gate_in_place_is_an_error_and_not_a_wrong_gradient(device):
+    """The backward reads out, so autograd refuses what was written over it."""
+    tensors = leaves(9, 9, device)
+    out = flash_attn_func(*tensors)
+    out.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_lse_alone_is_differentiable(device):
     q, k, v = leaves(5, 7, device)
     _, lse = flash_attn_func(q, k, v, return_lse=True)

@@ -39,6 +39,33 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// Copies bytes, a multiple of 16, to shared memory of another CTA of the cluster, where they count
+// at the barrier that `full` is here. One thread calls it. The addresses are of this CTA's own
+// shared memory, which has the same map.
+__device__ __forceinline__ void copy_to_peer(uint32_t to, uint32_t from, const Barrier& full,
+                                             uint32_t bytes, uint32_t cta) {
+  asm volatile(
+      "{\n.reg .b32 there, barrier;\n"
+      "mapa.shared::cluster.u32 there, %0, %4;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %3, "
+      "[barrier];\n}" ::"r"(to),
+      "r"(from), "r"(full.address()), "r"(bytes), "r"(cta)
+      : "memory");
+}
+
+// One arrival of the calling warp, as Barrier::arrive_warp, at the barrier that this one is in
+// another CTA of the cluster.
+__device__ __forceinline__ void arrive_warp_at(const Barrier& barrier, uint32_t cta) {
+  if (threadIdx.x % 32 != 0) return;
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier.address()),
+      "r"(cta)
+      : "memory");
+}
+
 // The largest of a value of every thread of the cluster, in shared memory; for one use. Every warp
 // sends its own to every CTA, whose barrier counts the bytes. A CTA gets all before it goes on, so
 // it is there as long as others send.

@@ -11,18 +11,25 @@
 
 namespace flashattn3 {
 
-// A warp's 16 rows x 64 columns in the 128-byte swizzle, 128 bytes a row, at a multiple of 1024.
-// word[i]: two neighbouring columns, as an accumulator fragment holds them (wgmma.cuh): even i
-// row lane / 4, odd i 8 below; columns 8 * (i / 2) + lane % 4 * 2.
-__device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)[16]) {
+// Of a warp in its warpgroup's 64.
+constexpr int kRowsOfWarp = 16;
+
+// A warp's 16 rows x 4 * kWords columns of 64 in the 128-byte swizzle, 128 bytes a row, at a
+// multiple of 1024. word[i]: two neighbouring columns, as an accumulator fragment holds them
+// (wgmma.cuh): even i row lane / 4, odd i 8 below; columns 8 * (i / 2) + lane % 4 * 2, from column
+// 16 * first on.
+template <int kWords>
+__device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)[kWords],
+                                           int first = 0) {
   const int lane = threadIdx.x % 32;
   // stmatrix takes four 8 x 8 blocks, their rows at the addresses that 8 lanes each give: upper and
   // lower rows of 8 columns, then of the next 8.
   const int row = lane % 16;
   const int unit = (lane / 16) ^ (row % 8);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    auto* at = reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (unit ^ (2 * i)) * 16);
+  for (int i = 0; i < kWords / 4; ++i) {
+    auto* at =
+        reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (unit ^ (2 * (first + i))) * 16);
     cute::SM90_U32x4_STSM_N::copy(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3],
                                   *at);
   }
@@ -66,6 +73,48 @@ __device__ __forceinline__ void commit_stores() { cute::tma_store_arrive(); }
 // The same thread: until the copies have read shared memory.
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Where a warp's 16 rows go.
+struct RowTarget {
+  const void* tensor_map;  // boxes of 64 columns x kRowsOfWarp rows
+  int row, head, entry;    // of the first one, there
+  uint16_t* data;          // its first element
+  int64_t row_stride;
+  int num_rows;  // that exist, the same in all lanes: those behind may belong to another sequence
+  int num_columns;
+};
+
+// Stores kChunks staged chunks, the first of them at first_column. All lanes call it, after the
+// staging; then lane 0 may have copies under way (wait_for_stores).
+template <int kChunks>
+__device__ __forceinline__ void store_staged(const RowTarget& to, const uint8_t* staged,
+                                             int chunk_bytes, int first_column) {
+  fence_async_proxy();
+  __syncwarp();
+  const int lane = threadIdx.x % 32;
+  const int columns = min(64 * kChunks, to.num_columns - first_column);
+  if (to.num_rows == kRowsOfWarp) {
+    if (lane == 0) {
+#pragma unroll
+      for (int at = 0; at < 64 * kChunks; at += 64) {
+        if (at < columns) {
+          start_store(to.tensor_map, staged + at / 64 * chunk_bytes, first_column + at, to.row,
+                      to.head, to.entry);
+        }
+      }
+      commit_stores();
+    }
+  } else {
+    const int units = (columns + 7) / 8;
+    for (int begin = 0; begin < to.num_rows * units; begin += 32) {
+      const int i = begin + lane, row = i / units, unit = i % units;
+      if (row >= to.num_rows) continue;
+      store_columns(to.data + row * to.row_stride, first_column + unit * 8, to.num_columns,
+                    staged_columns(staged + unit / 8 * chunk_bytes, row, unit % 8));
+    }
+    __syncwarp();
+  }
 }
 
 }  // namespace flashattn3

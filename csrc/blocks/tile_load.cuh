@@ -12,29 +12,41 @@ namespace flashattn3 {
 constexpr uint64_t kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
 constexpr uint64_t kReadAgain = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
 
-// Loads kRows rows of kChunks chunks, 128 bytes or kChunkColumns elements each, from (row, head,
-// batch entry) on; what lies outside the tensor arrives as 0. One thread calls it; `full` completes
-// when all bytes are there.
+// Copies kRows rows of kChunks chunks, 128 bytes or kChunkColumns elements each, from (row, head,
+// batch entry) and chunk first_chunk on; what lies outside the tensor arrives as 0. One thread
+// calls it; the bytes count at `full`, which was told of them.
 template <int kRows, int kChunks, int kChunkColumns>
-__device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map, Barrier& full,
-                                          uint64_t cache_hint, int row, int head, int entry) {
-  full.arrive_and_expect(kRows * kChunks * 128);
+__device__ __forceinline__ void copy_tile(uint8_t* tile, const void* tensor_map, Barrier& full,
+                                          uint64_t cache_hint, int row, int head, int entry,
+                                          int first_chunk = 0) {
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     cute::SM90_TMA_LOAD_4D::copy(tensor_map, &full.word, cache_hint, tile + chunk * kRows * 128,
-                                 chunk * kChunkColumns, row, head, entry);
+                                 (first_chunk + chunk) * kChunkColumns, row, head, entry);
   }
 }
 
-// Loads contiguous bytes, a multiple of 16. One thread calls it; `full` completes as above.
-__device__ __forceinline__ void load_bytes(uint8_t* to, const void* from, Barrier& full,
+// Copies contiguous bytes, a multiple of 16; as above.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, Barrier& full,
                                            uint64_t cache_hint, uint32_t bytes) {
-  full.arrive_and_expect(bytes);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
       "[%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
       "l"(from), "r"(bytes), "r"(full.address()), "l"(cache_hint)
       : "memory");
+}
+
+// One arrival at `full`, and a tile, or bytes, that complete it.
+template <int kRows, int kChunks, int kChunkColumns>
+__device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map, Barrier& full,
+                                          uint64_t cache_hint, int row, int head, int entry) {
+  full.arrive_and_expect(kRows * kChunks * 128);
+  copy_tile<kRows, kChunks, kChunkColumns>(tile, tensor_map, full, cache_hint, row, head, entry);
+}
+__device__ __forceinline__ void load_bytes(uint8_t* to, const void* from, Barrier& full,
+                                           uint64_t cache_hint, uint32_t bytes) {
+  full.arrive_and_expect(bytes);
+  copy_bytes(to, from, full, cache_hint, bytes);
 }
 
 }  // namespace flashattn3

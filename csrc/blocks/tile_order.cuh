@@ -1,6 +1,7 @@
 // The order in which a persistent grid works on tiles (block of rows, head of a batch entry).
 //
-// Tiles are numbered; CTA b starts with tile b, then takes the next number nobody has. Heads are
+// Tiles are numbered; CTA b starts with tile b, then takes the next number nobody has; or all with
+// that. Heads are
 // numbered across the batch, so that those sharing K and V are neighbours, and come in sections. In
 // a section, a block of rows of all heads is followed by the next block of all heads; the longest
 // first where rows see unequally many keys. Sections are small, so that what the SMs ask of memory
@@ -33,6 +34,9 @@ struct TileOrder {
   // before and after the kernel. Null: fixed order, every second round backwards, so that who had a
   // long tile gets a short one.
   int32_t* counter;
+  // Of one launch alone, 0 before it: counts all tiles handed out, in the order of the numbers, so
+  // that a tile may wait for those before it. Then the counter above is not used; or null.
+  int32_t* tickets = nullptr;
 };
 
 struct TilePlace {
@@ -77,7 +81,10 @@ __device__ __forceinline__ TilePlace locate_ragged_tile(const TileOrder& order, 
 class TileSequence {
  public:
   __device__ __forceinline__ explicit TileSequence(const TileOrder& order)
-      : order_(order), num_tiles_(order.num_tiles), round_(0), index_(blockIdx.x) {
+      : order_(order),
+        num_tiles_(order.num_tiles),
+        round_(0),
+        index_(order.tickets != nullptr ? atomicAdd(order.tickets, 1) : blockIdx.x) {
     if (order.ragged.room != nullptr) {
       num_tiles_ = order.ragged.first_blocks()[order.ragged.batch] *
                    (order.num_heads_total / order.ragged.batch);
@@ -89,6 +96,10 @@ class TileSequence {
 
   // Asks for the next tile, which is this CTA's from then on; advance() waits for the answer.
   __device__ __forceinline__ void request() {
+    if (order_.tickets != nullptr) {
+      next_ = atomicAdd(order_.tickets, 1);
+      return;
+    }
     if (order_.counter != nullptr) {
       next_ = static_cast<int>(gridDim.x) + atomicAdd(order_.counter, 1);
       return;

@@ -42,8 +42,10 @@ __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
 }
 
-// Starts s = q * k^T for the warpgroup's 64 rows. q: its slab of a kBlockM-row tile; k: kN rows.
-template <ElementType kElement, int kBlockM, int kN, int kHeadDim>
+// Starts s = q * k^T, with kAdd added to what s holds, for the warpgroup's 64 rows. q: its slab of
+// a kBlockM-row tile; k: kN rows of a kBlockN-row tile.
+template <ElementType kElement, int kBlockM, int kN, int kHeadDim, bool kAdd = false,
+          int kBlockN = kN>
 __device__ __forceinline__ void start_scores(float (&s)[kN / 2], uint32_t q, uint32_t k) {
   pin_registers(s);
   cute::warpgroup_arrive();
@@ -51,8 +53,9 @@ __device__ __forceinline__ void start_scores(float (&s)[kN / 2], uint32_t q, uin
   for (int step = 0; step < kHeadDim * element_bytes(kElement) / 32; ++step) {
     // 32 bytes of columns; four steps to a chunk.
     const uint32_t q_step = step / 4 * (kBlockM * 128 / 16) + step % 4 * 2;
-    const uint32_t k_step = step / 4 * (kN * 128 / 16) + step % 4 * 2;
-    Wgmma<kElement, kN>::scores(s, descriptor(q + q_step), descriptor(k + k_step), step > 0);
+    const uint32_t k_step = step / 4 * (kBlockN * 128 / 16) + step % 4 * 2;
+    Wgmma<kElement, kN>::scores(s, descriptor(q + q_step), descriptor(k + k_step),
+                                kAdd || step > 0);
   }
   cute::warpgroup_commit_batch();
 }
@@ -77,6 +80,50 @@ __device__ __forceinline__ void start_values(float (&o)[kHeadDim / 2],
       Wgmma<kElement, kHeadDim>::values(o, p[step], descriptor(v + step * 128));
     }
   }
+  cute::warpgroup_commit_batch();
+}
+
+// Starts o += p * v. p: 64 rows of 64 columns; v: 64 rows of kColumns columns.
+template <ElementType kElement, int kColumns>
+__device__ __forceinline__ void start_shared_values(float (&o)[kColumns / 2], uint32_t p,
+                                                    uint32_t v) {
+  pin_registers(o);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {  // 32 bytes of columns; 16 rows of 128 bytes
+    Wgmma<kElement, kColumns>::shared_values(o, descriptor(p + step * 2),
+                                             descriptor(v + step * 128));
+  }
+  cute::warpgroup_commit_batch();
+}
+
+template <ElementType kElement, int kDepth, int kColumns>
+__device__ __forceinline__ void add_across(float (&o)[kColumns / 2], uint32_t s, uint32_t k,
+                                           bool add) {
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {  // 16 rows of 128 bytes
+    Wgmma<kElement, kColumns>::across(o, descriptor(s + step * 128), descriptor(k + step * 128),
+                                      add || step > 0);
+  }
+}
+
+// Starts o = s^T * k. s: kDepth rows of 64 columns, o's rows; k: kDepth rows of kColumns columns.
+template <ElementType kElement, int kDepth, int kColumns>
+__device__ __forceinline__ void start_across(float (&o)[kColumns / 2], uint32_t s, uint32_t k) {
+  pin_registers(o);
+  cute::warpgroup_arrive();
+  add_across<kElement, kDepth, kColumns>(o, s, k, false);
+  cute::warpgroup_commit_batch();
+}
+
+// Starts o = s^T * k + other_s^T * other_k.
+template <ElementType kElement, int kDepth, int kColumns>
+__device__ __forceinline__ void start_across(float (&o)[kColumns / 2], uint32_t s, uint32_t k,
+                                             uint32_t other_s, uint32_t other_k) {
+  pin_registers(o);
+  cute::warpgroup_arrive();
+  add_across<kElement, kDepth, kColumns>(o, s, k, false);
+  add_across<kElement, kDepth, kColumns>(o, other_s, other_k, true);
   cute::warpgroup_commit_batch();
 }
 

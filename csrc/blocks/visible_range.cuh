@@ -35,6 +35,25 @@ struct Visibility {
     return low < high ? BlockRange{low, high} : BlockRange{0, 0};
   }
 
+  // Blocks of kM of num_rows rows that see a key from first_key to last_key.
+  template <int kM>
+  __device__ __forceinline__ BlockRange row_blocks(int num_rows, int first_key,
+                                                   int last_key) const {
+    if (last_key < first_key) return {0, 0};
+    const int low = max(0, first_key - last) / kM;
+    const int high = (max(0, min(num_rows, last_key - first + 1)) + kM - 1) / kM;
+    return low < high ? BlockRange{low, high} : BlockRange{0, 0};
+  }
+
+  // Blocks of kM rows of which each sees every key from first_key to last_key.
+  template <int kM>
+  __device__ __forceinline__ BlockRange clear_row_blocks(int first_key, int last_key) const {
+    if (last_key >= num_keys) return {0, 0};
+    const int low = (max(0, last_key - last) + kM - 1) / kM;
+    const int high = max(0, first_key - first + 1) / kM;
+    return {low, max(low, high)};
+  }
+
   // Blocks of which every key is visible to every row from first_row to last_row.
   template <int kN>
   __device__ __forceinline__ BlockRange clear_blocks(int first_row, int last_row) const {
@@ -69,6 +88,27 @@ __device__ __forceinline__ void hide_keys(float (&s)[kN / 2], const Visibility& 
       for (int i = 2 * r; i < kN / 2; i += 4) {
         if (i / 4 * 8 < begin) s[i] = -INFINITY;
         if (i / 4 * 8 + 1 < begin) s[i + 1] = -INFINITY;
+      }
+    }
+  }
+}
+
+// Sets probabilities of a tile of keys x kM queries to 0 where the query does not see the key. key:
+// the thread's first, the second is 8 below. first_row: of the tile.
+template <int kM>
+__device__ __forceinline__ void hide_rows(float (&p)[kM / 2], const Visibility& visibility, int key,
+                                          int first_row) {
+  const int row = first_row + threadIdx.x % 4 * 2;  // of thread column 0 (wgmma.cuh)
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int begin = key + 8 * r < visibility.num_keys ? key + 8 * r - visibility.last - row : kM;
+    const int last = key + 8 * r - visibility.first - row;
+#pragma unroll
+    for (int i = 2 * r; i < kM / 2; i += 4) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = i / 4 * 8 + c;
+        if (column < begin || column > last) p[i + c] = 0.f;
       }
     }
   }

@@ -12,7 +12,9 @@ namespace flashattn3 {
 
 // scores: d = a * b^T (+ d if accumulate), both operands in shared memory with the depth
 // contiguous. values: d += a * b, a in registers, b in shared memory: 16 bits with the columns
-// contiguous, 8 bits with the depth contiguous, the only order there is for them.
+// contiguous, 8 bits with the depth contiguous, the only order there is for them. 16 bits alone:
+// shared_values: as values, but a in shared memory, with the depth contiguous. across: d = a * b
+// (+ d if accumulate), both in shared memory, a with its rows and b with its columns contiguous.
 // Thread t of the warpgroup, lane l = t % 32, holds of d rows 16 * (t / 32) + l / 4 (d[i] with
 // i / 2 even) and 8 below (odd), columns 8 * (i / 4) + 2 * (l % 4) + i % 2. (PTX ISA, "Register
 // fragments and shared memory layouts" of wgmma.mma_async.m64nNk16.)
@@ -41,8 +43,10 @@ struct Wgmma;
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
 // o0 to o4: the operand numbers that follow the accumulators.
-// DEPTH: k16 or k32. SCORES, VALUES: how b lies, as the instruction of the type wants it said.
-#define FA3_WGMMA(ELEMENT, NAME, DEPTH, SCORES, VALUES, N, PLACES, o0, o1, o2, o3, o4, ...)        \
+// DEPTH: k16 or k32. SCORES, VALUES, SHARED, ACROSS: how a and b lie, as the instruction of the
+// type wants it said.
+#define FA3_WGMMA(ELEMENT, NAME, DEPTH, SCORES, VALUES, SHARED, ACROSS, N, PLACES, o0, o1, o2, o3, \
+                  o4, ...)                                                                         \
   template <>                                                                                      \
   struct Wgmma<ELEMENT, N> {                                                                       \
     static __device__ __forceinline__ void scores(float (&d)[N / 2], uint64_t a, uint64_t b,       \
@@ -51,6 +55,23 @@ struct Wgmma;
           "{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\n"                                        \
           "wgmma.mma_async.sync.aligned.m64n" #N DEPTH ".f32." NAME "." NAME " {" PLACES "}, %"    \
           #o0 ", %" #o1 ", p, 1, 1" SCORES ";\n}"                                                  \
+          : __VA_ARGS__                                                                            \
+          : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                    \
+    }                                                                                              \
+    static __device__ __forceinline__ void shared_values(float (&d)[N / 2], uint64_t a,            \
+                                                         uint64_t b) {                             \
+      asm volatile(                                                                                \
+          "wgmma.mma_async.sync.aligned.m64n" #N DEPTH ".f32." NAME "." NAME " {" PLACES "}, %"    \
+          #o0 ", %" #o1 ", 1, 1, 1" SHARED ";"                                                     \
+          : __VA_ARGS__                                                                            \
+          : "l"(a), "l"(b));                                                                       \
+    }                                                                                              \
+    static __device__ __forceinline__ void across(float (&d)[N / 2], uint64_t a, uint64_t b,       \
+                                                  bool accumulate) {                               \
+      asm volatile(                                                                                \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\n"                                        \
+          "wgmma.mma_async.sync.aligned.m64n" #N DEPTH ".f32." NAME "." NAME " {" PLACES "}, %"    \
+          #o0 ", %" #o1 ", p, 1, 1" ACROSS ";\n}"                                                  \
           : __VA_ARGS__                                                                            \
           : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                    \
     }                                                                                              \
@@ -64,12 +85,15 @@ struct Wgmma;
     }                                                                                              \
   };
 #define FA3_WGMMA_BOTH(...)                                                                        \
-  FA3_WGMMA(ElementType::kBFloat16, "bf16", "k16", ", 0, 0", ", 1", __VA_ARGS__)                   \
-  FA3_WGMMA(ElementType::kFloat16, "f16", "k16", ", 0, 0", ", 1", __VA_ARGS__)
+  FA3_WGMMA(ElementType::kBFloat16, "bf16", "k16", ", 0, 0", ", 1", ", 0, 1", ", 1, 1",            \
+            __VA_ARGS__)                                                                           \
+  FA3_WGMMA(ElementType::kFloat16, "f16", "k16", ", 0, 0", ", 1", ", 0, 1", ", 1, 1",              \
+            __VA_ARGS__)
 #define FA3_WGMMA_ALL(...)                                                                         \
   FA3_WGMMA_BOTH(__VA_ARGS__)                                                                      \
-  FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", __VA_ARGS__)
+  FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", ", none", ", none", __VA_ARGS__)
 
+FA3_WGMMA_BOTH(32, FA3_PLACES_0 ", " FA3_PLACES_1, 16, 17, 18, 19, 20, FA3_ACC8(0), FA3_ACC8(8))
 FA3_WGMMA_ALL(64, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3, 32, 33, 34,
     35, 36, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24))
 FA3_WGMMA_BOTH(80, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "

@@ -8,11 +8,11 @@ namespace flashattn3 {
 
 template <ForwardRow kRow>
 ForwardKernel compiled_forward(const char* name) {
-  return {.name = name,
-          .head_dim = kRow.head_dim,
-          .kernel = forward_entry<kRow>(),
-          .num_threads = forward_num_threads(kRow),
-          .shared_memory_bytes = forward_shared_bytes(kRow),
+  return {.info = {.name = name,
+                   .head_dim = kRow.head_dim,
+                   .kernel = forward_entry<kRow>(),
+                   .num_threads = forward_num_threads(kRow),
+                   .shared_memory_bytes = forward_shared_bytes(kRow)},
           .launch = launch_forward<kRow>,
           .promoted_bytes = promoted_bytes<kRow>};
 }

@@ -7,12 +7,36 @@
 namespace flashattn3 {
 namespace {
 
-std::span<const ForwardEntry> entries() {
+std::span<const ForwardEntry> forward_entries() {
   return {kForwardEntries, static_cast<size_t>(kNumForwardEntries)};
+}
+std::span<const BackwardEntry> backward_entries() {
+  return {kBackwardEntries, static_cast<size_t>(kNumBackwardEntries)};
+}
+
+template <class Kernel>
+const Kernel& kernel_of(std::span<const TableEntry<Kernel>> entries, int64_t row) {
+  if (row < 0 || row >= static_cast<int64_t>(entries.size())) {
+    fail("kernel row " + std::to_string(row), "is not in the table");
+  }
+  const TableEntry<Kernel>& entry = entries[row];
+  if (entry.kernel == nullptr) fail(entry.name, "is not in this build (FLASHATTN3_KERNELS)");
+  return *entry.kernel;
+}
+
+// Calls function(info) for every compiled kernel of the table.
+template <class Function>
+void for_each_compiled(Function function) {
+  for (const ForwardEntry& entry : forward_entries()) {
+    if (entry.kernel != nullptr) function(entry.kernel->info);
+  }
+  for (const BackwardEntry& entry : backward_entries()) {
+    if (entry.kernel != nullptr) function(entry.kernel->info);
+  }
 }
 
 // Leaves the facts of the GPU at -1 where there is none, or none that has code for this kernel.
-void ask_device(const ForwardKernel& kernel, KernelFacts& facts) {
+void ask_device(const KernelInfo& kernel, KernelFacts& facts) {
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, kernel.kernel) != cudaSuccess) {
     cudaGetLastError();
@@ -32,14 +56,8 @@ void ask_device(const ForwardKernel& kernel, KernelFacts& facts) {
 
 }  // namespace
 
-const ForwardKernel& forward_kernel(int64_t row) {
-  if (row < 0 || row >= kNumForwardEntries) {
-    fail("kernel row " + std::to_string(row), "is not in the table");
-  }
-  const ForwardEntry& entry = kForwardEntries[row];
-  if (entry.kernel == nullptr) fail(entry.name, "is not in this build (FLASHATTN3_KERNELS)");
-  return *entry.kernel;
-}
+const ForwardKernel& forward_kernel(int64_t row) { return kernel_of(forward_entries(), row); }
+const BackwardKernel& backward_kernel(int64_t row) { return kernel_of(backward_entries(), row); }
 
 const char* table_hash() { return kTableHash; }
 
@@ -57,20 +75,17 @@ std::string driver_fault() {
 
 std::vector<std::string> compiled_rows() {
   std::vector<std::string> names;
-  for (const ForwardEntry& entry : entries()) {
-    if (entry.kernel != nullptr) names.push_back(entry.name);
-  }
+  for_each_compiled([&](const KernelInfo& kernel) { names.push_back(kernel.name); });
   return names;
 }
 
 std::vector<KernelFacts> kernel_facts() {
   std::vector<KernelFacts> compiled;
-  for (const ForwardEntry& entry : entries()) {
-    if (entry.kernel == nullptr) continue;
-    KernelFacts facts{entry.name, entry.kernel->num_threads, entry.kernel->shared_memory_bytes};
-    ask_device(*entry.kernel, facts);
+  for_each_compiled([&](const KernelInfo& kernel) {
+    KernelFacts facts{kernel.name, kernel.num_threads, kernel.shared_memory_bytes};
+    ask_device(kernel, facts);
     compiled.push_back(facts);
-  }
+  });
   return compiled;
 }
 

@@ -1,5 +1,5 @@
-// The compiled kernels, in the order of ROWS in flashattn3/kernel_table.py. The build writes the
-// three constants below and one unit for each row.
+// The compiled kernels, in the order of ROWS and BACKWARD_ROWS in flashattn3/kernel_table.py. The
+// build writes the constants below and one unit for each row.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,30 +15,48 @@
 
 namespace flashattn3 {
 
-// kernel: the entry, for cudaFuncGetAttributes. launch: throws where the launch fails.
-// promoted_bytes: of QuantizedParams::promoted.
-struct ForwardKernel {
+// kernel: the entry, for cudaFuncGetAttributes.
+struct KernelInfo {
   const char* name;
   int head_dim;
   const void* kernel;
   int num_threads;
   int shared_memory_bytes;
+};
+
+// launch: throws where the launch fails. promoted_bytes: of QuantizedParams::promoted.
+struct ForwardKernel {
+  KernelInfo info;
   void (*launch)(const ForwardParams&, cudaStream_t);
   int64_t (*promoted_bytes)(const ForwardParams&);
 };
 
-// A row of the table, and its kernel; null where FLASHATTN3_KERNELS left the row out of the build.
-struct ForwardEntry {
-  const char* name;
-  const ForwardKernel* kernel;
+// As above; workspace_bytes: of BackwardParams::workspace.
+struct BackwardKernel {
+  KernelInfo info;
+  void (*launch)(const BackwardParams&, cudaStream_t);
+  int64_t (*workspace_bytes)(const ForwardParams&);
 };
+
+// A row of the table, and its kernel; null where FLASHATTN3_KERNELS left the row out of the build.
+template <class Kernel>
+struct TableEntry {
+  const char* name;
+  const Kernel* kernel;
+};
+using ForwardEntry = TableEntry<ForwardKernel>;
+using BackwardEntry = TableEntry<BackwardKernel>;
 
 extern const char* const kTableHash;
 extern const int kNumForwardEntries;
 extern const ForwardEntry kForwardEntries[];
+extern const int kNumBackwardEntries;
+extern const BackwardEntry kBackwardEntries[];
 
-// Throws for an index outside the table and for a row that is not in this build, naming it.
+// row: index into ROWS, or BACKWARD_ROWS. Throws for an index outside the table and for a row that
+// is not in this build, naming it.
 const ForwardKernel& forward_kernel(int64_t row);
+const BackwardKernel& backward_kernel(int64_t row);
 
 // What is known of one compiled kernel. The last four are -1 without a GPU that can run it.
 // local_bytes: spills and arrays in local memory, for each thread.

@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <climits>
 #include <cstdint>
@@ -14,6 +13,7 @@
 
 #include "host/errors.h"
 #include "host/forward_row.h"
+#include "host/launch.cuh"
 #include "host/params.h"
 #include "host/prepare_ragged.h"
 #include "host/tensor_map.h"
@@ -130,32 +130,14 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
   args.num_heads_kv = params.num_heads_kv;
   args.heads_per_kv = params.num_heads_q / params.num_heads_kv;
   args.head_dim_v = params.head_dim_v;
-  // No two positions are further apart than this.
-  const int widest = std::max(params.seqlen_q, params.seqlen_k);
-  args.window_left = params.window_left < 0 ? widest : std::min(params.window_left, widest);
-  args.window_right = params.window_right < 0 ? widest : std::min(params.window_right, widest);
-  constexpr float kLog2e = 1.44269504088896f;
-  args.tanh_scale =
-      params.softcap > 0.f ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;
-  // Scores too small for the cap to matter, or all 0, go without.
-  args.score_scale = (args.tanh_scale != 0.f ? params.softcap : params.softmax_scale) * kLog2e;
-  args.cap_ratio = args.tanh_scale != 0.f ? args.tanh_scale / args.score_scale : 0.f;
+  const Windows windows = windows_of(params);
+  args.window_left = windows.left;
+  args.window_right = windows.right;
+  const ScoreScales scales = score_scales_of(params);
+  args.tanh_scale = scales.tanh;
+  args.score_scale = scales.score;
+  args.cap_ratio = scales.tanh != 0.f ? scales.tanh / scales.score : 0.f;
   return args;
-}
-
-// Lets the kernel have its shared memory on the current device; asked for once on each.
-template <ForwardRow kRow>
-void allow_shared_memory() {
-  static std::atomic<uint64_t> allowed{0};
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "the current device");
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (device < 64 && (allowed.load(std::memory_order_relaxed) & bit)) return;
-  check_cuda(
-      cudaFuncSetAttribute(forward_attention<ForwardConfig<kRow>>,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, forward_shared_bytes(kRow)),
-      "shared memory of a forward kernel");
-  allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
 // Enqueues the kernel; waits for nothing. Throws std::runtime_error, naming the row, the grid and
@@ -173,25 +155,11 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
   }
   const ForwardArguments args = make_forward_arguments<kRow>(params);
   if (params.cu_seqlens_q != nullptr) prepare_ragged_forward(params, kRow.block_m, stream);
-  allow_shared_memory<kRow>();
+  allow_shared_memory<forward_attention<ForwardConfig<kRow>>>(forward_shared_bytes(kRow));
   const int grid = std::max(1, std::min(params.num_sms - params.sm_margin, args.order.num_tiles));
-  cudaLaunchAttribute early_start;
-  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early_start.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(forward_num_threads(kRow));
-  config.dynamicSmemBytes = forward_shared_bytes(kRow);
-  config.stream = stream;
-  config.attrs = &early_start;
-  config.numAttrs = params.tile_counter != nullptr ? 1 : 0;  // null: perhaps in a graph capture
-  const cudaError_t status =
-      cudaLaunchKernelEx(&config, forward_attention<ForwardConfig<kRow>>, args);
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // the next to ask shall not be told of it again
-  fail("launch of " + describe(kRow) + " on " + std::to_string(grid) + " CTAs with " +
-           std::to_string(forward_shared_bytes(kRow)) + " bytes of shared memory",
-       cudaGetErrorString(status));
+  const bool early = params.tile_counter != nullptr;  // null: perhaps in a graph capture
+  launch_kernel([] { return describe(kRow); }, forward_attention<ForwardConfig<kRow>>, dim3(grid),
+                forward_num_threads(kRow), forward_shared_bytes(kRow), stream, early, args);
 }
 
 // The kernel's entry, for cudaFuncGetAttributes. Threads and shared memory:

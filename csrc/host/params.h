@@ -91,4 +91,25 @@ struct ForwardParams {
   int32_t* tile_counter;
 };
 
+// What one call of the backward asks for: the call whose gradient is wanted, with its results, and
+// what backward kernels read and write besides.
+struct BackwardParams {
+  ForwardParams forward;  // out and lse are read; ragged_order: of sequences of keys
+
+  const void* dout;   // as out
+  const float* dlse;  // as lse; null: 0
+  // Rows that belong to no sequence are not written; columns up to a multiple of 8 may be.
+  void* dq;  // as q
+  void* dk;  // as k
+  void* dv;  // as v
+  Strides dout_stride;
+  Strides dlse_stride;  // elements; here no axis has to be 1
+  Strides dq_stride;
+  Strides dk_stride;
+  Strides dv_stride;
+
+  bool ordered;     // sums of dq are added up in the same order in every call
+  void* workspace;  // backward_workspace_bytes(), 16-byte aligned; nothing is expected in it
+};
+
 }  // namespace flashattn3

@@ -23,4 +23,16 @@ void prepare_ragged_forward(const ForwardParams& params, int block_m, cudaStream
   check_cuda(cudaGetLastError(), "launch of prepare_ragged");
 }
 
+void order_ragged_keys(const ForwardParams& params, int block_n, cudaStream_t stream) {
+  // What the kernel calls rows are those that are worked on in blocks, here the keys.
+  RaggedArguments args{};
+  args.rows = {params.cu_seqlens_k, params.seqused_k, params.seqlen_k, params.total_k};
+  args.keys = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
+  args.batch = params.batch;
+  args.block_m = block_n;
+  args.order = {params.ragged_order, params.batch};
+  prepare_ragged<<<1, kRaggedThreads, 0, stream>>>(args);  // the CTA that orders
+  check_cuda(cudaGetLastError(), "launch of prepare_ragged");
+}
+
 }  // namespace flashattn3

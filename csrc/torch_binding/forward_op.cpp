@@ -16,107 +16,21 @@
 #include "host/kernel_registry.h"
 #include "host/params.h"
 #include "host/tile_counters.h"
+#include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 namespace {
 
-using torch::stable::Tensor;
-
-// Where the axes of a tensor are: (batch, rows, heads, head_dim), or (rows, heads, head_dim).
-struct Axes {
-  explicit Axes(bool varlen) : batch(0), rows(varlen ? 0 : 1), heads(rows + 1), dim(rows + 2) {}
-  int64_t batch, rows, heads, dim;
-};
-
-bool fit_together(const Tensor& q, const Tensor& k, const Tensor& out, const Tensor& lse,
-                  const Axes& axes) {
-  const int64_t rank = axes.dim + 1;
-  if (q.dim() != rank || k.dim() != rank || out.dim() != rank) return false;
-  return k.size(axes.dim) == q.size(axes.dim) && out.size(axes.rows) == q.size(axes.rows) &&
-         out.size(axes.heads) == q.size(axes.heads) &&
-         lse.numel() * q.size(axes.dim) == q.numel() && lse.is_contiguous();
-}
-
-bool fit_together(const Tensor& k, const Tensor& v, const Tensor& out, const Axes& axes) {
-  return v.dim() == axes.dim + 1 && v.size(axes.rows) == k.size(axes.rows) &&
-         v.size(axes.heads) == k.size(axes.heads) && out.size(axes.dim) >= v.size(axes.dim);
-}
-
 // out, its rows of whole 16 bytes, and lse.
 std::tuple<Tensor, Tensor> new_results(const Tensor& q, int64_t head_dim_v, int32_t dtype,
                                        const Axes& axes, int device) {
   const int32_t fp32 = aoti_torch_dtype_float32();
   const int64_t rows = q.size(axes.rows), heads = q.size(axes.heads);
-  const int64_t columns = (head_dim_v + 7) / 8 * 8;
-  if (axes.rows == 1) {
-    const int64_t batch = q.size(axes.batch);
-    return {new_tensor<4>({batch, rows, heads, columns}, dtype, device),
-            new_tensor<3>({batch, heads, rows}, fp32, device)};
-  }
-  return {new_tensor<3>({rows, heads, columns}, dtype, device),
-          new_tensor<2>({heads, rows}, fp32, device)};
-}
-
-// Which rows are sequences; cu_seqlens are both there or both not.
-struct Ragged {
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  bool varlen() const { return cu_seqlens_q.has_value(); }
-};
-
-// seqlen_q, seqlen_k: rows of a sequence, of the longest one where there are cu_seqlens.
-struct Scalars {
-  int64_t seqlen_q, seqlen_k;
-  double softmax_scale, softcap;
-  int64_t window_left, window_right;
-  int64_t num_sms, sm_margin;
-};
-
-// All but v, of which only the head dim is read. ragged_order: room for it.
-ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, const Tensor& out,
-                          const Tensor& lse, const Ragged& ragged,
-                          const std::optional<Tensor>& ragged_order, const Scalars& scalars) {
-  const bool varlen = ragged.varlen();
-  const Axes axes(varlen);
-  const int64_t total_q = q.size(axes.rows), heads_q = q.size(axes.heads);
-  return {
-      .q = q.data_ptr(),
-      .k = k.data_ptr(),
-      .out = out.data_ptr(),
-      .lse = static_cast<float*>(lse.data_ptr()),
-      .q_stride = row_strides(q, varlen),
-      .k_stride = row_strides(k, varlen),
-      .out_stride = row_strides(out, varlen),
-      .lse_stride = {.batch = varlen ? 0 : heads_q * total_q, .seq = 1, .head = total_q},
-      .batch = static_cast<int>(varlen ? ragged.cu_seqlens_q->numel() - 1 : q.size(axes.batch)),
-      .seqlen_q = static_cast<int>(scalars.seqlen_q),
-      .seqlen_k = static_cast<int>(scalars.seqlen_k),
-      .total_q = static_cast<int>(total_q),
-      .total_k = static_cast<int>(k.size(axes.rows)),
-      .num_heads_q = static_cast<int>(heads_q),
-      .num_heads_kv = static_cast<int>(k.size(axes.heads)),
-      .head_dim = static_cast<int>(q.size(axes.dim)),
-      .head_dim_v = static_cast<int>(head_dim_v),
-      .cu_seqlens_q = indices(ragged.cu_seqlens_q),
-      .cu_seqlens_k = indices(ragged.cu_seqlens_k),
-      .seqused_q = indices(ragged.seqused_q),
-      .seqused_k = indices(ragged.seqused_k),
-      .ragged_order = ragged_order ? static_cast<int32_t*>(ragged_order->data_ptr()) : nullptr,
-      .softmax_scale = static_cast<float>(scalars.softmax_scale),
-      .softcap = static_cast<float>(scalars.softcap),
-      .window_left = static_cast<int>(scalars.window_left),
-      .window_right = static_cast<int>(scalars.window_right),
-      .num_sms = static_cast<int>(scalars.num_sms),
-      .sm_margin = static_cast<int>(scalars.sm_margin),
-  };
-}
-
-// Memory for the order of the sequences. Its owner may go once the launch is in the stream, as with
-// all of torch's memory.
-std::optional<Tensor> new_ragged_order(const Ragged& ragged, int device) {
-  if (!ragged.varlen()) return std::nullopt;
-  return new_tensor<1>({2 * ragged.cu_seqlens_q->numel() - 1}, aoti_torch_dtype_int32(), device);
+  return {new_rows(q, head_dim_v, dtype, axes, device),
+          axes.rows == 1 ? new_tensor<3>({q.size(axes.batch), heads, rows}, fp32, device)
+                         : new_tensor<2>({heads, rows}, fp32, device)};
 }
 
 void launch(const ForwardKernel& kernel, ForwardParams params, int device) {
@@ -137,7 +51,7 @@ void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens
   const Ragged ragged{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   const Axes axes(ragged.varlen());
   if (!fit_together(q, k, out, lse, axes) || !fit_together(k, v, out, axes)) {
-    fail(kernel.name, "the tensors do not fit together");
+    fail(kernel.info.name, "the tensors do not fit together");
   }
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
@@ -159,7 +73,7 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<T
                                    int64_t window_right, int64_t num_sms, int64_t sm_margin) {
   const Axes axes(cu_seqlens_q.has_value());
   if (q.dim() != axes.dim + 1 || v.dim() != axes.dim + 1) {
-    fail(forward_kernel(row).name, "the tensors do not fit together");
+    fail(forward_kernel(row).info.name, "the tensors do not fit together");
   }
   const std::tuple<Tensor, Tensor> results =
       new_results(q, v.size(axes.dim), dtype_of(q), axes, q.get_device_index());
@@ -197,14 +111,14 @@ std::tuple<Tensor, Tensor> forward_fp8(
   const Axes axes(ragged.varlen());
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
-  if (q.dim() != axes.dim + 1) fail(kernel.name, "the tensors do not fit together");
+  if (q.dim() != axes.dim + 1) fail(kernel.info.name, "the tensors do not fit together");
   const int32_t dtype = out_is_fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
   const auto [out, lse] = new_results(q, head_dim_v, dtype, axes, device);
   // v: (batch, heads, slots / 16, columns, 16), or without the batch.
   const int64_t v_heads = axes.rows;
   if (!fit_together(q, k, out, lse, axes) || v.dim() != axes.dim + 2 || !v.is_contiguous() ||
-      v.size(v_heads) != k.size(axes.heads) || v.size(v_heads + 2) != kernel.head_dim) {
-    fail(kernel.name, "the tensors do not fit together");
+      v.size(v_heads) != k.size(axes.heads) || v.size(v_heads + 2) != kernel.info.head_dim) {
+    fail(kernel.info.name, "the tensors do not fit together");
   }
   const std::optional<Tensor> order = new_ragged_order(ragged, device);
   ForwardParams params = make_params(
@@ -228,12 +142,6 @@ std::tuple<Tensor, Tensor> forward_fp8(
 
 }  // namespace
 
-#define FA3_TENSORS                                                                               \
-  "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, " \
-  "Tensor? seqused_k, "
-#define FA3_OPTIONS                                                                            \
-  "int row, int seqlen_q, int seqlen_k, float softmax_scale, float softcap, int window_left, " \
-  "int window_right, int num_sms, int sm_margin"
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def("forward(" FA3_TENSORS FA3_OPTIONS ") -> (Tensor out, Tensor lse)");
   library.def("forward_into(" FA3_TENSORS "Tensor(a!) out, Tensor(b!) lse, " FA3_OPTIONS ") -> ()");

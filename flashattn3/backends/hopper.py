@@ -1,6 +1,7 @@
 """The Hopper backend: FlashAttention-3 kernels, compiled ahead of time, for compute capability 9.0.
 
-The gradient runs through the Triton backend, with this kernel's log-sum-exp.
+A gradient for which there is no row of the kernel table runs through the Triton backend, with this
+backend's log-sum-exp.
 """
 
 from __future__ import annotations
@@ -14,8 +15,17 @@ from torch import Tensor
 
 from ..device import DeviceInfo
 from ..errors import UnsupportedError
-from ..kernel_table import E4M3, MAX_HEAD_DIM, ROWS, ForwardRow, select_row
-from ..problem import ALIGNMENT_BYTES, Problem, Tensors
+from ..kernel_table import (
+    E4M3,
+    MAX_HEAD_DIM,
+    BackwardRow,
+    ForwardRow,
+    Row,
+    all_rows,
+    select_backward_row,
+    select_row,
+)
+from ..problem import Problem, Tensors
 from ..scales import FP8
 from . import hopper_launches, sixteen_bit
 from .hopper_library import MENDED_BY, Library, library_for_gpu
@@ -29,8 +39,9 @@ CAPABILITY = 90
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """The kernel row of a plan and what has to happen around it.
+    """The kernel rows of a plan and what has to happen around them.
 
+    gradient_row: None where the gradient runs on Triton.
     copied: names of the tensors that TMA cannot read where they are: it wants addresses and
         strides in multiples of 16 bytes.
     num_ctas: thread blocks, each of which works off tiles until none is left.
@@ -38,6 +49,7 @@ class HopperConfig:
 
     row: ForwardRow
     num_ctas: int
+    gradient_row: BackwardRow | None = None
     copied: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, object]:
@@ -51,7 +63,7 @@ class HopperConfig:
             "shared_memory_bytes": row.shared_memory_bytes,
             "tile measured": row.measured or "not yet",
             "copied first": ", ".join(self.copied) or "nothing",
-            "gradient": "triton",
+            "gradient": "triton" if self.gradient_row is None else self.gradient_row.name,
         }
 
 
@@ -74,7 +86,7 @@ class HopperBackend:
             return f"needs compute capability 9.0, {device.name} has {device.capability / 10}"
         if device.interpreted or device.lowering != CAPABILITY:
             return "stands aside where Triton is told to interpret or to compile for another chip"
-        needed = max(row.shared_memory_bytes for row in ROWS)
+        needed = max(row.shared_memory_bytes for row in all_rows())
         if device.shared_memory_bytes < needed:
             found = device.shared_memory_bytes
             return f"needs {needed} bytes of shared memory for a block, {device.name} has {found}"
@@ -87,7 +99,9 @@ class HopperBackend:
             return reason
         if problem.num_splits > 1:
             return "works the keys off in one pass (num_splits)"
-        row = _row_of(problem)
+        return self._unusable_reason(_row_of(problem), problem)
+
+    def _unusable_reason(self, row: Row, problem: Problem) -> str | None:
         if row.name not in self.library().rows:
             return f"kernel row {row.name} is not in this build (FLASHATTN3_KERNELS)"
         if self.only_measured and not row.measured and problem.backend != self.name:
@@ -98,12 +112,20 @@ class HopperBackend:
         row = _row_of(problem)
         tiles = ceil(problem.seqlen_q / row.block_m) * problem.num_heads_q * problem.batch
         num_ctas = max(1, min(tiles, device.num_sms - problem.sm_margin))
-        return HopperConfig(row, num_ctas, _unfit_for_tma(problem))
+        return HopperConfig(row, num_ctas, self._gradient_row(problem), _unfit_for_tma(problem))
+
+    def _gradient_row(self, problem: Problem) -> BackwardRow | None:
+        head_dim = max(problem.head_dim, problem.head_dim_v)
+        row = select_backward_row(_dtype_name(problem), head_dim)
+        if row is None or self._unusable_reason(row, problem) is not None:
+            return None
+        # A cluster for each tile of keys cannot leave SMs free.
+        return None if row.in_pairs and problem.sm_margin else row
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
         run = plan.launches.get("forward")
         if run is None:
-            run = plan.launches["forward"] = hopper_launches.prepare(plan, self.library())
+            run = plan.launches["forward"] = hopper_launches.prepare_forward(plan, self.library())
         return run(*tensors)
 
     def backward(
@@ -115,10 +137,15 @@ class HopperBackend:
         out: Tensor,
         lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        triton = plan.launches.get("backward")
-        if triton is None:
-            triton = plan.launches["backward"] = _gradient_plan(plan)
-        return TRITON.backward(triton, dout, dlse, tensors, out, lse)
+        if plan.config.gradient_row is None:
+            triton = plan.launches.get("backward")
+            if triton is None:
+                triton = plan.launches["backward"] = _gradient_plan(plan)
+            return TRITON.backward(triton, dout, dlse, tensors, out, lse)
+        run = plan.launches.get("backward")
+        if run is None:
+            run = plan.launches["backward"] = hopper_launches.prepare_backward(plan, self.library())
+        return run(dout, dlse, out, lse, *tensors)
 
 
 BACKEND = HopperBackend()
@@ -126,27 +153,28 @@ BACKEND = HopperBackend()
 
 def _row_of(problem: Problem) -> ForwardRow:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    dtype = E4M3 if problem.dtype == FP8 else sixteen_bit.DTYPE_NAMES[problem.dtype]
-    return select_row(dtype, head_dim, problem.windowed, problem.seqlen_k)
+    return select_row(_dtype_name(problem), head_dim, problem.windowed, problem.seqlen_k)
+
+
+def _dtype_name(problem: Problem) -> str:
+    return E4M3 if problem.dtype == FP8 else sixteen_bit.DTYPE_NAMES[problem.dtype]
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
     """Which of q, k and v lie at an address, or have a stride, that TMA does not take.
 
-    Strides of 0 (an expanded tensor) are among them: its descriptors are for distinct rows. V in 8
-    bits comes in slots, or is put into them.
+    V in 8 bits comes in slots, or is put into them.
     """
     lengths = {"q": problem.total_q, "k": problem.total_k, "v": problem.total_k}
-    aligned_elements = ALIGNMENT_BYTES // problem.dtype.itemsize
     if problem.dtype == FP8:
         del lengths["v"]
     unfit = []
     for name, length in lengths.items():
         heads = problem.num_heads_q if name == "q" else problem.num_heads_kv
-        batch = 1 if problem.varlen else problem.batch
-        strides = zip((batch, length, heads), getattr(problem, f"{name}_stride"), strict=True)
-        odd = any(size > 1 and (not step or step % aligned_elements) for size, step in strides)
-        if odd or name in problem.misaligned:
+        sizes = (1 if problem.varlen else problem.batch, length, heads)
+        strides = getattr(problem, f"{name}_stride")
+        fits = hopper_launches.fits_tma(sizes, strides, problem.dtype.itemsize)
+        if not fits or name in problem.misaligned:
             unfit.append(name)
     return tuple(unfit)
 
@@ -157,8 +185,8 @@ def _gradient_plan(plan: Plan) -> Plan:
     reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
     if reason is not None:
         raise UnsupportedError(
-            f"{problem.function}: the gradient of backend 'hopper' runs on Triton, which does not "
-            f"take this problem (triton: {reason})"
+            f"{problem.function}: this gradient of backend 'hopper' runs on Triton, which does not "
+            f"take the problem (triton: {reason})"
         )
     config = TRITON.configure(problem, device)
     return replace(plan, backend=TRITON, config=config, launches={})

@@ -1,8 +1,8 @@
-"""From a problem and its kernel row to a call of the compiled operator: scalars, copies, slots."""
+"""From a problem and its kernel rows to calls of the compiled operators: scalars, copies, slots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernel_table import ROWS
+from ..kernel_table import BACKWARD_ROWS, ROWS
 from ..problem import ALIGNMENT_BYTES
 from ..scales import FP8
 
@@ -18,10 +18,22 @@ if TYPE_CHECKING:
     from ..plan import Plan
     from .hopper_library import Library
 
-OUT_ALIGNMENT = ALIGNMENT_BYTES // 2  # out has 16 bits, and rows of whole 16 bytes
+OUT_ALIGNMENT = ALIGNMENT_BYTES // 2  # results have 16 bits, and rows of whole 16 bytes
 
 
-def prepare(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
+def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether TMA takes these strides, of the axes before the last.
+
+    Those of 0 (an expanded tensor) it does not: its descriptors are for distinct rows.
+    """
+    aligned = ALIGNMENT_BYTES // itemsize
+    return all(
+        size <= 1 or (step and step % aligned == 0)
+        for size, step in zip(sizes, strides, strict=True)
+    )
+
+
+def prepare_forward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of the tensors in the order of ``Tensors``: (out, lse)."""
     problem, config = plan.problem, plan.config
     fp8 = problem.dtype == FP8
@@ -30,18 +42,35 @@ def prepare(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]
         return run
 
     def run_with_copies(q, k, v, *others):
-        fit = (
-            _aligned_copy(tensor) if name in config.copied else tensor
-            for name, tensor in (("q", q), ("k", k), ("v", v))
-        )
-        out, lse = run(*fit, *others)
+        out, lse = run(*_copied(config.copied, q, k, v), *others)
         return out[..., : problem.head_dim_v].contiguous(), lse
 
     return run_with_copies
 
 
+def prepare_backward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Of (dout, dlse, out, lse) and the tensors in the order of ``Tensors``: (dq, dk, dv)."""
+    problem, copied, operator = plan.problem, plan.config.copied, library.backward
+    row = BACKWARD_ROWS.index(plan.config.gradient_row)
+    scalars = (row, *_scalars(plan), problem.deterministic)
+    whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
+
+    def run(dout, dlse, out, lse, q, k, v, *others):
+        indices = others[:4]
+        if copied:
+            q, k, v = _copied(copied, q, k, v)
+        dout, out = _in_whole_rows(dout), _in_whole_rows(out)
+        results = operator(dout, dlse, out, lse.contiguous(), q, k, v, *indices, *scalars)
+        if whole_rows:
+            return results
+        columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
+        return tuple(x[..., :d].contiguous() for x, d in zip(results, columns, strict=True))
+
+    return run
+
+
 def _call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
-    operator, scalars = library.forward, _scalars(plan)
+    operator, scalars = library.forward, (_forward_row(plan), *_scalars(plan))
 
     def run(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *no_descales):
         return operator(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scalars)
@@ -56,7 +85,7 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
         for scales in (problem.q_scales, problem.k_scales, problem.v_scales)
     )
     out_is_fp16 = problem.out_dtype == torch.float16
-    scalars = (*blocks, problem.head_dim_v, out_is_fp16, *_scalars(plan))
+    scalars = (*blocks, problem.head_dim_v, out_is_fp16, _forward_row(plan), *_scalars(plan))
     to_slots, seqlen_k = library.to_slots, problem.seqlen_k
     columns = plan.config.row.head_dim
 
@@ -71,10 +100,14 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
     return run
 
 
+def _forward_row(plan: Plan) -> int:
+    return ROWS.index(plan.config.row)
+
+
 def _scalars(plan: Plan) -> tuple:
+    """What the operators want after the row."""
     problem = plan.problem
     return (
-        ROWS.index(plan.config.row),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.softmax_scale,
@@ -84,6 +117,18 @@ def _scalars(plan: Plan) -> tuple:
         plan.device.num_sms,
         problem.sm_margin,
     )
+
+
+def _copied(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    named = (("q", q), ("k", k), ("v", v))
+    return tuple(_aligned_copy(tensor) if name in names else tensor for name, tensor in named)
+
+
+def _in_whole_rows(tensor: Tensor) -> Tensor:
+    """dout or out, as the kernels read it."""
+    *strides, last = tensor.stride()
+    fits = last == 1 and fits_tma(tensor.shape[:-1], strides, tensor.element_size())
+    return tensor if fits and tensor.data_ptr() % ALIGNMENT_BYTES == 0 else _aligned_copy(tensor)
 
 
 def _aligned_copy(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Library:
     """What was built. rows: names of the compiled kernels.
 
     fault: why it cannot be used, a sentence; None where it can.
-    forward, forward_fp8, to_slots: the operators of torch.ops.flashattn3_hopper.
+    forward, forward_fp8, to_slots, backward: the operators of torch.ops.flashattn3_hopper.
     """
 
     rows: frozenset[str] = frozenset()
@@ -31,6 +31,7 @@ class Library:
     forward: Callable | None = None
     forward_fp8: Callable | None = None
     to_slots: Callable | None = None
+    backward: Callable | None = None
 
 
 @cache
@@ -53,6 +54,7 @@ def find_library() -> Library:
         forward=operators.forward.default,
         forward_fp8=operators.forward_fp8.default,
         to_slots=operators.to_slots.default,
+        backward=operators.backward.default,
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from ..api import use_backend
 from ..backends import BACKENDS
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
-from .contenders import BASELINES, FP8, FP8_WHOLE, OURS
+from .contenders import BASELINES, DETERMINISTIC, FP8, FP8_WHOLE, MHA, OURS
 from .environment import header
 from .figure import draw
 from .host_suite import run_host
@@ -28,14 +29,17 @@ from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_ragged
 
 SUITES = (*CASES, ACCURACY, QUANTIZE, "varlen", "memory", "host")
-FORWARD_ONLY = ("fp8",)
+ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",)}  # directions of a suite
+# Of ours; elsewhere one.
+OWN = {"fp8": (FP8, FP8_WHOLE, OURS), "gqa": (OURS, MHA), "deterministic": (DETERMINISTIC, OURS)}
 OF_16_BIT = ("fp8", ACCURACY, QUANTIZE)  # what they quantize has 16 bits on a CPU too
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INAPPLICABLE = {
     "fp8": ("direction",),
+    "deterministic": ("direction", "baselines"),
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
     QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
-    "varlen": ("direction", "head_dim", "seqlen", "baselines"),
+    "varlen": ("head_dim", "seqlen", "baselines"),
     "memory": ("direction", "head_dim"),
     "host": ("direction", "head_dim", "seqlen"),
 }
@@ -65,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--baselines",
         type=_baselines,
         help=f"some of {','.join(BASELINES)}; default: fa2,cudnn,naive (on a CPU math,naive), "
-        "without naive in the fp8 suite",
+        "without naive in the fp8 and gqa suites",
     )
     parser.add_argument(
         "--backend",
@@ -164,7 +168,9 @@ def choose_device(name: str | None, error: Refuse) -> torch.device:
 def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     baselines = ("fa2", "cudnn") if on_gpu else ("math",)
-    if suite != "fp8":
+    if suite == "deterministic":
+        baselines = ()
+    elif suite not in ("fp8", "gqa"):
         baselines += ("naive",)
     dtype = "bfloat16" if on_gpu or suite in OF_16_BIT else "float32"
     return Settings(
@@ -173,7 +179,7 @@ def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Set
         baselines=args.baselines or baselines,
         rounds=args.rounds,
         round_ms=1.0 if args.quick else ROUND_MS,
-        own=(FP8, FP8_WHOLE, OURS) if suite == "fp8" else (OURS,),
+        own=OWN.get(suite, (OURS,)),
     )
 
 
@@ -207,22 +213,16 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
         given_up: set[str] = set()
         chosen = [n for n in lengths if args.seqlen is None or n in args.seqlen]
         return [lambda n=n: run_length(n, settings, given_up) for n in chosen]
+    directions = (args.direction,) if args.direction in DIRECTIONS else DIRECTIONS
+    directions = ONLY.get(suite, directions)
     if suite == "varlen":
-        return [
-            lambda head_dim=head_dim, causal=causal: run_ragged(
-                head_dim, causal, settings, args.quick
-            )
-            for head_dim in (64, 128, 256)
-            for causal in (False, True)
-        ]
+        ragged = product(directions, (64, 128, 256), (False, True))
+        return [lambda of=of: run_ragged(*of, settings, args.quick) for of in ragged]
     if suite == ACCURACY:
         cases = accuracy_cases(args.quick)
         return [lambda case=case: run_accuracy(*case, settings) for case in cases]
     if suite == QUANTIZE:
         chosen = quantize_work(args.head_dim)
         return [lambda work=work: run_quantize(work, settings, args.quick) for work in chosen]
-    directions = (args.direction,) if args.direction in DIRECTIONS else DIRECTIONS
-    if suite in FORWARD_ONLY:
-        directions = ("fwd",)
     chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
     return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

@@ -1,7 +1,7 @@
 """What is compared: flashattn3 and the attention that every PyTorch user already has.
 
 An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8"
-takes q, k and v already quantized.
+takes q, k and v already quantized, "mha" the heads of k and v once for each query head.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal)
+
+
+def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
 
 
 def quantize_and_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -72,10 +76,13 @@ def _with_backend(backend: SDPBackend) -> Attention:
 
 
 OURS, FP8, FP8_WHOLE = "flashattn3", "fp8", "quantize+fp8"
+DETERMINISTIC, MHA = "deterministic", "mha"
 CONTENDERS: dict[str, Attention] = {
     FP8: ours,
     FP8_WHOLE: quantize_and_attend,
+    DETERMINISTIC: deterministic,
     OURS: ours,
+    MHA: ours,
     **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
     "naive": naive,
 }

@@ -55,6 +55,13 @@ def quantized(inputs: Inputs) -> Inputs:
     )
 
 
+def with_all_heads(inputs: Inputs) -> Inputs:
+    """k and v with a head of their own, the group's, for each query head."""
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (inputs.k, inputs.v))
+    return inputs._replace(k=k, v=v)
+
+
 def prepare(attention: Attention, cell: Cell, inputs: Inputs) -> Call:
     """The work to time. Its results are named by RESULTS[cell.direction].
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .contenders import BASELINES, FP8, FP8_WHOLE, OURS
+from .contenders import BASELINES, DETERMINISTIC, FP8, FP8_WHOLE, OURS
 from .runner import FAILED, OK, Record
 
 
@@ -60,8 +60,18 @@ MEASURES = {
     ),
 }
 # Suites whose ratios are shown for each cell, and of whom.
-RATIOS_OF = {"fp8": (FP8, FP8_WHOLE), "quantize": (OURS,)}
-OWN = (FP8, FP8_WHOLE, OURS)  # each is compared with what comes after it and with all others
+RATIOS_OF = {
+    "fp8": (FP8, FP8_WHOLE),
+    "gqa": (OURS,),
+    "deterministic": (DETERMINISTIC,),
+    "quantize": (OURS,),
+}
+OWN = (
+    FP8,
+    FP8_WHOLE,
+    DETERMINISTIC,
+    OURS,
+)  # each is compared with what comes after it and with all others
 
 
 def measures(record: Record) -> tuple[Measure, ...]:

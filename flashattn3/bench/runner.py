@@ -9,9 +9,9 @@ import torch
 
 import flashattn3
 
-from .contenders import BASELINES, CONTENDERS, FP8, OURS
+from .contenders import BASELINES, CONTENDERS, FP8, MHA, OURS
 from .gate import Gate
-from .inputs import Call, Inputs, make_inputs, prepare, quantized
+from .inputs import Call, Inputs, make_inputs, prepare, quantized, with_all_heads
 from .suites import Cell
 from .timing import Timing, interleave, make_clock
 
@@ -46,14 +46,21 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
     """
     inputs = make_inputs(cell.case, settings.device, settings.dtype)
     gate = Gate(cell, inputs)
+    if MHA in settings.own:
+        all_heads = with_all_heads(inputs)
+        gate_of_all_heads = Gate(cell.with_all_heads, all_heads)
     calls: dict[str, Call] = {}
     plans: dict[str, Record] = {}
     refused: dict[str, tuple[str, str]] = {}
     for name in settings.contenders:
         try:
-            given = quantized(inputs) if name == FP8 else inputs
+            given, checked = inputs, gate
+            if name == FP8:
+                given = quantized(inputs)
+            elif name == MHA:
+                given, checked = all_heads, gate_of_all_heads
             call = prepare(CONTENDERS[name], cell, given)
-            gate.check(name, call())
+            checked.check(name, call())
             plans[name] = _plan(cell, given) if name in (FP8, OURS) else {}
             calls[name] = call
         except AssertionError as error:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..testing import NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case
+from ..testing import GROUPED_GRID, NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case
 
 DIRECTIONS = ("fwd", "bwd")
-CASES = {"grid": PAPER_GRID, "dims": OTHER_DIMS, "shapes": NAMED_SHAPES, "fp8": PAPER_GRID}
+CASES = {
+    "grid": PAPER_GRID,
+    "dims": OTHER_DIMS,
+    "shapes": NAMED_SHAPES,
+    "gqa": GROUPED_GRID,
+    "deterministic": PAPER_GRID,
+    "fp8": PAPER_GRID,
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,11 @@ class Cell:
     @property
     def column(self) -> str:
         return "" if self.suite == "shapes" else str(self.case.seqlen_k)
+
+    @property
+    def with_all_heads(self) -> Cell:
+        """The same, each query head with a head of k and v of its own: as many FLOPs."""
+        return replace(self, case=replace(self.case, num_heads_kv=self.case.num_heads_q))
 
     @property
     def flops(self) -> float:

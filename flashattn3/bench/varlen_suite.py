@@ -10,9 +10,9 @@ from torch import Tensor
 import flashattn3
 
 from ..testing import Case
-from .contenders import OURS
+from .contenders import OURS, ours
 from .gate import Gate
-from .inputs import Inputs
+from .inputs import Inputs, prepare
 from .runner import OK, Record, Settings
 from .suites import Cell
 from .timing import interleave, make_clock
@@ -23,8 +23,10 @@ QUICK_LENGTHS = (7, 30, 19)
 DENSE = "dense"
 
 
-def run_ragged(head_dim: int, causal: bool, settings: Settings, quick: bool) -> list[Record]:
-    """A record for the ragged call and one for the dense one, forward, without gradients.
+def run_ragged(
+    direction: str, head_dim: int, causal: bool, settings: Settings, quick: bool
+) -> list[Record]:
+    """A record for the ragged call and one for the dense one.
 
     The dense call has nearly as many tokens in sequences of the length that makes the visible
     scores as many too. speed_ratio: of the TFLOP/s, each of the work that it really has.
@@ -41,31 +43,27 @@ def run_ragged(head_dim: int, causal: bool, settings: Settings, quick: bool) -> 
         of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
         return torch.randn(*shape, heads, head_dim, **of)
 
-    ragged = [normal(tokens) for _ in range(3)]
-    dense = [normal(batch, dense_length) for _ in range(3)]
+    ragged = Inputs(*(normal(tokens) for _ in range(4)))
+    dense = Inputs(*(normal(batch, dense_length) for _ in range(4)))
     edges = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     edges = edges.to(settings.device)
 
-    def run_dense() -> Tensor:
-        return flashattn3.flash_attn_func(*dense, causal=causal)
-
-    def run() -> Tensor:
-        return flashattn3.flash_attn_varlen_func(
-            *ragged, edges, edges, max(lengths), max(lengths), causal=causal
-        )
+    def attend_ragged(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        longest = max(lengths), max(lengths)
+        return flashattn3.flash_attn_varlen_func(q, k, v, edges, edges, *longest, causal=causal)
 
     name = f"ragged-d{head_dim}-{'causal' if causal else 'full'}"
     # As in every cell, the last sequence is compared.
     length = lengths[-1]
     shape = (1, length, length, heads, heads, head_dim, head_dim)
-    cell = Cell("varlen", Case(name, *shape, causal=causal), "fwd")
-    q, k, v = (x[None, -length:] for x in ragged)
-    Gate(cell, Inputs(q, k, v, dout=v)).check(OURS, (run()[None, -length:],))
-    calls = {OURS: run, DENSE: run_dense}
-    num_bytes = sum(x.numel() * x.element_size() for x in ragged)
-    clock = make_clock(settings.device, num_bytes)
+    cell = Cell("varlen", Case(name, *shape, causal=causal), direction)
+    calls = {OURS: prepare(attend_ragged, cell, ragged), DENSE: prepare(ours, cell, dense)}
+    last = (x[None, -length:] for x in calls[OURS]())
+    Gate(cell, Inputs(*(x[None, -length:] for x in ragged))).check(OURS, tuple(last))
+    clock = make_clock(settings.device, ragged.num_bytes)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
-    flops = {n: 4 * heads * head_dim * scores[n] / (2 if causal else 1) for n in calls}
+    of_score = 4 * heads * head_dim * (2.5 if direction == "bwd" else 1) / (2 if causal else 1)
+    flops = {n: of_score * scores[n] for n in calls}
     tflops = {n: flops[n] / timings[n].median_ms / 1e9 for n in calls}
     return [
         {

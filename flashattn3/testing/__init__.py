@@ -4,7 +4,15 @@ Attention itself never imports this package. ``strategies`` (random cases) needs
 is not imported here.
 """
 
-from .cases import FORWARD_CASES, NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case, call
+from .cases import (
+    FORWARD_CASES,
+    GROUPED_GRID,
+    NAMED_SHAPES,
+    OTHER_DIMS,
+    PAPER_GRID,
+    Case,
+    call,
+)
 from .fp8 import FORMS, make_fp8_inputs
 from .inputs import make_inputs, make_output_gradients
 from .tolerance import (
@@ -24,6 +32,7 @@ __all__ = [
     "FORWARD_FACTOR",
     "FP8_OF_16_BIT",
     "GRADIENT_FACTOR",
+    "GROUPED_GRID",
     "NAMED_SHAPES",
     "OTHER_DIMS",
     "PAPER_GRID",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -233,6 +233,13 @@ OTHER_DIMS: tuple[Case, ...] = tuple(
     for head_dim in (96, 192)
     for causal in (False, True)
     for seqlen in (1024, 4096, 16384)
+)
+
+# Of the grid, with 8 query heads to each of k and v.
+GROUPED_GRID: tuple[Case, ...] = tuple(
+    replace(case, name=f"{case.name}-gqa8", num_heads_kv=case.num_heads_q // 8)
+    for case in PAPER_GRID
+    if case.head_dim <= 128 and case.seqlen_k in (1024, 4096, 16384)
 )
 
 NAMED_SHAPES: tuple[Case, ...] = (

@@ -3,26 +3,10 @@
 
 #include <vector>
 
-enum class Data { kNormal, kGrowsToFirst, kGrowsToLast, kOutlier, kConstant, kLarge };
-
-struct Case {
-  const char* name;
-  bool fp16 = false;
-  int batch = 1, seqlen_q = 128, seqlen_k = 128;
-  int heads_q = 1, heads_kv = 1, head_dim = 128, head_dim_v = 0;  // 0: head_dim
-  int left = -1, right = -1;
-  float softcap = 0.f;
-  float scale = 0.f;  // 0: head_dim ^ -0.5
-  Data data = Data::kNormal;
-  bool heads_first = false;         // memory order (batch, heads, seq)
-  int pitch_padding = 0;            // elements of NaN after each head's row
-  std::vector<int> cu_q, cu_k;      // cumulative lengths, as given to the kernel
-  std::vector<int> used_q, used_k;  // seqused
-  int total_q = 0, total_k = 0;     // rows of the tensors with cu_q, cu_k
-};
+#include "cases.h"
 
 inline std::vector<Case> forward_cases() {
-  std::vector<Case> cases = {
+  return with_defaults({
       {.name = "smallest", .seqlen_q = 64, .seqlen_k = 80},
       {.name = "one block of keys, ragged", .seqlen_q = 64, .seqlen_k = 17},
       {.name = "one query, one key", .seqlen_q = 1, .seqlen_k = 1},
@@ -286,10 +270,5 @@ inline std::vector<Case> forward_cases() {
        .heads_kv = 4,
        .head_dim = 256,
        .right = 0},
-  };
-  for (Case& c : cases) {
-    if (c.head_dim_v == 0) c.head_dim_v = c.head_dim;
-    if (c.scale == 0.f) c.scale = 1.f / __builtin_sqrtf(c.head_dim);
-  }
-  return cases;
+  });
 }

@@ -3,9 +3,6 @@
 //   forward_check --time [part of a row's name [length]]  TFLOP/s of the benchmark grid
 // Leaves with 0: all right, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it says
 // with which --from to go on.
-#include <signal.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -13,9 +10,11 @@
 #include <string>
 #include <utility>
 
+#include "forward_cases.h"
 #include "forward_problem.h"
 #include "forward_quantized.h"
 #include "forward_rows.h"
+#include "harness.cuh"
 
 using flashattn3::ForwardParams;
 using flashattn3::ForwardRow;
@@ -39,33 +38,6 @@ static std::string row_name(int i) {
                 r.head_dim, r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
                 r.num_q_buffers);
   return name;
-}
-
-static char g_now[256];  // what is running, for the watchdog
-static int g_case;
-
-static void on_alarm(int) {
-  char text[400];
-  const int n =
-      std::snprintf(text, sizeof(text), "HANG  %s; go on with --from %d\n", g_now, g_case + 1);
-  if (write(1, text, n) < 0) _exit(5);
-  _exit(3);
-}
-
-static void check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::printf("CUDA  %s: %s; go on with --from %d\n", g_now, cudaGetErrorString(status),
-              g_case + 1);
-  std::fflush(stdout);
-  _exit(4);
-}
-
-static int* device_copy(const std::vector<int>& values) {
-  if (values.empty()) return nullptr;
-  int* device;
-  check(cudaMalloc(&device, values.size() * 4));
-  check(cudaMemcpy(device, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
-  return device;
 }
 
 static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
@@ -189,14 +161,7 @@ static std::vector<Truth> find_truths(Problem& p) {
       }
     }
   }
-  std::vector<std::thread> workers;
-  const int count = std::max(1u, std::thread::hardware_concurrency());
-  for (int w = 0; w < count; ++w) {
-    workers.emplace_back([&, w] {
-      for (size_t i = w; i < truths.size(); i += count) find_truth(p, truths[i]);
-    });
-  }
-  for (std::thread& worker : workers) worker.join();
+  in_parallel(truths.size(), [&](int64_t i) { find_truth(p, truths[i]); });
   return truths;
 }
 
@@ -224,7 +189,7 @@ static bool run_rows(const Case& c, int index, bool quantize, int num_sms, int* 
     const bool windowed = c.left >= 0 || c.right >= 0;
     if (r.head_dim != head_dim || !fits(r) || (windowed && !r.windowed)) continue;
     g_case = index;
-    std::snprintf(g_now, sizeof(g_now), "%2d %-34s %s", index, c.name, row_name(i).c_str());
+    std::snprintf(g_now, sizeof(g_now), "%2d %-34s %s", index, c.name.c_str(), row_name(i).c_str());
     alarm(30);
     std::string wrong = run_three_times(problem, quantized.get(), i, num_sms, counter);
     alarm(0);
@@ -254,56 +219,6 @@ static bool run_case(const Case& c, int index, int num_sms, int* counter) {
 
 // ------------------------------------------------------------------------------------------ timing
 
-// data: bf16; or, where e4m3 is not null, e4m3 with about 100 for 1.
-static __global__ void fill_normal(uint16_t* data, uint8_t* e4m3, int64_t count, uint32_t seed) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull + seed;
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
-    x ^= x >> 31;
-    const float u = (static_cast<uint32_t>(x) + 1.f) * 2.3283064e-10f;
-    const float w = static_cast<uint32_t>(x >> 32) * 2.3283064e-10f;
-    const float normal = sqrtf(-2.f * __logf(fminf(u, 0.9999999f))) * __cosf(6.2831853f * w);
-    if (e4m3 != nullptr) {
-      e4m3[i] = __nv_cvt_float_to_fp8(100.f * normal, __NV_SATFINITE, __NV_E4M3);
-    } else {
-      data[i] = __bfloat16_as_ushort(__float2bfloat16_rn(normal));
-    }
-  }
-}
-
-static float time_launch(int row, const ForwardParams& params, int repeats) {
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin));
-  check(cudaEventCreate(&end));
-  check(cudaEventRecord(begin));
-  for (int i = 0; i < repeats; ++i) kLaunch[row](params, nullptr);
-  check(cudaEventRecord(end));
-  check(cudaEventSynchronize(end));
-  float ms = 0;
-  check(cudaEventElapsedTime(&ms, begin, end));
-  cudaEventDestroy(begin), cudaEventDestroy(end);
-  return ms / repeats;
-}
-
-static ForwardParams grid_params(uint16_t* const (&data)[4], float* lse, int head_dim, int seqlen,
-                                 bool causal) {
-  ForwardParams params{};
-  params.q = data[0], params.k = data[1], params.v = data[2], params.out = data[3];
-  params.lse = lse;
-  const int heads = 2048 / head_dim;
-  const flashattn3::Strides stride{int64_t{seqlen} * heads * head_dim, heads * head_dim, head_dim};
-  params.q_stride = params.k_stride = params.v_stride = params.out_stride = stride;
-  params.lse_stride = {int64_t{seqlen} * heads, 1, seqlen};
-  params.batch = 16384 / seqlen, params.seqlen_q = params.seqlen_k = seqlen;
-  params.num_heads_q = params.num_heads_kv = heads;
-  params.head_dim = params.head_dim_v = head_dim;
-  params.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
-  params.window_left = -1, params.window_right = causal ? 0 : -1;
-  return params;
-}
-
 // 16384 tokens, heads * head dim 2048 or just below, bf16 and e4m3; the median of 7 rounds, each
 // over all rows of a cell.
 static void time_grid(const char* part, int only_length, int num_sms, int* counter) {
@@ -313,14 +228,14 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
   float* lse;
   for (int i = 0; i < 4; ++i) {
     check(cudaMalloc(&data[i], kCount * 2));
-    fill_normal<<<1056, 256>>>(data[i], nullptr, kCount, i);
+    fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(data[i]), kCount, i);
   }
   check(cudaMalloc(&lse, 16384 * 32 * 4));
   // The same numbers in e4m3, with a descale for each 128 tokens of each head.
   uint8_t* narrow[3];
   for (int i = 0; i < 3; ++i) {
     check(cudaMalloc(&narrow[i], kCount));
-    fill_normal<<<1056, 256>>>(nullptr, narrow[i], kCount, i);
+    fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_fp8_e4m3*>(narrow[i]), kCount, i);
   }
   constexpr int kDescales = 32 * 16384 / kBlockTokens;
   float* descale;
@@ -363,8 +278,9 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
             usleep(3000);  // as beside slower contenders: not always at the power limit
             const bool narrow_row = kCheckRows[rows[i]].dtype == flashattn3::kE4m3;
             const ForwardParams& given = narrow_row ? quantized : params;
-            if (round == 0) time_launch(rows[i], given, 2);
-            ms[i].push_back(time_launch(rows[i], given, repeats));
+            const auto launch = [&] { kLaunch[rows[i]](given, nullptr); };
+            if (round == 0) time_launch(launch, 2);
+            ms[i].push_back(time_launch(launch, repeats));
             alarm(0);
           }
         }
@@ -441,7 +357,7 @@ int main(int argc, char** argv) {
   const std::vector<Case> cases = forward_cases();
   int failed = 0, run = 0;
   for (int i = from; i < static_cast<int>(cases.size()); ++i) {
-    if (part != nullptr && std::strstr(cases[i].name, part) == nullptr) continue;
+    if (part != nullptr && cases[i].name.find(part) == std::string::npos) continue;
     ++run;
     if (!run_case(cases[i], i, num_sms, counter)) ++failed;
   }

@@ -48,7 +48,16 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& args, const R
     }
   }
   // Known to be the same in all lanes, or the main loop would lose its uniform registers.
-  const int num_rows = uniform(min(kRowsOfWarp, tile.num_rows - first_row));
+  const RowTarget target{.tensor_map = &args.out_map,
+                         .row = tile.row_offset + first_row,
+                         .head = tile.head,
+                         .entry = tile.entry,
+                         .data = args.out + tile.entry * args.out_batch +
+                                 (tile.row_offset + first_row) * args.out_seq +
+                                 tile.head * args.out_head,
+                         .row_stride = args.out_seq,
+                         .num_rows = uniform(min(kRowsOfWarp, tile.num_rows - first_row)),
+                         .num_columns = args.head_dim_v};
   constexpr int kChunks = (Config::kHeadDim + 63) / 64;
 #pragma unroll
   for (int first = 0; first < kChunks; first += Config::kOutChunks) {
@@ -68,33 +77,7 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& args, const R
       }
       stage_rows(staged + (chunk - first) * chunk_bytes, word);
     }
-    fence_async_proxy();
-    __syncwarp();
-    const int columns = min(64 * Config::kOutChunks, args.head_dim_v - 64 * first);
-    if (num_rows == kRowsOfWarp) {
-      if (lane == 0) {
-#pragma unroll
-        for (int at = 0; at < 64 * Config::kOutChunks; at += 64) {
-          if (at < columns) {
-            start_store(&args.out_map, staged + at / 64 * chunk_bytes, 64 * first + at,
-                        tile.row_offset + first_row, tile.head, tile.entry);
-          }
-        }
-        commit_stores();
-      }
-    } else {  // the rows behind may belong to another sequence
-      const int units = (columns + 7) / 8;
-      for (int begin = 0; begin < num_rows * units; begin += 32) {
-        const int i = begin + lane, row = i / units, unit = i % units;
-        if (row >= num_rows) continue;
-        uint16_t* out = args.out + tile.entry * args.out_batch +
-                        (tile.row_offset + first_row + row) * args.out_seq +
-                        tile.head * args.out_head;
-        store_columns(out, 64 * first + unit * 8, args.head_dim_v,
-                      staged_columns(staged + unit / 8 * chunk_bytes, row, unit % 8));
-      }
-      __syncwarp();
-    }
+    store_staged<Config::kOutChunks>(target, staged, chunk_bytes, 64 * first);
   }
 }
 

@@ -23,9 +23,6 @@ struct ForwardRow {
                            // about 13 bits, to fp32 sums; a multiple of block_n
 };
 
-// Of a warp in its warpgroup's 64.
-constexpr int kRowsOfWarp = 16;
-
 // Threads of a CTA: the warpgroups that multiply and the one that loads.
 constexpr int forward_num_threads(const ForwardRow& row) {
   return 128 * (row.num_mma_warpgroups + 1);

@@ -1,0 +1,108 @@
+// What the kernels of the backward are launched with; host/launch_backward.cuh makes it from
+// BackwardParams.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "blocks/sequence.cuh"
+#include "blocks/tile_order.cuh"
+#include "blocks/visible_range.cuh"
+#include "kernels/backward/row.h"
+
+namespace flashattn3 {
+
+// In which order a tile of keys walks through the queries that see it, and, where the order of
+// their additions to dQ is fixed, tiles come to a block of queries. A tile may wait for tiles that
+// were handed out before it, never for later ones.
+//   kUpwards: from the first on; the tiles from the first on too, each a step behind the one
+//   before. kDiagonal: as kUpwards, but with a mask, so that each tile has a first block of its
+//   own; the
+//             tiles last one first, so that all walk at the same pace, and none waits.
+//   kRotated: each from a block of its own on, and around; no order.
+enum class RowWalk { kUpwards, kDiagonal, kRotated };
+
+// Where a head's rows are kept between the three kernels: in whole steps, each sequence's rows from
+// a step's start on. Statistics are fp32 (heads, rows); sums of dQ lie in tiles of 64
+// rows, in the order of the accumulators.
+struct RowRoom {
+  float* lse;            // log2 units; +inf where a row sees no key or is none
+  float* minus_delta;    // minus the row's sum of dout * out, plus the gradient of its lse
+  float* sums;           // (heads, rows / 64, head_dim of the row, 64)
+  int32_t* tiles_taken;  // how many tiles of keys are handed out
+  int32_t* arrivals;  // (heads, rows / 64, backward_arrivals() of the row): how many tiles of keys
+                      // have added to the sums
+  int64_t num_rows;   // of a head, a multiple of step_rows
+  int step_rows;      // backward_step_rows() of the row
+
+  // The first of a sequence's rows; head_total: with cu_seqlens the head alone, else counted across
+  // the batch.
+  __device__ __forceinline__ int64_t first(const SequenceTable& table, int entry, int head,
+                                           int num_heads, int offset) const {
+    if (table.cu_seqlens == nullptr) return (int64_t{entry} * num_heads + head) * num_rows;
+    return head * num_rows + int64_t{offset / step_rows + entry} * step_rows;
+  }
+};
+
+struct BackwardArguments {
+  // (head_dim, rows, heads, entries), innermost first; entries is 1 with cu_seqlens. Boxes of 64
+  // columns x 64 rows (q, dout), rows of a tile of keys (k, v), 16 rows (dk, dv).
+  CUtensorMap q, k, v, dout, dk_map, dv_map;
+
+  uint16_t *dk, *dv;  // 16-bit elements of the row's type
+  // In elements. The batch strides are 0 with cu_seqlens.
+  int64_t dk_batch, dk_seq, dk_head;
+  int64_t dv_batch, dv_seq, dv_head;
+
+  SequenceTable rows;  // of q, out, dout and dq
+  SequenceTable keys;  // of k, v, dk and dv
+  TileOrder order;     // of tiles of keys
+  RowRoom room;
+  int num_heads_q;
+  int num_heads_kv;
+  int heads_per_kv;  // query heads that share one head of k and v
+  int head_dim;
+  int head_dim_v;
+  int window_left;  // at most the longer of the longest sequences: nothing is "open" here
+  int window_right;
+  RowWalk walk;
+  bool ordered;         // tiles of keys add to dQ one after the other
+  float softmax_scale;  // of dk
+  float score_scale;    // scores, after the cap if there is one, to log2 units
+  float tanh_scale;     // blocks/score_scale.cuh, cap_scores; 0: no cap
+};
+
+// Before: statistics of the rows, and no arrivals. out and dout: rows of whole 16 bytes.
+struct StatisticsArguments {
+  const uint16_t *out, *dout;
+  const float* lse;   // natural log
+  const float* dlse;  // null: 0
+  int64_t out_batch, out_seq, out_head;
+  int64_t dout_batch, dout_seq, dout_head;
+  int64_t lse_batch, lse_seq, lse_head;
+  int64_t dlse_batch, dlse_seq, dlse_head;
+  SequenceTable rows;
+  RowRoom room;
+  int num_blocks;  // of 64 rows, of the longest sequence, in whole steps
+  int num_heads;
+  int head_dim_v;
+  int num_arrivals;  // of a block of 64 rows
+  int sum_columns;   // of the sums that are to be 0; 0: none
+};
+
+// After: dq from its sums.
+struct FinishArguments {
+  uint16_t* dq;
+  int64_t dq_batch, dq_seq, dq_head;
+  SequenceTable rows;
+  SequenceTable keys;
+  RowRoom room;
+  int num_blocks;  // of 64 rows, of the longest sequence
+  int num_heads;
+  int head_dim;
+  int window_left, window_right;
+  float softmax_scale;
+};
+
+}  // namespace flashattn3

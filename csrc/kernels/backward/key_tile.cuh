@@ -1,0 +1,56 @@
+// One block of keys of one head, and the queries that see it.
+#pragma once
+
+#include "blocks/sequence.cuh"
+#include "blocks/tile_order.cuh"
+#include "blocks/visible_range.cuh"
+#include "kernels/backward/arguments.h"
+
+namespace flashattn3 {
+
+struct alignas(16) KeyTile {
+  int first_key;    // in the sequence; -1: no tile is left
+  int head;         // of k and v
+  int entry;        // of the batch, for pointers; 0 with cu_seqlens
+  int key_offset;   // of the sequence in k and v
+  int num_rows;     // of the sequence
+  int num_keys;     // of the sequence
+  int sequence;     // of the batch
+  int row_offset;   // of the sequence in q
+  BlockRange rows;  // blocks of queries that see one of its keys; may be none
+  int start;        // the first of them that is worked on; behind the last comes the first
+};
+
+__device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
+  return block + 1 == rows.end ? rows.begin : block + 1;
+}
+
+// The tile of a number in the order of the work, against blocks of kRows queries. It may have no
+// key, in a batch of unequal lengths.
+template <int kRows>
+__device__ __forceinline__ KeyTile describe_key_tile(const BackwardArguments& args, int index) {
+  const TilePlace place = args.order.ragged.room != nullptr ? locate_ragged_tile(args.order, index)
+                                                            : locate_tile(args.order, index);
+  const int sequence = place.head_total / args.num_heads_kv;
+  const Sequence rows = find_sequence(args.rows, sequence);
+  const Sequence keys = find_sequence(args.keys, sequence);
+  KeyTile tile;
+  tile.first_key = place.row_block * kBackwardKeys;
+  tile.head = place.head_total - sequence * args.num_heads_kv;
+  tile.entry = args.keys.cu_seqlens != nullptr ? 0 : sequence;
+  tile.key_offset = keys.offset;
+  tile.num_rows = rows.length;
+  tile.num_keys = keys.length;
+  tile.sequence = sequence;
+  tile.row_offset = rows.offset;
+  tile.rows = Visibility::of(rows.length, keys.length, args.window_left, args.window_right)
+                  .template row_blocks<kRows>(rows.length, tile.first_key,
+                                              min(tile.first_key + kBackwardKeys, keys.length) - 1);
+  const int num_tiles = (keys.length + kBackwardKeys - 1) / kBackwardKeys;
+  tile.start = args.walk == RowWalk::kRotated
+                   ? static_cast<int>(int64_t{place.row_block} * tile.rows.end / max(1, num_tiles))
+                   : tile.rows.begin;
+  return tile;
+}
+
+}  // namespace flashattn3

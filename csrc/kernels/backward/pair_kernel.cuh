@@ -1,0 +1,66 @@
+// The backward kernel for more than 128 columns: a cluster of two CTAs for each tile of keys. Two
+// warpgroups of each multiply (pair_consumer.cuh), of the third one thread loads and one sends dS
+// to the other CTA (pair_producer.cuh).
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "blocks/cluster.cuh"
+#include "blocks/grid_dependency.cuh"
+#include "kernels/backward/arguments.h"
+#include "kernels/backward/key_tile.cuh"
+#include "kernels/backward/pair_config.cuh"
+#include "kernels/backward/pair_consumer.cuh"
+#include "kernels/backward/pair_producer.cuh"
+
+namespace flashattn3 {
+
+// A type and not a row as argument, as for forward_attention.
+template <class Config>
+__global__ void __launch_bounds__(kBackwardThreads, 1) __cluster_dims__(2, 1, 1)
+    backward_attention_in_pairs(const __grid_constant__ BackwardArguments args) {
+  constexpr BackwardRow kRow = Config::kRow;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  static_assert(sizeof(PairControl) <= kBackwardControlBytes);
+
+  PairControl& control = *reinterpret_cast<PairControl*>(shared);
+  const int rank = static_cast<int>(cluster_rank());
+  // The next kernel's CTAs find no room before the last of these are done.
+  allow_dependents();
+  wait_for_earlier_kernels();
+  if (threadIdx.x == 0) {
+    control.init();
+    control.tile = describe_key_tile<kBackwardRows>(args, static_cast<int>(cluster_index()));
+  }
+  // Sync: no thread of either CTA touches a barrier before it is initialised.
+  cluster_arrive();
+  cluster_wait();
+  __syncthreads();
+
+  const KeyTile& tile = control.tile;
+  // Both CTAs see the same tile, so both leave here or neither.
+  if (tile.first_key >= tile.num_keys) return;
+  const int num_steps = (tile.rows.end - tile.rows.begin) * args.heads_per_kv;
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == kBackwardWarpgroups) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x % 128 / 32);
+    if (num_steps > 0 && warp < 2 && cute::elect_one_sync()) {
+      if (warp == 0) {
+        load_pair<kRow>(args, tile, shared, num_steps, rank);
+      } else {
+        send_to_peer<kRow>(shared, num_steps, 1 - rank);
+      }
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
+    PairConsumer<kRow>(args, tile, shared, warpgroup, rank).run();
+  }
+  // Sync: the other CTA still arrives at this one's barriers, and sends to it, until it is done.
+  cluster_arrive();
+  cluster_wait();
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,91 @@
+// The threads that send dQ to memory, one for each warpgroup: a step's 64 rows in fp32, which are
+// added up over the tiles of keys that see them.
+#pragma once
+
+#include <cute/arch/util.hpp>
+
+#include "kernels/backward/arguments.h"
+#include "kernels/backward/arrivals.cuh"
+#include "kernels/backward/config.cuh"
+
+namespace flashattn3 {
+
+template <BackwardRow kRow>
+class BackwardSender {
+  using Config = BackwardConfig<kRow>;
+
+ public:
+  __device__ __forceinline__ BackwardSender(const BackwardArguments& args, uint8_t* shared,
+                                            int warpgroup)
+      : args_(args),
+        control_(*reinterpret_cast<BackwardControlOf<kRow>*>(shared)),
+        sums_(cute::cast_smem_ptr_to_uint(shared) + Config::kSumOffset +
+              warpgroup * Config::kSumBytes),
+        warpgroup_(warpgroup) {}
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      // Sync: the producer has written the tile's description.
+      control_.tile_full[tile_.stage()].wait(tile_.parity());
+      const KeyTile tile = control_.tile[tile_.stage()];
+      control_.tile_empty[tile_.stage()].arrive();  // Sync: this thread has read it.
+      tile_.advance();
+      if (tile.first_key < 0) return;
+      const int steps = (tile.rows.end - tile.rows.begin) * args_.heads_per_kv;
+      int head = tile.head * args_.heads_per_kv, block = tile.start;
+      for (int i = 0; i < steps; ++i, ++step_) {
+        if (Config::kBlocks == 2 || step_ % 2 == warpgroup_) send(tile, head, block);
+        block = next_block(tile.rows, block);
+        if (block == tile.start) ++head;
+      }
+    }
+  }
+
+ private:
+  // This warpgroup's 64 rows of a block of a head.
+  __device__ __forceinline__ void send(const KeyTile& tile, int head, int block) {
+    const int64_t row =
+        args_.room.first(args_.rows, tile.sequence, head, args_.num_heads_q, tile.row_offset) +
+        block * Config::kRows + (Config::kBlocks == 2 ? warpgroup_ * kBackwardRows : 0);
+    int32_t* arrivals = args_.room.arrivals + row / kBackwardRows;
+    const int before = args_.ordered ? tiles_before<Config::kRows>(args_, tile, block) : 0;
+    // Sync: all tiles before this one have added.
+    while (before > 0 && load_acquire(arrivals) < before) {
+    }
+    control_.sum_full[warpgroup_].wait(sum_.parity());  // Sync: all four warps have written.
+    // Sync: if another tile was the first, it has stored.
+    const bool first = args_.ordered ? before == 0 : claim_sums(arrivals);
+    asm volatile("fence.proxy.async;" ::: "memory");
+    float* sums = args_.room.sums + row * Config::kHeadDim;
+    if (first) {
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(sums),
+                   "r"(sums_), "r"(Config::kSumBytes)
+                   : "memory");
+    } else {
+      asm volatile(
+          "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(sums),
+          "r"(sums_), "r"(Config::kSumBytes)
+          : "memory");
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    control_.sum_empty[warpgroup_].arrive();  // Sync: the room may be written again.
+    sum_.advance();
+    if (first || args_.ordered) {
+      // Sync: what was sent is in memory; others may add to it.
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      asm volatile("fence.proxy.async;" ::: "memory");
+      add_release(arrivals, args_.ordered ? 1 : kStored - kStoring);
+    }
+  }
+
+  const BackwardArguments& args_;
+  BackwardControlOf<kRow>& control_;
+  uint32_t sums_;
+  int warpgroup_;
+  int step_ = 0;
+  RingPosition<2> tile_{0};
+  RingPosition<1> sum_{0};
+};
+
+}  // namespace flashattn3

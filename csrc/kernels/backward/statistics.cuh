@@ -1,0 +1,102 @@
+// Before the backward kernel: of each row of out the sum of dout * out and the log-sum-exp in the
+// units it wants, and no arrivals at the sums of dQ, or sums that are 0.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "blocks/grid_dependency.cuh"
+#include "kernels/backward/arguments.h"
+#include "kernels/backward/scores.cuh"
+
+namespace flashattn3 {
+
+constexpr int kStatisticsThreads = 256;
+
+template <ElementType kElement>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (kElement == ElementType::kBFloat16) {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
+}
+
+// The sum of the products of two rows, of which this lane takes 8 columns at a time.
+template <ElementType kElement>
+__device__ __forceinline__ float row_product(const uint16_t* a, const uint16_t* b, int num_columns,
+                                             int lane, int num_lanes) {
+  float sum = 0.f;
+  for (int column = lane * 8; column < num_columns; column += num_lanes * 8) {
+    const uint4 x = *reinterpret_cast<const uint4*>(a + column);
+    const uint4 y = *reinterpret_cast<const uint4*>(b + column);
+    const uint32_t first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 p = unpack<kElement>(first[i]), q = unpack<kElement>(second[i]);
+      if (column + 2 * i < num_columns) sum = fmaf(p.x, q.x, sum);
+      if (column + 2 * i + 1 < num_columns) sum = fmaf(p.y, q.y, sum);
+    }
+  }
+  return sum;
+}
+
+// A CTA: 64 rows of a head. 8 lanes to a row, 4 rows to a warp at a time.
+template <ElementType kElement>
+__global__ void __launch_bounds__(kStatisticsThreads)
+    backward_statistics(const __grid_constant__ StatisticsArguments args) {
+  constexpr int kLanes = 8;
+  allow_dependents();
+  wait_for_earlier_kernels();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.room.tiles_taken = 0;
+  const int block = blockIdx.x % args.num_blocks, head_total = blockIdx.x / args.num_blocks;
+  const int head = head_total % args.num_heads, sequence = head_total / args.num_heads;
+  const Sequence rows = find_sequence(args.rows, sequence);
+  // A step's rows behind the sequence are there too.
+  const int steps = (rows.length + args.room.step_rows - 1) / args.room.step_rows;
+  if (block * kBackwardRows >= steps * args.room.step_rows) return;
+  const int64_t first = args.room.first(args.rows, sequence, head, args.num_heads, rows.offset) +
+                        block * kBackwardRows;
+  const int64_t entry = args.rows.cu_seqlens != nullptr ? 0 : sequence;
+  if (threadIdx.x < args.num_arrivals) {
+    args.room.arrivals[first / kBackwardRows * args.num_arrivals + threadIdx.x] = 0;
+  }
+  float4* sums = reinterpret_cast<float4*>(args.room.sums + first * args.sum_columns);
+  for (int i = threadIdx.x; i < args.sum_columns * kBackwardRows / 4; i += kStatisticsThreads) {
+    sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+#pragma unroll
+  for (int i = threadIdx.x / kLanes; i < kBackwardRows; i += kStatisticsThreads / kLanes) {
+    const int row = block * kBackwardRows + i;
+    const int64_t token = rows.offset + row;
+    const bool there = row < rows.length;
+    float sum = 0.f;
+    if (there) {
+      sum = row_product<kElement>(
+          args.out + entry * args.out_batch + token * args.out_seq + head * args.out_head,
+          args.dout + entry * args.dout_batch + token * args.dout_seq + head * args.dout_head,
+          args.head_dim_v, threadIdx.x % kLanes, kLanes);
+    }
+#pragma unroll
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    if (threadIdx.x % kLanes != 0) continue;
+    float lse = INFINITY, minus_delta = 0.f;
+    if (there) {
+      constexpr float kLog2e = 1.44269504088896f;
+      const float natural =
+          args.lse[entry * args.lse_batch + token * args.lse_seq + head * args.lse_head];
+      if (natural != -INFINITY) {
+        lse = natural * kLog2e;
+        minus_delta = -sum;
+        if (args.dlse != nullptr) {
+          minus_delta +=
+              args.dlse[entry * args.dlse_batch + token * args.dlse_seq + head * args.dlse_head];
+        }
+      }
+    }
+    args.room.lse[first + statistic_place(i)] = lse;
+    args.room.minus_delta[first + statistic_place(i)] = minus_delta;
+  }
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,358 @@
+// Tensors, inputs and the fp64 reference of one case of backward_check, all on the host.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "inputs.h"
+
+// Numbers for each row of each sequence, (batch, heads, longest, dim), 0 at first.
+struct Grid {
+  int heads, longest, dim;
+  std::vector<double> data;
+
+  Grid(int batch, int heads, int longest, int dim)
+      : heads(heads),
+        longest(longest),
+        dim(dim),
+        data(static_cast<size_t>(batch) * heads * longest * dim) {}
+  double* row(int b, int h, int s) {
+    return data.data() + ((static_cast<int64_t>(b) * heads + h) * longest + s) * dim;
+  }
+};
+
+// A gradient as it should be, and how far off it may be.
+struct Gradient {
+  const char* name;
+  Grid wanted, bound;
+  Gradient(const char* name, int batch, int heads, int longest, int dim)
+      : name(name), wanted(batch, heads, longest, dim), bound(batch, heads, longest, dim) {}
+};
+
+// Everything in fp64, from the 16-bit inputs.
+//
+// The bounds. P and dS are rounded to 16 bits once, u = 2^-8 or 2^-11 relative (and 2^-25 where
+// fp16 is subnormal), independently of each other: a sum of n such errors, each at most e_i, is
+// held to kSpread * sqrt(sum e_i^2), which no up to 16 of them can exceed, and which is over 6
+// standard deviations of more. The result is rounded once more; where all P are equal so are their
+// errors: 2 u of the result. fp32 errors, of scores, of their distance to lse and of dP - delta,
+// are systematic and added up. The kernel's out and lse are inputs here: what they were rounded by
+// is no error.
+struct BackwardReference {
+  static constexpr double kSpread = 4;
+  static constexpr double kSingle = 1e-6;  // of sums of fp32, relative to the terms' magnitudes
+
+  const Inputs& inputs;
+  const Case& c;
+  double rounding, tiny;  // of 16-bit elements: relative; at least
+  Grid q, k, v, dout, out, lse, dlse;
+  Gradient dq, dk, dv;
+  // For each pair, (batch, heads_q, longest query sequence, longest key sequence).
+  Grid p, ds;
+  std::vector<float> p_off, ds_off;  // systematic errors
+
+  explicit BackwardReference(const Inputs& inputs)
+      : inputs(inputs),
+        c(inputs.c),
+        rounding(c.fp16 ? 0x1p-11 : 0x1p-8),
+        tiny(c.fp16 ? 0x1p-25 : 0),
+        q(c.batch, c.heads_q, c.seqlen_q, c.head_dim),
+        k(c.batch, c.heads_kv, c.seqlen_k, c.head_dim),
+        v(c.batch, c.heads_kv, c.seqlen_k, c.head_dim_v),
+        dout(c.batch, c.heads_q, c.seqlen_q, c.head_dim_v),
+        out(dout),
+        lse(c.batch, c.heads_q, c.seqlen_q, 1),
+        dlse(lse),
+        dq("dq", c.batch, c.heads_q, c.seqlen_q, c.head_dim),
+        dk("dk", c.batch, c.heads_kv, c.seqlen_k, c.head_dim),
+        dv("dv", c.batch, c.heads_kv, c.seqlen_k, c.head_dim_v),
+        p(c.batch, c.heads_q, c.seqlen_q, c.seqlen_k),
+        ds(p),
+        p_off(p.data.size()),
+        ds_off(p.data.size()) {}
+
+  int kv_head(int h) const { return h / (c.heads_q / c.heads_kv); }
+
+  // work(b, h, s) for all query rows, or with heads_kv for all keys.
+  template <class Work>
+  void for_rows(Work work) const {
+    in_parallel(static_cast<int64_t>(c.batch) * c.heads_q * c.seqlen_q, [&](int64_t i) {
+      const int s = i % c.seqlen_q, h = i / c.seqlen_q % c.heads_q;
+      const int b = i / c.seqlen_q / c.heads_q;
+      if (s < inputs.queries(b).length) work(b, h, s);
+    });
+  }
+  template <class Work>
+  void for_keys(Work work) const {
+    in_parallel(static_cast<int64_t>(c.batch) * c.heads_kv * c.seqlen_k, [&](int64_t i) {
+      const int s = i % c.seqlen_k, h = i / c.seqlen_k % c.heads_kv;
+      const int b = i / c.seqlen_k / c.heads_kv;
+      if (s < inputs.keys(b).length) work(b, h, s);
+    });
+  }
+
+  struct Score {
+    double value, slope, tanh, magnitude;  // after the cap, its slope there
+  };
+  Score score(int b, int h, int s, int key) {
+    const double *a = q.row(b, h, s), *x = k.row(b, kv_head(h), key);
+    double sum = 0, magnitude = 0;
+    for (int i = 0; i < c.head_dim; ++i) {
+      const double term = a[i] * x[i];
+      sum += term;
+      magnitude += std::fabs(term);
+    }
+    sum *= c.scale, magnitude *= std::fabs(c.scale);
+    if (c.softcap <= 0) return {sum, 1, 0, magnitude};
+    const double tanh = std::tanh(sum / c.softcap);
+    return {c.softcap * tanh, 1 - tanh * tanh, tanh, magnitude};
+  }
+
+  // out and lse of a row that sees no key: 0 and -inf.
+  void forward() {
+    for_rows([&](int b, int h, int s) {
+      int begin, end;
+      inputs.visible(b, s, begin, end);
+      std::vector<double> x;
+      double top = -INFINITY, sum = 0;
+      for (int j = begin; j < end; ++j) {
+        x.push_back(score(b, h, s, j).value);
+        top = std::max(top, x.back());
+      }
+      for (double& e : x) sum += e = std::exp(e - top);
+      double* to = out.row(b, h, s);
+      std::fill_n(to, c.head_dim_v, 0.0);
+      for (int j = begin; j < end; ++j) {
+        const double* values = v.row(b, kv_head(h), j);
+        for (int i = 0; i < c.head_dim_v; ++i) to[i] += x[j - begin] / sum * values[i];
+      }
+      *lse.row(b, h, s) = x.empty() ? -INFINITY : top + std::log(sum);
+    });
+  }
+
+  void backward() {
+    for_rows([&](int b, int h, int s) { query_gradient(b, h, s); });
+    for_keys([&](int b, int h, int s) { key_gradients(b, h, s); });
+  }
+
+ private:
+  double final_bound(double spread, double systematic, double wanted) const {
+    return kSpread * std::sqrt(spread) + systematic + 2 * rounding * std::fabs(wanted) + 2 * tiny +
+           1e-30;
+  }
+
+  void query_gradient(int b, int h, int s) {
+    int begin, end;
+    inputs.visible(b, s, begin, end);
+    if (begin >= end) return;  // dq 0, and bound 0
+    const double* gradient = dout.row(b, h, s);
+    double delta = -*dlse.row(b, h, s), delta_magnitude = std::fabs(delta);
+    for (int i = 0; i < c.head_dim_v; ++i) {
+      const double term = gradient[i] * out.row(b, h, s)[i];
+      delta += term;
+      delta_magnitude += std::fabs(term);
+    }
+    const double log_sum = *lse.row(b, h, s);
+    std::vector<double> spread(c.head_dim), systematic(c.head_dim);
+    double *wanted = dq.wanted.row(b, h, s), *bound = dq.bound.row(b, h, s);
+    std::fill_n(wanted, c.head_dim, 0.0);
+    const int64_t pairs = p.row(b, h, s) - p.data.data();
+    for (int j = begin; j < end; ++j) {
+      const Score x = score(b, h, s, j);
+      const double prob = std::exp(x.value - log_sum);
+      const double* values = v.row(b, kv_head(h), j);
+      double dp = 0, magnitude = delta_magnitude;
+      for (int i = 0; i < c.head_dim_v; ++i) {
+        const double term = gradient[i] * values[i];
+        dp += term;
+        magnitude += std::fabs(term);
+      }
+      // Of the exponent, and so relative to P.
+      const double exponent_off =
+          kSingle * (x.magnitude + std::fabs(log_sum) + 1 + 2 * std::fabs(c.softcap));
+      // The kernel finds tanh again from P and lse.
+      const double tanh_off =
+          c.softcap > 0 ? 2 * kSingle + kSingle * (1 + std::fabs(log_sum)) / c.softcap : 0;
+      const double slope_off = 2 * std::fabs(x.tanh) * tanh_off + tanh_off * tanh_off;
+      const double score_gradient = prob * (dp - delta) * x.slope;
+      const double off = std::fabs(score_gradient) * std::expm1(exponent_off) +
+                         prob * x.slope * kSingle * magnitude +
+                         prob * std::fabs(dp - delta) * slope_off;
+      p.data[pairs + j] = prob;
+      p_off[pairs + j] = prob * std::expm1(exponent_off);
+      ds.data[pairs + j] = score_gradient;
+      ds_off[pairs + j] = off;
+      add(k.row(b, kv_head(h), j), score_gradient, off, c.head_dim, wanted, spread, systematic);
+    }
+    finish(c.scale, spread, systematic, c.head_dim, wanted, bound);
+  }
+
+  void key_gradients(int b, int h, int s) {
+    const int group = c.heads_q / c.heads_kv, rows = inputs.queries(b).length;
+    std::vector<double> k_spread(c.head_dim), k_systematic(c.head_dim);
+    std::vector<double> v_spread(c.head_dim_v), v_systematic(c.head_dim_v);
+    double *k_wanted = dk.wanted.row(b, h, s), *v_wanted = dv.wanted.row(b, h, s);
+    std::fill_n(k_wanted, c.head_dim, 0.0);
+    std::fill_n(v_wanted, c.head_dim_v, 0.0);
+    bool seen = false;
+    for (int head = h * group; head < (h + 1) * group; ++head) {
+      for (int i = 0; i < rows; ++i) {
+        const int64_t pair = p.row(b, head, i) - p.data.data() + s;
+        if (p.data[pair] == 0) continue;
+        seen = true;
+        add(q.row(b, head, i), ds.data[pair], ds_off[pair], c.head_dim, k_wanted, k_spread,
+            k_systematic);
+        add(dout.row(b, head, i), p.data[pair], p_off[pair], c.head_dim_v, v_wanted, v_spread,
+            v_systematic);
+      }
+    }
+    if (!seen) return;  // 0, and bound 0
+    finish(c.scale, k_spread, k_systematic, c.head_dim, k_wanted, dk.bound.row(b, h, s));
+    finish(1, v_spread, v_systematic, c.head_dim_v, v_wanted, dv.bound.row(b, h, s));
+  }
+
+  // weight: rounded to 16 bits, off by `off` before.
+  void add(const double* row, double weight, double off, int dim, double* sum,
+           std::vector<double>& spread, std::vector<double>& systematic) const {
+    const double once = std::fabs(weight) * rounding + tiny;
+    const double always = off + kSingle * std::fabs(weight);
+    for (int i = 0; i < dim; ++i) {
+      sum[i] += weight * row[i];
+      spread[i] += once * once * row[i] * row[i];
+      systematic[i] += always * std::fabs(row[i]);
+    }
+  }
+
+  void finish(double scale, const std::vector<double>& spread,
+              const std::vector<double>& systematic, int dim, double* wanted, double* bound) const {
+    const double factor = std::fabs(scale);
+    for (int i = 0; i < dim; ++i) {
+      wanted[i] *= scale;
+      bound[i] = final_bound(factor * factor * spread[i], factor * systematic[i], wanted[i]);
+    }
+  }
+};
+
+struct BackwardProblem : Inputs {
+  Tensor out, dout, dq, dk, dv;
+  std::vector<float> lse, dlse;  // (batch, heads, seq), with cu_q (heads, total); NaN at first
+  BackwardReference reference;
+
+  // exact: the reference keeps its own out and lse, and does not take what the kernel is given.
+  explicit BackwardProblem(const Case& c, bool exact = false)
+      : Inputs(c),
+        out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.heads_first, c.pitch_padding),
+        dout(q.batch, q.seq, c.heads_q, c.head_dim_v, other_order(), other_padding()),
+        dq(q.batch, q.seq, c.heads_q, c.head_dim, other_order(), other_padding()),
+        dk(k.batch, k.seq, c.heads_kv, c.head_dim, other_order(), other_padding()),
+        dv(k.batch, k.seq, c.heads_kv, c.head_dim_v, other_order(), other_padding()),
+        lse(num_rows(), NAN),
+        dlse(num_rows(), NAN),
+        reference(*this) {
+    std::mt19937 random(4321);
+    std::normal_distribution<float> normal;
+    BackwardReference& r = reference;
+    for (int b = 0; b < c.batch; ++b) {
+      const Rows rows = queries(b), cols = keys(b);
+      for (int h = 0; h < c.heads_q; ++h) {
+        for (int s = 0; s < rows.length; ++s) {
+          uint16_t* at = dout.row(rows.entry, rows.offset + s, h);
+          for (int i = 0; i < c.head_dim_v; ++i) at[i] = to_bits(normal(random), c.fp16);
+          read(dout, rows, h, s, r.dout.row(b, h, s));
+          read(q, rows, h, s, r.q.row(b, h, s));
+          if (c.dlse) *r.dlse.row(b, h, s) = dlse[row_index(rows, s, h)] = normal(random);
+        }
+      }
+      for (int h = 0; h < c.heads_kv; ++h) {
+        for (int s = 0; s < cols.length; ++s) {
+          read(k, cols, h, s, r.k.row(b, h, s));
+          read(v, cols, h, s, r.v.row(b, h, s));
+        }
+      }
+    }
+    r.forward();
+    for (int b = 0; b < c.batch; ++b) {
+      const Rows rows = queries(b);
+      for (int h = 0; h < c.heads_q; ++h) {
+        for (int s = 0; s < rows.length; ++s) {
+          const double* from = r.out.row(b, h, s);
+          uint16_t* at = out.row(rows.entry, rows.offset + s, h);
+          for (int i = 0; i < c.head_dim_v; ++i) at[i] = to_bits(from[i], c.fp16);
+          float& log_sum = lse[row_index(rows, s, h)];
+          log_sum = *r.lse.row(b, h, s);
+          if (exact) continue;
+          read(out, rows, h, s, r.out.row(b, h, s));
+          *r.lse.row(b, h, s) = log_sum;
+        }
+      }
+    }
+    r.backward();
+  }
+
+  bool other_order() const { return c.heads_first != c.other_strides; }
+  int other_padding() const { return c.pitch_padding + (c.other_strides ? 16 : 0); }
+  // A gradient's tensor, and where its sequences are.
+  Tensor& tensor(const Gradient& g) {
+    return &g == &reference.dq ? dq : &g == &reference.dk ? dk : dv;
+  }
+  Rows rows_of(const Gradient& g, int b) const {
+    return &g == &reference.dq ? queries(b) : keys(b);
+  }
+
+ private:
+  void read(Tensor& from, const Rows& rows, int h, int s, double* to) const {
+    const uint16_t* at = from.row(rows.entry, rows.offset + s, h);
+    for (int i = 0; i < from.dim; ++i) to[i] = to_float(at[i], c.fp16);
+  }
+};
+
+// The worst element of a gradient, and how many are wrong.
+struct Worst {
+  double ratio = 0;  // to the bound; infinite for NaN
+  int b = 0, h = 0, s = 0, column = 0;
+  double wanted = 0, found = 0;
+  int64_t wrong = 0, of = 0;
+  int first_wrong = -1, last_wrong = -1;  // rows
+};
+
+inline Worst compare(BackwardProblem& problem, Gradient& g) {
+  Worst worst;
+  Tensor& tensor = problem.tensor(g);
+  for (int b = 0; b < problem.c.batch; ++b) {
+    const Rows rows = problem.rows_of(g, b);
+    for (int h = 0; h < g.wanted.heads; ++h) {
+      for (int s = 0; s < rows.length; ++s) {
+        const uint16_t* at = tensor.row(rows.entry, rows.offset + s, h);
+        const double *wanted = g.wanted.row(b, h, s), *bound = g.bound.row(b, h, s);
+        for (int i = 0; i < g.wanted.dim; ++i) {
+          const double found = to_float(at[i], problem.c.fp16);
+          const double off = wanted[i] == found ? 0 : std::fabs(wanted[i] - found) / bound[i];
+          const double ratio = std::isnan(off) ? INFINITY : off;
+          ++worst.of;
+          if (ratio > worst.ratio) {
+            worst.ratio = ratio, worst.b = b, worst.h = h, worst.s = s, worst.column = i;
+            worst.wanted = wanted[i], worst.found = found;
+          }
+          if (ratio <= 1) continue;
+          ++worst.wrong;
+          worst.first_wrong = worst.first_wrong < 0 ? s : std::min(worst.first_wrong, s);
+          worst.last_wrong = std::max(worst.last_wrong, s);
+        }
+      }
+    }
+  }
+  return worst;
+}
+
+inline std::string describe(const Gradient& g, const Worst& w) {
+  char text[320];
+  std::snprintf(text, sizeof(text),
+                "%s: %lld of %lld wrong, rows %d to %d; worst at (batch %d, head %d, row %d, "
+                "column %d): wanted %g, found %g, %.3g of the bound",
+                g.name, static_cast<long long>(w.wrong), static_cast<long long>(w.of),
+                w.first_wrong, w.last_wrong, w.b, w.h, w.s, w.column, w.wanted, w.found, w.ratio);
+  return text;
+}

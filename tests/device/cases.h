@@ -1,0 +1,35 @@
+// What one problem of forward_check or backward_check is like.
+#pragma once
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+enum class Data { kNormal, kGrowsToFirst, kGrowsToLast, kOutlier, kConstant, kLarge };
+
+struct Case {
+  std::string name;
+  bool fp16 = false;
+  int batch = 1, seqlen_q = 128, seqlen_k = 128;
+  int heads_q = 1, heads_kv = 1, head_dim = 128, head_dim_v = 0;  // 0: head_dim
+  int left = -1, right = -1;
+  float softcap = 0.f;
+  float scale = NAN;  // NaN: head_dim ^ -0.5
+  Data data = Data::kNormal;
+  bool heads_first = false;         // memory order (batch, heads, seq)
+  int pitch_padding = 0;            // elements of NaN after each head's row
+  std::vector<int> cu_q, cu_k;      // cumulative lengths, as given to the kernel
+  std::vector<int> used_q, used_k;  // seqused
+  int total_q = 0, total_k = 0;     // rows of the tensors with cu_q, cu_k
+  // Read by backward_check.
+  bool dlse = false;           // lse has a gradient
+  bool other_strides = false;  // gradients in the other memory order, with more padding
+};
+
+inline std::vector<Case> with_defaults(std::vector<Case> cases) {
+  for (Case& c : cases) {
+    if (c.head_dim_v == 0) c.head_dim_v = c.head_dim;
+    if (std::isnan(c.scale)) c.scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+  }
+  return cases;
+}

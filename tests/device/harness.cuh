@@ -1,0 +1,99 @@
+// What forward_check and backward_check share: the watchdog, CUDA errors, random tensors, timing.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+#include "host/params.h"
+
+static char g_now[256];  // what is running, for the watchdog
+static int g_case;
+
+static void on_alarm(int) {
+  char text[400];
+  const int n =
+      std::snprintf(text, sizeof(text), "HANG  %s; go on with --from %d\n", g_now, g_case + 1);
+  if (write(1, text, n) < 0) _exit(5);
+  _exit(3);
+}
+
+static void check(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  std::printf("CUDA  %s: %s; go on with --from %d\n", g_now, cudaGetErrorString(status),
+              g_case + 1);
+  std::fflush(stdout);
+  _exit(4);
+}
+
+static int* device_copy(const std::vector<int>& values) {
+  if (values.empty()) return nullptr;
+  int* device;
+  check(cudaMalloc(&device, values.size() * 4));
+  check(cudaMemcpy(device, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
+  return device;
+}
+
+// e4m3: 100 stands for 1.
+template <class Element>
+__device__ Element random_element(float normal) {
+  if constexpr (sizeof(Element) == 1) {
+    return Element(100.f * normal);
+  } else {
+    return Element(normal);
+  }
+}
+template <class Element>
+__global__ void fill_normal(Element* data, int64_t count, uint32_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull + seed;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+    x ^= x >> 31;
+    const float u = (static_cast<uint32_t>(x) + 1.f) * 2.3283064e-10f;
+    const float w = static_cast<uint32_t>(x >> 32) * 2.3283064e-10f;
+    const float normal = sqrtf(-2.f * __logf(fminf(u, 0.9999999f))) * __cosf(6.2831853f * w);
+    data[i] = random_element<Element>(normal);
+  }
+}
+
+// Milliseconds of one launch.
+template <class Launch>
+float time_launch(Launch launch, int repeats) {
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin));
+  check(cudaEventCreate(&end));
+  check(cudaEventRecord(begin));
+  for (int i = 0; i < repeats; ++i) launch();
+  check(cudaEventRecord(end));
+  check(cudaEventSynchronize(end));
+  float ms = 0;
+  check(cudaEventElapsedTime(&ms, begin, end));
+  cudaEventDestroy(begin), cudaEventDestroy(end);
+  return ms / repeats;
+}
+
+// A problem of the benchmark grid: 16384 tokens, heads * head dim 2048 or just below. data: q, k, v
+// and out.
+inline flashattn3::ForwardParams grid_params(uint16_t* const* data, float* lse, int head_dim,
+                                             int seqlen, bool causal) {
+  flashattn3::ForwardParams params{};
+  params.q = data[0], params.k = data[1], params.v = data[2], params.out = data[3];
+  params.lse = lse;
+  const int heads = 2048 / head_dim;
+  const flashattn3::Strides stride{int64_t{seqlen} * heads * head_dim, heads * head_dim, head_dim};
+  params.q_stride = params.k_stride = params.v_stride = params.out_stride = stride;
+  params.lse_stride = {int64_t{seqlen} * heads, 1, seqlen};
+  params.batch = 16384 / seqlen, params.seqlen_q = params.seqlen_k = seqlen;
+  params.num_heads_q = params.num_heads_kv = heads;
+  params.head_dim = params.head_dim_v = head_dim;
+  params.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
+  params.window_left = -1, params.window_right = causal ? 0 : -1;
+  return params;
+}

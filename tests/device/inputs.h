@@ -1,0 +1,74 @@
+// q, k and v of one case, on the host.
+#pragma once
+
+#include <random>
+#include <vector>
+
+#include "cases.h"
+#include "tensors.h"
+
+struct Inputs {
+  const Case& c;
+  Tensor q, k, v;
+
+  explicit Inputs(const Case& c)
+      : c(c),
+        q(c.cu_q.empty() ? c.batch : 1, c.cu_q.empty() ? c.seqlen_q : c.total_q, c.heads_q,
+          c.head_dim, c.heads_first, c.pitch_padding),
+        k(c.cu_k.empty() ? c.batch : 1, c.cu_k.empty() ? c.seqlen_k : c.total_k, c.heads_kv,
+          c.head_dim, c.heads_first, c.pitch_padding),
+        v(k.batch, k.seq, c.heads_kv, c.head_dim_v, c.heads_first, c.pitch_padding) {
+    std::mt19937 random(1234);
+    std::normal_distribution<float> normal;
+    std::vector<float> direction(c.head_dim);
+    for (float& x : direction) x = random() % 2 ? 1.f : -1.f;
+    for (int b = 0; b < c.batch; ++b) {
+      const Rows rows = queries(b), cols = keys(b);
+      for (int s = 0; s < rows.length; ++s) {
+        for (int h = 0; h < c.heads_q; ++h) {
+          uint16_t* at = q.row(rows.entry, rows.offset + s, h);
+          for (int i = 0; i < c.head_dim; ++i) {
+            float x = normal(random);
+            if (c.data >= Data::kGrowsToFirst && c.data <= Data::kOutlier)
+              x = direction[i] + 0.1f * x;
+            if (c.data == Data::kConstant) x = 0.5f;
+            if (c.data == Data::kLarge) x *= 30.f;
+            at[i] = to_bits(x, c.fp16);
+          }
+        }
+      }
+      for (int s = 0; s < cols.length; ++s) {
+        for (int h = 0; h < c.heads_kv; ++h) {
+          uint16_t* at = k.row(cols.entry, cols.offset + s, h);
+          const float way = static_cast<float>(s) / cols.length;
+          for (int i = 0; i < c.head_dim; ++i) {
+            float x = normal(random);
+            if (c.data == Data::kGrowsToFirst) x = 20.f * (1.f - way) * direction[i] + 0.1f * x;
+            if (c.data == Data::kGrowsToLast) x = 20.f * way * direction[i] + 0.1f * x;
+            if (c.data == Data::kOutlier && s == cols.length / 3) x = 40.f * direction[i];
+            if (c.data == Data::kConstant) x = 0.25f;
+            if (c.data == Data::kLarge) x *= 30.f;
+            at[i] = to_bits(x, c.fp16);
+          }
+          uint16_t* values = v.row(cols.entry, cols.offset + s, h);
+          for (int i = 0; i < c.head_dim_v; ++i) values[i] = to_bits(normal(random), c.fp16);
+        }
+      }
+    }
+  }
+
+  Rows queries(int b) const { return find_rows(c.cu_q, c.used_q, c.seqlen_q, c.total_q, b); }
+  Rows keys(int b) const { return find_rows(c.cu_k, c.used_k, c.seqlen_k, c.total_k, b); }
+  // Into an array of one float for each row of q: (batch, heads, seq), with cu_q (heads, total).
+  int64_t row_index(const Rows& rows, int s, int h) const {
+    return (static_cast<int64_t>(rows.entry) * c.heads_q + h) * q.seq + rows.offset + s;
+  }
+  size_t num_rows() const { return static_cast<size_t>(q.batch) * q.seq * c.heads_q; }
+  // Keys that a query sees: from begin to end - 1.
+  void visible(int b, int s, int& begin, int& end) const {
+    const Rows rows = queries(b), cols = keys(b);
+    const int shift = cols.length - rows.length;
+    begin = c.left < 0 ? 0 : std::max(0, s + shift - c.left);
+    end = c.right < 0 ? cols.length : std::min(cols.length, s + shift + c.right + 1);
+  }
+};
