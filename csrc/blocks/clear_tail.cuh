@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "blocks/slot_order.h"
+
 namespace flashattn3 {
 
 // V in rows of kChunks chunks of 128 bytes; rows from `used` on become 0. thread: of num_threads.
@@ -19,28 +21,25 @@ __device__ __forceinline__ void clear_rows(uint8_t* values, int used, int thread
   }
 }
 
-// V in slots (slot_order.h); the slots of keys from `used` on become 0.
+// V in slots (slot_order.h); the slots of keys from `used` on become 0. num_threads: of whole
+// quads.
 template <int kKeys, int kHeadDim>
 __device__ __forceinline__ void clear_slots(uint8_t* values, int used, int thread,
                                             int num_threads) {
-  const int first_unit = used / 16;  // 16 keys, which are 16 slots of each column
-  for (int i = thread; i < (kKeys / 16 - first_unit) * kHeadDim; i += num_threads) {
-    uint4* slots = reinterpret_cast<uint4*>(values) + first_unit * kHeadDim + i;
-    uint32_t word[4] = {0, 0, 0, 0};
-    if (i < kHeadDim && used % 16 != 0) {
-      const uint4 before = *slots;
-      const uint32_t old[4] = {before.x, before.y, before.z, before.w};
+  constexpr int kUnit = kSlotsOfRow * kHeadDim;  // bytes: 16 keys, 16 slots of each column
+  const int in_unit = used % kSlotsOfRow;
+  if (in_unit != 0) {
+    uint32_t kept = 0;  // of the thread's four slots, the same of every column
 #pragma unroll
-      for (int t = 0; t < 4; ++t) {  // keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
-        uint32_t kept = 0;
-        if (2 * t < used % 16) kept |= 0xffu;
-        if (2 * t + 1 < used % 16) kept |= 0xff00u;
-        if (8 + 2 * t < used % 16) kept |= 0xff0000u;
-        if (9 + 2 * t < used % 16) kept |= 0xff000000u;
-        word[t] = old[t] & kept;
-      }
+    for (int i = 0; i < 4; ++i) {
+      if (key_of_quad(thread % 4, i) < in_unit) kept |= 0xffu << (8 * i);
     }
-    *slots = make_uint4(word[0], word[1], word[2], word[3]);
+    auto* words = reinterpret_cast<uint32_t*>(values + used / kSlotsOfRow * kUnit);
+    for (int i = thread; i < kUnit / 4; i += num_threads) words[i] &= kept;
+  }
+  const int first_clear = (used + kSlotsOfRow - 1) / kSlotsOfRow * kUnit;
+  for (int i = first_clear + thread * 16; i < kKeys * kHeadDim; i += num_threads * 16) {
+    *reinterpret_cast<uint4*>(values + i) = make_uint4(0, 0, 0, 0);
   }
 }
 

@@ -110,7 +110,6 @@ void quantize(const QuantizeParams& params, cudaStream_t stream) {
   QuantizeArguments args;
   args.x = source_of(x, sizeof(uint16_t), params.block);
   args.signs = params.signs;
-  args.x.whole_units &= reinterpret_cast<uintptr_t>(params.signs) % sizeof(float4) == 0;
   args.rotation_scale = static_cast<float>(std::pow(x.head_dim, -0.5));
   args.data = params.data;
   args.data_stride = params.slots ? dense_slots(x) : dense_rows(x);

@@ -19,10 +19,10 @@ void launch_check_row<FORWARD_CHECK_ROW>(const ForwardParams& params, cudaStream
   if (waits.count == 0) return;
   std::printf(
       "%u waits given up; offsets: q_full %zu, q_empty %zu, k_full %zu, k_empty %zu, "
-      "v_full %zu, v_empty %zu, tile_full %zu, tile_empty %zu\n",
+      "v_full %zu, v_empty %zu, tail_full %zu, tile_full %zu, tile_empty %zu\n",
       waits.count, offsetof(Control, q_full), offsetof(Control, q_empty), offsetof(Control, k_full),
       offsetof(Control, k_empty), offsetof(Control, v_full), offsetof(Control, v_empty),
-      offsetof(Control, tile_full), offsetof(Control, tile_empty));
+      offsetof(Control, tail_full), offsetof(Control, tile_full), offsetof(Control, tile_empty));
   for (uint32_t i = 0; i < waits.count && i < 64; ++i) {
     const GivenUpWait& w = waits.first[i];
     std::printf("  CTA %u thread %u: offset %u parity %u\n", w.block, w.thread, w.barrier - 1024,

@@ -91,8 +91,10 @@ struct alignas(16) RowTile {
 // Barriers. "Threads" wait for full ones (all threads of the consumers), one thread (the producer)
 // for empty ones. Arrivals for each phase:
 //   *_full   1: the producer; q, k and v also wait for the bytes of the copy, `tile` for nothing;
-//            in quantized rows k also for the warp that brings the descales, which reads tiles and
-//            leaves them as the consumers do
+//            in quantized rows k also for the warp that brings the descales. Where V gets zeros
+//            behind the end of a sequence, `tail` has the producer and the bytes, and v the warp
+//            that waits for tail and writes them, which in quantized rows is the same. It reads
+//            tiles and leaves them as the consumers do
 //   *_empty  one for each consumer warp, after its last read; tile_empty one for each thread (a
 //            description is read by plain loads, which a warp's one arrival orders too, but
 //            racecheck does not follow that)
@@ -105,6 +107,7 @@ struct ForwardControl {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kStages], k_empty[kStages];
   Barrier v_full[kStages], v_empty[kStages];
+  Barrier tail_full[kStages];  // of V's stages
   Barrier tile_full[2], tile_empty[2];
   RowTile tile[2];
   // Quantized rows alone. key_scales come and go with K, v_scale, which out is to be multiplied
@@ -123,10 +126,11 @@ struct ForwardControl {
       k_empty[i].init(consumer_warps);
       v_full[i].init(1);
       v_empty[i].init(consumer_warps);
+      tail_full[i].init(1);
     }
     for (int i = 0; i < 2; ++i) {
       tile_full[i].init(1);
-      tile_empty[i].init(32 * (consumer_warps + quantized));
+      tile_empty[i].init(32 * (consumer_warps + 1));
     }
     fence_barrier_init();
   }

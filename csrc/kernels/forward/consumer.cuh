@@ -12,7 +12,6 @@
 
 #include <type_traits>
 
-#include "blocks/clear_tail.cuh"
 #include "blocks/online_softmax.cuh"
 #include "blocks/score_scale.cuh"
 #include "blocks/scores_again.cuh"
@@ -239,9 +238,6 @@ class ForwardConsumer {
     float unused[2];
     softmax.raise_reference(s, unused);
     softmax.exponentiate(s, scale);
-    if (Config::kQuantized || args_.keys.cu_seqlens != nullptr || args_.keys.seqused != nullptr) {
-      clear_tail(block);
-    }
     pack_probabilities<kElement, kBlockN>(p, s);
     if constexpr (Config::kOutOverQ) release_staged();
 
@@ -436,23 +432,6 @@ class ForwardConsumer {
     const int row = tile().first_row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     hide_keys<kBlockN, Config::kWindowed>(s, tile_visibility(tile().num_rows, tile().num_keys), row,
                                           block * kBlockN);
-  }
-
-  // Rows of V past the sequence may belong to another one, or to nobody, and hold NaN, which
-  // probability 0 does not stop. Each warpgroup that needs the tile writes the same zeros.
-  __device__ __forceinline__ void clear_tail(int block) {
-    const int used = uniform(tile().num_keys) - block * kBlockN;
-    if (used >= kBlockN) return;
-    control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the copy must not land on the zeros.
-    uint8_t* values = shared_ + Config::kVOffset + kv_.stage() * Config::kVBytes;
-    if constexpr (Config::kQuantized) {
-      clear_slots<kBlockN, kHeadDim>(values, used, threadIdx.x % 128, 128);
-    } else {
-      clear_rows<kBlockN, Config::kChunks>(values, used, threadIdx.x % 128, 128);
-    }
-    fence_async_proxy();
-    // Sync: this warpgroup's 128 threads have written and fenced before any of them multiplies.
-    named_barrier_sync(1 + warpgroup_, 128);
   }
 
   const ForwardArguments& args_;

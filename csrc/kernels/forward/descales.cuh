@@ -1,11 +1,14 @@
 // The warp that brings the descales of K and V, of quantized rows: follows the tiles that the
 // producer announces, and for each K tile lays down what the consumers' softmax needs. K's full
-// barrier waits for it as for the copy.
+// barrier waits for it as for the copy. It also writes the zeros behind the end of a sequence in V
+// (tails.cuh), in the order of the loads, K0, K1, V0, K2, ...: so it holds nothing back that the
+// producer could have brought.
 #pragma once
 
 #include "blocks/online_softmax.cuh"
 #include "kernels/forward/arguments.h"
 #include "kernels/forward/config.cuh"
+#include "kernels/forward/tails.cuh"
 
 namespace flashattn3 {
 
@@ -21,7 +24,9 @@ class ForwardDescales {
 
  public:
   __device__ __forceinline__ ForwardDescales(const ForwardArguments& args, uint8_t* shared)
-      : args_(args), control_(*reinterpret_cast<ForwardControlOf<kRow>*>(shared)) {}
+      : args_(args),
+        control_(*reinterpret_cast<ForwardControlOf<kRow>*>(shared)),
+        tails_(args, shared) {}
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -59,8 +64,16 @@ class ForwardDescales {
       const float shift = relative < kLowest ? kLowest : relative;  // NaN stays
       const int count = min(kBlocksAtOnce, num_blocks - first);
 #pragma unroll 1
-      for (int j = 0; j < count; ++j) hand_over(k, shift, j * kGroups);
+      for (int j = 0; j < count; ++j) {
+        hand_over(k, shift, j * kGroups);
+        if (first + j == min(1, num_blocks - 1)) tails_.complete(stage_before(first + j + 1), tile);
+      }
     }
+  }
+
+  // Of V too: `count` tiles ago.
+  __device__ __forceinline__ int stage_before(int count) const {
+    return (k_.stage() + Config::kStages - count) % Config::kStages;
   }
 
   // From the lanes first to first + kGroups - 1.
@@ -92,6 +105,7 @@ class ForwardDescales {
 
   const ForwardArguments& args_;
   ForwardControlOf<kRow>& control_;
+  ForwardTails<kRow> tails_;
   RingPosition<2> tile_{0};
   RingPosition<Config::kStages> k_{1};
 };

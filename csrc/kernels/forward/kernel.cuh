@@ -1,5 +1,5 @@
 // The forward kernel: one CTA on an SM, which takes tiles until none is left. The last warpgroup
-// loads (producer.cuh), the others multiply (consumer.cuh).
+// loads (producer.cuh; descales.cuh, tails.cuh), the others multiply (consumer.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -12,6 +12,7 @@
 #include "kernels/forward/consumer.cuh"
 #include "kernels/forward/descales.cuh"
 #include "kernels/forward/producer.cuh"
+#include "kernels/forward/tails.cuh"
 
 namespace flashattn3 {
 
@@ -49,6 +50,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if constexpr (Config::kQuantized) {
         wait_for_earlier_kernels();
         ForwardDescales<kRow>(args, shared).run();
+      } else {
+        ForwardTails<kRow>(args, shared).run();
       }
     }
   } else {

@@ -15,6 +15,7 @@
 #include "blocks/tile_order.cuh"
 #include "kernels/forward/arguments.h"
 #include "kernels/forward/config.cuh"
+#include "kernels/forward/tails.cuh"
 
 namespace flashattn3 {
 
@@ -147,17 +148,18 @@ class ForwardProducer {
   __device__ __forceinline__ void load_values(const Load& load, int i) {
     control_.v_empty[v_.stage()].wait(v_.parity());  // Sync: as for the keys.
     uint8_t* stage = shared_ + Config::kVOffset + v_.stage() * Config::kVBytes;
-    Barrier& full = control_.v_full[v_.stage()];
+    const int first_key = (load.tile.keys.end - 1 - i) * Config::kBlockN;
+    const int keys = load.tile.num_keys - first_key;
+    // Sync: v_full, or what the warp that writes zeros waits for before it arrives there.
+    Barrier& full = wants_zeros<Config>(args_, keys) ? control_.tail_full[v_.stage()]
+                                                     : control_.v_full[v_.stage()];
     if constexpr (Config::kQuantized) {
       const QuantizedArguments& quantized = args_.quantized;
-      const int first_key = (load.tile.keys.end - 1 - i) * Config::kBlockN;
       const int64_t head = static_cast<int64_t>(load.kv_entry) * args_.num_heads_kv + load.kv_head;
       const int64_t slot =
           head * quantized.num_slots + first_key +
           (args_.keys.cu_seqlens != nullptr ? first_slot(load.kv_offset, load.tile.sequence) : 0);
-      // Consumers write zeros behind the last key.
-      const int slots =
-          min(Config::kBlockN, static_cast<int>(slots_for(load.tile.num_keys - first_key)));
+      const int slots = min(Config::kBlockN, static_cast<int>(slots_for(keys)));
       load_bytes(stage, quantized.v_slots + slot * Config::kHeadDim, full, kReadAgain,
                  slots * Config::kHeadDim);
     } else {

@@ -23,8 +23,7 @@ struct QuantizeSource {
   int head_dim;
   cutlass::FastDivmod by_heads;   // divides by the number of heads,
   cutlass::FastDivmod by_blocks;  // and of blocks (tiles, to_slots) of the longest sequence
-  bool whole_units;  // 8 columns are one or two aligned loads, here, in signs and in rows of the
-                     // result
+  bool whole_units;               // 8 columns are an aligned load, here and in rows of the result
 };
 
 // A block is the tokens of a cluster.

@@ -61,7 +61,7 @@ __device__ __forceinline__ float find_factor(const QuantizeArguments& args, cons
 
 // CTAs on an SM at the same time: as many as there are registers for.
 constexpr int quantize_ctas(int columns, bool rotate) {
-  return 65536 / ((rotate ? 96 : 72) * quantize_threads(columns));
+  return 65536 / ((rotate ? 80 : 72) * quantize_threads(columns));
 }
 
 // Grid: heads * blocks * batch clusters of block / 64 CTAs.

@@ -93,11 +93,7 @@ struct RotatedValues {
   __device__ RotatedValues(const LoadedUnits& loaded, const QuantizeArguments& args) {
     apply_signs(loaded, args);
     // Over 64 columns only one power of two comes here.
-    if (kColumns > 64 || args.x.head_dim == kColumns) {
-      transform(kColumns);
-    } else {
-      transform(args.x.head_dim);
-    }
+    transform(kColumns > 64 ? kColumns : args.x.head_dim);
 #pragma unroll
     for (int u = 0; u < kUnitsOfThread; ++u) {
 #pragma unroll
@@ -130,45 +126,30 @@ struct RotatedValues {
  private:
   using Places = RowPlaces<kColumns>;
 
+  // The signs come by way of shared memory, as what they flip in elements of 16 bits: from device
+  // memory every unit of a token would wait for its own.
   __device__ __forceinline__ void apply_signs(const LoadedUnits& loaded,
                                               const QuantizeArguments& args) {
+    static_assert(quantize_threads(kColumns) == kColumns, "a thread for each column");
+    __shared__ uint4 flips[kColumns / kUnit];
+    // Columns that are not there are 0 and in no sum with others; their signs do not matter.
+    const float sign = args.signs[min(static_cast<int>(threadIdx.x), args.x.head_dim - 1)];
+    reinterpret_cast<uint16_t*>(flips)[threadIdx.x] = __float_as_uint(sign) >> 16 & 0x8000;
+    __syncthreads();
 #pragma unroll
     for (int part = 0; part < Places::kUnitsOfToken; ++part) {
-      uint32_t sign[kUnit / 2];
-      load_signs(sign, args, Places::column(part));
+      UnitWords<uint16_t> flip;
+      load_unit<uint16_t>(flip,
+                          reinterpret_cast<const uint16_t*>(&flips[Places::column(part) / kUnit]));
 #pragma unroll
       for (int u = part; u < kUnitsOfThread; u += Places::kUnitsOfToken) {
 #pragma unroll
         for (int i = 0; i < kUnit; i += 2) {
-          const float2 two = Pair<kType>::floats(loaded[u][i / 2] ^ sign[i / 2]);
+          const float2 two = Pair<kType>::floats(loaded[u][i / 2] ^ flip[i / 2]);
           x[u][i] = two.x;
           x[u][i + 1] = two.y;
         }
       }
-    }
-  }
-
-  // The sign bits of 8 columns, in pairs like the elements. What columns get that are not there
-  // does not matter: they are 0 and in no sum with others.
-  __device__ static void load_signs(uint32_t (&sign)[kUnit / 2], const QuantizeArguments& args,
-                                    int column) {
-    float one[kUnit];
-    const int last = args.x.head_dim - 1;
-    if (args.x.whole_units) {
-      const auto* from =
-          reinterpret_cast<const float4*>(args.signs + min(column, last / kUnit * kUnit));
-      reinterpret_cast<float4*>(one)[0] = from[0];
-      reinterpret_cast<float4*>(one)[1] = from[1];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) one[i] = args.signs[min(column + i, last)];
-    }
-#pragma unroll
-    for (int i = 0; i < kUnit; i += 2) {
-      constexpr uint32_t kUpperHalves = 0x7632;
-      sign[i / 2] =
-          __byte_perm(__float_as_uint(one[i]), __float_as_uint(one[i + 1]), kUpperHalves) &
-          ~Pair<kType>::kMagnitudes;
     }
   }
 
