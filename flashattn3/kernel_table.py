@@ -29,9 +29,8 @@ WARPGROUP = 128
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # of a row: nothing is compiled of them
 # Of out on its way to memory, where it does not go over a Q that is used up.
 STAGED_COLUMNS = 128
-# Of every backward kernel: rows that are worked on at once, keys of a tile, and warpgroups that
-# multiply, one more loads and sends dQ to memory.
-BACKWARD_ROWS_AT_ONCE, BACKWARD_BLOCK_N, BACKWARD_MMA_WARPGROUPS = 64, 128, 2
+# Of every backward kernel: queries of a step, and keys of each warpgroup that multiplies.
+BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,7 @@ class BackwardRow:
     dtype: of q, k, v, out and their gradients, 16 bits.
     head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
     num_stages: Q and dO tiles in flight; in pairs not read.
+    num_mma_warpgroups: warpgroups of a CTA that multiply; one more loads and sends dQ to memory.
     measured: as a forward row's.
     """
 
@@ -104,21 +104,22 @@ class BackwardRow:
     dtype: str
     head_dim: int
     num_stages: int
+    num_mma_warpgroups: int
     measured: str = ""
 
     @property
     def name(self) -> str:
-        tile = f"{self.block_m}x{BACKWARD_BLOCK_N}x{self.num_stages}"
+        tile = f"{BACKWARD_BLOCK_M}x{self.block_n}x{self.num_stages}"
         return f"backward_{self.dtype}_d{self.head_dim}_{tile}"
 
     @property
     def num_threads(self) -> int:
-        return WARPGROUP * (1 + BACKWARD_MMA_WARPGROUPS)
+        return WARPGROUP * (1 + self.num_mma_warpgroups)
 
     @property
-    def block_m(self) -> int:
-        """Rows of a step: few columns leave registers for twice as many."""
-        return BACKWARD_ROWS_AT_ONCE * (2 if self.head_dim <= 64 else 1)
+    def block_n(self) -> int:
+        """Keys of a tile; two warpgroups have as many, or two CTAs that share them."""
+        return BACKWARD_WARPGROUP_KEYS * self.num_mma_warpgroups
 
     @property
     def in_pairs(self) -> bool:
@@ -133,12 +134,12 @@ class BackwardRow:
         two tiles of P, of dS and of the other's dS.
         """
         row = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], CHUNK_BYTES)
-        scores = 2 * BACKWARD_BLOCK_N * self.block_m * ELEMENT_BYTES[self.dtype]
+        scores = 2 * self.block_n * BACKWARD_BLOCK_M * ELEMENT_BYTES[self.dtype]
         if self.in_pairs:
-            inputs = row * (5 * BACKWARD_BLOCK_N // 4 + 3 * self.block_m)
+            inputs = row * (5 * self.block_n // 4 + 3 * BACKWARD_BLOCK_M)
             return BACKWARD_CONTROL_BYTES + inputs + 3 * scores // 2
-        inputs = 2 * row * (BACKWARD_BLOCK_N + self.num_stages * self.block_m)
-        sums = BACKWARD_MMA_WARPGROUPS * BACKWARD_ROWS_AT_ONCE * self.head_dim * 4
+        inputs = 2 * row * (self.block_n + self.num_stages * BACKWARD_BLOCK_M)
+        sums = self.num_mma_warpgroups * BACKWARD_BLOCK_M * self.head_dim * 4
         return BACKWARD_CONTROL_BYTES + inputs + scores + sums
 
 
@@ -159,9 +160,9 @@ def _rows(
     )
 
 
-def _backward_rows(head_dim: int, num_stages: int, measured: str = "") -> tuple[BackwardRow, ...]:
+def _backward_rows(head_dim: int, *tile: int, measured: str = "") -> tuple[BackwardRow, ...]:
     """The backward row of each 16-bit dtype."""
-    return tuple(BackwardRow(dtype, head_dim, num_stages, measured) for dtype in SIXTEEN_BIT)
+    return tuple(BackwardRow(dtype, head_dim, *tile, measured=measured) for dtype in SIXTEEN_BIT)
 
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
@@ -188,12 +189,13 @@ ROWS = (
     ForwardRow(E4M3, 256, True, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED),
 )
 
-# head dim, stages
+BACKWARD_MEASURED = "H100 80GB HBM3, backward_check --time, 2026-11-22"
+# head dim, stages, warpgroups that multiply
 BACKWARD_ROWS = (
-    *_backward_rows(64, 2),
-    *_backward_rows(96, 2),
-    *_backward_rows(128, 2),
-    *_backward_rows(256, 2),
+    *_backward_rows(64, 4, 3, measured=BACKWARD_MEASURED),
+    *_backward_rows(96, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_rows(128, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_rows(256, 2, 2, measured=BACKWARD_MEASURED),
 )
 
 

@@ -71,15 +71,15 @@ def test_shared_memory_of_a_known_row():
 
 
 def test_shared_memory_of_a_known_backward_row():
-    row = BackwardRow("bf16", head_dim=128, num_stages=2)
+    row = BackwardRow("bf16", head_dim=128, num_stages=2, num_mma_warpgroups=2)
     inputs, scores, sums = 2 * 256 * (128 + 2 * 64), 2 * 128 * 64 * 2, 2 * 64 * 128 * 4
     assert row.shared_memory_bytes == 3072 + inputs + scores + sums
     # TMA's swizzle makes 128 columns of 96; the sums have their own.
     narrow = replace(row, head_dim=96)
     assert narrow.shared_memory_bytes == row.shared_memory_bytes - 2 * 64 * 32 * 4
-    # A step of 128 rows.
-    narrow = replace(row, head_dim=64)
-    inputs, scores, sums = 2 * 128 * (128 + 2 * 128), 2 * 128 * 128 * 2, 2 * 64 * 64 * 4
+    # Three warpgroups have 192 keys.
+    narrow = replace(row, head_dim=64, num_stages=4, num_mma_warpgroups=3)
+    inputs, scores, sums = 2 * 128 * (192 + 4 * 64), 2 * 192 * 64 * 2, 3 * 64 * 64 * 4
     assert narrow.shared_memory_bytes == 3072 + inputs + scores + sums
     # In pairs: 64 keys of K and V, half of another K; two Q and a dO; P, dS and another dS, twice.
     wide = replace(row, head_dim=256)

@@ -8,6 +8,9 @@
 // V in 8 bits, which WGMMA takes with the keys contiguous alone, lies in slots (slot_order.h).
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/arch/util.hpp>
@@ -142,6 +145,15 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
+}
+
+template <ElementType kElement>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (kElement == ElementType::kBFloat16) {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
 }
 
 // Accumulators of the scores become the operand of the values without any exchange. 16 bits: thread

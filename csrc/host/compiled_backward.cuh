@@ -11,7 +11,7 @@ BackwardKernel compiled_backward(const char* name) {
   return {.info = {.name = name,
                    .head_dim = kRow.head_dim,
                    .kernel = reinterpret_cast<const void*>(backward_kernel<kRow>()),
-                   .num_threads = kBackwardThreads,
+                   .num_threads = backward_num_threads(kRow),
                    .shared_memory_bytes = backward_shared_bytes(kRow)},
           .launch = launch_backward<kRow>,
           .workspace_bytes = backward_workspace_bytes<kRow>};

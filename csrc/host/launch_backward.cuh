@@ -26,13 +26,13 @@ inline std::string describe(const BackwardRow& row) {
          std::to_string(row.head_dim);
 }
 
-// Rows of a head in the workspace, in whole steps: of one sequence, or with cu_seqlens of all, each
-// of which begins in a new step.
-inline int64_t room_rows(const ForwardParams& params, int step_rows) {
-  const int64_t steps = params.cu_seqlens_q != nullptr
-                            ? params.total_q / step_rows + params.batch
-                            : (int64_t{params.seqlen_q} + step_rows - 1) / step_rows;
-  return steps * step_rows;
+// Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all, each
+// of which begins in a new one.
+inline int64_t room_rows(const ForwardParams& params) {
+  const int64_t blocks = params.cu_seqlens_q != nullptr
+                             ? params.total_q / kBackwardRows + params.batch
+                             : (int64_t{params.seqlen_q} + kBackwardRows - 1) / kBackwardRows;
+  return blocks * kBackwardRows;
 }
 
 inline int64_t room_heads(const ForwardParams& params) {
@@ -41,14 +41,14 @@ inline int64_t room_heads(const ForwardParams& params) {
 
 template <BackwardRow kRow>
 int64_t backward_workspace_bytes(const ForwardParams& params) {
-  const int64_t rows = room_rows(params, backward_step_rows(kRow)) * room_heads(params);
+  const int64_t rows = room_rows(params) * room_heads(params);
   return rows * (kRow.head_dim + 2) * sizeof(float) +
          (rows / kBackwardRows * backward_arrivals(kRow) + 1) * sizeof(int32_t);
 }
 
 template <BackwardRow kRow>
 RowRoom make_row_room(const BackwardParams& params) {
-  const int64_t rows_of_head = room_rows(params.forward, backward_step_rows(kRow));
+  const int64_t rows_of_head = room_rows(params.forward);
   const int64_t rows = rows_of_head * room_heads(params.forward);
   RowRoom room;
   room.sums = static_cast<float*>(params.workspace);
@@ -57,13 +57,12 @@ RowRoom make_row_room(const BackwardParams& params) {
   room.tiles_taken = reinterpret_cast<int32_t*>(room.minus_delta + rows);
   room.arrivals = room.tiles_taken + 1;
   room.num_rows = rows_of_head;
-  room.step_rows = backward_step_rows(kRow);
   return room;
 }
 
-inline TileOrder make_key_order(const ForwardParams& params, bool windowed, bool last_first,
+inline TileOrder make_key_order(const ForwardParams& params, int block_n, bool windowed, bool last_first,
                                 int32_t* tickets) {
-  const int64_t blocks = (params.seqlen_k + kBackwardKeys - 1) / kBackwardKeys;
+  const int64_t blocks = (int64_t{params.seqlen_k} + block_n - 1) / block_n;
   const int64_t heads = int64_t{params.num_heads_kv} * params.batch;
   int64_t last_section = 1;
   while (windowed && last_section < heads && last_section * blocks < params.num_sms) {
@@ -98,12 +97,12 @@ BackwardArguments make_backward_arguments(const BackwardParams& params) {
                        const Strides& stride, int box_rows) {
     return make_tensor_map(name, kRow.dtype, data, forward.q, shape, stride, box_rows);
   };
-  constexpr int keys = backward_in_pairs(kRow) ? kBackwardKeys / 2 : kBackwardKeys;
+  constexpr int keys = backward_keys(kRow) / (backward_in_pairs(kRow) ? 2 : 1);  // of a CTA
   BackwardArguments args;
-  args.q = map("q", forward.q, q_shape, forward.q_stride, backward_step_rows(kRow));
+  args.q = map("q", forward.q, q_shape, forward.q_stride, kBackwardRows);
   args.k = map("k", forward.k, k_shape, forward.k_stride, keys);
   args.v = map("v", forward.v, v_shape, forward.v_stride, keys);
-  args.dout = map("dout", params.dout, out_shape, params.dout_stride, backward_step_rows(kRow));
+  args.dout = map("dout", params.dout, out_shape, params.dout_stride, kBackwardRows);
   args.dk_map = map("dk", params.dk, k_shape, params.dk_stride, kRowsOfWarp);
   args.dv_map = map("dv", params.dv, v_shape, params.dv_stride, kRowsOfWarp);
   args.dk = static_cast<uint16_t*>(params.dk);
@@ -119,14 +118,10 @@ BackwardArguments make_backward_arguments(const BackwardParams& params) {
   args.room = make_row_room<kRow>(params);
   const bool windowed = forward.window_left >= 0 || forward.window_right >= 0;
   // With a mask the longest tiles are the first; in order the last ones have to be.
-  args.order = make_key_order(forward, windowed, windowed && params.ordered, args.room.tiles_taken);
+  args.order = make_key_order(forward, backward_keys(kRow), windowed, windowed && params.ordered, args.room.tiles_taken);
   args.walk = windowed         ? RowWalk::kDiagonal
               : params.ordered ? RowWalk::kUpwards
-#ifdef FA3_NO_ROTATE
-                               : RowWalk::kUpwards;
-#else
                                : RowWalk::kRotated;
-#endif
   args.num_heads_q = forward.num_heads_q;
   args.num_heads_kv = forward.num_heads_kv;
   args.heads_per_kv = forward.num_heads_q / forward.num_heads_kv;
@@ -211,7 +206,7 @@ void launch_main(const ForwardParams& params, const BackwardArguments& args, boo
       backward_in_pairs(kRow)
           ? 2 * args.order.num_tiles
           : std::max(1, std::min(params.num_sms - params.sm_margin, args.order.num_tiles));
-  launch_kernel([] { return describe(kRow); }, kKernel, dim3(grid), kBackwardThreads,
+  launch_kernel([] { return describe(kRow); }, kKernel, dim3(grid), backward_num_threads(kRow),
                 backward_shared_bytes(kRow), stream, early, args);
 }
 
@@ -228,10 +223,9 @@ void launch_backward(const BackwardParams& params, cudaStream_t stream) {
     fail("launch of " + describe(kRow), "the head dim is larger than the row's");
   }
   const BackwardArguments args = make_backward_arguments<kRow>(params);
-  if (forward.cu_seqlens_q != nullptr) order_ragged_keys(forward, kBackwardKeys, stream);
+  if (forward.cu_seqlens_q != nullptr) order_ragged_keys(forward, backward_keys(kRow), stream);
   const bool early = forward.tile_counter != nullptr;  // null: perhaps in a graph capture
-  constexpr int kStepRows = backward_step_rows(kRow);
-  const int blocks = (forward.seqlen_q + kStepRows - 1) / kStepRows * (kStepRows / kBackwardRows);
+  const int blocks = (forward.seqlen_q + kBackwardRows - 1) / kBackwardRows;
   const int64_t row_blocks = int64_t{blocks} * forward.num_heads_q * forward.batch;
   if (row_blocks > INT_MAX) fail("launch of " + describe(kRow), "more than 2^31 blocks of queries");
   launch_kernel([] { return describe(kRow) + "'s statistics"; }, backward_statistics<kRow.dtype>,

@@ -42,7 +42,8 @@ static const std::vector<RowFunctions> kRows =
 static std::string row_name(int i) {
   const BackwardRow& r = kCheckRows[i];
   return std::string(r.dtype == flashattn3::kBf16 ? "bf16" : "fp16") + "_d" +
-         std::to_string(r.head_dim) + "_s" + std::to_string(r.num_stages);
+         std::to_string(r.head_dim) + "_s" + std::to_string(r.num_stages) + "_w" +
+         std::to_string(r.num_mma_warpgroups);
 }
 
 struct Options {

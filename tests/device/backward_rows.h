@@ -14,10 +14,10 @@ namespace flashattn3 {
 constexpr ElementType kBf16 = ElementType::kBFloat16;
 constexpr ElementType kFp16 = ElementType::kFloat16;
 
-// dtype, head_dim, num_stages
+// dtype, head_dim, num_stages, num_mma_warpgroups
 constexpr BackwardRow kCheckRows[] = {
-    {kBf16, 64, 2}, {kBf16, 96, 2},  {kBf16, 128, 2}, {kBf16, 256, 2},
-    {kFp16, 64, 2}, {kFp16, 128, 2}, {kFp16, 256, 2},
+    {kBf16, 64, 4, 3}, {kBf16, 96, 2, 2}, {kBf16, 128, 2, 2}, {kBf16, 256, 2, 2},
+    {kFp16, 64, 4, 3}, {kFp16, 96, 2, 2}, {kFp16, 128, 2, 2}, {kFp16, 256, 2, 2},
 };
 constexpr int kNumCheckRows = sizeof(kCheckRows) / sizeof(kCheckRows[0]);
 

@@ -23,8 +23,8 @@ namespace flashattn3 {
 //   kRotated: each from a block of its own on, and around; no order.
 enum class RowWalk { kUpwards, kDiagonal, kRotated };
 
-// Where a head's rows are kept between the three kernels: in whole steps, each sequence's rows from
-// a step's start on. Statistics are fp32 (heads, rows); sums of dQ lie in tiles of 64
+// Where a head's rows are kept between the three kernels: in whole blocks of 64, each sequence's
+// rows from a block's start on. Statistics are fp32 (heads, rows); sums of dQ lie in tiles of 64
 // rows, in the order of the accumulators.
 struct RowRoom {
   float* lse;            // log2 units; +inf where a row sees no key or is none
@@ -33,15 +33,14 @@ struct RowRoom {
   int32_t* tiles_taken;  // how many tiles of keys are handed out
   int32_t* arrivals;  // (heads, rows / 64, backward_arrivals() of the row): how many tiles of keys
                       // have added to the sums
-  int64_t num_rows;   // of a head, a multiple of step_rows
-  int step_rows;      // backward_step_rows() of the row
+  int64_t num_rows;   // of a head, a multiple of 64
 
   // The first of a sequence's rows; head_total: with cu_seqlens the head alone, else counted across
   // the batch.
   __device__ __forceinline__ int64_t first(const SequenceTable& table, int entry, int head,
                                            int num_heads, int offset) const {
     if (table.cu_seqlens == nullptr) return (int64_t{entry} * num_heads + head) * num_rows;
-    return head * num_rows + int64_t{offset / step_rows + entry} * step_rows;
+    return head * num_rows + int64_t{offset / kBackwardRows + entry} * kBackwardRows;
   }
 };
 

@@ -41,15 +41,16 @@ __device__ __forceinline__ void add_to_memory(float* at, float a, float b, float
                : "memory");
 }
 
-// How many tiles of keys come before this one, in order, at a block of kRows queries.
-template <int kRows>
+// How many tiles of keys come before this one, of kKeys keys, in order, at a block of
+// queries.
+template <int kKeys>
 __device__ __forceinline__ int tiles_before(const BackwardArguments& args, const KeyTile& tile,
                                             int block) {
-  const int index = tile.first_key / kBackwardKeys;
+  const int index = tile.first_key / kKeys;
   if (args.walk == RowWalk::kUpwards) return index;
-  const int last_row = min((block + 1) * kRows, tile.num_rows) - 1;
+  const int last_row = min((block + 1) * kBackwardRows, tile.num_rows) - 1;
   return Visibility::of(tile.num_rows, tile.num_keys, args.window_left, args.window_right)
-             .template blocks<kBackwardKeys>(block * kRows, last_row)
+             .template blocks<kKeys>(block * kBackwardRows, last_row)
              .end -
          1 - index;
 }

@@ -17,13 +17,13 @@ struct BackwardConfig {
   static constexpr int kHeadDim = kRow.head_dim;
   static constexpr int kStages = kRow.num_stages;
   static constexpr int kChunks = backward_row_bytes(kRow) / 128;  // 64 columns each
-  static constexpr int kKeys = kBackwardKeys;
+  static constexpr int kConsumers = kRow.num_mma_warpgroups;
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kThreads = backward_num_threads(kRow);
+  static constexpr int kKeys = backward_keys(kRow);
   static constexpr int kKeyBytes = kKeys * kChunks * 128;
-  static constexpr int kRows = backward_step_rows(kRow);
-  static constexpr int kBlocks = kRows / kBackwardRows;  // that are worked on one after the other
-  static constexpr int kRowBytes = kRows * kChunks * 128;
-  static constexpr int kBlockBytes = kKeys * kBackwardRows * 2;  // of dS
-  static constexpr int kScoreBytes = kBlocks * kBlockBytes;
+  static constexpr int kRowBytes = kBackwardRows * kChunks * 128;
+  static constexpr int kScoreBytes = kKeys * kBackwardRows * 2;
   static constexpr int kSumBytes = kBackwardRows * kHeadDim * 4;
   // From the start of shared memory: control, K, V, stages of Q, stages of dO, dS, dQ.
   static constexpr int kKOffset = kBackwardControlBytes;
@@ -33,13 +33,14 @@ struct BackwardConfig {
   static constexpr int kScoreOffset = kDoutOffset + kStages * kRowBytes;
   static constexpr int kSumOffset = kScoreOffset + 2 * kScoreBytes;
 
-  // setmaxnreg: in all what the CTA was launched with, 3 x 168.
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  // setmaxnreg: multiples of 8, in all what the CTA was launched with.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
 
+  static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kStages >= 2);
   static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dK and dV are kept in registers");
-  static_assert(kSumOffset + kBackwardWarpgroups * kSumBytes == backward_shared_bytes(kRow));
+  static_assert(kSumOffset + kConsumers * kSumBytes == backward_shared_bytes(kRow));
   static_assert(backward_shared_bytes(kRow) <= 232448, "227 KB for a CTA");
 };
 
@@ -47,30 +48,28 @@ struct BackwardConfig {
 //   k_full, v_full, q_full, dout_full     1: the producer, and the bytes of the copies
 //   k_empty, v_empty, q_empty, dout_empty one for each consumer warp, after its last read
 //   ds_full[s]   each consumer warp: its part of dS of a step is written
-//   ds_empty[s]  each warp that multiplies dQ of the step
+//   ds_empty[s]  the 4 warps of the warpgroup that multiplies dQ of the step
 //   sum_full[w]  the 4 warps of warpgroup w: dQ of a step is written
 //   sum_empty[w] the thread that sends it to memory: it has been read
 //   tile_full    1: the producer; tile_empty: every thread that reads the description
 // First phase: who reads waits with parity 0, who writes with parity 1, which passes at once.
-// A step is kRows queries of one head for this tile of keys. Steps are counted from the kernel's
-// start on: step t uses dS buffer t % 2. Of a step of two blocks of queries each warpgroup
-// multiplies dQ of one; else warpgroup t % 2 does.
-template <int kStages, int kRows>
+// A step is 64 queries of one head for this tile of keys. Steps are counted from the kernel's start
+// on: step t uses dS buffer t % 2, and warpgroup t % kConsumers multiplies its dQ.
+template <int kStages, int kConsumers>
 struct BackwardControl {
-  static constexpr int kBlocks = kRows / kBackwardRows;
-  float lse[kStages][kRows];
-  float minus_delta[kStages][kRows];
+  float lse[kStages][kBackwardRows];
+  float minus_delta[kStages][kBackwardRows];
   Barrier k_full, k_empty, v_full, v_empty;
   Barrier q_full[kStages], q_empty[kStages];
   Barrier dout_full[kStages], dout_empty[kStages];
   Barrier ds_full[2], ds_empty[2];
-  Barrier sum_full[2], sum_empty[2];
+  Barrier sum_full[kConsumers], sum_empty[kConsumers];
   Barrier tile_full[2], tile_empty[2];
   KeyTile tile[2];
 
   // One thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init() {
-    constexpr int kWarps = 4 * kBackwardWarpgroups;
+    constexpr int kWarps = 4 * kConsumers;
     k_full.init(1), k_empty.init(kWarps);
     v_full.init(1), v_empty.init(kWarps);
     for (int i = 0; i < kStages; ++i) {
@@ -78,16 +77,16 @@ struct BackwardControl {
       dout_full[i].init(1), dout_empty[i].init(kWarps);
     }
     for (int i = 0; i < 2; ++i) {
-      ds_full[i].init(kWarps), ds_empty[i].init(4 * kBlocks);
-      sum_full[i].init(4), sum_empty[i].init(1);
+      ds_full[i].init(kWarps), ds_empty[i].init(4);
       // The consumers' threads, and one thread for each warpgroup that sends dQ.
-      tile_full[i].init(1), tile_empty[i].init(32 * kWarps + kBackwardWarpgroups);
+      tile_full[i].init(1), tile_empty[i].init(32 * kWarps + kConsumers);
     }
+    for (int i = 0; i < kConsumers; ++i) sum_full[i].init(4), sum_empty[i].init(1);
     fence_barrier_init();
   }
 };
 
 template <BackwardRow kRow>
-using BackwardControlOf = BackwardControl<kRow.num_stages, backward_step_rows(kRow)>;
+using BackwardControlOf = BackwardControl<kRow.num_stages, kRow.num_mma_warpgroups>;
 
 }  // namespace flashattn3

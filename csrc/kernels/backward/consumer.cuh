@@ -4,8 +4,8 @@
 // then lies in the accumulators as WGMMA wants its operand. Step t of a warpgroup:
 //   start S = K Q^T and dP - delta = V dO^T - delta (delta is in the accumulators beforehand), wait
 //   for S, P = 2^(S - lse), start dV += P dO, wait for dP, dS = P (dP - delta), lay dS down in
-//   shared memory, start dK += dS Q, all this for 64 queries at a time; and start dQ of 64 queries
-//   of the step before, which wants the keys of both warpgroups.
+//   shared memory, start dK += dS Q, and, one warpgroup in turn, dQ of the step before, which wants
+//   the keys of all.
 // The warpgroups share the stages of Q and dO but not their pace: they may be a step apart, and
 // while one makes P and dS, the tensor cores work for the other.
 #pragma once
@@ -25,16 +25,13 @@ class BackwardConsumer {
   using Config = BackwardConfig<kRow>;
   static constexpr ElementType kElement = Config::kElement;
   static constexpr int kHeadDim = Config::kHeadDim;
-  static constexpr int kThreads = 128 * kBackwardWarpgroups;
-  static constexpr int kBlocks = Config::kBlocks;
-  static constexpr int kBlockStep = kBackwardRows * 128 / 16;  // from a block of Q to the next
-  using Scores = float[Config::kRows / 2];
-  using Block = float[kBackwardRows / 2];
+  static constexpr int kThreads = 128 * Config::kConsumers;
+  using Scores = float[kBackwardRows / 2];
   using Gradient = float[kHeadDim / 2];
   using Operand = Probabilities<kElement, kBackwardRows>;
 
  public:
-  // warpgroup: 0 or 1, the same in all lanes of a warp.
+  // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
   __device__ __forceinline__ BackwardConsumer(const BackwardArguments& args, uint8_t* shared,
                                               int warpgroup)
       : args_(args),
@@ -44,8 +41,8 @@ class BackwardConsumer {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     k_base_ = descriptor_low(base + Config::kKOffset, Config::kKeys * 128);
     v_base_ = descriptor_low(base + Config::kVOffset, Config::kKeys * 128);
-    q_base_ = descriptor_low(base + Config::kQOffset, Config::kRows * 128);
-    dout_base_ = descriptor_low(base + Config::kDoutOffset, Config::kRows * 128);
+    q_base_ = descriptor_low(base + Config::kQOffset, kBackwardRows * 128);
+    dout_base_ = descriptor_low(base + Config::kDoutOffset, kBackwardRows * 128);
     ds_base_ = descriptor_low(base + Config::kScoreOffset, 16);
   }
 
@@ -98,7 +95,7 @@ class BackwardConsumer {
     control_.v_empty.arrive_warp();  // Sync: this warp has left V's place.
   }
 
-  // block: of Config::kRows queries. clear: blocks of 64 that see all keys of this warpgroup.
+  // block: of kBackwardRows queries. clear: blocks of 64 that see all keys of this warpgroup.
   // others: a step of this tile came before, whose dQ may be this warpgroup's to multiply.
   __device__ __forceinline__ void step(Gradient& dk, Gradient& dv, int block, BlockRange clear,
                                        bool others) {
@@ -106,47 +103,35 @@ class BackwardConsumer {
     const uint32_t q = q_base_ + stage * (Config::kRowBytes / 16);
     const uint32_t dout = dout_base_ + stage * (Config::kRowBytes / 16);
     Scores s, dp;
-    Operand p[kBlocks];
+    Operand p, ds;
     control_.dout_full[stage].wait(rows_.parity());  // Sync: dO and delta are there.
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      load_statistic(of_block(dp, b), control_.minus_delta[stage] + b * kBackwardRows);
-    }
+    load_statistic(dp, control_.minus_delta[stage]);
     pin_registers(dp);  // before S is on its way, or ptxas would wait for it to write these
     control_.q_full[stage].wait(rows_.parity());  // Sync: Q and lse are there.
     clear_rows_behind(stage, block);
-    start_scores<kElement, Config::kKeys, Config::kRows, kHeadDim>(
+    start_scores<kElement, Config::kKeys, kBackwardRows, kHeadDim>(
         s, k_base_ + warpgroup_ * (64 * 128 / 16), q);
-    start_scores<kElement, Config::kKeys, Config::kRows, kHeadDim, true>(
+    start_scores<kElement, Config::kKeys, kBackwardRows, kHeadDim, true>(
         dp, v_base_ + warpgroup_ * (64 * 128 / 16), dout);
     wait_products<1>();
     pin_registers(s);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      Block& s_block = of_block(s, b);
-      const float* lse = control_.lse[stage] + b * kBackwardRows;
-      const int block64 = block * kBlocks + b;
-      exponentiate(s_block, lse, args_.score_scale, args_.tanh_scale);
-      if (block64 < clear.begin || block64 >= clear.end) {
-        hide_rows<kBackwardRows>(s_block, tile_visibility(),
-                                 warp_first_key() + threadIdx.x % 32 / 4, block64 * kBackwardRows);
-      }
-      pack_probabilities<kElement, kBackwardRows>(p[b], s_block);
-      start_values<kElement, kBackwardRows, kHeadDim>(dv, p[b], dout + b * kBlockStep);
-      if (b == 0) {  // dP is older than what was started since
-        wait_products<1>();
-        pin_registers(dp);
-      }
-      if (args_.tanh_scale != 0.f) differentiate_cap(s_block, lse, args_.score_scale);
-#pragma unroll
-      for (int i = 0; i < kBackwardRows / 2; ++i) s_block[i] *= of_block(dp, b)[i];
-      Operand ds;
-      pack_probabilities<kElement, kBackwardRows>(ds, s_block);
-      // Sync: who multiplied dQ of the step before last has read the buffer.
-      if (b == 0) control_.ds_empty[ds_.stage()].wait(ds_.parity() ^ 1);
-      lay_down(ds, b);
-      start_values<kElement, kBackwardRows, kHeadDim>(dk, ds, q + b * kBlockStep);
+    exponentiate(s, control_.lse[stage], args_.score_scale, args_.tanh_scale);
+    if (block < clear.begin || block >= clear.end) {
+      hide_rows<kBackwardRows>(s, tile_visibility(), warp_first_key() + threadIdx.x % 32 / 4,
+                               block * kBackwardRows);
     }
+    pack_probabilities<kElement, kBackwardRows>(p, s);
+    start_values<kElement, kBackwardRows, kHeadDim>(dv, p, dout);
+    wait_products<1>();
+    pin_registers(dp);
+    if (args_.tanh_scale != 0.f) {
+      differentiate_cap(s, control_.lse[stage], args_.score_scale, args_.tanh_scale);
+    }
+#pragma unroll
+    for (int i = 0; i < kBackwardRows / 2; ++i) s[i] *= dp[i];
+    pack_probabilities<kElement, kBackwardRows>(ds, s);
+    lay_down(ds);
+    start_values<kElement, kBackwardRows, kHeadDim>(dk, ds, q);
     wait_products<1>();
     control_.dout_empty[stage].arrive_warp();  // Sync: this warp is done with dO.
     if (others && multiplies_before()) {
@@ -164,50 +149,40 @@ class BackwardConsumer {
     pin_registers(dv);
     pin_registers(dk);
     rows_.advance();
+    before_ = ds_;
     ds_.advance();
+    turn_ = turn_ + 1 == Config::kConsumers ? 0 : turn_ + 1;
   }
 
-  // The part of a step's accumulators that belongs to one block of queries.
-  static __device__ __forceinline__ Block& of_block(Scores& s, int b) {
-    return reinterpret_cast<Block&>(s[b * (kBackwardRows / 2)]);
-  }
+  // Whether dQ of the step before that at ds_ is for this warpgroup to multiply.
+  __device__ __forceinline__ bool multiplies_before() const { return turn_ == warpgroup_; }
 
-  // Whether part of dQ of the step before that at ds_ is for this warpgroup to multiply.
-  __device__ __forceinline__ bool multiplies_before() const {
-    return kBlocks == 2 || ds_.stage() != warpgroup_;
-  }
-
-  // Lays this warp's 16 keys of dS down, of block b of the step.
-  __device__ __forceinline__ void lay_down(const Operand& ds, int b) {
+  // Lays this warp's 16 keys of dS down.
+  __device__ __forceinline__ void lay_down(const Operand& ds) {
+    // Sync: the warpgroup that multiplied dQ of the step before last has read the buffer.
+    control_.ds_empty[ds_.stage()].wait(ds_.parity() ^ 1);
     uint32_t word[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) word[i] = ds[i / 4][i % 4];
     stage_rows(shared_ + Config::kScoreOffset + ds_.stage() * Config::kScoreBytes +
-                   b * Config::kBlockBytes + threadIdx.x / 32 * kRowsOfWarp * 128,
+                   threadIdx.x / 32 * kRowsOfWarp * 128,
                word);
-    if (b + 1 < kBlocks) return;
     fence_async_proxy();
     __syncwarp();
     control_.ds_full[ds_.stage()].arrive_warp();  // Sync: this warp has written and fenced.
   }
 
-  // The dS buffer of this warpgroup's next dQ, and where in it its block begins.
-  __device__ __forceinline__ uint32_t queries_buffer() const {
-    return kBlocks == 2 ? job_.stage() : warpgroup_;
-  }
-
-  // Starts dQ of this warpgroup's block of the step before that at ds_.
+  // Starts dQ of the step before that at ds_.
   __device__ __forceinline__ void start_queries(Gradient& dq) {
-    // Sync: all eight warps have written dS.
-    control_.ds_full[queries_buffer()].wait(job_.parity());
-    const int offset = queries_buffer() * Config::kScoreBytes +
-                       (kBlocks == 2 ? warpgroup_ * Config::kBlockBytes : 0);
-    start_across<kElement, Config::kKeys, kHeadDim>(dq, ds_base_ + offset / 16, k_base_);
+    const RingPosition<2> at = before_;
+    control_.ds_full[at.stage()].wait(at.parity());  // Sync: all consumer warps have written dS.
+    start_across<kElement, Config::kKeys, kHeadDim>(
+        dq, ds_base_ + at.stage() * (Config::kScoreBytes / 16), k_base_);
   }
 
   // dQ to who sends it to memory.
   __device__ __forceinline__ void hand_over(const Gradient& dq) {
-    control_.ds_empty[queries_buffer()].arrive_warp();  // Sync: this warp has read dS.
+    control_.ds_empty[before_.stage()].arrive_warp();  // Sync: this warp has read dS.
     // Sync: what lay there before has been sent.
     control_.sum_empty[warpgroup_].wait(sum_.parity() ^ 1);
     float4* sums =
@@ -220,7 +195,6 @@ class BackwardConsumer {
     fence_async_proxy();
     __syncwarp();
     control_.sum_full[warpgroup_].arrive_warp();  // Sync: this warp has written and fenced.
-    job_.advance();
     sum_.advance();
   }
 
@@ -242,20 +216,20 @@ class BackwardConsumer {
       clear_rows<Config::kKeys, Config::kChunks>(shared_ + offset, used, threadIdx.x, kThreads);
     }
     fence_async_proxy();
-    named_barrier_sync(1 + kBackwardWarpgroups, kThreads);  // Sync: both warpgroups are through.
+    named_barrier_sync(1 + Config::kConsumers, kThreads);  // Sync: all warpgroups are through.
   }
 
   // The same for queries; they have lse +inf and delta 0.
   __device__ __forceinline__ void clear_rows_behind(uint32_t stage, int block) {
     if (args_.rows.cu_seqlens == nullptr && args_.rows.seqused == nullptr) return;
-    const int used = uniform(tile().num_rows) - block * Config::kRows;
-    if (used >= Config::kRows) return;
+    const int used = uniform(tile().num_rows) - block * kBackwardRows;
+    if (used >= kBackwardRows) return;
     for (const int offset : {Config::kQOffset, Config::kDoutOffset}) {
-      clear_rows<Config::kRows, Config::kChunks>(shared_ + offset + stage * Config::kRowBytes, used,
+      clear_rows<kBackwardRows, Config::kChunks>(shared_ + offset + stage * Config::kRowBytes, used,
                                                  threadIdx.x, kThreads);
     }
     fence_async_proxy();
-    named_barrier_sync(1 + kBackwardWarpgroups, kThreads);  // Sync: as above.
+    named_barrier_sync(1 + Config::kConsumers, kThreads);  // Sync: as above.
   }
 
   __device__ __forceinline__ const KeyTile& tile() const { return control_.tile[tile_.stage()]; }
@@ -274,9 +248,10 @@ class BackwardConsumer {
   uint32_t k_base_, v_base_, q_base_, dout_base_, ds_base_;
   RingPosition<2> tile_{0};
   RingPosition<Config::kStages> rows_{0};
-  RingPosition<2> ds_{0};         // buffer of the step's dS
-  RingPosition<kBlocks> job_{0};  // this warpgroup's next dQ, among those of a dS buffer
-  RingPosition<1> sum_{0};        // its room for dQ
+  RingPosition<2> ds_{0};              // buffer of the step's dS
+  RingPosition<2> before_{0};          // of the step before
+  int turn_ = Config::kConsumers - 1;  // the warpgroup that multiplies its dQ
+  RingPosition<1> sum_{0};             // this warpgroup's room for dQ
   uint32_t keys_parity_ = 0;
 };
 

@@ -1,6 +1,6 @@
-// The backward kernel: one CTA on an SM, which takes tiles of keys until none is left. Two
-// warpgroups multiply (consumer.cuh); of the third one thread loads (producer.cuh) and two send dQ
-// to memory (sender.cuh).
+// The backward kernel: one CTA on an SM, which takes tiles of keys until none is left. Of
+// the last warpgroup one thread loads (producer.cuh) and one for each of the others sends dQ to
+// memory (sender.cuh); the others multiply (consumer.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -18,7 +18,7 @@ namespace flashattn3 {
 
 // A type and not a row as argument, as for forward_attention.
 template <class Config>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     backward_attention(const __grid_constant__ BackwardArguments args) {
   constexpr BackwardRow kRow = Config::kRow;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -30,10 +30,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   __syncthreads();
 
   const int warpgroup = uniform(threadIdx.x / 128);
-  if (warpgroup == kBackwardWarpgroups) {
+  if (warpgroup == Config::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = uniform(threadIdx.x % 128 / 32);
-    if (warp > kBackwardWarpgroups || !cute::elect_one_sync()) return;
+    if (warp > Config::kConsumers || !cute::elect_one_sync()) return;
     if (warp == 0) {
       cute::prefetch_tma_descriptor(&args.q);
       cute::prefetch_tma_descriptor(&args.k);

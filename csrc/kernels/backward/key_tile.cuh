@@ -25,9 +25,9 @@ __device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
   return block + 1 == rows.end ? rows.begin : block + 1;
 }
 
-// The tile of a number in the order of the work, against blocks of kRows queries. It may have no
-// key, in a batch of unequal lengths.
-template <int kRows>
+// The tile of a number in the order of the work, kKeys keys. It may have no key, in a batch of
+// unequal lengths.
+template <int kKeys>
 __device__ __forceinline__ KeyTile describe_key_tile(const BackwardArguments& args, int index) {
   const TilePlace place = args.order.ragged.room != nullptr ? locate_ragged_tile(args.order, index)
                                                             : locate_tile(args.order, index);
@@ -35,7 +35,7 @@ __device__ __forceinline__ KeyTile describe_key_tile(const BackwardArguments& ar
   const Sequence rows = find_sequence(args.rows, sequence);
   const Sequence keys = find_sequence(args.keys, sequence);
   KeyTile tile;
-  tile.first_key = place.row_block * kBackwardKeys;
+  tile.first_key = place.row_block * kKeys;
   tile.head = place.head_total - sequence * args.num_heads_kv;
   tile.entry = args.keys.cu_seqlens != nullptr ? 0 : sequence;
   tile.key_offset = keys.offset;
@@ -44,9 +44,9 @@ __device__ __forceinline__ KeyTile describe_key_tile(const BackwardArguments& ar
   tile.sequence = sequence;
   tile.row_offset = rows.offset;
   tile.rows = Visibility::of(rows.length, keys.length, args.window_left, args.window_right)
-                  .template row_blocks<kRows>(rows.length, tile.first_key,
-                                              min(tile.first_key + kBackwardKeys, keys.length) - 1);
-  const int num_tiles = (keys.length + kBackwardKeys - 1) / kBackwardKeys;
+                  .template row_blocks<kBackwardRows>(rows.length, tile.first_key,
+                                                      min(tile.first_key + kKeys, keys.length) - 1);
+  const int num_tiles = (keys.length + kKeys - 1) / kKeys;
   tile.start = args.walk == RowWalk::kRotated
                    ? static_cast<int>(int64_t{place.row_block} * tile.rows.end / max(1, num_tiles))
                    : tile.rows.begin;

@@ -5,8 +5,8 @@
 // P and dS go through shared memory, keys x queries, to both warpgroups, and dS to the other CTA
 // too. Step i:
 //   start dV += P(i) dO(i) and dK += dS(i) Q(i), P(i+1), start dQ(i), which wants the other CTA's
-//   dS(i), add dQ(i-1) to the sums, start dP(i+1), when dO(i+1) has taken the place of dO(i), and
-//   S(i+2), in the place of Q(i); dS(i+1).
+//   dS(i), and dP(i+1), when dO(i+1) has taken the place of dO(i), add dQ(i-1) to the sums, start
+//   S(i+2), with Q(i+2) in the place of Q(i); dS(i+1).
 #pragma once
 
 #include "blocks/clear_tail.cuh"
@@ -26,9 +26,9 @@ template <BackwardRow kRow>
 class PairConsumer {
   using Config = PairConfig<kRow>;
   static constexpr ElementType kElement = Config::kElement;
-  static constexpr int kThreads = 128 * kBackwardWarpgroups;
+  static constexpr int kThreads = 128 * Config::kConsumers;
   static constexpr int kChunkBytes = 64 * 128;
-  static constexpr int kQueries = kBackwardRows / kBackwardWarpgroups;
+  static constexpr int kQueries = kBackwardRows / Config::kConsumers;
   using Scores = float[kQueries / 2];
   using KeyGradient = float[Config::kHalf / 2];
   using QueryGradient = float[Config::kQuarter / 2];
@@ -48,8 +48,8 @@ class PairConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    const BlockRange rows{uniform(tile_.rows.begin), uniform(tile_.rows.end)};
-    if (rows.begin == rows.end) {
+    rows_ = {uniform(tile_.rows.begin), uniform(tile_.rows.end)};
+    if (rows_.begin == rows_.end) {
       if (warpgroup_ == 0) {
         store_zeros(key_target(args_, tile_, warp_first_key()));
       } else {
@@ -57,11 +57,14 @@ class PairConsumer {
       }
       return;
     }
-    const int num_steps = (rows.end - rows.begin) * args_.heads_per_kv;
+    const int num_steps = (rows_.end - rows_.begin) * args_.heads_per_kv;
     clear_ = visibility().template clear_row_blocks<kBackwardRows>(first_key_,
                                                                    first_key_ + Config::kKeys - 1);
-    scores_block_ = ds_block_ = sum_block_ = uniform(tile_.start);
-    sum_head_ = tile_.head * args_.heads_per_kv;
+    scores_block_ = ds_block_ = sum_block_ = start_ = uniform(tile_.start);
+    sums_of_head_ = uniform(static_cast<int>(args_.room.first(args_.rows, tile_.sequence,
+                                                              tile_.head * args_.heads_per_kv,
+                                                              args_.num_heads_q, tile_.row_offset) /
+                                             kBackwardRows));
     KeyGradient dk, dv;
     // dQ of the step before, out of the way of WGMMA: ptxas would serialize the products of a step
     // in which accumulators are read.
@@ -75,7 +78,8 @@ class PairConsumer {
     for (int i = 0; i + 2 < num_steps; ++i) step<2>(dk, dv, finished, s, i > 0);
     if (num_steps > 1) step<1>(dk, dv, finished, s, num_steps > 2);
     step<0>(dk, dv, finished, s, num_steps > 1);
-    add_queries(finished);
+    add_queries<true>(finished);
+    add_queries<false>(finished);
     store(dk, dv);
   }
 
@@ -91,7 +95,7 @@ class PairConsumer {
     start_dp(dp);
     wait_products<0>();
     pin_registers(dp);
-    lay_down(s, dp, p);
+    lay_down(p, dp);
     if (!more) return;
     start_scores_of_next(s);
     wait_products<0>();
@@ -105,7 +109,6 @@ class PairConsumer {
   __device__ __forceinline__ void step(KeyGradient& dk, KeyGradient& dv, QueryGradient& finished,
                                        Scores& s, bool others) {
     const uint32_t b = step_.stage();
-    uint32_t p[kQueries / 4];
     control_.ds_full[b].wait(step_.parity());  // Sync: P and dS of all eight warps are there.
     start_shared_values<kElement, Config::kHalf>(dv, at(Config::kPOffset + b * Config::kScoreBytes),
                                                  at(Config::kDoutOffset + half()));
@@ -114,27 +117,29 @@ class PairConsumer {
         at(Config::kQOffset + b * Config::kRowBytes + half()));
     wait_products<1>();
     control_.dout_empty.arrive_warp();  // Sync: this warp is done with dO.
+    uint32_t p[kQueries / 4];
     if constexpr (kMore > 0) make_probabilities(s, p);
     QueryGradient dq;
     control_.other_full[b].wait(step_.parity());  // Sync: the other CTA's dS is there.
     start_queries(dq, b);
     wait_products<1>();
     control_.q_empty[b].arrive_warp();  // Sync: this warp is done with Q.
-    if (others) add_queries(finished);
     if constexpr (kMore > 0) {
       Scores dp;
+      if (others) add_queries<true>(finished);
       start_dp(dp);
-      Scores behind;
-      if constexpr (kMore > 1) start_scores_of_next(behind);
+      if (others) add_queries<false>(finished);
+      if constexpr (kMore > 1) start_scores_of_next(s);
       wait_products<(kMore > 1)>();
       pin_registers(dp);
-      lay_down(s, dp, p);
+      lay_down(p, dp);
       if constexpr (kMore > 1) {
         wait_products<0>();
-        pin_registers(behind);
-#pragma unroll
-        for (int i = 0; i < kQueries / 2; ++i) s[i] = behind[i];
+        pin_registers(s);
       }
+    } else if (others) {
+      add_queries<true>(finished);
+      add_queries<false>(finished);
     }
     wait_products<0>();
     pin_registers(dv);
@@ -156,12 +161,13 @@ class PairConsumer {
         s, at(Config::kKOffset),
         at(Config::kQOffset + b * Config::kRowBytes + warpgroup_ * (kQueries * 128)));
     q_at_.advance();
-    scores_block_ = next_block(tile_.rows, scores_block_);
+    scores_block_ = next_block(rows_, scores_block_);
   }
 
-  // Of the step whose dS is next.
+  // Of the step whose dS is next; laid down too, in a buffer that all have read: who wrote dS of
+  // the step before had multiplied P of the one before that.
   __device__ __forceinline__ void make_probabilities(Scores& s, uint32_t (&p)[kQueries / 4]) {
-    const float* lse = control_.lse[ds_at_.stage()] + statistic_place(warpgroup_ * kQueries);
+    const float* lse = control_.lse[ds_at_.stage()] + warpgroup_ * kQueries;
     exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
     const int block = ds_block_;
     if (block < clear_.begin || block >= clear_.end) {
@@ -170,7 +176,7 @@ class PairConsumer {
     }
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
-    if (args_.tanh_scale != 0.f) differentiate_cap(s, lse, args_.score_scale);
+    stage_rows(rows_of_warp(Config::kPOffset), p, warpgroup_ * 2);
   }
 
   // Of the step whose dS is next.
@@ -181,29 +187,43 @@ class PairConsumer {
         dp, at(Config::kVOffset), at(Config::kDoutOffset + warpgroup_ * (kQueries * 128)));
   }
 
-  // P and dS of the next step, this warp's 16 keys and its warpgroup's queries.
-  __device__ __forceinline__ void lay_down(const Scores& p_rows, const Scores& dp,
-                                           const uint32_t (&p)[kQueries / 4]) {
+  // This warp's 16 keys of the P or dS that comes next.
+  __device__ __forceinline__ uint8_t* rows_of_warp(int offset) const {
+    return shared_ + offset + ds_at_.stage() * Config::kScoreBytes +
+           threadIdx.x % 128 / 32 * kRowsOfWarp * 128;
+  }
+
+  // dS of the next step.
+  __device__ __forceinline__ void lay_down(const uint32_t (&packed)[kQueries / 4],
+                                           const Scores& dp) {
+    Scores p;
+#pragma unroll
+    for (int i = 0; i < kQueries / 4; ++i) {
+      const float2 pair = unpack<kElement>(packed[i]);
+      p[2 * i] = pair.x, p[2 * i + 1] = pair.y;
+    }
     const uint32_t b = ds_at_.stage();
+    if (args_.tanh_scale != 0.f) {
+      differentiate_cap(p, control_.lse[b] + warpgroup_ * kQueries, args_.score_scale,
+                        args_.tanh_scale);
+    }
     Scores minus_delta;
-    load_statistic(minus_delta, control_.minus_delta + statistic_place(warpgroup_ * kQueries));
+    load_statistic(minus_delta, control_.minus_delta + warpgroup_ * kQueries);
     uint32_t ds[kQueries / 4];
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) {
-      ds[i] = pack<kElement>(p_rows[2 * i] * (dp[2 * i] + minus_delta[2 * i]),
-                             p_rows[2 * i + 1] * (dp[2 * i + 1] + minus_delta[2 * i + 1]));
+      ds[i] = pack<kElement>(p[2 * i] * (dp[2 * i] + minus_delta[2 * i]),
+                             p[2 * i + 1] * (dp[2 * i + 1] + minus_delta[2 * i + 1]));
     }
     // Sync: the other CTA has read, and so received, what was sent from this buffer.
     control_.other_empty[b].wait(ds_at_.parity() ^ 1);
-    const int rows = b * Config::kScoreBytes + threadIdx.x % 128 / 32 * kRowsOfWarp * 128;
-    stage_rows(shared_ + Config::kPOffset + rows, p, warpgroup_ * 2);
-    stage_rows(shared_ + Config::kDsOffset + rows, ds, warpgroup_ * 2);
+    stage_rows(rows_of_warp(Config::kDsOffset), ds, warpgroup_ * 2);
     fence_async_proxy();
     __syncwarp();
     control_.ds_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     ds_at_.advance();
     dout_at_.advance();
-    ds_block_ = next_block(tile_.rows, ds_block_);
+    ds_block_ = next_block(rows_, ds_block_);
   }
 
   // Starts dq = this quarter of dS^T K, over the keys of both CTAs.
@@ -215,35 +235,34 @@ class PairConsumer {
         at(Config::kOtherKOffset + warpgroup_ * kChunkBytes));
   }
 
-  // Adds a step's quarter of dQ to the sums in memory.
+  // Adds half of a step's quarter of dQ to the sums in memory, the first half first. Whatever the
+  // warp then wants of memory, shared memory too, waits until these are on their way.
+  template <bool kFirst>
   __device__ __forceinline__ void add_queries(const QueryGradient& dq) {
-    const int64_t block = args_.room.first(args_.rows, tile_.sequence, sum_head_, args_.num_heads_q,
-                                           tile_.row_offset) /
-                              kBackwardRows +
-                          sum_block_;
+    const int64_t block = sums_of_head_ + sum_block_;
     const int quarter = rank_ * 2 + warpgroup_;
     int32_t* arrivals = args_.room.arrivals + block * 4 + quarter;
-    if (args_.ordered) {
-      const int before = tiles_before<kBackwardRows>(args_, tile_, sum_block_);
-      if (threadIdx.x % 128 == 0) {
-        while (load_acquire(arrivals) < before) {
-        }
-      }
-      named_barrier_sync(1 + warpgroup_, 128);  // Sync: all tiles before have added.
-    }
+    // Sync: all tiles before this one have added.
+    if (kFirst && args_.ordered) control_.turn[sum_at_.stage()].wait(sum_at_.parity());
     float* sums = args_.room.sums + block * (kBackwardRows * Config::kHeadDim) +
                   (quarter * (Config::kQuarter / 8) * 128 + threadIdx.x % 128) * 4;
+    constexpr int kHalfOfParts = Config::kQuarter / 16;
+    constexpr int kBegin = kFirst ? 0 : kHalfOfParts;
 #pragma unroll
-    for (int i = 0; i < Config::kQuarter / 8; ++i) {
+    for (int i = kBegin; i < kBegin + kHalfOfParts; ++i) {
       add_to_memory(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
+    if (kFirst) return;
     if (args_.ordered) {
       __threadfence();
-      named_barrier_sync(1 + warpgroup_, 128);  // Sync: the whole warpgroup has added.
-      if (threadIdx.x % 128 == 0) add_release(arrivals, 1);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) add_release(arrivals, 1);  // Sync: this warp has added.
     }
-    sum_block_ = next_block(tile_.rows, sum_block_);
-    if (sum_block_ == tile_.start) ++sum_head_;
+    sum_at_.advance();
+    sum_block_ = next_block(rows_, sum_block_);
+    if (sum_block_ == start_) {
+      sums_of_head_ += static_cast<int>(args_.room.num_rows / kBackwardRows);
+    }
   }
 
   __device__ __forceinline__ void store(const KeyGradient& dk, const KeyGradient& dv) {
@@ -261,7 +280,7 @@ class PairConsumer {
   // probability 0 does not stop.
   __device__ __forceinline__ void clear_keys() {
     if (args_.keys.cu_seqlens == nullptr && args_.keys.seqused == nullptr) return;
-    if (tile_.num_keys >= tile_.first_key + kBackwardKeys) return;
+    if (tile_.num_keys >= tile_.first_key + 2 * Config::kKeys) return;
     const int used = max(0, tile_.num_keys - first_key_);
     const int other = max(0, tile_.num_keys - tile_.first_key - (1 - rank_) * Config::kKeys);
     clear_rows<Config::kKeys, Config::kChunks>(shared_ + Config::kKOffset, used, threadIdx.x,
@@ -271,7 +290,7 @@ class PairConsumer {
     clear_rows<Config::kKeys, Config::kChunks / 2>(shared_ + Config::kOtherKOffset, other,
                                                    threadIdx.x, kThreads);
     fence_async_proxy();
-    named_barrier_sync(1 + kBackwardWarpgroups, kThreads);  // Sync: both warpgroups are through.
+    named_barrier_sync(1 + Config::kConsumers, kThreads);  // Sync: both warpgroups are through.
   }
 
   // The same for queries; they have lse +inf and delta 0.
@@ -281,7 +300,7 @@ class PairConsumer {
     if (used >= kBackwardRows) return;
     clear_rows<kBackwardRows, Config::kChunks>(shared_ + offset, used, threadIdx.x, kThreads);
     fence_async_proxy();
-    named_barrier_sync(1 + kBackwardWarpgroups, kThreads);  // Sync: as above.
+    named_barrier_sync(1 + Config::kConsumers, kThreads);  // Sync: as above.
   }
 
   // Descriptor of a tile, and the offset of this warpgroup's columns of a tile.
@@ -309,12 +328,16 @@ class PairConsumer {
   int first_key_;     // of the CTA
   uint32_t low_;      // descriptor of the start of shared memory
   BlockRange clear_;  // blocks of queries that see all of the keys
-  // Blocks of queries: of the scores, the dS and the sums that come next; and the head of these.
-  int scores_block_ = 0, ds_block_ = 0, sum_block_ = 0, sum_head_ = 0;
+  BlockRange rows_;   // that see one of the keys
+  int start_;         // the first of them
+  // Blocks of queries: of the scores, the dS and the sums that come next.
+  int scores_block_, ds_block_, sum_block_;
+  int sums_of_head_;  // where the blocks of that head begin in the room
   RingPosition<2> step_{0};
   RingPosition<2> q_at_{0};     // Q of the scores that come next
   RingPosition<2> ds_at_{0};    // buffer of the dS that comes next
   RingPosition<1> dout_at_{0};  // dO of the same
+  RingPosition<2> sum_at_{0};   // step of the sums that come next
 };
 
 }  // namespace flashattn3

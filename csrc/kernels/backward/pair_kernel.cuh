@@ -19,7 +19,7 @@ namespace flashattn3 {
 
 // A type and not a row as argument, as for forward_attention.
 template <class Config>
-__global__ void __launch_bounds__(kBackwardThreads, 1) __cluster_dims__(2, 1, 1)
+__global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(2, 1, 1)
     backward_attention_in_pairs(const __grid_constant__ BackwardArguments args) {
   constexpr BackwardRow kRow = Config::kRow;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) __cluster_dims__(2, 1, 1)
   wait_for_earlier_kernels();
   if (threadIdx.x == 0) {
     control.init();
-    control.tile = describe_key_tile<kBackwardRows>(args, static_cast<int>(cluster_index()));
+    control.tile = describe_key_tile<2 * Config::kKeys>(args, static_cast<int>(cluster_index()));
   }
   // Sync: no thread of either CTA touches a barrier before it is initialised.
   cluster_arrive();
@@ -44,11 +44,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) __cluster_dims__(2, 1, 1)
   if (tile.first_key >= tile.num_keys) return;
   const int num_steps = (tile.rows.end - tile.rows.begin) * args.heads_per_kv;
   const int warpgroup = uniform(threadIdx.x / 128);
-  if (warpgroup == kBackwardWarpgroups) {
+  if (warpgroup == Config::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = uniform(threadIdx.x % 128 / 32);
-    if (num_steps > 0 && warp < 2 && cute::elect_one_sync()) {
-      if (warp == 0) {
+    if (num_steps > 0 && warp < 3 && cute::elect_one_sync()) {
+      if (warp == 2) {
+        if (args.ordered) watch_turns<kRow>(args, tile, shared, num_steps, rank);
+      } else if (warp == 0) {
         load_pair<kRow>(args, tile, shared, num_steps, rank);
       } else {
         send_to_peer<kRow>(shared, num_steps, 1 - rank);

@@ -1,9 +1,10 @@
-// The two threads of a pair's CTA that copy: one loads K and V, and Q and dO as long as there is
-// room; one sends each step's dS to the other CTA.
+// The single threads of a pair's CTA: one loads K and V, and Q and dO as long as there is room; one
+// sends each step's dS to the other CTA; one watches where sums are added up in order.
 #pragma once
 
 #include "blocks/tile_load.cuh"
 #include "kernels/backward/arguments.h"
+#include "kernels/backward/arrivals.cuh"
 #include "kernels/backward/key_tile.cuh"
 #include "kernels/backward/pair_config.cuh"
 
@@ -75,6 +76,31 @@ __device__ __forceinline__ void send_to_peer(uint8_t* shared, int num_steps, uin
                  base + Config::kDsOffset + b * Config::kScoreBytes, control.other_full[b],
                  Config::kScoreBytes, peer);
     at.advance();
+  }
+}
+
+// In order: tells the consumers when it is this tile's turn to add to the sums of a step.
+template <BackwardRow kRow>
+__device__ __forceinline__ void watch_turns(const BackwardArguments& args, const KeyTile& tile,
+                                            uint8_t* shared, int num_steps, int rank) {
+  PairControl& control = *reinterpret_cast<PairControl*>(shared);
+  constexpr int kWarps = 4;  // that add a quarter of the sums, and count by themselves
+  RingPosition<2> at{0};
+  int head = tile.head * args.heads_per_kv, block = tile.start;
+  for (int i = 0; i < num_steps; ++i) {
+    // Sync: dS of the step is written, and so the consumers know of their turn two steps before.
+    control.ds_full[at.stage()].wait(at.parity());
+    const int64_t row =
+        args.room.first(args.rows, tile.sequence, head, args.num_heads_q, tile.row_offset) +
+        block * kBackwardRows;
+    const int32_t* arrivals = args.room.arrivals + row / kBackwardRows * 4 + rank * 2;
+    const int before = kWarps * tiles_before<backward_keys(kRow)>(args, tile, block);
+    while (load_acquire(arrivals) < before || load_acquire(arrivals + 1) < before) {
+    }
+    control.turn[at.stage()].arrive();
+    at.advance();
+    block = next_block(tile.rows, block);
+    if (block == tile.start) ++head;
   }
 }
 

@@ -50,7 +50,7 @@ class BackwardProducer {
   // false: none.
   __device__ __forceinline__ bool find(KeyTile& tile) {
     while (!tiles_.done()) {
-      tile = describe_key_tile<Config::kRows>(args_, tiles_.index());
+      tile = describe_key_tile<Config::kKeys>(args_, tiles_.index());
       if (tile.first_key < tile.num_keys) return true;
       tiles_.request();
       tiles_.advance();
@@ -69,10 +69,10 @@ class BackwardProducer {
   // K and V too where a tile begins.
   __device__ __forceinline__ void load_rows(const KeyTile& tile, int head, int block, bool begins) {
     const uint32_t stage = rows_.stage();
-    const int row = tile.row_offset + block * Config::kRows;
+    const int row = tile.row_offset + block * kBackwardRows;
     const int64_t at =
         args_.room.first(args_.rows, tile.sequence, head, args_.num_heads_q, tile.row_offset) +
-        block * Config::kRows;
+        block * kBackwardRows;
     const int q_entry = args_.rows.cu_seqlens != nullptr ? 0 : tile.sequence;
     // Sync: every consumer warp gave the stage back.
     control_.q_empty[stage].wait(rows_.parity());
@@ -95,9 +95,9 @@ class BackwardProducer {
                                                       Barrier& full, float* statistic,
                                                       const float* from, int row, int head,
                                                       int entry) {
-    constexpr uint32_t kStatisticBytes = Config::kRows * sizeof(float);
+    constexpr uint32_t kStatisticBytes = kBackwardRows * sizeof(float);
     full.arrive_and_expect(Config::kRowBytes + kStatisticBytes);
-    copy_tile<Config::kRows, Config::kChunks, 64>(to, map, full, kReadAgain, row, head, entry);
+    copy_tile<kBackwardRows, Config::kChunks, 64>(to, map, full, kReadAgain, row, head, entry);
     copy_bytes(statistic, from, full, kReadAgain, kStatisticBytes);
   }
 

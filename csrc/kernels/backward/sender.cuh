@@ -33,8 +33,9 @@ class BackwardSender {
       if (tile.first_key < 0) return;
       const int steps = (tile.rows.end - tile.rows.begin) * args_.heads_per_kv;
       int head = tile.head * args_.heads_per_kv, block = tile.start;
-      for (int i = 0; i < steps; ++i, ++step_) {
-        if (Config::kBlocks == 2 || step_ % 2 == warpgroup_) send(tile, head, block);
+      for (int i = 0; i < steps; ++i) {
+        if (turn_ == warpgroup_) send(tile, head, block);
+        turn_ = turn_ + 1 == Config::kConsumers ? 0 : turn_ + 1;
         block = next_block(tile.rows, block);
         if (block == tile.start) ++head;
       }
@@ -42,13 +43,13 @@ class BackwardSender {
   }
 
  private:
-  // This warpgroup's 64 rows of a block of a head.
+  // A block of queries of a head.
   __device__ __forceinline__ void send(const KeyTile& tile, int head, int block) {
     const int64_t row =
         args_.room.first(args_.rows, tile.sequence, head, args_.num_heads_q, tile.row_offset) +
-        block * Config::kRows + (Config::kBlocks == 2 ? warpgroup_ * kBackwardRows : 0);
+        block * kBackwardRows;
     int32_t* arrivals = args_.room.arrivals + row / kBackwardRows;
-    const int before = args_.ordered ? tiles_before<Config::kRows>(args_, tile, block) : 0;
+    const int before = args_.ordered ? tiles_before<Config::kKeys>(args_, tile, block) : 0;
     // Sync: all tiles before this one have added.
     while (before > 0 && load_acquire(arrivals) < before) {
     }
@@ -83,7 +84,7 @@ class BackwardSender {
   BackwardControlOf<kRow>& control_;
   uint32_t sums_;
   int warpgroup_;
-  int step_ = 0;
+  int turn_ = 0;  // the warpgroup whose step it is
   RingPosition<2> tile_{0};
   RingPosition<1> sum_{0};
 };

@@ -2,25 +2,13 @@
 // units it wants, and no arrivals at the sums of dQ, or sums that are 0.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "blocks/grid_dependency.cuh"
+#include "blocks/tile_product.cuh"
 #include "kernels/backward/arguments.h"
-#include "kernels/backward/scores.cuh"
 
 namespace flashattn3 {
 
 constexpr int kStatisticsThreads = 256;
-
-template <ElementType kElement>
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (kElement == ElementType::kBFloat16) {
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
-  } else {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  }
-}
 
 // The sum of the products of two rows, of which this lane takes 8 columns at a time.
 template <ElementType kElement>
@@ -52,9 +40,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const int block = blockIdx.x % args.num_blocks, head_total = blockIdx.x / args.num_blocks;
   const int head = head_total % args.num_heads, sequence = head_total / args.num_heads;
   const Sequence rows = find_sequence(args.rows, sequence);
-  // A step's rows behind the sequence are there too.
-  const int steps = (rows.length + args.room.step_rows - 1) / args.room.step_rows;
-  if (block * kBackwardRows >= steps * args.room.step_rows) return;
+  if (block * kBackwardRows >= rows.length) return;
   const int64_t first = args.room.first(args.rows, sequence, head, args.num_heads, rows.offset) +
                         block * kBackwardRows;
   const int64_t entry = args.rows.cu_seqlens != nullptr ? 0 : sequence;
@@ -94,8 +80,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
         }
       }
     }
-    args.room.lse[first + statistic_place(i)] = lse;
-    args.room.minus_delta[first + statistic_place(i)] = minus_delta;
+    args.room.lse[first + i] = lse;
+    args.room.minus_delta[first + i] = minus_delta;
   }
 }
 
