@@ -77,19 +77,21 @@ __device__ __forceinline__ TilePlace locate_ragged_tile(const TileOrder& order, 
           head + order.ragged.entries()[low] * num_heads};
 }
 
+// Tiles that there are; with a ragged order fewer, mostly, than order.num_tiles.
+__device__ __forceinline__ int count_tiles(const TileOrder& order) {
+  if (order.ragged.room == nullptr) return order.num_tiles;
+  return order.ragged.first_blocks()[order.ragged.batch] *
+         (order.num_heads_total / order.ragged.batch);
+}
+
 // The tiles of one CTA; used by one thread.
 class TileSequence {
  public:
   __device__ __forceinline__ explicit TileSequence(const TileOrder& order)
       : order_(order),
-        num_tiles_(order.num_tiles),
+        num_tiles_(count_tiles(order)),
         round_(0),
-        index_(order.tickets != nullptr ? atomicAdd(order.tickets, 1) : blockIdx.x) {
-    if (order.ragged.room != nullptr) {
-      num_tiles_ = order.ragged.first_blocks()[order.ragged.batch] *
-                   (order.num_heads_total / order.ragged.batch);
-    }
-  }
+        index_(order.tickets != nullptr ? atomicAdd(order.tickets, 1) : blockIdx.x) {}
 
   __device__ __forceinline__ int index() const { return index_; }
   __device__ __forceinline__ bool done() const { return index_ >= num_tiles_; }

@@ -32,7 +32,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(2, 1, 1)
   wait_for_earlier_kernels();
   if (threadIdx.x == 0) {
     control.init();
-    control.tile = describe_key_tile<2 * Config::kKeys>(args, static_cast<int>(cluster_index()));
+    const int index = static_cast<int>(cluster_index());
+    if (index < count_tiles(args.order)) {
+      control.tile = describe_key_tile<2 * Config::kKeys>(args, index);
+    } else {
+      control.tile.first_key = control.tile.num_keys = 0;  // a ragged order has fewer tiles
+    }
   }
   // Sync: no thread of either CTA touches a barrier before it is initialised.
   cluster_arrive();
