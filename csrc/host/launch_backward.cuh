@@ -26,8 +26,8 @@ inline std::string describe(const BackwardRow& row) {
          std::to_string(row.head_dim);
 }
 
-// Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all, each
-// of which begins in a new one.
+// Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all,
+// each of which begins in a new one.
 inline int64_t room_rows(const ForwardParams& params) {
   const int64_t blocks = params.cu_seqlens_q != nullptr
                              ? params.total_q / kBackwardRows + params.batch
@@ -60,8 +60,8 @@ RowRoom make_row_room(const BackwardParams& params) {
   return room;
 }
 
-inline TileOrder make_key_order(const ForwardParams& params, int block_n, bool windowed, bool last_first,
-                                int32_t* tickets) {
+inline TileOrder make_key_order(const ForwardParams& params, int block_n, bool windowed,
+                                bool last_first, int32_t* tickets) {
   const int64_t blocks = (int64_t{params.seqlen_k} + block_n - 1) / block_n;
   const int64_t heads = int64_t{params.num_heads_kv} * params.batch;
   int64_t last_section = 1;
@@ -118,7 +118,8 @@ BackwardArguments make_backward_arguments(const BackwardParams& params) {
   args.room = make_row_room<kRow>(params);
   const bool windowed = forward.window_left >= 0 || forward.window_right >= 0;
   // With a mask the longest tiles are the first; in order the last ones have to be.
-  args.order = make_key_order(forward, backward_keys(kRow), windowed, windowed && params.ordered, args.room.tiles_taken);
+  args.order = make_key_order(forward, backward_keys(kRow), windowed, windowed && params.ordered,
+                              args.room.tiles_taken);
   args.walk = windowed         ? RowWalk::kDiagonal
               : params.ordered ? RowWalk::kUpwards
                                : RowWalk::kRotated;
