@@ -80,6 +80,7 @@ class PairConsumer {
     step<0>(dk, dv, finished, s, num_steps > 1);
     add_queries<true>(finished);
     add_queries<false>(finished);
+    tell_of_sums();
     store(dk, dv);
   }
 
@@ -241,9 +242,12 @@ class PairConsumer {
   __device__ __forceinline__ void add_queries(const QueryGradient& dq) {
     const int64_t block = sums_of_head_ + sum_block_;
     const int quarter = rank_ * 2 + warpgroup_;
-    int32_t* arrivals = args_.room.arrivals + block * 4 + quarter;
-    // Sync: all tiles before this one have added.
-    if (kFirst && args_.ordered) control_.turn[sum_at_.stage()].wait(sum_at_.parity());
+    if (kFirst && args_.ordered) {
+      tell_of_sums();
+      // Sync: all tiles before this one have added.
+      control_.turn[sum_at_.stage()].wait(sum_at_.parity());
+      added_ = args_.room.arrivals + block * 4 + quarter;
+    }
     float* sums = args_.room.sums + block * (kBackwardRows * Config::kHeadDim) +
                   (quarter * (Config::kQuarter / 8) * 128 + threadIdx.x % 128) * 4;
     constexpr int kHalfOfParts = Config::kQuarter / 16;
@@ -253,16 +257,20 @@ class PairConsumer {
       add_to_memory(sums + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
     if (kFirst) return;
-    if (args_.ordered) {
-      __threadfence();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) add_release(arrivals, 1);  // Sync: this warp has added.
-    }
     sum_at_.advance();
     sum_block_ = next_block(rows_, sum_block_);
     if (sum_block_ == start_) {
       sums_of_head_ += static_cast<int>(args_.room.num_rows / kBackwardRows);
     }
+  }
+
+  // In order: counts the sums that this warp added to last. That is left to the next step, when the
+  // additions are through, or the fence would wait for them.
+  __device__ __forceinline__ void tell_of_sums() {
+    if (added_ == nullptr) return;
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) add_release(added_, 1);  // Sync: this warp has added.
   }
 
   __device__ __forceinline__ void store(const KeyGradient& dk, const KeyGradient& dv) {
@@ -332,7 +340,8 @@ class PairConsumer {
   int start_;         // the first of them
   // Blocks of queries: of the scores, the dS and the sums that come next.
   int scores_block_, ds_block_, sum_block_;
-  int sums_of_head_;  // where the blocks of that head begin in the room
+  int sums_of_head_;          // where the blocks of that head begin in the room
+  int32_t* added_ = nullptr;  // in order: the count of those added to last
   RingPosition<2> step_{0};
   RingPosition<2> q_at_{0};     // Q of the scores that come next
   RingPosition<2> ds_at_{0};    // buffer of the dS that comes next
