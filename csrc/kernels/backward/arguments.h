@@ -72,6 +72,18 @@ struct BackwardArguments {
   float tanh_scale;     // blocks/score_scale.cuh, cap_scores; 0: no cap
 };
 
+// Which 64 rows a CTA of the kernels before and after works on, of as many CTAs as there are blocks
+// in all heads of all sequences. Last heads first: those that the kernel before ended with, or the
+// one behind begins with, are in L2.
+struct RowBlock {
+  int block, head, sequence;
+  static __device__ __forceinline__ RowBlock of_this_cta(int num_blocks, int num_heads) {
+    const int index = gridDim.x - 1 - blockIdx.x;
+    const int head_total = index / num_blocks;
+    return {index % num_blocks, head_total % num_heads, head_total / num_heads};
+  }
+};
+
 // Before: statistics of the rows, and no arrivals. out and dout: rows of whole 16 bytes.
 struct StatisticsArguments {
   const uint16_t *out, *dout;

@@ -18,6 +18,11 @@ __device__ __forceinline__ void add_release(int32_t* at, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
+// Between a bulk copy's accesses to memory and what orders them, a count's, on both sides.
+__device__ __forceinline__ void fence_global_proxies() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // Whoever comes first to a block's sums stores, and the others add once that is done, so that
 // nothing has to be zero beforehand.
 constexpr int32_t kNobody = 0, kStoring = 1, kStored = 2;
@@ -41,8 +46,7 @@ __device__ __forceinline__ void add_to_memory(float* at, float a, float b, float
                : "memory");
 }
 
-// How many tiles of keys come before this one, of kKeys keys, in order, at a block of
-// queries.
+// How many tiles of keys come before this one, of kKeys keys, in order, at a block of queries.
 template <int kKeys>
 __device__ __forceinline__ int tiles_before(const BackwardArguments& args, const KeyTile& tile,
                                             int block) {

@@ -18,7 +18,6 @@ struct BackwardConfig {
   static constexpr int kStages = kRow.num_stages;
   static constexpr int kChunks = backward_row_bytes(kRow) / 128;  // 64 columns each
   static constexpr int kConsumers = kRow.num_mma_warpgroups;
-  static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kThreads = backward_num_threads(kRow);
   static constexpr int kKeys = backward_keys(kRow);
   static constexpr int kKeyBytes = kKeys * kChunks * 128;

@@ -18,10 +18,7 @@ __global__ void __launch_bounds__(128)
   __shared__ __align__(1024) uint8_t staged[4][kChunks][kRowsOfWarp * 128];
   allow_dependents();
   wait_for_earlier_kernels();
-  // Last heads first: their sums are still in L2.
-  const int index = gridDim.x - 1 - blockIdx.x;
-  const int block = index % args.num_blocks, head_total = index / args.num_blocks;
-  const int head = head_total % args.num_heads, sequence = head_total / args.num_heads;
+  const auto [block, head, sequence] = RowBlock::of_this_cta(args.num_blocks, args.num_heads);
   const Sequence rows = find_sequence(args.rows, sequence);
   const Sequence keys = find_sequence(args.keys, sequence);
   const int first_row = block * kBackwardRows;

@@ -1,6 +1,6 @@
 // The backward kernel for more than 128 columns: a cluster of two CTAs for each tile of keys. Two
-// warpgroups of each multiply (pair_consumer.cuh), of the third one thread loads and one sends dS
-// to the other CTA (pair_producer.cuh).
+// warpgroups of each multiply (pair_consumer.cuh); of the third one thread loads, one sends dS to
+// the other CTA, and with a fixed order of additions one watches it (pair_producer.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -56,7 +56,7 @@ class BackwardSender {
     control_.sum_full[warpgroup_].wait(sum_.parity());  // Sync: all four warps have written.
     // Sync: if another tile was the first, it has stored.
     const bool first = args_.ordered ? before == 0 : claim_sums(arrivals);
-    asm volatile("fence.proxy.async;" ::: "memory");
+    fence_global_proxies();
     float* sums = args_.room.sums + row * Config::kHeadDim;
     if (first) {
       asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(sums),
@@ -75,7 +75,7 @@ class BackwardSender {
     if (first || args_.ordered) {
       // Sync: what was sent is in memory; others may add to it.
       asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-      asm volatile("fence.proxy.async;" ::: "memory");
+      fence_global_proxies();
       add_release(arrivals, args_.ordered ? 1 : kStored - kStoring);
     }
   }

@@ -37,10 +37,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   allow_dependents();
   wait_for_earlier_kernels();
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.room.tiles_taken = 0;
-  // Last heads first: of the first ones, where the next kernel begins, dout is then still in L2.
-  const int index = gridDim.x - 1 - blockIdx.x;
-  const int block = index % args.num_blocks, head_total = index / args.num_blocks;
-  const int head = head_total % args.num_heads, sequence = head_total / args.num_heads;
+  const auto [block, head, sequence] = RowBlock::of_this_cta(args.num_blocks, args.num_heads);
   const Sequence rows = find_sequence(args.rows, sequence);
   if (block * kBackwardRows >= rows.length) return;
   const int64_t first = args.room.first(args.rows, sequence, head, args.num_heads, rows.offset) +
