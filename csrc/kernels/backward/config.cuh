@@ -36,6 +36,10 @@ struct BackwardConfig {
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
 
+  // Accumulators of the scores whose lse is in registers before the products begin, beside which
+  // loads from shared memory crawl. All of them, if there is room.
+  static constexpr int kEarlyLse = kConsumers == 3 ? kBackwardRows / 4 : kBackwardRows / 2;
+
   static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kStages >= 2);
   static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dK and dV are kept in registers");

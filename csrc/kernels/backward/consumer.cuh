@@ -102,12 +102,13 @@ class BackwardConsumer {
     const uint32_t stage = rows_.stage();
     const uint32_t q = q_base_ + stage * (Config::kRowBytes / 16);
     const uint32_t dout = dout_base_ + stage * (Config::kRowBytes / 16);
-    Scores s, dp;
+    Scores s, dp, lse;
     Operand p, ds;
     control_.dout_full[stage].wait(rows_.parity());  // Sync: dO and delta are there.
     load_statistic(dp, control_.minus_delta[stage]);
-    pin_registers(dp);  // before S is on its way, or ptxas would wait for it to write these
     control_.q_full[stage].wait(rows_.parity());  // Sync: Q and lse are there.
+    load_statistic<0, Config::kEarlyLse>(lse, control_.lse[stage]);
+    pin_registers(dp);  // before S is on its way, or ptxas would wait for it to write these
     clear_rows_behind(stage, block);
     start_scores<kElement, Config::kKeys, kBackwardRows, kHeadDim>(
         s, k_base_ + warpgroup_ * (64 * 128 / 16), q);
@@ -115,7 +116,8 @@ class BackwardConsumer {
         dp, v_base_ + warpgroup_ * (64 * 128 / 16), dout);
     wait_products<1>();
     pin_registers(s);
-    exponentiate(s, control_.lse[stage], args_.score_scale, args_.tanh_scale);
+    load_statistic<Config::kEarlyLse, kBackwardRows / 2>(lse, control_.lse[stage]);
+    exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
     if (block < clear.begin || block >= clear.end) {
       hide_rows<kBackwardRows>(s, tile_visibility(), warp_first_key() + threadIdx.x % 32 / 4,
                                block * kBackwardRows);

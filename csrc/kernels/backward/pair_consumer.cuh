@@ -90,9 +90,11 @@ class PairConsumer {
     Scores dp;
     uint32_t p[kQueries / 4];
     start_scores_of_next(s);
+    Scores lse;
+    load_lse(lse);
     wait_products<0>();
     pin_registers(s);
-    make_probabilities(s, p);
+    make_probabilities(s, lse, p);
     start_dp(dp);
     wait_products<0>();
     pin_registers(dp);
@@ -110,6 +112,8 @@ class PairConsumer {
   __device__ __forceinline__ void step(KeyGradient& dk, KeyGradient& dv, QueryGradient& finished,
                                        Scores& s, bool others) {
     const uint32_t b = step_.stage();
+    Scores lse;  // loaded before products, beside which these loads crawl
+    if constexpr (kMore > 0) load_lse(lse);
     control_.ds_full[b].wait(step_.parity());  // Sync: P and dS of all eight warps are there.
     start_shared_values<kElement, Config::kHalf>(dv, at(Config::kPOffset + b * Config::kScoreBytes),
                                                  at(Config::kDoutOffset + half()));
@@ -119,7 +123,7 @@ class PairConsumer {
     wait_products<1>();
     control_.dout_empty.arrive_warp();  // Sync: this warp is done with dO.
     uint32_t p[kQueries / 4];
-    if constexpr (kMore > 0) make_probabilities(s, p);
+    if constexpr (kMore > 0) make_probabilities(s, lse, p);
     QueryGradient dq;
     control_.other_full[b].wait(step_.parity());  // Sync: the other CTA's dS is there.
     start_queries(dq, b);
@@ -165,10 +169,15 @@ class PairConsumer {
     scores_block_ = next_block(rows_, scores_block_);
   }
 
+  // Of the step whose dS is next, and whose scores are there.
+  __device__ __forceinline__ void load_lse(Scores& lse) const {
+    load_statistic(lse, control_.lse[ds_at_.stage()] + warpgroup_ * kQueries);
+  }
+
   // Of the step whose dS is next; laid down too, in a buffer that all have read: who wrote dS of
   // the step before had multiplied P of the one before that.
-  __device__ __forceinline__ void make_probabilities(Scores& s, uint32_t (&p)[kQueries / 4]) {
-    const float* lse = control_.lse[ds_at_.stage()] + warpgroup_ * kQueries;
+  __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse,
+                                                     uint32_t (&p)[kQueries / 4]) {
     exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
     const int block = ds_block_;
     if (block < clear_.begin || block >= clear_.end) {

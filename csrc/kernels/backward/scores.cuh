@@ -6,30 +6,38 @@
 
 namespace flashattn3 {
 
-// The statistic of each accumulator's column. statistic: of the fragment's first column, in shared
-// memory.
-template <int kCount>
+// Of accumulators kBegin to kEnd - 1 the statistic of their column. statistic: of the fragment's
+// first column, in shared memory.
+template <int kBegin, int kEnd, int kCount>
 __device__ __forceinline__ void load_statistic(float (&s)[kCount], const float* statistic) {
   const float* mine = statistic + threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
+  for (int i = kBegin; i < kEnd; i += 4) {
     const float2 pair = *reinterpret_cast<const float2*>(mine + i / 4 * 8);
     s[i] = s[i + 2] = pair.x, s[i + 1] = s[i + 3] = pair.y;
   }
 }
-
-// Scores become 2^(score * score_scale - lse); tanh_scale: blocks/score_scale.cuh, 0: no cap.
 template <int kCount>
-__device__ __forceinline__ void exponentiate(float (&s)[kCount], const float* lse,
+__device__ __forceinline__ void load_statistic(float (&s)[kCount], const float* statistic) {
+  load_statistic<0, kCount>(s, statistic);
+}
+
+// Scores become 2^(score * score_scale - lse). lse: of each accumulator's column. tanh_scale:
+// blocks/score_scale.cuh, 0: no cap.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&lse)[kCount],
                                              float score_scale, float tanh_scale) {
   if (tanh_scale != 0.f) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] = tanh_of_scaled(s[i] * tanh_scale);
+    for (int i = 0; i < kCount; ++i) {
+      // A branch that is always taken: see below.
+      asm volatile("" : "+f"(tanh_scale));
+      if (tanh_scale == 0.f) break;
+      s[i] = tanh_of_scaled(s[i] * tanh_scale);
+    }
   }
-  float of_column[kCount];
-  load_statistic(of_column, lse);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], score_scale, -of_column[i]));
+  for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], score_scale, -lse[i]));
 }
 
 // With a cap: probabilities times 1 - tanh^2, the tanh found again from them. tanh_scale: not 0.
