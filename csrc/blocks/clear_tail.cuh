@@ -9,10 +9,11 @@ namespace flashattn3 {
 
 // V in rows of kChunks chunks of 128 bytes; rows from `used` on become 0. thread: of num_threads.
 template <int kRows, int kChunks>
-__device__ __forceinline__ void clear_rows(uint8_t* values, int used, int thread, int num_threads) {
+__device__ __forceinline__ void clear_rows(uint8_t* values, int used, uint32_t thread,
+                                           int num_threads) {
   // 8 threads to a row of 128 bytes; the swizzle stays inside a row.
-  const int offset = thread % 8 * 16;
-  for (int row = used + thread / 8; row < kRows; row += num_threads / 8) {
+  const uint32_t offset = thread % 8 * 16;
+  for (int row = used + static_cast<int>(thread / 8); row < kRows; row += num_threads / 8) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       *reinterpret_cast<uint4*>(values + (chunk * kRows + row) * 128 + offset) =

@@ -8,6 +8,7 @@
 #include <climits>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "host/errors.h"
 #include "host/launch.cuh"
@@ -105,8 +106,12 @@ BackwardArguments make_backward_arguments(const BackwardParams& params) {
   args.dout = map("dout", params.dout, out_shape, params.dout_stride, kBackwardRows);
   args.dk_map = map("dk", params.dk, k_shape, params.dk_stride, kRowsOfWarp);
   args.dv_map = map("dv", params.dv, v_shape, params.dv_stride, kRowsOfWarp);
+  args.dq = static_cast<uint16_t*>(params.dq);
   args.dk = static_cast<uint16_t*>(params.dk);
   args.dv = static_cast<uint16_t*>(params.dv);
+  args.dq_batch = variable ? 0 : params.dq_stride.batch;
+  args.dq_seq = params.dq_stride.seq;
+  args.dq_head = params.dq_stride.head;
   args.dk_batch = variable ? 0 : params.dk_stride.batch;
   args.dk_seq = params.dk_stride.seq;
   args.dk_head = params.dk_stride.head;
@@ -169,24 +174,8 @@ StatisticsArguments make_statistics_arguments(const BackwardParams& params, int 
 }
 
 template <BackwardRow kRow>
-FinishArguments make_finish_arguments(const BackwardParams& params, int num_blocks) {
-  const ForwardParams& forward = params.forward;
-  const bool variable = forward.cu_seqlens_q != nullptr;
-  const Windows windows = windows_of(forward);
-  return {.dq = static_cast<uint16_t*>(params.dq),
-          .dq_batch = variable ? 0 : params.dq_stride.batch,
-          .dq_seq = params.dq_stride.seq,
-          .dq_head = params.dq_stride.head,
-          .rows = {forward.cu_seqlens_q, forward.seqused_q, forward.seqlen_q, forward.total_q},
-          .keys = {forward.cu_seqlens_k, forward.seqused_k, forward.seqlen_k, forward.total_k},
-          .room = make_row_room<kRow>(params),
-          .num_blocks = num_blocks,
-          .num_heads = forward.num_heads_q,
-          .head_dim = forward.head_dim,
-          .window_left = windows.left,
-          .window_right = windows.right,
-          .softmax_scale = forward.softmax_scale};
-}
+using BackwardConfigOf =
+    std::conditional_t<backward_in_pairs(kRow), PairConfig<kRow>, BackwardConfig<kRow>>;
 
 template <BackwardRow kRow>
 constexpr auto backward_kernel() {
@@ -233,9 +222,8 @@ void launch_backward(const BackwardParams& params, cudaStream_t stream) {
                 dim3(row_blocks), kStatisticsThreads, 0, stream, early,
                 make_statistics_arguments<kRow>(params, blocks));
   launch_main<kRow>(forward, args, early, stream);
-  launch_kernel([] { return describe(kRow) + "'s dq"; }, backward_finish<kRow.dtype, kRow.head_dim>,
-                dim3(row_blocks), 128, 0, stream, early,
-                make_finish_arguments<kRow>(params, blocks));
+  launch_kernel([] { return describe(kRow) + "'s dq"; }, backward_finish<BackwardConfigOf<kRow>>,
+                dim3(row_blocks), 128, 0, stream, early, args);
 }
 
 }  // namespace flashattn3

@@ -31,8 +31,7 @@ struct RowRoom {
   float* minus_delta;    // minus the row's sum of dout * out, plus the gradient of its lse
   float* sums;           // (heads, rows / 64, head_dim of the row, 64)
   int32_t* tiles_taken;  // how many tiles of keys are handed out
-  int32_t* arrivals;  // (heads, rows / 64, backward_arrivals() of the row): how many tiles of keys
-                      // have added to the sums
+  int32_t* arrivals;  // (heads, rows / 64, backward_arrivals() of the row): arrivals.cuh
   int64_t num_rows;   // of a head, a multiple of 64
 
   // The first of a sequence's rows; head_total: with cu_seqlens the head alone, else counted across
@@ -49,8 +48,9 @@ struct BackwardArguments {
   // columns x 64 rows (q, dout), rows of a tile of keys (k, v), 16 rows (dk, dv).
   CUtensorMap q, k, v, dout, dk_map, dv_map;
 
-  uint16_t *dk, *dv;  // 16-bit elements of the row's type
+  uint16_t *dq, *dk, *dv;  // 16-bit elements of the row's type
   // In elements. The batch strides are 0 with cu_seqlens.
+  int64_t dq_batch, dq_seq, dq_head;
   int64_t dk_batch, dk_seq, dk_head;
   int64_t dv_batch, dv_seq, dv_head;
 
@@ -67,18 +67,16 @@ struct BackwardArguments {
   int window_right;
   RowWalk walk;
   bool ordered;         // tiles of keys add to dQ one after the other
-  float softmax_scale;  // of dk
+  float softmax_scale;  // of dq and dk
   float score_scale;    // scores, after the cap if there is one, to log2 units
   float tanh_scale;     // blocks/score_scale.cuh, cap_scores; 0: no cap
 };
 
-// Which 64 rows a CTA of the kernels before and after works on, of as many CTAs as there are blocks
-// in all heads of all sequences. Last heads first: those that the kernel before ended with, or the
-// one behind begins with, are in L2.
+// Which 64 rows the kernels before and behind work on: the index-th of as many as there are blocks
+// in all heads of all sequences.
 struct RowBlock {
   int block, head, sequence;
-  static __device__ __forceinline__ RowBlock of_this_cta(int num_blocks, int num_heads) {
-    const int index = gridDim.x - 1 - blockIdx.x;
+  static __device__ __forceinline__ RowBlock of_number(int index, int num_blocks, int num_heads) {
     const int head_total = index / num_blocks;
     return {index % num_blocks, head_total % num_heads, head_total / num_heads};
   }
@@ -100,20 +98,6 @@ struct StatisticsArguments {
   int head_dim_v;
   int num_arrivals;  // of a block of 64 rows
   int sum_columns;   // of the sums that are to be 0; 0: none
-};
-
-// After: dq from its sums.
-struct FinishArguments {
-  uint16_t* dq;
-  int64_t dq_batch, dq_seq, dq_head;
-  SequenceTable rows;
-  SequenceTable keys;
-  RowRoom room;
-  int num_blocks;  // of 64 rows, of the longest sequence
-  int num_heads;
-  int head_dim;
-  int window_left, window_right;
-  float softmax_scale;
 };
 
 }  // namespace flashattn3

@@ -40,6 +40,11 @@ struct BackwardConfig {
   // loads from shared memory crawl. All of them, if there is room.
   static constexpr int kEarlyLse = kConsumers == 3 ? kBackwardRows / 4 : kBackwardRows / 2;
 
+  // Whether a warpgroup leaves steps out that see none of its keys. Of two it would be the half of
+  // one step in a masked tile, and the branch costs every step (ptxas then keeps what descriptors
+  // are made of in vector registers).
+  static constexpr bool kPassesBy = kConsumers == 3;
+
   static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kStages >= 2);
   static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dK and dV are kept in registers");

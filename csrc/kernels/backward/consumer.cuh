@@ -66,6 +66,9 @@ class BackwardConsumer {
   __device__ __forceinline__ void attend() {
     const BlockRange rows{uniform(tile().rows.begin), uniform(tile().rows.end)};
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
+    const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
+    const BlockRange seen = tile_visibility().template row_blocks<kBackwardRows>(
+        uniform(tile().num_rows), first_key, last_key);
     const BlockRange clear =
         tile_visibility().template clear_row_blocks<kBackwardRows>(first_key, first_key + 63);
     Gradient dk, dv;
@@ -78,7 +81,12 @@ class BackwardConsumer {
     const int num_steps = (rows.end - rows.begin) * args_.heads_per_kv;
     int block = uniform(tile().start);
     for (int i = 0; i < num_steps; ++i) {
-      step(dk, dv, block, clear, i > 0);
+      if (!Config::kPassesBy || (block >= seen.begin && block < seen.end)) {
+        step(dk, dv, block, clear, i > 0);
+      } else {
+        pass_by(block, i > 0);
+      }
+      advance();
       block = next_block(rows, block);
     }
     // The last step's dQ is still to come.
@@ -150,6 +158,23 @@ class BackwardConsumer {
     }
     pin_registers(dv);
     pin_registers(dk);
+  }
+
+  // A step whose queries see none of this warpgroup's keys.
+  __device__ __forceinline__ void pass_by(int block, bool others) {
+    const uint32_t stage = rows_.stage();
+    control_.dout_full[stage].wait(rows_.parity());  // Sync: dO is there, so that it may be given back.
+    control_.q_full[stage].wait(rows_.parity());     // Sync: as above.
+    clear_rows_behind(stage, block);
+    const Operand ds = {};
+    lay_down(ds);
+    control_.dout_empty[stage].arrive_warp();  // Sync: this warp wants nothing of them.
+    control_.q_empty[stage].arrive_warp();
+    if (others && multiplies_before()) multiply_queries();
+  }
+
+  // To the next step.
+  __device__ __forceinline__ void advance() {
     rows_.advance();
     before_ = ds_;
     ds_.advance();

@@ -1,39 +1,41 @@
-// After the backward kernel: dq from its sums, which lie as the accumulators held them.
+// Behind the backward kernel: dq from its sums, which lie as the accumulators held them.
 #pragma once
 
 #include "blocks/grid_dependency.cuh"
 #include "blocks/row_store.cuh"
 #include "blocks/tile_product.cuh"
-#include "blocks/visible_range.cuh"
 #include "kernels/backward/arguments.h"
+#include "kernels/backward/arrivals.cuh"
 
 namespace flashattn3 {
 
-// A CTA of 128 threads: 64 rows of a head; warps of 16 rows as in WGMMA's
-// accumulators.
-template <ElementType kElement, int kHeadDim>
-__global__ void __launch_bounds__(128)
-    backward_finish(const __grid_constant__ FinishArguments args) {
+// A CTA of 128 threads: 64 rows of a head; warps of 16 rows as in WGMMA's accumulators. index: of
+// the block of rows.
+template <BackwardRow kRow>
+__device__ __forceinline__ void finish_block(const BackwardArguments& args, int index) {
+  constexpr ElementType kElement = kRow.dtype;
+  constexpr int kHeadDim = kRow.head_dim;
   constexpr int kChunks = (kHeadDim + 63) / 64;
   __shared__ __align__(1024) uint8_t staged[4][kChunks][kRowsOfWarp * 128];
-  allow_dependents();
-  wait_for_earlier_kernels();
-  const auto [block, head, sequence] = RowBlock::of_this_cta(args.num_blocks, args.num_heads);
+  const int num_blocks = (args.rows.longest + kBackwardRows - 1) / kBackwardRows;
+  const auto [block, head, sequence] = RowBlock::of_number(index, num_blocks, args.num_heads_q);
   const Sequence rows = find_sequence(args.rows, sequence);
-  const Sequence keys = find_sequence(args.keys, sequence);
+  const int num_keys = find_sequence(args.keys, sequence).length;
   const int first_row = block * kBackwardRows;
   if (first_row >= rows.length) return;
-  const BlockRange seen =
-      Visibility::of(rows.length, keys.length, args.window_left, args.window_right)
-          .template blocks<64>(first_row, min(first_row + kBackwardRows, rows.length) - 1);
+  const BlockRange seen = tiles_seen<backward_keys(kRow)>(args, rows.length, num_keys, block);
+  const int num_tiles = seen.end - seen.begin;
   const int64_t first =
-      args.room.first(args.rows, sequence, head, args.num_heads, rows.offset) + first_row;
+      args.room.first(args.rows, sequence, head, args.num_heads_q, rows.offset) + first_row;
+  if (!backward_in_pairs(kRow) && num_tiles > 0) {
+    wait_for_sums(args.room.arrivals + first / kBackwardRows, num_tiles);
+  }
   const float4* sums =
       reinterpret_cast<const float4*>(args.room.sums + first * kHeadDim) + threadIdx.x;
   float4 sum[kHeadDim / 8];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 8; ++i) {
-    sum[i] = seen.begin < seen.end ? __ldcs(sums + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+    sum[i] = num_tiles > 0 ? __ldcs(sums + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -60,6 +62,23 @@ __global__ void __launch_bounds__(128)
     if (row_of_warp + row >= rows.length) break;
     store_columns(dq + row * args.dq_seq, unit * 8, args.head_dim,
                   staged_columns(staged[warp][unit / 8], row, unit % 8));
+  }
+}
+
+// The CTAs take the places of those of the kernel before as they become free. Up to 128 columns
+// they begin with whatever sums are complete; those of pairs are not counted.
+template <class Config>  // a type and not a row, as for backward_attention
+__global__ void __launch_bounds__(128)
+    backward_finish(const __grid_constant__ BackwardArguments args) {
+  constexpr BackwardRow kRow = Config::kRow;
+  allow_dependents();
+  if constexpr (backward_in_pairs(kRow)) {
+    wait_for_earlier_kernels();
+    finish_block<kRow>(args, gridDim.x - 1 - blockIdx.x);  // the last sums are in L2
+  } else {
+    finish_block<kRow>(args, blockIdx.x);
+    // Nobody is to find this kernel complete before that.
+    if (blockIdx.x == gridDim.x - 1) wait_for_earlier_kernels();
   }
 }
 

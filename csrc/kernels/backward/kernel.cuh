@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       cute::prefetch_tma_descriptor(&args.v);
       cute::prefetch_tma_descriptor(&args.dout);
       // The others touch no memory of the device before this thread's loads have come.
-      allow_dependents();
       wait_for_earlier_kernels();
+      allow_dependents();  // which find the states of the sums as the kernel before left them
       BackwardProducer<kRow>(args, shared).run();
     } else {
       wait_for_earlier_kernels();

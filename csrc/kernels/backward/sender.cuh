@@ -30,7 +30,7 @@ class BackwardSender {
       const KeyTile tile = control_.tile[tile_.stage()];
       control_.tile_empty[tile_.stage()].arrive();  // Sync: this thread has read it.
       tile_.advance();
-      if (tile.first_key < 0) return;
+      if (tile.first_key < 0) break;
       const int steps = (tile.rows.end - tile.rows.begin) * args_.heads_per_kv;
       int head = tile.head * args_.heads_per_kv, block = tile.start;
       for (int i = 0; i < steps; ++i) {
@@ -40,6 +40,7 @@ class BackwardSender {
         if (block == tile.start) ++head;
       }
     }
+    tell_of_sums(0);
   }
 
  private:
@@ -48,14 +49,15 @@ class BackwardSender {
     const int64_t row =
         args_.room.first(args_.rows, tile.sequence, head, args_.num_heads_q, tile.row_offset) +
         block * kBackwardRows;
-    int32_t* arrivals = args_.room.arrivals + row / kBackwardRows;
+    int32_t* state = args_.room.arrivals + row / kBackwardRows;
     const int before = args_.ordered ? tiles_before<Config::kKeys>(args_, tile, block) : 0;
     // Sync: all tiles before this one have added.
-    while (before > 0 && load_acquire(arrivals) < before) {
+    while (before > 0 && load_acquire(state) < before * kThrough) {
     }
     control_.sum_full[warpgroup_].wait(sum_.parity());  // Sync: all four warps have written.
     // Sync: if another tile was the first, it has stored.
-    const bool first = args_.ordered ? before == 0 : claim_sums(arrivals);
+    const bool first = args_.ordered ? before == 0 : claim_sums(state);
+    tell_of_sums(0);
     fence_global_proxies();
     float* sums = args_.room.sums + row * Config::kHeadDim;
     if (first) {
@@ -72,12 +74,19 @@ class BackwardSender {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     control_.sum_empty[warpgroup_].arrive();  // Sync: the room may be written again.
     sum_.advance();
-    if (first || args_.ordered) {
-      // Sync: what was sent is in memory; others may add to it.
-      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-      fence_global_proxies();
-      add_release(arrivals, args_.ordered ? 1 : kStored - kStoring);
-    }
+    sent_ = state;
+    // Other tiles wait for these. Of the rest it is told a few steps later, when they are through
+    // anyway: nobody but the kernel behind asks.
+    if (first || args_.ordered) tell_of_sums(args_.ordered ? 0 : kStored - kStoring);
+  }
+
+  // That what was sent last is in memory, unless that has been said.
+  __device__ __forceinline__ void tell_of_sums(int stored) {
+    if (sent_ == nullptr) return;
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    fence_global_proxies();
+    add_release(sent_, kThrough + stored);  // Sync: others may add to it, or read it.
+    sent_ = nullptr;
   }
 
   const BackwardArguments& args_;
@@ -85,6 +94,7 @@ class BackwardSender {
   uint32_t sums_;
   int warpgroup_;
   int turn_ = 0;  // the warpgroup whose step it is
+  int32_t* sent_ = nullptr;  // the state of the sums that were sent last
   RingPosition<2> tile_{0};
   RingPosition<1> sum_{0};
 };

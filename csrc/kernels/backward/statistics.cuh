@@ -37,7 +37,9 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   allow_dependents();
   wait_for_earlier_kernels();
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.room.tiles_taken = 0;
-  const auto [block, head, sequence] = RowBlock::of_this_cta(args.num_blocks, args.num_heads);
+  // Last heads first: those that the kernel behind begins with are in L2 then.
+  const auto [block, head, sequence] =
+      RowBlock::of_number(gridDim.x - 1 - blockIdx.x, args.num_blocks, args.num_heads);
   const Sequence rows = find_sequence(args.rows, sequence);
   if (block * kBackwardRows >= rows.length) return;
   const int64_t first = args.room.first(args.rows, sequence, head, args.num_heads, rows.offset) +
