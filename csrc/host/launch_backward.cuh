@@ -125,9 +125,13 @@ BackwardArguments make_backward_arguments(const BackwardParams& params) {
   // With a mask the longest tiles are the first; in order the last ones have to be.
   args.order = make_key_order(forward, backward_keys(kRow), windowed, windowed && params.ordered,
                               args.room.tiles_taken);
-  args.walk = windowed         ? RowWalk::kDiagonal
-              : params.ordered ? RowWalk::kUpwards
-                               : RowWalk::kRotated;
+  const bool shared = forward.num_heads_q > forward.num_heads_kv;
+  if (windowed) {
+    args.walk = shared && !params.ordered && !backward_in_pairs(kRow) ? RowWalk::kHeadsInside
+                                                                      : RowWalk::kDiagonal;
+  } else {
+    args.walk = params.ordered ? RowWalk::kUpwards : RowWalk::kRotated;
+  }
   args.num_heads_q = forward.num_heads_q;
   args.num_heads_kv = forward.num_heads_kv;
   args.heads_per_kv = forward.num_heads_q / forward.num_heads_kv;

@@ -15,13 +15,17 @@ namespace flashattn3 {
 
 // In which order a tile of keys walks through the queries that see it, and, where the order of
 // their additions to dQ is fixed, tiles come to a block of queries. A tile may wait for tiles that
-// were handed out before it, never for later ones.
+// were handed out before it, never for later ones. But for the last way the heads that share the
+// keys come one after the other.
 //   kUpwards: from the first on; the tiles from the first on too, each a step behind the one
-//   before. kDiagonal: as kUpwards, but with a mask, so that each tile has a first block of its
-//   own; the
-//             tiles last one first, so that all walk at the same pace, and none waits.
+//     before.
+//   kDiagonal: as kUpwards, but with a mask, so that each tile has a first block of its own; the
+//     tiles last one first, so that all walk at the same pace, and none waits.
 //   kRotated: each from a block of its own on, and around; no order.
-enum class RowWalk { kUpwards, kDiagonal, kRotated };
+//   kHeadsInside: from the last block down, at each block all heads, each tile from a head of its
+//     own on; no order. With a mask tiles see unequally many queries: so they are at the same ones
+//     nevertheless, which stay in L2.
+enum class RowWalk { kUpwards, kDiagonal, kRotated, kHeadsInside };
 
 // Where a head's rows are kept between the three kernels: in whole blocks of 64, each sequence's
 // rows from a block's start on. Statistics are fp32 (heads, rows); sums of dQ lie in tiles of 64

@@ -64,7 +64,8 @@ class BackwardConsumer {
 
  private:
   __device__ __forceinline__ void attend() {
-    const BlockRange rows{uniform(tile().rows.begin), uniform(tile().rows.end)};
+    TileSteps steps(args_, {uniform(tile().rows.begin), uniform(tile().rows.end)},
+                    uniform(tile().start));
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
     const BlockRange seen = tile_visibility().template row_blocks<kBackwardRows>(
@@ -78,16 +79,15 @@ class BackwardConsumer {
     control_.v_full.wait(keys_parity_);
     keys_parity_ ^= 1;
     clear_keys();
-    const int num_steps = (rows.end - rows.begin) * args_.heads_per_kv;
-    int block = uniform(tile().start);
-    for (int i = 0; i < num_steps; ++i) {
+    const int count = steps.count();
+    for (int i = 0; i < count; ++i, steps.advance()) {
+      const int block = steps.block();
       if (!Config::kPassesBy || (block >= seen.begin && block < seen.end)) {
         step(dk, dv, block, clear, i > 0);
       } else {
         pass_by(block, i > 0);
       }
       advance();
-      block = next_block(rows, block);
     }
     // The last step's dQ is still to come.
     if (multiplies_before()) multiply_queries();

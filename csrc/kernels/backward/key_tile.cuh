@@ -18,12 +18,50 @@ struct alignas(16) KeyTile {
   int sequence;     // of the batch
   int row_offset;   // of the sequence in q
   BlockRange rows;  // blocks of queries that see one of its keys; may be none
-  int start;        // the first of them that is worked on; behind the last comes the first
+  int start;        // the first of them that is worked on
+  int first_head;   // and, of the heads that share the keys, the first at each block
 };
 
+// Behind the last block comes the first.
 __device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
   return block + 1 == rows.end ? rows.begin : block + 1;
 }
+
+// The steps of a tile, one after the other: which block of queries, of which head.
+class TileSteps {
+ public:
+  __device__ __forceinline__ TileSteps(const BackwardArguments& args, const BlockRange& rows,
+                                       int start)
+      : args_(args), rows_(rows), start_(start), block_(start) {}
+
+  __device__ __forceinline__ int count() const {
+    return (rows_.end - rows_.begin) * args_.heads_per_kv;
+  }
+  __device__ __forceinline__ int block() const { return block_; }
+  // Of q.
+  __device__ __forceinline__ int head(const KeyTile& tile) const {
+    int head = tile.first_head + nth_head_;
+    if (head >= args_.heads_per_kv) head -= args_.heads_per_kv;
+    return tile.head * args_.heads_per_kv + head;
+  }
+  __device__ __forceinline__ void advance() {
+    if (args_.walk == RowWalk::kHeadsInside) {
+      if (++nth_head_ < args_.heads_per_kv) return;
+      nth_head_ = 0;
+      --block_;
+    } else {
+      block_ = next_block(rows_, block_);
+      nth_head_ += block_ == start_;
+    }
+  }
+
+ private:
+  const BackwardArguments& args_;
+  BlockRange rows_;
+  int start_;
+  int block_;
+  int nth_head_ = 0;
+};
 
 // The tile of a number in the order of the work, kKeys keys. It may have no key, in a batch of
 // unequal lengths.
@@ -47,9 +85,15 @@ __device__ __forceinline__ KeyTile describe_key_tile(const BackwardArguments& ar
                   .template row_blocks<kBackwardRows>(rows.length, tile.first_key,
                                                       min(tile.first_key + kKeys, keys.length) - 1);
   const int num_tiles = (keys.length + kKeys - 1) / kKeys;
-  tile.start = args.walk == RowWalk::kRotated
-                   ? static_cast<int>(int64_t{place.row_block} * tile.rows.end / max(1, num_tiles))
-                   : tile.rows.begin;
+  tile.start = tile.rows.begin;
+  tile.first_head = 0;
+  if (args.walk == RowWalk::kRotated) {
+    tile.start =
+        static_cast<int>(int64_t{place.row_block} * tile.rows.end / max(1, num_tiles));
+  } else if (args.walk == RowWalk::kHeadsInside) {
+    tile.start = tile.rows.end - 1;
+    tile.first_head = place.row_block % args.heads_per_kv;
+  }
   return tile;
 }
 

@@ -29,16 +29,13 @@ class BackwardProducer {
     KeyTile tile;
     while (find(tile)) {
       announce(tile);
-      const int steps = (tile.rows.end - tile.rows.begin) * args_.heads_per_kv;
-      const int request_at = max(0, steps - kRequestSteps);
-      int head = tile.head * args_.heads_per_kv, block = tile.start;
-      for (int step = 0; step < steps; ++step) {
-        if (step == request_at) tiles_.request();
-        load_rows(tile, head, block, step == 0);
-        block = next_block(tile.rows, block);
-        if (block == tile.start) ++head;
+      TileSteps steps(args_, tile.rows, tile.start);
+      const int count = steps.count(), request_at = max(0, count - kRequestSteps);
+      for (int i = 0; i < count; ++i, steps.advance()) {
+        if (i == request_at) tiles_.request();
+        load_rows(tile, steps.head(tile), steps.block(), i == 0);
       }
-      if (steps == 0) tiles_.request();
+      if (count == 0) tiles_.request();
       tiles_.advance();
     }
     tile.first_key = -1;

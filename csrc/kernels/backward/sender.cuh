@@ -31,13 +31,11 @@ class BackwardSender {
       control_.tile_empty[tile_.stage()].arrive();  // Sync: this thread has read it.
       tile_.advance();
       if (tile.first_key < 0) break;
-      const int steps = (tile.rows.end - tile.rows.begin) * args_.heads_per_kv;
-      int head = tile.head * args_.heads_per_kv, block = tile.start;
-      for (int i = 0; i < steps; ++i) {
-        if (turn_ == warpgroup_) send(tile, head, block);
+      TileSteps steps(args_, tile.rows, tile.start);
+      const int count = steps.count();
+      for (int i = 0; i < count; ++i, steps.advance()) {
+        if (turn_ == warpgroup_) send(tile, steps.head(tile), steps.block());
         turn_ = turn_ + 1 == Config::kConsumers ? 0 : turn_ + 1;
-        block = next_block(tile.rows, block);
-        if (block == tile.start) ++head;
       }
     }
     tell_of_sums(0);
