@@ -26,17 +26,13 @@ __device__ __forceinline__ void copy_tile(uint8_t* tile, const void* tensor_map,
   }
 }
 
-// Copies contiguous bytes, a multiple of 16; as above.
-__device__ __forceinline__ void copy_bytes(void* to, const void* from, Barrier& full,
-                                           uint64_t cache_hint, uint32_t bytes) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
-      "l"(from), "r"(bytes), "r"(full.address()), "l"(cache_hint)
-      : "memory");
+// Copies a box of floats, from (column, row) of a tensor of two dimensions on; as above.
+__device__ __forceinline__ void copy_floats(float* to, const void* tensor_map, Barrier& full,
+                                            uint64_t cache_hint, int column, int row) {
+  cute::SM90_TMA_LOAD_2D::copy(tensor_map, &full.word, cache_hint, to, column, row);
 }
 
-// One arrival at `full`, and a tile, or bytes, that complete it.
+// One arrival at `full`, and a tile, or contiguous bytes, a multiple of 16, that complete it.
 template <int kRows, int kChunks, int kChunkColumns>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map, Barrier& full,
                                           uint64_t cache_hint, int row, int head, int entry) {
@@ -46,7 +42,11 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map,
 __device__ __forceinline__ void load_bytes(uint8_t* to, const void* from, Barrier& full,
                                            uint64_t cache_hint, uint32_t bytes) {
   full.arrive_and_expect(bytes);
-  copy_bytes(to, from, full, cache_hint, bytes);
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
+      "l"(from), "r"(bytes), "r"(full.address()), "l"(cache_hint)
+      : "memory");
 }
 
 }  // namespace flashattn3

@@ -44,7 +44,9 @@ template <BackwardRow kRow>
 int64_t backward_workspace_bytes(const ForwardParams& params) {
   const int64_t rows = room_rows(params) * room_heads(params);
   return rows * (kRow.head_dim + 2) * sizeof(float) +
-         (rows / kBackwardRows * backward_arrivals(kRow) + 1) * sizeof(int32_t);
+         (rows / kBackwardRows * backward_arrivals(kRow) + 1 +
+          int64_t{params.batch} * params.num_heads_kv) *
+             sizeof(int32_t);
 }
 
 template <BackwardRow kRow>
@@ -56,7 +58,8 @@ RowRoom make_row_room(const BackwardParams& params) {
   room.lse = room.sums + rows * kRow.head_dim;
   room.minus_delta = room.lse + rows;
   room.tiles_taken = reinterpret_cast<int32_t*>(room.minus_delta + rows);
-  room.arrivals = room.tiles_taken + 1;
+  room.tiles_through = room.tiles_taken + 1;
+  room.arrivals = room.tiles_through + int64_t{params.forward.batch} * params.forward.num_heads_kv;
   room.num_rows = rows_of_head;
   return room;
 }
@@ -121,6 +124,8 @@ BackwardArguments make_backward_arguments(const BackwardParams& params) {
   args.rows = {forward.cu_seqlens_q, forward.seqused_q, forward.seqlen_q, forward.total_q};
   args.keys = {forward.cu_seqlens_k, forward.seqused_k, forward.seqlen_k, forward.total_k};
   args.room = make_row_room<kRow>(params);
+  args.statistics = make_float_map("statistics", args.room.lse,
+                                   room_rows(forward) * room_heads(forward), 2, kBackwardRows);
   const bool windowed = forward.window_left >= 0 || forward.window_right >= 0;
   // With a mask the longest tiles are the first; in order the last ones have to be.
   args.order = make_key_order(forward, backward_keys(kRow), windowed, windowed && params.ordered,
@@ -172,6 +177,7 @@ StatisticsArguments make_statistics_arguments(const BackwardParams& params, int 
           .room = make_row_room<kRow>(params),
           .num_blocks = num_blocks,
           .num_heads = forward.num_heads_q,
+          .heads_per_kv = forward.num_heads_q / forward.num_heads_kv,
           .head_dim_v = forward.head_dim_v,
           .num_arrivals = backward_arrivals(kRow),
           .sum_columns = backward_in_pairs(kRow) ? kRow.head_dim : 0};
@@ -215,6 +221,9 @@ void launch_backward(const BackwardParams& params, cudaStream_t stream) {
   if (forward.seqlen_k <= 0) return;
   if (forward.head_dim > kRow.head_dim || forward.head_dim_v > kRow.head_dim) {
     fail("launch of " + describe(kRow), "the head dim is larger than the row's");
+  }
+  if (room_rows(forward) * room_heads(forward) > INT_MAX) {
+    fail("launch of " + describe(kRow), "more than 2^31 rows of queries");
   }
   const BackwardArguments args = make_backward_arguments<kRow>(params);
   if (forward.cu_seqlens_q != nullptr) order_ragged_keys(forward, backward_keys(kRow), stream);

@@ -111,4 +111,24 @@ inline CUtensorMap make_tensor_map(const char* name, ElementType type, const voi
   return slot.map;
 }
 
+// Dimensions (columns, rows) of floats without gaps, innermost first; boxes of box_columns of one
+// row, as they are. Not kept: the address is new in every call.
+inline CUtensorMap make_float_map(const char* name, const float* address, int64_t columns,
+                                  int64_t rows, int box_columns) {
+  const cuuint64_t extent[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t bytes[1] = {static_cast<cuuint64_t>(columns) * sizeof(float)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), 1};
+  const cuuint32_t element_strides[2] = {1, 1};
+  CUtensorMap map;
+  check_driver(
+      tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(address),
+                           extent, bytes, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+      (std::string("TMA descriptor of ") + name + " (" + std::to_string(columns) + " x " +
+       std::to_string(rows) + " floats)")
+          .c_str());
+  return map;
+}
+
 }  // namespace flashattn3

@@ -22,9 +22,10 @@ namespace flashattn3 {
 //   kDiagonal: as kUpwards, but with a mask, so that each tile has a first block of its own; the
 //     tiles last one first, so that all walk at the same pace, and none waits.
 //   kRotated: each from a block of its own on, and around; no order.
-//   kHeadsInside: from the last block down, at each block all heads, each tile from a head of its
-//     own on; no order. With a mask tiles see unequally many queries: so they are at the same ones
-//     nevertheless, which stay in L2.
+//   kHeadsInside: downwards from near the last block, and around, at each block all heads; each
+//   tile
+//     from a block and head of its own; no order. With a mask tiles see unequally many queries: so
+//     they are near the same ones nevertheless, which stay in L2.
 enum class RowWalk { kUpwards, kDiagonal, kRotated, kHeadsInside };
 
 // Where a head's rows are kept between the three kernels: in whole blocks of 64, each sequence's
@@ -35,7 +36,10 @@ struct RowRoom {
   float* minus_delta;    // minus the row's sum of dout * out, plus the gradient of its lse
   float* sums;           // (heads, rows / 64, head_dim of the row, 64)
   int32_t* tiles_taken;  // how many tiles of keys are handed out
-  int32_t* arrivals;  // (heads, rows / 64, backward_arrivals() of the row): arrivals.cuh
+  // Up to 128 columns (sequences, heads of k): how many threads that send have seen a tile through.
+  int32_t* tiles_through;
+  int32_t* arrivals;  // (heads, rows / 64, backward_arrivals() of the row): how many tiles of keys
+                      // have added to the sums; arrivals.cuh
   int64_t num_rows;   // of a head, a multiple of 64
 
   // The first of a sequence's rows; head_total: with cu_seqlens the head alone, else counted across
@@ -51,6 +55,8 @@ struct BackwardArguments {
   // (head_dim, rows, heads, entries), innermost first; entries is 1 with cu_seqlens. Boxes of 64
   // columns x 64 rows (q, dout), rows of a tile of keys (k, v), 16 rows (dk, dv).
   CUtensorMap q, k, v, dout, dk_map, dv_map;
+  CUtensorMap
+      statistics;  // (rows of all heads, 2): the room's lse and minus_delta; boxes of 64 rows
 
   uint16_t *dq, *dk, *dv;  // 16-bit elements of the row's type
   // In elements. The batch strides are 0 with cu_seqlens.
@@ -99,6 +105,7 @@ struct StatisticsArguments {
   RowRoom room;
   int num_blocks;  // of 64 rows, of the longest sequence, in whole steps
   int num_heads;
+  int heads_per_kv;
   int head_dim_v;
   int num_arrivals;  // of a block of 64 rows
   int sum_columns;   // of the sums that are to be 0; 0: none

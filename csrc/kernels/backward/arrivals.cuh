@@ -23,10 +23,9 @@ __device__ __forceinline__ void fence_global_proxies() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// Up to 128 columns the state of a block's sums: in the two lowest bits who comes first to them
-// stores, and the others add once that is done, so that nothing has to be zero beforehand; above
-// them, how many tiles have stored or added and are through.
-constexpr int32_t kNobody = 0, kStoring = 1, kStored = 2, kThrough = 4;
+// Whoever comes first to a block's sums stores, and the others add once that is done, so that
+// nothing has to be zero beforehand.
+constexpr int32_t kNobody = 0, kStoring = 1, kStored = 2;
 
 // Whether the caller is the first and is to store, and then to set kStored; else it may add.
 __device__ __forceinline__ bool claim_sums(int32_t* state) {
@@ -36,17 +35,8 @@ __device__ __forceinline__ bool claim_sums(int32_t* state) {
                : "l"(state), "r"(kNobody), "r"(kStoring)
                : "memory");
   if (found == kNobody) return true;
-  while (found % kThrough != kStored) found = load_acquire(state);
+  while (found != kStored) found = load_acquire(state);
   return false;
-}
-
-// All threads of a CTA: until so many tiles are through, whose additions they can then read.
-__device__ __forceinline__ void wait_for_sums(const int32_t* state, int num_tiles) {
-  if (threadIdx.x == 0) {
-    while (load_acquire(state) / kThrough < num_tiles) __nanosleep(256);
-  }
-  __syncthreads();
-  fence_global_proxies();
 }
 
 // Adds to four neighbouring sums.
@@ -56,22 +46,17 @@ __device__ __forceinline__ void add_to_memory(float* at, float a, float b, float
                : "memory");
 }
 
-// The tiles of kKeys keys that a block of queries sees, of which each adds to its sums.
-template <int kKeys>
-__device__ __forceinline__ BlockRange tiles_seen(const BackwardArguments& args, int num_rows,
-                                                 int num_keys, int block) {
-  const int last_row = min((block + 1) * kBackwardRows, num_rows) - 1;
-  return Visibility::of(num_rows, num_keys, args.window_left, args.window_right)
-      .template blocks<kKeys>(block * kBackwardRows, last_row);
-}
-
-// How many of them come before this one, in order.
+// How many tiles of keys come before this one, of kKeys keys, in order, at a block of queries.
 template <int kKeys>
 __device__ __forceinline__ int tiles_before(const BackwardArguments& args, const KeyTile& tile,
                                             int block) {
   const int index = tile.first_key / kKeys;
   if (args.walk == RowWalk::kUpwards) return index;
-  return tiles_seen<kKeys>(args, tile.num_rows, tile.num_keys, block).end - 1 - index;
+  const int last_row = min((block + 1) * kBackwardRows, tile.num_rows) - 1;
+  return Visibility::of(tile.num_rows, tile.num_keys, args.window_left, args.window_right)
+             .template blocks<kKeys>(block * kBackwardRows, last_row)
+             .end -
+         1 - index;
 }
 
 }  // namespace flashattn3

@@ -54,7 +54,8 @@ struct BackwardConfig {
 
 // Barriers. Arrivals for each phase:
 //   k_full, v_full, q_full, dout_full     1: the producer, and the bytes of the copies
-//   k_empty, v_empty, q_empty, dout_empty one for each consumer warp, after its last read
+//   k_empty, q_empty, dout_empty          one for each consumer warp, after its last read
+//   v_empty                               every consumer thread, after its last read of V's place
 //   ds_full[s]   each consumer warp: its part of dS of a step is written
 //   ds_empty[s]  the 4 warps of the warpgroup that multiplies dQ of the step
 //   sum_full[w]  the 4 warps of warpgroup w: dQ of a step is written
@@ -79,7 +80,7 @@ struct BackwardControl {
   __device__ __forceinline__ void init() {
     constexpr int kWarps = 4 * kConsumers;
     k_full.init(1), k_empty.init(kWarps);
-    v_full.init(1), v_empty.init(kWarps);
+    v_full.init(1), v_empty.init(32 * kWarps);
     for (int i = 0; i < kStages; ++i) {
       q_full[i].init(1), q_empty[i].init(kWarps);
       dout_full[i].init(1), dout_empty[i].init(kWarps);

@@ -100,7 +100,7 @@ class BackwardConsumer {
                                        staged, Config::kKeys * 128);
     store_gradient<kElement, kHeadDim>(key_target(args_, tile(), warp_first_key()), 0, dk,
                                        args_.softmax_scale, staged, Config::kKeys * 128);
-    control_.v_empty.arrive_warp();  // Sync: this warp has left V's place.
+    control_.v_empty.arrive();  // Sync: this thread has left V's place.
   }
 
   // block: of kBackwardRows queries. clear: blocks of 64 that see all keys of this warpgroup.
@@ -163,8 +163,9 @@ class BackwardConsumer {
   // A step whose queries see none of this warpgroup's keys.
   __device__ __forceinline__ void pass_by(int block, bool others) {
     const uint32_t stage = rows_.stage();
-    control_.dout_full[stage].wait(rows_.parity());  // Sync: dO is there, so that it may be given back.
-    control_.q_full[stage].wait(rows_.parity());     // Sync: as above.
+    control_.dout_full[stage].wait(
+        rows_.parity());  // Sync: dO is there, so that it may be given back.
+    control_.q_full[stage].wait(rows_.parity());  // Sync: as above.
     clear_rows_behind(stage, block);
     const Operand ds = {};
     lay_down(ds);

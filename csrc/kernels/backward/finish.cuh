@@ -4,10 +4,27 @@
 #include "blocks/grid_dependency.cuh"
 #include "blocks/row_store.cuh"
 #include "blocks/tile_product.cuh"
+#include "blocks/visible_range.cuh"
 #include "kernels/backward/arguments.h"
 #include "kernels/backward/arrivals.cuh"
 
 namespace flashattn3 {
+
+// All threads of the CTA, until all tiles of the head's keys are through, whose additions they can
+// then read.
+template <BackwardRow kRow>
+__device__ __forceinline__ void wait_for_tiles(const BackwardArguments& args, int sequence,
+                                               int head, int num_keys) {
+  constexpr int kKeys = backward_keys(kRow);
+  const int num_tiles = (num_keys + kKeys - 1) / kKeys;
+  if (threadIdx.x == 0) {
+    const int32_t* through =
+        args.room.tiles_through + sequence * args.num_heads_kv + head / args.heads_per_kv;
+    while (load_acquire(through) < num_tiles * kRow.num_mma_warpgroups) __nanosleep(256);
+  }
+  __syncthreads();
+  fence_global_proxies();
+}
 
 // A CTA of 128 threads: 64 rows of a head; warps of 16 rows as in WGMMA's accumulators. index: of
 // the block of rows.
@@ -23,19 +40,18 @@ __device__ __forceinline__ void finish_block(const BackwardArguments& args, int 
   const int num_keys = find_sequence(args.keys, sequence).length;
   const int first_row = block * kBackwardRows;
   if (first_row >= rows.length) return;
-  const BlockRange seen = tiles_seen<backward_keys(kRow)>(args, rows.length, num_keys, block);
-  const int num_tiles = seen.end - seen.begin;
+  const BlockRange seen =
+      Visibility::of(rows.length, num_keys, args.window_left, args.window_right)
+          .template blocks<64>(first_row, min(first_row + kBackwardRows, rows.length) - 1);
+  if (!backward_in_pairs(kRow)) wait_for_tiles<kRow>(args, sequence, head, num_keys);
   const int64_t first =
       args.room.first(args.rows, sequence, head, args.num_heads_q, rows.offset) + first_row;
-  if (!backward_in_pairs(kRow) && num_tiles > 0) {
-    wait_for_sums(args.room.arrivals + first / kBackwardRows, num_tiles);
-  }
   const float4* sums =
       reinterpret_cast<const float4*>(args.room.sums + first * kHeadDim) + threadIdx.x;
   float4 sum[kHeadDim / 8];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 8; ++i) {
-    sum[i] = num_tiles > 0 ? __ldcs(sums + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+    sum[i] = seen.begin < seen.end ? __ldcs(sums + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -66,7 +82,7 @@ __device__ __forceinline__ void finish_block(const BackwardArguments& args, int 
 }
 
 // The CTAs take the places of those of the kernel before as they become free. Up to 128 columns
-// they begin with whatever sums are complete; those of pairs are not counted.
+// they begin with heads whose sums are complete; for pairs that is not counted.
 template <class Config>  // a type and not a row, as for backward_attention
 __global__ void __launch_bounds__(128)
     backward_finish(const __grid_constant__ BackwardArguments args) {

@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       cute::prefetch_tma_descriptor(&args.k);
       cute::prefetch_tma_descriptor(&args.v);
       cute::prefetch_tma_descriptor(&args.dout);
+      cute::prefetch_tma_descriptor(&args.statistics);
       // The others touch no memory of the device before this thread's loads have come.
       wait_for_earlier_kernels();
       allow_dependents();  // which find the states of the sums as the kernel before left them

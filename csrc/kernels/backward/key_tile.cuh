@@ -48,7 +48,7 @@ class TileSteps {
     if (args_.walk == RowWalk::kHeadsInside) {
       if (++nth_head_ < args_.heads_per_kv) return;
       nth_head_ = 0;
-      --block_;
+      block_ = block_ == rows_.begin ? rows_.end - 1 : block_ - 1;
     } else {
       block_ = next_block(rows_, block_);
       nth_head_ += block_ == start_;
@@ -88,11 +88,13 @@ __device__ __forceinline__ KeyTile describe_key_tile(const BackwardArguments& ar
   tile.start = tile.rows.begin;
   tile.first_head = 0;
   if (args.walk == RowWalk::kRotated) {
-    tile.start =
-        static_cast<int>(int64_t{place.row_block} * tile.rows.end / max(1, num_tiles));
+    tile.start = static_cast<int>(int64_t{place.row_block} * tile.rows.end / max(1, num_tiles));
   } else if (args.walk == RowWalk::kHeadsInside) {
-    tile.start = tile.rows.end - 1;
-    tile.first_head = place.row_block % args.heads_per_kv;
+    // Two steps behind the tile before, which by then has stored where it was first.
+    const int behind = 2 * place.row_block;
+    const int num_blocks = max(1, tile.rows.end - tile.rows.begin);
+    tile.start = tile.rows.end - 1 - behind / args.heads_per_kv % num_blocks;
+    tile.first_head = behind % args.heads_per_kv;
   }
   return tile;
 }

@@ -277,9 +277,9 @@ class PairConsumer {
   // additions are through, or the fence would wait for them.
   __device__ __forceinline__ void tell_of_sums() {
     if (added_ == nullptr) return;
-    __threadfence();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) add_release(added_, 1);  // Sync: this warp has added.
+    // Sync: this warp has added. The release is for all its lanes, which have met.
+    if (threadIdx.x % 32 == 0) add_release(added_, 1);
   }
 
   __device__ __forceinline__ void store(const KeyGradient& dk, const KeyGradient& dv) {

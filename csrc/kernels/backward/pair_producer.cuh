@@ -34,9 +34,9 @@ __device__ __forceinline__ void load_pair(const BackwardArguments& args, const K
   int head = tile.head * args.heads_per_kv, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
     const int row = tile.row_offset + block * kBackwardRows;
-    const int64_t at =
-        args.room.first(args.rows, tile.sequence, head, args.num_heads_q, tile.row_offset) +
-        block * kBackwardRows;
+    const int at = static_cast<int>(args.room.first(args.rows, tile.sequence, head,
+                                                    args.num_heads_q, tile.row_offset)) +
+                   block * kBackwardRows;
     // Sync: every consumer warp gave the buffer back.
     control.q_empty[q.stage()].wait(q.parity());
     Barrier& q_full = control.q_full[q.stage()];
@@ -44,14 +44,12 @@ __device__ __forceinline__ void load_pair(const BackwardArguments& args, const K
     copy_tile<kBackwardRows, Config::kChunks, 64>(
         shared + Config::kQOffset + q.stage() * Config::kRowBytes, &args.q, q_full, kReadAgain, row,
         head, entry);
-    copy_bytes(control.lse[q.stage()], args.room.lse + at, q_full, kReadAgain,
-               kBackwardRows * sizeof(float));
+    copy_floats(control.lse[q.stage()], &args.statistics, q_full, kReadAgain, at, 0);
     control.dout_empty.wait(dout.parity());  // Sync: as above.
     control.dout_full.arrive_and_expect(kBytes);
     copy_tile<kBackwardRows, Config::kChunks, 64>(shared + Config::kDoutOffset, &args.dout,
                                                   control.dout_full, kReadAgain, row, head, entry);
-    copy_bytes(control.minus_delta, args.room.minus_delta + at, control.dout_full, kReadAgain,
-               kBackwardRows * sizeof(float));
+    copy_floats(control.minus_delta, &args.statistics, control.dout_full, kReadAgain, at, 1);
     q.advance();
     dout.advance();
     block = next_block(tile.rows, block);

@@ -67,20 +67,19 @@ class BackwardProducer {
   __device__ __forceinline__ void load_rows(const KeyTile& tile, int head, int block, bool begins) {
     const uint32_t stage = rows_.stage();
     const int row = tile.row_offset + block * kBackwardRows;
-    const int64_t at =
-        args_.room.first(args_.rows, tile.sequence, head, args_.num_heads_q, tile.row_offset) +
-        block * kBackwardRows;
+    const int at = static_cast<int>(args_.room.first(args_.rows, tile.sequence, head,
+                                                     args_.num_heads_q, tile.row_offset)) +
+                   block * kBackwardRows;
     const int q_entry = args_.rows.cu_seqlens != nullptr ? 0 : tile.sequence;
     // Sync: every consumer warp gave the stage back.
     control_.q_empty[stage].wait(rows_.parity());
     load_with_statistic(shared_ + Config::kQOffset + stage * Config::kRowBytes, &args_.q,
-                        control_.q_full[stage], control_.lse[stage], args_.room.lse + at, row, head,
-                        q_entry);
+                        control_.q_full[stage], control_.lse[stage], at, 0, row, head, q_entry);
     if (begins) load_keys(Config::kKOffset, &args_.k, control_.k_full, control_.k_empty, tile);
     control_.dout_empty[stage].wait(rows_.parity());  // Sync: as for Q.
     load_with_statistic(shared_ + Config::kDoutOffset + stage * Config::kRowBytes, &args_.dout,
-                        control_.dout_full[stage], control_.minus_delta[stage],
-                        args_.room.minus_delta + at, row, head, q_entry);
+                        control_.dout_full[stage], control_.minus_delta[stage], at, 1, row, head,
+                        q_entry);
     if (begins) {
       load_keys(Config::kVOffset, &args_.v, control_.v_full, control_.v_empty, tile);
       keys_parity_ ^= 1;
@@ -89,13 +88,12 @@ class BackwardProducer {
   }
 
   __device__ __forceinline__ void load_with_statistic(uint8_t* to, const CUtensorMap* map,
-                                                      Barrier& full, float* statistic,
-                                                      const float* from, int row, int head,
-                                                      int entry) {
+                                                      Barrier& full, float* statistic, int at,
+                                                      int which, int row, int head, int entry) {
     constexpr uint32_t kStatisticBytes = kBackwardRows * sizeof(float);
     full.arrive_and_expect(Config::kRowBytes + kStatisticBytes);
     copy_tile<kBackwardRows, Config::kChunks, 64>(to, map, full, kReadAgain, row, head, entry);
-    copy_bytes(statistic, from, full, kReadAgain, kStatisticBytes);
+    copy_floats(statistic, &args_.statistics, full, kReadAgain, at, which);
   }
 
   __device__ __forceinline__ void load_keys(int offset, const CUtensorMap* map, Barrier& full,

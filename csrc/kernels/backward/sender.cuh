@@ -30,15 +30,17 @@ class BackwardSender {
       const KeyTile tile = control_.tile[tile_.stage()];
       control_.tile_empty[tile_.stage()].arrive();  // Sync: this thread has read it.
       tile_.advance();
-      if (tile.first_key < 0) break;
+      if (tile.first_key < 0) return;
       TileSteps steps(args_, tile.rows, tile.start);
       const int count = steps.count();
       for (int i = 0; i < count; ++i, steps.advance()) {
         if (turn_ == warpgroup_) send(tile, steps.head(tile), steps.block());
         turn_ = turn_ + 1 == Config::kConsumers ? 0 : turn_ + 1;
       }
+      wait_for_memory();
+      // Sync: this thread's part of the tile is through.
+      add_release(args_.room.tiles_through + tile.sequence * args_.num_heads_kv + tile.head, 1);
     }
-    tell_of_sums(0);
   }
 
  private:
@@ -47,15 +49,14 @@ class BackwardSender {
     const int64_t row =
         args_.room.first(args_.rows, tile.sequence, head, args_.num_heads_q, tile.row_offset) +
         block * kBackwardRows;
-    int32_t* state = args_.room.arrivals + row / kBackwardRows;
+    int32_t* arrivals = args_.room.arrivals + row / kBackwardRows;
     const int before = args_.ordered ? tiles_before<Config::kKeys>(args_, tile, block) : 0;
     // Sync: all tiles before this one have added.
-    while (before > 0 && load_acquire(state) < before * kThrough) {
+    while (before > 0 && load_acquire(arrivals) < before) {
     }
     control_.sum_full[warpgroup_].wait(sum_.parity());  // Sync: all four warps have written.
     // Sync: if another tile was the first, it has stored.
-    const bool first = args_.ordered ? before == 0 : claim_sums(state);
-    tell_of_sums(0);
+    const bool first = args_.ordered ? before == 0 : claim_sums(arrivals);
     fence_global_proxies();
     float* sums = args_.room.sums + row * Config::kHeadDim;
     if (first) {
@@ -72,19 +73,16 @@ class BackwardSender {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     control_.sum_empty[warpgroup_].arrive();  // Sync: the room may be written again.
     sum_.advance();
-    sent_ = state;
-    // Other tiles wait for these. Of the rest it is told a few steps later, when they are through
-    // anyway: nobody but the kernel behind asks.
-    if (first || args_.ordered) tell_of_sums(args_.ordered ? 0 : kStored - kStoring);
+    if (first || args_.ordered) {
+      wait_for_memory();
+      add_release(arrivals, args_.ordered ? 1 : kStored - kStoring);  // Sync: others may add to it.
+    }
   }
 
-  // That what was sent last is in memory, unless that has been said.
-  __device__ __forceinline__ void tell_of_sums(int stored) {
-    if (sent_ == nullptr) return;
+  // Until what was sent is in memory.
+  __device__ __forceinline__ static void wait_for_memory() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     fence_global_proxies();
-    add_release(sent_, kThrough + stored);  // Sync: others may add to it, or read it.
-    sent_ = nullptr;
   }
 
   const BackwardArguments& args_;
@@ -92,7 +90,6 @@ class BackwardSender {
   uint32_t sums_;
   int warpgroup_;
   int turn_ = 0;  // the warpgroup whose step it is
-  int32_t* sent_ = nullptr;  // the state of the sums that were sent last
   RingPosition<2> tile_{0};
   RingPosition<1> sum_{0};
 };

@@ -42,6 +42,9 @@ __global__ void __launch_bounds__(kStatisticsThreads)
       RowBlock::of_number(gridDim.x - 1 - blockIdx.x, args.num_blocks, args.num_heads);
   const Sequence rows = find_sequence(args.rows, sequence);
   if (block * kBackwardRows >= rows.length) return;
+  if (block == 0 && threadIdx.x == 0) {
+    args.room.tiles_through[(sequence * args.num_heads + head) / args.heads_per_kv] = 0;
+  }
   const int64_t first = args.room.first(args.rows, sequence, head, args.num_heads, rows.offset) +
                         block * kBackwardRows;
   const int64_t entry = args.rows.cu_seqlens != nullptr ? 0 : sequence;
