@@ -1,5 +1,5 @@
 // Before the backward kernel: of each row of out the sum of dout * out and the log-sum-exp in the
-// units it wants, and no arrivals at the sums of dQ, or sums that are 0.
+// units it wants; no arrivals at the sums of dQ, in pairs sums that are 0, and no tile through.
 #pragma once
 
 #include "blocks/grid_dependency.cuh"
