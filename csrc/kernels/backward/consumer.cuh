@@ -82,10 +82,11 @@ class BackwardConsumer {
     const int count = steps.count();
     for (int i = 0; i < count; ++i, steps.advance()) {
       const int block = steps.block();
+      await_rows(block);
       if (!Config::kPassesBy || (block >= seen.begin && block < seen.end)) {
         step(dk, dv, block, clear, i > 0);
       } else {
-        pass_by(block, i > 0);
+        pass_by(i > 0);
       }
       advance();
     }
@@ -103,6 +104,15 @@ class BackwardConsumer {
     control_.v_empty.arrive();  // Sync: this thread has left V's place.
   }
 
+  // Until Q and dO of a step are there, with lse and delta. All warpgroups come by here, also those
+  // that want nothing of them but to give them back.
+  __device__ __forceinline__ void await_rows(int block) {
+    const uint32_t stage = rows_.stage();
+    control_.q_full[stage].wait(rows_.parity());     // Sync: Q and lse are there.
+    control_.dout_full[stage].wait(rows_.parity());  // Sync: dO and delta are there.
+    clear_rows_behind(stage, block);
+  }
+
   // block: of kBackwardRows queries. clear: blocks of 64 that see all keys of this warpgroup.
   // others: a step of this tile came before, whose dQ may be this warpgroup's to multiply.
   __device__ __forceinline__ void step(Gradient& dk, Gradient& dv, int block, BlockRange clear,
@@ -112,12 +122,9 @@ class BackwardConsumer {
     const uint32_t dout = dout_base_ + stage * (Config::kRowBytes / 16);
     Scores s, dp, lse;
     Operand p, ds;
-    control_.dout_full[stage].wait(rows_.parity());  // Sync: dO and delta are there.
     load_statistic(dp, control_.minus_delta[stage]);
-    control_.q_full[stage].wait(rows_.parity());  // Sync: Q and lse are there.
     load_statistic<0, Config::kEarlyLse>(lse, control_.lse[stage]);
     pin_registers(dp);  // before S is on its way, or ptxas would wait for it to write these
-    clear_rows_behind(stage, block);
     start_scores<kElement, Config::kKeys, kBackwardRows, kHeadDim>(
         s, k_base_ + warpgroup_ * (64 * 128 / 16), q);
     start_scores<kElement, Config::kKeys, kBackwardRows, kHeadDim, true>(
@@ -161,12 +168,8 @@ class BackwardConsumer {
   }
 
   // A step whose queries see none of this warpgroup's keys.
-  __device__ __forceinline__ void pass_by(int block, bool others) {
+  __device__ __forceinline__ void pass_by(bool others) {
     const uint32_t stage = rows_.stage();
-    control_.dout_full[stage].wait(
-        rows_.parity());  // Sync: dO is there, so that it may be given back.
-    control_.q_full[stage].wait(rows_.parity());  // Sync: as above.
-    clear_rows_behind(stage, block);
     const Operand ds = {};
     lay_down(ds);
     control_.dout_empty[stage].arrive_warp();  // Sync: this warp wants nothing of them.
