@@ -120,14 +120,14 @@ inline CUtensorMap make_float_map(const char* name, const float* address, int64_
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), 1};
   const cuuint32_t element_strides[2] = {1, 1};
   CUtensorMap map;
-  check_driver(
-      tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(address),
-                           extent, bytes, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-      (std::string("TMA descriptor of ") + name + " (" + std::to_string(columns) + " x " +
-       std::to_string(rows) + " floats)")
-          .c_str());
+  const CUresult status = tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(address), extent, bytes, box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    const std::string size = std::to_string(columns) + " x " + std::to_string(rows) + " floats";
+    check_driver(status, (std::string("TMA descriptor of ") + name + " (" + size + ")").c_str());
+  }
   return map;
 }
 

@@ -22,6 +22,13 @@ struct alignas(16) KeyTile {
   int first_head;   // and, of the heads that share the keys, the first at each block
 };
 
+// Where the room keeps a block of queries of a head of q: its first row.
+__device__ __forceinline__ int64_t room_row(const BackwardArguments& args, const KeyTile& tile,
+                                            int head, int block) {
+  return args.room.first(args.rows, tile.sequence, head, args.num_heads_q, tile.row_offset) +
+         block * kBackwardRows;
+}
+
 // Behind the last block comes the first.
 __device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
   return block + 1 == rows.end ? rows.begin : block + 1;

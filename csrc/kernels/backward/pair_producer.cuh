@@ -34,9 +34,7 @@ __device__ __forceinline__ void load_pair(const BackwardArguments& args, const K
   int head = tile.head * args.heads_per_kv, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
     const int row = tile.row_offset + block * kBackwardRows;
-    const int at = static_cast<int>(args.room.first(args.rows, tile.sequence, head,
-                                                    args.num_heads_q, tile.row_offset)) +
-                   block * kBackwardRows;
+    const int at = static_cast<int>(room_row(args, tile, head, block));
     // Sync: every consumer warp gave the buffer back.
     control.q_empty[q.stage()].wait(q.parity());
     Barrier& q_full = control.q_full[q.stage()];
@@ -88,9 +86,7 @@ __device__ __forceinline__ void watch_turns(const BackwardArguments& args, const
   for (int i = 0; i < num_steps; ++i) {
     // Sync: dS of the step is written, and so the consumers know of their turn two steps before.
     control.ds_full[at.stage()].wait(at.parity());
-    const int64_t row =
-        args.room.first(args.rows, tile.sequence, head, args.num_heads_q, tile.row_offset) +
-        block * kBackwardRows;
+    const int64_t row = room_row(args, tile, head, block);
     const int32_t* arrivals = args.room.arrivals + row / kBackwardRows * 4 + rank * 2;
     const int before = kWarps * tiles_before<backward_keys(kRow)>(args, tile, block);
     while (load_acquire(arrivals) < before || load_acquire(arrivals + 1) < before) {

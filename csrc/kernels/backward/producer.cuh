@@ -67,9 +67,7 @@ class BackwardProducer {
   __device__ __forceinline__ void load_rows(const KeyTile& tile, int head, int block, bool begins) {
     const uint32_t stage = rows_.stage();
     const int row = tile.row_offset + block * kBackwardRows;
-    const int at = static_cast<int>(args_.room.first(args_.rows, tile.sequence, head,
-                                                     args_.num_heads_q, tile.row_offset)) +
-                   block * kBackwardRows;
+    const int at = static_cast<int>(room_row(args_, tile, head, block));
     const int q_entry = args_.rows.cu_seqlens != nullptr ? 0 : tile.sequence;
     // Sync: every consumer warp gave the stage back.
     control_.q_empty[stage].wait(rows_.parity());

@@ -46,9 +46,7 @@ class BackwardSender {
  private:
   // A block of queries of a head.
   __device__ __forceinline__ void send(const KeyTile& tile, int head, int block) {
-    const int64_t row =
-        args_.room.first(args_.rows, tile.sequence, head, args_.num_heads_q, tile.row_offset) +
-        block * kBackwardRows;
+    const int64_t row = room_row(args_, tile, head, block);
     int32_t* arrivals = args_.room.arrivals + row / kBackwardRows;
     const int before = args_.ordered ? tiles_before<Config::kKeys>(args_, tile, block) : 0;
     // Sync: all tiles before this one have added.
