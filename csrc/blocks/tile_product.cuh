@@ -15,7 +15,6 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/arch/util.hpp>
 
-#include "blocks/e4m3.cuh"
 #include "blocks/wgmma.cuh"
 
 namespace flashattn3 {
@@ -67,12 +66,10 @@ __device__ __forceinline__ void start_scores(float (&s)[kN / 2], uint32_t q, uin
 template <ElementType kElement, int kN>
 using Probabilities = uint32_t[kN * element_bytes(kElement) / 32][4];
 
-// Starts o += p * v. v: kN rows, in 8 bits kN slots.
+// o += p * v, in a group that the caller begins and commits. v: kN rows, in 8 bits kN slots.
 template <ElementType kElement, int kN, int kHeadDim>
-__device__ __forceinline__ void start_values(float (&o)[kHeadDim / 2],
-                                             const Probabilities<kElement, kN>& p, uint32_t v) {
-  pin_registers(o);
-  cute::warpgroup_arrive();
+__device__ __forceinline__ void multiply_values(float (&o)[kHeadDim / 2],
+                                                const Probabilities<kElement, kN>& p, uint32_t v) {
 #pragma unroll
   for (int step = 0; step < kN * element_bytes(kElement) / 32; ++step) {
     if constexpr (kElement == ElementType::kE4m3) {
@@ -83,6 +80,15 @@ __device__ __forceinline__ void start_values(float (&o)[kHeadDim / 2],
       Wgmma<kElement, kHeadDim>::values(o, p[step], descriptor(v + step * 128));
     }
   }
+}
+
+// Starts o += p * v, as above.
+template <ElementType kElement, int kN, int kHeadDim>
+__device__ __forceinline__ void start_values(float (&o)[kHeadDim / 2],
+                                             const Probabilities<kElement, kN>& p, uint32_t v) {
+  pin_registers(o);
+  cute::warpgroup_arrive();
+  multiply_values<kElement, kN, kHeadDim>(o, p, v);
   cute::warpgroup_commit_batch();
 }
 
@@ -156,22 +162,14 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// Accumulators of the scores become the operand of the values without any exchange. 16 bits: thread
-// and register of an accumulator pair are those that the operand wants for the same row and keys. 8
-// bits: they are so for V's slots.
+// Accumulators of the scores become the operand of the values without any exchange: thread and
+// register of an accumulator pair are those that the operand wants for the same row and keys. (In 8
+// bits they are so for V's slots: code_softmax.cuh.)
 template <ElementType kElement, int kN>
 __device__ __forceinline__ void pack_probabilities(Probabilities<kElement, kN>& p,
                                                    const float (&s)[kN / 2]) {
-  if constexpr (kElement == ElementType::kE4m3) {
 #pragma unroll
-    for (int i = 0; i < kN / 8; ++i) {
-      const int at = i / 2 * 8 + i % 2 * 2;  // register i % 4 / 2: keys 16 on; i % 2: rows 8 below
-      p[i / 4][i % 4] = to_e4m3(s[at], s[at + 1], s[at + 4], s[at + 5]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kN / 4; ++i) p[i / 4][i % 4] = pack<kElement>(s[2 * i], s[2 * i + 1]);
-  }
+  for (int i = 0; i < kN / 4; ++i) p[i / 4][i % 4] = pack<kElement>(s[2 * i], s[2 * i + 1]);
 }
 
 }  // namespace flashattn3

@@ -93,6 +93,8 @@ struct Wgmma;
   FA3_WGMMA_BOTH(__VA_ARGS__)                                                                      \
   FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", ", none", ", none", __VA_ARGS__)
 
+FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", ", none", ", none", 8, "%0, %1, %2, %3", 4, 5, 6, 7,
+    8, "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]))
 FA3_WGMMA_BOTH(32, FA3_PLACES_0 ", " FA3_PLACES_1, 16, 17, 18, 19, 20, FA3_ACC8(0), FA3_ACC8(8))
 FA3_WGMMA_ALL(64, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3, 32, 33, 34,
     35, 36, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24))

@@ -26,6 +26,11 @@ struct ForwardConfig {
   static constexpr int kThreads = forward_num_threads(kRow);
 
   static constexpr bool kQuantized = kElement == ElementType::kE4m3;
+  // Exponents, to log2 units.
+  static constexpr float kUnits = kQuantized ? kCodesOfOctave : 1.f;
+  // log2 of a row's largest first probability as a code (code_softmax.cuh): the longer a step, the
+  // less a rescaling counts.
+  static constexpr int kFirstCode = kHeadDim > 128 ? 7 : 5;
   static constexpr int kChunks = forward_row_bytes(kRow) / 128;  // of a row of Q, K or 16-bit V
   static constexpr int kChunkColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kChunks * 128;
@@ -33,9 +38,10 @@ struct ForwardConfig {
   static constexpr int kVBytes = forward_value_bytes(kRow);
   static constexpr int kScaleKeys = kRow.scale_keys;
   static constexpr int kScaleGroups = kQuantized ? kBlockN / kScaleKeys : 1;
-  // From the start of shared memory: control, Q buffers, K stages, V stages, out if it has room of
-  // its own.
-  static constexpr int kQOffset = kForwardControlBytes;
+  // From the start of shared memory: control, ones, Q buffers, K stages, V stages, out if it has
+  // room of its own.
+  static constexpr int kOnesOffset = kForwardControlBytes;
+  static constexpr int kQOffset = kOnesOffset + forward_ones_bytes(kRow);
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
   static constexpr int kOutOffset = kVOffset + kStages * kVBytes;
@@ -110,9 +116,10 @@ struct ForwardControl {
   Barrier tail_full[kStages];  // of V's stages
   Barrier tile_full[2], tile_empty[2];
   RowTile tile[2];
-  // Quantized rows alone. key_scales come and go with K, v_scale, which out is to be multiplied
-  // with, with the tile, but not before the first K.
-  KeyScales<kScaleGroups> key_scales[kStages];
+  // Quantized rows alone. key_scales come with K, but are read until V is done with, while the next
+  // K of the stage may come: there are two for each stage, which take turns. v_scale, which out is
+  // to be multiplied with, comes with the tile, but not before the first K.
+  KeyScales<kScaleGroups> key_scales[2 * kStages];
   float v_scale[2];
 
   // One thread, before the CTA's first __syncthreads.

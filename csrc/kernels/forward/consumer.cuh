@@ -12,7 +12,9 @@
 
 #include <type_traits>
 
+#include "blocks/code_softmax.cuh"
 #include "blocks/online_softmax.cuh"
+#include "blocks/row_sums.cuh"
 #include "blocks/score_scale.cuh"
 #include "blocks/scores_again.cuh"
 #include "blocks/tile_product.cuh"
@@ -20,6 +22,7 @@
 #include "kernels/forward/arguments.h"
 #include "kernels/forward/config.cuh"
 #include "kernels/forward/epilogue.cuh"
+#include "kernels/forward/promotion.cuh"
 
 namespace flashattn3 {
 
@@ -36,7 +39,9 @@ class ForwardConsumer {
   using Scale =
       std::conditional_t<Config::kQuantized, BlockScale<Config::kScaleGroups, Config::kScaleKeys>,
                          UniformScale>;
-  using Softmax = OnlineSoftmax<kElement, kBlockN, Config::kWindowed>;
+  using Softmax = std::conditional_t<Config::kQuantized,
+                                     CodeSoftmax<kBlockN, Config::kWindowed, Config::kFirstCode>,
+                                     OnlineSoftmax<kElement, kBlockN, Config::kWindowed>>;
 
  public:
   // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
@@ -49,6 +54,7 @@ class ForwardConsumer {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     q_base_ = descriptor_low(base + Config::kQOffset + warpgroup * 64 * 128, 16);
     k_base_ = descriptor_low(base + Config::kKOffset, 16);
+    ones_ = descriptor_low(base + Config::kOnesOffset, 128);
     v_base_ =
         descriptor_low(base + Config::kVOffset, Config::kQuantized ? kHeadDim * 16 : kBlockN * 128);
   }
@@ -64,7 +70,7 @@ class ForwardConsumer {
       if (!ahead) {
         work = find_work();
         if (!work.any()) return;
-        if constexpr (Config::kQuantized) q_factor_ = q_descale(tile()) * args_.score_scale;
+        if constexpr (Config::kQuantized) q_factor_ = q_factor(tile());
         start_first_scores(s, work, kv_);
         wait_products<0>();
         pin_registers(s);
@@ -73,7 +79,7 @@ class ForwardConsumer {
       attend(s, o, p, softmax, work.blocks);
 
       control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the last V is there.
-      multiply_values(o, p, kv_);
+      multiply_values(o, p, softmax, kv_);
       if constexpr (!Config::kOutOverQ) release_queries();
       q_.advance();
       Work next{};
@@ -86,7 +92,7 @@ class ForwardConsumer {
       ahead = next.any() && next.above <= kStages;
       if (ahead) {
         if constexpr (Config::kQuantized) {
-          q_factor_ = q_descale(control_.tile[tile_.next().stage()]) * args_.score_scale;
+          q_factor_ = q_factor(control_.tile[tile_.next().stage()]);
         }
         start_first_scores(s, next, kv_.next());
         wait_products<1>();
@@ -143,11 +149,10 @@ class ForwardConsumer {
   }
 
   // Out is complete; q_ is at the next tile's Q.
-  __device__ __forceinline__ void store_tile(Out& o, const Softmax& softmax) {
+  __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax) {
     pin_registers(o);
-    if constexpr (Config::kPromoteBlocks > 0) {
-      if (promoted_) add_promoted(o, softmax);
-    }
+    if constexpr (Config::kQuantized) softmax.add_parts(sum_weight(kv_));
+    promotion_.add_to(o, softmax, args_);
     control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
     kv_.advance();
     const int warp = threadIdx.x / 32;
@@ -213,11 +218,11 @@ class ForwardConsumer {
     multiply_scores(s, at);
   }
 
-  // Descale of this warpgroup's rows; asked for early, it comes from memory.
-  __device__ __forceinline__ float q_descale(const RowTile& tile) const {
+  // Of this warpgroup's scores; asked for early, as the descale comes from memory.
+  __device__ __forceinline__ float q_factor(const RowTile& tile) const {
     const int row = uniform(tile.first_row) + warpgroup_ * 64;
     const Descale& q = args_.quantized.q;
-    return q.at(q.of(tile.sequence, tile.head), row);
+    return q.at(q.of(tile.sequence, tile.head), row) * args_.score_scale * Config::kUnits;
   }
 
   // From the scores of the last block to the probabilities of the first; out of all between.
@@ -229,116 +234,147 @@ class ForwardConsumer {
     softmax.reset();
     int block = mine.end - 1;
     Scale scale = scale_of(kv_);
-    control_.k_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with K.
-    if (args_.tanh_scale != 0.f)
-      cap_scores(s, scale, args_.tanh_scale, args_.score_scale, args_.cap_ratio);
+    scale.complete(q_factor_);
+    release_keys(kv_);
+    cap(s, scale);
     softmax.subtract_reference(s, scale);
     if (block < clear.begin || block >= clear.end) hide(s, block);
-    promoted_ = false;
+    promotion_.reset();
     float unused[2];
     softmax.raise_reference(s, unused);
-    softmax.exponentiate(s, scale);
-    pack_probabilities<kElement, kBlockN>(p, s);
+    if constexpr (Config::kQuantized) {
+      if (scale.sums_apart()) {
+        softmax.template add_exactly<Config::kScaleKeys>(s, key_scales(kv_));
+      }
+    } else {
+      softmax.exponentiate(s);
+    }
+    Softmax::pack(p, s);
     if constexpr (Config::kOutOverQ) release_staged();
 
     // kv_ is one block behind: at the stages of the block whose V is still to be used.
-    // Sync: the next K is there.
-    if (block > mine.begin) control_.k_full[kv_.next().stage()].wait(kv_.next().parity());
+    if (block > mine.begin) {
+      // Sync: the next K is there.
+      control_.k_full[kv_.next().stage()].wait(kv_.next().parity());
+    }
+    scale = scale_of(kv_.next());
     for (--block; block >= mine.begin; --block) {
       const RingPosition<kStages> kv = kv_.next();
       multiply_scores(s, kv);                           // K was waited for in the step before
       control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
-      multiply_values(o, p, kv_);
-      const Scale scale = scale_of(kv);  // beside the products
+      multiply_values(o, p, softmax, kv_);
+      scale.complete(q_factor_);
       wait_products<1>();
       pin_registers(s);
       float factor[2];  // of out; set where it grew
       const bool grew = softmax_step(s, softmax, factor, scale, kv, block, clear);
+      const bool apart = scale.sums_apart();
       // Sync: the next K is there. A branch that follows from the sums keeps the whole softmax
       // before the wait for out: ptxas would move the wait up or the exponentials down, and the
       // product would run beside nothing. (Sums are never negative.)
       if (block > mine.begin || softmax.impossible()) {
         control_.k_full[kv.next().stage()].wait(kv.next().parity());
       }
+      scale = scale_of(kv.next());  // of no use, and not used, after the last block
+      const float2 weight = sum_weight(kv_);
       wait_products<0>();
       pin_registers(o);
       control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
+      if constexpr (Config::kQuantized) softmax.add_parts(weight);
       if (grew) {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[row_of(i)];
+        if constexpr (Config::kQuantized) {
+          softmax.scale_sums(factor);
+          if (apart) softmax.template add_exactly<Config::kScaleKeys>(s, key_scales(kv));
+        }
       }
-      if constexpr (Config::kPromoteBlocks > 0) {
-        // Never where there are no more blocks than these.
-        if (block % Config::kPromoteBlocks == Config::kPromoteBlocks - 1) promote(o, softmax);
-      }
-      pack_probabilities<kElement, kBlockN>(p, s);
+      promotion_.after(block, o, softmax, args_);
+      Softmax::pack(p, s);
       kv_ = kv;
     }
   }
 
-  // From scores to probabilities; gives K back. Returns whether out has to be multiplied by factor,
-  // the same in all lanes.
+  // From scores to probabilities, with descales to their codes; gives K back. Returns whether out
+  // has to be multiplied by factor, the same in all lanes.
   __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
                                                Scale scale, RingPosition<kStages> kv, int block,
                                                BlockRange clear) {
-    bool exact = args_.tanh_scale != 0.f;
-    if constexpr (Config::kWindowed) {
-      exact = exact || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
-    }
     bool grew = false;
-    if (exact || softmax.exponentiate_at_once(s, scale)) {
-      pin_registers(s);
-      bool settled = false;
-      if constexpr (Softmax::kNarrow) {
-        settled = !exact && softmax.settle(s, scale, factor, grew);
+    if constexpr (Config::kQuantized) {
+      grew = exact_softmax(s, softmax, factor, scale, block, clear, scale.sums_apart());
+    } else {
+      bool exact = args_.tanh_scale != 0.f;
+      if constexpr (Config::kWindowed) {
+        exact = exact || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
       }
-      pin_registers(s);
-      if (!settled) {
-        grew = exact_softmax(s, softmax, factor, scale, kv, block, clear, !exact);
+      if (exact || softmax.exponentiate_at_once(s, scale)) {
+        pin_registers(s);
+        if (!exact) multiply_scores_again(s, kv);
+        grew = exact_softmax(s, softmax, factor, scale, block, clear, false);
+        softmax.exponentiate(s);
       }
     }
-    __syncwarp();
-    control_.k_empty[kv.stage()].arrive_warp();  // Sync: this warp is done with K.
+    release_keys(kv);
     return grew;
   }
 
-  // The long way, with the rows' maxima. again: the scores are lost and have to be multiplied
-  // again.
+  // From scores to exponents, with the rows' maxima. grew: whether to go the way of growth anyway.
   __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                Scale& scale, RingPosition<kStages> kv, int block,
-                                                BlockRange clear, bool again) {
-    if (again) {
-      const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
-      scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
-          s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
-          base + Config::kKOffset + kv.stage() * Config::kKBytes, threadIdx.x / 32 * kRowsOfWarp);
-    }
-    if (args_.tanh_scale != 0.f)
-      cap_scores(s, scale, args_.tanh_scale, args_.score_scale, args_.cap_ratio);
-    bool grew = softmax.subtract_reference(s, scale);
+                                                Scale& scale, int block, BlockRange clear,
+                                                bool grew) {
+    cap(s, scale);
+    grew = softmax.subtract_reference(s, scale) || grew;
     if constexpr (Config::kWindowed) {
       if (block < clear.begin || block >= clear.end) hide(s, block);
     }
     grew = __any_sync(~0u, grew);
-    if (grew) softmax.raise_reference(s, factor);
-    softmax.exponentiate(s, scale);
+    pin_registers(s);
+    if (grew) {
+      softmax.raise_reference(s, factor);
+      pin_registers(s);
+    }
     return grew;
   }
 
-  // at: stage of K.
+  __device__ __forceinline__ void cap(Scores& s, Scale& scale) const {
+    if (args_.tanh_scale == 0.f) return;
+    cap_scores(s, scale, args_.score_scale * Config::kUnits, args_.cap_ratio / Config::kUnits);
+  }
+
+  // Of K at this stage, whose scores were lost.
+  __device__ __forceinline__ void multiply_scores_again(Scores& s, RingPosition<kStages> at) const {
+    const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
+    scores_again<kElement, Config::kBlockM, kBlockN, kHeadDim>(
+        s, base + Config::kQOffset + q_.stage() * Config::kQBytes,
+        base + Config::kKOffset + at.stage() * Config::kKBytes, threadIdx.x / 32 * kRowsOfWarp);
+  }
+
+  // This warp is done with K and its descales, not with V's.
+  __device__ __forceinline__ void release_keys(RingPosition<kStages> at) {
+    __syncwarp();
+    control_.k_empty[at.stage()].arrive_warp();  // Sync: every lane has read the descales.
+  }
+
+  // Of the K tile at this position, which is there.
   __device__ __forceinline__ Scale scale_of(RingPosition<kStages> at) const {
     if constexpr (Config::kQuantized) {
-      // One lane reads, the one that says that the warp is done with the stage.
-      const float* words = reinterpret_cast<const float*>(&control_.key_scales[at.stage()]);
-      KeyScales<Config::kScaleGroups> scales;
-#pragma unroll
-      for (int i = 0; i < 3 * Config::kScaleGroups; ++i) {
-        const float word = threadIdx.x % 32 == 0 ? words[i] : 0.f;
-        reinterpret_cast<float*>(&scales)[i] = __shfl_sync(~0u, word, 0);
-      }
-      return Scale(scales, q_factor_);
+      return Scale(key_scales(at));
     } else {
-      return Scale{args_.score_scale};
+      return Scale{{args_.score_scale}};
+    }
+  }
+
+  __device__ __forceinline__ const auto& key_scales(RingPosition<kStages> at) const {
+    return control_.key_scales[at.double_stage()];
+  }
+
+  // What softmax.part counts.
+  __device__ __forceinline__ float2 sum_weight(RingPosition<kStages> at) const {
+    if constexpr (Config::kQuantized) {
+      return key_scales(at).weight[threadIdx.x % 4];
+    } else {
+      return {};
     }
   }
 
@@ -348,9 +384,14 @@ class ForwardConsumer {
         k_base_ + at.stage() * (Config::kKBytes / 16));
   }
 
-  __device__ __forceinline__ void multiply_values(Out& o, const Probabilities& p,
+  __device__ __forceinline__ void multiply_values(Out& o, const Probabilities& p, Softmax& softmax,
                                                   RingPosition<kStages> at) {
-    start_values<kElement, kBlockN, kHeadDim>(o, p, v_base_ + at.stage() * (Config::kVBytes / 16));
+    const uint32_t v = v_base_ + at.stage() * (Config::kVBytes / 16);
+    if constexpr (Config::kQuantized) {
+      start_values_and_sums<kBlockN, kHeadDim>(o, softmax.part, p, v, ones_);
+    } else {
+      start_values<kElement, kBlockN, kHeadDim>(o, p, v);
+    }
   }
 
   // V tiles that only other warpgroups need; their K tiles were passed before.
@@ -371,47 +412,6 @@ class ForwardConsumer {
       control_.k_empty[kv_.stage()].arrive_warp();
       pass_values(1);
     }
-  }
-
-  // This thread's room for out in fp32: kHeadDim / 8 times four accumulators, then the references
-  // that they are on.
-  __device__ __forceinline__ float4* promoted() const {
-    return args_.quantized.promoted +
-           static_cast<int64_t>(blockIdx.x) * (kHeadDim / 8 + 1) * (128 * Config::kConsumers) +
-           threadIdx.x;
-  }
-
-  // Adds what was promoted before, on the present references.
-  __device__ __forceinline__ void add_promoted(Out& o, const Softmax& softmax) const {
-    constexpr int kStep = 128 * Config::kConsumers;
-    const float4* at = promoted();
-    const float4 references = at[kHeadDim / 8 * kStep];
-    const float factor[2] = {exp2_approx(references.x - softmax.reference[0]),
-                             exp2_approx(references.y - softmax.reference[1])};
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i) {
-      if (i % 4 == 0) __syncwarp();  // ptxas would load all at once, for which there is no room
-      const float4 before = at[i * kStep];
-      o[4 * i] += before.x * factor[0];
-      o[4 * i + 1] += before.y * factor[0];
-      o[4 * i + 2] += before.z * factor[1];
-      o[4 * i + 3] += before.w * factor[1];
-    }
-  }
-
-  // WGMMA's accumulators keep about 13 bits of a sum; so that the error does not grow with the
-  // keys, out moves to sums in fp32 from time to time.
-  __device__ __forceinline__ void promote(Out& o, const Softmax& softmax) {
-    constexpr int kStep = 128 * Config::kConsumers;
-    if (promoted_) add_promoted(o, softmax);
-    promoted_ = true;
-    float4* at = promoted();
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i) {
-      at[i * kStep] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-      o[4 * i] = o[4 * i + 1] = o[4 * i + 2] = o[4 * i + 3] = 0.f;
-    }
-    at[kHeadDim / 8 * kStep] = make_float4(softmax.reference[0], softmax.reference[1], 0.f, 0.f);
   }
 
   __device__ __forceinline__ const RowTile& tile() const { return control_.tile[tile_.stage()]; }
@@ -438,10 +438,10 @@ class ForwardConsumer {
   ForwardControlOf<kRow>& control_;
   uint8_t* shared_;
   int warpgroup_;
-  uint32_t q_base_, k_base_, v_base_;
-  float q_factor_ = 0.f;   // scale of the scores times the descale of the tile's rows
-  bool staged_ = false;    // rows of out lie over the Q before the one at q_
-  bool promoted_ = false;  // part of out is in args_.quantized.promoted
+  uint32_t q_base_, k_base_, v_base_, ones_;
+  float q_factor_ = 0.f;  // scale of the scores times the descale of the tile's rows
+  bool staged_ = false;   // rows of out lie over the Q before the one at q_
+  Promotion<Config> promotion_;
   RingPosition<2> tile_{0};
   RingPosition<Config::kQBuffers> q_{0};
   RingPosition<kStages> kv_{0};  // K and V stages are used in step

@@ -5,7 +5,9 @@
 // producer could have brought.
 #pragma once
 
-#include "blocks/online_softmax.cuh"
+#include <climits>
+
+#include "blocks/row_references.cuh"
 #include "kernels/forward/arguments.h"
 #include "kernels/forward/config.cuh"
 #include "kernels/forward/tails.cuh"
@@ -19,6 +21,8 @@ class ForwardDescales {
   static constexpr int kBlocksAtOnce = 32 / kGroups;  // a lane for each group of each block
   // log2 of a scale so far below the tile's that its values do not count.
   static constexpr float kLowest = -30.f;
+  // As log2: a group with V so much smaller than V was before in the tile is summed exactly.
+  static constexpr float kMuchLess = -2.f;
   // Of values that are all 0.
   static constexpr float kNothing = 0x1p-100f;
 
@@ -49,6 +53,7 @@ class ForwardDescales {
     const float* v_of_head = v_scales.of(tile.sequence, head);
     const int num_blocks = tile.keys.end - tile.keys.begin;
     float v_scale = 1.f;
+    int highest = INT_MIN;  // log2 of V's scale so far, rounded up
     for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
       // A lane for each group of the next blocks. Keys past the end are hidden, and others not
       // asked for; their descales may not exist.
@@ -62,37 +67,40 @@ class ForwardDescales {
       }
       const float relative = __log2f(__fdividef(v, v_scale));
       const float shift = relative < kLowest ? kLowest : relative;  // NaN stays
+      highest = __reduce_max_sync(~0u, max(highest, __float2int_ru(shift)));
+      const bool exact = shift < highest + kMuchLess;
+      const uint32_t exacts = __ballot_sync(~0u, exact);
+      const float weight = exact ? 0.f : exp2_approx(-shift);
       const int count = min(kBlocksAtOnce, num_blocks - first);
 #pragma unroll 1
       for (int j = 0; j < count; ++j) {
-        hand_over(k, shift, j * kGroups);
+        // Sync: every consumer warp is done with what lay there, with V's part of two uses ago.
+        if (lane == 0) control_.k_empty[k_.stage()].wait(k_.parity());
+        __syncwarp();
+        const int group = lane - j * kGroups;
+        if (group >= 0 && group < kGroups) {
+          KeyScales<kGroups>& scales = next_scales();
+          scales.k[group] = k;
+          scales.shift[group] = shift * Config::kUnits;
+          reinterpret_cast<float*>(scales.weight)[group] = weight;
+          if (group == 0) scales.exact = exacts >> lane & ((1u << kGroups) - 1);
+        }
+        __syncwarp();
+        if (lane == 0) control_.k_full[k_.stage()].arrive();
+        k_.advance();
         if (first + j == min(1, num_blocks - 1)) tails_.complete(stage_before(first + j + 1), tile);
       }
     }
   }
 
+  __device__ __forceinline__ KeyScales<kGroups>& next_scales() const {
+    constexpr int kStages = Config::kStages;
+    return control_.key_scales[(k_.double_stage() + kStages) % (2 * kStages)];
+  }
+
   // Of V too: `count` tiles ago.
   __device__ __forceinline__ int stage_before(int count) const {
     return (k_.stage() + Config::kStages - count) % Config::kStages;
-  }
-
-  // From the lanes first to first + kGroups - 1.
-  __device__ __forceinline__ void hand_over(float k, float shift, int first) {
-    KeyScales<kGroups> scales;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      scales.k[g] = __shfl_sync(~0u, k, first + g);
-      scales.shift[g] = __shfl_sync(~0u, shift, first + g);
-      scales.weight[g] = exp2_approx(-scales.shift[g]);
-    }
-    if (threadIdx.x % 32 == 0) {
-      // Sync: every consumer warp is done with what lay there.
-      control_.k_empty[k_.stage()].wait(k_.parity());
-      control_.key_scales[k_.stage()] = scales;
-      control_.k_full[k_.stage()].arrive();
-    }
-    __syncwarp();
-    k_.advance();
   }
 
   // The first of the lanes' that is not of nothing: relative to it the others go into the

@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_rows(const ForwardArguments& args, const R
       constexpr float kLn2 = 0.693147180559945f;
       args.lse[tile.entry * args.lse_batch + (tile.row_offset + row) * args.lse_seq +
                tile.head * args.lse_head] =
-          sum == 0.f ? -INFINITY : (softmax.reference[r] + __log2f(sum)) * kLn2;
+          sum == 0.f ? -INFINITY : (softmax.exponent_reference(r) + __log2f(sum)) * kLn2;
     }
   }
   // Known to be the same in all lanes, or the main loop would lose its uniform registers.

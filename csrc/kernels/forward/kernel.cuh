@@ -7,6 +7,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "blocks/grid_dependency.cuh"
+#include "blocks/row_sums.cuh"
 #include "kernels/forward/arguments.h"
 #include "kernels/forward/config.cuh"
 #include "kernels/forward/consumer.cuh"
@@ -25,9 +26,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   static_assert(sizeof(ForwardControlOf<kRow>) <= kForwardControlBytes);
 
-  if (threadIdx.x == 0) {
-    reinterpret_cast<ForwardControlOf<kRow>*>(shared)->init(Config::kConsumerWarps,
-                                                            Config::kQuantized);
+  auto& control = *reinterpret_cast<ForwardControlOf<kRow>*>(shared);
+  if (threadIdx.x == 0) control.init(Config::kConsumerWarps, Config::kQuantized);
+  if constexpr (Config::kQuantized) {
+    // Weights of no group stay 0.
+    auto* words = reinterpret_cast<uint32_t*>(control.key_scales);
+    for (int i = threadIdx.x; i < sizeof(control.key_scales) / 4; i += Config::kThreads) {
+      words[i] = 0;
+    }
+    write_ones<Config::kBlockN, Config::kScaleKeys>(shared + Config::kOnesOffset);
   }
   // Sync: no thread touches a barrier before it is initialised.
   __syncthreads();

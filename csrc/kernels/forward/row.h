@@ -42,6 +42,11 @@ constexpr int forward_value_bytes(const ForwardRow& row) {
 // alignment.
 constexpr int kForwardControlBytes = 1024;
 
+// Room for the ones that P in 8 bits is multiplied with for its sums.
+constexpr int forward_ones_bytes(const ForwardRow& row) {
+  return row.dtype == ElementType::kE4m3 ? 1024 : 0;
+}
+
 // Whether a warp lays out down over its rows of Q: with one buffer the next Q is to come as soon as
 // may be, and 8 bits are too few.
 constexpr bool forward_out_over_q(const ForwardRow& row) {
@@ -57,7 +62,7 @@ constexpr int forward_staged_columns(const ForwardRow& row) {
 
 constexpr int forward_shared_bytes(const ForwardRow& row) {
   const int staged = forward_out_over_q(row) ? 0 : row.block_m * forward_staged_columns(row) * 2;
-  return kForwardControlBytes + row.num_q_buffers * row.block_m * forward_row_bytes(row) +
+  return kForwardControlBytes + forward_ones_bytes(row) + row.num_q_buffers * row.block_m * forward_row_bytes(row) +
          row.num_stages * (row.block_n * forward_row_bytes(row) + forward_value_bytes(row)) +
          staged;
 }

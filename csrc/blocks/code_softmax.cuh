@@ -1,0 +1,141 @@
+// Softmax whose probabilities become e4m3 without an exponential.
+//
+// The bits of an e4m3 number 2^e (1 + m / 8), its code, are 8 (e + 7) + m. So the code of 2^x is
+// nearly 8 (x + 7): exactly so at powers of two, and between them up to 0.7 more, as the codes
+// follow a number and not its logarithm. A score becomes a code by one multiply-add, and four of
+// them become bytes by two conversions that saturate and pack. P is then right to 3.2 % in the root
+// mean square, where rounding the exact exponential is to 2.65 %; a third of the instructions
+// and all use of the slow exponential unit are gone. (H100, full, 16384 tokens, TFLOP/s: d64 658 to
+// 915, d128 935 to 1238, d256 1351 to 1462.)
+//
+// The price is range: what is to be below 2^-7 becomes 0, and below 2^-6 too little. So the
+// references lie as low as may be: growth is seen in the maxima, before anything is lost, and a
+// row's maximum is 2^kFirst when its reference is set and 2^8 when that was not enough.
+//
+// The sums are products of P with ones: of what P was rounded to, as out is.
+#pragma once
+
+#include <cstdint>
+
+#include "blocks/element.h"
+#include "blocks/row_references.cuh"
+#include "blocks/score_scale.cuh"
+#include "blocks/tile_product.cuh"
+
+namespace flashattn3 {
+
+// To the nearest integers, saturated to 0 and 255; NaN to 0. The first is the lowest byte.
+__device__ __forceinline__ uint32_t to_bytes(float a, float b, float c, float d) {
+  uint32_t bytes;
+  asm("{\n.reg .s32 a, b, c, d;\n.reg .b32 high;\n"
+      "cvt.rni.s32.f32 a, %1;\ncvt.rni.s32.f32 b, %2;\n"
+      "cvt.rni.s32.f32 c, %3;\ncvt.rni.s32.f32 d, %4;\n"
+      "cvt.pack.sat.u8.s32.b32 high, d, c, 0;\n"
+      "cvt.pack.sat.u8.s32.b32 %0, b, a, high;\n}"
+      : "=r"(bytes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return bytes;
+}
+
+// As fmaxf, but NaN if one is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float highest;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(highest) : "f"(a), "f"(b));
+  return highest;
+}
+
+// kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile. kFirst: log2 of the
+// largest probability of a row's first keys; higher leaves less room to grow, which costs a
+// rescaling, and more range.
+template <int kN, bool kRowsMayBeEmpty, int kFirst>
+struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
+  using Base = RowReferences<kN, kRowsMayBeEmpty>;
+  using Base::kCount, Base::reference, Base::sum, Base::unseen;
+  static constexpr float kUnits = kCodesOfOctave;
+  // Codes are so much less than 8 (x + 7) that they mean 2^x in the mean over an octave.
+  static constexpr float kBelow = 0.46f;
+  static constexpr float kFirstCode = kUnits * (kFirst + 7) - kBelow;
+  static constexpr float kRaisedCode = kUnits * (8 + 7) - kBelow;
+  static constexpr float kLimit = 126.4f;  // 126 is 448, 127 NaN
+
+  float part[4];  // products of the last tile's P with ones (row_sums.cuh)
+
+  // s becomes codes over the reference. Returns whether a row of this thread grew too far or is
+  // NaN, or may see its first key.
+  template <class Scale>
+  __device__ __forceinline__ bool subtract_reference(float (&s)[kCount], const Scale& scale) const {
+    return Base::subtract(s, scale, kLimit);
+  }
+
+  // Raises the references of rows that grew too far or see their first key. s: codes over the old
+  // references, on return over the new ones. factor: what out and the sums have to be multiplied
+  // with. All lanes of the warp must call it.
+  __device__ __forceinline__ void raise_reference(float (&s)[kCount], float (&factor)[2]) {
+    float highest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], s[i]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = max_or_nan(highest[r], __shfl_xor_sync(~0u, highest[r], 1));
+      top = max_or_nan(top, __shfl_xor_sync(~0u, top, 2));
+      const bool first = unseen >> r & 1;
+      const bool rises = first ? top != -INFINITY : !(top < kLimit);
+      const float rise = rises ? top - (first ? kFirstCode : kRaisedCode) : 0.f;
+      factor[r] = first ? 1.f : exp2_approx(-rise / kUnits);
+      if (!(top < INFINITY)) sum[r] = NAN;
+      if (rises) unseen &= ~(1u << r);
+      reference[r] += rise;
+      highest[r] = rise;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] -= highest[row_of(i)];
+  }
+
+  // Codes as operands, for V's slots (slot_order.h).
+  static __device__ __forceinline__ void pack(Probabilities<ElementType::kE4m3, kN>& p,
+                                              const float (&s)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kN / 8; ++i) {
+      const int at = i / 2 * 8 + i % 2 * 2;  // register i % 4 / 2: keys 16 on; i % 2: rows 8 below
+      p[i / 4][i % 4] = to_bytes(s[at], s[at + 1], s[at + 4], s[at + 5]);
+    }
+  }
+
+  // The last tile's products are done.
+  // weight: what they count.
+  __device__ __forceinline__ void add_parts(float2 weight) {
+    pin_registers(part);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = fmaf(part[2 * r], weight.x, fmaf(part[2 * r + 1], weight.y, sum[r]));
+    }
+  }
+
+  __device__ __forceinline__ void scale_sums(const float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] *= factor[r];
+  }
+
+  // Adds those of a tile's groups whose sum cannot be had of their codes.
+  template <int kGroupKeys, int kGroups>
+  __device__ __forceinline__ void add_exactly(const float (&s)[kCount],
+                                              const KeyScales<kGroups>& keys) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if ((keys.exact >> g & 1) == 0) continue;
+      const float below = (kBelow - keys.shift[g]) / kUnits - 7.f;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (BlockScale<kGroups, kGroupKeys>::group(i) == g)
+          sum[row_of(i)] += exp2_approx(fmaf(s[i], 1 / kUnits, below));
+      }
+    }
+  }
+
+  // In log2 units: out and the sums are of 2^(score - this).
+  __device__ __forceinline__ float exponent_reference(int r) const {
+    return (reference[r] - kBelow) / kUnits + 7.f;
+  }
+};
+
+}  // namespace flashattn3
