@@ -12,6 +12,7 @@ from flashattn3.testing import (
     GRADIENT_FACTOR,
     attention,
     check,
+    check_code_lse,
     check_lse,
     gradients,
     make_inputs,
@@ -190,3 +191,15 @@ def test_inputs_lie_in_nan(layout, is_varlen):
         x.is_leaf and x.requires_grad and x.stride() == y.stride()
         for x, y in zip(again[:3], (q, k, v), strict=True)
     )
+
+
+def test_lse_of_codes_gate(lse):
+    truth = lse.double()
+    noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0))
+    check_code_lse(truth + 0.01 * noise.clamp(-3, 3), truth, CASE)
+    with pytest.raises(AssertionError, match="root mean square"):
+        check_code_lse(truth + 0.03, truth, CASE)
+    one = truth.clone()
+    one.view(-1)[3] += 1.0
+    with pytest.raises(AssertionError, match="largest"):
+        check_code_lse(one, truth, CASE)
