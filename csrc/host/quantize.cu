@@ -50,15 +50,19 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args,
   const int64_t grid = blocks * rows.num_heads * rows.batch * ctas;
   if (grid > INT_MAX) fail(name, "more than 2^31 CTAs");
   if (grid == 0) return;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(ctas), 1, 1};
+  cudaStreamCaptureStatus capture;
+  check_cuda(cudaStreamIsCapturing(stream, &capture), name);
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(ctas), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(quantize_threads(slot_columns(rows.head_dim)));
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = capture == cudaStreamCaptureStatusNone ? 2 : 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 

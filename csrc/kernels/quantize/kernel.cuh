@@ -8,6 +8,7 @@
 
 #include "blocks/cluster.cuh"
 #include "blocks/e4m3.cuh"
+#include "blocks/grid_dependency.cuh"
 #include "kernels/quantize/store.cuh"
 #include "kernels/quantize/tile.cuh"
 #include "kernels/quantize/values.cuh"
@@ -71,6 +72,8 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   using Places = std::conditional_t<kSlots, SlotPlaces, RowPlaces<kColumns>>;
   using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
   __shared__ ClusterMax<quantize_threads(kColumns) / 32> largest[2];
+  allow_dependents();
+  wait_for_earlier_kernels();
   const int block = cluster_size() * kTileTokens;
   TilePlace place = find_block(args.x, cluster_index(), block);
   if (place.num_tokens() <= 0) {  // the sequence has no such block
@@ -110,6 +113,8 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
 template <int kColumns>
 __global__ void __launch_bounds__(quantize_threads(kColumns))
     rows_to_slots(const __grid_constant__ ToSlotsArguments args) {
+  allow_dependents();
+  wait_for_earlier_kernels();
   const TilePlace place = find_block(args.v, blockIdx.x, kTileTokens);
   if (place.num_tokens() <= 0) return;
   UnitWords<uint8_t> loaded[kUnitsOfThread];
