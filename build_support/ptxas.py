@@ -2,8 +2,9 @@
 
 ``python -m build_support.ptxas`` prints registers and spills of the last build and fails on a spill
 over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg). Rows of
-e4m3 may spill 160 bytes: in their slow paths (softcap, promotion of out), beside accumulators that
-take all but 30 registers.
+e4m3 may spill 192 bytes: in their slow paths (softcap, growth, promotion of out), beside
+accumulators that take all but 25 registers, and in the loading warps of head dim 256, which have 24
+registers each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_SPILL_BYTES = 32
-MAX_SPILL_BYTES_E4M3 = 160
+MAX_SPILL_BYTES_E4M3 = 192
 LOG_SUFFIX = ".cu.o.log"
 
 
