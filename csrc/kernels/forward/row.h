@@ -62,7 +62,8 @@ constexpr int forward_staged_columns(const ForwardRow& row) {
 
 constexpr int forward_shared_bytes(const ForwardRow& row) {
   const int staged = forward_out_over_q(row) ? 0 : row.block_m * forward_staged_columns(row) * 2;
-  return kForwardControlBytes + forward_ones_bytes(row) + row.num_q_buffers * row.block_m * forward_row_bytes(row) +
+  return kForwardControlBytes + forward_ones_bytes(row) +
+         row.num_q_buffers * row.block_m * forward_row_bytes(row) +
          row.num_stages * (row.block_n * forward_row_bytes(row) + forward_value_bytes(row)) +
          staged;
 }
