@@ -1,10 +1,10 @@
 // Softmax whose probabilities become e4m3 without an exponential.
 //
 // The bits of an e4m3 number 2^e (1 + m / 8), its code, are 8 (e + 7) + m. So the code of 2^x is
-// nearly 8 (x + 7): exactly so at powers of two, and between them up to 0.7 more, as the codes
+// nearly 8 (x + 7): exactly so at powers of two, and between them up to 0.7 less, as the codes
 // follow a number and not its logarithm. A score becomes a code by one multiply-add, and four of
 // them become bytes by two conversions that saturate and pack. P is then right to 3.2 % in the root
-// mean square, where rounding the exact exponential is to 2.65 %; a third of the instructions
+// mean square, where rounding the exact exponential is to 2.65 %; a quarter of the instructions
 // and all use of the slow exponential unit are gone. (H100, full, 16384 tokens, TFLOP/s: d64 658 to
 // 915, d128 935 to 1238, d256 1351 to 1462.)
 //

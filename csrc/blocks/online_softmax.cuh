@@ -45,9 +45,8 @@ struct OnlineSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     return Base::subtract(s, scale, kGrowth);
   }
 
-  // Raises the references to the rows' maxima. s: score - old reference, on return
-  // - new reference. factor: what out has to be multiplied with. All lanes of the warp must call
-  // it.
+  // Raises the references to the rows' maxima. s: score - old reference, on return - new reference.
+  // factor: what out has to be multiplied with. All lanes of the warp must call it.
   __device__ __forceinline__ void raise_reference(float (&s)[kCount], float (&factor)[2]) {
     float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
