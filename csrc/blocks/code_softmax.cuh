@@ -56,16 +56,9 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   static constexpr float kBelow = 0.46f;
   static constexpr float kFirstCode = kUnits * (kFirst + 7) - kBelow;
   static constexpr float kRaisedCode = kUnits * (8 + 7) - kBelow;
-  static constexpr float kLimit = 126.4f;  // 126 is 448, 127 NaN
+  static constexpr float kLimit = 126.4f;  // of codes: 126 is 448, 127 NaN
 
   float part[4];  // products of the last tile's P with ones (row_sums.cuh)
-
-  // s becomes codes over the reference. Returns whether a row of this thread grew too far or is
-  // NaN, or may see its first key.
-  template <class Scale>
-  __device__ __forceinline__ bool subtract_reference(float (&s)[kCount], const Scale& scale) const {
-    return Base::subtract(s, scale, kLimit);
-  }
 
   // Raises the references of rows that grew too far or see their first key. s: codes over the old
   // references, on return over the new ones. factor: what out and the sums have to be multiplied
@@ -101,8 +94,7 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     }
   }
 
-  // The last tile's products are done.
-  // weight: what they count.
+  // The last tile's products are done. weight: what they count.
   __device__ __forceinline__ void add_parts(float2 weight) {
     pin_registers(part);
 #pragma unroll

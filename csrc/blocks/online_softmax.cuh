@@ -2,7 +2,7 @@
 //
 // Probabilities are 2^(score - reference). The reference is the row's maximum when it is set and
 // then stays: bf16 has fp32's range and fp16 is exact enough up to 2^10, so that scores may pass
-// the reference by kGrowth without loss. Only when one passes it further are the row's maximum
+// the reference by kLimit without loss. Only when one passes it further are the row's maximum
 // taken, the reference raised, and out and the sum rescaled. In a step without growth that saves
 // the exact maximum, its shuffles and one multiplication for each element of out. (H100, main loop
 // alone, d128 192x80: 760 TFLOP/s against 676 with a running maximum.)
@@ -34,16 +34,9 @@ template <ElementType kElement, int kN, bool kRowsMayBeEmpty>
 struct OnlineSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   using Base = RowReferences<kN, kRowsMayBeEmpty>;
   using Base::kCount, Base::reference, Base::sum, Base::unseen;
-  // log2 units. Far below bf16's 2^127, so that sums of 2^kGrowth stay finite.
-  static constexpr float kGrowth = kElement == ElementType::kBFloat16 ? 40.f : 10.f;
+  // Of exponents, log2 units. Far below bf16's 2^127, so that sums of 2^kLimit stay finite.
+  static constexpr float kLimit = kElement == ElementType::kBFloat16 ? 40.f : 10.f;
   static constexpr float kLargestSum = kElement == ElementType::kBFloat16 ? 0x1p40f : 0x1p10f;
-
-  // s becomes the exponent over the reference. Returns whether a row of this thread grew too far,
-  // or may see its first key.
-  template <class Scale>
-  __device__ __forceinline__ bool subtract_reference(float (&s)[kCount], const Scale& scale) const {
-    return Base::subtract(s, scale, kGrowth);
-  }
 
   // Raises the references to the rows' maxima. s: score - old reference, on return - new reference.
   // factor: what out has to be multiplied with. All lanes of the warp must call it.

@@ -46,8 +46,8 @@ struct RowReferences {
   // limit or is NaN, or may see its first key. Integer comparison orders floats as soon as one is
   // positive, with NaN above all of them, and takes two at a time.
   template <class Scale>
-  __device__ __forceinline__ bool subtract(float (&s)[kCount], const Scale& scale,
-                                           float limit) const {
+  __device__ __forceinline__ bool subtract_reference(float (&s)[kCount], const Scale& scale,
+                                                     float limit) const {
     int highest[2] = {INT_MIN, INT_MIN};
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "blocks/online_softmax.cuh"
+#include "blocks/tile_product.cuh"
 
 namespace flashattn3 {
 
@@ -18,7 +19,6 @@ struct UniformScale {
   }
   __device__ __forceinline__ void complete(float) {}
   __device__ __forceinline__ bool sums_apart() const { return false; }
-  __device__ __forceinline__ void set_factor(float all) { factor[0] = all; }
   static __device__ __forceinline__ constexpr int group(int) { return 0; }
 };
 
@@ -40,7 +40,6 @@ struct BlockScale {
   float factor[kGroups];
   float shift[kGroups];
   uint32_t exact;
-  BlockScale() = default;
   __device__ __forceinline__ explicit BlockScale(const KeyScales<kGroups>& keys)
       : exact(keys.exact) {
 #pragma unroll
@@ -62,10 +61,6 @@ struct BlockScale {
   __device__ __forceinline__ float exponent(float score, int i, float reference) const {
     return fmaf(score, factor[group(i)], shift[group(i)] - reference);
   }
-  __device__ __forceinline__ void set_factor(float all) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) factor[g] = all;
-  }
   // Of accumulator i, whose column is 8 * (i / 4) and a little (wgmma.cuh).
   static __device__ __forceinline__ constexpr int group(int i) { return i / 4 * 8 / kGroupKeys; }
 };
@@ -79,7 +74,8 @@ __device__ __forceinline__ void cap_scores(float (&s)[kCount], Scale& scale, flo
   for (int i = 0; i < kCount; ++i) {
     s[i] = tanh_of_scaled(s[i] * (scale.factor[Scale::group(i)] * cap_ratio));
   }
-  scale.set_factor(score_scale);
+#pragma unroll
+  for (float& factor : scale.factor) factor = score_scale;
 }
 
 }  // namespace flashattn3

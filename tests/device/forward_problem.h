@@ -72,8 +72,9 @@ inline void find_truth(Problem& problem, Truth& truth) {
   truth.lse = p.empty() ? -INFINITY : top + std::log(sum);
   double squares = 0;
   for (double x : p) squares += x * x;
-  truth.lse_bound = problem.lse_error + problem.score_error * largest +
-                    std::min(0.085, 6 * problem.lse_rounding * std::sqrt(squares) / sum);
+  truth.lse_bound =
+      problem.lse_error + problem.score_error * largest +
+      std::min(0.085, p.empty() ? 0 : 6 * problem.lse_rounding * std::sqrt(squares) / sum);
 }
 
 struct RowError {

@@ -22,10 +22,9 @@ namespace flashattn3 {
 //   kDiagonal: as kUpwards, but with a mask, so that each tile has a first block of its own; the
 //     tiles last one first, so that all walk at the same pace, and none waits.
 //   kRotated: each from a block of its own on, and around; no order.
-//   kHeadsInside: downwards from near the last block, and around, at each block all heads; each
-//   tile
-//     from a block and head of its own; no order. With a mask tiles see unequally many queries: so
-//     they are near the same ones nevertheless, which stay in L2.
+//   kHeadsInside: downwards from near the last block, and around, at each block all heads;
+//     each tile from a block and head of its own; no order. With a mask tiles see unequally
+//     many queries: so they are near the same ones nevertheless, which stay in L2.
 enum class RowWalk { kUpwards, kDiagonal, kRotated, kHeadsInside };
 
 // Where a head's rows are kept between the three kernels: in whole blocks of 64, each sequence's
@@ -55,8 +54,8 @@ struct BackwardArguments {
   // (head_dim, rows, heads, entries), innermost first; entries is 1 with cu_seqlens. Boxes of 64
   // columns x 64 rows (q, dout), rows of a tile of keys (k, v), 16 rows (dk, dv).
   CUtensorMap q, k, v, dout, dk_map, dv_map;
-  CUtensorMap
-      statistics;  // (rows of all heads, 2): the room's lse and minus_delta; boxes of 64 rows
+  // (rows of all heads, 2): the room's lse and minus_delta; boxes of 64 rows.
+  CUtensorMap statistics;
 
   uint16_t *dq, *dk, *dv;  // 16-bit elements of the row's type
   // In elements. The batch strides are 0 with cu_seqlens.

@@ -30,7 +30,7 @@ struct ForwardConfig {
   static constexpr float kUnits = kQuantized ? kCodesOfOctave : 1.f;
   // log2 of a row's largest first probability as a code (code_softmax.cuh): the longer a step, the
   // less a rescaling counts.
-  static constexpr int kFirstCode = kHeadDim > 128 ? 7 : 5;
+  static constexpr int kFirst = kHeadDim > 128 ? 7 : 5;
   static constexpr int kChunks = forward_row_bytes(kRow) / 128;  // of a row of Q, K or 16-bit V
   static constexpr int kChunkColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kChunks * 128;

@@ -40,7 +40,7 @@ class ForwardConsumer {
       std::conditional_t<Config::kQuantized, BlockScale<Config::kScaleGroups, Config::kScaleKeys>,
                          UniformScale>;
   using Softmax = std::conditional_t<Config::kQuantized,
-                                     CodeSoftmax<kBlockN, Config::kWindowed, Config::kFirstCode>,
+                                     CodeSoftmax<kBlockN, Config::kWindowed, Config::kFirst>,
                                      OnlineSoftmax<kElement, kBlockN, Config::kWindowed>>;
 
  public:
@@ -237,7 +237,7 @@ class ForwardConsumer {
     scale.complete(q_factor_);
     release_keys(kv_);
     cap(s, scale);
-    softmax.subtract_reference(s, scale);
+    softmax.subtract_reference(s, scale, Softmax::kLimit);
     if (block < clear.begin || block >= clear.end) hide(s, block);
     promotion_.reset();
     float unused[2];
@@ -302,7 +302,7 @@ class ForwardConsumer {
                                                BlockRange clear) {
     bool grew = false;
     if constexpr (Config::kQuantized) {
-      grew = exact_softmax(s, softmax, factor, scale, block, clear, scale.sums_apart());
+      grew = exact_softmax(s, softmax, factor, scale, block, clear);
     } else {
       bool exact = args_.tanh_scale != 0.f;
       if constexpr (Config::kWindowed) {
@@ -311,7 +311,7 @@ class ForwardConsumer {
       if (exact || softmax.exponentiate_at_once(s, scale)) {
         pin_registers(s);
         if (!exact) multiply_scores_again(s, kv);
-        grew = exact_softmax(s, softmax, factor, scale, block, clear, false);
+        grew = exact_softmax(s, softmax, factor, scale, block, clear);
         softmax.exponentiate(s);
       }
     }
@@ -319,12 +319,11 @@ class ForwardConsumer {
     return grew;
   }
 
-  // From scores to exponents, with the rows' maxima. grew: whether to go the way of growth anyway.
+  // From scores to exponents, with the rows' maxima. Sums apart take the way of growth too.
   __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                Scale& scale, int block, BlockRange clear,
-                                                bool grew) {
+                                                Scale& scale, int block, BlockRange clear) {
     cap(s, scale);
-    grew = softmax.subtract_reference(s, scale) || grew;
+    bool grew = softmax.subtract_reference(s, scale, Softmax::kLimit) || scale.sums_apart();
     if constexpr (Config::kWindowed) {
       if (block < clear.begin || block >= clear.end) hide(s, block);
     }

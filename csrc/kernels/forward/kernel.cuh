@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& control = *reinterpret_cast<ForwardControlOf<kRow>*>(shared);
   if (threadIdx.x == 0) control.init(Config::kConsumerWarps, Config::kQuantized);
   if constexpr (Config::kQuantized) {
+    static_assert(Config::kBlockN / 32 * kOnesBytes <= forward_ones_bytes(kRow));
     // Weights of no group stay 0.
     auto* words = reinterpret_cast<uint32_t*>(control.key_scales);
     for (int i = threadIdx.x; i < sizeof(control.key_scales) / 4; i += Config::kThreads) {
