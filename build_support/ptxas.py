@@ -2,7 +2,7 @@
 
 ``python -m build_support.ptxas`` prints registers and spills of the last build and fails on a spill
 over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg). Rows of
-e4m3 may spill 192 bytes: in their slow paths (softcap, growth, promotion of out), beside
+8 bits may spill 192 bytes: in their slow paths (softcap, growth, promotion of out), beside
 accumulators that take all but 25 registers, and in the loading warps of head dim 256, which have 24
 registers each.
 """
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_SPILL_BYTES = 32
-MAX_SPILL_BYTES_E4M3 = 192
+MAX_SPILL_BYTES_8_BIT = 192
 LOG_SUFFIX = ".cu.o.log"
 
 
 def max_spill_bytes(name: str) -> int:
-    return MAX_SPILL_BYTES_E4M3 if "_e4m3_" in name else MAX_SPILL_BYTES
+    return MAX_SPILL_BYTES_8_BIT if re.search("_(e4m3|int8)_", name) else MAX_SPILL_BYTES
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-DTYPES = {"fp16": "kFloat16", "bf16": "kBFloat16", "e4m3": "kE4m3"}
+DTYPES = {"fp16": "kFloat16", "bf16": "kBFloat16", "e4m3": "kE4m3", "int8": "kInt8"}
 HEADER = "// Written by the build from flashattn3/kernel_table.py.\n"
 
 

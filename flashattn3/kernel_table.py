@@ -12,18 +12,20 @@ from fnmatch import fnmatchcase
 from typing import ClassVar
 
 SIXTEEN_BIT = ("fp16", "bf16")
-E4M3 = "e4m3"
-DTYPES = (*SIXTEEN_BIT, E4M3)
-HEAD_DIMS = {"fp16": (64, 96, 128, 192, 256), "bf16": (64, 96, 128, 192, 256), E4M3: (64, 128, 256)}
+E4M3, INT8 = "e4m3", "int8"
+EIGHT_BIT = (E4M3, INT8)
+DTYPES = (*SIXTEEN_BIT, *EIGHT_BIT)
+HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
+HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
 MAX_HEAD_DIM = 256
 # What one block may use on compute capability 9.0.
 SHARED_MEMORY_BYTES = 227 * 1024
-ELEMENT_BYTES = {"fp16": 2, "bf16": 2, E4M3: 1}
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, E4M3: 1, INT8: 1}
 OUT_BYTES = 2
 # Before the tiles: barriers and tile descriptions, in the backward statistics of rows besides.
 CONTROL_BYTES = 1024
 BACKWARD_CONTROL_BYTES = 3072
-# What P in e4m3 is multiplied with for its sums.
+# What P in e4m3 is multiplied with for its sums, and where scores of int8 begin.
 ONES_BYTES = 1024
 # TMA's 128-byte swizzle writes tiles of Q, K and 16-bit V in chunks of so many bytes.
 CHUNK_BYTES = 128
@@ -39,14 +41,14 @@ BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
 class ForwardRow:
     """One compiled forward kernel, as csrc/kernels/forward/row.h has it. Tiles in rows and keys.
 
-    dtype: of q, k and v; out is in it too, with e4m3 in bf16 or fp16.
+    dtype: of q and k; v is in it too, with int8 in e4m3; out is in it, with 8 bits in bf16 or fp16.
     head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
     windowed: whether keys are hidden from queries by causal or a window.
     num_stages: K and V tiles in flight.
     num_mma_warpgroups: warpgroups that multiply, 64 rows each; one more loads.
     num_q_buffers: 2: the next tile's Q is loaded while this one is worked on.
-    scale_keys: e4m3: keys that must share a descale of K and one of V.
-    promote_keys: e4m3: keys after which out leaves WGMMA's accumulators for sums in float32.
+    scale_keys: 8 bits: keys that must share a descale of K and one of V.
+    promote_keys: 8 bits: keys after which out leaves WGMMA's accumulators for sums in float32.
     max_seqlen_k: for the planner alone: more keys are left to another row; None: any number.
     measured: where the tile was chosen, "GPU, case, date"; empty until it was measured.
     """
@@ -81,13 +83,13 @@ class ForwardRow:
     def shared_memory_bytes(self) -> int:
         """Barriers and tile descriptions, Q, the stages of K and V, and with one Q part of out."""
         row = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], CHUNK_BYTES)
-        value = self.head_dim if self.dtype == E4M3 else row  # of a key
+        value = self.head_dim if self.dtype in EIGHT_BIT else row  # of a key
         keys = self.num_stages * self.block_n * (row + value)
         queries = self.num_q_buffers * self.block_m * row
-        over_q = self.num_q_buffers == 2 and self.dtype != E4M3
+        over_q = self.num_q_buffers == 2 and self.dtype in SIXTEEN_BIT
         columns = min(STAGED_COLUMNS, _rounded_up(self.head_dim, 64))
         staged = 0 if over_q else self.block_m * columns * OUT_BYTES
-        ones = ONES_BYTES if self.dtype == E4M3 else 0
+        ones = ONES_BYTES if self.dtype in EIGHT_BIT else 0
         return CONTROL_BYTES + ones + queries + keys + staged
 
 
@@ -154,12 +156,17 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 
 def _rows(
-    head_dim: int, windowed: bool, *tile: int, max_seqlen_k: int | None = None, measured: str = ""
+    dtypes: tuple[str, ...],
+    head_dim: int,
+    windowed: bool,
+    *tile: int,
+    max_seqlen_k: int | None = None,
+    measured: str = "",
 ) -> tuple[ForwardRow, ...]:
-    """The forward row of each 16-bit dtype."""
+    """The forward row of each dtype."""
     return tuple(
         ForwardRow(dtype, head_dim, windowed, *tile, max_seqlen_k=max_seqlen_k, measured=measured)
-        for dtype in SIXTEEN_BIT
+        for dtype in dtypes
     )
 
 
@@ -169,28 +176,28 @@ def _backward_rows(head_dim: int, *tile: int, measured: str = "") -> tuple[Backw
 
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
-# head dim, windowed, block_m, block_n, stages, warpgroups that multiply, Q buffers
+# dtypes, head dim, windowed, block_m, block_n, stages, warpgroups that multiply, Q buffers
 ROWS = (
-    *_rows(64, False, 192, 128, 4, 3, 2, measured=MEASURED),
-    *_rows(64, True, 192, 64, 4, 3, 2, max_seqlen_k=1024, measured=MEASURED),
-    *_rows(64, True, 192, 128, 4, 3, 2, measured=MEASURED),
-    *_rows(96, False, 192, 96, 2, 3, 2, measured=MEASURED),
-    *_rows(96, True, 192, 96, 2, 3, 2, measured=MEASURED),
-    *_rows(128, False, 192, 64, 4, 3, 2, measured=MEASURED),
-    *_rows(128, True, 192, 64, 4, 3, 2, measured=MEASURED),
-    *_rows(192, False, 128, 80, 2, 2, 2, measured=MEASURED),
-    *_rows(192, True, 128, 80, 2, 2, 2, measured=MEASURED),
-    *_rows(256, False, 128, 64, 2, 2, 1, measured=MEASURED),
-    *_rows(256, True, 128, 64, 2, 2, 1, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 2, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 64, True, 192, 64, 4, 3, 2, max_seqlen_k=1024, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 64, True, 192, 128, 4, 3, 2, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 96, False, 192, 96, 2, 3, 2, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 96, True, 192, 96, 2, 3, 2, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 128, False, 192, 64, 4, 3, 2, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 128, True, 192, 64, 4, 3, 2, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 192, False, 128, 80, 2, 2, 2, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 192, True, 128, 80, 2, 2, 2, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 256, False, 128, 64, 2, 2, 1, measured=MEASURED),
+    *_rows(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, measured=MEASURED),
     # and keys that share descales, keys between promotions
-    ForwardRow(E4M3, 64, False, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED),
-    ForwardRow(E4M3, 64, True, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED),
-    ForwardRow(E4M3, 128, False, 128, 128, 4, 2, 2, 64, 4096, max_seqlen_k=768, measured=MEASURED),
-    ForwardRow(E4M3, 128, False, 192, 96, 5, 3, 2, 32, 4128, measured=MEASURED),
-    ForwardRow(E4M3, 128, True, 128, 128, 4, 2, 2, 64, 4096, max_seqlen_k=768, measured=MEASURED),
-    ForwardRow(E4M3, 128, True, 192, 96, 5, 3, 2, 32, 4128, measured=MEASURED),
-    ForwardRow(E4M3, 256, False, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED),
-    ForwardRow(E4M3, 256, True, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED),
+    *_rows(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED),
+    *_rows(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED),
+    *_rows(EIGHT_BIT, 128, False, 128, 128, 4, 2, 2, 64, 4096, max_seqlen_k=768, measured=MEASURED),
+    *_rows(EIGHT_BIT, 128, False, 192, 96, 5, 3, 2, 32, 4128, measured=MEASURED),
+    *_rows(EIGHT_BIT, 128, True, 128, 128, 4, 2, 2, 64, 4096, max_seqlen_k=768, measured=MEASURED),
+    *_rows(EIGHT_BIT, 128, True, 192, 96, 5, 3, 2, 32, 4128, measured=MEASURED),
+    *_rows(EIGHT_BIT, 256, False, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED),
+    *_rows(EIGHT_BIT, 256, True, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED),
 )
 
 BACKWARD_MEASURED = "H100 80GB HBM3, backward_check --time, 2026-11-22"

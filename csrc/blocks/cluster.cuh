@@ -81,7 +81,7 @@ struct ClusterMax {
     arrived.arrive_and_expect(cluster_size() * kWarps * sizeof(uint32_t));
   }
 
-  // All threads; no value negative or NaN.
+  // All threads; no value negative. NaN is the largest.
   __device__ __forceinline__ float find(float value) {
     // Floats that are not negative are ordered like their bits.
     const uint32_t mine = __reduce_max_sync(0xffffffff, __float_as_uint(value));

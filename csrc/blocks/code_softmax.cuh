@@ -17,6 +17,7 @@
 
 #include <cstdint>
 
+#include "blocks/eight_bit.cuh"
 #include "blocks/element.h"
 #include "blocks/row_references.cuh"
 #include "blocks/score_scale.cuh"
@@ -24,49 +25,33 @@
 
 namespace flashattn3 {
 
-// To the nearest integers, saturated to 0 and 255; NaN to 0. The first is the lowest byte.
-__device__ __forceinline__ uint32_t to_bytes(float a, float b, float c, float d) {
-  uint32_t bytes;
-  asm("{\n.reg .s32 a, b, c, d;\n.reg .b32 high;\n"
-      "cvt.rni.s32.f32 a, %1;\ncvt.rni.s32.f32 b, %2;\n"
-      "cvt.rni.s32.f32 c, %3;\ncvt.rni.s32.f32 d, %4;\n"
-      "cvt.pack.sat.u8.s32.b32 high, d, c, 0;\n"
-      "cvt.pack.sat.u8.s32.b32 %0, b, a, high;\n}"
-      : "=r"(bytes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return bytes;
-}
-
-// As fmaxf, but NaN if one is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float highest;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(highest) : "f"(a), "f"(b));
-  return highest;
-}
-
 // kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile. kFirst: log2 of the
 // largest probability of a row's first keys; higher leaves less room to grow, which costs a
-// rescaling, and more range.
-template <int kN, bool kRowsMayBeEmpty, int kFirst>
+// rescaling, and more range. kInteger: codes are the bits of denormals (score_register.cuh); so
+// they and the references are whole.
+template <int kN, bool kRowsMayBeEmpty, int kFirst, bool kInteger>
 struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   using Base = RowReferences<kN, kRowsMayBeEmpty>;
   using Base::kCount, Base::reference, Base::sum, Base::unseen;
-  static constexpr float kUnits = kCodesOfOctave;
   // Codes are so much less than 8 (x + 7) that they mean 2^x in the mean over an octave.
   static constexpr float kBelow = 0.46f;
-  static constexpr float kFirstCode = kUnits * (kFirst + 7) - kBelow;
-  static constexpr float kRaisedCode = kUnits * (8 + 7) - kBelow;
-  static constexpr float kLimit = 126.4f;  // of codes: 126 is 448, 127 NaN
+  static constexpr float kUnit = kInteger ? kIntegerUnit : 1.f;
+  static constexpr float kTopBelow = kInteger ? 0.f : kBelow;  // whole, else right for the maximum
+  static constexpr float kFirstCode = (kCodesOfOctave * (kFirst + 7) - kTopBelow) * kUnit;
+  static constexpr float kRaisedCode = (kCodesOfOctave * (8 + 7) - kTopBelow) * kUnit;
+  // 126 is 448, 127 NaN.
+  static constexpr float kLimit = (kInteger ? 127.f : 126.4f) * kUnit;
 
   float part[4];  // products of the last tile's P with ones (row_sums.cuh)
 
   // Raises the references of rows that grew too far or see their first key. s: codes over the old
   // references, on return over the new ones. factor: what out and the sums have to be multiplied
   // with. All lanes of the warp must call it.
-  __device__ __forceinline__ void raise_reference(float (&s)[kCount], float (&factor)[2]) {
+  template <class S>
+  __device__ __forceinline__ void raise_reference(S (&s)[kCount], float (&factor)[2]) {
     float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], s[i]);
+    for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], get(s[i]));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = max_or_nan(highest[r], __shfl_xor_sync(~0u, highest[r], 1));
@@ -74,23 +59,24 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
       const bool first = unseen >> r & 1;
       const bool rises = first ? top != -INFINITY : !(top < kLimit);
       const float rise = rises ? top - (first ? kFirstCode : kRaisedCode) : 0.f;
-      factor[r] = first ? 1.f : exp2_approx(-rise / kUnits);
+      factor[r] = first ? 1.f : exp2_approx(-octaves(rise));
       if (!(top < INFINITY)) sum[r] = NAN;
       if (rises) unseen &= ~(1u << r);
       reference[r] += rise;
       highest[r] = rise;
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] -= highest[row_of(i)];
+    for (int i = 0; i < kCount; ++i) set(s[i], get(s[i]) - highest[row_of(i)]);
   }
 
   // Codes as operands, for V's slots (slot_order.h).
+  template <class S>
   static __device__ __forceinline__ void pack(Probabilities<ElementType::kE4m3, kN>& p,
-                                              const float (&s)[kCount]) {
+                                              const S (&s)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
       const int at = i / 2 * 8 + i % 2 * 2;  // register i % 4 / 2: keys 16 on; i % 2: rows 8 below
-      p[i / 4][i % 4] = to_bytes(s[at], s[at + 1], s[at + 4], s[at + 5]);
+      p[i / 4][i % 4] = to_uint8(s[at], s[at + 1], s[at + 4], s[at + 5]);
     }
   }
 
@@ -109,24 +95,30 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   }
 
   // Adds those of a tile's groups whose sum cannot be had of their codes.
-  template <int kGroupKeys, int kGroups>
-  __device__ __forceinline__ void add_exactly(const float (&s)[kCount],
+  template <int kGroupKeys, int kGroups, class S>
+  __device__ __forceinline__ void add_exactly(const S (&s)[kCount],
                                               const KeyScales<kGroups>& keys) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if ((keys.exact >> g & 1) == 0) continue;
-      const float below = (kBelow - keys.shift[g]) / kUnits - 7.f;
+      const float below = (kBelow - keys.shift[g]) / kCodesOfOctave - 7.f;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (BlockScale<kGroups, kGroupKeys>::group(i) == g)
-          sum[row_of(i)] += exp2_approx(fmaf(s[i], 1 / kUnits, below));
+        if (key_group<kGroupKeys>(i) == g)
+          sum[row_of(i)] += exp2_approx(octaves(get(s[i])) + below);
       }
     }
   }
 
   // In log2 units: out and the sums are of 2^(score - this).
   __device__ __forceinline__ float exponent_reference(int r) const {
-    return (reference[r] - kBelow) / kUnits + 7.f;
+    return octaves(reference[r]) + (7.f - kBelow / kCodesOfOctave);
+  }
+
+ private:
+  // Of a difference of codes; 2^149 is no float.
+  static __device__ __forceinline__ float octaves(float codes) {
+    return kInteger ? codes * 0x1p100f * 0x1p46f : codes / kCodesOfOctave;
   }
 };
 

@@ -1,10 +1,32 @@
-// The element types of q, k and v.
+// The element types of q, k and v. Those of 8 bits have descales.
 #pragma once
 
 namespace flashattn3 {
 
-enum class ElementType { kFloat16, kBFloat16, kE4m3 };
+enum class ElementType { kFloat16, kBFloat16, kE4m3, kInt8 };
 
-constexpr int element_bytes(ElementType type) { return type == ElementType::kE4m3 ? 1 : 2; }
+constexpr bool is_quantized(ElementType type) {
+  return type == ElementType::kE4m3 || type == ElementType::kInt8;
+}
+
+constexpr int element_bytes(ElementType type) { return is_quantized(type) ? 1 : 2; }
+
+constexpr const char* element_name(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat16:
+      return "fp16";
+    case ElementType::kBFloat16:
+      return "bf16";
+    case ElementType::kE4m3:
+      return "e4m3";
+    default:
+      return "int8";
+  }
+}
+
+// Of v, and of the probabilities, where q and k are of this type.
+constexpr ElementType value_type(ElementType type) {
+  return type == ElementType::kInt8 ? ElementType::kE4m3 : type;
+}
 
 }  // namespace flashattn3

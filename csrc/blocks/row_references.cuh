@@ -6,7 +6,7 @@
 #include <climits>
 #include <cstdint>
 
-#include "blocks/element.h"
+#include "blocks/score_register.cuh"
 
 namespace flashattn3 {
 
@@ -45,16 +45,18 @@ struct RowReferences {
   // s becomes the exponent over the reference. Returns whether a row of this thread reaches the
   // limit or is NaN, or may see its first key. Integer comparison orders floats as soon as one is
   // positive, with NaN above all of them, and takes two at a time.
-  template <class Scale>
-  __device__ __forceinline__ bool subtract_reference(float (&s)[kCount], const Scale& scale,
+  template <class S, class Scale>
+  __device__ __forceinline__ bool subtract_reference(S (&s)[kCount], const Scale& scale,
                                                      float limit) const {
     int highest[2] = {INT_MIN, INT_MIN};
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       const int r = row_of(i);
-      s[i] = scale.exponent(s[i], i, reference[r]);
-      s[i + 1] = scale.exponent(s[i + 1], i, reference[r]);
-      highest[r] = __vimax3_s32(highest[r], __float_as_int(s[i]), __float_as_int(s[i + 1]));
+      const float a = scale.exponent(get(s[i]), i, reference[r]);
+      const float b = scale.exponent(get(s[i + 1]), i, reference[r]);
+      highest[r] = __vimax3_s32(highest[r], __float_as_int(a), __float_as_int(b));
+      set(s[i], a);
+      set(s[i + 1], b);
     }
     const bool grew = max(highest[0], highest[1]) >= __float_as_int(limit);
     return kRowsMayBeEmpty ? grew || unseen != 0 : grew;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "blocks/online_softmax.cuh"
+#include "blocks/score_register.cuh"
 #include "blocks/tile_product.cuh"
 
 namespace flashattn3 {
@@ -20,6 +21,9 @@ struct UniformScale {
   __device__ __forceinline__ void complete(float) {}
   __device__ __forceinline__ bool sums_apart() const { return false; }
   static __device__ __forceinline__ constexpr int group(int) { return 0; }
+  static __device__ __forceinline__ float number(float score) { return score; }
+  static __device__ __forceinline__ float score(float number) { return number; }
+  __device__ __forceinline__ void restart(float score_scale) { factor[0] = score_scale; }
 };
 
 // Of a tile of K and V, for each group of keys that share their descales: K's descale; log2 of V's
@@ -34,12 +38,23 @@ struct alignas(16) KeyScales {
   alignas(16) float2 weight[4];  // of two groups each; those of no group are 0
 };
 
-// What a thread holds of them while it works on the scores.
-template <int kGroups, int kGroupKeys>
+// Of accumulator i, whose column is 8 * (i / 4) and a little (wgmma.cuh).
+template <int kGroupKeys>
+__device__ __forceinline__ constexpr int key_group(int i) {
+  return i / 4 * 8 / kGroupKeys;
+}
+
+// What a thread holds of them while it works on the scores. kZero: where integer scores start
+// (int8_scores.cuh); 0: scores are floats.
+template <int kGroups, int kGroupKeys, int kZero>
 struct BlockScale {
+  static constexpr bool kInteger = kZero != 0;
+  // What a score of 1 is, where it is a tanh.
+  static constexpr float kOne = kInteger ? 0x1p20f : 1.f;
   float factor[kGroups];
-  float shift[kGroups];
+  float shift[kGroups];  // of integers with what takes the start away
   uint32_t exact;
+
   __device__ __forceinline__ explicit BlockScale(const KeyScales<kGroups>& keys)
       : exact(keys.exact) {
 #pragma unroll
@@ -48,6 +63,7 @@ struct BlockScale {
       shift[g] = keys.shift[g];
     }
   }
+
   // To be called once, before any other: long after the scales were read, which takes its time
   // where products want shared memory too.
   __device__ __forceinline__ void complete(float q_factor) {
@@ -55,27 +71,59 @@ struct BlockScale {
     pin_registers(shift);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) factor[g] *= q_factor;
+    if constexpr (kInteger) take_start_away();
   }
+
+  // For scores that are tanhs now. keys: as before.
+  __device__ __forceinline__ void restart(float score_scale, const KeyScales<kGroups>& keys) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      factor[g] = score_scale / kOne;
+      shift[g] = keys.shift[g];
+    }
+    if constexpr (kInteger) take_start_away();
+  }
+
   // Whether a group is to be summed exactly.
   __device__ __forceinline__ bool sums_apart() const { return exact != 0; }
   __device__ __forceinline__ float exponent(float score, int i, float reference) const {
     return fmaf(score, factor[group(i)], shift[group(i)] - reference);
   }
-  // Of accumulator i, whose column is 8 * (i / 4) and a little (wgmma.cuh).
-  static __device__ __forceinline__ constexpr int group(int i) { return i / 4 * 8 / kGroupKeys; }
+  static __device__ __forceinline__ constexpr int group(int i) { return key_group<kGroupKeys>(i); }
+
+  // What a score stands for, and the score of a number from -kOne to kOne.
+  static __device__ __forceinline__ float number(float score) {
+    return kInteger ? static_cast<float>(__float_as_int(score) - kZero) : score;
+  }
+  static __device__ __forceinline__ float score(float number) {
+    return kInteger ? __int_as_float(kZero + __float2int_rn(number * kOne)) : number;
+  }
+
+ private:
+  // Codes that are integers can be moved by integers alone. So the factors are changed by so little
+  // that the start's share and the shift make one together, at most half a code: the largest score
+  // is off by as much, and others in proportion.
+  __device__ __forceinline__ void take_start_away() {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      constexpr float kRound = 1.5f * 0x1p23f;  // sums with it are integers
+      const float share = fmaf(factor[g], kZero, -shift[g]);
+      const float codes = __fsub_rn(__fadd_rn(share, kRound), kRound);
+      factor[g] = fmaf(codes, 1.f / kZero, shift[g] * (1.f / kZero));
+      shift[g] = codes * -kIntegerUnit;
+    }
+  }
 };
 
 // softcap: the scores become tanh(score * scale / cap), cap_ratio = 2 / cap over the exponent's
-// units; the factor cap, in these units, is left to the scale: score_scale.
-template <int kCount, class Scale>
-__device__ __forceinline__ void cap_scores(float (&s)[kCount], Scale& scale, float score_scale,
-                                           float cap_ratio) {
+// units; the factor cap, in these units, is left to the scale, which is to be restarted with it.
+template <class S, int kCount, class Scale>
+__device__ __forceinline__ void cap_scores(S (&s)[kCount], const Scale& scale, float cap_ratio) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    s[i] = tanh_of_scaled(s[i] * (scale.factor[Scale::group(i)] * cap_ratio));
+    const float x = Scale::number(get(s[i])) * (scale.factor[Scale::group(i)] * cap_ratio);
+    set(s[i], Scale::score(tanh_of_scaled(x)));
   }
-#pragma unroll
-  for (float& factor : scale.factor) factor = score_scale;
 }
 
 }  // namespace flashattn3

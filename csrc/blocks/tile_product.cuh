@@ -38,10 +38,15 @@ __device__ __forceinline__ uint64_t slots_descriptor(uint32_t low) {
 }
 
 // Tells the compiler that WGMMA, which it can't see through, writes these registers until here.
-template <int kCount>
-__device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
+template <class Register, int kCount>
+__device__ __forceinline__ void pin_registers(Register (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
+}
+
+// How far 32 bytes of columns are in a tile of so many rows; four steps to a chunk.
+__device__ __forceinline__ constexpr uint32_t score_step(int step, int rows) {
+  return step / 4 * (rows * 128 / 16) + step % 4 * 2;
 }
 
 // Starts s = q * k^T, with kAdd added to what s holds, for the warpgroup's 64 rows. q: its slab of
@@ -53,11 +58,8 @@ __device__ __forceinline__ void start_scores(float (&s)[kN / 2], uint32_t q, uin
   cute::warpgroup_arrive();
 #pragma unroll
   for (int step = 0; step < kHeadDim * element_bytes(kElement) / 32; ++step) {
-    // 32 bytes of columns; four steps to a chunk.
-    const uint32_t q_step = step / 4 * (kBlockM * 128 / 16) + step % 4 * 2;
-    const uint32_t k_step = step / 4 * (kBlockN * 128 / 16) + step % 4 * 2;
-    Wgmma<kElement, kN>::scores(s, descriptor(q + q_step), descriptor(k + k_step),
-                                kAdd || step > 0);
+    Wgmma<kElement, kN>::scores(s, descriptor(q + score_step(step, kBlockM)),
+                                descriptor(k + score_step(step, kBlockN)), kAdd || step > 0);
   }
   cute::warpgroup_commit_batch();
 }

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "blocks/score_register.cuh"
+
 namespace flashattn3 {
 
 struct BlockRange {
@@ -65,8 +67,8 @@ struct Visibility {
 
 // Sets the scores of keys that a row does not see to -inf. row: the thread's first row, the second
 // is 8 below. first_key: of the tile.
-template <int kN, bool kWindowed>
-__device__ __forceinline__ void hide_keys(float (&s)[kN / 2], const Visibility& visibility, int row,
+template <int kN, bool kWindowed, class S>
+__device__ __forceinline__ void hide_keys(S (&s)[kN / 2], const Visibility& visibility, int row,
                                           int first_key) {
   // Thread column 0 is this key; the others are compile-time distances from it (wgmma.cuh).
   const int key = first_key + threadIdx.x % 4 * 2;
@@ -75,8 +77,8 @@ __device__ __forceinline__ void hide_keys(float (&s)[kN / 2], const Visibility& 
     const int end = (kWindowed ? visibility.end(row + 8 * r) : visibility.num_keys) - key;
 #pragma unroll
     for (int i = 2 * r; i < kN / 2; i += 4) {
-      if (i / 4 * 8 >= end) s[i] = -INFINITY;
-      if (i / 4 * 8 + 1 >= end) s[i + 1] = -INFINITY;
+      if (i / 4 * 8 >= end) set(s[i], -INFINITY);
+      if (i / 4 * 8 + 1 >= end) set(s[i + 1], -INFINITY);
     }
   }
   if constexpr (kWindowed) {
@@ -86,8 +88,8 @@ __device__ __forceinline__ void hide_keys(float (&s)[kN / 2], const Visibility& 
       const int begin = visibility.begin(row + 8 * r) - key;
 #pragma unroll
       for (int i = 2 * r; i < kN / 2; i += 4) {
-        if (i / 4 * 8 < begin) s[i] = -INFINITY;
-        if (i / 4 * 8 + 1 < begin) s[i + 1] = -INFINITY;
+        if (i / 4 * 8 < begin) set(s[i], -INFINITY);
+        if (i / 4 * 8 + 1 < begin) set(s[i + 1], -INFINITY);
       }
     }
   }

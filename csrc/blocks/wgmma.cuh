@@ -38,6 +38,9 @@ struct Wgmma;
 #define FA3_PLACES_13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FA3_PLACES_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FA3_PLACES_15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define FA3_INT_ACC8(i)                                                                            \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]),                                      \
+  "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
 #define FA3_ACC8(i)                                                                                \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]),                                      \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -84,6 +87,23 @@ struct Wgmma;
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
     }                                                                                              \
   };
+// Of int8 there are scores alone, and those of unsigned numbers; d is 32-bit integers.
+#define FA3_INT_SCORES(NAME, TYPES, N, PLACES, o0, o1, o2, ...)                                    \
+  static __device__ __forceinline__ void NAME(uint32_t (&d)[N / 2], uint64_t a, uint64_t b,        \
+                                              bool accumulate) {                                   \
+    asm volatile(                                                                                  \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\n"                                          \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." TYPES " {" PLACES "}, %" #o0 ", %" #o1   \
+        ", p;\n}"                                                                                  \
+        : __VA_ARGS__                                                                              \
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                      \
+  }
+#define FA3_WGMMA_INT8(N, ...)                                                                     \
+  template <>                                                                                      \
+  struct Wgmma<ElementType::kInt8, N> {                                                            \
+    FA3_INT_SCORES(scores, "s8.s8", N, __VA_ARGS__)                                                \
+    FA3_INT_SCORES(unsigned_scores, "u8.u8", N, __VA_ARGS__)                                       \
+  };
 #define FA3_WGMMA_BOTH(...)                                                                        \
   FA3_WGMMA(ElementType::kBFloat16, "bf16", "k16", ", 0, 0", ", 1", ", 0, 1", ", 1, 1",            \
             __VA_ARGS__)                                                                           \
@@ -95,6 +115,13 @@ struct Wgmma;
 
 FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", ", none", ", none", 8, "%0, %1, %2, %3", 4, 5, 6, 7,
     8, "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]))
+FA3_WGMMA_INT8(96, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
+    FA3_PLACES_4 ", " FA3_PLACES_5, 48, 49, 50, FA3_INT_ACC8(0), FA3_INT_ACC8(8), FA3_INT_ACC8(16),
+    FA3_INT_ACC8(24), FA3_INT_ACC8(32), FA3_INT_ACC8(40))
+FA3_WGMMA_INT8(128, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
+    FA3_PLACES_4 ", " FA3_PLACES_5 ", " FA3_PLACES_6 ", " FA3_PLACES_7, 64, 65, 66, FA3_INT_ACC8(0),
+    FA3_INT_ACC8(8), FA3_INT_ACC8(16), FA3_INT_ACC8(24), FA3_INT_ACC8(32), FA3_INT_ACC8(40),
+    FA3_INT_ACC8(48), FA3_INT_ACC8(56))
 FA3_WGMMA_BOTH(32, FA3_PLACES_0 ", " FA3_PLACES_1, 16, 17, 18, 19, 20, FA3_ACC8(0), FA3_ACC8(8))
 FA3_WGMMA_ALL(64, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3, 32, 33, 34,
     35, 36, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24))
@@ -135,8 +162,11 @@ FA3_WGMMA_ALL(256, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLA
 
 #undef FA3_WGMMA_ALL
 #undef FA3_WGMMA_BOTH
+#undef FA3_WGMMA_INT8
+#undef FA3_INT_SCORES
 #undef FA3_WGMMA
 #undef FA3_ACC8
+#undef FA3_INT_ACC8
 #undef FA3_PLACES_0
 #undef FA3_PLACES_1
 #undef FA3_PLACES_2

@@ -23,8 +23,7 @@
 namespace flashattn3 {
 
 inline std::string describe(const BackwardRow& row) {
-  return std::string("backward_") + (row.dtype == ElementType::kBFloat16 ? "bf16" : "fp16") + "_d" +
-         std::to_string(row.head_dim);
+  return std::string("backward_") + element_name(row.dtype) + "_d" + std::to_string(row.head_dim);
 }
 
 // Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all,

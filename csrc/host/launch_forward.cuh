@@ -22,10 +22,7 @@
 namespace flashattn3 {
 
 inline std::string describe(const ForwardRow& row) {
-  const char* dtype = row.dtype == ElementType::kBFloat16  ? "bf16"
-                      : row.dtype == ElementType::kFloat16 ? "fp16"
-                                                           : "e4m3";
-  return std::string("forward_") + dtype + "_d" + std::to_string(row.head_dim) +
+  return std::string("forward_") + element_name(row.dtype) + "_d" + std::to_string(row.head_dim) +
          (row.windowed ? "_windowed_" : "_full_") + std::to_string(row.block_m) + "x" +
          std::to_string(row.block_n);
 }
@@ -93,7 +90,7 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
   const TensorMapShape k_shape{params.head_dim, variable_k ? params.total_k : params.seqlen_k,
                                params.num_heads_kv, variable_k ? 1 : params.batch};
   const TensorMapShape v_shape{params.head_dim_v, k_shape.seq, k_shape.heads, k_shape.batch};
-  constexpr bool kQuantized = kRow.dtype == ElementType::kE4m3;
+  constexpr bool kQuantized = is_quantized(kRow.dtype);
   ForwardArguments args;
   args.q =
       make_tensor_map("q", kRow.dtype, params.q, params.q, q_shape, params.q_stride, kRow.block_m);

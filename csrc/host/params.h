@@ -26,9 +26,10 @@ struct BlockDescales {
   int heads_per_scale = 1;  // neighbouring heads that share theirs
 };
 
-// What e4m3 inputs have besides; q and k are then e4m3, v is in slots (blocks/slot_order.h):
-// (batch, num_heads_kv, num_slots / 16, head_dim of the row, 16), variable (num_heads_kv, ...),
-// where sequence i begins at slot 32 * (cu_seqlens_k[i] / 32 + i). Strides of v are not read.
+// What inputs of 8 bits have besides; q and k are then e4m3 or int8, v is e4m3 in slots
+// (blocks/slot_order.h): (batch, num_heads_kv, num_slots / 16, head_dim of the row, 16), variable
+// (num_heads_kv, ...), where sequence i begins at slot 32 * (cu_seqlens_k[i] / 32 + i). Strides of
+// v are not read.
 struct QuantizedParams {
   int64_t num_slots = 0;     // a multiple of 32
   BlockDescales q, k, v;     // of q's heads, and of those of k and v
@@ -73,7 +74,7 @@ struct ForwardParams {
   // With cu_seqlens_q: room for 2 * batch + 1 int32, which every launch fills.
   int32_t* ragged_order;
 
-  QuantizedParams quantized;  // read by rows of e4m3
+  QuantizedParams quantized;  // read by rows of 8 bits
 
   float softmax_scale;  // any finite value
   float softcap;        // scores become softcap * tanh(score / softcap); 0: off

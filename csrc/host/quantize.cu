@@ -68,11 +68,17 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args,
 
 using QuantizeKernel = void (*)(QuantizeArguments);
 
+template <ElementType kType, ElementType kTo, int kColumns>
+QuantizeKernel rows_kernel(const QuantizeParams& params) {
+  return params.signs != nullptr ? quantize_blocks<kType, kTo, kColumns, true, false>
+                                 : quantize_blocks<kType, kTo, kColumns, false, false>;
+}
+
 template <ElementType kType, int kColumns>
 QuantizeKernel kernel_of(const QuantizeParams& params) {
-  if (params.slots) return quantize_blocks<kType, kColumns, false, true>;
-  if (params.signs != nullptr) return quantize_blocks<kType, kColumns, true, false>;
-  return quantize_blocks<kType, kColumns, false, false>;
+  if (params.slots) return quantize_blocks<kType, ElementType::kE4m3, kColumns, false, true>;
+  return params.to == ElementType::kInt8 ? rows_kernel<kType, ElementType::kInt8, kColumns>(params)
+                                         : rows_kernel<kType, ElementType::kE4m3, kColumns>(params);
 }
 
 template <ElementType kType>
@@ -111,6 +117,7 @@ void quantize(const QuantizeParams& params, cudaStream_t stream) {
   if (params.signs != nullptr && (params.slots || (x.head_dim & (x.head_dim - 1)) != 0)) {
     fail(kName, "a rotation wants rows of a power of two columns");
   }
+  if (params.slots && params.to != ElementType::kE4m3) fail(kName, "slots are of e4m3");
   QuantizeArguments args;
   args.x = source_of(x, sizeof(uint16_t), params.block);
   args.signs = params.signs;

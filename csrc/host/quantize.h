@@ -1,5 +1,5 @@
-// Block quantization to e4m3, and e4m3 rows in the slot order of V. Filled by torch_binding; no
-// torch here. All pointers are device pointers.
+// Block quantization to e4m3 or int8, and e4m3 rows in the slot order of V. Filled by
+// torch_binding; no torch here. All pointers are device pointers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,11 +28,13 @@ struct TokenRows {
 struct QuantizeParams {
   TokenRows x;  // of `dtype`; fastest where 8 elements of a row are at multiples of 16 bytes
   ElementType dtype;
+  ElementType to;      // kE4m3 or, of rows, kInt8
   const float* signs;  // (head_dim), ±1: rotate, head_dim a power of two; null: do not
   int block;           // tokens that share a scale: 64, 128, 256
   bool slots;          // not with signs
-  uint8_t* data;       // e4m3, 16-byte aligned; rows as x, dense, or slots (blocks/slot_order.h)
-  float* descale;      // (batch, num_heads, ceil(seqlen / block)); 1 where there is no such block
+  uint8_t* data;  // of type `to`, 16-byte aligned; rows as x, dense, or slots (blocks/slot_order.h)
+  float* descale;  // (batch, num_heads, ceil(seqlen / block)); 2^-126 where there is no such
+                   // block
 };
 
 struct ToSlotsParams {

@@ -95,9 +95,9 @@ BlockDescales block_descales(const std::optional<Tensor>& descale, int64_t heads
           .heads_per_scale = static_cast<int>(heads / descale->size(1))};
 }
 
-// q, k: e4m3. v: e4m3 in slots (blocks/slot_order.h) of head_dim_v columns. q_block, k_block,
-// v_block: tokens that share a descale. The other arguments, and the results but for out's type, as
-// forward has them.
+// q, k: e4m3 or int8, as the row. v: e4m3 in slots (blocks/slot_order.h) of head_dim_v columns.
+// q_block, k_block, v_block: tokens that share a descale. The other arguments, and the results but
+// for out's type, as forward has them.
 std::tuple<Tensor, Tensor> forward_fp8(
     Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
     std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,

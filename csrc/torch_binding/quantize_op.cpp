@@ -38,12 +38,11 @@ TokenRows token_rows(const char* name, const Tensor& tensor,
           .cu_seqlens = indices(cu_seqlens)};
 }
 
-Tensor new_rows(const TokenRows& rows, int device) {
-  const int32_t e4m3 = aoti_torch_dtype_float8_e4m3fn();
+Tensor new_rows(const TokenRows& rows, int32_t dtype, int device) {
   if (rows.cu_seqlens != nullptr) {
-    return new_tensor<3>({rows.total, rows.num_heads, rows.head_dim}, e4m3, device);
+    return new_tensor<3>({rows.total, rows.num_heads, rows.head_dim}, dtype, device);
   }
-  return new_tensor<4>({rows.batch, rows.seqlen, rows.num_heads, rows.head_dim}, e4m3, device);
+  return new_tensor<4>({rows.batch, rows.seqlen, rows.num_heads, rows.head_dim}, dtype, device);
 }
 
 Tensor new_slots(const TokenRows& rows, int device) {
@@ -56,10 +55,11 @@ Tensor new_slots(const TokenRows& rows, int device) {
 }
 
 // x: fp16 or bf16. signs: fp32 (head_dim), given: rotate. max_seqlen: read with cu_seqlens. data:
-// e4m3 rows as x, dense, or slots (blocks/slot_order.h). descale: fp32 (batch, heads, blocks).
+// rows as x, dense, in e4m3 or int8, or e4m3 slots (blocks/slot_order.h). descale: fp32 (batch,
+// heads, blocks).
 std::tuple<Tensor, Tensor> quantize_tensor(Tensor x, std::optional<Tensor> signs,
                                            std::optional<Tensor> cu_seqlens, int64_t block,
-                                           int64_t max_seqlen, bool slots) {
+                                           int64_t max_seqlen, bool slots, bool int8) {
   constexpr char kName[] = "quantize";
   const TokenRows rows = token_rows(kName, x, cu_seqlens, max_seqlen);
   const bool bf16 = dtype_of(x) == aoti_torch_dtype_bfloat16();
@@ -71,13 +71,17 @@ std::tuple<Tensor, Tensor> quantize_tensor(Tensor x, std::optional<Tensor> signs
   if (block < 1) fail(kName, "a block must have tokens");
   const int device = x.get_device_index();
   const DeviceGuard guard(device);
-  const Tensor data = slots ? new_slots(rows, device) : new_rows(rows, device);
+  const Tensor data =
+      slots ? new_slots(rows, device)
+            : new_rows(rows, int8 ? aoti_torch_dtype_int8() : aoti_torch_dtype_float8_e4m3fn(),
+                       device);
   const Tensor descale =
       new_tensor<3>({rows.batch, rows.num_heads, (rows.seqlen + block - 1) / block},
                     aoti_torch_dtype_float32(), device);
   const QuantizeParams params{
       .x = rows,
       .dtype = bf16 ? ElementType::kBFloat16 : ElementType::kFloat16,
+      .to = int8 ? ElementType::kInt8 : ElementType::kE4m3,
       .signs = signs ? static_cast<const float*>(signs->data_ptr()) : nullptr,
       .block = static_cast<int>(block),
       .slots = slots,
@@ -104,7 +108,9 @@ std::tuple<Tensor> rows_to_slots(Tensor v, std::optional<Tensor> cu_seqlens, int
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
-      "quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, int max_seqlen, bool slots)"
+      "quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, int max_seqlen, bool "
+      "slots, "
+      "bool int8)"
       " -> (Tensor data, Tensor descale)");
   library.def("to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
 }

@@ -41,9 +41,8 @@ static const std::vector<RowFunctions> kRows =
 
 static std::string row_name(int i) {
   const BackwardRow& r = kCheckRows[i];
-  return std::string(r.dtype == flashattn3::kBf16 ? "bf16" : "fp16") + "_d" +
-         std::to_string(r.head_dim) + "_s" + std::to_string(r.num_stages) + "_w" +
-         std::to_string(r.num_mma_warpgroups);
+  return std::string(element_name(r.dtype)) + "_d" + std::to_string(r.head_dim) + "_s" +
+         std::to_string(r.num_stages) + "_w" + std::to_string(r.num_mma_warpgroups);
 }
 
 struct Options {

@@ -16,9 +16,15 @@
 #include "forward_rows.h"
 #include "harness.cuh"
 
+using flashattn3::ElementType;
 using flashattn3::ForwardParams;
 using flashattn3::ForwardRow;
+using flashattn3::is_quantized;
+using flashattn3::kBf16;
 using flashattn3::kCheckRows;
+using flashattn3::kE4m3;
+using flashattn3::kFp16;
+using flashattn3::kInt8;
 using flashattn3::kNumCheckRows;
 
 using Launch = void (*)(const ForwardParams&, cudaStream_t);
@@ -31,11 +37,8 @@ static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNu
 static std::string row_name(int i) {
   const ForwardRow& r = kCheckRows[i];
   char name[96];
-  std::snprintf(name, sizeof(name), "%s_d%d_%s_%dx%d_s%d_q%d",
-                r.dtype == flashattn3::kBf16   ? "bf16"
-                : r.dtype == flashattn3::kFp16 ? "fp16"
-                                               : "e4m3",
-                r.head_dim, r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
+  std::snprintf(name, sizeof(name), "%s_d%d_%s_%dx%d_s%d_q%d", element_name(r.dtype), r.head_dim,
+                r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
                 r.num_q_buffers);
   return name;
 }
@@ -165,24 +168,24 @@ static std::vector<Truth> find_truths(Problem& p) {
   return truths;
 }
 
-// The case on every row of its type, or quantized on every row of e4m3.
-static bool run_rows(const Case& c, int index, bool quantize, int num_sms, int* counter) {
-  const auto fits = [&](const ForwardRow& r) {
-    if (r.dtype == flashattn3::kE4m3) return quantize;
-    return !quantize && (r.dtype == flashattn3::kFp16) == c.fp16;
-  };
+// The case on every row of a type.
+static bool run_rows(const Case& c, int index, ElementType type, int num_sms, int* counter) {
+  const auto fits = [&](const ForwardRow& r) { return r.dtype == type; };
   int head_dim = 1 << 30;
   const int wanted = std::max(c.head_dim, c.head_dim_v);
   for (const ForwardRow& r : kCheckRows) {
     if (fits(r) && r.head_dim >= wanted) head_dim = std::min(head_dim, r.head_dim);
   }
+  if (head_dim == 1 << 30) return true;
   bool good = true;
   Problem problem(c);
   std::unique_ptr<QuantizedInputs> quantized;
-  if (quantize) {
-    quantized = std::make_unique<QuantizedInputs>(problem, head_dim);
+  if (is_quantized(type)) {
+    const Narrow& scored = type == ElementType::kInt8 ? kToInt8 : kToE4m3;
+    quantized = std::make_unique<QuantizedInputs>(scored, problem, head_dim);
     problem.rounding = 0.06, problem.score_error = 0x1p-12;
-    problem.lse_error = 4e-3, problem.lse_rounding = 0.032;
+    // Codes of integer scores are whole, that of a row's largest too: off by half a code.
+    problem.lse_error = type == ElementType::kInt8 ? 0.087 : 4e-3, problem.lse_rounding = 0.032;
   }
   const std::vector<Truth> truths = find_truths(problem);
   for (int i = 0; i < kNumCheckRows; ++i) {
@@ -212,10 +215,13 @@ static bool run_rows(const Case& c, int index, bool quantize, int num_sms, int* 
 }
 
 static bool run_case(const Case& c, int index, int num_sms, int* counter) {
-  const bool good = run_rows(c, index, false, num_sms, counter);
+  bool good = run_rows(c, index, c.fp16 ? kFp16 : kBf16, num_sms, counter);
   // TMA wants rows of whole 16 bytes.
   if (c.fp16 || c.head_dim % 16 != 0) return good;
-  return run_rows(c, index, true, num_sms, counter) && good;
+  for (const ElementType type : {kE4m3, kInt8}) {
+    good = run_rows(c, index, type, num_sms, counter) && good;
+  }
+  return good;
 }
 
 // ------------------------------------------------------------------------------------------ timing
@@ -232,17 +238,20 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
     fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(data[i]), kCount, i);
   }
   check(cudaMalloc(&lse, 16384 * 32 * 4));
-  // The same numbers in e4m3, with a descale for each 128 tokens of each head.
-  uint8_t* narrow[3];
+  // The same numbers in e4m3, and q and k in int8, with a descale for each 128 tokens of each head.
+  __nv_fp8_e4m3* narrow[3];
+  int8_t* integer[2];
   for (int i = 0; i < 3; ++i) {
     check(cudaMalloc(&narrow[i], kCount));
-    fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_fp8_e4m3*>(narrow[i]), kCount, i);
+    fill_normal<<<1056, 256>>>(narrow[i], kCount, i);
   }
-  constexpr int kDescales = 32 * 16384 / kBlockTokens;
-  float* descale;
-  check(cudaMalloc(&descale, kDescales * 4));
-  const std::vector<float> hundredth(kDescales, 0.01f);
-  check(cudaMemcpy(descale, hundredth.data(), kDescales * 4, cudaMemcpyHostToDevice));
+  for (int i = 0; i < 2; ++i) {
+    check(cudaMalloc(&integer[i], kCount));
+    fill_normal<<<1056, 256>>>(integer[i], kCount, i);
+  }
+  const std::vector<float> of_e4m3(32 * 16384 / kBlockTokens, 1 / kE4m3PerOne);
+  const std::vector<float> of_int8(of_e4m3.size(), 1 / kInt8PerOne);
+  float *e4m3_descale = device_copy(of_e4m3), *int8_descale = device_copy(of_int8);
   void* promoted;
   check(cudaMalloc(&promoted, num_sms * int64_t{33} * 384 * 16));
   check(cudaDeviceSynchronize());
@@ -252,7 +261,7 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
       std::vector<int> rows;
       for (int row = 0; row < kNumCheckRows; ++row) {
         const ForwardRow& r = kCheckRows[row];
-        if (r.head_dim != d || r.windowed != causal || r.dtype == flashattn3::kFp16) continue;
+        if (r.head_dim != d || r.windowed != causal || r.dtype == kFp16) continue;
         if (part == nullptr || row_name(row).find(part) != std::string::npos) rows.push_back(row);
       }
       std::vector<std::vector<double>> rates(rows.size(), std::vector<double>(kLengths));
@@ -265,9 +274,12 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
         ForwardParams quantized = params;
         quantized.q = narrow[0], quantized.k = narrow[1], quantized.v = narrow[2];
         const int64_t blocks = seqlen / kBlockTokens;
-        const flashattn3::BlockDescales descales{descale, 2048 / d * blocks,        blocks,
-                                                 1,       static_cast<int>(blocks), kBlockTokens};
+        flashattn3::BlockDescales descales{
+            e4m3_descale, 2048 / d * blocks, blocks, 1, static_cast<int>(blocks), kBlockTokens};
         quantized.quantized = {seqlen, descales, descales, descales, false, promoted};
+        ForwardParams integers = quantized;
+        integers.q = integer[0], integers.k = integer[1];
+        integers.quantized.q.data = integers.quantized.k.data = int8_descale;
         const double flop = 4.0 * 16384 * (2048 / d * d) * seqlen * (causal ? 0.5 : 1.0);
         const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 6e14)));
         std::vector<std::vector<float>> ms(rows.size());
@@ -277,8 +289,10 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
                           seqlen);
             alarm(30);
             usleep(3000);  // as beside slower contenders: not always at the power limit
-            const bool narrow_row = kCheckRows[rows[i]].dtype == flashattn3::kE4m3;
-            const ForwardParams& given = narrow_row ? quantized : params;
+            const ElementType type = kCheckRows[rows[i]].dtype;
+            const ForwardParams& given = type == kE4m3   ? quantized
+                                         : type == kInt8 ? integers
+                                                         : params;
             const auto launch = [&] { kLaunch[rows[i]](given, nullptr); };
             if (round == 0) time_launch(launch, 2);
             ms[i].push_back(time_launch(launch, repeats));

@@ -1,5 +1,6 @@
-// e4m3 inputs of one case of forward_check: the problem's values snapped to what e4m3 and descales
-// that are powers of two can hold, so that the fp64 reference sees the same numbers as the kernel.
+// Inputs of 8 bits of one case of forward_check: the problem's values snapped to what e4m3 or int8
+// and descales that are powers of two can hold, so that the fp64 reference sees the same numbers as
+// the kernel.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -19,6 +20,17 @@ inline float from_e4m3(uint8_t bits) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
 }
 
+// A type of 8 bits: its largest number, and the way there and back.
+struct Narrow {
+  float largest;
+  uint8_t (*from_float)(float);
+  float (*to_float)(uint8_t);
+};
+constexpr Narrow kToE4m3{448.f, to_e4m3, from_e4m3};
+constexpr Narrow kToInt8{
+    127.f, [](float x) { return static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(x))); },
+    [](uint8_t bits) { return static_cast<float>(static_cast<int8_t>(bits)); }};
+
 // One of q, k and v: bytes in the rows of `source`, a multiple of 16 of them in each head's row,
 // NaN wherever no sequence is; and descales (batch, heads, blocks).
 struct Quantized {
@@ -31,7 +43,8 @@ struct Quantized {
 
   // rows_of(b): where sequence b is. spread: powers of two between the blocks' values.
   template <class RowsOf>
-  Quantized(Tensor& source, int batch, int longest, RowsOf rows_of, int spread) {
+  Quantized(const Narrow& type, Tensor& source, int batch, int longest, RowsOf rows_of,
+            int spread) {
     const int64_t pitch = (source.dim + 15) / 16 * 16;
     stride = {pitch * source.heads * source.seq, pitch * source.heads, pitch};
     blocks = std::max(1, (longest + kBlockTokens - 1) / kBlockTokens);
@@ -51,15 +64,16 @@ struct Quantized {
               amax = std::max(amax, std::fabs(to_float(at[i], false)) * extra);
             }
           }
-          const float scale = amax == 0 ? 1.f : std::exp2(std::ceil(std::log2(amax / 448.f)));
+          const float scale =
+              amax == 0 ? 1.f : std::exp2(std::ceil(std::log2(amax / type.largest)));
           descale[(static_cast<int64_t>(b) * source.heads + h) * blocks + block] = scale;
           for (int s = first; s < last; ++s) {
             uint16_t* at = source.row(rows.entry, rows.offset + s, h);
             uint8_t* to = host.data() + rows.entry * stride.batch + (rows.offset + s) * stride.seq +
                           h * stride.head;
             for (int i = 0; i < source.dim; ++i) {
-              to[i] = to_e4m3(to_float(at[i], false) * extra / scale);
-              at[i] = to_bits(from_e4m3(to[i]) * scale, false);
+              to[i] = type.from_float(to_float(at[i], false) * extra / scale);
+              at[i] = to_bits(type.to_float(to[i]) * scale, false);
             }
           }
         }
@@ -90,13 +104,14 @@ struct QuantizedInputs {
   Quantized q, k, v;
   int64_t num_slots;
 
-  QuantizedInputs(Problem& p, int head_dim)
+  // scored: the type of q and k; v is e4m3.
+  QuantizedInputs(const Narrow& scored, Problem& p, int head_dim)
       : q(
-            p.q, p.c.batch, p.c.seqlen_q, [&](int b) { return p.queries(b); }, 0),
+            scored, p.q, p.c.batch, p.c.seqlen_q, [&](int b) { return p.queries(b); }, 0),
         k(
-            p.k, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); }, 0),
+            scored, p.k, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); }, 0),
         v(
-            p.v, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); },
+            kToE4m3, p.v, p.c.batch, p.c.seqlen_k, [&](int b) { return p.keys(b); },
             p.c.data == Data::kNormal ? 2 : 0) {
     q.upload(q.host), k.upload(k.host);
     const Case& c = p.c;

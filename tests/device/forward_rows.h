@@ -12,6 +12,7 @@ namespace flashattn3 {
 constexpr ElementType kBf16 = ElementType::kBFloat16;
 constexpr ElementType kFp16 = ElementType::kFloat16;
 constexpr ElementType kE4m3 = ElementType::kE4m3;
+constexpr ElementType kInt8 = ElementType::kInt8;
 
 // dtype, head_dim, windowed, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers,
 // scale_keys, promote_keys
@@ -39,6 +40,14 @@ constexpr ForwardRow kCheckRows[] = {
     {kE4m3, 128, true, 192, 96, 5, 3, 2, 32, 4128},
     {kE4m3, 256, false, 128, 128, 2, 2, 2, 64, 4096},
     {kE4m3, 256, true, 128, 128, 2, 2, 2, 64, 4096},
+    {kInt8, 64, false, 192, 128, 4, 3, 2, 64, 4096},
+    {kInt8, 64, true, 192, 128, 4, 3, 2, 64, 4096},
+    {kInt8, 128, false, 128, 128, 4, 2, 2, 64, 4096},
+    {kInt8, 128, false, 192, 96, 5, 3, 2, 32, 4128},
+    {kInt8, 128, true, 128, 128, 4, 2, 2, 64, 4096},
+    {kInt8, 128, true, 192, 96, 5, 3, 2, 32, 4128},
+    {kInt8, 256, false, 128, 128, 2, 2, 2, 64, 4096},
+    {kInt8, 256, true, 128, 128, 2, 2, 2, 64, 4096},
     // Variants.
     {kE4m3, 128, false, 192, 64, 6, 3, 2, 64, 4096},
     {kBf16, 128, false, 192, 80, 3, 3, 2},

@@ -31,19 +31,25 @@ static void check(cudaError_t status) {
   _exit(4);
 }
 
-static int* device_copy(const std::vector<int>& values) {
+template <class Value>
+static Value* device_copy(const std::vector<Value>& values) {
+  static_assert(sizeof(Value) == 4);
   if (values.empty()) return nullptr;
-  int* device;
+  Value* device;
   check(cudaMalloc(&device, values.size() * 4));
   check(cudaMemcpy(device, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
   return device;
 }
 
-// e4m3: 100 stands for 1.
+// What stands for 1 in 8 bits.
+constexpr float kE4m3PerOne = 100.f, kInt8PerOne = 28.f;
+
 template <class Element>
 __device__ Element random_element(float normal) {
-  if constexpr (sizeof(Element) == 1) {
-    return Element(100.f * normal);
+  if constexpr (std::is_same_v<Element, int8_t>) {
+    return static_cast<int8_t>(rintf(fminf(fmaxf(kInt8PerOne * normal, -127.f), 127.f)));
+  } else if constexpr (sizeof(Element) == 1) {
+    return Element(kE4m3PerOne * normal);
   } else {
     return Element(normal);
   }

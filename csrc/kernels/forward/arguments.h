@@ -11,7 +11,7 @@
 
 namespace flashattn3 {
 
-// What rows of e4m3 have besides.
+// What rows of 8 bits have besides.
 struct QuantizedArguments {
   const uint8_t* v_slots;  // (entries, heads of k and v, num_slots / 16, head_dim of the row, 16)
   int64_t num_slots;       // of an entry and head, in e4m3 elements of a column

@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "blocks/barrier.cuh"
+#include "blocks/int8_scores.cuh"
+#include "blocks/row_sums.cuh"
 #include "blocks/score_scale.cuh"
 #include "blocks/visible_range.cuh"
 #include "kernels/forward/row.h"
@@ -25,7 +27,7 @@ struct ForwardConfig {
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kThreads = forward_num_threads(kRow);
 
-  static constexpr bool kQuantized = kElement == ElementType::kE4m3;
+  static constexpr bool kQuantized = is_quantized(kElement);
   // Exponents, to log2 units.
   static constexpr float kUnits = kQuantized ? kCodesOfOctave : 1.f;
   // log2 of a row's largest first probability as a code (code_softmax.cuh): the longer a step, the
@@ -41,6 +43,7 @@ struct ForwardConfig {
   // From the start of shared memory: control, ones, Q buffers, K stages, V stages, out if it has
   // room of its own.
   static constexpr int kOnesOffset = kForwardControlBytes;
+  static constexpr int kStartOffset = kOnesOffset + kScaleGroups * kOnesBytes;  // of int8 scores
   static constexpr int kQOffset = kOnesOffset + forward_ones_bytes(kRow);
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
@@ -71,6 +74,7 @@ struct ForwardConfig {
                 kConsumerRegisters);
   static_assert(kQuantized ? kScaleKeys % 32 == 0 && kBlockN % kScaleKeys == 0 : kScaleKeys == 0);
   static_assert(kRow.promote_keys % kBlockN == 0);
+  static_assert(!kQuantized || kStartOffset + kStartBytes <= kQOffset);
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
   // Under a mask the first warpgroup passes this many K tiles before its first one; their V tiles
   // wait until then.

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "blocks/code_softmax.cuh"
+#include "blocks/int8_scores.cuh"
 #include "blocks/online_softmax.cuh"
 #include "blocks/row_sums.cuh"
 #include "blocks/score_scale.cuh"
@@ -33,15 +34,18 @@ class ForwardConsumer {
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kBlockN = Config::kBlockN;
   static constexpr int kStages = Config::kStages;
-  using Scores = float[kBlockN / 2];
+  using Scores = ScoreRegister<kElement>[kBlockN / 2];
   using Out = float[kHeadDim / 2];
-  using Probabilities = flashattn3::Probabilities<kElement, kBlockN>;
-  using Scale =
-      std::conditional_t<Config::kQuantized, BlockScale<Config::kScaleGroups, Config::kScaleKeys>,
-                         UniformScale>;
-  using Softmax = std::conditional_t<Config::kQuantized,
-                                     CodeSoftmax<kBlockN, Config::kWindowed, Config::kFirst>,
-                                     OnlineSoftmax<kElement, kBlockN, Config::kWindowed>>;
+  using Probabilities = flashattn3::Probabilities<value_type(kElement), kBlockN>;
+  static constexpr bool kInteger = kElement == ElementType::kInt8;
+  using Scale = std::conditional_t<
+      Config::kQuantized,
+      BlockScale<Config::kScaleGroups, Config::kScaleKeys, kInteger ? kInt8Zero<kHeadDim> : 0>,
+      UniformScale>;
+  using Softmax =
+      std::conditional_t<Config::kQuantized,
+                         CodeSoftmax<kBlockN, Config::kWindowed, Config::kFirst, kInteger>,
+                         OnlineSoftmax<kElement, kBlockN, Config::kWindowed>>;
 
  public:
   // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
@@ -55,6 +59,7 @@ class ForwardConsumer {
     q_base_ = descriptor_low(base + Config::kQOffset + warpgroup * 64 * 128, 16);
     k_base_ = descriptor_low(base + Config::kKOffset, 16);
     ones_ = descriptor_low(base + Config::kOnesOffset, 128);
+    start_ = base + Config::kStartOffset;
     v_base_ =
         descriptor_low(base + Config::kVOffset, Config::kQuantized ? kHeadDim * 16 : kBlockN * 128);
   }
@@ -236,7 +241,7 @@ class ForwardConsumer {
     Scale scale = scale_of(kv_);
     scale.complete(q_factor_);
     release_keys(kv_);
-    cap(s, scale);
+    cap(s, scale, kv_);
     softmax.subtract_reference(s, scale, Softmax::kLimit);
     if (block < clear.begin || block >= clear.end) hide(s, block);
     promotion_.reset();
@@ -302,7 +307,7 @@ class ForwardConsumer {
                                                BlockRange clear) {
     bool grew = false;
     if constexpr (Config::kQuantized) {
-      grew = exact_softmax(s, softmax, factor, scale, block, clear);
+      grew = exact_softmax(s, softmax, factor, scale, kv, block, clear);
     } else {
       bool exact = args_.tanh_scale != 0.f;
       if constexpr (Config::kWindowed) {
@@ -311,7 +316,7 @@ class ForwardConsumer {
       if (exact || softmax.exponentiate_at_once(s, scale)) {
         pin_registers(s);
         if (!exact) multiply_scores_again(s, kv);
-        grew = exact_softmax(s, softmax, factor, scale, block, clear);
+        grew = exact_softmax(s, softmax, factor, scale, kv, block, clear);
         softmax.exponentiate(s);
       }
     }
@@ -321,8 +326,9 @@ class ForwardConsumer {
 
   // From scores to exponents, with the rows' maxima. Sums apart take the way of growth too.
   __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                Scale& scale, int block, BlockRange clear) {
-    cap(s, scale);
+                                                Scale& scale, RingPosition<kStages> kv, int block,
+                                                BlockRange clear) {
+    cap(s, scale, kv);
     bool grew = softmax.subtract_reference(s, scale, Softmax::kLimit) || scale.sums_apart();
     if constexpr (Config::kWindowed) {
       if (block < clear.begin || block >= clear.end) hide(s, block);
@@ -336,9 +342,16 @@ class ForwardConsumer {
     return grew;
   }
 
-  __device__ __forceinline__ void cap(Scores& s, Scale& scale) const {
+  // at: of the K tile.
+  __device__ __forceinline__ void cap(Scores& s, Scale& scale, RingPosition<kStages> at) const {
     if (args_.tanh_scale == 0.f) return;
-    cap_scores(s, scale, args_.score_scale * Config::kUnits, args_.cap_ratio / Config::kUnits);
+    cap_scores(s, scale, args_.cap_ratio / Config::kUnits);
+    const float score_scale = args_.score_scale * Config::kUnits;
+    if constexpr (Config::kQuantized) {
+      scale.restart(score_scale, key_scales(at));
+    } else {
+      scale.restart(score_scale);
+    }
   }
 
   // Of K at this stage, whose scores were lost.
@@ -378,16 +391,20 @@ class ForwardConsumer {
   }
 
   __device__ __forceinline__ void multiply_scores(Scores& s, RingPosition<kStages> at) {
-    start_scores<kElement, Config::kBlockM, kBlockN, kHeadDim>(
-        s, q_base_ + q_.stage() * (Config::kQBytes / 16),
-        k_base_ + at.stage() * (Config::kKBytes / 16));
+    const uint32_t q = q_base_ + q_.stage() * (Config::kQBytes / 16);
+    const uint32_t k = k_base_ + at.stage() * (Config::kKBytes / 16);
+    if constexpr (kInteger) {
+      start_int8_scores<Config::kBlockM, kBlockN, kHeadDim>(s, q, k, start_);
+    } else {
+      start_scores<kElement, Config::kBlockM, kBlockN, kHeadDim>(s, q, k);
+    }
   }
 
   __device__ __forceinline__ void multiply_values(Out& o, const Probabilities& p, Softmax& softmax,
                                                   RingPosition<kStages> at) {
     const uint32_t v = v_base_ + at.stage() * (Config::kVBytes / 16);
     if constexpr (Config::kQuantized) {
-      start_values_and_sums<kBlockN, kHeadDim>(o, softmax.part, p, v, ones_);
+      start_values_and_sums<kBlockN, Config::kScaleKeys, kHeadDim>(o, softmax.part, p, v, ones_);
     } else {
       start_values<kElement, kBlockN, kHeadDim>(o, p, v);
     }
@@ -437,7 +454,7 @@ class ForwardConsumer {
   ForwardControlOf<kRow>& control_;
   uint8_t* shared_;
   int warpgroup_;
-  uint32_t q_base_, k_base_, v_base_, ones_;
+  uint32_t q_base_, k_base_, v_base_, ones_, start_;
   float q_factor_ = 0.f;  // scale of the scores times the descale of the tile's rows
   bool staged_ = false;   // rows of out lie over the Q before the one at q_
   Promotion<Config> promotion_;

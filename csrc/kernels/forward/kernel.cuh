@@ -29,13 +29,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& control = *reinterpret_cast<ForwardControlOf<kRow>*>(shared);
   if (threadIdx.x == 0) control.init(Config::kConsumerWarps, Config::kQuantized);
   if constexpr (Config::kQuantized) {
-    static_assert(Config::kBlockN / 32 * kOnesBytes <= forward_ones_bytes(kRow));
     // Weights of no group stay 0.
     auto* words = reinterpret_cast<uint32_t*>(control.key_scales);
     for (int i = threadIdx.x; i < sizeof(control.key_scales) / 4; i += Config::kThreads) {
       words[i] = 0;
     }
     write_ones<Config::kBlockN, Config::kScaleKeys>(shared + Config::kOnesOffset);
+    if constexpr (Config::kElement == ElementType::kInt8) {
+      write_start(shared + Config::kStartOffset);
+    }
   }
   // Sync: no thread touches a barrier before it is initialised.
   __syncthreads();

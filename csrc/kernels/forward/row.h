@@ -10,7 +10,7 @@
 namespace flashattn3 {
 
 struct ForwardRow {
-  ElementType dtype;       // of q, k and v; out is in it too, or in 16 bits
+  ElementType dtype;       // of q and k; v is in it too, or in e4m3; out is, or in 16 bits
   int head_dim;            // 64, 96, 128, 192 or 256; TMA fills smaller heads with zeros
   bool windowed;           // whether causal or a window may hide keys; false: only lengths do
   int block_m;             // query rows of a CTA tile: 64 for each warpgroup that multiplies
@@ -18,9 +18,9 @@ struct ForwardRow {
   int num_stages;          // K tiles (and V tiles) in shared memory, at least 2
   int num_mma_warpgroups;  // 1 to 3
   int num_q_buffers = 1;   // 2: the next tile's Q is loaded while this one is worked on
-  int scale_keys = 0;      // e4m3: keys that share their descales, a divisor of block_n
-  int promote_keys = 0;    // e4m3: keys after which out moves from WGMMA's accumulators, which hold
-                           // about 13 bits, to fp32 sums; a multiple of block_n
+  int scale_keys = 0;      // 8 bits: keys that share their descales, a divisor of block_n
+  int promote_keys = 0;  // 8 bits: keys after which out moves from WGMMA's accumulators, which hold
+                         // about 13 bits, to fp32 sums; a multiple of block_n
 };
 
 // Threads of a CTA: the warpgroups that multiply and the one that loads.
@@ -35,7 +35,7 @@ constexpr int forward_row_bytes(const ForwardRow& row) {
 
 // Of a tile of V: rows as K's, in 8 bits slots (blocks/slot_order.h).
 constexpr int forward_value_bytes(const ForwardRow& row) {
-  return row.block_n * (row.dtype == ElementType::kE4m3 ? row.head_dim : forward_row_bytes(row));
+  return row.block_n * (is_quantized(row.dtype) ? row.head_dim : forward_row_bytes(row));
 }
 
 // Room for the barriers and the tile descriptions, before the tiles; the tiles want 1024-byte
@@ -44,13 +44,13 @@ constexpr int kForwardControlBytes = 1024;
 
 // Room for the ones that P in 8 bits is multiplied with for its sums.
 constexpr int forward_ones_bytes(const ForwardRow& row) {
-  return row.dtype == ElementType::kE4m3 ? 1024 : 0;
+  return is_quantized(row.dtype) ? 1024 : 0;
 }
 
 // Whether a warp lays out down over its rows of Q: with one buffer the next Q is to come as soon as
 // may be, and 8 bits are too few.
 constexpr bool forward_out_over_q(const ForwardRow& row) {
-  return row.num_q_buffers == 2 && row.dtype != ElementType::kE4m3;
+  return row.num_q_buffers == 2 && !is_quantized(row.dtype);
 }
 
 // Columns of out, 16 bits each, that a warp lays down in shared memory at once: all over Q, up to

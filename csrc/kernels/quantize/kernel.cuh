@@ -1,13 +1,13 @@
-// Block quantization to e4m3: once through memory. A cluster has one block of tokens of one head, a
-// CTA 64 tokens of it, in registers from the load to the store; the CTAs tell each other their
-// largest magnitude. Values bit for bit those of flashattn3/quantization/torch_operations.py.
+// Block quantization to e4m3 or int8: once through memory. A cluster has one block of tokens of one
+// head, a CTA 64 tokens of it, in registers from the load to the store; the CTAs tell each other
+// their largest magnitude. Values bit for bit those of flashattn3/quantization/torch_operations.py.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "blocks/cluster.cuh"
-#include "blocks/e4m3.cuh"
+#include "blocks/eight_bit.cuh"
 #include "blocks/grid_dependency.cuh"
 #include "kernels/quantize/store.cuh"
 #include "kernels/quantize/tile.cuh"
@@ -15,11 +15,30 @@
 
 namespace flashattn3 {
 
-constexpr float kLargestE4m3 = 448.f;
-// Blocks below are scaled as if they reached it: 448 / amax stays finite and the scale normal.
-constexpr float kSmallestAmax = kLargestE4m3 * 0x1p-126f;
+// The type that is quantized to. kHasNan: else NaN and infinities go into the scale.
+template <ElementType kType>
+struct Narrow;
+template <>
+struct Narrow<ElementType::kE4m3> {
+  static constexpr float kLargest = 448.f;
+  static constexpr bool kHasNan = true;
+  static __device__ __forceinline__ uint32_t bytes(float a, float b, float c, float d) {
+    return to_e4m3(a, b, c, d);
+  }
+};
+template <>
+struct Narrow<ElementType::kInt8> {
+  static constexpr float kLargest = 127.f;
+  static constexpr bool kHasNan = false;
+  static __device__ __forceinline__ uint32_t bytes(float a, float b, float c, float d) {
+    return to_int8(a, b, c, d);
+  }
+};
 
-template <int kColumns, class Values>
+// The smallest scale. Blocks below are scaled as if they reached it: 1 / it stays finite.
+constexpr float kSmallestScale = 0x1p-126f;
+
+template <class To, int kColumns, class Values>
 __device__ __forceinline__ void store_rows(const QuantizeArguments& args, const TilePlace& place,
                                            const Values& values, float factor) {
   using Places = RowPlaces<kColumns>;
@@ -28,8 +47,8 @@ __device__ __forceinline__ void store_rows(const QuantizeArguments& args, const 
   for (int u = 0; u < kUnitsOfThread; ++u) {
 #pragma unroll
     for (int i = 0; i < kUnit; i += 4) {
-      bytes[u][i / 4] = to_e4m3(values(u, i) * factor, values(u, i + 1) * factor,
-                                values(u, i + 2) * factor, values(u, i + 3) * factor);
+      bytes[u][i / 4] = To::bytes(values(u, i) * factor, values(u, i + 1) * factor,
+                                  values(u, i + 2) * factor, values(u, i + 3) * factor);
     }
   }
   store_tile<Places>(bytes, args.data, args.data_stride, place, args.x);
@@ -45,19 +64,27 @@ __device__ __forceinline__ void store_scale(const QuantizeArguments& args, const
 
 // What the block's values are multiplied with; its inverse, the scale, is stored.
 // largest: of the block; the second for what is finite if the first is not.
-template <class Values, class Maximum>
+template <class To, class Values, class Maximum>
 __device__ __forceinline__ float find_factor(const QuantizeArguments& args, const TilePlace& place,
                                              Values& values, Maximum (&largest)[2]) {
   float amax;
+  if constexpr (To::kHasNan) {
 #pragma unroll 1
-  for (Maximum& maximum : largest) {
-    amax = maximum.find(values.largest());
-    if (amax != INFINITY) break;  // in all threads or in none
-    values.make_infinities_nan();
+    for (Maximum& maximum : largest) {
+      amax = maximum.find(values.template largest<false>());
+      if (amax != INFINITY) break;  // in all threads or in none
+      values.make_infinities_nan();
+    }
+  } else {
+    amax = largest[0].find(values.template largest<true>());
+    if (!(amax < INFINITY)) {
+      store_scale(args, place, NAN);
+      return 0.f;
+    }
   }
-  amax = fmaxf(amax, kSmallestAmax);
-  store_scale(args, place, amax / kLargestE4m3);
-  return kLargestE4m3 / amax;
+  amax = fmaxf(amax, To::kLargest * kSmallestScale);
+  store_scale(args, place, amax / To::kLargest);
+  return To::kLargest / amax;
 }
 
 // CTAs on an SM at the same time: as many as there are registers for.
@@ -66,7 +93,7 @@ constexpr int quantize_ctas(int columns, bool rotate) {
 }
 
 // Grid: heads * blocks * batch clusters of block / 64 CTAs.
-template <ElementType kType, int kColumns, bool kRotate, bool kSlots>
+template <ElementType kType, ElementType kTo, int kColumns, bool kRotate, bool kSlots>
 __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kColumns, kRotate))
     quantize_blocks(const __grid_constant__ QuantizeArguments args) {
   using Places = std::conditional_t<kSlots, SlotPlaces, RowPlaces<kColumns>>;
@@ -77,7 +104,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   const int block = cluster_size() * kTileTokens;
   TilePlace place = find_block(args.x, cluster_index(), block);
   if (place.num_tokens() <= 0) {  // the sequence has no such block
-    store_scale(args, place, kSmallestAmax / kLargestE4m3);
+    store_scale(args, place, kSmallestScale);
     return;
   }
   place.first += cluster_rank() * kTileTokens;
@@ -91,7 +118,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   load_tile<uint16_t, Places>(loaded, args.x, place);
   Values values(loaded, args);
   cluster_wait();  // every CTA does
-  const float factor = find_factor(args, place, values, largest);
+  const float factor = find_factor<Narrow<kTo>>(args, place, values, largest);
   if constexpr (kSlots) {
     uint32_t word[SlotStage::kRows][kUnit];
 #pragma unroll
@@ -105,7 +132,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
     }
     store_slots<kColumns>(word, args.data, args.data_stride, place, args.x.tokens);
   } else {
-    store_rows<kColumns>(args, place, values, factor);
+    store_rows<Narrow<kTo>, kColumns>(args, place, values, factor);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "blocks/eight_bit.cuh"
 #include "blocks/element.h"
 #include "kernels/quantize/tile.cuh"
 
@@ -52,18 +53,20 @@ struct LoadedValues {
     memcpy(unit, loaded, sizeof(unit));
   }
 
-  // Largest magnitude, NaN left out.
+  // Largest magnitude; with kNan NaN if there is one, else without.
+  template <bool kNan>
   __device__ float largest() const {
     typename Pair<kType>::Vector found = Pair<kType>::vector(0);
 #pragma unroll
     for (const auto& words : unit) {
 #pragma unroll
       for (const uint32_t word : words) {
-        found = __hmax2(found, Pair<kType>::vector(word & Pair<kType>::kMagnitudes));
+        const auto pair = Pair<kType>::vector(word & Pair<kType>::kMagnitudes);
+        found = kNan ? __hmax2_nan(found, pair) : __hmax2(found, pair);
       }
     }
     const float2 two = Pair<kType>::floats(found);
-    return fmaxf(two.x, two.y);
+    return kNan ? max_or_nan(two.x, two.y) : fmaxf(two.x, two.y);
   }
 
   __device__ void make_infinities_nan() {
@@ -101,12 +104,15 @@ struct RotatedValues {
     }
   }
 
+  template <bool kNan>
   __device__ float largest() const {
     float found = 0.f;
 #pragma unroll
     for (int u = 0; u < kUnitsOfThread; ++u) {
 #pragma unroll
-      for (int i = 0; i < kUnit; ++i) found = fmaxf(found, fabsf(x[u][i]));
+      for (int i = 0; i < kUnit; ++i) {
+        found = kNan ? max_or_nan(found, fabsf(x[u][i])) : fmaxf(found, fabsf(x[u][i]));
+      }
     }
     return found;
   }

@@ -1,0 +1,78 @@
+// Conversion to numbers of 8 bits.
+#pragma once
+
+#include <cstdint>
+
+namespace flashattn3 {
+
+// To the nearest, ties to even; beyond ±448, infinities too, to ±448; NaN to 0x7f. The first value
+// is the lowest byte.
+__device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) {
+  uint32_t bytes;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(bytes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return bytes;
+}
+
+// To the nearest integers, ties to even; beyond ±127 to -128 or 127; NaN to 0. The first value is
+// the lowest byte.
+__device__ __forceinline__ uint32_t to_int8(float a, float b, float c, float d) {
+  uint32_t bytes;
+  asm("{\n.reg .s32 a, b, c, d;\n.reg .b32 high;\n"
+      "cvt.rni.s32.f32 a, %1;\ncvt.rni.s32.f32 b, %2;\n"
+      "cvt.rni.s32.f32 c, %3;\ncvt.rni.s32.f32 d, %4;\n"
+      "cvt.pack.sat.s8.s32.b32 high, d, c, 0;\n"
+      "cvt.pack.sat.s8.s32.b32 %0, b, a, high;\n}"
+      : "=r"(bytes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return bytes;
+}
+
+// To the nearest integers, saturated to 0 and 255; NaN to 0. The first is the lowest byte.
+__device__ __forceinline__ uint32_t to_uint8(float a, float b, float c, float d) {
+  uint32_t bytes;
+  asm("{\n.reg .s32 a, b, c, d;\n.reg .b32 high;\n"
+      "cvt.rni.s32.f32 a, %1;\ncvt.rni.s32.f32 b, %2;\n"
+      "cvt.rni.s32.f32 c, %3;\ncvt.rni.s32.f32 d, %4;\n"
+      "cvt.pack.sat.u8.s32.b32 high, d, c, 0;\n"
+      "cvt.pack.sat.u8.s32.b32 %0, b, a, high;\n}"
+      : "=r"(bytes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return bytes;
+}
+
+// The same of integers; a float below 0 is one too.
+__device__ __forceinline__ uint32_t to_uint8(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  uint32_t bytes;
+  asm("{\n.reg .b32 high;\n"
+      "cvt.pack.sat.u8.s32.b32 high, %4, %3, 0;\n"
+      "cvt.pack.sat.u8.s32.b32 %0, %2, %1, high;\n}"
+      : "=r"(bytes)
+      : "r"(a), "r"(b), "r"(c), "r"(d));
+  return bytes;
+}
+
+// As fmaxf, but NaN if one is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float highest;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(highest) : "f"(a), "f"(b));
+  return highest;
+}
+
+// Byte j of each word into word j: four rows of four bytes become four columns.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
+  const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140);
+  const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140);
+  const uint32_t high01 = __byte_perm(word[0], word[1], 0x7362);
+  const uint32_t high23 = __byte_perm(word[2], word[3], 0x7362);
+  word[0] = __byte_perm(low01, low23, 0x5410);
+  word[1] = __byte_perm(low01, low23, 0x7632);
+  word[2] = __byte_perm(high01, high23, 0x5410);
+  word[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+}  // namespace flashattn3

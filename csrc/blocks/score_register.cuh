@@ -1,0 +1,30 @@
+// The registers of scores, from WGMMA to the conversion of the probabilities.
+//
+// Products of floats are added up as floats. Those of int8 are added up as integers, from kInt8Zero
+// (int8_scores.cuh) on, so that none is negative: then the bits of a score are those of a denormal
+// float, score * 2^-149, and one multiply-add makes of it a code (code_softmax.cuh), a denormal
+// too, whose bits are the code. No instruction converts. They stay integers for the compiler all
+// the way: beside floats of the same bits ptxas (13.0) spills hundreds of bytes.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "blocks/element.h"
+
+namespace flashattn3 {
+
+template <ElementType kElement>
+using ScoreRegister = std::conditional_t<kElement == ElementType::kInt8, uint32_t, float>;
+
+__device__ __forceinline__ float get(float score) { return score; }
+__device__ __forceinline__ float get(uint32_t score) { return __uint_as_float(score); }
+__device__ __forceinline__ void set(float& score, float value) { score = value; }
+__device__ __forceinline__ void set(uint32_t& score, float value) {
+  score = __float_as_uint(value);
+}
+
+// What an integer is as a float of the same bits.
+constexpr float kIntegerUnit = 0x1p-149f;
+
+}  // namespace flashattn3
