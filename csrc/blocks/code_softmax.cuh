@@ -116,9 +116,9 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   }
 
  private:
-  // Of a difference of codes; 2^149 is no float.
+  // Of a difference of codes.
   static __device__ __forceinline__ float octaves(float codes) {
-    return kInteger ? codes * 0x1p100f * 0x1p46f : codes / kCodesOfOctave;
+    return (kInteger ? from_bits(codes) : codes) / kCodesOfOctave;
   }
 };
 

@@ -24,7 +24,8 @@ __device__ __forceinline__ void set(uint32_t& score, float value) {
   score = __float_as_uint(value);
 }
 
-// What an integer is as a float of the same bits.
+// What an integer is as a float of the same bits, and the way back; 2^149 is no float.
 constexpr float kIntegerUnit = 0x1p-149f;
+__device__ __forceinline__ float from_bits(float integer) { return integer * 0x1p100f * 0x1p49f; }
 
 }  // namespace flashattn3

@@ -74,12 +74,12 @@ struct BlockScale {
     if constexpr (kInteger) take_start_away();
   }
 
-  // For scores that are tanhs now. keys: as before.
-  __device__ __forceinline__ void restart(float score_scale, const KeyScales<kGroups>& keys) {
+  // For scores that are tanhs now.
+  __device__ __forceinline__ void restart(float score_scale) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
+      if constexpr (kInteger) shift[g] = fmaf(factor[g], kZero, from_bits(shift[g]));
       factor[g] = score_scale / kOne;
-      shift[g] = keys.shift[g];
     }
     if constexpr (kInteger) take_start_away();
   }
@@ -93,10 +93,10 @@ struct BlockScale {
 
   // What a score stands for, and the score of a number from -kOne to kOne.
   static __device__ __forceinline__ float number(float score) {
-    return kInteger ? static_cast<float>(__float_as_int(score) - kZero) : score;
+    return kInteger ? from_bits(score) - kZero : score;
   }
   static __device__ __forceinline__ float score(float number) {
-    return kInteger ? __int_as_float(kZero + __float2int_rn(number * kOne)) : number;
+    return kInteger ? fmaf(number, kOne * kIntegerUnit, kZero * kIntegerUnit) : number;
   }
 
  private:

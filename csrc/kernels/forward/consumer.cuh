@@ -241,7 +241,7 @@ class ForwardConsumer {
     Scale scale = scale_of(kv_);
     scale.complete(q_factor_);
     release_keys(kv_);
-    cap(s, scale, kv_);
+    cap(s, scale);
     softmax.subtract_reference(s, scale, Softmax::kLimit);
     if (block < clear.begin || block >= clear.end) hide(s, block);
     promotion_.reset();
@@ -307,7 +307,7 @@ class ForwardConsumer {
                                                BlockRange clear) {
     bool grew = false;
     if constexpr (Config::kQuantized) {
-      grew = exact_softmax(s, softmax, factor, scale, kv, block, clear);
+      grew = exact_softmax(s, softmax, factor, scale, block, clear);
     } else {
       bool exact = args_.tanh_scale != 0.f;
       if constexpr (Config::kWindowed) {
@@ -316,7 +316,7 @@ class ForwardConsumer {
       if (exact || softmax.exponentiate_at_once(s, scale)) {
         pin_registers(s);
         if (!exact) multiply_scores_again(s, kv);
-        grew = exact_softmax(s, softmax, factor, scale, kv, block, clear);
+        grew = exact_softmax(s, softmax, factor, scale, block, clear);
         softmax.exponentiate(s);
       }
     }
@@ -326,9 +326,8 @@ class ForwardConsumer {
 
   // From scores to exponents, with the rows' maxima. Sums apart take the way of growth too.
   __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                Scale& scale, RingPosition<kStages> kv, int block,
-                                                BlockRange clear) {
-    cap(s, scale, kv);
+                                                Scale& scale, int block, BlockRange clear) {
+    cap(s, scale);
     bool grew = softmax.subtract_reference(s, scale, Softmax::kLimit) || scale.sums_apart();
     if constexpr (Config::kWindowed) {
       if (block < clear.begin || block >= clear.end) hide(s, block);
@@ -342,16 +341,10 @@ class ForwardConsumer {
     return grew;
   }
 
-  // at: of the K tile.
-  __device__ __forceinline__ void cap(Scores& s, Scale& scale, RingPosition<kStages> at) const {
+  __device__ __forceinline__ void cap(Scores& s, Scale& scale) const {
     if (args_.tanh_scale == 0.f) return;
     cap_scores(s, scale, args_.cap_ratio / Config::kUnits);
-    const float score_scale = args_.score_scale * Config::kUnits;
-    if constexpr (Config::kQuantized) {
-      scale.restart(score_scale, key_scales(at));
-    } else {
-      scale.restart(score_scale);
-    }
+    scale.restart(args_.score_scale * Config::kUnits);
   }
 
   // Of K at this stage, whose scores were lost.
