@@ -45,18 +45,20 @@ def flash_attn_func(
     """Exact attention, softmax(softmax_scale * q @ k.T) @ v, without ever storing the scores.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16 or float8_e4m3fn; float32 and
-            float64 run on the reference backend. Any strides; if the last one is not 1 the tensor
-            is copied. q, k and v may instead all be ``BlockScaled``, from ``quantize_block_fp8``: q
-            and k rotated alike, v not.
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16, float8_e4m3fn or int8;
+            float32 and float64 run on the reference backend. Any strides; if the last one is not 1
+            the tensor is copied. q, k and v may instead all be ``BlockScaled``, from
+            ``quantize_block_fp8``: q and k rotated alike, v not.
         k: (batch, seqlen_k, num_heads_kv, head_dim). num_heads_q must be a multiple of
             num_heads_kv: query head i reads key-value head i // (num_heads_q // num_heads_kv).
-        v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
+            In q's dtype.
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim. In q's
+            dtype, where that is int8 in float8_e4m3fn.
         softmax_scale: any finite factor; None stands for head_dim ** -0.5.
         causal: query i sees the keys up to i + seqlen_k - seqlen_q (aligned to the bottom right).
-        q_descale, k_descale, v_descale: of float8_e4m3fn, float32: a stored value times its descale
-            is the real value; None stands for 1. (batch, num_heads_kv) as FlashAttention-3 has it,
-            q's as well; or (batch, num_heads_kv, ceil(seqlen / block)) for blocks of 64, 128 or 256
+        q_descale, k_descale, v_descale: of 8 bits, float32: a stored value times its descale is the
+            real value; None stands for 1. (batch, num_heads_kv) as FlashAttention-3 has it, q's as
+            well; or (batch, num_heads_kv, ceil(seqlen / block)) for blocks of 64, 128 or 256
             tokens. q's may also have num_heads_q heads.
         window_size: (left, right) keys visible on each side of that diagonal, inclusive; -1 is
             open. With causal the right side is 0.
@@ -69,20 +71,20 @@ def flash_attn_func(
         return_attn_probs: FlashAttention-3's name for return_lse.
         return_lse: also return the log-sum-exp of every row.
         backend: name of the only backend that may run this call; None dispatches by the device.
-        out_dtype: of an FP8 call bfloat16 (None), float16 or, on the reference backend, float32; of
-            others None or q's.
+        out_dtype: of an 8-bit call bfloat16 (None), float16 or, on the reference backend, float32;
+            of others None or q's.
         qv, attention_chunk: not supported yet, an error if given.
 
     Returns:
-        out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype, of FP8 in out_dtype; with
+        out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype, of 8 bits in out_dtype; with
         return_lse also lse (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that
         sees no key has out 0, lse -inf and gradient 0. Both are differentiable with respect to q, k
-        and v, unless these are FP8.
+        and v, unless these have 8 bits.
 
     Raises:
         TypeError, ValueError: an argument is illegal.
         UnsupportedError: the call is legal, but no backend (or not the named one) takes it; or it
-            is FP8 and would need a gradient.
+            is of 8 bits and would need a gradient.
 
     Source: Dao et al., FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv
         2407.08608).

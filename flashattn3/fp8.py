@@ -1,6 +1,8 @@
-"""The public functions that quantize 16-bit tensors to FP8 and attend in one call."""
+"""The public functions that quantize 16-bit tensors to 8 bits and attend in one call."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +20,15 @@ from .problem import (
 )
 from .quantization import BlockScaled, quantize_block_fp8
 from .quantization.hadamard import is_rotatable
-from .scales import BLOCKS
+from .scales import BLOCKS, EIGHT_BIT, FP8, INT8
+
+
+class _Scheme(NamedTuple):
+    """How to quantize: the options of flash_attn_fp8_func with these names."""
+
+    block: int
+    hadamard: bool
+    qk_dtype: torch.dtype | None
 
 
 def flash_attn_fp8_func(
@@ -32,12 +42,13 @@ def flash_attn_fp8_func(
     *,
     block: int = 128,
     hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     sm_margin: int = 0,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention in FP8 on 16-bit tensors: quantizes q, k and v in blocks and attends, in one call.
+    """Attention in 8 bits on 16-bit tensors: quantizes q, k, v in blocks and attends, in one call.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), float16 or bfloat16.
@@ -46,6 +57,9 @@ def flash_attn_fp8_func(
         block: tokens of a head that share a scale: 64, 128 or 256.
         hadamard: rotate q and k first, which spreads outliers over the head dim; head_dim must
             then be a power of two.
+        qk_dtype: of quantized q and k, torch.int8 or torch.float8_e4m3fn; v becomes float8_e4m3fn.
+            None: int8 with hadamard, else float8_e4m3fn: int8 has even steps, and one outlier that
+            is not rotated would make those of its whole block coarse.
         out_dtype: float16, bfloat16 or, on the reference backend, float32; None stands for q's.
         All other arguments are those of ``flash_attn_func``.
 
@@ -56,7 +70,8 @@ def flash_attn_fp8_func(
 
     Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3.
     """
-    scaled = _quantized("flash_attn_fp8_func", Tensors(q, k, v), Options(), block, hadamard)
+    scheme = _Scheme(block, hadamard, qk_dtype)
+    scaled = _quantized("flash_attn_fp8_func", Tensors(q, k, v), Options(), scheme)
     return flash_attn_func(
         *scaled,
         softmax_scale,
@@ -87,6 +102,7 @@ def flash_attn_varlen_fp8_func(
     *,
     block: int = 128,
     hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     sm_margin: int = 0,
@@ -94,7 +110,8 @@ def flash_attn_varlen_fp8_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_fp8_func`` over sequences of different lengths, packed one after another.
 
-    Rows beyond seqused do not count in the result, but in the scale of their block.
+    Rows beyond seqused do not count in the result, but in the scale of their block; one that is not
+    finite makes its block of int8 NaN.
 
     Args: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·), of 16 bits; the
         others are those of ``flash_attn_varlen_func`` and ``flash_attn_fp8_func``, as are the
@@ -106,7 +123,8 @@ def flash_attn_varlen_fp8_func(
         host_length(function, "max_seqlen_q", max_seqlen_q),
         host_length(function, "max_seqlen_k", max_seqlen_k),
     )
-    scaled = _quantized(function, tensors, lengths, block, hadamard, varlen=True)
+    scheme = _Scheme(block, hadamard, qk_dtype)
+    scaled = _quantized(function, tensors, lengths, scheme, varlen=True)
     return flash_attn_varlen_func(
         *scaled,
         cu_seqlens_q,
@@ -130,11 +148,11 @@ def _quantized(
     function: str,
     tensors: Tensors,
     lengths: Options,
-    block: int,
-    hadamard: bool,
+    scheme: _Scheme,
     varlen: bool = False,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """q, k and v of 16 bits in blocks, q and k rotated if hadamard; lengths are those of varlen."""
+    """q, k and v of 16 bits in blocks; lengths are those of varlen."""
+    block, hadamard, qk_dtype = scheme
     check_tensor_types(tensors, varlen)
     check_option_types(function, lengths)
     check(tensors, lengths)
@@ -143,16 +161,19 @@ def _quantized(
     if not isinstance(hadamard, bool):
         raise type_error(function, "hadamard", "a bool", type(hadamard).__name__)
     expect(block in BLOCKS, function, "block", f"one of {BLOCKS}", block)
+    legal = (None, *EIGHT_BIT)
+    expect(qk_dtype in legal, function, "qk_dtype", f"one of {legal}", qk_dtype)
     fits = not hadamard or is_rotatable(q.shape[-1])
     expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
     refuse_gradients(function, q, k, v)
+    qk_dtype = qk_dtype or (INT8 if hadamard else FP8)
 
     def scaled(x: Tensor, kind: str, edges: Tensor | None, longest: int | None) -> BlockScaled:
         ragged = {}
         if varlen:
             ragged = {"cu_seqlens": edges, "max_seqlen": x.shape[0] if longest is None else longest}
-        rotated = hadamard and kind != "v"
-        return quantize_block_fp8(x, block=block, hadamard=rotated, kind=kind, **ragged)
+        how = {} if kind == "v" else {"hadamard": hadamard, "dtype": qk_dtype}
+        return quantize_block_fp8(x, block=block, kind=kind, **how, **ragged)
 
     return (
         scaled(q, "q", cu_seqlens_q, lengths.max_seqlen_q),

@@ -1,7 +1,8 @@
-"""The forms in which a caller hands in FP8, taken apart into the plain tensors of the pipeline.
+"""The forms in which a caller hands in 8 bits, taken apart into the plain tensors of the pipeline.
 
-q, k and v are all ``BlockScaled``, or all float8_e4m3fn with descales beside them: (batch, heads)
-as FlashAttention-3 has it, or (batch, heads, blocks).
+q, k and v are all ``BlockScaled``, or plain tensors, q and k float8_e4m3fn or int8 and v
+float8_e4m3fn, with descales beside them: (batch, heads) as FlashAttention-3 has it, or (batch,
+heads, blocks).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from .problem import (
     refuse_gradients,
 )
 from .quantization import BlockScaled
-from .scales import BLOCKS, FP8, num_blocks
+from .scales import BLOCKS, EIGHT_BIT, num_blocks
 
 SIDES = ("q", "k", "v")
 
 
 def resolved(tensors: Tensors, options: Options, varlen: bool) -> tuple[Tensors, Options]:
-    """A call in the form of the pipeline; one without FP8 is so already.
+    """A call in the form of the pipeline; one of 16 bits or more is so already.
 
     tensors: q, k and v may be BlockScaled; descales as the caller gave them.
     """
@@ -32,7 +33,7 @@ def resolved(tensors: Tensors, options: Options, varlen: bool) -> tuple[Tensors,
     if block_scaled:
         tensors, options = _taken_apart(function_name(varlen), tensors, options)
     check_tensor_types(tensors, varlen)
-    if tensors.q.dtype is not FP8:
+    if tensors.q.dtype not in EIGHT_BIT:
         return tensors, options
     function = function_name(varlen)
     if not block_scaled:
@@ -85,7 +86,7 @@ def _check_edges(function: str, what: str, own: Tensor | None, given: object) ->
 def _with_blocks(
     function: str, tensors: Tensors, options: Options, varlen: bool
 ) -> tuple[Tensors, Options]:
-    """Raw FP8: descales with three axes, and the blocks that their shapes imply."""
+    """Raw 8 bits: descales with three axes, and the blocks that their shapes imply."""
     changes, blocks = {}, {}
     for side in SIDES:
         name = f"{side}_descale"

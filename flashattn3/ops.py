@@ -30,7 +30,7 @@ from .problem import (
     no_fp8_gradient,
 )
 from .quantization import BlockScaled
-from .scales import FP8, out_dtype
+from .scales import EIGHT_BIT, out_dtype
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
@@ -153,7 +153,7 @@ def _forward(*arguments):
 def _backward(dout, dlse, out, lse, *arguments):
     tensors, options = _unpacked(arguments)
     plan = plan_of(tensors, options)
-    if plan.problem.dtype == FP8:
+    if plan.problem.dtype in EIGHT_BIT:
         raise no_fp8_gradient(plan.problem.function)
     return plan.backend.backward(plan, _dense_rows(dout), dlse, _copied(tensors, plan), out, lse)
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from .errors import UnsupportedError, expect, type_error
-from .scales import FP8, Scales, check_scales, out_dtype, scales_of
+from .scales import EIGHT_BIT, Scales, check_scales, out_dtype, scales_of, v_dtype
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 FULL_PRECISION = (torch.float32, torch.float64)
-DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, FP8)
+DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, *EIGHT_BIT)  # of q
 SLOTS = 16  # keys that lie beside each other where v is in slots
 # Where a tensor must begin for the widest loads of a GPU, TMA's and the vector ones.
 ALIGNMENT_BYTES = 16
@@ -30,7 +30,7 @@ class Tensors(NamedTuple):
     Dense: q (batch, seqlen_q, num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, ·).
     Varlen: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·) with cu_seqlens,
     int32 (batch + 1,); seqused, int32 (batch,), shortens each sequence and may be None.
-    Descales of FP8 operands: float32 (batch, heads, num_blocks), see ``Scales``; None stands for 1.
+    Descales of 8-bit operands: float32 (batch, heads, num_blocks), see ``Scales``; None means 1.
     """
 
     q: torch.Tensor
@@ -115,7 +115,7 @@ class Problem:
     copied: names of the tensors whose rows are not dense, so that they must be copied first.
     misaligned: names of the others that do not begin at a multiple of 16 bytes.
     strides of q, k, v: (batch, sequence, head), after that; the batch stride is 0 for varlen.
-    q_scales, k_scales, v_scales: of FP8 operands; None is descale 1.
+    q_scales, k_scales, v_scales: of 8-bit operands; None is descale 1.
     v_slots: v has to be put back into rows first, unless the backend reads slots; v_stride is that
         of the rows.
     """
@@ -291,17 +291,11 @@ def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: boo
             tuple(tensor.shape),
         )
     expect(q.dtype in DTYPES, function, "q.dtype", f"one of {DTYPES}", q.dtype)
-    for name, tensor in (("k", k), ("v", v)):
-        expect(
-            tensor.dtype == q.dtype, function, f"{name}.dtype", f"{q.dtype} as q's", tensor.dtype
-        )
-        expect(
-            tensor.device == q.device,
-            function,
-            f"{name}.device",
-            f"{q.device} as q's",
-            tensor.device,
-        )
+    for name, tensor, dtype in (("k", k, q.dtype), ("v", v, v_dtype(q.dtype))):
+        wanted = f"{dtype} as q's" if dtype == q.dtype else f"{dtype} where q is {q.dtype}"
+        expect(tensor.dtype == dtype, function, f"{name}.dtype", wanted, tensor.dtype)
+        got, wanted = tensor.device, f"{q.device} as q's"
+        expect(got == q.device, function, f"{name}.device", wanted, got)
         if not varlen:
             got = tensor.shape[0]
             expect(

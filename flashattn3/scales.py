@@ -1,7 +1,8 @@
-"""The descales of FP8 operands: what is legal, and where a kernel finds the one of a token.
+"""The descales of 8-bit operands: what is legal, and where a kernel finds the one of a token.
 
-A stored e4m3 value times its descale is the real value. In the pipeline every descale is float32
-(batch, heads, num_blocks): one for each block of tokens of a sequence, counted from its beginning.
+q and k are both e4m3 or both int8, v is e4m3. A stored value times its descale is the real value.
+In the pipeline every descale is float32 (batch, heads, num_blocks): one for each block of tokens of
+a sequence, counted from its beginning.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from .errors import expect
 if TYPE_CHECKING:
     from .problem import Metadata, Options, Tensors
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+EIGHT_BIT = (FP8, INT8)  # of q and k that come with descales
 BLOCKS = (64, 128, 256)  # tokens that may share a descale, apart from all of a sequence
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of FP8 calls; the first is default
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of 8-bit calls; the first is default
 
 
 class Scales(NamedTuple):
@@ -48,16 +50,22 @@ def num_blocks(seqlen: int, block: int) -> int:
 
 def out_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """Of q's dtype and the option."""
-    return asked or (OUT_DTYPES[0] if dtype == FP8 else dtype)
+    return asked or (OUT_DTYPES[0] if dtype in EIGHT_BIT else dtype)
+
+
+def v_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of q's: v, like P, is e4m3 where q and k have 8 bits."""
+    return FP8 if dtype in EIGHT_BIT else dtype
 
 
 def check_scales(function: str, tensors: Tensors, options: Options, batch: int) -> None:
     """Raise for descales, blocks and an out_dtype that do not go with q, k and v."""
     q, k = tensors[:2]
-    legal = (None, *OUT_DTYPES) if q.dtype == FP8 else (None, q.dtype)
-    wanted = f"None or one of {OUT_DTYPES}" if q.dtype == FP8 else f"None or {q.dtype} as q's"
+    scaled = q.dtype in EIGHT_BIT
+    legal = (None, *OUT_DTYPES) if scaled else (None, q.dtype)
+    wanted = f"None or one of {OUT_DTYPES}" if scaled else f"None or {q.dtype} as q's"
     expect(options.out_dtype in legal, function, "out_dtype", wanted, options.out_dtype)
-    if q.dtype != FP8:
+    if not scaled:
         for name in ("q_descale", "k_descale", "v_descale"):
             given = getattr(tensors, name)
             expect(given is None, function, name, f"None where q is {q.dtype}", "a tensor")

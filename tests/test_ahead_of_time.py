@@ -40,7 +40,8 @@ SPILL_BOUND_BYTES = {
         "query": {32: 64, 64: 64, 128: 64, 256: 64},
     },
 }
-# The same of the forward on e4m3, by whether the chip multiplies it; it has the tiles of 16 bits.
+EIGHT_BIT = ("float8_e4m3fn", "int8")
+# The same of the forward on 8 bits, by whether the chip multiplies it; it has the tiles of 16 bits.
 FP8_SPILL_BOUND_BYTES = {
     False: {32: 128, 64: 128, 128: 340, 256: 620},
     True: {32: 210, 64: 130, 128: 210, 256: 640},
@@ -69,16 +70,18 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
     from flashattn3.backends.triton import BACKEND
     from flashattn3.backends.triton_launches import all_launches
     from flashattn3.problem import Options, Tensors, describe, metadata_of
+    from flashattn3.scales import EIGHT_BIT, v_dtype
     from flashattn3.triton_kernels.ahead_of_time import compile_kernel, resources
 
     features = dict(features)
-    fp8 = dtype_name == "float8_e4m3fn"
-    rows = torch.empty(4001, 8, head_dim, device="meta", dtype=getattr(torch, dtype_name))
-    tensors = Tensors(rows[None], rows[None], rows[None])
+    dtype = getattr(torch, dtype_name)
+    rows = torch.empty(4001, 8, head_dim, device="meta", dtype=dtype)
+    values = rows.to(v_dtype(dtype))
+    tensors = Tensors(rows[None], rows[None], values[None])
     if features.pop("varlen", False):
         edges = torch.empty(4, device="meta", dtype=torch.int32)
-        tensors = Tensors(rows, rows, rows, edges, edges, edges[1:], edges[1:])
-    if fp8 and features:  # the plainest has no descales either
+        tensors = Tensors(rows, rows, values, edges, edges, edges[1:], edges[1:])
+    if dtype in EIGHT_BIT and features:  # the plainest has no descales either
         batch = 1 if tensors.cu_seqlens_q is None else 3
         descale = torch.empty(batch, 8, 32, device="meta")
         tensors = tensors._replace(q_descale=descale, k_descale=descale, v_descale=descale)
@@ -134,9 +137,10 @@ CHIPS = (A100, RTX3090, ORIN, L4, H100, LOWERED_H100, B200, RTX5090)
 # them.
 ALL = [(chip, d, "varlen-causal-window", "bfloat16") for chip in CHIPS for d in HEAD_DIMS]
 ALL += [(chip, d, "full", "float16") for chip in CHIPS for d in HEAD_DIMS]
-ALL += [(chip, 128, "softcap-split", "float8_e4m3fn") for chip in (A100, L4, H100)]
-ALL += [(chip, d, "full", "float8_e4m3fn") for chip in (A100, L4, H100) for d in (64, 128)]
-ALL += [(chip, d, "varlen-causal-window", "float8_e4m3fn") for chip in CHIPS for d in HEAD_DIMS]
+for of in EIGHT_BIT:
+    ALL += [(chip, 128, "softcap-split", of) for chip in (A100, L4, H100)]
+    ALL += [(chip, d, "full", of) for chip in (A100, L4, H100) for d in (64, 128)]
+    ALL += [(chip, d, "varlen-causal-window", of) for chip in CHIPS for d in HEAD_DIMS]
 ALL += [(chip, d, "softcap-split", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
 
 
@@ -149,7 +153,7 @@ def name_of(arguments) -> str:
 @pytest.mark.parametrize("aot_arguments", ALL, ids=name_of)
 def test_kernels_fit_their_chip(aot_arguments, compiler):
     chip, head_dim, _, dtype_name = aot_arguments
-    fp8 = dtype_name == "float8_e4m3fn"
+    fp8 = dtype_name in EIGHT_BIT
     reports = compiler(aot_arguments)
     wanted = {"forward"} if fp8 else {*PRODUCTS, "statistics"}
     assert {report.kernel for report in reports} >= {*wanted, "merge"}
@@ -162,6 +166,7 @@ def test_kernels_fit_their_chip(aot_arguments, compiler):
             bound = SPILL_BOUND_BYTES[products_of(chip)][report.kernel][head_dim]
             assert_instructions(chip, report)
             assert ("e4m3" in report.ptx) == (fp8 and chip.lowering >= FIRST_WITH_FP8)
+            assert (".s32.s8.s8" in report.ptx) == (dtype_name == "int8")
         if fp8 and report.kernel == "forward":
             bound = FP8_SPILL_BOUND_BYTES[chip.lowering >= FIRST_WITH_FP8][head_dim]
         needed = report.shared_memory_bytes

@@ -17,9 +17,12 @@ from flashattn3.bench.contenders import (
     CONTENDERS,
     DETERMINISTIC,
     FP8,
+    FP8_E4M3,
     FP8_WHOLE,
     MHA,
     OURS,
+    QK_DTYPES,
+    QUANTIZED,
     naive,
     sdpa,
 )
@@ -77,12 +80,12 @@ def test_contenders_pass_the_gate(name, case, direction):
     gate.Gate(cell, inputs).check(name, prepare(CONTENDERS[name], cell, inputs)())
 
 
-@pytest.mark.parametrize("name", [FP8, FP8_WHOLE])
+@pytest.mark.parametrize("name", [FP8, FP8_WHOLE, FP8_E4M3])
 def test_fp8_passes_the_gate_and_a_wrong_scale_does_not(name):
     case = Case("fp8", 1, 200, 200, 2, 2, 64, 64)
     cell, inputs = Cell("fp8", case, "fwd"), make_inputs(case, CPU, torch.bfloat16)
-    given = quantized(inputs) if name == FP8 else inputs
-    assert all(isinstance(x, BlockScaled) == (name == FP8) for x in given[:3])
+    given = quantized(inputs, QK_DTYPES[name]) if name in QUANTIZED else inputs
+    assert all(isinstance(x, BlockScaled) == (name in QUANTIZED) for x in given[:3])
     (out,) = prepare(CONTENDERS[name], cell, given)()
     checked = gate.Gate(cell, inputs)
     checked.check(name, (out,))
@@ -223,6 +226,7 @@ def test_every_precision_stands_for_the_same_attention():
         found[name] = errors(out, truth)["relative_error"]
     assert found["fp16"] < found["bf16"] < 3e-3
     assert all(found[name] < 0.07 for name in PRECISIONS)
+    assert found["fp8 block+hadamard"] < 0.8 * found["fp8 block+hadamard, e4m3"]
     descales = [arguments_in(f"fp8 per {of}", q, k, v)["k_descale"] for of in ("tensor", "head")]
     assert [x.shape for x in descales] == [(2, 2)] * 2
     # One of them for all, or as many as there are largest elements.
@@ -280,14 +284,16 @@ REFERENCE = ("--backend", "reference")  # Triton's interpreter has no bfloat16 p
 def test_quick_fp8_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "fp8", "--head-dim", "64", *REFERENCE) == 0
     _, *records = lines(tmp_path / "fp8.jsonl")
-    assert [r["contender"] for r in records] == [FP8, FP8_WHOLE, OURS, "math"] * 2
+    assert [r["contender"] for r in records] == [FP8, FP8_WHOLE, FP8_E4M3, OURS, "math"] * 2
     assert all(r["status"] == "ok" and r["dtype"] == "bfloat16" for r in records)
+    dtypes = ["int8", "int8", "float8_e4m3fn", "bfloat16", "bfloat16"]
+    assert [r["qk_dtype"] for r in records] == dtypes * 2
     fp8 = records[0]
     assert fp8["backend"] == "reference"
-    ratio = fp8["tflops"] / records[2]["tflops"]
+    ratio = fp8["tflops"] / records[3]["tflops"]
     assert fp8["speed_ratio"][OURS] == pytest.approx(ratio)
     printed = capsys.readouterr().out
-    assert f"speed of {FP8} over {FP8_WHOLE} / {OURS} / math" in printed
+    assert f"speed of {FP8} over {FP8_WHOLE} / {FP8_E4M3} / {OURS} / math" in printed
     assert f"speed of {FP8_WHOLE} over each of the others" in printed
 
 
@@ -296,6 +302,8 @@ def test_quick_accuracy_suite(tmp_path, capsys):
     _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
     assert [r["contender"] for r in records] == list(PRECISIONS) * 8
     assert {r["seed"] for r in records} == {0}
+    dtypes = {r["contender"]: r["qk_dtype"] for r in records}
+    assert list(dtypes.values()) == ["bfloat16", "float16", *["float8_e4m3fn"] * 4, "int8"]
     assert {r["data"] for r in records} == {"outlier", "normal", "long"}
     assert all(r["status"] == "ok" and 0 < r["relative_error"] < 0.2 for r in records)
     assert any(r["rows_compared"] < r["seqlen_k"] for r in records)
@@ -326,8 +334,13 @@ def test_quick_quantize_suite(tmp_path, capsys):
         assert ours["num_bytes"] == 3 * numbers + 4 * scales
         assert copy["num_bytes"] == 4 * numbers
         assert ours["speed_ratio"]["copy"] == pytest.approx(ours["gb_per_s"] / copy["gb_per_s"])
+    assert [r["quantized_dtype"] for r in records[::2]] == [
+        "float8_e4m3fn",
+        "int8",
+        "float8_e4m3fn",
+    ]
     printed = capsys.readouterr().out
-    assert "q, k rotated" in printed and "GB/s" in printed
+    assert "q, k rotated, int8" in printed and "GB/s" in printed
 
 
 def test_wrong_quantization_has_no_number_and_fails_the_run(tmp_path, monkeypatch, capsys):

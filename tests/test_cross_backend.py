@@ -17,12 +17,16 @@ from flashattn3.testing import (
     attention,
     call,
     check,
+    check_code_lse,
+    check_fp8,
     check_lse,
     gradients,
+    make_fp8_inputs,
     make_inputs,
     make_output_gradients,
 )
 from flashattn3.testing.cases import NAMED_SHAPES, dense, varlen
+from flashattn3.testing.tolerance import FP8_LSE_TOLERANCE
 
 SMALL = (
     dense("two-tiles", (200, 300), heads=(4, 2), causal=True, batch=1),
@@ -64,6 +68,22 @@ def test_compiled_kernels_agree_with_the_reference(case: Case, backend, dtype, d
     plain = gradients(tensors, dout, dlse, **case.truth_options(), dtype=dtype)
     for name, *values in zip(("dq", "dk", "dv"), got, wanted, plain, strict=True):
         check(name, *values, GRADIENT_FACTOR, case, f"{backend} against reference")
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND[:-1])
+@pytest.mark.parametrize("form", ["rotated", "int8 rotated"])
+@pytest.mark.parametrize("case", SMALL + LARGE * GPU, ids=lambda case: case.name)
+def test_kernels_of_8_bits_agree_with_the_reference(case: Case, form, backend, device):
+    skip_what_is_declined(case, backend)
+    given, _ = make_fp8_inputs(case, device, form)
+    out, lse = call(case, given, return_lse=True, backend=backend)
+    exact = {"backend": "reference", "out_dtype": torch.float32}
+    wanted, wanted_lse = call(case, given, return_lse=True, **exact)
+    check_fp8("out", out, wanted, case, f"{backend} against reference")
+    if backend == "hopper":
+        check_code_lse(lse, wanted_lse, case, f"{backend} against reference")
+    else:
+        check_lse(lse, wanted_lse, case, f"{backend} against reference", FP8_LSE_TOLERANCE)
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND[:-1])

@@ -20,7 +20,7 @@ from flashattn3 import (
 )
 from flashattn3.problem import Options, Tensors
 from flashattn3.quantization import block_fp8
-from flashattn3.scales import BLOCKS, FP8
+from flashattn3.scales import BLOCKS, EIGHT_BIT, FP8, INT8
 from flashattn3.testing import (
     FORMS,
     FORWARD_CASES,
@@ -55,7 +55,7 @@ FEATURES += ("scale-negative", "varlen-seqused", "varlen-splits", "layout-packed
 
 
 def fits(case, form: str) -> bool:
-    return form != "rotated" or case.head_dim & (case.head_dim - 1) == 0
+    return "rotated" not in form or case.head_dim & (case.head_dim - 1) == 0
 
 
 def holds(case, form: str, backend: str, device, **options) -> None:
@@ -85,9 +85,10 @@ def holds(case, form: str, backend: str, device, **options) -> None:
 
 @poisoned
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("form", ["raw", "int8 block"])
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.name)
-def test_every_case_without_descales(case, backend, device):
-    holds(case, "raw", backend, device)
+def test_every_case(case, form, backend, device):
+    holds(case, form, backend, device)
 
 
 @poisoned
@@ -118,17 +119,18 @@ def test_rows_without_keys_are_zero(name, backend, device):
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("hadamard", [False, True])
-def test_nan_stays_in_its_rows(hadamard, backend, device):
+@pytest.mark.parametrize(("hadamard", "dtype"), [(False, FP8), (True, FP8), (True, INT8)])
+def test_nan_stays_in_its_rows_or_blocks(hadamard, dtype, backend, device):
     q, k, v = (
         x.clone() for x in make_inputs(dense("nan", (150, 150), batch=1), device, torch.half)[:3]
     )
     q[0, 70, 1, 3] = float("nan")
     k[0, 140, 0, 5] = float("nan")
-    found = flash_attn_fp8_func(q, k, v, hadamard=hadamard, backend=backend)
+    found = flash_attn_fp8_func(q, k, v, hadamard=hadamard, qk_dtype=dtype, backend=backend)
     wrong = found.isnan()
     wanted = torch.zeros_like(wrong)
-    wanted[0, 70, 1] = wanted[0, :, 0] = True
+    rows = slice(0, 128) if dtype == INT8 else 70  # int8 has no NaN, so the descale is
+    wanted[0, rows, 1] = wanted[0, :, 0] = True
     assert torch.equal(wrong, wanted)
 
 
@@ -177,6 +179,21 @@ def test_out_dtype(backend, device):
             call(case_named("gqa-2"), given, out_dtype=torch.float32, backend=backend)
 
 
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_q_and_k_are_int8_where_they_are_rotated(hadamard, device):
+    q, k, v = make_inputs(dense("default", batch=1), device, torch.half)[:3]
+    dtype = INT8 if hadamard else FP8
+    found, named = (
+        flash_attn_fp8_func(q, k, v, hadamard=hadamard, qk_dtype=given) for given in (None, dtype)
+    )
+    q8, k8 = (
+        quantize_block_fp8(x, hadamard=hadamard, kind=kind, dtype=dtype)
+        for x, kind in ((q, "q"), (k, "k"))
+    )
+    in_two_steps = flash_attn_func(q8, k8, quantize_block_fp8(v, kind="v"), out_dtype=torch.half)
+    assert torch.equal(found, named) and torch.equal(found, in_two_steps)
+
+
 def test_packed_qkv_passes_descales_on(device):
     qkv = torch.randn(2, 9, 3, 2, 16, device=device).to(FP8)
     descales = {f"{side}_descale": torch.rand(2, 2, device=device) for side in "qkv"}
@@ -192,15 +209,19 @@ def rmse(found, truth) -> float:
 @pytest.mark.parametrize("distribution", ["normal", "outlier"])
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_what_16_bit_tensors_lose(distribution, backend, device):
-    """Outliers: block scales and the rotation lose clearly less than one scale for a tensor."""
+    """q and k in int8 lose less than in e4m3. Outliers: block scales and the rotation lose clearly
+    less than one scale for a tensor."""
     seqlen = 1024 if GPU or backend == "reference" else 512
     case = dense("loss", (seqlen, seqlen), batch=1, distribution=distribution)
     q, k, v = make_inputs(case, device, torch.bfloat16)[:3]
     truth, _ = attention(Tensors(q, k, v), **case.truth_options())
     found = flash_attn_fp8_func(q, k, v, backend=backend)
     assert found.dtype == torch.bfloat16
+    coarse = flash_attn_fp8_func(q, k, v, qk_dtype=FP8, backend=backend)
+    assert rmse(found, truth) < 0.9 * rmse(coarse, truth)
     if distribution == "normal":
         check_fp8("out", found, truth, case, backend, FP8_OF_16_BIT)
+        check_fp8("out", coarse, truth, case, backend, FP8_OF_16_BIT)
         return
     scales = [x.float().abs().amax() / 448 for x in (q, k, v)]
     raw = [(x.float() / scale).to(FP8) for x, scale in zip((q, k, v), scales, strict=True)]
@@ -208,10 +229,10 @@ def test_what_16_bit_tensors_lose(distribution, backend, device):
         f"{side}_descale": scale.expand(1, 2) for side, scale in zip("qkv", scales, strict=True)
     }
     per_tensor = flash_attn_func(*raw, **descales, backend=backend)
-    assert rmse(found, truth) < 0.8 * rmse(per_tensor, truth)
+    assert rmse(coarse, truth) < 0.8 * rmse(per_tensor, truth)
 
 
-@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("hadamard", [False, True])  # q and k in e4m3, in int8
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_ragged_sequences_are_quantized_one_by_one(hadamard, backend, device):
     case = varlen("ragged", (65, 130, 3), (129, 70, 200), heads=(4, 2), causal=True)
@@ -247,8 +268,9 @@ def test_every_e4m3_is_widened_exactly(device):
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
 @pytest.mark.parametrize("ragged", [False, True])
-def test_v_in_slots_is_v_in_rows(backend, ragged, device):
+def test_v_in_slots_is_v_in_rows(backend, dtype, ragged, device):
     q, k = (torch.randn(2, 90, 2, 64, device=device) for _ in range(2))
     v = torch.randn(2, 90, 2, 40, device=device)
     options, edges = {}, {}
@@ -258,7 +280,9 @@ def test_v_in_slots_is_v_in_rows(backend, ragged, device):
         edges = {"cu_seqlens": cu_seqlens, "max_seqlen": 127}
         options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
         options |= {"max_seqlen_q": 127, "max_seqlen_k": 127}
-    q, k = quantize_block_fp8(q, **edges), quantize_block_fp8(k, kind="k", **edges)
+    q, k = (
+        quantize_block_fp8(x, kind=kind, dtype=dtype, **edges) for x, kind in ((q, "q"), (k, "k"))
+    )
     attend = flash_attn_varlen_func if ragged else flash_attn_func
     rows, slots = (
         attend(
@@ -274,6 +298,19 @@ def test_v_in_slots_is_v_in_rows(backend, ragged, device):
     assert torch.equal(slots, rows)
 
 
+def test_gradients_of_v_and_descales_are_refused_beside_int8(device):
+    q = torch.ones(1, 5, 2, 16, dtype=INT8, device=device)
+    v, descale = torch.ones(1, 5, 2, 16, device=device).to(FP8), torch.ones(1, 2, device=device)
+    for arguments in (
+        {"v": v.clone().requires_grad_()},
+        {"v": v, "q_descale": descale.clone().requires_grad_()},
+    ):
+        with pytest.raises(UnsupportedError, match=r"torch\.no_grad\(\)$"):
+            flash_attn_func(q, q, **arguments)
+        with torch.no_grad():
+            assert not flash_attn_func(q, q, **arguments).requires_grad
+
+
 @pytest.mark.parametrize("call_fp8", [flash_attn_func, flash_attn_fp8_func])
 def test_gradients_are_refused_at_the_call(call_fp8, device):
     x = torch.randn(1, 5, 2, 16, device=device).half().requires_grad_()
@@ -287,11 +324,12 @@ def test_gradients_are_refused_at_the_call(call_fp8, device):
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("form", ["head", "int8 head"])
 @pytest.mark.parametrize("name", ["gqa-2", "varlen-seqused"])
-def test_opcheck(name, backend, device):
+def test_opcheck(name, form, backend, device):
     case = case_named(name)
-    given, _ = make_fp8_inputs(case, device, "head")
-    q, k, v = (x.float().nan_to_num().to(FP8) for x in given[:3])
+    given, _ = make_fp8_inputs(case, device, form)
+    q, k, v = (x.float().nan_to_num().to(x.dtype) for x in given[:3])
     descales = [x.unsqueeze(-1) for x in given[-3:]]
     lengths = (case.seqlen_q, case.seqlen_k) if case.varlen else (None, None)
     options = Options(
@@ -305,15 +343,16 @@ def test_opcheck(name, backend, device):
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_calls(dynamic, device):
+def test_compiled_calls(dynamic, dtype, device):
     torch._dynamo.reset()
 
     def block_scaled(q, k, v):
-        return flash_attn_fp8_func(q, k, v, causal=True, block=64, hadamard=False)
+        return flash_attn_fp8_func(q, k, v, causal=True, block=64, hadamard=False, qk_dtype=dtype)
 
     def raw(q, k, v, descale):
-        return flash_attn_func(q.to(FP8), k.to(FP8), v.to(FP8), k_descale=descale)
+        return flash_attn_func(q.to(dtype), k.to(dtype), v.to(FP8), k_descale=descale)
 
     for rows in ((70, 130), (90, 150)):
         q, k, v = (torch.randn(2, s, 2, 32, device=device).half() for s in (*rows, rows[1]))
@@ -328,10 +367,12 @@ def test_compiled_calls(dynamic, device):
     torch._dynamo.reset()
 
 
-def test_compiled_calls_take_block_scaled_inputs(device):
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+def test_compiled_calls_take_block_scaled_inputs(dtype, device):
     torch._dynamo.reset()
     q, k, v = (
-        quantize_block_fp8(torch.randn(1, 70, 2, 32, device=device), kind=kind) for kind in "qkv"
+        quantize_block_fp8(torch.randn(1, 70, 2, 32, device=device), kind=kind, dtype=of)
+        for kind, of in zip("qkv", (dtype, dtype, FP8), strict=True)
     )
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), flash_attn_func(q, k, v))

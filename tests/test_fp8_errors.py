@@ -21,7 +21,7 @@ from flashattn3 import (
 from flashattn3.operands import resolved
 from flashattn3.plan import choose
 from flashattn3.problem import Options, Tensors, describe, metadata_of
-from flashattn3.scales import BLOCKS, FP8, OUT_DTYPES
+from flashattn3.scales import BLOCKS, EIGHT_BIT, FP8, INT8, OUT_DTYPES
 
 EDGES = torch.tensor([0, 70, 200], dtype=torch.int32)
 
@@ -32,6 +32,10 @@ def half(*shape):
 
 def fp8(*shape):
     return half(*shape).to(FP8)
+
+
+def int8(*shape):
+    return half(*shape).to(INT8)
 
 
 def ones(*shape, dtype=torch.float32, device="cpu"):
@@ -73,6 +77,21 @@ IMPLIED = f"one of [1, 2, 4] (1, or blocks of one of {BLOCKS} for 200 tokens)"
 VALUE_ERRORS = [
     (raw(k=half(2, 200, 2, 16)), f"k.dtype must be {FP8} as q's, got torch.float16"),
     (raw(q=half(2, 200, 4, 16)), f"k.dtype must be torch.float16 as q's, got {FP8}"),
+    (raw(k=int8(2, 200, 2, 16)), f"k.dtype must be {FP8} as q's, got {INT8}"),
+    (raw(q=int8(2, 200, 4, 16)), f"k.dtype must be {INT8} as q's, got {FP8}"),
+    (raw(v=int8(2, 200, 2, 16)), f"v.dtype must be {FP8} as q's, got {INT8}"),
+    (
+        raw(**{side: int8(2, 200, 2, 16) for side in "qkv"}),
+        f"v.dtype must be {FP8} where q is {INT8}, got {INT8}",
+    ),
+    (
+        raw(q=int8(2, 200, 4, 16), k=int8(2, 200, 2, 16), q_descale=ones(2, 3)),
+        "q_descale.shape[1] must be 2 (k's heads) or 4 (q's), got 3",
+    ),
+    (
+        raw(q=int8(2, 200, 4, 16), k=int8(2, 200, 2, 16), out_dtype=INT8),
+        f"out_dtype must be None or one of {OUT_DTYPES}, got {INT8}",
+    ),
     (
         raw(**{side: half(2, 200, 2, 16) for side in "qkv"}, v_descale=ones(2, 2)),
         "v_descale must be None where q is torch.float16, got a tensor",
@@ -109,6 +128,10 @@ VALUE_ERRORS = [
     (
         blocks(k=scaled(half(2, 200, 2, 16), kind="k", hadamard=True)),
         "k.hadamard must be False as q's, got True",
+    ),
+    (
+        blocks(k=scaled(half(2, 200, 2, 16), kind="k", dtype=INT8)),
+        f"k.dtype must be {FP8} as q's, got {INT8}",
     ),
     (
         blocks(v=replace(scaled(half(2, 200, 2, 16)), hadamard=True)),
@@ -171,6 +194,10 @@ FP8_ERRORS = [
         "q.dtype must be one of (torch.float16, torch.bfloat16), got torch.float32",
     ),
     (sixteen(block=100), f"block must be one of {BLOCKS}, got 100"),
+    (
+        sixteen(qk_dtype=torch.uint8),
+        f"qk_dtype must be one of {(None, *EIGHT_BIT)}, got torch.uint8",
+    ),
     (sixteen(hadamard=True), "q.shape[-1] must be a power of two with hadamard=True, got 48"),
 ]
 # What the call of 16-bit tensors has in common with the attention that it calls.
@@ -251,18 +278,19 @@ for given in (edges, edges.clone(), others):
     assert run_python(code, FLASHATTN3_CHECK=None).splitlines() == ["9", "9", "9"]
 
 
-def problem(block=128, seqlen=4096, **options):
-    x = torch.empty(1, seqlen, 8, 64, device="meta", dtype=FP8)
+def problem(block=128, seqlen=4096, dtype=FP8, **options):
+    q = torch.empty(1, seqlen, 8, 64, device="meta", dtype=dtype)
     descale = torch.empty(1, 8, -(-seqlen // block), device="meta")
-    tensors = Tensors(x, x, x, None, None, None, None, descale, descale, descale)
+    tensors = Tensors(q, q, q.to(FP8), None, None, None, None, descale, descale, descale)
     options |= {"q_block": block, "k_block": block, "v_block": block}
     return describe(tuple(map(metadata_of, tensors)), Options(**options))
 
 
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
-def test_triton_takes_fp8_on_every_gpu(chip):
+def test_triton_takes_8_bits_on_every_gpu(chip, dtype):
     """e4m3 is multiplied as it is from 8.9 on, where Triton compiles for the chip itself."""
-    found = choose(problem(), chip, WITHOUT_HOPPER)
+    found = choose(problem(dtype=dtype), chip, WITHOUT_HOPPER)
     assert found.backend.name == "triton" and not found.v_to_rows
     assert found.config.native_fp8 == (chip in (L4, H100, RTX5090))
     assert found.config.tiles.forward.block_n <= 128
@@ -280,6 +308,7 @@ def test_explain_takes_every_form():
     q = half(1, 70, 2, 64)
     of_blocks = explain(*(quantize_block_fp8(q, kind=kind) for kind in "qkv"), causal=True)
     of_raw = explain(*[q.to(FP8)] * 3, q_descale=ones(1, 2), causal=True, out_dtype=torch.float16)
-    assert of_blocks.backend == of_raw.backend
+    of_int8 = explain(*[q.to(INT8)] * 2, q.to(FP8), k_descale=ones(1, 2), causal=True)
+    assert of_blocks.backend == of_raw.backend == of_int8.backend
     with pytest.raises(ValueError, match=r"q_descale\.shape\[1\] must be 2 "):
         explain(*[q.to(FP8)] * 3, q_descale=ones(1, 3))

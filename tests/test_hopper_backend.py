@@ -37,8 +37,9 @@ from flashattn3.kernel_table import (
 )
 from flashattn3.plan import choose
 from flashattn3.problem import Options, Tensors, describe, metadata_of
-from flashattn3.scales import FP8
+from flashattn3.scales import EIGHT_BIT, FP8, INT8, v_dtype
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8, "int8": INT8}
 ALL_ROWS = frozenset(row.name for row in all_rows())
 
 
@@ -75,7 +76,7 @@ def never() -> Library:
 def qkv(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_k=1024, heads=(8, 4)):
     q = torch.empty(batch, seqlen_q, heads[0], d, device="meta", dtype=dtype)
     k = torch.empty(batch, seqlen_k, heads[1], d, device="meta", dtype=dtype)
-    v = torch.empty(batch, seqlen_k, heads[1], dv or d, device="meta", dtype=dtype)
+    v = torch.empty(batch, seqlen_k, heads[1], dv or d, device="meta", dtype=v_dtype(dtype))
     return Tensors(q, k, v)
 
 
@@ -105,7 +106,7 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(row):
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8}[row.dtype]
+    dtype = DTYPES[row.dtype]
     longest = row.max_seqlen_k or 4096
     tensors = qkv(row.head_dim, dtype=dtype, seqlen_k=longest)
     careful = hopper(only_measured=True)
@@ -155,8 +156,35 @@ def test_a_gradient_whose_row_is_not_in_the_build_runs_on_triton():
     assert plan(qkv(128), some).config.gradient_row is not None
 
 
-def test_fp8_has_no_gradient_row():
-    assert plan(qkv(64, dtype=FP8), out_dtype=torch.bfloat16).config.gradient_row is None
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+def test_8_bits_have_no_gradient_row(dtype):
+    assert plan(qkv(64, dtype=dtype), out_dtype=torch.bfloat16).config.gradient_row is None
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
+def test_int8_gets_the_row_of_its_own(head_dim):
+    row = plan(qkv(head_dim, dtype=INT8), causal=True).config.row
+    e4m3 = plan(qkv(head_dim, dtype=FP8), causal=True).config.row
+    assert (row.dtype, e4m3.dtype) == ("int8", "e4m3")
+    assert row.head_dim == e4m3.head_dim == min(d for d in HEAD_DIMS["int8"] if d >= head_dim)
+
+
+def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
+    calls = []
+
+    def forward(*arguments):
+        calls.append(arguments)
+        return torch.ones(2, 9, 4, 64), torch.ones(2, 4, 9)
+
+    library = Library(ALL_ROWS, None, forward_fp8=forward, to_slots=lambda v, *_: v)
+    candidate = HopperBackend(library=lambda: library, only_measured=False)
+    q, k = torch.ones(2, 9, 4, 64, dtype=INT8), torch.ones(2, 9, 4, 64, dtype=INT8)
+    tensors = Tensors(q, k, torch.ones(2, 9, 4, 64).to(FP8))
+    found = plan(tensors, candidate)
+    found.backend.forward(found, tensors)
+    (arguments,) = calls
+    assert [x.dtype for x in arguments[:3]] == [INT8, INT8, FP8]
+    assert ROWS.index(found.config.row) in arguments[10:]
 
 
 def test_without_the_library_triton_runs_and_the_reason_names_the_command():

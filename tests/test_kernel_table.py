@@ -12,7 +12,7 @@ from flashattn3 import kernel_table
 from flashattn3.kernel_table import (
     BACKWARD_ROWS,
     DTYPES,
-    E4M3,
+    EIGHT_BIT,
     ELEMENT_BYTES,
     HEAD_DIMS,
     MAX_HEAD_DIM,
@@ -86,14 +86,16 @@ def test_shared_memory_of_a_known_backward_row():
     assert wide.shared_memory_bytes == 3072 + 512 * (2 * 64 + 32 + 3 * 64) + 6 * 64 * 64 * 2
 
 
-def test_rows_of_e4m3_take_every_block_of_the_interface():
+def test_rows_of_8_bits_take_every_block_of_the_interface():
     for row in ROWS:
-        assert (row.scale_keys > 0) == (row.promote_keys > 0) == (row.dtype == E4M3)
-        assert row.dtype != E4M3 or all(block % row.scale_keys == 0 for block in BLOCKS)
+        scaled = row.dtype in EIGHT_BIT
+        assert (row.scale_keys > 0) == (row.promote_keys > 0) == scaled
+        assert not scaled or all(block % row.scale_keys == 0 for block in BLOCKS)
 
 
-def test_shared_memory_of_a_row_of_e4m3():
-    row = next(row for row in ROWS if row.dtype == E4M3)
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
+def test_shared_memory_of_a_row_of_8_bits(dtype):
+    row = next(row for row in ROWS if row.dtype == dtype)
     row = replace(row, head_dim=64, block_m=192, block_n=128, num_stages=4, num_q_buffers=2)
     # A row of Q or K takes a chunk of 128 bytes, a key of V 64 and a row of out, 16 bits, 128.
     # The first: barriers, and ones for the sums of P.
@@ -119,7 +121,7 @@ def test_gradients_of_16_bits_find_the_smallest_row(dtype):
     largest = max(row.head_dim for row in BACKWARD_ROWS)
     for head_dim in range(1, largest + 1):
         row = select_backward_row(dtype, head_dim)
-        if dtype == E4M3:
+        if dtype in EIGHT_BIT:
             assert row is None
             continue
         kin = [r.head_dim for r in BACKWARD_ROWS if r.dtype == dtype]

@@ -20,8 +20,11 @@ from flashattn3.quantization import (
     triton_launch,
 )
 from flashattn3.quantization.hadamard import rotate, rotate_back
-from flashattn3.triton_kernels.quantize import to_e4m3
+from flashattn3.scales import EIGHT_BIT, FP8, INT8
+from flashattn3.triton_kernels.quantize import to_e4m3, to_int8
 
+LARGEST = {FP8: 448, INT8: 127}
+of_both = pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
 interpreted = pytest.mark.skipif(GPU, reason="runs in Triton's interpreter, on the CPU")
 
 
@@ -30,10 +33,12 @@ def normal(*shape, seed=0, dtype=torch.float32):
 
 
 def assert_close_by_block(x, quantized: BlockScaled):
-    """e4m3: half a step of three mantissa bits, or of the smallest step near 0."""
+    """Half a step: of e4m3's three mantissa bits, of its smallest ones near 0, or of int8's."""
     descale = quantized.token_descale()[..., None]
     found = quantized.data.float() * descale
-    bound = (x.abs() / 16).maximum(descale * 2.0**-10) * (1 + 1e-6)
+    e4m3 = quantized.data.dtype == FP8
+    bound = (x.abs() / 16).maximum(descale * 2.0**-10) if e4m3 else descale / 2 + x.abs() * 1e-6
+    bound = bound * (1 + 1e-6)
     assert ((found - x).abs() <= bound).all()
 
 
@@ -44,35 +49,39 @@ def assert_close_by_block(x, quantized: BlockScaled):
     st.integers(1, 3),
     st.sampled_from((64, 128, 256)),
     st.integers(-20, 20),
+    st.sampled_from(EIGHT_BIT),
 )
-def test_every_element_comes_back_within_half_a_step(batch, seqlen, heads, block, magnitude):
+def test_every_element_comes_back_within_half_a_step(batch, seqlen, heads, block, magnitude, eight):
     x = normal(batch, seqlen, heads, 8, seed=seqlen) * 2.0**magnitude
-    quantized = quantize_block_fp8(x, block=block)
-    assert quantized.data.dtype == torch.float8_e4m3fn
+    quantized = quantize_block_fp8(x, block=block, dtype=eight)
+    assert quantized.data.dtype == eight
     assert quantized.descale.shape == (batch, heads, -(-seqlen // block))
     assert_close_by_block(x, quantized)
-    # The largest element of each block is one of e4m3's largest.
-    assert (quantized.data.float().abs().amax() == 448).all()
+    # The largest element of each block is one of the type's largest.
+    assert (quantized.data.float().abs().amax() == LARGEST[eight]).all()
 
 
+@of_both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dequantize_gives_the_tensor_back_in_any_type(dtype):
+def test_dequantize_gives_the_tensor_back_in_any_type(dtype, eight):
     x = normal(2, 130, 3, 64, dtype=dtype)
     for hadamard in (False, True):
-        back = quantize_block_fp8(x, hadamard=hadamard).dequantize(dtype)
+        back = quantize_block_fp8(x, hadamard=hadamard, dtype=eight).dequantize(dtype)
         assert back.dtype == dtype and back.shape == x.shape
         assert (back - x).float().pow(2).mean().sqrt() < 0.03
 
 
-def test_blocks_do_not_see_each_other():
+@of_both
+def test_blocks_do_not_see_each_other(eight):
     x = normal(1, 256, 2, 16)
     x[:, 128:] *= 1e4
     x[:, :, 1] *= 1e-3
-    assert_close_by_block(x, quantize_block_fp8(x, block=128))
+    assert_close_by_block(x, quantize_block_fp8(x, block=128, dtype=eight))
 
 
-def test_zeros_have_the_smallest_descale():
-    quantized = quantize_block_fp8(torch.zeros(1, 65, 2, 8), block=64)
+@of_both
+def test_zeros_have_the_smallest_descale(eight):
+    quantized = quantize_block_fp8(torch.zeros(1, 65, 2, 8), block=64, dtype=eight)
     assert (quantized.descale == 2.0**-126).all() and (quantized.dequantize() == 0).all()
 
 
@@ -88,18 +97,41 @@ def test_what_is_not_finite_becomes_nan_and_leaves_the_scale_alone(odd):
     assert (found.descale <= clean.descale).all() and (found.descale > 0).all()
 
 
-def test_ragged_blocks_begin_with_their_sequence():
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_makes_its_block_of_int8_nan(odd, hadamard):
+    x = normal(1, 100, 2, 8)
+    clean = quantize_block_fp8(x, block=64, hadamard=hadamard, dtype=INT8)
+    x[0, 3, 0, 5] = odd
+    found = quantize_block_fp8(x, block=64, hadamard=hadamard, dtype=INT8)
+    assert found.dequantize()[0, :64, 0].isnan().all() and (found.data[0, :64, 0] == 0).all()
+    assert found.descale[0, 0, 0].isnan() and found.descale.isnan().sum() == 1
+    found.data[0, :64, 0], found.descale[0, 0, 0] = clean.data[0, :64, 0], clean.descale[0, 0, 0]
+    assert torch.equal(found.data, clean.data) and torch.equal(found.descale, clean.descale)
+
+
+def test_int8_is_finer_than_e4m3_after_the_rotation():
+    x = outliers(1, 2048, 4, 64, seed=3)
+    lost = [
+        (quantize_block_fp8(x, hadamard=True, dtype=eight).dequantize() - x).pow(2).mean().sqrt()
+        for eight in (INT8, FP8)
+    ]
+    assert lost[0] < 0.4 * lost[1]
+
+
+@of_both
+def test_ragged_blocks_begin_with_their_sequence(eight):
     lengths = (1, 0, 63, 64, 65, 200)
     edges = torch.tensor([0, *lengths]).cumsum(0).int()
     x = normal(sum(lengths), 2, 16)
     for i, begin in enumerate(edges[:-1].tolist()):
         x[begin : edges[i + 1]] *= 10.0**i
-    ragged = quantize_block_fp8(x, block=64, cu_seqlens=edges, max_seqlen=200)
+    ragged = quantize_block_fp8(x, block=64, dtype=eight, cu_seqlens=edges, max_seqlen=200)
     assert ragged.descale.shape == (6, 2, 4)
     assert_close_by_block(x, ragged)
     for i, length in enumerate(lengths):
         part = x[None, edges[i] : edges[i + 1]]
-        dense = quantize_block_fp8(part, block=64)
+        dense = quantize_block_fp8(part, block=64, dtype=eight)
         assert torch.equal(ragged.descale[i, :, : dense.descale.shape[2]], dense.descale[0])
         assert torch.equal(ragged.data[edges[i] : edges[i + 1]].float(), dense.data[0].float())
         assert (ragged.descale[i, :, -(-length // 64) :] == 2.0**-126).all()
@@ -152,6 +184,13 @@ ILLEGAL = [
     ({"x": torch.zeros(2, 3, 4)}, ValueError, "x.ndim must be 4, got 3"),
     ({"block": 100}, ValueError, "block must be one of"),
     ({"kind": "o"}, ValueError, "kind must be one of"),
+    ({"dtype": torch.uint8}, ValueError, "dtype must be one of"),
+    ({"dtype": "int8"}, ValueError, "dtype must be one of"),
+    (
+        {"kind": "v", "dtype": INT8},
+        ValueError,
+        "dtype must be torch.float8_e4m3fn for kind 'v', got torch.int8",
+    ),
     ({"kind": "v", "hadamard": True}, ValueError, "hadamard must be False for kind 'v'"),
     (
         {"x": torch.zeros(1, 2, 3, 96), "hadamard": True},
@@ -203,32 +242,40 @@ def spoiled(x):
     return x
 
 
-def test_the_definition_in_numpy():
+@of_both
+def test_the_definition_in_numpy(eight):
     """One rounded division for each of descale and factor, one rounded product."""
     x = normal(1, 64, 1, 32).numpy()
-    amax, largest = np.abs(x).max(), np.float32(448)
-    data, descale = torch_operations.quantize(torch.from_numpy(x), 64, False, None, None)
+    amax, largest = np.abs(x).max(), np.float32(LARGEST[eight])
+    data, descale = torch_operations.quantize(torch.from_numpy(x), 64, False, None, None, eight)
     assert descale.item() == amax / largest
-    scaled = torch.from_numpy(x * (largest / amax)).clamp(-448, 448)
-    assert torch.equal(bits(data), bits(scaled.to(torch.float8_e4m3fn)))
+    scaled = x * (largest / amax)
+    if eight == INT8:
+        assert np.array_equal(data.numpy(), np.rint(scaled).astype(np.int8))
+        return
+    scaled = torch.from_numpy(scaled).clamp(-448, 448)
+    assert torch.equal(bits(data), bits(scaled.to(FP8)))
 
 
-@pytest.mark.parametrize("exponent", [-149, -140, -127, -120, -118, -117, -116])
-def test_tiny_blocks_keep_a_normal_scale(exponent):
+@of_both
+@pytest.mark.parametrize("exponent", [-149, -140, -127, -120, -119, -118, -117, -116])
+def test_tiny_blocks_keep_a_normal_scale(exponent, eight):
     x = torch.full((1, 64, 1, 8), 2.0**exponent)
-    quantized = quantize_block_fp8(x, block=64)
+    quantized = quantize_block_fp8(x, block=64, dtype=eight)
     assert (quantized.descale >= 2.0**-126).all()
     assert_close_by_block(x, quantized)
-    if exponent <= -118:
+    if 2.0**exponent <= LARGEST[eight] * 2.0**-126:
         assert (quantized.descale == 2.0**-126).all()
 
 
-def test_tokens_of_no_sequence_leave_the_scale_alone():
+@of_both
+@pytest.mark.parametrize("odd", [1e3, float("nan")])
+def test_tokens_of_no_sequence_leave_the_scale_alone(odd, eight):
     edges, total = ragged((40, 100), before=3, behind=7)
     x = normal(total, 2, 16)
-    x[:3], x[-7:] = 1e3, 1e3
-    found = torch_operations.quantize(x, 64, False, edges, 100)[1]
-    inner = torch_operations.quantize(x[3:-7], 64, False, edges - 3, 100)[1]
+    x[:3], x[-7:] = odd, odd
+    found = torch_operations.quantize(x, 64, False, edges, 100, eight)[1]
+    inner = torch_operations.quantize(x[3:-7], 64, False, edges - 3, 100, eight)[1]
     assert torch.equal(found, inner)
 
 
@@ -307,38 +354,45 @@ def test_nothing_is_differentiated():
     assert not quantized.data.requires_grad and not quantized.descale.requires_grad
 
 
+def assert_same(found, wanted, tokens=slice(None)):
+    """data and descale, bit for bit; of data along its first axis. A NaN is like another."""
+    assert found[0].dtype == wanted[0].dtype
+    assert torch.equal(bits(found[0])[tokens], bits(wanted[0])[tokens])
+    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+
+
 @interpreted
+@of_both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("head_dim", "hadamard"),
     [(64, False), (64, True), (128, True), (40, False), (1, True), (8, True)],
 )
-def test_the_triton_kernel_gives_the_same_bytes(head_dim, hadamard, dtype):
+def test_the_triton_kernel_gives_the_same_bytes(head_dim, hadamard, dtype, eight):
     x = spoiled(normal(2, 150, 2, head_dim, dtype=dtype) * 3)
     x[1, 64:128, 0] = 2.0**-23 if dtype == torch.float16 else 2.0**-124
-    wanted = torch_operations.quantize(x, 64, hadamard, None, None)
-    data, descale = triton_launch.quantize(x, 64, hadamard, None, None)
-    assert torch.equal(descale, wanted[1])
-    assert torch.equal(bits(data), bits(wanted[0]))
+    wanted = torch_operations.quantize(x, 64, hadamard, None, None, eight)
+    assert_same(triton_launch.quantize(x, 64, hadamard, None, None, eight), wanted)
 
 
 @interpreted
-def test_the_triton_kernel_on_ragged_sequences():
+@of_both
+def test_the_triton_kernel_on_ragged_sequences(eight):
     edges, total = ragged((1, 0, 63, 64, 65, 100), before=2, behind=3)
     x = normal(total, 2, 64)
-    wanted = torch_operations.quantize(x, 64, False, edges, 100)
-    data, descale = triton_launch.quantize(x, 64, False, edges, 100)
-    assert torch.equal(bits(data)[2:-3], bits(wanted[0])[2:-3])
-    assert torch.equal(descale, wanted[1])
+    x[100], x[:2] = float("nan"), float("nan")
+    wanted = torch_operations.quantize(x, 64, False, edges, 100, eight)
+    found = triton_launch.quantize(x, 64, False, edges, 100, eight)
+    assert_same(found, wanted, slice(2, -3))
 
 
 @pytest.mark.gpu
+@of_both
 @pytest.mark.parametrize("hadamard", [False, True])
-def test_triton_on_a_gpu_gives_the_same_bytes(hadamard, device):
+def test_triton_on_a_gpu_gives_the_same_bytes(hadamard, eight, device):
     x = spoiled(normal(2, 150, 2, 128, dtype=torch.bfloat16) * 3).to(device)
-    data, descale = triton_launch.quantize(x, 128, hadamard, None, None)
-    wanted = torch_operations.quantize(x, 128, hadamard, None, None)
-    assert torch.equal(descale, wanted[1]) and torch.equal(bits(data), bits(wanted[0]))
+    wanted = torch_operations.quantize(x, 128, hadamard, None, None, eight)
+    assert_same(triton_launch.quantize(x, 128, hadamard, None, None, eight), wanted)
 
 
 def slot_groups(data):
@@ -356,19 +410,17 @@ def assert_same_slots(found, rows, edges):
 
 
 def assert_hopper_gives_torchs_bytes(x, block, hadamard=False, edges=None, max_seqlen=None):
-    """Those of torch on the GPU and on the CPU; not rotated, in slots too."""
+    """Those of torch on the GPU and on the CPU; of e4m3 that is not rotated, in slots too."""
     tokens = slice(None) if edges is None else slice(int(edges[0]), int(edges[-1]))
-    axis = 1 if edges is None else 0
     options = {"block": block, "cu_seqlens": edges, "max_seqlen": max_seqlen}
-    found = quantize_block_fp8(x, hadamard=hadamard, layout="rows", **options)
-    for place in (x.device, torch.device("cpu")):
-        cu_seqlens = None if edges is None else edges.to(place)
-        wanted, descale = torch_operations.quantize(
-            x.to(place), block, hadamard, cu_seqlens, max_seqlen
-        )
-        assert torch.equal(found.descale.to(place), descale)
-        data = bits(found.data).to(place).movedim(axis, 0)[tokens]
-        assert torch.equal(data, bits(wanted).movedim(axis, 0)[tokens])
+    for eight in (INT8, FP8):
+        found = quantize_block_fp8(x, hadamard=hadamard, dtype=eight, layout="rows", **options)
+        for place in (x.device, torch.device("cpu")):
+            cu_seqlens = None if edges is None else edges.to(place)
+            wanted = torch_operations.quantize(
+                x.to(place), block, hadamard, cu_seqlens, max_seqlen, eight
+            )
+            assert_same((found.data.to(place), found.descale.to(place)), wanted, tokens)
     if hadamard:
         return
     mixed = quantize_block_fp8(x, kind="v", layout="slots", **options)
@@ -465,24 +517,26 @@ def test_v_gets_slots_where_hopper_takes_it(device):
         ({"signs": torch.zeros(9)}, "signs must be"),
         ({"signs": torch.zeros(8), "slots": True}, "power of two"),
         ({"block": 100}, "64, 128 or 256"),
+        ({"slots": True, "int8": True}, "slots are of e4m3"),
     ],
     ids=str,
 )
 def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
-    arguments = {"x": torch.zeros(1, 2, 3, 8).half(), "signs": None, "block": 64, "slots": False}
-    arguments |= changes
+    arguments = {"x": torch.zeros(1, 2, 3, 8).half(), "signs": None, "block": 64}
+    arguments |= {"slots": False, "int8": False} | changes
     x, sign = arguments["x"].to(device), arguments["signs"]
     sign = None if sign is None else sign.to(device)
     with pytest.raises(RuntimeError, match=text):
         torch.ops.flashattn3_hopper.quantize(
-            x, sign, None, arguments["block"], 0, arguments["slots"]
+            x, sign, None, arguments["block"], 0, arguments["slots"], arguments["int8"]
         )
 
 
 @triton.jit
-def convert(source, target, COUNT: tl.constexpr):
+def convert(source, target, COUNT: tl.constexpr, INT8: tl.constexpr):
     places = tl.arange(0, COUNT) + tl.program_id(0) * COUNT
-    tl.store(target + places, to_e4m3(tl.load(source + places)))
+    x = tl.load(source + places)
+    tl.store(target + places, to_int8(x) if INT8 else to_e4m3(x))
 
 
 @interpreted
@@ -493,5 +547,16 @@ def test_the_conversion_rounds_as_torch_does():
     edges = torch.cat([halfway, -halfway, torch.tensor([0.0, -0.0, float("nan")])])
     x = torch.cat([x, torch.nn.functional.pad(edges, (0, -len(edges) % 1024))])
     found = torch.empty(len(x), dtype=torch.uint8)
-    convert[(len(x) // 1024,)](x, found, COUNT=1024)
+    convert[(len(x) // 1024,)](x, found, COUNT=1024, INT8=False)
     assert torch.equal(found, x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@interpreted
+def test_the_conversion_to_int8_rounds_as_torch_does():
+    halfway = torch.arange(-127.0, 127.0) + 0.5
+    around = [torch.nextafter(halfway, torch.tensor(to)) for to in (-200.0, 200.0)]
+    x = torch.cat([torch.linspace(-127, 127, 2**16), halfway, *around, torch.tensor([-0.0, 1e-40])])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 1024))
+    found = torch.empty(len(x), dtype=torch.uint8)
+    convert[(len(x) // 1024,)](x, found, COUNT=1024, INT8=True)
+    assert torch.equal(found.view(INT8), x.round().to(INT8))

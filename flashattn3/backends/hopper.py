@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..device import DeviceInfo
 from ..errors import UnsupportedError
 from ..kernel_table import (
     E4M3,
+    INT8,
     MAX_HEAD_DIM,
     BackwardRow,
     ForwardRow,
@@ -26,7 +28,7 @@ from ..kernel_table import (
     select_row,
 )
 from ..problem import Problem, Tensors
-from ..scales import FP8
+from ..scales import EIGHT_BIT
 from . import hopper_launches, sixteen_bit
 from .hopper_library import MENDED_BY, Library, library_for_gpu
 from .triton import BACKEND as TRITON
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 CAPABILITY = 90
+DTYPE_NAMES = {**sixteen_bit.DTYPE_NAMES, torch.float8_e4m3fn: E4M3, torch.int8: INT8}  # of rows
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class HopperBackend:
 
     def _gradient_row(self, problem: Problem) -> BackwardRow | None:
         head_dim = max(problem.head_dim, problem.head_dim_v)
-        row = select_backward_row(_dtype_name(problem), head_dim)
+        row = select_backward_row(DTYPE_NAMES[problem.dtype], head_dim)
         if row is None or self._unusable_reason(row, problem) is not None:
             return None
         # A cluster for each tile of keys cannot leave SMs free.
@@ -153,11 +156,7 @@ BACKEND = HopperBackend()
 
 def _row_of(problem: Problem) -> ForwardRow:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return select_row(_dtype_name(problem), head_dim, problem.windowed, problem.seqlen_k)
-
-
-def _dtype_name(problem: Problem) -> str:
-    return E4M3 if problem.dtype == FP8 else sixteen_bit.DTYPE_NAMES[problem.dtype]
+    return select_row(DTYPE_NAMES[problem.dtype], head_dim, problem.windowed, problem.seqlen_k)
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
@@ -166,7 +165,7 @@ def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
     V in 8 bits comes in slots, or is put into them.
     """
     lengths = {"q": problem.total_q, "k": problem.total_k, "v": problem.total_k}
-    if problem.dtype == FP8:
+    if problem.dtype in EIGHT_BIT:
         del lengths["v"]
     unfit = []
     for name, length in lengths.items():

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ..kernel_table import BACKWARD_ROWS, ROWS
 from ..problem import ALIGNMENT_BYTES
-from ..scales import FP8
+from ..scales import EIGHT_BIT
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -36,8 +36,8 @@ def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 def prepare_forward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of the tensors in the order of ``Tensors``: (out, lse)."""
     problem, config = plan.problem, plan.config
-    fp8 = problem.dtype == FP8
-    run = _fp8_call(plan, library) if fp8 else _call(plan, library)
+    eight_bit = problem.dtype in EIGHT_BIT
+    run = _fp8_call(plan, library) if eight_bit else _call(plan, library)
     if not config.copied and problem.head_dim_v % OUT_ALIGNMENT == 0:
         return run
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..scales import FP8
+from ..scales import EIGHT_BIT
 from .heads_first import HeadsFirst
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ReferenceConfig:
 
 
 class ReferenceBackend:
-    """FP8 (dequantized), float16 and bfloat16 are computed in float32, float32 and float64 in
+    """8 bits (dequantized), float16 and bfloat16 are computed in float32, float32 and float64 in
     themselves.
     """
 
@@ -134,7 +134,7 @@ class _Call:
         self.keys = HeadsFirst(axes_k, problem.total_k, cu_seqlens_k, seqused_k)
         self.q = self.queries.fold(q, self.dtype) * (problem.softmax_scale / self.unit)
         self.k, self.v = self.keys.fold(k, self.dtype), self.keys.fold(v, self.dtype)
-        if problem.dtype == FP8:
+        if problem.dtype in EIGHT_BIT:
             self._dequantize(tensors)
 
     def _dequantize(self, tensors: Tensors) -> None:

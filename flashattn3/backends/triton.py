@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..device import DeviceInfo
 from ..problem import Problem, Tensors
-from ..scales import FP8
+from ..scales import EIGHT_BIT
 from ..triton_kernels.configs import (
     MAX_HEAD_DIM,
     MIN_SHARED_MEMORY_KIB,
@@ -37,7 +37,7 @@ class TritonConfig:
 
     num_splits: parts in which the keys are worked off.
     arch: whose instructions Triton is to use, "sm80"; None for the chip's own.
-    native_fp8: whether those multiply e4m3; else the kernel widens it to float16.
+    native_fp8: whether those multiply e4m3, as all do int8; else the kernel widens it to float16.
     """
 
     row: Row
@@ -103,7 +103,7 @@ class TritonBackend:
         num_splits = _num_splits(problem, programs, tiles.forward.block_n, device.num_sms)
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
         grid = (programs * num_splits, 1, 1)
-        native_fp8 = problem.dtype == FP8 and (device.lowering or 0) >= FIRST_WITH_FP8
+        native_fp8 = problem.dtype in EIGHT_BIT and (device.lowering or 0) >= FIRST_WITH_FP8
         return TritonConfig(row, tiles, num_splits, grid, arch, native_fp8)
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
-from ..scales import FP8, Scales
+from ..scales import EIGHT_BIT, FP8, INT8, Scales, v_dtype
 from ..triton_kernels import backward, forward
 from ..triton_kernels.configs import Tile, padded
 from ..triton_kernels.launch import Launch
 from .sixteen_bit import DTYPE_NAMES
 from .triton import TritonConfig
 
+OPERAND_TYPES = {**DTYPE_NAMES, FP8: "u8", INT8: "i8"}  # of the forward: e4m3 comes as bytes
 LOG2E = 1.4426950408889634
 SMALLEST_SCALE = 2.0**-100  # stands in for a scale of 0 in the forward, where -inf * 0 would be NaN
 SMALLEST_DIVISOR = 2.0**-64  # among scales: an LSE divided by it is far from overflow
 STATISTICS_ROWS = backward.STATISTICS_ROWS.value
-SMALLEST_FP8_WIDTH = 32  # of the head dim: what one product of e4m3 takes
+SMALLEST_FP8_WIDTH = 32  # of the head dim: what one product of 8 bits takes
 ROWS_PER_PROGRAM = 64  # of the kernels that only read and combine rows
 ROW_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 
@@ -34,11 +35,11 @@ def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tup
     launch = forward_launch(problem, config)
     prepare = _prepare_split_forward if config.num_splits > 1 else _prepare_whole_forward
     run = prepare(problem, config, launch)
-    if problem.dtype != FP8:
+    if problem.dtype not in EIGHT_BIT:
         return run
 
     def run_on_bytes(q, k, v, *rest):
-        return run(*(x.view(torch.uint8) for x in (q, k, v)), *rest)
+        return run(*(x.view(torch.uint8) if x.dtype == FP8 else x for x in (q, k, v)), *rest)
 
     return run_on_bytes
 
@@ -127,7 +128,7 @@ def prepare_backward(
 def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     """(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, the three descales)"""
     tile = config.tiles.forward
-    fp8 = problem.dtype == FP8
+    fp8 = problem.dtype in EIGHT_BIT
     scale = problem.softmax_scale if fp8 else abs(problem.softmax_scale) or SMALLEST_SCALE
     num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
     out_strides = _dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
@@ -159,10 +160,10 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     }
     if fp8:
         constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])
-    dtype = "u8" if fp8 else DTYPE_NAMES[problem.dtype]
+    dtype, dtype_v = (OPERAND_TYPES[x] for x in (problem.dtype, v_dtype(problem.dtype)))
     out_type = "fp32" if config.num_splits > 1 else DTYPE_NAMES[problem.out_dtype]
     descales = ("fp32" if scales else None for scales in _all_scales(problem))
-    types = (dtype, dtype, dtype, out_type, "fp32", *_indices(problem), *descales)
+    types = (dtype, dtype, dtype_v, out_type, "fp32", *_indices(problem), *descales)
     return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
 
 
@@ -221,7 +222,7 @@ def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
         "forward": forward_launch(problem, config),
         "merge": merge_launch(problem, config),
     }
-    if problem.dtype == FP8:
+    if problem.dtype in EIGHT_BIT:
         return of_forward
     dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (
         not problem.varlen

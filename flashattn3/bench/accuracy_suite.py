@@ -13,7 +13,7 @@ import flashattn3
 from ..problem import Tensors
 from ..testing import Case, attention, make_inputs
 from .precision import PRECISIONS, arguments_in, errors
-from .runner import FAILED, OK, Record, Settings, first_line
+from .runner import FAILED, OK, Record, Settings, first_line, name_of
 
 SUITE = "fp8-accuracy"
 SEED = 0
@@ -25,6 +25,7 @@ QUICK_LONG_SHAPES = ((1, 128, 2, 128), (1, 1024, 2, 128))
 # Of each sequence, drawn once: the truth of all would take float64 minutes at 64k tokens.
 LONG_ROWS = 512
 BEST, LIKE_FA3 = "fp8 block+hadamard", "fp8 per head"
+FINE = ("fp8 block", "fp8 block+hadamard, e4m3", BEST)
 
 
 def accuracy_cases(quick: bool) -> list[tuple[str, Case, int | None]]:
@@ -79,21 +80,23 @@ def _sampled_rows(seqlen: int, num_rows: int | None) -> torch.Tensor:
 def _outcome(precision: str, qkv: tuple, rows: torch.Tensor, truth: torch.Tensor) -> Record:
     try:
         arguments = arguments_in(precision, *qkv)
+        qk_dtype = name_of(arguments["q"].data.dtype)  # a Tensor and a BlockScaled have data
         out = flashattn3.flash_attn_func(**arguments)[:, rows]
     except Exception as error:  # whatever it is, the other precisions go on
         return {"status": FAILED, "reason": first_line(error)}
     found = errors(out, truth)
     if not math.isfinite(found["rmse"]):
         return {"status": FAILED, "reason": "out holds inf or NaN"}
-    return {"status": OK, **found, "backend": flashattn3.explain(**arguments).backend}
+    backend = flashattn3.explain(**arguments).backend
+    return {"status": OK, **found, "qk_dtype": qk_dtype, "backend": backend}
 
 
 def findings(records: list[Record]) -> Iterator[str]:
-    """The lines below the tables: what blocks and the rotation bring, and what length costs."""
+    """The lines below the tables: what blocks, the rotation and int8 bring; what length costs."""
     found = {(r["row"], r["contender"]): r for r in records if r["status"] == OK}
     for row in dict.fromkeys(r["row"] for r in records if r["data"] == "outlier"):
         coarse = found.get((row, LIKE_FA3))
-        for name in ("fp8 block", BEST):
+        for name in FINE:
             if coarse and (fine := found.get((row, name))):
                 yield f"RMSE, {row}: {name} over {LIKE_FA3} {fine['rmse'] / coarse['rmse']:.3f}"
     longs = [r for r in found.values() if r["data"] == "long" and r["contender"] == BEST]

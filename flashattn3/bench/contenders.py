@@ -1,7 +1,8 @@
 """What is compared: flashattn3 and the attention that every PyTorch user already has.
 
 An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8"
-takes q, k and v already quantized, "mha" the heads of k and v once for each query head.
+and "fp8 e4m3" take q, k and v already quantized, as flash_attn_fp8_func does it and with q and k in
+e4m3; "mha" takes the heads of k and v once for each query head.
 """
 
 from __future__ import annotations
@@ -75,11 +76,15 @@ def _with_backend(backend: SDPBackend) -> Attention:
     return attend
 
 
-OURS, FP8, FP8_WHOLE = "flashattn3", "fp8", "quantize+fp8"
-DETERMINISTIC, MHA = "deterministic", "mha"
+OURS, DETERMINISTIC, MHA = "flashattn3", "deterministic", "mha"
+FP8, FP8_WHOLE, FP8_E4M3 = "fp8", "quantize+fp8", "fp8 e4m3"
+QUANTIZED = (FP8, FP8_E4M3)  # before they are timed
+# Of quantized q and k, which are rotated.
+QK_DTYPES = {FP8: torch.int8, FP8_WHOLE: torch.int8, FP8_E4M3: torch.float8_e4m3fn}
 CONTENDERS: dict[str, Attention] = {
     FP8: ours,
     FP8_WHOLE: quantize_and_attend,
+    FP8_E4M3: ours,
     DETERMINISTIC: deterministic,
     OURS: ours,
     MHA: ours,

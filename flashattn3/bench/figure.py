@@ -12,6 +12,7 @@ COLORS = {
     "copy": "tab:gray",
     "fp8": "tab:olive",
     "quantize+fp8": "tab:cyan",
+    "fp8 e4m3": "tab:brown",
     "deterministic": "tab:olive",
     "flashattn3": "tab:green",
     "mha": "tab:gray",
@@ -25,6 +26,7 @@ COLORS = {
     "fp8 per head": "tab:orange",
     "fp8 block": "tab:blue",
     "fp8 block+hadamard": "tab:green",
+    "fp8 block+hadamard, e4m3": "tab:olive",
 }
 MAX_PANELS_PER_LINE = 6
 

@@ -46,11 +46,11 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int 
     )
 
 
-def quantized(inputs: Inputs) -> Inputs:
+def quantized(inputs: Inputs, qk_dtype: torch.dtype) -> Inputs:
     """q, k and v as flash_attn_fp8_func makes them: blocks of 128 tokens, q and k rotated."""
     return inputs._replace(
-        q=quantize_block_fp8(inputs.q, hadamard=True, kind="q"),
-        k=quantize_block_fp8(inputs.k, hadamard=True, kind="k"),
+        q=quantize_block_fp8(inputs.q, hadamard=True, kind="q", dtype=qk_dtype),
+        k=quantize_block_fp8(inputs.k, hadamard=True, kind="k", dtype=qk_dtype),
         v=quantize_block_fp8(inputs.v, kind="v"),
     )
 

@@ -1,5 +1,5 @@
-"""Attention in the precisions that a caller chooses between: 16 bits, and e4m3 with coarse or fine
-scales."""
+"""Attention in the precisions that a caller chooses between: 16 bits, and 8 with coarse or fine
+scales. Of 8 bits q and k are e4m3 but where flash_attn_fp8_func makes them int8; v is e4m3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..quantization import quantize_block_fp8
-from ..scales import FP8
+from ..scales import FP8, INT8
 
 Arguments = dict[str, Any]  # of flash_attn_func
 LARGEST = torch.finfo(FP8).max
@@ -43,10 +43,10 @@ def _one_scale(over: tuple[int, ...]) -> Callable[[Tensor, Tensor, Tensor], Argu
     return quantize
 
 
-def _blocks(hadamard: bool) -> Callable[[Tensor, Tensor, Tensor], Arguments]:
+def _blocks(hadamard: bool, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Arguments]:
     return lambda q, k, v: {
-        "q": quantize_block_fp8(q, hadamard=hadamard, kind="q"),
-        "k": quantize_block_fp8(k, hadamard=hadamard, kind="k"),
+        "q": quantize_block_fp8(q, hadamard=hadamard, kind="q", dtype=dtype),
+        "k": quantize_block_fp8(k, hadamard=hadamard, kind="k", dtype=dtype),
         "v": quantize_block_fp8(v, kind="v"),
     }
 
@@ -56,8 +56,9 @@ PRECISIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Arguments]] = {
     "fp16": _converted(torch.float16),
     "fp8 per tensor": _one_scale((0, 1, 2, 3)),
     "fp8 per head": _one_scale((1, 3)),
-    "fp8 block": _blocks(hadamard=False),
-    "fp8 block+hadamard": _blocks(hadamard=True),
+    "fp8 block": _blocks(hadamard=False, dtype=FP8),
+    "fp8 block+hadamard, e4m3": _blocks(hadamard=True, dtype=FP8),
+    "fp8 block+hadamard": _blocks(hadamard=True, dtype=INT8),  # flash_attn_fp8_func's
 }
 
 

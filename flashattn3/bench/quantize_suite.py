@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..quantization import BlockScaled, quantize_block_fp8, torch_operations
 from ..quantization.dispatch import on_hopper
+from ..scales import FP8, INT8
 from .contenders import OURS
-from .runner import FAILED, OK, Record, Settings
+from .runner import FAILED, OK, Record, Settings, name_of
 from .timing import interleave, make_clock
 
 SUITE = "quantize"
@@ -33,19 +34,21 @@ class Work:
     row: str
     kind: str
     hadamard: bool
+    dtype: torch.dtype
     head_dim: int
 
     def __call__(self, x: Tensor) -> BlockScaled:
-        return quantize_block_fp8(x, block=BLOCK, hadamard=self.hadamard, kind=self.kind)
+        options = {"hadamard": self.hadamard, "kind": self.kind, "dtype": self.dtype}
+        return quantize_block_fp8(x, block=BLOCK, **options)
 
 
 def quantize_work(head_dims: tuple[int, ...] | None) -> list[Work]:
     return [
-        Work(row, kind, hadamard, head_dim)
-        for row, kind, hadamard in (
-            ("q, k", "k", False),
-            ("q, k rotated", "k", True),
-            ("v", "v", False),
+        Work(row, kind, hadamard, dtype, head_dim)
+        for row, kind, hadamard, dtype in (  # as flash_attn_fp8_func quantizes
+            ("q, k", "k", False, FP8),
+            ("q, k rotated, int8", "k", True, INT8),
+            ("v", "v", False, FP8),
         )
         for head_dim in HEAD_DIMS
         if head_dims is None or head_dim in head_dims
@@ -104,6 +107,7 @@ def _description(work: Work, x: Tensor, scaled: BlockScaled, settings: Settings)
         "case": "x".join(map(str, x.shape)),
         "head_dim": work.head_dim,
         "hadamard": work.hadamard,
+        "quantized_dtype": name_of(work.dtype),
         "layout": scaled.layout,
         "hopper_kernel": on_hopper(x),
     }
@@ -121,7 +125,7 @@ def _num_bytes(*tensors: Tensor) -> int:
 
 def _fault(work: Work, x: Tensor, scaled: BlockScaled) -> str | None:
     """The gate: bit for bit what torch operations give."""
-    data, descale = torch_operations.quantize(x, BLOCK, work.hadamard, None, None)
+    data, descale = torch_operations.quantize(x, BLOCK, work.hadamard, None, None, work.dtype)
     found = scaled.in_rows().data
     wrong = int((found.view(torch.uint8) != data.view(torch.uint8)).sum())
     wrong_scales = int((scaled.descale != descale).sum())

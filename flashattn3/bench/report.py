@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .contenders import BASELINES, DETERMINISTIC, FP8, FP8_WHOLE, OURS
+from .contenders import BASELINES, DETERMINISTIC, FP8, FP8_E4M3, FP8_WHOLE, OURS
 from .runner import FAILED, OK, Record
 
 
@@ -66,12 +66,8 @@ RATIOS_OF = {
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),
 }
-OWN = (
-    FP8,
-    FP8_WHOLE,
-    DETERMINISTIC,
-    OURS,
-)  # each is compared with what comes after it and with all others
+# Each is compared with what comes after it and with all others.
+OWN = (FP8, FP8_WHOLE, FP8_E4M3, DETERMINISTIC, OURS)
 
 
 def measures(record: Record) -> tuple[Measure, ...]:

@@ -9,7 +9,7 @@ import torch
 
 import flashattn3
 
-from .contenders import BASELINES, CONTENDERS, FP8, MHA, OURS
+from .contenders import BASELINES, CONTENDERS, MHA, OURS, QK_DTYPES, QUANTIZED
 from .gate import Gate
 from .inputs import Call, Inputs, make_inputs, prepare, quantized, with_all_heads
 from .suites import Cell
@@ -36,7 +36,7 @@ class Settings:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return name_of(self.dtype)
 
 
 def run_cell(cell: Cell, settings: Settings) -> list[Record]:
@@ -55,13 +55,13 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
     for name in settings.contenders:
         try:
             given, checked = inputs, gate
-            if name == FP8:
-                given = quantized(inputs)
+            if name in QUANTIZED:
+                given = quantized(inputs, QK_DTYPES[name])
             elif name == MHA:
                 given, checked = all_heads, gate_of_all_heads
             call = prepare(CONTENDERS[name], cell, given)
             checked.check(name, call())
-            plans[name] = _plan(cell, given) if name in (FP8, OURS) else {}
+            plans[name] = _plan(cell, given) if name in (*QUANTIZED, OURS) else {}
             calls[name] = call
         except AssertionError as error:
             refused[name] = (FAILED, str(error))
@@ -82,6 +82,10 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
     ]
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -95,6 +99,7 @@ def _description(cell: Cell, name: str, settings: Settings) -> Record:
         "column": cell.column,
         "direction": cell.direction,
         "dtype": settings.dtype_name,
+        "qk_dtype": name_of(QK_DTYPES.get(name, settings.dtype)),
         "case": case.name,
         "batch": case.batch,
         "seqlen_q": case.seqlen_q,

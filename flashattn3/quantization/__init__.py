@@ -1,4 +1,4 @@
-"""FP8 tensors with a scale for each block, and the rotation against outliers."""
+"""8-bit tensors with a scale for each block, and the rotation against outliers."""
 
 from .block_fp8 import BlockScaled, quantize_block_fp8
 

@@ -1,4 +1,4 @@
-"""e4m3 tensors with a scale for each block of tokens of each head."""
+"""8-bit tensors with a scale for each block of tokens of each head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import type_error, value_error
-from ..scales import BLOCKS
+from ..scales import BLOCKS, EIGHT_BIT, FP8, INT8
 from . import hadamard as rotation
 from . import slots
 from .tokens import places
@@ -24,8 +24,9 @@ _FUNCTION = "quantize_block_fp8"
 class BlockScaled:
     """A quantized q, k or v: data * descale is the value, of the rotated tensor if hadamard.
 
-    data: float8_e4m3fn. As rows (batch, seqlen, heads, head_dim), with cu_seqlens (total, heads,
-        head_dim). As slots, which the Hopper kernels take V in, see slots.py.
+    data: float8_e4m3fn or, of q and k, int8. As rows (batch, seqlen, heads, head_dim), with
+        cu_seqlens (total, heads, head_dim). As slots, which the Hopper kernels take V in, see
+        slots.py.
     descale: float32 (batch, heads, blocks), blocks of ``block`` tokens counted from the beginning
         of each sequence; where a sequence has none, 2**-126.
     cu_seqlens: int32 (batch + 1), where the sequences of a ragged batch begin; else None.
@@ -76,14 +77,16 @@ def quantize_block_fp8(
     block: int = 128,
     hadamard: bool = False,
     kind: str = "q",
+    dtype: torch.dtype = FP8,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     layout: str | None = None,
 ) -> BlockScaled:
-    """Quantize q, k or v for attention: amax of each block of each head becomes 448.
+    """Quantize q, k or v for attention: amax of each block of each head becomes 448, of int8 127.
 
     With amax the largest finite magnitude of a block, descale = amax / 448 and data = x * (448 /
-    amax), each rounded once in float32, then to e4m3. The bits are the same on every device.
+    amax), each rounded once in float32, then to e4m3. For int8 it is 127, and the last rounding to
+    the nearest integer, ties to even. The bits are the same on every device.
 
     Args:
         x: (batch, seqlen, heads, head_dim) float16, bfloat16 or float32; with cu_seqlens
@@ -92,28 +95,32 @@ def quantize_block_fp8(
         hadamard: rotate the head dim first (hadamard.py); q and k must agree. Not for v, whose
             rotation would have to be undone in out.
         kind: "q", "k" or "v".
+        dtype: of data, torch.float8_e4m3fn or, for q and k, which must agree, torch.int8. Its steps
+            are even: finer than e4m3's where no element of a block is far larger than the others,
+            as after the rotation.
         cu_seqlens, max_seqlen: of a ragged batch, as for ``flash_attn_varlen_func``. data of
             tokens of no sequence is undefined.
         layout: of data, "rows" or, for v with a head dim up to 256, "slots"; None: "slots" for v
             where the Hopper kernels run, else "rows".
 
-    Blocks with amax below 448 * 2**-126, those of zeros too, have descale 2**-126. NaN
-    and infinite elements become NaN (with hadamard their whole row) and leave the scale to the
-    finite ones. Not differentiable.
+    Blocks with amax below 448 * 2**-126 (in int8 127 * 2**-126), those of zeros too, have descale
+    2**-126. In e4m3 NaN and infinite elements become NaN (with hadamard their whole row) and leave
+    the scale to the finite ones. int8 has no NaN: of a block with such an element the descale is
+    NaN and data 0, so all of the block is NaN. Not differentiable.
 
     Raises: TypeError, ValueError.
     """
-    _check(x, block, hadamard, kind, cu_seqlens, max_seqlen, layout)
+    _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout)
     # Not above: the backends know the problem of a call, which may be of a BlockScaled.
     from . import dispatch
 
     if layout is None:
         layout = "slots" if kind == "v" and dispatch.on_hopper(x) else "rows"
-    data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout)
+    data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype)
     return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape)
 
 
-def _check(x, block, hadamard, kind, cu_seqlens, max_seqlen, layout) -> None:
+def _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout) -> None:
     if not isinstance(x, Tensor):
         raise type_error(_FUNCTION, "x", "a torch.Tensor", type(x).__name__)
     if x.dtype not in SOURCES:
@@ -125,6 +132,10 @@ def _check(x, block, hadamard, kind, cu_seqlens, max_seqlen, layout) -> None:
         raise value_error(_FUNCTION, "block", f"one of {BLOCKS}", block)
     if kind not in KINDS:
         raise value_error(_FUNCTION, "kind", f"one of {KINDS}", repr(kind))
+    if dtype not in EIGHT_BIT:
+        raise value_error(_FUNCTION, "dtype", f"one of {EIGHT_BIT}", repr(dtype))
+    if dtype == INT8 and kind == "v":
+        raise value_error(_FUNCTION, "dtype", f"{FP8} for kind 'v'", dtype)
     if hadamard and kind == "v":
         raise value_error(_FUNCTION, "hadamard", "False for kind 'v'", True)
     if hadamard and not rotation.is_rotatable(x.shape[-1]):

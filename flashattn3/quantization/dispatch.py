@@ -11,7 +11,7 @@ from ..backends.hopper import BACKEND as HOPPER
 from ..backends.triton import BACKEND as TRITON
 from ..device import describe_device
 from ..problem import SIXTEEN_BIT
-from ..scales import FP8
+from ..scales import INT8
 from . import slots, torch_operations
 from .hadamard import signs
 
@@ -36,6 +36,7 @@ def _quantize(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     layout: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     hopper = on_hopper(x)
     if x.stride(-1) != 1:
@@ -50,13 +51,13 @@ def _quantize(
             block,
             max_seqlen or 0,
             layout == "slots",
+            dtype == INT8,
         )
     if x.shape[-1] <= MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index):
-        from . import triton_launch  # imports Triton
-
-        data, descale = triton_launch.quantize(x, block, hadamard, cu_seqlens, max_seqlen)
+        from . import triton_launch as implementation  # imports Triton
     else:
-        data, descale = torch_operations.quantize(x, block, hadamard, cu_seqlens, max_seqlen)
+        implementation = torch_operations
+    data, descale = implementation.quantize(x, block, hadamard, cu_seqlens, max_seqlen, dtype)
     if layout == "slots" and hopper:
         to_slots = torch.ops.flashattn3_hopper.to_slots.default
         return to_slots(data, cu_seqlens, max_seqlen or 0), descale
@@ -80,14 +81,14 @@ _opaque_quantize = torch.library.custom_op(
     _quantize,
     mutates_args=(),
     schema="(Tensor x, int block, bool hadamard, Tensor? cu_seqlens, SymInt? max_seqlen, "
-    "str layout) -> (Tensor data, Tensor descale)",
+    "str layout, ScalarType dtype) -> (Tensor data, Tensor descale)",
 )
 
 
 @_opaque_quantize.register_fake
-def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout):
+def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype):
     ragged = cu_seqlens is not None
     batch, seqlen = (cu_seqlens.shape[0] - 1, max_seqlen) if ragged else x.shape[:2]
     shape = slots.shape_of(x.shape, cu_seqlens) if layout == "slots" else x.shape
     descale = x.new_empty((batch, x.shape[-2], -(-seqlen // block)), dtype=torch.float32)
-    return x.new_empty(shape, dtype=FP8), descale
+    return x.new_empty(shape, dtype=dtype), descale

@@ -5,34 +5,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..scales import FP8
+from ..scales import FP8, INT8
 from . import hadamard as rotation
 from .tokens import Places, places
 
-LARGEST = torch.finfo(FP8).max  # 448
-# Blocks below are scaled as if they reached it: LARGEST / amax is finite and descale not denormal.
-SMALLEST_AMAX = LARGEST * 2.0**-126
+LARGEST = {FP8: 448.0, INT8: 127.0}  # what amax becomes
+# Descales of smaller blocks are this: not denormal, and the factor is finite.
+SMALLEST_DESCALE = 2.0**-126
 
 
 def quantize(
-    x: Tensor, block: int, hadamard: bool, cu_seqlens: Tensor | None, max_seqlen: int | None
+    x: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """data in rows and descale, as quantize_block_fp8 describes them."""
+    largest = LARGEST[dtype]
     values = rotation.rotate(x) if hadamard else x.float()
+    finite = values.isfinite()
+    # int8 has no NaN: an infinite amax stands for one, and makes the factor 0.
+    magnitude = torch.where(finite, values.abs(), torch.inf if dtype == INT8 else 0.0)
     of = places(x.shape[-3], x.device, cu_seqlens)
-    amax = _amax_of_blocks(values, block, of, cu_seqlens, max_seqlen)
-    descale, factor = scales(amax)
+    amax = _amax_of_blocks(magnitude.amax(-1), block, of, cu_seqlens, max_seqlen)
+    descale, factor = scales(amax, largest)
     scaled = values * of_tokens(factor, block, of)[..., None]
     # The conversion makes NaN of what is too large, rounding included.
-    scaled = torch.where(values.isfinite(), scaled.clamp(-LARGEST, LARGEST), torch.nan)
-    return scaled.to(FP8), descale
+    scaled = torch.where(finite, scaled.clamp(-largest, largest), torch.nan)
+    if dtype == INT8:
+        scaled = scaled.round().nan_to_num(0.0)
+    return scaled.to(dtype), descale.where(amax.isfinite(), torch.nan)
 
 
-def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+def scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """descale and its inverse, rounded each for itself."""
-    largest = torch.full_like(amax, LARGEST)  # by a number torch divides in two roundings
-    floored = amax.clamp(min=SMALLEST_AMAX)
-    return floored / largest, largest / floored
+    wanted = torch.full_like(amax, largest)  # by a number torch divides in two roundings
+    floored = amax.clamp(min=largest * SMALLEST_DESCALE)
+    return floored / wanted, wanted / floored
 
 
 def of_tokens(of_blocks: Tensor, block: int, of: Places) -> Tensor:
@@ -42,9 +53,8 @@ def of_tokens(of_blocks: Tensor, block: int, of: Places) -> Tensor:
     return of_blocks[of.sequence, :, of.position // block]
 
 
-def _amax_of_blocks(values, block, of: Places, cu_seqlens, max_seqlen) -> Tensor:
-    """Largest finite magnitude, (batch, heads, blocks)."""
-    largest = values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1)  # of a token and head
+def _amax_of_blocks(largest, block, of: Places, cu_seqlens, max_seqlen) -> Tensor:
+    """(batch, heads, blocks), from the largest magnitude of each token and head."""
     if of.sequence is None:
         batch, seqlen, heads = largest.shape
         amax = largest.new_zeros(batch, heads, -(-seqlen // block))
@@ -54,5 +64,5 @@ def _amax_of_blocks(values, block, of: Places, cu_seqlens, max_seqlen) -> Tensor
     num_blocks = -(-max_seqlen // block)
     amax = largest.new_zeros(batch * num_blocks, heads)
     index = (of.sequence * num_blocks + of.position // block)[:, None].expand(-1, heads)
-    amax.scatter_reduce_(0, index, largest * of.owned[:, None], "amax")
+    amax.scatter_reduce_(0, index, largest.where(of.owned[:, None], 0.0), "amax")
     return amax.view(batch, num_blocks, heads).transpose(1, 2).contiguous()

@@ -7,9 +7,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..scales import FP8
+from ..scales import INT8
 from ..triton_kernels.quantize import quantize_block
 from .hadamard import signs
+from .torch_operations import LARGEST
 
 ELEMENTS_OF_THREAD = 64
 MAX_WARPS = 16
@@ -17,7 +18,12 @@ MAX_WARPS_ROTATING = 8  # 8 KiB of shared memory for each on 8.x: what an RTX 30
 
 
 def quantize(
-    x: Tensor, block: int, hadamard: bool, cu_seqlens: Tensor | None, max_seqlen: int | None
+    x: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """data in rows and descale, as quantize_block_fp8 describes them; the last stride of x is 1.
 
@@ -30,7 +36,7 @@ def quantize(
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     descale = torch.empty(batch, heads, num_blocks, dtype=torch.float32, device=x.device)
     if descale.numel() == 0:
-        return data.view(FP8), descale
+        return data.view(dtype), descale
     block_d = 1 << (head_dim - 1).bit_length()
     num_warps = max(4, block * block_d // (32 * ELEMENTS_OF_THREAD))
     num_warps = min(num_warps, MAX_WARPS_ROTATING if hadamard else MAX_WARPS)
@@ -53,6 +59,8 @@ def quantize(
             VARLEN=varlen,
             ROTATE=hadamard,
             STAGES=head_dim.bit_length() - 1,
+            LARGEST=LARGEST[dtype],
+            INT8=dtype == INT8,
             num_warps=num_warps,
         )
-    return data.view(FP8), descale
+    return data.view(dtype), descale

@@ -1,4 +1,4 @@
-"""FP8 inputs of a case in every form that the interface takes, and the values they stand for."""
+"""8-bit inputs of a case in every form that the interface takes, and the values they stand for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from torch import Tensor
 
 from ..problem import Tensors
 from ..quantization import BlockScaled, quantize_block_fp8
-from ..scales import FP8, num_blocks
+from ..scales import FP8, INT8, num_blocks
 from .cases import Case
-from .inputs import make_inputs
+from .inputs import INT8_STEPS, make_inputs
 
 # "raw" without descales, "head" with FlashAttention-3's (batch, num_heads_kv), "block" with one for
-# each block, "scaled" BlockScaled, "rotated" BlockScaled with q and k rotated.
-FORMS = ("raw", "head", "block", "scaled", "rotated")
+# each block, "scaled" BlockScaled, "rotated" BlockScaled with q and k rotated; "int8 ...": of q and
+# k, else e4m3.
+FORMS = ("raw", "head", "block", "scaled", "rotated", "int8 block", "int8 rotated")
 BLOCKS = {"q": 64, "k": 128, "v": 64}
 
 
@@ -25,15 +26,19 @@ def make_fp8_inputs(
     Raw data lies among NaN, as from ``make_inputs``. Where q and k are rotated the second has them
     rotated too: the scores are the same.
     """
+    dtype = INT8 if form.startswith("int8 ") else FP8
+    form = form.removeprefix("int8 ")
     if form in ("scaled", "rotated"):
         given = make_inputs(case, device, torch.float32, seed)
+        options = {"hadamard": form == "rotated", "dtype": dtype}
         scaled = {
-            side: _quantized(case, given, side, form == "rotated" and side != "v") for side in "qkv"
+            side: _quantized(case, given, side, **({} if side == "v" else options))
+            for side in "qkv"
         }
         return given._replace(**scaled), given._replace(
             **{side: _values(x.in_rows()) for side, x in scaled.items()}
         )
-    given = make_inputs(case, device, FP8, seed)
+    given = make_inputs(case, device, dtype, seed)
     descales, values = {}, {}
     for side in "qkv":
         x = getattr(given, side)
@@ -41,6 +46,8 @@ def make_fp8_inputs(
         values[side] = x.double()
         if descale is not None:
             descale = descale.to(device)
+            if x.dtype == INT8:
+                descale /= INT8_STEPS
             descales[f"{side}_descale"] = descale.squeeze(-1) if form == "head" else descale
             descale = descale.repeat_interleave(x.shape[-2] // descale.shape[1], dim=1)
             edges = given.cu_seqlens_q if side == "q" else given.cu_seqlens_k
@@ -48,16 +55,15 @@ def make_fp8_inputs(
     return given._replace(**descales), given._replace(**values)
 
 
-def _quantized(case: Case, given: Tensors, side: str, hadamard: bool) -> BlockScaled:
-    ragged = {}
+def _quantized(case: Case, given: Tensors, side: str, **options: object) -> BlockScaled:
+    x, ragged = getattr(given, side), {}
+    if options.get("dtype") == INT8:  # rows that do not count would make their blocks NaN
+        x = x.nan_to_num()
     if case.varlen:
         edges = given.cu_seqlens_q if side == "q" else given.cu_seqlens_k
         longest = case.seqlen_q if side == "q" else case.seqlen_k
         ragged = {"cu_seqlens": edges, "max_seqlen": longest}
-    block = BLOCKS[side]
-    return quantize_block_fp8(
-        getattr(given, side), block=block, hadamard=hadamard, kind=side, **ragged
-    )
+    return quantize_block_fp8(x, block=BLOCKS[side], kind=side, **options, **ragged)
 
 
 def _descale(case: Case, side: str, form: str, seed: int) -> tuple[Tensor | None, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Tensors
+from ..scales import EIGHT_BIT, INT8, v_dtype
 from .cases import Case
 
 # Elements of NaN on each side of a contiguous tensor; a multiple of 16 bytes in every dtype, so
@@ -17,6 +18,9 @@ _GUARD = 128
 _LARGE = 50.0  # of q and k each: normal scores times 2500 reach 1e4 in a few thousand draws
 # N(0, 1) + N(0, 100) * Bernoulli(0.001), the FlashAttention-3 paper, §4.3
 _OUTLIER_RATE, _OUTLIER_STD = 0.001, 10.0
+INT8_STEPS = 32  # to one: int8 ends at four standard deviations
+# In each byte of 8 bits: a NaN of e4m3, and int8's largest number, as int8 has no NaN.
+_ODD_BYTE = 0x7F
 
 
 def make_inputs(
@@ -30,7 +34,8 @@ def make_inputs(
 
     q, k and v are views, in the case's layout, into larger storage full of NaN. Rows of
     no sequence are NaN as well. The values depend on the case and the seed alone: they are drawn on
-    the CPU in float64 and rounded. With requires_grad, q, k and v are leaves.
+    the CPU in float64 and rounded. With requires_grad, q, k and v are leaves. In int8, q and k hold
+    INT8_STEPS to one, and v is e4m3.
     """
     generator = torch.Generator().manual_seed(seed)
     q, k, v = _values(case, generator)
@@ -38,12 +43,15 @@ def make_inputs(
         _erase_outside(q, case.seqlens_q, case.seqused_q)
         _erase_outside(k, case.seqlens_k, case.seqused_k)
         _erase_outside(v, case.seqlens_k, case.seqused_k)
-    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    dtypes = (dtype, dtype, v_dtype(dtype))
+    q, k, v = (_stored(x, of).to(device) for x, of in zip((q, k, v), dtypes, strict=True))
     if case.layout == "packed":
         heads = [x.shape[-2] for x in (q, k, v)]
         q, k, v = _place(torch.cat([q, k, v], dim=-2), "bshd").split(heads, dim=-2)
     else:
         q, k, v = (_place(x, case.layout) for x in (q, k, v))
+    if dtype in EIGHT_BIT:
+        q, k, v = (x.view(of) for x, of in zip((q, k, v), dtypes, strict=True))
     if requires_grad:
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     lengths = map(_offsets, (case.seqlens_q, case.seqlens_k))
@@ -103,6 +111,14 @@ def _erase_outside(x: Tensor, seqlens: tuple[int, ...], seqused: tuple[int, ...]
     x[outside] = math.nan
 
 
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype, 8 bits as bytes: they lie in one storage where the layout is packed."""
+    if dtype == INT8:
+        x = (x * INT8_STEPS).nan_to_num(_ODD_BYTE).round().clamp(-127, 127)
+    x = x.to(dtype)
+    return x.view(torch.uint8) if dtype in EIGHT_BIT else x
+
+
 def _place(values: Tensor, layout: str) -> Tensor:
     """A copy of values (..., rows, heads, dim) with other strides, surrounded by NaN."""
     *lead, rows, heads, dim = values.shape
@@ -122,7 +138,7 @@ def _place(values: Tensor, layout: str) -> Tensor:
 
 
 def _nan(like: Tensor, *shape: int) -> Tensor:
-    return like.new_full(shape, math.nan)
+    return like.new_full(shape, _ODD_BYTE if like.dtype == torch.uint8 else math.nan)
 
 
 def _offsets(seqlens: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -5,9 +5,9 @@ m); the accumulator is rescaled when m grows (Dao, arXiv 2307.08691, algorithm 1
 1 several programs share a row tile, each with a part of the keys, and ``merge_kernel`` joins them
 by their LSE.
 
-Of e4m3 operands the descales of Q and K go into the factor of the scores. The accumulator counts in
-units of the descale of V's current block: a change of unit is folded into the rescaling. P stays in
-float16.
+Of 8-bit operands (Q and K e4m3 or int8, V e4m3) the descales of Q and K go into the factor of the
+scores. The accumulator counts in units of the descale of V's current block: a change of unit is
+folded into the rescaling. P stays in float16.
 """
 
 import triton
@@ -132,8 +132,8 @@ def forward_kernel(
 
     Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last key tile may be partial.
     scale_log2 >= 0 (a negative scale flips q instead): with softcap it is the factor into tanh.
-    FP8: q, k and v are the bytes of e4m3, with descales as in ``descale_of``; a key tile lies
-    within one block. scale_log2 may be negative.
+    FP8: v is the bytes of e4m3, q and k are too or int8, with descales as in ``descale_of``; a key
+    tile lies within one block. scale_log2 may be negative.
     """
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
@@ -237,7 +237,8 @@ def forward_kernel(
                         k_scale_stride_b, k_scale_stride_h, k_scale_stride_n,
                         k_scale_group, k_block, num_k_blocks,
                     )  # fmt: skip
-                    scores = scores * tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))[:, None]
+                    row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
+                    scores = scores.to(tl.float32) * row_scale[:, None]  # of int8 they are int32
                 if SOFTCAP:
                     scores = cap_log2 * tanh_exp2(scores if FP8 else scores * scale_log2)
                 if MASKED:

@@ -1,7 +1,8 @@
-"""e4m3 operands and their descales, on every chip: the bits are read as bytes.
+"""8-bit operands and their descales, on every chip: the bits of e4m3 are read as bytes.
 
 From 8.9 on the tensor cores multiply e4m3. Before, or in the interpreter, the bytes are widened to
 float16, which holds every e4m3, by integer operations: Triton converts only on chips with the type.
+int8 is multiplied on all of them.
 """
 
 import triton
@@ -14,8 +15,14 @@ SMALLEST_RATIO = tl.constexpr(2.0**-80)
 
 @triton.jit
 def as_operand(x, NATIVE: tl.constexpr):
-    """Of bytes: what the tensor cores multiply with the least work, e4m3 or float16."""
-    return x.to(tl.float8e4nv, bitcast=True) if NATIVE else as_float16(x, NATIVE)
+    """What tensor cores multiply with the least work: bytes as e4m3 or float16, int8 as it is."""
+    if x.dtype == tl.int8:
+        operand = x
+    elif NATIVE:
+        operand = x.to(tl.float8e4nv, bitcast=True)
+    else:
+        operand = as_float16(x, NATIVE)
+    return operand
 
 
 @triton.jit

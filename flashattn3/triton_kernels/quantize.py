@@ -1,12 +1,11 @@
-"""One block of one head from 16 or 32 bits to e4m3, with its scale and, if wished, rotated."""
+"""One block of one head from 16 or 32 bits to 8, with its scale and, if wished, rotated."""
 
 import triton
 import triton.language as tl
 
 from .common import load_tile, sequence, tile_offsets
 
-LARGEST = tl.constexpr(448.0)  # of e4m3
-SMALLEST_AMAX = tl.constexpr(448.0 * 2.0**-126)  # see quantization/torch_operations.py
+SMALLEST_DESCALE = tl.constexpr(2.0**-126)  # see quantization/torch_operations.py
 
 
 @triton.jit
@@ -25,6 +24,15 @@ def to_e4m3(x):
     code = tl.where(magnitude < 0x3C800000, small, normal)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def to_int8(x):
+    """The bits of the nearest integer of x, float32 within ±127; ties to even.
+
+    The last place of the sum is 1, and its last byte the integer's: 1.5 * 2**23 ends in zeros.
+    """
+    return (x + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit
@@ -67,11 +75,13 @@ def quantize_block(
     VARLEN: tl.constexpr,
     ROTATE: tl.constexpr,
     STAGES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """data (b, s, h, d) as bytes and descale (b, h, blocks), both dense. Grid: blocks * heads * b.
 
     BLOCK_D: the head dim, rounded up to a power of two. ROTATE: the head dim is one, STAGES its
-    log2.
+    log2. INT8: the bytes are int8, else e4m3; LARGEST is what a block's largest number becomes.
     """
     pid = tl.program_id(0)
     block = pid % num_blocks
@@ -81,7 +91,7 @@ def quantize_block(
     place = (batch * num_heads + head) * num_blocks + block
     first = block * BLOCK_T
     if first >= length:
-        tl.store(descale_ptr + place, SMALLEST_AMAX / LARGEST)
+        tl.store(descale_ptr + place, SMALLEST_DESCALE)
         return
     tokens = first + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_D)
@@ -93,13 +103,17 @@ def quantize_block(
     if ROTATE:
         x = rotated(x, sign_ptr, columns, BLOCK_T, BLOCK_D, STAGES)
     finite = tl.abs(x) < float("inf")
-    amax = tl.max(tl.max(tl.where(finite, tl.abs(x), 0.0), 1), 0)
-    floored = tl.maximum(amax, SMALLEST_AMAX)
+    # int8 has no NaN: an infinite amax stands for one, and makes the factor 0.
+    magnitude = tl.where(finite, tl.abs(x), float("inf") if INT8 else 0.0)
+    amax = tl.max(tl.max(magnitude, 1), 0)
+    floored = tl.maximum(amax, LARGEST * SMALLEST_DESCALE)
     factor = tl.math.div_rn(LARGEST, floored)
-    tl.store(descale_ptr + place, tl.math.div_rn(floored, LARGEST))
+    descale = tl.math.div_rn(floored, LARGEST)
+    tl.store(descale_ptr + place, tl.where(amax < float("inf"), descale, float("nan")))
+    # The bounds also keep the product from being fused with the sum of to_int8.
     scaled = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)
-    scaled = tl.where(finite, scaled, float("nan"))
+    scaled = tl.where(finite, scaled, 0.0 if INT8 else float("nan"))
     target = data_ptr + (data_entry + start) * num_heads * HEAD_DIM + head * HEAD_DIM
     target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
     mask = (tokens < length)[:, None] & (columns < HEAD_DIM)[None, :]
-    tl.store(target, to_e4m3(scaled), mask=mask)
+    tl.store(target, to_int8(scaled) if INT8 else to_e4m3(scaled), mask=mask)
