@@ -95,13 +95,14 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   }
 
   // Adds those of a tile's groups whose sum cannot be had of their codes.
-  template <int kGroupKeys, int kGroups, class S>
+  // kShiftUnit: of the shifts, in codes.
+  template <int kGroupKeys, int kShiftUnit, int kGroups, class S>
   __device__ __forceinline__ void add_exactly(const S (&s)[kCount],
                                               const KeyScales<kGroups>& keys) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if ((keys.exact >> g & 1) == 0) continue;
-      const float below = (kBelow - keys.shift[g]) / kCodesOfOctave - 7.f;
+      const float below = (kBelow - keys.shift[g] * kShiftUnit) / kCodesOfOctave - 7.f;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (key_group<kGroupKeys>(i) == g)

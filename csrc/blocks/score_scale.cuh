@@ -32,10 +32,11 @@ struct UniformScale {
 // has too small probabilities for that: it has weight 0 and a bit in `exact`.
 template <int kGroups>
 struct alignas(16) KeyScales {
+  static_assert(kGroups <= 4);
   float k[kGroups];
-  float shift[kGroups];
+  float shift[kGroups];  // of int8: over kInt8Zero
   uint32_t exact;
-  alignas(16) float2 weight[4];  // of two groups each; those of no group are 0
+  alignas(16) float2 weight[2];  // of two groups each; those of no group are 0
 };
 
 // Of accumulator i, whose column is 8 * (i / 4) and a little (wgmma.cuh).
@@ -52,7 +53,7 @@ struct BlockScale {
   // What a score of 1 is, where it is a tanh.
   static constexpr float kOne = kInteger ? 0x1p20f : 1.f;
   float factor[kGroups];
-  float shift[kGroups];  // of integers with what takes the start away
+  float shift[kGroups];  // of integers, once complete, what takes the start away
   uint32_t exact;
 
   __device__ __forceinline__ explicit BlockScale(const KeyScales<kGroups>& keys)
@@ -65,23 +66,31 @@ struct BlockScale {
   }
 
   // To be called once, before any other: long after the scales were read, which takes its time
-  // where products want shared memory too.
+  // where products want shared memory too. q_factor: of integers times kZero.
   __device__ __forceinline__ void complete(float q_factor) {
     pin_registers(factor);
     pin_registers(shift);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) factor[g] *= q_factor;
-    if constexpr (kInteger) take_start_away();
+    for (int g = 0; g < kGroups; ++g) {
+      if constexpr (kInteger) {
+        take_start_away(g, factor[g] * q_factor, shift[g]);
+      } else {
+        factor[g] *= q_factor;
+      }
+    }
   }
 
   // For scores that are tanhs now.
   __device__ __forceinline__ void restart(float score_scale) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      if constexpr (kInteger) shift[g] = fmaf(factor[g], kZero, from_bits(shift[g]));
-      factor[g] = score_scale / kOne;
+      if constexpr (kInteger) {
+        const float codes = fmaf(factor[g], kZero, from_bits(shift[g]));  // the shift itself
+        take_start_away(g, score_scale / kOne * kZero, codes / kZero);
+      } else {
+        factor[g] = score_scale;
+      }
     }
-    if constexpr (kInteger) take_start_away();
   }
 
   // Whether a group is to be summed exactly.
@@ -101,17 +110,13 @@ struct BlockScale {
 
  private:
   // Codes that are integers can be moved by integers alone. So the factors are changed by so little
-  // that the start's share and the shift make one together, at most half a code: the largest score
-  // is off by as much, and others in proportion.
-  __device__ __forceinline__ void take_start_away() {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      constexpr float kRound = 1.5f * 0x1p23f;  // sums with it are integers
-      const float share = fmaf(factor[g], kZero, -shift[g]);
-      const float codes = __fsub_rn(__fadd_rn(share, kRound), kRound);
-      factor[g] = fmaf(codes, 1.f / kZero, shift[g] * (1.f / kZero));
-      shift[g] = codes * -kIntegerUnit;
-    }
+  // that the start's share and the shift make one together, at most a code: the largest score is
+  // off by as much, and others in proportion.
+  __device__ __forceinline__ void take_start_away(int g, float share, float shift_over_zero) {
+    constexpr float kRound = 1.5f * 0x1p23f;  // sums with it are integers
+    const float codes = __fsub_rn(share + fmaf(shift_over_zero, -kZero, kRound), kRound);
+    factor[g] = fmaf(codes, 1.f / kZero, shift_over_zero);
+    shift[g] = codes * -kIntegerUnit;
   }
 };
 

@@ -10,6 +10,9 @@ namespace flashattn3 {
 struct BlockRange {
   int begin;  // first block of keys
   int end;    // one past the last; begin == end: none
+  __device__ __forceinline__ bool has(int block) const {
+    return static_cast<uint32_t>(block - begin) < static_cast<uint32_t>(end - begin);
+  }
 };
 
 // Row i sees keys from max(0, i + first) to min(num_keys, i + last + 1) - 1.

@@ -30,6 +30,10 @@ struct ForwardConfig {
   static constexpr bool kQuantized = is_quantized(kElement);
   // Exponents, to log2 units.
   static constexpr float kUnits = kQuantized ? kCodesOfOctave : 1.f;
+  // Where scores of int8 start; what the shifts of their codes are relative to.
+  static constexpr bool kInteger = kElement == ElementType::kInt8;
+  static constexpr int kScoreZero = kInteger ? kInt8Zero<kHeadDim> : 0;
+  static constexpr int kShiftUnit = kInteger ? kScoreZero : 1;
   // log2 of a row's largest first probability as a code (code_softmax.cuh): the longer a step, the
   // less a rescaling counts.
   static constexpr int kFirst = kHeadDim > 128 ? 7 : 5;

@@ -37,11 +37,11 @@ class ForwardConsumer {
   using Scores = ScoreRegister<kElement>[kBlockN / 2];
   using Out = float[kHeadDim / 2];
   using Probabilities = flashattn3::Probabilities<value_type(kElement), kBlockN>;
-  static constexpr bool kInteger = kElement == ElementType::kInt8;
-  using Scale = std::conditional_t<
-      Config::kQuantized,
-      BlockScale<Config::kScaleGroups, Config::kScaleKeys, kInteger ? kInt8Zero<kHeadDim> : 0>,
-      UniformScale>;
+  static constexpr bool kInteger = Config::kInteger;
+  using Scale =
+      std::conditional_t<Config::kQuantized,
+                         BlockScale<Config::kScaleGroups, Config::kScaleKeys, Config::kScoreZero>,
+                         UniformScale>;
   using Softmax =
       std::conditional_t<Config::kQuantized,
                          CodeSoftmax<kBlockN, Config::kWindowed, Config::kFirst, kInteger>,
@@ -55,13 +55,13 @@ class ForwardConsumer {
         control_(*reinterpret_cast<ForwardControlOf<kRow>*>(shared)),
         shared_(shared),
         warpgroup_(warpgroup) {
+    constexpr int kValueChunk = Config::kQuantized ? kHeadDim * 16 : kBlockN * 128;
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
-    q_base_ = descriptor_low(base + Config::kQOffset + warpgroup * 64 * 128, 16);
-    k_base_ = descriptor_low(base + Config::kKOffset, 16);
-    ones_ = descriptor_low(base + Config::kOnesOffset, 128);
+    q_base_ = descriptor_low(base, 16) + (Config::kQOffset + warpgroup * 64 * 128) / 16;
+    k_base_ = descriptor_low(base, 16) + Config::kKOffset / 16;
+    v_base_ = descriptor_low(base, kValueChunk) + Config::kVOffset / 16;
+    ones_ = descriptor_low(base, 128) + Config::kOnesOffset / 16;
     start_ = base + Config::kStartOffset;
-    v_base_ =
-        descriptor_low(base + Config::kVOffset, Config::kQuantized ? kHeadDim * 16 : kBlockN * 128);
   }
 
   __device__ __forceinline__ void run() {
@@ -227,7 +227,8 @@ class ForwardConsumer {
   __device__ __forceinline__ float q_factor(const RowTile& tile) const {
     const int row = uniform(tile.first_row) + warpgroup_ * 64;
     const Descale& q = args_.quantized.q;
-    return q.at(q.of(tile.sequence, tile.head), row) * args_.score_scale * Config::kUnits;
+    return q.at(q.of(tile.sequence, tile.head), row) * args_.score_scale *
+           (Config::kUnits * Config::kShiftUnit);
   }
 
   // From the scores of the last block to the probabilities of the first; out of all between.
@@ -243,13 +244,13 @@ class ForwardConsumer {
     release_keys(kv_);
     cap(s, scale);
     softmax.subtract_reference(s, scale, Softmax::kLimit);
-    if (block < clear.begin || block >= clear.end) hide(s, block);
+    if (!clear.has(block)) hide(s, block);
     promotion_.reset();
     float unused[2];
     softmax.raise_reference(s, unused);
     if constexpr (Config::kQuantized) {
       if (scale.sums_apart()) {
-        softmax.template add_exactly<Config::kScaleKeys>(s, key_scales(kv_));
+        softmax.template add_exactly<Config::kScaleKeys, Config::kShiftUnit>(s, key_scales(kv_));
       }
     } else {
       softmax.exponentiate(s);
@@ -258,13 +259,10 @@ class ForwardConsumer {
     if constexpr (Config::kOutOverQ) release_staged();
 
     // kv_ is one block behind: at the stages of the block whose V is still to be used.
-    if (block > mine.begin) {
-      // Sync: the next K is there.
-      control_.k_full[kv_.next().stage()].wait(kv_.next().parity());
-    }
-    scale = scale_of(kv_.next());
+    RingPosition<kStages> kv = kv_.next();
+    if (block > mine.begin) control_.k_full[kv.stage()].wait(kv.parity());  // Sync: the next K is.
+    scale = scale_of(kv);
     for (--block; block >= mine.begin; --block) {
-      const RingPosition<kStages> kv = kv_.next();
       multiply_scores(s, kv);                           // K was waited for in the step before
       control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
       multiply_values(o, p, softmax, kv_);
@@ -274,13 +272,14 @@ class ForwardConsumer {
       float factor[2];  // of out; set where it grew
       const bool grew = softmax_step(s, softmax, factor, scale, kv, block, clear);
       const bool apart = scale.sums_apart();
+      const RingPosition<kStages> next = kv.next();
       // Sync: the next K is there. A branch that follows from the sums keeps the whole softmax
       // before the wait for out: ptxas would move the wait up or the exponentials down, and the
       // product would run beside nothing. (Sums are never negative.)
       if (block > mine.begin || softmax.impossible()) {
-        control_.k_full[kv.next().stage()].wait(kv.next().parity());
+        control_.k_full[next.stage()].wait(next.parity());
       }
-      scale = scale_of(kv.next());  // of no use, and not used, after the last block
+      scale = scale_of(next);  // of no use, and not used, after the last block
       const float2 weight = sum_weight(kv_);
       wait_products<0>();
       pin_registers(o);
@@ -291,12 +290,14 @@ class ForwardConsumer {
         for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[row_of(i)];
         if constexpr (Config::kQuantized) {
           softmax.scale_sums(factor);
-          if (apart) softmax.template add_exactly<Config::kScaleKeys>(s, key_scales(kv));
+          if (apart)
+            softmax.template add_exactly<Config::kScaleKeys, Config::kShiftUnit>(s, key_scales(kv));
         }
       }
-      promotion_.after(block, o, softmax, args_);
+      promotion_.after_block(o, softmax, args_);
       Softmax::pack(p, s);
       kv_ = kv;
+      kv = next;
     }
   }
 
@@ -311,7 +312,7 @@ class ForwardConsumer {
     } else {
       bool exact = args_.tanh_scale != 0.f;
       if constexpr (Config::kWindowed) {
-        exact = exact || block < clear.begin || block >= clear.end || softmax.warp_has_unseen();
+        exact = exact || !clear.has(block) || softmax.warp_has_unseen();
       }
       if (exact || softmax.exponentiate_at_once(s, scale)) {
         pin_registers(s);
@@ -330,7 +331,7 @@ class ForwardConsumer {
     cap(s, scale);
     bool grew = softmax.subtract_reference(s, scale, Softmax::kLimit) || scale.sums_apart();
     if constexpr (Config::kWindowed) {
-      if (block < clear.begin || block >= clear.end) hide(s, block);
+      if (!clear.has(block)) hide(s, block);
     }
     grew = __any_sync(~0u, grew);
     pin_registers(s);
@@ -377,7 +378,7 @@ class ForwardConsumer {
   // What softmax.part counts.
   __device__ __forceinline__ float2 sum_weight(RingPosition<kStages> at) const {
     if constexpr (Config::kQuantized) {
-      return key_scales(at).weight[threadIdx.x % 4];
+      return key_scales(at).weight[threadIdx.x % 2];
     } else {
       return {};
     }

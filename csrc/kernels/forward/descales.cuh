@@ -81,7 +81,7 @@ class ForwardDescales {
         if (group >= 0 && group < kGroups) {
           KeyScales<kGroups>& scales = next_scales();
           scales.k[group] = k;
-          scales.shift[group] = shift * Config::kUnits;
+          scales.shift[group] = shift * (Config::kUnits / Config::kShiftUnit);
           reinterpret_cast<float*>(scales.weight)[group] = weight;
           if (group == 0) scales.exact = exacts >> lane & ((1u << kGroups) - 1);
         }

@@ -18,16 +18,19 @@ class Promotion {
 
  public:
   // Of a new row tile.
-  __device__ __forceinline__ void reset() { any_ = false; }
+  __device__ __forceinline__ void reset() {
+    any_ = false;
+    blocks_left_ = Config::kPromoteBlocks;
+  }
 
-  // block: was the last one; its number says whether it is time. Never where there are no more
-  // blocks than the row's interval.
+  // After every block but a row tile's first, whether it is time or not; never is it where there
+  // are no more blocks than the row's interval.
   template <class Softmax>
-  __device__ __forceinline__ void after(int block, Out& o, const Softmax& softmax,
-                                        const ForwardArguments& args) {
+  __device__ __forceinline__ void after_block(Out& o, const Softmax& softmax,
+                                              const ForwardArguments& args) {
     if constexpr (Config::kPromoteBlocks > 0) {
-      if (static_cast<uint32_t>(block) % Config::kPromoteBlocks != Config::kPromoteBlocks - 1)
-        return;
+      if (--blocks_left_ > 0) return;
+      blocks_left_ = Config::kPromoteBlocks;
       add_to(o, softmax, args);
       any_ = true;
       float4* at = room(args);
@@ -71,6 +74,7 @@ class Promotion {
   }
 
   bool any_ = false;
+  int blocks_left_ = 0;
 };
 
 }  // namespace flashattn3
