@@ -126,6 +126,7 @@ template <class S, int kCount, class Scale>
 __device__ __forceinline__ void cap_scores(S (&s)[kCount], const Scale& scale, float cap_ratio) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
+    if (i % 8 == 0) __syncwarp();  // ptxas would begin with all at once, and spill
     const float x = Scale::number(get(s[i])) * (scale.factor[Scale::group(i)] * cap_ratio);
     set(s[i], Scale::score(tanh_of_scaled(x)));
   }
