@@ -20,7 +20,7 @@ from .problem import (
 )
 from .quantization import BlockScaled, quantize_block_fp8
 from .quantization.hadamard import is_rotatable
-from .scales import BLOCKS, EIGHT_BIT, FP8, INT8
+from .scales import BLOCKS, EIGHT_BIT, best_qk_dtype
 
 
 class _Scheme(NamedTuple):
@@ -58,8 +58,8 @@ def flash_attn_fp8_func(
         hadamard: rotate q and k first, which spreads outliers over the head dim; head_dim must
             then be a power of two.
         qk_dtype: of quantized q and k, torch.int8 or torch.float8_e4m3fn; v becomes float8_e4m3fn.
-            None: int8 with hadamard, else float8_e4m3fn: int8 has even steps, and one outlier that
-            is not rotated would make those of its whole block coarse.
+            None: int8 with hadamard and head dims up to 128, else float8_e4m3fn
+            (``scales.best_qk_dtype`` says why).
         out_dtype: float16, bfloat16 or, on the reference backend, float32; None stands for q's.
         All other arguments are those of ``flash_attn_func``.
 
@@ -166,7 +166,7 @@ def _quantized(
     fits = not hadamard or is_rotatable(q.shape[-1])
     expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
     refuse_gradients(function, q, k, v)
-    qk_dtype = qk_dtype or (INT8 if hadamard else FP8)
+    qk_dtype = qk_dtype or best_qk_dtype(q.shape[-1], hadamard)
 
     def scaled(x: Tensor, kind: str, edges: Tensor | None, longest: int | None) -> BlockScaled:
         ragged = {}

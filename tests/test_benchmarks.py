@@ -16,12 +16,12 @@ from flashattn3.bench.contenders import (
     BASELINES,
     CONTENDERS,
     DETERMINISTIC,
-    FP8,
+    EIGHT_BIT,
     FP8_E4M3,
+    FP8_INT8,
     FP8_WHOLE,
     MHA,
     OURS,
-    QK_DTYPES,
     QUANTIZED,
     naive,
     sdpa,
@@ -80,11 +80,11 @@ def test_contenders_pass_the_gate(name, case, direction):
     gate.Gate(cell, inputs).check(name, prepare(CONTENDERS[name], cell, inputs)())
 
 
-@pytest.mark.parametrize("name", [FP8, FP8_WHOLE, FP8_E4M3])
+@pytest.mark.parametrize("name", EIGHT_BIT)
 def test_fp8_passes_the_gate_and_a_wrong_scale_does_not(name):
     case = Case("fp8", 1, 200, 200, 2, 2, 64, 64)
     cell, inputs = Cell("fp8", case, "fwd"), make_inputs(case, CPU, torch.bfloat16)
-    given = quantized(inputs, QK_DTYPES[name]) if name in QUANTIZED else inputs
+    given = quantized(inputs, QUANTIZED[name]) if name in QUANTIZED else inputs
     assert all(isinstance(x, BlockScaled) == (name in QUANTIZED) for x in given[:3])
     (out,) = prepare(CONTENDERS[name], cell, given)()
     checked = gate.Gate(cell, inputs)
@@ -204,13 +204,13 @@ def test_the_table_shows_a_red_gate_and_no_number():
 
 def test_fp8_is_compared_with_ours_and_the_baselines():
     suite = {"suite": "fp8"}
-    times = {FP8: 1.0, OURS: 2.0, "fa2": 4.0}
+    times = {FP8_INT8: 1.0, OURS: 2.0, "fa2": 4.0}
     records = [
         record(name, None, **suite, speed_ratio={o: times[o] / t for o in times if o != name})
         for name, t in times.items()
     ]
-    assert ratios(records, FP8).splitlines()[0] == f"speed of {FP8} over {OURS} / fa2"
-    assert "2.00 / 4.00" in ratios(records, FP8)
+    assert ratios(records, FP8_INT8).splitlines()[0] == f"speed of {FP8_INT8} over {OURS} / fa2"
+    assert "2.00 / 4.00" in ratios(records, FP8_INT8)
     means = geometric_means(records)
     assert f"all cells: {OURS} 2.000 (1 cells), fa2 4.000 (1 cells)" in means
     assert "all cells: fa2 2.000 (1 cells)" in means  # ours over fa2, but not over fp8
@@ -226,7 +226,7 @@ def test_every_precision_stands_for_the_same_attention():
         found[name] = errors(out, truth)["relative_error"]
     assert found["fp16"] < found["bf16"] < 3e-3
     assert all(found[name] < 0.07 for name in PRECISIONS)
-    assert found["fp8 block+hadamard"] < 0.8 * found["fp8 block+hadamard, e4m3"]
+    assert found["fp8 block+hadamard, int8"] < 0.8 * found["fp8 block+hadamard, e4m3"]
     descales = [arguments_in(f"fp8 per {of}", q, k, v)["k_descale"] for of in ("tensor", "head")]
     assert [x.shape for x in descales] == [(2, 2)] * 2
     # One of them for all, or as many as there are largest elements.
@@ -284,16 +284,16 @@ REFERENCE = ("--backend", "reference")  # Triton's interpreter has no bfloat16 p
 def test_quick_fp8_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "fp8", "--head-dim", "64", *REFERENCE) == 0
     _, *records = lines(tmp_path / "fp8.jsonl")
-    assert [r["contender"] for r in records] == [FP8, FP8_WHOLE, FP8_E4M3, OURS, "math"] * 2
+    assert [r["contender"] for r in records] == [*EIGHT_BIT, OURS, "math"] * 2
     assert all(r["status"] == "ok" and r["dtype"] == "bfloat16" for r in records)
-    dtypes = ["int8", "int8", "float8_e4m3fn", "bfloat16", "bfloat16"]
+    dtypes = ["int8", "float8_e4m3fn", "int8", "bfloat16", "bfloat16"]
     assert [r["qk_dtype"] for r in records] == dtypes * 2
     fp8 = records[0]
     assert fp8["backend"] == "reference"
     ratio = fp8["tflops"] / records[3]["tflops"]
     assert fp8["speed_ratio"][OURS] == pytest.approx(ratio)
     printed = capsys.readouterr().out
-    assert f"speed of {FP8} over {FP8_WHOLE} / {FP8_E4M3} / {OURS} / math" in printed
+    assert f"speed of {FP8_INT8} over {FP8_E4M3} / {FP8_WHOLE} / {OURS} / math" in printed
     assert f"speed of {FP8_WHOLE} over each of the others" in printed
 
 

@@ -199,6 +199,9 @@ def test_lse_of_codes_gate(lse):
     check_code_lse(truth + 0.01 * noise.clamp(-3, 3), truth, CASE)
     with pytest.raises(AssertionError, match="root mean square"):
         check_code_lse(truth + 0.03, truth, CASE)
+    check_code_lse(truth + 0.03, truth, CASE, int8=True)
+    with pytest.raises(AssertionError, match="root mean square"):
+        check_code_lse(truth + 0.08, truth, CASE, int8=True)
     one = truth.clone()
     one[truth.isfinite()] += torch.eye(1, int(truth.isfinite().sum()))[0]
     with pytest.raises(AssertionError, match="largest"):

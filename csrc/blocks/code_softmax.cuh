@@ -10,7 +10,7 @@
 //
 // The price is range: what is to be below 2^-7 becomes 0, and below 2^-6 too little. So the
 // references lie as low as may be: growth is seen in the maxima, before anything is lost, and a
-// row's maximum is 2^kFirst when its reference is set and 2^8 when that was not enough.
+// row's maximum is 2^kLowest to 2^8 when its reference is set (code_of_maximum).
 //
 // The sums are products of P with ones: of what P was rounded to, as out is.
 #pragma once
@@ -25,11 +25,10 @@
 
 namespace flashattn3 {
 
-// kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile. kFirst: log2 of the
-// largest probability of a row's first keys; higher leaves less room to grow, which costs a
-// rescaling, and more range. kInteger: codes are the bits of denormals (score_register.cuh); so
-// they and the references are whole.
-template <int kN, bool kRowsMayBeEmpty, int kFirst, bool kInteger>
+// kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile. kLowest: log2 of a
+// row's largest probability when its reference is set, at least. kInteger: codes are the bits of
+// denormals (score_register.cuh); so they and the references are whole.
+template <int kN, bool kRowsMayBeEmpty, int kLowest, bool kInteger>
 struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   using Base = RowReferences<kN, kRowsMayBeEmpty>;
   using Base::kCount, Base::reference, Base::sum, Base::unseen;
@@ -37,8 +36,9 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   static constexpr float kBelow = 0.46f;
   static constexpr float kUnit = kInteger ? kIntegerUnit : 1.f;
   static constexpr float kTopBelow = kInteger ? 0.f : kBelow;  // whole, else right for the maximum
-  static constexpr float kFirstCode = (kCodesOfOctave * (kFirst + 7) - kTopBelow) * kUnit;
-  static constexpr float kRaisedCode = (kCodesOfOctave * (8 + 7) - kTopBelow) * kUnit;
+  static constexpr float kLowestCode = kCodesOfOctave * (kLowest + 7) * kUnit;
+  static constexpr float kHighestCode = kCodesOfOctave * (8 + 7) * kUnit;
+  static constexpr float kOfScore0 = 2 * kCodesOfOctave * kUnit;
   // 126 is 448, 127 NaN.
   static constexpr float kLimit = (kInteger ? 127.f : 126.4f) * kUnit;
 
@@ -58,7 +58,7 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
       top = max_or_nan(top, __shfl_xor_sync(~0u, top, 2));
       const bool first = unseen >> r & 1;
       const bool rises = first ? top != -INFINITY : !(top < kLimit);
-      const float rise = rises ? top - (first ? kFirstCode : kRaisedCode) : 0.f;
+      const float rise = rises ? top - code_of_maximum(top + reference[r]) : 0.f;
       factor[r] = first ? 1.f : exp2_approx(-octaves(rise));
       if (!(top < INFINITY)) sum[r] = NAN;
       if (rises) unseen &= ~(1u << r);
@@ -117,6 +117,13 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   }
 
  private:
+  // What a row's maximum becomes. Where it is high above a score of 0, where most keys of a row
+  // are, it is to be high, so that they do not vanish; else low, so that it may grow.
+  static __device__ __forceinline__ float code_of_maximum(float code_over_score0) {
+    const float wanted = code_over_score0 + kOfScore0;
+    return fminf(fmaxf(wanted, kLowestCode), kHighestCode) - kTopBelow * kUnit;
+  }
+
   // Of a difference of codes.
   static __device__ __forceinline__ float octaves(float codes) {
     return (kInteger ? from_bits(codes) : codes) / kCodesOfOctave;

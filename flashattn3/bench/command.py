@@ -16,7 +16,7 @@ from ..api import use_backend
 from ..backends import BACKENDS
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
-from .contenders import BASELINES, DETERMINISTIC, FP8, FP8_E4M3, FP8_WHOLE, MHA, OURS
+from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
 from .environment import header
 from .figure import draw
 from .host_suite import run_host
@@ -32,7 +32,7 @@ SUITES = (*CASES, ACCURACY, QUANTIZE, "varlen", "memory", "host")
 ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",)}  # directions of a suite
 # Of ours; elsewhere one.
 OWN = {
-    "fp8": (FP8, FP8_WHOLE, FP8_E4M3, OURS),
+    "fp8": (*EIGHT_BIT, OURS),
     "gqa": (OURS, MHA),
     "deterministic": (DETERMINISTIC, OURS),
 }

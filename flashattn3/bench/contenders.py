@@ -1,8 +1,8 @@
 """What is compared: flashattn3 and the attention that every PyTorch user already has.
 
-An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8"
-and "fp8 e4m3" take q, k and v already quantized, as flash_attn_fp8_func does it and with q and k in
-e4m3; "mha" takes the heads of k and v once for each query head.
+An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8
+int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name; "mha"
+takes the heads of k and v once for each query head.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn3
+
+from ..scales import best_qk_dtype
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -77,14 +79,23 @@ def _with_backend(backend: SDPBackend) -> Attention:
 
 
 OURS, DETERMINISTIC, MHA = "flashattn3", "deterministic", "mha"
-FP8, FP8_WHOLE, FP8_E4M3 = "fp8", "quantize+fp8", "fp8 e4m3"
-QUANTIZED = (FP8, FP8_E4M3)  # before they are timed
-# Of quantized q and k, which are rotated.
-QK_DTYPES = {FP8: torch.int8, FP8_WHOLE: torch.int8, FP8_E4M3: torch.float8_e4m3fn}
+FP8_INT8, FP8_E4M3, FP8_WHOLE = "fp8 int8", "fp8 e4m3", "quantize+fp8"
+# Before they are timed: what q and k, which are rotated, become.
+QUANTIZED = {FP8_INT8: torch.int8, FP8_E4M3: torch.float8_e4m3fn}
+EIGHT_BIT = (*QUANTIZED, FP8_WHOLE)
+
+
+def qk_dtype(contender: str, head_dim: int, dtype: torch.dtype) -> torch.dtype:
+    """That in which q and k, given in dtype, are multiplied."""
+    if contender == FP8_WHOLE:
+        return best_qk_dtype(head_dim, hadamard=True)
+    return QUANTIZED.get(contender, dtype)
+
+
 CONTENDERS: dict[str, Attention] = {
-    FP8: ours,
-    FP8_WHOLE: quantize_and_attend,
+    FP8_INT8: ours,
     FP8_E4M3: ours,
+    FP8_WHOLE: quantize_and_attend,
     DETERMINISTIC: deterministic,
     OURS: ours,
     MHA: ours,

@@ -10,7 +10,7 @@ from .runner import OK, Record
 COLORS = {
     "dense": "tab:gray",
     "copy": "tab:gray",
-    "fp8": "tab:olive",
+    "fp8 int8": "tab:olive",
     "quantize+fp8": "tab:cyan",
     "fp8 e4m3": "tab:brown",
     "deterministic": "tab:olive",
@@ -25,7 +25,7 @@ COLORS = {
     "fp8 per tensor": "tab:red",
     "fp8 per head": "tab:orange",
     "fp8 block": "tab:blue",
-    "fp8 block+hadamard": "tab:green",
+    "fp8 block+hadamard, int8": "tab:green",
     "fp8 block+hadamard, e4m3": "tab:olive",
 }
 MAX_PANELS_PER_LINE = 6

@@ -23,7 +23,7 @@ from ..testing import (
     check_fp8,
     gradients,
 )
-from .contenders import QK_DTYPES
+from .contenders import EIGHT_BIT
 from .inputs import RESULTS, Inputs
 from .suites import Cell
 
@@ -46,7 +46,7 @@ class Gate:
         for name, got, *expected in zip(names, results, self.truth, self.baseline, strict=True):
             is_query_side = name in ("out", "dq")
             got = got[_sample(self.cell, is_query_side)]
-            if contender in QK_DTYPES:
+            if contender in EIGHT_BIT:
                 check_fp8(name, got, expected[0], self.cell.case.name, contender, FP8_OF_16_BIT)
             else:
                 check(name, got, *expected, factor, self.cell.case.name, contender)

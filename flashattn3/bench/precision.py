@@ -1,5 +1,5 @@
 """Attention in the precisions that a caller chooses between: 16 bits, and 8 with coarse or fine
-scales. Of 8 bits q and k are e4m3 but where flash_attn_fp8_func makes them int8; v is e4m3."""
+scales. Of 8 bits q and k are e4m3 where the name does not say int8; v is e4m3."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PRECISIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Arguments]] = {
     "fp8 per head": _one_scale((1, 3)),
     "fp8 block": _blocks(hadamard=False, dtype=FP8),
     "fp8 block+hadamard, e4m3": _blocks(hadamard=True, dtype=FP8),
-    "fp8 block+hadamard": _blocks(hadamard=True, dtype=INT8),  # flash_attn_fp8_func's
+    "fp8 block+hadamard, int8": _blocks(hadamard=True, dtype=INT8),
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .contenders import BASELINES, DETERMINISTIC, FP8, FP8_E4M3, FP8_WHOLE, OURS
+from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, OURS
 from .runner import FAILED, OK, Record
 
 
@@ -61,13 +61,13 @@ MEASURES = {
 }
 # Suites whose ratios are shown for each cell, and of whom.
 RATIOS_OF = {
-    "fp8": (FP8, FP8_WHOLE),
+    "fp8": EIGHT_BIT,
     "gqa": (OURS,),
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),
 }
 # Each is compared with what comes after it and with all others.
-OWN = (FP8, FP8_WHOLE, FP8_E4M3, DETERMINISTIC, OURS)
+OWN = (*EIGHT_BIT, DETERMINISTIC, OURS)
 
 
 def measures(record: Record) -> tuple[Measure, ...]:

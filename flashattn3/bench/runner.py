@@ -9,7 +9,7 @@ import torch
 
 import flashattn3
 
-from .contenders import BASELINES, CONTENDERS, MHA, OURS, QK_DTYPES, QUANTIZED
+from .contenders import BASELINES, CONTENDERS, MHA, OURS, QUANTIZED, qk_dtype
 from .gate import Gate
 from .inputs import Call, Inputs, make_inputs, prepare, quantized, with_all_heads
 from .suites import Cell
@@ -56,7 +56,7 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
         try:
             given, checked = inputs, gate
             if name in QUANTIZED:
-                given = quantized(inputs, QK_DTYPES[name])
+                given = quantized(inputs, QUANTIZED[name])
             elif name == MHA:
                 given, checked = all_heads, gate_of_all_heads
             call = prepare(CONTENDERS[name], cell, given)
@@ -99,7 +99,7 @@ def _description(cell: Cell, name: str, settings: Settings) -> Record:
         "column": cell.column,
         "direction": cell.direction,
         "dtype": settings.dtype_name,
-        "qk_dtype": name_of(QK_DTYPES.get(name, settings.dtype)),
+        "qk_dtype": name_of(qk_dtype(name, case.head_dim, settings.dtype)),
         "case": case.name,
         "batch": case.batch,
         "seqlen_q": case.seqlen_q,

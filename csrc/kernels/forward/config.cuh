@@ -34,9 +34,9 @@ struct ForwardConfig {
   static constexpr bool kInteger = kElement == ElementType::kInt8;
   static constexpr int kScoreZero = kInteger ? kInt8Zero<kHeadDim> : 0;
   static constexpr int kShiftUnit = kInteger ? kScoreZero : 1;
-  // log2 of a row's largest first probability as a code (code_softmax.cuh): as low as the error on
-  // data with outliers allows, as it costs rescaling (docs/fp8.md).
-  static constexpr int kFirst = kInteger ? (kHeadDim == 128 ? 5 : 6) : (kHeadDim > 128 ? 7 : 5);
+  // log2 of a row's largest probability when its reference is set (code_softmax.cuh): as low as the
+  // error on data with outliers allows, as it costs rescaling (docs/fp8.md).
+  static constexpr int kLowest = kHeadDim > 128 && !kInteger ? 7 : 5;
   static constexpr int kChunks = forward_row_bytes(kRow) / 128;  // of a row of Q, K or 16-bit V
   static constexpr int kChunkColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kChunks * 128;

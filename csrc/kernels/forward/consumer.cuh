@@ -44,7 +44,7 @@ class ForwardConsumer {
                          UniformScale>;
   using Softmax =
       std::conditional_t<Config::kQuantized,
-                         CodeSoftmax<kBlockN, Config::kWindowed, Config::kFirst, kInteger>,
+                         CodeSoftmax<kBlockN, Config::kWindowed, Config::kLowest, kInteger>,
                          OnlineSoftmax<kElement, kBlockN, Config::kWindowed>>;
 
  public:
