@@ -20,9 +20,10 @@
 namespace flashattn3 {
 
 // The low word of a matrix descriptor: address and the distance between 64-column chunks (used only
-// where the columns are contiguous), both in 16 bytes. Steps through a tile are added to it.
+// where the columns are contiguous), both in 16 bytes. Steps through a tile are added to it. In a
+// cluster the CTA's rank stands in the address above 2^24.
 __device__ __forceinline__ uint32_t descriptor_low(uint32_t address, int chunk_bytes) {
-  return (address >> 4) + (static_cast<uint32_t>(chunk_bytes >> 4) << 16);
+  return ((address >> 4) & 0x3fff) + (static_cast<uint32_t>(chunk_bytes >> 4) << 16);
 }
 
 // The high word never changes: 1024 bytes between groups of 8 rows, 128-byte swizzle.

@@ -44,8 +44,8 @@ class Fp8Bounds(NamedTuple):
 FP8_OF_QUANTIZED = Fp8Bounds(0.04, 0.999)
 FP8_OF_16_BIT = Fp8Bounds(0.07, 0.997)
 FP8_LSE_TOLERANCE = 5e-3
-# Of sums of such codes: one row, which may have one key that counts, and all of them. With scores of
-# int8 a row's largest is rounded too, so rows whose keys are alike are off together.
+# Of sums of such codes: one row, which may have one key that counts, and all of them. With scores
+# of int8 a row's largest is rounded too, so rows whose keys are alike are off together.
 FP8_CODE_ERROR, FP8_CODE_RMS_ERROR, INT8_CODE_RMS_ERROR = 1 / 12, 0.02, 0.05
 
 
