@@ -26,6 +26,8 @@ from flashattn3.testing import (
     FORWARD_CASES,
     FORWARD_FACTOR,
     FP8_OF_16_BIT,
+    FP8_OF_QUANTIZED,
+    INT8_OF_QUANTIZED,
     attention,
     call,
     check,
@@ -76,9 +78,10 @@ def holds(case, form: str, backend: str, device, **options) -> None:
         return
     if case.distribution == "large":
         pytest.skip("the tensor cores add e4m3 products in too few bits for scores of 1e4")
-    check_fp8("out", out, truth, case, backend)
+    int8 = backend == "hopper" and "int8" in form
+    check_fp8("out", out, truth, case, backend, INT8_OF_QUANTIZED if int8 else FP8_OF_QUANTIZED)
     if backend == "hopper":
-        check_code_lse(lse, truth_lse, case, backend, int8="int8" in form)
+        check_code_lse(lse, truth_lse, case, backend, int8)
     else:
         check_lse(lse, truth_lse, case, backend, FP8_LSE_TOLERANCE)
 
