@@ -99,8 +99,8 @@ def check_fp8(
     plan: object = "",
     bounds: Fp8Bounds = FP8_OF_QUANTIZED,
 ) -> None:
-    """Hold a result of e4m3 products to a truth: that of the quantized inputs, where q and k are int8
-    with bounds=INT8_OF_QUANTIZED, or of those of 16 bits with FP8_OF_16_BIT."""
+    """Hold a result of e4m3 products to a truth: that of the quantized inputs, of int8 q and k with
+    bounds=INT8_OF_QUANTIZED, or of the 16-bit ones with FP8_OF_16_BIT."""
     got, truth = _comparable(name, got, truth, case=case, plan=plan)
     finite = truth.isfinite()
     got, truth = torch.where(finite, got, 0.0), torch.where(finite, truth, 0.0)
