@@ -19,10 +19,11 @@ from flashattn3.bench.contenders import (
     EIGHT_BIT,
     FP8_E4M3,
     FP8_INT8,
-    FP8_WHOLE,
     MHA,
     OURS,
     QUANTIZED,
+    WHOLE_E4M3,
+    WHOLE_INT8,
     naive,
     sdpa,
 )
@@ -286,15 +287,18 @@ def test_quick_fp8_suite(tmp_path, capsys):
     _, *records = lines(tmp_path / "fp8.jsonl")
     assert [r["contender"] for r in records] == [*EIGHT_BIT, OURS, "math"] * 2
     assert all(r["status"] == "ok" and r["dtype"] == "bfloat16" for r in records)
-    dtypes = ["int8", "float8_e4m3fn", "int8", "bfloat16", "bfloat16"]
+    dtypes = [*["int8", "float8_e4m3fn"] * 2, "bfloat16", "bfloat16"]
     assert [r["qk_dtype"] for r in records] == dtypes * 2
     fp8 = records[0]
     assert fp8["backend"] == "reference"
-    ratio = fp8["tflops"] / records[3]["tflops"]
+    ratio = fp8["tflops"] / records[4]["tflops"]
     assert fp8["speed_ratio"][OURS] == pytest.approx(ratio)
     printed = capsys.readouterr().out
-    assert f"speed of {FP8_INT8} over {FP8_E4M3} / {FP8_WHOLE} / {OURS} / math" in printed
-    assert f"speed of {FP8_WHOLE} over each of the others" in printed
+    assert (
+        f"speed of {FP8_INT8} over {FP8_E4M3} / {WHOLE_INT8} / {WHOLE_E4M3} / {OURS} / math"
+        in printed
+    )
+    assert f"speed of {WHOLE_E4M3} over each of the others" in printed
 
 
 def test_quick_accuracy_suite(tmp_path, capsys):

@@ -1,8 +1,9 @@
 """What is compared: flashattn3 and the attention that every PyTorch user already has.
 
 An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8
-int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name; "mha"
-takes the heads of k and v once for each query head.
+int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name,
+"quantize+int8" and "quantize+e4m3" quantize them so; "mha" takes the heads of k and v once for each
+query head.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn3
 
-from ..scales import best_qk_dtype
-
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
@@ -30,8 +29,11 @@ def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
 
 
-def quantize_and_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return flashattn3.flash_attn_fp8_func(q, k, v, causal=causal)
+def _quantize_and_attend(qk_dtype: torch.dtype) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return flashattn3.flash_attn_fp8_func(q, k, v, causal=causal, qk_dtype=qk_dtype)
+
+    return attend
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -79,23 +81,16 @@ def _with_backend(backend: SDPBackend) -> Attention:
 
 
 OURS, DETERMINISTIC, MHA = "flashattn3", "deterministic", "mha"
-FP8_INT8, FP8_E4M3, FP8_WHOLE = "fp8 int8", "fp8 e4m3", "quantize+fp8"
-# Before they are timed: what q and k, which are rotated, become.
+FP8_INT8, FP8_E4M3 = "fp8 int8", "fp8 e4m3"
+WHOLE_INT8, WHOLE_E4M3 = "quantize+int8", "quantize+e4m3"
+# What q and k, which are rotated, become: before they are timed, or while.
 QUANTIZED = {FP8_INT8: torch.int8, FP8_E4M3: torch.float8_e4m3fn}
-EIGHT_BIT = (*QUANTIZED, FP8_WHOLE)
-
-
-def qk_dtype(contender: str, head_dim: int, dtype: torch.dtype) -> torch.dtype:
-    """That in which q and k, given in dtype, are multiplied."""
-    if contender == FP8_WHOLE:
-        return best_qk_dtype(head_dim, hadamard=True)
-    return QUANTIZED.get(contender, dtype)
-
-
+EIGHT_BIT = {**QUANTIZED, WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn}
 CONTENDERS: dict[str, Attention] = {
     FP8_INT8: ours,
     FP8_E4M3: ours,
-    FP8_WHOLE: quantize_and_attend,
+    WHOLE_INT8: _quantize_and_attend(torch.int8),
+    WHOLE_E4M3: _quantize_and_attend(torch.float8_e4m3fn),
     DETERMINISTIC: deterministic,
     OURS: ours,
     MHA: ours,

@@ -61,7 +61,7 @@ MEASURES = {
 }
 # Suites whose ratios are shown for each cell, and of whom.
 RATIOS_OF = {
-    "fp8": EIGHT_BIT,
+    "fp8": tuple(EIGHT_BIT),
     "gqa": (OURS,),
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),

@@ -9,7 +9,7 @@ import torch
 
 import flashattn3
 
-from .contenders import BASELINES, CONTENDERS, MHA, OURS, QUANTIZED, qk_dtype
+from .contenders import BASELINES, CONTENDERS, EIGHT_BIT, MHA, OURS, QUANTIZED
 from .gate import Gate
 from .inputs import Call, Inputs, make_inputs, prepare, quantized, with_all_heads
 from .suites import Cell
@@ -99,7 +99,7 @@ def _description(cell: Cell, name: str, settings: Settings) -> Record:
         "column": cell.column,
         "direction": cell.direction,
         "dtype": settings.dtype_name,
-        "qk_dtype": name_of(qk_dtype(name, case.head_dim, settings.dtype)),
+        "qk_dtype": name_of(EIGHT_BIT.get(name, settings.dtype)),
         "case": case.name,
         "batch": case.batch,
         "seqlen_q": case.seqlen_q,
