@@ -38,7 +38,7 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   static constexpr float kTopBelow = kInteger ? 0.f : kBelow;  // whole, else right for the maximum
   static constexpr float kLowestCode = kCodesOfOctave * (kLowest + 7) * kUnit;
   static constexpr float kHighestCode = kCodesOfOctave * (8 + 7) * kUnit;
-  static constexpr float kOfScore0 = 2 * kCodesOfOctave * kUnit;
+  static constexpr float kOfScore0 = 2 * kCodesOfOctave * kUnit;  // 2^-5
   // 126 is 448, 127 NaN.
   static constexpr float kLimit = (kInteger ? 127.f : 126.4f) * kUnit;
 

@@ -10,7 +10,7 @@
 namespace flashattn3 {
 
 // Where scores start, so that none is negative (score_register.cuh): 32 * 255^2 for each 128
-// columns, of whose products 128 * 127^2 is the most, either way.
+// columns, whose products are -128 * 127 at least.
 template <int kHeadDim>
 constexpr int kInt8Zero = (kHeadDim + 127) / 128 * 32 * 255 * 255;
 
