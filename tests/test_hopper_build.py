@@ -180,7 +180,7 @@ def test_the_build_brings_the_operators(built):
     quantize, to_slots, backward = done.stdout.splitlines()
     assert quantize == (
         "flashattn3_hopper::quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, "
-        "int max_seqlen, bool slots) -> (Tensor data, Tensor descale)"
+        "int max_seqlen, bool slots, bool int8) -> (Tensor data, Tensor descale)"
     )
     assert to_slots == (
         "flashattn3_hopper::to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
@@ -214,7 +214,7 @@ def test_a_changed_table_makes_the_build_stale(built, tmp_path):
     shutil.copytree(built, copy, ignore=shutil.ignore_patterns("build"))
     table = copy / "flashattn3" / "kernel_table.py"
     table.write_text(
-        table.read_text().replace("ROWS = (", "ROWS = (\n    *_rows(8, True, 64, 64, 2, 1),", 1)
+        table.read_text().replace("ROWS = (", "ROWS = (\n    *_rows(SIXTEEN_BIT, 8, True, 64, 64, 2, 1),", 1)
     )
     done = run(copy, "-c", SHOW + "print(find_library().fault)")
     assert done.stdout.strip() == "the Hopper kernels were built from another kernel table"
