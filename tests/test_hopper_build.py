@@ -214,7 +214,9 @@ def test_a_changed_table_makes_the_build_stale(built, tmp_path):
     shutil.copytree(built, copy, ignore=shutil.ignore_patterns("build"))
     table = copy / "flashattn3" / "kernel_table.py"
     table.write_text(
-        table.read_text().replace("ROWS = (", "ROWS = (\n    *_rows(SIXTEEN_BIT, 8, True, 64, 64, 2, 1),", 1)
+        table.read_text().replace(
+            "ROWS = (", "ROWS = (\n    *_rows(SIXTEEN_BIT, 8, True, 64, 64, 2, 1),", 1
+        )
     )
     done = run(copy, "-c", SHOW + "print(find_library().fault)")
     assert done.stdout.strip() == "the Hopper kernels were built from another kernel table"
