@@ -18,42 +18,39 @@ __device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) 
   return bytes;
 }
 
-// To the nearest integers, ties to even; beyond ±127 to -128 or 127; NaN to 0. The first value is
-// the lowest byte.
-__device__ __forceinline__ uint32_t to_int8(float a, float b, float c, float d) {
-  uint32_t bytes;
-  asm("{\n.reg .s32 a, b, c, d;\n.reg .b32 high;\n"
-      "cvt.rni.s32.f32 a, %1;\ncvt.rni.s32.f32 b, %2;\n"
-      "cvt.rni.s32.f32 c, %3;\ncvt.rni.s32.f32 d, %4;\n"
-      "cvt.pack.sat.s8.s32.b32 high, d, c, 0;\n"
-      "cvt.pack.sat.s8.s32.b32 %0, b, a, high;\n}"
-      : "=r"(bytes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
+// Integers, saturated to -128 and 127, or to 0 and 255. The first is the lowest byte. A conversion
+// before it becomes one instruction with it.
+template <bool kSigned>
+__device__ __forceinline__ uint32_t saturated_bytes(int a, int b, int c, int d) {
+  uint32_t high, bytes;
+  if constexpr (kSigned) {
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(d), "r"(c));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(b), "r"(a), "r"(high));
+  } else {
+    asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(d), "r"(c));
+    asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(b), "r"(a), "r"(high));
+  }
   return bytes;
 }
 
-// To the nearest integers, saturated to 0 and 255; NaN to 0. The first is the lowest byte.
+// To the nearest integers, ties to even, saturated; NaN to 0.
+template <bool kSigned>
+__device__ __forceinline__ uint32_t nearest_bytes(float a, float b, float c, float d) {
+  return saturated_bytes<kSigned>(__float2int_rn(a), __float2int_rn(b), __float2int_rn(c),
+                                  __float2int_rn(d));
+}
+
+__device__ __forceinline__ uint32_t to_int8(float a, float b, float c, float d) {
+  return nearest_bytes<true>(a, b, c, d);
+}
+
 __device__ __forceinline__ uint32_t to_uint8(float a, float b, float c, float d) {
-  uint32_t bytes;
-  asm("{\n.reg .s32 a, b, c, d;\n.reg .b32 high;\n"
-      "cvt.rni.s32.f32 a, %1;\ncvt.rni.s32.f32 b, %2;\n"
-      "cvt.rni.s32.f32 c, %3;\ncvt.rni.s32.f32 d, %4;\n"
-      "cvt.pack.sat.u8.s32.b32 high, d, c, 0;\n"
-      "cvt.pack.sat.u8.s32.b32 %0, b, a, high;\n}"
-      : "=r"(bytes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return bytes;
+  return nearest_bytes<false>(a, b, c, d);
 }
 
 // The same of integers; a float below 0 is one too.
 __device__ __forceinline__ uint32_t to_uint8(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  uint32_t bytes;
-  asm("{\n.reg .b32 high;\n"
-      "cvt.pack.sat.u8.s32.b32 high, %4, %3, 0;\n"
-      "cvt.pack.sat.u8.s32.b32 %0, %2, %1, high;\n}"
-      : "=r"(bytes)
-      : "r"(a), "r"(b), "r"(c), "r"(d));
-  return bytes;
+  return saturated_bytes<false>(a, b, c, d);
 }
 
 // As fmaxf, but NaN if one is.

@@ -108,10 +108,8 @@ std::tuple<Tensor> rows_to_slots(Tensor v, std::optional<Tensor> cu_seqlens, int
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
-      "quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, int max_seqlen, bool "
-      "slots, "
-      "bool int8)"
-      " -> (Tensor data, Tensor descale)");
+      "quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, int max_seqlen, "
+      "bool slots, bool int8) -> (Tensor data, Tensor descale)");
   library.def("to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
 }
 

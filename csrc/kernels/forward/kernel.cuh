@@ -35,9 +35,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       words[i] = 0;
     }
     write_ones<Config::kBlockN, Config::kScaleKeys>(shared + Config::kOnesOffset);
-    if constexpr (Config::kElement == ElementType::kInt8) {
-      write_start(shared + Config::kStartOffset);
-    }
+    if constexpr (Config::kInteger) write_start(shared + Config::kStartOffset);
   }
   // Sync: no thread touches a barrier before it is initialised.
   __syncthreads();
