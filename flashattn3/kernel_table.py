@@ -25,8 +25,8 @@ OUT_BYTES = 2
 # Before the tiles: barriers and tile descriptions, in the backward statistics of rows besides.
 CONTROL_BYTES = 1024
 BACKWARD_CONTROL_BYTES = 3072
-# What P in e4m3 is multiplied with for its sums, and where scores of int8 begin.
-ONES_BYTES = 1024
+# Of V in 8 bits, besides its own: in the product with P they become the sums of P.
+SUM_COLUMNS = 8
 # TMA's 128-byte swizzle writes tiles of Q, K and 16-bit V in chunks of so many bytes.
 CHUNK_BYTES = 128
 WARPGROUP = 128
@@ -83,14 +83,13 @@ class ForwardRow:
     def shared_memory_bytes(self) -> int:
         """Barriers and tile descriptions, Q, the stages of K and V, and with one Q part of out."""
         row = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], CHUNK_BYTES)
-        value = self.head_dim if self.dtype in EIGHT_BIT else row  # of a key
+        value = self.head_dim + SUM_COLUMNS if self.dtype in EIGHT_BIT else row  # of a key
         keys = self.num_stages * self.block_n * (row + value)
         queries = self.num_q_buffers * self.block_m * row
         over_q = self.num_q_buffers == 2 and self.dtype in SIXTEEN_BIT
         columns = min(STAGED_COLUMNS, _rounded_up(self.head_dim, 64))
         staged = 0 if over_q else self.block_m * columns * OUT_BYTES
-        ones = ONES_BYTES if self.dtype in EIGHT_BIT else 0
-        return CONTROL_BYTES + ones + queries + keys + staged
+        return CONTROL_BYTES + queries + keys + staged
 
 
 @dataclass(frozen=True)

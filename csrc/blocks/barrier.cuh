@@ -109,8 +109,6 @@ class RingPosition {
 
   __device__ __forceinline__ uint32_t stage() const { return stage_; }
   __device__ __forceinline__ uint32_t parity() const { return parity_; }
-  // In a ring of twice as many buffers. A writer's is kStages away from a reader's.
-  __device__ __forceinline__ uint32_t double_stage() const { return parity_ * kStages + stage_; }
   __device__ __forceinline__ RingPosition next() const {
     RingPosition position = *this;
     position.advance();
@@ -120,6 +118,14 @@ class RingPosition {
     const bool wraps = stage_ == kStages - 1;
     stage_ = wraps ? 0 : stage_ + 1;
     parity_ ^= wraps;
+  }
+  // So many steps ago, at most kStages.
+  __device__ __forceinline__ RingPosition before(uint32_t steps) const {
+    RingPosition position = *this;
+    const bool wraps = stage_ < steps;
+    position.stage_ += (wraps ? kStages : 0) - steps;
+    position.parity_ ^= wraps;
+    return position;
   }
 
  private:
@@ -137,13 +143,17 @@ class RingPosition<kStages> {
 
   __device__ __forceinline__ uint32_t stage() const { return uses_ % kStages; }
   __device__ __forceinline__ uint32_t parity() const { return uses_ / kStages % 2; }
-  __device__ __forceinline__ uint32_t double_stage() const { return uses_ % (2 * kStages); }
   __device__ __forceinline__ RingPosition next() const {
     RingPosition position = *this;
     position.advance();
     return position;
   }
   __device__ __forceinline__ void advance() { ++uses_; }
+  __device__ __forceinline__ RingPosition before(uint32_t steps) const {
+    RingPosition position = *this;
+    position.uses_ -= steps;
+    return position;
+  }
 
  private:
   uint32_t uses_;

@@ -27,20 +27,23 @@ __device__ __forceinline__ void clear_rows(uint8_t* values, int used, uint32_t t
 template <int kKeys, int kHeadDim>
 __device__ __forceinline__ void clear_slots(uint8_t* values, int used, int thread,
                                             int num_threads) {
-  constexpr int kUnit = kSlotsOfRow * kHeadDim;  // bytes: 16 keys, 16 slots of each column
+  constexpr int kStride = kKeys / kSlotsOfRow * kCoreBytes;  // from eight columns to the next
   const int in_unit = used % kSlotsOfRow;
-  if (in_unit != 0) {
-    uint32_t kept = 0;  // of the thread's four slots, the same of every column
+  uint32_t kept = 0;  // of the thread's four slots, the same of every column
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (key_of_quad(thread % 4, i) < in_unit) kept |= 0xffu << (8 * i);
-    }
-    auto* words = reinterpret_cast<uint32_t*>(values + used / kSlotsOfRow * kUnit);
-    for (int i = thread; i < kUnit / 4; i += num_threads) words[i] &= kept;
+  for (int i = 0; i < 4; ++i) {
+    if (key_of_quad(thread % 4, i) < in_unit) kept |= 0xffu << (8 * i);
   }
-  const int first_clear = (used + kSlotsOfRow - 1) / kSlotsOfRow * kUnit;
-  for (int i = first_clear + thread * 16; i < kKeys * kHeadDim; i += num_threads * 16) {
-    *reinterpret_cast<uint4*>(values + i) = make_uint4(0, 0, 0, 0);
+  const int partly = used / kSlotsOfRow * kCoreBytes;
+  const int clear = (used + kSlotsOfRow - 1) / kSlotsOfRow * kCoreBytes;
+  for (int column = 0; column < kHeadDim; column += kCoreColumns) {
+    uint8_t* group = values + column / kCoreColumns * kStride;
+    for (int i = partly + thread * 4; i < clear; i += num_threads * 4) {
+      *reinterpret_cast<uint32_t*>(group + i) &= kept;
+    }
+    for (int i = clear + thread * 16; i < kStride; i += num_threads * 16) {
+      *reinterpret_cast<uint4*>(group + i) = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 

@@ -12,7 +12,7 @@
 // references lie as low as may be: growth is seen in the maxima, before anything is lost, and a
 // row's maximum is 2^kLowest to 2^8 when its reference is set (code_of_maximum).
 //
-// The sums are products of P with ones: of what P was rounded to, as out is.
+// The sums are columns of out (row_sums.cuh): of what P was rounded to, as out is.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,7 @@
 #include "blocks/eight_bit.cuh"
 #include "blocks/element.h"
 #include "blocks/row_references.cuh"
+#include "blocks/row_sums.cuh"
 #include "blocks/score_scale.cuh"
 #include "blocks/tile_product.cuh"
 
@@ -42,11 +43,9 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   // 126 is 448, 127 NaN.
   static constexpr float kLimit = (kInteger ? 127.f : 126.4f) * kUnit;
 
-  float part[4];  // products of the last tile's P with ones (row_sums.cuh)
-
   // Raises the references of rows that grew too far or see their first key. s: codes over the old
-  // references, on return over the new ones. factor: what out and the sums have to be multiplied
-  // with. All lanes of the warp must call it.
+  // references, on return over the new ones. factor: what out has to be multiplied with; the sums
+  // here are. All lanes of the warp must call it.
   template <class S>
   __device__ __forceinline__ void raise_reference(S (&s)[kCount], float (&factor)[2]) {
     float highest[2] = {-INFINITY, -INFINITY};
@@ -60,7 +59,7 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
       const bool rises = first ? top != -INFINITY : !(top < kLimit);
       const float rise = rises ? top - code_of_maximum(top + reference[r]) : 0.f;
       factor[r] = first ? 1.f : exp2_approx(-octaves(rise));
-      if (!(top < INFINITY)) sum[r] = NAN;
+      sum[r] = top < INFINITY ? sum[r] * factor[r] : NAN;
       if (rises) unseen &= ~(1u << r);
       reference[r] += rise;
       highest[r] = rise;
@@ -80,33 +79,26 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     }
   }
 
-  // The last tile's products are done. weight: what they count.
-  __device__ __forceinline__ void add_parts(float2 weight) {
-    pin_registers(part);
+  // Of the last columns of out, which become 0.
+  template <int kOutCount>
+  __device__ __forceinline__ void take_sums(float (&out)[kOutCount]) {
+    constexpr int kFirst = kOutCount - kSumColumns / 2;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] = fmaf(part[2 * r], weight.x, fmaf(part[2 * r + 1], weight.y, sum[r]));
-    }
-  }
-
-  __device__ __forceinline__ void scale_sums(const float (&factor)[2]) {
+    for (int r = 0; r < 2; ++r) sum[r] += weighed_sum<kFirst>(out, r);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] *= factor[r];
+    for (int i = kFirst; i < kOutCount; ++i) out[i] = 0.f;
   }
 
   // Adds those of a tile's groups whose sum cannot be had of their codes.
-  // kShiftUnit: of the shifts, in codes.
-  template <int kGroupKeys, int kShiftUnit, int kGroups, class S>
-  __device__ __forceinline__ void add_exactly(const S (&s)[kCount],
-                                              const KeyScales<kGroups>& keys) {
+  template <class S, class Scale>
+  __device__ __forceinline__ void add_exactly(const S (&s)[kCount], const Scale& scale) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if ((keys.exact >> g & 1) == 0) continue;
-      const float below = (kBelow - keys.shift[g] * kShiftUnit) / kCodesOfOctave - 7.f;
+    for (int g = 0; g < Scale::kNumGroups; ++g) {
+      if ((scale.exact >> g & 1) == 0) continue;
+      const float below = (kBelow - scale.codes_of_shift(g)) / kCodesOfOctave - 7.f;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (key_group<kGroupKeys>(i) == g)
-          sum[row_of(i)] += exp2_approx(octaves(get(s[i])) + below);
+        if (Scale::group(i) == g) sum[row_of(i)] += exp2_approx(octaves(get(s[i])) + below);
       }
     }
   }

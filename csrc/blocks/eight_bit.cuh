@@ -1,6 +1,8 @@
 // Conversion to numbers of 8 bits.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace flashattn3 {
@@ -16,6 +18,16 @@ __device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) 
       : "=r"(bytes)
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return bytes;
+}
+
+__device__ __forceinline__ float rounded_to_e4m3(float x) {
+  uint32_t halves;
+  asm("{\n.reg .b16 pair;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 pair, %1, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, pair;\n}"
+      : "=r"(halves)
+      : "f"(x));
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(halves)));
 }
 
 // Integers, saturated to -128 and 127, or to 0 and 255. The first is the lowest byte. A conversion

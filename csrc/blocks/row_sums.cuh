@@ -1,49 +1,93 @@
-// Row sums of e4m3 probabilities by WGMMA: products with a tile of ones, whose column g has them at
-// the keys of group g, so that each group of keys is summed by itself.
+// Row sums of e4m3 probabilities by WGMMA, in the product that makes out: behind V's columns its
+// tile has kSumColumns more, which hold what each key counts, and so the sums come as columns of
+// out. They run on with it from tile to tile: ptxas takes no accumulator of which a part begins
+// anew.
+//
+// What a key counts is the inverse of a factor of its probability, any float (score_scale.cuh).
+// Column c has of it what the columns before it leave, 2^(4c) times as much, in e4m3, whose four
+// bits leave a sixteenth. kWeightUnit keeps the largest below 448.
 #pragma once
 
 #include <cstdint>
 
 #include "blocks/barrier.cuh"
+#include "blocks/eight_bit.cuh"
+#include "blocks/slot_order.h"
 #include "blocks/tile_product.cuh"
 #include "blocks/wgmma.cuh"
 
 namespace flashattn3 {
 
-constexpr int kSumGroups = 8;                // columns of the tile
-constexpr int kOnesBytes = 32 * kSumGroups;  // of the tile, for 32 keys of a group
+constexpr float kWeightUnit = 64.f;
+constexpr int kWeightColumns = 4;  // that hold something; the others are 0
+// As log2 of the factor, where a weight still stands for it to 12 bits.
+constexpr float kLeastFactor = -2.f, kGreatestFactor = 14.f;
 
-// Of a tile of kN keys. Threads of the CTA, before its first __syncthreads. ones: kOnesBytes for
-// each group.
-template <int kN, int kGroupKeys>
-__device__ __forceinline__ void write_ones(uint8_t* ones) {
-  static_assert(kN / kGroupKeys <= kSumGroups && kGroupKeys % 32 == 0);
-  for (int i = threadIdx.x; i < kN / kGroupKeys * kOnesBytes / 4; i += blockDim.x) {
-    // 16 keys of a column lie side by side, the columns one after the other.
-    const int column = i * 4 / 16 % kSumGroups, group = i * 4 / kOnesBytes;
-    reinterpret_cast<uint32_t*>(ones)[i] = column == group ? 0x38383838u : 0u;
+// By the threads of the CTA, before its first __syncthreads. weights: of kKeys keys.
+template <int kKeys>
+__device__ __forceinline__ void clear_weights(uint8_t* weights) {
+  for (int i = threadIdx.x; i < kKeys * kSumColumns / 4; i += blockDim.x) {
+    reinterpret_cast<uint32_t*>(weights)[i] = 0;
   }
   fence_async_proxy();
 }
 
-// Starts o += p * v and sum = p * ones. A thread holds of the sums, for its two rows, those of the
-// groups 2 * (lane % 4) and the next.
-template <int kN, int kGroupKeys, int kHeadDim>
-__device__ __forceinline__ void start_values_and_sums(
-    float (&o)[kHeadDim / 2], float (&sum)[4], const Probabilities<ElementType::kE4m3, kN>& p,
-    uint32_t v, uint32_t ones) {
+// What the columns hold for a key, a byte for each.
+__device__ __forceinline__ uint32_t weight_columns(float weight) {
+  float left[kWeightColumns] = {weight * kWeightUnit};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] = 0.f;
-  pin_registers(sum);
-  pin_registers(o);
+  for (int c = 1; c < kWeightColumns; ++c) {
+    left[c] = (left[c - 1] - rounded_to_e4m3(left[c - 1])) * 16.f;
+  }
+  return to_e4m3(left[0], left[1], left[2], left[3]);
+}
+
+// Which key of a tile a lane writes the weight of; with it of the 15 next.
+__device__ __forceinline__ int weight_key(int lane) {
+  return lane / kWeightColumns * kSlotsOfRow;
+}
+
+// By a warp, whose lanes have the columns of their keys' weights.
+template <int kKeys>
+__device__ __forceinline__ void write_weights(uint8_t* weights, uint32_t columns, int lane) {
+  static_assert(kKeys <= 32 / kWeightColumns * kSlotsOfRow);
+  if (weight_key(lane) >= kKeys) return;
+  const int column = lane % kWeightColumns;
+  const uint32_t bytes = __byte_perm(columns, 0, column * 0x1111);
+  *reinterpret_cast<uint4*>(weights + lane / kWeightColumns * kCoreBytes + column * kSlotsOfRow) =
+      make_uint4(bytes, bytes, bytes, bytes);
+}
+
+// Starts out += p * v, with the sums as out's last columns. v: kN slots of kHeadDim columns, and
+// their weights.
+template <int kN, int kHeadDim>
+__device__ __forceinline__ void start_values_and_sums(
+    float (&out)[(kHeadDim + kSumColumns) / 2], const Probabilities<ElementType::kE4m3, kN>& p,
+    uint32_t v) {
+  constexpr int kFirst = kHeadDim > 128 ? 128 : 0;  // columns; an instruction has 256 at most
+  constexpr int kRest = kHeadDim + kSumColumns - kFirst;
+  pin_registers(out);
   cute::warpgroup_arrive();
-  multiply_values<ElementType::kE4m3, kN, kHeadDim>(o, p, v);
 #pragma unroll
   for (int step = 0; step < kN / 32; ++step) {
-    Wgmma<ElementType::kE4m3, kSumGroups>::values(
-        sum, p[step], slots_descriptor(ones + step * 32 / kGroupKeys * (kOnesBytes / 16)));
+    const uint32_t at = v + step * (2 * kCoreBytes / 16);
+    if constexpr (kFirst > 0) {
+      Wgmma<ElementType::kE4m3, kFirst>::values(reinterpret_cast<float (&)[kFirst / 2]>(out),
+                                                p[step], slots_descriptor<kN>(at));
+    }
+    Wgmma<ElementType::kE4m3, kRest>::values(reinterpret_cast<float (&)[kRest / 2]>(out[kFirst / 2]),
+                                             p[step], slots_descriptor<kN>(at + kFirst * kN / 16));
   }
   cute::warpgroup_commit_batch();
+}
+
+// Of out's last accumulators, which hold the sums of two rows in columns 2 * (lane % 4) and the
+// next: what they add to the sum of row r. first: of the four.
+template <int kFirst, int kCount>
+__device__ __forceinline__ float weighed_sum(const float (&out)[kCount], int r) {
+  static_assert(kFirst + kSumColumns / 2 == kCount);
+  const float unit = 1.f / (kWeightUnit * static_cast<float>(1 << threadIdx.x % 4 * 8));
+  return (out[kFirst + 2 * r] + out[kFirst + 2 * r + 1] * (1.f / 16.f)) * unit;
 }
 
 }  // namespace flashattn3

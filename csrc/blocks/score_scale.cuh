@@ -26,17 +26,16 @@ struct UniformScale {
   __device__ __forceinline__ void restart(float score_scale) { factor[0] = score_scale; }
 };
 
-// Of a tile of K and V, for each group of keys that share their descales: K's descale; log2 of V's
-// descale over the row tile's v_scale, which goes into the probabilities, in codes, and its
-// inverse, which takes it out of their sum again. A group whose V is far smaller than V was before
-// has too small probabilities for that: it has weight 0 and a bit in `exact`.
+// Of a tile of K and V, for each group of keys that share their descales: K's descale, and log2 of
+// V's descale over the row tile's v_scale, which goes into the probabilities, in codes. The inverse
+// of that factor is their weight in the row's sum (row_sums.cuh). A group whose V is far smaller
+// than V was before has too small probabilities for that: it has weight 0 and a bit in `exact`.
 template <int kGroups>
 struct alignas(16) KeyScales {
   static_assert(kGroups <= 4);
   float k[kGroups];
   float shift[kGroups];  // of int8: over kInt8Zero
   uint32_t exact;
-  alignas(16) float2 weight[2];  // of two groups each; those of no group are 0
 };
 
 // Of accumulator i, whose column is 8 * (i / 4) and a little (wgmma.cuh).
@@ -49,6 +48,7 @@ __device__ __forceinline__ constexpr int key_group(int i) {
 // (int8_scores.cuh); 0: scores are floats.
 template <int kGroups, int kGroupKeys, int kZero>
 struct BlockScale {
+  static constexpr int kNumGroups = kGroups;
   static constexpr bool kInteger = kZero != 0;
   // What a score of 1 is, where it is a tanh.
   static constexpr float kOne = kInteger ? 0x1p20f : 1.f;
@@ -80,13 +80,17 @@ struct BlockScale {
     }
   }
 
+  // Of a group, in codes, once complete.
+  __device__ __forceinline__ float codes_of_shift(int g) const {
+    return kInteger ? fmaf(factor[g], kZero, from_bits(shift[g])) : shift[g];
+  }
+
   // For scores that are tanhs now.
   __device__ __forceinline__ void restart(float score_scale) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if constexpr (kInteger) {
-        const float codes = fmaf(factor[g], kZero, from_bits(shift[g]));  // the shift itself
-        take_start_away(g, score_scale / kOne * kZero, codes / kZero);
+        take_start_away(g, score_scale / kOne * kZero, codes_of_shift(g) / kZero);
       } else {
         factor[g] = score_scale;
       }

@@ -8,6 +8,9 @@
 //
 // In memory: (heads, slots / 16, columns, 16 slots), dense, columns 64, 128 or 256; with a batch
 // dimension in front where the sequences have equal lengths. Else one follows the other.
+//
+// A tile in shared memory: (columns / 8, slots / 16, 8 columns, 16 slots), so that kSumColumns more
+// (row_sums.cuh) may lie behind the others.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +19,9 @@ namespace flashattn3 {
 
 constexpr int kSlotsOfRow = 16;
 constexpr int kSlotGroup = 32;  // sequences begin at multiples
+constexpr int kCoreColumns = 8;
+constexpr int kCoreBytes = kCoreColumns * kSlotsOfRow;
+constexpr int kSumColumns = kCoreColumns;
 
 constexpr int slot_columns(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;

@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "blocks/barrier.cuh"
+#include "blocks/slot_order.h"
 
 namespace flashattn3 {
 
@@ -32,21 +33,21 @@ __device__ __forceinline__ void copy_floats(float* to, const void* tensor_map, B
   cute::SM90_TMA_LOAD_2D::copy(tensor_map, &full.word, cache_hint, to, column, row);
 }
 
-// One arrival at `full`, and a tile, or contiguous bytes, a multiple of 16, that complete it.
+// One arrival at `full`, and a tile that completes it.
 template <int kRows, int kChunks, int kChunkColumns>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map, Barrier& full,
                                           uint64_t cache_hint, int row, int head, int entry) {
   full.arrive_and_expect(kRows * kChunks * 128);
   copy_tile<kRows, kChunks, kChunkColumns>(tile, tensor_map, full, cache_hint, row, head, entry);
 }
-__device__ __forceinline__ void load_bytes(uint8_t* to, const void* from, Barrier& full,
-                                           uint64_t cache_hint, uint32_t bytes) {
-  full.arrive_and_expect(bytes);
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
-      "l"(from), "r"(bytes), "r"(full.address()), "l"(cache_hint)
-      : "memory");
+
+// The same of V in slots (slot_order.h), from this slot of a head on, a multiple of kSlotsOfRow.
+template <int kSlots, int kColumns>
+__device__ __forceinline__ void load_slots(uint8_t* tile, const void* tensor_map, Barrier& full,
+                                           uint64_t cache_hint, int slot, int head) {
+  full.arrive_and_expect(kSlots * kColumns);
+  cute::SM90_TMA_LOAD_4D::copy(tensor_map, &full.word, cache_hint, tile, 0, slot / kSlotsOfRow, 0,
+                               head);
 }
 
 }  // namespace flashattn3

@@ -5,7 +5,8 @@
 // bytes each, in the 128-byte swizzle that TMA writes; a chunk of R rows takes R * 128 bytes.
 // Chunks, and the 64-row slabs of Q in them, start at multiples of 1024 bytes.
 //
-// V in 8 bits, which WGMMA takes with the keys contiguous alone, lies in slots (slot_order.h).
+// V in 8 bits, which WGMMA takes with the keys contiguous alone, lies in slots (slot_order.h,
+// row_sums.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,6 +16,7 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/arch/util.hpp>
 
+#include "blocks/slot_order.h"
 #include "blocks/wgmma.cuh"
 
 namespace flashattn3 {
@@ -32,10 +34,12 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
   return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
-// Of V in slots: 128 bytes between groups of 8 columns, no swizzle; descriptor_low's distance is
-// that between 16 slots and the next 16.
+// Of V in slots, a tile of kN: so far are groups of 8 columns from each other, no swizzle;
+// descriptor_low's distance is that between 16 slots and the next 16.
+template <int kN>
 __device__ __forceinline__ uint64_t slots_descriptor(uint32_t low) {
-  return static_cast<uint64_t>(128 >> 4) << 32 | low;
+  constexpr uint32_t kHigh = kN / kSlotsOfRow * kCoreBytes >> 4;
+  return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
 // Tells the compiler that WGMMA, which it can't see through, writes these registers until here.
@@ -69,29 +73,16 @@ __device__ __forceinline__ void start_scores(float (&s)[kN / 2], uint32_t q, uin
 template <ElementType kElement, int kN>
 using Probabilities = uint32_t[kN * element_bytes(kElement) / 32][4];
 
-// o += p * v, in a group that the caller begins and commits. v: kN rows, in 8 bits kN slots.
-template <ElementType kElement, int kN, int kHeadDim>
-__device__ __forceinline__ void multiply_values(float (&o)[kHeadDim / 2],
-                                                const Probabilities<kElement, kN>& p, uint32_t v) {
-#pragma unroll
-  for (int step = 0; step < kN * element_bytes(kElement) / 32; ++step) {
-    if constexpr (kElement == ElementType::kE4m3) {
-      // 32 slots of kHeadDim columns.
-      Wgmma<kElement, kHeadDim>::values(o, p[step], slots_descriptor(v + step * kHeadDim * 2));
-    } else {
-      // 16 rows of 128 bytes.
-      Wgmma<kElement, kHeadDim>::values(o, p[step], descriptor(v + step * 128));
-    }
-  }
-}
-
-// Starts o += p * v, as above.
+// Starts o += p * v, in 16 bits. v: kN rows.
 template <ElementType kElement, int kN, int kHeadDim>
 __device__ __forceinline__ void start_values(float (&o)[kHeadDim / 2],
                                              const Probabilities<kElement, kN>& p, uint32_t v) {
   pin_registers(o);
   cute::warpgroup_arrive();
-  multiply_values<kElement, kN, kHeadDim>(o, p, v);
+#pragma unroll
+  for (int step = 0; step < kN / 16; ++step) {  // 16 rows of 128 bytes
+    Wgmma<kElement, kHeadDim>::values(o, p[step], descriptor(v + step * 128));
+  }
   cute::warpgroup_commit_batch();
 }
 

@@ -41,6 +41,7 @@ struct Wgmma;
 #define FA3_INT_ACC8(i)                                                                            \
   "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]),                                      \
   "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
+#define FA3_ACC4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FA3_ACC8(i)                                                                                \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]),                                      \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -109,12 +110,20 @@ struct Wgmma;
             __VA_ARGS__)                                                                           \
   FA3_WGMMA(ElementType::kFloat16, "f16", "k16", ", 0, 0", ", 1", ", 0, 1", ", 1, 1",              \
             __VA_ARGS__)
+#define FA3_WGMMA_E4M3(...)                                                                        \
+  FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", ", none", ", none", __VA_ARGS__)
 #define FA3_WGMMA_ALL(...)                                                                         \
   FA3_WGMMA_BOTH(__VA_ARGS__)                                                                      \
-  FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", ", none", ", none", __VA_ARGS__)
+  FA3_WGMMA_E4M3(__VA_ARGS__)
 
-FA3_WGMMA(ElementType::kE4m3, "e4m3", "k32", "", "", ", none", ", none", 8, "%0, %1, %2, %3", 4, 5, 6, 7,
-    8, "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]))
+// Widths of out in 8 bits, whose last 8 columns are sums (row_sums.cuh).
+FA3_WGMMA_E4M3(72, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3
+    ", %32, %33, %34, %35", 36, 37, 38, 39, 40, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16),
+    FA3_ACC8(24), FA3_ACC4(32))
+FA3_WGMMA_E4M3(136, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
+    FA3_PLACES_4 ", " FA3_PLACES_5 ", " FA3_PLACES_6 ", " FA3_PLACES_7 ", %64, %65, %66, %67", 68,
+    69, 70, 71, 72, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16), FA3_ACC8(24), FA3_ACC8(32),
+    FA3_ACC8(40), FA3_ACC8(48), FA3_ACC8(56), FA3_ACC4(64))
 FA3_WGMMA_INT8(96, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLACES_3 ", "
     FA3_PLACES_4 ", " FA3_PLACES_5, 48, 49, 50, FA3_INT_ACC8(0), FA3_INT_ACC8(8), FA3_INT_ACC8(16),
     FA3_INT_ACC8(24), FA3_INT_ACC8(32), FA3_INT_ACC8(40))
@@ -161,10 +170,12 @@ FA3_WGMMA_ALL(256, FA3_PLACES_0 ", " FA3_PLACES_1 ", " FA3_PLACES_2 ", " FA3_PLA
     FA3_ACC8(112), FA3_ACC8(120))
 
 #undef FA3_WGMMA_ALL
+#undef FA3_WGMMA_E4M3
 #undef FA3_WGMMA_BOTH
 #undef FA3_WGMMA_INT8
 #undef FA3_INT_SCORES
 #undef FA3_WGMMA
+#undef FA3_ACC4
 #undef FA3_ACC8
 #undef FA3_INT_ACC8
 #undef FA3_PLACES_0

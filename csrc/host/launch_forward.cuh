@@ -56,7 +56,8 @@ inline Descale descale_of(const BlockDescales& descales) {
           .head = descales.head,
           .block = descales.block,
           // Where there is one block, its index is last_block whatever this is.
-          .log2_tokens = std::bit_width(static_cast<unsigned>(descales.block_tokens)) - 1,
+          .log2_tokens =
+              static_cast<int>(std::bit_width(static_cast<unsigned>(descales.block_tokens))) - 1,
           .last_block = descales.num_blocks - 1,
           .heads_per_scale = descales.heads_per_scale};
 }
@@ -72,9 +73,7 @@ QuantizedArguments quantized_arguments(const ForwardParams& params) {
   if (given.promoted == nullptr && promoted_bytes<kRow>(params) > 0) {
     fail("launch of " + describe(kRow), "so many keys need room for sums in fp32");
   }
-  return {.v_slots = static_cast<const uint8_t*>(params.v),
-          .num_slots = given.num_slots,
-          .q = descale_of(given.q),
+  return {.q = descale_of(given.q),
           .k = descale_of(given.k),
           .v = descale_of(given.v),
           .out_is_fp16 = given.out_is_fp16,
@@ -97,7 +96,8 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
   args.k =
       make_tensor_map("k", kRow.dtype, params.k, params.q, k_shape, params.k_stride, kRow.block_n);
   if constexpr (kQuantized) {
-    args.v = args.k;
+    args.v = make_slots_map(params.v, params.q, params.quantized.num_slots,
+                            k_shape.heads * k_shape.batch, kRow.head_dim, kRow.block_n);
     args.quantized = quantized_arguments<kRow>(params);
   } else {
     args.v = make_tensor_map("v", kRow.dtype, params.v, params.q, v_shape, params.v_stride,

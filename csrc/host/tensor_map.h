@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "blocks/slot_order.h"
 #include "host/errors.h"
 #include "host/params.h"
 #include "kernels/forward/row.h"
@@ -39,12 +40,13 @@ struct TensorMapShape {
   int64_t head_dim, seq, heads, batch;
 };
 
-// All that a descriptor is made of; extents and strides in bytes innermost first, without the first
-// stride, which is that of neighbours.
+// All that a descriptor is made of; extents, boxes and strides in bytes innermost first, without the
+// first stride, which is that of neighbours.
 struct TensorMapKey {
   const void* address;
   ElementType type;
-  cuuint32_t box_rows;
+  CUtensorMapSwizzle swizzle;
+  cuuint32_t box[4];
   cuuint64_t extent[4];
   cuuint64_t bytes[3];
   bool operator==(const TensorMapKey&) const = default;
@@ -52,7 +54,6 @@ struct TensorMapKey {
 
 inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) {
   const int element = element_bytes(key.type);
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / element), key.box_rows, 1, 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status = tensor_map_encoder()(
@@ -60,8 +61,8 @@ inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) 
       key.type == ElementType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
       : key.type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                           : CU_TENSOR_MAP_DATA_TYPE_UINT8,
-      4, const_cast<void*>(key.address), key.extent, key.bytes, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      4, const_cast<void*>(key.address), key.extent, key.bytes, key.box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, key.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::string what = std::string("TMA descriptor of ") + name + " (";
@@ -73,29 +74,9 @@ inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) 
   return map;
 }
 
-// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 128 bytes x box_rows rows in
-// the 128-byte swizzle; what lies outside reads as 0 and is not written. unused: any valid device
-// address, for a tensor without elements, of which nothing is read. The last few of each thread are
-// kept: a caching allocator hands out the same addresses again and again.
-inline CUtensorMap make_tensor_map(const char* name, ElementType type, const void* address,
-                                   const void* unused, const TensorMapShape& shape,
-                                   const Strides& strides, int box_rows) {
-  const bool empty = shape.seq == 0 || address == nullptr;
-  TensorMapKey key{
-      .address = empty ? unused : address,
-      .type = type,
-      .box_rows = static_cast<cuuint32_t>(box_rows),
-      .extent = {static_cast<cuuint64_t>(shape.head_dim),
-                 static_cast<cuuint64_t>(empty ? 1 : shape.seq),
-                 static_cast<cuuint64_t>(shape.heads), static_cast<cuuint64_t>(shape.batch)},
-      .bytes = {}};
-  const int64_t elements[3] = {strides.seq, strides.head, strides.batch};
-  for (int i = 0; i < 3; ++i) {
-    // The stride of an axis with one element says nothing, and may be anything.
-    key.bytes[i] = key.extent[i + 1] == 1 || empty
-                       ? 16
-                       : static_cast<cuuint64_t>(elements[i]) * element_bytes(type);
-  }
+// The last few of each thread are kept: a caching allocator hands out the same addresses again and
+// again.
+inline CUtensorMap known_tensor_map(const char* name, const TensorMapKey& key) {
   struct Known {
     TensorMapKey key{};
     CUtensorMap map;
@@ -109,6 +90,51 @@ inline CUtensorMap make_tensor_map(const char* name, ElementType type, const voi
     slot.key = key;
   }
   return slot.map;
+}
+
+// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 128 bytes x box_rows rows in
+// the 128-byte swizzle; what lies outside reads as 0 and is not written. unused: any valid device
+// address, for a tensor without elements, of which nothing is read.
+inline CUtensorMap make_tensor_map(const char* name, ElementType type, const void* address,
+                                   const void* unused, const TensorMapShape& shape,
+                                   const Strides& strides, int box_rows) {
+  const bool empty = shape.seq == 0 || address == nullptr;
+  TensorMapKey key{
+      .address = empty ? unused : address,
+      .type = type,
+      .swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+      .box = {static_cast<cuuint32_t>(128 / element_bytes(type)),
+              static_cast<cuuint32_t>(box_rows), 1, 1},
+      .extent = {static_cast<cuuint64_t>(shape.head_dim),
+                 static_cast<cuuint64_t>(empty ? 1 : shape.seq),
+                 static_cast<cuuint64_t>(shape.heads), static_cast<cuuint64_t>(shape.batch)},
+      .bytes = {}};
+  const int64_t elements[3] = {strides.seq, strides.head, strides.batch};
+  for (int i = 0; i < 3; ++i) {
+    // The stride of an axis with one element says nothing, and may be anything.
+    key.bytes[i] = key.extent[i + 1] == 1 || empty
+                       ? 16
+                       : static_cast<cuuint64_t>(elements[i]) * element_bytes(type);
+  }
+  return known_tensor_map(name, key);
+}
+
+// V in slots, (heads, num_slots / 16, columns, 16) bytes without gaps, as (8 columns of 16 slots,
+// num_slots / 16, columns / 8, heads), innermost first; boxes of box_slots slots of all columns, in
+// the order that slot_order.h gives a tile. unused: as above.
+inline CUtensorMap make_slots_map(const void* address, const void* unused, int64_t num_slots,
+                                  int64_t heads, int columns, int box_slots) {
+  const bool empty = num_slots == 0 || address == nullptr;
+  const cuuint64_t units = empty ? 1 : num_slots / kSlotsOfRow;
+  const cuuint64_t bytes_of_unit = static_cast<cuuint64_t>(columns) * kSlotsOfRow;
+  const cuuint32_t groups = columns / kCoreColumns;
+  return known_tensor_map(
+      "v", {.address = empty ? unused : address,
+            .type = ElementType::kE4m3,
+            .swizzle = CU_TENSOR_MAP_SWIZZLE_NONE,
+            .box = {kCoreBytes, static_cast<cuuint32_t>(box_slots / kSlotsOfRow), groups, 1},
+            .extent = {kCoreBytes, units, groups, static_cast<cuuint64_t>(heads)},
+            .bytes = {bytes_of_unit, kCoreBytes, units * bytes_of_unit}});
 }
 
 // Dimensions (columns, rows) of floats without gaps, innermost first; boxes of box_columns of one

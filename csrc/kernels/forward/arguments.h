@@ -13,8 +13,6 @@ namespace flashattn3 {
 
 // What rows of 8 bits have besides.
 struct QuantizedArguments {
-  const uint8_t* v_slots;  // (entries, heads of k and v, num_slots / 16, head_dim of the row, 16)
-  int64_t num_slots;       // of an entry and head, in e4m3 elements of a column
   Descale q, k, v;
   bool out_is_fp16;  // else bf16
   // fp32 sums of out, (CTAs, head_dim / 8 + 1, threads that multiply) of float4; null: no row tile
@@ -26,7 +24,7 @@ struct ForwardArguments {
   // (head_dim, rows, heads, entries), innermost first; entries is 1 with cu_seqlens.
   CUtensorMap q;        // boxes of 128 bytes of columns x block_m rows
   CUtensorMap k;        // boxes of 128 bytes of columns x block_n rows
-  CUtensorMap v;        // as k; not made of quantized rows
+  CUtensorMap v;        // as k; in quantized rows slots, see make_slots_map
   CUtensorMap out_map;  // boxes of 64 columns x kRowsOfWarp rows
 
   uint16_t* out;  // 16-bit elements of the row's type

@@ -44,16 +44,17 @@ struct ForwardConfig {
   static constexpr int kVBytes = forward_value_bytes(kRow);
   static constexpr int kScaleKeys = kRow.scale_keys;
   static constexpr int kScaleGroups = kQuantized ? kBlockN / kScaleKeys : 1;
-  // From the start of shared memory: control, ones, Q buffers, K stages, V stages, out if it has
-  // room of its own.
-  static constexpr int kOnesOffset = kForwardControlBytes;
-  static constexpr int kStartOffset = kOnesOffset + kScaleGroups * kOnesBytes;  // of int8 scores
-  static constexpr int kQOffset = kOnesOffset + forward_ones_bytes(kRow);
-  static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
-  static constexpr int kVOffset = kKOffset + kStages * kKBytes;
-  static constexpr int kOutOffset = kVOffset + kStages * kVBytes;
+  // Of a warpgroup's 64 rows of out; in quantized rows the last ones are sums of P.
+  static constexpr int kOutRegisters = (kHeadDim + (kQuantized ? kSumColumns : 0)) / 2;
+  static constexpr int kWeightsInV = kBlockN * kHeadDim;  // of P, behind V's columns
   static constexpr bool kOutOverQ = forward_out_over_q(kRow);
   static constexpr int kOutChunks = forward_staged_columns(kRow) / 64;  // that a warp lays down
+  // From the start of shared memory: control, Q buffers, K stages, out if it has room of its own, V
+  // stages.
+  static constexpr int kQOffset = kForwardControlBytes;
+  static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
+  static constexpr int kOutOffset = kKOffset + kStages * kKBytes;
+  static constexpr int kVOffset = kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutChunks * 128);
 
   // setmaxnreg: multiples of 8, in all what the CTA was launched with; more would never come.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -78,15 +79,13 @@ struct ForwardConfig {
                 kConsumerRegisters);
   static_assert(kQuantized ? kScaleKeys % 32 == 0 && kBlockN % kScaleKeys == 0 : kScaleKeys == 0);
   static_assert(kRow.promote_keys % kBlockN == 0);
-  static_assert(!kQuantized || kStartOffset + kStartBytes <= kQOffset);
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
   // Under a mask the first warpgroup passes this many K tiles before its first one; their V tiles
   // wait until then.
   static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN <= kStages);
   static_assert(kQBuffers == 1 || kQBuffers == 2);
-  static_assert(kOutOffset % 1024 == 0);
-  static_assert(kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutChunks * 128) ==
-                forward_shared_bytes(kRow));
+  static_assert(kOutOffset % 1024 == 0 && kVOffset % 1024 == 0);
+  static_assert(kVOffset + kStages * kVBytes == forward_shared_bytes(kRow));
   static_assert(forward_shared_bytes(kRow) <= 232448, "227 KB for a CTA on compute capability 9.0");
 };
 
@@ -105,10 +104,10 @@ struct alignas(16) RowTile {
 // Barriers. "Threads" wait for full ones (all threads of the consumers), one thread (the producer)
 // for empty ones. Arrivals for each phase:
 //   *_full   1: the producer; q, k and v also wait for the bytes of the copy, `tile` for nothing;
-//            in quantized rows k also for the warp that brings the descales. Where V gets zeros
-//            behind the end of a sequence, `tail` has the producer and the bytes, and v the warp
-//            that waits for tail and writes them, which in quantized rows is the same. It reads
-//            tiles and leaves them as the consumers do
+//            in quantized rows k and v also for the warp that brings the descales. Where V gets
+//            zeros behind the end of a sequence, `tail` has the producer and the bytes, and v in
+//            its place the warp that waits for tail and writes them, which in quantized rows is the
+//            same. It reads tiles and leaves them as the consumers do
 //   *_empty  one for each consumer warp, after its last read; tile_empty one for each thread (a
 //            description is read by plain loads, which a warp's one arrival orders too, but
 //            racecheck does not follow that)
@@ -124,11 +123,11 @@ struct ForwardControl {
   Barrier tail_full[kStages];  // of V's stages
   Barrier tile_full[2], tile_empty[2];
   RowTile tile[2];
-  // Quantized rows alone. key_scales come with K, but are read until V is done with, while the next
-  // K of the stage may come: there are two for each stage, which take turns. v_scale, which out is
-  // to be multiplied with, comes with the tile, but not before the first K.
-  KeyScales<kScaleGroups> key_scales[2 * kStages];
+  // Quantized rows alone. key_scales come with K; v_scale, which out is to be multiplied with, comes
+  // with the tile, but not before the first K. start: what scores of int8 start from.
+  KeyScales<kScaleGroups> key_scales[kStages];
   float v_scale[2];
+  alignas(16) uint8_t start[kStartBytes];
 
   // One thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init(int consumer_warps, bool quantized) {
@@ -139,7 +138,7 @@ struct ForwardControl {
     for (int i = 0; i < kStages; ++i) {
       k_full[i].init(quantized ? 2 : 1);
       k_empty[i].init(consumer_warps);
-      v_full[i].init(1);
+      v_full[i].init(quantized ? 2 : 1);
       v_empty[i].init(consumer_warps);
       tail_full[i].init(1);
     }

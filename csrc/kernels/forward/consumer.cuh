@@ -35,7 +35,7 @@ class ForwardConsumer {
   static constexpr int kBlockN = Config::kBlockN;
   static constexpr int kStages = Config::kStages;
   using Scores = ScoreRegister<kElement>[kBlockN / 2];
-  using Out = float[kHeadDim / 2];
+  using Out = float[Config::kOutRegisters];
   using Probabilities = flashattn3::Probabilities<value_type(kElement), kBlockN>;
   static constexpr bool kInteger = Config::kInteger;
   using Scale =
@@ -55,13 +55,12 @@ class ForwardConsumer {
         control_(*reinterpret_cast<ForwardControlOf<kRow>*>(shared)),
         shared_(shared),
         warpgroup_(warpgroup) {
-    constexpr int kValueChunk = Config::kQuantized ? kHeadDim * 16 : kBlockN * 128;
+    constexpr int kValueChunk = Config::kQuantized ? kCoreBytes : kBlockN * 128;
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     q_base_ = descriptor_low(base, 16) + (Config::kQOffset + warpgroup * 64 * 128) / 16;
     k_base_ = descriptor_low(base, 16) + Config::kKOffset / 16;
     v_base_ = descriptor_low(base, kValueChunk) + Config::kVOffset / 16;
-    ones_ = descriptor_low(base, 128) + Config::kOnesOffset / 16;
-    start_ = base + Config::kStartOffset;
+    start_ = cute::cast_smem_ptr_to_uint(control_.start);
   }
 
   __device__ __forceinline__ void run() {
@@ -84,7 +83,7 @@ class ForwardConsumer {
       attend(s, o, p, softmax, work.blocks);
 
       control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: the last V is there.
-      multiply_values(o, p, softmax, kv_);
+      multiply_values(o, p, kv_);
       if constexpr (!Config::kOutOverQ) release_queries();
       q_.advance();
       Work next{};
@@ -156,7 +155,7 @@ class ForwardConsumer {
   // Out is complete; q_ is at the next tile's Q.
   __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax) {
     pin_registers(o);
-    if constexpr (Config::kQuantized) softmax.add_parts(sum_weight(kv_));
+    if constexpr (Config::kQuantized) softmax.take_sums(o);
     promotion_.add_to(o, softmax, args_);
     control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
     kv_.advance();
@@ -236,7 +235,7 @@ class ForwardConsumer {
                                          BlockRange mine) {
     const BlockRange clear = clear_blocks();  // in which every row sees every key
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.f;
+    for (int i = 0; i < Config::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
     int block = mine.end - 1;
     Scale scale = scale_of(kv_);
@@ -249,9 +248,7 @@ class ForwardConsumer {
     float unused[2];
     softmax.raise_reference(s, unused);
     if constexpr (Config::kQuantized) {
-      if (scale.sums_apart()) {
-        softmax.template add_exactly<Config::kScaleKeys, Config::kShiftUnit>(s, key_scales(kv_));
-      }
+      if (scale.sums_apart()) softmax.add_exactly(s, scale);
     } else {
       softmax.exponentiate(s);
     }
@@ -265,13 +262,12 @@ class ForwardConsumer {
     for (--block; block >= mine.begin; --block) {
       multiply_scores(s, kv);                           // K was waited for in the step before
       control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
-      multiply_values(o, p, softmax, kv_);
+      multiply_values(o, p, kv_);
       scale.complete(q_factor_);
       wait_products<1>();
       pin_registers(s);
       float factor[2];  // of out; set where it grew
       const bool grew = softmax_step(s, softmax, factor, scale, kv, block, clear);
-      const bool apart = scale.sums_apart();
       const RingPosition<kStages> next = kv.next();
       // Sync: the next K is there. A branch that follows from the sums keeps the whole softmax
       // before the wait for out: ptxas would move the wait up or the exponentials down, and the
@@ -280,19 +276,12 @@ class ForwardConsumer {
         control_.k_full[next.stage()].wait(next.parity());
       }
       scale = scale_of(next);  // of no use, and not used, after the last block
-      const float2 weight = sum_weight(kv_);
       wait_products<0>();
       pin_registers(o);
       control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
-      if constexpr (Config::kQuantized) softmax.add_parts(weight);
       if (grew) {
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[row_of(i)];
-        if constexpr (Config::kQuantized) {
-          softmax.scale_sums(factor);
-          if (apart)
-            softmax.template add_exactly<Config::kScaleKeys, Config::kShiftUnit>(s, key_scales(kv));
-        }
+        for (int i = 0; i < Config::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
       }
       promotion_.after_block(o, softmax, args_);
       Softmax::pack(p, s);
@@ -337,6 +326,9 @@ class ForwardConsumer {
     pin_registers(s);
     if (grew) {
       softmax.raise_reference(s, factor);
+      if constexpr (Config::kQuantized) {
+        if (scale.sums_apart()) softmax.add_exactly(s, scale);
+      }
       pin_registers(s);
     }
     return grew;
@@ -356,7 +348,7 @@ class ForwardConsumer {
         base + Config::kKOffset + at.stage() * Config::kKBytes, threadIdx.x / 32 * kRowsOfWarp);
   }
 
-  // This warp is done with K and its descales, not with V's.
+  // This warp is done with K and its descales.
   __device__ __forceinline__ void release_keys(RingPosition<kStages> at) {
     __syncwarp();
     control_.k_empty[at.stage()].arrive_warp();  // Sync: every lane has read the descales.
@@ -365,22 +357,9 @@ class ForwardConsumer {
   // Of the K tile at this position, which is there.
   __device__ __forceinline__ Scale scale_of(RingPosition<kStages> at) const {
     if constexpr (Config::kQuantized) {
-      return Scale(key_scales(at));
+      return Scale(control_.key_scales[at.stage()]);
     } else {
       return Scale{{args_.score_scale}};
-    }
-  }
-
-  __device__ __forceinline__ const auto& key_scales(RingPosition<kStages> at) const {
-    return control_.key_scales[at.double_stage()];
-  }
-
-  // What softmax.part counts.
-  __device__ __forceinline__ float2 sum_weight(RingPosition<kStages> at) const {
-    if constexpr (Config::kQuantized) {
-      return key_scales(at).weight[threadIdx.x % 2];
-    } else {
-      return {};
     }
   }
 
@@ -394,11 +373,11 @@ class ForwardConsumer {
     }
   }
 
-  __device__ __forceinline__ void multiply_values(Out& o, const Probabilities& p, Softmax& softmax,
+  __device__ __forceinline__ void multiply_values(Out& o, const Probabilities& p,
                                                   RingPosition<kStages> at) {
     const uint32_t v = v_base_ + at.stage() * (Config::kVBytes / 16);
     if constexpr (Config::kQuantized) {
-      start_values_and_sums<kBlockN, Config::kScaleKeys, kHeadDim>(o, softmax.part, p, v, ones_);
+      start_values_and_sums<kBlockN, kHeadDim>(o, p, v);
     } else {
       start_values<kElement, kBlockN, kHeadDim>(o, p, v);
     }
@@ -448,7 +427,7 @@ class ForwardConsumer {
   ForwardControlOf<kRow>& control_;
   uint8_t* shared_;
   int warpgroup_;
-  uint32_t q_base_, k_base_, v_base_, ones_, start_;
+  uint32_t q_base_, k_base_, v_base_, start_;
   float q_factor_ = 0.f;  // scale of the scores times the descale of the tile's rows
   bool staged_ = false;   // rows of out lie over the Q before the one at q_
   Promotion<Config> promotion_;

@@ -1,13 +1,14 @@
 // The warp that brings the descales of K and V, of quantized rows: follows the tiles that the
-// producer announces, and for each K tile lays down what the consumers' softmax needs. K's full
-// barrier waits for it as for the copy. It also writes the zeros behind the end of a sequence in V
-// (tails.cuh), in the order of the loads, K0, K1, V0, K2, ...: so it holds nothing back that the
-// producer could have brought.
+// producer announces, and for each K tile lays down what the consumers' softmax needs, for each V
+// tile what its keys count in the rows' sums. The full barriers wait for it as for the copies. It
+// also writes the zeros behind the end of a sequence in V (tails.cuh). All in the order of the
+// loads, K0, K1, V0, K2, ...: so it holds nothing back that the producer could have brought.
 #pragma once
 
 #include <climits>
 
 #include "blocks/row_references.cuh"
+#include "blocks/row_sums.cuh"
 #include "kernels/forward/arguments.h"
 #include "kernels/forward/config.cuh"
 #include "kernels/forward/tails.cuh"
@@ -21,8 +22,6 @@ class ForwardDescales {
   static constexpr int kBlocksAtOnce = 32 / kGroups;  // a lane for each group of each block
   // log2 of a scale so far below the tile's that its values do not count.
   static constexpr float kLowest = -30.f;
-  // As log2: a group with V so much smaller than V was before in the tile is summed exactly.
-  static constexpr float kMuchLess = -2.f;
   // Of values that are all 0.
   static constexpr float kNothing = 0x1p-100f;
 
@@ -30,6 +29,7 @@ class ForwardDescales {
   __device__ __forceinline__ ForwardDescales(const ForwardArguments& args, uint8_t* shared)
       : args_(args),
         control_(*reinterpret_cast<ForwardControlOf<kRow>*>(shared)),
+        shared_(shared),
         tails_(args, shared) {}
 
   __device__ __forceinline__ void run() {
@@ -53,7 +53,8 @@ class ForwardDescales {
     const float* v_of_head = v_scales.of(tile.sequence, head);
     const int num_blocks = tile.keys.end - tile.keys.begin;
     float v_scale = 1.f;
-    int highest = INT_MIN;  // log2 of V's scale so far, rounded up
+    int highest = INT_MIN;   // log2 of V's scale so far, rounded up
+    uint32_t last_weights = 0;  // of the lane's keys in the tile before
     for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
       // A lane for each group of the next blocks. Keys past the end are hidden, and others not
       // asked for; their descales may not exist.
@@ -68,39 +69,47 @@ class ForwardDescales {
       const float relative = __log2f(__fdividef(v, v_scale));
       const float shift = relative < kLowest ? kLowest : relative;  // NaN stays
       highest = __reduce_max_sync(~0u, max(highest, __float2int_ru(shift)));
-      const bool exact = shift < highest + kMuchLess;
+      // Where V is so much smaller than it was before in the tile, so are the probabilities.
+      const bool exact = shift < highest + kLeastFactor || shift > kGreatestFactor;
       const uint32_t exacts = __ballot_sync(~0u, exact);
-      const float weight = exact ? 0.f : exp2_approx(-shift);
+      const uint32_t weights = weight_columns(exact ? 0.f : exp2_approx(-shift));
       const int count = min(kBlocksAtOnce, num_blocks - first);
 #pragma unroll 1
       for (int j = 0; j < count; ++j) {
-        // Sync: every consumer warp is done with what lay there, with V's part of two uses ago.
+        // Sync: every consumer warp is done with what lay there.
         if (lane == 0) control_.k_empty[k_.stage()].wait(k_.parity());
         __syncwarp();
         const int group = lane - j * kGroups;
         if (group >= 0 && group < kGroups) {
-          KeyScales<kGroups>& scales = next_scales();
+          KeyScales<kGroups>& scales = control_.key_scales[k_.stage()];
           scales.k[group] = k;
           scales.shift[group] = shift * (Config::kUnits / Config::kShiftUnit);
-          reinterpret_cast<float*>(scales.weight)[group] = weight;
           if (group == 0) scales.exact = exacts >> lane & ((1u << kGroups) - 1);
         }
         __syncwarp();
         if (lane == 0) control_.k_full[k_.stage()].arrive();
         k_.advance();
-        if (first + j == min(1, num_blocks - 1)) tails_.complete(stage_before(first + j + 1), tile);
+        if (first + j > 0) bring_weights(k_.before(2), tile, last_weights, first + j == 1);
+        last_weights =
+            __shfl_sync(~0u, weights, j * kGroups + weight_key(lane) / Config::kScaleKeys);
       }
     }
+    if (num_blocks > 0) bring_weights(k_.before(1), tile, last_weights, num_blocks == 1);
   }
 
-  __device__ __forceinline__ KeyScales<kGroups>& next_scales() const {
-    constexpr int kStages = Config::kStages;
-    return control_.key_scales[(k_.double_stage() + kStages) % (2 * kStages)];
-  }
-
-  // Of V too: `count` tiles ago.
-  __device__ __forceinline__ int stage_before(int count) const {
-    return (k_.stage() + Config::kStages - count) % Config::kStages;
+  // Of V at this position; is_first: for the row tile.
+  __device__ __forceinline__ void bring_weights(RingPosition<Config::kStages> at,
+                                                const RowTile& tile, uint32_t weights, bool is_first) {
+    if (is_first) tails_.complete(at.stage(), tile);
+    // Sync: every consumer warp is done with what lay there.
+    if (threadIdx.x % 32 == 0) control_.v_empty[at.stage()].wait(at.parity());
+    __syncwarp();
+    write_weights<Config::kBlockN>(
+        shared_ + Config::kVOffset + at.stage() * Config::kVBytes + Config::kWeightsInV, weights,
+        threadIdx.x % 32);
+    fence_async_proxy();
+    __syncwarp();
+    control_.v_full[at.stage()].arrive_warp();  // Sync: every lane has written and fenced.
   }
 
   // The first of the lanes' that is not of nothing: relative to it the others go into the
@@ -113,6 +122,7 @@ class ForwardDescales {
 
   const ForwardArguments& args_;
   ForwardControlOf<kRow>& control_;
+  uint8_t* shared_;
   ForwardTails<kRow> tails_;
   RingPosition<2> tile_{0};
   RingPosition<Config::kStages> k_{1};

@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t pack_out(const ForwardArguments& args, float
 // that read the room (wait_for_stores).
 template <class Config, class Softmax>
 __device__ __forceinline__ void store_rows(const ForwardArguments& args, const RowTile& tile,
-                                           int first_row, const float (&o)[Config::kHeadDim / 2],
+                                           int first_row, const float (&o)[Config::kOutRegisters],
                                            const Softmax& softmax, float scale, uint8_t* staged,
                                            int chunk_bytes) {
   const int lane = threadIdx.x % 32;

@@ -29,13 +29,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& control = *reinterpret_cast<ForwardControlOf<kRow>*>(shared);
   if (threadIdx.x == 0) control.init(Config::kConsumerWarps, Config::kQuantized);
   if constexpr (Config::kQuantized) {
-    // Weights of no group stay 0.
-    auto* words = reinterpret_cast<uint32_t*>(control.key_scales);
-    for (int i = threadIdx.x; i < sizeof(control.key_scales) / 4; i += Config::kThreads) {
-      words[i] = 0;
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      clear_weights<Config::kBlockN>(shared + Config::kVOffset + stage * Config::kVBytes +
+                                     Config::kWeightsInV);
     }
-    write_ones<Config::kBlockN, Config::kScaleKeys>(shared + Config::kOnesOffset);
-    if constexpr (Config::kInteger) write_start(shared + Config::kStartOffset);
+    if constexpr (Config::kInteger) write_start(control.start);
   }
   // Sync: no thread touches a barrier before it is initialised.
   __syncthreads();

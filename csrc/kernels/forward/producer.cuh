@@ -154,14 +154,12 @@ class ForwardProducer {
     Barrier& full = wants_zeros<Config>(args_, keys) ? control_.tail_full[v_.stage()]
                                                      : control_.v_full[v_.stage()];
     if constexpr (Config::kQuantized) {
-      const QuantizedArguments& quantized = args_.quantized;
-      const int64_t head = static_cast<int64_t>(load.kv_entry) * args_.num_heads_kv + load.kv_head;
-      const int64_t slot =
-          head * quantized.num_slots + first_key +
-          (args_.keys.cu_seqlens != nullptr ? first_slot(load.kv_offset, load.tile.sequence) : 0);
-      const int slots = min(Config::kBlockN, static_cast<int>(slots_for(keys)));
-      load_bytes(stage, quantized.v_slots + slot * Config::kHeadDim, full, kReadAgain,
-                 slots * Config::kHeadDim);
+      const int head = load.kv_entry * args_.num_heads_kv + load.kv_head;
+      int slot = first_key;
+      if (args_.keys.cu_seqlens != nullptr) {
+        slot += static_cast<int>(first_slot(load.kv_offset, load.tile.sequence));
+      }
+      load_slots<Config::kBlockN, Config::kHeadDim>(stage, &args_.v, full, kReadAgain, slot, head);
     } else {
       load_tile<Config::kBlockN, Config::kChunks, Config::kChunkColumns>(
           stage, &args_.v, full, kReadAgain, load.kv_row - i * Config::kBlockN, load.kv_head,

@@ -14,7 +14,7 @@ template <class Config>
 class Promotion {
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kStep = 128 * Config::kConsumers;
-  using Out = float[kHeadDim / 2];
+  using Out = float[Config::kOutRegisters];
 
  public:
   // Of a new row tile.
@@ -26,12 +26,13 @@ class Promotion {
   // After every block but a row tile's first, whether it is time or not; never is it where there
   // are no more blocks than the row's interval.
   template <class Softmax>
-  __device__ __forceinline__ void after_block(Out& o, const Softmax& softmax,
+  __device__ __forceinline__ void after_block(Out& o, Softmax& softmax,
                                               const ForwardArguments& args) {
     if constexpr (Config::kPromoteBlocks > 0) {
       if (--blocks_left_ > 0) return;
       blocks_left_ = Config::kPromoteBlocks;
       add_to(o, softmax, args);
+      softmax.take_sums(o);
       any_ = true;
       float4* at = room(args);
 #pragma unroll

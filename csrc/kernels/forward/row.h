@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "blocks/element.h"
+#include "blocks/slot_order.h"
 
 namespace flashattn3 {
 
@@ -33,19 +34,15 @@ constexpr int forward_row_bytes(const ForwardRow& row) {
   return (row.head_dim * element_bytes(row.dtype) + 127) / 128 * 128;
 }
 
-// Of a tile of V: rows as K's, in 8 bits slots (blocks/slot_order.h).
+// Of a tile of V: rows as K's, in 8 bits slots with columns for the sums (blocks/slot_order.h).
 constexpr int forward_value_bytes(const ForwardRow& row) {
-  return row.block_n * (is_quantized(row.dtype) ? row.head_dim : forward_row_bytes(row));
+  return row.block_n *
+         (is_quantized(row.dtype) ? row.head_dim + kSumColumns : forward_row_bytes(row));
 }
 
 // Room for the barriers and the tile descriptions, before the tiles; the tiles want 1024-byte
 // alignment.
 constexpr int kForwardControlBytes = 1024;
-
-// Room for the ones that P in 8 bits is multiplied with for its sums.
-constexpr int forward_ones_bytes(const ForwardRow& row) {
-  return is_quantized(row.dtype) ? 1024 : 0;
-}
 
 // Whether a warp lays out down over its rows of Q: with one buffer the next Q is to come as soon as
 // may be, and 8 bits are too few.
@@ -62,8 +59,7 @@ constexpr int forward_staged_columns(const ForwardRow& row) {
 
 constexpr int forward_shared_bytes(const ForwardRow& row) {
   const int staged = forward_out_over_q(row) ? 0 : row.block_m * forward_staged_columns(row) * 2;
-  return kForwardControlBytes + forward_ones_bytes(row) +
-         row.num_q_buffers * row.block_m * forward_row_bytes(row) +
+  return kForwardControlBytes + row.num_q_buffers * row.block_m * forward_row_bytes(row) +
          row.num_stages * (row.block_n * forward_row_bytes(row) + forward_value_bytes(row)) +
          staged;
 }
