@@ -109,6 +109,8 @@ class RingPosition {
 
   __device__ __forceinline__ uint32_t stage() const { return stage_; }
   __device__ __forceinline__ uint32_t parity() const { return parity_; }
+  // In a ring of twice as many buffers. A writer's is kStages away from a reader's.
+  __device__ __forceinline__ uint32_t double_stage() const { return parity_ * kStages + stage_; }
   __device__ __forceinline__ RingPosition next() const {
     RingPosition position = *this;
     position.advance();
@@ -143,6 +145,7 @@ class RingPosition<kStages> {
 
   __device__ __forceinline__ uint32_t stage() const { return uses_ % kStages; }
   __device__ __forceinline__ uint32_t parity() const { return uses_ / kStages % 2; }
+  __device__ __forceinline__ uint32_t double_stage() const { return uses_ % (2 * kStages); }
   __device__ __forceinline__ RingPosition next() const {
     RingPosition position = *this;
     position.advance();

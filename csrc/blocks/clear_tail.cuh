@@ -22,28 +22,30 @@ __device__ __forceinline__ void clear_rows(uint8_t* values, int used, uint32_t t
   }
 }
 
-// V in slots (slot_order.h); the slots of keys from `used` on become 0. num_threads: of whole
-// quads.
+// V in slots (slot_order.h); the slots of keys from `used` on become 0. num_threads: a multiple of
+// kCoreColumns, each of which has 16 slots of a column at a time.
 template <int kKeys, int kHeadDim>
 __device__ __forceinline__ void clear_slots(uint8_t* values, int used, int thread,
                                             int num_threads) {
-  constexpr int kStride = kKeys / kSlotsOfRow * kCoreBytes;  // from eight columns to the next
+  constexpr int kUnits = kKeys / kSlotsOfRow;
   const int in_unit = used % kSlotsOfRow;
-  uint32_t kept = 0;  // of the thread's four slots, the same of every column
+  uint32_t kept[4] = {};  // of the slots of the unit that is used in part
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (key_of_quad(thread % 4, i) < in_unit) kept |= 0xffu << (8 * i);
+  for (int i = 0; i < kSlotsOfRow; ++i) {
+    if (key_of_quad(i / 4, i % 4) < in_unit) kept[i / 4] |= 0xffu << (i % 4 * 8);
   }
-  const int partly = used / kSlotsOfRow * kCoreBytes;
-  const int clear = (used + kSlotsOfRow - 1) / kSlotsOfRow * kCoreBytes;
-  for (int column = 0; column < kHeadDim; column += kCoreColumns) {
-    uint8_t* group = values + column / kCoreColumns * kStride;
-    for (int i = partly + thread * 4; i < clear; i += num_threads * 4) {
-      *reinterpret_cast<uint32_t*>(group + i) &= kept;
+  for (int group = thread / kCoreColumns; group < kHeadDim / kCoreColumns;
+       group += num_threads / kCoreColumns) {
+    uint4* slots = reinterpret_cast<uint4*>(values) +
+                   (group * kUnits + used / kSlotsOfRow) * kCoreColumns + thread % kCoreColumns;
+    uint4* const end =
+        reinterpret_cast<uint4*>(values) + (group + 1) * kUnits * kCoreColumns;
+    if (in_unit != 0) {
+      *slots = make_uint4(slots->x & kept[0], slots->y & kept[1], slots->z & kept[2],
+                          slots->w & kept[3]);
+      slots += kCoreColumns;
     }
-    for (int i = clear + thread * 16; i < kStride; i += num_threads * 16) {
-      *reinterpret_cast<uint4*>(group + i) = make_uint4(0, 0, 0, 0);
-    }
+    for (; slots < end; slots += kCoreColumns) *slots = make_uint4(0, 0, 0, 0);
   }
 }
 

@@ -1,11 +1,11 @@
 // Row sums of e4m3 probabilities by WGMMA, in the product that makes out: behind V's columns its
 // tile has kSumColumns more, which hold what each key counts, and so the sums come as columns of
-// out. They run on with it from tile to tile: ptxas takes no accumulator of which a part begins
-// anew.
+// out. They are taken from there after every tile: what WGMMA adds to a large sum loses bits, always
+// to the same side (9 % of a sum over 4096 keys).
 //
 // What a key counts is the inverse of a factor of its probability, any float (score_scale.cuh).
 // Column c has of it what the columns before it leave, 2^(4c) times as much, in e4m3, whose four
-// bits leave a sixteenth. kWeightUnit keeps the largest below 448.
+// bits leave a sixteenth. A weight of 1 is 2^kLog2WeightUnit, so that the largest is below 448.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace flashattn3 {
 
-constexpr float kWeightUnit = 64.f;
+constexpr int kLog2WeightUnit = 6;
 constexpr int kWeightColumns = 4;  // that hold something; the others are 0
 // As log2 of the factor, where a weight still stands for it to 12 bits.
 constexpr float kLeastFactor = -2.f, kGreatestFactor = 14.f;
@@ -34,7 +34,7 @@ __device__ __forceinline__ void clear_weights(uint8_t* weights) {
 
 // What the columns hold for a key, a byte for each.
 __device__ __forceinline__ uint32_t weight_columns(float weight) {
-  float left[kWeightColumns] = {weight * kWeightUnit};
+  float left[kWeightColumns] = {weight * (1 << kLog2WeightUnit)};
 #pragma unroll
   for (int c = 1; c < kWeightColumns; ++c) {
     left[c] = (left[c - 1] - rounded_to_e4m3(left[c - 1])) * 16.f;
@@ -42,20 +42,26 @@ __device__ __forceinline__ uint32_t weight_columns(float weight) {
   return to_e4m3(left[0], left[1], left[2], left[3]);
 }
 
-// Which key of a tile a lane writes the weight of; with it of the 15 next.
+// Which keys' weights a lane writes: of this one and the 15 next, and again of those of
+// kWeightKeys further on.
+constexpr int kWeightKeys = 32 / kWeightColumns * kSlotsOfRow;
 __device__ __forceinline__ int weight_key(int lane) {
   return lane / kWeightColumns * kSlotsOfRow;
 }
 
 // By a warp, whose lanes have the columns of their keys' weights.
-template <int kKeys>
-__device__ __forceinline__ void write_weights(uint8_t* weights, uint32_t columns, int lane) {
-  static_assert(kKeys <= 32 / kWeightColumns * kSlotsOfRow);
-  if (weight_key(lane) >= kKeys) return;
-  const int column = lane % kWeightColumns;
-  const uint32_t bytes = __byte_perm(columns, 0, column * 0x1111);
-  *reinterpret_cast<uint4*>(weights + lane / kWeightColumns * kCoreBytes + column * kSlotsOfRow) =
-      make_uint4(bytes, bytes, bytes, bytes);
+template <int kKeys, int kRounds>
+__device__ __forceinline__ void write_weights(uint8_t* weights, const uint32_t (&columns)[kRounds],
+                                              int lane) {
+  static_assert((kKeys + kWeightKeys - 1) / kWeightKeys == kRounds);
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int key = weight_key(lane) + round * kWeightKeys, column = lane % kWeightColumns;
+    if (key >= kKeys) return;
+    const uint32_t bytes = __byte_perm(columns[round], 0, column * 0x1111);
+    *reinterpret_cast<uint4*>(weights + key * kSumColumns + column * kSlotsOfRow) =
+        make_uint4(bytes, bytes, bytes, bytes);
+  }
 }
 
 // Starts out += p * v, with the sums as out's last columns. v: kN slots of kHeadDim columns, and
@@ -81,13 +87,27 @@ __device__ __forceinline__ void start_values_and_sums(
   cute::warpgroup_commit_batch();
 }
 
-// Of out's last accumulators, which hold the sums of two rows in columns 2 * (lane % 4) and the
-// next: what they add to the sum of row r. first: of the four.
-template <int kFirst, int kCount>
-__device__ __forceinline__ float weighed_sum(const float (&out)[kCount], int r) {
-  static_assert(kFirst + kSumColumns / 2 == kCount);
-  const float unit = 1.f / (kWeightUnit * static_cast<float>(1 << threadIdx.x % 4 * 8));
-  return (out[kFirst + 2 * r] + out[kFirst + 2 * r + 1] * (1.f / 16.f)) * unit;
+// What a probability of 1 is in a lane's share of a row's sum, columns 2 * (lane % 4) and the next,
+// as log2. Found out where it is wanted, which is seldom: kept, it would take a register of the main
+// loop.
+__device__ __forceinline__ int log2_of_one() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return kLog2WeightUnit + 8 * static_cast<int>(lane % 4);
+}
+
+// Moves the sums from out's last accumulators. They become 0 by a product: ptxas takes no
+// accumulator of which a part begins anew.
+template <int kCount>
+__device__ __forceinline__ void take_sums(float (&sum)[2], float (&out)[kCount]) {
+  constexpr int kFirst = kCount - kSumColumns / 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float* columns = out + kFirst + 2 * r;
+    sum[r] = fmaf(columns[1], 1.f / 16.f, sum[r] + columns[0]);
+    columns[0] *= 0.f;
+    columns[1] *= 0.f;
+  }
 }
 
 }  // namespace flashattn3

@@ -48,7 +48,6 @@ __device__ __forceinline__ constexpr int key_group(int i) {
 // (int8_scores.cuh); 0: scores are floats.
 template <int kGroups, int kGroupKeys, int kZero>
 struct BlockScale {
-  static constexpr int kNumGroups = kGroups;
   static constexpr bool kInteger = kZero != 0;
   // What a score of 1 is, where it is a tanh.
   static constexpr float kOne = kInteger ? 0x1p20f : 1.f;
@@ -80,17 +79,13 @@ struct BlockScale {
     }
   }
 
-  // Of a group, in codes, once complete.
-  __device__ __forceinline__ float codes_of_shift(int g) const {
-    return kInteger ? fmaf(factor[g], kZero, from_bits(shift[g])) : shift[g];
-  }
-
   // For scores that are tanhs now.
   __device__ __forceinline__ void restart(float score_scale) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if constexpr (kInteger) {
-        take_start_away(g, score_scale / kOne * kZero, codes_of_shift(g) / kZero);
+        const float codes = fmaf(factor[g], kZero, from_bits(shift[g]));  // the shift itself
+        take_start_away(g, score_scale / kOne * kZero, codes / kZero);
       } else {
         factor[g] = score_scale;
       }

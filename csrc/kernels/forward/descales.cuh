@@ -20,6 +20,7 @@ class ForwardDescales {
   using Config = ForwardConfig<kRow>;
   static constexpr int kGroups = Config::kScaleGroups;
   static constexpr int kBlocksAtOnce = 32 / kGroups;  // a lane for each group of each block
+  static constexpr int kRounds = (Config::kBlockN + kWeightKeys - 1) / kWeightKeys;
   // log2 of a scale so far below the tile's that its values do not count.
   static constexpr float kLowest = -30.f;
   // Of values that are all 0.
@@ -54,7 +55,7 @@ class ForwardDescales {
     const int num_blocks = tile.keys.end - tile.keys.begin;
     float v_scale = 1.f;
     int highest = INT_MIN;   // log2 of V's scale so far, rounded up
-    uint32_t last_weights = 0;  // of the lane's keys in the tile before
+    uint32_t last_weights[kRounds] = {};  // of the lane's keys in the tile before
     for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
       // A lane for each group of the next blocks. Keys past the end are hidden, and others not
       // asked for; their descales may not exist.
@@ -72,7 +73,7 @@ class ForwardDescales {
       // Where V is so much smaller than it was before in the tile, so are the probabilities.
       const bool exact = shift < highest + kLeastFactor || shift > kGreatestFactor;
       const uint32_t exacts = __ballot_sync(~0u, exact);
-      const uint32_t weights = weight_columns(exact ? 0.f : exp2_approx(-shift));
+      uint32_t weights = 0;
       const int count = min(kBlocksAtOnce, num_blocks - first);
 #pragma unroll 1
       for (int j = 0; j < count; ++j) {
@@ -81,7 +82,7 @@ class ForwardDescales {
         __syncwarp();
         const int group = lane - j * kGroups;
         if (group >= 0 && group < kGroups) {
-          KeyScales<kGroups>& scales = control_.key_scales[k_.stage()];
+          KeyScales<kGroups>& scales = next_scales();
           scales.k[group] = k;
           scales.shift[group] = shift * (Config::kUnits / Config::kShiftUnit);
           if (group == 0) scales.exact = exacts >> lane & ((1u << kGroups) - 1);
@@ -89,17 +90,27 @@ class ForwardDescales {
         __syncwarp();
         if (lane == 0) control_.k_full[k_.stage()].arrive();
         k_.advance();
+        if (j == 0) weights = weight_columns(exact ? 0.f : exp2_approx(-shift));  // late: K waits
         if (first + j > 0) bring_weights(k_.before(2), tile, last_weights, first + j == 1);
-        last_weights =
-            __shfl_sync(~0u, weights, j * kGroups + weight_key(lane) / Config::kScaleKeys);
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
+          const int key = weight_key(lane) + round * kWeightKeys;
+          last_weights[round] = __shfl_sync(~0u, weights, j * kGroups + key / Config::kScaleKeys);
+        }
       }
     }
     if (num_blocks > 0) bring_weights(k_.before(1), tile, last_weights, num_blocks == 1);
   }
 
+  __device__ __forceinline__ KeyScales<kGroups>& next_scales() const {
+    constexpr int kStages = Config::kStages;
+    return control_.key_scales[(k_.double_stage() + kStages) % (2 * kStages)];
+  }
+
   // Of V at this position; is_first: for the row tile.
   __device__ __forceinline__ void bring_weights(RingPosition<Config::kStages> at,
-                                                const RowTile& tile, uint32_t weights, bool is_first) {
+                                                const RowTile& tile,
+                                                const uint32_t (&weights)[kRounds], bool is_first) {
     if (is_first) tails_.complete(at.stage(), tile);
     // Sync: every consumer warp is done with what lay there.
     if (threadIdx.x % 32 == 0) control_.v_empty[at.stage()].wait(at.parity());

@@ -23,16 +23,30 @@ class Promotion {
     blocks_left_ = Config::kPromoteBlocks;
   }
 
-  // After every block but a row tile's first, whether it is time or not; never is it where there
-  // are no more blocks than the row's interval.
+  // Every block but a row tile's first.
+  __device__ __forceinline__ void count_block() { --blocks_left_; }
+
+  // Whether out moves after this block; never where there are no more than the row's interval.
+  __device__ __forceinline__ bool due() const {
+    return Config::kPromoteBlocks > 0 && blocks_left_ == 0;
+  }
+
+  // Row sums, out's last columns, are taken more often: they lose more.
   template <class Softmax>
-  __device__ __forceinline__ void after_block(Out& o, Softmax& softmax,
+  __device__ __forceinline__ void take_sums_if_due(Out& o, Softmax& softmax) const {
+    if constexpr (Config::kPromoteBlocks > 0) {
+      if (blocks_left_ % Config::kSumBlocks == 0) take_sums(softmax.sum, o);
+    }
+  }
+
+  // With all sums taken.
+  template <class Softmax>
+  __device__ __forceinline__ void move_if_due(Out& o, const Softmax& softmax,
                                               const ForwardArguments& args) {
     if constexpr (Config::kPromoteBlocks > 0) {
-      if (--blocks_left_ > 0) return;
+      if (!due()) return;
       blocks_left_ = Config::kPromoteBlocks;
       add_to(o, softmax, args);
-      softmax.take_sums(o);
       any_ = true;
       float4* at = room(args);
 #pragma unroll
@@ -75,7 +89,7 @@ class Promotion {
   }
 
   bool any_ = false;
-  int blocks_left_ = 0;
+  uint32_t blocks_left_ = 0;
 };
 
 }  // namespace flashattn3
