@@ -192,9 +192,7 @@ ROWS = (
     # and keys that share descales, keys between promotions
     *_rows(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED_8),
     *_rows(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED_8),
-    *_rows((E4M3,), 128, False, 128, 128, 4, 2, 2, 64, 4096, max_seqlen_k=768, measured=MEASURED_8),
-    *_rows((E4M3,), 128, False, 192, 96, 5, 3, 2, 32, 4128, measured=MEASURED_8),
-    *_rows((INT8,), 128, False, 128, 128, 4, 2, 2, 64, 4096, measured=MEASURED_8),
+    *_rows(EIGHT_BIT, 128, False, 128, 128, 4, 2, 2, 64, 4096, measured=MEASURED_8),
     *_rows(
         EIGHT_BIT, 128, True, 128, 128, 4, 2, 2, 64, 4096, max_seqlen_k=768, measured=MEASURED_8
     ),

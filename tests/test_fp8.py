@@ -145,6 +145,7 @@ def test_blocks_of_v_may_differ_by_any_factor(backend, device):
     for factors in (
         (1e-30, 1.0, 1e-30, 1e3),
         (1.0, 1e-38, 1e30, 1.0),
+        (1.0, 3e3, 20.0, 0.3),
         (0.0, 2.0, 0.0, 1.0),
         (0.0,),
     ):

@@ -23,6 +23,14 @@ struct GivenUpWaits {
 static __device__ GivenUpWaits given_up_waits;
 #endif
 
+// For compute-sanitizer's racecheck, which follows arrivals of threads but no __syncwarp before
+// that of one for all. Never in a build for use.
+#ifdef FLASHATTN3_EVERY_LANE_ARRIVES
+constexpr int kArrivalsOfLanes = 32;
+#else
+constexpr int kArrivalsOfLanes = 1;
+#endif
+
 // A full barrier counts one arrival (the loading thread) and the bytes it announced; an empty
 // barrier counts one arrival for each warp that read the buffer.
 struct Barrier {
@@ -77,6 +85,11 @@ struct Barrier {
   __device__ __forceinline__ void arrive_warp() {
     if (threadIdx.x % 32 == 0) arrive();
   }
+
+  // The same, of lanes that read or wrote by plain instructions; kArrivalsOfLanes arrivals.
+  __device__ __forceinline__ void arrive_lanes() {
+    if (kArrivalsOfLanes == 32 || threadIdx.x % 32 == 0) arrive();
+  }
 };
 
 // Makes initialised barriers visible to bulk copies; before the CTA's first __syncthreads.
@@ -109,8 +122,6 @@ class RingPosition {
 
   __device__ __forceinline__ uint32_t stage() const { return stage_; }
   __device__ __forceinline__ uint32_t parity() const { return parity_; }
-  // In a ring of twice as many buffers. A writer's is kStages away from a reader's.
-  __device__ __forceinline__ uint32_t double_stage() const { return parity_ * kStages + stage_; }
   __device__ __forceinline__ RingPosition next() const {
     RingPosition position = *this;
     position.advance();
@@ -145,7 +156,6 @@ class RingPosition<kStages> {
 
   __device__ __forceinline__ uint32_t stage() const { return uses_ % kStages; }
   __device__ __forceinline__ uint32_t parity() const { return uses_ / kStages % 2; }
-  __device__ __forceinline__ uint32_t double_stage() const { return uses_ % (2 * kStages); }
   __device__ __forceinline__ RingPosition next() const {
     RingPosition position = *this;
     position.advance();

@@ -38,8 +38,7 @@ __device__ __forceinline__ void clear_slots(uint8_t* values, int used, int threa
        group += num_threads / kCoreColumns) {
     uint4* slots = reinterpret_cast<uint4*>(values) +
                    (group * kUnits + used / kSlotsOfRow) * kCoreColumns + thread % kCoreColumns;
-    uint4* const end =
-        reinterpret_cast<uint4*>(values) + (group + 1) * kUnits * kCoreColumns;
+    uint4* const end = reinterpret_cast<uint4*>(values) + (group + 1) * kUnits * kCoreColumns;
     if (in_unit != 0) {
       *slots = make_uint4(slots->x & kept[0], slots->y & kept[1], slots->z & kept[2],
                           slots->w & kept[3]);

@@ -43,15 +43,6 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   // 126 is 448, 127 NaN.
   static constexpr float kLimit = (kInteger ? 127.f : 126.4f) * kUnit;
 
-  // s becomes the codes. Returns whether a row of the warp grew too far or sees its first key, or a
-  // group is to be summed exactly; raise_reference is what is left to do then.
-  static constexpr bool kAttemptLasts = true;
-  template <class S, class Scale>
-  __device__ __forceinline__ bool attempt(S (&s)[kCount], const Scale& scale) const {
-    const bool grew = this->subtract_reference(s, scale, kLimit) || scale.sums_apart();
-    return __any_sync(~0u, grew);
-  }
-
   // Raises the references of rows that grew too far or see their first key. s: codes over the old
   // references, on return over the new ones. factor: what out has to be multiplied with; the sums
   // here are. All lanes of the warp must call it.
@@ -88,19 +79,16 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     }
   }
 
-  // Adds those of a tile's groups whose sum cannot be had of their codes. kShiftUnit: of the
-  // shifts, in codes.
-  template <int kGroupKeys, int kShiftUnit, int kGroups, class S>
-  __device__ __forceinline__ void add_exactly(const S (&s)[kCount],
-                                              const KeyScales<kGroups>& keys) {
+  // Adds those of a tile's groups whose sum cannot be had of their codes.
+  template <class S, class Scale>
+  __device__ __forceinline__ void add_exactly(const S (&s)[kCount], const Scale& scale) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if ((keys.exact >> g & 1) == 0) continue;
-      const float below =
-          (kBelow - keys.shift[g] * kShiftUnit) / kCodesOfOctave - 7.f + log2_of_one();
+    for (int g = 0; g < Scale::kNumGroups; ++g) {
+      if ((scale.exact >> g & 1) == 0) continue;
+      const float below = (kBelow - scale.codes_of_shift(g)) / kCodesOfOctave - 7.f + log2_of_one();
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (key_group<kGroupKeys>(i) == g) {
+        if (Scale::group(i) == g) {
           sum[row_of(i)] += exp2_approx(octaves(get(s[i])) + below);
         }
       }

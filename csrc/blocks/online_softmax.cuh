@@ -75,9 +75,8 @@ struct OnlineSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   // For a tile of which all rows see all keys: subtract_reference and exponentiate in one, with
   // growth seen from the sums. Returns whether a sum of the warp is too large (or NaN); then s is
   // of no use, and the state is as before.
-  static constexpr bool kAttemptLasts = false;
   template <class Scale>
-  __device__ __forceinline__ bool attempt(float (&s)[kCount], const Scale& scale) {
+  __device__ __forceinline__ bool exponentiate_at_once(float (&s)[kCount], const Scale& scale) {
     float part[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

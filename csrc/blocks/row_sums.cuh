@@ -1,7 +1,7 @@
 // Row sums of e4m3 probabilities by WGMMA, in the product that makes out: behind V's columns its
 // tile has kSumColumns more, which hold what each key counts, and so the sums come as columns of
-// out. They are taken from there after every tile: what WGMMA adds to a large sum loses bits, always
-// to the same side (9 % of a sum over 4096 keys).
+// out. They are taken from there after every tile: what WGMMA adds to a large sum loses bits,
+// always to the same side (9 % of a sum over 4096 keys).
 //
 // What a key counts is the inverse of a factor of its probability, any float (score_scale.cuh).
 // Column c has of it what the columns before it leave, 2^(4c) times as much, in e4m3, whose four
@@ -42,26 +42,18 @@ __device__ __forceinline__ uint32_t weight_columns(float weight) {
   return to_e4m3(left[0], left[1], left[2], left[3]);
 }
 
-// Which keys' weights a lane writes: of this one and the 15 next, and again of those of
-// kWeightKeys further on.
-constexpr int kWeightKeys = 32 / kWeightColumns * kSlotsOfRow;
-__device__ __forceinline__ int weight_key(int lane) {
-  return lane / kWeightColumns * kSlotsOfRow;
-}
+// Which key of a tile a lane writes the weight of; with it of the 15 next.
+__device__ __forceinline__ int weight_key(int lane) { return lane / kWeightColumns * kSlotsOfRow; }
 
 // By a warp, whose lanes have the columns of their keys' weights.
-template <int kKeys, int kRounds>
-__device__ __forceinline__ void write_weights(uint8_t* weights, const uint32_t (&columns)[kRounds],
-                                              int lane) {
-  static_assert((kKeys + kWeightKeys - 1) / kWeightKeys == kRounds);
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int key = weight_key(lane) + round * kWeightKeys, column = lane % kWeightColumns;
-    if (key >= kKeys) return;
-    const uint32_t bytes = __byte_perm(columns[round], 0, column * 0x1111);
-    *reinterpret_cast<uint4*>(weights + key * kSumColumns + column * kSlotsOfRow) =
-        make_uint4(bytes, bytes, bytes, bytes);
-  }
+template <int kKeys>
+__device__ __forceinline__ void write_weights(uint8_t* weights, uint32_t columns, int lane) {
+  static_assert(kKeys <= 32 / kWeightColumns * kSlotsOfRow);
+  if (weight_key(lane) >= kKeys) return;
+  const int column = lane % kWeightColumns;
+  const uint32_t bytes = __byte_perm(columns, 0, column * 0x1111);
+  *reinterpret_cast<uint4*>(weights + weight_key(lane) * kSumColumns + column * kSlotsOfRow) =
+      make_uint4(bytes, bytes, bytes, bytes);
 }
 
 // Starts out += p * v, with the sums as out's last columns. v: kN slots of kHeadDim columns, and
@@ -81,15 +73,16 @@ __device__ __forceinline__ void start_values_and_sums(
       Wgmma<ElementType::kE4m3, kFirst>::values(reinterpret_cast<float (&)[kFirst / 2]>(out),
                                                 p[step], slots_descriptor<kN>(at));
     }
-    Wgmma<ElementType::kE4m3, kRest>::values(reinterpret_cast<float (&)[kRest / 2]>(out[kFirst / 2]),
-                                             p[step], slots_descriptor<kN>(at + kFirst * kN / 16));
+    Wgmma<ElementType::kE4m3, kRest>::values(
+        reinterpret_cast<float (&)[kRest / 2]>(out[kFirst / 2]), p[step],
+        slots_descriptor<kN>(at + kFirst * kN / 16));
   }
   cute::warpgroup_commit_batch();
 }
 
 // What a probability of 1 is in a lane's share of a row's sum, columns 2 * (lane % 4) and the next,
-// as log2. Found out where it is wanted, which is seldom: kept, it would take a register of the main
-// loop.
+// as log2. Found out where it is wanted, which is seldom: kept, it would take a register of the
+// main loop.
 __device__ __forceinline__ int log2_of_one() {
   uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));

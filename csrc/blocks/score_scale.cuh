@@ -48,6 +48,7 @@ __device__ __forceinline__ constexpr int key_group(int i) {
 // (int8_scores.cuh); 0: scores are floats.
 template <int kGroups, int kGroupKeys, int kZero>
 struct BlockScale {
+  static constexpr int kNumGroups = kGroups;
   static constexpr bool kInteger = kZero != 0;
   // What a score of 1 is, where it is a tanh.
   static constexpr float kOne = kInteger ? 0x1p20f : 1.f;
@@ -77,6 +78,11 @@ struct BlockScale {
         factor[g] *= q_factor;
       }
     }
+  }
+
+  // Of a group, in codes, once complete.
+  __device__ __forceinline__ float codes_of_shift(int g) const {
+    return kInteger ? fmaf(factor[g], kZero, from_bits(shift[g])) : shift[g];
   }
 
   // For scores that are tanhs now.

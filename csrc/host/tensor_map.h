@@ -40,8 +40,8 @@ struct TensorMapShape {
   int64_t head_dim, seq, heads, batch;
 };
 
-// All that a descriptor is made of; extents, boxes and strides in bytes innermost first, without the
-// first stride, which is that of neighbours.
+// All that a descriptor is made of; extents, boxes and strides in bytes innermost first, without
+// the first stride, which is that of neighbours.
 struct TensorMapKey {
   const void* address;
   ElementType type;
@@ -56,14 +56,14 @@ inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) 
   const int element = element_bytes(key.type);
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult status = tensor_map_encoder()(
-      &map,
-      key.type == ElementType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-      : key.type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                          : CU_TENSOR_MAP_DATA_TYPE_UINT8,
-      4, const_cast<void*>(key.address), key.extent, key.bytes, key.box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, key.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      tensor_map_encoder()(&map,
+                           key.type == ElementType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                           : key.type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                               : CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                           4, const_cast<void*>(key.address), key.extent, key.bytes, key.box,
+                           element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, key.swizzle,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::string what = std::string("TMA descriptor of ") + name + " (";
     for (int i = 0; i < 4; ++i) what += (i ? " x " : "") + std::to_string(key.extent[i]);
@@ -103,8 +103,8 @@ inline CUtensorMap make_tensor_map(const char* name, ElementType type, const voi
       .address = empty ? unused : address,
       .type = type,
       .swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
-      .box = {static_cast<cuuint32_t>(128 / element_bytes(type)),
-              static_cast<cuuint32_t>(box_rows), 1, 1},
+      .box = {static_cast<cuuint32_t>(128 / element_bytes(type)), static_cast<cuuint32_t>(box_rows),
+              1, 1},
       .extent = {static_cast<cuuint64_t>(shape.head_dim),
                  static_cast<cuuint64_t>(empty ? 1 : shape.seq),
                  static_cast<cuuint64_t>(shape.heads), static_cast<cuuint64_t>(shape.batch)},

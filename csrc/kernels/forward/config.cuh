@@ -58,14 +58,13 @@ struct ForwardConfig {
 
   // setmaxnreg: multiples of 8, in all what the CTA was launched with; more would never come.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr bool kTight = kQuantized && (kHeadDim == 256 || kBlockN > 128);
+  static constexpr bool kTight = kQuantized && kHeadDim == 256;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTight ? 24 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
                                             : kConsumers == 2 ? (kTight ? 240 : 232)
                                                               : 248;
-  // Blocks of keys after which out is promoted; 0: never. Row sums are more often: they lose more.
-  static constexpr uint32_t kPromoteBlocks = kRow.promote_keys / kBlockN;
-  static constexpr uint32_t kSumBlocks = kBlockN > 96 ? 2 : 4;
+  // Blocks of keys after which out is promoted; 0: never.
+  static constexpr int kPromoteBlocks = kRow.promote_keys / kBlockN;
 
   static_assert(kConsumers >= 1 && kConsumers <= 3);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
@@ -124,11 +123,9 @@ struct ForwardControl {
   Barrier tail_full[kStages];  // of V's stages
   Barrier tile_full[2], tile_empty[2];
   RowTile tile[2];
-  // Quantized rows alone. key_scales come with K, but are read until V is done with, while the next
-  // K of the stage may come: there are two for each stage, which take turns. v_scale, which out is
-  // to be multiplied with, comes with the tile, but not before the first K. start: what scores of
-  // int8 start from.
-  KeyScales<kScaleGroups> key_scales[2 * kStages];
+  // Quantized rows alone. key_scales come with K; v_scale, which out is to be multiplied with,
+  // comes with the tile, but not before the first K. start: what scores of int8 start from.
+  KeyScales<kScaleGroups> key_scales[kStages];
   float v_scale[2];
   alignas(16) uint8_t start[kStartBytes];
 
@@ -139,9 +136,9 @@ struct ForwardControl {
       q_empty[i].init(consumer_warps);
     }
     for (int i = 0; i < kStages; ++i) {
-      k_full[i].init(quantized ? 2 : 1);
-      k_empty[i].init(consumer_warps);
-      v_full[i].init(quantized ? 2 : 1);
+      k_full[i].init(quantized ? 1 + kArrivalsOfLanes : 1);
+      k_empty[i].init(consumer_warps * kArrivalsOfLanes);
+      v_full[i].init(quantized ? 1 + kArrivalsOfLanes : 1);
       v_empty[i].init(consumer_warps);
       tail_full[i].init(1);
     }

@@ -156,7 +156,7 @@ class ForwardConsumer {
   __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax) {
     pin_registers(o);
     if constexpr (Config::kQuantized) take_sums(softmax.sum, o);
-    promotion_.add_to(o, softmax, args_);
+    if constexpr (Config::kQuantized) promotion_.add_to(o, softmax, args_);
     control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
     kv_.advance();
     const int warp = threadIdx.x / 32;
@@ -215,7 +215,7 @@ class ForwardConsumer {
     for (int i = 0; i < work.above; ++i) {
       control_.k_full[at.stage()].wait(at.parity());
       __syncwarp();
-      control_.k_empty[at.stage()].arrive_warp();
+      control_.k_empty[at.stage()].arrive_lanes();
       at.advance();
     }
     control_.k_full[at.stage()].wait(at.parity());  // Sync: the first K is there.
@@ -248,7 +248,7 @@ class ForwardConsumer {
     float unused[2];
     softmax.raise_reference(s, unused);
     if constexpr (Config::kQuantized) {
-      if (scale.sums_apart()) add_sums_apart(s, softmax, kv_);
+      if (scale.sums_apart()) softmax.add_exactly(s, scale);
     } else {
       softmax.exponentiate(s);
     }
@@ -260,107 +260,88 @@ class ForwardConsumer {
     if (block > mine.begin) control_.k_full[kv.stage()].wait(kv.parity());  // Sync: the next K is.
     scale = scale_of(kv);
     --block;
-    // The inner loop is the fast way of a step, the slow one lies behind it: what the program jumps
-    // over in the loop, it has to fetch instructions around.
-    while (block >= mine.begin) {
-      bool started;  // the fast way, which found that it will not do
-      while (true) {
+    do {
+      // Out is promoted between two of these loops: in one, the code would be in the way.
+      const int stop =
+          Config::kQuantized ? max(mine.begin, block + 1 - Config::kPromoteBlocks) : mine.begin;
+      for (; block >= stop; --block) {
         multiply_scores(s, kv);                           // K was waited for in the step before
         control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
         multiply_values(o, p, kv_);
         scale.complete(q_factor_);
-        promotion_.count_block();
         wait_products<1>();
         pin_registers(s);
-        started = may_attempt(softmax, block, clear) && !promotion_.due();
-        if (!started) break;
-        const bool failed = softmax.attempt(s, scale);
-        if constexpr (Softmax::kAttemptLasts) hide_if_wanted(s, block, clear);
-        if (failed) break;
-        scale = end_step(o, softmax, kv, block > mine.begin);
-        promotion_.take_sums_if_due(o, softmax);
+        float factor[2];  // of out; set where it grew
+        const bool grew = softmax_step(s, softmax, factor, scale, kv, block, clear);
+        const RingPosition<kStages> next = kv.next();
+        // Sync: the next K is there. With exponentials a branch that follows from their sums keeps
+        // the whole softmax before the wait for out: ptxas would move the wait up or the
+        // exponentials down, and the product would run beside nothing. (Those sums are never
+        // negative.)
+        if (block > mine.begin || (!Config::kQuantized && softmax.impossible())) {
+          control_.k_full[next.stage()].wait(next.parity());
+        }
+        scale = scale_of(next);  // of no use, and not used, after the last block
+        wait_products<0>();
+        pin_registers(o);
+        control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
+        if (grew) {
+#pragma unroll
+          for (int i = 0; i < Config::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
+        }
+        if constexpr (Config::kQuantized) take_sums(softmax.sum, o);
         Softmax::pack(p, s);
         kv_ = kv;
-        kv = kv.next();
-        if (--block < mine.begin) return;
-      }
-      float factor[2];  // of out; set where it grew
-      const bool grew = slow_softmax(s, softmax, factor, scale, kv, block, clear, started);
-      const bool apart = scale.sums_apart();
-      scale = end_step(o, softmax, kv, block > mine.begin);
-      if (grew) {
-#pragma unroll
-        for (int i = 0; i < Config::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
+        kv = next;
       }
       if constexpr (Config::kQuantized) {
-        if (apart) add_sums_apart(s, softmax, kv);
+        if (block >= mine.begin) promotion_.move(o, softmax, args_);
       }
-      promotion_.take_sums_if_due(o, softmax);
-      promotion_.move_if_due(o, softmax, args_);
-      Softmax::pack(p, s);
-      kv_ = kv;
-      kv = kv.next();
-      --block;
-    }
+    } while (Config::kQuantized && block >= mine.begin);
   }
 
-  // The rest of a step, after the softmax of the scores of K at kv: gives K back, waits for the next
-  // and for out, and gives V back. Returns what scales the next scores; of no use without more.
-  __device__ __forceinline__ Scale end_step(Out& o, const Softmax& softmax,
-                                            RingPosition<kStages> kv, bool more) {
+  // From scores to probabilities, with descales to their codes; gives K back. Returns whether out
+  // has to be multiplied by factor, the same in all lanes.
+  __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
+                                               Scale scale, RingPosition<kStages> kv, int block,
+                                               BlockRange clear) {
+    bool grew = false;
+    if constexpr (Config::kQuantized) {
+      grew = exact_softmax(s, softmax, factor, scale, block, clear);
+    } else {
+      bool exact = args_.tanh_scale != 0.f;
+      if constexpr (Config::kWindowed) {
+        exact = exact || !clear.has(block) || softmax.warp_has_unseen();
+      }
+      if (exact || softmax.exponentiate_at_once(s, scale)) {
+        pin_registers(s);
+        if (!exact) multiply_scores_again(s, kv);
+        grew = exact_softmax(s, softmax, factor, scale, block, clear);
+        softmax.exponentiate(s);
+      }
+    }
     release_keys(kv);
-    const RingPosition<kStages> next = kv.next();
-    // Sync: the next K is there. With exponentials a branch that follows from their sums keeps the
-    // whole softmax before the wait for out: ptxas would move the wait up or the exponentials down,
-    // and the product would run beside nothing. (Those sums are never negative.)
-    if (more || (!Config::kQuantized && softmax.impossible())) {
-      control_.k_full[next.stage()].wait(next.parity());
-    }
-    const Scale scale = scale_of(next);
-    wait_products<0>();
-    pin_registers(o);
-    control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
-    return scale;
-  }
-
-  // Whether the fast way will do: not with a cap, and where what fails leaves nothing behind only
-  // where every row sees every key, of this block and of one before.
-  __device__ __forceinline__ bool may_attempt(const Softmax& softmax, int block,
-                                              BlockRange clear) const {
-    bool may = args_.tanh_scale == 0.f;
-    if constexpr (Config::kWindowed && !Softmax::kAttemptLasts) {
-      may = may && clear.has(block) && !softmax.warp_has_unseen();
-    }
-    return may;
-  }
-
-  // From scores to probabilities, with descales to their codes. started: s is what the attempt
-  // left. Returns whether out has to be multiplied by factor, the same in all lanes.
-  __device__ __forceinline__ bool slow_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                               Scale& scale, RingPosition<kStages> kv, int block,
-                                               BlockRange clear, bool started) {
-    bool grew = true;
-    if constexpr (!Softmax::kAttemptLasts) {
-      if (started) multiply_scores_again(s, kv);
-    }
-    if (!started || !Softmax::kAttemptLasts) {
-      cap(s, scale);
-      grew = softmax.subtract_reference(s, scale, Softmax::kLimit);
-      hide_if_wanted(s, block, clear);
-      grew = __any_sync(~0u, grew);
-      pin_registers(s);
-    }
-    if (grew) {
-      softmax.raise_reference(s, factor);
-      pin_registers(s);
-    }
-    if constexpr (!Config::kQuantized) softmax.exponentiate(s);
     return grew;
   }
 
-  __device__ __forceinline__ void add_sums_apart(const Scores& s, Softmax& softmax,
-                                                 RingPosition<kStages> at) const {
-    softmax.template add_exactly<Config::kScaleKeys, Config::kShiftUnit>(s, key_scales(at));
+  // From scores to exponents, with the rows' maxima. Sums apart take the way of growth too.
+  __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
+                                                Scale& scale, int block, BlockRange clear) {
+    cap(s, scale);
+    bool grew = softmax.subtract_reference(s, scale, Softmax::kLimit) || scale.sums_apart();
+    if constexpr (Config::kWindowed) {
+      if (!clear.has(block)) hide(s, block);
+    }
+    grew = __any_sync(~0u, grew);
+    pin_registers(s);
+    if (grew) {
+      softmax.raise_reference(s, factor);
+      if constexpr (Config::kQuantized) {
+        if (scale.sums_apart()) softmax.add_exactly(s, scale);
+      }
+      pin_registers(s);
+    }
+    return grew;
   }
 
   __device__ __forceinline__ void cap(Scores& s, Scale& scale) const {
@@ -377,23 +358,19 @@ class ForwardConsumer {
         base + Config::kKOffset + at.stage() * Config::kKBytes, threadIdx.x / 32 * kRowsOfWarp);
   }
 
-  // This warp is done with K and its descales, not with V's.
+  // This warp is done with K and its descales.
   __device__ __forceinline__ void release_keys(RingPosition<kStages> at) {
     __syncwarp();
-    control_.k_empty[at.stage()].arrive_warp();  // Sync: every lane has read the descales.
+    control_.k_empty[at.stage()].arrive_lanes();  // Sync: every lane has read the descales.
   }
 
   // Of the K tile at this position, which is there.
   __device__ __forceinline__ Scale scale_of(RingPosition<kStages> at) const {
     if constexpr (Config::kQuantized) {
-      return Scale(key_scales(at));
+      return Scale(control_.key_scales[at.stage()]);
     } else {
       return Scale{{args_.score_scale}};
     }
-  }
-
-  __device__ __forceinline__ const auto& key_scales(RingPosition<kStages> at) const {
-    return control_.key_scales[at.double_stage()];
   }
 
   __device__ __forceinline__ void multiply_scores(Scores& s, RingPosition<kStages> at) {
@@ -431,7 +408,7 @@ class ForwardConsumer {
     for (int i = 0; i < count; ++i) {
       control_.k_full[kv_.stage()].wait(kv_.parity());
       __syncwarp();
-      control_.k_empty[kv_.stage()].arrive_warp();
+      control_.k_empty[kv_.stage()].arrive_lanes();
       pass_values(1);
     }
   }
@@ -448,12 +425,6 @@ class ForwardConsumer {
 
   __device__ __forceinline__ Visibility tile_visibility(int num_rows, int num_keys) const {
     return Visibility::of(num_rows, num_keys, args_.window_left, args_.window_right);
-  }
-
-  __device__ __forceinline__ void hide_if_wanted(Scores& s, int block, BlockRange clear) const {
-    if constexpr (Config::kWindowed) {
-      if (!clear.has(block)) hide(s, block);
-    }
   }
 
   __device__ __forceinline__ void hide(Scores& s, int block) const {

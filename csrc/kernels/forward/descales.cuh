@@ -20,7 +20,6 @@ class ForwardDescales {
   using Config = ForwardConfig<kRow>;
   static constexpr int kGroups = Config::kScaleGroups;
   static constexpr int kBlocksAtOnce = 32 / kGroups;  // a lane for each group of each block
-  static constexpr int kRounds = (Config::kBlockN + kWeightKeys - 1) / kWeightKeys;
   // log2 of a scale so far below the tile's that its values do not count.
   static constexpr float kLowest = -30.f;
   // Of values that are all 0.
@@ -54,8 +53,8 @@ class ForwardDescales {
     const float* v_of_head = v_scales.of(tile.sequence, head);
     const int num_blocks = tile.keys.end - tile.keys.begin;
     float v_scale = 1.f;
-    int highest = INT_MIN;   // log2 of V's scale so far, rounded up
-    uint32_t last_weights[kRounds] = {};  // of the lane's keys in the tile before
+    int highest = INT_MIN;      // log2 of V's scale so far, rounded up
+    uint32_t last_weights = 0;  // of the lane's keys in the tile before
     for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
       // A lane for each group of the next blocks. Keys past the end are hidden, and others not
       // asked for; their descales may not exist.
@@ -78,49 +77,39 @@ class ForwardDescales {
 #pragma unroll 1
       for (int j = 0; j < count; ++j) {
         // Sync: every consumer warp is done with what lay there.
-        if (lane == 0) control_.k_empty[k_.stage()].wait(k_.parity());
-        __syncwarp();
+        control_.k_empty[k_.stage()].wait(k_.parity());
         const int group = lane - j * kGroups;
         if (group >= 0 && group < kGroups) {
-          KeyScales<kGroups>& scales = next_scales();
+          KeyScales<kGroups>& scales = control_.key_scales[k_.stage()];
           scales.k[group] = k;
           scales.shift[group] = shift * (Config::kUnits / Config::kShiftUnit);
           if (group == 0) scales.exact = exacts >> lane & ((1u << kGroups) - 1);
         }
         __syncwarp();
-        if (lane == 0) control_.k_full[k_.stage()].arrive();
+        control_.k_full[k_.stage()].arrive_lanes();  // Sync: every lane has written.
         k_.advance();
         if (j == 0) weights = weight_columns(exact ? 0.f : exp2_approx(-shift));  // late: K waits
         if (first + j > 0) bring_weights(k_.before(2), tile, last_weights, first + j == 1);
-#pragma unroll
-        for (int round = 0; round < kRounds; ++round) {
-          const int key = weight_key(lane) + round * kWeightKeys;
-          last_weights[round] = __shfl_sync(~0u, weights, j * kGroups + key / Config::kScaleKeys);
-        }
+        last_weights =
+            __shfl_sync(~0u, weights, j * kGroups + weight_key(lane) / Config::kScaleKeys);
       }
     }
     if (num_blocks > 0) bring_weights(k_.before(1), tile, last_weights, num_blocks == 1);
   }
 
-  __device__ __forceinline__ KeyScales<kGroups>& next_scales() const {
-    constexpr int kStages = Config::kStages;
-    return control_.key_scales[(k_.double_stage() + kStages) % (2 * kStages)];
-  }
-
   // Of V at this position; is_first: for the row tile.
   __device__ __forceinline__ void bring_weights(RingPosition<Config::kStages> at,
-                                                const RowTile& tile,
-                                                const uint32_t (&weights)[kRounds], bool is_first) {
+                                                const RowTile& tile, uint32_t weights,
+                                                bool is_first) {
     if (is_first) tails_.complete(at.stage(), tile);
     // Sync: every consumer warp is done with what lay there.
-    if (threadIdx.x % 32 == 0) control_.v_empty[at.stage()].wait(at.parity());
-    __syncwarp();
+    control_.v_empty[at.stage()].wait(at.parity());
     write_weights<Config::kBlockN>(
         shared_ + Config::kVOffset + at.stage() * Config::kVBytes + Config::kWeightsInV, weights,
         threadIdx.x % 32);
     fence_async_proxy();
     __syncwarp();
-    control_.v_full[at.stage()].arrive_warp();  // Sync: every lane has written and fenced.
+    control_.v_full[at.stage()].arrive_lanes();  // Sync: every lane has written and fenced.
   }
 
   // The first of the lanes' that is not of nothing: relative to it the others go into the

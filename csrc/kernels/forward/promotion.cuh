@@ -18,66 +18,42 @@ class Promotion {
 
  public:
   // Of a new row tile.
-  __device__ __forceinline__ void reset() {
-    any_ = false;
-    blocks_left_ = Config::kPromoteBlocks;
-  }
+  __device__ __forceinline__ void reset() { any_ = false; }
 
-  // Every block but a row tile's first.
-  __device__ __forceinline__ void count_block() { --blocks_left_; }
-
-  // Whether out moves after this block; never where there are no more than the row's interval.
-  __device__ __forceinline__ bool due() const {
-    return Config::kPromoteBlocks > 0 && blocks_left_ == 0;
-  }
-
-  // Row sums, out's last columns, are taken more often: they lose more.
+  // Moves out away; it is 0 then. While the scores' registers are free.
   template <class Softmax>
-  __device__ __forceinline__ void take_sums_if_due(Out& o, Softmax& softmax) const {
-    if constexpr (Config::kPromoteBlocks > 0) {
-      if (blocks_left_ % Config::kSumBlocks == 0) take_sums(softmax.sum, o);
-    }
-  }
-
-  // With all sums taken.
-  template <class Softmax>
-  __device__ __forceinline__ void move_if_due(Out& o, const Softmax& softmax,
-                                              const ForwardArguments& args) {
-    if constexpr (Config::kPromoteBlocks > 0) {
-      if (!due()) return;
-      blocks_left_ = Config::kPromoteBlocks;
-      add_to(o, softmax, args);
-      any_ = true;
-      float4* at = room(args);
+  __device__ __forceinline__ void move(Out& o, const Softmax& softmax,
+                                       const ForwardArguments& args) {
+    add_to<kHeadDim <= 128 ? Config::kBlockN / 16 : 2>(o, softmax, args);
+    any_ = true;
+    float4* at = room(args);
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 8; ++i) {
-        at[i * kStep] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-        o[4 * i] = o[4 * i + 1] = o[4 * i + 2] = o[4 * i + 3] = 0.f;
-      }
-      at[kHeadDim / 8 * kStep] =
-          make_float4(softmax.exponent_reference(0), softmax.exponent_reference(1), 0.f, 0.f);
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      at[i * kStep] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+      o[4 * i] = o[4 * i + 1] = o[4 * i + 2] = o[4 * i + 3] = 0.f;
     }
+    at[kHeadDim / 8 * kStep] =
+        make_float4(softmax.exponent_reference(0), softmax.exponent_reference(1), 0.f, 0.f);
   }
 
-  // Adds what was moved before, on the present references.
-  template <class Softmax>
+  // Adds what was moved before, on the present references. kAtOnce: float4s for which registers are
+  // free; ptxas would load all at once.
+  template <int kAtOnce = 4, class Softmax>
   __device__ __forceinline__ void add_to(Out& o, const Softmax& softmax,
                                          const ForwardArguments& args) const {
-    if constexpr (Config::kPromoteBlocks > 0) {
-      if (!any_) return;
-      const float4* at = room(args);
-      const float4 references = at[kHeadDim / 8 * kStep];
-      const float factor[2] = {exp2_approx(references.x - softmax.exponent_reference(0)),
-                               exp2_approx(references.y - softmax.exponent_reference(1))};
+    if (!any_) return;
+    const float4* at = room(args);
+    const float4 references = at[kHeadDim / 8 * kStep];
+    const float factor[2] = {exp2_approx(references.x - softmax.exponent_reference(0)),
+                             exp2_approx(references.y - softmax.exponent_reference(1))};
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 8; ++i) {
-        if (i % 4 == 0) __syncwarp();  // ptxas would load all at once, for which there is no room
-        const float4 before = at[i * kStep];
-        o[4 * i] += before.x * factor[0];
-        o[4 * i + 1] += before.y * factor[0];
-        o[4 * i + 2] += before.z * factor[1];
-        o[4 * i + 3] += before.w * factor[1];
-      }
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      if (i % kAtOnce == 0) __syncwarp();
+      const float4 before = at[i * kStep];
+      o[4 * i] += before.x * factor[0];
+      o[4 * i + 1] += before.y * factor[0];
+      o[4 * i + 2] += before.z * factor[1];
+      o[4 * i + 3] += before.w * factor[1];
     }
   }
 
@@ -89,7 +65,6 @@ class Promotion {
   }
 
   bool any_ = false;
-  uint32_t blocks_left_ = 0;
 };
 
 }  // namespace flashattn3
