@@ -145,8 +145,7 @@ struct RotatedValues {
 #pragma unroll
     for (int part = 0; part < Places::kUnitsOfToken; ++part) {
       UnitWords<uint16_t> flip;
-      load_unit<uint16_t>(flip,
-                          reinterpret_cast<const uint16_t*>(&flips[Places::column(part) / kUnit]));
+      memcpy(flip, &flips[Places::column(part) / kUnit], sizeof(flip));
 #pragma unroll
       for (int u = part; u < kUnitsOfThread; u += Places::kUnitsOfToken) {
 #pragma unroll
