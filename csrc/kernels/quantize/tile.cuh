@@ -90,12 +90,11 @@ __device__ __forceinline__ const Bits* tile_rows(const QuantizeSource& source,
 template <class Bits>
 using UnitWords = uint32_t[kUnit * sizeof(Bits) / 4];
 
-// 8 columns of a row, as one vector. It is read once: L2 is to drop it first, and to keep what is
-// written, for who reads that next.
+// 8 columns of a row, as one vector.
 template <class Bits>
 __device__ __forceinline__ void load_unit(UnitWords<Bits>& word, const Bits* columns) {
   using Vector = std::conditional_t<sizeof(Bits) == 2, uint4, uint2>;
-  const Vector loaded = __ldcs(reinterpret_cast<const Vector*>(columns));
+  const Vector loaded = *reinterpret_cast<const Vector*>(columns);
   memcpy(word, &loaded, sizeof(Vector));
 }
 

@@ -145,7 +145,8 @@ struct RotatedValues {
 #pragma unroll
     for (int part = 0; part < Places::kUnitsOfToken; ++part) {
       UnitWords<uint16_t> flip;
-      memcpy(flip, &flips[Places::column(part) / kUnit], sizeof(flip));
+      load_unit<uint16_t>(flip,
+                          reinterpret_cast<const uint16_t*>(&flips[Places::column(part) / kUnit]));
 #pragma unroll
       for (int u = part; u < kUnitsOfThread; u += Places::kUnitsOfToken) {
 #pragma unroll
