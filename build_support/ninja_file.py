@@ -81,7 +81,7 @@ def _device_check(lines: list[str], name: str, flags: list[str], shared: list[st
     """
     kernels = name.removesuffix("_check")
     table = (DEVICE_TESTS / f"{kernels}_rows.h").read_text()
-    rows = re.findall(r"\{k(?:Bf16|Fp16|E4m3|Int8), ", table)
+    rows = re.findall(r"\{k\w+, ", table)
     objects = [*shared, _compile(lines, DEVICE_TESTS / f"{name}.cu", flags)]
     row, number = DEVICE_TESTS / f"{kernels}_row.cu", f"-D{name.upper()}_ROW"
     objects += [_compile(lines, row, [*flags, f"{number}={i}"], i) for i in range(len(rows))]

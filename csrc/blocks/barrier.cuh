@@ -88,7 +88,11 @@ struct Barrier {
 
   // The same, of lanes that read or wrote by plain instructions; kArrivalsOfLanes arrivals.
   __device__ __forceinline__ void arrive_lanes() {
-    if (kArrivalsOfLanes == 32 || threadIdx.x % 32 == 0) arrive();
+    if constexpr (kArrivalsOfLanes == 32) {
+      arrive();
+    } else {
+      arrive_warp();
+    }
   }
 };
 

@@ -79,18 +79,17 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     }
   }
 
-  // Adds those of a tile's groups whose sum cannot be had of their codes.
+  // Adds those of a tile's groups, if there are any, whose sum cannot be had of their codes.
   template <class S, class Scale>
   __device__ __forceinline__ void add_exactly(const S (&s)[kCount], const Scale& scale) {
+    if (!scale.sums_apart()) return;
 #pragma unroll
     for (int g = 0; g < Scale::kNumGroups; ++g) {
       if ((scale.exact >> g & 1) == 0) continue;
       const float below = (kBelow - scale.codes_of_shift(g)) / kCodesOfOctave - 7.f + log2_of_one();
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (Scale::group(i) == g) {
-          sum[row_of(i)] += exp2_approx(octaves(get(s[i])) + below);
-        }
+        if (Scale::group(i) == g) sum[row_of(i)] += exp2_approx(octaves(get(s[i])) + below);
       }
     }
   }

@@ -85,12 +85,11 @@ FP8_INT8, FP8_E4M3 = "fp8 int8", "fp8 e4m3"
 WHOLE_INT8, WHOLE_E4M3 = "quantize+int8", "quantize+e4m3"
 # What q and k, which are rotated, become: before they are timed, or while.
 QUANTIZED = {FP8_INT8: torch.int8, FP8_E4M3: torch.float8_e4m3fn}
-EIGHT_BIT = {**QUANTIZED, WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn}
+WHOLE = {WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn}
+EIGHT_BIT = {**QUANTIZED, **WHOLE}
 CONTENDERS: dict[str, Attention] = {
-    FP8_INT8: ours,
-    FP8_E4M3: ours,
-    WHOLE_INT8: _quantize_and_attend(torch.int8),
-    WHOLE_E4M3: _quantize_and_attend(torch.float8_e4m3fn),
+    **dict.fromkeys(QUANTIZED, ours),
+    **{name: _quantize_and_attend(qk_dtype) for name, qk_dtype in WHOLE.items()},
     DETERMINISTIC: deterministic,
     OURS: ours,
     MHA: ours,

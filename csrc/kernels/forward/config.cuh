@@ -102,7 +102,7 @@ struct alignas(16) RowTile {
 };
 
 // Barriers. "Threads" wait for full ones (all threads of the consumers), one thread (the producer)
-// for empty ones. Arrivals for each phase:
+// for empty ones, in quantized rows the warp that brings the descales too. Arrivals for each phase:
 //   *_full   1: the producer; q, k and v also wait for the bytes of the copy, `tile` for nothing;
 //            in quantized rows k and v also for the warp that brings the descales. Where V gets
 //            zeros behind the end of a sequence, `tail` has the producer and the bytes, and v in

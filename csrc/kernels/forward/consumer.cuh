@@ -155,8 +155,10 @@ class ForwardConsumer {
   // Out is complete; q_ is at the next tile's Q.
   __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax) {
     pin_registers(o);
-    if constexpr (Config::kQuantized) take_sums(softmax.sum, o);
-    if constexpr (Config::kQuantized) promotion_.add_to(o, softmax, args_);
+    if constexpr (Config::kQuantized) {
+      take_sums(softmax.sum, o);
+      promotion_.add_to(o, softmax, args_);
+    }
     control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
     kv_.advance();
     const int warp = threadIdx.x / 32;
@@ -248,7 +250,7 @@ class ForwardConsumer {
     float unused[2];
     softmax.raise_reference(s, unused);
     if constexpr (Config::kQuantized) {
-      if (scale.sums_apart()) softmax.add_exactly(s, scale);
+      softmax.add_exactly(s, scale);
     } else {
       softmax.exponentiate(s);
     }
@@ -336,9 +338,7 @@ class ForwardConsumer {
     pin_registers(s);
     if (grew) {
       softmax.raise_reference(s, factor);
-      if constexpr (Config::kQuantized) {
-        if (scale.sums_apart()) softmax.add_exactly(s, scale);
-      }
+      if constexpr (Config::kQuantized) softmax.add_exactly(s, scale);
       pin_registers(s);
     }
     return grew;
