@@ -18,7 +18,7 @@ from .problem import (
     check_tensor_types,
     refuse_gradients,
 )
-from .quantization import BlockScaled, quantize_block_fp8
+from .quantization import BlockScaled, quantize_qkv
 from .quantization.hadamard import is_rotatable
 from .scales import BLOCKS, EIGHT_BIT, best_qk_dtype
 
@@ -168,15 +168,13 @@ def _quantized(
     refuse_gradients(function, q, k, v)
     qk_dtype = qk_dtype or best_qk_dtype(q.shape[-1], hadamard)
 
-    def scaled(x: Tensor, kind: str, edges: Tensor | None, longest: int | None) -> BlockScaled:
-        ragged = {}
-        if varlen:
-            ragged = {"cu_seqlens": edges, "max_seqlen": x.shape[0] if longest is None else longest}
-        how = {} if kind == "v" else {"hadamard": hadamard, "dtype": qk_dtype}
-        return quantize_block_fp8(x, block=block, kind=kind, **how, **ragged)
-
-    return (
-        scaled(q, "q", cu_seqlens_q, lengths.max_seqlen_q),
-        scaled(k, "k", cu_seqlens_k, lengths.max_seqlen_k),
-        scaled(v, "v", cu_seqlens_k, lengths.max_seqlen_k),
-    )
+    ragged = {}
+    if varlen:
+        longest_q, longest_k = lengths.max_seqlen_q, lengths.max_seqlen_k
+        ragged = {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": q.shape[0] if longest_q is None else longest_q,
+            "max_seqlen_k": k.shape[0] if longest_k is None else longest_k,
+        }
+    return quantize_qkv(q, k, v, block=block, hadamard=hadamard, qk_dtype=qk_dtype, **ragged)

@@ -332,9 +332,10 @@ def test_a_precision_that_gives_nan_fails_the_run(tmp_path, monkeypatch, capsys)
 def test_quick_quantize_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "quantize", "--head-dim", "64") == 0
     _, *records = lines(tmp_path / "quantize.jsonl")
-    assert [r["contender"] for r in records] == [OURS, "copy"] * 3
+    assert [r["contender"] for r in records] == [OURS, "copy"] * 4
     for ours, copy in zip(records[::2], records[1::2], strict=True):
-        numbers, scales = 130 * 256, 2 * 256 // 64
+        tensors = 3 if ours["row"] == "q, k, v at once" else 1
+        numbers, scales = tensors * 130 * 256, tensors * 2 * 256 // 64
         assert ours["num_bytes"] == 3 * numbers + 4 * scales
         assert copy["num_bytes"] == 4 * numbers
         assert ours["speed_ratio"]["copy"] == pytest.approx(ours["gb_per_s"] / copy["gb_per_s"])
@@ -342,30 +343,36 @@ def test_quick_quantize_suite(tmp_path, capsys):
         "float8_e4m3fn",
         "int8",
         "float8_e4m3fn",
+        "int8",
     ]
     printed = capsys.readouterr().out
     assert "q, k rotated, int8" in printed and "GB/s" in printed
 
 
 def test_wrong_quantization_has_no_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
-    quantize = quantize_suite.quantize_block_fp8
+    one, all_three = quantize_suite.quantize_block_fp8, quantize_suite.quantize_qkv
 
     def wrong(x, **options):
-        return quantize(x * 1.01, **options)
+        return one(x * 1.01, **options)
+
+    def wrong_v(q, k, v, **options):
+        return all_three(q, k, v * 1.01, **options)
 
     monkeypatch.setattr(quantize_suite, "quantize_block_fp8", wrong)
+    monkeypatch.setattr(quantize_suite, "quantize_qkv", wrong_v)
     assert bench(tmp_path, "--suite", "quantize", "--head-dim", "128") == 1
     ours = [r for r in lines(tmp_path / "quantize.jsonl")[1:] if r["contender"] == OURS]
-    assert len(ours) == 3 and all("gb_per_s" not in r for r in ours)
+    assert len(ours) == 4 and all("gb_per_s" not in r for r in ours)
     assert "differ from torch's" in capsys.readouterr().out
 
 
 def test_quantized_tensors_are_taken_in_turn():
-    ring, seen = [torch.zeros(1) for _ in range(3)], []
-    call = quantize_suite._in_turn(lambda x: seen.append(x) or x, ring)
+    ring, seen = [(torch.zeros(1), torch.ones(1)) for _ in range(3)], []
+    call = quantize_suite._in_turn(lambda *group: seen.append(group), ring)
     for _ in range(4):
         call()
-    assert [x is y for x, y in zip(seen, [*ring, ring[0]], strict=True)] == [True] * 4
+    for group, wanted in zip(seen, [*ring, ring[0]], strict=True):
+        assert all(x is y for x, y in zip(group, wanted, strict=True))
 
 
 def test_quick_varlen_suite(tmp_path, capsys):

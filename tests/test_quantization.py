@@ -15,6 +15,7 @@ from flashattn3.quantization import (
     BlockScaled,
     dispatch,
     quantize_block_fp8,
+    quantize_qkv,
     slots,
     torch_operations,
     triton_launch,
@@ -433,6 +434,75 @@ def assert_hopper_gives_torchs_bytes(x, block, hadamard=False, edges=None, max_s
     assert_same_slots(moved, found.data, edges)
 
 
+def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, edges=None, longest=None):
+    """quantize_qkv against torch on the CPU, one by one. edges, longest: of q and of k."""
+    found_edges = [None if e is None else e.to(tensors[0].device) for e in edges or (None, None)]
+    (edges_q, edges_k), (longest_q, longest_k) = found_edges, longest or (None, None)
+    found = quantize_qkv(
+        *tensors,
+        block=block,
+        hadamard=hadamard,
+        qk_dtype=eight,
+        cu_seqlens_q=edges_q,
+        cu_seqlens_k=edges_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+    )
+    for x, scaled, kind in zip(tensors, found, "qkv", strict=True):
+        cu_seqlens = None if edges is None else edges[kind != "q"]
+        tokens = slice(None)
+        if edges is not None:
+            tokens = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
+        rotated, dtype = (False, FP8) if kind == "v" else (hadamard, eight)
+        how = (block, rotated, cu_seqlens, longest_q if kind == "q" else longest_k, dtype)
+        data, descale = torch_operations.quantize(x.cpu(), *how)
+        assert (scaled.block, scaled.hadamard, scaled.shape) == (block, rotated, x.shape)
+        if scaled.layout == "slots":
+            assert_same_slots(scaled.data.cpu(), data, cu_seqlens)
+            torch.testing.assert_close(
+                scaled.descale.cpu(), descale, rtol=0, atol=0, equal_nan=True
+            )
+        else:
+            assert_same((scaled.data.cpu(), scaled.descale.cpu()), (data, descale), tokens)
+
+
+@of_both
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "columns"),  # of q and of k, but the columns of q and of v
+    [
+        ((300, 300), (2, 2), (128, 128)),
+        ((70, 500), (6, 2), (64, 64)),
+        ((513, 65), (4, 1), (256, 256)),
+        ((200, 130), (2, 2), (64, 128)),
+        ((1, 64), (3, 1), (8, 40)),
+        ((0, 100), (2, 2), (64, 64)),
+    ],
+    ids=str,
+)
+def test_q_k_and_v_at_once(tokens, heads, columns, hadamard, eight, device, poisoned_memory):
+    shapes = (
+        (2, tokens[0], heads[0], columns[0]),
+        (2, tokens[1], heads[1], columns[0]),
+        (2, tokens[1], heads[1], columns[1]),
+    )
+    for dtype, block in ((torch.bfloat16, 128), (torch.float16, 64)):
+        tensors = [spoiled(normal(*shape, seed=len(shape), dtype=dtype)) for shape in shapes]
+        assert_qkv_are_torchs_bytes([x.to(device) for x in tensors], block, hadamard, eight)
+
+
+@of_both
+def test_ragged_q_k_and_v_at_once(eight, device, poisoned_memory):
+    lengths = ((1, 0, 130, 64), (70, 5, 0, 257))
+    edges, totals = zip(*(ragged(of, 3, 2) for of in lengths), strict=True)
+    q, k, v = (
+        normal(total, heads, 64, dtype=torch.bfloat16).to(device)
+        for total, heads in ((totals[0], 4), (totals[1], 2), (totals[1], 2))
+    )
+    for block in (64, 256):
+        assert_qkv_are_torchs_bytes((q, k, v), block, True, eight, edges, (130, 257))
+
+
 @needs_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -529,6 +599,16 @@ def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
     with pytest.raises(RuntimeError, match=text):
         torch.ops.flashattn3_hopper.quantize(
             x, sign, None, arguments["block"], 0, arguments["slots"], arguments["int8"]
+        )
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_the_operator_takes_one_dtype_for_q_k_and_v(device):
+    q = torch.zeros(1, 2, 3, 8, device=device).half()
+    with pytest.raises(RuntimeError, match="one dtype"):
+        torch.ops.flashattn3_hopper.quantize_qkv(
+            q, q.bfloat16(), q, None, None, None, 64, 0, 0, False
         )
 
 

@@ -41,13 +41,16 @@ HeadRows dense_slots(const TokenRows& rows) {
   return {rows.cu_seqlens != nullptr ? 0 : rows.num_heads * head, columns, head};
 }
 
-// Clusters of `ctas`, one for each `tokens` tokens of each head; none where there is nothing to do.
-template <class Arguments>
-void launch(const char* name, void (*kernel)(Arguments), const Arguments& args,
-            const TokenRows& rows, int tokens, int ctas, cudaStream_t stream) {
-  if (rows.head_dim < 1 || rows.head_dim > 256) fail(name, "the head dim must be 1 to 256");
+int64_t num_blocks(const TokenRows& rows, int tokens) {
   const int64_t blocks = (int64_t{rows.seqlen} + tokens - 1) / tokens;
-  const int64_t grid = blocks * rows.num_heads * rows.batch * ctas;
+  return blocks * rows.num_heads * rows.batch;
+}
+
+// Clusters of `ctas`, of CTAs for rows of `columns`; none where there is nothing to do.
+template <class Arguments>
+void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, int columns,
+            int64_t clusters, int ctas, cudaStream_t stream) {
+  const int64_t grid = clusters * ctas;
   if (grid > INT_MAX) fail(name, "more than 2^31 CTAs");
   if (grid == 0) return;
   cudaStreamCaptureStatus capture;
@@ -59,7 +62,7 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args,
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(quantize_threads(slot_columns(rows.head_dim)));
+  config.blockDim = dim3(quantize_threads(columns));
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = capture == cudaStreamCaptureStatusNone ? 2 : 1;
@@ -68,29 +71,43 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args,
 
 using QuantizeKernel = void (*)(QuantizeArguments);
 
-template <ElementType kType, ElementType kTo, int kColumns>
-QuantizeKernel rows_kernel(const QuantizeParams& params) {
-  return params.signs != nullptr ? quantize_blocks<kType, kTo, kColumns, true, false>
-                                 : quantize_blocks<kType, kTo, kColumns, false, false>;
+template <int kColumns>
+QuantizeKernel quantize_kernel(ElementType dtype) {
+  return dtype == ElementType::kBFloat16 ? quantize_blocks<ElementType::kBFloat16, kColumns>
+                                         : quantize_blocks<ElementType::kFloat16, kColumns>;
 }
 
-template <ElementType kType, int kColumns>
-QuantizeKernel kernel_of(const QuantizeParams& params) {
-  if (params.slots) return quantize_blocks<kType, ElementType::kE4m3, kColumns, false, true>;
-  return params.to == ElementType::kInt8 ? rows_kernel<kType, ElementType::kInt8, kColumns>(params)
-                                         : rows_kernel<kType, ElementType::kE4m3, kColumns>(params);
-}
-
-template <ElementType kType>
-QuantizeKernel kernel_of(const QuantizeParams& params) {
-  switch (slot_columns(params.x.head_dim)) {
+QuantizeKernel quantize_kernel(ElementType dtype, int columns) {
+  switch (columns) {
     case 64:
-      return kernel_of<kType, 64>(params);
+      return quantize_kernel<64>(dtype);
     case 128:
-      return kernel_of<kType, 128>(params);
+      return quantize_kernel<128>(dtype);
     default:
-      return kernel_of<kType, 256>(params);
+      return quantize_kernel<256>(dtype);
   }
+}
+
+void check_tensor(const char* name, const QuantizeParams& params) {
+  const int head_dim = params.x.head_dim;
+  if (head_dim < 1 || head_dim > 256) fail(name, "the head dim must be 1 to 256");
+  if (params.signs != nullptr && (params.slots || (head_dim & (head_dim - 1)) != 0)) {
+    fail(name, "a rotation wants rows of a power of two columns");
+  }
+  if (params.slots && params.to != ElementType::kE4m3) fail(name, "slots are of e4m3");
+}
+
+QuantizeTensor kernel_tensor(const QuantizeParams& params, int block) {
+  const TokenRows& x = params.x;
+  return {.x = source_of(x, sizeof(uint16_t), block),
+          .to = params.slots                      ? Narrowed::kE4m3Slots
+                : params.to == ElementType::kInt8 ? Narrowed::kInt8Rows
+                                                  : Narrowed::kE4m3Rows,
+          .signs = params.signs,
+          .rotation_scale = static_cast<float>(std::pow(x.head_dim, -0.5)),
+          .data = params.data,
+          .data_stride = params.slots ? dense_slots(x) : dense_rows(x),
+          .descale = params.descale};
 }
 
 using ToSlotsKernel = void (*)(ToSlotsArguments);
@@ -108,36 +125,41 @@ ToSlotsKernel to_slots_kernel(int head_dim) {
 
 }  // namespace
 
-void quantize(const QuantizeParams& params, cudaStream_t stream) {
+void quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int block,
+              cudaStream_t stream) {
   constexpr char kName[] = "launch of quantize";
-  const TokenRows& x = params.x;
-  if (params.block != 64 && params.block != 128 && params.block != 256) {
+  if (block != 64 && block != 128 && block != 256) {
     fail(kName, "a block must be 64, 128 or 256 tokens");
   }
-  if (params.signs != nullptr && (params.slots || (x.head_dim & (x.head_dim - 1)) != 0)) {
-    fail(kName, "a rotation wants rows of a power of two columns");
+  if (tensors.size() > kMaxTensors) fail(kName, "more than three tensors");
+  for (const QuantizeParams& params : tensors) check_tensor(kName, params);
+  for (const int columns : {64, 128, 256}) {
+    QuantizeArguments args{};
+    int64_t clusters = 0, rounds = INT_MAX;
+    for (const QuantizeParams& params : tensors) {
+      if (slot_columns(params.x.head_dim) != columns) continue;
+      const int64_t blocks = num_blocks(params.x, block);
+      args.num_blocks[args.num_tensors] = static_cast<uint32_t>(blocks);
+      args.tensor[args.num_tensors++] = kernel_tensor(params, block);
+      clusters += blocks;
+      rounds = std::min(rounds, blocks);
+    }
+    args.rounds = static_cast<uint32_t>(rounds);
+    launch(kName, quantize_kernel(dtype, columns), args, columns, clusters, block / kTileTokens,
+           stream);
   }
-  if (params.slots && params.to != ElementType::kE4m3) fail(kName, "slots are of e4m3");
-  QuantizeArguments args;
-  args.x = source_of(x, sizeof(uint16_t), params.block);
-  args.signs = params.signs;
-  args.rotation_scale = static_cast<float>(std::pow(x.head_dim, -0.5));
-  args.data = params.data;
-  args.data_stride = params.slots ? dense_slots(x) : dense_rows(x);
-  args.descale = params.descale;
-  const QuantizeKernel kernel = params.dtype == ElementType::kBFloat16
-                                    ? kernel_of<ElementType::kBFloat16>(params)
-                                    : kernel_of<ElementType::kFloat16>(params);
-  launch(kName, kernel, args, x, params.block, params.block / kTileTokens, stream);
 }
 
 void to_slots(const ToSlotsParams& params, cudaStream_t stream) {
+  constexpr char kName[] = "launch of to_slots";
+  const int head_dim = params.v.head_dim;
+  if (head_dim < 1 || head_dim > 256) fail(kName, "the head dim must be 1 to 256");
   ToSlotsArguments args;
   args.v = source_of(params.v, sizeof(uint8_t), kTileTokens);
   args.data = params.data;
   args.data_stride = dense_slots(params.v);
-  launch("launch of to_slots", to_slots_kernel(params.v.head_dim), args, params.v, kTileTokens, 1,
-         stream);
+  launch(kName, to_slots_kernel(head_dim), args, slot_columns(head_dim),
+         num_blocks(params.v, kTileTokens), 1, stream);
 }
 
 }  // namespace flashattn3

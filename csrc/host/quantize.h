@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <span>
 
 #include "blocks/element.h"
 #include "blocks/slot_order.h"
@@ -25,13 +26,12 @@ struct TokenRows {
                               // clamped to the tensor
 };
 
+// A tensor to quantize.
 struct QuantizeParams {
-  TokenRows x;  // of `dtype`; fastest where 8 elements of a row are at multiples of 16 bytes
-  ElementType dtype;
-  ElementType to;      // kE4m3 or, of rows, kInt8
-  const float* signs;  // (head_dim), ±1: rotate, head_dim a power of two; null: do not
-  int block;           // tokens that share a scale: 64, 128, 256
-  bool slots;          // not with signs
+  TokenRows x;     // fastest where 8 elements of a row are at multiples of 16 bytes
+  ElementType to;  // kE4m3 or, of rows, kInt8
+  bool slots;
+  const float* signs;  // (head_dim), ±1: rotate, head_dim a power of two; null: do not. Not slots
   uint8_t* data;  // of type `to`, 16-byte aligned; rows as x, dense, or slots (blocks/slot_order.h)
   float* descale;  // (batch, num_heads, ceil(seqlen / block)); 2^-126 where there is no such
                    // block
@@ -44,7 +44,11 @@ struct ToSlotsParams {
 
 // Rows of no sequence, and slots of none, are not written. Enqueue; wait for nothing. Throw
 // std::runtime_error.
-void quantize(const QuantizeParams& params, cudaStream_t stream);
+//
+// Up to three tensors of one dtype, fp16 or bf16; in one launch those whose columns in slots are as
+// many. block: tokens that share a scale, 64, 128 or 256.
+void quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int block,
+              cudaStream_t stream);
 void to_slots(const ToSlotsParams& params, cudaStream_t stream);
 
 // Slots of a head: of one sequence, or with cu_seqlens of all.

@@ -1,6 +1,6 @@
-// flashattn3_hopper::quantize and to_slots: tensors to QuantizeParams and ToSlotsParams, and the
-// launches on the stream that torch has current. As forward_op.cpp in everything; the caller,
-// flashattn3/quantization, has checked the options.
+// flashattn3_hopper::quantize, quantize_qkv and to_slots: tensors to QuantizeParams and
+// ToSlotsParams, and the launches on the stream that torch has current. As forward_op.cpp in
+// everything; the caller, flashattn3/quantization, has checked the options.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -54,42 +54,91 @@ Tensor new_slots(const TokenRows& rows, int device) {
   return new_tensor<5>({rows.batch, rows.num_heads, groups, columns, kSlotsOfRow}, e4m3, device);
 }
 
-// x: fp16 or bf16. signs: fp32 (head_dim), given: rotate. max_seqlen: read with cu_seqlens. data:
-// rows as x, dense, in e4m3 or int8, or e4m3 slots (blocks/slot_order.h). descale: fp32 (batch,
-// heads, blocks).
-std::tuple<Tensor, Tensor> quantize_tensor(Tensor x, std::optional<Tensor> signs,
-                                           std::optional<Tensor> cu_seqlens, int64_t block,
-                                           int64_t max_seqlen, bool slots, bool int8) {
-  constexpr char kName[] = "quantize";
-  const TokenRows rows = token_rows(kName, x, cu_seqlens, max_seqlen);
-  const bool bf16 = dtype_of(x) == aoti_torch_dtype_bfloat16();
-  if (!bf16 && dtype_of(x) != aoti_torch_dtype_float16()) fail(kName, "x must be fp16 or bf16");
-  if (signs &&
-      (signs->numel() != rows.head_dim || dtype_of(*signs) != aoti_torch_dtype_float32())) {
-    fail(kName, "signs must be fp32 of the head dim");
+// How a tensor is quantized. data: rows as x, dense, in e4m3 or int8, or e4m3 slots
+// (blocks/slot_order.h).
+struct Form {
+  std::optional<Tensor> signs;  // fp32 (head_dim): rotate
+  bool slots;
+  bool int8;
+};
+
+// What is quantized, with its results: data, and descale fp32 (batch, heads, blocks).
+struct Quantized {
+  QuantizeParams params;
+  int32_t dtype;
+  Tensor data, descale;
+};
+
+// x: fp16 or bf16. max_seqlen: read with cu_seqlens.
+Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>& cu_seqlens,
+                  int64_t max_seqlen, int64_t block, const Form& form) {
+  const TokenRows rows = token_rows(name, x, cu_seqlens, max_seqlen);
+  const int32_t dtype = dtype_of(x);
+  if (dtype != aoti_torch_dtype_bfloat16() && dtype != aoti_torch_dtype_float16()) {
+    fail(name, "what is quantized must be fp16 or bf16");
   }
-  if (block < 1) fail(kName, "a block must have tokens");
+  if (form.signs && (form.signs->numel() != rows.head_dim ||
+                     dtype_of(*form.signs) != aoti_torch_dtype_float32())) {
+    fail(name, "signs must be fp32 of the head dim");
+  }
+  if (block < 1) fail(name, "a block must have tokens");
   const int device = x.get_device_index();
-  const DeviceGuard guard(device);
   const Tensor data =
-      slots ? new_slots(rows, device)
-            : new_rows(rows, int8 ? aoti_torch_dtype_int8() : aoti_torch_dtype_float8_e4m3fn(),
-                       device);
+      form.slots
+          ? new_slots(rows, device)
+          : new_rows(rows, form.int8 ? aoti_torch_dtype_int8() : aoti_torch_dtype_float8_e4m3fn(),
+                     device);
   const Tensor descale =
       new_tensor<3>({rows.batch, rows.num_heads, (rows.seqlen + block - 1) / block},
                     aoti_torch_dtype_float32(), device);
-  const QuantizeParams params{
-      .x = rows,
-      .dtype = bf16 ? ElementType::kBFloat16 : ElementType::kFloat16,
-      .to = int8 ? ElementType::kInt8 : ElementType::kE4m3,
-      .signs = signs ? static_cast<const float*>(signs->data_ptr()) : nullptr,
-      .block = static_cast<int>(block),
-      .slots = slots,
-      .data = static_cast<uint8_t*>(data.data_ptr()),
-      .descale = static_cast<float*>(descale.data_ptr()),
-  };
-  quantize(params, current_stream(device));
-  return {data, descale};
+  return {
+      .params = {.x = rows,
+                 .to = form.int8 ? ElementType::kInt8 : ElementType::kE4m3,
+                 .slots = form.slots,
+                 .signs = form.signs ? static_cast<const float*>(form.signs->data_ptr()) : nullptr,
+                 .data = static_cast<uint8_t*>(data.data_ptr()),
+                 .descale = static_cast<float*>(descale.data_ptr())},
+      .dtype = dtype,
+      .data = data,
+      .descale = descale};
+}
+
+ElementType element_type(int32_t dtype) {
+  return dtype == aoti_torch_dtype_bfloat16() ? ElementType::kBFloat16 : ElementType::kFloat16;
+}
+
+std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> signs,
+                                        std::optional<Tensor> cu_seqlens, int64_t block,
+                                        int64_t max_seqlen, bool slots, bool int8) {
+  const int device = x.get_device_index();
+  const DeviceGuard guard(device);
+  const Quantized one = prepare("quantize", x, cu_seqlens, max_seqlen, block,
+                                {.signs = signs, .slots = slots, .int8 = int8});
+  quantize({&one.params, 1}, element_type(one.dtype), static_cast<int>(block),
+           current_stream(device));
+  return {one.data, one.descale};
+}
+
+// q and k to rows, rotated where there are signs, v to e4m3 slots; in one launch if the head dims
+// allow it.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
+    Tensor q, Tensor k, Tensor v, std::optional<Tensor> signs, std::optional<Tensor> cu_seqlens_q,
+    std::optional<Tensor> cu_seqlens_k, int64_t block, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    bool int8) {
+  constexpr char kName[] = "quantize_qkv";
+  const int device = q.get_device_index();
+  const DeviceGuard guard(device);
+  const Form rows{.signs = signs, .slots = false, .int8 = int8};
+  const Form slots{.signs = std::nullopt, .slots = true, .int8 = false};
+  const Quantized all[] = {prepare(kName, q, cu_seqlens_q, max_seqlen_q, block, rows),
+                           prepare(kName, k, cu_seqlens_k, max_seqlen_k, block, rows),
+                           prepare(kName, v, cu_seqlens_k, max_seqlen_k, block, slots)};
+  for (const Quantized& one : all) {
+    if (one.dtype != all[0].dtype) fail(kName, "q, k and v must have one dtype");
+  }
+  const QuantizeParams params[] = {all[0].params, all[1].params, all[2].params};
+  quantize(params, element_type(all[0].dtype), static_cast<int>(block), current_stream(device));
+  return {all[0].data, all[0].descale, all[1].data, all[1].descale, all[2].data, all[2].descale};
 }
 
 // v: e4m3 rows. Their bytes in slots, as quantize gives them.
@@ -110,11 +159,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
       "quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, int max_seqlen, "
       "bool slots, bool int8) -> (Tensor data, Tensor descale)");
+  library.def(
+      "quantize_qkv(Tensor q, Tensor k, Tensor v, Tensor? signs, Tensor? cu_seqlens_q, "
+      "Tensor? cu_seqlens_k, int block, int max_seqlen_q, int max_seqlen_k, bool int8) -> "
+      "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)");
   library.def("to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
-  library.impl("quantize", boxed<quantize_tensor>);
+  library.impl("quantize", boxed<quantize_one>);
+  library.impl("quantize_qkv", boxed<quantize_qkv>);
   library.impl("to_slots", boxed<rows_to_slots>);
 }
 

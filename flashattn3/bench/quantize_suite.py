@@ -10,7 +10,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ..quantization import BlockScaled, quantize_block_fp8, torch_operations
+from ..quantization import (
+    KINDS,
+    BlockScaled,
+    quantize_block_fp8,
+    quantize_qkv,
+    torch_operations,
+)
 from ..quantization.dispatch import on_hopper
 from ..scales import FP8, INT8
 from .contenders import OURS
@@ -29,26 +35,31 @@ RING = 4
 
 @dataclass(frozen=True)
 class Work:
-    """Quantization of one kind of tensor; its place in the table."""
+    """Quantization of tensors of these kinds, in one call; its place in the table."""
 
     row: str
-    kind: str
+    kinds: tuple[str, ...]
     hadamard: bool
     dtype: torch.dtype
     head_dim: int
 
-    def __call__(self, x: Tensor) -> BlockScaled:
-        options = {"hadamard": self.hadamard, "kind": self.kind, "dtype": self.dtype}
-        return quantize_block_fp8(x, block=BLOCK, **options)
+    def __call__(self, *tensors: Tensor) -> tuple[BlockScaled, ...]:
+        if len(self.kinds) == 3:
+            how = {"hadamard": self.hadamard, "qk_dtype": self.dtype}
+            return quantize_qkv(*tensors, block=BLOCK, **how)
+        (x,), (kind,) = tensors, self.kinds
+        how = {"hadamard": self.hadamard, "dtype": self.dtype}
+        return (quantize_block_fp8(x, block=BLOCK, kind=kind, **how),)
 
 
 def quantize_work(head_dims: tuple[int, ...] | None) -> list[Work]:
     return [
-        Work(row, kind, hadamard, dtype, head_dim)
-        for row, kind, hadamard, dtype in (  # as flash_attn_fp8_func quantizes
-            ("q, k", "k", False, FP8),
-            ("q, k rotated, int8", "k", True, INT8),
-            ("v", "v", False, FP8),
+        Work(row, kinds, hadamard, dtype, head_dim)
+        for row, kinds, hadamard, dtype in (
+            ("q, k", ("k",), False, FP8),
+            ("q, k rotated, int8", ("k",), True, INT8),
+            ("v", ("v",), False, FP8),
+            ("q, k, v at once", KINDS, True, INT8),  # as flash_attn_fp8_func quantizes
         )
         for head_dim in HEAD_DIMS
         if head_dims is None or head_dim in head_dims
@@ -60,16 +71,17 @@ def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
 
     speed_ratio: of the GB/s; above 1 this contender is the faster one.
     """
-    ring = _ring(work.head_dim, settings, quick)
-    x, scaled = ring[0], work(ring[0])
-    fault = _fault(work, x, scaled)
+    ring = _ring(work, settings, quick)
+    tensors, results = ring[0], work(*ring[0])
+    fault = _fault(work, tensors, results)
     calls = {} if fault else {OURS: _in_turn(work, ring)}
-    calls[COPY] = _in_turn(torch.clone, ring)
-    clock = make_clock(settings.device, _num_bytes(*ring))
+    calls[COPY] = _in_turn(_copy, ring)
+    clock = make_clock(settings.device, _num_bytes(*itertools.chain(*ring)))
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
-    num_bytes = {OURS: _num_bytes(x, scaled.data, scaled.descale), COPY: _num_bytes(x, x)}
+    stored = [x for scaled in results for x in (scaled.data, scaled.descale)]
+    num_bytes = {OURS: _num_bytes(*tensors, *stored), COPY: 2 * _num_bytes(*tensors)}
     speed = {name: num_bytes[name] / timings[name].median_ms / 1e6 for name in calls}
-    description = _description(work, x, scaled, settings)
+    description = _description(work, tensors, results, settings)
     refused = {**description, "contender": OURS, "status": FAILED, "reason": fault}
     records = [
         {
@@ -86,17 +98,19 @@ def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
     return [refused, *records] if fault else records
 
 
-def _ring(head_dim: int, settings: Settings, quick: bool) -> list[Tensor]:
-    """Normal (batch, seqlen, heads, head_dim), RING of them."""
+def _ring(work: Work, settings: Settings, quick: bool) -> list[tuple[Tensor, ...]]:
+    """RING times a normal (batch, seqlen, heads, head_dim) for each kind."""
     sizes = (QUICK_BATCH, QUICK_SEQLEN, QUICK_WIDTH) if quick else (BATCH, SEQLEN, WIDTH)
     batch, seqlen, width = sizes
-    shape = (batch, seqlen, width // head_dim, head_dim)
+    shape = (batch, seqlen, width // work.head_dim, work.head_dim)
     generator = torch.Generator(settings.device).manual_seed(0)
     of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
-    return [torch.randn(shape, **of) for _ in range(RING)]
+    return [tuple(torch.randn(shape, **of) for _ in work.kinds) for _ in range(RING)]
 
 
-def _description(work: Work, x: Tensor, scaled: BlockScaled, settings: Settings) -> Record:
+def _description(
+    work: Work, tensors: tuple[Tensor, ...], results: tuple[BlockScaled, ...], settings: Settings
+) -> Record:
     return {
         "record": "bandwidth",
         "suite": SUITE,
@@ -104,31 +118,42 @@ def _description(work: Work, x: Tensor, scaled: BlockScaled, settings: Settings)
         "column": f"d{work.head_dim}",
         "direction": "",
         "dtype": settings.dtype_name,
-        "case": "x".join(map(str, x.shape)),
+        "case": "x".join(map(str, tensors[0].shape)),
         "head_dim": work.head_dim,
         "hadamard": work.hadamard,
         "quantized_dtype": name_of(work.dtype),
-        "layout": scaled.layout,
-        "hopper_kernel": on_hopper(x),
+        "layout": ", ".join(scaled.layout for scaled in results),
+        "hopper_kernel": on_hopper(tensors[0]),
     }
 
 
-def _in_turn(work: Callable[[Tensor], object], ring: list[Tensor]) -> Callable[[], None]:
-    """Works on one tensor after the other and keeps as many results, each in memory of its own."""
+def _copy(*tensors: Tensor) -> list[Tensor]:
+    return [torch.clone(x) for x in tensors]
+
+
+def _in_turn(work: Callable[..., object], ring: list[tuple[Tensor, ...]]) -> Callable[[], None]:
+    """Works on one group of tensors after the other and keeps as many results, each in memory of
+    its own."""
     sources, kept = itertools.cycle(ring), deque(maxlen=len(ring))
-    return lambda: kept.append(work(next(sources)))
+    return lambda: kept.append(work(*next(sources)))
 
 
 def _num_bytes(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def _fault(work: Work, x: Tensor, scaled: BlockScaled) -> str | None:
+def _fault(work: Work, tensors: tuple[Tensor, ...], results: tuple[BlockScaled, ...]) -> str | None:
     """The gate: bit for bit what torch operations give."""
-    data, descale = torch_operations.quantize(x, BLOCK, work.hadamard, None, None, work.dtype)
-    found = scaled.in_rows().data
-    wrong = int((found.view(torch.uint8) != data.view(torch.uint8)).sum())
-    wrong_scales = int((scaled.descale != descale).sum())
-    if wrong or wrong_scales:
-        return f"{wrong} of {data.numel()} numbers and {wrong_scales} scales differ from torch's"
+    for x, kind, scaled in zip(tensors, work.kinds, results, strict=True):
+        of_v = kind == "v"
+        hadamard, dtype = work.hadamard and not of_v, FP8 if of_v else work.dtype
+        data, descale = torch_operations.quantize(x, BLOCK, hadamard, None, None, dtype)
+        found = scaled.in_rows().data
+        wrong = int((found.view(torch.uint8) != data.view(torch.uint8)).sum())
+        wrong_scales = int((scaled.descale != descale).sum())
+        if wrong or wrong_scales:
+            return (
+                f"{wrong} of {data.numel()} numbers and {wrong_scales} scales of {kind} differ "
+                "from torch's"
+            )
     return None

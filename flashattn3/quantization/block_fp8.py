@@ -115,9 +115,39 @@ def quantize_block_fp8(
     from . import dispatch
 
     if layout is None:
-        layout = "slots" if kind == "v" and dispatch.on_hopper(x) else "rows"
+        layout = dispatch.layout_of_v(x) if kind == "v" else "rows"
     data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype)
     return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape)
+
+
+@torch.no_grad()
+def quantize_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    hadamard: bool,
+    qk_dtype: torch.dtype,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
+    """quantize_block_fp8 of q, k and v of one attention, in one launch where the Hopper kernels
+    run. Arguments as there, of tensors of 16 bits that were checked."""
+    from . import dispatch
+
+    q_data, q_descale, k_data, k_descale, v_data, v_descale = dispatch.quantize_qkv(
+        *(q, k, v, block, hadamard),
+        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype),
+    )
+    layout = dispatch.layout_of_v(v)
+    return (
+        BlockScaled(q_data, q_descale, block, hadamard, cu_seqlens_q, "rows", q.shape),
+        BlockScaled(k_data, k_descale, block, hadamard, cu_seqlens_k, "rows", k.shape),
+        BlockScaled(v_data, v_descale, block, False, cu_seqlens_k, layout, v.shape),
+    )
 
 
 def _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout) -> None:

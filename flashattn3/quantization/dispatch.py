@@ -11,7 +11,7 @@ from ..backends.hopper import BACKEND as HOPPER
 from ..backends.triton import BACKEND as TRITON
 from ..device import describe_device
 from ..problem import SIXTEEN_BIT
-from ..scales import INT8
+from ..scales import FP8, INT8
 from . import slots, torch_operations
 from .hadamard import signs
 
@@ -23,9 +23,20 @@ def on_hopper(x: Tensor) -> bool:
     return x.shape[-1] <= MAX_HEAD_DIM and _runs_on("hopper", x.device.type, x.device.index)
 
 
+def layout_of_v(v: Tensor) -> str:
+    """Which layout the kernels that attend where v is want it in."""
+    return "slots" if on_hopper(v) else "rows"
+
+
 def quantize(*arguments: object) -> tuple[Tensor, Tensor]:
     """data in the layout, and descale, of the arguments of _quantize."""
     run = _opaque_quantize if torch.compiler.is_compiling() else _quantize
+    return run(*arguments)
+
+
+def quantize_qkv(*arguments: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """data and descale of each of three, of the arguments of _quantize_qkv; v's in layout_of_v."""
+    run = _opaque_quantize_qkv if torch.compiler.is_compiling() else _quantize_qkv
     return run(*arguments)
 
 
@@ -39,10 +50,7 @@ def _quantize(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     hopper = on_hopper(x)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
+    x, cu_seqlens = _rows_dense(x), _dense(cu_seqlens)
     if hopper and x.dtype in SIXTEEN_BIT:
         return torch.ops.flashattn3_hopper.quantize.default(
             x,
@@ -64,6 +72,46 @@ def _quantize(
     return slots.to_slots(data, cu_seqlens) if layout == "slots" else data, descale
 
 
+def _quantize_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    qk_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if on_hopper(q) and on_hopper(v):
+        return torch.ops.flashattn3_hopper.quantize_qkv.default(
+            _rows_dense(q),
+            _rows_dense(k),
+            _rows_dense(v),
+            signs(q.shape[-1], q.device) if hadamard else None,
+            _dense(cu_seqlens_q),
+            _dense(cu_seqlens_k),
+            block,
+            max_seqlen_q or 0,
+            max_seqlen_k or 0,
+            qk_dtype == INT8,
+        )
+    return (
+        *_quantize(q, block, hadamard, cu_seqlens_q, max_seqlen_q, "rows", qk_dtype),
+        *_quantize(k, block, hadamard, cu_seqlens_k, max_seqlen_k, "rows", qk_dtype),
+        *_quantize(v, block, False, cu_seqlens_k, max_seqlen_k, layout_of_v(v), FP8),
+    )
+
+
+def _rows_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _dense(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.contiguous()
+
+
 @torch.compiler.assume_constant_result  # which asks for plain arguments
 def _runs_on(name: str, device_type: str, device_index: int | None) -> bool:
     return _backend_runs_on(name, torch.device(device_type, device_index))
@@ -83,6 +131,14 @@ _opaque_quantize = torch.library.custom_op(
     schema="(Tensor x, int block, bool hadamard, Tensor? cu_seqlens, SymInt? max_seqlen, "
     "str layout, ScalarType dtype) -> (Tensor data, Tensor descale)",
 )
+_opaque_quantize_qkv = torch.library.custom_op(
+    "flashattn3::quantize_qkv",
+    _quantize_qkv,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, int block, bool hadamard, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, ScalarType qk_dtype) -> "
+    "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)",
+)
 
 
 @_opaque_quantize.register_fake
@@ -92,3 +148,15 @@ def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype):
     shape = slots.shape_of(x.shape, cu_seqlens) if layout == "slots" else x.shape
     descale = x.new_empty((batch, x.shape[-2], -(-seqlen // block)), dtype=torch.float32)
     return x.new_empty(shape, dtype=dtype), descale
+
+
+@_opaque_quantize_qkv.register_fake
+def _quantize_qkv_fake(
+    q, k, v, block, hadamard, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype
+):
+    of_k = (cu_seqlens_k, max_seqlen_k)
+    return (
+        *_quantize_fake(q, block, hadamard, cu_seqlens_q, max_seqlen_q, "rows", qk_dtype),
+        *_quantize_fake(k, block, hadamard, *of_k, "rows", qk_dtype),
+        *_quantize_fake(v, block, False, *of_k, layout_of_v(v), FP8),
+    )

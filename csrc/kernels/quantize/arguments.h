@@ -26,15 +26,30 @@ struct QuantizeSource {
   bool whole_units;               // 8 columns are an aligned load, here and in rows of the result
 };
 
-// A block is the tokens of a cluster.
-struct QuantizeArguments {
+// What a tensor becomes.
+enum class Narrowed { kE4m3Rows, kInt8Rows, kE4m3Slots };
+
+// A tensor to quantize.
+struct QuantizeTensor {
   QuantizeSource x;
-  const float* signs;    // (head_dim), read by kernels that rotate
+  Narrowed to;
+  const float* signs;    // (head_dim): rotate; null: do not. Not with slots
   float rotation_scale;  // after the additions
 
   uint8_t* data;  // in slots: stride.seq is the columns, which 16 slots have 16 times
   HeadRows data_stride;
   float* descale;  // (batch, heads, blocks)
+};
+
+constexpr int kMaxTensors = 3;  // q, k, v
+
+// A block is the tokens of a cluster. The first `rounds` blocks of each tensor come in turn, so
+// that a rotation's arithmetic runs beside other loads; then the tensors' other blocks, if any.
+struct QuantizeArguments {
+  QuantizeTensor tensor[kMaxTensors];
+  uint32_t num_blocks[kMaxTensors];
+  int num_tensors;
+  uint32_t rounds;
 };
 
 struct ToSlotsArguments {

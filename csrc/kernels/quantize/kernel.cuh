@@ -39,9 +39,8 @@ struct Narrow<ElementType::kInt8> {
 constexpr float kSmallestScale = 0x1p-126f;
 
 template <class To, int kColumns, class Values>
-__device__ __forceinline__ void store_rows(const QuantizeArguments& args, const TilePlace& place,
+__device__ __forceinline__ void store_rows(const QuantizeTensor& tensor, const TilePlace& place,
                                            const Values& values, float factor) {
-  using Places = RowPlaces<kColumns>;
   uint32_t bytes[kUnitsOfThread][kUnit / 4];
 #pragma unroll
   for (int u = 0; u < kUnitsOfThread; ++u) {
@@ -51,21 +50,24 @@ __device__ __forceinline__ void store_rows(const QuantizeArguments& args, const 
                                   values(u, i + 2) * factor, values(u, i + 3) * factor);
     }
   }
-  store_tile<Places>(bytes, args.data, args.data_stride, place, args.x);
+  store_tile<RowPlaces<kColumns>>(bytes, tensor.data, tensor.data_stride, place, tensor.x);
 }
 
 // By one thread of the cluster.
-__device__ __forceinline__ void store_scale(const QuantizeArguments& args, const TilePlace& place,
+__device__ __forceinline__ void store_scale(const QuantizeTensor& tensor, const TilePlace& place,
                                             float descale) {
   if (cluster_rank() != 0 || threadIdx.x != 0) return;
-  const int64_t head = int64_t{place.entry} * args.x.by_heads.divisor + place.head;
-  args.descale[head * args.x.by_blocks.divisor + place.number] = descale;
+  const int64_t head = int64_t{place.entry} * tensor.x.by_heads.divisor + place.head;
+  tensor.descale[head * tensor.x.by_blocks.divisor + place.number] = descale;
 }
+
+template <int kColumns>
+using LargestOfCluster = ClusterMax<quantize_threads(kColumns) / 32>[2];
 
 // What the block's values are multiplied with; its inverse, the scale, is stored.
 // largest: of the block; the second for what is finite if the first is not.
 template <class To, class Values, class Maximum>
-__device__ __forceinline__ float find_factor(const QuantizeArguments& args, const TilePlace& place,
+__device__ __forceinline__ float find_factor(const QuantizeTensor& tensor, const TilePlace& place,
                                              Values& values, Maximum (&largest)[2]) {
   float amax;
   if constexpr (To::kHasNan) {
@@ -78,33 +80,91 @@ __device__ __forceinline__ float find_factor(const QuantizeArguments& args, cons
   } else {
     amax = largest[0].find(values.template largest<true>());
     if (!(amax < INFINITY)) {
-      store_scale(args, place, NAN);
+      store_scale(tensor, place, NAN);
       return 0.f;
     }
   }
   amax = fmaxf(amax, To::kLargest * kSmallestScale);
-  store_scale(args, place, amax / To::kLargest);
+  store_scale(tensor, place, amax / To::kLargest);
   return To::kLargest / amax;
 }
 
-// CTAs on an SM at the same time: as many as there are registers for.
-constexpr int quantize_ctas(int columns, bool rotate) {
-  return 65536 / ((rotate ? 80 : 72) * quantize_threads(columns));
+// The CTA's tile to rows.
+template <ElementType kType, int kColumns, bool kRotate>
+__device__ __forceinline__ void quantize_rows(const QuantizeTensor& tensor, const TilePlace& place,
+                                              LargestOfCluster<kColumns>& largest) {
+  using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
+  LoadedUnits loaded;
+  load_tile<uint16_t, RowPlaces<kColumns>>(loaded, tensor.x, place);
+  Values values(loaded, tensor);
+  cluster_wait();  // every CTA does
+  const auto narrow = [&](auto to) {
+    using To = decltype(to);
+    store_rows<To, kColumns>(tensor, place, values,
+                             find_factor<To>(tensor, place, values, largest));
+  };
+  if (tensor.to == Narrowed::kInt8Rows) {
+    narrow(Narrow<ElementType::kInt8>{});
+  } else {
+    narrow(Narrow<ElementType::kE4m3>{});
+  }
 }
 
-// Grid: heads * blocks * batch clusters of block / 64 CTAs.
-template <ElementType kType, ElementType kTo, int kColumns, bool kRotate, bool kSlots>
-__global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kColumns, kRotate))
+// The CTA's tile to slots.
+template <ElementType kType, int kColumns>
+__device__ __forceinline__ void quantize_slots(const QuantizeTensor& tensor, const TilePlace& place,
+                                               LargestOfCluster<kColumns>& largest) {
+  LoadedUnits loaded;
+  load_tile<uint16_t, SlotPlaces>(loaded, tensor.x, place);
+  LoadedValues<kType> values(loaded, tensor);
+  cluster_wait();  // every CTA does
+  const float factor = find_factor<Narrow<ElementType::kE4m3>>(tensor, place, values, largest);
+  uint32_t word[SlotStage::kRows][kUnit];
+#pragma unroll
+  for (int row = 0; row < SlotStage::kRows; ++row) {
+    const int u = row * SlotPlaces::kUnitsOfRow;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      word[row][i] = to_e4m3(values(u, i) * factor, values(u + 1, i) * factor,
+                             values(u + 2, i) * factor, values(u + 3, i) * factor);
+    }
+  }
+  store_slots<kColumns>(word, tensor.data, tensor.data_stride, place, tensor.x.tokens);
+}
+
+// Of the `index`th cluster.
+struct BlockOfTensor {
+  int tensor;
+  uint32_t block;
+};
+__device__ __forceinline__ BlockOfTensor find_tensor(const QuantizeArguments& args,
+                                                     uint32_t index) {
+  const uint32_t in_turn = args.rounds * args.num_tensors;
+  if (index < in_turn) {
+    return {static_cast<int>(index % args.num_tensors), index / args.num_tensors};
+  }
+  BlockOfTensor of{0, index - in_turn + args.rounds};
+  while (of.block >= args.num_blocks[of.tensor]) {
+    of.block -= args.num_blocks[of.tensor++] - args.rounds;
+  }
+  return of;
+}
+
+// CTAs on an SM at the same time: as many as there are registers for.
+constexpr int quantize_ctas(int columns) { return 65536 / (80 * quantize_threads(columns)); }
+
+// Grid: for each tensor heads * blocks * batch clusters of block / 64 CTAs.
+template <ElementType kType, int kColumns>
+__global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kColumns))
     quantize_blocks(const __grid_constant__ QuantizeArguments args) {
-  using Places = std::conditional_t<kSlots, SlotPlaces, RowPlaces<kColumns>>;
-  using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
-  __shared__ ClusterMax<quantize_threads(kColumns) / 32> largest[2];
+  __shared__ LargestOfCluster<kColumns> largest;
   allow_dependents();
   wait_for_earlier_kernels();
-  const int block = cluster_size() * kTileTokens;
-  TilePlace place = find_block(args.x, cluster_index(), block);
+  const BlockOfTensor of = find_tensor(args, cluster_index());
+  const QuantizeTensor& tensor = args.tensor[of.tensor];
+  TilePlace place = find_block(tensor.x, of.block, cluster_size() * kTileTokens);
   if (place.num_tokens() <= 0) {  // the sequence has no such block
-    store_scale(args, place, kSmallestScale);
+    store_scale(tensor, place, kSmallestScale);
     return;
   }
   place.first += cluster_rank() * kTileTokens;
@@ -114,25 +174,12 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
     fence_barrier_init();
   }
   cluster_arrive();  // every thread of the cluster: the CTA takes what the others send
-  LoadedUnits loaded;
-  load_tile<uint16_t, Places>(loaded, args.x, place);
-  Values values(loaded, args);
-  cluster_wait();  // every CTA does
-  const float factor = find_factor<Narrow<kTo>>(args, place, values, largest);
-  if constexpr (kSlots) {
-    uint32_t word[SlotStage::kRows][kUnit];
-#pragma unroll
-    for (int row = 0; row < SlotStage::kRows; ++row) {
-      const int u = row * SlotPlaces::kUnitsOfRow;
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) {
-        word[row][i] = to_e4m3(values(u, i) * factor, values(u + 1, i) * factor,
-                               values(u + 2, i) * factor, values(u + 3, i) * factor);
-      }
-    }
-    store_slots<kColumns>(word, args.data, args.data_stride, place, args.x.tokens);
+  if (tensor.to == Narrowed::kE4m3Slots) {
+    quantize_slots<kType, kColumns>(tensor, place, largest);
+  } else if (tensor.signs != nullptr) {
+    quantize_rows<kType, kColumns, true>(tensor, place, largest);
   } else {
-    store_rows<Narrow<kTo>, kColumns>(args, place, values, factor);
+    quantize_rows<kType, kColumns, false>(tensor, place, largest);
   }
 }
 

@@ -49,7 +49,7 @@ template <ElementType kType>
 struct LoadedValues {
   LoadedUnits unit;
 
-  __device__ LoadedValues(const LoadedUnits& loaded, const QuantizeArguments&) {
+  __device__ LoadedValues(const LoadedUnits& loaded, const QuantizeTensor&) {
     memcpy(unit, loaded, sizeof(unit));
   }
 
@@ -93,14 +93,14 @@ template <ElementType kType, int kColumns>
 struct RotatedValues {
   float x[kUnitsOfThread][kUnit];
 
-  __device__ RotatedValues(const LoadedUnits& loaded, const QuantizeArguments& args) {
-    apply_signs(loaded, args);
+  __device__ RotatedValues(const LoadedUnits& loaded, const QuantizeTensor& tensor) {
+    apply_signs(loaded, tensor);
     // Over 64 columns only one power of two comes here.
-    transform(kColumns > 64 ? kColumns : args.x.head_dim);
+    transform(kColumns > 64 ? kColumns : tensor.x.head_dim);
 #pragma unroll
     for (int u = 0; u < kUnitsOfThread; ++u) {
 #pragma unroll
-      for (int i = 0; i < kUnit; ++i) x[u][i] *= args.rotation_scale;
+      for (int i = 0; i < kUnit; ++i) x[u][i] *= tensor.rotation_scale;
     }
   }
 
@@ -135,11 +135,11 @@ struct RotatedValues {
   // The signs come by way of shared memory, as what they flip in elements of 16 bits: from device
   // memory every unit of a token would wait for its own.
   __device__ __forceinline__ void apply_signs(const LoadedUnits& loaded,
-                                              const QuantizeArguments& args) {
+                                              const QuantizeTensor& tensor) {
     static_assert(quantize_threads(kColumns) == kColumns, "a thread for each column");
     __shared__ uint4 flips[kColumns / kUnit];
     // Columns that are not there are 0 and in no sum with others; their signs do not matter.
-    const float sign = args.signs[min(static_cast<int>(threadIdx.x), args.x.head_dim - 1)];
+    const float sign = tensor.signs[min(static_cast<int>(threadIdx.x), tensor.x.head_dim - 1)];
     reinterpret_cast<uint16_t*>(flips)[threadIdx.x] = __float_as_uint(sign) >> 16 & 0x8000;
     __syncthreads();
 #pragma unroll
