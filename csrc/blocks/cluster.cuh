@@ -86,8 +86,14 @@ struct ClusterMax {
     // Floats that are not negative are ordered like their bits.
     const uint32_t mine = __reduce_max_sync(0xffffffff, __float_as_uint(value));
     const uint32_t lane = threadIdx.x % 32, size = cluster_size();
-    if (lane < size) send(mine, of_warp[cluster_rank() * kWarps + threadIdx.x / 32], lane);
-    arrived.wait(0);  // kWarps words of each CTA
+    uint32_t& place = of_warp[cluster_rank() * kWarps + threadIdx.x / 32];
+    if (size == 1) {  // nothing may be sent within a CTA that has no cluster
+      if (lane == 0) place = mine;
+      __syncthreads();
+    } else {
+      if (lane < size) send(mine, place, lane);
+      arrived.wait(0);  // kWarps words of each CTA
+    }
     const uint32_t found = lane < size * kWarps ? of_warp[lane] : 0;
     return __uint_as_float(__reduce_max_sync(0xffffffff, found));
   }

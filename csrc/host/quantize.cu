@@ -135,16 +135,18 @@ void quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int bl
   for (const QuantizeParams& params : tensors) check_tensor(kName, params);
   for (const int columns : {64, 128, 256}) {
     QuantizeArguments args{};
+    int num_tensors = 0;
     int64_t clusters = 0, rounds = INT_MAX;
     for (const QuantizeParams& params : tensors) {
       if (slot_columns(params.x.head_dim) != columns) continue;
       const int64_t blocks = num_blocks(params.x, block);
-      args.num_blocks[args.num_tensors] = static_cast<uint32_t>(blocks);
-      args.tensor[args.num_tensors++] = kernel_tensor(params, block);
+      args.num_blocks[num_tensors] = static_cast<uint32_t>(blocks);
+      args.tensor[num_tensors++] = kernel_tensor(params, block);
       clusters += blocks;
       rounds = std::min(rounds, blocks);
     }
-    args.rounds = static_cast<uint32_t>(rounds);
+    args.by_tensors = cutlass::FastDivmod(std::max(1, num_tensors));
+    args.rounds = static_cast<int>(rounds);
     launch(kName, quantize_kernel(dtype, columns), args, columns, clusters, block / kTileTokens,
            stream);
   }

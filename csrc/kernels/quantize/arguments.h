@@ -48,8 +48,8 @@ constexpr int kMaxTensors = 3;  // q, k, v
 struct QuantizeArguments {
   QuantizeTensor tensor[kMaxTensors];
   uint32_t num_blocks[kMaxTensors];
-  int num_tensors;
-  uint32_t rounds;
+  cutlass::FastDivmod by_tensors;  // divides by the number of tensors
+  int rounds;
 };
 
 struct ToSlotsArguments {

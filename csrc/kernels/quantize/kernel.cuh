@@ -139,11 +139,10 @@ struct BlockOfTensor {
 };
 __device__ __forceinline__ BlockOfTensor find_tensor(const QuantizeArguments& args,
                                                      uint32_t index) {
-  const uint32_t in_turn = args.rounds * args.num_tensors;
-  if (index < in_turn) {
-    return {static_cast<int>(index % args.num_tensors), index / args.num_tensors};
-  }
-  BlockOfTensor of{0, index - in_turn + args.rounds};
+  int round, turn;
+  args.by_tensors(round, turn, index);
+  if (round < args.rounds) return {turn, static_cast<uint32_t>(round)};
+  BlockOfTensor of{0, index - args.rounds * (args.by_tensors.divisor - 1)};
   while (of.block >= args.num_blocks[of.tensor]) {
     of.block -= args.num_blocks[of.tensor++] - args.rounds;
   }
