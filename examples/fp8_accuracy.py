@@ -66,7 +66,7 @@ def main() -> None:
     for name, found in results.items():
         print(name)
         for precision, error in found.items():
-            print(f"  {precision:<24} {error:.2e}")
+            print(f"  {precision:<32} {error:.2e}")
     path = Path(sys.argv[1] if len(sys.argv) > 1 else "out/fp8_accuracy.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_figure(results, path)

@@ -13,7 +13,7 @@ from . import ops
 from .backends import BACKENDS
 from .device import describe_device
 from .errors import type_error, value_error
-from .operands import resolved
+from .operands import resolved, with_mean_of_keys, with_mean_of_values
 from .plan import decline_reason
 from .problem import Options, Tensors, function_name, refuse
 from .quantization import BlockScaled
@@ -48,7 +48,8 @@ def flash_attn_func(
         q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16, float8_e4m3fn or int8;
             float32 and float64 run on the reference backend. Any strides; if the last one is not 1
             the tensor is copied. q, k and v may instead all be ``BlockScaled``, from
-            ``quantize_block_fp8``: q and k rotated alike, v not.
+            ``quantize_block_fp8``: q and k rotated alike, v not. k and v may have a mean, k not
+            with softcap.
         k: (batch, seqlen_k, num_heads_kv, head_dim). num_heads_q must be a multiple of
             num_heads_kv: query head i reads key-value head i // (num_heads_q // num_heads_kv).
             In q's dtype.
@@ -106,7 +107,10 @@ def flash_attn_func(
     )
     tensors = Tensors(q, k, v, None, None, None, None, q_descale, k_descale, v_descale)
     out, lse = ops.attention(*resolved(tensors, options, varlen=False))
-    return (out, lse) if return_lse or return_attn_probs else out
+    out = with_mean_of_values(out, lse, q, v)
+    if not (return_lse or return_attn_probs):
+        return out
+    return out, with_mean_of_keys(lse, q, k, softmax_scale)
 
 
 def flash_attn_varlen_func(
@@ -184,7 +188,10 @@ def flash_attn_varlen_func(
     indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
     out, lse = ops.attention(*resolved(tensors, options, varlen=True))
-    return (out, lse) if return_lse or return_attn_probs else out
+    out = with_mean_of_values(out, lse, q, v)
+    if not (return_lse or return_attn_probs):
+        return out
+    return out, with_mean_of_keys(lse, q, k, softmax_scale)
 
 
 def flash_attn_qkvpacked_func(

@@ -29,6 +29,8 @@ class _Scheme(NamedTuple):
     block: int
     hadamard: bool
     qk_dtype: torch.dtype | None
+    smooth_k: bool
+    smooth_v: bool
 
 
 def flash_attn_fp8_func(
@@ -43,6 +45,8 @@ def flash_attn_fp8_func(
     block: int = 128,
     hadamard: bool = True,
     qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    smooth_v: bool = False,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     sm_margin: int = 0,
@@ -60,6 +64,12 @@ def flash_attn_fp8_func(
         qk_dtype: of quantized q and k, torch.int8 or torch.float8_e4m3fn; v becomes float8_e4m3fn.
             None: int8 with hadamard and head dims up to 128, else float8_e4m3fn
             (``scales.best_qk_dtype`` says why).
+        smooth_k: subtract from k, before it is rotated, a vector for each head near its mean. No
+            probability changes, and scores are finer where the keys have a large component in
+            common. Not with softcap.
+        smooth_v: subtract from v a vector for each head near its mean before it is quantized, and
+            add it to out: sums in FP8 lose bits to one side where v has a mean. Both take passes
+            through memory more.
         out_dtype: float16, bfloat16 or, on the reference backend, float32; None stands for q's.
         All other arguments are those of ``flash_attn_func``.
 
@@ -70,8 +80,8 @@ def flash_attn_fp8_func(
 
     Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3.
     """
-    scheme = _Scheme(block, hadamard, qk_dtype)
-    scaled = _quantized("flash_attn_fp8_func", Tensors(q, k, v), Options(), scheme)
+    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k, smooth_v)
+    scaled = _quantized("flash_attn_fp8_func", Tensors(q, k, v), Options(softcap=softcap), scheme)
     return flash_attn_func(
         *scaled,
         softmax_scale,
@@ -103,6 +113,8 @@ def flash_attn_varlen_fp8_func(
     block: int = 128,
     hadamard: bool = True,
     qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    smooth_v: bool = False,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     sm_margin: int = 0,
@@ -110,8 +122,9 @@ def flash_attn_varlen_fp8_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_fp8_func`` over sequences of different lengths, packed one after another.
 
-    Rows beyond seqused do not count in the result, but in the scale of their block; one that is not
-    finite makes its block of int8 NaN.
+    Rows beyond seqused do not count in the result, but in the scale of their block and the vectors
+    of smooth_k and smooth_v, one for each sequence and head; one that is not finite makes its block
+    of int8 NaN.
 
     Args: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·), of 16 bits; the
         others are those of ``flash_attn_varlen_func`` and ``flash_attn_fp8_func``, as are the
@@ -119,12 +132,13 @@ def flash_attn_varlen_fp8_func(
     """
     function = "flash_attn_varlen_fp8_func"
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    lengths = Options(
+    options = Options(
         host_length(function, "max_seqlen_q", max_seqlen_q),
         host_length(function, "max_seqlen_k", max_seqlen_k),
+        softcap=softcap,
     )
-    scheme = _Scheme(block, hadamard, qk_dtype)
-    scaled = _quantized(function, tensors, lengths, scheme, varlen=True)
+    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k, smooth_v)
+    scaled = _quantized(function, tensors, options, scheme, varlen=True)
     return flash_attn_varlen_func(
         *scaled,
         cu_seqlens_q,
@@ -147,34 +161,38 @@ def flash_attn_varlen_fp8_func(
 def _quantized(
     function: str,
     tensors: Tensors,
-    lengths: Options,
+    options: Options,
     scheme: _Scheme,
     varlen: bool = False,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """q, k and v of 16 bits in blocks; lengths are those of varlen."""
-    block, hadamard, qk_dtype = scheme
+    """q, k and v of 16 bits in blocks; options: the softcap and the lengths of varlen."""
+    block, hadamard, qk_dtype, smooth_k, _ = scheme
     check_tensor_types(tensors, varlen)
-    check_option_types(function, lengths)
-    check(tensors, lengths)
+    check_option_types(function, options)
+    check(tensors, options)
     q, k, v, cu_seqlens_q, cu_seqlens_k = tensors[:5]
     expect(q.dtype in SIXTEEN_BIT, function, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
-    if not isinstance(hadamard, bool):
-        raise type_error(function, "hadamard", "a bool", type(hadamard).__name__)
+    for name in ("hadamard", "smooth_k", "smooth_v"):
+        value = getattr(scheme, name)
+        if not isinstance(value, bool):
+            raise type_error(function, name, "a bool", type(value).__name__)
     expect(block in BLOCKS, function, "block", f"one of {BLOCKS}", block)
     legal = (None, *EIGHT_BIT)
     expect(qk_dtype in legal, function, "qk_dtype", f"one of {legal}", qk_dtype)
     fits = not hadamard or is_rotatable(q.shape[-1])
     expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
+    capped = smooth_k and options.softcap > 0  # a cap sees what all keys have in common
+    expect(not capped, function, "smooth_k", "False with softcap", smooth_k)
     refuse_gradients(function, q, k, v)
-    qk_dtype = qk_dtype or best_qk_dtype(q.shape[-1], hadamard)
 
     ragged = {}
     if varlen:
-        longest_q, longest_k = lengths.max_seqlen_q, lengths.max_seqlen_k
+        longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
         ragged = {
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,
             "max_seqlen_q": q.shape[0] if longest_q is None else longest_q,
             "max_seqlen_k": k.shape[0] if longest_k is None else longest_k,
         }
-    return quantize_qkv(q, k, v, block=block, hadamard=hadamard, qk_dtype=qk_dtype, **ragged)
+    scheme = scheme._replace(qk_dtype=qk_dtype or best_qk_dtype(q.shape[-1], hadamard))
+    return quantize_qkv(q, k, v, **scheme._asdict(), **ragged)

@@ -7,6 +7,7 @@ heads, blocks).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .contents import CHECKED, check_same_contents
@@ -19,7 +20,9 @@ from .problem import (
     refuse_gradients,
 )
 from .quantization import BlockScaled
-from .scales import BLOCKS, EIGHT_BIT, num_blocks
+from .quantization.tokens import places
+from .quantization.torch_operations import of_sequences
+from .scales import BLOCKS, EIGHT_BIT, check_mean, num_blocks
 
 SIDES = ("q", "k", "v")
 
@@ -62,8 +65,60 @@ def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Ten
     q, k, v = tensors[:3]
     expect(k.hadamard == q.hadamard, function, "k.hadamard", f"{q.hadamard} as q's", k.hadamard)
     expect(not v.hadamard, function, "v.hadamard", "False: out would stay rotated", v.hadamard)
+    _check_means(function, tensors, options.softcap)
     slots = v.shape[-1] if v.layout == "slots" else 0
     return tensors._replace(**changes), options._replace(**blocks, v_slots=slots)
+
+
+def _check_means(function: str, tensors: Tensors, softcap: float) -> None:
+    """What was subtracted from the tokens of BlockScaled q, k and v."""
+    q, k, v = tensors[:3]
+    expect(q.mean is None, function, "q.mean", "None: it would change weights", "a tensor")
+    uncapped = k.mean is None or softcap == 0
+    wanted = "0 where k has a mean: capped scores do not all move alike"
+    expect(uncapped, function, "softcap", wanted, softcap)
+    for name, x in (("k.mean", k), ("v.mean", v)):
+        if x.mean is not None:
+            batch = x.shape[0] if x.cu_seqlens is None else x.cu_seqlens.numel() - 1
+            check_mean(function, name, x.mean, (batch, *x.shape[-2:]), q.data)
+
+
+def with_mean_of_values(
+    out: Tensor, lse: Tensor, q: Tensor | BlockScaled, v: Tensor | BlockScaled
+) -> Tensor:
+    """out of the real v, from that of a call, which leaves v's mean out.
+
+    Weights sum to 1, so every row that sees a key gets the mean of its head.
+
+    out: (batch, seqlen_q, num_heads_q, head_dim_v) or (total_q, ·, ·). lse: (batch, num_heads_q,
+    seqlen_q) or (num_heads_q, total_q), -inf where a row sees no key. q, v: those of the call.
+    """
+    if type(v) is not BlockScaled or v.mean is None:  # isinstance takes longer to say no
+        return out
+    mean = of_sequences(v.mean, places(out.shape[-3], out.device, q.cu_seqlens))
+    moved = out.float().unflatten(-2, (v.shape[-2], -1)) + mean.unsqueeze(-2)
+    sees = (lse != float("-inf")).transpose(-1, -2).unsqueeze(-1)
+    return torch.where(sees, moved.flatten(-3, -2).to(out.dtype), out)
+
+
+def with_mean_of_keys(
+    lse: Tensor, q: Tensor | BlockScaled, k: Tensor | BlockScaled, softmax_scale: float | None
+) -> Tensor:
+    """The log-sum-exp of the real k, from that of a call, which leaves k's mean out.
+
+    The mean moves all scores of a row alike, by softmax_scale * (q . mean of its key head): no
+    weight changes. lse: as above; -inf stays. q, k, softmax_scale: those of the call.
+    """
+    if type(k) is not BlockScaled or k.mean is None:
+        return lse
+    heads, head_dim = k.shape[-2:]
+    values = q.dequantize()
+    mean = of_sequences(k.mean, places(values.shape[-3], values.device, q.cu_seqlens))
+    # No matrix product, which autocast or TF32 would round.
+    products = (values.unflatten(-2, (heads, -1)) * mean.unsqueeze(-2)).sum(-1)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    moved = lse + scale * products.flatten(-2).transpose(-1, -2)
+    return torch.where(lse == float("-inf"), lse, moved)
 
 
 def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:

@@ -98,14 +98,27 @@ def check_scales(function: str, tensors: Tensors, options: Options, batch: int) 
         expect(len(shape) == 3, function, f"{name}.shape", "(batch, heads, blocks)", shape)
         expect(shape[0] == batch, function, f"{name}.shape[0]", f"{batch} (batch)", shape[0])
         expect(shape[1] in heads, function, f"{name}.shape[1]", wanted, shape[1])
-        found, wanted = descale.dtype, torch.float32
-        expect(found == wanted, function, f"{name}.dtype", wanted, found)
-        found, wanted = descale.device, f"{q.device} as q's"
-        expect(found == q.device, function, f"{name}.device", wanted, found)
+        _check_float32(function, name, descale, q)
         one = shape[2] == 1 and block >= 1
         expect(one or block in BLOCKS, function, f"{side}_block", f"one of {BLOCKS}", block)
         varlen = tensors.cu_seqlens_q is not None
         _check_num_blocks(function, name, shape[2], block, x.shape[-3], varlen, longest)
+
+
+def check_mean(
+    function: str, name: str, mean: Metadata, shape: tuple[int, int, int], q: Metadata
+) -> None:
+    """Raise unless it has a vector for each batch entry and head; shape: what those make."""
+    found, wanted = tuple(mean.shape), f"{shape} (batch, heads, head_dim)"
+    expect(found == shape, function, f"{name}.shape", wanted, found)
+    _check_float32(function, name, mean, q)
+
+
+def _check_float32(function: str, name: str, x: Metadata, q: Metadata) -> None:
+    found, wanted = x.dtype, torch.float32
+    expect(found == wanted, function, f"{name}.dtype", wanted, found)
+    found, wanted = x.device, f"{q.device} as q's"
+    expect(found == q.device, function, f"{name}.device", wanted, found)
 
 
 def _check_num_blocks(

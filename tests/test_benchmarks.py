@@ -304,11 +304,11 @@ def test_quick_fp8_suite(tmp_path, capsys):
 def test_quick_accuracy_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 0
     _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
-    assert [r["contender"] for r in records] == list(PRECISIONS) * 8
+    assert [r["contender"] for r in records] == list(PRECISIONS) * 11
     assert {r["seed"] for r in records} == {0}
     dtypes = {r["contender"]: r["qk_dtype"] for r in records}
-    assert list(dtypes.values()) == ["bfloat16", "float16", *["float8_e4m3fn"] * 4, "int8"]
-    assert {r["data"] for r in records} == {"outlier", "normal", "long"}
+    assert list(dtypes.values()) == ["bfloat16", "float16", *["float8_e4m3fn"] * 4, "int8", "int8"]
+    assert {r["data"] for r in records} == {"outlier", "shifted", "normal", "long"}
     assert all(r["status"] == "ok" and 0 < r["relative_error"] < 0.2 for r in records)
     assert any(r["rows_compared"] < r["seqlen_k"] for r in records)
     assert (tmp_path / "fp8-accuracy.png").read_bytes().startswith(b"\x89PNG")

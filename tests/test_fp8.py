@@ -3,11 +3,14 @@ what 16-bit tensors lose by it, and the sentences for what is illegal."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from helpers import EVERY_BACKEND, GPU, case_named, skip_what_is_declined
+from torch.nn.functional import pad
 
 from flashattn3 import (
     UnsupportedError,
@@ -20,6 +23,7 @@ from flashattn3 import (
 )
 from flashattn3.problem import Options, Tensors
 from flashattn3.quantization import block_fp8
+from flashattn3.quantization.hadamard import rotate
 from flashattn3.scales import BLOCKS, EIGHT_BIT, FP8, INT8
 from flashattn3.testing import (
     FORMS,
@@ -54,6 +58,9 @@ LONGER = (
 )
 FEATURES = ("causal-empty-rows", "gqa-8", "window-both", "softcap-causal", "dim-72-40")
 FEATURES += ("scale-negative", "varlen-seqused", "varlen-splits", "layout-packed", "no-keys")
+MEANS = ("causal", "causal-empty-rows", "gqa-8", "dim-72-40", "scale-negative", "splits-causal")
+MEANS += ("no-keys", "no-queries", "varlen-cross", "varlen-empty-sequences", "varlen-no-keys")
+MEANS += ("varlen-no-queries", "varlen-seqused", "varlen-splits", "varlen-tail-rows")
 
 
 def fits(case, form: str) -> bool:
@@ -61,9 +68,12 @@ def fits(case, form: str) -> bool:
 
 
 def holds(case, form: str, backend: str, device, **options) -> None:
-    """out and lse against float64: as tight as 16 bits, where e4m3 is multiplied in float16."""
     skip_what_is_declined(case, backend)
-    given, values = make_fp8_inputs(case, device, form)
+    agrees(case, form, backend, *make_fp8_inputs(case, device, form), **options)
+
+
+def agrees(case, form: str, backend: str, given: Tensors, values: Tensors, **options) -> None:
+    """out and lse against float64: as tight as 16 bits, where e4m3 is multiplied in float16."""
     exact = backend == "reference"
     options.setdefault("out_dtype", torch.float32 if exact else torch.float16)
     out, lse = call(case, given, return_lse=True, backend=backend, **options)
@@ -104,6 +114,38 @@ def test_every_form(case, form, backend, device):
     holds(case, form, backend, device)
 
 
+def make_inputs_with_means(case, device, form: str) -> tuple[Tensors, Tensors]:
+    """Those of make_fp8_inputs, of BlockScaled, where k and v have means, no dense ones."""
+    given, values = make_fp8_inputs(case, device, form)
+    scaled, whole = {}, {}
+    for side in "kv":
+        x = getattr(given, side)
+        heads, head_dim = x.shape[-2:]
+        mean = torch.randn(case.batch, head_dim, heads, device=device).mT
+        scaled[side] = replace(x, mean=mean)
+        mean = rotate(mean.double()) if x.hadamard else mean.double()
+        if case.varlen:
+            mean = mean.repeat_interleave(x.cu_seqlens.diff(), dim=0)
+            mean = pad(mean, (0, 0, 0, 0, 0, case.tail_rows))
+        else:
+            mean = mean.unsqueeze(1)
+        whole[side] = getattr(values, side) + mean
+    return given._replace(**scaled), values._replace(**whole)
+
+
+@poisoned
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("form", ["scaled", "int8 scaled", "int8 rotated"])
+@pytest.mark.parametrize("name", MEANS)
+def test_what_was_subtracted_from_k_and_v_comes_back(name, form, backend, device):
+    """v's mean in out, k's in lse: it moves no weight."""
+    case = case_named(name)
+    if not fits(case, form):
+        pytest.skip("the head dim is no power of two")
+    skip_what_is_declined(case, backend)
+    agrees(case, form, backend, *make_inputs_with_means(case, device, form))
+
+
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dtype", EIGHT_BIT)
 def test_out_of_many_keys_keeps_its_scale(dtype, backend, device):
@@ -121,10 +163,11 @@ def test_both_lists_of_blocks_are_the_same():
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("name", ["causal-empty-rows", "varlen-seqused"])
-def test_rows_without_keys_are_zero(name, backend, device):
+@pytest.mark.parametrize("make", [make_fp8_inputs, make_inputs_with_means])
+@pytest.mark.parametrize("name", ["causal-empty-rows", "varlen-seqused", "varlen-empty-sequences"])
+def test_rows_without_keys_are_zero(name, make, backend, device):
     case = case_named(name)
-    given, values = make_fp8_inputs(case, device, "block")
+    given, values = make(case, device, "scaled")
     out, lse = call(case, given, return_lse=True, backend=backend)
     _, wanted = attention(values, **case.truth_options())
     blind = wanted == float("-inf")
@@ -393,6 +436,9 @@ def test_compiled_calls_take_block_scaled_inputs(dtype, device):
         quantize_block_fp8(torch.randn(1, 70, 2, 32, device=device), kind=kind, dtype=of)
         for kind, of in zip("qkv", (dtype, dtype, FP8), strict=True)
     )
+    k, v = (replace(x, mean=torch.randn(1, 2, 32, device=device)) for x in (k, v))
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, v), flash_attn_func(q, k, v))
+    results = zip(*(f(q, k, v, return_lse=True) for f in (compiled, flash_attn_func)), strict=True)
+    for found, wanted in results:
+        assert torch.equal(found, wanted)
     torch._dynamo.reset()

@@ -68,6 +68,11 @@ def ragged(edges=EDGES, longest=130, **changes):
 RAGGED_Q = scaled(half(200, 2, 16), cu_seqlens=EDGES, max_seqlen=130, block=64)
 
 
+def with_mean(side, shape=(2, 2, 16), **options):
+    x = scaled(half(2, 200, 2, 16), kind=side)
+    return {side: replace(x, mean=ones(*shape, **options))}
+
+
 def sixteen(function=flash_attn_fp8_func, **changes):
     arguments = {side: half(1, 8, 2, 48) for side in "qkv"} | {"hadamard": False}
     return lambda: function(**{**arguments, **changes})
@@ -161,6 +166,30 @@ VALUE_ERRORS = [
         blocks(v=replace(scaled(half(2, 200, 2, 16)), cu_seqlens=EDGES)),
         "v.cu_seqlens must be None, got a tensor",
     ),
+    (
+        blocks(q=replace(scaled(half(2, 200, 4, 16)), mean=ones(2, 4, 16))),
+        "q.mean must be None: it would change weights, got a tensor",
+    ),
+    (
+        blocks(**with_mean("k"), softcap=20.0),
+        "softcap must be 0 where k has a mean: capped scores do not all move alike, got 20.0",
+    ),
+    (
+        blocks(**with_mean("k", (2, 1, 16))),
+        "k.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (2, 1, 16)",
+    ),
+    (
+        blocks(**with_mean("v", (2, 16))),
+        "v.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (2, 16)",
+    ),
+    (
+        blocks(**with_mean("v", dtype=torch.float16)),
+        "v.mean.dtype must be torch.float32, got torch.float16",
+    ),
+    (
+        blocks(**with_mean("v", device="meta")),
+        "v.mean.device must be cpu as q's, got meta",
+    ),
 ]
 VARLEN_ERRORS = [
     (
@@ -179,6 +208,10 @@ VARLEN_ERRORS = [
     (
         ragged(q=RAGGED_Q, longest=200),
         "q_descale.shape[2] must be at least 4 (blocks of 64 tokens), got 3",
+    ),
+    (
+        ragged(v=replace(RAGGED_Q, mean=ones(1, 2, 16))),
+        "v.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (1, 2, 16)",
     ),
     (
         lambda: flash_attn_varlen_func(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from helpers import GPU, needs_hopper
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashattn3.quantization import (
@@ -17,10 +19,12 @@ from flashattn3.quantization import (
     quantize_block_fp8,
     quantize_qkv,
     slots,
+    smoothing,
     torch_operations,
     triton_launch,
 )
 from flashattn3.quantization.hadamard import rotate, rotate_back
+from flashattn3.quantization.tokens import places
 from flashattn3.scales import EIGHT_BIT, FP8, INT8
 from flashattn3.triton_kernels.quantize import to_e4m3, to_int8
 
@@ -180,6 +184,7 @@ def test_rotation_and_blocks_lose_less_than_one_scale_for_a_head():
 
 
 ILLEGAL = [
+    ({"smooth": True}, ValueError, "smooth must be False for kind 'q', got True"),
     ({"x": [1.0]}, TypeError, "x must be a torch.Tensor"),
     ({"x": torch.zeros(1, 2, 3, 4).double()}, TypeError, "x.dtype must be"),
     ({"x": torch.zeros(2, 3, 4)}, ValueError, "x.ndim must be 4, got 3"),
@@ -396,6 +401,118 @@ def test_triton_on_a_gpu_gives_the_same_bytes(hadamard, eight, device):
     assert_same(triton_launch.quantize(x, 128, hadamard, None, None, eight), wanted)
 
 
+def means_in_numpy(x):
+    """float32 (heads, head_dim) of one sequence, float32 (tokens, heads, head_dim)."""
+    chosen = range(len(x)) if len(x) <= 128 else [j * len(x) // 128 for j in range(128)]
+    values = [np.where(np.isfinite(x[j]), x[j], np.float32(0)) for j in chosen]
+    values += [np.zeros(x.shape[1:], np.float32)] * (128 - len(values))
+
+    def total(terms):
+        while (half := len(terms) // 2) > 0:
+            terms = [terms[j] + terms[j + half] for j in range(half)]
+        return terms[0]
+
+    with np.errstate(all="ignore"):
+        count, first = np.float32(len(chosen)), total(values)
+        second = total([each * each for each in values])
+        square, mean = first * first, first / count
+        found = (square > np.float32(9) * (second - square / count)) & (np.abs(mean) < 2.0**100)
+        return np.where(found, mean, np.float32(0))
+
+
+def assert_means(found, wanted):
+    """Bit for bit."""
+    assert found.dtype == torch.float32 and found.is_contiguous()
+    assert np.array_equal(found.numpy().view(np.int32), np.stack(wanted).view(np.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seqlen", [0, 1, 2, 100, 128, 129, 1000])
+def test_the_means_in_numpy(seqlen, dtype):
+    x = spoiled(normal(2, seqlen, 3, 16, seed=seqlen, dtype=dtype) + 0.3)
+    wanted = [means_in_numpy(sequence) for sequence in x.float().numpy()]
+    assert_means(smoothing.means(x, None, None), wanted)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 300)
+)
+@example([0, 1, 2, 100, 128, 129, 1000], 3, 1000)
+@example([0, 0], 0, 1)
+def test_a_ragged_batch_has_a_mean_for_each_sequence(lengths, around, max_seqlen):
+    """Of the tokens that lie within the tensor and max_seqlen."""
+    edges, total = ragged(lengths, around, around)
+    x = normal(total, 2, 8, seed=total) + 0.3
+    edges[-1] += 2 * around
+    parts = [x[i:j][:max_seqlen].numpy() for i, j in pairwise(edges.tolist())]
+    assert_means(smoothing.means(x, edges, max_seqlen), [means_in_numpy(part) for part in parts])
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_mean_is_finite_and_a_column_does_not_see_another(odd, many):
+    x = normal(1, 200, 2, 8, dtype=torch.bfloat16) + 1
+    clean = smoothing.means(x, None, None)
+    x[0, :, 1, 5] = odd if many else x[0, :, 1, 5].where(torch.arange(200) > 0, odd)
+    found = smoothing.means(x, None, None)
+    assert found.isfinite().all()
+    others = torch.ones(2, 8, dtype=torch.bool)
+    others[1, 5] = False
+    assert torch.equal(found[0, others], clean[0, others])
+    # What is not finite counts as 0; what is huge leaves no mean.
+    still_there = not many and not np.isfinite(odd)
+    assert (found[0, 1, 5] != 0) == still_there
+
+
+def test_a_mean_is_taken_only_where_it_stands_out():
+    x = normal(2, 1000, 8, 128)
+    assert (smoothing.means(x, None, None) == 0).float().mean() > 0.98
+    assert ((smoothing.means(x + 1, None, None) - 1).abs() < 0.5).all()
+    x[:, 0] = 1e4  # of the sample
+    assert (smoothing.means(x, None, None) == 0).all()
+
+
+@of_both
+@pytest.mark.parametrize("cut", [False, True], ids=["dense", "ragged"])
+@pytest.mark.parametrize(("kind", "hadamard"), [("k", False), ("k", True), ("v", False)])
+def test_smoothed_tensors_come_back_and_finer(kind, hadamard, cut, eight):
+    """Within a sixteenth of what differs from the mean, of a row, which the rotation mixes."""
+    eight = FP8 if kind == "v" else eight
+    mean, ragged_options = 10 * normal(2, 1, 3, 32, seed=1), {}
+    x = normal(2, 200, 3, 32) + mean
+    if cut:
+        x = torch.cat([x[0], x[1, :70]])
+        ragged_options = {"cu_seqlens": torch.tensor([0, 200, 270]).int(), "max_seqlen": 200}
+        mean = mean[:, 0].repeat_interleave(torch.tensor([200, 70]), 0)
+    errors = []
+    for smooth in (True, False):
+        how = {"kind": kind, "hadamard": hadamard, "dtype": eight, "smooth": smooth}
+        quantized = quantize_block_fp8(x, block=64, **how, **ragged_options)
+        errors.append((quantized.dequantize() - x).norm(dim=-1))
+        if smooth:
+            assert quantized.mean.shape == (2, 3, 32)
+            rest = (x - mean).norm(dim=-1) + 32**0.5  # the mean that is found is off by less than 1
+            step = quantized.token_descale() * (0.5 if eight == INT8 else 2.0**-10)
+            assert (errors[0] <= rest / 16 + step * 32**0.5).all()
+    assert errors[0].mean() < 0.3 * errors[1].mean()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_smoothing_compiles(dynamic, device):
+    edges, total = ragged((1, 0, 63, 200))
+    how = {"kind": "k", "hadamard": True, "smooth": True}
+    compiled = torch.compile(quantize_block_fp8, fullgraph=True, dynamic=dynamic, backend="eager")
+    for x, options in (
+        (normal(2, 130, 2, 16) + 1, {}),
+        (normal(total, 2, 16) + 1, {"cu_seqlens": edges.to(device), "max_seqlen": 200}),
+    ):
+        x = x.to(device, torch.bfloat16)
+        found, wanted = (run(x, **how, **options) for run in (compiled, quantize_block_fp8))
+        assert torch.equal(found.mean, wanted.mean)
+        assert_same((found.data, found.descale), (wanted.data, wanted.descale))
+
+
 def slot_groups(data):
     """(..., heads, groups of 32 slots, bytes)"""
     return bits(data).unflatten(-3, (-1, 2)).flatten(-3)
@@ -434,8 +551,9 @@ def assert_hopper_gives_torchs_bytes(x, block, hadamard=False, edges=None, max_s
     assert_same_slots(moved, found.data, edges)
 
 
-def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, edges=None, longest=None):
-    """quantize_qkv against torch on the CPU, one by one. edges, longest: of q and of k."""
+def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, smooth, edges=None, longest=None):
+    """quantize_qkv against torch on the CPU, one by one. smooth: the names of those that are;
+    edges, longest: of q and of k."""
     found_edges = [None if e is None else e.to(tensors[0].device) for e in edges or (None, None)]
     (edges_q, edges_k), (longest_q, longest_k) = found_edges, longest or (None, None)
     found = quantize_qkv(
@@ -443,6 +561,8 @@ def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, edges=None, lon
         block=block,
         hadamard=hadamard,
         qk_dtype=eight,
+        smooth_k="k" in smooth,
+        smooth_v="v" in smooth,
         cu_seqlens_q=edges_q,
         cu_seqlens_k=edges_k,
         max_seqlen_q=longest_q,
@@ -454,8 +574,15 @@ def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, edges=None, lon
         if edges is not None:
             tokens = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
         rotated, dtype = (False, FP8) if kind == "v" else (hadamard, eight)
-        how = (block, rotated, cu_seqlens, longest_q if kind == "q" else longest_k, dtype)
-        data, descale = torch_operations.quantize(x.cpu(), *how)
+        longest, x = longest_q if kind == "q" else longest_k, x.cpu()
+        mean = smoothing.means(x, cu_seqlens, longest) if kind in smooth else None
+        assert (scaled.mean is None) == (mean is None)
+        if mean is not None:
+            assert torch.equal(bits(scaled.mean.cpu()), bits(mean))
+            of = places(x.shape[-3], x.device, cu_seqlens)
+            x = x.float() - torch_operations.of_sequences(mean, of)
+        how = (block, rotated, cu_seqlens, longest, dtype)
+        data, descale = torch_operations.quantize(x, *how)
         assert (scaled.block, scaled.hadamard, scaled.shape) == (block, rotated, x.shape)
         if scaled.layout == "slots":
             assert_same_slots(scaled.data.cpu(), data, cu_seqlens)
@@ -486,9 +613,14 @@ def test_q_k_and_v_at_once(tokens, heads, columns, hadamard, eight, device, pois
         (2, tokens[1], heads[1], columns[0]),
         (2, tokens[1], heads[1], columns[1]),
     )
-    for dtype, block in ((torch.bfloat16, 128), (torch.float16, 64)):
-        tensors = [spoiled(normal(*shape, seed=len(shape), dtype=dtype)) for shape in shapes]
-        assert_qkv_are_torchs_bytes([x.to(device) for x in tensors], block, hadamard, eight)
+    for dtype, block, smooth in (
+        (torch.bfloat16, 128, ""),
+        (torch.float16, 64, ""),
+        (torch.bfloat16, 256, "kv"),
+    ):
+        tensors = [normal(*shape, seed=len(shape), dtype=dtype) + 0.3 for shape in shapes]
+        tensors = [spoiled(x).to(device) for x in tensors]
+        assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, smooth)
 
 
 @of_both
@@ -496,11 +628,11 @@ def test_ragged_q_k_and_v_at_once(eight, device, poisoned_memory):
     lengths = ((1, 0, 130, 64), (70, 5, 0, 257))
     edges, totals = zip(*(ragged(of, 3, 2) for of in lengths), strict=True)
     q, k, v = (
-        normal(total, heads, 64, dtype=torch.bfloat16).to(device)
+        normal(total, heads, 64, dtype=torch.bfloat16).to(device) + 0.3
         for total, heads in ((totals[0], 4), (totals[1], 2), (totals[1], 2))
     )
-    for block in (64, 256):
-        assert_qkv_are_torchs_bytes((q, k, v), block, True, eight, edges, (130, 257))
+    for block, smooth in ((64, "kv"), (256, "")):
+        assert_qkv_are_torchs_bytes((q, k, v), block, True, eight, smooth, edges, (130, 257))
 
 
 @needs_hopper

@@ -1,5 +1,5 @@
-"""What each precision costs: the error of out against float64, on normal data, with outliers and at
-length."""
+"""What each precision costs: the error of out against float64, on normal data, with outliers, where
+keys and values have a mean, and at length."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ QUICK_LONG_SHAPES = ((1, 128, 2, 128), (1, 1024, 2, 128))
 LONG_ROWS = 512
 BEST, LIKE_FA3 = "fp8 block+hadamard, int8", "fp8 per head"
 FINE = ("fp8 block", "fp8 block+hadamard, e4m3", BEST)
+SMOOTH = "fp8 block+hadamard+smooth, int8"
 
 
 def accuracy_cases(quick: bool) -> list[tuple[str, Case, int | None]]:
     """(row of the table without its shape, case, query rows to compare or None for all)."""
     shapes = QUICK_SHAPES if quick else SHAPES
-    cases = [(data, _case(data, shape), None) for data in ("outlier", "normal") for shape in shapes]
+    kinds = ("outlier", "shifted", "normal")
+    cases = [(data, _case(data, shape), None) for data in kinds for shape in shapes]
     longs = QUICK_LONG_SHAPES if quick else LONG_SHAPES
     return [*cases, *(("long", _case("normal", shape), LONG_ROWS) for shape in longs)]
 
@@ -92,13 +94,17 @@ def _outcome(precision: str, qkv: tuple, rows: torch.Tensor, truth: torch.Tensor
 
 
 def findings(records: list[Record]) -> Iterator[str]:
-    """The lines below the tables: what blocks, the rotation and int8 bring; what length costs."""
+    """The lines below the tables: what blocks, the rotation, int8 and smoothing bring;
+    what length costs."""
     found = {(r["row"], r["contender"]): r for r in records if r["status"] == OK}
     for row in dict.fromkeys(r["row"] for r in records if r["data"] == "outlier"):
         coarse = found.get((row, LIKE_FA3))
         for name in FINE:
             if coarse and (fine := found.get((row, name))):
                 yield f"RMSE, {row}: {name} over {LIKE_FA3} {fine['rmse'] / coarse['rmse']:.3f}"
+    for row in dict.fromkeys(r["row"] for r in records if r["data"] == "shifted"):
+        if (plain := found.get((row, BEST))) and (smooth := found.get((row, SMOOTH))):
+            yield f"RMSE, {row}: {SMOOTH} over {BEST} {smooth['rmse'] / plain['rmse']:.3f}"
     longs = [r for r in found.values() if r["data"] == "long" and r["contender"] == BEST]
     if len(longs) == 2:
         short, long = sorted(longs, key=lambda record: record["seqlen_k"])

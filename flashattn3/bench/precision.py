@@ -43,11 +43,13 @@ def _one_scale(over: tuple[int, ...]) -> Callable[[Tensor, Tensor, Tensor], Argu
     return quantize
 
 
-def _blocks(hadamard: bool, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Arguments]:
+def _blocks(
+    hadamard: bool, dtype: torch.dtype, smooth: bool = False
+) -> Callable[[Tensor, Tensor, Tensor], Arguments]:
     return lambda q, k, v: {
         "q": quantize_block_fp8(q, hadamard=hadamard, kind="q", dtype=dtype),
-        "k": quantize_block_fp8(k, hadamard=hadamard, kind="k", dtype=dtype),
-        "v": quantize_block_fp8(v, kind="v"),
+        "k": quantize_block_fp8(k, hadamard=hadamard, kind="k", dtype=dtype, smooth=smooth),
+        "v": quantize_block_fp8(v, kind="v", smooth=smooth),
     }
 
 
@@ -59,6 +61,7 @@ PRECISIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Arguments]] = {
     "fp8 block": _blocks(hadamard=False, dtype=FP8),
     "fp8 block+hadamard, e4m3": _blocks(hadamard=True, dtype=FP8),
     "fp8 block+hadamard, int8": _blocks(hadamard=True, dtype=INT8),
+    "fp8 block+hadamard+smooth, int8": _blocks(hadamard=True, dtype=INT8, smooth=True),
 }
 
 

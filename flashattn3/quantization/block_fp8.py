@@ -11,8 +11,9 @@ from ..errors import type_error, value_error
 from ..scales import BLOCKS, EIGHT_BIT, FP8, INT8
 from . import hadamard as rotation
 from . import slots
-from .tokens import places
-from .torch_operations import of_tokens
+from .smoothing import means
+from .tokens import Places, places
+from .torch_operations import of_sequences, of_tokens
 
 KINDS = ("q", "k", "v")
 LAYOUTS = ("rows", "slots")
@@ -22,7 +23,7 @@ _FUNCTION = "quantize_block_fp8"
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """A quantized q, k or v: data * descale is the value, of the rotated tensor if hadamard.
+    """A quantized q, k or v: data * descale, rotated back if hadamard, + mean is the value.
 
     data: float8_e4m3fn or, of q and k, int8. As rows (batch, seqlen, heads, head_dim), with
         cu_seqlens (total, heads, head_dim). As slots, which the Hopper kernels take V in, see
@@ -32,6 +33,8 @@ class BlockScaled:
     cu_seqlens: int32 (batch + 1), where the sequences of a ragged batch begin; else None.
     layout: of data, "rows" or "slots".
     shape: of the tensor in rows, whatever the layout; must be given for slots.
+    mean: float32 (batch, heads, head_dim), what was subtracted from every token of a sequence
+        before it was rotated and quantized; None: nothing.
 
     Raises: ValueError.
     """
@@ -43,6 +46,7 @@ class BlockScaled:
     cu_seqlens: Tensor | None = None
     layout: str = "rows"
     shape: torch.Size | None = None
+    mean: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -55,12 +59,15 @@ class BlockScaled:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the numbers stand for, (batch, seqlen, heads, head_dim), rotated back."""
         x = self.in_rows().data.float() * self.token_descale()[..., None]
-        return (rotation.rotate_back(x) if self.hadamard else x).to(dtype)
+        x = rotation.rotate_back(x) if self.hadamard else x
+        return (x if self.mean is None else x + of_sequences(self.mean, self._places())).to(dtype)
 
     def token_descale(self) -> Tensor:
         """descale of every token and head: shape without its last axis."""
-        of = places(self.shape[-3], self.data.device, self.cu_seqlens)
-        return of_tokens(self.descale, self.block, of)
+        return of_tokens(self.descale, self.block, self._places())
+
+    def _places(self) -> Places:
+        return places(self.shape[-3], self.data.device, self.cu_seqlens)
 
     def in_rows(self) -> BlockScaled:
         """The same numbers with layout "rows", itself if it is; tokens of no sequence are 0."""
@@ -81,6 +88,7 @@ def quantize_block_fp8(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     layout: str | None = None,
+    smooth: bool = False,
 ) -> BlockScaled:
     """Quantize q, k or v for attention: amax of each block of each head becomes 448, of int8 127.
 
@@ -102,6 +110,10 @@ def quantize_block_fp8(
             tokens of no sequence is undefined.
         layout: of data, "rows" or, for v with a head dim up to 256, "slots"; None: "slots" for v
             where the Hopper kernels run, else "rows".
+        smooth: of k or v, subtract from every token, before all else, a vector near the mean of its
+            sequence and head, which attention and dequantize take into account (smoothing.py); 0 in
+            the columns where 128 tokens show none. Takes a pass through memory more. Not for k with
+            softcap.
 
     Blocks with amax below 448 * 2**-126 (in int8 127 * 2**-126), those of zeros too, have descale
     2**-126. In e4m3 NaN and infinite elements become NaN (with hadamard their whole row) and leave
@@ -110,14 +122,18 @@ def quantize_block_fp8(
 
     Raises: TypeError, ValueError.
     """
-    _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout)
+    _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout, smooth)
     # Not above: the backends know the problem of a call, which may be of a BlockScaled.
     from . import dispatch
 
     if layout is None:
         layout = dispatch.layout_of_v(x) if kind == "v" else "rows"
+    mean, shape = None, x.shape
+    if smooth:
+        mean = means(x, cu_seqlens, max_seqlen)
+        x = x.float() - of_sequences(mean, places(x.shape[-3], x.device, cu_seqlens))
     data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype)
-    return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape)
+    return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, shape, mean)
 
 
 @torch.no_grad()
@@ -129,15 +145,26 @@ def quantize_qkv(
     block: int,
     hadamard: bool,
     qk_dtype: torch.dtype,
+    smooth_k: bool = False,
+    smooth_v: bool = False,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """quantize_block_fp8 of q, k and v of one attention, in one launch where the Hopper kernels
-    run. Arguments as there, of tensors of 16 bits that were checked."""
+    """quantize_block_fp8 of q, k and v of one attention; where nothing is smoothed and the Hopper
+    kernels run, in one launch. Arguments as there, of tensors of 16 bits that were checked."""
     from . import dispatch
 
+    of_q = {"cu_seqlens": cu_seqlens_q, "max_seqlen": max_seqlen_q}
+    of_k = {"cu_seqlens": cu_seqlens_k, "max_seqlen": max_seqlen_k}
+    if smooth_k or smooth_v:
+        scores = {"block": block, "hadamard": hadamard, "dtype": qk_dtype}
+        return (
+            quantize_block_fp8(q, kind="q", **scores, **of_q),
+            quantize_block_fp8(k, kind="k", smooth=smooth_k, **scores, **of_k),
+            quantize_block_fp8(v, kind="v", smooth=smooth_v, block=block, **of_k),
+        )
     q_data, q_descale, k_data, k_descale, v_data, v_descale = dispatch.quantize_qkv(
         *(q, k, v, block, hadamard),
         *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype),
@@ -150,7 +177,7 @@ def quantize_qkv(
     )
 
 
-def _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout) -> None:
+def _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout, smooth) -> None:
     if not isinstance(x, Tensor):
         raise type_error(_FUNCTION, "x", "a torch.Tensor", type(x).__name__)
     if x.dtype not in SOURCES:
@@ -180,6 +207,8 @@ def _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout) -> N
         raise value_error(_FUNCTION, "layout", f"one of {LAYOUTS} or None", repr(layout))
     if layout == "slots" and kind != "v":
         raise value_error(_FUNCTION, "layout", f"'rows' or None for kind {kind!r}", repr(layout))
+    if smooth and kind == "q":
+        raise value_error(_FUNCTION, "smooth", "False for kind 'q'", smooth)
     largest = slots.COLUMNS[-1]
     if layout == "slots" and x.shape[-1] > largest:
         wanted = f"at most {largest} with layout 'slots'"

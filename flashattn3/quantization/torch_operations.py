@@ -53,6 +53,11 @@ def of_tokens(of_blocks: Tensor, block: int, of: Places) -> Tensor:
     return of_blocks[of.sequence, :, of.position // block]
 
 
+def of_sequences(mean: Tensor, of: Places) -> Tensor:
+    """(batch, heads, head_dim) → (batch, 1, heads, head_dim), ragged (total, heads, head_dim)."""
+    return mean[:, None] if of.sequence is None else mean[of.sequence]
+
+
 def _amax_of_blocks(largest, block, of: Places, cu_seqlens, max_seqlen) -> Tensor:
     """(batch, heads, blocks), from the largest magnitude of each token and head."""
     if of.sequence is None:

@@ -22,7 +22,7 @@ class Case:
     layout: "bshd" contiguous, "unaligned" the same one element further, "bhsd" heads before rows,
         "padded" a gap after each row, "packed" views of one tensor (same lengths and head dims).
     distribution: "normal", "large" (scores up to 1e4), "monotone" (scores rise along the keys),
-        "outlier", "constant", "zero" (all scores 0).
+        "outlier", "shifted" (k and v have a mean), "constant", "zero" (all scores 0).
     softmax_scale: None for head_dim ** -0.5. window: (left, right), -1 open. The rest as in the
         interface.
     """

@@ -18,6 +18,7 @@ _GUARD = 128
 _LARGE = 50.0  # of q and k each: normal scores times 2500 reach 1e4 in a few thousand draws
 # N(0, 1) + N(0, 100) * Bernoulli(0.001), the FlashAttention-3 paper, §4.3
 _OUTLIER_RATE, _OUTLIER_STD = 0.001, 10.0
+_SHIFT_STD = 2.0
 INT8_STEPS = 32  # to one: int8 ends at four standard deviations
 # In each byte of 8 bits: a NaN of e4m3, and int8's largest number, as int8 has no NaN.
 _ODD_BYTE = 0x7F
@@ -94,6 +95,8 @@ def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Ten
             q, k = q.abs(), torch.ones_like(k) * ramp
         case "outlier":
             q, k, v = (x + outliers(x.shape) for x in (q, k, v))
+        case "shifted":  # all tokens of a head have a vector in common
+            k, v = (x + _SHIFT_STD * normal(x.shape[-2], x.shape[-1]) for x in (k, v))
         case "constant":
             q, k, v = (torch.full_like(x, 0.5) for x in (q, k, v))
         case "zero":  # every key weighs the same
