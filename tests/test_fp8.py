@@ -294,23 +294,44 @@ def test_what_16_bit_tensors_lose(distribution, backend, device):
     assert rmse(coarse, truth) < 0.8 * rmse(per_tensor, truth)
 
 
-@pytest.mark.parametrize("hadamard", [False, True])  # q and k in e4m3, in int8
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_ragged_sequences_are_quantized_one_by_one(hadamard, backend, device):
+def test_smoothing_takes_what_the_tokens_have_in_common(backend, device):
+    seqlen = 1024 if GPU else 256
+    case = dense("shifted", (seqlen, seqlen), batch=1, distribution="shifted", causal=True)
+    q, k, v = make_inputs(case, device, torch.bfloat16)[:3]
+    truth, truth_lse = attention(Tensors(q, k, v), **case.truth_options())
+    how = {"causal": True, "return_lse": True, "backend": backend}
+    plain, plain_lse = flash_attn_fp8_func(q, k, v, **how)
+    smooth, lse = flash_attn_fp8_func(q, k, v, smooth_k=True, smooth_v=True, **how)
+    assert rmse(smooth, truth) < 0.7 * rmse(plain, truth)
+    # What q lost is multiplied with the mean of k here as there.
+    assert rmse(lse, truth_lse) < 1.1 * rmse(plain_lse, truth_lse)
+    # What all of v is comes out of it, however long the sums are.
+    ones = flash_attn_fp8_func(q, k, torch.ones_like(v), smooth_v=True, backend=backend)
+    assert (ones == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("hadamard", "smooth"),  # q and k in e4m3, in int8
+    [(False, False), (True, False), (True, True)],
+)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_ragged_sequences_are_quantized_one_by_one(hadamard, smooth, backend, device):
     case = varlen("ragged", (65, 130, 3), (129, 70, 200), heads=(4, 2), causal=True)
     tensors = make_inputs(case, device, torch.float16)
     q, k, v, edges_q, edges_k = tensors[:5]
+    how = {
+        **{"causal": True, "block": 64, "hadamard": hadamard, "return_lse": True},
+        **{"smooth_k": smooth, "smooth_v": smooth, "backend": backend},
+    }
     found, lse = flash_attn_varlen_fp8_func(
-        q, k, v, edges_q, edges_k, 130, torch.tensor(200), causal=True, block=64,
-        hadamard=hadamard, return_lse=True, backend=backend,
-    )  # fmt: skip
+        q, k, v, edges_q, edges_k, 130, torch.tensor(200), **how
+    )
     assert found.dtype == torch.float16
     for i in range(3):
         rows, keys = (slice(int(e[i]), int(e[i + 1])) for e in (edges_q, edges_k))
         alone = (q[None, rows], k[None, keys], v[None, keys])
-        wanted, wanted_lse = flash_attn_fp8_func(
-            *alone, causal=True, block=64, hadamard=hadamard, return_lse=True, backend=backend
-        )
+        wanted, wanted_lse = flash_attn_fp8_func(*alone, **how)
         torch.testing.assert_close(found[rows], wanted[0], rtol=2e-3, atol=2e-3)
         torch.testing.assert_close(lse[:, rows], wanted_lse[0], rtol=2e-3, atol=2e-3)
 

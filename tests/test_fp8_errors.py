@@ -231,6 +231,7 @@ FP8_ERRORS = [
         sixteen(qk_dtype=torch.uint8),
         f"qk_dtype must be one of {(None, *EIGHT_BIT)}, got torch.uint8",
     ),
+    (sixteen(smooth_k=True, softcap=5.0), "smooth_k must be False with softcap, got True"),
     (sixteen(hadamard=True), "q.shape[-1] must be a power of two with hadamard=True, got 48"),
 ]
 # What the call of 16-bit tensors has in common with the attention that it calls.
@@ -258,7 +259,10 @@ ILLEGAL = [
         (
             TypeError,
             "flash_attn_fp8_func",
-            [(sixteen(hadamard=1), "hadamard must be a bool, got int")],
+            [
+                (sixteen(hadamard=1), "hadamard must be a bool, got int"),
+                (sixteen(smooth_v=1), "smooth_v must be a bool, got int"),
+            ],
         ),
     )
     for call, sentence in table
