@@ -13,6 +13,7 @@ from helpers import GPU, needs_hopper
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from flashattn3 import flash_attn_varlen_fp8_func
 from flashattn3.quantization import (
     BlockScaled,
     dispatch,
@@ -621,6 +622,20 @@ def test_q_k_and_v_at_once(tokens, heads, columns, hadamard, eight, device, pois
         tensors = [normal(*shape, seed=len(shape), dtype=dtype) + 0.3 for shape in shapes]
         tensors = [spoiled(x).to(device) for x in tensors]
         assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, smooth)
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_a_ragged_batch_of_no_sequence(smooth, device):
+    """Every token is of none."""
+    edges = torch.zeros(1, dtype=torch.int32, device=device)
+    x = normal(5, 2, 16, dtype=torch.bfloat16).to(device)
+    for kind in "kv":
+        how = {"kind": kind, "smooth": smooth, "cu_seqlens": edges, "max_seqlen": 3}
+        quantized = quantize_block_fp8(x, **how)
+        assert quantized.descale.shape == (0, 2, 1) and quantized.dequantize().shape == x.shape
+    how = {"smooth_k": smooth, "smooth_v": smooth, "return_lse": True}
+    out, lse = flash_attn_varlen_fp8_func(x, x, x, edges, edges, 3, 3, **how)
+    assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 @of_both

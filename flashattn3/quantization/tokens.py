@@ -27,6 +27,9 @@ def places(num_tokens: int, device: torch.device, cu_seqlens: Tensor | None) -> 
     token = torch.arange(num_tokens, device=device)
     if cu_seqlens is None:
         return Places(None, token, None)
+    if cu_seqlens.numel() == 1:  # no sequence
+        nowhere = torch.zeros_like(token)
+        return Places(nowhere, nowhere, nowhere.bool())
     edges = cu_seqlens.long()
     sequence = torch.searchsorted(edges, token, right=True).sub(1).clamp(0, edges.numel() - 2)
     position = token - edges[sequence]

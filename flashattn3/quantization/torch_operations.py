@@ -23,6 +23,9 @@ def quantize(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """data in rows and descale, as quantize_block_fp8 describes them."""
+    if cu_seqlens is not None and cu_seqlens.numel() == 1:  # no sequence: every token is of none
+        descale = x.new_empty((0, x.shape[-2], -(-max_seqlen // block)), dtype=torch.float32)
+        return torch.zeros_like(x, dtype=dtype), descale
     largest = LARGEST[dtype]
     values = rotation.rotate(x) if hadamard else x.float()
     finite = values.isfinite()
@@ -47,15 +50,22 @@ def scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def of_tokens(of_blocks: Tensor, block: int, of: Places) -> Tensor:
-    """(batch, heads, blocks) → (batch, seqlen, heads), ragged (total, heads)."""
+    """(batch, heads, blocks) → (batch, seqlen, heads), ragged (total, heads); 0 without a batch."""
     if of.sequence is None:
         return of_blocks[:, :, of.position // block].transpose(1, 2)
+    if of_blocks.shape[0] == 0:
+        return of_blocks.new_zeros(of.position.numel(), of_blocks.shape[1])
     return of_blocks[of.sequence, :, of.position // block]
 
 
 def of_sequences(mean: Tensor, of: Places) -> Tensor:
-    """(batch, heads, head_dim) → (batch, 1, heads, head_dim), ragged (total, heads, head_dim)."""
-    return mean[:, None] if of.sequence is None else mean[of.sequence]
+    """(batch, heads, head_dim) → (batch, 1, heads, head_dim), ragged (total, heads, head_dim); 0
+    without a batch."""
+    if of.sequence is None:
+        return mean[:, None]
+    if mean.shape[0] == 0:
+        return mean.new_zeros(of.position.numel(), *mean.shape[1:])
+    return mean[of.sequence]
 
 
 def _amax_of_blocks(largest, block, of: Places, cu_seqlens, max_seqlen) -> Tensor:
