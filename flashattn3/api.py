@@ -106,11 +106,7 @@ def flash_attn_func(
         out_dtype=out_dtype,
     )
     tensors = Tensors(q, k, v, None, None, None, None, q_descale, k_descale, v_descale)
-    out, lse = ops.attention(*resolved(tensors, options, varlen=False))
-    out = with_mean_of_values(out, lse, q, v)
-    if not (return_lse or return_attn_probs):
-        return out
-    return out, with_mean_of_keys(lse, q, k, softmax_scale)
+    return _attended(tensors, options, False, return_lse or return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -187,11 +183,17 @@ def flash_attn_varlen_func(
     )
     indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
-    out, lse = ops.attention(*resolved(tensors, options, varlen=True))
+    return _attended(tensors, options, True, return_lse or return_attn_probs)
+
+
+def _attended(
+    tensors: Tensors, options: Options, varlen: bool, with_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What a call returns. tensors: as the caller gave them."""
+    q, k, v = tensors[:3]
+    out, lse = ops.attention(*resolved(tensors, options, varlen))
     out = with_mean_of_values(out, lse, q, v)
-    if not (return_lse or return_attn_probs):
-        return out
-    return out, with_mean_of_keys(lse, q, k, softmax_scale)
+    return (out, with_mean_of_keys(lse, q, k, options.softmax_scale)) if with_lse else out
 
 
 def flash_attn_qkvpacked_func(

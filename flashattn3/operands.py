@@ -95,7 +95,7 @@ def with_mean_of_values(
     """
     if type(v) is not BlockScaled or v.mean is None:  # isinstance takes longer to say no
         return out
-    mean = of_sequences(v.mean, places(out.shape[-3], out.device, q.cu_seqlens))
+    mean = _of_rows(v.mean, q)
     moved = out.float().unflatten(-2, (v.shape[-2], -1)) + mean.unsqueeze(-2)
     sees = (lse != float("-inf")).transpose(-1, -2).unsqueeze(-1)
     return torch.where(sees, moved.flatten(-3, -2).to(out.dtype), out)
@@ -113,12 +113,17 @@ def with_mean_of_keys(
         return lse
     heads, head_dim = k.shape[-2:]
     values = q.dequantize()
-    mean = of_sequences(k.mean, places(values.shape[-3], values.device, q.cu_seqlens))
+    mean = _of_rows(k.mean, q)
     # No matrix product, which autocast or TF32 would round.
     products = (values.unflatten(-2, (heads, -1)) * mean.unsqueeze(-2)).sum(-1)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     moved = lse + scale * products.flatten(-2).transpose(-1, -2)
     return torch.where(lse == float("-inf"), lse, moved)
+
+
+def _of_rows(mean: Tensor, q: BlockScaled) -> Tensor:
+    """The mean of k or v that each row of q meets: (batch, 1, heads, ·), ragged (total_q, ·, ·)."""
+    return of_sequences(mean, places(q.shape[-3], mean.device, q.cu_seqlens))
 
 
 def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:

@@ -10,13 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ..quantization import (
-    KINDS,
-    BlockScaled,
-    quantize_block_fp8,
-    quantize_qkv,
-    torch_operations,
-)
+from ..quantization import KINDS, BlockScaled, quantize_block_fp8, quantize_qkv, torch_operations
 from ..quantization.dispatch import on_hopper
 from ..scales import FP8, INT8
 from .contenders import OURS

@@ -128,12 +128,9 @@ def quantize_block_fp8(
 
     if layout is None:
         layout = dispatch.layout_of_v(x) if kind == "v" else "rows"
-    mean, shape = None, x.shape
-    if smooth:
-        mean = means(x, cu_seqlens, max_seqlen)
-        x = x.float() - of_sequences(mean, places(x.shape[-3], x.device, cu_seqlens))
+    x, mean = _smoothed(x, cu_seqlens, max_seqlen) if smooth else (x, None)
     data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype)
-    return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, shape, mean)
+    return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape, mean)
 
 
 @torch.no_grad()
@@ -156,15 +153,8 @@ def quantize_qkv(
     kernels run, in one launch. Arguments as there, of tensors of 16 bits that were checked."""
     from . import dispatch
 
-    of_q = {"cu_seqlens": cu_seqlens_q, "max_seqlen": max_seqlen_q}
-    of_k = {"cu_seqlens": cu_seqlens_k, "max_seqlen": max_seqlen_k}
-    if smooth_k or smooth_v:
-        scores = {"block": block, "hadamard": hadamard, "dtype": qk_dtype}
-        return (
-            quantize_block_fp8(q, kind="q", **scores, **of_q),
-            quantize_block_fp8(k, kind="k", smooth=smooth_k, **scores, **of_k),
-            quantize_block_fp8(v, kind="v", smooth=smooth_v, block=block, **of_k),
-        )
+    k, k_mean = _smoothed(k, cu_seqlens_k, max_seqlen_k) if smooth_k else (k, None)
+    v, v_mean = _smoothed(v, cu_seqlens_k, max_seqlen_k) if smooth_v else (v, None)
     q_data, q_descale, k_data, k_descale, v_data, v_descale = dispatch.quantize_qkv(
         *(q, k, v, block, hadamard),
         *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype),
@@ -172,9 +162,18 @@ def quantize_qkv(
     layout = dispatch.layout_of_v(v)
     return (
         BlockScaled(q_data, q_descale, block, hadamard, cu_seqlens_q, "rows", q.shape),
-        BlockScaled(k_data, k_descale, block, hadamard, cu_seqlens_k, "rows", k.shape),
-        BlockScaled(v_data, v_descale, block, False, cu_seqlens_k, layout, v.shape),
+        BlockScaled(k_data, k_descale, block, hadamard, cu_seqlens_k, "rows", k.shape, k_mean),
+        BlockScaled(v_data, v_descale, block, False, cu_seqlens_k, layout, v.shape, v_mean),
     )
+
+
+def _smoothed(
+    x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> tuple[Tensor, Tensor]:
+    """x without its mean, float32, and that mean."""
+    mean = means(x, cu_seqlens, max_seqlen)
+    of = places(x.shape[-3], x.device, cu_seqlens)
+    return x.float() - of_sequences(mean, of), mean
 
 
 def _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout, smooth) -> None:

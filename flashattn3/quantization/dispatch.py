@@ -84,7 +84,8 @@ def _quantize_qkv(
     max_seqlen_k: int | None,
     qk_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if on_hopper(q) and on_hopper(v):
+    sixteen_bit = all(x.dtype in SIXTEEN_BIT for x in (q, k, v))  # what was smoothed has 32
+    if on_hopper(q) and on_hopper(v) and sixteen_bit:
         return torch.ops.flashattn3_hopper.quantize_qkv.default(
             _rows_dense(q),
             _rows_dense(k),
