@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
+#include <type_traits>
 
 #include "host/errors.h"
 #include "host/quantize.h"
@@ -69,28 +70,26 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, 
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 
-using QuantizeKernel = void (*)(QuantizeArguments);
-
-template <int kColumns>
-QuantizeKernel quantize_kernel(ElementType dtype) {
-  return dtype == ElementType::kBFloat16 ? quantize_blocks<ElementType::kBFloat16, kColumns>
-                                         : quantize_blocks<ElementType::kFloat16, kColumns>;
+// What `choose` gives for the columns that rows of this head dim have in slots.
+template <class Choose>
+auto for_columns(int head_dim, Choose choose) {
+  switch (slot_columns(head_dim)) {
+    case 64:
+      return choose(std::integral_constant<int, 64>{});
+    case 128:
+      return choose(std::integral_constant<int, 128>{});
+    default:
+      return choose(std::integral_constant<int, 256>{});
+  }
 }
 
-QuantizeKernel quantize_kernel(ElementType dtype, int columns) {
-  switch (columns) {
-    case 64:
-      return quantize_kernel<64>(dtype);
-    case 128:
-      return quantize_kernel<128>(dtype);
-    default:
-      return quantize_kernel<256>(dtype);
-  }
+void check_head_dim(const char* name, int head_dim) {
+  if (head_dim < 1 || head_dim > 256) fail(name, "the head dim must be 1 to 256");
 }
 
 void check_tensor(const char* name, const QuantizeParams& params) {
   const int head_dim = params.x.head_dim;
-  if (head_dim < 1 || head_dim > 256) fail(name, "the head dim must be 1 to 256");
+  check_head_dim(name, head_dim);
   if (params.signs != nullptr && (params.slots || (head_dim & (head_dim - 1)) != 0)) {
     fail(name, "a rotation wants rows of a power of two columns");
   }
@@ -108,19 +107,6 @@ QuantizeTensor kernel_tensor(const QuantizeParams& params, int block) {
           .data = params.data,
           .data_stride = params.slots ? dense_slots(x) : dense_rows(x),
           .descale = params.descale};
-}
-
-using ToSlotsKernel = void (*)(ToSlotsArguments);
-
-ToSlotsKernel to_slots_kernel(int head_dim) {
-  switch (slot_columns(head_dim)) {
-    case 64:
-      return rows_to_slots<64>;
-    case 128:
-      return rows_to_slots<128>;
-    default:
-      return rows_to_slots<256>;
-  }
 }
 
 }  // namespace
@@ -147,21 +133,24 @@ void quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int bl
     }
     args.by_tensors = cutlass::FastDivmod(std::max(1, num_tensors));
     args.rounds = static_cast<int>(rounds);
-    launch(kName, quantize_kernel(dtype, columns), args, columns, clusters, block / kTileTokens,
-           stream);
+    const auto kernel = for_columns(columns, [&](auto width) {
+      return dtype == ElementType::kBFloat16 ? quantize_blocks<ElementType::kBFloat16, width>
+                                             : quantize_blocks<ElementType::kFloat16, width>;
+    });
+    launch(kName, kernel, args, columns, clusters, block / kTileTokens, stream);
   }
 }
 
 void to_slots(const ToSlotsParams& params, cudaStream_t stream) {
   constexpr char kName[] = "launch of to_slots";
   const int head_dim = params.v.head_dim;
-  if (head_dim < 1 || head_dim > 256) fail(kName, "the head dim must be 1 to 256");
+  check_head_dim(kName, head_dim);
   ToSlotsArguments args;
   args.v = source_of(params.v, sizeof(uint8_t), kTileTokens);
   args.data = params.data;
   args.data_stride = dense_slots(params.v);
-  launch(kName, to_slots_kernel(head_dim), args, slot_columns(head_dim),
-         num_blocks(params.v, kTileTokens), 1, stream);
+  const auto kernel = for_columns(head_dim, [](auto width) { return rows_to_slots<width>; });
+  launch(kName, kernel, args, slot_columns(head_dim), num_blocks(params.v, kTileTokens), 1, stream);
 }
 
 }  // namespace flashattn3

@@ -65,7 +65,7 @@ struct Form {
 // What is quantized, with its results: data, and descale fp32 (batch, heads, blocks).
 struct Quantized {
   QuantizeParams params;
-  int32_t dtype;
+  ElementType dtype;  // of x
   Tensor data, descale;
 };
 
@@ -73,8 +73,8 @@ struct Quantized {
 Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>& cu_seqlens,
                   int64_t max_seqlen, int64_t block, const Form& form) {
   const TokenRows rows = token_rows(name, x, cu_seqlens, max_seqlen);
-  const int32_t dtype = dtype_of(x);
-  if (dtype != aoti_torch_dtype_bfloat16() && dtype != aoti_torch_dtype_float16()) {
+  const bool bf16 = dtype_of(x) == aoti_torch_dtype_bfloat16();
+  if (!bf16 && dtype_of(x) != aoti_torch_dtype_float16()) {
     fail(name, "what is quantized must be fp16 or bf16");
   }
   if (form.signs && (form.signs->numel() != rows.head_dim ||
@@ -98,13 +98,9 @@ Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>
                  .signs = form.signs ? static_cast<const float*>(form.signs->data_ptr()) : nullptr,
                  .data = static_cast<uint8_t*>(data.data_ptr()),
                  .descale = static_cast<float*>(descale.data_ptr())},
-      .dtype = dtype,
+      .dtype = bf16 ? ElementType::kBFloat16 : ElementType::kFloat16,
       .data = data,
       .descale = descale};
-}
-
-ElementType element_type(int32_t dtype) {
-  return dtype == aoti_torch_dtype_bfloat16() ? ElementType::kBFloat16 : ElementType::kFloat16;
 }
 
 std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> signs,
@@ -114,8 +110,7 @@ std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> signs,
   const DeviceGuard guard(device);
   const Quantized one = prepare("quantize", x, cu_seqlens, max_seqlen, block,
                                 {.signs = signs, .slots = slots, .int8 = int8});
-  quantize({&one.params, 1}, element_type(one.dtype), static_cast<int>(block),
-           current_stream(device));
+  quantize({&one.params, 1}, one.dtype, static_cast<int>(block), current_stream(device));
   return {one.data, one.descale};
 }
 
@@ -137,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
     if (one.dtype != all[0].dtype) fail(kName, "q, k and v must have one dtype");
   }
   const QuantizeParams params[] = {all[0].params, all[1].params, all[2].params};
-  quantize(params, element_type(all[0].dtype), static_cast<int>(block), current_stream(device));
+  quantize(params, all[0].dtype, static_cast<int>(block), current_stream(device));
   return {all[0].data, all[0].descale, all[1].data, all[1].descale, all[2].data, all[2].descale};
 }
 
