@@ -138,11 +138,12 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
 }
 
 // Enqueues the kernel; waits for nothing. Throws std::runtime_error, naming the row, the grid and
-// the shared memory. A problem without a query row launches nothing.
+// the shared memory. Without a query row nothing is launched, and with rows that all belong to no
+// sequence only what clears them.
 template <ForwardRow kRow>
 void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  if (params.batch <= 0 || params.num_heads_q <= 0 || params.seqlen_q <= 0) return;
-  if (params.cu_seqlens_q != nullptr && params.total_q <= 0) return;
+  const bool ragged = params.cu_seqlens_q != nullptr;
+  if (params.num_heads_q <= 0 || (ragged && params.total_q <= 0)) return;
   const auto refuse = [](const char* why) { fail("launch of " + describe(kRow), why); };
   if (params.head_dim > kRow.head_dim || params.head_dim_v > kRow.head_dim) {
     refuse("the head dim is larger than the row's");
@@ -150,8 +151,9 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
   if (!kRow.windowed && (params.window_left >= 0 || params.window_right >= 0)) {
     refuse("a window needs a windowed row");
   }
+  if (ragged) prepare_ragged_forward(params, kRow.block_m, stream);
+  if (params.batch <= 0 || params.seqlen_q <= 0) return;
   const ForwardArguments args = make_forward_arguments<kRow>(params);
-  if (params.cu_seqlens_q != nullptr) prepare_ragged_forward(params, kRow.block_m, stream);
   allow_shared_memory<forward_attention<ForwardConfig<kRow>>>(forward_shared_bytes(kRow));
   const int grid = std::max(1, std::min(params.num_sms - params.sm_margin, args.order.num_tiles));
   const bool early = params.tile_counter != nullptr;  // null: perhaps in a graph capture

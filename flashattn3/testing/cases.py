@@ -190,6 +190,8 @@ FORWARD_CASES: tuple[Case, ...] = (
     varlen("varlen-empty-sequences", (0, 65, 0, 33, 7), (5, 65, 0, 0, 97), causal=True),
     varlen("varlen-no-keys", (33, 17), (0, 0)),
     varlen("varlen-no-queries", (0, 0), (33, 17)),
+    varlen("varlen-tail-rows-alone", (0, 0), (33, 17), tail_rows=19),
+    varlen("varlen-no-sequence", (), (), tail_rows=19),
     varlen(
         "varlen-seqused", (65, 113), (97, 113), seqused_q=(65, 40), seqused_k=(0, 99), causal=True
     ),
