@@ -20,7 +20,6 @@ from .problem import (
     refuse_gradients,
 )
 from .quantization import BlockScaled
-from .quantization.tokens import places
 from .quantization.torch_operations import of_sequences
 from .scales import BLOCKS, EIGHT_BIT, check_mean, num_blocks
 
@@ -95,8 +94,7 @@ def with_mean_of_values(
     """
     if type(v) is not BlockScaled or v.mean is None:  # isinstance takes longer to say no
         return out
-    mean = _of_rows(v.mean, q)
-    moved = out.float().unflatten(-2, (v.shape[-2], -1)) + mean.unsqueeze(-2)
+    moved = out.float().unflatten(-2, (v.shape[-2], -1)) + _of_rows(v.mean, q)
     sees = (lse != float("-inf")).transpose(-1, -2).unsqueeze(-1)
     return torch.where(sees, moved.flatten(-3, -2).to(out.dtype), out)
 
@@ -112,18 +110,18 @@ def with_mean_of_keys(
     if type(k) is not BlockScaled or k.mean is None:
         return lse
     heads, head_dim = k.shape[-2:]
-    values = q.dequantize()
-    mean = _of_rows(k.mean, q)
+    values = q.dequantize().unflatten(-2, (heads, -1))
     # No matrix product, which autocast or TF32 would round.
-    products = (values.unflatten(-2, (heads, -1)) * mean.unsqueeze(-2)).sum(-1)
+    products = (values * _of_rows(k.mean, q)).sum(-1)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     moved = lse + scale * products.flatten(-2).transpose(-1, -2)
     return torch.where(lse == float("-inf"), lse, moved)
 
 
 def _of_rows(mean: Tensor, q: BlockScaled) -> Tensor:
-    """The mean of k or v that each row of q meets: (batch, 1, heads, ·), ragged (total_q, ·, ·)."""
-    return of_sequences(mean, places(q.shape[-3], mean.device, q.cu_seqlens))
+    """The mean of k or v that each row of q meets: (batch, 1, heads, 1, ·), ragged (total_q, heads,
+    1, ·)."""
+    return of_sequences(mean, q.places()).unsqueeze(-2)
 
 
 def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:

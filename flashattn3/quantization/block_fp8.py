@@ -58,15 +58,17 @@ class BlockScaled:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the numbers stand for, (batch, seqlen, heads, head_dim), rotated back."""
-        x = self.in_rows().data.float() * self.token_descale()[..., None]
+        of = self.places()
+        x = self.in_rows().data.float() * of_tokens(self.descale, self.block, of)[..., None]
         x = rotation.rotate_back(x) if self.hadamard else x
-        return (x if self.mean is None else x + of_sequences(self.mean, self._places())).to(dtype)
+        return (x if self.mean is None else x + of_sequences(self.mean, of)).to(dtype)
 
     def token_descale(self) -> Tensor:
         """descale of every token and head: shape without its last axis."""
-        return of_tokens(self.descale, self.block, self._places())
+        return of_tokens(self.descale, self.block, self.places())
 
-    def _places(self) -> Places:
+    def places(self) -> Places:
+        """Where each token is in its sequence."""
         return places(self.shape[-3], self.data.device, self.cu_seqlens)
 
     def in_rows(self) -> BlockScaled:
