@@ -39,10 +39,16 @@ MAY_IMPORT = {
     "backends.base": set(),
     "plan": {"backends.base", "device", "errors", "problem"},
     "backends.heads_first": set(),
-    "backends.reference": {"backends.heads_first", "device", "problem", "scales"},
+    "backends.reference": {
+        "backends.base",
+        "backends.heads_first",
+        "device",
+        "problem",
+        "scales",
+    },
     "kernel_table": set(),
     "backends.hopper_library": {"kernel_table", "_rows"},
-    "backends.sixteen_bit": {"problem"},
+    "backends.sixteen_bit": {"backends.base", "problem"},
     "backends.hopper_launches": {"kernel_table", "problem", "scales"},
     "backends.hopper": {
         "backends.hopper_launches",

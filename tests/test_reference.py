@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashattn3.backends import reference
 from flashattn3.backends.reference import BACKEND, ReferenceConfig
 from flashattn3.device import DeviceInfo
+from flashattn3.ops import plan_of
 from flashattn3.plan import Plan
 from flashattn3.problem import Options, Tensors, describe, metadata_of
 from flashattn3.testing import (
@@ -202,22 +205,32 @@ def test_corrupt_cu_seqlens_stay_in_bounds(edges, side):
         assert result.isfinite().all()
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most elements any operator's result had."""
+class Elements(TorchDispatchMode):
+    """The elements that operators write: the most of one operator, and the sum over all."""
 
-    elements = 0
+    largest = total = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        aliases = [returned.alias_info for returned in function._schema.returns]
+        if any(alias and not alias.is_write for alias in aliases):
+            return result
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
+                self.largest = max(self.largest, x.numel())
+                self.total += x.numel()
         return result
 
 
+@pytest.fixture
+def capturing(monkeypatch):
+    """As while a CUDA graph is captured: no value may be read on the host."""
+    monkeypatch.setattr(reference, "_is_capturing", lambda device: True)
+
+
 @pytest.mark.parametrize("is_varlen", (False, True), ids=("dense", "varlen"))
-def test_memory_is_linear_and_nothing_is_read_on_the_host(is_varlen):
-    """With fake tensors any look at a value raises, as it would synchronise on a GPU."""
+def test_memory_is_linear_and_a_graph_can_be_captured(is_varlen, capturing):
+    """With fake tensors any look at a value raises, as it would end the capture."""
     length = 16384
     options = {"heads": (1, 1), "dims": (8, 8), "causal": True}
     if is_varlen:
@@ -225,12 +238,102 @@ def test_memory_is_linear_and_nothing_is_read_on_the_host(is_varlen):
     else:
         case = dense("long", (length, length), batch=1, **options)
     inputs = make_inputs(case, "cpu", torch.float32)
-    with FakeTensorMode() as fake, LargestTensor() as largest:
+    with FakeTensorMode() as fake, Elements() as elements:
         tensors = Tensors(*(x if x is None else fake.from_tensor(x) for x in inputs))
         plan = plan_for(case, tensors, ReferenceConfig(block_m=1024, block_n=1024))
         out, lse = BACKEND.forward(plan, tensors)
         BACKEND.backward(plan, torch.empty_like(out), torch.empty_like(lse), tensors, out, lse)
-    assert 0 < largest.elements <= 2 * 1024 * 1024
+    assert 0 < elements.largest <= 2 * 1024 * 1024
+
+
+@pytest.mark.parametrize("case", [case for case in FORWARD_CASES if case.varlen], ids=str)
+def test_varlen_while_a_graph_is_captured(case, capturing):
+    assert_right(case, torch.float64, SMALL_TILES)
+
+
+def test_equal_lengths_that_are_not_neighbours():
+    lengths_q, lengths_k = (30, 7, 30, 0, 7, 30), (41, 7, 41, 9, 7, 12)
+    used = {"seqused_q": (30, 5, 30, 0, 5, 30), "seqused_k": (11, 7, 11, 3, 7, 0)}
+    for options in ({}, used):
+        case = varlen("mixed", lengths_q, lengths_k, (6, 2), (16, 8), window=(9, 3), **options)
+        assert_right(case, torch.float64, SMALL_TILES)
+
+
+RAGGED = {"one-long": (512, *[16] * 31), "alike": (40,) * 30, "different": tuple(range(1, 60, 3))}
+
+
+def elements_of_call(tensors: Tensors, options: dict) -> Elements:
+    """Of a forward and a backward."""
+    plan = plan_of(tensors, Options(window_right=0, **options))
+    with Elements() as elements:
+        out, lse = BACKEND.forward(plan, tensors)
+        BACKEND.backward(plan, torch.ones_like(out), None, tensors, out, lse)
+    return elements
+
+
+@pytest.mark.parametrize("loose", (1, 100), ids=("tight", "loose-max_seqlen"))
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED)
+def test_varlen_costs_what_its_sequences_cost(lengths, loose):
+    q, k, v = torch.randn(3, sum(lengths), 4, 16).unbind()
+    edges = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
+    longest = max(lengths) * loose
+    together = elements_of_call(
+        Tensors(q, k, v, edges, edges), {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    )
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    apart = [elements_of_call(Tensors(*(x.unsqueeze(0) for x in part)), {}) for part in parts]
+    assert together.total <= 1.3 * sum(elements.total for elements in apart)
+    assert together.largest <= 2 * max(q.numel(), *(elements.largest for elements in apart))
+
+
+# Of key 20: the score of a finite one overflows float32.
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 3e38))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"window_right": 0},
+        {"window_left": 4, "window_right": 3},
+        {"window_left": 6},
+        {"window_right": 2, "softcap": 2.0},
+        {"window_right": 0, "num_splits": 3},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("is_varlen", (False, True), ids=("dense", "varlen"))
+def test_rows_ignore_a_key_that_they_do_not_see(value, options, is_varlen):
+    length, bad = 40, 20
+    q, dout = torch.randn(2, 1, length, 4, 8).unbind()
+    k, v = torch.randn(2, 1, length, 2, 8).unbind()
+    broken = k.clone()
+    broken[:, bad] = value
+    edges = (torch.tensor([0, length], dtype=torch.int32),) * 2 if is_varlen else ()
+    results = []
+    for keys in (k, broken):
+        tensors = Tensors(q, keys, v)
+        if is_varlen:
+            tensors = Tensors(*(x[0] for x in tensors[:3]), *edges)
+        plan = replace(plan_of(tensors, Options(**options)), config=ReferenceConfig(16, 12))
+        out, lse = BACKEND.forward(plan, tensors)
+        given = dout.view_as(out)
+        gradients = BACKEND.backward(plan, given, None, tensors, out, lse)
+        rows = out, lse.transpose(-1, -2), *gradients
+        results.append([x.reshape(length, -1) for x in rows])
+    distance = torch.arange(length) - torch.arange(length).unsqueeze(1)  # key - query
+    left, right = options.get("window_left", length), options.get("window_right", length)
+    visible = (distance >= -left) & (distance <= right)
+    clean = ~visible[:, bad]
+    assert clean.any() and not clean.all()
+    unmixed = ~visible[~clean].any(0)  # keys that only clean rows see
+    wanted, got = results
+    for name, rows, x, y in zip(
+        ("out", "lse", "dq", "dk", "dv"),
+        (clean, clean, clean, unmixed, unmixed),
+        wanted,
+        got,
+        strict=True,
+    ):
+        assert torch.equal(x[rows], y[rows]), name
+    assert math.isfinite(value) or value < 0 or got[0][~clean].isnan().any()
 
 
 def test_declines_with_a_sentence():
@@ -241,6 +344,14 @@ def test_declines_with_a_sentence():
     for change, named in (
         ({"pack_gqa": True}, "pack_gqa"),
         ({"sm_margin": 2}, "sm_margin"),
+        ({"softmax_scale": 1e38}, "softmax_scale"),
+        ({"softmax_scale": -1e-40}, "softmax_scale"),
+        ({"softcap": 1e39}, "softcap"),
+        ({"softcap": 1e-40}, "softcap"),
+        (
+            {"dtype": torch.float64, "out_dtype": torch.float64, "softmax_scale": 1e300},
+            "softmax_scale",
+        ),
     ):
         assert named in BACKEND.decline_reason(replace(problem, **change), CPU)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..device import DeviceInfo
@@ -50,3 +51,18 @@ class Backend(Protocol):
         lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
+
+
+def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> str | None:
+    """Why scores computed in dtype would overflow or vanish by the factors of a call, or None.
+
+    exponent: a factor must be 0 or between 2**-exponent and 2**exponent.
+    """
+    factors = {"softmax_scale": problem.softmax_scale}
+    if problem.softcap > 0:
+        factors["softcap"] = problem.softcap
+        factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
+    for name, value in factors.items():
+        if value != 0 and not 2.0**-exponent <= abs(value) <= 2.0**exponent:
+            return f"computes scores in {dtype}, whose range {name} {value:g} leaves"
+    return None

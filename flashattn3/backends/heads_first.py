@@ -1,11 +1,12 @@
 """The layout in which the reference backend computes, and the way there and back.
 
-Heads come first, so that a product over all heads is one batched matrix product. The query heads
-that share a key-value head become neighbouring rows: K and V are never repeated, and a range of
-tokens is a range of rows.
+Heads come first, (batch * heads, seqlen, head_dim), so that a product over all heads is one batched
+matrix product. The batch of a varlen call is a bucket: sequences of one length, computed together
+like a dense problem.
 
-Ragged sequences are padded *in front*. All of them then end at the same position, and a window
-aligned to the bottom right lies where it lies in a dense problem: the same tiles can be skipped.
+Where the lengths cannot be read on the host, one bucket holds all sequences, padded *in front*. All
+of them then end at the same position, and a window aligned to the bottom right lies where it lies
+in a dense problem: the same tiles can be skipped.
 """
 
 from __future__ import annotations
@@ -16,71 +17,76 @@ from torch import Tensor
 
 
 class HeadsFirst:
-    """The rows of the queries, or of the keys and values, of one call.
+    """The tokens of q, or of k and v, of one bucket.
 
-    first: int64 (batch,), where each padded sequence begins; None for dense tensors.
+    rows: where the bucket's tokens stand in the packed tensors: a slice, or int64 (batch * seqlen,)
+        in which the total number of rows stands for padding. None for dense tensors.
+    first: int64 (batch,), the position at which each padded sequence begins; None without padding.
+    entries: the bucket's sequences among those of the call.
     """
 
     def __init__(
         self,
-        axes: tuple[int, int, int, int],
-        total: int,
-        cu_seqlens: Tensor | None = None,
-        seqused: Tensor | None = None,
+        batch: int,
+        seqlen: int,
+        rows: slice | Tensor | None = None,
+        first: Tensor | None = None,
+        entries: slice | list[int] = slice(None),
     ) -> None:
-        """axes: (batch, seqlen, num_heads_kv, group). total: rows of a ragged tensor."""
-        self.axes, self.total = axes, total
-        self.first = self._index = None
-        if cu_seqlens is not None:
-            self.first, self._index = _padding(axes[1], total, cu_seqlens, seqused)
+        self.batch, self.seqlen = batch, seqlen
+        self.rows, self.first, self.entries = rows, first, entries
 
     def fold(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """To (batch * num_heads_kv, seqlen * group, ·), not copied if strides and dtype allow.
+        """To (batch * heads, seqlen, dim), not copied if strides and dtype allow.
 
-        x: (batch, seqlen, heads, ·), or (total, heads, ·) where ragged.
+        x: (batch, seqlen, heads, dim), or (total, heads, dim) of a varlen call.
         """
-        batch, seqlen, num_heads_kv, group = self.axes
-        if self._index is not None:
-            x = F.pad(x, (0, 0, 0, 0, 0, 1)).index_select(0, self._index)
-        dim = x.shape[-1]
-        x = x.view(*self.axes, dim).movedim(2, 1)
-        return x.reshape(batch * num_heads_kv, seqlen * group, dim).to(dtype)
+        heads, dim = x.shape[-2:]
+        if self.rows is not None:
+            x = x if self.first is None else F.pad(x, (0, 0, 0, 0, 0, 1))
+            x = x[self.rows].view(self.batch, self.seqlen, heads, dim)
+        x = x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+        return x.reshape(self.batch * heads, self.seqlen, dim)
 
-    def spread(self, descale: Tensor, block: int) -> Tensor:
-        """The descale of every folded row: (batch * num_heads_kv, seqlen * group, 1).
+    def unfold(self, x: Tensor, result: Tensor) -> None:
+        """The inverse of ``fold``: write x into the rows of this bucket, in result's dtype.
 
-        descale: (batch, heads, num_blocks), one for each ``block`` rows of a sequence; heads are
-            those of the tensor or num_heads_kv.
+        result: (batch, seqlen, heads, dim) or (total, heads, dim), of any strides.
         """
-        batch, seqlen, num_heads_kv, group = self.axes
-        position = torch.arange(seqlen, device=descale.device).expand(batch, seqlen)
+        heads, dim = result.shape[-2:]
+        x = x.view(self.batch, heads, self.seqlen, dim).transpose(1, 2)
+        if self.rows is None:
+            result.copy_(x)
+        elif isinstance(self.rows, slice):
+            result[self.rows].view(x.shape).copy_(x)
+        elif self.first is None:
+            result.index_copy_(0, self.rows, x.flatten(0, 1).to(result.dtype))
+        else:
+            padded = F.pad(result, (0, 0, 0, 0, 0, 1))
+            padded.index_copy_(0, self.rows, x.flatten(0, 1).to(result.dtype))
+            result.copy_(padded[:-1])
+
+    def spread(self, descale: Tensor, block: int, heads: int) -> Tensor:
+        """The descale of every folded row: (batch * heads, seqlen, 1).
+
+        descale: (batch of the call, heads or a divisor of them, num_blocks), one for each ``block``
+            tokens of a sequence.
+        """
+        descale = descale[self.entries]
+        position = torch.arange(self.seqlen, device=descale.device).expand(self.batch, 1, -1)
         if self.first is not None:
-            position = (position - self.first.unsqueeze(1)).clamp(min=0)
+            position = (position - self.first.view(-1, 1, 1)).clamp(min=0)
         place = (position // block).clamp(max=descale.shape[2] - 1)
-        place = place.view(batch, 1, 1, seqlen).expand(batch, num_heads_kv, group, seqlen)
-        members = descale.unflatten(1, (num_heads_kv, -1)).expand(-1, -1, group, -1)
-        rows = members.gather(3, place).transpose(2, 3)
-        return rows.reshape(batch * num_heads_kv, seqlen * group, 1)
-
-    def unfold(self, x: Tensor, dtype: torch.dtype, outside: float = 0.0) -> Tensor:
-        """The inverse of ``fold``, contiguous. Rows of no sequence are filled with ``outside``."""
-        batch, seqlen, num_heads_kv, group = self.axes
-        heads, dim = num_heads_kv * group, x.shape[-1]
-        x = x.view(batch, num_heads_kv, seqlen, group, dim).movedim(1, 2).to(dtype)
-        if self._index is None:
-            return x.reshape(batch, seqlen, heads, dim).contiguous()
-        rows = x.new_full((self.total + 1, heads, dim), outside)
-        rows.index_copy_(0, self._index, x.reshape(batch * seqlen, heads, dim))
-        return rows[: self.total]
+        rows = descale.gather(2, place.expand(-1, descale.shape[1], -1))
+        rows = rows.repeat_interleave(heads // descale.shape[1], dim=1)
+        return rows.view(self.batch * heads, self.seqlen, 1)
 
 
-def _padding(
-    seqlen: int, total: int, cu_seqlens: Tensor, seqused: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """first (batch,), and for each of the batch * seqlen padded rows the row of the packed tensor.
+def padded(seqlen: int, total: int, cu_seqlens: Tensor, seqused: Tensor | None) -> HeadsFirst:
+    """All sequences of a varlen call, padded to seqlen tokens. No value is read on the host.
 
-    Padding points at one extra row, ``total``: zero when read, dropped when written. So does
-    whatever a corrupt cu_seqlens would put out of bounds.
+    Padding is zero when read and dropped when written. So is whatever a corrupt cu_seqlens would
+    put out of bounds.
     """
     begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     length = end - begin if seqused is None else torch.minimum(end - begin, seqused)
@@ -88,4 +94,4 @@ def _padding(
     position = torch.arange(seqlen, device=first.device) - first.unsqueeze(1)
     row = begin.unsqueeze(1) + position
     real = (position >= 0) & (row >= 0) & (row < total)
-    return first, torch.where(real, row, total).flatten()
+    return HeadsFirst(len(begin), seqlen, torch.where(real, row, total).flatten(), first)

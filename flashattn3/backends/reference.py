@@ -1,30 +1,36 @@
 """Exact attention in torch operations, on any device: blocked online softmax.
 
-The default on a CPU, and the backend that takes every feature of the interface. Its memory is
-linear in the lengths: of the scores only a tile exists at a time, and backward recomputes it.
-``heads_first`` says how a call is laid out.
+The default on a CPU, and the backend that takes every feature of the interface. Its time and memory
+are linear in the number of scores and of tokens: of the scores only a tile exists at a time, and
+backward recomputes it. ``heads_first`` holds the layout of a call.
 
-Everything steers by the lengths in ``Problem``. No value is read on the host, so nothing waits for
-a GPU.
+A varlen call reads cu_seqlens and seqused on the host, so it waits for a GPU in each direction, and
+max_seqlen costs nothing. While a CUDA graph is captured no value is read: every sequence is then
+padded to max_seqlen, in time and in memory.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..scales import EIGHT_BIT
-from .heads_first import HeadsFirst
+from .base import score_factor_reason
+from .heads_first import HeadsFirst, padded
 
 if TYPE_CHECKING:
     from ..device import DeviceInfo
     from ..plan import Plan
     from ..problem import Problem, Tensors
+    from ..scales import Scales
 
 _LOG2_E = math.log2(math.e)
 _BLOCK_N = 512
@@ -36,13 +42,28 @@ _CPU_BUDGET, _GPU_BUDGET = (2**21, 128), (2**26, 1024)
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """A tile: block_m queries times block_n keys, of all heads and sequences at once."""
+    """A tile: at most block_m queries times block_n keys, of all heads and of as many sequences
+    as are computed together.
+
+    max_scores: of a tile over all of these, unless block_m would fall below 16.
+    """
 
     block_m: int
     block_n: int
+    max_scores: int = _CPU_BUDGET[0]
 
     def describe(self) -> dict[str, object]:
-        return asdict(self)
+        return {"block_m": self.block_m, "block_n": self.block_n}
+
+    def queries(self, heads: int) -> int:
+        """block_m of a problem with so many heads, those of all sequences together."""
+        fitting = max(self.max_scores // max(1, heads * self.block_n), _SMALLEST_BLOCK_M)
+        return min(self.block_m, 1 << (fitting.bit_length() - 1))
+
+    def sequences(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Sequences of these lengths that fill the tile of one long sequence."""
+        tile = min(self.block_m, seqlen_q) * min(self.block_n, seqlen_k)
+        return self.block_m * self.block_n // tile
 
 
 class ReferenceBackend:
@@ -61,22 +82,24 @@ class ReferenceBackend:
             return "has no packed layout for pack_gqa=True"
         if problem.sm_margin:
             return "launches no grid of its own, so sm_margin cannot leave multiprocessors free"
-        return None
+        dtype = _compute_dtype(problem)
+        return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
     def configure(self, problem: Problem, device: DeviceInfo) -> ReferenceConfig:
         scores, largest = _CPU_BUDGET if device.kind == "cpu" else _GPU_BUDGET
-        fitting = scores // max(1, problem.batch * problem.num_heads_q * _BLOCK_N)
-        block_m = min(max(fitting, _SMALLEST_BLOCK_M), largest)
-        return ReferenceConfig(block_m=1 << (block_m.bit_length() - 1), block_n=_BLOCK_N)
+        config = ReferenceConfig(largest, _BLOCK_N, scores)
+        batch = 1 if problem.varlen else problem.batch
+        return ReferenceConfig(config.queries(batch * problem.num_heads_q), _BLOCK_N, scores)
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        # Under autocast the products below would silently drop to 16 bits.
-        with torch.autocast(tensors.q.device.type, enabled=False):
-            call = _Call(plan, tensors)
-            out, lse = call.attend()
-            out = call.queries.unfold(out, plan.problem.out_dtype)
-            lse = call.queries.unfold(lse, lse.dtype, outside=-math.inf)
-            return out, lse.squeeze(-1).transpose(-1, -2).contiguous()
+        q, problem = tensors.q, plan.problem
+        dtype = _compute_dtype(problem)
+        out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
+        lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -math.inf, dtype=dtype)
+        with _no_autocast(q.device.type):
+            for bucket in _buckets(plan, tensors):
+                _Call(plan, tensors, bucket).forward(out, lse)
+        return out, lse
 
     def backward(
         self,
@@ -87,154 +110,305 @@ class ReferenceBackend:
         out: Tensor,
         lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tile by tile, with P recomputed from lse.
+        gradients = tuple(
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]
+        )
+        with _no_autocast(tensors.q.device.type):
+            for bucket in _buckets(plan, tensors):
+                _Call(plan, tensors, bucket).backward(dout, dlse, out, lse, gradients)
+        return gradients
 
-        P = exp(S - lse), dS = P * (dO Vᵀ - delta), delta = rowsum(dO * O) - dlse.
-        """
-        with torch.autocast(tensors.q.device.type, enabled=False):
-            call = _Call(plan, tensors)
-            delta = (dout.to(call.dtype) * out.to(call.dtype)).sum(-1, keepdim=True)
-            if dlse is not None:
-                delta -= dlse.transpose(-1, -2).unsqueeze(-1)
-            dout, lse, delta = (
-                call.queries.fold(x, call.dtype)
-                for x in (dout, lse.transpose(-1, -2).unsqueeze(-1), delta)
-            )
-            # A row that sees no key gets P = 0 from lse = +inf, and dS = 0 from a finite delta.
-            blind = lse == -math.inf
-            lse, delta = lse.masked_fill(blind, math.inf), delta.masked_fill(blind, 0.0)
-            dq, dk, dv = call.differentiate(dout, lse, delta)
-            sides = call.queries, call.keys, call.keys
-            return tuple(
-                side.unfold(gradient, tensors.q.dtype)
-                for side, gradient in zip(sides, (dq, dk, dv), strict=True)
-            )
+
+def _compute_dtype(problem: Problem) -> torch.dtype:
+    return torch.promote_types(problem.out_dtype, torch.float32)  # torch promotes no FP8
+
+
+def _column(lse: Tensor) -> Tensor:
+    """(batch, heads, seqlen) viewed as (batch, seqlen, heads, 1); varlen without batch."""
+    return lse.transpose(-1, -2).unsqueeze(-1)
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager:
+    """Under autocast the products would silently drop to 16 bits."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+class _Bucket(NamedTuple):
+    """Sequences that are computed together, as one dense problem."""
+
+    queries: HeadsFirst
+    keys: HeadsFirst
+
+
+def _buckets(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
+    """The sequences of a call: all at once, or those of equal lengths together in a varlen call.
+
+    Sequences without queries or without keys are left out: results are 0 and -inf beforehand.
+    """
+    problem = plan.problem
+    if problem.varlen and not _is_capturing(problem.device):
+        yield from _buckets_by_length(plan, tensors)
+    elif problem.batch and problem.seqlen_q and problem.seqlen_k:
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales[3:]
+        if problem.varlen:
+            queries = padded(problem.seqlen_q, problem.total_q, cu_seqlens_q, seqused_q)
+            keys = padded(problem.seqlen_k, problem.total_k, cu_seqlens_k, seqused_k)
+        else:
+            queries = HeadsFirst(problem.batch, problem.seqlen_q)
+            keys = HeadsFirst(problem.batch, problem.seqlen_k)
+        yield _Bucket(queries, keys)
+
+
+def _buckets_by_length(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
+    problem = plan.problem
+    begins_q, lengths_q = _spans(tensors.cu_seqlens_q, tensors.seqused_q, problem.total_q)
+    begins_k, lengths_k = _spans(tensors.cu_seqlens_k, tensors.seqused_k, problem.total_k)
+    entries_of = defaultdict(list)
+    for entry, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        entries_of[lengths].append(entry)
+    for (seqlen_q, seqlen_k), entries in entries_of.items():
+        if seqlen_q == 0 or seqlen_k == 0:
+            continue
+        size = plan.config.sequences(seqlen_q, seqlen_k)
+        for some in (entries[i : i + size] for i in range(0, len(entries), size)):
+            queries = _together(some, begins_q, seqlen_q, problem.device)
+            yield _Bucket(queries, _together(some, begins_k, seqlen_k, problem.device))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, which ends where a tensor is read on the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _spans(cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> tuple[list[int], list[int]]:
+    """First row and length of each sequence, within the tensor whatever stands in cu_seqlens."""
+    edges = [min(max(edge, 0), total) for edge in cu_seqlens.tolist()]
+    lengths = [max(end - begin, 0) for begin, end in pairwise(edges)]
+    if seqused is not None:
+        lengths = [max(0, min(pair)) for pair in zip(lengths, seqused.tolist(), strict=True)]
+    return edges[:-1], lengths
+
+
+def _together(
+    entries: list[int], begins: list[int], seqlen: int, device: torch.device
+) -> HeadsFirst:
+    """Sequences of one length: a view of the packed tensors where they follow one another."""
+    starts = [begins[entry] for entry in entries]
+    batch, first = len(starts), starts[0]
+    if starts == list(range(first, first + batch * seqlen, seqlen)):
+        rows = slice(first, first + batch * seqlen)
+    else:
+        rows = torch.tensor(starts, device=device).unsqueeze(1)
+        rows = (rows + torch.arange(seqlen, device=device)).flatten()
+    return HeadsFirst(batch, seqlen, rows, entries=entries)
 
 
 class _Call:
-    """One call laid out for computing: operands heads first, and which keys which queries see.
+    """One bucket laid out for computing: operands heads first, and which keys which queries see.
 
-    q: (batch * num_heads_kv, seqlen_q * group, head_dim) in ``dtype``, at least float32. It
-        carries the scale: q kᵀ is the score divided by ``unit``, 1 or the softcap for tanh.
+    q: (batch * num_heads_kv, group, seqlen_q, head_dim) in ``dtype``, at least float32. It carries
+        the scale: q kᵀ is the score divided by ``unit``, 1 or the softcap for tanh.
     k, v: (batch * num_heads_kv, seqlen_k, ·).
     diagonal: the key that query 0 is aligned with.
     """
 
-    def __init__(self, plan: Plan, tensors: Tensors) -> None:
+    def __init__(self, plan: Plan, tensors: Tensors, bucket: _Bucket) -> None:
         self.problem = problem = plan.problem
-        self.block_m, self.block_n = plan.config.block_m, plan.config.block_n
-        # torch promotes no FP8.
-        self.dtype = torch.promote_types(problem.out_dtype, torch.float32)
+        self.bucket = bucket
+        self.dtype = _compute_dtype(problem)
+        self.seqlen_q, self.seqlen_k = bucket.queries.seqlen, bucket.keys.seqlen
+        self.block_m = plan.config.queries(bucket.queries.batch * problem.num_heads_q)
+        self.block_n = plan.config.block_n
         self.unit = problem.softcap or 1.0
-        self.diagonal = problem.seqlen_k - problem.seqlen_q
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
-        axes_q = problem.batch, problem.seqlen_q, problem.num_heads_kv, problem.group
-        axes_k = problem.batch, problem.seqlen_k, problem.num_heads_kv, 1
-        self.queries = HeadsFirst(axes_q, problem.total_q, cu_seqlens_q, seqused_q)
-        self.keys = HeadsFirst(axes_k, problem.total_k, cu_seqlens_k, seqused_k)
-        self.q = self.queries.fold(q, self.dtype) * (problem.softmax_scale / self.unit)
-        self.k, self.v = self.keys.fold(k, self.dtype), self.keys.fold(v, self.dtype)
-        if problem.dtype in EIGHT_BIT:
-            self._dequantize(tensors)
+        self.diagonal = self.seqlen_k - self.seqlen_q
+        queries, keys = bucket
+        q = self.dequantized(queries, tensors.q, tensors.q_descale, problem.q_scales)
+        q = q * (problem.softmax_scale / self.unit)
+        self.q = q.view(-1, problem.group, self.seqlen_q, problem.head_dim)
+        self.k = self.dequantized(keys, tensors.k, tensors.k_descale, problem.k_scales)
+        self.v = self.dequantized(keys, tensors.v, tensors.v_descale, problem.v_scales)
 
-    def _dequantize(self, tensors: Tensors) -> None:
-        problem = self.problem
-        for side, x, descale, scales in (
-            (self.queries, self.q, tensors.q_descale, problem.q_scales),
-            (self.keys, self.k, tensors.k_descale, problem.k_scales),
-            (self.keys, self.v, tensors.v_descale, problem.v_scales),
-        ):
-            if descale is not None:
-                x.mul_(side.spread(descale, scales.block))
+    def dequantized(
+        self, side: HeadsFirst, x: Tensor, descale: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        rows = side.fold(x, self.dtype)
+        return (
+            rows if descale is None else rows.mul_(side.spread(descale, scales.block, x.shape[-2]))
+        )
 
-    def rows_of(self, queries: range) -> slice:
-        return slice(queries.start * self.problem.group, queries.stop * self.problem.group)
+    def rows(self, x: Tensor, queries: range) -> Tensor:
+        """The rows of a tile: (batch * num_heads_kv, group * len(queries), ·), dense.
+
+        x: (batch * num_heads_kv, group, seqlen_q, ·), or with these heads together.
+        """
+        x = x.view(-1, self.problem.group, self.seqlen_q, x.shape[-1])
+        return x[:, :, queries.start : queries.stop].flatten(1, 2)
+
+    def put(self, rows: Tensor, queries: range, result: Tensor) -> None:
+        """The inverse of ``rows``. result: (batch * num_heads_q, seqlen_q, ·)."""
+        rows = rows.view(-1, len(queries), rows.shape[-1])
+        result[:, queries.start : queries.stop] = rows
 
     def keys_of(self, queries: range) -> range:
         """The keys that at least one of the queries can see."""
         left, right = self.problem.window_left, self.problem.window_right
-        end = self.problem.seqlen_k
+        end = self.seqlen_k
         first = max(0, queries[0] + self.diagonal - left) if left >= 0 else 0
         stop = min(end, queries[-1] + self.diagonal + right + 1) if right >= 0 else end
         return range(first, max(first, stop))
 
-    def scores(self, queries: range, keys: range) -> Tensor:
-        """The scores of a tile before the mask."""
-        k = self.k[:, keys.start : keys.stop]
-        scores = torch.bmm(self.q[:, self.rows_of(queries)], k.transpose(1, 2))
+    def scores(self, q: Tensor, keys: range) -> Tensor:
+        """The scores of a tile before the mask. q: its rows."""
+        scores = torch.bmm(q, self.k[:, keys.start : keys.stop].transpose(1, 2))
         return scores.tanh_().mul_(self.unit) if self.problem.softcap else scores
 
-    def hide(self, scores: Tensor, queries: range, keys: range) -> None:
-        """Set the scores of unseen keys to -inf, in place. Dense tiles without any are free."""
+    def sees_all(self, queries: range, keys: range) -> bool:
+        """Whether each of these queries sees each of these keys."""
         left, right = self.problem.window_left, self.problem.window_right
-        cut_left = 0 <= left < queries[-1] + self.diagonal - keys[0]
-        cut_right = 0 <= right < keys[-1] - (queries[0] + self.diagonal)
-        ragged = self.keys.first is not None
-        if not (cut_left or cut_right or ragged):
-            return
-        rows = self.rows_of(queries)
-        i = torch.arange(rows.start, rows.stop, device=scores.device) // self.problem.group
-        j = torch.arange(keys.start, keys.stop, device=scores.device)
-        distance = j - (i + self.diagonal).unsqueeze(1)
-        hidden = []
-        if cut_left:
-            hidden.append(distance < -left)
-        if cut_right:
-            hidden.append(distance > right)
-        if ragged:
-            hidden.append(j < self.keys.first.view(-1, 1, 1, 1))
-        # Added rather than filled: on a CPU masked_fill_ with a broadcast mask is ten times slower.
-        bias = torch.where(functools.reduce(torch.logical_or, hidden), -math.inf, 0.0)
-        scores.unflatten(0, (self.problem.batch, self.problem.num_heads_kv)).add_(bias)
+        offset = queries[0] + self.diagonal - keys[0]
+        cut_left = 0 <= left < offset + len(queries) - 1
+        cut_right = 0 <= right < len(keys) - 1 - offset
+        return not (cut_left or cut_right) and self.bucket.keys.first is None
+
+    def clear(self, x: Tensor, queries: range, keys: range) -> None:
+        """Set x to 0 where a query does not see a key, in place, even where x is NaN.
+
+        x: (batch * heads, group * len(queries), len(keys)); one group or head may stand for all.
+        """
+        left, right = self.problem.window_left, self.problem.window_right
+        # Query i of the tile is aligned with key i + offset of the tile.
+        offset = queries[0] + self.diagonal - keys[0]
+        # On a CPU triu_ and tril_ are twenty times faster than masked_fill_ with a broadcast mask.
+        squares = x.view(-1, len(queries), len(keys))
+        if left >= 0:
+            squares.triu_(offset - left)
+        if right >= 0:
+            squares.tril_(offset + right)
+        first = self.bucket.keys.first
+        if first is not None:
+            position = torch.arange(keys.start, keys.stop, device=x.device)
+            before = (position < first.unsqueeze(1)).view(-1, 1, 1, len(keys))
+            x.view(len(first), -1, len(queries), len(keys)).masked_fill_(before, 0.0)
+
+    def hide(self, scores: Tensor, queries: range, keys: range) -> None:
+        """Set the scores of unseen keys to -inf, in place."""
+        first = self.bucket.keys.first
+        batch = 1 if first is None else len(first)
+        seen = scores.new_ones((batch, 1, len(queries), len(keys)))
+        self.clear(seen, queries, keys)
+        self.clear(scores, queries, keys)
+        scores.view(batch, -1, len(queries), len(keys)).add_(seen.log2_())
+
+    def forward(self, out: Tensor, lse: Tensor) -> None:
+        """Write the bucket's rows of out and lse."""
+        queries = self.bucket.queries
+        found_out, found_lse = self.attend()
+        queries.unfold(found_out, out)
+        queries.unfold(found_lse, _column(lse))
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write the bucket's rows of dq, dk and dv.
+
+        Tile by tile, with P recomputed from lse: P = exp(S - lse), dS = P * (dO Vᵀ - delta),
+        delta = rowsum(dO * O) - dlse.
+        """
+        queries, keys = self.bucket
+        dout = queries.fold(dout, self.dtype)
+        delta = (dout * queries.fold(out, self.dtype)).sum(-1, keepdim=True)
+        if dlse is not None:
+            delta -= queries.fold(_column(dlse), self.dtype)
+        lse = queries.fold(_column(lse), self.dtype)
+        # A row that sees no key gets P = 0 from lse = +inf, and dS = 0 from a finite delta.
+        blind = lse == -math.inf
+        lse, delta = lse.masked_fill(blind, math.inf), delta.masked_fill_(blind, 0.0)
+        found = self.differentiate(dout, lse, delta)
+        for side, rows, gradient in zip((queries, keys, keys), found, gradients, strict=True):
+            side.unfold(rows, gradient)
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """out (batch * num_heads_kv, seqlen_q * group, head_dim_v) and lse (the same, 1)."""
-        out = self.q.new_empty((*self.q.shape[:2], self.problem.head_dim_v))
-        lse = self.q.new_empty((*self.q.shape[:2], 1))
-        for queries in _blocks(range(self.problem.seqlen_q), self.block_m):
-            keys = self.keys_of(queries)
-            size = math.ceil(len(keys) / max(1, self.problem.num_splits))
-            parts = [self._attend_part(queries, part) for part in _blocks(keys, size) or [keys]]
-            rows = self.rows_of(queries)
-            out[:, rows], lse[:, rows] = _merge(parts)
+        """out (batch * num_heads_q, seqlen_q, head_dim_v) and lse (the same, 1)."""
+        blocks = _blocks(range(self.seqlen_q), self.block_m)
+        if len(blocks) == 1:
+            return self._attend_block(blocks[0])
+        heads = self.q.shape[0] * self.q.shape[1]
+        out = self.q.new_empty((heads, self.seqlen_q, self.v.shape[-1]))
+        lse = self.q.new_empty((heads, self.seqlen_q, 1))
+        for queries in blocks:
+            for found, result in zip(self._attend_block(queries), (out, lse), strict=True):
+                self.put(found, queries, result)
         return out, lse
 
-    def _attend_part(self, queries: range, keys: range) -> tuple[Tensor, Tensor]:
-        q = self.q[:, self.rows_of(queries)]
+    def _attend_block(self, queries: range) -> tuple[Tensor, Tensor]:
+        keys = self.keys_of(queries)
+        size = math.ceil(len(keys) / max(1, self.problem.num_splits))
+        parts = [self._attend_split(queries, split) for split in _blocks(keys, size) or [keys]]
+        return _combine(parts)
+
+    def _attend_split(self, queries: range, keys: range) -> tuple[Tensor, Tensor]:
+        q = self.rows(self.q, queries)
         # The running maximum starts at a finite number: with it -inf - maximum is never NaN.
-        maximum = q.new_full((*q.shape[:2], 1), torch.finfo(q.dtype).min)
-        total = torch.zeros_like(maximum)
-        acc_o = q.new_zeros((*q.shape[:2], self.problem.head_dim_v))
+        lowest = torch.finfo(q.dtype).min
+        acc_o = None
         for tile in _blocks(keys, self.block_n):
-            scores = self.scores(queries, tile)
-            self.hide(scores, queries, tile)
-            previous, maximum = maximum, torch.maximum(maximum, scores.amax(-1, keepdim=True))
-            p = _exp(scores.sub_(maximum))
-            rescale = _exp(previous.sub_(maximum))
-            total.mul_(rescale).add_(p.sum(-1, keepdim=True))
-            acc_o.mul_(rescale).baddbmm_(p, self.v[:, tile.start : tile.stop])
+            scores = self.scores(q, tile)
+            if not self.sees_all(queries, tile):
+                self.hide(scores, queries, tile)
+            v = self.v[:, tile.start : tile.stop]
+            highest = scores.amax(-1, keepdim=True)
+            if acc_o is None:
+                maximum = highest.clamp_(min=lowest)
+                p = _exp(scores.sub_(maximum))
+                total, acc_o = p.sum(-1, keepdim=True), torch.bmm(p, v)
+            else:
+                previous, maximum = maximum, torch.maximum(maximum, highest)
+                p = _exp(scores.sub_(maximum))
+                rescale = _exp(previous.sub_(maximum))
+                total.mul_(rescale).add_(p.sum(-1, keepdim=True))
+                acc_o.mul_(rescale).baddbmm_(p, v)
+        if acc_o is None:
+            return q.new_zeros((*q.shape[:2], self.v.shape[-1])), q.new_full(
+                (*q.shape[:2], 1), -math.inf
+            )
         # The largest score adds exactly 1, so total is 0 without any key and else at least 1.
         return acc_o.div_(total.clamp(min=1.0)), total.log_().add_(maximum)
 
     def differentiate(self, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
         """dq, dk and dv from operands heads first. lse is +inf where a row sees no key."""
         problem = self.problem
-        dq, dk, dv = (torch.zeros_like(x) for x in (self.q, self.k, self.v))
-        for queries in _blocks(range(problem.seqlen_q), self.block_m):
-            rows = self.rows_of(queries)
+        dq = self.q.new_zeros((dout.shape[0], self.seqlen_q, problem.head_dim))
+        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        # A NaN in an unseen key must not meet its dS of 0.
+        finite_k = self.k.nan_to_num(0.0, 0.0, 0.0) if problem.windowed else self.k
+        for queries in _blocks(range(self.seqlen_q), self.block_m):
+            rows = [self.rows(x, queries) for x in (self.q, dout, lse, delta)]
+            q, dout_rows, lse_rows, delta_rows = rows
+            dq_rows = torch.zeros_like(q)
             for tile in _blocks(self.keys_of(queries), self.block_n):
                 keys = slice(tile.start, tile.stop)
-                p = self.scores(queries, tile)
+                masked = not self.sees_all(queries, tile)
+                p = self.scores(q, tile)
                 slope = 1 - (p / problem.softcap).square_() if problem.softcap else None
-                self.hide(p, queries, tile)
-                p = _exp(p.sub_(lse[:, rows]))
-                dv[:, keys].baddbmm_(p.transpose(1, 2), dout[:, rows])
-                ds = torch.bmm(dout[:, rows], self.v[:, keys].transpose(1, 2))
-                ds.sub_(delta[:, rows]).mul_(p)
+                _exp(p.sub_(lse_rows))
+                ds = torch.bmm(dout_rows, self.v[:, keys].transpose(1, 2))
+                ds.sub_(delta_rows).mul_(p)
                 if slope is not None:
                     ds.mul_(slope)
-                dq[:, rows].baddbmm_(ds, self.k[:, keys])
-                dk[:, keys].baddbmm_(ds.transpose(1, 2), self.q[:, rows])
+                if masked:
+                    self.clear(p, queries, tile)
+                    self.clear(ds, queries, tile)
+                dv[:, keys].baddbmm_(p.transpose(1, 2), dout_rows)
+                dq_rows.baddbmm_(ds, finite_k[:, keys])
+                dk[:, keys].baddbmm_(ds.transpose(1, 2), q)
+            self.put(dq_rows, queries, dq)
         return dq.mul_(problem.softmax_scale), dk.mul_(self.unit), dv
 
 
@@ -247,7 +421,7 @@ def _exp(x: Tensor) -> Tensor:
     return x.mul_(_LOG2_E).exp2_()
 
 
-def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _combine(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The attention over all keys, from that over parts of them."""
     if len(parts) == 1:
         return parts[0]

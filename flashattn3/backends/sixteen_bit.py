@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..problem import FULL_PRECISION, Problem
+from .base import score_factor_reason
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -18,18 +19,6 @@ def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > max_head_dim:
             return f"takes head dims up to {max_head_dim}, {name} is {getattr(problem, name)}"
-    for name, value in _score_factors(problem).items():
-        if value != 0 and not 2.0**-100 <= abs(value) <= 2.0**100:
-            return f"computes scores in float32, which {name} {value:g} would leave"
     if problem.pack_gqa:
         return "has no packed layout of grouped queries (pack_gqa)"
-    return None
-
-
-def _score_factors(problem: Problem) -> dict[str, float]:
-    """What the kernels multiply scores with."""
-    factors = {"softmax_scale": problem.softmax_scale}
-    if problem.softcap > 0:
-        factors["softcap"] = problem.softcap
-        factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
-    return factors
+    return score_factor_reason(problem, 100, torch.float32)
