@@ -38,6 +38,14 @@ def pytest_configure(config):
     if lowering is None and kib is None:
         _interpret_without_gpu()
         return
+    if kib is not None and kib <= 0:
+        raise pytest.UsageError(f"--shared-memory-kib must be positive, got {kib}")
+    if lowering is not None and not re.fullmatch(r"sm\d\d\d?a?", lowering):
+        raise pytest.UsageError(f"--lowering must be written like sm80, got {lowering!r}")
+    if lowering is not None and not config.pluginmanager.hasplugin("cacheprovider"):
+        raise pytest.UsageError(
+            "--lowering keeps its kernels in pytest's cache: leave -p no:cacheprovider out"
+        )
     if not _gpu_is_here():
         raise pytest.UsageError(
             "--lowering and --shared-memory-kib need a CUDA device; none is visible"
@@ -47,12 +55,8 @@ def pytest_configure(config):
             "--lowering must act before Triton is imported: start pytest by itself"
         )
     if kib is not None:
-        if kib <= 0:
-            raise pytest.UsageError(f"--shared-memory-kib must be positive, got {kib}")
         os.environ["FLASHATTN3_SHARED_MEMORY_KIB"] = str(kib)
     if lowering is not None:
-        if not re.fullmatch(r"sm\d\d\d?a?", lowering):
-            raise pytest.UsageError(f"--lowering must be written like sm80, got {lowering!r}")
         os.environ["TRITON_OVERRIDE_ARCH"] = lowering
         os.environ["TRITON_CACHE_DIR"] = str(config.cache.mkdir(f"triton-{lowering}"))
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import ptx
 import pytest
-from helpers import GPU, ROOT, run_python
+import torch
+from helpers import GPU, ROOT
+
+from flashattn3.device import describe_device
 
 AMPERE = ".version 8.4\n.target sm_80\nmma.sync.aligned.m16n8k16; cp.async.cg.shared.global;"
 HOPPER = ".version 8.4\n.target sm_90a\nwgmma.mma_async.sync.aligned; cp.async.cg.shared.global;"
@@ -27,34 +31,39 @@ def test_options_for_a_gpu_need_one(option):
     assert sentence in pytest_says(*option)
 
 
-@pytest.mark.gpu
-def test_a_lowering_that_is_none():
+def test_options_that_cannot_be_honoured():
     assert "must be written like sm80, got 'ampere'" in pytest_says("--lowering", "ampere")
     assert "must be positive, got -1" in pytest_says("--shared-memory-kib", "-1")
+    said = pytest_says("--lowering", "sm80", "-p", "no:cacheprovider")
+    assert "keeps its kernels in pytest's cache: leave -p no:cacheprovider out" in said
 
 
-def test_overrides_reach_the_device_description():
-    code = """
-from types import SimpleNamespace
-import torch
-from flashattn3.device import describe_device
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(
-    major=9, minor=0, name="H100", shared_memory_per_block_optin=227 * 1024,
-    multi_processor_count=132)
-info = describe_device(torch.device("cuda", 0))
-print(info.capability, info.lowering, info.shared_memory_bytes // 1024, info.num_sms)"""
+def test_overrides_reach_the_device_description(monkeypatch):
+    h100 = SimpleNamespace(
+        major=9,
+        minor=0,
+        name="H100",
+        shared_memory_per_block_optin=227 * 1024,
+        multi_processor_count=132,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
     names = ("TRITON_OVERRIDE_ARCH", "FLASHATTN3_SHARED_MEMORY_KIB")
     for overrides, wanted in (
-        ({}, "90 90 227 132"),
-        ({"TRITON_OVERRIDE_ARCH": "sm80"}, "90 80 163 132"),
-        ({"TRITON_OVERRIDE_ARCH": "sm86"}, "90 86 99 132"),
-        ({"TRITON_OVERRIDE_ARCH": "sm90a"}, "90 90 227 132"),
-        ({"FLASHATTN3_SHARED_MEMORY_KIB": "163"}, "90 90 163 132"),
-        ({"FLASHATTN3_SHARED_MEMORY_KIB": "1000"}, "90 90 227 132"),
-        ({"TRITON_OVERRIDE_ARCH": "sm80", "FLASHATTN3_SHARED_MEMORY_KIB": "99"}, "90 80 99 132"),
+        ({}, (90, 90, 227, 132)),
+        ({"TRITON_OVERRIDE_ARCH": "sm80"}, (90, 80, 163, 132)),
+        ({"TRITON_OVERRIDE_ARCH": "sm86"}, (90, 86, 99, 132)),
+        ({"TRITON_OVERRIDE_ARCH": "sm90a"}, (90, 90, 227, 132)),
+        ({"FLASHATTN3_SHARED_MEMORY_KIB": "163"}, (90, 90, 163, 132)),
+        ({"FLASHATTN3_SHARED_MEMORY_KIB": "1000"}, (90, 90, 227, 132)),
+        ({"TRITON_OVERRIDE_ARCH": "sm80", "FLASHATTN3_SHARED_MEMORY_KIB": "99"}, (90, 80, 99, 132)),
     ):
-        variables = {name: overrides.get(name) for name in names}
-        assert run_python(code, **variables).strip() == wanted
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in overrides.items():
+            monkeypatch.setenv(name, value)
+        info = describe_device.__wrapped__(torch.device("cuda", 0))
+        found = (info.capability, info.lowering, info.shared_memory_bytes // 1024, info.num_sms)
+        assert found == wanted
 
 
 def test_ptx_is_read_right():

@@ -29,10 +29,11 @@ DTYPES = {
     "triton": TRITON_DTYPES,
     "reference": (torch.float32, torch.bfloat16),
 }
-NUM_CHUNKS, NUM_EXAMPLES = 6, 8
+NUM_EXAMPLES = 8
+CHUNKS = (0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, 6)))
 
 
-@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_random_problems(backend, chunk, device, poisoned_memory):
     dtypes = DTYPES[backend]

@@ -23,6 +23,7 @@ from flashattn3.testing import make_inputs
 CASES = ("gqa-2", "varlen-seqused")
 # On a CPU inductor needs a C++ compiler, which not every machine has.
 COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+COMPILERS = ("aot_eager", pytest.param(COMPILER, marks=pytest.mark.slow))
 
 
 def operator_arguments(name, backend, device, requires_grad=True):
@@ -93,7 +94,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compiler", sorted({"aot_eager", COMPILER}))
+@pytest.mark.parametrize("compiler", COMPILERS)
 def test_compiled_dense_calls(compiler, device, fresh_dynamo):
     calls = [(leaves(*rows, device),) for rows in ((73, 87), (96, 120), (77, 131))]
     assert_compiles_once(dense_loss, calls, compiler)
