@@ -13,7 +13,7 @@ from . import ops
 from .backends import BACKENDS
 from .device import describe_device
 from .errors import type_error, value_error
-from .operands import resolved, with_mean_of_keys, with_mean_of_values
+from .operands import resolved, with_mean_of_keys
 from .plan import decline_reason
 from .problem import Options, Tensors, function_name, refuse
 from .quantization import BlockScaled
@@ -48,8 +48,8 @@ def flash_attn_func(
         q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16, float8_e4m3fn or int8;
             float32 and float64 run on the reference backend. Any strides; if the last one is not 1
             the tensor is copied. q, k and v may instead all be ``BlockScaled``, from
-            ``quantize_block_fp8``: q and k rotated alike, v not. k and v may have a mean, k not
-            with softcap.
+            ``quantize_block_fp8``: q and k rotated alike, v not. k may have a mean, but not with
+            softcap.
         k: (batch, seqlen_k, num_heads_kv, head_dim). num_heads_q must be a multiple of
             num_heads_kv: query head i reads key-value head i // (num_heads_q // num_heads_kv).
             In q's dtype.
@@ -190,10 +190,10 @@ def _attended(
     tensors: Tensors, options: Options, varlen: bool, with_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What a call returns. tensors: as the caller gave them."""
-    q, k, v = tensors[:3]
     out, lse = ops.attention(*resolved(tensors, options, varlen))
-    out = with_mean_of_values(out, lse, q, v)
-    return (out, with_mean_of_keys(lse, q, k, options.softmax_scale)) if with_lse else out
+    if not with_lse:
+        return out
+    return out, with_mean_of_keys(lse, tensors.q, tensors.k, options.softmax_scale)
 
 
 def flash_attn_qkvpacked_func(

@@ -30,7 +30,6 @@ class _Scheme(NamedTuple):
     hadamard: bool
     qk_dtype: torch.dtype | None
     smooth_k: bool
-    smooth_v: bool
 
 
 def flash_attn_fp8_func(
@@ -46,7 +45,6 @@ def flash_attn_fp8_func(
     hadamard: bool = True,
     qk_dtype: torch.dtype | None = None,
     smooth_k: bool = False,
-    smooth_v: bool = False,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     sm_margin: int = 0,
@@ -67,9 +65,6 @@ def flash_attn_fp8_func(
         smooth_k: subtract from k, before it is rotated, a vector for each head near its mean. No
             probability changes, and scores are finer where the keys have a large component in
             common. Not with softcap.
-        smooth_v: subtract from v a vector for each head near its mean before it is quantized, and
-            add it to out: sums in FP8 lose bits to one side where v has a mean. Both take passes
-            through memory more.
         out_dtype: float16, bfloat16 or, on the reference backend, float32; None stands for q's.
         All other arguments are those of ``flash_attn_func``.
 
@@ -80,7 +75,7 @@ def flash_attn_fp8_func(
 
     Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3.
     """
-    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k, smooth_v)
+    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k)
     scaled = _quantized("flash_attn_fp8_func", Tensors(q, k, v), Options(softcap=softcap), scheme)
     return flash_attn_func(
         *scaled,
@@ -114,7 +109,6 @@ def flash_attn_varlen_fp8_func(
     hadamard: bool = True,
     qk_dtype: torch.dtype | None = None,
     smooth_k: bool = False,
-    smooth_v: bool = False,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     sm_margin: int = 0,
@@ -123,7 +117,7 @@ def flash_attn_varlen_fp8_func(
     """``flash_attn_fp8_func`` over sequences of different lengths, packed one after another.
 
     Rows beyond seqused do not count in the result, but in the scale of their block and the vectors
-    of smooth_k and smooth_v, one for each sequence and head; one that is not finite makes its block
+    of smooth_k, one for each sequence and head; one that is not finite makes its block
     of int8 NaN.
 
     Args: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·), of 16 bits; the
@@ -137,7 +131,7 @@ def flash_attn_varlen_fp8_func(
         host_length(function, "max_seqlen_k", max_seqlen_k),
         softcap=softcap,
     )
-    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k, smooth_v)
+    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k)
     scaled = _quantized(function, tensors, options, scheme, varlen=True)
     return flash_attn_varlen_func(
         *scaled,
@@ -166,13 +160,13 @@ def _quantized(
     varlen: bool = False,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
     """q, k and v of 16 bits in blocks; options: the softcap and the lengths of varlen."""
-    block, hadamard, qk_dtype, smooth_k, _ = scheme
+    block, hadamard, qk_dtype, smooth_k = scheme
     check_tensor_types(tensors, varlen)
     check_option_types(function, options)
     check(tensors, options)
     q, k, v, cu_seqlens_q, cu_seqlens_k = tensors[:5]
     expect(q.dtype in SIXTEEN_BIT, function, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
-    for name in ("hadamard", "smooth_k", "smooth_v"):
+    for name in ("hadamard", "smooth_k"):
         value = getattr(scheme, name)
         if not isinstance(value, bool):
             raise type_error(function, name, "a bool", type(value).__name__)

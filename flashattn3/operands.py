@@ -70,33 +70,16 @@ def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Ten
 
 
 def _check_means(function: str, tensors: Tensors, softcap: float) -> None:
-    """What was subtracted from the tokens of BlockScaled q, k and v."""
+    """Only k of BlockScaled q, k and v may have a mean."""
     q, k, v = tensors[:3]
     expect(q.mean is None, function, "q.mean", "None: it would change weights", "a tensor")
-    uncapped = k.mean is None or softcap == 0
+    expect(v.mean is None, function, "v.mean", "None: out would lack it", "a tensor")
+    if k.mean is None:
+        return
     wanted = "0 where k has a mean: capped scores do not all move alike"
-    expect(uncapped, function, "softcap", wanted, softcap)
-    for name, x in (("k.mean", k), ("v.mean", v)):
-        if x.mean is not None:
-            batch = x.shape[0] if x.cu_seqlens is None else x.cu_seqlens.numel() - 1
-            check_mean(function, name, x.mean, (batch, *x.shape[-2:]), q.data)
-
-
-def with_mean_of_values(
-    out: Tensor, lse: Tensor, q: Tensor | BlockScaled, v: Tensor | BlockScaled
-) -> Tensor:
-    """out of the real v, from that of a call, which leaves v's mean out.
-
-    Weights sum to 1, so every row that sees a key gets the mean of its head.
-
-    out: (batch, seqlen_q, num_heads_q, head_dim_v) or (total_q, ·, ·). lse: (batch, num_heads_q,
-    seqlen_q) or (num_heads_q, total_q), -inf where a row sees no key. q, v: those of the call.
-    """
-    if type(v) is not BlockScaled or v.mean is None:  # isinstance takes longer to say no
-        return out
-    moved = out.float().unflatten(-2, (v.shape[-2], -1)) + _of_rows(v.mean, q)
-    sees = (lse != float("-inf")).transpose(-1, -2).unsqueeze(-1)
-    return torch.where(sees, moved.flatten(-3, -2).to(out.dtype), out)
+    expect(softcap == 0, function, "softcap", wanted, softcap)
+    batch = k.shape[0] if k.cu_seqlens is None else k.cu_seqlens.numel() - 1
+    check_mean(function, "k.mean", k.mean, (batch, *k.shape[-2:]), q.data)
 
 
 def with_mean_of_keys(
@@ -105,23 +88,21 @@ def with_mean_of_keys(
     """The log-sum-exp of the real k, from that of a call, which leaves k's mean out.
 
     The mean moves all scores of a row alike, by softmax_scale * (q . mean of its key head): no
-    weight changes. lse: as above; -inf stays. q, k, softmax_scale: those of the call.
+    weight changes.
+
+    lse: (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q), -inf where a row sees no key.
+    q, k, softmax_scale: those of the call.
     """
     if type(k) is not BlockScaled or k.mean is None:
         return lse
     heads, head_dim = k.shape[-2:]
     values = q.dequantize().unflatten(-2, (heads, -1))
     # No matrix product, which autocast or TF32 would round.
-    products = (values * _of_rows(k.mean, q)).sum(-1)
+    mean = of_sequences(k.mean, q.places()).unsqueeze(-2)  # that each row of q meets
+    products = (values * mean).sum(-1)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     moved = lse + scale * products.flatten(-2).transpose(-1, -2)
     return torch.where(lse == float("-inf"), lse, moved)
-
-
-def _of_rows(mean: Tensor, q: BlockScaled) -> Tensor:
-    """The mean of k or v that each row of q meets: (batch, 1, heads, 1, ·), ragged (total_q, heads,
-    1, ·)."""
-    return of_sequences(mean, q.places()).unsqueeze(-2)
 
 
 def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:

@@ -179,16 +179,16 @@ VALUE_ERRORS = [
         "k.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (2, 1, 16)",
     ),
     (
-        blocks(**with_mean("v", (2, 16))),
-        "v.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (2, 16)",
+        blocks(**with_mean("v")),
+        "v.mean must be None: out would lack it, got a tensor",
     ),
     (
-        blocks(**with_mean("v", dtype=torch.float16)),
-        "v.mean.dtype must be torch.float32, got torch.float16",
+        blocks(**with_mean("k", dtype=torch.float16)),
+        "k.mean.dtype must be torch.float32, got torch.float16",
     ),
     (
-        blocks(**with_mean("v", device="meta")),
-        "v.mean.device must be cpu as q's, got meta",
+        blocks(**with_mean("k", device="meta")),
+        "k.mean.device must be cpu as q's, got meta",
     ),
 ]
 VARLEN_ERRORS = [
@@ -210,8 +210,8 @@ VARLEN_ERRORS = [
         "q_descale.shape[2] must be at least 4 (blocks of 64 tokens), got 3",
     ),
     (
-        ragged(v=replace(RAGGED_Q, mean=ones(1, 2, 16))),
-        "v.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (1, 2, 16)",
+        ragged(k=replace(RAGGED_Q, mean=ones(1, 2, 16))),
+        "k.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (1, 2, 16)",
     ),
     (
         lambda: flash_attn_varlen_func(
@@ -261,7 +261,7 @@ ILLEGAL = [
             "flash_attn_fp8_func",
             [
                 (sixteen(hadamard=1), "hadamard must be a bool, got int"),
-                (sixteen(smooth_v=1), "smooth_v must be a bool, got int"),
+                (sixteen(smooth_k=1), "smooth_k must be a bool, got int"),
             ],
         ),
     )

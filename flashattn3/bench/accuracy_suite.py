@@ -26,7 +26,7 @@ QUICK_LONG_SHAPES = ((1, 128, 2, 128), (1, 1024, 2, 128))
 LONG_ROWS = 512
 BEST, LIKE_FA3 = "fp8 block+hadamard, int8", "fp8 per head"
 FINE = ("fp8 block", "fp8 block+hadamard, e4m3", BEST)
-SMOOTH = "fp8 block+hadamard+smooth, int8"
+SMOOTH = "fp8 block+hadamard+smooth_k, int8"
 
 
 def accuracy_cases(quick: bool) -> list[tuple[str, Case, int | None]]:

@@ -27,7 +27,7 @@ COLORS = {
     "fp8 per head": "tab:orange",
     "fp8 block": "tab:blue",
     "fp8 block+hadamard, int8": "tab:green",
-    "fp8 block+hadamard+smooth, int8": "tab:cyan",
+    "fp8 block+hadamard+smooth_k, int8": "tab:cyan",
     "fp8 block+hadamard, e4m3": "tab:olive",
 }
 MAX_PANELS_PER_LINE = 6

@@ -44,12 +44,12 @@ def _one_scale(over: tuple[int, ...]) -> Callable[[Tensor, Tensor, Tensor], Argu
 
 
 def _blocks(
-    hadamard: bool, dtype: torch.dtype, smooth: bool = False
+    hadamard: bool, dtype: torch.dtype, smooth_k: bool = False
 ) -> Callable[[Tensor, Tensor, Tensor], Arguments]:
     return lambda q, k, v: {
         "q": quantize_block_fp8(q, hadamard=hadamard, kind="q", dtype=dtype),
-        "k": quantize_block_fp8(k, hadamard=hadamard, kind="k", dtype=dtype, smooth=smooth),
-        "v": quantize_block_fp8(v, kind="v", smooth=smooth),
+        "k": quantize_block_fp8(k, hadamard=hadamard, kind="k", dtype=dtype, smooth=smooth_k),
+        "v": quantize_block_fp8(v, kind="v"),
     }
 
 
@@ -61,7 +61,7 @@ PRECISIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Arguments]] = {
     "fp8 block": _blocks(hadamard=False, dtype=FP8),
     "fp8 block+hadamard, e4m3": _blocks(hadamard=True, dtype=FP8),
     "fp8 block+hadamard, int8": _blocks(hadamard=True, dtype=INT8),
-    "fp8 block+hadamard+smooth, int8": _blocks(hadamard=True, dtype=INT8, smooth=True),
+    "fp8 block+hadamard+smooth_k, int8": _blocks(hadamard=True, dtype=INT8, smooth_k=True),
 }
 
 

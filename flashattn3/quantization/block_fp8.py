@@ -33,7 +33,7 @@ class BlockScaled:
     cu_seqlens: int32 (batch + 1), where the sequences of a ragged batch begin; else None.
     layout: of data, "rows" or "slots".
     shape: of the tensor in rows, whatever the layout; must be given for slots.
-    mean: float32 (batch, heads, head_dim), what was subtracted from every token of a sequence
+    mean: of k, float32 (batch, heads, head_dim), what was subtracted from every token of a sequence
         before it was rotated and quantized; None: nothing.
 
     Raises: ValueError.
@@ -112,10 +112,9 @@ def quantize_block_fp8(
             tokens of no sequence is undefined.
         layout: of data, "rows" or, for v with a head dim up to 256, "slots"; None: "slots" for v
             where the Hopper kernels run, else "rows".
-        smooth: of k or v, subtract from every token, before all else, a vector near the mean of its
+        smooth: of k, subtract from every token, before all else, a vector near the mean of its
             sequence and head, which attention and dequantize take into account (smoothing.py); 0 in
-            the columns where 128 tokens show none. Takes a pass through memory more. Not for k with
-            softcap.
+            the columns where 128 tokens show none. Not with softcap.
 
     Blocks with amax below 448 * 2**-126 (in int8 127 * 2**-126), those of zeros too, have descale
     2**-126. In e4m3 NaN and infinite elements become NaN (with hadamard their whole row) and leave
@@ -145,7 +144,6 @@ def quantize_qkv(
     hadamard: bool,
     qk_dtype: torch.dtype,
     smooth_k: bool = False,
-    smooth_v: bool = False,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -156,7 +154,6 @@ def quantize_qkv(
     from . import dispatch
 
     k, k_mean = _smoothed(k, cu_seqlens_k, max_seqlen_k) if smooth_k else (k, None)
-    v, v_mean = _smoothed(v, cu_seqlens_k, max_seqlen_k) if smooth_v else (v, None)
     q_data, q_descale, k_data, k_descale, v_data, v_descale = dispatch.quantize_qkv(
         *(q, k, v, block, hadamard),
         *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype),
@@ -165,7 +162,7 @@ def quantize_qkv(
     return (
         BlockScaled(q_data, q_descale, block, hadamard, cu_seqlens_q, "rows", q.shape),
         BlockScaled(k_data, k_descale, block, hadamard, cu_seqlens_k, "rows", k.shape, k_mean),
-        BlockScaled(v_data, v_descale, block, False, cu_seqlens_k, layout, v.shape, v_mean),
+        BlockScaled(v_data, v_descale, block, False, cu_seqlens_k, layout, v.shape),
     )
 
 
@@ -208,8 +205,8 @@ def _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout, smoo
         raise value_error(_FUNCTION, "layout", f"one of {LAYOUTS} or None", repr(layout))
     if layout == "slots" and kind != "v":
         raise value_error(_FUNCTION, "layout", f"'rows' or None for kind {kind!r}", repr(layout))
-    if smooth and kind == "q":
-        raise value_error(_FUNCTION, "smooth", "False for kind 'q'", smooth)
+    if smooth and kind != "k":
+        raise value_error(_FUNCTION, "smooth", f"False for kind {kind!r}", smooth)
     largest = slots.COLUMNS[-1]
     if layout == "slots" and x.shape[-1] > largest:
         wanted = f"at most {largest} with layout 'slots'"

@@ -1,7 +1,7 @@
-"""What of K or V is one vector for all tokens, found in a sample, to be subtracted beforehand.
+"""The mean of K's tokens, estimated from a sample, to be subtracted before K is quantized.
 
-Softmax weights sum to 1, so attention adds V's mean to out again; FP8 accumulators lose bits to one
-side where V has one. K's changes no weight, as it adds the same to every score of a row.
+It changes no weight, as it adds the same to every score of a row (Zhang et al., SageAttention,
+arXiv 2410.02367).
 """
 
 from __future__ import annotations
