@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from flashattn3.bench.report import geometric_means, ratios, summary
 from flashattn3.bench.suites import Cell, cells
 from flashattn3.cli import main
 from flashattn3.testing import Case
+from flashattn3.testing.distributions import cases as distribution_cases
 
 CPU = torch.device("cpu")
 SMALL = Case("small", 2, 48, 80, 4, 2, 16, 24)
@@ -316,6 +318,33 @@ def test_quick_accuracy_suite(tmp_path, capsys):
     assert "RMSE / RMS of the truth: bf16 / fp16 / fp8 per tensor" in printed
     *_, growth = findings(records)
     assert growth in printed
+
+
+def test_quick_distributions_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 0
+    _, *records = lines(tmp_path / "fp8-distributions.jsonl")
+    names = [f"{who} {dtype}" for dtype in ("int8", "e4m3") for who in ("flashattn3", "honest")]
+    assert [r["contender"] for r in records] == names * len(distribution_cases((128,), (64,)))
+    assert {(r["head_dim"], r["seqlen_k"], r["status"]) for r in records} == {(64, 128, "ok")}
+    assert all(0.45 < r["heavy_probability"] < 0.55 for r in records if "heavy-p0.5" in r["case"])
+    printed = capsys.readouterr().out
+    assert "RMSE / RMS of the truth: " + " / ".join(names) in printed
+    assert "bias / mean magnitude of the truth" in printed
+
+
+def test_a_missed_bound_keeps_its_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
+    def wrong(**arguments):
+        out, lse = flash_attn_func(**arguments)
+        return out * 1.1, lse
+
+    monkeypatch.setattr("flashattn3.flash_attn_func", wrong)
+    assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 1
+    _, *records = lines(tmp_path / "fp8-distributions.jsonl")
+    ours = [r for r in records if r["contender"].startswith(OURS)]
+    assert all(r["status"] == "MISSED" and 0.09 < r["error"] < 0.11 for r in ours)
+    printed = capsys.readouterr().out
+    assert "0.1! / " in printed
+    assert re.search(r"MISSED fwd ones-128-d64 flashattn3 int8: bias 0.[01]\d* > 0.01\n", printed)
 
 
 def test_a_precision_that_gives_nan_fails_the_run(tmp_path, monkeypatch, capsys):

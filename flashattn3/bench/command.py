@@ -17,6 +17,8 @@ from ..backends import BACKENDS
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
 from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
+from .distributions_suite import SUITE as DISTRIBUTIONS
+from .distributions_suite import distribution_cases, run_distribution
 from .environment import header
 from .figure import draw
 from .host_suite import run_host
@@ -28,7 +30,7 @@ from .runner import Record, Settings, run_cell
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_ragged
 
-SUITES = (*CASES, ACCURACY, QUANTIZE, "varlen", "memory", "host")
+SUITES = (*CASES, ACCURACY, DISTRIBUTIONS, QUANTIZE, "varlen", "memory", "host")
 ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",)}  # directions of a suite
 # Of ours; elsewhere one.
 OWN = {
@@ -36,12 +38,14 @@ OWN = {
     "gqa": (OURS, MHA),
     "deterministic": (DETERMINISTIC, OURS),
 }
-OF_16_BIT = ("fp8", ACCURACY, QUANTIZE)  # what they quantize has 16 bits on a CPU too
+# What they quantize has 16 bits on a CPU too.
+OF_16_BIT = ("fp8", ACCURACY, DISTRIBUTIONS, QUANTIZE)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INAPPLICABLE = {
     "fp8": ("direction",),
     "deterministic": ("direction", "baselines"),
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
+    DISTRIBUTIONS: ("direction", "dtype", "baselines"),
     QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
     "varlen": ("head_dim", "seqlen", "baselines"),
     "memory": ("direction", "head_dim"),
@@ -203,7 +207,7 @@ def _run_suite(suite: str, args: argparse.Namespace, device: torch.device, about
         print("\n" + "\n".join(findings(results.records)))
     for record in results.failures:
         where = " ".join(str(record[key]) for key in ("direction", "case", "contender"))
-        print(f"\nFAILED {where}: {record['reason']}")
+        print(f"\n{record['status']} {where}: {record['reason']}")
     print(f"\nwritten: {args.output / suite}.jsonl and {figure}\n")
     return results.passed
 
@@ -225,6 +229,9 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     if suite == ACCURACY:
         cases = accuracy_cases(args.quick)
         return [lambda case=case: run_accuracy(*case, settings) for case in cases]
+    if suite == DISTRIBUTIONS:
+        cases = distribution_cases(args.quick, args.head_dim, args.seqlen)
+        return [lambda case=case: run_distribution(case, settings) for case in cases]
     if suite == QUANTIZE:
         chosen = quantize_work(args.head_dim)
         return [lambda work=work: run_quantize(work, settings, args.quick) for work in chosen]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .report import measures
-from .runner import OK, Record
+from .runner import MISSED, OK, Record
 
 COLORS = {
     "dense": "tab:gray",
@@ -21,6 +21,10 @@ COLORS = {
     "cudnn": "tab:orange",
     "math": "tab:purple",
     "naive": "tab:red",
+    "flashattn3 int8": "tab:green",
+    "flashattn3 e4m3": "tab:olive",
+    "honest int8": "tab:gray",
+    "honest e4m3": "black",
     "bf16": "tab:gray",
     "fp16": "black",
     "fp8 per tensor": "tab:red",
@@ -31,6 +35,7 @@ COLORS = {
     "fp8 block+hadamard, e4m3": "tab:olive",
 }
 MAX_PANELS_PER_LINE = 6
+MAX_LABELS = 12  # of groups of bars in a panel
 
 
 def draw(records: list[Record], header: Record, path: Path) -> None:
@@ -51,7 +56,7 @@ def draw(records: list[Record], header: Record, path: Path) -> None:
     for panel, row in zip(panels, rows, strict=False):
         chosen = [record for record in records if _place(record)[0] == row]
         (curves if chosen[0]["record"] == "memory" else _bars)(panel, _series(chosen))
-        if chosen[0]["record"] == "error":
+        if chosen[0]["record"] in ("error", "distribution"):
             panel.set_yscale("log")
         panel.set_title(row, fontsize=9)
         panel.tick_params(labelsize=7)
@@ -68,9 +73,11 @@ def draw(records: list[Record], header: Record, path: Path) -> None:
 
 def _place(record: Record) -> tuple[str, str]:
     """Panel and group of bars: row and column of the table, whose lines would be too long for the
-    errors of all shapes."""
+    errors of all shapes, and too many for those of all distributions."""
     if record["record"] == "error":
         return record["data"], record["case"]
+    if record["record"] == "distribution":
+        return f"d{record['head_dim']}, {record['column']} keys", record["row"]
     return record["row"], record["column"]
 
 
@@ -78,7 +85,7 @@ def _series(records: list[Record]) -> dict[str, dict[str, float]]:
     """Contender → column → value, leaving out what has none."""
     series: dict[str, dict[str, float]] = {}
     for record in records:
-        if record["status"] == OK:
+        if record["status"] in (OK, MISSED):
             found = measures(record)[0].of(record)
             series.setdefault(record["contender"], {})[_place(record)[1]] = found
     return series
@@ -90,7 +97,10 @@ def _bars(panel, series: dict[str, dict[str, float]]) -> None:
     for index, (name, values) in enumerate(series.items()):
         places = [columns.index(column) + (index + 0.5) * width - 0.4 for column in values]
         panel.bar(places, list(values.values()), width, label=name, color=COLORS[name])
-    panel.set_xticks(range(len(columns)), columns)
+    if len(columns) > MAX_LABELS:
+        panel.set_xlabel("cases in the order of the table")
+    else:
+        panel.set_xticks(range(len(columns)), columns)
 
 
 def curves(panel, series: dict[str, dict[str, float]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, OURS
-from .runner import FAILED, OK, Record
+from .runner import FAILED, MISSED, OK, Record
 
 
 class Results:
@@ -33,11 +33,12 @@ class Results:
 
     @property
     def failures(self) -> list[Record]:
-        return [record for record in self.records if record["status"] == FAILED]
+        return [record for record in self.records if record["status"] in (FAILED, MISSED)]
 
     @property
     def passed(self) -> bool:
-        """False if a result of ours was refused by the gate. A red baseline only has no number."""
+        """False if a result of ours was refused by the gate or misses a bound. A red baseline only
+        has no number."""
         return all(record["contender"] in BASELINES for record in self.failures)
 
 
@@ -57,6 +58,12 @@ MEASURES = {
     "error": (
         Measure("RMSE / RMS of the truth", lambda record: record["relative_error"]),
         Measure("RMSE", lambda record: record["rmse"]),
+    ),
+    # A number with ! is over its bound, or another number of this cell is.
+    "distribution": (
+        Measure("RMSE / RMS of the truth", lambda record: record["error"]),
+        Measure("bias / mean magnitude of the truth", lambda record: record["bias"]),
+        Measure("largest error of the log-sum-exp", lambda record: record["lse"]),
     ),
 }
 # Suites whose ratios are shown for each cell, and of whom.
@@ -128,10 +135,11 @@ def _grid(head: str, cells: Cells, contenders: list[str]) -> str:
 
 
 def _text(record: Record, measure: Measure) -> str:
-    if record["status"] != OK:
+    if record["status"] not in (OK, MISSED):
         return record["status"] if record["status"] == FAILED else "-"
     found = measure.of(record)
-    return f"{found:.0f}" if found >= 10 else f"{found:.2g}"
+    text = f"{found:.0f}" if found >= 10 else f"{found:.2g}"
+    return text if record["status"] == OK else f"{text}!"
 
 
 def geometric_means(records: list[Record]) -> str:

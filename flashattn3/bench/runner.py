@@ -16,7 +16,8 @@ from .suites import Cell
 from .timing import Timing, interleave, make_clock
 
 Record = dict[str, Any]
-OK, FAILED, ABSENT = "ok", "FAILED", "absent"
+# MISSED: a number over its bound.
+OK, FAILED, MISSED, ABSENT = "ok", "FAILED", "MISSED", "absent"
 
 
 @dataclass(frozen=True)
