@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Sequence
 
 import torch
 
 import flashattn3
 
-from .backends.hopper_library import find_library, kernel_facts
+from . import doctor
 from .bench import command as bench
 from .bench.command import DTYPES, choose_device
-from .bench.environment import triton_version
 from .demo import command as demo
-from .device import describe_device
-from .kernel_table import all_rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,88 +27,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=flashattn3.__version__)
     subparsers = parser.add_subparsers(required=True, metavar="command")
-    _add_doctor(subparsers)
+    doctor.add_parser(subparsers)
     _add_explain(subparsers)
     bench.add_parser(subparsers)
     demo.add_parser(subparsers)
     return parser
-
-
-def _add_doctor(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "doctor", help="what this machine has, and which backend runs there"
-    )
-    parser.set_defaults(run=doctor)
-
-
-def doctor(args: argparse.Namespace) -> int:
-    versions = {
-        "flashattn3": flashattn3.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda (of torch)": torch.version.cuda or "none: a CPU build",
-        "triton": triton_version() or "not installed",
-    }
-    print("\n".join(f"{name:<16} {found}" for name, found in versions.items()))
-    print(_hopper_kernels())
-    for device in _devices():
-        print(f"\n{device}: {_properties(device)}")
-        print(_backends(device))
-    if not torch.cuda.is_available():
-        print("\nNo CUDA device is visible to torch.")
-    return 0
-
-
-def _hopper_kernels() -> str:
-    """The compiled kernel rows with the resources they take, or why there are none."""
-    library = find_library()
-    if library.fault is not None:
-        return f"{'Hopper kernels':<16} none: {library.fault}"
-    summary = f"{'Hopper kernels':<16} {len(library.rows)} of the table's {len(all_rows())} rows"
-    return "\n".join([summary, *map(_resources, kernel_facts())])
-
-
-def _resources(facts: dict[str, object]) -> str:
-    """registers, spills and occupancy are those that the current GPU reports."""
-    known = (
-        f"{facts['num_threads']} threads",
-        f"{facts['shared_memory_bytes'] / 1024:g} KiB of shared memory",
-    )
-    reported = (
-        f"{facts['num_registers']} registers",
-        f"{facts['local_bytes']} bytes of spills",
-        f"{facts['blocks_per_sm']} on an SM",
-    )
-    shown = known if facts["num_registers"] < 0 else known + reported
-    return f"  {facts['name']}: {', '.join(shown)}"
-
-
-def _devices() -> list[torch.device]:
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [*gpus, torch.device("cpu")]
-
-
-def _properties(device: torch.device) -> str:
-    info = describe_device(device)
-    if device.type == "cpu":
-        return f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return (
-        f"{info.name}, compute capability {_dotted(info.capability)}, "
-        f"Triton compiles for {_dotted(info.lowering)}, {info.num_sms} SMs, "
-        f"{info.shared_memory_bytes / 1024:g} KiB of shared memory per block"
-    )
-
-
-def _dotted(capability: int) -> str:
-    return f"{capability // 10}.{capability % 10}"
-
-
-def _backends(device: torch.device) -> str:
-    """Who takes an ordinary bfloat16 problem on the device, and why the others do not."""
-    q = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device=device)
-    explained = flashattn3.explain(q, q, q, causal=True)
-    declined = [f"  {name}: {reason}" for name, reason in explained.declined.items()]
-    return "\n".join([f"  {explained.backend}: runs a bfloat16 problem", *declined])
 
 
 def _add_explain(subparsers: argparse._SubParsersAction) -> None:

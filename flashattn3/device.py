@@ -78,10 +78,17 @@ def default_lowering(capability: int) -> int:
 def _overridden(info: DeviceInfo) -> DeviceInfo:
     arch = os.environ.get("TRITON_OVERRIDE_ARCH", "").removeprefix("sm")
     if arch:
-        lowering = int(arch.rstrip("af"))
+        lowering = _number_of("TRITON_OVERRIDE_ARCH", arch.rstrip("af"), "written like sm80")
         capped = min(info.shared_memory_bytes, SHARED_MEMORY_KIB.get(lowering, 99) * 1024)
         info = replace(info, lowering=lowering, shared_memory_bytes=capped)
     cap = os.environ.get("FLASHATTN3_SHARED_MEMORY_KIB")
     if cap:
-        info = replace(info, shared_memory_bytes=min(info.shared_memory_bytes, int(cap) * 1024))
+        kib = _number_of("FLASHATTN3_SHARED_MEMORY_KIB", cap, "a number of KiB")
+        info = replace(info, shared_memory_bytes=min(info.shared_memory_bytes, kib * 1024))
     return info
+
+
+def _number_of(variable: str, text: str, wanted: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{variable} must be {wanted}, got {os.environ[variable]!r}")
+    return int(text)

@@ -15,6 +15,13 @@ from flashattn3.device import describe_device
 
 AMPERE = ".version 8.4\n.target sm_80\nmma.sync.aligned.m16n8k16; cp.async.cg.shared.global;"
 HOPPER = ".version 8.4\n.target sm_90a\nwgmma.mma_async.sync.aligned; cp.async.cg.shared.global;"
+AN_H100 = SimpleNamespace(
+    major=9,
+    minor=0,
+    name="H100",
+    shared_memory_per_block_optin=227 * 1024,
+    multi_processor_count=132,
+)
 
 
 def pytest_says(*arguments: str) -> str:
@@ -39,14 +46,7 @@ def test_options_that_cannot_be_honoured():
 
 
 def test_overrides_reach_the_device_description(monkeypatch):
-    h100 = SimpleNamespace(
-        major=9,
-        minor=0,
-        name="H100",
-        shared_memory_per_block_optin=227 * 1024,
-        multi_processor_count=132,
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: AN_H100)
     names = ("TRITON_OVERRIDE_ARCH", "FLASHATTN3_SHARED_MEMORY_KIB")
     for overrides, wanted in (
         ({}, (90, 90, 227, 132)),
@@ -64,6 +64,20 @@ def test_overrides_reach_the_device_description(monkeypatch):
         info = describe_device.__wrapped__(torch.device("cuda", 0))
         found = (info.capability, info.lowering, info.shared_memory_bytes // 1024, info.num_sms)
         assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("TRITON_OVERRIDE_ARCH", "ampere", "written like sm80"),
+        ("FLASHATTN3_SHARED_MEMORY_KIB", "-1", "a number of KiB"),
+    ],
+)
+def test_overrides_that_say_nothing_are_refused(name, value, wanted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: AN_H100)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name} must be {wanted}, got '{value}'"):
+        describe_device.__wrapped__(torch.device("cuda", 0))
 
 
 def test_ptx_is_read_right():

@@ -1,0 +1,121 @@
+"""What Triton needs of a machine to compile: each part that is missing or does not fit."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+OLDEST = (3, 5)  # that the kernels are checked with
+Version = tuple[int, ...]
+
+
+def faults() -> list[str]:
+    """One sentence for each part that is missing or does not fit, with what mends it."""
+    if importlib.util.find_spec("triton") is None:
+        return [f"Triton is not installed: pip install '{wanted_triton() or 'triton>=3.5'}'"]
+    found = (version_fault(), ptxas_fault(driver_cuda()), compiler_fault(), header_fault())
+    return [fault for fault in found if fault is not None]
+
+
+def wanted_triton() -> str | None:
+    """The Triton that the installed torch asks for, as 'triton==3.8.0'; CPU builds ask for none."""
+    for line in metadata.requires("torch") or ():
+        asked = re.match(r"triton\s*\(?==\s*([\w.]+)", line)
+        if asked:
+            return f"triton=={asked[1]}"
+    return None
+
+
+def version_fault() -> str | None:
+    found, wanted = metadata.version("triton"), wanted_triton()
+    if wanted is not None and wanted != f"triton=={found}":
+        return f"Triton {found} is installed, torch asks for another: pip install {wanted}"
+    if _numbers(found) < OLDEST:
+        return f"Triton {found} is older than 3.5: pip install a newer torch, which brings its own"
+    return None
+
+
+def ptxas_fault(driver: Version | None) -> str | None:
+    """driver: the CUDA version that the driver runs; None where there is none to fit."""
+    ptxas = ptxas_path()
+    found = cuda_of(ptxas)
+    variable = "TRITON_PTXAS_PATH"
+    if found is None:
+        return f"no ptxas runs at {ptxas}: export {variable}={fit_ptxas(driver)}"
+    if driver is None or found[0] <= driver[0]:
+        return None
+    return (
+        f"ptxas of CUDA {_dotted(found)} at {ptxas} is too new for the driver, which runs CUDA "
+        f"{_dotted(driver)}: export {variable}={fit_ptxas(driver)}"
+    )
+
+
+def ptxas_path() -> Path:
+    """Triton's own, unless TRITON_PTXAS_PATH names another."""
+    if os.environ.get("TRITON_PTXAS_PATH"):
+        return Path(os.environ["TRITON_PTXAS_PATH"])
+    package = Path(importlib.util.find_spec("triton").origin).parent
+    return package / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+def cuda_of(ptxas: Path) -> Version | None:
+    """The CUDA version that a ptxas belongs to; None if it does not run."""
+    try:
+        done = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    release = re.search(r"release (\d+\.\d+)", done.stdout)
+    return _numbers(release[1]) if release else None
+
+
+def fit_ptxas(driver: Version | None) -> str:
+    """The path of a ptxas of this machine that fits the driver, or what to install for one."""
+    for folder in (os.environ.get("PATH"), "/usr/local/cuda/bin"):
+        found = shutil.which("ptxas", path=folder)
+        version = cuda_of(Path(found)) if found else None
+        if version is not None and (driver is None or version[0] <= driver[0]):
+            return found
+    which = "CUDA's toolkit" if driver is None else f"the toolkit of CUDA {_dotted(driver)}"
+    return f"/usr/local/cuda/bin/ptxas (after installing {which})"
+
+
+def driver_cuda() -> Version | None:
+    """The newest CUDA version that the installed driver runs; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        fault = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if fault else (version.value // 1000, version.value % 1000 // 10)
+
+
+def compiler_fault() -> str | None:
+    """Triton compiles its launchers with $CC, gcc or clang."""
+    asked = os.environ.get("CC")
+    if any(map(shutil.which, [asked.split()[0]] if asked else ["gcc", "clang"])):
+        return None
+    return f"no C compiler ({f'CC={asked}' if asked else 'gcc or clang'}): apt install gcc"
+
+
+def header_fault() -> str | None:
+    include = Path(sysconfig.get_path("include"))
+    if (include / "Python.h").is_file():
+        return None
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return f"no Python.h in {include}: apt install {python}-dev"
+
+
+def _numbers(version: str) -> Version:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
