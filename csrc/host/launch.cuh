@@ -23,6 +23,14 @@ inline Windows windows_of(const ForwardParams& params) {
           params.window_right < 0 ? widest : std::min(params.window_right, widest)};
 }
 
+// Tiles that all sequences of a batch have, at most. With cu_seqlens they share `total` rows, and
+// the longest may be far longer than the others.
+inline int64_t tiles_of_batch(int tile_rows, int longest, int batch, const int32_t* cu_seqlens,
+                              int total) {
+  const int64_t alike = (int64_t{longest} + tile_rows - 1) / tile_rows * batch;
+  return cu_seqlens == nullptr ? alike : std::min(alike, int64_t{total} / tile_rows + batch);
+}
+
 // From scores to log2 units, with softcap through 2 sigmoid(tanh * score) - 1.
 struct ScoreScales {
   float score, tanh;  // tanh 0: no cap

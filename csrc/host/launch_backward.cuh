@@ -71,11 +71,15 @@ inline TileOrder make_key_order(const ForwardParams& params, int block_n, bool w
   while (windowed && last_section < heads && last_section * blocks < params.num_sms) {
     last_section = std::min(heads, 2 * last_section);
   }
-  if (blocks * heads > INT_MAX / 2) fail("launch of a backward", "more than 2^30 tiles of keys");
+  const int64_t tiles = params.num_heads_kv * tiles_of_batch(block_n, params.seqlen_k, params.batch,
+                                                             params.cu_seqlens_k, params.total_k);
+  if (std::max(tiles, heads) > INT_MAX / 2) {
+    fail("launch of a backward", "more than 2^30 tiles of keys");
+  }
   TileOrder order;
   order.num_row_blocks = static_cast<int>(blocks);
   order.num_heads_total = static_cast<int>(heads);
-  order.num_tiles = static_cast<int>(blocks * heads);
+  order.num_tiles = static_cast<int>(tiles);
   order.section_heads = 1;
   order.last_section_heads = static_cast<int>(last_section);
   order.last_rows_first = last_first;
@@ -153,7 +157,7 @@ BackwardArguments make_backward_arguments(const BackwardParams& params) {
 }
 
 template <BackwardRow kRow>
-StatisticsArguments make_statistics_arguments(const BackwardParams& params, int num_blocks) {
+StatisticsArguments make_statistics_arguments(const BackwardParams& params) {
   const ForwardParams& forward = params.forward;
   const bool variable = forward.cu_seqlens_q != nullptr;
   return {.out = static_cast<const uint16_t*>(forward.out),
@@ -174,9 +178,9 @@ StatisticsArguments make_statistics_arguments(const BackwardParams& params, int 
           .dlse_head = params.dlse_stride.head,
           .rows = {forward.cu_seqlens_q, forward.seqused_q, forward.seqlen_q, forward.total_q},
           .room = make_row_room<kRow>(params),
-          .num_blocks = num_blocks,
+          .batch = forward.batch,
           .num_heads = forward.num_heads_q,
-          .heads_per_kv = forward.num_heads_q / forward.num_heads_kv,
+          .num_heads_total = forward.num_heads_kv * forward.batch,
           .head_dim_v = forward.head_dim_v,
           .num_arrivals = backward_arrivals(kRow),
           .sum_columns = backward_in_pairs(kRow) ? kRow.head_dim : 0};
@@ -227,12 +231,10 @@ void launch_backward(const BackwardParams& params, cudaStream_t stream) {
   const BackwardArguments args = make_backward_arguments<kRow>(params);
   if (forward.cu_seqlens_q != nullptr) order_ragged_keys(forward, backward_keys(kRow), stream);
   const bool early = forward.tile_counter != nullptr;  // null: perhaps in a graph capture
-  const int blocks = (forward.seqlen_q + kBackwardRows - 1) / kBackwardRows;
-  const int64_t row_blocks = int64_t{blocks} * forward.num_heads_q * forward.batch;
-  if (row_blocks > INT_MAX) fail("launch of " + describe(kRow), "more than 2^31 blocks of queries");
+  const int64_t row_blocks = room_rows(forward) * room_heads(forward) / kBackwardRows;
   launch_kernel([] { return describe(kRow) + "'s statistics"; }, backward_statistics<kRow.dtype>,
                 dim3(row_blocks), kStatisticsThreads, 0, stream, early,
-                make_statistics_arguments<kRow>(params, blocks));
+                make_statistics_arguments<kRow>(params));
   launch_main<kRow>(forward, args, early, stream);
   launch_kernel([] { return describe(kRow) + "'s dq"; }, backward_finish<BackwardConfigOf<kRow>>,
                 dim3(row_blocks), 128, 0, stream, early, args);

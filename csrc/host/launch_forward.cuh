@@ -28,9 +28,12 @@ inline std::string describe(const ForwardRow& row) {
 }
 
 inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& params) {
-  const int64_t row_blocks = (params.seqlen_q + row.block_m - 1) / row.block_m;
+  const int64_t row_blocks = (int64_t{params.seqlen_q} + row.block_m - 1) / row.block_m;
   const int64_t heads = static_cast<int64_t>(params.num_heads_q) * params.batch;
-  if (row_blocks * heads > INT_MAX / 2) {
+  const int64_t tiles =
+      params.num_heads_q * tiles_of_batch(row.block_m, params.seqlen_q, params.batch,
+                                          params.cu_seqlens_q, params.total_q);
+  if (std::max(tiles, heads) > INT_MAX / 2) {
     fail("launch of " + describe(row), "more than 2^30 tiles");
   }
   const int64_t section = params.num_heads_q / params.num_heads_kv;
@@ -41,7 +44,7 @@ inline TileOrder make_tile_order(const ForwardRow& row, const ForwardParams& par
   TileOrder order;
   order.num_row_blocks = static_cast<int>(row_blocks);
   order.num_heads_total = static_cast<int>(heads);
-  order.num_tiles = static_cast<int>(row_blocks * heads);
+  order.num_tiles = static_cast<int>(tiles);
   order.section_heads = static_cast<int>(section);
   order.last_section_heads = static_cast<int>(last_section);
   order.last_rows_first = row.windowed;

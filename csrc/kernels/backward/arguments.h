@@ -81,13 +81,56 @@ struct BackwardArguments {
   float tanh_scale;     // blocks/score_scale.cuh, cap_scores; 0: no cap
 };
 
-// Which 64 rows the kernels before and behind work on: the index-th of as many as there are blocks
-// in all heads of all sequences.
+// The 64 rows of a head that a CTA of the kernels before and behind works on: a block of the room.
+// So the number of these CTAs follows the rows that there are, and not the longest sequence.
 struct RowBlock {
-  int block, head, sequence;
-  static __device__ __forceinline__ RowBlock of_number(int index, int num_blocks, int num_heads) {
-    const int head_total = index / num_blocks;
-    return {index % num_blocks, head_total % num_heads, head_total / num_heads};
+  int head, sequence;
+  Sequence rows;  // of the sequence
+  int first_row;  // in the sequence
+
+  // With cu_seqlens the room has up to a block more for each sequence than it has rows for.
+  __device__ __forceinline__ bool any() const { return first_row >= 0 && first_row < rows.length; }
+
+  // number: of the room's blocks, one head after the other. All lanes of the warp must call it.
+  static __device__ __forceinline__ RowBlock of_number(int number, const RowRoom& room,
+                                                       const SequenceTable& table, int batch,
+                                                       int num_heads) {
+    const int num_blocks = static_cast<int>(room.num_rows / kBackwardRows);
+    const int head_total = number / num_blocks, block = number - head_total * num_blocks;
+    RowBlock found;
+    found.head = head_total;
+    found.sequence = 0;
+    if (table.cu_seqlens == nullptr) {
+      found.sequence = head_total / num_heads;
+      found.head -= found.sequence * num_heads;
+    } else {
+      found.sequence = last_that_begins(table, batch, block);
+    }
+    found.rows = find_sequence(table, found.sequence);
+    const int skipped = table.cu_seqlens == nullptr ? 0 : first_block(table, found.sequence);
+    found.first_row = (block - skipped) * kBackwardRows;
+    return found;
+  }
+
+ private:
+  // With cu_seqlens: of a head's blocks in the room, the first of a sequence.
+  static __device__ __forceinline__ int first_block(const SequenceTable& table, int sequence) {
+    return find_sequence(table, sequence).offset / kBackwardRows + sequence;
+  }
+
+  // The last sequence that begins at this block or before it. A warp looks at 32 places at a time.
+  static __device__ __forceinline__ int last_that_begins(const SequenceTable& table, int batch,
+                                                         int block) {
+    const int lane = threadIdx.x % 32;
+    int low = 0;
+    for (int count = batch; count > 1;) {
+      const int distance = (count + 31) / 32, place = lane * distance;
+      const bool begins = place < count && first_block(table, low + place) <= block;
+      const int skipped = max(0, __popc(__ballot_sync(~0u, begins)) - 1) * distance;
+      low += skipped;
+      count = min(distance, count - skipped);
+    }
+    return low;
   }
 };
 
@@ -102,9 +145,9 @@ struct StatisticsArguments {
   int64_t dlse_batch, dlse_seq, dlse_head;
   SequenceTable rows;
   RowRoom room;
-  int num_blocks;  // of 64 rows, of the longest sequence, in whole steps
+  int batch;
   int num_heads;
-  int heads_per_kv;
+  int num_heads_total;  // of k, times batch
   int head_dim_v;
   int num_arrivals;  // of a block of 64 rows
   int sum_columns;   // of the sums that are to be 0; 0: none

@@ -26,28 +26,27 @@ __device__ __forceinline__ void wait_for_tiles(const BackwardArguments& args, in
   fence_global_proxies();
 }
 
-// A CTA of 128 threads: 64 rows of a head; warps of 16 rows as in WGMMA's accumulators. index: of
-// the block of rows.
+// A CTA of 128 threads: 64 rows of a head; warps of 16 rows as in WGMMA's accumulators. number: of
+// the block in the room.
 template <BackwardRow kRow>
-__device__ __forceinline__ void finish_block(const BackwardArguments& args, int index) {
+__device__ __forceinline__ void finish_block(const BackwardArguments& args, int number) {
   constexpr ElementType kElement = kRow.dtype;
   constexpr int kHeadDim = kRow.head_dim;
   constexpr int kChunks = (kHeadDim + 63) / 64;
   __shared__ __align__(1024) uint8_t staged[4][kChunks][kRowsOfWarp * 128];
-  const int num_blocks = (args.rows.longest + kBackwardRows - 1) / kBackwardRows;
-  const auto [block, head, sequence] = RowBlock::of_number(index, num_blocks, args.num_heads_q);
-  const Sequence rows = find_sequence(args.rows, sequence);
+  const RowBlock block =
+      RowBlock::of_number(number, args.room, args.rows, args.order.ragged.batch, args.num_heads_q);
+  if (!block.any()) return;
+  const int head = block.head, sequence = block.sequence, first_row = block.first_row;
+  const Sequence rows = block.rows;
   const int num_keys = find_sequence(args.keys, sequence).length;
-  const int first_row = block * kBackwardRows;
-  if (first_row >= rows.length) return;
   const BlockRange seen =
       Visibility::of(rows.length, num_keys, args.window_left, args.window_right)
           .template blocks<64>(first_row, min(first_row + kBackwardRows, rows.length) - 1);
   if (!backward_in_pairs(kRow)) wait_for_tiles<kRow>(args, sequence, head, num_keys);
-  const int64_t first =
-      args.room.first(args.rows, sequence, head, args.num_heads_q, rows.offset) + first_row;
-  const float4* sums =
-      reinterpret_cast<const float4*>(args.room.sums + first * kHeadDim) + threadIdx.x;
+  const float4* sums = reinterpret_cast<const float4*>(
+                           args.room.sums + int64_t{number} * (kBackwardRows * kHeadDim)) +
+                       threadIdx.x;
   float4 sum[kHeadDim / 8];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 8; ++i) {

@@ -38,26 +38,26 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   wait_for_earlier_kernels();
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.room.tiles_taken = 0;
   // Last heads first: those that the kernel behind begins with are in L2 then.
-  const auto [block, head, sequence] =
-      RowBlock::of_number(gridDim.x - 1 - blockIdx.x, args.num_blocks, args.num_heads);
-  const Sequence rows = find_sequence(args.rows, sequence);
-  if (block * kBackwardRows >= rows.length) return;
-  if (block == 0 && threadIdx.x == 0) {
-    args.room.tiles_through[(sequence * args.num_heads + head) / args.heads_per_kv] = 0;
-  }
-  const int64_t first = args.room.first(args.rows, sequence, head, args.num_heads, rows.offset) +
-                        block * kBackwardRows;
-  const int64_t entry = args.rows.cu_seqlens != nullptr ? 0 : sequence;
+  const int number = gridDim.x - 1 - blockIdx.x;
+  // All counts, also of blocks without rows: whatever cu_seqlens holds, nobody waits for ever.
+  if (threadIdx.x == 0 && number < args.num_heads_total) args.room.tiles_through[number] = 0;
   if (threadIdx.x < args.num_arrivals) {
-    args.room.arrivals[first / kBackwardRows * args.num_arrivals + threadIdx.x] = 0;
+    args.room.arrivals[int64_t{number} * args.num_arrivals + threadIdx.x] = 0;
   }
+  const RowBlock block =
+      RowBlock::of_number(number, args.room, args.rows, args.batch, args.num_heads);
+  if (!block.any()) return;
+  const int head = block.head;
+  const Sequence rows = block.rows;
+  const int64_t first = int64_t{number} * kBackwardRows;
+  const int64_t entry = args.rows.cu_seqlens != nullptr ? 0 : block.sequence;
   float4* sums = reinterpret_cast<float4*>(args.room.sums + first * args.sum_columns);
   for (int i = threadIdx.x; i < args.sum_columns * kBackwardRows / 4; i += kStatisticsThreads) {
     sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 #pragma unroll
   for (int i = threadIdx.x / kLanes; i < kBackwardRows; i += kStatisticsThreads / kLanes) {
-    const int row = block * kBackwardRows + i;
+    const int row = block.first_row + i;
     const int64_t token = rows.offset + row;
     const bool there = row < rows.length;
     float sum = 0.f;
