@@ -357,6 +357,7 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
     seqlen_k = total_k if options.max_seqlen_k is None else min(options.max_seqlen_k, total_k)
     right = 0 if options.causal else options.window_right
     scale = options.softmax_scale
+    softmax_scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Kernels find descales by their strides, wherever they begin.
     data = zip(Tensors._fields, tensors._replace(v=v).without_descales, strict=False)
     given = [(name, t) for name, t in data if t is not None]
@@ -381,12 +382,12 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         varlen=varlen,
         has_seqused_q=seqused_q is not None,
         has_seqused_k=seqused_k is not None,
-        softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        softmax_scale=softmax_scale,
         # A side that reaches past every key is open. Row lengths of varlen are only bounded by the
         # totals.
         window_left=-1 if options.window_left >= total_k - 1 else options.window_left,
         window_right=-1 if right >= total_q - 1 else right,
-        softcap=float(options.softcap),
+        softcap=_effective_cap(float(options.softcap), softmax_scale),
         num_splits=options.num_splits,
         pack_gqa=options.pack_gqa,
         deterministic=options.deterministic,
@@ -398,6 +399,18 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         v_scales=scales_of(tensors.v_descale, options.v_block),
         v_slots=options.v_slots > 0,
     )
+
+
+def _effective_cap(cap: float, scale: float) -> float:
+    """A softcap with which cap and scale / cap stay between 2**-100 and 2**100, as float32 needs.
+
+    A higher one changes no score whose q kᵀ is below 2**80, and is none. Under the lowest one, at
+    most 2**-40, all weights are alike, and stay so. (A scale above 2**60 may still be too large.)
+    """
+    size = abs(scale)
+    if cap == 0 or cap > 2.0**100 * min(1.0, size):
+        return 0.0
+    return max(cap, 2.0**-100 * max(1.0, min(size, 2.0**60)))
 
 
 def _is_dense(tensor: Metadata) -> bool:

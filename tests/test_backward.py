@@ -33,6 +33,8 @@ def test_backward(case, backend, dtype, device):
         pytest.skip(
             "P comes from an LSE of 1e4, which float32 knows to 6e-4; plain PyTorch keeps P"
         )
+    if case.distribution == "huge" and dtype == torch.float16:
+        pytest.skip("gradients of values up to 65504 leave float16's range")
     tensors = make_inputs(case, device, dtype, requires_grad=True)
     dout, dlse = make_output_gradients(case, tensors)
     got = run(case, tensors, backend, dout, dlse)

@@ -1,6 +1,11 @@
-"""Random legal problems, forward and backward, against float64."""
+"""Random legal problems, forward and backward, against float64.
+
+FLASHATTN3_RANDOM_EXAMPLES: how many for each backend and chunk, 8 unless said.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -29,7 +34,7 @@ DTYPES = {
     "triton": TRITON_DTYPES,
     "reference": (torch.float32, torch.bfloat16),
 }
-NUM_EXAMPLES = 8
+NUM_EXAMPLES = int(os.environ.get("FLASHATTN3_RANDOM_EXAMPLES", 8))
 CHUNKS = (0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, 6)))
 
 
@@ -52,8 +57,11 @@ def test_random_problems(backend, chunk, device, poisoned_memory):
         assume(backend != "hopper" or case.num_splits <= 1)
         tensors = make_inputs(case, device, dtype, requires_grad=True)
         out, lse = forward_holds(case, tensors, backend)
-        # The gradient of scores of 1e4 is lost in the rounding of the LSE that P comes from.
+        # The gradient of scores of 1e4 is lost in the rounding of the LSE that P comes from, and
+        # that of huge values leaves float16's range.
         if case.distribution in ("large", "monotone"):
+            return
+        if case.distribution == "huge" and dtype != torch.bfloat16:
             return
         dout, dlse = make_output_gradients(case, tensors)
         got = torch.autograd.grad((out, lse), tensors[:3], (dout, dlse))

@@ -1,11 +1,11 @@
 // Softmax over keys that come tile by tile, on the accumulator fragments of the scores.
 //
-// Probabilities are 2^(score - reference). The reference is the row's maximum when it is set and
-// then stays: bf16 has fp32's range and fp16 is exact enough up to 2^10, so that scores may pass
-// the reference by kLimit without loss. Only when one passes it further are the row's maximum
-// taken, the reference raised, and out and the sum rescaled. In a step without growth that saves
-// the exact maximum, its shuffles and one multiplication for each element of out. (H100, main loop
-// alone, d128 192x80: 760 TFLOP/s against 676 with a running maximum.)
+// Probabilities are 2^(score - reference). The reference is kLift above the row's maximum when it
+// is set and then stays until a score passes it by kLimit, which costs no precision: bf16 has
+// fp32's range and fp16 is exact enough up to 2^10. Only then are the row's maximum taken, the
+// reference raised, and out and the sum rescaled. In a step without growth that saves the exact
+// maximum, its shuffles and one multiplication for each element of out. (H100, main loop alone,
+// d128 192x80: 760 TFLOP/s against 676 with a running maximum.)
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,17 @@
 
 namespace flashattn3 {
 
-// 1 - 2 / (1 + e^(2 x)) with x given as 2 * log2(e) * x: absolute error about 1e-7.
+// tanh(x) with x given as 2 * log2(e) * x, to a relative 2e-6, since a cap may be far above the
+// scores. 1 - 2 / (1 + e^(2 x)) has an absolute error about 1e-7; small x take the series.
 __device__ __forceinline__ float tanh_of_scaled(float x) {
+  constexpr float kUnit = 0.346573590f;  // ln(2) / 2
+  constexpr float kThird = -kUnit * kUnit * kUnit / 3.f;
+  constexpr float kFifth = -kThird * kUnit * kUnit * 0.4f;
+  const float square = x * x;
+  const float series = x * fmaf(square, fmaf(square, kFifth, kThird), kUnit);
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + exp2_approx(x)));
-  return fmaf(-2.f, reciprocal, 1.f);
+  return fabsf(x) < 0.5f ? series : fmaf(-2.f, reciprocal, 1.f);
 }
 
 // Of the four lanes that share a row.
@@ -34,19 +40,23 @@ template <ElementType kElement, int kN, bool kRowsMayBeEmpty>
 struct OnlineSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   using Base = RowReferences<kN, kRowsMayBeEmpty>;
   using Base::kCount, Base::reference, Base::sum, Base::unseen;
-  // Of exponents, log2 units. Far below bf16's 2^127, so that sums of 2^kLimit stay finite.
-  static constexpr float kLimit = kElement == ElementType::kBFloat16 ? 40.f : 10.f;
-  static constexpr float kLargestSum = kElement == ElementType::kBFloat16 ? 0x1p40f : 0x1p10f;
+  // Log2 units. Values of bf16 go up to fp32's largest number, so its probabilities may not pass 1:
+  // out is then finite wherever a running maximum leaves it finite. Those of fp16 are far below,
+  // and its probabilities would lose bits to a lift.
+  static constexpr float kLift = kElement == ElementType::kBFloat16 ? 10.f : 0.f;
+  static constexpr float kLimit = 10.f - kLift;
+  static constexpr float kLargestSum =
+      kElement == ElementType::kBFloat16 ? 1.f : 0x1p10f;  // of 2^kLimit
 
-  // Raises the references to the rows' maxima. s: score - old reference, on return - new reference.
-  // factor: what out has to be multiplied with. All lanes of the warp must call it.
+  // Raises the references to kLift above the rows' maxima. s: score - old reference, on return -
+  // new reference. factor: what out has to be multiplied with. All lanes of the warp must call it.
   __device__ __forceinline__ void raise_reference(float (&s)[kCount], float (&factor)[2]) {
     float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) highest[row_of(i)] = fmaxf(highest[row_of(i)], s[i]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float top = quad_max(highest[r]);
+      const float top = quad_max(highest[r]) + kLift;
       // A row without a key so far has sum and out 0: any factor but inf will do. It may start
       // below 0; later the reference only rises.
       const bool first = unseen >> r & 1;

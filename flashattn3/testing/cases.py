@@ -22,7 +22,9 @@ class Case:
     layout: "bshd" contiguous, "unaligned" the same one element further, "bhsd" heads before rows,
         "padded" a gap after each row, "packed" views of one tensor (same lengths and head dims).
     distribution: "normal", "large" (scores up to 1e4), "monotone" (scores rise along the keys),
-        "outlier", "shifted" (k and v have a mean), "constant", "zero" (all scores 0).
+        "outlier", "shifted" (k and v have a mean), "constant", "zero" (all scores 0), "zero-blocks"
+        (a stretch of tokens is 0), "huge" (v up to 2**110, or to the type's limit, and scores that
+        fall along the keys).
     softmax_scale: None for head_dim ** -0.5. window: (left, right), -1 open. The rest as in the
         interface.
     """
@@ -148,6 +150,16 @@ FORWARD_CASES: tuple[Case, ...] = (
     # softcap
     dense("softcap", softcap=5.0, distribution="outlier"),
     dense("softcap-causal", (129, 97), softcap=20.0, causal=True, heads=(4, 2)),
+    dense("softcap-small", (129, 193), heads=(4, 2), dims=(128, 128), softcap=0.5, causal=True),
+    dense("softcap-small-dim-192", (129, 193), dims=(192, 192), softcap=0.5, causal=True),
+    dense("softcap-small-dim-v-256", (129, 193), dims=(64, 256), softcap=1.0),
+    dense("softcap-small-dim-256", (129, 193), dims=(256, 256), softcap=4.0, batch=1),
+    dense("softcap-tiny", (65, 97), softcap=1e-3),
+    dense("softcap-lowest", (65, 97), softcap=1e-40),
+    dense("softcap-1e4", (129, 193), dims=(128, 128), softcap=1e4),
+    dense("softcap-1e6", (129, 193), softcap=1e6, causal=True),
+    dense("softcap-1e8", (129, 193), dims=(256, 256), softcap=1e8, batch=1),
+    dense("softcap-highest", (65, 97), softcap=1e39),
     # groups of query heads
     dense("gqa-2", heads=(4, 2), causal=True),
     dense("gqa-8", (65, 97), heads=(8, 1), causal=True),
@@ -183,6 +195,9 @@ FORWARD_CASES: tuple[Case, ...] = (
     dense("outliers", (129, 257), distribution="outlier", causal=True),
     dense("constant", distribution="constant", causal=True),
     dense("zero-scores", distribution="zero"),
+    dense("zero-blocks", (129, 257), distribution="zero-blocks", heads=(4, 2)),
+    dense("huge-values", (129, 321), distribution="huge", batch=1),
+    dense("huge-values-causal", (257, 321), dims=(128, 128), distribution="huge", causal=True),
     # ragged sequences
     varlen("varlen", (65, 1, 113), (65, 1, 113), causal=True),
     varlen("varlen-cross", (17, 129, 64), (113, 33, 64), heads=(4, 2)),

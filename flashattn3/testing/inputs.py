@@ -19,6 +19,7 @@ _LARGE = 50.0  # of q and k each: normal scores times 2500 reach 1e4 in a few th
 # N(0, 1) + N(0, 100) * Bernoulli(0.001), the FlashAttention-3 paper, §4.3
 _OUTLIER_RATE, _OUTLIER_STD = 0.001, 10.0
 _SHIFT_STD = 2.0
+_HUGE = 2.0**110  # with room for the sums of a gradient
 INT8_STEPS = 32  # to one: int8 ends at four standard deviations
 # In each byte of 8 bits: a NaN of e4m3, and int8's largest number, as int8 has no NaN.
 _ODD_BYTE = 0x7F
@@ -40,6 +41,8 @@ def make_inputs(
     """
     generator = torch.Generator().manual_seed(seed)
     q, k, v = _values(case, generator)
+    if case.distribution == "huge" and v.numel():
+        v = v * (min(_HUGE, torch.finfo(v_dtype(dtype)).max) / v.abs().max())
     if case.varlen:
         _erase_outside(q, case.seqlens_q, case.seqused_q)
         _erase_outside(k, case.seqlens_k, case.seqused_k)
@@ -99,6 +102,12 @@ def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Ten
             k, v = (x + _SHIFT_STD * normal(x.shape[-2], x.shape[-1]) for x in (k, v))
         case "constant":
             q, k, v = (torch.full_like(x, 0.5) for x in (q, k, v))
+        case "huge":  # v is brought up to its size in make_inputs
+            ramp = torch.linspace(2.0, 0.0, rows_k[-1], dtype=torch.float64).view(-1, 1, 1)
+            q, k = q.abs(), torch.ones_like(k) * ramp
+        case "zero-blocks":
+            for x in (q, k, v):
+                x[..., x.shape[-3] // 3 : x.shape[-3] // 3 * 2, :, :] = 0.0
         case "zero":  # every key weighs the same
             q, k = torch.zeros_like(q), torch.zeros_like(k)
         case other:

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from .cases import Case, dense, varlen
 
 LAYOUTS = ("bshd", "unaligned", "bhsd", "padded")
-DISTRIBUTIONS = ("normal", "large", "monotone", "outlier", "constant", "zero")
+DISTRIBUTIONS = (
+    "normal", "large", "monotone", "outlier", "constant", "zero", "zero-blocks", "huge",
+)  # fmt: skip
+SOFTCAPS = (0.0, 0.0, 0.0, 0.0, 10.0, 0.5, 1e-3, 1e4, 1e8, 1e39)
 
 
 @st.composite
@@ -30,7 +33,7 @@ def random_cases(
     options = {
         "causal": draw(st.booleans()),
         "window": draw(st.tuples(*[st.just(-1) | st.integers(0, max_seqlen)] * 2)),
-        "softcap": draw(st.sampled_from((0.0, 0.0, 0.0, 10.0))),
+        "softcap": draw(st.sampled_from(SOFTCAPS)),
         "softmax_scale": draw(
             st.none() | st.just(0.0) | st.floats(1e-20, 0.5) | st.floats(-0.5, -1e-20)
         ),

@@ -92,7 +92,8 @@ def _one_head(
     """q (sq, d), k (sk, d), v (sk, dv) -> out (sq, dv), lse (sq,)."""
     scores = (q * softmax_scale) @ k.T
     if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+        # Scores over a cap far from them are outside of what 16 bits hold.
+        scores = (softcap * torch.tanh(scores.double() / softcap)).to(scores.dtype)
     sq, sk = scores.shape
     i, j = torch.arange(sq, device=q.device), torch.arange(sk, device=q.device)
     distance = j - (i + sk - sq).unsqueeze(1)

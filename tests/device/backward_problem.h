@@ -172,7 +172,7 @@ struct BackwardReference {
       }
       // Of the exponent, and so relative to P.
       const double exponent_off =
-          kSingle * (x.magnitude + std::fabs(log_sum) + 1 + 2 * std::fabs(c.softcap));
+          kSingle * (x.magnitude + std::fabs(log_sum) + 1 + 2 * std::fabs(x.value));
       // The kernel finds tanh again from P and lse.
       const double tanh_off =
           c.softcap > 0 ? 2 * kSingle + kSingle * (1 + std::fabs(log_sum)) / c.softcap : 0;

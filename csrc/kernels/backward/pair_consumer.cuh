@@ -175,7 +175,7 @@ class PairConsumer {
   }
 
   // Of the step whose dS is next; laid down too, in a buffer that all have read: who wrote dS of
-  // the step before had multiplied P of the one before that.
+  // the step before had multiplied P of the one before that. p: with a cap times its derivative.
   __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse,
                                                      uint32_t (&p)[kQueries / 4]) {
     exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
@@ -187,6 +187,12 @@ class PairConsumer {
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
     stage_rows(rows_of_warp(Config::kPOffset), p, warpgroup_ * 2);
+    if (args_.tanh_scale == 0.f) return;
+    // P as dS wants it. From 16 bits of P, later, tanh could not be found again.
+    differentiate_cap(s, control_.lse[ds_at_.stage()] + warpgroup_ * kQueries, args_.score_scale,
+                      args_.tanh_scale);
+#pragma unroll
+    for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
   }
 
   // Of the step whose dS is next.
@@ -213,10 +219,6 @@ class PairConsumer {
       p[2 * i] = pair.x, p[2 * i + 1] = pair.y;
     }
     const uint32_t b = ds_at_.stage();
-    if (args_.tanh_scale != 0.f) {
-      differentiate_cap(p, control_.lse[b] + warpgroup_ * kQueries, args_.score_scale,
-                        args_.tanh_scale);
-    }
     Scores minus_delta;
     load_statistic(minus_delta, control_.minus_delta + warpgroup_ * kQueries);
     uint32_t ds[kQueries / 4];
