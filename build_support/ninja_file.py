@@ -15,6 +15,7 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, in the build folder, made only when asked for.
 DEVICE_CHECKS = ("forward_check", "backward_check")
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
+COUNTERS = "host/tile_counters.cpp.o"  # which the checks ask for besides
 ROWS_MODULE = Path("_rows.abi3.so")
 
 COMMON_FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
@@ -69,7 +70,7 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     _link(lines, module, rows, ["-shared", "-cudart=none", *beside], needs=library)
     if DEVICE_TESTS.is_dir():  # a source distribution has no tests
         for check in DEVICE_CHECKS:
-            _device_check(lines, check, device, shared)
+            _device_check(lines, check, device, [*shared, COUNTERS])
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 

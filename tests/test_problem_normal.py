@@ -55,6 +55,23 @@ def test_scale_defaults_to_the_root_of_head_dim_and_zero_is_kept():
     assert problem(softmax_scale=-2).softmax_scale == -2.0
 
 
+@pytest.mark.parametrize(
+    ("softcap", "scale", "found"),
+    [
+        (0.0, 1.0, 0.0),
+        (5.0, 1.0, 5.0),
+        (1e39, 1.0, 0.0),  # changes no score
+        (1e5, 2.0**-90, 0.0),
+        (1e5, 0.0, 0.0),
+        (1e-40, 1.0, 2.0**-100),  # all weights are alike
+        (1e-40, 2.0**20, 2.0**-80),
+        (1e-40, 2.0**90, 2.0**-40),
+    ],
+)
+def test_softcaps_that_float32_does_not_hold_are_brought_into_its_range(softcap, scale, found):
+    assert problem(softcap=softcap, softmax_scale=scale).softcap == found
+
+
 def test_shapes_and_strides():
     found = problem(sq=3, sk=5, heads_q=6, heads_kv=2, d=24, dv=40)
     assert (found.batch, found.seqlen_q, found.seqlen_k) == (2, 3, 5)

@@ -38,6 +38,24 @@ __device__ __forceinline__ void cluster_wait() {
   __syncwarp();
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
+// In the place of cluster_arrive(): what this thread wrote is there for all threads after the wait.
+__device__ __forceinline__ void cluster_arrive_release() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// What a CTA of the cluster, which has not left, has at this place of its shared memory.
+__device__ __forceinline__ int32_t load_from_cta(const int32_t& place, uint32_t cta) {
+  int32_t value;
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %1, %2;\n"
+      "ld.shared::cluster.s32 %0, [there];\n}"
+      : "=r"(value)
+      : "r"(cute::cast_smem_ptr_to_uint(&place)), "r"(cta)
+      : "memory");
+  return value;
+}
 
 // Copies bytes, a multiple of 16, to shared memory of another CTA of the cluster, where they count
 // at the barrier that `full` is here. One thread calls it. The addresses are of this CTA's own

@@ -6,6 +6,10 @@
 
 namespace flashattn3 {
 
+// Rows of q and keys at most: positions are 32-bit, with the distance of a window and a tile's rows
+// beyond them. flashattn3/backends/sixteen_bit.py has it too.
+constexpr int64_t kMaxRows = (int64_t{1} << 30) - 1024;
+
 // Distance, in elements, between neighbours along each axis; the head dim axis has stride 1.
 // Byte distances must be multiples of 16 where the axis is longer than 1. For variable lengths
 // (cu_seqlens) the batch stride is not read: the tensor is (total, heads, head_dim).

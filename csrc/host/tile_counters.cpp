@@ -30,10 +30,15 @@ int32_t* tile_counter(int device, cudaStream_t stream) {
   check_cuda(cudaStreamIsCapturing(stream, &capture), "asking whether the stream is captured");
   if (capture != cudaStreamCaptureStatusNone) return nullptr;
 
+  // The handle of a stream that was destroyed, and may still be running, is handed out again; its
+  // number is not.
+  unsigned long long number;
+  check_cuda(cudaStreamGetId(stream, &number), "asking for the stream's number");
+
   static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, int32_t*> counters;
+  static std::map<std::pair<int, unsigned long long>, int32_t*> counters;
   const std::lock_guard lock(mutex);
-  int32_t*& counter = counters[{device, stream}];
+  int32_t*& counter = counters[{device, number}];
   if (counter == nullptr) counter = new_counter(stream);
   return counter;
 }

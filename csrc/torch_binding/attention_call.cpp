@@ -1,5 +1,10 @@
 #include "torch_binding/attention_call.h"
 
+#include <algorithm>
+#include <string>
+
+#include "host/errors.h"
+
 namespace flashattn3 {
 
 bool fit_together(const Tensor& q, const Tensor& k, const Tensor& out, const Tensor& lse,
@@ -30,6 +35,9 @@ ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, 
   const bool varlen = ragged.varlen();
   const Axes axes(varlen);
   const int64_t total_q = q.size(axes.rows), heads_q = q.size(axes.heads);
+  if (std::max(total_q, k.size(axes.rows)) > kMaxRows) {
+    fail("attention", "q, k and v may have up to " + std::to_string(kMaxRows) + " rows");
+  }
   return {
       .q = q.data_ptr(),
       .k = k.data_ptr(),

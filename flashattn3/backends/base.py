@@ -56,11 +56,10 @@ class Backend(Protocol):
 def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> str | None:
     """Why scores computed in dtype would overflow or vanish by the factors of a call, or None.
 
-    exponent: a factor must be 0 or between 2**-exponent and 2**exponent.
+    exponent: a factor must be 0 or between 2**-exponent and 2**exponent, as softcap itself is.
     """
     factors = {"softmax_scale": problem.softmax_scale}
     if problem.softcap > 0:
-        factors["softcap"] = problem.softcap
         factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
     for name, value in factors.items():
         if value != 0 and not 2.0**-exponent <= abs(value) <= 2.0**exponent:

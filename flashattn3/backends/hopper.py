@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 CAPABILITY = 90
+# The backward finds tanh again from P and lse, to about 1e-5 / softcap.
+SMALLEST_GRADIENT_CAP = 2.0**-6
 DTYPE_NAMES = {**sixteen_bit.DTYPE_NAMES, torch.float8_e4m3fn: E4M3, torch.int8: INT8}  # of rows
 
 
@@ -67,7 +69,13 @@ class HopperConfig:
             "tile measured": row.measured or "not yet",
             "copied first": ", ".join(self.copied) or "nothing",
             "gradient": "triton" if self.gradient_row is None else self.gradient_row.name,
+            "sm_margin of": "forward and gradient" if self._gradient_is_persistent else "forward",
         }
+
+    @property
+    def _gradient_is_persistent(self) -> bool:
+        """Else it has a program or a cluster for each tile, and cannot leave SMs free."""
+        return self.gradient_row is not None and not self.gradient_row.in_pairs
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,7 @@ class HopperBackend:
         row = select_backward_row(DTYPE_NAMES[problem.dtype], head_dim)
         if row is None or self._unusable_reason(row, problem) is not None:
             return None
-        # A cluster for each tile of keys cannot leave SMs free.
-        return None if row.in_pairs and problem.sm_margin else row
+        return None if 0 < problem.softcap < SMALLEST_GRADIENT_CAP else row
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
         run = plan.launches.get("forward")

@@ -7,6 +7,8 @@ import torch
 from ..problem import FULL_PRECISION, Problem
 from .base import score_factor_reason
 
+# Positions of a query and of the keys that it sees, tiles and windows included, are below 2**31.
+MAX_ROWS = 2**30 - 1024
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -19,6 +21,9 @@ def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > max_head_dim:
             return f"takes head dims up to {max_head_dim}, {name} is {getattr(problem, name)}"
+    longest = max(problem.total_q, problem.total_k)
+    if longest > MAX_ROWS:
+        return f"counts rows in 32 bits: q, k and v may have up to {MAX_ROWS}, found {longest}"
     if problem.pack_gqa:
         return "has no packed layout of grouped queries (pack_gqa)"
     return score_factor_reason(problem, 100, torch.float32)

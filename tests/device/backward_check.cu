@@ -30,11 +30,12 @@ using flashattn3::kNumCheckRows;
 struct RowFunctions {
   void (*launch)(const BackwardParams&, cudaStream_t);
   int64_t (*workspace_bytes)(const ForwardParams&);
+  const int32_t* (*tiles_taken)(const BackwardParams&);
 };
 template <size_t... kIndex>
 static std::vector<RowFunctions> row_functions(std::index_sequence<kIndex...>) {
-  return {
-      {&flashattn3::launch_check_row<kIndex>, &flashattn3::check_row_workspace_bytes<kIndex>}...};
+  return {{&flashattn3::launch_check_row<kIndex>, &flashattn3::check_row_workspace_bytes<kIndex>,
+           &flashattn3::check_row_tiles_taken<kIndex>}...};
 }
 static const std::vector<RowFunctions> kRows =
     row_functions(std::make_index_sequence<kNumCheckRows>());
@@ -207,6 +208,19 @@ static std::string difference(const char* what, const Gradient& g, const Tensor&
   return text;
 }
 
+// In order a tile may wait for those before it, so each has to be handed out by the counter: CTAs
+// may begin in any order. Returns what is wrong, or "".
+static std::string check_tickets(const BackwardProblem& p, const BackwardParams& params, int row) {
+  const int keys = flashattn3::backward_keys(kCheckRows[row]);
+  int tiles = 0, taken;
+  for (int b = 0; b < p.c.batch; ++b) {
+    tiles += (p.rows_of(p.reference.dk, b).length + keys - 1) / keys * p.c.heads_kv;
+  }
+  check(cudaMemcpy(&taken, kRows[row].tiles_taken(params), 4, cudaMemcpyDeviceToHost));
+  if (taken >= tiles) return "";
+  return std::to_string(taken) + " of " + std::to_string(tiles) + " tiles were handed out in order";
+}
+
 struct Run {
   const char* name;
   bool ordered, counted;
@@ -261,6 +275,8 @@ static Outcome run_row(BackwardProblem& p, DeviceProblem& device, int row, const
     check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
     if (counts[0] != 0 || counts[1] != 0) outcome.add(prefix + "the tile counter was not put back");
     if (!workspace.guards_hold()) outcome.add(prefix + "written outside the workspace");
+    const std::string tickets = run.ordered ? check_tickets(p, params, row) : "";
+    if (!tickets.empty()) outcome.add(prefix + tickets);
     for (int i = 0; i < 3; ++i) {
       Gradient& g = *gradients[i];
       Tensor& tensor = p.tensor(g);

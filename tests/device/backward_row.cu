@@ -14,4 +14,9 @@ int64_t check_row_workspace_bytes<BACKWARD_CHECK_ROW>(const ForwardParams& param
   return backward_workspace_bytes<kCheckRows[BACKWARD_CHECK_ROW]>(params);
 }
 
+template <>
+const int32_t* check_row_tiles_taken<BACKWARD_CHECK_ROW>(const BackwardParams& params) {
+  return make_row_room<kCheckRows[BACKWARD_CHECK_ROW]>(params).tiles_taken;
+}
+
 }  // namespace flashattn3

@@ -25,5 +25,8 @@ template <int kIndex>
 void launch_check_row(const BackwardParams& params, cudaStream_t stream);
 template <int kIndex>
 int64_t check_row_workspace_bytes(const ForwardParams& params);
+// Where a launch with this workspace counts the tiles of keys that it hands out in order.
+template <int kIndex>
+const int32_t* check_row_tiles_taken(const BackwardParams& params);
 
 }  // namespace flashattn3

@@ -62,6 +62,7 @@ struct PairControl {
   Barrier ds_full[2];
   Barrier other_full[2], other_empty[2];
   Barrier turn[2];
+  int32_t ticket;  // in order, of the cluster's first CTA: the number of its tile
   KeyTile tile;
 
   // One thread, before the CTA's first __syncthreads and the cluster's first barrier.

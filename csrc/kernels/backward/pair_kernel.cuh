@@ -17,6 +17,16 @@
 
 namespace flashattn3 {
 
+// The number of the cluster's tile where tiles wait for those before them: clusters may begin in
+// any order. All threads of both CTAs; the number in the first thread of each. A barrier of the
+// cluster has to follow.
+__device__ __forceinline__ int draw_tile(const BackwardArguments& args, PairControl& control) {
+  if (cluster_rank() == 0 && threadIdx.x == 0) control.ticket = atomicAdd(args.order.tickets, 1);
+  cluster_arrive_release();
+  cluster_wait();  // Sync: the first CTA has drawn.
+  return threadIdx.x == 0 ? load_from_cta(control.ticket, 0) : 0;
+}
+
 // A type and not a row as argument, as for forward_attention.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(2, 1, 1)
@@ -30,9 +40,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(2, 1, 1)
   // The next kernel's CTAs find no room before the last of these are done.
   allow_dependents();
   wait_for_earlier_kernels();
+  const int index = args.ordered ? draw_tile(args, control) : static_cast<int>(cluster_index());
   if (threadIdx.x == 0) {
     control.init();
-    const int index = static_cast<int>(cluster_index());
     if (index < count_tiles(args.order)) {
       control.tile = describe_key_tile<2 * Config::kKeys>(args, index);
     } else {
