@@ -11,7 +11,8 @@ import flashattn3
 
 from . import doctor
 from .bench import command as bench
-from .bench.command import DTYPES, choose_device
+from .bench.command import DTYPES
+from .command_line import Parser, choose_device
 from .demo import command as demo
 
 
@@ -22,9 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="flashattn3", description="Exact attention on every machine."
-    )
+    parser = Parser(prog="flashattn3", description="Exact attention on every machine.")
     parser.add_argument("--version", action="version", version=flashattn3.__version__)
     subparsers = parser.add_subparsers(required=True, metavar="command")
     doctor.add_parser(subparsers)

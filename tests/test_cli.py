@@ -11,6 +11,7 @@ import torch
 from helpers import ROOT
 
 import flashattn3
+from flashattn3.bench import command as bench
 from flashattn3.cli import main
 from flashattn3.demo import command as demo
 
@@ -51,7 +52,9 @@ def test_explain_prints_what_the_function_says(capsys):
         (("explain", "--backend", "no-such"), "backend must be one of"),
         (("explain", "--dtype", "int8"), "invalid choice"),
         (("explain", "--device", "cuda:99"), "CUDA devices"),
-        (("demo", "--steps", "0"), "a positive integer, got '0'"),
+        (("demo", "--steps", "0"), "an integer of at least 1, got '0'"),
+        (("demo", "--seed", "1" + "0" * 23), "an integer of at least 0, got '1000"),
+        (("demo", "--output", ""), "a folder, got ''"),
         (("demo", "--seqlen", "9999999"), "seqlen must be below"),
         (("demo", "--attention-backend", "no-such"), "backend must be one of"),
         (("bench", "--rounds", "1"), "at least 2"),
@@ -67,8 +70,42 @@ def test_explain_prints_what_the_function_says(capsys):
         ((), "command"),
     ],
 )
-def test_bad_options_are_refused_with_a_sentence(options, said, capsys):
-    assert said in refusal(capsys, *options)
+def test_bad_options_are_refused_with_one_line(options, said, capsys):
+    line = refusal(capsys, *options)
+    assert said in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+@pytest.mark.parametrize("case", ["file", "below a file", "no folder can be made", "taken name"])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(
+    command, case, tmp_path, capsys, monkeypatch
+):
+    def work(*_):
+        raise AssertionError("worked before the output was looked at")
+
+    monkeypatch.setattr(demo, "_train_both", work)
+    monkeypatch.setattr(bench, "_run_suite", work)
+    (tmp_path / "file").touch()
+    (tmp_path / "varlen.png").mkdir()
+    (tmp_path / "demo.png").mkdir()
+    folders = {
+        "file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "below",
+        "no folder can be made": "/proc/flashattn3",
+        "taken name": tmp_path,
+    }
+    options = ("--quick", "--suite", "varlen") if command == "bench" else ()
+    given = ("--device", "cpu", "--output", str(folders[case]))
+    line = refusal(capsys, command, *options, *given)
+    assert f"--output {folders[case]}: nothing can be written there" in line
+
+
+def test_lengths_that_a_suite_lacks_are_refused_before_another_suite_runs(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "SUITES", ("memory", "grid"))
+    monkeypatch.setattr(bench, "_run_suite", lambda *_: pytest.fail("ran the memory suite"))
+    line = refusal(capsys, "bench", "--device", "cpu", "--quick", "--suite", "all", "--seqlen=256")
+    assert "--suite grid: no case has the asked head dims and lengths" in line
 
 
 @no_gpu

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from ..api import use_backend
 from ..backends import BACKENDS
+from ..command_line import choose_device, folder, integer, make_folder, require_extras
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
 from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
@@ -52,7 +50,7 @@ INAPPLICABLE = {
     "host": ("direction", "head_dim", "seqlen"),
 }
 ROUND_MS = 15.0
-Refuse = Callable[[str], NoReturn]  # argparse's ArgumentParser.error
+ENDINGS = ("jsonl", "png")  # of the files of a suite
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -72,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         choices=DTYPES,
         help="default: bfloat16 on a GPU and where it is quantized, else float32",
     )
-    parser.add_argument("--rounds", type=_at_least_two, default=5, help="default: 5")
+    parser.add_argument("--rounds", type=integer(2), default=5, help="default: 5")
     parser.add_argument(
         "--baselines",
         type=_baselines,
@@ -87,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=folder,
         default=Path("out/bench"),
         metavar="PATH",
         help="folder of the results; default: out/bench",
@@ -103,12 +101,6 @@ def _integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"integers separated by commas, got {text!r}") from None
 
 
-def _at_least_two(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"an integer of at least 2, got {text!r}")
-    return int(text)
-
-
 def _baselines(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in BASELINES]
@@ -122,17 +114,15 @@ def run(args: argparse.Namespace) -> int:
     require_extras(error)
     device = choose_device(args.device, error)
     suites = _suites(args, device)
+    work = {suite: _work(suite, args, _settings(suite, args, device)) for suite in suites}
+    for suite, steps in work.items():
+        if not steps:
+            error(f"--suite {suite}: no case has the asked head dims and lengths")
+    make_folder(args.output, (f"{suite}.{end}" for suite in suites for end in ENDINGS), error)
     about = header(device)
     with use_backend(args.backend) if args.backend else nullcontext():
-        passed = [_run_suite(suite, args, device, about) for suite in suites]
+        passed = [_run_suite(suite, steps, args.output, about) for suite, steps in work.items()]
     return 0 if all(passed) else 1
-
-
-def require_extras(error: Refuse) -> None:
-    """Calls error(message) if what draws and shows progress is not installed."""
-    missing = [name for name in ("tqdm", "matplotlib") if not importlib.util.find_spec(name)]
-    if missing:
-        error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
@@ -154,25 +144,6 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
     return tuple(suite for suite in suites if suite != "host")
 
 
-def choose_device(name: str | None, error: Refuse) -> torch.device:
-    """The named device, or a GPU if there is one. Calls error(message) if it is not there."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        error(f"--device must be cuda, cuda:N or cpu, got {name!r}")
-    if device.type not in ("cuda", "cpu"):
-        error(f"--device must be cuda, cuda:N or cpu, got {name!r}")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            error(f"--device {name}: torch sees {count} CUDA devices")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device
-
-
 def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     baselines = ("fa2", "cudnn") if on_gpu else ("math",)
@@ -191,16 +162,13 @@ def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Set
     )
 
 
-def _run_suite(suite: str, args: argparse.Namespace, device: torch.device, about: Record) -> bool:
+def _run_suite(suite: str, work: list, output: Path, about: Record) -> bool:
     from tqdm import tqdm
 
-    work = _work(suite, args, _settings(suite, args, device))
-    if not work:
-        args.parser.error(f"--suite {suite}: no case has the asked head dims and lengths")
-    results = Results(args.output / f"{suite}.jsonl", about)
+    results = Results(output / f"{suite}.jsonl", about)
     for step in tqdm(work, desc=suite, unit="cell"):
         results.add(list(step()))
-    figure = args.output / f"{suite}.png"
+    figure = output / f"{suite}.png"
     draw(results.records, about, figure)
     print(summary(results.records))
     if suite == ACCURACY:
@@ -208,7 +176,7 @@ def _run_suite(suite: str, args: argparse.Namespace, device: torch.device, about
     for record in results.failures:
         where = " ".join(str(record[key]) for key in ("direction", "case", "contender"))
         print(f"\n{record['status']} {where}: {record['reason']}")
-    print(f"\nwritten: {args.output / suite}.jsonl and {figure}\n")
+    print(f"\nwritten: {output / suite}.jsonl and {figure}\n")
     return results.passed
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import flashattn3
 
-from ..bench.command import choose_device, require_extras
 from ..bench.contenders import OURS, naive, ours, sdpa
 from ..bench.inputs import make_inputs
 from ..bench.memory import peak_bytes
 from ..bench.memory_suite import training_step
+from ..command_line import choose_device, folder, integer, make_folder, require_extras
 from ..testing import Case
 from .figure import draw
 from .model import Attention, Shape
@@ -24,6 +24,7 @@ from .text import Corpus
 from .training import Recipe, Result, train
 
 TORCH = "torch SDPA"
+FIGURE = "demo.png"
 CPU_LENGTHS = tuple(2**i for i in range(8, 13))
 GPU_LENGTHS = tuple(2**i for i in range(10, 16))
 MemoryCurves = dict[str, dict[int, int]]
@@ -36,25 +37,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Trains the same byte-level GPT from the same seed twice, once with each "
         "attention, and compares the losses. Exit status 1 if they do not agree.",
     )
-    parser.add_argument("--steps", type=_positive, help="default: 250 on a CPU, 300 on a GPU")
+    parser.add_argument("--steps", type=integer(1), help="default: 250 on a CPU, 300 on a GPU")
     parser.add_argument(
-        "--seqlen", type=_positive, help="bytes; default: 256 on a CPU, 2048 on a GPU"
+        "--seqlen", type=integer(1), help="bytes; default: 256 on a CPU, 2048 on a GPU"
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--seed", type=integer(0), default=0, help="default: 0")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
     parser.add_argument(
-        "--output", type=Path, default=Path("out/demo"), metavar="DIR", help="default: out/demo"
+        "--output", type=folder, default=Path("out/demo"), metavar="DIR", help="default: out/demo"
     )
     parser.add_argument(
         "--attention-backend", help="a backend of flashattn3; default: it chooses by the device"
     )
     parser.set_defaults(run=run, parser=parser)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a positive integer, got {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         backend = _backend_used(recipe, args.attention_backend)
     except (TypeError, ValueError) as refusal:
         error(str(refusal))
+    make_folder(args.output, (FIGURE,), error)
     shape = recipe.shape
     print(
         f"GPT of {shape.num_layers} layers, {shape.num_heads} heads of {shape.head_dim}, "
@@ -75,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
     with _one_thread():
         results = _train_both(recipe, corpus, args.attention_backend)
         curves = _attention_memory(recipe, args.attention_backend)
-    args.output.mkdir(parents=True, exist_ok=True)
-    figure = args.output / "demo.png"
+    figure = args.output / FIGURE
     draw(results, curves, figure)
     print(_table(results, backend))
     print(f"figure: {figure}")

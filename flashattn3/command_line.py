@@ -1,0 +1,87 @@
+"""What all subcommands share: a parser whose errors are one line, types of options, the device and
+the folder of the results."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+Refuse = Callable[[str], NoReturn]  # Parser.error
+LARGEST = 2**63 - 1  # of torch's integers
+
+
+class Parser(argparse.ArgumentParser):
+    """Exits with status 2 and one line; argparse prints the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        line = " ".join(message.split())
+        self.exit(2, f"{self.prog}: error: {line} ({self.prog} --help has the options)\n")
+
+
+def integer(smallest: int, largest: int = LARGEST) -> Callable[[str], int]:
+    """The type of an option that is an integer of a range."""
+    wanted = f"an integer of at least {smallest}"
+    if largest < LARGEST:
+        wanted += f" and at most {largest}"
+
+    def parsed(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not smallest <= value <= largest:
+            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+        return value
+
+    return parsed
+
+
+def folder(text: str) -> Path:
+    """The type of an option that is a folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("a folder, got ''")
+    return Path(text)
+
+
+def make_folder(path: Path, files: Iterable[str], error: Refuse) -> None:
+    """Make the folder, and call error(message) if one of the files cannot be written into it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+        for file in (path / name for name in files):
+            if file.exists():
+                file.open("ab").close()
+    except OSError as fault:
+        error(f"--output {path}: nothing can be written there: {fault.strerror}")
+
+
+def choose_device(name: str | None, error: Refuse) -> torch.device:
+    """The named device, or a GPU if there is one. Calls error(message) if it is not there."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        error(f"--device must be cuda, cuda:N or cpu, got {name!r}")
+    if device.type not in ("cuda", "cpu"):
+        error(f"--device must be cuda, cuda:N or cpu, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            error(f"--device {name}: torch sees {count} CUDA devices")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def require_extras(error: Refuse) -> None:
+    """Calls error(message) if what draws and shows progress is not installed."""
+    missing = [name for name in ("tqdm", "matplotlib") if not importlib.util.find_spec(name)]
+    if missing:
+        error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
