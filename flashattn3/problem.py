@@ -402,15 +402,15 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
 
 
 def _effective_cap(cap: float, scale: float) -> float:
-    """A softcap with which cap and scale / cap stay between 2**-100 and 2**100, as float32 needs.
+    """A softcap with which cap**2 and scale / cap are in float32's range.
 
-    A higher one changes no score whose q kᵀ is below 2**80, and is none. Under the lowest one, at
+    A higher one changes no score whose q kᵀ is below 2**30, and is none. Under the lowest one, at
     most 2**-40, all weights are alike, and stay so. (A scale above 2**60 may still be too large.)
     """
     size = abs(scale)
-    if cap == 0 or cap > 2.0**100 * min(1.0, size):
+    if cap == 0 or cap > 2.0**50 * min(1.0, size):
         return 0.0
-    return max(cap, 2.0**-100 * max(1.0, min(size, 2.0**60)))
+    return max(cap, 2.0**-50 * max(1.0, min(size, 2.0**10)))
 
 
 def _is_dense(tensor: Metadata) -> bool:

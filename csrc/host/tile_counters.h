@@ -7,8 +7,9 @@
 
 namespace flashattn3 {
 
-// Two int32 that are zero between the launches of this device and stream, and of no other.
-// Allocated at the first call for the pair and kept until the process ends.
+// Two int32 that are zero between the launches of this device and stream, and of no other; a stream
+// that is given the handle of a destroyed one is another. Allocated at the first call for the pair
+// and kept until the process ends.
 //
 // Null where launches may overlap although they name the same stream: a graph that is being
 // captured may later run beside another one captured here, and cudaStreamPerThread is one name for

@@ -159,6 +159,7 @@ FORWARD_CASES: tuple[Case, ...] = (
     dense("softcap-1e4", (129, 193), dims=(128, 128), softcap=1e4),
     dense("softcap-1e6", (129, 193), softcap=1e6, causal=True),
     dense("softcap-1e8", (129, 193), dims=(256, 256), softcap=1e8, batch=1),
+    dense("softcap-1e15", (65, 97), softcap=1e15),
     dense("softcap-highest", (65, 97), softcap=1e39),
     # groups of query heads
     dense("gqa-2", heads=(4, 2), causal=True),
