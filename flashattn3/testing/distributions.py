@@ -217,12 +217,12 @@ def _others(seqlen_k: int) -> list[DistributionCase]:
 
 def truth(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (1, ROWS, HEADS, head_dim) and lse (1, HEADS, ROWS) in float64."""
-    return _attend(inputs, lambda p: p)
+    return attend(inputs, lambda p: p)
 
 
 def honest(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The same with P rounded to e4m3, its maximum at 2^8; the sums are exact."""
-    return _attend(inputs, lambda p: (p * _HONEST_MAXIMUM).to(FP8).double() / _HONEST_MAXIMUM)
+    return attend(inputs, lambda p: (p * _HONEST_MAXIMUM).to(FP8).double() / _HONEST_MAXIMUM)
 
 
 def compare(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors:
@@ -245,7 +245,8 @@ def heavy_probability(case: DistributionCase, inputs: Inputs, lse: Tensor) -> fl
     return float((torch.stack(scores) * inputs.softmax_scale - lse[0]).exp().mean())
 
 
-def _attend(inputs: Inputs, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention in float64 with ``rounded`` P, whose maximum is 1."""
     outs, lses = [], []
     for head in range(HEADS):
         q, k, v = (_head(x.in_rows(), head) for x in inputs[:3])
