@@ -68,7 +68,7 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     ]
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
     _link(lines, module, rows, ["-shared", "-cudart=none", *beside], needs=library)
-    if DEVICE_TESTS.is_dir():  # a source distribution has no tests
+    if DEVICE_TESTS.is_dir():  # the kernels are built without the tests too
         for check in DEVICE_CHECKS:
             _device_check(lines, check, device, [*shared, COUNTERS])
     lines.append(f"default {_escaped(library)} {_escaped(module)}")

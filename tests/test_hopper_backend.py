@@ -17,6 +17,7 @@ from helpers import (
     GPUS,
     H100,
     LOWERED_H100,
+    ROOT,
     WITHOUT_HOPPER,
     needs_hopper,
     run_python,
@@ -210,7 +211,7 @@ def test_without_the_library_triton_runs_and_the_reason_names_the_command():
     assert found.backend.name == "triton"
     reason = dict(found.declined)["hopper"]
     assert reason == (
-        "the Hopper kernels were not built; in the checkout: "
+        f"the Hopper kernels were not built; to build them, in {ROOT}: "
         "FLASHATTN3_BUILD=cuda pip install --no-build-isolation ."
     )
 
@@ -256,7 +257,11 @@ DECLINED = [
     (qkv(dtype=torch.float32), {}, "computes in float16 and bfloat16, not in torch.float32"),
     (qkv(264), {}, "takes head dims up to 256, head_dim is 264"),
     (qkv(64, 264), {}, "takes head dims up to 256, head_dim_v is 264"),
-    (qkv(), {"softmax_scale": 1e-40}, "computes scores in torch.float32, whose range softmax_scale 1e-40"),
+    (
+        qkv(),
+        {"softmax_scale": 1e-40},
+        "computes scores in torch.float32, whose range softmax_scale 1e-40",
+    ),
     (qkv(), {"pack_gqa": True}, "has no packed layout of grouped queries (pack_gqa)"),
     (qkv(), {"num_splits": 3}, "works the keys off in one pass (num_splits)"),
 ]

@@ -7,14 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers import ROOT
 
 import flashattn3
+from flashattn3.backends import hopper_library
 
 if not (ROOT / "pyproject.toml").is_file():
     pytest.skip("needs a source checkout", allow_module_level=True)
@@ -22,32 +25,42 @@ pytest.importorskip("setuptools", minversion="77", reason="builds the wheel with
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """A copy of what the build reads, so that it leaves nothing behind in the checkout."""
-    copy = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "THIRD_PARTY_NOTICES"):
-        shutil.copy(ROOT / name, copy)
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
-    for name in ("flashattn3", "build_support", "third_party", "csrc"):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    return copy
+def sdist(tmp_path_factory) -> Path:
+    """The archive, made from a copy of the checkout, so that nothing is left behind there."""
+    copy, target = tmp_path_factory.mktemp("checkout") / "copy", tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_TRACKED))
+    done = build(copy, target, "build_sdist")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = target.glob("*.tar.gz")
+    return path
 
 
-def build(source: Path, target: Path, **environment: str) -> subprocess.CompletedProcess:
+@pytest.fixture(scope="module")
+def source(sdist, tmp_path_factory) -> Path:
+    """The unpacked archive: a wheel is built from it, as pip does."""
+    folder = tmp_path_factory.mktemp("source")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / sdist.name.removesuffix(".tar.gz")
+
+
+NOT_TRACKED = (".git", "build", "dist", "out", "*.egg-info", "_lib", "*.so", ".venv*", "*cache*")
+
+
+def build(
+    source: Path, target: Path, hook: str = "build_wheel", **environment: str
+) -> subprocess.CompletedProcess:
     # -I and then the folder: what backend-path in pyproject.toml puts on the path, and no more.
     code = (
         "import sys; sys.path.insert(0, '.'); from build_support import backend; "
-        f"print(backend.get_requires_for_build_wheel()); backend.build_wheel({str(target)!r})"
+        f"print(backend.get_requires_for_{hook}()); backend.{hook}({str(target)!r})"
     )
     variables = os.environ | {"FLASHATTN3_BUILD": "python"} | environment
-    return subprocess.run(
-        [sys.executable, "-I", "-c", code],
-        cwd=source,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run([sys.executable, "-I", "-c", code], cwd=source, env=variables)
+
+
+def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, **options)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +80,72 @@ def metadata(wheel: zipfile.ZipFile, name: str = "METADATA") -> str:
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flashattn3").rglob("*.py")}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert packed == modules
+    assert packed == modules | {"flashattn3/py.typed"}
+
+
+def test_the_sdist_holds_every_file_that_is_no_result(source):
+    def files(root: Path) -> set[str]:
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+    packed = files(source)
+    for name in ("tests", "docs", "examples", "csrc", "build_support", "third_party", ".ci"):
+        wanted = {path for path in files(ROOT) if path.startswith(f"{name}/")}
+        assert {path for path in wanted if "cache" not in path} <= packed
+    beside = ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "LICENSE", "benchmarks/README.md")
+    assert packed >= set(beside)
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_sdist_are_found_and_run(source):
+    pytest_in = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    found = run([*pytest_in, "--collect-only", "-m", ""], cwd=source)
+    assert found.returncode == 0, found.stdout
+    done = run([*pytest_in, "tests/test_plan.py", "tests/test_hopper_build.py"], cwd=source)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_the_advised_command_takes_no_wheel_that_pip_kept(sdist, tmp_path, monkeypatch):
+    """A pure wheel of the same archive is in pip's cache, which knows nothing of the variable."""
+    variables = os.environ | {"PIP_CACHE_DIR": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    variables |= {"PIP_FIND_LINKS": str(sdist.parent), "CUDA_HOME": str(tmp_path)}
+    monkeypatch.setattr(hopper_library, "PROJECT", tmp_path)
+    monkeypatch.setattr(hopper_library.metadata, "distribution", FromAnIndex)
+    command = hopper_library.mended_by.__wrapped__().removeprefix("FLASHATTN3_BUILD=cuda pip ")
+    here = ["--no-build-isolation", "--no-deps", "--target", str(tmp_path / "installed")]
+    pip = [sys.executable, "-m", "pip"]
+
+    def install(options: list[str], build: str) -> subprocess.CompletedProcess:
+        return run([*pip, *options, *here], env=variables | {"FLASHATTN3_BUILD": build})
+
+    assert install(["install", "flashattn3"], "python").returncode == 0
+    kept = install(["install", "--upgrade", "flashattn3"], "cuda")
+    assert kept.returncode == 0  # without nvcc: pip took the wheel that it kept
+    fresh = install(command.split(), "cuda")
+    assert "The Hopper kernels cannot be built" in fresh.stdout + fresh.stderr
+
+
+class FromAnIndex:
+    """An installed distribution that pip found by its name."""
+
+    def __init__(self, name: str, direct_url: str | None = None) -> None:
+        self.direct_url = direct_url
+
+    def read_text(self, name: str) -> str | None:
+        return self.direct_url
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "source"),
+    [(None, "flashattn3"), ('{"url": "file:///src/flashattn3"}', "file:///src/flashattn3")],
+)
+def test_an_installed_user_is_told_what_to_type(direct_url, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(hopper_library, "PROJECT", tmp_path)
+    installed = partial(FromAnIndex, direct_url=direct_url)
+    monkeypatch.setattr(hopper_library.metadata, "distribution", installed)
+    assert hopper_library.mended_by.__wrapped__() == (
+        "FLASHATTN3_BUILD=cuda pip install --no-cache-dir --force-reinstall --no-deps " + source
+    )
 
 
 def test_metadata(wheel):
@@ -108,7 +186,7 @@ def cutlass(**environment: str) -> subprocess.CompletedProcess:
     script = str(ROOT / "third_party" / "cutlass.py")
     # -S leaves out installed packages, and so the nvidia-cutlass wheel; -E leaves out PYTHONPATH.
     command = [sys.executable, "-S", "-E", script]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    return run(command, env=variables)
 
 
 def test_cutlass_is_found_where_the_variable_says(tmp_path):

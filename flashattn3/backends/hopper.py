@@ -30,7 +30,7 @@ from ..kernel_table import (
 from ..problem import Problem, Tensors
 from ..scales import EIGHT_BIT
 from . import hopper_launches, sixteen_bit
-from .hopper_library import MENDED_BY, Library, library_for_gpu
+from .hopper_library import Library, library_for_gpu, mended_by
 from .triton import BACKEND as TRITON
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class HopperBackend:
             found = device.shared_memory_bytes
             return f"needs {needed} bytes of shared memory for a block, {device.name} has {found}"
         fault = self.library().fault
-        return None if fault is None else f"{fault}; in the checkout: {MENDED_BY}"
+        return None if fault is None else f"{fault}; to build them, {mended_by()}"
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
         reason = sixteen_bit.decline_reason(problem, MAX_HEAD_DIM)

@@ -6,16 +6,19 @@ first loads the second, which registers ``torch.ops.flashattn3_hopper``.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
+from pathlib import Path
 
 import torch
 
 from ..kernel_table import table_hash
 
-MENDED_BY = "FLASHATTN3_BUILD=cuda pip install --no-build-isolation ."
+PROJECT = Path(__file__).resolve().parents[2]  # of a checkout; elsewhere site-packages
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,20 @@ class Library:
     forward_fp8: Callable | None = None
     to_slots: Callable | None = None
     backward: Callable | None = None
+
+
+@cache
+def mended_by() -> str:
+    """The command that builds the kernels, for a checkout or for what pip installed from."""
+    if (PROJECT / "build_support").is_dir():
+        return f"in {PROJECT}: FLASHATTN3_BUILD=cuda pip install --no-build-isolation ."
+    try:
+        source = metadata.distribution("flashattn3").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        source = None
+    # pip may have kept a wheel without the kernels, whatever FLASHATTN3_BUILD says now.
+    fresh = "pip install --no-cache-dir --force-reinstall --no-deps"
+    return f"FLASHATTN3_BUILD=cuda {fresh} {json.loads(source)['url'] if source else 'flashattn3'}"
 
 
 @cache
@@ -65,7 +82,7 @@ def library_for_gpu() -> Library:
     if library.fault is not None:
         warnings.warn(
             f"flashattn3: {library.fault}, so this Hopper GPU runs Triton's slower ones. "
-            f"To build them, in the checkout: {MENDED_BY}",
+            f"To build them, {mended_by()}",
             RuntimeWarning,
             stacklevel=2,
         )
