@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from . import ops
+from .arguments import boolean, integer, length, real, window
+from .autograd import attention
 from .backends import BACKENDS
 from .device import describe_device
-from .errors import type_error, value_error
+from .errors import expect, shown, type_error, value_error
 from .operands import resolved, with_mean_of_keys
 from .plan import decline_reason
-from .problem import Options, Tensors, function_name, refuse
+from .problem import Options, Tensors, refuse
 from .quantization import BlockScaled
 
 
@@ -29,7 +33,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -61,14 +65,14 @@ def flash_attn_func(
             real value; None stands for 1. (batch, num_heads_kv) as FlashAttention-3 has it, q's as
             well; or (batch, num_heads_kv, ceil(seqlen / block)) for blocks of 64, 128 or 256
             tokens. q's may also have num_heads_q heads.
-        window_size: (left, right) keys visible on each side of that diagonal, inclusive; -1 is
-            open. With causal the right side is 0.
+        window_size: (left, right) keys visible on each side of that diagonal, inclusive; a
+            negative number or None is open. With causal the right side is 0.
         softcap: if positive, scores become softcap * tanh(score / softcap) before the mask.
-        num_splits: parts in which the keys are worked off and then merged, exactly; 1 is one pass,
-            <= 0 lets the planner choose.
-        pack_gqa: True asks for the packed layout of grouped queries; None and False do not.
+        num_splits: number of KV splits, at most 256; the partial results are combined exactly. 1:
+            no split; <= 0: chosen automatically. A hint.
+        pack_gqa: True asks for the packed layout of grouped queries. A hint.
         deterministic: gradients are bitwise the same in every run.
-        sm_margin: streaming multiprocessors to leave free.
+        sm_margin: number of streaming multiprocessors to leave free. A hint.
         return_attn_probs: FlashAttention-3's name for return_lse.
         return_lse: also return the log-sum-exp of every row.
         backend: name of the only backend that may run this call; None dispatches by the device.
@@ -76,11 +80,16 @@ def flash_attn_func(
             of others None or q's.
         qv, attention_chunk: not supported yet, an error if given.
 
+        Numbers and bools may be Python's, numpy's or 0-d tensors; one on a GPU is read, which waits
+        for the device. A hint changes no result: a backend that has no use for it runs without it,
+        and ``explain`` says so.
+
     Returns:
         out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype, of 8 bits in out_dtype; with
         return_lse also lse (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that
         sees no key has out 0, lse -inf and gradient 0. Both are differentiable with respect to q, k
-        and v, unless these have 8 bits.
+        and v, unless these have 8 bits: in reverse mode and once, with torch.func's grad, vjp,
+        jacrev and vmap too.
 
     Raises:
         TypeError, ValueError: an argument is illegal.
@@ -90,7 +99,7 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv
         2407.08608).
     """
-    options = _options(
+    options = options_of(
         "flash_attn_func",
         softmax_scale=softmax_scale,
         causal=causal,
@@ -106,7 +115,7 @@ def flash_attn_func(
         out_dtype=out_dtype,
     )
     tensors = Tensors(q, k, v, None, None, None, None, q_descale, k_descale, v_descale)
-    return _attended(tensors, options, False, return_lse or return_attn_probs)
+    return attended(tensors, options, False, return_lse, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -125,7 +134,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -144,7 +153,8 @@ def flash_attn_varlen_func(
         q: (total_q, num_heads_q, head_dim).
         k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v).
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device, from 0, non-decreasing:
-            sequence i holds the rows cu_seqlens[i] up to cu_seqlens[i + 1].
+            sequence i holds the rows cu_seqlens[i] up to cu_seqlens[i + 1]. cu_seqlens_k may be
+            None: k and v then have the axes (batch, seqlen_k, ·, ·), of which seqused_k counts.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, an int or a 0-d integer tensor.
             One that lies on a GPU is not read, which would wait for the device: the number of rows
             stands in, at the price of a larger grid.
@@ -160,11 +170,11 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError, ValueError, UnsupportedError: as ``flash_attn_func``. The values of cu_seqlens
-            and seqused are checked only in a process started with FLASHATTN3_CHECK=1, because that
-            reads them on the host; without it wrong values give wrong numbers but are never used
-            to read or write outside the tensors.
+            and seqused are checked on a CPU, elsewhere only in a process started with
+            FLASHATTN3_CHECK=1, because that reads them on the host; without it wrong values give
+            wrong numbers but are never used to read or write outside the tensors.
     """
-    options = _options(
+    options = options_of(
         "flash_attn_varlen_func",
         softmax_scale=softmax_scale,
         causal=causal,
@@ -183,14 +193,16 @@ def flash_attn_varlen_func(
     )
     indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
-    return _attended(tensors, options, True, return_lse or return_attn_probs)
+    return attended(tensors, options, True, return_lse, return_attn_probs)
 
 
-def _attended(
-    tensors: Tensors, options: Options, varlen: bool, with_lse: bool
+def attended(
+    tensors: Tensors, options: Options, varlen: bool, return_lse: bool, return_attn_probs: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What a call returns. tensors: as the caller gave them."""
-    out, lse = ops.attention(*resolved(tensors, options, varlen))
+    with_lse = boolean(options.function, "return_lse", return_lse)
+    with_lse |= boolean(options.function, "return_attn_probs", return_attn_probs)
+    out, lse = attention(*resolved(tensors, options, varlen))
     if not with_lse:
         return out
     return out, with_mean_of_keys(lse, tensors.q, tensors.k, options.softmax_scale)
@@ -203,7 +215,7 @@ def flash_attn_qkvpacked_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -223,37 +235,33 @@ def flash_attn_qkvpacked_func(
         num_heads_q: query heads of the four-dimensional form; None for the five-dimensional one.
         All other arguments, the result and the errors are those of ``flash_attn_func``.
     """
-    q, k, v = _unpacked(qkv, num_heads_q)
-    return flash_attn_func(
-        q,
-        k,
-        v,
+    options = options_of(
+        "flash_attn_qkvpacked_func",
         softmax_scale=softmax_scale,
         causal=causal,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         window_size=window_size,
         attention_chunk=attention_chunk,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        return_attn_probs=return_attn_probs,
-        return_lse=return_lse,
         backend=backend,
         out_dtype=out_dtype,
     )
+    q, k, v = _unpacked(options.function, qkv, num_heads_q)
+    descales = q_descale, k_descale, v_descale
+    tensors = Tensors(q, k, v, None, None, None, None, *descales)
+    return attended(tensors, options, False, return_lse, return_attn_probs)
 
 
-def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    function = "flash_attn_qkvpacked_func"
+def _unpacked(function: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(qkv, Tensor):
-        raise type_error(function, "qkv", "a torch.Tensor", type(qkv).__name__)
+        raise type_error(function, "qkv", "a torch.Tensor", shown(qkv))
     if num_heads_q is None:
         if qkv.ndim != 5 or qkv.shape[2] != 3:
             wanted = "(batch, seqlen, 3, heads, head_dim) without num_heads_q"
             raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
         return qkv.unbind(dim=2)
+    num_heads_q = integer(function, "num_heads_q", num_heads_q)
     if qkv.ndim != 4:
         wanted = "(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with num_heads_q"
         raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
@@ -264,7 +272,7 @@ def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Ten
     return qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
 
 
-def _options(
+def options_of(
     function: str,
     *,
     softmax_scale=None,
@@ -282,36 +290,57 @@ def _options(
     max_seqlen_q=None,
     max_seqlen_k=None,
 ) -> Options:
-    """The arguments that are not tensors, refusing by name those that nothing supports yet."""
-    if attention_chunk != 0 or qv is not None:
-        refuse(function, qv=qv, attention_chunk=attention_chunk)
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise type_error(function, "window_size", "a pair (left, right)", repr(window_size))
+    """The arguments that are not tensors as plain Python values, refused by name where they are of
+    the wrong kind or nothing supports them yet."""
+    if qv is not None:
+        _refuse_qv(function, qv)
+    if integer(function, "attention_chunk", attention_chunk) != 0:
+        refuse(function, "attention_chunk", 0, attention_chunk)
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        raise type_error(function, "out_dtype", "a torch.dtype or None", shown(out_dtype))
+    if softmax_scale is not None:
+        softmax_scale = real(function, "softmax_scale", softmax_scale)
+        if softmax_scale == 0 and not torch.compiler.is_compiling():
+            _warn_of_zero_scale(function)
+    if causal is None:
+        raise type_error(function, "causal", "a bool", f"None{FA2_ORDER}")
+    left, right = window(function, "window_size", window_size)
     return Options(
-        max_seqlen_q=host_length(function, "max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=host_length(function, "max_seqlen_k", max_seqlen_k),
+        max_seqlen_q=length(function, "max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=length(function, "max_seqlen_k", max_seqlen_k),
         softmax_scale=softmax_scale,
-        causal=causal,
-        window_left=window_size[0],
-        window_right=window_size[1],
-        softcap=softcap,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=ops.backend_in_force(backend),
+        causal=boolean(function, "causal", causal),
+        window_left=left,
+        window_right=right,
+        softcap=real(function, "softcap", softcap),
+        num_splits=integer(function, "num_splits", num_splits),
+        pack_gqa=None if pack_gqa is None else boolean(function, "pack_gqa", pack_gqa),
+        deterministic=boolean(function, "deterministic", deterministic),
+        sm_margin=integer(function, "sm_margin", sm_margin),
+        backend=ops.backend_in_force(function, backend),
         out_dtype=out_dtype,
+        function=function,
     )
 
 
-def host_length(function: str, name: str, length: int | Tensor | None) -> int | None:
-    """A length that is known on the host, else None: one on a GPU is not read."""
-    if not isinstance(length, Tensor):
-        return length
-    if length.ndim != 0 or length.is_floating_point() or length.is_complex():
-        got = f"{tuple(length.shape)} {length.dtype}"
-        raise value_error(function, name, "an int or a 0-d integer tensor", got)
-    return None if length.is_cuda else int(length)
+FA2_ORDER = (
+    "; after q, k and v FlashAttention-2 has dropout_p, softmax_scale and causal, FlashAttention-3 "
+    "and this function softmax_scale, causal and qv: pass them by name"
+)
+
+
+def _refuse_qv(function: str, qv: object) -> None:
+    if isinstance(qv, Tensor):
+        refuse(function, "qv", None, qv)
+    raise type_error(function, "qv", None, f"{shown(qv)}{FA2_ORDER}")
+
+
+@cache
+def _warn_of_zero_scale(function: str) -> None:
+    """Once for each function."""
+    warnings.warn(
+        f"{function}: softmax_scale is 0, so all keys weigh the same{FA2_ORDER}", stacklevel=4
+    )
 
 
 @dataclass(frozen=True)
@@ -359,7 +388,7 @@ def explain(
         options.pop(unused, None)
     indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
-    made = _options(function_name(varlen), **options)
+    made = options_of("explain", **options)
     plan = ops.plan_of(*resolved(tensors, made, varlen))
     described = plan.config.describe()
     declined = dict(plan.declined)
@@ -383,13 +412,26 @@ def available_backends(device: torch.device | str | None = None) -> list[str]:
     device: None stands for the current GPU, or the CPU where there is none.
     """
     if device is None:
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else "cpu"
-        )
-    info = describe_device(torch.device(device))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    info = describe_device(_device("available_backends", device))
     return [backend.name for backend in BACKENDS if backend.unavailable_reason(info) is None]
+
+
+def _device(function: str, device: object) -> torch.device:
+    """A device of this machine; of GPUs the current one where no index is given."""
+    wanted = "a torch.device or its name"
+    if not isinstance(device, (str, torch.device)):
+        raise type_error(function, "device", wanted, shown(device))
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise value_error(function, "device", wanted, shown(device)) from None
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = count > 0 and (found.index or 0) < count
+    expect(here, function, "device", f"one of this machine's {count} GPUs or a CPU", shown(device))
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 @contextmanager
@@ -397,11 +439,17 @@ def use_backend(name: str) -> Iterator[None]:
     """Within the block, every call in this thread (or task) that names no backend runs on this one.
 
     It never falls back: a call that the backend does not take raises UnsupportedError. For a
-    compiled function the block around its run counts, not the one around its compilation.
+    compiled function the block around its run counts, not the one around its compilation; a block
+    inside it counts for the calls there. A gradient runs on the backend of its forward.
     """
-    names = tuple(backend.name for backend in BACKENDS)
-    if name not in names:
-        raise value_error("use_backend", "name", f"one of {names}", repr(name))
+    ops.known_backend("use_backend", "name", name)
+    if torch.compiler.is_compiling():
+        ops.traced_backends.append(name)
+        try:
+            yield
+        finally:
+            ops.traced_backends.pop()
+        return
     token = ops.named_backend.set(name)
     try:
         yield

@@ -7,9 +7,26 @@ class UnsupportedError(ValueError):
     """The problem is legal, but no backend (or not the named one) takes it."""
 
 
+LONGEST = 60  # characters of a value in a sentence
+
+
 def complaint(function: str, what: str, wanted: object, got: object) -> str:
     """``flash_attn_func: k.dtype must be torch.float16, got torch.bfloat16``."""
     return f"{function}: {what} must be {wanted}, got {got}"
+
+
+def shown(value: object) -> str:
+    """A value for a sentence: cut short, with its type; of a tensor its shape and dtype."""
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{kind} of shape {tuple(value.shape)} and dtype {value.dtype}"
+    try:
+        text = repr(value)
+    except Exception:  # a foreign class, or an int too long for its digits
+        return f"a value of type {kind}"
+    return f"{text if len(text) <= LONGEST else text[:LONGEST] + '...'} ({kind})"
 
 
 def value_error(function: str, what: str, wanted: object, got: object) -> ValueError:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .api import flash_attn_func, flash_attn_varlen_func, host_length
-from .errors import expect, type_error
+from .api import attended, options_of
+from .arguments import boolean, integer
+from .backends import BACKENDS
+from .contents import check_contents, is_checked
+from .device import describe_device
+from .errors import expect, shown, type_error
+from .modes import is_traced, refuse_gradients
+from .plan import choose
 from .problem import (
     SIXTEEN_BIT,
+    Metadata,
     Options,
     Tensors,
     check,
-    check_option_types,
     check_tensor_types,
-    refuse_gradients,
+    describe,
+    metadata_fields,
 )
-from .quantization import BlockScaled, quantize_qkv
+from .quantization import quantize_qkv
 from .quantization.hadamard import is_rotatable
-from .scales import BLOCKS, EIGHT_BIT, best_qk_dtype
+from .scales import BLOCKS, EIGHT_BIT, best_qk_dtype, check_out_dtype, v_dtype
 
 
 class _Scheme(NamedTuple):
@@ -38,7 +47,7 @@ def flash_attn_fp8_func(
     v: Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     *,
     block: int = 128,
@@ -75,19 +84,18 @@ def flash_attn_fp8_func(
 
     Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3.
     """
-    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k)
-    scaled = _quantized("flash_attn_fp8_func", Tensors(q, k, v), Options(softcap=softcap), scheme)
-    return flash_attn_func(
-        *scaled,
-        softmax_scale,
-        causal,
+    options = options_of(
+        "flash_attn_fp8_func",
+        softmax_scale=softmax_scale,
+        causal=causal,
         window_size=window_size,
         softcap=softcap,
         sm_margin=sm_margin,
-        return_lse=return_lse,
         backend=backend,
-        out_dtype=out_dtype or q.dtype,
+        out_dtype=out_dtype,
     )
+    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k)
+    return _quantized_and_attended(Tensors(q, k, v), options, scheme, False, return_lse)
 
 
 def flash_attn_varlen_fp8_func(
@@ -102,7 +110,7 @@ def flash_attn_varlen_fp8_func(
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     *,
     block: int = 128,
@@ -124,69 +132,95 @@ def flash_attn_varlen_fp8_func(
         others are those of ``flash_attn_varlen_func`` and ``flash_attn_fp8_func``, as are the
         results and the errors.
     """
-    function = "flash_attn_varlen_fp8_func"
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    options = Options(
-        host_length(function, "max_seqlen_q", max_seqlen_q),
-        host_length(function, "max_seqlen_k", max_seqlen_k),
-        softcap=softcap,
-    )
-    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k)
-    scaled = _quantized(function, tensors, options, scheme, varlen=True)
-    return flash_attn_varlen_func(
-        *scaled,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q,
-        seqused_k,
-        softmax_scale,
-        causal,
+    options = options_of(
+        "flash_attn_varlen_fp8_func",
+        softmax_scale=softmax_scale,
+        causal=causal,
         window_size=window_size,
         softcap=softcap,
         sm_margin=sm_margin,
-        return_lse=return_lse,
         backend=backend,
-        out_dtype=out_dtype or q.dtype,
+        out_dtype=out_dtype,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
     )
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scheme = _Scheme(block, hadamard, qk_dtype, smooth_k)
+    return _quantized_and_attended(tensors, options, scheme, True, return_lse)
 
 
-def _quantized(
-    function: str,
-    tensors: Tensors,
-    options: Options,
-    scheme: _Scheme,
-    varlen: bool = False,
-) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """q, k and v of 16 bits in blocks; options: the softcap and the lengths of varlen."""
-    block, hadamard, qk_dtype, smooth_k = scheme
-    check_tensor_types(tensors, varlen)
-    check_option_types(function, options)
-    check(tensors, options)
-    q, k, v, cu_seqlens_q, cu_seqlens_k = tensors[:5]
-    expect(q.dtype in SIXTEEN_BIT, function, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
-    for name in ("hadamard", "smooth_k"):
-        value = getattr(scheme, name)
-        if not isinstance(value, bool):
-            raise type_error(function, name, "a bool", type(value).__name__)
-    expect(block in BLOCKS, function, "block", f"one of {BLOCKS}", block)
-    legal = (None, *EIGHT_BIT)
-    expect(qk_dtype in legal, function, "qk_dtype", f"one of {legal}", qk_dtype)
-    fits = not hadamard or is_rotatable(q.shape[-1])
-    expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
-    capped = smooth_k and options.softcap > 0  # a cap sees what all keys have in common
-    expect(not capped, function, "smooth_k", "False with softcap", smooth_k)
-    refuse_gradients(function, q, k, v)
-
+def _quantized_and_attended(
+    tensors: Tensors, options: Options, scheme: _Scheme, varlen: bool, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """tensors: q, k and v of 16 bits. All that is refused is refused before the first launch."""
+    function = options.function
+    return_lse = boolean(function, "return_lse", return_lse)
+    check_tensor_types(function, tensors, varlen)
+    scheme = _resolved(function, tensors.q, scheme)
+    options = options._replace(out_dtype=options.out_dtype or tensors.q.dtype)
+    refuse_gradients(function, *tensors[:3])
+    if is_traced():
+        _check(tensors, options, scheme)
+    else:
+        fields = tuple(None if x is None else metadata_fields(x) for x in tensors)
+        _check_once(fields, options, scheme)
+        if varlen and is_checked(tensors.q.device):
+            check_contents(tensors, options)
     ragged = {}
     if varlen:
-        longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
-        ragged = {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": q.shape[0] if longest_q is None else longest_q,
-            "max_seqlen_k": k.shape[0] if longest_k is None else longest_k,
-        }
-    scheme = scheme._replace(qk_dtype=qk_dtype or best_qk_dtype(q.shape[-1], hadamard))
-    return quantize_qkv(q, k, v, **scheme._asdict(), **ragged)
+        options = options._replace(
+            max_seqlen_q=_longest(tensors.q, options.max_seqlen_q),
+            max_seqlen_k=_longest(tensors.k, options.max_seqlen_k),
+        )
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        ragged = {name: getattr(tensors, name) for name in names}
+        ragged |= {name: getattr(options, name) for name in ("max_seqlen_q", "max_seqlen_k")}
+    scaled = quantize_qkv(*tensors[:3], **scheme._asdict(), **ragged)
+    return attended(Tensors(*scaled, *tensors[3:]), options, varlen, return_lse, False)
+
+
+def _longest(rows: Tensor, max_seqlen: int | None) -> int:
+    """No sequence is longer than all rows."""
+    return rows.shape[0] if max_seqlen is None else min(max_seqlen, rows.shape[0])
+
+
+def _resolved(function: str, q: Tensor, scheme: _Scheme) -> _Scheme:
+    """The scheme in plain values, with the dtype of q and k that it leaves open."""
+    block = integer(function, "block", scheme.block)
+    switches = {
+        name: boolean(function, name, getattr(scheme, name)) for name in ("hadamard", "smooth_k")
+    }
+    dtype, legal = scheme.qk_dtype, (None, *EIGHT_BIT)
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise type_error(function, "qk_dtype", f"one of {legal}", shown(dtype))
+    expect(dtype in legal, function, "qk_dtype", f"one of {legal}", dtype)
+    if dtype is None and q.ndim:
+        dtype = best_qk_dtype(q.shape[-1], switches["hadamard"])
+    return _Scheme(block, qk_dtype=dtype, **switches)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _check_once(fields: tuple, options: Options, scheme: _Scheme) -> None:
+    """_check and the planner's, of metadata."""
+    tensors = Tensors(*(None if of is None else Metadata(*of) for of in fields))
+    _check(tensors, options, scheme)
+    dtype = scheme.qk_dtype
+    eight_bit = {
+        name: getattr(tensors, name)._replace(dtype=to)
+        for name, to in (("q", dtype), ("k", dtype), ("v", v_dtype(dtype)))
+    }
+    problem = describe(tensors._replace(**eight_bit), options)
+    choose(problem, describe_device(problem.device), BACKENDS)
+
+
+def _check(tensors: Tensors, options: Options, scheme: _Scheme) -> None:
+    """Raise for what cannot be quantized; tensors or their metadata."""
+    function, q = options.function, tensors.q
+    expect(q.dtype in SIXTEEN_BIT, function, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
+    check(tensors, options._replace(out_dtype=None))
+    check_out_dtype(function, scheme.qk_dtype, options.out_dtype)
+    expect(scheme.block in BLOCKS, function, "block", f"one of {BLOCKS}", scheme.block)
+    fits = not scheme.hadamard or is_rotatable(q.shape[-1])
+    expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
+    capped = scheme.smooth_k and options.softcap > 0  # a cap sees what all keys have in common
+    expect(not capped, function, "smooth_k", "False with softcap", scheme.smooth_k)

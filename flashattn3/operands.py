@@ -10,15 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contents import CHECKED, check_same_contents
-from .errors import expect, type_error
-from .problem import (
-    Options,
-    Tensors,
-    check_tensor_types,
-    function_name,
-    refuse_gradients,
-)
+from .contents import check_same_contents, is_checked
+from .errors import expect, shown, type_error
+from .modes import is_traced, refuse_gradients
+from .problem import Options, Tensors, check_tensor_types
 from .quantization import BlockScaled
 from .quantization.torch_operations import of_sequences
 from .scales import BLOCKS, EIGHT_BIT, check_mean, num_blocks
@@ -31,17 +26,40 @@ def resolved(tensors: Tensors, options: Options, varlen: bool) -> tuple[Tensors,
 
     tensors: q, k and v may be BlockScaled; descales as the caller gave them.
     """
+    function = options.function
     block_scaled = type(tensors.q) is BlockScaled  # isinstance takes longer to say no
     if block_scaled:
-        tensors, options = _taken_apart(function_name(varlen), tensors, options)
-    check_tensor_types(tensors, varlen)
+        tensors, options = _taken_apart(function, tensors, options)
+    elif varlen and tensors.cu_seqlens_k is None:
+        tensors, options = _with_keys_in_rows(function, tensors, options)
+    check_tensor_types(function, tensors, varlen)
     if tensors.q.dtype not in EIGHT_BIT:
         return tensors, options
-    function = function_name(varlen)
     if not block_scaled:
         tensors, options = _with_blocks(function, tensors, options, varlen)
     refuse_gradients(function, *tensors)
     return tensors, options
+
+
+def _with_keys_in_rows(
+    function: str, tensors: Tensors, options: Options
+) -> tuple[Tensors, Options]:
+    """k and v (batch, seqlen_k, heads, ·), which need no cu_seqlens_k, one after the other."""
+    k, v, edges = tensors.k, tensors.v, tensors.cu_seqlens_q
+    if not all(isinstance(x, Tensor) for x in (k, v, edges)):
+        return tensors, options  # refused by their types
+    axes = "(batch, seqlen_k, heads, head_dim) where cu_seqlens_k is None"
+    for name, x in (("k", k), ("v", v)):
+        expect(x.ndim == 4, function, f"{name}.shape", axes, tuple(x.shape))
+    expect(edges.ndim == 1, function, "cu_seqlens_q.shape", "one-dimensional", tuple(edges.shape))
+    (batch, seqlen), entries = k.shape[:2], edges.shape[0] - 1
+    expect(batch == entries, function, "k.shape[0]", f"{entries} (batch)", batch)
+    wanted = f"{(batch, seqlen)} as k's"
+    expect(v.shape[:2] == k.shape[:2], function, "v.shape[:2]", wanted, tuple(v.shape[:2]))
+    longest = seqlen if options.max_seqlen_k is None else min(seqlen, options.max_seqlen_k)
+    edges = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * seqlen
+    rows = {"k": k.flatten(0, 1), "v": v.flatten(0, 1), "cu_seqlens_k": edges}
+    return tensors._replace(**rows), options._replace(max_seqlen_k=longest)
 
 
 def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
@@ -50,7 +68,7 @@ def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Ten
     for side in SIDES:
         x, descale = getattr(tensors, side), getattr(tensors, f"{side}_descale")
         if not isinstance(x, BlockScaled):
-            raise type_error(function, side, "BlockScaled as q is", type(x).__name__)
+            raise type_error(function, side, "BlockScaled as q is", shown(x))
         what, wanted = f"{side}_descale", f"None where {side} is BlockScaled"
         expect(descale is None, function, what, wanted, "a tensor")
         edges = tensors.cu_seqlens_q if side == "q" else tensors.cu_seqlens_k
@@ -118,7 +136,7 @@ def _check_edges(function: str, what: str, own: Tensor | None, given: object) ->
     expect(got == wanted, function, f"{what}.shape", f"{wanted} as the call's", got)
     wanted = f"{given.device} as the call's"
     expect(own.device == given.device, function, f"{what}.device", wanted, own.device)
-    if CHECKED:
+    if is_checked(given.device) and not is_traced():
         check_same_contents(function, what, own, given)
 
 

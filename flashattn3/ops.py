@@ -1,8 +1,8 @@
 """The torch operators: ``flashattn3::forward`` and ``flashattn3::backward``.
 
 An operator call is the whole pipeline: metadata → Problem → Plan (all three cached together) →
-backend. Registered here are the real implementation for every device, the fake one that
-torch.compile and FakeTensorMode use, and autograd.
+backend. Registered here are the real implementation for every device and the fake one that
+torch.compile and FakeTensorMode use; autograd.py has the derivative.
 """
 
 from __future__ import annotations
@@ -15,20 +15,12 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS
-from .contents import CHECKED, check_contents
+from .contents import check_contents, is_checked
 from .device import describe_device
+from .errors import expect, shown, type_error
+from .modes import is_traced, no_fp8_gradient
 from .plan import Plan, choose
-from .problem import (
-    Metadata,
-    Options,
-    Tensors,
-    check,
-    check_option_types,
-    describe,
-    function_name,
-    metadata_fields,
-    no_fp8_gradient,
-)
+from .problem import Metadata, Options, Tensors, check, describe, metadata_fields
 from .quantization import BlockScaled
 from .scales import EIGHT_BIT, out_dtype
 
@@ -41,14 +33,18 @@ _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
     "SymInt window_left, SymInt window_right, float softcap, int num_splits, bool? pack_gqa, "
     "bool deterministic, int sm_margin, str? backend, ScalarType? out_dtype, "
-    "SymInt q_block, SymInt k_block, SymInt v_block, SymInt v_slots"
+    "SymInt q_block, SymInt k_block, SymInt v_block, SymInt v_slots, str function"
 )
-_NUM_TENSORS = len(Tensors._fields)
+NUM_TENSORS = len(Tensors._fields)
 
+ANY = ""  # the backend of a call that is bound to none
 # The backend of calls that name none: that of ``use_backend``, else of the environment.
 named_backend: ContextVar[str | None] = ContextVar(
     "flashattn3_backend", default=os.environ.get("FLASHATTN3_BACKEND") or None
 )
+
+# The same within a function that is being compiled, where a ContextVar cannot be traced.
+traced_backends: list[str] = []
 
 torch.library.define("flashattn3::forward", f"({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
@@ -61,9 +57,8 @@ torch.library.define(
 @lru_cache(maxsize=4096, typed=True)
 def _plan(*arguments) -> Plan:
     """The plan of a call from its tensors' metadata and its options, one after the other."""
-    fields, options = arguments[:_NUM_TENSORS], Options(*arguments[_NUM_TENSORS:])
+    fields, options = arguments[:NUM_TENSORS], Options(*arguments[NUM_TENSORS:])
     metadata = tuple(None if of is None else Metadata(*of) for of in fields)
-    check_option_types(function_name(metadata[3] is not None), options)
     problem = describe(metadata, options)
     return choose(problem, describe_device(problem.device), BACKENDS)
 
@@ -73,36 +68,53 @@ def plan_of(tensors: Tensors, options: Options) -> Plan:
     return _plan(*[None if t is None else metadata_fields(t) for t in tensors], *options)
 
 
-def backend_in_force(backend: str | None) -> str | None:
-    """The backend that a call is bound to, which names this one or none.
+def backend_in_force(function: str, backend: object) -> str | None:
+    """The backend that a call is bound to: the one that its caller names, else that of
+    ``use_backend`` around it, else ANY.
 
-    While torch.compile traces, the choice is left to the operator, which makes it in every run.
+    None while torch.compile traces: the choice is left to the operator, which makes it in every
+    run.
     """
-    return backend if backend or torch.compiler.is_compiling() else named_backend.get()
+    if backend is not None:
+        return known_backend(function, "backend", backend)
+    if torch.compiler.is_compiling():
+        return traced_backends[-1] if traced_backends else None
+    return named_backend.get() or ANY
 
 
-def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """out and lse of one call, differentiable. What the public functions come down to."""
+def known_backend(function: str, what: str, name: object) -> str:
+    """The name itself, where a backend has it."""
+    if not isinstance(name, str):
+        raise type_error(function, what, "a str or None", shown(name))
+    names = tuple(backend.name for backend in BACKENDS)
+    expect(name in names, function, what, f"one of {names}", repr(name))
+    return name
+
+
+def run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """out and lse, not differentiable."""
     if _operator_is_watched(tensors):
-        check_option_types(function_name(tensors.cu_seqlens_q is not None), options)
         return torch.ops.flashattn3.forward.default(*tensors, *options)
-    return _run_forward(tensors, options)
+    return _forward_of(tensors, options)
 
 
-def _operator_is_watched(tensors: Tensors) -> bool:
-    """Whether anything but the kernel has to see the operator: autograd, the compiler, a torch
-    mode, a subclass.
+def run_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, not differentiable."""
+    if _operator_is_watched((dout, out, *tensors)):
+        return torch.ops.flashattn3.backward.default(dout, dlse, out, lse, *tensors, *options)
+    return _backward_of(dout, dlse, out, lse, tensors, options)
+
+
+def _operator_is_watched(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether anything but the kernel has to see the operator: the compiler, a torch mode, a
+    subclass, a tensor without data.
 
     If not, the dispatcher is passed by, which halves the host time of a small call.
     """
     q, k, v = tensors[:3]
-    return (
-        (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-        or torch.compiler.is_compiling()
-        or not type(q) is type(k) is type(v) is Tensor
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return not type(q) is type(k) is type(v) is Tensor or q.is_meta or is_traced()
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
@@ -127,9 +139,9 @@ def _with_v_in_rows(tensors: Tensors, options: Options) -> Tensors:
     return tensors._replace(v=v.data, v_descale=v.descale)
 
 
-def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+def _forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     plan = plan_of(tensors, options)
-    if CHECKED:
+    if plan.problem.varlen and is_checked(plan.problem.device):
         check_contents(tensors, options)
     if plan.problem.copied:
         tensors = _copied(tensors, plan)
@@ -138,30 +150,39 @@ def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     return plan.backend.forward(plan, tensors)
 
 
-def _unpacked(arguments: tuple) -> tuple[Tensors, Options]:
-    options = Options(*arguments[_NUM_TENSORS:])
-    options = options._replace(backend=backend_in_force(options.backend))
-    return Tensors(*arguments[:_NUM_TENSORS]), options
-
-
-@torch.library.impl("flashattn3::forward", "CompositeExplicitAutograd")
-def _forward(*arguments):
-    return _run_forward(*_unpacked(arguments))
-
-
-@torch.library.impl("flashattn3::backward", "CompositeExplicitAutograd")
-def _backward(dout, dlse, out, lse, *arguments):
-    tensors, options = _unpacked(arguments)
+def _backward_of(dout, dlse, out, lse, tensors: Tensors, options: Options):
     plan = plan_of(tensors, options)
     if plan.problem.dtype in EIGHT_BIT:
         raise no_fp8_gradient(plan.problem.function)
     return plan.backend.backward(plan, _dense_rows(dout), dlse, _copied(tensors, plan), out, lse)
 
 
+def unpacked(arguments: tuple) -> tuple[Tensors, Options]:
+    """The arguments of the operators, after the gradients."""
+    return Tensors(*arguments[:NUM_TENSORS]), Options(*arguments[NUM_TENSORS:])
+
+
+def _in_force(arguments: tuple) -> tuple[Tensors, Options]:
+    """Of an operator that runs: a call that was compiled is bound to a backend only now."""
+    tensors, options = unpacked(arguments)
+    if options.backend is None:
+        options = options._replace(backend=named_backend.get() or ANY)
+    return tensors, options
+
+
+@torch.library.impl("flashattn3::forward", "CompositeExplicitAutograd")
+def _forward(*arguments):
+    return _forward_of(*_in_force(arguments))
+
+
+@torch.library.impl("flashattn3::backward", "CompositeExplicitAutograd")
+def _backward(dout, dlse, out, lse, *arguments):
+    return _backward_of(dout, dlse, out, lse, *_in_force(arguments))
+
+
 @torch.library.register_fake("flashattn3::forward")
 def _forward_fake(*arguments):
-    tensors = Tensors(*arguments[:_NUM_TENSORS])
-    options = Options(*arguments[_NUM_TENSORS:])
+    tensors, options = unpacked(arguments)
     check(tensors, options)
     q, v = tensors.q, tensors.v
     heads_and_rows = (
@@ -176,32 +197,3 @@ def _forward_fake(*arguments):
 @torch.library.register_fake("flashattn3::backward")
 def _backward_fake(dout, dlse, out, lse, q, k, v, *arguments):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save_for_backward(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output)
-    ctx.options = inputs[_NUM_TENSORS:]
-
-
-def _differentiate(ctx, dout, dlse):
-    *tensors, out, lse = ctx.saved_tensors
-    no_gradient = (None,) * (_NUM_TENSORS - 3 + len(ctx.options))
-    if dout is None and dlse is None:
-        return (None, None, None, *no_gradient)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    gradients = torch.ops.flashattn3.backward.default(dout, dlse, out, lse, *tensors, *ctx.options)
-    return (*gradients, *no_gradient)
-
-
-def _no_second_derivative(ctx, *gradients):
-    raise NotImplementedError(
-        "flashattn3::backward: the second derivative of attention is not implemented"
-    )
-
-
-torch.library.register_autograd(
-    "flashattn3::forward", _differentiate, setup_context=_save_for_backward
-)
-torch.library.register_autograd("flashattn3::backward", _no_second_derivative)

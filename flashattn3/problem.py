@@ -1,8 +1,9 @@
 """What is to be computed: every argument of a call, checked and normalised, without any data.
 
-All user errors are raised here. ``check`` and ``describe`` read metadata alone (shapes, dtypes,
-strides, devices), so they never wait for a GPU; ``check`` also runs on fake tensors with symbolic
-sizes. What ``describe`` returns, a ``Problem``, is hashable and holds nothing but plain values.
+All errors that metadata shows are raised here. ``check`` and ``describe`` read metadata alone
+(shapes, dtypes, strides, devices), so they never wait for a GPU; ``check`` also runs on fake
+tensors with symbolic sizes. What ``describe`` returns, a ``Problem``, is hashable and holds nothing
+but plain values.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from .errors import UnsupportedError, expect, type_error
+from .errors import UnsupportedError, expect, shown, type_error
 from .scales import EIGHT_BIT, Scales, check_scales, out_dtype, scales_of, v_dtype
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 FULL_PRECISION = (torch.float32, torch.float64)
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, *EIGHT_BIT)  # of q
 SLOTS = 16  # keys that lie beside each other where v is in slots
+MAX_SPLITS = 256  # as FlashAttention-3
 # Where a tensor must begin for the widest loads of a GPU, TMA's and the vector ones.
 ALIGNMENT_BYTES = 16
 
@@ -55,6 +57,7 @@ class Options(NamedTuple):
     max_seqlen_q and max_seqlen_k belong to varlen; None there means "not known on the host", and
     the total number of rows stands in as the bound.
     q_block, k_block, v_block: tokens that share a descale; 0 without one.
+    function: the public function that was called, for errors.
     v_slots: v's head dim, where it lies in the order of the Hopper kernels, (batch, heads,
         slots / 16, columns, 16) or (heads, slots / 16, columns, 16); 0 where it lies in rows.
     """
@@ -76,6 +79,7 @@ class Options(NamedTuple):
     k_block: int = 0
     v_block: int = 0
     v_slots: int = 0
+    function: str = "flash_attn_func"
 
 
 NUM_UNSCALED = Tensors._fields.index("q_descale")
@@ -165,69 +169,27 @@ class Problem:
         return self.window_left >= 0 or self.window_right >= 0
 
 
-def function_name(varlen: bool) -> str:
-    return "flash_attn_varlen_func" if varlen else "flash_attn_func"
-
-
-def refuse(function: str, **arguments: object) -> None:
-    """Raise UnsupportedError for the first argument given that no backend takes yet."""
-    for name, value in arguments.items():
-        if value is not None and value is not False and (torch.is_tensor(value) or value != 0):
-            raise UnsupportedError(f"{function}: {name} is not supported yet by any backend")
-
-
-def refuse_gradients(function: str, *tensors: torch.Tensor | None) -> None:
-    """Raise where autograd would ask for gradients through FP8."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise no_fp8_gradient(function)
-
-
-def no_fp8_gradient(function: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{function}: there is no gradient through FP8; call it under torch.no_grad()"
+def refuse(function: str, name: str, default: object, value: object) -> None:
+    """Raise UnsupportedError for an argument that no backend takes yet."""
+    raise UnsupportedError(
+        f"{function}: {name} must be {default}, got {shown(value)}: "
+        "it is not supported yet by any backend"
     )
 
 
-def check_tensor_types(tensors: Tensors, varlen: bool) -> None:
-    """TypeError for a tensor argument that is none, before torch's operator schema sees it."""
+def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
+    """TypeError for a tensor argument that is none, or whose elements have no strides."""
     required = 5 if varlen else 3
     for index, value in enumerate(tensors):
-        wrong = index < required if value is None else not isinstance(value, torch.Tensor)
-        if wrong:
+        if value is None and index >= required:
+            continue
+        if not isinstance(value, torch.Tensor):
             name = Tensors._fields[index]
-            raise type_error(function_name(varlen), name, "a torch.Tensor", type(value).__name__)
-
-
-def check_option_types(function: str, options: Options) -> None:
-    """TypeError for an option of the wrong kind; a bool is no number."""
-    for name, (kinds, wanted) in _OPTION_KINDS.items():
-        value = getattr(options, name)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise type_error(function, name, wanted, type(value).__name__)
-
-
-_INT = (int, torch.SymInt)
-_FLOAT = (float, int, torch.SymFloat, torch.SymInt)
-_NONE = type(None)
-_OPTION_KINDS = {
-    "max_seqlen_q": ((*_INT, _NONE), "an int"),
-    "max_seqlen_k": ((*_INT, _NONE), "an int"),
-    "softmax_scale": ((*_FLOAT, _NONE), "a float or None"),
-    "causal": ((bool,), "a bool"),
-    "window_left": (_INT, "an int"),
-    "window_right": (_INT, "an int"),
-    "softcap": (_FLOAT, "a float"),
-    "num_splits": (_INT, "an int"),
-    "pack_gqa": ((bool, _NONE), "a bool or None"),
-    "deterministic": ((bool,), "a bool"),
-    "sm_margin": (_INT, "an int"),
-    "backend": ((str, _NONE), "a str or None"),
-    "out_dtype": ((torch.dtype, _NONE), "a torch.dtype or None"),
-    "q_block": (_INT, "an int"),
-    "k_block": (_INT, "an int"),
-    "v_block": (_INT, "an int"),
-    "v_slots": (_INT, "an int"),
-}
+            raise type_error(function, name, "a torch.Tensor", shown(value))
+        if value.layout is not torch.strided or value.is_nested:
+            name = f"{Tensors._fields[index]}.layout"
+            layout = "nested" if value.is_nested else value.layout
+            raise type_error(function, name, "torch.strided, of a plain tensor", layout)
 
 
 def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> None:
@@ -238,7 +200,7 @@ def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> N
     tensors = Tensors(*tensors)
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
     varlen = cu_seqlens_q is not None
-    function = function_name(varlen)
+    function = options.function
     if options.v_slots:
         v = v_as_rows(function, tensors, options.v_slots)
     _check_qkv(function, q, k, v, varlen)
@@ -329,11 +291,8 @@ def _check_options(function: str, options: Options) -> None:
     expect(scale is None or _finite(scale), function, "softmax_scale", "finite", scale)
     cap = options.softcap
     expect(_finite(cap) and cap >= 0, function, "softcap", "finite and >= 0", cap)
-    for side, value in (("left", options.window_left), ("right", options.window_right)):
-        expect(value >= -1, function, f"window_size ({side})", "-1 (open) or >= 0", value)
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        value = getattr(options, name)
-        expect(value is None or value >= 0, function, name, ">= 0", value)
+    splits = options.num_splits
+    expect(splits <= MAX_SPLITS, function, "num_splits", f"at most {MAX_SPLITS}", splits)
     expect(options.sm_margin >= 0, function, "sm_margin", ">= 0", options.sm_margin)
 
 
@@ -347,7 +306,7 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
     tensors = Tensors(*tensors)
     q, k, v, cu_seqlens_q, _, seqused_q, seqused_k = tensors.without_descales
     varlen = cu_seqlens_q is not None
-    function = function_name(varlen)
+    function = options.function
     if options.v_slots:
         expect(_is_dense(v), function, "v.stride", "that of dense slots", tuple(v.stride))
         v = v_as_rows(function, tensors, options.v_slots)
@@ -392,7 +351,7 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         pack_gqa=options.pack_gqa,
         deterministic=options.deterministic,
         sm_margin=options.sm_margin,
-        backend=options.backend,
+        backend=options.backend or None,
         out_dtype=out_dtype(q.dtype, options.out_dtype),
         q_scales=scales_of(tensors.q_descale, options.q_block),
         k_scales=scales_of(tensors.k_descale, options.k_block),
@@ -414,6 +373,8 @@ def _effective_cap(cap: float, scale: float) -> float:
 
 
 def _is_dense(tensor: Metadata) -> bool:
+    if 0 in tensor.shape:
+        return True
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
         if size > 1 and stride != step:

@@ -71,11 +71,8 @@ def v_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_scales(function: str, tensors: Tensors, options: Options, batch: int) -> None:
     """Raise for descales, blocks and an out_dtype that do not go with q, k and v."""
     q, k = tensors[:2]
-    scaled = q.dtype in EIGHT_BIT
-    legal = (None, *OUT_DTYPES) if scaled else (None, q.dtype)
-    wanted = f"None or one of {OUT_DTYPES}" if scaled else f"None or {q.dtype} as q's"
-    expect(options.out_dtype in legal, function, "out_dtype", wanted, options.out_dtype)
-    if not scaled:
+    check_out_dtype(function, q.dtype, options.out_dtype)
+    if q.dtype not in EIGHT_BIT:
         for name in ("q_descale", "k_descale", "v_descale"):
             given = getattr(tensors, name)
             expect(given is None, function, name, f"None where q is {q.dtype}", "a tensor")
@@ -103,6 +100,14 @@ def check_scales(function: str, tensors: Tensors, options: Options, batch: int) 
         expect(one or block in BLOCKS, function, f"{side}_block", f"one of {BLOCKS}", block)
         varlen = tensors.cu_seqlens_q is not None
         _check_num_blocks(function, name, shape[2], block, x.shape[-3], varlen, longest)
+
+
+def check_out_dtype(function: str, dtype: torch.dtype, asked: torch.dtype | None) -> None:
+    """dtype: of q."""
+    scaled = dtype in EIGHT_BIT
+    legal = (None, *OUT_DTYPES) if scaled else (None, dtype)
+    wanted = f"None or one of {OUT_DTYPES}" if scaled else f"None or {dtype} as q's"
+    expect(asked in legal, function, "out_dtype", wanted, asked)
 
 
 def check_mean(

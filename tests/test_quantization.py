@@ -13,7 +13,7 @@ from helpers import GPU, needs_hopper
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashattn3 import flash_attn_varlen_fp8_func
+from flashattn3 import UnsupportedError, flash_attn_varlen_fp8_func
 from flashattn3.quantization import (
     BlockScaled,
     dispatch,
@@ -356,9 +356,13 @@ def test_slots_need_the_shape_of_their_rows():
         BlockScaled(data, descale, 64, layout="columns")
 
 
-def test_nothing_is_differentiated():
+def test_a_gradient_is_refused_and_never_lost():
+    """The residual of a layer would go on training without its attention."""
     x = normal(1, 8, 1, 8).requires_grad_()
-    quantized = quantize_block_fp8(x, hadamard=True)
+    with pytest.raises(UnsupportedError, match=r"^quantize_block_fp8: there is no gradient"):
+        quantize_block_fp8(x, hadamard=True)
+    with torch.no_grad():
+        quantized = quantize_block_fp8(x, hadamard=True)
     assert not quantized.data.requires_grad and not quantized.descale.requires_grad
 
 

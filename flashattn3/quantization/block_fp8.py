@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import type_error, value_error
+from ..arguments import boolean, integer, length
+from ..contents import check_edges, check_longest, is_checked
+from ..errors import expect, shown, type_error, value_error
+from ..modes import is_traced, refuse_gradients
 from ..scales import BLOCKS, EIGHT_BIT, FP8, INT8
 from . import hadamard as rotation
 from . import slots
@@ -21,9 +24,11 @@ SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 _FUNCTION = "quantize_block_fp8"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockScaled:
     """A quantized q, k or v: data * descale, rotated back if hadamard, + mean is the value.
+
+    Equal to itself alone, as a tensor's identity: comparing values would wait for the device.
 
     data: float8_e4m3fn or, of q and k, int8. As rows (batch, seqlen, heads, head_dim), with
         cu_seqlens (total, heads, head_dim). As slots, which the Hopper kernels take V in, see
@@ -36,7 +41,7 @@ class BlockScaled:
     mean: of k, float32 (batch, heads, head_dim), what was subtracted from every token of a sequence
         before it was rotated and quantized; None: nothing.
 
-    Raises: ValueError.
+    Raises: TypeError, ValueError.
     """
 
     data: Tensor
@@ -49,12 +54,37 @@ class BlockScaled:
     mean: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name in ("data", "descale", "cu_seqlens", "mean"):
+            x, optional = getattr(self, name), name in ("cu_seqlens", "mean")
+            if not (isinstance(x, Tensor) or (optional and x is None)):
+                raise type_error("BlockScaled", name, "a torch.Tensor", shown(x))
         if self.layout not in LAYOUTS:
             raise value_error("BlockScaled", "layout", f"one of {LAYOUTS}", repr(self.layout))
         shape = self.data.shape if self.layout == "rows" else self.shape
         if shape is None:
             raise value_error("BlockScaled", "shape", "given with layout 'slots'", None)
         object.__setattr__(self, "shape", torch.Size(shape))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of data; ``dequantize`` gives others."""
+        return self.data.dtype
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockScaled:
+        """The same numbers on another device, itself if it is there."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            raise type_error("BlockScaled.to", "device", "a torch.device", shown(device))
+        moved = {
+            name: x.to(device, non_blocking=non_blocking)
+            for name in ("data", "descale", "cu_seqlens", "mean")
+            if (x := getattr(self, name)) is not None
+        }
+        here = all(x is getattr(self, name) for name, x in moved.items())
+        return self if here else replace(self, **moved)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the numbers stand for, (batch, seqlen, heads, head_dim), rotated back."""
@@ -79,7 +109,6 @@ class BlockScaled:
         return replace(self, data=rows, layout="rows")
 
 
-@torch.no_grad()
 def quantize_block_fp8(
     x: Tensor,
     *,
@@ -88,7 +117,7 @@ def quantize_block_fp8(
     kind: str = "q",
     dtype: torch.dtype = FP8,
     cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    max_seqlen: int | Tensor | None = None,
     layout: str | None = None,
     smooth: bool = False,
 ) -> BlockScaled:
@@ -119,18 +148,25 @@ def quantize_block_fp8(
     Blocks with amax below 448 * 2**-126 (in int8 127 * 2**-126), those of zeros too, have descale
     2**-126. In e4m3 NaN and infinite elements become NaN (with hadamard their whole row) and leave
     the scale to the finite ones. int8 has no NaN: of a block with such an element the descale is
-    NaN and data 0, so all of the block is NaN. Not differentiable.
+    NaN and data 0, so all of the block is NaN.
 
-    Raises: TypeError, ValueError.
+    Raises: TypeError, ValueError; UnsupportedError where x requires a gradient, unless under
+    ``torch.no_grad()``.
     """
-    _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout, smooth)
+    block = integer(_FUNCTION, "block", block)
+    hadamard = boolean(_FUNCTION, "hadamard", hadamard)
+    smooth = boolean(_FUNCTION, "smooth", smooth)
+    _check(x, block, hadamard, kind, dtype, layout, smooth)
+    max_seqlen = _checked_lengths(x, cu_seqlens, max_seqlen)
+    refuse_gradients(_FUNCTION, x)
     # Not above: the backends know the problem of a call, which may be of a BlockScaled.
     from . import dispatch
 
-    if layout is None:
-        layout = dispatch.layout_of_v(x) if kind == "v" else "rows"
-    x, mean = _smoothed(x, cu_seqlens, max_seqlen) if smooth else (x, None)
-    data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype)
+    with torch.no_grad():
+        if layout is None:
+            layout = dispatch.layout_of_v(x) if kind == "v" else "rows"
+        x, mean = _smoothed(x, cu_seqlens, max_seqlen) if smooth else (x, None)
+        data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype)
     return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape, mean)
 
 
@@ -175,39 +211,62 @@ def _smoothed(
     return x.float() - of_sequences(mean, of), mean
 
 
-def _check(x, block, hadamard, kind, dtype, cu_seqlens, max_seqlen, layout, smooth) -> None:
+def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
+    """Raise for what is wrong but for the lengths of a ragged batch."""
     if not isinstance(x, Tensor):
-        raise type_error(_FUNCTION, "x", "a torch.Tensor", type(x).__name__)
+        raise type_error(_FUNCTION, "x", "a torch.Tensor", shown(x))
+    if x.layout is not torch.strided or x.is_nested:
+        raise type_error(_FUNCTION, "x.layout", "torch.strided, of a plain tensor", x.layout)
     if x.dtype not in SOURCES:
         raise type_error(_FUNCTION, "x.dtype", f"one of {SOURCES}", x.dtype)
-    rank = 3 if cu_seqlens is not None else 4
-    if x.ndim != rank:
-        raise value_error(_FUNCTION, "x.ndim", rank, x.ndim)
-    if block not in BLOCKS:
-        raise value_error(_FUNCTION, "block", f"one of {BLOCKS}", block)
-    if kind not in KINDS:
-        raise value_error(_FUNCTION, "kind", f"one of {KINDS}", repr(kind))
-    if dtype not in EIGHT_BIT:
-        raise value_error(_FUNCTION, "dtype", f"one of {EIGHT_BIT}", repr(dtype))
+    expect(block in BLOCKS, _FUNCTION, "block", f"one of {BLOCKS}", block)
+    _expect_one_of("kind", kind, KINDS)
+    _expect_one_of("dtype", dtype, EIGHT_BIT)
+    _expect_one_of("layout", layout, (*LAYOUTS, None))
     if dtype == INT8 and kind == "v":
         raise value_error(_FUNCTION, "dtype", f"{FP8} for kind 'v'", dtype)
     if hadamard and kind == "v":
         raise value_error(_FUNCTION, "hadamard", "False for kind 'v'", True)
-    if hadamard and not rotation.is_rotatable(x.shape[-1]):
-        raise value_error(_FUNCTION, "x.shape[-1]", "a power of two with hadamard", x.shape[-1])
-    if (cu_seqlens is None) != (max_seqlen is None):
-        raise value_error(
-            _FUNCTION, "max_seqlen", "given with cu_seqlens and only then", max_seqlen
-        )
-    if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
-        raise type_error(_FUNCTION, "cu_seqlens.dtype", torch.int32, cu_seqlens.dtype)
-    if layout not in (None, *LAYOUTS):
-        raise value_error(_FUNCTION, "layout", f"one of {LAYOUTS} or None", repr(layout))
     if layout == "slots" and kind != "v":
         raise value_error(_FUNCTION, "layout", f"'rows' or None for kind {kind!r}", repr(layout))
     if smooth and kind != "k":
         raise value_error(_FUNCTION, "smooth", f"False for kind {kind!r}", smooth)
+    head_dim = x.shape[-1] if x.ndim else 0
+    expect(head_dim >= 1, _FUNCTION, "x.shape[-1]", "at least 1", head_dim)
+    rotatable = not hadamard or rotation.is_rotatable(head_dim)
+    expect(rotatable, _FUNCTION, "x.shape[-1]", "a power of two with hadamard", head_dim)
     largest = slots.COLUMNS[-1]
-    if layout == "slots" and x.shape[-1] > largest:
-        wanted = f"at most {largest} with layout 'slots'"
-        raise value_error(_FUNCTION, "x.shape[-1]", wanted, x.shape[-1])
+    fits = layout != "slots" or head_dim <= largest
+    expect(fits, _FUNCTION, "x.shape[-1]", f"at most {largest} with layout 'slots'", head_dim)
+
+
+def _expect_one_of(name: str, value: object, legal: tuple) -> None:
+    found = any(value is each or (type(value) is type(each) and value == each) for each in legal)
+    expect(found, _FUNCTION, name, f"one of {legal}", repr(value))
+
+
+def _checked_lengths(
+    x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None
+) -> int | None:
+    """max_seqlen of a ragged batch, at most all tokens; None of a dense one."""
+    ragged = cu_seqlens is not None
+    expect(x.ndim == 4 - ragged, _FUNCTION, "x.ndim", 4 - ragged, x.ndim)
+    if ragged != (max_seqlen is not None):
+        wanted = "given with cu_seqlens and only then"
+        raise value_error(_FUNCTION, "max_seqlen", wanted, shown(max_seqlen))
+    if not ragged:
+        return None
+    name = "cu_seqlens"
+    if not isinstance(cu_seqlens, Tensor):
+        raise type_error(_FUNCTION, name, "a torch.Tensor", shown(cu_seqlens))
+    if cu_seqlens.dtype != torch.int32:
+        raise type_error(_FUNCTION, f"{name}.dtype", torch.int32, cu_seqlens.dtype)
+    shape, wanted = tuple(cu_seqlens.shape), "(batch + 1,), at least (1,)"
+    expect(len(shape) == 1 and shape[0] >= 1, _FUNCTION, f"{name}.shape", wanted, shape)
+    found, wanted = cu_seqlens.device, f"{x.device} as x's"
+    expect(found == x.device, _FUNCTION, f"{name}.device", wanted, found)
+    longest = length(_FUNCTION, "max_seqlen", max_seqlen)
+    if is_checked(x.device) and not is_traced():
+        lengths = check_edges(_FUNCTION, name, cu_seqlens, x.shape[0])
+        check_longest(_FUNCTION, "max_seqlen", longest, lengths)
+    return x.shape[0] if longest is None else min(longest, x.shape[0])

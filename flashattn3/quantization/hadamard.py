@@ -11,18 +11,37 @@ from functools import cache
 import torch
 from torch import Tensor
 
-SIGN_SEED = 0x5EED
-CPU = torch.device("cpu")
+from ..modes import is_traced
+
+
+def signs(head_dim: int, device: torch.device) -> Tensor:
+    """The fixed signs, float32 (head_dim), the same in every process and under every mode of torch.
+
+    They are kept for the next call, unless this tensor belongs to a trace, a transform or a CUDA
+    graph, which alone may use it.
+    """
+    head_dim = len(range(head_dim))  # a plain number where torch.compile traces a symbolic one
+    if is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return _made_signs(head_dim, device)
+    return _kept_signs(head_dim, device)
 
 
 @cache
-def signs(head_dim: int, device: torch.device = CPU) -> Tensor:
-    """The fixed signs, float32 (head_dim), the same in every process. Copied to a device once."""
+def _kept_signs(head_dim: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # the tensor outlives the caller's mode
-        if device != CPU:
-            return signs(head_dim).to(device)
-        generator = torch.Generator().manual_seed(SIGN_SEED + head_dim)
-        return torch.randint(0, 2, (head_dim,), generator=generator).mul(2).sub(1).float()
+        made = _made_signs(head_dim, device)
+    if device.type == "cuda":  # other streams will read it
+        torch.cuda.current_stream(device).synchronize()
+    return made
+
+
+def _made_signs(head_dim: int, device: torch.device) -> Tensor:
+    """Made where they are used: a copy from the host's memory would end the capture of a graph."""
+    from .sign_bits import WORD_BITS, sign_words  # imports torch's compiler
+
+    bit = torch.arange(min(head_dim, WORD_BITS), device=device)
+    words = [torch.full_like(bit, word) >> bit for word in sign_words(head_dim)]
+    return (torch.cat(words) & 1).mul(2).sub(1).float()
 
 
 def rotate(x: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ def quantize(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """data in rows and descale, as quantize_block_fp8 describes them."""
-    if cu_seqlens is not None and cu_seqlens.numel() == 1:  # no sequence: every token is of none
-        descale = x.new_empty((0, x.shape[-2], -(-max_seqlen // block)), dtype=torch.float32)
+    if cu_seqlens is not None and (cu_seqlens.numel() == 1 or max_seqlen == 0):  # nothing to scale
+        shape = (cu_seqlens.numel() - 1, x.shape[-2], -(-max_seqlen // block))
+        descale = x.new_empty(shape, dtype=torch.float32)
         return torch.zeros_like(x, dtype=dtype), descale
     largest = LARGEST[dtype]
     values = rotation.rotate(x) if hadamard else x.float()
@@ -50,12 +51,18 @@ def scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def of_tokens(of_blocks: Tensor, block: int, of: Places) -> Tensor:
-    """(batch, heads, blocks) → (batch, seqlen, heads), ragged (total, heads); 0 without a batch."""
+    """(batch, heads, blocks) → (batch, seqlen, heads), ragged (total, heads); 0 without a block."""
     if of.sequence is None:
         return of_blocks[:, :, of.position // block].transpose(1, 2)
-    if of_blocks.shape[0] == 0:
-        return of_blocks.new_zeros(of.position.numel(), of_blocks.shape[1])
-    return of_blocks[of.sequence, :, of.position // block]
+    batch, heads, num_blocks = of_blocks.shape
+    if batch == 0 or num_blocks == 0:
+        return of_blocks.new_zeros(of.position.numel(), heads)
+    return of_blocks[of.sequence, :, _blocks_of(of, block, num_blocks)]
+
+
+def _blocks_of(of: Places, block: int, num_blocks: int) -> Tensor:
+    """Of each token; the last one beyond a max_seqlen that is too small."""
+    return (of.position // block).clamp(max=num_blocks - 1)
 
 
 def of_sequences(mean: Tensor, of: Places) -> Tensor:
@@ -78,6 +85,7 @@ def _amax_of_blocks(largest, block, of: Places, cu_seqlens, max_seqlen) -> Tenso
     heads, batch = largest.shape[1], cu_seqlens.numel() - 1
     num_blocks = -(-max_seqlen // block)
     amax = largest.new_zeros(batch * num_blocks, heads)
-    index = (of.sequence * num_blocks + of.position // block)[:, None].expand(-1, heads)
+    index = of.sequence * num_blocks + _blocks_of(of, block, num_blocks)
+    index = index[:, None].expand(-1, heads)
     amax.scatter_reduce_(0, index, largest.where(of.owned[:, None], 0.0), "amax")
     return amax.view(batch, num_blocks, heads).transpose(1, 2).contiguous()

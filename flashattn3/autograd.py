@@ -1,0 +1,129 @@
+"""The derivative of attention: for eager calls, for torch.func's transforms, for torch.compile.
+
+Eager calls and transforms go through two autograd functions, whose forward is a launch that the
+plan prepared; the compiler sees the operators, to which the same derivative is registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .modes import has_dual_level, is_transformed, no_tangent
+from .ops import NUM_TENSORS, run_backward, run_forward, unpacked
+from .problem import Options, Tensors
+
+NUM_GRADIENTS = 4  # dout, dlse, out, lse: before the tensors in the backward's arguments
+
+
+def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """out and lse of one call, differentiable. What the public functions come down to."""
+    if not torch.compiler.is_compiling() and _is_differentiated(tensors):
+        return _Attention.apply(*tensors, *options)
+    return run_forward(tensors, options)
+
+
+def _is_differentiated(tensors: Tensors) -> bool:
+    q, k, v = tensors[:3]
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    return (wanted and torch.is_grad_enabled()) or has_dual_level() or is_transformed()
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
+    ctx.options = inputs[NUM_TENSORS:]
+
+
+def _differentiate(gradient: Callable, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    *tensors, out, lse = ctx.saved_tensors
+    no_gradient = (None,) * (NUM_TENSORS - 3 + len(ctx.options))
+    if dout is None and dlse is None:
+        return (None, None, None, *no_gradient)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return (*gradient(dout, dlse, out, lse, *tensors, *ctx.options), *no_gradient)
+
+
+def _no_second_derivative(ctx, *gradients):
+    raise NotImplementedError(
+        "flashattn3::backward: the second derivative of attention is not implemented"
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """out and lse from the tensors and the options, one after the other."""
+
+    @staticmethod
+    def forward(*arguments):
+        return run_forward(*unpacked(arguments))
+
+    setup_context = staticmethod(_save_for_backward)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _differentiate(_AttentionGradient.apply, ctx, dout, dlse)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise no_tangent(Options(*ctx.options).function)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _mapped(_Attention.apply, NUM_TENSORS, info, in_dims, arguments)
+
+
+class _AttentionGradient(torch.autograd.Function):
+    """dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
+
+    @staticmethod
+    def forward(dout, dlse, out, lse, *arguments):
+        return run_backward(dout, dlse, out, lse, *unpacked(arguments))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.options = inputs[NUM_GRADIENTS + NUM_TENSORS :]
+
+    backward = staticmethod(_no_second_derivative)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise no_tangent(Options(*ctx.options).function)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        num_tensors = NUM_GRADIENTS + NUM_TENSORS
+        return _mapped(_AttentionGradient.apply, num_tensors, info, in_dims, arguments)
+
+
+def _mapped(function: Callable, num_tensors: int, info, in_dims, arguments) -> tuple:
+    """The results of a function for every entry of a mapped axis, which comes first in them.
+
+    Dense calls take it as a part of their batch, whose axis is the first of all tensors. Varlen
+    calls run one after the other: each entry may have other sequences.
+    """
+    size, options = info.batch_size, arguments[num_tensors:]
+    tensors = [
+        x if x is None else (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0))
+        for x, dim in zip(arguments[:num_tensors], in_dims, strict=False)
+    ]
+    varlen = tensors[num_tensors - NUM_TENSORS + Tensors._fields.index("cu_seqlens_q")] is not None
+    if varlen:
+        entries = [
+            function(*(x if x is None else x[i] for x in tensors), *options) for i in range(size)
+        ]
+        results = tuple(torch.stack(of_entries) for of_entries in zip(*entries, strict=True))
+    else:
+        merged = function(*(x if x is None else x.flatten(0, 1) for x in tensors), *options)
+        results = tuple(x.unflatten(0, (size, -1)) for x in merged)
+    return results, (0,) * len(results)
+
+
+torch.library.register_autograd(
+    "flashattn3::forward",
+    lambda *arguments: _differentiate(torch.ops.flashattn3.backward.default, *arguments),
+    setup_context=_save_for_backward,
+)
+torch.library.register_autograd("flashattn3::backward", _no_second_derivative)

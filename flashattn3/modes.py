@@ -1,0 +1,50 @@
+"""Which of torch's machinery takes part in a call: the compiler, tracing modes, transforms,
+automatic differentiation."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from .errors import UnsupportedError
+
+
+def is_traced() -> bool:
+    """Whether the compiler, a dispatch mode or a function transform takes part."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or is_transformed()
+    )
+
+
+def is_transformed() -> bool:
+    """Whether the call is inside one of torch.func's transforms."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_dual_level() -> bool:
+    """Whether tensors may have tangents, of forward-mode differentiation."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_gradients(function: str, *tensors: torch.Tensor | None) -> None:
+    """Raise where a gradient or a tangent would have to pass through 8 bits."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        raise no_fp8_gradient(function)
+    if has_dual_level() and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+        raise no_tangent(function)
+
+
+def no_fp8_gradient(function: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{function}: there is no gradient through FP8; call it under torch.no_grad()"
+    )
+
+
+def no_tangent(function: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{function}: forward-mode differentiation (torch.func.jvp, jacfwd, linearize) is not "
+        "supported; use reverse mode (torch.func.grad, vjp, jacrev)"
+    )
