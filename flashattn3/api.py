@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -348,6 +348,7 @@ class Explanation:
     """How a call would run. str() gives it as text.
 
     declined: every other backend's name and why it does not run the call.
+    unused_hints: name of each hint given that the backend runs without, and why.
     """
 
     backend: str
@@ -356,10 +357,13 @@ class Explanation:
     grid: tuple[int, ...] | None
     shared_memory_bytes: int | None
     declined: dict[str, str]
+    unused_hints: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend} on {self.device}"]
         lines += [f"  {name}: {value}" for name, value in self.config.items()]
+        for name, reason in self.unused_hints.items():
+            lines.append(f"  {name} has no effect: {self.backend} {reason}")
         lines += [f"not {name}: {reason}" for name, reason in self.declined.items()]
         return "\n".join(lines)
 
@@ -403,6 +407,7 @@ def explain(
         grid=described.get("grid"),
         shared_memory_bytes=described.get("shared_memory_bytes"),
         declined=declined,
+        unused_hints=plan.unused_hints,
     )
 
 

@@ -21,7 +21,7 @@ from .errors import expect, shown, type_error
 from .modes import is_traced, no_fp8_gradient
 from .plan import Plan, choose
 from .problem import Metadata, Options, Tensors, check, describe, metadata_fields
-from .quantization import BlockScaled
+from .quantization import slots
 from .scales import EIGHT_BIT, out_dtype
 
 _TENSORS = (
@@ -128,15 +128,8 @@ def _copied(tensors: Tensors, plan: Plan) -> Tensors:
 
 def _with_v_in_rows(tensors: Tensors, options: Options) -> Tensors:
     """The only place where v is put back from the Hopper kernel's slots into rows."""
-    v = BlockScaled(
-        tensors.v,
-        tensors.v_descale,
-        options.v_block,
-        cu_seqlens=tensors.cu_seqlens_k,
-        layout="slots",
-        shape=(*tensors.k.shape[:-1], options.v_slots),
-    ).in_rows()
-    return tensors._replace(v=v.data, v_descale=v.descale)
+    shape = (*tensors.k.shape[:-1], options.v_slots)
+    return tensors._replace(v=slots.to_rows(tensors.v, shape, tensors.cu_seqlens_k))
 
 
 def _forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:

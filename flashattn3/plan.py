@@ -30,6 +30,17 @@ class Plan:
         """Whether v comes in the Hopper kernel's slots and this backend reads rows."""
         return self.problem.v_slots and not self.backend.reads_slots
 
+    @property
+    def unused_hints(self) -> dict[str, str]:
+        """Name and reason of the hints of the call that the backend runs without."""
+        problem, unused = self.problem, self.backend.unused_hints
+        given = {
+            "pack_gqa": problem.pack_gqa,
+            "num_splits": problem.num_splits > 1,
+            "sm_margin": problem.sm_margin > 0,
+        }
+        return {name: unused[name] for name, asked in given.items() if asked and name in unused}
+
 
 def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
     """The first backend that does not decline; with ``problem.backend`` set, that one or none.

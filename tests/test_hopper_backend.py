@@ -262,8 +262,6 @@ DECLINED = [
         {"softmax_scale": 1e-40},
         "computes scores in torch.float32, whose range softmax_scale 1e-40",
     ),
-    (qkv(), {"pack_gqa": True}, "has no packed layout of grouped queries (pack_gqa)"),
-    (qkv(), {"num_splits": 3}, "works the keys off in one pass (num_splits)"),
 ]
 
 
@@ -275,7 +273,14 @@ def test_what_it_declines_and_why(tensors, options, reason):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_splits": 0}, {"num_splits": -1}, {"pack_gqa": False}, {"sm_margin": 4}]
+    "options",
+    [
+        {"num_splits": 0},
+        {"num_splits": 3},
+        {"pack_gqa": False},
+        {"pack_gqa": True},
+        {"sm_margin": 4},
+    ],
 )
 def test_what_it_takes(options):
     assert plan(qkv(), **options).backend.name == "hopper"

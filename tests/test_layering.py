@@ -86,7 +86,14 @@ MAY_IMPORT = {
     "triton_kernels": {"triton_kernels", "triton_kernels.configs"},
     "backends": {"backends.hopper", "backends.reference", "backends.triton"},
     "quantization": {"arguments", "contents", "errors", "modes", "quantization", "scales"},
-    "quantization.dispatch": {"backends", "device", "problem", "quantization", "scales"},
+    "quantization.dispatch": {
+        "backends",
+        "device",
+        "modes",
+        "problem",
+        "quantization",
+        "scales",
+    },
     "quantization.triton_launch": {"quantization", "scales", "triton_kernels"},
     "ops": {
         "backends",

@@ -342,8 +342,6 @@ def test_declines_with_a_sentence():
     assert BACKEND.unavailable_reason(CPU) is None
     assert BACKEND.decline_reason(problem, CPU) is None
     for change, named in (
-        ({"pack_gqa": True}, "pack_gqa"),
-        ({"sm_margin": 2}, "sm_margin"),
         ({"softmax_scale": 1e38}, "softmax_scale"),
         ({"softmax_scale": -1e-40}, "softmax_scale"),
         ({"softmax_scale": 2.0**90, "softcap": 2.0**-40}, "softmax_scale / softcap"),

@@ -21,10 +21,15 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
-    """reads_slots: whether forward takes v in the Hopper kernel's slots."""
+    """reads_slots: whether forward takes v in the Hopper kernel's slots.
+
+    unused_hints: name and reason of the hints, options that change no result, which this backend
+        runs without.
+    """
 
     name: str
     reads_slots: bool
+    unused_hints: dict[str, str]
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         """Why this backend can run nothing on the device, or None."""

@@ -89,6 +89,10 @@ class HopperBackend:
     library: Callable[[], Library] = field(default=library_for_gpu, repr=False)
     only_measured: bool = True
     reads_slots: ClassVar[bool] = True
+    unused_hints: ClassVar[dict[str, str]] = {
+        "pack_gqa": "has no packed layout of grouped queries",
+        "num_splits": "computes all keys in one pass",
+    }
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if device.kind != "cuda":
@@ -106,11 +110,7 @@ class HopperBackend:
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
         reason = sixteen_bit.decline_reason(problem, MAX_HEAD_DIM)
-        if reason is not None:
-            return reason
-        if problem.num_splits > 1:
-            return "works the keys off in one pass (num_splits)"
-        return self._unusable_reason(_row_of(problem), problem)
+        return reason or self._unusable_reason(_row_of(problem), problem)
 
     def _unusable_reason(self, row: Row, problem: Problem) -> str | None:
         if row.name not in self.library().rows:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,15 +73,15 @@ class ReferenceBackend:
 
     name = "reference"
     reads_slots = False
+    unused_hints: ClassVar = {
+        "pack_gqa": "has no packed layout of grouped queries",
+        "sm_margin": "launches no grid of its own, so it cannot leave multiprocessors free",
+    }
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
-        if problem.pack_gqa:
-            return "has no packed layout for pack_gqa=True"
-        if problem.sm_margin:
-            return "launches no grid of its own, so sm_margin cannot leave multiprocessors free"
         dtype = _compute_dtype(problem)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 

@@ -24,6 +24,4 @@ def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
     longest = max(problem.total_q, problem.total_k)
     if longest > MAX_ROWS:
         return f"counts rows in 32 bits: q, k and v may have up to {MAX_ROWS}, found {longest}"
-    if problem.pack_gqa:
-        return "has no packed layout of grouped queries (pack_gqa)"
     return score_factor_reason(problem, 100, torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -66,6 +66,10 @@ class TritonBackend:
 
     name = "triton"
     reads_slots = False
+    unused_hints: ClassVar = {
+        "pack_gqa": "has no packed layout of grouped queries",
+        "sm_margin": "launches one program per tile, so it cannot leave multiprocessors free",
+    }
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -88,8 +92,8 @@ class TritonBackend:
         reason = sixteen_bit.decline_reason(problem, MAX_HEAD_DIM)
         if reason is not None:
             return reason
-        if problem.sm_margin:
-            return "launches one program per tile, so it cannot leave SMs free (sm_margin)"
+        if device.interpreted and problem.dtype == torch.bfloat16:
+            return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return None
 
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:

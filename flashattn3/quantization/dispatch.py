@@ -10,6 +10,7 @@ from torch import Tensor
 from ..backends.hopper import BACKEND as HOPPER
 from ..backends.triton import BACKEND as TRITON
 from ..device import describe_device
+from ..modes import is_traced
 from ..problem import SIXTEEN_BIT
 from ..scales import FP8, INT8
 from . import slots, torch_operations
@@ -30,14 +31,19 @@ def layout_of_v(v: Tensor) -> str:
 
 def quantize(*arguments: object) -> tuple[Tensor, Tensor]:
     """data in the layout, and descale, of the arguments of _quantize."""
-    run = _opaque_quantize if torch.compiler.is_compiling() else _quantize
+    run = _opaque_quantize if _is_opaque(arguments[0]) else _quantize
     return run(*arguments)
 
 
 def quantize_qkv(*arguments: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """data and descale of each of three, of the arguments of _quantize_qkv; v's in layout_of_v."""
-    run = _opaque_quantize_qkv if torch.compiler.is_compiling() else _quantize_qkv
+    run = _opaque_quantize_qkv if _is_opaque(arguments[0]) else _quantize_qkv
     return run(*arguments)
+
+
+def _is_opaque(x: Tensor) -> bool:
+    """Whether torch must not look into the kernels' launches, or there is no data to launch on."""
+    return x.is_meta or is_traced()
 
 
 def _quantize(
@@ -124,7 +130,7 @@ def _backend_runs_on(name: str, device: torch.device) -> bool:
     return backend.unavailable_reason(describe_device(device)) is None
 
 
-# For torch.compile, which cannot look into the kernels' launches.
+# For the compiler, tracing modes and transforms, which cannot look into the kernels' launches.
 _opaque_quantize = torch.library.custom_op(
     "flashattn3::quantize",
     _quantize,

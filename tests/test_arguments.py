@@ -1,0 +1,404 @@
+"""Every form in which callers pass numbers, bools, pairs and lengths gets the right result; the
+rest gets one sentence with the name of the function, before any work."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import H100, WITHOUT_HOPPER, run_python
+
+from flashattn3 import (
+    available_backends,
+    explain,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_fp8_func,
+    flash_attn_varlen_func,
+    quantize_block_fp8,
+)
+from flashattn3.api import _warn_of_zero_scale
+from flashattn3.backends import TRITON
+from flashattn3.backends.hopper import HopperBackend
+from flashattn3.backends.hopper_library import Library
+from flashattn3.device import describe_device
+from flashattn3.kernel_table import all_rows
+from flashattn3.plan import choose
+from flashattn3.problem import Options, Tensors, describe, metadata_of
+from flashattn3.quantization import BlockScaled, dispatch, torch_operations
+from flashattn3.scales import EIGHT_BIT, FP8
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+ROWS, EDGES = normal(20, 2, 16), ints(0, 5, 12, 20)
+HALF = ROWS.half()
+
+
+def varlen(rows=ROWS, function=flash_attn_varlen_func, **changes):
+    arguments = {"cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES}
+    arguments |= {"max_seqlen_q": 8, "max_seqlen_k": 8}
+    return function(rows, rows, rows, **{**arguments, **changes})
+
+
+def dense(rows=ROWS, function=flash_attn_func, **changes):
+    x = rows.unflatten(0, (2, 10))
+    return function(x, x, x, **changes)
+
+
+FORMS = [
+    (name, plain, form)
+    for name, plain, forms in (
+        (
+            "softmax_scale",
+            0.5,
+            (np.float32(0.5), np.float64(0.5), torch.tensor(0.5), np.array(0.5)),
+        ),
+        ("softcap", 2.0, (2, np.int32(2), torch.tensor(2), np.float16(2))),
+        ("num_splits", 3, (np.int64(3), torch.tensor(3))),
+        ("sm_margin", 0, (np.uint8(0), torch.tensor(0))),
+        ("attention_chunk", 0, (np.int64(0), torch.tensor(0))),
+        ("causal", True, (1, np.bool_(True), torch.tensor(True), np.int64(1))),
+        ("deterministic", True, (1, np.bool_(True))),
+        ("pack_gqa", None, (1, np.bool_(False), True)),
+        ("return_lse", False, (0, np.bool_(False), torch.tensor(False))),
+        ("window_size", (3, 1), ([3, 1], np.array([3, 1]), torch.tensor([3, 1]), (np.int8(3), 1))),
+        ("window_size", (-1, 1), ((-7, 1), (None, 1), [torch.tensor(-2), 1])),
+    )
+    for form in forms
+]
+
+
+@pytest.mark.parametrize(("name", "plain", "form"), FORMS, ids=lambda x: repr(x)[:30])
+def test_every_form_of_an_argument_is_taken(name, plain, form):
+    for call in (dense, varlen):
+        assert torch.equal(call(**{name: form}), call(**{name: plain}))
+
+
+@pytest.mark.parametrize(
+    "longest", [8, np.int64(8), torch.tensor(8), np.array(8), torch.tensor(8).byte()]
+)
+def test_every_form_of_a_length_is_taken(longest):
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    assert torch.equal(varlen(**lengths), varlen())
+    fp8 = flash_attn_varlen_fp8_func
+    assert torch.equal(varlen(HALF, fp8, **lengths), varlen(HALF, fp8))
+    found = quantize_block_fp8(HALF, cu_seqlens=EDGES, max_seqlen=longest)
+    assert found.descale.shape == (3, 2, 1)
+
+
+def test_the_other_functions_take_them_too():
+    qkv = normal(1, 6, 8, 16)
+    wanted = flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4)
+    assert torch.equal(flash_attn_qkvpacked_func(qkv, causal=1, num_heads_q=np.int64(4)), wanted)
+    wanted = dense(HALF, flash_attn_fp8_func, block=64, hadamard=False)
+    found = dense(HALF, flash_attn_fp8_func, block=np.int64(64), hadamard=np.bool_(False))
+    assert torch.equal(found, wanted)
+    assert (
+        quantize_block_fp8(normal(1, 8, 2, 16), block=torch.tensor(64), hadamard=1).hadamard is True
+    )
+
+
+def name_of(value):
+    return value[:40] if isinstance(value, str) else next(iter(value))
+
+
+META = torch.tensor(1, device="meta")
+# Sentences that start with the argument; unhashable values, foreign types, numbers out of range.
+WRONG = [
+    ({"softmax_scale": [0.5]}, "softmax_scale must be a float, got [0.5] (list)"),
+    ({"softmax_scale": META}, "softmax_scale must be a float, got Tensor of shape ()"),
+    ({"softmax_scale": 1j}, "softmax_scale must be a float, got 1j (complex)"),
+    ({"softmax_scale": 10**5000}, "softmax_scale must be finite, got a value of type int"),
+    ({"causal": [True]}, "causal must be a bool, got [True] (list)"),
+    ({"causal": 0.5}, "causal must be a bool, got 0.5 (float)"),
+    ({"softcap": [1.0]}, "softcap must be a float, got [1.0] (list)"),
+    ({"backend": ["triton"]}, "backend must be a str or None, got ['triton'] (list)"),
+    ({"backend": ""}, "backend must be one of ('hopper', 'triton', 'reference'), got ''"),
+    ({"out_dtype": []}, "out_dtype must be a torch.dtype or None, got [] (list)"),
+    ({"out_dtype": False}, "out_dtype must be a torch.dtype or None, got False (bool)"),
+    ({"out_dtype": 0}, "out_dtype must be a torch.dtype or None, got 0 (int)"),
+    ({"window_size": ([1], [2])}, "window_size[0] must be an int, got [1] (list)"),
+    ({"window_size": (2**63, 0)}, "window_size[0] must be an int of 64 bits, got 922"),
+    ({"window_size": "ab"}, "window_size must be a pair (left, right), got 'ab' (str)"),
+    ({"num_splits": 257}, "num_splits must be at most 256, got 257"),
+    ({"attention_chunk": "a"}, "attention_chunk must be an int, got 'a' (str)"),
+    ({"attention_chunk": None}, "attention_chunk must be an int, got None"),
+    ({"qv": np.zeros(3)}, "qv must be None, got ndarray of shape (3,)"),
+    ({"qv": 0}, "qv must be None, got 0 (int)"),
+    ({"return_lse": "x"}, "return_lse must be a bool, got 'x' (str)"),
+    ({"return_lse": torch.tensor([1, 2])}, "return_lse must be a bool, got Tensor of shape (2,)"),
+]
+
+
+def sentence_of(call, **changes) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(**changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG, ids=name_of)
+def test_a_wrong_argument_is_named(wrong, sentence, requires_grad):
+    rows = ROWS.clone().requires_grad_(requires_grad)
+    for call in (dense, varlen):
+        name = "flash_attn_func" if call is dense else "flash_attn_varlen_func"
+        assert sentence_of(call, rows=rows, **wrong).startswith(f"{name}: {sentence}")
+
+
+@pytest.fixture
+def nothing_is_quantized(monkeypatch):
+    def reached(*arguments):
+        pytest.fail("a tensor was quantized")
+
+    for name in ("quantize", "quantize_qkv"):
+        monkeypatch.setattr(dispatch, name, reached)
+
+
+WRONG_FP8 = [
+    *(
+        (wrong, sentence)
+        for wrong, sentence in WRONG
+        if not wrong.keys() & {"num_splits", "attention_chunk", "qv"}
+    ),
+    ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
+    ({"sm_margin": -1}, "sm_margin must be >= 0, got -1"),
+    ({"out_dtype": torch.float64}, "out_dtype must be None or one of"),
+    ({"backend": "bogus"}, "backend must be one of"),
+    ({"backend": "hopper"}, "backend 'hopper' does not take this problem"),
+    ({"block": 128.0}, "block must be an int, got 128.0 (float)"),
+    ({"block": 96}, "block must be one of (64, 128, 256), got 96"),
+    ({"hadamard": "no"}, "hadamard must be a bool, got 'no' (str)"),
+    ({"qk_dtype": "int8"}, "qk_dtype must be one of"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_FP8, ids=name_of)
+def test_fp8_functions_check_before_they_quantize(wrong, sentence, nothing_is_quantized):
+    for call, function in ((dense, flash_attn_fp8_func), (varlen, flash_attn_varlen_fp8_func)):
+        found = sentence_of(call, rows=HALF, function=function, **wrong)
+        assert found.startswith(f"{function.__name__}: {sentence}")
+
+
+def test_packed_qkv_names_itself():
+    found = sentence_of(flash_attn_qkvpacked_func, qkv=normal(1, 8, 3, 2, 16), softcap=-1.0)
+    assert found == "flash_attn_qkvpacked_func: softcap must be finite and >= 0, got -1.0"
+    found = sentence_of(flash_attn_qkvpacked_func, qkv=normal(1, 8, 8, 16), num_heads_q="4")
+    assert found == "flash_attn_qkvpacked_func: num_heads_q must be an int, got '4' (str)"
+
+
+X = normal(200, 2, 16)
+RAGGED = {"cu_seqlens": ints(0, 50, 200), "max_seqlen": 150}
+WRONG_QUANTIZE = [
+    ({"cu_seqlens": [0, 200]}, "cu_seqlens must be a torch.Tensor, got [0, 200] (list)"),
+    ({"cu_seqlens": np.zeros(2, np.int32)}, "cu_seqlens must be a torch.Tensor, got ndarray"),
+    ({"cu_seqlens": ints(0, 200)[None]}, "cu_seqlens.shape must be (batch + 1,), at least (1,)"),
+    ({"cu_seqlens": ints()}, "cu_seqlens.shape must be (batch + 1,), at least (1,), got (0,)"),
+    ({"cu_seqlens": ints(0, 200)[0]}, "cu_seqlens.shape must be (batch + 1,), at least (1,)"),
+    ({"cu_seqlens": ints(0, 200).to("meta")}, "cu_seqlens.device must be cpu as x's, got meta"),
+    ({"cu_seqlens": ints(0, 250)}, "cu_seqlens[-1] must be <= 200 rows, got 250"),
+    ({"max_seqlen": 3}, "max_seqlen must be >= 150, the longest sequence, got 3"),
+    ({"max_seqlen": 0}, "max_seqlen must be >= 150, the longest sequence, got 0"),
+    ({"max_seqlen": -1}, "max_seqlen must be >= 0, got -1"),
+    ({"max_seqlen": True}, "max_seqlen must be an int, got True (bool)"),
+    ({"max_seqlen": 1.5}, "max_seqlen must be an int, got 1.5 (float)"),
+    ({"max_seqlen": "150"}, "max_seqlen must be an int, got '150' (str)"),
+    ({"hadamard": "no"}, "hadamard must be a bool, got 'no' (str)"),
+    ({"smooth": "x"}, "smooth must be a bool, got 'x' (str)"),
+    ({"kind": ["q"]}, "kind must be one of ('q', 'k', 'v'), got ['q']"),
+    ({"kind": np.array(["q"])}, "kind must be one of"),
+    ({"x": normal(200, 2, 0)}, "x.shape[-1] must be at least 1, got 0"),
+    ({"x": normal(200, 2, 16).to_sparse()}, "x.layout must be torch.strided"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_QUANTIZE, ids=name_of)
+def test_quantize_names_what_is_wrong(wrong, sentence, nothing_is_quantized):
+    arguments = {"x": X, **RAGGED, **wrong}
+    found = sentence_of(quantize_block_fp8, **arguments)
+    assert found.startswith(f"quantize_block_fp8: {sentence}")
+
+
+def test_slots_of_no_key_are_taken():
+    q, v = normal(1, 4, 2, 16), normal(1, 0, 2, 16)
+    scaled = (
+        quantize_block_fp8(q),
+        quantize_block_fp8(v, kind="k"),
+        quantize_block_fp8(v, kind="v", layout="slots"),
+    )
+    assert not flash_attn_func(*scaled).any()
+
+
+@pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("max_seqlen", [0, 3, 64])
+def test_a_length_that_is_too_small_never_leaves_the_tensors(max_seqlen, eight):
+    """On a GPU nobody reads the lengths; an index out of bounds would lose the CUDA context."""
+    data, descale = torch_operations.quantize(X, 64, False, RAGGED["cu_seqlens"], max_seqlen, eight)
+    assert data.shape == X.shape and descale.shape == (2, 2, -(-max_seqlen // 64))
+    scaled = BlockScaled(data, descale, 64, cu_seqlens=RAGGED["cu_seqlens"])
+    assert scaled.dequantize().shape == X.shape
+
+
+def test_fp8_names_a_length_that_is_too_small():
+    found = sentence_of(varlen, rows=HALF, function=flash_attn_varlen_fp8_func, max_seqlen_k=3)
+    sentence = "max_seqlen_k must be >= 8, the longest sequence, got 3"
+    assert found == f"flash_attn_varlen_fp8_func: {sentence}"
+    loose = varlen(HALF, flash_attn_varlen_fp8_func, max_seqlen_q=2**40, max_seqlen_k=2**40)
+    assert torch.equal(loose, varlen(HALF, flash_attn_varlen_fp8_func))
+
+
+WRONG_VALUES = [
+    ({"max_seqlen_q": 3}, "max_seqlen_q must be >= 8, the longest sequence, got 3"),
+    ({"max_seqlen_k": 0}, "max_seqlen_k must be >= 8, the longest sequence, got 0"),
+    ({"cu_seqlens_q": ints(5, 7, 8, 20)}, "cu_seqlens_q[0] must be 0, got 5"),
+    ({"cu_seqlens_k": ints(0, 9, 5, 20)}, "cu_seqlens_k must be non-decreasing, got [0, 9, 5, 20]"),
+    ({"cu_seqlens_k": ints(0, 5, 12, 21)}, "cu_seqlens_k[-1] must be <= 20 rows, got 21"),
+    ({"seqused_k": ints(5, 8, 8)}, "seqused_k[1] must be between 0 and 7, the sequence's length"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_VALUES, ids=name_of)
+def test_lengths_are_always_checked_on_a_cpu(wrong, sentence):
+    assert sentence_of(varlen, **wrong).startswith(f"flash_attn_varlen_func: {sentence}")
+
+
+def test_words_that_turn_checking_on():
+    code = "from flashattn3.contents import CHECKED; print(CHECKED)"
+    for word, wanted in (("1", True), ("true", True), ("ON", True), ("0", False), ("", False)):
+        assert run_python(code, FLASHATTN3_CHECK=word).strip() == str(wanted)
+
+
+def test_a_softmax_scale_of_zero_warns_once():
+    """FlashAttention-2 has dropout_p at its place."""
+    _warn_of_zero_scale.cache_clear()
+    with pytest.warns(UserWarning, match="^flash_attn_func: softmax_scale is 0, .*dropout_p"):
+        dense(softmax_scale=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dense(softmax_scale=0.0)
+        dense(softmax_scale=0.1)
+
+
+def test_the_order_of_flash_attention_2_is_explained():
+    x = normal(1, 8, 2, 16)
+    for call in (
+        lambda: flash_attn_func(x, x, x, 0.0, None, True),
+        lambda: flash_attn_func(x, x, x, 0.0, None),
+    ):
+        assert "FlashAttention-2 has dropout_p, softmax_scale and causal" in sentence_of(call)
+
+
+def test_dense_keys_need_no_cu_seqlens():
+    """As in a cache with room for more: seqused_k says how much of it counts."""
+    keys = normal(3, 9, 2, 16, seed=1).requires_grad_()
+    values, used = normal(3, 9, 2, 24, seed=2), ints(9, 4, 0)
+    rows = EDGES, ints(0, 9, 18, 27), 8, 9
+    wanted, wanted_lse = flash_attn_varlen_func(
+        ROWS, keys.flatten(0, 1), values.flatten(0, 1), *rows, seqused_k=used, return_lse=True
+    )
+    (wanted_gradient,) = torch.autograd.grad(wanted.sum(), keys)
+    for longest in (9, 1000, None):
+        found, lse = flash_attn_varlen_func(
+            ROWS, keys, values, EDGES, None, 8, longest, seqused_k=used, return_lse=True
+        )
+        (gradient,) = torch.autograd.grad(found.sum(), keys)
+        assert torch.equal(found, wanted) and torch.equal(lse, wanted_lse)
+        assert torch.equal(gradient, wanted_gradient)
+    axes = "(batch, seqlen_k, heads, head_dim) where cu_seqlens_k is None"
+    assert sentence_of(varlen, cu_seqlens_k=None).endswith(
+        f"k.shape must be {axes}, got (20, 2, 16)"
+    )
+    wrong = {"q": ROWS, "k": keys[:2], "v": values[:2], "cu_seqlens_q": EDGES}
+    wrong |= {"cu_seqlens_k": None, "max_seqlen_q": 8, "max_seqlen_k": 9}
+    assert sentence_of(flash_attn_varlen_func, **wrong).endswith(
+        "k.shape[0] must be 3 (batch), got 2"
+    )
+
+
+def layouts():
+    x = normal(1, 8, 2, 16)
+    sequences = [normal(3, 2, 16), normal(5, 2, 16)]
+    return {
+        "sparse": x.to_sparse(),
+        "mkldnn": x[0].to_mkldnn(),
+        "nested": torch.nested.nested_tensor(sequences),
+        "jagged": torch.nested.nested_tensor(sequences, layout=torch.jagged),
+    }
+
+
+@pytest.mark.parametrize("layout", ["sparse", "mkldnn", "nested", "jagged"])
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_fp8_func, explain])
+def test_tensors_without_strides_are_named(function, layout):
+    x = layouts()[layout]
+    sentence = f"{function.__name__}: q.layout must be torch.strided"
+    assert sentence_of(lambda: function(x, x, x)).startswith(sentence)
+
+
+@pytest.mark.parametrize("device", ["bogus", 3, [], "cuda:1000", None.__class__])
+def test_a_device_that_is_none_is_named(device):
+    assert sentence_of(available_backends, device=device).startswith(
+        "available_backends: device must be"
+    )
+
+
+def test_a_quantized_tensor_acts_like_one():
+    scaled = quantize_block_fp8(X, smooth=True, kind="k", **RAGGED)
+    assert (scaled.device, scaled.dtype, scaled.shape) == (X.device, FP8, X.shape)
+    assert scaled == scaled and scaled != quantize_block_fp8(X, smooth=True, kind="k", **RAGGED)
+    assert len({scaled, scaled}) == 1
+    assert scaled.to("cpu") is scaled
+    moved = scaled.to("meta")
+    places = {x.device.type for x in (moved.data, moved.descale, moved.cu_seqlens, moved.mean)}
+    assert places == {"meta"} and moved.device.type == "meta"
+    assert (moved.block, moved.shape, moved.layout) == (scaled.block, scaled.shape, scaled.layout)
+    assert "BlockScaled.to: device must be" in sentence_of(lambda: scaled.to(torch.float16))
+    for name in ("data", "descale", "mean", "cu_seqlens"):
+        given = {"data": X, "descale": X, "block": 64, name: [1.0]}
+        sentence = f"BlockScaled: {name} must be a torch.Tensor, got [1.0] (list)"
+        assert sentence_of(BlockScaled, **given) == sentence
+
+
+HINTS = {"pack_gqa": True, "sm_margin": 8, "num_splits": 4}
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("hint", HINTS)
+def test_hints_change_no_result_and_no_backend(hint, backend):
+    x = HALF.unflatten(0, (2, 10))
+    given = {hint: HINTS[hint]}
+    found = flash_attn_func(x, x, x, backend=backend, **given)
+    torch.testing.assert_close(found, flash_attn_func(x, x, x, backend=backend), atol=2e-3, rtol=0)
+    explained = explain(x, x, x, backend=backend, **given)
+    assert explained.backend == backend
+    assert set(explained.unused_hints) == {hint} - {"num_splits"}
+    assert all(f"{name} has no effect: " in str(explained) for name in explained.unused_hints)
+    assert not explain(x, x, x, backend=backend).unused_hints
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_hints_keep_a_call_on_hopper(hint):
+    library = Library(frozenset(row.name for row in all_rows()))
+    hopper = HopperBackend(library=lambda: library, only_measured=False)
+    q = torch.empty(1, 4096, 8, 128, device="meta", dtype=torch.float16)
+    problem = describe(tuple(map(metadata_of, Tensors(q, q, q))), Options(**{hint: HINTS[hint]}))
+    found = choose(problem, H100, (hopper, *WITHOUT_HOPPER))
+    assert found.backend is hopper
+    assert set(found.unused_hints) == {hint} - {"sm_margin"}
+
+
+def test_the_interpreter_declines_bfloat16():
+    x = HALF.unflatten(0, (2, 10)).bfloat16()
+    info = replace(describe_device(x.device), interpreted=True)
+    problem = describe(tuple(map(metadata_of, Tensors(x, x, x))), Options())
+    assert "bfloat16" in TRITON.decline_reason(problem, info)
+    assert TRITON.decline_reason(replace(problem, dtype=torch.float16), info) is None
