@@ -12,6 +12,11 @@ from .api import (
 )
 from .errors import UnsupportedError
 from .fp8 import flash_attn_fp8_func, flash_attn_varlen_fp8_func
+from .packed import (
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from .quantization import BlockScaled, quantize_block_fp8
 
 __version__ = "0.1.0"
@@ -24,9 +29,12 @@ __all__ = [
     "explain",
     "flash_attn_fp8_func",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_fp8_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "quantize_block_fp8",
     "use_backend",
 ]

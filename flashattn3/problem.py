@@ -183,13 +183,20 @@ def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
     for index, value in enumerate(tensors):
         if value is None and index >= required:
             continue
+        name = Tensors._fields[index]
         if not isinstance(value, torch.Tensor):
-            name = Tensors._fields[index]
             raise type_error(function, name, "a torch.Tensor", shown(value))
+        if type(value) is not torch.Tensor and _is_distributed(value):
+            wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
+            raise type_error(function, name, wanted, shown(value))
         if value.layout is not torch.strided or value.is_nested:
-            name = f"{Tensors._fields[index]}.layout"
             layout = "nested" if value.is_nested else value.layout
-            raise type_error(function, name, "torch.strided, of a plain tensor", layout)
+            raise type_error(function, f"{name}.layout", "torch.strided, of a plain tensor", layout)
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, for whose placements the operators have no rule."""
+    return not torch.compiler.is_compiling() and hasattr(tensor, "device_mesh")
 
 
 def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> None:

@@ -14,8 +14,11 @@ from flashattn3 import (
     UnsupportedError,
     available_backends,
     flash_attn_func,
+    flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     use_backend,
 )
 
@@ -131,6 +134,67 @@ def test_packed_qkv_of_four_axes(device):
     (gradient,) = torch.autograd.grad(found.sum(), qkv)
     (wanted_gradient,) = torch.autograd.grad(wanted.sum(), qkv)
     assert torch.equal(gradient, wanted_gradient)
+
+
+def test_packed_forms_of_flash_attention_2(device):
+    """Its order: dropout_p stands before softmax_scale."""
+    q, kv = tokens(2, 9, 4, 16, device=device), tokens(2, 7, 2, 2, 16, device=device)
+    kv.requires_grad_()
+    wanted, wanted_lse = flash_attn_func(q, *kv.unbind(2), 0.3, causal=True, return_lse=True)
+    found, lse = flash_attn_kvpacked_func(q, kv, 0.0, 0.3, True, return_attn_probs=True)
+    assert torch.equal(found, wanted) and torch.equal(lse, wanted_lse)
+    gradients = [torch.autograd.grad(x.sum(), kv)[0] for x in (found, wanted)]
+    assert torch.equal(*gradients)
+
+    edges_q, edges_k = cumulative(9, 9, device=device), cumulative(7, 7, device=device)
+    rows = q.flatten(0, 1), kv.flatten(0, 1)
+    lengths = edges_q, edges_k, 9, 7
+    found = flash_attn_varlen_kvpacked_func(*rows, *lengths, 0.0, 0.3, True)
+    assert torch.equal(
+        found,
+        flash_attn_varlen_func(
+            rows[0], *rows[1].unbind(1), *lengths, softmax_scale=0.3, causal=True
+        ),
+    )
+    torch.testing.assert_close(found.unflatten(0, (2, 9)), wanted)
+
+    qkv = tokens(12, 3, 2, 16, device=device)
+    edges = cumulative(5, 7, device=device)
+    found = flash_attn_varlen_qkvpacked_func(qkv, edges, 7, 0.0, 0.3, True, (3, 0))
+    options = {"softmax_scale": 0.3, "causal": True, "window_size": (3, 0)}
+    wanted = flash_attn_varlen_func(*qkv.unbind(1), edges, edges, 7, 7, **options)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda q, kv, e: flash_attn_kvpacked_func(q, q), "kv.shape must be (batch, seqlen_k, 2, "),
+        (lambda q, kv, e: flash_attn_kvpacked_func(q, kv, 0.1), "dropout_p must be 0, got 0.1"),
+        (
+            lambda q, kv, e: flash_attn_kvpacked_func(q, kv, alibi_slopes=q),
+            "alibi_slopes must be None, got Tensor",
+        ),
+        (
+            lambda q, kv, e: flash_attn_varlen_qkvpacked_func(kv[0], e, 3),
+            "qkv.shape must be (total, 3, heads, head_dim), got (7, 2, 2, 16)",
+        ),
+        (
+            lambda q, kv, e: flash_attn_varlen_qkvpacked_func(tokens(7, 3, 2, 16), None, 3),
+            "cu_seqlens must be a torch.Tensor, got None",
+        ),
+        (
+            lambda q, kv, e: flash_attn_varlen_kvpacked_func(q[0], kv[0], e, e, 3, 3),
+            "max_seqlen_q must be >= 9, the longest sequence, got 3",
+        ),
+    ],
+)
+def test_packed_forms_name_themselves(call, sentence):
+    q, kv = tokens(2, 9, 4, 16), tokens(2, 7, 2, 2, 16)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(q, kv, cumulative(9))
+    name, _, said = str(caught.value).partition(": ")
+    assert name in flashattn3.__all__ and "packed" in name and said.startswith(sentence)
 
 
 @pytest.mark.parametrize("asked", [{}, {"return_lse": True}, {"return_attn_probs": True}])

@@ -26,6 +26,7 @@ CORE = (
     "autograd",
     "api",
     "fp8",
+    "packed",
     "backends",
     "triton_kernels",
     "quantization",
@@ -119,6 +120,7 @@ MAY_IMPORT = {
         "problem",
         "quantization",
     },
+    "packed": {"api", "arguments", "errors", "problem"},
     "fp8": {
         "api",
         "arguments",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -156,6 +157,27 @@ def test_tensors_without_data_give_results_without_data(requires_grad):
     with torch.no_grad():
         half = q.half()
         assert flash_attn_fp8_func(half, half, half).is_meta
+
+
+def test_a_distributed_tensor_is_refused_by_name():
+    code = """
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import flashattn3
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+x = distribute_tensor(torch.randn(2, 8, 2, 16), mesh, [Shard(0)])
+try:
+    flashattn3.flash_attn_func(x, x, x)
+except TypeError as error:
+    print(error)
+q = x.to_local()
+print(flashattn3.flash_attn_func(q, q, q).shape[0])"""
+    refused, local = run_python(code).splitlines()
+    assert refused.startswith("flash_attn_func: q must be a local tensor (torch.distributed.")
+    assert local == "1"
 
 
 @pytest.mark.parametrize("head_dim", [1, 16, 64, 128, 256, 1024])
