@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVERY_BACKEND, case_named, skip_what_is_declined
+from helpers import EVERY_BACKEND, case_named, run_python
 
+from flashattn3 import flash_attn_fp8_func
+from flashattn3.quantization.hadamard import _kept_signs
 from flashattn3.testing import Case, call, make_inputs, make_output_gradients
 from flashattn3.testing.cases import dense, varlen
 
@@ -31,7 +33,6 @@ def prepared(case: Case, device="cuda"):
 
 def run(case, tensors, backend, dout=None, dlse=None):
     """out and lse, and with gradients given also dq, dk and dv."""
-    skip_what_is_declined(case, backend)
     outputs = call(case, tensors, backend=backend, return_lse=True, deterministic=True)
     if dout is None:
         return outputs
@@ -232,3 +233,39 @@ def test_a_compiled_model_captures_cuda_graphs():
             torch.compiler.cudagraph_mark_step_begin()
             assert torch.equal(compiled(q, k, v), wanted)
     torch._dynamo.reset()
+
+
+@every_backend
+def test_the_first_fp8_call_may_be_inside_a_cuda_graph(backend):
+    """It makes the signs of the rotation, which must not stay in the memory of the graph."""
+    x = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.float16)
+    wanted = flash_attn_fp8_func(x, x, x, backend=backend)  # compiles, and loads the kernels
+    torch.cuda.synchronize()
+    _kept_signs.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = flash_attn_fp8_func(x, x, x, backend=backend)
+    graph.replay()
+    assert torch.equal(found, wanted)
+    del graph
+    with torch.device("cuda"):  # as torch.set_default_device does
+        assert torch.equal(flash_attn_fp8_func(x, x, x, backend=backend), wanted)
+
+
+def test_an_fp8_length_that_is_too_small_keeps_the_cuda_context():
+    """Nobody reads it; in a process of its own, which an assertion on the device would end."""
+    code = """
+import torch
+from flashattn3 import flash_attn_varlen_fp8_func
+edges = torch.tensor([0, 70, 400], dtype=torch.int32, device="cuda")
+def run(head_dim, longest, **options):
+    x = torch.ones(400, 2, head_dim, device="cuda", dtype=torch.float16)
+    longest = longest, longest
+    found = flash_attn_varlen_fp8_func(x, x, x, edges, edges, *longest, block=64, **options)
+    torch.cuda.synchronize()
+    return found
+for longest in (3, 0):
+    run(64, longest, smooth_k=True, return_lse=True)
+    run(320, longest, hadamard=False)
+print(run(64, 330).float().sub(1).abs().max().item() < 0.1)"""
+    assert run_python(code).splitlines()[-1] == "True"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EVERY_BACKEND, GPU, case_named, needs_hopper, skip_what_is_declined
+from helpers import EVERY_BACKEND, GPU, case_named, needs_hopper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
@@ -151,7 +151,6 @@ def test_corrupt_lengths_stay_within_the_tensors(
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_nothing_is_written_beside_the_results(backend, name, device):
     case = case_named(name)
-    skip_what_is_declined(case, backend)
     tensors = make_inputs(case, device, torch.float16)
     left, right = case.window
     lengths = {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k} if case.varlen else {}
@@ -201,7 +200,6 @@ def test_inputs_are_left_as_they_are(backend, name, device):
 @pytest.mark.parametrize("name", ["gqa-2", "window-both", "splits", "varlen-causal-cross"])
 def test_twenty_runs_give_the_same_bits(backend, name, device):
     case = case_named(name)
-    skip_what_is_declined(case, backend)
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)
     dout, dlse = make_output_gradients(case, tensors)
     first = None

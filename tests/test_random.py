@@ -17,7 +17,7 @@ from helpers import (
     forward_holds,
     gradients_hold,
 )
-from hypothesis import HealthCheck, assume, given, seed, settings
+from hypothesis import HealthCheck, given, seed, settings
 
 from flashattn3.testing import make_inputs, make_output_gradients
 from flashattn3.testing.strategies import random_cases
@@ -54,7 +54,6 @@ def test_random_problems(backend, chunk, device, poisoned_memory):
     )
     @given(strategy)
     def holds(case):
-        assume(backend != "hopper" or case.num_splits <= 1)
         tensors = make_inputs(case, device, dtype, requires_grad=True)
         out, lse = forward_holds(case, tensors, backend)
         # The gradient of scores of 1e4 is lost in the rounding of the LSE that P comes from, and
