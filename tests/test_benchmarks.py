@@ -25,6 +25,7 @@ from flashattn3.bench.contenders import (
     QUANTIZED,
     WHOLE_E4M3,
     WHOLE_INT8,
+    WHOLE_SMOOTH,
     naive,
     sdpa,
 )
@@ -289,18 +290,21 @@ def test_quick_fp8_suite(tmp_path, capsys):
     _, *records = lines(tmp_path / "fp8.jsonl")
     assert [r["contender"] for r in records] == [*EIGHT_BIT, OURS, "math"] * 2
     assert all(r["status"] == "ok" and r["dtype"] == "bfloat16" for r in records)
-    dtypes = [*["int8", "float8_e4m3fn"] * 2, "bfloat16", "bfloat16"]
+    dtypes = [*["int8", "float8_e4m3fn"] * 2, "int8", "bfloat16", "bfloat16"]
     assert [r["qk_dtype"] for r in records] == dtypes * 2
     fp8 = records[0]
     assert fp8["backend"] == "reference"
-    ratio = fp8["tflops"] / records[4]["tflops"]
+    ratio = fp8["tflops"] / records[5]["tflops"]
     assert fp8["speed_ratio"][OURS] == pytest.approx(ratio)
     printed = capsys.readouterr().out
     assert (
-        f"speed of {FP8_INT8} over {FP8_E4M3} / {WHOLE_INT8} / {WHOLE_E4M3} / {OURS} / math"
-        in printed
+        f"speed of {FP8_INT8} over {FP8_E4M3} / {WHOLE_INT8} / {WHOLE_E4M3} / {WHOLE_SMOOTH} / "
+        f"{OURS} / math" in printed
     )
     assert f"speed of {WHOLE_E4M3} over each of the others" in printed
+    smooth, plain = records[4]["median_ms"], records[2]["median_ms"]
+    assert f"cost of {WHOLE_SMOOTH} over {WHOLE_INT8}: us (per cent)" in printed
+    assert f"{(smooth - plain) * 1e3:.1f} ({(smooth / plain - 1) * 100:.1f} %)" in printed
 
 
 def test_quick_accuracy_suite(tmp_path, capsys):
@@ -361,9 +365,9 @@ def test_a_precision_that_gives_nan_fails_the_run(tmp_path, monkeypatch, capsys)
 def test_quick_quantize_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "quantize", "--head-dim", "64") == 0
     _, *records = lines(tmp_path / "quantize.jsonl")
-    assert [r["contender"] for r in records] == [OURS, "copy"] * 4
+    assert [r["contender"] for r in records] == [OURS, "copy"] * 5
     for ours, copy in zip(records[::2], records[1::2], strict=True):
-        tensors = 3 if ours["row"] == "q, k, v at once" else 1
+        tensors = 3 if ours["row"].startswith("q, k, v at once") else 1
         numbers, scales = tensors * 130 * 256, tensors * 2 * 256 // 64
         assert ours["num_bytes"] == 3 * numbers + 4 * scales
         assert copy["num_bytes"] == 4 * numbers
@@ -372,6 +376,7 @@ def test_quick_quantize_suite(tmp_path, capsys):
         "float8_e4m3fn",
         "int8",
         "float8_e4m3fn",
+        "int8",
         "int8",
     ]
     printed = capsys.readouterr().out
@@ -391,7 +396,7 @@ def test_wrong_quantization_has_no_number_and_fails_the_run(tmp_path, monkeypatc
     monkeypatch.setattr(quantize_suite, "quantize_qkv", wrong_v)
     assert bench(tmp_path, "--suite", "quantize", "--head-dim", "128") == 1
     ours = [r for r in lines(tmp_path / "quantize.jsonl")[1:] if r["contender"] == OURS]
-    assert len(ours) == 4 and all("gb_per_s" not in r for r in ours)
+    assert len(ours) == 5 and all("gb_per_s" not in r for r in ours)
     assert "differ from torch's" in capsys.readouterr().out
 
 

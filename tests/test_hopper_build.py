@@ -173,20 +173,23 @@ def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
 def test_the_build_brings_the_operators(built):
     """Under torch's CPU build they are there to be looked at; none is for the CPU."""
     code = "library = find_library(); ops = torch.ops.flashattn3_hopper; "
-    names = ("quantize", "quantize_qkv", "to_slots", "backward")
+    names = ("quantize", "quantize_qkv", "sample_mean", "to_slots", "backward")
     schemas = ", ".join(f"ops.{name}.default._schema" for name in names)
     done = run(built, "-c", f"import torch; {SHOW}{code}print({schemas}, sep='\\n')")
     assert done.returncode == 0, done.stderr
-    quantize, quantize_qkv, to_slots, backward = done.stdout.splitlines()
+    quantize, quantize_qkv, sample_mean, to_slots, backward = done.stdout.splitlines()
     assert quantize == (
-        "flashattn3_hopper::quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, "
-        "int max_seqlen, bool slots, bool int8) -> (Tensor data, Tensor descale)"
+        "flashattn3_hopper::quantize(Tensor x, Tensor? mean, Tensor? signs, Tensor? cu_seqlens, "
+        "int block, int max_seqlen, bool slots, bool int8) -> (Tensor data, Tensor descale)"
     )
     assert quantize_qkv == (
-        "flashattn3_hopper::quantize_qkv(Tensor q, Tensor k, Tensor v, Tensor? signs, "
-        "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int block, int max_seqlen_q, "
+        "flashattn3_hopper::quantize_qkv(Tensor q, Tensor k, Tensor v, Tensor? k_mean, "
+        "Tensor? signs, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int block, int max_seqlen_q, "
         "int max_seqlen_k, bool int8) -> (Tensor q, Tensor q_descale, Tensor k, "
         "Tensor k_descale, Tensor v, Tensor v_descale)"
+    )
+    assert sample_mean == (
+        "flashattn3_hopper::sample_mean(Tensor x, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
     )
     assert to_slots == (
         "flashattn3_hopper::to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor"

@@ -25,7 +25,6 @@ from flashattn3.quantization import (
     triton_launch,
 )
 from flashattn3.quantization.hadamard import rotate, rotate_back
-from flashattn3.quantization.tokens import places
 from flashattn3.scales import EIGHT_BIT, FP8, INT8
 from flashattn3.triton_kernels.quantize import to_e4m3, to_int8
 
@@ -389,13 +388,39 @@ def test_the_triton_kernel_gives_the_same_bytes(head_dim, hadamard, dtype, eight
 
 @interpreted
 @of_both
-def test_the_triton_kernel_on_ragged_sequences(eight):
+@pytest.mark.parametrize("smooth", [False, True])
+def test_the_triton_kernel_on_ragged_sequences(smooth, eight):
     edges, total = ragged((1, 0, 63, 64, 65, 100), before=2, behind=3)
-    x = normal(total, 2, 64)
+    x = normal(total, 2, 64) + 1
     x[100], x[:2] = float("nan"), float("nan")
-    wanted = torch_operations.quantize(x, 64, False, edges, 100, eight)
-    found = triton_launch.quantize(x, 64, False, edges, 100, eight)
+    mean = smoothing.sample_mean(x, edges, 100) if smooth else None
+    wanted = torch_operations.quantize(x, 64, False, edges, 100, eight, mean)
+    found = triton_launch.quantize(x, 64, False, edges, 100, eight, mean)
     assert_same(found, wanted, slice(2, -3))
+
+
+@interpreted
+@of_both
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "hadamard"), [(64, True), (40, False), (1, True)])
+def test_the_triton_kernel_subtracts_the_same_mean(head_dim, hadamard, dtype, eight):
+    """One token alone becomes zeros, of the sign that the definition gives them."""
+    for seqlen in (1, 100):
+        x = spoiled(normal(2, seqlen, 2, head_dim, seed=seqlen, dtype=dtype) + 3)
+        mean = smoothing.sample_mean(x, None, None)
+        assert (mean != 0).any()
+        wanted = torch_operations.quantize(x, 64, hadamard, None, None, eight, mean)
+        assert_same(triton_launch.quantize(x, 64, hadamard, None, None, eight, mean), wanted)
+
+
+@of_both
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_the_mean_is_subtracted_before_all_else(hadamard, eight):
+    x = normal(2, 100, 3, 32) + 5
+    mean = smoothing.sample_mean(x, None, None)
+    found = torch_operations.quantize(x, 64, hadamard, None, None, eight, mean)
+    wanted = torch_operations.quantize(x - mean[:, None], 64, hadamard, None, None, eight)
+    assert torch.equal(found[0].float(), wanted[0].float()) and torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.gpu
@@ -429,7 +454,7 @@ def means_in_numpy(x):
 def assert_means(found, wanted):
     """Bit for bit."""
     assert found.dtype == torch.float32 and found.is_contiguous()
-    assert np.array_equal(found.numpy().view(np.int32), np.stack(wanted).view(np.int32))
+    assert np.array_equal(found.cpu().numpy().view(np.int32), np.stack(wanted).view(np.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -437,7 +462,25 @@ def assert_means(found, wanted):
 def test_the_means_in_numpy(seqlen, dtype):
     x = spoiled(normal(2, seqlen, 3, 16, seed=seqlen, dtype=dtype) + 0.3)
     wanted = [means_in_numpy(sequence) for sequence in x.float().numpy()]
-    assert_means(smoothing.means(x, None, None), wanted)
+    assert_means(smoothing.sample_mean(x, None, None), wanted)
+
+
+SAMPLED = (0, 1, 2, 100, 128, 129, 1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 40, 64, 128, 200, 256] if GPU else [1, 40])
+def test_the_kernels_sample_the_same_mean(head_dim, dtype, device, poisoned_memory):
+    """Triton's; where the Hopper kernels run, theirs too."""
+    edges, total = ragged(SAMPLED, 3, 5)
+    dense = [spoiled(normal(2, n, 3, head_dim, seed=n) + 0.3) for n in (100, 1000)]
+    cases = [(x.to(dtype), None, None) for x in dense]
+    cases.append(((normal(total, 2, head_dim) + 0.3).to(dtype), edges, 900))
+    for x, cu_seqlens, max_seqlen in cases:
+        wanted = smoothing.sample_mean(x, cu_seqlens, max_seqlen)
+        there = (x.to(device), None if cu_seqlens is None else cu_seqlens.to(device), max_seqlen)
+        assert_means(triton_launch.sample_mean(*there), wanted)
+        assert_means(dispatch.sample_mean(*there), wanted)
 
 
 @settings(max_examples=30, deadline=None)
@@ -452,16 +495,18 @@ def test_a_ragged_batch_has_a_mean_for_each_sequence(lengths, around, max_seqlen
     x = normal(total, 2, 8, seed=total) + 0.3
     edges[-1] += 2 * around
     parts = [x[i:j][:max_seqlen].numpy() for i, j in pairwise(edges.tolist())]
-    assert_means(smoothing.means(x, edges, max_seqlen), [means_in_numpy(part) for part in parts])
+    assert_means(
+        smoothing.sample_mean(x, edges, max_seqlen), [means_in_numpy(part) for part in parts]
+    )
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
 @pytest.mark.parametrize("many", [False, True])
 def test_a_mean_is_finite_and_a_column_does_not_see_another(odd, many):
     x = normal(1, 200, 2, 8, dtype=torch.bfloat16) + 1
-    clean = smoothing.means(x, None, None)
+    clean = smoothing.sample_mean(x, None, None)
     x[0, :, 1, 5] = odd if many else x[0, :, 1, 5].where(torch.arange(200) > 0, odd)
-    found = smoothing.means(x, None, None)
+    found = smoothing.sample_mean(x, None, None)
     assert found.isfinite().all()
     others = torch.ones(2, 8, dtype=torch.bool)
     others[1, 5] = False
@@ -473,10 +518,10 @@ def test_a_mean_is_finite_and_a_column_does_not_see_another(odd, many):
 
 def test_a_mean_is_taken_only_where_it_stands_out():
     x = normal(2, 1000, 8, 128)
-    assert (smoothing.means(x, None, None) == 0).float().mean() > 0.98
-    assert ((smoothing.means(x + 1, None, None) - 1).abs() < 0.5).all()
+    assert (smoothing.sample_mean(x, None, None) == 0).float().mean() > 0.98
+    assert ((smoothing.sample_mean(x + 1, None, None) - 1).abs() < 0.5).all()
     x[:, 0] = 1e4  # of the sample
-    assert (smoothing.means(x, None, None) == 0).all()
+    assert (smoothing.sample_mean(x, None, None) == 0).all()
 
 
 @of_both
@@ -535,25 +580,35 @@ def assert_same_slots(found, rows, edges):
 def assert_hopper_gives_torchs_bytes(x, block, hadamard=False, edges=None, max_seqlen=None):
     """Those of torch on the GPU and on the CPU; of e4m3 that is not rotated, in slots too."""
     tokens = slice(None) if edges is None else slice(int(edges[0]), int(edges[-1]))
-    options = {"block": block, "cu_seqlens": edges, "max_seqlen": max_seqlen}
-    for eight in (INT8, FP8):
-        found = quantize_block_fp8(x, hadamard=hadamard, dtype=eight, layout="rows", **options)
+    batch = x.shape[0] if edges is None else edges.numel() - 1
+    for eight, mean in (
+        (INT8, normal(batch, *x.shape[-2:], dtype=torch.float32).to(x.device)),
+        (FP8, normal(batch, *x.shape[-2:], dtype=torch.float32).to(x.device)),
+        (INT8, None),
+        (FP8, None),
+    ):
+        how = (block, hadamard, edges, max_seqlen)
+        data, descale = dispatch.quantize(x, *how, "rows", eight, mean)
         for place in (x.device, torch.device("cpu")):
-            cu_seqlens = None if edges is None else edges.to(place)
+            cu_seqlens, there = (None if t is None else t.to(place) for t in (edges, mean))
             wanted = torch_operations.quantize(
-                x.to(place), block, hadamard, cu_seqlens, max_seqlen, eight
+                x.to(place), block, hadamard, cu_seqlens, max_seqlen, eight, there
             )
-            assert_same((found.data.to(place), found.descale.to(place)), wanted, tokens)
+            assert_same((data.to(place), descale.to(place)), wanted, tokens)
+    sampled = dispatch.sample_mean(x, edges, max_seqlen).cpu()
+    assert torch.equal(bits(sampled), bits(smoothing.sample_mean(x.cpu(), cu_seqlens, max_seqlen)))
     if hadamard:
         return
-    mixed = quantize_block_fp8(x, kind="v", layout="slots", **options)
-    assert torch.equal(mixed.descale, found.descale)
-    assert_same_slots(mixed.data, found.data, edges)
-    moved = torch.ops.flashattn3_hopper.to_slots(found.data, edges, max_seqlen or 0)
-    assert_same_slots(moved, found.data, edges)
-    padded = torch.nn.functional.pad(bits(found.data), (3, 2)).view(found.data.dtype)[..., 3:-2]
+    mixed = quantize_block_fp8(
+        x, block=block, kind="v", layout="slots", cu_seqlens=edges, max_seqlen=max_seqlen
+    )
+    assert torch.equal(mixed.descale, descale)
+    assert_same_slots(mixed.data, data, edges)
+    moved = torch.ops.flashattn3_hopper.to_slots(data, edges, max_seqlen or 0)
+    assert_same_slots(moved, data, edges)
+    padded = torch.nn.functional.pad(bits(data), (3, 2)).view(data.dtype)[..., 3:-2]
     moved = torch.ops.flashattn3_hopper.to_slots(padded, edges, max_seqlen or 0)
-    assert_same_slots(moved, found.data, edges)
+    assert_same_slots(moved, data, edges)
 
 
 def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, smooth, edges=None, longest=None):
@@ -578,13 +633,11 @@ def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, smooth, edges=N
             tokens = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
         rotated, dtype = (False, FP8) if kind == "v" else (hadamard, eight)
         longest, x = longest_q if kind == "q" else longest_k, x.cpu()
-        mean = smoothing.means(x, cu_seqlens, longest) if smooth and kind == "k" else None
+        mean = smoothing.sample_mean(x, cu_seqlens, longest) if smooth and kind == "k" else None
         assert (scaled.mean is None) == (mean is None)
         if mean is not None:
             assert torch.equal(bits(scaled.mean.cpu()), bits(mean))
-            of = places(x.shape[-3], x.device, cu_seqlens)
-            x = x.float() - torch_operations.of_sequences(mean, of)
-        how = (block, rotated, cu_seqlens, longest, dtype)
+        how = (block, rotated, cu_seqlens, longest, dtype, mean)
         data, descale = torch_operations.quantize(x, *how)
         assert (scaled.block, scaled.hadamard, scaled.shape) == (block, rotated, x.shape)
         if scaled.layout == "slots":
@@ -737,18 +790,22 @@ def test_v_gets_slots_where_hopper_takes_it(device):
         ({"signs": torch.zeros(8), "slots": True}, "power of two"),
         ({"block": 100}, "64, 128 or 256"),
         ({"slots": True, "int8": True}, "slots are of e4m3"),
+        ({"mean": torch.zeros(1, 3, 9)}, "mean must be"),
+        ({"mean": torch.zeros(1, 3, 8).half()}, "mean must be"),
+        ({"mean": torch.zeros(1, 3, 8), "slots": True}, "nothing is subtracted in slots"),
     ],
     ids=str,
 )
 def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
-    arguments = {"x": torch.zeros(1, 2, 3, 8).half(), "signs": None, "block": 64}
-    arguments |= {"slots": False, "int8": False} | changes
-    x, sign = arguments["x"].to(device), arguments["signs"]
-    sign = None if sign is None else sign.to(device)
+    arguments = {"x": torch.zeros(1, 2, 3, 8).half(), "mean": None, "signs": None}
+    arguments |= {"cu_seqlens": None, "block": 64, "max_seqlen": 0, "slots": False, "int8": False}
+    arguments |= changes
+    there = {
+        name: given.to(device) if isinstance(given, torch.Tensor) else given
+        for name, given in arguments.items()
+    }
     with pytest.raises(RuntimeError, match=text):
-        torch.ops.flashattn3_hopper.quantize(
-            x, sign, None, arguments["block"], 0, arguments["slots"], arguments["int8"]
-        )
+        torch.ops.flashattn3_hopper.quantize(**there)
 
 
 @needs_hopper
@@ -757,7 +814,7 @@ def test_the_operator_takes_one_dtype_for_q_k_and_v(device):
     q = torch.zeros(1, 2, 3, 8, device=device).half()
     with pytest.raises(RuntimeError, match="one dtype"):
         torch.ops.flashattn3_hopper.quantize_qkv(
-            q, q.bfloat16(), q, None, None, None, 64, 0, 0, False
+            q, q.bfloat16(), q, None, None, None, None, 64, 0, 0, False
         )
 
 

@@ -6,6 +6,7 @@
 #include "host/errors.h"
 #include "host/quantize.h"
 #include "kernels/quantize/kernel.cuh"
+#include "kernels/quantize/sample.cuh"
 
 namespace flashattn3 {
 namespace {
@@ -47,9 +48,9 @@ int64_t num_blocks(const TokenRows& rows, int tokens) {
   return blocks * rows.num_heads * rows.batch;
 }
 
-// Clusters of `ctas`, of CTAs for rows of `columns`; none where there is nothing to do.
+// Clusters of `ctas`, of CTAs of `threads`; none where there is nothing to do.
 template <class Arguments>
-void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, int columns,
+void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, int threads,
             int64_t clusters, int ctas, cudaStream_t stream) {
   const int64_t grid = clusters * ctas;
   if (grid > INT_MAX) fail(name, "more than 2^31 CTAs");
@@ -63,7 +64,7 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, 
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(quantize_threads(columns));
+  config.blockDim = dim3(threads);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = capture == cudaStreamCaptureStatusNone ? 2 : 1;
@@ -93,6 +94,7 @@ void check_tensor(const char* name, const QuantizeParams& params) {
   if (params.signs != nullptr && (params.slots || (head_dim & (head_dim - 1)) != 0)) {
     fail(name, "a rotation wants rows of a power of two columns");
   }
+  if (params.slots && params.mean != nullptr) fail(name, "nothing is subtracted in slots");
   if (params.slots && params.to != ElementType::kE4m3) fail(name, "slots are of e4m3");
 }
 
@@ -102,6 +104,7 @@ QuantizeTensor kernel_tensor(const QuantizeParams& params, int block) {
           .to = params.slots                      ? Narrowed::kE4m3Slots
                 : params.to == ElementType::kInt8 ? Narrowed::kInt8Rows
                                                   : Narrowed::kE4m3Rows,
+          .mean = params.mean,
           .signs = params.signs,
           .rotation_scale = static_cast<float>(std::pow(x.head_dim, -0.5)),
           .data = params.data,
@@ -137,8 +140,21 @@ void quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int bl
       return dtype == ElementType::kBFloat16 ? quantize_blocks<ElementType::kBFloat16, width>
                                              : quantize_blocks<ElementType::kFloat16, width>;
     });
-    launch(kName, kernel, args, columns, clusters, block / kTileTokens, stream);
+    launch(kName, kernel, args, quantize_threads(columns), clusters, block / kTileTokens, stream);
   }
+}
+
+void sample_mean(const SampleParams& params, ElementType dtype, cudaStream_t stream) {
+  constexpr char kName[] = "launch of sample_mean";
+  const TokenRows& x = params.x;
+  check_head_dim(kName, x.head_dim);
+  const SampleArguments args{source_of(x, sizeof(uint16_t), kTileTokens), params.mean};
+  const auto kernel = for_columns(x.head_dim, [&](auto width) {
+    return dtype == ElementType::kBFloat16 ? sample_mean<ElementType::kBFloat16, width>
+                                           : sample_mean<ElementType::kFloat16, width>;
+  });
+  const int threads = sample_threads(slot_columns(x.head_dim));
+  launch(kName, kernel, args, threads, int64_t{x.batch} * x.num_heads, 1, stream);
 }
 
 void to_slots(const ToSlotsParams& params, cudaStream_t stream) {
@@ -150,7 +166,8 @@ void to_slots(const ToSlotsParams& params, cudaStream_t stream) {
   args.data = params.data;
   args.data_stride = dense_slots(params.v);
   const auto kernel = for_columns(head_dim, [](auto width) { return rows_to_slots<width>; });
-  launch(kName, kernel, args, slot_columns(head_dim), num_blocks(params.v, kTileTokens), 1, stream);
+  const int threads = quantize_threads(slot_columns(head_dim));
+  launch(kName, kernel, args, threads, num_blocks(params.v, kTileTokens), 1, stream);
 }
 
 }  // namespace flashattn3

@@ -31,10 +31,16 @@ struct QuantizeParams {
   TokenRows x;     // fastest where 8 elements of a row are at multiples of 16 bytes
   ElementType to;  // kE4m3 or, of rows, kInt8
   bool slots;
+  const float* mean;   // (batch, num_heads, head_dim): subtract first; null: do not. Not slots
   const float* signs;  // (head_dim), ±1: rotate, head_dim a power of two; null: do not. Not slots
   uint8_t* data;  // of type `to`, 16-byte aligned; rows as x, dense, or slots (blocks/slot_order.h)
   float* descale;  // (batch, num_heads, ceil(seqlen / block)); 2^-126 where there is no such
                    // block
+};
+
+struct SampleParams {
+  TokenRows x;  // as of QuantizeParams
+  float* mean;  // (batch, num_heads, head_dim)
 };
 
 struct ToSlotsParams {
@@ -49,6 +55,9 @@ struct ToSlotsParams {
 // many. block: tokens that share a scale, 64, 128 or 256.
 void quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int block,
               cudaStream_t stream);
+// A vector near the mean of each sequence's tokens; 0 in the columns where 128 tokens show none.
+// dtype: of x, fp16 or bf16.
+void sample_mean(const SampleParams& params, ElementType dtype, cudaStream_t stream);
 void to_slots(const ToSlotsParams& params, cudaStream_t stream);
 
 // Slots of a head: of one sequence, or with cu_seqlens of all.

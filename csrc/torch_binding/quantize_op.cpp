@@ -1,6 +1,6 @@
-// flashattn3_hopper::quantize, quantize_qkv and to_slots: tensors to QuantizeParams and
-// ToSlotsParams, and the launches on the stream that torch has current. As forward_op.cpp in
-// everything; the caller, flashattn3/quantization, has checked the options.
+// flashattn3_hopper::quantize, quantize_qkv, sample_mean and to_slots: tensors to QuantizeParams,
+// SampleParams and ToSlotsParams, and the launches on the stream that torch has current. As
+// forward_op.cpp in everything; the caller, flashattn3/quantization, has checked the options.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -54,9 +54,28 @@ Tensor new_slots(const TokenRows& rows, int device) {
   return new_tensor<5>({rows.batch, rows.num_heads, groups, columns, kSlotsOfRow}, e4m3, device);
 }
 
+ElementType sixteen_bit_type(const char* name, const Tensor& x) {
+  if (dtype_of(x) == aoti_torch_dtype_bfloat16()) return ElementType::kBFloat16;
+  if (dtype_of(x) != aoti_torch_dtype_float16()) {
+    fail(name, "what is quantized must be fp16 or bf16");
+  }
+  return ElementType::kFloat16;
+}
+
+// wanted: the sentence of the error where it is not that.
+const float* floats(const char* name, const std::optional<Tensor>& tensor, int64_t size,
+                    const char* wanted) {
+  if (!tensor) return nullptr;
+  if (tensor->numel() != size || dtype_of(*tensor) != aoti_torch_dtype_float32()) {
+    fail(name, wanted);
+  }
+  return static_cast<const float*>(tensor->data_ptr());
+}
+
 // How a tensor is quantized. data: rows as x, dense, in e4m3 or int8, or e4m3 slots
 // (blocks/slot_order.h).
 struct Form {
+  std::optional<Tensor> mean;   // fp32 (batch, heads, head_dim), dense: subtract
   std::optional<Tensor> signs;  // fp32 (head_dim): rotate
   bool slots;
   bool int8;
@@ -73,14 +92,8 @@ struct Quantized {
 Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>& cu_seqlens,
                   int64_t max_seqlen, int64_t block, const Form& form) {
   const TokenRows rows = token_rows(name, x, cu_seqlens, max_seqlen);
-  const bool bf16 = dtype_of(x) == aoti_torch_dtype_bfloat16();
-  if (!bf16 && dtype_of(x) != aoti_torch_dtype_float16()) {
-    fail(name, "what is quantized must be fp16 or bf16");
-  }
-  if (form.signs && (form.signs->numel() != rows.head_dim ||
-                     dtype_of(*form.signs) != aoti_torch_dtype_float32())) {
-    fail(name, "signs must be fp32 of the head dim");
-  }
+  const ElementType dtype = sixteen_bit_type(name, x);
+  const int64_t mean_size = int64_t{rows.batch} * rows.num_heads * rows.head_dim;
   if (block < 1) fail(name, "a block must have tokens");
   const int device = x.get_device_index();
   const Tensor data =
@@ -91,49 +104,67 @@ Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>
   const Tensor descale =
       new_tensor<3>({rows.batch, rows.num_heads, (rows.seqlen + block - 1) / block},
                     aoti_torch_dtype_float32(), device);
-  return {
-      .params = {.x = rows,
-                 .to = form.int8 ? ElementType::kInt8 : ElementType::kE4m3,
-                 .slots = form.slots,
-                 .signs = form.signs ? static_cast<const float*>(form.signs->data_ptr()) : nullptr,
-                 .data = static_cast<uint8_t*>(data.data_ptr()),
-                 .descale = static_cast<float*>(descale.data_ptr())},
-      .dtype = bf16 ? ElementType::kBFloat16 : ElementType::kFloat16,
-      .data = data,
-      .descale = descale};
+  return {.params = {.x = rows,
+                     .to = form.int8 ? ElementType::kInt8 : ElementType::kE4m3,
+                     .slots = form.slots,
+                     .mean = floats(name, form.mean, mean_size,
+                                    "mean must be fp32 (batch, heads, head dim)"),
+                     .signs = floats(name, form.signs, rows.head_dim,
+                                     "signs must be fp32 of the head dim"),
+                     .data = static_cast<uint8_t*>(data.data_ptr()),
+                     .descale = static_cast<float*>(descale.data_ptr())},
+          .dtype = dtype,
+          .data = data,
+          .descale = descale};
 }
 
-std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> signs,
+std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> mean,
+                                        std::optional<Tensor> signs,
                                         std::optional<Tensor> cu_seqlens, int64_t block,
                                         int64_t max_seqlen, bool slots, bool int8) {
   const int device = x.get_device_index();
   const DeviceGuard guard(device);
   const Quantized one = prepare("quantize", x, cu_seqlens, max_seqlen, block,
-                                {.signs = signs, .slots = slots, .int8 = int8});
+                                {.mean = mean, .signs = signs, .slots = slots, .int8 = int8});
   quantize({&one.params, 1}, one.dtype, static_cast<int>(block), current_stream(device));
   return {one.data, one.descale};
 }
 
-// q and k to rows, rotated where there are signs, v to e4m3 slots; in one launch if the head dims
-// allow it.
+// q and k to rows, k less its mean where it is given, rotated where there are signs, v to e4m3
+// slots; in one launch if the head dims allow it.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
-    Tensor q, Tensor k, Tensor v, std::optional<Tensor> signs, std::optional<Tensor> cu_seqlens_q,
-    std::optional<Tensor> cu_seqlens_k, int64_t block, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    bool int8) {
+    Tensor q, Tensor k, Tensor v, std::optional<Tensor> k_mean, std::optional<Tensor> signs,
+    std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k, int64_t block,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, bool int8) {
   constexpr char kName[] = "quantize_qkv";
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
-  const Form rows{.signs = signs, .slots = false, .int8 = int8};
-  const Form slots{.signs = std::nullopt, .slots = true, .int8 = false};
-  const Quantized all[] = {prepare(kName, q, cu_seqlens_q, max_seqlen_q, block, rows),
-                           prepare(kName, k, cu_seqlens_k, max_seqlen_k, block, rows),
-                           prepare(kName, v, cu_seqlens_k, max_seqlen_k, block, slots)};
+  const Form of_q{.mean = std::nullopt, .signs = signs, .slots = false, .int8 = int8};
+  const Form of_k{.mean = k_mean, .signs = signs, .slots = false, .int8 = int8};
+  const Form of_v{.mean = std::nullopt, .signs = std::nullopt, .slots = true, .int8 = false};
+  const Quantized all[] = {prepare(kName, q, cu_seqlens_q, max_seqlen_q, block, of_q),
+                           prepare(kName, k, cu_seqlens_k, max_seqlen_k, block, of_k),
+                           prepare(kName, v, cu_seqlens_k, max_seqlen_k, block, of_v)};
   for (const Quantized& one : all) {
     if (one.dtype != all[0].dtype) fail(kName, "q, k and v must have one dtype");
   }
   const QuantizeParams params[] = {all[0].params, all[1].params, all[2].params};
   quantize(params, all[0].dtype, static_cast<int>(block), current_stream(device));
   return {all[0].data, all[0].descale, all[1].data, all[1].descale, all[2].data, all[2].descale};
+}
+
+// (batch, heads, head_dim) fp32, near the mean of each sequence's tokens of x, fp16 or bf16.
+std::tuple<Tensor> sample_mean_of(Tensor x, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
+  constexpr char kName[] = "sample_mean";
+  const TokenRows rows = token_rows(kName, x, cu_seqlens, max_seqlen);
+  const ElementType dtype = sixteen_bit_type(kName, x);
+  const int device = x.get_device_index();
+  const DeviceGuard guard(device);
+  const Tensor mean = new_tensor<3>({rows.batch, rows.num_heads, rows.head_dim},
+                                    aoti_torch_dtype_float32(), device);
+  const SampleParams params{.x = rows, .mean = static_cast<float*>(mean.data_ptr())};
+  sample_mean(params, dtype, current_stream(device));
+  return {mean};
 }
 
 // v: e4m3 rows. Their bytes in slots, as quantize gives them.
@@ -152,18 +183,21 @@ std::tuple<Tensor> rows_to_slots(Tensor v, std::optional<Tensor> cu_seqlens, int
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
-      "quantize(Tensor x, Tensor? signs, Tensor? cu_seqlens, int block, int max_seqlen, "
-      "bool slots, bool int8) -> (Tensor data, Tensor descale)");
+      "quantize(Tensor x, Tensor? mean, Tensor? signs, Tensor? cu_seqlens, int block, "
+      "int max_seqlen, bool slots, bool int8) -> (Tensor data, Tensor descale)");
   library.def(
-      "quantize_qkv(Tensor q, Tensor k, Tensor v, Tensor? signs, Tensor? cu_seqlens_q, "
-      "Tensor? cu_seqlens_k, int block, int max_seqlen_q, int max_seqlen_k, bool int8) -> "
+      "quantize_qkv(Tensor q, Tensor k, Tensor v, Tensor? k_mean, Tensor? signs, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int block, int max_seqlen_q, "
+      "int max_seqlen_k, bool int8) -> "
       "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)");
+  library.def("sample_mean(Tensor x, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
   library.def("to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("quantize", boxed<quantize_one>);
   library.impl("quantize_qkv", boxed<quantize_qkv>);
+  library.impl("sample_mean", boxed<sample_mean_of>);
   library.impl("to_slots", boxed<rows_to_slots>);
 }
 

@@ -2,8 +2,8 @@
 
 An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8
 int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name,
-"quantize+int8" and "quantize+e4m3" quantize them so; "mha" takes the heads of k and v once for each
-query head.
+"quantize+int8" and "quantize+e4m3" quantize them so, "quantize+int8+smooth_k" after k's mean was
+subtracted; "mha" takes the heads of k and v once for each query head.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
 
 
-def _quantize_and_attend(qk_dtype: torch.dtype) -> Attention:
+def _quantize_and_attend(qk_dtype: torch.dtype, smooth_k: bool = False) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return flashattn3.flash_attn_fp8_func(q, k, v, causal=causal, qk_dtype=qk_dtype)
+        how = {"qk_dtype": qk_dtype, "smooth_k": smooth_k}
+        return flashattn3.flash_attn_fp8_func(q, k, v, causal=causal, **how)
 
     return attend
 
@@ -83,13 +84,14 @@ def _with_backend(backend: SDPBackend) -> Attention:
 OURS, DETERMINISTIC, MHA = "flashattn3", "deterministic", "mha"
 FP8_INT8, FP8_E4M3 = "fp8 int8", "fp8 e4m3"
 WHOLE_INT8, WHOLE_E4M3 = "quantize+int8", "quantize+e4m3"
+WHOLE_SMOOTH = f"{WHOLE_INT8}+smooth_k"
 # What q and k, which are rotated, become: before they are timed, or while.
 QUANTIZED = {FP8_INT8: torch.int8, FP8_E4M3: torch.float8_e4m3fn}
-WHOLE = {WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn}
+WHOLE = {WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn, WHOLE_SMOOTH: torch.int8}
 EIGHT_BIT = {**QUANTIZED, **WHOLE}
 CONTENDERS: dict[str, Attention] = {
     **dict.fromkeys(QUANTIZED, ours),
-    **{name: _quantize_and_attend(qk_dtype) for name, qk_dtype in WHOLE.items()},
+    **{name: _quantize_and_attend(to, name == WHOLE_SMOOTH) for name, to in WHOLE.items()},
     DETERMINISTIC: deterministic,
     OURS: ours,
     MHA: ours,

@@ -13,6 +13,7 @@ COLORS = {
     "fp8 int8": "tab:olive",
     "quantize+int8": "tab:cyan",
     "quantize+e4m3": "tab:pink",
+    "quantize+int8+smooth_k": "tab:red",
     "fp8 e4m3": "tab:brown",
     "deterministic": "tab:olive",
     "flashattn3": "tab:green",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..quantization import KINDS, BlockScaled, quantize_block_fp8, quantize_qkv, torch_operations
 from ..quantization.dispatch import on_hopper
+from ..quantization.smoothing import sample_mean
 from ..scales import FP8, INT8
 from .contenders import OURS
 from .runner import FAILED, OK, Record, Settings, name_of
@@ -35,11 +36,12 @@ class Work:
     kinds: tuple[str, ...]
     hadamard: bool
     dtype: torch.dtype
+    smooth_k: bool
     head_dim: int
 
     def __call__(self, *tensors: Tensor) -> tuple[BlockScaled, ...]:
         if len(self.kinds) == 3:
-            how = {"hadamard": self.hadamard, "qk_dtype": self.dtype}
+            how = {"hadamard": self.hadamard, "qk_dtype": self.dtype, "smooth_k": self.smooth_k}
             return quantize_qkv(*tensors, block=BLOCK, **how)
         (x,), (kind,) = tensors, self.kinds
         how = {"hadamard": self.hadamard, "dtype": self.dtype}
@@ -48,12 +50,13 @@ class Work:
 
 def quantize_work(head_dims: tuple[int, ...] | None) -> list[Work]:
     return [
-        Work(row, kinds, hadamard, dtype, head_dim)
-        for row, kinds, hadamard, dtype in (
-            ("q, k", ("k",), False, FP8),
-            ("q, k rotated, int8", ("k",), True, INT8),
-            ("v", ("v",), False, FP8),
-            ("q, k, v at once", KINDS, True, INT8),  # as flash_attn_fp8_func quantizes
+        Work(row, kinds, hadamard, dtype, smooth_k, head_dim)
+        for row, kinds, hadamard, dtype, smooth_k in (
+            ("q, k", ("k",), False, FP8, False),
+            ("q, k rotated, int8", ("k",), True, INT8, False),
+            ("v", ("v",), False, FP8, False),
+            ("q, k, v at once", KINDS, True, INT8, False),  # as flash_attn_fp8_func quantizes
+            ("q, k, v at once, smooth_k", KINDS, True, INT8, True),
         )
         for head_dim in HEAD_DIMS
         if head_dims is None or head_dim in head_dims
@@ -115,6 +118,7 @@ def _description(
         "case": "x".join(map(str, tensors[0].shape)),
         "head_dim": work.head_dim,
         "hadamard": work.hadamard,
+        "smooth_k": work.smooth_k,
         "quantized_dtype": name_of(work.dtype),
         "layout": ", ".join(scaled.layout for scaled in results),
         "hopper_kernel": on_hopper(tensors[0]),
@@ -141,7 +145,8 @@ def _fault(work: Work, tensors: tuple[Tensor, ...], results: tuple[BlockScaled, 
     for x, kind, scaled in zip(tensors, work.kinds, results, strict=True):
         of_v = kind == "v"
         hadamard, dtype = work.hadamard and not of_v, FP8 if of_v else work.dtype
-        data, descale = torch_operations.quantize(x, BLOCK, hadamard, None, None, dtype)
+        mean = sample_mean(x, None, None) if work.smooth_k and kind == "k" else None
+        data, descale = torch_operations.quantize(x, BLOCK, hadamard, None, None, dtype, mean)
         found = scaled.in_rows().data
         wrong = int((found.view(torch.uint8) != data.view(torch.uint8)).sum())
         wrong_scales = int((scaled.descale != descale).sum())

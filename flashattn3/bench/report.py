@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, OURS
+from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, OURS, WHOLE_INT8, WHOLE_SMOOTH
 from .runner import FAILED, MISSED, OK, Record
 
 
@@ -73,6 +73,8 @@ RATIOS_OF = {
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),
 }
+# Suites in which one contender is another with something added, whose cost is shown.
+COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}
 # Each is compared with what comes after it and with all others.
 OWN = (*EIGHT_BIT, DETERMINISTIC, OURS)
 
@@ -88,6 +90,8 @@ def summary(records: list[Record]) -> str:
         group = [record for record in records if record["suite"] == suite]
         parts += [table(group, measure) for measure in measures(group[0])]
         parts += [ratios(group, subject) for subject in RATIOS_OF.get(suite, ())]
+        if suite in COST_OF:
+            parts.append(cost(group, *COST_OF[suite]))
     return "\n\n".join(part for part in [*parts, geometric_means(records)] if part)
 
 
@@ -111,6 +115,21 @@ def ratios(records: list[Record], subject: str) -> str:
         place = cells.setdefault((record["row"], record["column"]), {})
         place.update({name: f"{found[name]:.2f}" for name in others if name in found})
     return _grid(f"speed of {subject} over {' / '.join(others)}", cells, others)
+
+
+def cost(records: list[Record], subject: str, base: str) -> str:
+    """The table of how much longer the subject takes than the base, where both have a time."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for record in records:
+        if record["status"] == OK:
+            place = times.setdefault((record["row"], record["column"]), {})
+            place[record["contender"]] = record["median_ms"]
+    cells: Cells = {}
+    for place, found in times.items():
+        if subject in found and base in found:
+            more = found[subject] - found[base]
+            cells[place] = {subject: f"{more * 1e3:.1f} ({more / found[base] * 100:.1f} %)"}
+    return _grid(f"cost of {subject} over {base}: us (per cent)", cells, [subject]) if cells else ""
 
 
 def _compared(records: list[Record], subject: str) -> list[str]:

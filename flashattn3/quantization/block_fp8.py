@@ -14,7 +14,6 @@ from ..modes import is_traced, refuse_gradients
 from ..scales import BLOCKS, EIGHT_BIT, FP8, INT8
 from . import hadamard as rotation
 from . import slots
-from .smoothing import means
 from .tokens import Places, places
 from .torch_operations import of_sequences, of_tokens
 
@@ -165,8 +164,9 @@ def quantize_block_fp8(
     with torch.no_grad():
         if layout is None:
             layout = dispatch.layout_of_v(x) if kind == "v" else "rows"
-        x, mean = _smoothed(x, cu_seqlens, max_seqlen) if smooth else (x, None)
-        data, descale = dispatch.quantize(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype)
+        mean = dispatch.sample_mean(x, cu_seqlens, max_seqlen) if smooth else None
+        how = (block, hadamard, cu_seqlens, max_seqlen, layout, dtype, mean)
+        data, descale = dispatch.quantize(x, *how)
     return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape, mean)
 
 
@@ -185,14 +185,15 @@ def quantize_qkv(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """quantize_block_fp8 of q, k and v of one attention; where nothing is smoothed and the Hopper
-    kernels run, in one launch. Arguments as there, of tensors of 16 bits that were checked."""
+    """quantize_block_fp8 of q, k and v of one attention; where the Hopper kernels run, in one
+    launch, and one more before it with smooth_k. Arguments as there, of tensors of 16 bits that
+    were checked."""
     from . import dispatch
 
-    k, k_mean = _smoothed(k, cu_seqlens_k, max_seqlen_k) if smooth_k else (k, None)
+    k_mean = dispatch.sample_mean(k, cu_seqlens_k, max_seqlen_k) if smooth_k else None
     q_data, q_descale, k_data, k_descale, v_data, v_descale = dispatch.quantize_qkv(
         *(q, k, v, block, hadamard),
-        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype),
+        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype, k_mean),
     )
     layout = dispatch.layout_of_v(v)
     return (
@@ -200,15 +201,6 @@ def quantize_qkv(
         BlockScaled(k_data, k_descale, block, hadamard, cu_seqlens_k, "rows", k.shape, k_mean),
         BlockScaled(v_data, v_descale, block, False, cu_seqlens_k, layout, v.shape),
     )
-
-
-def _smoothed(
-    x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> tuple[Tensor, Tensor]:
-    """x without its mean, float32, and that mean."""
-    mean = means(x, cu_seqlens, max_seqlen)
-    of = places(x.shape[-3], x.device, cu_seqlens)
-    return x.float() - of_sequences(mean, of), mean
 
 
 def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:

@@ -13,7 +13,7 @@ from ..device import describe_device
 from ..modes import is_traced
 from ..problem import SIXTEEN_BIT
 from ..scales import FP8, INT8
-from . import slots, torch_operations
+from . import slots, smoothing, torch_operations
 from .hadamard import signs
 
 MAX_HEAD_DIM = 256  # of the kernels
@@ -27,6 +27,12 @@ def on_hopper(x: Tensor) -> bool:
 def layout_of_v(v: Tensor) -> str:
     """Which layout the kernels that attend where v is want it in."""
     return "slots" if on_hopper(v) else "rows"
+
+
+def sample_mean(*arguments: object) -> Tensor:
+    """float32 (batch, heads, head_dim), of the arguments of smoothing.sample_mean."""
+    run = _opaque_sample_mean if _is_opaque(arguments[0]) else _sample_mean
+    return run(*arguments)
 
 
 def quantize(*arguments: object) -> tuple[Tensor, Tensor]:
@@ -46,6 +52,17 @@ def _is_opaque(x: Tensor) -> bool:
     return x.is_meta or is_traced()
 
 
+def _sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+    x, cu_seqlens = _rows_dense(x), _dense(cu_seqlens)
+    if on_hopper(x) and x.dtype in SIXTEEN_BIT:
+        return torch.ops.flashattn3_hopper.sample_mean.default(x, cu_seqlens, max_seqlen or 0)
+    if _on_triton(x):
+        from . import triton_launch as implementation  # imports Triton
+    else:
+        implementation = smoothing
+    return implementation.sample_mean(x, cu_seqlens, max_seqlen)
+
+
 def _quantize(
     x: Tensor,
     block: int,
@@ -54,12 +71,14 @@ def _quantize(
     max_seqlen: int | None,
     layout: str,
     dtype: torch.dtype,
+    mean: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     hopper = on_hopper(x)
     x, cu_seqlens = _rows_dense(x), _dense(cu_seqlens)
     if hopper and x.dtype in SIXTEEN_BIT:
         return torch.ops.flashattn3_hopper.quantize.default(
             x,
+            mean,
             signs(x.shape[-1], x.device) if hadamard else None,
             cu_seqlens,
             block,
@@ -67,11 +86,11 @@ def _quantize(
             layout == "slots",
             dtype == INT8,
         )
-    if x.shape[-1] <= MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index):
+    if _on_triton(x):
         from . import triton_launch as implementation  # imports Triton
     else:
         implementation = torch_operations
-    data, descale = implementation.quantize(x, block, hadamard, cu_seqlens, max_seqlen, dtype)
+    data, descale = implementation.quantize(x, block, hadamard, cu_seqlens, max_seqlen, dtype, mean)
     if layout == "slots" and hopper:
         to_slots = torch.ops.flashattn3_hopper.to_slots.default
         return to_slots(data, cu_seqlens, max_seqlen or 0), descale
@@ -89,13 +108,14 @@ def _quantize_qkv(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     qk_dtype: torch.dtype,
+    k_mean: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    sixteen_bit = all(x.dtype in SIXTEEN_BIT for x in (q, k, v))  # what was smoothed has 32
-    if on_hopper(q) and on_hopper(v) and sixteen_bit:
+    if on_hopper(q) and on_hopper(v):
         return torch.ops.flashattn3_hopper.quantize_qkv.default(
             _rows_dense(q),
             _rows_dense(k),
             _rows_dense(v),
+            k_mean,
             signs(q.shape[-1], q.device) if hadamard else None,
             _dense(cu_seqlens_q),
             _dense(cu_seqlens_k),
@@ -105,10 +125,14 @@ def _quantize_qkv(
             qk_dtype == INT8,
         )
     return (
-        *_quantize(q, block, hadamard, cu_seqlens_q, max_seqlen_q, "rows", qk_dtype),
-        *_quantize(k, block, hadamard, cu_seqlens_k, max_seqlen_k, "rows", qk_dtype),
-        *_quantize(v, block, False, cu_seqlens_k, max_seqlen_k, layout_of_v(v), FP8),
+        *_quantize(q, block, hadamard, cu_seqlens_q, max_seqlen_q, "rows", qk_dtype, None),
+        *_quantize(k, block, hadamard, cu_seqlens_k, max_seqlen_k, "rows", qk_dtype, k_mean),
+        *_quantize(v, block, False, cu_seqlens_k, max_seqlen_k, layout_of_v(v), FP8, None),
     )
+
+
+def _on_triton(x: Tensor) -> bool:
+    return x.shape[-1] <= MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index)
 
 
 def _rows_dense(x: Tensor) -> Tensor:
@@ -131,25 +155,38 @@ def _backend_runs_on(name: str, device: torch.device) -> bool:
 
 
 # For the compiler, tracing modes and transforms, which cannot look into the kernels' launches.
+_opaque_sample_mean = torch.library.custom_op(
+    "flashattn3::sample_mean",
+    _sample_mean,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? cu_seqlens, SymInt? max_seqlen) -> Tensor",
+)
 _opaque_quantize = torch.library.custom_op(
     "flashattn3::quantize",
     _quantize,
     mutates_args=(),
     schema="(Tensor x, int block, bool hadamard, Tensor? cu_seqlens, SymInt? max_seqlen, "
-    "str layout, ScalarType dtype) -> (Tensor data, Tensor descale)",
+    "str layout, ScalarType dtype, Tensor? mean) -> (Tensor data, Tensor descale)",
 )
 _opaque_quantize_qkv = torch.library.custom_op(
     "flashattn3::quantize_qkv",
     _quantize_qkv,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, int block, bool hadamard, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, ScalarType qk_dtype) -> "
+    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, ScalarType qk_dtype, "
+    "Tensor? k_mean) -> "
     "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)",
 )
 
 
+@_opaque_sample_mean.register_fake
+def _sample_mean_fake(x, cu_seqlens, max_seqlen):
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty((batch, *x.shape[-2:]), dtype=torch.float32)
+
+
 @_opaque_quantize.register_fake
-def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype):
+def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype, mean=None):
     ragged = cu_seqlens is not None
     batch, seqlen = (cu_seqlens.shape[0] - 1, max_seqlen) if ragged else x.shape[:2]
     shape = slots.shape_of(x.shape, cu_seqlens) if layout == "slots" else x.shape
@@ -159,7 +196,17 @@ def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype):
 
 @_opaque_quantize_qkv.register_fake
 def _quantize_qkv_fake(
-    q, k, v, block, hadamard, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype
+    q,
+    k,
+    v,
+    block,
+    hadamard,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    qk_dtype,
+    k_mean,
 ):
     of_k = (cu_seqlens_k, max_seqlen_k)
     return (

@@ -44,12 +44,15 @@ def _made_signs(head_dim: int, device: torch.device) -> Tensor:
     return (torch.cat(words) & 1).mul(2).sub(1).float()
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, mean: Tensor | None = None) -> Tensor:
     """x D H / sqrt(head_dim) over the last axis, float32 (float64 stays): an orthogonal map.
 
     x: (..., head_dim), head_dim a power of two. D holds the signs, H is the Hadamard matrix.
+    mean: subtracted from x first, as x D - mean D.
     """
-    return _transform(_wide(x) * signs(x.shape[-1], x.device))
+    sign = signs(x.shape[-1], x.device)
+    x = _wide(x) * sign
+    return _transform(x if mean is None else x - mean * sign)
 
 
 def rotate_back(x: Tensor) -> Tensor:

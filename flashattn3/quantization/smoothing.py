@@ -14,7 +14,7 @@ SAMPLE = 128  # tokens, spread evenly over the sequence
 SIGNIFICANT = 9
 
 
-def means(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
     """float32 (batch, heads, head_dim), near the mean of each sequence's tokens or, where that does
     not stand out of the noise, 0. Always finite, as is x - mean where x is.
 

@@ -21,18 +21,26 @@ def quantize(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     dtype: torch.dtype,
+    mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """data in rows and descale, as quantize_block_fp8 describes them."""
+    """data in rows and descale, as quantize_block_fp8 describes them.
+
+    mean: float32 (batch, heads, head_dim), subtracted from the tokens of each sequence first.
+    """
     if cu_seqlens is not None and (cu_seqlens.numel() == 1 or max_seqlen == 0):  # nothing to scale
         shape = (cu_seqlens.numel() - 1, x.shape[-2], -(-max_seqlen // block))
         descale = x.new_empty(shape, dtype=torch.float32)
         return torch.zeros_like(x, dtype=dtype), descale
     largest = LARGEST[dtype]
-    values = rotation.rotate(x) if hadamard else x.float()
+    of = places(x.shape[-3], x.device, cu_seqlens)
+    common = None if mean is None else of_sequences(mean, of)
+    if hadamard:
+        values = rotation.rotate(x, common)
+    else:
+        values = x.float() if common is None else x.float() - common
     finite = values.isfinite()
     # int8 has no NaN: an infinite amax stands for one, and makes the factor 0.
     magnitude = torch.where(finite, values.abs(), torch.inf if dtype == INT8 else 0.0)
-    of = places(x.shape[-3], x.device, cu_seqlens)
     amax = _amax_of_blocks(magnitude.amax(-1), block, of, cu_seqlens, max_seqlen)
     descale, factor = scales(amax, largest)
     scaled = values * of_tokens(factor, block, of)[..., None]

@@ -8,13 +8,44 @@ import torch
 from torch import Tensor
 
 from ..scales import INT8
-from ..triton_kernels.quantize import quantize_block
+from ..triton_kernels.quantize import mean_of_sample, quantize_block
 from .hadamard import signs
+from .smoothing import SAMPLE, SIGNIFICANT
 from .torch_operations import LARGEST
 
 ELEMENTS_OF_THREAD = 64
 MAX_WARPS = 16
 MAX_WARPS_ROTATING = 8  # 8 KiB of shared memory for each on 8.x: what an RTX 3090 has room for
+COLUMNS_OF_SAMPLE = 32  # of a program of mean_of_sample
+
+
+def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+    """smoothing.sample_mean; the last stride of x is 1."""
+    heads, head_dim = x.shape[-2:]
+    varlen = cu_seqlens is not None
+    batch, seqlen = (cu_seqlens.numel() - 1, max_seqlen) if varlen else x.shape[:2]
+    mean = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=x.device)
+    if mean.numel() == 0:
+        return mean
+    # Triton launches on the current device.
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        mean_of_sample[(batch * heads, -(-head_dim // COLUMNS_OF_SAMPLE))](
+            x,
+            mean,
+            cu_seqlens,
+            *((0, *x.stride()[:2]) if varlen else x.stride()[:3]),
+            heads,
+            seqlen,
+            x.shape[0],
+            SAMPLE=SAMPLE,
+            STAGES=SAMPLE.bit_length() - 1,
+            SIGNIFICANT=SIGNIFICANT,
+            HEAD_DIM=head_dim,
+            BLOCK_D=COLUMNS_OF_SAMPLE,
+            VARLEN=varlen,
+            enable_fp_fusion=False,  # each operation is rounded
+        )
+    return mean
 
 
 def quantize(
@@ -24,8 +55,9 @@ def quantize(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     dtype: torch.dtype,
+    mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """data in rows and descale, as quantize_block_fp8 describes them; the last stride of x is 1.
+    """torch_operations.quantize; the last stride of x is 1, mean is dense.
 
     Rows of no sequence are not written.
     """
@@ -46,6 +78,7 @@ def quantize(
             x,
             data,
             descale,
+            mean,
             signs(head_dim, x.device) if hadamard else None,
             cu_seqlens,
             *((0, *x.stride()[:2]) if varlen else x.stride()[:3]),
@@ -57,6 +90,7 @@ def quantize(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             VARLEN=varlen,
+            SMOOTH=mean is not None,
             ROTATE=hadamard,
             STAGES=head_dim.bit_length() - 1,
             LARGEST=LARGEST[dtype],

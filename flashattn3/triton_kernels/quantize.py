@@ -1,4 +1,5 @@
-"""One block of one head from 16 or 32 bits to 8, with its scale and, if wished, rotated."""
+"""One block of one head from 16 or 32 bits to 8, with its scale and, if wished, without the mean of
+its sequence and rotated; and that mean, estimated from a sample."""
 
 import triton
 import triton.language as tl
@@ -45,11 +46,8 @@ def sums_and_differences(x, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def rotated(
-    x, sign_ptr, columns, BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr
-):
-    """Signs, then the Walsh-Hadamard transform of the columns, a stage for each bit."""
-    x = x * tl.load(sign_ptr + columns)[None, :]
+def transformed(x, BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr):
+    """The Walsh-Hadamard transform of the columns, a stage for each bit."""
     for stage in tl.static_range(STAGES):
         x = sums_and_differences(x, BLOCK_T, HEAD_DIM, 2**stage)
     return x * (HEAD_DIM**-0.5)
@@ -60,6 +58,7 @@ def quantize_block(
     x_ptr,
     data_ptr,
     descale_ptr,
+    mean_ptr,
     sign_ptr,
     cu_seqlens,
     x_stride_b,
@@ -73,6 +72,7 @@ def quantize_block(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VARLEN: tl.constexpr,
+    SMOOTH: tl.constexpr,
     ROTATE: tl.constexpr,
     STAGES: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -80,8 +80,9 @@ def quantize_block(
 ):
     """data (b, s, h, d) as bytes and descale (b, h, blocks), both dense. Grid: blocks * heads * b.
 
-    BLOCK_D: the head dim, rounded up to a power of two. ROTATE: the head dim is one, STAGES its
-    log2. INT8: the bytes are int8, else e4m3; LARGEST is what a block's largest number becomes.
+    BLOCK_D: the head dim, rounded up to a power of two. SMOOTH: subtract mean (b, h, d), dense.
+    ROTATE: the head dim is a power of two, STAGES its log2. INT8: the bytes are int8, else e4m3;
+    LARGEST is what a block's largest number becomes.
     """
     pid = tl.program_id(0)
     block = pid % num_blocks
@@ -99,9 +100,14 @@ def quantize_block(
     source = x_ptr + batch * x_stride_b + head * x_stride_h + start * x_stride_s
     source += tile_offsets(tokens, columns, x_stride_s)
     x = load_tile(source, tokens, length, columns, HEAD_DIM, True, HEAD_DIM < BLOCK_D)
-    x = x.to(tl.float32)
+    sign = tl.load(sign_ptr + columns)[None, :] if ROTATE else 1.0
+    x = x.to(tl.float32) * sign
+    if SMOOTH:
+        own = mean_ptr + (batch * num_heads + head) * HEAD_DIM + columns
+        mean = tl.load(own, mask=columns < HEAD_DIM, other=0.0)[None, :]
+        x = tl.where((tokens < length)[:, None], x - mean * sign, 0.0)
     if ROTATE:
-        x = rotated(x, sign_ptr, columns, BLOCK_T, BLOCK_D, STAGES)
+        x = transformed(x, BLOCK_T, BLOCK_D, STAGES)
     finite = tl.abs(x) < float("inf")
     # int8 has no NaN: an infinite amax stands for one, and makes the factor 0.
     magnitude = tl.where(finite, tl.abs(x), float("inf") if INT8 else 0.0)
@@ -117,3 +123,62 @@ def quantize_block(
     target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
     mask = (tokens < length)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(target, to_int8(scaled) if INT8 else to_e4m3(scaled), mask=mask)
+
+
+@triton.jit
+def sum_of_halves(x, HALF: tl.constexpr, BLOCK_D: tl.constexpr):
+    halves = tl.permute(tl.reshape(x, (2, HALF, BLOCK_D)), (1, 2, 0))
+    first, second = tl.split(halves)
+    return first + second
+
+
+@triton.jit
+def tree_sum(x, SIZE: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Over axis 0: pairs half of it apart, then a quarter and so on."""
+    for stage in tl.static_range(STAGES):
+        x = sum_of_halves(x, SIZE // 2 ** (stage + 1), BLOCK_D)
+    return tl.reshape(x, (BLOCK_D,))
+
+
+@triton.jit
+def mean_of_sample(
+    x_ptr,
+    mean_ptr,
+    cu_seqlens,
+    x_stride_b,
+    x_stride_s,
+    x_stride_h,
+    num_heads,
+    seqlen,
+    total,
+    SAMPLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SIGNIFICANT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """mean (b, h, d), dense; see quantization/smoothing.py. Grid: h * b, parts of the head dim.
+
+    SAMPLE: tokens, STAGES is its log2. BLOCK_D: columns of a program.
+    """
+    head = tl.program_id(0) % num_heads
+    batch = (tl.program_id(0) // num_heads).to(tl.int64)
+    start, length = sequence(cu_seqlens, None, batch, seqlen, total, VARLEN, False)
+    length = tl.minimum(length, seqlen)
+    slots = tl.arange(0, SAMPLE)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tokens = tl.where(length <= SAMPLE, slots, slots.to(tl.int64) * length // SAMPLE)
+    source = x_ptr + batch * x_stride_b + head * x_stride_h + start * x_stride_s
+    source += tile_offsets(tokens, columns, x_stride_s)
+    x = load_tile(source, slots, length, columns, HEAD_DIM, True, True).to(tl.float32)
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    total_of_sample = tree_sum(x, SAMPLE, STAGES, BLOCK_D)
+    squares = tree_sum(x * x, SAMPLE, STAGES, BLOCK_D)
+    count = tl.minimum(length, SAMPLE).to(tl.float32)
+    square = total_of_sample * total_of_sample
+    spread = squares - tl.math.div_rn(square, count)
+    # 0 for an empty sequence too, whose spread is NaN.
+    mean = tl.where(square > SIGNIFICANT * spread, tl.math.div_rn(total_of_sample, count), 0.0)
+    target = mean_ptr + (batch * num_heads + head) * HEAD_DIM + columns
+    tl.store(target, mean, mask=columns < HEAD_DIM)

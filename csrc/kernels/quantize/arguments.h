@@ -33,6 +33,7 @@ enum class Narrowed { kE4m3Rows, kInt8Rows, kE4m3Slots };
 struct QuantizeTensor {
   QuantizeSource x;
   Narrowed to;
+  const float* mean;     // (batch, heads, head_dim): subtract; null: do not. Not with slots
   const float* signs;    // (head_dim): rotate; null: do not. Not with slots
   float rotation_scale;  // after the additions
 
@@ -50,6 +51,11 @@ struct QuantizeArguments {
   uint32_t num_blocks[kMaxTensors];
   cutlass::FastDivmod by_tensors;  // divides by the number of tensors
   int rounds;
+};
+
+struct SampleArguments {
+  QuantizeSource x;
+  float* mean;  // (batch, heads, head_dim)
 };
 
 struct ToSlotsArguments {

@@ -90,13 +90,12 @@ __device__ __forceinline__ float find_factor(const QuantizeTensor& tensor, const
 }
 
 // The CTA's tile to rows.
-template <ElementType kType, int kColumns, bool kRotate>
+template <ElementType kType, int kColumns, class Values>
 __device__ __forceinline__ void quantize_rows(const QuantizeTensor& tensor, const TilePlace& place,
                                               LargestOfCluster<kColumns>& largest) {
-  using Values = std::conditional_t<kRotate, RotatedValues<kType, kColumns>, LoadedValues<kType>>;
   LoadedUnits loaded;
   load_tile<uint16_t, RowPlaces<kColumns>>(loaded, tensor.x, place);
-  Values values(loaded, tensor);
+  Values values(loaded, tensor, place);
   cluster_wait();  // every CTA does
   const auto narrow = [&](auto to) {
     using To = decltype(to);
@@ -116,7 +115,7 @@ __device__ __forceinline__ void quantize_slots(const QuantizeTensor& tensor, con
                                                LargestOfCluster<kColumns>& largest) {
   LoadedUnits loaded;
   load_tile<uint16_t, SlotPlaces>(loaded, tensor.x, place);
-  LoadedValues<kType> values(loaded, tensor);
+  LoadedValues<kType> values(loaded, tensor, place);
   cluster_wait();  // every CTA does
   const float factor = find_factor<Narrow<ElementType::kE4m3>>(tensor, place, values, largest);
   uint32_t word[SlotStage::kRows][kUnit];
@@ -175,10 +174,10 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   cluster_arrive();  // every thread of the cluster: the CTA takes what the others send
   if (tensor.to == Narrowed::kE4m3Slots) {
     quantize_slots<kType, kColumns>(tensor, place, largest);
-  } else if (tensor.signs != nullptr) {
-    quantize_rows<kType, kColumns, true>(tensor, place, largest);
+  } else if (tensor.signs != nullptr || tensor.mean != nullptr) {
+    quantize_rows<kType, kColumns, FloatValues<kType, kColumns>>(tensor, place, largest);
   } else {
-    quantize_rows<kType, kColumns, false>(tensor, place, largest);
+    quantize_rows<kType, kColumns, LoadedValues<kType>>(tensor, place, largest);
   }
 }
 

@@ -32,6 +32,10 @@ struct RowPlaces {
     const int pass = threadIdx.x / 32 * kTokens + unit / kUnitsOfToken;
     return pass * (32 / kLanes) + threadIdx.x % 32 / kLanes;
   }
+  // Past the end the last token comes again, which changes no maximum: zeros would with a mean.
+  __device__ static int loaded_token(int unit, int num_tokens) {
+    return min(token(unit), num_tokens - 1);
+  }
   __device__ static int column(int unit) {
     return threadIdx.x % kLanes * kUnit + unit % kUnitsOfToken * (kLanes * kUnit);
   }
@@ -50,6 +54,7 @@ struct SlotPlaces {
     return first_token() + unit / kUnitsOfRow * kSlotsOfRow +
            key_of_quad(quad(), unit % kUnitsOfRow);
   }
+  __device__ static int loaded_token(int unit, int) { return token(unit); }
   __device__ static int column(int) { return first_column() + column_in_warp(); }
 };
 
@@ -111,24 +116,25 @@ __device__ __forceinline__ void load_unit(UnitWords<Bits>& word, const Bits* col
   }
 }
 
-// A thread's units; zeros past the tokens and the columns.
+// A thread's units; zeros past the columns and, in slots, past the tokens.
 template <class Bits, class Places>
 __device__ __forceinline__ void load_tile(UnitWords<Bits> (&unit)[kUnitsOfThread],
                                           const QuantizeSource& source, const TilePlace& place) {
   const Bits* rows = tile_rows<Bits>(source, place);
+  const auto token = [&](int u) { return Places::loaded_token(u, place.num_tokens()); };
   const auto columns = [&](int u) {
-    return rows + Places::token(u) * source.stride.seq + Places::column(u);
+    return rows + token(u) * source.stride.seq + Places::column(u);
   };
   memset(unit, 0, sizeof(unit));
   if (source.whole_units) {
 #pragma unroll
     for (int u = 0; u < kUnitsOfThread; ++u) {
-      if (place.has(Places::token(u), Places::column(u), source)) load_unit(unit[u], columns(u));
+      if (place.has(token(u), Places::column(u), source)) load_unit(unit[u], columns(u));
     }
   } else {
 #pragma unroll
     for (int u = 0; u < kUnitsOfThread; ++u) {
-      if (place.has(Places::token(u), Places::column(u), source)) {
+      if (place.has(token(u), Places::column(u), source)) {
         load_unit(unit[u], columns(u), source.head_dim - Places::column(u));
       }
     }

@@ -1,5 +1,5 @@
 // A thread's 64 values between the search for the largest and the conversion: as they were loaded,
-// or rotated.
+// or in float.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,7 +49,7 @@ template <ElementType kType>
 struct LoadedValues {
   LoadedUnits unit;
 
-  __device__ LoadedValues(const LoadedUnits& loaded, const QuantizeTensor&) {
+  __device__ LoadedValues(const LoadedUnits& loaded, const QuantizeTensor&, const TilePlace&) {
     memcpy(unit, loaded, sizeof(unit));
   }
 
@@ -87,14 +87,17 @@ struct LoadedValues {
   }
 };
 
-// Signs, the Walsh-Hadamard transform and the scale, of whole tokens in RowPlaces<kColumns>. The
-// additions come in the order of flashattn3/quantization/hadamard.py: columns 1 apart, 2, 4, ...
+// Less the mean, where the tensor has one, and rotated, where it has signs: these, the
+// Walsh-Hadamard transform and the scale, of whole tokens in RowPlaces<kColumns>. The additions
+// come in the order of flashattn3/quantization/hadamard.py: columns 1 apart, 2, 4, ...
 template <ElementType kType, int kColumns>
-struct RotatedValues {
+struct FloatValues {
   float x[kUnitsOfThread][kUnit];
 
-  __device__ RotatedValues(const LoadedUnits& loaded, const QuantizeTensor& tensor) {
-    apply_signs(loaded, tensor);
+  __device__ FloatValues(const LoadedUnits& loaded, const QuantizeTensor& tensor,
+                         const TilePlace& place) {
+    apply_signs(loaded, tensor, place);
+    if (tensor.signs == nullptr) return;
     // Over 64 columns only one power of two comes here.
     transform(kColumns > 64 ? kColumns : tensor.x.head_dim);
 #pragma unroll
@@ -132,15 +135,24 @@ struct RotatedValues {
  private:
   using Places = RowPlaces<kColumns>;
 
-  // The signs come by way of shared memory, as what they flip in elements of 16 bits: from device
-  // memory every unit of a token would wait for its own.
+  // The signs come by way of shared memory, as what they flip in elements of 16 bits, and so does
+  // the mean with its signs: from device memory every unit of a token would wait for its own.
   __device__ __forceinline__ void apply_signs(const LoadedUnits& loaded,
-                                              const QuantizeTensor& tensor) {
+                                              const QuantizeTensor& tensor,
+                                              const TilePlace& place) {
     static_assert(quantize_threads(kColumns) == kColumns, "a thread for each column");
     __shared__ uint4 flips[kColumns / kUnit];
-    // Columns that are not there are 0 and in no sum with others; their signs do not matter.
-    const float sign = tensor.signs[min(static_cast<int>(threadIdx.x), tensor.x.head_dim - 1)];
-    reinterpret_cast<uint16_t*>(flips)[threadIdx.x] = __float_as_uint(sign) >> 16 & 0x8000;
+    __shared__ float4 means[kColumns / 4];
+    // Columns that are not there are 0 and in no sum with others: their signs do not matter, and
+    // their mean is 0.
+    const int own = threadIdx.x, column = min(own, tensor.x.head_dim - 1);
+    const float sign = tensor.signs != nullptr ? tensor.signs[column] : 1.f;
+    reinterpret_cast<uint16_t*>(flips)[own] = __float_as_uint(sign) >> 16 & 0x8000;
+    if (tensor.mean != nullptr) {
+      const int64_t head = int64_t{place.entry} * tensor.x.by_heads.divisor + place.head;
+      const float mean = tensor.mean[head * tensor.x.head_dim + column];
+      reinterpret_cast<float*>(means)[own] = own == column ? sign * mean : 0.f;
+    }
     __syncthreads();
 #pragma unroll
     for (int part = 0; part < Places::kUnitsOfToken; ++part) {
@@ -154,6 +166,24 @@ struct RotatedValues {
           const float2 two = Pair<kType>::floats(loaded[u][i / 2] ^ flip[i / 2]);
           x[u][i] = two.x;
           x[u][i + 1] = two.y;
+        }
+      }
+    }
+    if (tensor.mean != nullptr) subtract(means);
+  }
+
+  __device__ __forceinline__ void subtract(const float4 (&means)[kColumns / 4]) {
+#pragma unroll
+    for (int part = 0; part < Places::kUnitsOfToken; ++part) {
+#pragma unroll
+      for (int i = 0; i < kUnit; i += 4) {
+        const float4 mean = means[(Places::column(part) + i) / 4];
+#pragma unroll
+        for (int u = part; u < kUnitsOfThread; u += Places::kUnitsOfToken) {
+          x[u][i] -= mean.x;
+          x[u][i + 1] -= mean.y;
+          x[u][i + 2] -= mean.z;
+          x[u][i + 3] -= mean.w;
         }
       }
     }
