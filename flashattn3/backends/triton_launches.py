@@ -23,6 +23,7 @@ from .triton import TritonConfig
 OPERAND_TYPES = {**DTYPE_NAMES, FP8: "u8", INT8: "i8"}  # of the forward: e4m3 comes as bytes
 LOG2E = 1.4426950408889634
 SMALLEST_SCALE = 2.0**-100  # stands in for a scale of 0 in the forward, where -inf * 0 would be NaN
+LARGEST_EXACT_CAP = 256.0  # times the absolute error of tanh: 1e-4 in a score
 SMALLEST_DIVISOR = 2.0**-64  # among scales: an LSE divided by it is far from overflow
 STATISTICS_ROWS = backward.STATISTICS_ROWS.value
 SMALLEST_FP8_WIDTH = 32  # of the head dim: what one product of 8 bits takes
@@ -420,5 +421,5 @@ def _features(problem: Problem, tile: Tile) -> dict[str, object]:
         "USED_K": problem.has_seqused_k,
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
-        "SOFTCAP": problem.softcap > 0,
+        "SOFTCAP": (problem.softcap > 0) + (problem.softcap > LARGEST_EXACT_CAP),
     }

@@ -136,7 +136,7 @@ def _probabilities(
         shape: tl.constexpr = (a.shape[0], b.shape[1])
         p = tl.math.exp2(tl.dot(a, b, tl.broadcast_to(minus_lse, shape)) * scale_log2)
     elif SOFTCAP:
-        capped = tanh_exp2(tl.dot(a, b) * scale_log2)
+        capped = tanh_exp2(tl.dot(a, b) * scale_log2, SOFTCAP)
         p = tl.math.exp2(capped * cap_log2 + minus_lse)
         slope = 1.0 - capped * capped
     else:

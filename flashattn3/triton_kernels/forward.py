@@ -240,7 +240,8 @@ def forward_kernel(
                     row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
                     scores = scores.to(tl.float32) * row_scale[:, None]  # of int8 they are int32
                 if SOFTCAP:
-                    scores = cap_log2 * tanh_exp2(scores if FP8 else scores * scale_log2)
+                    scaled = scores if FP8 else scores * scale_log2
+                    scores = cap_log2 * tanh_exp2(scaled, SOFTCAP)
                 if MASKED:
                     reach = diagonal - first_key
                     seen = visible(
