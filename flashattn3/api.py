@@ -375,25 +375,66 @@ def explain(
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    **options: object,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> Explanation:
     """Say how a call with these arguments would run. Nothing is launched.
 
-    Args: those of ``flash_attn_func``; with cu_seqlens_q those of ``flash_attn_varlen_func``.
+    Args: those of ``flash_attn_func``; with cu_seqlens_q those of ``flash_attn_varlen_func``. The
+        tensors may lie on the meta device, where they take no memory.
+        device: where the call of meta tensors would run; None stands for the current GPU, or the
+            CPU where there is none.
+
     Raises: what the call would raise.
     """
-    varlen = cu_seqlens_q is not None
-    for unused in ("return_lse", "return_attn_probs"):
-        options.pop(unused, None)
+    function, varlen = "explain", cu_seqlens_q is not None
+    if not varlen:
+        given = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
+        for name, value in (given | {"max_seqlen_k": max_seqlen_k}).items():
+            expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
+    for name, flag in (("return_lse", return_lse), ("return_attn_probs", return_attn_probs)):
+        boolean(function, name, flag)
+    options = options_of(
+        function,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        qv=qv,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        backend=backend,
+        out_dtype=out_dtype,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
-    made = options_of("explain", **options)
-    plan = ops.plan_of(*resolved(tensors, made, varlen))
+    tensors, options = resolved(tensors, options, varlen)
+    plan = ops.plan_on(_place(function, tensors.q, device), tensors, options)
     described = plan.config.describe()
     declined = dict(plan.declined)
     for backend in BACKENDS:
@@ -411,13 +452,25 @@ def explain(
     )
 
 
+def _place(function: str, q: Tensor, device: object) -> torch.device:
+    """The device of a call; of meta tensors the one that is named, or this machine's first."""
+    if not q.is_meta:
+        expect(device is None, function, "device", "None unless q is on meta", shown(device))
+        return q.device
+    return _device(function, _here() if device is None else device)
+
+
+def _here() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def available_backends(device: torch.device | str | None = None) -> list[str]:
     """Names of the backends that can run on a device, in the order in which dispatch asks them.
 
     device: None stands for the current GPU, or the CPU where there is none.
     """
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = _here()
     info = describe_device(_device("available_backends", device))
     return [backend.name for backend in BACKENDS if backend.unavailable_reason(info) is None]
 

@@ -12,7 +12,7 @@ import flashattn3
 from . import doctor
 from .bench import command as bench
 from .bench.command import DTYPES
-from .command_line import Parser, choose_device
+from .command_line import Parser, choose_device, integer
 from .demo import command as demo
 
 
@@ -38,13 +38,13 @@ def _add_explain(subparsers: argparse._SubParsersAction) -> None:
         "explain",
         help="how a problem would run, without running it",
     )
-    parser.add_argument("--batch", type=int, default=1, help="default: 1")
-    parser.add_argument("--seqlen-q", type=int, default=1024, help="default: 1024")
-    parser.add_argument("--seqlen-k", type=int, help="default: as --seqlen-q")
-    parser.add_argument("--heads", type=int, default=16, help="default: 16")
-    parser.add_argument("--kv-heads", type=int, help="default: as --heads")
-    parser.add_argument("--head-dim", type=int, default=128, help="default: 128")
-    parser.add_argument("--head-dim-v", type=int, help="default: as --head-dim")
+    parser.add_argument("--batch", type=integer(0), default=1, help="default: 1")
+    parser.add_argument("--seqlen-q", type=integer(0), default=1024, help="default: 1024")
+    parser.add_argument("--seqlen-k", type=integer(0), help="default: as --seqlen-q")
+    parser.add_argument("--heads", type=integer(1), default=16, help="default: 16")
+    parser.add_argument("--kv-heads", type=integer(1), help="default: as --heads")
+    parser.add_argument("--head-dim", type=integer(1), default=128, help="default: 128")
+    parser.add_argument("--head-dim-v", type=integer(1), help="default: as --head-dim")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument(
@@ -73,13 +73,16 @@ def explain(args: argparse.Namespace) -> int:
     )
     try:
         explained = flashattn3.explain(
-            *(torch.empty(shape, dtype=DTYPES[args.dtype], device=device) for shape in shapes),
+            *(torch.empty(shape, dtype=DTYPES[args.dtype], device="meta") for shape in shapes),
+            device=device,
             causal=args.causal,
             window_size=tuple(args.window),
             softcap=args.softcap,
             backend=args.backend,
         )
-    except (TypeError, ValueError, RuntimeError) as error:  # ours, or torch's on a negative size
+    except (TypeError, ValueError) as error:
         args.parser.error(str(error))
+    except RuntimeError:  # torch's, with the place in its source
+        args.parser.error(f"tensors of {' and '.join(map(str, shapes[:2]))} have no address")
     print(explained)
     return 0

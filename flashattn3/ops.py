@@ -20,7 +20,7 @@ from .device import describe_device
 from .errors import expect, shown, type_error
 from .modes import is_traced, no_fp8_gradient
 from .plan import Plan, choose
-from .problem import Metadata, Options, Tensors, check, describe, metadata_fields
+from .problem import Metadata, Options, Tensors, check, describe, metadata_fields, metadata_of
 from .quantization import slots
 from .scales import EIGHT_BIT, out_dtype
 
@@ -39,9 +39,8 @@ NUM_TENSORS = len(Tensors._fields)
 
 ANY = ""  # the backend of a call that is bound to none
 # The backend of calls that name none: that of ``use_backend``, else of the environment.
-named_backend: ContextVar[str | None] = ContextVar(
-    "flashattn3_backend", default=os.environ.get("FLASHATTN3_BACKEND") or None
-)
+FROM_ENVIRONMENT = os.environ.get("FLASHATTN3_BACKEND") or None
+named_backend: ContextVar[str | None] = ContextVar("flashattn3_backend", default=FROM_ENVIRONMENT)
 
 # The same within a function that is being compiled, where a ContextVar cannot be traced.
 traced_backends: list[str] = []
@@ -59,8 +58,25 @@ def _plan(*arguments) -> Plan:
     """The plan of a call from its tensors' metadata and its options, one after the other."""
     fields, options = arguments[:NUM_TENSORS], Options(*arguments[NUM_TENSORS:])
     metadata = tuple(None if of is None else Metadata(*of) for of in fields)
+    return _chosen(metadata, options)
+
+
+def _chosen(metadata: tuple[Metadata | None, ...], options: Options) -> Plan:
     problem = describe(metadata, options)
-    return choose(problem, describe_device(problem.device), BACKENDS)
+    try:
+        return choose(problem, describe_device(problem.device), BACKENDS)
+    except ValueError as error:
+        if options.backend and options.backend == FROM_ENVIRONMENT:
+            told = f"{error}; FLASHATTN3_BACKEND={FROM_ENVIRONMENT} is set"
+            raise type(error)(told) from None
+        raise
+
+
+def plan_on(device: torch.device, tensors: Tensors, options: Options) -> Plan:
+    """The plan of a call whose meta tensors would lie on the device."""
+    found = map(metadata_of, tensors)
+    moved = (of._replace(device=device) if of and of.device.type == "meta" else of for of in found)
+    return _chosen(tuple(moved), options)
 
 
 def plan_of(tensors: Tensors, options: Options) -> Plan:

@@ -48,7 +48,14 @@ def test_explain_prints_what_the_function_says(capsys):
     ("options", "said"),
     [
         (("explain", "--heads", "3", "--kv-heads", "2"), "multiple of k's 2 heads"),
-        (("explain", "--seqlen-q", "-3"), "negative dimension"),
+        (
+            ("explain", "--seqlen-q", "-3"),
+            "--seqlen-q: an integer of at least 0, got '-3'",
+        ),
+        (("explain", "--heads", "1" + "0" * 21), "argument --heads: an integer of at least 1, got"),
+        (("explain", "--seqlen-q", "9" * 18), "have no address"),
+        (("explain", "--window", "left", "0"), "argument --window"),
+        (("explain", "--no-such-option"), "unrecognized arguments: --no-such-option"),
         (("explain", "--backend", "no-such"), "backend must be one of"),
         (("explain", "--dtype", "int8"), "invalid choice"),
         (("explain", "--device", "cuda:99"), "CUDA devices"),

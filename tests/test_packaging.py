@@ -80,7 +80,8 @@ def metadata(wheel: zipfile.ZipFile, name: str = "METADATA") -> str:
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flashattn3").rglob("*.py")}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert packed == modules | {"flashattn3/py.typed"}
+    types = {"flashattn3/py.typed", "flashattn3/api.pyi", "flashattn3/fp8.pyi"}
+    assert packed == modules | types
 
 
 def test_the_sdist_holds_every_file_that_is_no_result(source):

@@ -1,0 +1,80 @@
+"""``explain``: shapes without memory, names, and where a forced backend comes from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import A100, run_python
+
+import flashattn3
+from flashattn3 import ops
+from flashattn3.cli import main
+
+
+def meta(seqlen: int = 64, heads: int = 2) -> torch.Tensor:
+    return torch.empty(1, seqlen, heads, 64, dtype=torch.float16, device="meta")
+
+
+def test_meta_tensors_are_explained_as_real_ones():
+    real = torch.empty(1, 64, 2, 64, dtype=torch.float16)
+    wanted = flashattn3.explain(real, real, real, causal=True)
+    assert flashattn3.explain(*[meta()] * 3, causal=True, device="cpu") == wanted
+
+
+def test_problems_that_fit_no_memory_are_explained(monkeypatch, capsys):
+    monkeypatch.setattr(ops, "describe_device", lambda device: A100)
+    explained = flashattn3.explain(*[meta(2**29)] * 3, device="cpu")
+    assert explained.backend == "triton"
+    assert explained.grid[0] > 10**6
+    assert main(["explain", "--device", "cpu", "--seqlen-q", str(2**29)]) == 0
+    assert "backend: triton on A100" in capsys.readouterr().out
+
+
+def test_a_ragged_batch_of_meta_tensors_is_explained():
+    q, cu_seqlens = meta()[0], torch.empty(4, dtype=torch.int32, device="meta")
+    indices = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    explained = flashattn3.explain(
+        q, q, q, **indices, max_seqlen_q=9, max_seqlen_k=9, backend="reference", device="cpu"
+    )
+    assert explained.backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"bogus": 1}, "unexpected keyword argument 'bogus'"),
+        ({"max_seqlen_q": 3}, "explain: max_seqlen_q must be None without cu_seqlens_q, got 3"),
+        ({"cu_seqlens_k": torch.zeros(2).int()}, "explain: cu_seqlens_k must be None without"),
+        ({"return_lse": "x"}, "explain: return_lse must be a bool"),
+        ({"device": "cpu"}, "explain: device must be None unless q is on meta, got 'cpu'"),
+    ],
+)
+def test_arguments_that_the_call_would_not_take_are_refused(options, said):
+    q = torch.empty(1, 8, 2, 16)
+    with pytest.raises((TypeError, ValueError), match=said):
+        flashattn3.explain(q, q, q, **options)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="explain: device must be"):
+        flashattn3.explain(*[meta()] * 3, device="cuda:99")
+
+
+@pytest.mark.parametrize("name", ["hopper", "bogus"])
+def test_the_error_says_that_the_environment_forces_the_backend(name):
+    code = """
+import torch, flashattn3
+q = torch.ones(1, 8, 2, 16)
+for call in (flashattn3.flash_attn_func, flashattn3.explain):
+    try:
+        call(q, q, q)
+    except ValueError as error:
+        print(error)
+try:
+    flashattn3.flash_attn_func(q, q, q, backend="triton")
+except ValueError as error:
+    print(error)"""
+    *forced, named = run_python(code, FLASHATTN3_BACKEND=name, TRITON_INTERPRET=None).splitlines()
+    assert len(forced) == 2
+    assert all(line.endswith(f"; FLASHATTN3_BACKEND={name} is set") for line in forced)
+    assert "FLASHATTN3_BACKEND" not in named

@@ -1,0 +1,94 @@
+"""What a type checker makes of a user's file."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+sys.path.insert(0, str(ROOT / ".ci"))
+import stubs
+
+USER = """
+import torch
+from flashattn3 import (
+    BlockScaled,
+    explain,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    quantize_block_fp8,
+    use_backend,
+)
+
+q = torch.randn(1, 8, 2, 16)
+cu = torch.tensor([0, 8], dtype=torch.int32)
+
+
+def attend(verbose: bool) -> torch.Tensor:
+    out: torch.Tensor = flash_attn_func(q, q, q, None, True, window_size=[1, 0])
+    out, lse = flash_attn_func(q, q, q, causal=True, return_lse=True)
+    out, lse = flash_attn_func(q, q, q, return_attn_probs=True)
+    either = flash_attn_func(q, q, q, return_lse=verbose)
+    if not isinstance(either, torch.Tensor):
+        out, lse = either
+    packed = flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 8, 8).sum()
+    fused = flash_attn_qkvpacked_func(torch.stack((q, q, q), 2)).sum()
+    eight: torch.Tensor = flash_attn_fp8_func(q, q, q)
+    eight, lse = flash_attn_fp8_func(q, q, q, return_lse=True)
+    return out + lse.sum() + packed + fused + eight
+
+
+scaled: BlockScaled = quantize_block_fp8(q)
+block: int = scaled.block
+with use_backend("reference"):
+    name: str = explain(q, q, q, causal=True).backend
+"""
+
+
+def test_the_stubs_are_those_of_the_sources():
+    for path, text in stubs.stubs().items():
+        assert path.read_text() == text, f"{path.name}: python .ci/stubs.py writes it anew"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> Path:
+    """One of an environment where the package is installed, beside the packages of this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    asked = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True)
+    site = Path(asked.stdout.strip())
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
+    shutil.copytree(ROOT / "flashattn3", site / "flashattn3", ignore=ignored)
+    (site / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def complaints(python: Path, text: str, folder: Path) -> list[str]:
+    pytest.importorskip("mypy")
+    user = folder / "user.py"
+    user.write_text(text)
+    options = ("--strict", "--no-error-summary", "--python-executable", str(python))
+    command = [sys.executable, "-m", "mypy", *options, user.name]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_a_users_file_passes_mypy_strict(python, tmp_path):
+    assert complaints(python, USER, tmp_path) == []
+    wrong = USER + "flash_attn_func(q, q, q).shape\nexplain(q, q, q, cousal=True)\n"
+    wrong += "lost, _ = flash_attn_func(q, q, q, causal='yes')\n"
+    said = "\n".join(complaints(python, wrong, tmp_path))
+    assert 'Unexpected keyword argument "cousal" for "explain"' in said
+    assert "No overload variant" in said
