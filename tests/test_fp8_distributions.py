@@ -53,11 +53,24 @@ def run(inputs: Inputs, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     return flash_attn_func(*inputs, return_lse=True, backend=backend, out_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("seqlen_k", LENGTHS)
-@pytest.mark.parametrize("name", FAMILIES)
+def everywhere(*names: str):
+    """Parametrizes a test over families, lengths, head dims, dtypes of q and k, and backends."""
+
+    def decorate(test):
+        for argument, values in (
+            ("backend", EVERY_BACKEND),
+            ("dtype", EIGHT_BIT),
+            ("head_dim", HEAD_DIMS),
+            ("seqlen_k", LENGTHS),
+            ("name", names),
+        ):
+            test = pytest.mark.parametrize(argument, values, ids=str)(test)
+        return test
+
+    return decorate
+
+
+@everywhere(*FAMILIES)
 def test_every_distribution(name, seqlen_k, head_dim, dtype, backend, device):
     """Each case within its bounds; a heavy key wherever it stands within twice the least error."""
     broken, errors = [], []
@@ -93,11 +106,7 @@ OF_16_BIT = ("ones", "mean-1", "zero-first-half", "zero-last-half")
 OF_16_BIT += tuple(name for name in FAMILIES if name.startswith("sink"))
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("seqlen_k", LENGTHS)
-@pytest.mark.parametrize("name", OF_16_BIT)
+@everywhere(*OF_16_BIT)
 def test_16_bit_tensors(name, seqlen_k, head_dim, dtype, backend, device):
     """Against the attention of the 16-bit tensors; where the quantization of q, k and v alone costs
     more than the bound, 1.3 times of that."""

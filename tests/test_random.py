@@ -6,6 +6,7 @@ FLASHATTN3_RANDOM_EXAMPLES: how many for each backend and chunk, 8 unless said.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,21 @@ from helpers import (
 )
 from hypothesis import HealthCheck, given, seed, settings
 
-from flashattn3.testing import make_inputs, make_output_gradients
-from flashattn3.testing.strategies import random_cases
+from flashattn3 import BlockScaled
+from flashattn3.testing import (
+    FORWARD_FACTOR,
+    attention,
+    call,
+    check,
+    check_lse,
+    check_rounded_p,
+    make_fp8_inputs,
+    make_inputs,
+    make_output_gradients,
+    score_floor,
+)
+from flashattn3.testing.strategies import random_cases, random_fp8_problems
+from flashattn3.testing.tolerance import FP8_CODE_ERROR
 
 # On a GPU nearly every example of Triton's is a set of kernels to compile: few head dims, and
 # chunks that pytest-xdist can spread.
@@ -35,7 +49,19 @@ DTYPES = {
     "reference": (torch.float32, torch.bfloat16),
 }
 NUM_EXAMPLES = int(os.environ.get("FLASHATTN3_RANDOM_EXAMPLES", 8))
+MAX_SEQLEN = 200 if GPU else 100
 CHUNKS = (0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, 6)))
+
+
+def of_chunk(chunk: int):
+    """Decorates a function of ``given``: NUM_EXAMPLES, the same in every run."""
+    how = settings(
+        max_examples=NUM_EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    return lambda function: seed(chunk)(how(function))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -43,16 +69,9 @@ CHUNKS = (0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1,
 def test_random_problems(backend, chunk, device, poisoned_memory):
     dtypes = DTYPES[backend]
     dtype = dtypes[chunk % len(dtypes)]
-    strategy = random_cases(max_seqlen=200 if GPU else 100, head_dims=HEAD_DIMS[backend])
 
-    @seed(chunk)
-    @settings(
-        max_examples=NUM_EXAMPLES,
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-    @given(strategy)
+    @of_chunk(chunk)
+    @given(random_cases(MAX_SEQLEN, HEAD_DIMS[backend]))
     def holds(case):
         tensors = make_inputs(case, device, dtype, requires_grad=True)
         out, lse = forward_holds(case, tensors, backend)
@@ -67,3 +86,41 @@ def test_random_problems(backend, chunk, device, poisoned_memory):
         gradients_hold(case, tensors, got, dout, dlse, backend)
 
     holds()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_random_fp8_problems(backend, chunk, device, poisoned_memory):
+    @of_chunk(chunk)
+    @given(random_fp8_problems(MAX_SEQLEN, HEAD_DIMS[backend]))
+    def holds(problem):
+        case = problem.case
+        tensors, values = make_fp8_inputs(case, device, problem.form)
+        tensors = with_v_factor(case, tensors, problem.v_factor)
+        out_dtype = torch.float32 if backend == "reference" else torch.bfloat16
+        how = {"return_lse": True, "backend": backend, "out_dtype": out_dtype}
+        out, lse = call(case, tensors, **how)
+        assert out.dtype == out_dtype
+        out = out / problem.v_factor  # a power of two
+        truth, truth_lse = attention(values, **case.truth_options())
+        if GPU and backend != "reference":
+            weights, _ = attention(values._replace(v=values.v.abs()), **case.truth_options())
+            check_rounded_p("out", out, truth, weights, problem, backend)
+            check_lse(lse, truth_lse, problem, backend, FP8_CODE_ERROR)
+            return
+        plain, _ = attention(values, **case.truth_options(), dtype=out_dtype)
+        floor = score_floor(lse) if backend == "reference" else None
+        check("out", out, truth, plain, FORWARD_FACTOR, problem, backend, floor)
+        check_lse(lse, truth_lse, problem, backend)
+
+    holds()
+
+
+def with_v_factor(case, tensors, factor: float):
+    """All descales of V multiplied."""
+    if isinstance(tensors.v, BlockScaled):
+        return tensors._replace(v=replace(tensors.v, descale=tensors.v.descale * factor))
+    descale = tensors.v_descale
+    if descale is None:
+        descale = torch.ones(case.batch, case.num_heads_kv, device=tensors.v.device)
+    return tensors._replace(v_descale=descale * factor)

@@ -14,6 +14,7 @@ from flashattn3.testing import (
     check,
     check_code_lse,
     check_lse,
+    check_rounded_p,
     gradients,
     make_inputs,
     make_output_gradients,
@@ -206,3 +207,18 @@ def test_lse_of_codes_gate(lse):
     one[truth.isfinite()] += torch.eye(1, int(truth.isfinite().sum()))[0]
     with pytest.raises(AssertionError, match="largest"):
         check_code_lse(one, truth, CASE)
+
+
+def test_rounded_p_gate():
+    """Half of one row, a value that belongs to no key, and a little of all."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(1, 50, 2, 16, generator=generator, dtype=torch.float64)
+    weights = truth.abs() + 0.5
+    check_rounded_p("out", truth * 1.05, truth, weights, CASE)
+    for wrong in (0.5, 1.0):
+        spoilt = truth.clone()
+        spoilt[0, 7] -= wrong * weights[0, 7]
+        with pytest.raises(AssertionError, match=r"of the sum of P"):
+            check_rounded_p("out", spoilt, truth, weights, CASE)
+    with pytest.raises(AssertionError, match="root mean square"):
+        check_rounded_p("out", truth + 0.1 * weights, truth, weights, CASE)

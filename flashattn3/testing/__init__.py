@@ -25,6 +25,7 @@ from .tolerance import (
     check_code_lse,
     check_fp8,
     check_lse,
+    check_rounded_p,
     score_floor,
 )
 from .truth import attention, gradients
@@ -48,6 +49,7 @@ __all__ = [
     "check_code_lse",
     "check_fp8",
     "check_lse",
+    "check_rounded_p",
     "gradients",
     "make_fp8_inputs",
     "make_inputs",

@@ -24,7 +24,8 @@ class Case:
     distribution: "normal", "large" (scores up to 1e4), "monotone" (scores rise along the keys),
         "outlier", "shifted" (k and v have a mean), "constant", "zero" (all scores 0), "zero-blocks"
         (a stretch of tokens is 0), "huge" (v up to 2**110, or to the type's limit, and scores that
-        fall along the keys).
+        fall along the keys), "dominant" (one key in 50 scores about 8 above the others at
+        the default scale).
     softmax_scale: None for head_dim ** -0.5. window: (left, right), -1 open. The rest as in the
         interface.
     """

@@ -20,6 +20,7 @@ _LARGE = 50.0  # of q and k each: normal scores times 2500 reach 1e4 in a few th
 _OUTLIER_RATE, _OUTLIER_STD = 0.001, 10.0
 _SHIFT_STD = 2.0
 _HUGE = 2.0**110  # with room for the sums of a gradient
+_DOMINANT_RATE, _DOMINANT = 0.02, 3.9
 INT8_STEPS = 32  # to one: int8 ends at four standard deviations
 # In each byte of 8 bits: a NaN of e4m3, and int8's largest number, as int8 has no NaN.
 _ODD_BYTE = 0x7F
@@ -105,6 +106,11 @@ def _values(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Ten
         case "huge":  # v is brought up to its size in make_inputs
             ramp = torch.linspace(2.0, 0.0, rows_k[-1], dtype=torch.float64).view(-1, 1, 1)
             q, k = q.abs(), torch.ones_like(k) * ramp
+        case "dominant":  # over as many columns as raw int8 needs, which ends at 4
+            columns = max(1, round(math.sqrt(case.head_dim) / 2))
+            heavy = torch.rand(k.shape[:-1], generator=generator) < _DOMINANT_RATE
+            q[..., :columns] = _DOMINANT
+            k[..., :columns] = _DOMINANT * heavy.unsqueeze(-1)
         case "zero-blocks":
             for x in (q, k, v):
                 x[..., x.shape[-3] // 3 : x.shape[-3] // 3 * 2, :, :] = 0.0

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from ..quantization.hadamard import is_rotatable
 from .cases import Case, dense, varlen
+from .fp8 import FORMS
 
 LAYOUTS = ("bshd", "unaligned", "bhsd", "padded")
 DISTRIBUTIONS = (
     "normal", "large", "monotone", "outlier", "constant", "zero", "zero-blocks", "huge",
 )  # fmt: skip
+FP8_DISTRIBUTIONS = (
+    "normal", "monotone", "outlier", "constant", "zero", "zero-blocks", "dominant",
+)  # fmt: skip
+V_FACTORS = (1.0, 1.0, 1.0, 2.0**-60, 2.0**60, -1.0)
 SOFTCAPS = (0.0, 0.0, 0.0, 0.0, 10.0, 0.5, 1e-3, 1e4, 1e8, 1e39)
 
 
@@ -49,6 +56,26 @@ def random_cases(
     used = {"seqused_q": draw(_used(seqlens_q)), "seqused_k": draw(_used(seqlens_k))}
     tail_rows = draw(st.sampled_from((0, 0, 5)))
     return varlen("random", seqlens_q, seqlens_k, tail_rows=tail_rows, **used, **shape, **options)
+
+
+class Fp8Problem(NamedTuple):
+    """form: one of FORMS. v_factor: on all descales of V, and so on out."""
+
+    case: Case
+    form: str
+    v_factor: float
+
+
+@st.composite
+def random_fp8_problems(
+    draw: st.DrawFn, max_seqlen: int = 200, head_dims: tuple[int, ...] | range = range(8, 129)
+) -> Fp8Problem:
+    """Those of ``random_cases`` in 8 bits, in every form that fits."""
+    case = draw(random_cases(max_seqlen, head_dims))
+    case = replace(case, distribution=draw(st.sampled_from(FP8_DISTRIBUTIONS)))
+    rotatable = is_rotatable(case.head_dim)
+    forms = [form for form in FORMS if rotatable or "rotated" not in form]
+    return Fp8Problem(case, draw(st.sampled_from(forms)), draw(st.sampled_from(V_FACTORS)))
 
 
 def _used(seqlens: tuple[int, ...]) -> st.SearchStrategy[Any]:

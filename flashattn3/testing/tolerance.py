@@ -113,6 +113,27 @@ def check_fp8(
         raise AssertionError(_report(name, found, error, got, truth, case, plan))
 
 
+def check_rounded_p(
+    name: str, got: Tensor, truth: Tensor, weights: Tensor, case: object, plan: object = ""
+) -> None:
+    """Hold a result of few keys, where the errors of P do not average out, to what they can do.
+
+    weights: attention of the magnitudes of v: the sum of P |v|. An element may be off by twice the
+    error of a code of it, once in the numerator and once in the row sum; all by that error in the
+    root mean square.
+    """
+    got, truth, weights = _comparable(name, got, truth, weights, case=case, plan=plan)
+    error, rounding = (got - truth).abs(), torch.finfo(torch.bfloat16).eps * truth.abs()
+    allowed = 2 * FP8_CODE_ERROR * weights + rounding + FLOOR[torch.float32]
+    if (error > allowed).any():
+        found = f"error over {2 * FP8_CODE_ERROR:.3g} of the sum of P |v|"
+        raise AssertionError(_report(name, found, error - allowed, got, truth, case, plan))
+    bound = FP8_CODE_ERROR * _root_mean_square(weights) + FLOOR[torch.float32]
+    if _root_mean_square(error) > bound:
+        found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}"
+        raise AssertionError(_report(name, found, error, got, truth, case, plan))
+
+
 def check_lse(
     got: Tensor, truth: Tensor, case: object, plan: object = "", tolerance: float | None = None
 ) -> None:
