@@ -15,7 +15,9 @@ LARGEST = 2**63 - 1  # of torch's operators
 
 def integer(function: str, name: str, value: object) -> int:
     """An int of 64 bits; a bool is none."""
-    found = value if type(value) is int else _scalar(value)
+    if type(value) is int and -LARGEST <= value <= LARGEST:
+        return value
+    found = _scalar(value)
     if isinstance(found, bool) or not isinstance(found, (int, torch.SymInt)):
         raise type_error(function, name, "an int", shown(value))
     if not torch.compiler.is_compiling() and abs(found) > LARGEST:

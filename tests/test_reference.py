@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashattn3 import flash_attn_func
 from flashattn3.backends import reference
 from flashattn3.backends.reference import BACKEND, ReferenceConfig
 from flashattn3.device import DeviceInfo
@@ -334,6 +335,22 @@ def test_rows_ignore_a_key_that_they_do_not_see(value, options, is_varlen):
     ):
         assert torch.equal(x[rows], y[rows]), name
     assert math.isfinite(value) or value < 0 or got[0][~clean].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_small_call_in_one_tile_is_like_a_large_one(dtype):
+    """Two splits take the way of large calls. Scores up to 400, and rows whose scores are -inf."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 9, 2, 16), (3, 11, 2, 16), (3, 11, 2, 24))
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    q = 30 * q
+    q[1, 3], k[1, :, 1] = 1.0, -math.inf
+    found = flash_attn_func(q, k, v, return_lse=True, backend="reference")
+    wanted = flash_attn_func(q, k, v, num_splits=2, return_lse=True, backend="reference")
+    assert wanted[0][1, 3, 1].eq(0).all() and wanted[1][1, 1, 3] == -math.inf
+    for x, y in zip(found, wanted, strict=True):
+        assert x.is_contiguous() and x.dtype == y.dtype
+        torch.testing.assert_close(x, y, equal_nan=True)
 
 
 def test_declines_with_a_sentence():

@@ -93,6 +93,9 @@ class ReferenceBackend:
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, problem = tensors.q, plan.problem
+        if _is_one_tile(plan):
+            with _no_autocast(q.device.type):
+                return _attend_one_tile(problem, q, tensors.k, tensors.v)
         dtype = _compute_dtype(problem)
         out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
         lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -math.inf, dtype=dtype)
@@ -121,6 +124,38 @@ class ReferenceBackend:
 
 def _compute_dtype(problem: Problem) -> torch.dtype:
     return torch.promote_types(problem.out_dtype, torch.float32)  # torch promotes no FP8
+
+
+def _is_one_tile(plan: Plan) -> bool:
+    """Whether all queries of a dense call see all keys, and their scores are few."""
+    problem, config = plan.problem, plan.config
+    return (
+        0 < problem.seqlen_q <= config.block_m
+        and problem.batch > 0
+        and 0 < problem.seqlen_k <= config.block_n
+        and problem.group == 1
+        and not (problem.varlen or problem.windowed or problem.softcap)
+        and problem.num_splits <= 1
+        and not (problem.q_scales or problem.k_scales or problem.v_scales)
+    )
+
+
+def _attend_one_tile(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse in few operations: a small call costs the host's time alone."""
+    dtype = _compute_dtype(problem)
+    heads = problem.batch * problem.num_heads_q
+    q, k, v = (x.transpose(1, 2).reshape(heads, -1, x.shape[-1]).to(dtype) for x in (q, k, v))
+    p = torch.bmm(q * problem.softmax_scale, k.mT)
+    # As in a larger call: out 0 and lse -inf where all scores are -inf. The largest one adds 1.
+    maximum = p.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
+    total = p.sub_(maximum).exp_().sum(-1, keepdim=True)
+    out = (
+        torch.bmm(p, v)
+        .div_(total.clamp(min=1.0))
+        .view(problem.batch, problem.num_heads_q, -1, v.shape[-1])
+    )
+    lse = total.log_().add_(maximum).view(problem.batch, problem.num_heads_q, -1)
+    return out.transpose(1, 2).to(problem.out_dtype).contiguous(), lse
 
 
 def _column(lse: Tensor) -> Tensor:
