@@ -5,6 +5,7 @@ FLASHATTN3_RANDOM_EXAMPLES: how many for each backend and chunk, 8 unless said.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 
@@ -95,13 +96,17 @@ def test_random_fp8_problems(backend, chunk, device, poisoned_memory):
     @given(random_fp8_problems(MAX_SEQLEN, HEAD_DIMS[backend]))
     def holds(problem):
         case = problem.case
+        # Triton's interpreter cuts bfloat16 off where a GPU rounds, and float16 has less range.
+        out_dtype = torch.float32 if backend == "reference" else TRITON_DTYPES[-1]
+        v_factor = problem.v_factor
+        if out_dtype == torch.float16:
+            v_factor = math.copysign(1.0, v_factor)
         tensors, values = make_fp8_inputs(case, device, problem.form)
-        tensors = with_v_factor(case, tensors, problem.v_factor)
-        out_dtype = torch.float32 if backend == "reference" else torch.bfloat16
+        tensors = with_v_factor(case, tensors, v_factor)
         how = {"return_lse": True, "backend": backend, "out_dtype": out_dtype}
         out, lse = call(case, tensors, **how)
         assert out.dtype == out_dtype
-        out = out / problem.v_factor  # a power of two
+        out = out / v_factor  # a power of two
         truth, truth_lse = attention(values, **case.truth_options())
         if GPU and backend != "reference":
             weights, _ = attention(values._replace(v=values.v.abs()), **case.truth_options())
