@@ -100,6 +100,9 @@ def test_compiled_dense_calls(compiler, device, fresh_dynamo):
     assert_compiles_once(dense_loss, calls, compiler)
 
 
+@pytest.mark.xfail(
+    torch.__version__ < "2.9", reason="torch 2.8 compiles a second graph", strict=True
+)
 def test_compiled_varlen_calls(device, fresh_dynamo):
     def loss(q, k, v, edges_q, edges_k, longest_q, longest_k):
         out, lse = flash_attn_varlen_func(
