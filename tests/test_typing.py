@@ -48,6 +48,7 @@ def attend(verbose: bool) -> torch.Tensor:
 
 scaled: BlockScaled = quantize_block_fp8(q)
 block: int = scaled.block
+seqlen: int = scaled.shape[1]
 with use_backend("reference"):
     name: str = explain(q, q, q, causal=True).backend
 """

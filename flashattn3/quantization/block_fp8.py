@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class BlockScaled:
     hadamard: bool = False
     cu_seqlens: Tensor | None = None
     layout: str = "rows"
-    shape: torch.Size | None = None
+    shape: torch.Size = field(default=None)  # data's where none is given, so it is one to users
     mean: Tensor | None = None
 
     def __post_init__(self) -> None:
