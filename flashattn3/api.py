@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .arguments import boolean, integer, length, real, window
+from .arguments import boolean, expect_strided, integer, length, real, window
 from .autograd import attention
 from .backends import BACKENDS
 from .device import describe_device
@@ -59,7 +59,8 @@ def flash_attn_func(
             In q's dtype.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim. In q's
             dtype, where that is int8 in float8_e4m3fn.
-        softmax_scale: any finite factor; None stands for head_dim ** -0.5.
+        softmax_scale: 0, or of a magnitude between 2**-100 and 2**100 (2**900 in float64); None
+            stands for head_dim ** -0.5.
         causal: query i sees the keys up to i + seqlen_k - seqlen_q (aligned to the bottom right).
         q_descale, k_descale, v_descale: of 8 bits, float32: a stored value times its descale is the
             real value; None stands for 1. (batch, num_heads_kv) as FlashAttention-3 has it, q's as
@@ -86,10 +87,10 @@ def flash_attn_func(
 
     Returns:
         out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype, of 8 bits in out_dtype; with
-        return_lse also lse (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that
-        sees no key has out 0, lse -inf and gradient 0. Both are differentiable with respect to q, k
-        and v, unless these have 8 bits: in reverse mode and once, with torch.func's grad, vjp,
-        jacrev and vmap too.
+        return_lse also lse (batch, num_heads_q, seqlen_q), natural logarithm, float32, of float64
+        inputs float64. A row that sees no key has out 0, lse -inf and gradient 0. Both are
+        differentiable with respect to q, k and v, unless these have 8 bits: in reverse mode and
+        once, with torch.func's grad, vjp, jacrev and vmap too.
 
     Raises:
         TypeError, ValueError: an argument is illegal.
@@ -166,7 +167,8 @@ def flash_attn_varlen_func(
 
     Returns:
         out (total_q, num_heads_q, head_dim_v); with return_lse also lse (num_heads_q, total_q),
-        float32. Rows outside the sequences have out 0, lse -inf and gradient 0.
+        float32, of float64 inputs float64. Rows outside the sequences have out 0, lse -inf and
+        gradient 0.
 
     Raises:
         TypeError, ValueError, UnsupportedError: as ``flash_attn_func``. The values of cu_seqlens
@@ -256,12 +258,15 @@ def flash_attn_qkvpacked_func(
 def _unpacked(function: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(qkv, Tensor):
         raise type_error(function, "qkv", "a torch.Tensor", shown(qkv))
+    expect_strided(function, "qkv", qkv)
     if num_heads_q is None:
         if qkv.ndim != 5 or qkv.shape[2] != 3:
             wanted = "(batch, seqlen, 3, heads, head_dim) without num_heads_q"
             raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
         return qkv.unbind(dim=2)
     num_heads_q = integer(function, "num_heads_q", num_heads_q)
+    if qkv.ndim == 5:
+        raise value_error(function, "num_heads_q", "None where qkv has five axes", num_heads_q)
     if qkv.ndim != 4:
         wanted = "(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with num_heads_q"
         raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))

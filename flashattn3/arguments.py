@@ -1,4 +1,5 @@
-"""Numbers, bools and pairs among the arguments of a call: Python's, numpy's and 0-d tensors.
+"""Numbers, bools and pairs among the arguments of a call: Python's, numpy's and 0-d tensors; and
+tensors whose memory can be addressed.
 
 A 0-d tensor on a GPU is read, which waits for the device; ``length`` alone does not.
 """
@@ -72,6 +73,13 @@ def length(function: str, name: str, value: object) -> int | None:
     elif found < 0:
         raise value_error(function, name, ">= 0", found)
     return found
+
+
+def expect_strided(function: str, name: str, tensor: Tensor) -> None:
+    """TypeError for a tensor whose elements have no strides: sparse, of mkldnn, nested."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise type_error(function, f"{name}.layout", "torch.strided, of a plain tensor", layout)
 
 
 def _side(function: str, name: str, value: object) -> int:

@@ -158,7 +158,7 @@ def _quantized_and_attended(
     check_tensor_types(function, tensors, varlen)
     scheme = _resolved(function, tensors.q, scheme)
     options = options._replace(out_dtype=options.out_dtype or tensors.q.dtype)
-    refuse_gradients(function, *tensors[:3])
+    refuse_gradients(function, q=tensors.q, k=tensors.k, v=tensors.v)
     if is_traced():
         _check(tensors, options, scheme)
     else:

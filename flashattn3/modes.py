@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from .errors import UnsupportedError
+from .errors import UnsupportedError, complaint
 
 
 def is_traced() -> bool:
@@ -28,18 +28,22 @@ def has_dual_level() -> bool:
     return forward_ad._current_level >= 0
 
 
-def refuse_gradients(function: str, *tensors: torch.Tensor | None) -> None:
+def refuse_gradients(function: str, **tensors: torch.Tensor | None) -> None:
     """Raise where a gradient or a tangent would have to pass through 8 bits."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        raise no_fp8_gradient(function)
-    if has_dual_level() and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise no_fp8_gradient(function, name)
+    if has_dual_level() and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in given.values()
+    ):
         raise no_tangent(function)
 
 
-def no_fp8_gradient(function: str) -> UnsupportedError:
+def no_fp8_gradient(function: str, name: str) -> UnsupportedError:
+    sentence = complaint(function, f"{name}.requires_grad", False, True)
     return UnsupportedError(
-        f"{function}: there is no gradient through FP8; call it under torch.no_grad()"
+        f"{sentence}: there is no gradient through FP8; call it under torch.no_grad()"
     )
 
 

@@ -32,12 +32,14 @@ def resolved(tensors: Tensors, options: Options, varlen: bool) -> tuple[Tensors,
         tensors, options = _taken_apart(function, tensors, options)
     elif varlen and tensors.cu_seqlens_k is None:
         tensors, options = _with_keys_in_rows(function, tensors, options)
+    if not block_scaled and (type(tensors.k) is BlockScaled or type(tensors.v) is BlockScaled):
+        raise type_error(function, "q", "BlockScaled as k or v is", shown(tensors.q))
     check_tensor_types(function, tensors, varlen)
     if tensors.q.dtype not in EIGHT_BIT:
         return tensors, options
     if not block_scaled:
         tensors, options = _with_blocks(function, tensors, options, varlen)
-    refuse_gradients(function, *tensors)
+    refuse_gradients(function, **tensors._asdict())
     return tensors, options
 
 
@@ -70,7 +72,7 @@ def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Ten
         if not isinstance(x, BlockScaled):
             raise type_error(function, side, "BlockScaled as q is", shown(x))
         what, wanted = f"{side}_descale", f"None where {side} is BlockScaled"
-        expect(descale is None, function, what, wanted, "a tensor")
+        expect(descale is None, function, what, wanted, shown(descale))
         edges = tensors.cu_seqlens_q if side == "q" else tensors.cu_seqlens_k
         _check_edges(function, f"{side}.cu_seqlens", x.cu_seqlens, edges)
         layouts = ("rows", "slots") if side == "v" else ("rows",)

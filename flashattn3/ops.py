@@ -162,7 +162,7 @@ def _forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
 def _backward_of(dout, dlse, out, lse, tensors: Tensors, options: Options):
     plan = plan_of(tensors, options)
     if plan.problem.dtype in EIGHT_BIT:
-        raise no_fp8_gradient(plan.problem.function)
+        raise no_fp8_gradient(plan.problem.function, "q")
     return plan.backend.backward(plan, _dense_rows(dout), dlse, _copied(tensors, plan), out, lse)
 
 

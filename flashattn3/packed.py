@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .api import attended, options_of
-from .arguments import real
+from .arguments import expect_strided, real
 from .errors import expect, shown, type_error
 from .problem import Tensors, refuse
 
@@ -162,6 +162,7 @@ def _parts(function: str, name: str, packed: Tensor, axes: str) -> tuple[Tensor,
 def _tensor(function: str, name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise type_error(function, name, "a torch.Tensor", shown(value))
+    expect_strided(function, name, value)
     return value
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .backends.base import Backend, Config
 from .device import DeviceInfo
-from .errors import UnsupportedError, value_error
+from .errors import UnsupportedError, complaint, value_error
 from .problem import Problem
 
 
@@ -58,10 +58,13 @@ def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) ->
             config = backend.configure(problem, device)
             return Plan(problem, device, backend, config, tuple(declined))
         declined.append((backend.name, reason or f"backend={problem.backend!r} was asked for"))
-    asked = "no backend" if problem.backend is None else f"backend {problem.backend!r} does not"
-    verb = "takes" if problem.backend is None else "take"
     reasons = "; ".join(f"{name}: {reason}" for name, reason in declined)
-    raise UnsupportedError(f"{problem.function}: {asked} {verb} this problem ({reasons})")
+    if problem.backend is None:
+        sentence = f"{problem.function}: no backend takes this problem"
+    else:
+        wanted = "one that takes this problem"
+        sentence = complaint(problem.function, "backend", wanted, repr(problem.backend))
+    raise UnsupportedError(f"{sentence} ({reasons})")
 
 
 def decline_reason(backend: Backend, problem: Problem, device: DeviceInfo) -> str | None:

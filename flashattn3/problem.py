@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from .arguments import expect_strided
 from .errors import UnsupportedError, expect, shown, type_error
 from .scales import EIGHT_BIT, Scales, check_scales, out_dtype, scales_of, v_dtype
 
@@ -189,9 +190,7 @@ def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
         if type(value) is not torch.Tensor and _is_distributed(value):
             wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
             raise type_error(function, name, wanted, shown(value))
-        if value.layout is not torch.strided or value.is_nested:
-            layout = "nested" if value.is_nested else value.layout
-            raise type_error(function, f"{name}.layout", "torch.strided, of a plain tensor", layout)
+        expect_strided(function, name, value)
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:

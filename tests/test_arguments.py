@@ -175,7 +175,7 @@ WRONG_FP8 = [
     ({"sm_margin": -1}, "sm_margin must be >= 0, got -1"),
     ({"out_dtype": torch.float64}, "out_dtype must be None or one of"),
     ({"backend": "bogus"}, "backend must be one of"),
-    ({"backend": "hopper"}, "backend 'hopper' does not take this problem"),
+    ({"backend": "hopper"}, "backend must be one that takes this problem, got 'hopper'"),
     ({"block": 128.0}, "block must be an int, got 128.0 (float)"),
     ({"block": 96}, "block must be one of (64, 128, 256), got 96"),
     ({"hadamard": "no"}, "hadamard must be a bool, got 'no' (str)"),

@@ -128,7 +128,8 @@ VALUE_ERRORS = [
     ),
     (
         blocks(q_descale=ones(2, 2)),
-        "q_descale must be None where q is BlockScaled, got a tensor",
+        "q_descale must be None where q is BlockScaled, "
+        "got Tensor of shape (2, 2) and dtype torch.float32",
     ),
     (
         blocks(k=scaled(half(2, 200, 2, 16), kind="k", hadamard=True)),
@@ -244,7 +245,7 @@ FP8_ERRORS = [
 TYPE_ERRORS = [
     (
         raw(k=scaled(half(2, 200, 2, 16))),
-        f"k must be a torch.Tensor, got BlockScaled of shape (2, 200, 2, 16) and dtype {FP8}",
+        f"q must be BlockScaled as k or v is, got Tensor of shape (2, 200, 4, 16) and dtype {FP8}",
     ),
     (
         blocks(v=fp8(2, 200, 2, 16)),

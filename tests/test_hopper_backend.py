@@ -260,7 +260,7 @@ DECLINED = [
     (
         qkv(),
         {"softmax_scale": 1e-40},
-        "computes scores in torch.float32, whose range softmax_scale 1e-40",
+        "computes scores in torch.float32: softmax_scale must be 0 or",
     ),
 ]
 

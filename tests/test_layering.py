@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "arguments": {"errors"},
     "device": set(),
     "scales": {"errors"},
-    "problem": {"errors", "scales"},
+    "problem": {"arguments", "errors", "scales"},
     "contents": {"errors"},
     "operands": {"contents", "errors", "modes", "problem", "quantization", "scales"},
     "backends.base": set(),

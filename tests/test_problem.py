@@ -141,8 +141,9 @@ PACKED_VALUE_ERRORS = [
     (packed(2, 8, 2, 4, 16), f"qkv.shape must be {PACKED_SHAPE}, got (2, 8, 2, 4, 16)"),
     (
         packed(2, 8, 3, 4, 16, num_heads_q=4),
-        f"qkv.shape must be {PACKED_HEADS}, got (2, 8, 3, 4, 16)",
+        "num_heads_q must be None where qkv has five axes, got 4",
     ),
+    (packed(8, 12, 16, num_heads_q=4), f"qkv.shape must be {PACKED_HEADS}, got (8, 12, 16)"),
     *(
         (
             packed(2, 8, 8, 16, num_heads_q=heads),

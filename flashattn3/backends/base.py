@@ -68,5 +68,6 @@ def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> 
         factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
     for name, value in factors.items():
         if value != 0 and not 2.0**-exponent <= abs(value) <= 2.0**exponent:
-            return f"computes scores in {dtype}, whose range {name} {value:g} leaves"
+            limits = f"0 or between 2**-{exponent} and 2**{exponent}"
+            return f"computes scores in {dtype}: {name} must be {limits}, got {value:g}"
     return None

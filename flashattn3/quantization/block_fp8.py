@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..arguments import boolean, integer, length
+from ..arguments import boolean, expect_strided, integer, length
 from ..contents import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
 from ..modes import is_traced, refuse_gradients
@@ -157,7 +157,7 @@ def quantize_block_fp8(
     smooth = boolean(_FUNCTION, "smooth", smooth)
     _check(x, block, hadamard, kind, dtype, layout, smooth)
     max_seqlen = _checked_lengths(x, cu_seqlens, max_seqlen)
-    refuse_gradients(_FUNCTION, x)
+    refuse_gradients(_FUNCTION, x=x)
     # Not above: the backends know the problem of a call, which may be of a BlockScaled.
     from . import dispatch
 
@@ -207,8 +207,7 @@ def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
     """Raise for what is wrong but for the lengths of a ragged batch."""
     if not isinstance(x, Tensor):
         raise type_error(_FUNCTION, "x", "a torch.Tensor", shown(x))
-    if x.layout is not torch.strided or x.is_nested:
-        raise type_error(_FUNCTION, "x.layout", "torch.strided, of a plain tensor", x.layout)
+    expect_strided(_FUNCTION, "x", x)
     if x.dtype not in SOURCES:
         raise type_error(_FUNCTION, "x.dtype", f"one of {SOURCES}", x.dtype)
     expect(block in BLOCKS, _FUNCTION, "block", f"one of {BLOCKS}", block)
@@ -241,16 +240,16 @@ def _checked_lengths(
     x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None
 ) -> int | None:
     """max_seqlen of a ragged batch, at most all tokens; None of a dense one."""
-    ragged = cu_seqlens is not None
-    expect(x.ndim == 4 - ragged, _FUNCTION, "x.ndim", 4 - ragged, x.ndim)
+    ragged, name = cu_seqlens is not None, "cu_seqlens"
+    if ragged and not isinstance(cu_seqlens, Tensor):
+        raise type_error(_FUNCTION, name, "a torch.Tensor", shown(cu_seqlens))
+    wanted = "3 with cu_seqlens" if ragged else "4 without cu_seqlens"
+    expect(x.ndim == 4 - ragged, _FUNCTION, "x.ndim", wanted, x.ndim)
     if ragged != (max_seqlen is not None):
         wanted = "given with cu_seqlens and only then"
         raise value_error(_FUNCTION, "max_seqlen", wanted, shown(max_seqlen))
     if not ragged:
         return None
-    name = "cu_seqlens"
-    if not isinstance(cu_seqlens, Tensor):
-        raise type_error(_FUNCTION, name, "a torch.Tensor", shown(cu_seqlens))
     if cu_seqlens.dtype != torch.int32:
         raise type_error(_FUNCTION, f"{name}.dtype", torch.int32, cu_seqlens.dtype)
     shape, wanted = tuple(cu_seqlens.shape), "(batch + 1,), at least (1,)"
