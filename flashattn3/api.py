@@ -492,7 +492,7 @@ def _device(function: str, device: object) -> torch.device:
     if found.type != "cuda":
         return found
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = count > 0 and (found.index or 0) < count
+    here = 0 <= (found.index or 0) < count  # torch reads "cuda:1000" as index -24
     expect(here, function, "device", f"one of this machine's {count} GPUs or a CPU", shown(device))
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 

@@ -351,6 +351,15 @@ def test_a_device_that_is_none_is_named(device):
     )
 
 
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:200", "cuda:1000"])
+def test_a_device_beyond_the_only_gpu_is_named(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    wanted = "one of this machine's 1 GPUs or a CPU"
+    sentence = f"available_backends: device must be {wanted}, got '{device}' (str)"
+    assert sentence_of(available_backends, device=device) == sentence
+
+
 def test_a_quantized_tensor_acts_like_one():
     scaled = quantize_block_fp8(X, smooth=True, kind="k", **RAGGED)
     assert (scaled.device, scaled.dtype, scaled.shape) == (X.device, FP8, X.shape)
