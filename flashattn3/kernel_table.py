@@ -48,7 +48,7 @@ class ForwardRow:
     num_mma_warpgroups: warpgroups that multiply, 64 rows each; one more loads.
     num_q_buffers: 2: the next tile's Q is loaded while this one is worked on.
     scale_keys: 8 bits: keys that must share a descale of K and one of V.
-    promote_keys: 8 bits: keys after which out leaves WGMMA's accumulators for sums in float32.
+    promote_keys: 8 bits: keys after which out leaves WGMMA's accumulators for sums apart.
     max_seqlen_k: for the planner alone: more keys are left to another row; None: any number.
     measured: where the tile was chosen, "GPU, case, date"; empty until it was measured.
     """
@@ -86,10 +86,14 @@ class ForwardRow:
         value = self.head_dim + SUM_COLUMNS if self.dtype in EIGHT_BIT else row  # of a key
         keys = self.num_stages * self.block_n * (row + value)
         queries = self.num_q_buffers * self.block_m * row
-        over_q = self.num_q_buffers == 2 and self.dtype in SIXTEEN_BIT
-        columns = min(STAGED_COLUMNS, _rounded_up(self.head_dim, 64))
+        scaled = self.dtype in EIGHT_BIT
+        over_q = self.num_q_buffers == 2 and not scaled
+        columns = _rounded_up(self.head_dim, 64)
+        if not scaled or self.num_q_buffers == 2:  # else there are sums of all columns as well
+            columns = min(STAGED_COLUMNS, columns)
         staged = 0 if over_q else self.block_m * columns * OUT_BYTES
-        return CONTROL_BYTES + queries + keys + staged
+        control = CONTROL_BYTES * (2 if scaled and self.head_dim <= 128 else 1)
+        return control + queries + keys + staged
 
 
 @dataclass(frozen=True)
@@ -190,15 +194,21 @@ ROWS = (
     *_rows(SIXTEEN_BIT, 256, False, 128, 64, 2, 2, 1, measured=MEASURED),
     *_rows(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, measured=MEASURED),
     # and keys that share descales, keys between promotions
-    *_rows(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED_8),
-    *_rows(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 4096, measured=MEASURED_8),
-    *_rows(EIGHT_BIT, 128, False, 128, 128, 4, 2, 2, 64, 4096, measured=MEASURED_8),
+    *_rows(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
+    *_rows(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
+    *_rows(EIGHT_BIT, 128, False, 128, 128, 4, 2, 2, 64, 768, measured=MEASURED_8),
     *_rows(
-        EIGHT_BIT, 128, True, 128, 128, 4, 2, 2, 64, 4096, max_seqlen_k=768, measured=MEASURED_8
+        EIGHT_BIT, 128, True, 128, 128, 4, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
     ),
-    *_rows(EIGHT_BIT, 128, True, 192, 96, 5, 3, 2, 32, 4128, measured=MEASURED_8),
-    *_rows(EIGHT_BIT, 256, False, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED_8),
-    *_rows(EIGHT_BIT, 256, True, 128, 128, 2, 2, 2, 64, 4096, measured=MEASURED_8),
+    *_rows(EIGHT_BIT, 128, True, 192, 96, 5, 3, 2, 32, 768, measured=MEASURED_8),
+    *_rows(
+        EIGHT_BIT, 256, False, 128, 128, 2, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
+    ),
+    *_rows(EIGHT_BIT, 256, False, 128, 128, 2, 2, 1, 64, 768, measured=MEASURED_8),
+    *_rows(
+        EIGHT_BIT, 256, True, 128, 128, 2, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
+    ),
+    *_rows(EIGHT_BIT, 256, True, 128, 128, 2, 2, 1, 64, 768, measured=MEASURED_8),
 )
 
 BACKWARD_MEASURED = "H100 80GB HBM3, backward_check --time, 2026-11-22"

@@ -8,9 +8,12 @@
 // and all use of the slow exponential unit are gone. (H100, full, 16384 tokens, TFLOP/s: d64 658 to
 // 915, d128 935 to 1238, d256 1351 to 1462.)
 //
-// The price is range: what is to be below 2^-7 becomes 0, and below 2^-6 too little. So the
-// references lie as low as may be: growth is seen in the maxima, before anything is lost, and a
-// row's maximum is 2^kLowest to 2^8 when its reference is set (code_of_maximum).
+// The price is range: what is to be below 2^-7 becomes 0, and below 2^-6 too little. So a reference
+// follows its row in both directions. It rises where a probability would pass 448: growth is seen
+// in the maxima, before anything is lost. It falls where a whole tile of the row stays below 2^-1:
+// a row with one heavy key has many light ones, which together may weigh as much, and which would
+// all become 0. When a reference is set, the row's maximum in this tile becomes 2^kLowest to 2^8
+// (code_of_maximum).
 //
 // The sums are columns of out (row_sums.cuh): of what P was rounded to, as out is.
 #pragma once
@@ -36,36 +39,75 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   // Codes are so much less than 8 (x + 7) that they mean 2^x in the mean over an octave.
   static constexpr float kBelow = 0.46f;
   static constexpr float kUnit = kInteger ? kIntegerUnit : 1.f;
-  static constexpr float kTopBelow = kInteger ? 0.f : kBelow;  // whole, else right for the maximum
+  // Of a maximum whose reference is set: a code that stands for it without error. Whole codes are
+  // right in the mean at 1.75 times a power of two, two codes below the next one.
+  static constexpr float kTopBelow = kInteger ? 2.f : kBelow;
   static constexpr float kLowestCode = kCodesOfOctave * (kLowest + 7) * kUnit;
   static constexpr float kHighestCode = kCodesOfOctave * (8 + 7) * kUnit;
   static constexpr float kOfScore0 = 2 * kCodesOfOctave * kUnit;  // 2^-5
+  // Sums with it are whole octaves.
+  static constexpr float kWholeOctaves = 1.5f * 0x1p23f * kCodesOfOctave * kUnit;
+  // A row of a tile whose maximum is below 2^-1 is light: its reference falls, if it matters.
+  static constexpr float kLight = kCodesOfOctave * (-1 + 7) * kUnit;
   // 126 is 448, 127 NaN.
   static constexpr float kLimit = (kInteger ? 127.f : 126.4f) * kUnit;
 
-  // Raises the references of rows that grew too far or see their first key. s: codes over the old
-  // references, on return over the new ones. factor: what out has to be multiplied with; the sums
-  // here are. All lanes of the warp must call it.
+  // Whether a row of this thread has light keys alone. highest: subtract_reference's.
+  __device__ __forceinline__ bool is_light(const int (&highest)[2]) const {
+    return min(highest[0], highest[1]) < __float_as_int(kLight);
+  }
+
+  // Whether a reference of a row of this thread may have to move: a maximum reaches the limit or is
+  // NaN, or is light, or the row may see its first key. As unsigned numbers, what is below kLight
+  // comes above everything.
+  __device__ __forceinline__ bool may_move(const int (&highest)[2]) const {
+    const unsigned light = __float_as_uint(kLight);
+    const bool moves =
+        max(highest[0] - light, highest[1] - light) >= __float_as_uint(kLimit) - light;
+    return kRowsMayBeEmpty ? moves || unseen != 0 : moves;
+  }
+
+  // log2 of the probability from which on a light maximum lowers its row's reference: num_keys keys
+  // below it hold less than 1/64 of the row's sum, so that nothing is lost with them. All lanes of
+  // the warp must call it.
+  __device__ __forceinline__ void find_least(float (&least)[2], int num_keys) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // The sum may lack the tile before, whose product is under way.
+      const float total = fmaxf(row_sum(r), static_cast<float>(1 << kLowest));
+      least[r] = __log2f(__fdividef(total, static_cast<float>(num_keys))) - 6.f;
+    }
+  }
+
+  // Moves the references of rows that grew too far or see their first key, and of those whose
+  // maximum is light but at least `least`. s: codes over the old references, on return over the new
+  // ones. factor: what out has to be multiplied with; the sums here are. Returns whether a
+  // reference of the warp fell. All lanes of the warp must call it.
   template <class S>
-  __device__ __forceinline__ void raise_reference(S (&s)[kCount], float (&factor)[2]) {
+  __device__ __forceinline__ bool move_reference(S (&s)[kCount], const float (&least)[2],
+                                                 float (&factor)[2]) {
     float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], get(s[i]));
+    bool fell = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = max_or_nan(highest[r], __shfl_xor_sync(~0u, highest[r], 1));
       top = max_or_nan(top, __shfl_xor_sync(~0u, top, 2));
       const bool first = unseen >> r & 1;
       const bool rises = first ? top != -INFINITY : !(top < kLimit);
-      const float rise = rises ? top - code_of_maximum(top + reference[r]) : 0.f;
+      const bool falls = !first && top < kLight && octaves(top) - 7.f >= least[r];
+      const float rise = rises || falls ? top - code_of_maximum(top + reference[r]) : 0.f;
       factor[r] = first ? 1.f : exp2_approx(-octaves(rise));
       sum[r] = top < INFINITY ? sum[r] * factor[r] : NAN;
       if (rises) unseen &= ~(1u << r);
       reference[r] += rise;
       highest[r] = rise;
+      fell = fell || falls;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) set(s[i], get(s[i]) - highest[row_of(i)]);
+    return __any_sync(~0u, fell);
   }
 
   // Codes as operands, for V's slots (slot_order.h).
@@ -96,7 +138,7 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
 
   // As the base's, of sums that take_sums added up.
   __device__ __forceinline__ float row_sum(int r) const {
-    return quad_sum(sum[r] * exp2_approx(-log2_of_one()));
+    return quad_sum(sum[r] * exp2_approx(-log2_of_one())) * kSumsAgainstLoss;
   }
 
   // In log2 units: out and the sums are of 2^(score - this).
@@ -105,10 +147,12 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   }
 
  private:
-  // What a row's maximum becomes. Where it is high above a score of 0, where most keys of a row
-  // are, it is to be high, so that they do not vanish; else low, so that it may grow.
+  // What a row's maximum becomes: a power of two, so that its own code is right. Where it is high
+  // above a score of 0, where most keys of a row are, it is to be high, so that they do not vanish;
+  // else low, so that it may grow.
   static __device__ __forceinline__ float code_of_maximum(float code_over_score0) {
-    const float wanted = code_over_score0 + kOfScore0;
+    const float wanted =
+        __fsub_rn(__fadd_rn(code_over_score0 + kOfScore0, kWholeOctaves), kWholeOctaves);
     return fminf(fmaxf(wanted, kLowestCode), kHighestCode) - kTopBelow * kUnit;
   }
 

@@ -42,13 +42,13 @@ struct RowReferences {
     unseen = 3;
   }
 
-  // s becomes the exponent over the reference. Returns whether a row of this thread reaches the
-  // limit or is NaN, or may see its first key. Integer comparison orders floats as soon as one is
-  // positive, with NaN above all of them, and takes two at a time.
+  // s becomes the exponent over the reference. highest: the largest of each row of this thread, as
+  // the bits of a float: integer comparison orders floats as soon as one is positive, with NaN
+  // above all of them, and takes two at a time.
   template <class S, class Scale>
-  __device__ __forceinline__ bool subtract_reference(S (&s)[kCount], const Scale& scale,
-                                                     float limit) const {
-    int highest[2] = {INT_MIN, INT_MIN};
+  __device__ __forceinline__ void subtract_reference(S (&s)[kCount], const Scale& scale,
+                                                     int (&highest)[2]) const {
+    highest[0] = highest[1] = INT_MIN;
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       const int r = row_of(i);
@@ -58,6 +58,10 @@ struct RowReferences {
       set(s[i], a);
       set(s[i + 1], b);
     }
+  }
+
+  // Whether a row of this thread reaches the limit or is NaN, or may see its first key.
+  __device__ __forceinline__ bool reaches(const int (&highest)[2], float limit) const {
     const bool grew = max(highest[0], highest[1]) >= __float_as_int(limit);
     return kRowsMayBeEmpty ? grew || unseen != 0 : grew;
   }

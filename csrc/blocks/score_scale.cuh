@@ -21,8 +21,6 @@ struct UniformScale {
   __device__ __forceinline__ void complete(float) {}
   __device__ __forceinline__ bool sums_apart() const { return false; }
   static __device__ __forceinline__ constexpr int group(int) { return 0; }
-  static __device__ __forceinline__ float number(float score) { return score; }
-  static __device__ __forceinline__ float score(float number) { return number; }
   __device__ __forceinline__ void restart(float score_scale) { factor[0] = score_scale; }
 };
 
@@ -50,8 +48,6 @@ template <int kGroups, int kGroupKeys, int kZero>
 struct BlockScale {
   static constexpr int kNumGroups = kGroups;
   static constexpr bool kInteger = kZero != 0;
-  // What a score of 1 is, where it is a tanh.
-  static constexpr float kOne = kInteger ? 0x1p20f : 1.f;
   float factor[kGroups];
   float shift[kGroups];  // of integers, once complete, what takes the start away
   uint32_t exact;
@@ -85,19 +81,6 @@ struct BlockScale {
     return kInteger ? fmaf(factor[g], kZero, from_bits(shift[g])) : shift[g];
   }
 
-  // For scores that are tanhs now.
-  __device__ __forceinline__ void restart(float score_scale) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if constexpr (kInteger) {
-        const float codes = fmaf(factor[g], kZero, from_bits(shift[g]));  // the shift itself
-        take_start_away(g, score_scale / kOne * kZero, codes / kZero);
-      } else {
-        factor[g] = score_scale;
-      }
-    }
-  }
-
   // Whether a group is to be summed exactly.
   __device__ __forceinline__ bool sums_apart() const { return exact != 0; }
   __device__ __forceinline__ float exponent(float score, int i, float reference) const {
@@ -105,12 +88,12 @@ struct BlockScale {
   }
   static __device__ __forceinline__ constexpr int group(int i) { return key_group<kGroupKeys>(i); }
 
-  // What a score stands for, and the score of a number from -kOne to kOne.
+  // What a score stands for, and the way back.
   static __device__ __forceinline__ float number(float score) {
     return kInteger ? from_bits(score) - kZero : score;
   }
   static __device__ __forceinline__ float score(float number) {
-    return kInteger ? fmaf(number, kOne * kIntegerUnit, kZero * kIntegerUnit) : number;
+    return kInteger ? fmaf(number, kIntegerUnit, kZero * kIntegerUnit) : number;
   }
 
  private:
@@ -125,15 +108,29 @@ struct BlockScale {
   }
 };
 
-// softcap: the scores become tanh(score * scale / cap), cap_ratio = 2 / cap over the exponent's
-// units; the factor cap, in these units, is left to the scale, which is to be restarted with it.
-template <class S, int kCount, class Scale>
-__device__ __forceinline__ void cap_scores(S (&s)[kCount], const Scale& scale, float cap_ratio) {
+// softcap: the scores become tanh(score * tanh_scale), and the scale's factor is to be the cap.
+template <class S, int kCount>
+__device__ __forceinline__ void cap_scores(S (&s)[kCount], float tanh_scale) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (i % 8 == 0) __syncwarp();  // ptxas would begin with all at once, and spill
-    const float x = Scale::number(get(s[i])) * (scale.factor[Scale::group(i)] * cap_ratio);
-    set(s[i], Scale::score(tanh_of_scaled(x)));
+    s[i] = tanh_of_scaled(s[i] * tanh_scale);
+  }
+}
+
+// softcap of quantized tensors: the scores become cap * tanh(score / cap), in the units that they
+// have, so that the scale stays. one_over_cap: in the units of exponents. tanh to a relative 2^-11,
+// by one instruction: far finer than P.
+template <class S, int kCount, class Scale>
+__device__ __forceinline__ void cap_scores(S (&s)[kCount], const Scale& scale, float one_over_cap) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i % 8 == 0) __syncwarp();
+    const float ratio = scale.factor[Scale::group(i)] * one_over_cap;
+    const float inverse = ratio == 0.f ? 0.f : __fdividef(1.f, ratio);
+    float tanh;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(Scale::number(get(s[i])) * ratio));
+    set(s[i], Scale::score(tanh * inverse));
   }
 }
 

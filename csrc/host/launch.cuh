@@ -35,8 +35,8 @@ inline int64_t tiles_of_batch(int tile_rows, int longest, int batch, const int32
 struct ScoreScales {
   float score, tanh;  // tanh 0: no cap
 };
+constexpr float kLog2e = 1.44269504088896f;
 inline ScoreScales score_scales_of(const ForwardParams& params) {
-  constexpr float kLog2e = 1.44269504088896f;
   // Scores too small for the cap to matter, or all 0, go without.
   const float tanh =
       params.softcap > 0.f ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;

@@ -136,7 +136,11 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
   const ScoreScales scales = score_scales_of(params);
   args.tanh_scale = scales.tanh;
   args.score_scale = scales.score;
-  args.cap_ratio = scales.tanh != 0.f ? scales.tanh / scales.score : 0.f;
+  args.one_over_cap = 0.f;
+  if (kQuantized && scales.tanh != 0.f) {
+    args.score_scale = params.softmax_scale * kLog2e;
+    args.one_over_cap = 1.f / scales.score;
+  }
   return args;
 }
 

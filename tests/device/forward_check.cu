@@ -255,7 +255,7 @@ static void time_grid(const char* part, int only_length, int num_sms, int* count
   const std::vector<float> of_int8(of_e4m3.size(), 1 / kInt8PerOne);
   float *e4m3_descale = device_copy(of_e4m3), *int8_descale = device_copy(of_int8);
   void* promoted;
-  check(cudaMalloc(&promoted, num_sms * int64_t{33} * 384 * 16));
+  check(cudaMalloc(&promoted, num_sms * int64_t{49} * 384 * 16));
   check(cudaDeviceSynchronize());
   std::printf("TFLOP/s at 512, 1024, 2048, 4096, 8192, 16384\n");
   for (int d : {64, 96, 128, 192, 256}) {

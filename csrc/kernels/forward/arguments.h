@@ -43,9 +43,9 @@ struct ForwardArguments {
   int head_dim_v;
   int window_left;  // at most the longer of the longest sequences: nothing is "open" here
   int window_right;
-  float score_scale;  // scores, after the cap if there is one, to log2 units
-  float tanh_scale;   // blocks/score_scale.cuh, cap_scores; 0: no cap
-  float cap_ratio;    // the same
+  float score_scale;   // scores, after the cap if there is one, to log2 units
+  float tanh_scale;    // blocks/score_scale.cuh, cap_scores; 0: no cap
+  float one_over_cap;  // 8 bits, in log2 units: there score_scale is that of scores without a cap
 };
 
 }  // namespace flashattn3

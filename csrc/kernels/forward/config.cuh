@@ -51,7 +51,7 @@ struct ForwardConfig {
   static constexpr int kOutChunks = forward_staged_columns(kRow) / 64;  // that a warp lays down
   // From the start of shared memory: control, Q buffers, K stages, out if it has room of its own, V
   // stages.
-  static constexpr int kQOffset = kForwardControlBytes;
+  static constexpr int kQOffset = forward_control_bytes(kRow);
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kOutOffset = kKOffset + kStages * kKBytes;
   static constexpr int kVOffset = kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutChunks * 128);
@@ -63,8 +63,10 @@ struct ForwardConfig {
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
                                             : kConsumers == 2 ? (kTight ? 240 : 232)
                                                               : 248;
-  // Blocks of keys after which out is promoted; 0: never.
-  static constexpr int kPromoteBlocks = kRow.promote_keys / kBlockN;
+  // Blocks of keys after which out leaves WGMMA's accumulators, and how often it does until its
+  // sums in bf16 leave for fp32 (promotion.cuh).
+  static constexpr int kChunkBlocks = kRow.promote_keys / kBlockN;
+  static constexpr int kChunks16 = 8;
 
   static_assert(kConsumers >= 1 && kConsumers <= 3);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
@@ -115,7 +117,7 @@ struct alignas(16) RowTile {
 // Each side passes every barrier of a ring once for each use of a buffer, in ring order, whatever
 // it does with the buffer: a warpgroup that needs no part of a K or V tile still waits for it and
 // releases it. Q has no phase for a tile without keys; both sides see that in RowTile::keys.
-template <int kStages, int kQBuffers, int kScaleGroups>
+template <int kStages, int kQBuffers, int kScaleGroups, int kSumsRows>
 struct ForwardControl {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kStages], k_empty[kStages];
@@ -128,6 +130,7 @@ struct ForwardControl {
   KeyScales<kScaleGroups> key_scales[kStages];
   float v_scale[2];
   alignas(16) uint8_t start[kStartBytes];
+  float sums_reference[kSumsRows];  // of each query row of the tile, that its sums in bf16 are on
 
   // One thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init(int consumer_warps, bool quantized) {
@@ -152,6 +155,7 @@ struct ForwardControl {
 
 template <ForwardRow kRow>
 using ForwardControlOf =
-    ForwardControl<kRow.num_stages, kRow.num_q_buffers, ForwardConfig<kRow>::kScaleGroups>;
+    ForwardControl<kRow.num_stages, kRow.num_q_buffers, ForwardConfig<kRow>::kScaleGroups,
+                   forward_sums_in_shared(kRow) ? kRow.block_m : 1>;
 
 }  // namespace flashattn3

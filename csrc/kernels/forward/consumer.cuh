@@ -157,12 +157,12 @@ class ForwardConsumer {
     pin_registers(o);
     if constexpr (Config::kQuantized) {
       take_sums(softmax.sum, o);
-      promotion_.add_to(o, softmax, args_);
+      promotion().add_to(o, softmax, num_chunks_);
     }
     control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
     kv_.advance();
-    const int warp = threadIdx.x / 32;
     if constexpr (Config::kOutOverQ) {
+      const int warp = threadIdx.x / 32;
       // Sync: the four warps are all done with their 64 rows of Q.
       named_barrier_sync(1 + warpgroup_, 128);
       uint8_t* rows = shared_ + Config::kQOffset + q_.next().stage() * Config::kQBytes +
@@ -175,11 +175,20 @@ class ForwardConsumer {
       __syncwarp();
       constexpr int kChunkBytes = kRowsOfWarp * 128;
       const float scale = Config::kQuantized ? control_.v_scale[tile_.stage()] : 1.f;
-      store_rows<Config>(args_, tile(), warp_first_row(), o, softmax, scale,
-                         shared_ + Config::kOutOffset + warp * Config::kOutChunks * kChunkBytes,
+      store_rows<Config>(args_, tile(), warp_first_row(), o, softmax, scale, staged_out(),
                          kChunkBytes);
     }
     leave_tile();
+  }
+
+  // Where this warp lays its rows of out down, where they do not go over Q.
+  __device__ __forceinline__ uint8_t* staged_out() const {
+    return shared_ + Config::kOutOffset +
+           threadIdx.x / 32 * (Config::kOutChunks * kRowsOfWarp * 128);
+  }
+
+  __device__ __forceinline__ Promotion<kRow> promotion() const {
+    return Promotion<kRow>(args_, control_, staged_out());
   }
 
   // This warp needs the Q at q_ no more.
@@ -244,14 +253,16 @@ class ForwardConsumer {
     scale.complete(q_factor_);
     release_keys(kv_);
     cap(s, scale);
-    softmax.subtract_reference(s, scale, Softmax::kLimit);
+    int highest[2];
+    softmax.subtract_reference(s, scale, highest);
     if (!clear.has(block)) hide(s, block);
-    promotion_.reset();
     float unused[2];
-    softmax.raise_reference(s, unused);
     if constexpr (Config::kQuantized) {
+      num_chunks_ = 0;
+      softmax.move_reference(s, {INFINITY, INFINITY}, unused);
       softmax.add_exactly(s, scale);
     } else {
+      softmax.raise_reference(s, unused);
       softmax.exponentiate(s);
     }
     Softmax::pack(p, s);
@@ -264,8 +275,8 @@ class ForwardConsumer {
     --block;
     do {
       // Out is promoted between two of these loops: in one, the code would be in the way.
-      const int stop =
-          Config::kQuantized ? max(mine.begin, block + 1 - Config::kPromoteBlocks) : mine.begin;
+      int stop =
+          Config::kQuantized ? max(mine.begin, block + 1 - Config::kChunkBlocks) : mine.begin;
       for (; block >= stop; --block) {
         multiply_scores(s, kv);                           // K was waited for in the step before
         control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
@@ -273,8 +284,8 @@ class ForwardConsumer {
         scale.complete(q_factor_);
         wait_products<1>();
         pin_registers(s);
-        float factor[2];  // of out; set where it grew
-        const bool grew = softmax_step(s, softmax, factor, scale, kv, block, clear);
+        float factor[2];  // of out; set where a reference moved
+        const Change change = softmax_step(s, softmax, factor, scale, kv, block, clear);
         const RingPosition<kStages> next = kv.next();
         // Sync: the next K is there. With exponentials a branch that follows from their sums keeps
         // the whole softmax before the wait for out: ptxas would move the wait up or the
@@ -287,9 +298,13 @@ class ForwardConsumer {
         wait_products<0>();
         pin_registers(o);
         control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
-        if (grew) {
+        if (rarely(change.moved)) {
 #pragma unroll
           for (int i = 0; i < Config::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
+          if constexpr (Config::kQuantized) {
+            // Beside the heavy keys in out the light ones' products would be cut off.
+            if (change.fell && args_.quantized.promoted != nullptr) stop = block;
+          }
         }
         if constexpr (Config::kQuantized) take_sums(softmax.sum, o);
         Softmax::pack(p, s);
@@ -297,19 +312,26 @@ class ForwardConsumer {
         kv = next;
       }
       if constexpr (Config::kQuantized) {
-        if (block >= mine.begin) promotion_.move(o, softmax, args_);
+        if (block >= mine.begin) {
+          num_chunks_ = promotion().take(o, softmax, num_chunks_);
+        }
       }
     } while (Config::kQuantized && block >= mine.begin);
   }
 
-  // From scores to probabilities, with descales to their codes; gives K back. Returns whether out
-  // has to be multiplied by factor, the same in all lanes.
-  __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
-                                               Scale scale, RingPosition<kStages> kv, int block,
-                                               BlockRange clear) {
-    bool grew = false;
+  // What happened to the references of the warp's rows, the same in all lanes.
+  struct Change {
+    bool moved;  // out has to be multiplied by a factor
+    bool fell;   // of some row: the keys of this tile are far lighter than those before
+  };
+
+  // From scores to probabilities, with descales to their codes; gives K back.
+  __device__ __forceinline__ Change softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
+                                                 Scale scale, RingPosition<kStages> kv, int block,
+                                                 BlockRange clear) {
+    Change change{false, false};
     if constexpr (Config::kQuantized) {
-      grew = exact_softmax(s, softmax, factor, scale, block, clear);
+      change = exact_softmax(s, softmax, factor, scale, block, clear);
     } else {
       bool exact = args_.tanh_scale != 0.f;
       if constexpr (Config::kWindowed) {
@@ -318,36 +340,64 @@ class ForwardConsumer {
       if (exact || softmax.exponentiate_at_once(s, scale)) {
         pin_registers(s);
         if (!exact) multiply_scores_again(s, kv);
-        grew = exact_softmax(s, softmax, factor, scale, block, clear);
+        // Sums that were too large raise the references, though no score alone may have: else those
+        // of the next block would be too large again.
+        change = exact_softmax(s, softmax, factor, scale, block, clear, !exact);
         softmax.exponentiate(s);
       }
     }
     release_keys(kv);
-    return grew;
+    return change;
   }
 
   // From scores to exponents, with the rows' maxima. Sums apart take the way of growth too.
-  __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                Scale& scale, int block, BlockRange clear) {
+  __device__ __forceinline__ Change exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
+                                                  Scale& scale, int block, BlockRange clear,
+                                                  bool outgrown = false) {
     cap(s, scale);
-    bool grew = softmax.subtract_reference(s, scale, Softmax::kLimit) || scale.sums_apart();
-    if constexpr (Config::kWindowed) {
-      if (!clear.has(block)) hide(s, block);
+    int highest[2];
+    softmax.subtract_reference(s, scale, highest);
+    bool moves;
+    if constexpr (Config::kQuantized) {
+      moves = softmax.may_move(highest) || scale.sums_apart();
+    } else {
+      moves = softmax.reaches(highest, Softmax::kLimit) || outgrown;
     }
-    grew = __any_sync(~0u, grew);
+    if constexpr (Config::kWindowed) {
+      if (rarely(!clear.has(block))) hide(s, block);
+    }
+    Change change{__any_sync(~0u, moves) != 0, false};
     pin_registers(s);
-    if (grew) {
-      softmax.raise_reference(s, factor);
-      if constexpr (Config::kQuantized) softmax.add_exactly(s, scale);
+    if (rarely(change.moved)) {
+      if constexpr (Config::kQuantized) {
+        // Where keys are hidden, a row may be light for this tile alone.
+        float least[2] = {INFINITY, INFINITY};
+        if (__any_sync(~0u, softmax.is_light(highest)) && clear.has(block)) {
+          softmax.find_least(least, tile().num_keys);
+        }
+        change.fell = softmax.move_reference(s, least, factor);
+        softmax.add_exactly(s, scale);
+      } else {
+        softmax.raise_reference(s, factor);
+      }
       pin_registers(s);
     }
-    return grew;
+    return change;
+  }
+
+  // A branch whose code the compiler may lay aside. In 16 bits its order is as measured.
+  static __device__ __forceinline__ bool rarely(bool condition) {
+    return Config::kQuantized ? __builtin_expect(condition, false) : condition;
   }
 
   __device__ __forceinline__ void cap(Scores& s, Scale& scale) const {
-    if (args_.tanh_scale == 0.f) return;
-    cap_scores(s, scale, args_.cap_ratio / Config::kUnits);
-    scale.restart(args_.score_scale * Config::kUnits);
+    if (!rarely(args_.tanh_scale != 0.f)) return;
+    if constexpr (Config::kQuantized) {
+      cap_scores(s, scale, args_.one_over_cap / Config::kUnits);
+    } else {
+      cap_scores(s, args_.tanh_scale);
+      scale.restart(args_.score_scale);
+    }
   }
 
   // Of K at this stage, whose scores were lost.
@@ -440,7 +490,7 @@ class ForwardConsumer {
   uint32_t q_base_, k_base_, v_base_, start_;
   float q_factor_ = 0.f;  // scale of the scores times the descale of the tile's rows
   bool staged_ = false;   // rows of out lie over the Q before the one at q_
-  Promotion<Config> promotion_;
+  int num_chunks_ = 0;    // of the tile's keys whose sums have left o
   RingPosition<2> tile_{0};
   RingPosition<Config::kQBuffers> q_{0};
   RingPosition<kStages> kv_{0};  // K and V stages are used in step

@@ -5,8 +5,6 @@
 // loads, K0, K1, V0, K2, ...: so it holds nothing back that the producer could have brought.
 #pragma once
 
-#include <climits>
-
 #include "blocks/row_references.cuh"
 #include "blocks/row_sums.cuh"
 #include "kernels/forward/arguments.h"
@@ -24,6 +22,10 @@ class ForwardDescales {
   static constexpr float kLowest = -30.f;
   // Of values that are all 0.
   static constexpr float kNothing = 0x1p-100f;
+  // WGMMA cuts off up to 1.2 % of out until it is promoted, where V's values have one sign, and
+  // nothing where they have both or where few keys count. Out is multiplied by a little, so that no
+  // row is off by 1 %; and by what the sums are (code_softmax.cuh).
+  static constexpr float kAgainstLoss = 1.003f * kSumsAgainstLoss;
 
  public:
   __device__ __forceinline__ ForwardDescales(const ForwardArguments& args, uint8_t* shared)
@@ -53,7 +55,8 @@ class ForwardDescales {
     const float* v_of_head = v_scales.of(tile.sequence, head);
     const int num_blocks = tile.keys.end - tile.keys.begin;
     float v_scale = 1.f;
-    int highest = INT_MIN;      // log2 of V's scale so far, rounded up
+    int highest = 0;            // log2 of V's scale so far over v_scale, rounded up
+    bool any = false;           // whether a descale of V so far is not 0, the same in all lanes
     uint32_t last_weights = 0;  // of the lane's keys in the tile before
     for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
       // A lane for each group of the next blocks. Keys past the end are hidden, and others not
@@ -62,9 +65,13 @@ class ForwardDescales {
       const int key =
           min(block * Config::kBlockN + lane % kGroups * Config::kScaleKeys, tile.num_keys - 1);
       const float k = k_scales.at(k_of_head, key), v = v_scales.at(v_of_head, key);
-      if (first == 0) {
-        v_scale = first_scale(v);
-        if (lane == 0) control_.v_scale[tile_.stage()] = v_scale;
+      any = any || __any_sync(~0u, !(fabsf(v) < kNothing));
+      if (first == 0) v_scale = first_scale(v);
+      // The consumers read it behind the last V. Where every descale is 0, so is out, whatever V's
+      // bytes are.
+      const bool last = first + kBlocksAtOnce >= num_blocks;
+      if (lane == 0 && (first == 0 || last)) {
+        control_.v_scale[tile_.stage()] = last && !any ? 0.f : v_scale * kAgainstLoss;
       }
       const float relative = __log2f(__fdividef(v, v_scale));
       const float shift = relative < kLowest ? kLowest : relative;  // NaN stays

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_attention(const __grid_constant__ ForwardArguments args) {
   constexpr ForwardRow kRow = Config::kRow;
   extern __shared__ __align__(1024) uint8_t shared[];
-  static_assert(sizeof(ForwardControlOf<kRow>) <= kForwardControlBytes);
+  static_assert(sizeof(ForwardControlOf<kRow>) <= forward_control_bytes(kRow));
 
   auto& control = *reinterpret_cast<ForwardControlOf<kRow>*>(shared);
   if (threadIdx.x == 0) control.init(Config::kConsumerWarps, Config::kQuantized);

@@ -1,70 +1,226 @@
-// Sums of out in fp32, in device memory. WGMMA's accumulators keep about 13 bits of a sum of e4m3
-// products; so that the error does not grow with the keys, out moves from time to time to where
-// every bit is kept.
+// Where out goes from WGMMA's accumulators. For e4m3 these keep about 13 bits and cut off the rest
+// of each product, so that a sum of n keys of one sign loses up to n * 2^-16 of itself, and a light
+// key all of its product beside a heavy one. Out leaves them every promote_keys keys, for sums in
+// bf16 where the tile's rows lie later on their way to memory, and these leave for sums in fp32 in
+// device memory before they have lost much themselves. Such promotion is known from DeepSeek-V3
+// (arXiv 2412.19437, section 3.3.2).
 #pragma once
+
+#include <cuda_bf16.h>
 
 #include <cstdint>
 
 #include "blocks/row_references.cuh"
+#include "blocks/row_store.cuh"
 #include "kernels/forward/arguments.h"
+#include "kernels/forward/config.cuh"
 
 namespace flashattn3 {
 
-template <class Config>
+// Two bf16 each; the first is the low half.
+__device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+__device__ __forceinline__ float low_of_bf16x2(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
+__device__ __forceinline__ float high_of_bf16x2(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Of a thread: its accumulators of out, 8 of them a step, which are two of its first row, two of
+// the second, and again. A step is 16 bytes in bf16 and two float4 in fp32.
+template <ForwardRow kRow>
 class Promotion {
-  static constexpr int kHeadDim = Config::kHeadDim;
-  static constexpr int kStep = 128 * Config::kConsumers;
+  using Config = ForwardConfig<kRow>;
+  static constexpr int kSteps = Config::kHeadDim / 16;
+  static constexpr int kThreads = 128 * Config::kConsumers;
+  // Whether the sums in bf16 are in shared memory; rows of 256 columns have no room there.
+  static constexpr bool kInShared = forward_sums_in_shared(kRow);
+  static constexpr int kStride = kInShared ? 32 : kThreads;
   using Out = float[Config::kOutRegisters];
 
  public:
-  // Of a new row tile.
-  __device__ __forceinline__ void reset() { any_ = false; }
+  // staged: the warp's part of where rows of out are laid down.
+  __device__ __forceinline__ Promotion(const ForwardArguments& args,
+                                       ForwardControlOf<kRow>& control, uint8_t* staged)
+      : args_(args), control_(control), staged_(staged) {}
 
-  // Moves out away; it is 0 then. While the scores' registers are free.
+  // Adds out to the sums in bf16 and makes it 0, but for its last columns, the row sums.
+  // num_chunks: so many there are already, and kMoved more once there are sums in fp32.
   template <class Softmax>
-  __device__ __forceinline__ void move(Out& o, const Softmax& softmax,
-                                       const ForwardArguments& args) {
-    add_to<kHeadDim <= 128 ? Config::kBlockN / 16 : 2>(o, softmax, args);
-    any_ = true;
-    float4* at = room(args);
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i) {
-      at[i * kStep] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-      o[4 * i] = o[4 * i + 1] = o[4 * i + 2] = o[4 * i + 3] = 0.f;
+  __device__ __forceinline__ int take(Out& o, const Softmax& softmax, int num_chunks) const {
+    const bool any = num_chunks % kMoved != 0;
+    if (kInShared && !any) {
+      if (threadIdx.x % 32 == 0) wait_for_stores();  // of the rows of an earlier tile
+      __syncwarp();
     }
-    at[kHeadDim / 8 * kStep] =
-        make_float4(softmax.exponent_reference(0), softmax.exponent_reference(1), 0.f, 0.f);
+    uint4* const at = in_bf16();
+    uint32_t factor[2] = {0, 0};
+    if (any) {
+      const float2 factors = to_present(softmax, references());
+      factor[0] = to_bf16x2(factors.x, factors.x), factor[1] = to_bf16x2(factors.y, factors.y);
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      uint4 sums = make_uint4(0, 0, 0, 0);
+      if (any) sums = at[i * kStride];
+      at[i * kStride] =
+          make_uint4(fma_bf16x2(sums.x, factor[0], to_bf16x2(o[8 * i], o[8 * i + 1])),
+                     fma_bf16x2(sums.y, factor[1], to_bf16x2(o[8 * i + 2], o[8 * i + 3])),
+                     fma_bf16x2(sums.z, factor[0], to_bf16x2(o[8 * i + 4], o[8 * i + 5])),
+                     fma_bf16x2(sums.w, factor[1], to_bf16x2(o[8 * i + 6], o[8 * i + 7])));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) o[8 * i + j] = 0.f;
+    }
+    set_references(softmax);
+    ++num_chunks;
+    if (num_chunks % kMoved < Config::kChunks16) return num_chunks;
+    move_to_fp32(softmax, num_chunks >= kMoved);
+    return kMoved;
   }
 
-  // Adds what was moved before, on the present references. kAtOnce: float4s for which registers are
-  // free; ptxas would load all at once.
-  template <int kAtOnce = 4, class Softmax>
-  __device__ __forceinline__ void add_to(Out& o, const Softmax& softmax,
-                                         const ForwardArguments& args) const {
-    if (!any_) return;
-    const float4* at = room(args);
-    const float4 references = at[kHeadDim / 8 * kStep];
-    const float factor[2] = {exp2_approx(references.x - softmax.exponent_reference(0)),
-                             exp2_approx(references.y - softmax.exponent_reference(1))};
+  // Adds all sums to out; the room in shared memory is free then.
+  template <class Softmax>
+  __device__ __forceinline__ void add_to(Out& o, const Softmax& softmax, int num_chunks) const {
+    if (num_chunks == 0) return;
+    if (num_chunks >= kMoved) {
+      if (num_chunks == kMoved) clear_bf16(softmax);
+      add_fp32(softmax);
+    }
+    const uint4* const at = in_bf16();
+    const float2 factor = to_present(softmax, references());
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i) {
-      if (i % kAtOnce == 0) __syncwarp();
-      const float4 before = at[i * kStep];
-      o[4 * i] += before.x * factor[0];
-      o[4 * i + 1] += before.y * factor[0];
-      o[4 * i + 2] += before.z * factor[1];
-      o[4 * i + 3] += before.w * factor[1];
+    for (int i = 0; i < kSteps; ++i) {
+      const uint4 sums = at[i * kStride];
+      const float4 low = plus(o + 8 * i, factor, sums.x, sums.y);
+      const float4 high = plus(o + 8 * i + 4, factor, sums.z, sums.w);
+      o[8 * i] = low.x, o[8 * i + 1] = low.y, o[8 * i + 2] = low.z, o[8 * i + 3] = low.w;
+      o[8 * i + 4] = high.x, o[8 * i + 5] = high.y, o[8 * i + 6] = high.z, o[8 * i + 7] = high.w;
     }
   }
 
  private:
-  // This thread's: kHeadDim / 8 times four accumulators, then the references that they are on.
-  static __device__ __forceinline__ float4* room(const ForwardArguments& args) {
-    return args.quantized.promoted + static_cast<int64_t>(blockIdx.x) * (kHeadDim / 8 + 1) * kStep +
-           threadIdx.x;
+  static constexpr int kMoved = 1 << 16;
+
+  // The sums in bf16 are on the present references.
+  template <class Softmax>
+  __device__ __forceinline__ void move_to_fp32(const Softmax& softmax, bool any) const {
+    float4* const at = in_fp32();
+    const uint4* const from = in_bf16();
+    const float2 factor = any ? to_present(softmax, of_fp32(at)) : make_float2(0.f, 0.f);
+#pragma unroll 4
+    for (int i = 0; i < kSteps; ++i) {
+      float before[8] = {};
+      if (any) load(before, at, i);
+      const uint4 sums = from[i * kStride];
+      at[2 * i * kThreads] = widened(sums.x, sums.y, before, factor);
+      at[(2 * i + 1) * kThreads] = widened(sums.z, sums.w, before + 4, factor);
+    }
+    reinterpret_cast<float2*>(at + 2 * kSteps * kThreads)[0] =
+        make_float2(softmax.exponent_reference(0), softmax.exponent_reference(1));
   }
 
-  bool any_ = false;
+  template <class Softmax>
+  __device__ __forceinline__ void clear_bf16(const Softmax& softmax) const {
+#pragma unroll 1
+    for (int i = 0; i < kSteps; ++i) in_bf16()[i * kStride] = make_uint4(0, 0, 0, 0);
+    set_references(softmax);
+  }
+
+  // To the sums in bf16, on their references.
+  template <class Softmax>
+  __device__ __forceinline__ void add_fp32(const Softmax& softmax) const {
+    const float4* const from = in_fp32();
+    uint4* const at = in_bf16();
+    const float2 own = references(), other = of_fp32(from);
+    const float2 factor = make_float2(exp2_approx(other.x - own.x), exp2_approx(other.y - own.y));
+#pragma unroll 4
+    for (int i = 0; i < kSteps; ++i) {
+      float before[8];
+      load(before, from, i);
+      const uint4 sums = at[i * kStride];
+      const float4 low = widened(sums.x, sums.y, before, factor);
+      const float4 high = widened(sums.z, sums.w, before + 4, factor);
+      at[i * kStride] = make_uint4(to_bf16x2(low.x, low.y), to_bf16x2(low.z, low.w),
+                                   to_bf16x2(high.x, high.y), to_bf16x2(high.z, high.w));
+    }
+  }
+
+  static __device__ __forceinline__ void load(float (&values)[8], const float4* from, int i) {
+    const float4 low = from[2 * i * kThreads], high = from[(2 * i + 1) * kThreads];
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+  }
+
+  // Four sums in bf16 plus others times their rows' factor; others plus four in bf16 times theirs.
+  static __device__ __forceinline__ float4 widened(uint32_t first, uint32_t second,
+                                                   const float* others, float2 factor) {
+    return make_float4(fmaf(others[0], factor.x, low_of_bf16x2(first)),
+                       fmaf(others[1], factor.x, high_of_bf16x2(first)),
+                       fmaf(others[2], factor.y, low_of_bf16x2(second)),
+                       fmaf(others[3], factor.y, high_of_bf16x2(second)));
+  }
+  static __device__ __forceinline__ float4 plus(const float* others, float2 factor, uint32_t first,
+                                                uint32_t second) {
+    return make_float4(fmaf(low_of_bf16x2(first), factor.x, others[0]),
+                       fmaf(high_of_bf16x2(first), factor.x, others[1]),
+                       fmaf(low_of_bf16x2(second), factor.y, others[2]),
+                       fmaf(high_of_bf16x2(second), factor.y, others[3]));
+  }
+
+  template <class Softmax>
+  static __device__ __forceinline__ float2 to_present(const Softmax& softmax, float2 references) {
+    return make_float2(exp2_approx(references.x - softmax.exponent_reference(0)),
+                       exp2_approx(references.y - softmax.exponent_reference(1)));
+  }
+
+  // This thread's in device memory: two float4 for each step, one with the references that they are
+  // on, those of the sums in bf16 behind them, and these sums where they are not in shared memory.
+  __device__ __forceinline__ float4* in_fp32() const {
+    constexpr int64_t kWords = forward_promoted_words(Config::kHeadDim);
+    return args_.quantized.promoted + blockIdx.x * kWords * kThreads + threadIdx.x;
+  }
+  static __device__ __forceinline__ float2 of_fp32(const float4* at) {
+    return reinterpret_cast<const float2*>(at + 2 * kSteps * kThreads)[0];
+  }
+
+  __device__ __forceinline__ uint4* in_bf16() const {
+    if constexpr (kInShared) return reinterpret_cast<uint4*>(staged_) + threadIdx.x % 32;
+    return reinterpret_cast<uint4*>(in_fp32() + (2 * kSteps + 1) * kThreads);
+  }
+
+  // That the sums in bf16 are on.
+  __device__ __forceinline__ float2 references() const {
+    if constexpr (kInShared) {
+      __syncwarp();
+      const float* of_row = control_.sums_reference + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+      return make_float2(of_row[0], of_row[8]);
+    }
+    return reinterpret_cast<const float2*>(in_fp32() + 2 * kSteps * kThreads)[1];
+  }
+  template <class Softmax>
+  __device__ __forceinline__ void set_references(const Softmax& softmax) const {
+    const float2 now = make_float2(softmax.exponent_reference(0), softmax.exponent_reference(1));
+    if constexpr (kInShared) {
+      __syncwarp();
+      float* of_row = control_.sums_reference + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+      if (threadIdx.x % 4 == 0) of_row[0] = now.x, of_row[8] = now.y;
+    } else {
+      reinterpret_cast<float2*>(in_fp32() + 2 * kSteps * kThreads)[1] = now;
+    }
+  }
+
+  const ForwardArguments& args_;
+  ForwardControlOf<kRow>& control_;
+  uint8_t* staged_;
 };
 
 }  // namespace flashattn3

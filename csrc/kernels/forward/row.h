@@ -20,8 +20,8 @@ struct ForwardRow {
   int num_mma_warpgroups;  // 1 to 3
   int num_q_buffers = 1;   // 2: the next tile's Q is loaded while this one is worked on
   int scale_keys = 0;      // 8 bits: keys that share their descales, a divisor of block_n
-  int promote_keys = 0;  // 8 bits: keys after which out moves from WGMMA's accumulators, which hold
-                         // about 13 bits, to fp32 sums; a multiple of block_n
+  int promote_keys = 0;    // 8 bits: keys after which out leaves WGMMA's accumulators
+                           // (promotion.cuh); a multiple of block_n
 };
 
 // Threads of a CTA: the warpgroups that multiply and the one that loads.
@@ -40,9 +40,18 @@ constexpr int forward_value_bytes(const ForwardRow& row) {
          (is_quantized(row.dtype) ? row.head_dim + kSumColumns : forward_row_bytes(row));
 }
 
-// Room for the barriers and the tile descriptions, before the tiles; the tiles want 1024-byte
-// alignment.
-constexpr int kForwardControlBytes = 1024;
+// Whether sums of out in bf16 are kept where its rows are laid down
+// (kernels/forward/promotion.cuh). With 256 columns and two buffers for Q there is no room for all
+// of them.
+constexpr bool forward_sums_in_shared(const ForwardRow& row) {
+  return is_quantized(row.dtype) && (row.head_dim <= 128 || row.num_q_buffers == 1);
+}
+
+// Room for the barriers and the tile descriptions, and the references of these sums, before the
+// tiles; the tiles want 1024-byte alignment.
+constexpr int forward_control_bytes(const ForwardRow& row) {
+  return is_quantized(row.dtype) && row.head_dim <= 128 ? 2048 : 1024;
+}
 
 // Whether a warp lays out down over its rows of Q: with one buffer the next Q is to come as soon as
 // may be, and 8 bits are too few.
@@ -50,25 +59,29 @@ constexpr bool forward_out_over_q(const ForwardRow& row) {
   return row.num_q_buffers == 2 && !is_quantized(row.dtype);
 }
 
-// Columns of out, 16 bits each, that a warp lays down in shared memory at once: all over Q, up to
-// 128 in room of their own.
+// Columns of out, 16 bits each, that a warp lays down in shared memory at once: all over Q or sums
+// of theirs, else up to 128.
 constexpr int forward_staged_columns(const ForwardRow& row) {
   const int all = (row.head_dim + 63) / 64 * 64;
-  return forward_out_over_q(row) || all < 128 ? all : 128;
+  return forward_out_over_q(row) || forward_sums_in_shared(row) || all < 128 ? all : 128;
 }
 
 constexpr int forward_shared_bytes(const ForwardRow& row) {
   const int staged = forward_out_over_q(row) ? 0 : row.block_m * forward_staged_columns(row) * 2;
-  return kForwardControlBytes + row.num_q_buffers * row.block_m * forward_row_bytes(row) +
+  return forward_control_bytes(row) + row.num_q_buffers * row.block_m * forward_row_bytes(row) +
          row.num_stages * (row.block_n * forward_row_bytes(row) + forward_value_bytes(row)) +
          staged;
 }
 
-// What one CTA needs of device memory for sums of out in fp32: each thread's accumulators and two
-// references; 0 where no row tile has so many keys.
+// What a thread keeps of out in device memory (promotion.cuh), in 16 bytes: its accumulators in
+// fp32, two references, and its accumulators in bf16.
+constexpr int forward_promoted_words(int head_dim) { return head_dim / 8 + 1 + head_dim / 16; }
+
+// What all CTAs need for it; 0 where there are so few keys that out stays in the accumulators.
 constexpr int64_t forward_promoted_bytes(const ForwardRow& row, int num_ctas, int seqlen_k) {
-  if (row.promote_keys == 0 || seqlen_k <= row.promote_keys) return 0;
-  return int64_t{num_ctas} * (row.head_dim / 8 + 1) * 128 * row.num_mma_warpgroups * 16;
+  if (row.promote_keys == 0 || seqlen_k <= 512) return 0;
+  return int64_t{num_ctas} * forward_promoted_words(row.head_dim) * 128 * row.num_mma_warpgroups *
+         16;
 }
 
 }  // namespace flashattn3
