@@ -197,17 +197,13 @@ ROWS = (
     *_rows(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
     *_rows(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
     *_rows(EIGHT_BIT, 128, False, 128, 128, 4, 2, 2, 64, 768, measured=MEASURED_8),
-    *_rows(
-        EIGHT_BIT, 128, True, 128, 128, 4, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
-    ),
+    *_rows(EIGHT_BIT, 128, True, 128, 128, 4, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8),
     *_rows(EIGHT_BIT, 128, True, 192, 96, 5, 3, 2, 32, 768, measured=MEASURED_8),
     *_rows(
         EIGHT_BIT, 256, False, 128, 128, 2, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
     ),
     *_rows(EIGHT_BIT, 256, False, 128, 128, 2, 2, 1, 64, 768, measured=MEASURED_8),
-    *_rows(
-        EIGHT_BIT, 256, True, 128, 128, 2, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
-    ),
+    *_rows(EIGHT_BIT, 256, True, 128, 128, 2, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8),
     *_rows(EIGHT_BIT, 256, True, 128, 128, 2, 2, 1, 64, 768, measured=MEASURED_8),
 )
 

@@ -110,7 +110,7 @@ def test_random_fp8_problems(backend, chunk, device, poisoned_memory):
         truth, truth_lse = attention(values, **case.truth_options())
         if GPU and backend != "reference":
             weights, _ = attention(values._replace(v=values.v.abs()), **case.truth_options())
-            check_rounded_p("out", out, truth, weights, problem, backend)
+            check_rounded_p("out", out, truth, weights, case.seqlen_k, problem, backend)
             check_lse(lse, truth_lse, problem, backend, FP8_CODE_ERROR)
             return
         plain, _ = attention(values, **case.truth_options(), dtype=out_dtype)

@@ -214,11 +214,11 @@ def test_rounded_p_gate():
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(1, 50, 2, 16, generator=generator, dtype=torch.float64)
     weights = truth.abs() + 0.5
-    check_rounded_p("out", truth * 1.05, truth, weights, CASE)
+    check_rounded_p("out", truth * 1.05, truth, weights, 4, CASE)
     for wrong in (0.5, 1.0):
         spoilt = truth.clone()
         spoilt[0, 7] -= wrong * weights[0, 7]
         with pytest.raises(AssertionError, match=r"of the sum of P"):
-            check_rounded_p("out", spoilt, truth, weights, CASE)
+            check_rounded_p("out", spoilt, truth, weights, 4, CASE)
     with pytest.raises(AssertionError, match="root mean square"):
-        check_rounded_p("out", truth + 0.1 * weights, truth, weights, CASE)
+        check_rounded_p("out", truth + 0.1 * weights, truth, weights, 4, CASE)
