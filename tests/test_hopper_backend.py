@@ -188,7 +188,8 @@ def test_int8_gets_the_row_of_its_own(head_dim):
     assert row.head_dim == e4m3.head_dim == min(d for d in HEAD_DIMS["int8"] if d >= head_dim)
 
 
-def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
+def recorder_of_8_bits():
+    """The backend, and the list of the arguments of its operator's calls."""
     calls = []
 
     def forward(*arguments):
@@ -196,7 +197,11 @@ def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
         return torch.ones(2, 9, 4, 64), torch.ones(2, 4, 9)
 
     library = Library(ALL_ROWS, None, forward_fp8=forward, to_slots=lambda v, *_: v)
-    candidate = HopperBackend(library=lambda: library, only_measured=False)
+    return HopperBackend(library=lambda: library, only_measured=False), calls
+
+
+def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
+    candidate, calls = recorder_of_8_bits()
     q, k = torch.ones(2, 9, 4, 64, dtype=INT8), torch.ones(2, 9, 4, 64, dtype=INT8)
     tensors = Tensors(q, k, torch.ones(2, 9, 4, 64).to(FP8))
     found = plan(tensors, candidate)
@@ -204,6 +209,61 @@ def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
     (arguments,) = calls
     assert [x.dtype for x in arguments[:3]] == [INT8, INT8, FP8]
     assert ROWS.index(found.config.row) in arguments[10:]
+
+
+LAST_BLOCK_NEGATIVE = torch.tensor([1.0, 0.0, -1.0])
+LENGTHS = {
+    "dense": ({}, {}),
+    "varlen": (
+        dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 130, 230]).int()),
+        {"max_seqlen_q": 130, "max_seqlen_k": 130},
+    ),
+}
+
+
+@pytest.mark.parametrize("varlen", LENGTHS)
+@pytest.mark.parametrize(
+    ("head", "signs", "refused"),
+    [
+        (0, LAST_BLOCK_NEGATIVE, True),
+        (1, -LAST_BLOCK_NEGATIVE, True),
+        (1, -LAST_BLOCK_NEGATIVE.abs(), False),
+        (0, torch.zeros(3), False),
+    ],
+)
+def test_v_descales_of_both_signs_in_a_head_are_refused(head, signs, refused, varlen):
+    """log2 of their ratio would make out NaN."""
+    candidate, calls = recorder_of_8_bits()
+    (lengths, longest), rows = LENGTHS[varlen], (230,) if varlen == "varlen" else (2, 130)
+    descale = torch.ones(2, 2, 3)
+    descale[0, head] = signs
+    x = torch.ones(*rows, 2, 64).to(FP8)
+    tensors = Tensors(x, x, x, v_descale=descale, **lengths)
+    found = plan(tensors, candidate, v_block=64, **longest)
+    if not refused:
+        found.backend.forward(found, tensors)
+        assert len(calls) == 1
+        return
+    sentence = "v_descale must be of one sign for each head, got both"
+    with pytest.raises(ValueError, match=f"^{found.problem.function}: {sentence}$"):
+        found.backend.forward(found, tensors)
+    assert not calls
+
+
+@pytest.mark.parametrize("by", ["cu_seqlens_k", "seqused_k"])
+def test_v_descales_past_the_end_of_a_sequence_may_have_any_sign(by):
+    candidate, calls = recorder_of_8_bits()
+    lengths, longest = LENGTHS["varlen"]
+    entry = 1  # of 100 tokens, the third block has none
+    if by == "seqused_k":
+        lengths, entry = lengths | {by: torch.tensor([128, 100]).int()}, 0
+    descale = torch.ones(2, 2, 3)
+    descale[entry, :, 2] = -1.0
+    x = torch.ones(230, 2, 64).to(FP8)
+    tensors = Tensors(x, x, x, v_descale=descale, **lengths)
+    found = plan(tensors, candidate, v_block=64, **longest)
+    found.backend.forward(found, tensors)
+    assert len(calls) == 1
 
 
 def test_without_the_library_triton_runs_and_the_reason_names_the_command():

@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "kernel_table": set(),
     "backends.hopper_library": {"kernel_table", "_rows"},
     "backends.sixteen_bit": {"backends.base", "problem"},
-    "backends.hopper_launches": {"kernel_table", "problem", "scales"},
+    "backends.hopper_launches": {"contents", "kernel_table", "problem", "scales"},
     "backends.hopper": {
         "backends.hopper_launches",
         "backends.hopper_library",
@@ -139,7 +139,7 @@ TORCH_FREE = ("errors", "plan", "kernel_table", "backends.base", "triton_kernels
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 # Run on a CPU or under FLASHATTN3_CHECK=1; read a number that the caller passed as a tensor; once.
 MAY_WAIT = {
-    *("check_contents", "check_edges", "check_same_contents"),
+    *("check_contents", "check_edges", "check_same_contents", "check_signs"),
     *("_scalar", "window"),
     "_kept_signs",
 }
