@@ -179,7 +179,7 @@ def _backward_rows(head_dim: int, *tile: int, measured: str = "") -> tuple[Backw
 
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
-MEASURED_8 = "H100 80GB HBM3, forward_check --time, 2026-11-22"
+MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 # dtypes, head dim, windowed, block_m, block_n, stages, warpgroups that multiply, Q buffers
 ROWS = (
     *_rows(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 2, measured=MEASURED),
