@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU, skip_what_is_declined
+from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU
 
 from flashattn3.testing import (
     FORWARD_FACTOR,
@@ -53,7 +53,6 @@ def widened(tensors):
 @pytest.mark.parametrize(("backend", "dtype"), COMPILED)
 @pytest.mark.parametrize("case", SMALL + LARGE * GPU, ids=lambda case: case.name)
 def test_compiled_kernels_agree_with_the_reference(case: Case, backend, dtype, device):
-    skip_what_is_declined(case, backend)
     tensors = make_inputs(case, device, dtype, requires_grad=True)
     exact = widened(tensors)
     out, lse = call(case, tensors, return_lse=True, backend=backend)
@@ -74,7 +73,6 @@ def test_compiled_kernels_agree_with_the_reference(case: Case, backend, dtype, d
 @pytest.mark.parametrize("form", ["rotated", "int8 rotated"])
 @pytest.mark.parametrize("case", SMALL + LARGE * GPU, ids=lambda case: case.name)
 def test_kernels_of_8_bits_agree_with_the_reference(case: Case, form, backend, device):
-    skip_what_is_declined(case, backend)
     given, _ = make_fp8_inputs(case, device, form)
     out, lse = call(case, given, return_lse=True, backend=backend)
     exact = {"backend": "reference", "out_dtype": torch.float32}
