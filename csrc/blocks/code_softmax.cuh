@@ -39,8 +39,9 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   // Codes are so much less than 8 (x + 7) that they mean 2^x in the mean over an octave.
   static constexpr float kBelow = 0.46f;
   static constexpr float kUnit = kInteger ? kIntegerUnit : 1.f;
-  // Of a maximum whose reference is set: a code that stands for it without error. Whole codes are
-  // right in the mean at 1.75 times a power of two, two codes below the next one.
+  // A maximum whose reference is set lies this far below a whole octave, where its code has no
+  // error. Whole codes are right in the mean at 1.75 times a power of two, two codes below the
+  // next.
   static constexpr float kTopBelow = kInteger ? 2.f : kBelow;
   static constexpr float kLowestCode = kCodesOfOctave * (kLowest + 7) * kUnit;
   static constexpr float kHighestCode = kCodesOfOctave * (8 + 7) * kUnit;
@@ -52,14 +53,15 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   // 126 is 448, 127 NaN.
   static constexpr float kLimit = (kInteger ? 127.f : 126.4f) * kUnit;
 
-  // Whether a row of this thread has light keys alone. highest: subtract_reference's.
+  // Returns whether a row of this thread has only light keys in this tile. highest:
+  // subtract_reference's.
   __device__ __forceinline__ bool is_light(const int (&highest)[2]) const {
     return min(highest[0], highest[1]) < __float_as_int(kLight);
   }
 
-  // Whether a reference of a row of this thread may have to move: a maximum reaches the limit or is
-  // NaN, or is light, or the row may see its first key. As unsigned numbers, what is below kLight
-  // comes above everything.
+  // Returns whether a reference of a row of this thread may have to move: a maximum reaches the
+  // limit or is NaN, or is light, or the row may see its first key. Less kLight, as unsigned
+  // numbers, light maxima compare above all others.
   __device__ __forceinline__ bool may_move(const int (&highest)[2]) const {
     const unsigned light = __float_as_uint(kLight);
     const bool moves =
@@ -147,9 +149,9 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   }
 
  private:
-  // What a row's maximum becomes: a power of two, so that its own code is right. Where it is high
-  // above a score of 0, where most keys of a row are, it is to be high, so that they do not vanish;
-  // else low, so that it may grow.
+  // Returns the code that a row's maximum gets: a whole octave, so that the code is right. A
+  // maximum far above a score of 0, near which most keys of a row lie, gets a high code, so that
+  // those keys do not vanish; any other gets a low one, so that it may grow.
   static __device__ __forceinline__ float code_of_maximum(float code_over_score0) {
     const float wanted =
         __fsub_rn(__fadd_rn(code_over_score0 + kOfScore0, kWholeOctaves), kWholeOctaves);

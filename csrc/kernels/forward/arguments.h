@@ -15,8 +15,8 @@ namespace flashattn3 {
 struct QuantizedArguments {
   Descale q, k, v;
   bool out_is_fp16;  // else bf16
-  // fp32 sums of out, (CTAs, head_dim / 8 + 1, threads that multiply) of float4; null: no row tile
-  // has as many keys as the row's interval.
+  // Promoted sums of out (promotion.cuh), (CTAs, forward_promoted_words(head_dim), threads that
+  // multiply) of 16 bytes; null: no row tile has more than 512 keys, and out is not promoted.
   float4* promoted;
 };
 
