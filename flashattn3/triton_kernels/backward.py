@@ -8,7 +8,7 @@ dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 230
 streams the queries of all heads that share them; ``query_kernel`` owns a tile of queries and
 streams the keys. No result is summed by two programs, so the gradients are bitwise reproducible.
 Adding dQ by atomics within ``key_value_kernel`` would save two of seven matrix products, and was
-measured to be slower on every tile (docs/performance.md).
+measured to be slower on every tile (docs/log/triton.md).
 """
 
 import triton
