@@ -32,6 +32,7 @@ def flash_attn_func(
     return_lse: Literal[False] = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_func(
@@ -56,6 +57,7 @@ def flash_attn_func(
     return_lse: Literal[True],
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -80,6 +82,7 @@ def flash_attn_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -104,6 +107,7 @@ def flash_attn_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -134,6 +138,7 @@ def flash_attn_varlen_func(
     return_lse: Literal[False] = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -164,6 +169,7 @@ def flash_attn_varlen_func(
     return_lse: Literal[True],
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -194,6 +200,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -224,6 +231,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attended(
     tensors: Tensors, options: Options, varlen: bool, return_lse: bool, return_attn_probs: bool
@@ -247,6 +255,7 @@ def flash_attn_qkvpacked_func(
     return_lse: Literal[False] = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -267,6 +276,7 @@ def flash_attn_qkvpacked_func(
     return_lse: Literal[True],
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -287,6 +297,7 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -307,6 +318,7 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def options_of(
     function: str,
@@ -321,6 +333,7 @@ def options_of(
     pack_gqa=None,
     deterministic=False,
     sm_margin=0,
+    use_fast_accum=False,
     backend=None,
     out_dtype=None,
     max_seqlen_q=None,
@@ -367,6 +380,7 @@ def explain(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
     device: torch.device | str | None = None,
 ) -> Explanation: ...
 def available_backends(device: torch.device | str | None = None) -> list[str]: ...

@@ -32,8 +32,9 @@ _TENSORS = (
 _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
     "SymInt window_left, SymInt window_right, float softcap, int num_splits, bool? pack_gqa, "
-    "bool deterministic, int sm_margin, str? backend, ScalarType? out_dtype, "
-    "SymInt q_block, SymInt k_block, SymInt v_block, SymInt v_slots, str function"
+    "bool deterministic, int sm_margin, bool use_fast_accum, str? backend, "
+    "ScalarType? out_dtype, SymInt q_block, SymInt k_block, SymInt v_block, SymInt v_slots, "
+    "str function"
 )
 NUM_TENSORS = len(Tensors._fields)
 

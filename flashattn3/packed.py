@@ -29,6 +29,7 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_func`` for keys and values in one tensor, viewed and never copied.
 
@@ -50,6 +51,7 @@ def flash_attn_kvpacked_func(
         deterministic=deterministic,
         backend=backend,
         out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
     )
     return attended(Tensors(q, k, v), options, False, return_lse, return_attn_probs)
 
@@ -70,6 +72,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_varlen_func`` for queries, keys and values in one tensor, never copied.
 
@@ -93,6 +96,7 @@ def flash_attn_varlen_qkvpacked_func(
         max_seqlen_q=max_seqlen,
         max_seqlen_k=max_seqlen,
         out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
     )
     tensors = Tensors(q, k, v, cu_seqlens, _tensor(function, "cu_seqlens", cu_seqlens))
     return attended(tensors, options, True, return_lse, return_attn_probs)
@@ -117,6 +121,7 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_varlen_func`` for keys and values in one tensor, viewed and never copied.
 
@@ -140,6 +145,7 @@ def flash_attn_varlen_kvpacked_func(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
     )
     edges = (
         _tensor(function, name, x)

@@ -33,11 +33,12 @@ class Plan:
     @property
     def unused_hints(self) -> dict[str, str]:
         """Name and reason of the hints of the call that the backend runs without."""
-        problem, unused = self.problem, self.backend.unused_hints
+        problem, unused = self.problem, self.backend.unused_hints(self.problem)
         given = {
             "pack_gqa": problem.pack_gqa,
             "num_splits": problem.num_splits > 1,
             "sm_margin": problem.sm_margin > 0,
+            "use_fast_accum": problem.use_fast_accum,
         }
         return {name: unused[name] for name, asked in given.items() if asked and name in unused}
 

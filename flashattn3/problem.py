@@ -74,6 +74,7 @@ class Options(NamedTuple):
     pack_gqa: bool | None = None
     deterministic: bool = False
     sm_margin: int = 0
+    use_fast_accum: bool = False
     backend: str | None = None
     out_dtype: torch.dtype | None = None
     q_block: int = 0
@@ -153,6 +154,7 @@ class Problem:
     pack_gqa: bool | None
     deterministic: bool
     sm_margin: int
+    use_fast_accum: bool
     backend: str | None
     out_dtype: torch.dtype
     q_scales: Scales | None
@@ -357,6 +359,7 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         pack_gqa=options.pack_gqa,
         deterministic=options.deterministic,
         sm_margin=options.sm_margin,
+        use_fast_accum=options.use_fast_accum,
         backend=options.backend or None,
         out_dtype=out_dtype(q.dtype, options.out_dtype),
         q_scales=scales_of(tensors.q_descale, options.q_block),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,9 +17,12 @@ from flashattn3 import (
     explain,
     flash_attn_fp8_func,
     flash_attn_func,
+    flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_fp8_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     quantize_block_fp8,
 )
 from flashattn3.api import _warn_of_zero_scale
@@ -70,6 +74,7 @@ FORMS = [
         ("attention_chunk", 0, (np.int64(0), torch.tensor(0))),
         ("causal", True, (1, np.bool_(True), torch.tensor(True), np.int64(1))),
         ("deterministic", True, (1, np.bool_(True))),
+        ("use_fast_accum", True, (1, np.bool_(True), torch.tensor(True))),
         ("pack_gqa", None, (1, np.bool_(False), True)),
         ("return_lse", False, (0, np.bool_(False), torch.tensor(False))),
         ("window_size", (3, 1), ([3, 1], np.array([3, 1]), torch.tensor([3, 1]), (np.int8(3), 1))),
@@ -122,6 +127,8 @@ WRONG = [
     ({"softmax_scale": 10**5000}, "softmax_scale must be finite, got a value of type int"),
     ({"causal": [True]}, "causal must be a bool, got [True] (list)"),
     ({"causal": 0.5}, "causal must be a bool, got 0.5 (float)"),
+    ({"use_fast_accum": "x"}, "use_fast_accum must be a bool, got 'x' (str)"),
+    ({"use_fast_accum": None}, "use_fast_accum must be a bool, got None"),
     ({"softcap": [1.0]}, "softcap must be a float, got [1.0] (list)"),
     ({"backend": ["triton"]}, "backend must be a str or None, got ['triton'] (list)"),
     ({"backend": ""}, "backend must be one of ('hopper', 'triton', 'reference'), got ''"),
@@ -377,7 +384,7 @@ def test_a_quantized_tensor_acts_like_one():
         assert sentence_of(BlockScaled, **given) == sentence
 
 
-HINTS = {"pack_gqa": True, "sm_margin": 8, "num_splits": 4}
+HINTS = {"pack_gqa": True, "sm_margin": 8, "num_splits": 4, "use_fast_accum": True}
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -403,6 +410,37 @@ def test_hints_keep_a_call_on_hopper(hint):
     found = choose(problem, H100, (hopper, *WITHOUT_HOPPER))
     assert found.backend is hopper
     assert set(found.unused_hints) == {hint} - {"sm_margin"}
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
+def test_fast_accumulation_changes_no_bit_of_a_backend_that_adds_in_float32(eight, backend):
+    x = HALF.unflatten(0, (2, 10))
+    qkv = (x.to(eight), x.to(eight), x.to(FP8))
+    given = {"backend": backend, "out_dtype": torch.float16, "return_lse": True}
+    found = flash_attn_func(*qkv, **given, use_fast_accum=True)
+    assert all(map(torch.equal, found, flash_attn_func(*qkv, **given)))
+    explained = explain(*qkv, backend=backend, out_dtype=torch.float16, use_fast_accum=True)
+    assert set(explained.unused_hints) == {"use_fast_accum"}
+    given = {"backend": backend, "qk_dtype": eight}
+    for call, function in ((dense, flash_attn_fp8_func), (varlen, flash_attn_varlen_fp8_func)):
+        found = call(HALF, function, use_fast_accum=True, **given)
+        assert torch.equal(found, call(HALF, function, **given))
+
+
+def test_packed_forms_take_fast_accumulation():
+    x, edges = normal(20, 3, 2, 16).to(FP8), {"cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES}
+    edges |= {"max_seqlen_q": 8, "max_seqlen_k": 8}
+    for function, arguments in (
+        (flash_attn_qkvpacked_func, (x[None],)),
+        (flash_attn_kvpacked_func, (x[None, :, 0], x[None, :, 1:])),
+        (flash_attn_varlen_qkvpacked_func, (x, EDGES, 8)),
+        (partial(flash_attn_varlen_kvpacked_func, **edges), (x[:, 0], x[:, 1:])),
+    ):
+        found = function(*arguments, use_fast_accum=True)
+        assert torch.equal(found, function(*arguments))
+        with pytest.raises(TypeError, match="use_fast_accum must be a bool, got 2"):
+            function(*arguments, use_fast_accum=2)
 
 
 def test_the_interpreter_declines_bfloat16():

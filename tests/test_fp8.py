@@ -434,7 +434,8 @@ def test_compiled_calls(dynamic, dtype, device):
     torch._dynamo.reset()
 
     def block_scaled(q, k, v):
-        return flash_attn_fp8_func(q, k, v, causal=True, block=64, hadamard=False, qk_dtype=dtype)
+        how = {"block": 64, "hadamard": False, "qk_dtype": dtype, "use_fast_accum": True}
+        return flash_attn_fp8_func(q, k, v, causal=True, **how)
 
     def raw(q, k, v, descale):
         return flash_attn_func(q.to(dtype), k.to(dtype), v.to(FP8), k_descale=descale)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EVERY_BACKEND, GPU
+from helpers import EVERY_BACKEND, GPU, needs_hopper
 
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, quantize_block_fp8
 from flashattn3.contents import CHECKED
@@ -148,6 +148,24 @@ def test_16_bit_tensors(name, seqlen_k, head_dim, dtype, backend, device):
     bounds = Bounds(error=FP8_OF_16_BIT.rmse, bias=case.bounds.bias)
     broken = replace(case, bounds=bounds).misses(found, exact)
     assert not broken, f"{case.id}: {broken}"
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+def test_fast_accumulation_loses_what_is_documented(dtype, head_dim, device):
+    """V = 1: 4096 values of one sign, whose sum WGMMA's accumulators cut off."""
+    (case,) = members("ones", 4096, head_dim)
+    inputs = case.build(device, dtype)
+    wanted = truth(inputs)
+
+    def bias(fast: bool) -> float:
+        how = {"return_lse": True, "backend": "hopper", "out_dtype": torch.float16}
+        found = flash_attn_func(*inputs, use_fast_accum=fast, **how)
+        return compare(found, wanted).bias
+
+    assert -0.12 <= bias(True) <= -0.01
+    assert abs(bias(False)) < 0.01
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)

@@ -211,6 +211,20 @@ def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
     assert ROWS.index(found.config.row) in arguments[10:]
 
 
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+def test_fast_accumulation_has_a_plan_and_a_call_of_its_own(dtype):
+    candidate, calls = recorder_of_8_bits()
+    q = torch.ones(2, 9, 4, 64, dtype=dtype)
+    tensors = Tensors(q, q, torch.ones(2, 9, 4, 64).to(FP8))
+    plans = [plan(tensors, candidate, use_fast_accum=fast) for fast in (False, True)]
+    assert plans[0] != plans[1] and not plans[1].unused_hints
+    for found in plans:
+        found.backend.forward(found, tensors)
+    kept, fast = (arguments[10:] for arguments in calls)
+    assert (kept[5], fast[5]) == (False, True)
+    assert kept[:5] + kept[6:] == fast[:5] + fast[6:]
+
+
 LAST_BLOCK_NEGATIVE = torch.tensor([1.0, 0.0, -1.0])
 LENGTHS = {
     "dense": ({}, {}),

@@ -173,11 +173,11 @@ def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
 def test_the_build_brings_the_operators(built):
     """Under torch's CPU build they are there to be looked at; none is for the CPU."""
     code = "library = find_library(); ops = torch.ops.flashattn3_hopper; "
-    names = ("quantize", "quantize_qkv", "sample_mean", "to_slots", "backward")
+    names = ("quantize", "quantize_qkv", "sample_mean", "to_slots", "backward", "forward_fp8")
     schemas = ", ".join(f"ops.{name}.default._schema" for name in names)
     done = run(built, "-c", f"import torch; {SHOW}{code}print({schemas}, sep='\\n')")
     assert done.returncode == 0, done.stderr
-    quantize, quantize_qkv, sample_mean, to_slots, backward = done.stdout.splitlines()
+    quantize, quantize_qkv, sample_mean, to_slots, backward, fp8 = done.stdout.splitlines()
     assert quantize == (
         "flashattn3_hopper::quantize(Tensor x, Tensor? mean, Tensor? signs, Tensor? cu_seqlens, "
         "int block, int max_seqlen, bool slots, bool int8) -> (Tensor data, Tensor descale)"
@@ -196,6 +196,7 @@ def test_the_build_brings_the_operators(built):
     )
     assert backward.startswith("flashattn3_hopper::backward(Tensor dout, Tensor? dlse, Tensor out")
     assert backward.endswith("bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)")
+    assert "int head_dim_v, bool out_is_fp16, bool use_fast_accum, int row, " in fp8
     log = built / "build" / "hopper" / "host" / "quantize.cu.o.log"
     assert ptxas.read(log).spill_bytes == 0
 

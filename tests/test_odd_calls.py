@@ -186,6 +186,7 @@ LEGAL: dict[str, Callable[[object], object]] = {
     "pack_gqa": optional(boolean),
     "deterministic": boolean,
     "sm_margin": integer(0),
+    "use_fast_accum": boolean,
     "return_attn_probs": boolean,
     "return_lse": boolean,
     "backend": backend,

@@ -96,16 +96,17 @@ BlockDescales block_descales(const std::optional<Tensor>& descale, int64_t heads
 }
 
 // q, k: e4m3 or int8, as the row. v: e4m3 in slots (blocks/slot_order.h) of head_dim_v columns.
-// q_block, k_block, v_block: tokens that share a descale. The other arguments, and the results but
-// for out's type, as forward has them.
+// q_block, k_block, v_block: tokens that share a descale. use_fast_accum: out stays in the
+// accumulators of WGMMA, so no room for promoted sums is allocated. The other arguments, and the
+// results but for out's type, as forward has them.
 std::tuple<Tensor, Tensor> forward_fp8(
     Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
     std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
     std::optional<Tensor> seqused_k, std::optional<Tensor> q_descale,
     std::optional<Tensor> k_descale, std::optional<Tensor> v_descale, int64_t q_block,
-    int64_t k_block, int64_t v_block, int64_t head_dim_v, bool out_is_fp16, int64_t row,
-    int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap, int64_t window_left,
-    int64_t window_right, int64_t num_sms, int64_t sm_margin) {
+    int64_t k_block, int64_t v_block, int64_t head_dim_v, bool out_is_fp16, bool use_fast_accum,
+    int64_t row, int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap,
+    int64_t window_left, int64_t window_right, int64_t num_sms, int64_t sm_margin) {
   const ForwardKernel& kernel = forward_kernel(row);
   const Ragged ragged{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   const Axes axes(ragged.varlen());
@@ -125,7 +126,7 @@ std::tuple<Tensor, Tensor> forward_fp8(
       q, k, head_dim_v, out, lse, ragged, order,
       {seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right, num_sms, sm_margin});
   std::optional<Tensor> promoted;
-  const int64_t promoted_bytes = kernel.promoted_bytes(params);
+  const int64_t promoted_bytes = use_fast_accum ? 0 : kernel.promoted_bytes(params);
   if (promoted_bytes > 0) {
     promoted = new_tensor<1>({promoted_bytes / 4}, aoti_torch_dtype_float32(), device);
   }
@@ -147,7 +148,7 @@ STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def("forward_into(" FA3_TENSORS "Tensor(a!) out, Tensor(b!) lse, " FA3_OPTIONS ") -> ()");
   library.def("forward_fp8(" FA3_TENSORS
               "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, int q_block, int k_block, "
-              "int v_block, int head_dim_v, bool out_is_fp16, " FA3_OPTIONS
+              "int v_block, int head_dim_v, bool out_is_fp16, bool use_fast_accum, " FA3_OPTIONS
               ") -> (Tensor out, Tensor lse)");
 }
 

@@ -21,21 +21,19 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
-    """reads_slots: whether forward takes v in the Hopper kernel's slots.
-
-    unused_hints: name and reason of the hints, options that change no result, which this backend
-        runs without.
-    """
+    """reads_slots: whether forward takes v in the Hopper kernel's slots."""
 
     name: str
     reads_slots: bool
-    unused_hints: dict[str, str]
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         """Why this backend can run nothing on the device, or None."""
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
         """Why this backend does not take the problem on a device where it is available, or None."""
+
+    def unused_hints(self, problem: Problem) -> dict[str, str]:
+        """Name and reason of the hints that this backend runs the problem without."""
 
     def configure(self, problem: Problem, device: DeviceInfo) -> Config:
         """Choose the tiles. Pure: no GPU is touched. Called once per plan, which is cached."""

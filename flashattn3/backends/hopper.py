@@ -89,10 +89,6 @@ class HopperBackend:
     library: Callable[[], Library] = field(default=library_for_gpu, repr=False)
     only_measured: bool = True
     reads_slots: ClassVar[bool] = True
-    unused_hints: ClassVar[dict[str, str]] = {
-        "pack_gqa": "has no packed layout of grouped queries",
-        "num_splits": "computes all keys in one pass",
-    }
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if device.kind != "cuda":
@@ -118,6 +114,15 @@ class HopperBackend:
         if self.only_measured and not row.measured and problem.backend != self.name:
             return f"kernel row {row.name} was never run on a GPU; backend='hopper' would run it"
         return None
+
+    def unused_hints(self, problem: Problem) -> dict[str, str]:
+        unused = {
+            "pack_gqa": "has no packed layout of grouped queries",
+            "num_splits": "computes all keys in one pass",
+        }
+        if problem.dtype not in EIGHT_BIT:
+            unused["use_fast_accum"] = "accumulates 16-bit products in float32"
+        return unused
 
     def configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
         row = _row_of(problem)

@@ -86,7 +86,8 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
         for scales in (problem.q_scales, problem.k_scales, problem.v_scales)
     )
     out_is_fp16 = problem.out_dtype == torch.float16
-    scalars = (*blocks, problem.head_dim_v, out_is_fp16, _forward_row(plan), *_scalars(plan))
+    layout = (*blocks, problem.head_dim_v, out_is_fp16, problem.use_fast_accum)
+    scalars = (*layout, _forward_row(plan), *_scalars(plan))
     to_slots, seqlen_k = library.to_slots, problem.seqlen_k
     columns = plan.config.row.head_dim
     # The kernel takes log2 of one V descale over another of the head.

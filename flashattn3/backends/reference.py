@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,10 +73,6 @@ class ReferenceBackend:
 
     name = "reference"
     reads_slots = False
-    unused_hints: ClassVar = {
-        "pack_gqa": "has no packed layout of grouped queries",
-        "sm_margin": "launches no grid of its own, so it cannot leave multiprocessors free",
-    }
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
@@ -84,6 +80,13 @@ class ReferenceBackend:
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
         dtype = _compute_dtype(problem)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
+
+    def unused_hints(self, problem: Problem) -> dict[str, str]:
+        return {
+            "pack_gqa": "has no packed layout of grouped queries",
+            "sm_margin": "launches no grid of its own, so it cannot leave multiprocessors free",
+            "use_fast_accum": "accumulates in float32 or float64",
+        }
 
     def configure(self, problem: Problem, device: DeviceInfo) -> ReferenceConfig:
         scores, largest = _CPU_BUDGET if device.kind == "cpu" else _GPU_BUDGET

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -66,10 +66,6 @@ class TritonBackend:
 
     name = "triton"
     reads_slots = False
-    unused_hints: ClassVar = {
-        "pack_gqa": "has no packed layout of grouped queries",
-        "sm_margin": "launches one program per tile, so it cannot leave multiprocessors free",
-    }
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -95,6 +91,13 @@ class TritonBackend:
         if device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return None
+
+    def unused_hints(self, problem: Problem) -> dict[str, str]:
+        return {
+            "pack_gqa": "has no packed layout of grouped queries",
+            "sm_margin": "launches one program per tile, so it cannot leave multiprocessors free",
+            "use_fast_accum": "accumulates in float32",
+        }
 
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
         row = select_row(
