@@ -18,6 +18,8 @@ from flashattn3.bench.contenders import (
     CONTENDERS,
     DETERMINISTIC,
     EIGHT_BIT,
+    FAST_E4M3,
+    FAST_INT8,
     FP8_E4M3,
     FP8_INT8,
     MHA,
@@ -290,19 +292,19 @@ def test_quick_fp8_suite(tmp_path, capsys):
     _, *records = lines(tmp_path / "fp8.jsonl")
     assert [r["contender"] for r in records] == [*EIGHT_BIT, OURS, "math"] * 2
     assert all(r["status"] == "ok" and r["dtype"] == "bfloat16" for r in records)
-    dtypes = [*["int8", "float8_e4m3fn"] * 2, "int8", "bfloat16", "bfloat16"]
+    dtypes = [*["int8", "float8_e4m3fn"] * 3, "int8", "bfloat16", "bfloat16"]
     assert [r["qk_dtype"] for r in records] == dtypes * 2
     fp8 = records[0]
     assert fp8["backend"] == "reference"
-    ratio = fp8["tflops"] / records[5]["tflops"]
+    ratio = fp8["tflops"] / records[7]["tflops"]
     assert fp8["speed_ratio"][OURS] == pytest.approx(ratio)
     printed = capsys.readouterr().out
     assert (
-        f"speed of {FP8_INT8} over {FP8_E4M3} / {WHOLE_INT8} / {WHOLE_E4M3} / {WHOLE_SMOOTH} / "
-        f"{OURS} / math" in printed
+        f"speed of {FP8_INT8} over {FP8_E4M3} / {FAST_INT8} / {FAST_E4M3} / {WHOLE_INT8} / "
+        f"{WHOLE_E4M3} / {WHOLE_SMOOTH} / {OURS} / math" in printed
     )
     assert f"speed of {WHOLE_E4M3} over each of the others" in printed
-    smooth, plain = records[4]["median_ms"], records[2]["median_ms"]
+    smooth, plain = records[6]["median_ms"], records[4]["median_ms"]
     assert f"cost of {WHOLE_SMOOTH} over {WHOLE_INT8}: us (per cent)" in printed
     assert f"{(smooth - plain) * 1e3:.1f} ({(smooth / plain - 1) * 100:.1f} %)" in printed
 

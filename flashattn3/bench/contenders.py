@@ -1,9 +1,10 @@
 """What is compared: flashattn3 and the attention that every PyTorch user already has.
 
 An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8
-int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name,
-"quantize+int8" and "quantize+e4m3" quantize them so, "quantize+int8+smooth_k" after k's mean was
-subtracted; "mha" takes the heads of k and v once for each query head.
+int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name, with
+"fast accum" behind the name with use_fast_accum=True; "quantize+int8" and "quantize+e4m3" quantize
+them so, "quantize+int8+smooth_k" after k's mean was subtracted; "mha" takes the heads of k and v
+once for each query head.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
+
+
+def fast_accum(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal, use_fast_accum=True)
 
 
 def _quantize_and_attend(qk_dtype: torch.dtype, smooth_k: bool = False) -> Attention:
@@ -83,14 +88,17 @@ def _with_backend(backend: SDPBackend) -> Attention:
 
 OURS, DETERMINISTIC, MHA = "flashattn3", "deterministic", "mha"
 FP8_INT8, FP8_E4M3 = "fp8 int8", "fp8 e4m3"
+FAST_INT8, FAST_E4M3 = f"{FP8_INT8} fast accum", f"{FP8_E4M3} fast accum"
 WHOLE_INT8, WHOLE_E4M3 = "quantize+int8", "quantize+e4m3"
 WHOLE_SMOOTH = f"{WHOLE_INT8}+smooth_k"
 # What q and k, which are rotated, become: before they are timed, or while.
-QUANTIZED = {FP8_INT8: torch.int8, FP8_E4M3: torch.float8_e4m3fn}
+FAST = {FAST_INT8: torch.int8, FAST_E4M3: torch.float8_e4m3fn}
+QUANTIZED = {FP8_INT8: torch.int8, FP8_E4M3: torch.float8_e4m3fn, **FAST}
 WHOLE = {WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn, WHOLE_SMOOTH: torch.int8}
 EIGHT_BIT = {**QUANTIZED, **WHOLE}
 CONTENDERS: dict[str, Attention] = {
     **dict.fromkeys(QUANTIZED, ours),
+    **dict.fromkeys(FAST, fast_accum),
     **{name: _quantize_and_attend(to, name == WHOLE_SMOOTH) for name, to in WHOLE.items()},
     DETERMINISTIC: deterministic,
     OURS: ours,

@@ -11,6 +11,8 @@ COLORS = {
     "dense": "tab:gray",
     "copy": "tab:gray",
     "fp8 int8": "tab:olive",
+    "fp8 int8 fast accum": "gold",
+    "fp8 e4m3 fast accum": "sandybrown",
     "quantize+int8": "tab:cyan",
     "quantize+e4m3": "tab:pink",
     "quantize+int8+smooth_k": "tab:red",
