@@ -1,7 +1,7 @@
 """The derivative of attention: for eager calls, for torch.func's transforms, for torch.compile.
 
-Eager calls and transforms go through two autograd functions, whose forward is a launch that the
-plan prepared; the compiler sees the operators, to which the same derivative is registered.
+Eager calls and transforms go through autograd functions of the tensors and, as one object, the
+options; the compiler sees the operators, to which the same derivative is registered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .modes import has_dual_level, is_transformed, no_tangent
-from .ops import NUM_TENSORS, run_backward, run_forward, unpacked
+from .ops import NUM_TENSORS, run_backward, run_forward
 from .problem import Options, Tensors
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: before the tensors in the backward's arguments
@@ -21,7 +21,8 @@ NUM_GRADIENTS = 4  # dout, dlse, out, lse: before the tensors in the backward's 
 def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """out and lse of one call, differentiable. What the public functions come down to."""
     if not torch.compiler.is_compiling() and _is_differentiated(tensors):
-        return _Attention.apply(*tensors, *options)
+        function = _TransformedAttention if is_transformed() else _Attention
+        return function.apply(*tensors, options)
     return run_forward(tensors, options)
 
 
@@ -47,6 +48,23 @@ def _differentiate(gradient: Callable, ctx, dout: Tensor | None, dlse: Tensor | 
     return (*gradient(dout, dlse, out, lse, *tensors, *ctx.options), *no_gradient)
 
 
+def _gradient(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
+    if torch.is_grad_enabled() or has_dual_level() or is_transformed():
+        return _AttentionGradient.apply(*arguments)
+    return _run_backward(*arguments)
+
+
+def _run_forward(*arguments) -> tuple[Tensor, Tensor]:
+    *tensors, options = arguments
+    return run_forward(Tensors(*tensors), options)
+
+
+def _run_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, options = arguments
+    return run_backward(dout, dlse, out, lse, Tensors(*tensors), options)
+
+
 def _no_second_derivative(ctx, *gradients):
     raise NotImplementedError(
         "flashattn3::backward: the second derivative of attention is not implemented"
@@ -54,43 +72,49 @@ def _no_second_derivative(ctx, *gradients):
 
 
 class _Attention(torch.autograd.Function):
-    """out and lse from the tensors and the options, one after the other."""
+    """out and lse of an eager call, from the tensors and the options."""
 
     @staticmethod
-    def forward(*arguments):
-        return run_forward(*unpacked(arguments))
-
-    setup_context = staticmethod(_save_for_backward)
+    def forward(ctx, *arguments):
+        results = _run_forward(*arguments)
+        _save_for_backward(ctx, arguments, results)
+        return results
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return _differentiate(_AttentionGradient.apply, ctx, dout, dlse)
+        return _differentiate(_gradient, ctx, dout, dlse)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise no_tangent(Options(*ctx.options).function)
+        raise no_tangent(ctx.options[0].function)
+
+
+class _TransformedAttention(_Attention):
+    """The same inside torch.func's transforms, which need a separate setup_context and vmap. Each
+    apply of such a function binds its arguments by inspect, which takes longer than a launch."""
+
+    forward = staticmethod(_run_forward)
+    setup_context = staticmethod(_save_for_backward)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _mapped(_Attention.apply, NUM_TENSORS, info, in_dims, arguments)
+        return _mapped(_TransformedAttention.apply, NUM_TENSORS, info, in_dims, arguments)
 
 
 class _AttentionGradient(torch.autograd.Function):
-    """dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
+    """The gradient where a transform or another derivative takes part in it."""
 
-    @staticmethod
-    def forward(dout, dlse, out, lse, *arguments):
-        return run_backward(dout, dlse, out, lse, *unpacked(arguments))
+    forward = staticmethod(_run_backward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.options = inputs[NUM_GRADIENTS + NUM_TENSORS :]
+        ctx.function = inputs[-1].function
 
     backward = staticmethod(_no_second_derivative)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise no_tangent(Options(*ctx.options).function)
+        raise no_tangent(ctx.function)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):

@@ -249,3 +249,17 @@ def test_without_gradients(mode, device):
     with mode():
         found = flash_attn_func(q, k, v, causal=True)
     assert torch.equal(found, wanted) and not found.requires_grad
+
+
+def test_saved_tensors_may_come_back_with_other_strides(device):
+    """As from save_on_cpu, which keeps dense copies."""
+    tensors, dout = leaves(9, 11, device), torch.randn(2, 9, 4, 16, device=device)
+
+    def gradients():
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+        return torch.autograd.grad(flash_attn_func(q, k, v, causal=True), tensors, dout)
+
+    wanted = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT):
+        found = gradients()
+    torch.testing.assert_close(found, wanted)
