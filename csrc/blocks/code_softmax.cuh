@@ -18,6 +18,8 @@
 // The sums are columns of out (row_sums.cuh): of what P was rounded to, as out is.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 #include "blocks/eight_bit.cuh"
@@ -53,8 +55,18 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
   // 126 is 448, 127 NaN.
   static constexpr float kLimit = (kInteger ? 127.f : 126.4f) * kUnit;
 
+  // Of whole codes: by how many octaves the probabilities of the last tile are too large in each of
+  // this thread's rows, as those of the one key that outweighs all others in them are; two fp16.
+  // Out and the sums are made as much too large, and put right when the next tile has scores.
+  uint32_t excess;
+
+  __device__ __forceinline__ void reset() {
+    Base::reset();
+    excess = 0;
+  }
+
   // Returns whether a row of this thread has only light keys in this tile. highest:
-  // subtract_reference's.
+  // subtract_reference's, which is the row's maximum where this is false.
   __device__ __forceinline__ bool is_light(const int (&highest)[2]) const {
     return min(highest[0], highest[1]) < __float_as_int(kLight);
   }
@@ -66,7 +78,7 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     const unsigned light = __float_as_uint(kLight);
     const bool moves =
         max(highest[0] - light, highest[1] - light) >= __float_as_uint(kLimit) - light;
-    return kRowsMayBeEmpty ? moves || unseen != 0 : moves;
+    return moves || (kRowsMayBeEmpty && unseen != 0) || (kInteger && excess != 0);
   }
 
   // log2 of the probability from which on a light maximum lowers its row's reference: num_keys keys
@@ -81,17 +93,31 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     }
   }
 
-  // Moves the references of rows that grew too far or see their first key, and of those whose
-  // maximum is light but at least `least`. s: codes over the old references, on return over the new
-  // ones. factor: what out has to be multiplied with; the sums here are. Returns whether a
-  // reference of the warp fell. All lanes of the warp must call it.
+  // The largest code of each row of this thread, whatever the codes are.
   template <class S>
-  __device__ __forceinline__ bool move_reference(S (&s)[kCount], const float (&least)[2],
-                                                 float (&factor)[2]) {
-    float highest[2] = {-INFINITY, -INFINITY};
+  static __device__ __forceinline__ void find_highest(float (&highest)[2], const S (&s)[kCount]) {
+    highest[0] = highest[1] = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], get(s[i]));
-    bool fell = false;
+  }
+
+  // What moving the references of a warp did.
+  struct Moved {
+    bool fell;           // a reference of the warp
+    uint32_t dominated;  // of whole codes: rows of this thread in which one key of this tile
+                         // outweighs all others so far, a bit for each
+  };
+
+  // Moves the references of rows that grew too far or see their first key, and of those whose
+  // maximum is light but at least `least`. s: codes over the old references, on return over the new
+  // ones. highest: of each row of this thread; on return the code of the whole row's maximum.
+  // factor: what out has to be multiplied with; the sums here are. All lanes of the warp must call
+  // it.
+  template <class S>
+  __device__ __forceinline__ Moved move_reference(S (&s)[kCount], float (&highest)[2],
+                                                  const float (&least)[2], float (&factor)[2]) {
+    Moved moved{};
+    float rises_by[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = max_or_nan(highest[r], __shfl_xor_sync(~0u, highest[r], 1));
@@ -100,16 +126,55 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
       const bool rises = first ? top != -INFINITY : !(top < kLimit);
       const bool falls = !first && top < kLight && octaves(top) - 7.f >= least[r];
       const float rise = rises || falls ? top - code_of_maximum(top + reference[r]) : 0.f;
-      factor[r] = first ? 1.f : exp2_approx(-octaves(rise));
+      factor[r] = first ? 1.f : exp2_approx(-octaves(rise) - excess_of(r));
       sum[r] = top < INFINITY ? sum[r] * factor[r] : NAN;
       if (rises) unseen &= ~(1u << r);
       reference[r] += rise;
-      highest[r] = rise;
-      fell = fell || falls;
+      if constexpr (kInteger) {
+        const bool alone = outweighs(highest[r], top, top - rise, r);
+        if (alone && (rises || falls) && top < INFINITY) moved.dominated |= 1u << r;
+      }
+      highest[r] = top - rise;
+      rises_by[r] = rise;
+      moved.fell = moved.fell || falls;
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) set(s[i], get(s[i]) - highest[row_of(i)]);
-    return __any_sync(~0u, fell);
+    for (int i = 0; i < kCount; ++i) set(s[i], get(s[i]) - rises_by[row_of(i)]);
+    if constexpr (kInteger) excess = 0;
+    moved.fell = __any_sync(~0u, moved.fell);
+    return moved;
+  }
+
+  // The column of a key of row r with this code, -1 if none of this thread's has it.
+  template <class S>
+  static __device__ __forceinline__ int column_of(const S (&s)[kCount], int r, float code) {
+    int column = -1;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (row_of(i) == r && get(s[i]) == code) column = i / 4 * 8 + i % 2;
+    }
+    return column < 0 ? -1 : column + threadIdx.x % 4 * 2;
+  }
+
+  // By how many octaves the whole code of a score of row r is above the score's exponent. number:
+  // the score, an integer; key: of the tile.
+  template <class Scale>
+  __device__ __forceinline__ float octaves_above(float code, float number, const Scale& scale,
+                                                 int key, int r) const {
+    const float shift = scale.shift_of(key) - from_bits(reference[r]);
+    return octaves(code) - fmaf(number, scale.factor_of(key), shift) / kCodesOfOctave;
+  }
+
+  // Sets `excess`; the sums here and factor, which out is multiplied with, follow it.
+  __device__ __forceinline__ void set_excess(float first, float second, float (&factor)[2]) {
+    const __half2 both = __floats2half2_rn(first, second);
+    excess = reinterpret_cast<const uint32_t&>(both);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float larger = exp2_approx(excess_of(r));
+      factor[r] *= larger;
+      sum[r] *= larger;
+    }
   }
 
   // Codes as operands, for V's slots (slot_order.h).
@@ -123,13 +188,20 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     }
   }
 
-  // Adds those of a tile's groups, if there are any, whose sum cannot be had of their codes.
+  // Does what some of a tile's groups, if any, need besides: adds those whose sum cannot be had of
+  // their codes, and gives the sign to the codes of those whose V descale has the other sign.
   template <class S, class Scale>
-  __device__ __forceinline__ void add_exactly(const S (&s)[kCount], const Scale& scale) {
-    if (!scale.sums_apart()) return;
+  __device__ __forceinline__ void complete_groups(S (&s)[kCount], const Scale& scale) {
+    if (!scale.is_special()) return;
 #pragma unroll
     for (int g = 0; g < Scale::kNumGroups; ++g) {
-      if ((scale.exact >> g & 1) == 0) continue;
+      if (scale.is_negative(g)) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          if (Scale::group(i) == g) set(s[i], negative(get(s[i])));
+        }
+      }
+      if (!scale.sums_apart(g)) continue;
       const float below = (kBelow - scale.codes_of_shift(g)) / kCodesOfOctave - 7.f + log2_of_one();
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -145,10 +217,31 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
 
   // In log2 units: out and the sums are of 2^(score - this).
   __device__ __forceinline__ float exponent_reference(int r) const {
-    return octaves(reference[r]) + (7.f - kBelow / kCodesOfOctave);
+    return octaves(reference[r]) + (7.f - kBelow / kCodesOfOctave) - excess_of(r);
   }
 
  private:
+  // Whether row r's maximum is six octaves above what the other lanes have of this tile, or above a
+  // score of 0 where they have nothing, and at least 1/16 of the row's sum so far. highest: of this
+  // lane; top: of the row; both on the old reference, as which code is on the new one, like the
+  // sums. All lanes of the warp must call it.
+  __device__ __forceinline__ bool outweighs(float highest, float top, float code, int r) const {
+    constexpr float kFar = 6 * kCodesOfOctave * kUnit;
+    const int quad = threadIdx.x % 32 & ~3;
+    const float of_score0 = top - code - reference[r];
+    const float own = highest == -INFINITY ? of_score0 : highest;
+    // The first lane of a quad has almost all of the row's sum (row_sums.cuh).
+    const float weight = exp2_approx(octaves(code) - 7.f + kLog2WeightUnit);
+    const uint32_t near = __ballot_sync(~0u, own >= top - kFar) >> quad & 15u;
+    const uint32_t light = __ballot_sync(~0u, sum[r] <= 16.f * weight) >> quad & 1u;
+    return light != 0 && (near & (near - 1)) == 0;
+  }
+
+  __device__ __forceinline__ float excess_of(int r) const {
+    if constexpr (!kInteger) return 0.f;
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(excess >> 16 * r)));
+  }
+
   // Returns the code that a row's maximum gets: a whole octave, so that the code is right. A
   // maximum far above a score of 0, near which most keys of a row lie, gets a high code, so that
   // those keys do not vanish; any other gets a low one, so that it may grow.
@@ -156,6 +249,12 @@ struct CodeSoftmax : RowReferences<kN, kRowsMayBeEmpty> {
     const float wanted =
         __fsub_rn(__fadd_rn(code_over_score0 + kOfScore0, kWholeOctaves), kWholeOctaves);
     return fminf(fmaxf(wanted, kLowestCode), kHighestCode) - kTopBelow * kUnit;
+  }
+
+  // The code of the probability with the other sign, which is a bit more for the conversion to
+  // bytes.
+  static __device__ __forceinline__ float negative(float code) {
+    return fminf(fmaxf(code, 0.f), 126.f * kUnit) + 128.f * kUnit;
   }
 
   // Of a difference of codes.

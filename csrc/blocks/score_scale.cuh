@@ -19,7 +19,6 @@ struct UniformScale {
     return fmaf(score, factor[0], -reference);
   }
   __device__ __forceinline__ void complete(float) {}
-  __device__ __forceinline__ bool sums_apart() const { return false; }
   static __device__ __forceinline__ constexpr int group(int) { return 0; }
   __device__ __forceinline__ void restart(float score_scale) { factor[0] = score_scale; }
 };
@@ -27,13 +26,15 @@ struct UniformScale {
 // Of a tile of K and V, for each group of keys that share their descales: K's descale, and log2 of
 // V's descale over the row tile's v_scale, which goes into the probabilities, in codes. The inverse
 // of that factor is their weight in the row's sum (row_sums.cuh). A group whose V is far smaller
-// than V was before has too small probabilities for that: it has weight 0 and a bit in `exact`.
+// than V was before has too small probabilities for that: it has weight 0 and a bit in `special`.
+// So has, kGroups bits higher, a group whose descale has another sign than the row tile's v_scale:
+// its probabilities and its weight are negative.
 template <int kGroups>
 struct alignas(16) KeyScales {
   static_assert(kGroups <= 4);
   float k[kGroups];
   float shift[kGroups];  // of int8: over kInt8Zero
-  uint32_t exact;
+  uint32_t special;
 };
 
 // Of accumulator i, whose column is 8 * (i / 4) and a little (wgmma.cuh).
@@ -50,10 +51,10 @@ struct BlockScale {
   static constexpr bool kInteger = kZero != 0;
   float factor[kGroups];
   float shift[kGroups];  // of integers, once complete, what takes the start away
-  uint32_t exact;
+  uint32_t special;
 
   __device__ __forceinline__ explicit BlockScale(const KeyScales<kGroups>& keys)
-      : exact(keys.exact) {
+      : special(keys.special) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       factor[g] = keys.k[g];
@@ -81,8 +82,24 @@ struct BlockScale {
     return kInteger ? fmaf(factor[g], kZero, from_bits(shift[g])) : shift[g];
   }
 
-  // Whether a group is to be summed exactly.
-  __device__ __forceinline__ bool sums_apart() const { return exact != 0; }
+  // Of the group of a key of the tile, in codes, once complete.
+  __device__ __forceinline__ float factor_of(int key) const {
+    float found = factor[0];
+#pragma unroll
+    for (int g = 1; g < kGroups; ++g) found = key >= g * kGroupKeys ? factor[g] : found;
+    return found;
+  }
+  __device__ __forceinline__ float shift_of(int key) const {
+    float found = codes_of_shift(0);
+#pragma unroll
+    for (int g = 1; g < kGroups; ++g) found = key >= g * kGroupKeys ? codes_of_shift(g) : found;
+    return found;
+  }
+
+  // Whether a group is to be summed apart, or is of the other sign.
+  __device__ __forceinline__ bool is_special() const { return special != 0; }
+  __device__ __forceinline__ bool sums_apart(int g) const { return special >> g & 1; }
+  __device__ __forceinline__ bool is_negative(int g) const { return special >> (g + kGroups) & 1; }
   __device__ __forceinline__ float exponent(float score, int i, float reference) const {
     return fmaf(score, factor[group(i)], shift[group(i)] - reference);
   }
@@ -118,19 +135,30 @@ __device__ __forceinline__ void cap_scores(S (&s)[kCount], float tanh_scale) {
   }
 }
 
-// softcap of quantized tensors: the scores become cap * tanh(score / cap), in the units that they
-// have, so that the scale stays. one_over_cap: in the units of exponents. tanh to a relative 2^-11,
-// by one instruction: far finer than P.
+// A quantized score under softcap, cap * tanh(score / cap), in the units that it has. ratio: score
+// over cap of a number of 1. tanh to a relative 2^-11, by one instruction: far finer than P.
+__device__ __forceinline__ float capped_number(float number, float ratio, float inverse) {
+  float tanh;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(number * ratio));
+  return tanh * inverse;
+}
+
+__device__ __forceinline__ float inverse_or_0(float x) { return x == 0.f ? 0.f : __frcp_rn(x); }
+
+// softcap of quantized tensors, so that the scale stays. one_over_cap: in the units of exponents.
 template <class S, int kCount, class Scale>
 __device__ __forceinline__ void cap_scores(S (&s)[kCount], const Scale& scale, float one_over_cap) {
+  float ratio[Scale::kNumGroups], inverse[Scale::kNumGroups];
+#pragma unroll
+  for (int g = 0; g < Scale::kNumGroups; ++g) {
+    ratio[g] = scale.factor[g] * one_over_cap;
+    inverse[g] = inverse_or_0(ratio[g]);
+  }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (i % 8 == 0) __syncwarp();
-    const float ratio = scale.factor[Scale::group(i)] * one_over_cap;
-    const float inverse = ratio == 0.f ? 0.f : __fdividef(1.f, ratio);
-    float tanh;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(Scale::number(get(s[i])) * ratio));
-    set(s[i], Scale::score(tanh * inverse));
+    const int g = Scale::group(i);
+    set(s[i], Scale::score(capped_number(Scale::number(get(s[i])), ratio[g], inverse[g])));
   }
 }
 

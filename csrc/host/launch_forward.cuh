@@ -70,12 +70,8 @@ int64_t promoted_bytes(const ForwardParams& params) {
   return forward_promoted_bytes(kRow, params.num_sms, params.seqlen_k);
 }
 
-template <ForwardRow kRow>
-QuantizedArguments quantized_arguments(const ForwardParams& params) {
+inline QuantizedArguments quantized_arguments(const ForwardParams& params) {
   const QuantizedParams& given = params.quantized;
-  if (given.promoted == nullptr && promoted_bytes<kRow>(params) > 0) {
-    fail("launch of " + describe(kRow), "so many keys need room for sums in fp32");
-  }
   return {.q = descale_of(given.q),
           .k = descale_of(given.k),
           .v = descale_of(given.v),
@@ -101,7 +97,7 @@ ForwardArguments make_forward_arguments(const ForwardParams& params) {
   if constexpr (kQuantized) {
     args.v = make_slots_map(params.v, params.q, params.quantized.num_slots,
                             k_shape.heads * k_shape.batch, kRow.head_dim, kRow.block_n);
-    args.quantized = quantized_arguments<kRow>(params);
+    args.quantized = quantized_arguments(params);
   } else {
     args.v = make_tensor_map("v", kRow.dtype, params.v, params.q, v_shape, params.v_stride,
                              kRow.block_n);

@@ -38,7 +38,8 @@ struct QuantizedParams {
   int64_t num_slots = 0;     // a multiple of 32
   BlockDescales q, k, v;     // of q's heads, and of those of k and v
   bool out_is_fp16 = false;  // else bf16
-  // Room for forward_promoted_bytes() of num_sms CTAs; null where that is 0.
+  // Room for forward_promoted_bytes() of num_sms CTAs; null where that is 0, or where out is to
+  // stay in WGMMA's accumulators, fast and less exact.
   void* promoted = nullptr;
 };
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from ..quantization import BlockScaled, quantize_block_fp8
 from ..scales import FP8
 
-ROWS, HEADS = 128, 2  # query rows and heads of every case; batch 1, without a mask
+ROWS, HEADS = 128, 2  # query rows, the sequence's last, and heads of every case; batch 1
 POSITIONS = ("first", "middle", "last")
+SELF = "self"  # position: of each query the key of its own token, under a causal mask
 HONEST_FACTOR = 1.3
 _HONEST_MAXIMUM = 2.0**8
 _OUTLIER_RATE, _OUTLIER_STD = 0.001, 10.0
@@ -54,6 +55,7 @@ class Inputs(NamedTuple):
     k: BlockScaled
     v: BlockScaled
     softmax_scale: float
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class DistributionCase:
 
     spread: standard deviation of the light keys' scores, in nats.
     heavy: nats by which one key's score is above the mean of the others; 0: there is none.
-    position: of the heavy key, one of POSITIONS.
+    position: of the heavy key, one of POSITIONS; SELF: each query has one.
     light_at_zero: the light keys' scores are around 0, else the heavy key's is 0.
     v_mean, v_std: of normal values; the heavy key's are multiplied with heavy_value.
     zero_half: "first" or "last" half of the values that is zero, or "".
@@ -93,8 +95,13 @@ class DistributionCase:
         return f"{self.name}-{self.seqlen_k}-d{self.head_dim}"
 
     @property
-    def heavy_key(self) -> int:
-        return (0, self.seqlen_k // 2, self.seqlen_k - 1)[POSITIONS.index(self.position)]
+    def heavy_keys(self) -> Tensor:
+        """Of every query row, the index of its heavy key."""
+        last = self.seqlen_k - 1
+        if self.position == SELF:
+            return torch.arange(last + 1 - ROWS, last + 1)
+        place = (0, self.seqlen_k // 2, last)[POSITIONS.index(self.position)]
+        return torch.full((ROWS,), place)
 
     def tensors(self, device: torch.device | str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v in float32, for the default softmax_scale; without v_descale."""
@@ -107,15 +114,18 @@ class DistributionCase:
         k, v = (normal(1, self.seqlen_k, HEADS, self.head_dim) for _ in range(2))
         q *= self.spread * math.sqrt(self.head_dim) / q.norm(dim=-1, keepdim=True)
         v = self.v_mean + self.v_std * v
-        if self.heavy:
+        if self.position == SELF:
+            k[:, -ROWS:] = q * (self.heavy / math.sqrt(self.head_dim))
+        elif self.heavy:
+            heavy_key = self.heavy_keys[0]
             # Column 0 alone decides how far the heavy key is from the others. It is the largest of
             # its block, which quantization keeps.
             offset = math.sqrt(self.heavy * math.sqrt(self.head_dim))
             q[..., 0] = offset
             k[..., 0] = 0.0 if self.light_at_zero else -offset
-            k[:, self.heavy_key] = 0.0
-            k[:, self.heavy_key, :, 0] = offset if self.light_at_zero else 0.0
-            v[:, self.heavy_key] *= self.heavy_value
+            k[:, heavy_key] = 0.0
+            k[:, heavy_key, :, 0] = offset if self.light_at_zero else 0.0
+            v[:, heavy_key] *= self.heavy_value
         if self.outliers:
             for x in (q, k, v):
                 chosen = torch.rand(x.shape, generator=generator, device=device) < _OUTLIER_RATE
@@ -140,7 +150,7 @@ class DistributionCase:
             else:
                 factor[:, 0, 1::2] = factor[:, 1] = -1.0
             v = replace(v, descale=v.descale * factor)
-        return Inputs(q, k, v, self.head_dim**-0.5)
+        return Inputs(q, k, v, self.head_dim**-0.5, causal=self.position == SELF)
 
     def misses(self, found: Errors, honest: Errors) -> list[str]:
         """A sentence for each bound that the result breaks."""
@@ -159,7 +169,7 @@ def cases(lengths: Iterable[int], head_dims: Iterable[int]) -> list[Distribution
         replace(case, head_dim=head_dim)
         for head_dim in head_dims
         for seqlen_k in lengths
-        for case in (*_heavy(seqlen_k), *_sinks(seqlen_k), *_others(seqlen_k))
+        for case in (*_heavy(seqlen_k), *_selves(seqlen_k), *_sinks(seqlen_k), *_others(seqlen_k))
     ]
 
 
@@ -184,6 +194,23 @@ def _heavy(seqlen_k: int) -> list[DistributionCase]:
         for light_at_zero in (True, False)
         for mean, std in ((0.0, 1.0), (0.5, 0.5))
         for position in POSITIONS
+    ]
+
+
+def _selves(seqlen_k: int) -> list[DistributionCase]:
+    """A token that looks at itself with a probability of about p."""
+    return [
+        DistributionCase(
+            f"self-p{p}",
+            seqlen_k,
+            0,
+            Bounds(error=0.03, lse=0.02),
+            heavy=math.log(p / (1 - p) * seqlen_k) + 0.5,
+            position=SELF,
+            v_mean=0.5,
+            v_std=0.5,
+        )
+        for p in (0.5, 0.9)
     ]
 
 
@@ -238,9 +265,10 @@ def compare(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Erro
 
 
 def heavy_probability(case: DistributionCase, inputs: Inputs, lse: Tensor) -> float:
-    """Of the heavy key, the mean over rows; lse is the truth's."""
+    """Of the rows' heavy keys, the mean; lse is the truth's."""
+    keys = case.heavy_keys.to(lse.device)
     scores = [
-        _head(inputs.q, head) @ _head(inputs.k, head)[case.heavy_key] for head in range(HEADS)
+        (_head(inputs.q, head) * _head(inputs.k, head)[keys]).sum(-1) for head in range(HEADS)
     ]
     return float((torch.stack(scores) * inputs.softmax_scale - lse[0]).exp().mean())
 
@@ -251,6 +279,9 @@ def attend(inputs: Inputs, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor,
     for head in range(HEADS):
         q, k, v = (_head(x.in_rows(), head) for x in inputs[:3])
         scores = (q * inputs.softmax_scale) @ k.mT
+        if inputs.causal:
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu_(len(k) - len(q) + 1)
+            scores.masked_fill_(hidden, -math.inf)
         largest = scores.amax(-1, keepdim=True)
         p = rounded(scores.sub_(largest).exp_())
         total = p.sum(-1, keepdim=True)

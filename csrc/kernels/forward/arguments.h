@@ -16,7 +16,7 @@ struct QuantizedArguments {
   Descale q, k, v;
   bool out_is_fp16;  // else bf16
   // Promoted sums of out (promotion.cuh), (CTAs, forward_promoted_words(head_dim), threads that
-  // multiply) of 16 bytes; null: no row tile has more than 512 keys, and out is not promoted.
+  // multiply) of 16 bytes; null: out is not promoted.
   float4* promoted;
 };
 

@@ -187,6 +187,9 @@ class ForwardConsumer {
            threadIdx.x / 32 * (Config::kOutChunks * kRowsOfWarp * 128);
   }
 
+  // Whether out is promoted: not where there are few keys, nor where its caller wants it fast.
+  __device__ __forceinline__ bool promotes() const { return args_.quantized.promoted != nullptr; }
+
   __device__ __forceinline__ Promotion<kRow> promotion() const {
     return Promotion<kRow>(args_, control_, staged_out());
   }
@@ -248,141 +251,254 @@ class ForwardConsumer {
 #pragma unroll
     for (int i = 0; i < Config::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
+    if constexpr (Config::kQuantized) {
+      attend_8_bit(s, o, p, softmax, mine, clear);
+    } else {
+      attend_16_bit(s, o, p, softmax, mine, clear);
+    }
+  }
+
+  __device__ __forceinline__ void attend_16_bit(Scores& s, Out& o, Probabilities& p,
+                                                Softmax& softmax, BlockRange mine,
+                                                BlockRange clear) {
     int block = mine.end - 1;
     Scale scale = scale_of(kv_);
-    scale.complete(q_factor_);
     release_keys(kv_);
     cap(s, scale);
     int highest[2];
     softmax.subtract_reference(s, scale, highest);
     if (!clear.has(block)) hide(s, block);
     float unused[2];
-    if constexpr (Config::kQuantized) {
-      num_chunks_ = 0;
-      softmax.move_reference(s, {INFINITY, INFINITY}, unused);
-      softmax.add_exactly(s, scale);
-    } else {
-      softmax.raise_reference(s, unused);
-      softmax.exponentiate(s);
-    }
+    softmax.raise_reference(s, unused);
+    softmax.exponentiate(s);
     Softmax::pack(p, s);
     if constexpr (Config::kOutOverQ) release_staged();
 
     // kv_ is one block behind: at the stages of the block whose V is still to be used.
     RingPosition<kStages> kv = kv_.next();
     if (block > mine.begin) control_.k_full[kv.stage()].wait(kv.parity());  // Sync: the next K is.
-    scale = scale_of(kv);
     --block;
-    do {
-      // Out is promoted between two of these loops: in one, the code would be in the way.
-      int stop =
-          Config::kQuantized ? max(mine.begin, block + 1 - Config::kChunkBlocks) : mine.begin;
-      for (; block >= stop; --block) {
-        multiply_scores(s, kv);                           // K was waited for in the step before
-        control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
-        multiply_values(o, p, kv_);
-        scale.complete(q_factor_);
-        wait_products<1>();
-        pin_registers(s);
-        float factor[2];  // of out; set where a reference moved
-        const Change change = softmax_step(s, softmax, factor, scale, kv, block, clear);
-        const RingPosition<kStages> next = kv.next();
-        // Sync: the next K is there. With exponentials a branch that follows from their sums keeps
-        // the whole softmax before the wait for out: ptxas would move the wait up or the
-        // exponentials down, and the product would run beside nothing. (Those sums are never
-        // negative.)
-        if (block > mine.begin || (!Config::kQuantized && softmax.impossible())) {
-          control_.k_full[next.stage()].wait(next.parity());
-        }
-        scale = scale_of(next);  // of no use, and not used, after the last block
-        wait_products<0>();
-        pin_registers(o);
-        control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
-        if (rarely(change.moved)) {
-#pragma unroll
-          for (int i = 0; i < Config::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
-          if constexpr (Config::kQuantized) {
-            // Beside the heavy keys in out the light ones' products would be cut off.
-            if (change.fell && args_.quantized.promoted != nullptr) stop = block;
-          }
-        }
-        if constexpr (Config::kQuantized) take_sums(softmax.sum, o);
-        Softmax::pack(p, s);
-        kv_ = kv;
-        kv = next;
+    for (; block >= mine.begin; --block) {
+      start_products(s, o, p, kv);
+      wait_products<1>();
+      pin_registers(s);
+      float factor[2];  // of out; set where a reference was raised
+      const bool raised = softmax_step(s, softmax, factor, kv, block, clear);
+      const RingPosition<kStages> next = kv.next();
+      // Sync: the next K is there. A branch that follows from the exponentials' sums keeps the
+      // whole softmax before the wait for out: ptxas would move the wait up or the exponentials
+      // down, and the product would run beside nothing. (Those sums are never negative.)
+      if (block > mine.begin || softmax.impossible()) {
+        control_.k_full[next.stage()].wait(next.parity());
       }
-      if constexpr (Config::kQuantized) {
-        if (block >= mine.begin) {
-          num_chunks_ = promotion().take(o, softmax, num_chunks_);
-        }
-      }
-    } while (Config::kQuantized && block >= mine.begin);
+      wait_products<0>();
+      pin_registers(o);
+      control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
+      if (raised) rescale(o, factor);
+      Softmax::pack(p, s);
+      kv_ = kv;
+      kv = next;
+    }
   }
 
-  // What happened to the references of the warp's rows, the same in all lanes.
-  struct Change {
-    bool moved;  // out has to be multiplied by a factor
-    bool fell;   // of some row: the keys of this tile are far lighter than those before
-  };
+  // Starts the scores of K at kv, which was waited for, and out += P V of the block before.
+  __device__ __forceinline__ void start_products(Scores& s, Out& o, const Probabilities& p,
+                                                 RingPosition<kStages> kv) {
+    multiply_scores(s, kv);
+    control_.v_full[kv_.stage()].wait(kv_.parity());  // Sync: V of the block before is there.
+    multiply_values(o, p, kv_);
+  }
 
-  // From scores to probabilities, with descales to their codes; gives K back.
-  __device__ __forceinline__ Change softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                 Scale scale, RingPosition<kStages> kv, int block,
-                                                 BlockRange clear) {
-    Change change{false, false};
-    if constexpr (Config::kQuantized) {
-      change = exact_softmax(s, softmax, factor, scale, block, clear);
-    } else {
-      bool exact = args_.tanh_scale != 0.f;
-      if constexpr (Config::kWindowed) {
-        exact = exact || !clear.has(block) || softmax.warp_has_unseen();
-      }
-      if (exact || softmax.exponentiate_at_once(s, scale)) {
-        pin_registers(s);
-        if (!exact) multiply_scores_again(s, kv);
-        // Sums that were too large raise the references, though no score alone may have: else those
-        // of the next block would be too large again.
-        change = exact_softmax(s, softmax, factor, scale, block, clear, !exact);
-        softmax.exponentiate(s);
-      }
+  static __device__ __forceinline__ void rescale(Out& o, const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < Config::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
+  }
+
+  // From scores to probabilities; gives K back. Returns whether a reference of the warp was raised.
+  __device__ __forceinline__ bool softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
+                                               RingPosition<kStages> kv, int block,
+                                               BlockRange clear) {
+    Scale scale = scale_of(kv);
+    bool exact = args_.tanh_scale != 0.f, raised = false;
+    if constexpr (Config::kWindowed) {
+      exact = exact || !clear.has(block) || softmax.warp_has_unseen();
+    }
+    if (exact || softmax.exponentiate_at_once(s, scale)) {
+      pin_registers(s);
+      if (!exact) multiply_scores_again(s, kv);
+      // Sums that were too large raise the references, though no score alone may have: else those
+      // of the next block would be too large again.
+      raised = exact_softmax(s, softmax, factor, scale, block, clear, !exact);
+      softmax.exponentiate(s);
     }
     release_keys(kv);
-    return change;
+    return raised;
   }
 
-  // From scores to exponents, with the rows' maxima. Sums apart take the way of growth too.
-  __device__ __forceinline__ Change exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                  Scale& scale, int block, BlockRange clear,
-                                                  bool outgrown = false) {
+  // From scores to exponents, with the rows' maxima.
+  __device__ __forceinline__ bool exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
+                                                Scale& scale, int block, BlockRange clear,
+                                                bool outgrown) {
     cap(s, scale);
     int highest[2];
     softmax.subtract_reference(s, scale, highest);
-    bool moves;
-    if constexpr (Config::kQuantized) {
-      moves = softmax.may_move(highest) || scale.sums_apart();
-    } else {
-      moves = softmax.reaches(highest, Softmax::kLimit) || outgrown;
-    }
+    const bool moves = softmax.reaches(highest, Softmax::kLimit) || outgrown;
     if constexpr (Config::kWindowed) {
-      if (rarely(!clear.has(block))) hide(s, block);
+      if (!clear.has(block)) hide(s, block);
     }
-    Change change{__any_sync(~0u, moves) != 0, false};
+    const bool raised = __any_sync(~0u, moves) != 0;
     pin_registers(s);
-    if (rarely(change.moved)) {
-      if constexpr (Config::kQuantized) {
-        // Where keys are hidden, a row may be light for this tile alone.
-        float least[2] = {INFINITY, INFINITY};
-        if (__any_sync(~0u, softmax.is_light(highest)) && clear.has(block)) {
-          softmax.find_least(least, tile().num_keys);
-        }
-        change.fell = softmax.move_reference(s, least, factor);
-        softmax.add_exactly(s, scale);
-      } else {
-        softmax.raise_reference(s, factor);
-      }
+    if (raised) {
+      softmax.raise_reference(s, factor);
       pin_registers(s);
     }
-    return change;
+    return raised;
+  }
+
+  // The loop of its own holds the common step alone. What only some steps need, keys hidden, scores
+  // capped, references moved, out promoted, is done between two runs of it: inside it would be in
+  // the way of the instruction cache, and cost all steps 5 to 10 %.
+  __device__ __forceinline__ void attend_8_bit(Scores& s, Out& o, Probabilities& p,
+                                               Softmax& softmax, BlockRange mine,
+                                               BlockRange clear) {
+    const bool capped = args_.tanh_scale != 0.f;
+    num_chunks_ = 0;
+    int block = mine.end - 1;
+    Scale scale = scale_of(kv_);
+    scale.complete(q_factor_);
+    int highest[2];
+    float factor[2];  // of out
+    exponents(s, softmax, scale, highest, block, clear);
+    move_references(s, softmax, factor, scale, kv_, highest, block, {0, 0});
+    release_keys(kv_);
+    Softmax::pack(p, s);
+
+    // kv_ is one block behind: at the stages of the block whose V is still to be used.
+    RingPosition<kStages> kv = kv_.next();
+    if (block > mine.begin) control_.k_full[kv.stage()].wait(kv.parity());  // Sync: the next K is.
+    scale = scale_of(kv);
+    --block;
+    int stop = end_of_chunk(block, mine);
+    while (true) {
+      bool moves = false, common = true;
+      for (; block >= stop; --block) {
+        start_products(s, o, p, kv);
+        scale.complete(q_factor_);
+        wait_products<1>();
+        pin_registers(s);
+        common = !capped && clear.has(block);
+        if (!common) break;
+        softmax.subtract_reference(s, scale, highest);
+        moves = __any_sync(~0u, softmax.may_move(highest) || scale.is_special());
+        if (moves) break;
+        finish_step(s, o, p, softmax, scale, kv, block > mine.begin);
+      }
+      bool promote = block < stop;
+      if (!promote) {
+        pin_registers(s);
+        if (!common) {
+          exponents(s, softmax, scale, highest, block, clear);
+          moves = __any_sync(~0u, softmax.may_move(highest) || scale.is_special());
+        }
+        bool fell = false;
+        factor[0] = factor[1] = 1.f;
+        if (moves) {
+          fell = move_references(s, softmax, factor, scale, kv, highest, block, clear);
+        }
+        pin_registers(s);
+        // Beside the heavy keys in out the light ones' products would be cut off.
+        promote = fell || block == stop;
+        finish_step(s, o, p, softmax, scale, kv, block > mine.begin, factor);
+        --block;
+      }
+      if (block < mine.begin) return;
+      if (promote && promotes()) {
+        num_chunks_ = promotion().take(o, softmax, num_chunks_);
+        stop = end_of_chunk(block, mine);
+      }
+    }
+  }
+
+  // The block before which out is promoted next, if any is, this one being the next.
+  __device__ __forceinline__ int end_of_chunk(int block, BlockRange mine) const {
+    return promotes() ? max(mine.begin, block + 1 - Config::kChunkBlocks) : mine.begin;
+  }
+
+  // The rest of a step, from codes to P: gives K back, and V as soon as out is there. factor: of
+  // out, where a reference moved.
+  template <class... Factor>
+  __device__ __forceinline__ void finish_step(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
+                                              Scale& scale, RingPosition<kStages>& kv, bool more,
+                                              const Factor&... factor) {
+    release_keys(kv);
+    const RingPosition<kStages> next = kv.next();
+    if (more) control_.k_full[next.stage()].wait(next.parity());  // Sync: the next K is there.
+    scale = scale_of(next);  // of no use, and not used, after the last block
+    wait_products<0>();
+    pin_registers(o);
+    control_.v_empty[kv_.stage()].arrive_warp();  // Sync: this warp is done with V.
+    (rescale(o, factor), ...);
+    take_sums(softmax.sum, o);
+    Softmax::pack(p, s);
+    kv_ = kv;
+    kv = next;
+  }
+
+  // From scores to codes over the rows' references, -inf where a key is hidden.
+  __device__ __forceinline__ void exponents(Scores& s, Softmax& softmax, Scale& scale,
+                                            int (&highest)[2], int block, BlockRange clear) const {
+    cap(s, scale);
+    softmax.subtract_reference(s, scale, highest);
+    if (!clear.has(block)) hide(s, block);
+  }
+
+  // Moves the references that have to (code_softmax.cuh); returns whether one fell. kv: of K.
+  __device__ __forceinline__ bool move_references(Scores& s, Softmax& softmax, float (&factor)[2],
+                                                  const Scale& scale, RingPosition<kStages> kv,
+                                                  const int (&highest)[2], int block,
+                                                  BlockRange clear) {
+    float least[2] = {INFINITY, INFINITY};
+    float largest[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
+    if (!clear.has(block)) {  // a row may be light for this tile alone
+      Softmax::find_highest(largest, s);
+    } else if (__any_sync(~0u, softmax.is_light(highest))) {
+      Softmax::find_highest(largest, s);
+      softmax.find_least(least, tile().num_keys);
+    }
+    const auto moved = softmax.move_reference(s, largest, least, factor);
+    if constexpr (kInteger) {
+      if (__any_sync(~0u, moved.dominated != 0)) {
+        float excess[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float of_maximum = excess_of(s, softmax, scale, kv, largest[r], r);
+          excess[r] = moved.dominated >> r & 1 ? of_maximum : 0.f;
+        }
+        softmax.set_excess(excess[0], excess[1], factor);
+      }
+    }
+    softmax.complete_groups(s, scale);
+    return moved.fell;
+  }
+
+  // By how many octaves the whole code of row r's maximum is above the score that it was made of,
+  // which is multiplied out again. All lanes of the warp must call it.
+  __device__ __forceinline__ float excess_of(const Scores& s, const Softmax& softmax,
+                                             const Scale& scale, RingPosition<kStages> kv,
+                                             float code, int r) const {
+    int key = max(Softmax::column_of(s, r, code), 0);
+    key = max(key, __shfl_xor_sync(~0u, key, 1));
+    key = max(key, __shfl_xor_sync(~0u, key, 2));
+    const int row = threadIdx.x / 32 * kRowsOfWarp + threadIdx.x % 32 / 4 + 8 * r;
+    const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
+    float number = static_cast<float>(int8_score<Config::kBlockM, kBlockN, kHeadDim>(
+        base + Config::kQOffset + q_.stage() * Config::kQBytes,
+        base + Config::kKOffset + kv.stage() * Config::kKBytes, row, key));
+    if (args_.tanh_scale != 0.f) {
+      const float ratio = scale.factor_of(key) * args_.one_over_cap / Config::kUnits;
+      number = capped_number(number, ratio, inverse_or_0(ratio));
+    }
+    return softmax.octaves_above(code, number, scale, key, r);
   }
 
   // A branch whose code the compiler may lay aside. In 16 bits its order is as measured.

@@ -73,12 +73,14 @@ class ForwardDescales {
       if (lane == 0 && (first == 0 || last)) {
         control_.v_scale[tile_.stage()] = last && !any ? 0.f : v_scale * kAgainstLoss;
       }
-      const float relative = __log2f(__fdividef(v, v_scale));
+      const float ratio = __fdividef(v, v_scale);
+      const float relative = __log2f(fabsf(ratio));
       const float shift = relative < kLowest ? kLowest : relative;  // NaN stays
       highest = __reduce_max_sync(~0u, max(highest, __float2int_ru(shift)));
       // Where V is so much smaller than it was before in the tile, so are the probabilities.
       const bool exact = shift < highest + kLeastFactor || shift > kGreatestFactor;
-      const uint32_t exacts = __ballot_sync(~0u, exact);
+      const uint32_t exacts = __ballot_sync(~0u, exact),
+                     negatives = __ballot_sync(~0u, ratio < 0.f);
       uint32_t weights = 0;
       const int count = min(kBlocksAtOnce, num_blocks - first);
 #pragma unroll 1
@@ -90,12 +92,17 @@ class ForwardDescales {
           KeyScales<kGroups>& scales = control_.key_scales[k_.stage()];
           scales.k[group] = k;
           scales.shift[group] = shift * (Config::kUnits / Config::kShiftUnit);
-          if (group == 0) scales.exact = exacts >> lane & ((1u << kGroups) - 1);
+          constexpr uint32_t kMask = (1u << kGroups) - 1;
+          if (group == 0) {
+            scales.special = (exacts >> lane & kMask) | (negatives >> lane & kMask) << kGroups;
+          }
         }
         __syncwarp();
         control_.k_full[k_.stage()].arrive_lanes();  // Sync: every lane has written.
         k_.advance();
-        if (j == 0) weights = weight_columns(exact ? 0.f : exp2_approx(-shift));  // late: K waits
+        if (j == 0) {  // late: K waits
+          weights = weight_columns(exact ? 0.f : copysignf(exp2_approx(-shift), ratio));
+        }
         if (first + j > 0) bring_weights(k_.before(2), tile, last_weights, first + j == 1);
         last_weights =
             __shfl_sync(~0u, weights, j * kGroups + weight_key(lane) / Config::kScaleKeys);
