@@ -59,21 +59,6 @@ def check_longest(function: str, name: str, max_seqlen: int | None, lengths: lis
     expect(fits, function, name, f">= {longest}, the longest sequence", max_seqlen)
 
 
-def check_signs(
-    function: str, name: str, descale: Tensor, block: int, lengths: Tensor | None
-) -> None:
-    """Raise where a head of a sequence has descales of both signs; 0 and NaN have none.
-
-    descale: (batch, heads, blocks). lengths: int32 (batch,), in tokens; descales of blocks past the
-        end are not looked at. None: every block has tokens.
-    """
-    if lengths is not None:
-        first_token = block * torch.arange(descale.shape[2], device=descale.device)
-        descale = descale.where((first_token < lengths[:, None])[:, None], 0)
-    both = (descale > 0).any(-1) & (descale < 0).any(-1)
-    expect(not both.any().item(), function, name, "of one sign for each head", "both")
-
-
 def check_same_contents(function: str, what: str, given: Tensor, wanted: Tensor) -> None:
     """Raise unless two one-dimensional integer tensors of one shape are equal."""
     given, wanted = given.tolist(), wanted.tolist()

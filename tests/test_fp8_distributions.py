@@ -10,12 +10,10 @@ import torch
 from helpers import EVERY_BACKEND, GPU, needs_hopper
 
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, quantize_block_fp8
-from flashattn3.contents import CHECKED
 from flashattn3.problem import Tensors
 from flashattn3.scales import EIGHT_BIT, FP8
 from flashattn3.testing import FP8_OF_16_BIT, attention
 from flashattn3.testing.distributions import (
-    HEADS,
     Bounds,
     DistributionCase,
     Errors,
@@ -49,7 +47,6 @@ def members(name: str, seqlen_k: int, head_dim: int) -> list[DistributionCase]:
 
 
 FAMILIES = tuple(dict.fromkeys(map(family, cases((1024,), (64,)))))
-BOTH_SIGNS = "v-descale-signs"
 
 
 def run(inputs: Inputs, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +70,7 @@ def everywhere(*names: str):
     return decorate
 
 
-@everywhere(*(name for name in FAMILIES if name != BOTH_SIGNS))
+@everywhere(*FAMILIES)
 def test_every_distribution(name, seqlen_k, head_dim, dtype, backend, device):
     """Each case within its bounds; a heavy key wherever it stands within twice the least error."""
     broken, errors = [], []
@@ -86,25 +83,6 @@ def test_every_distribution(name, seqlen_k, head_dim, dtype, backend, device):
     if max(errors) > POSITION_FACTOR * max(min(errors), SMALL_ERROR):
         broken.append(f"{name}: errors by position {errors}")
     assert not broken, "\n".join([backend, *broken])
-
-
-@everywhere(BOTH_SIGNS)
-def test_v_descales_of_both_signs(name, seqlen_k, head_dim, dtype, backend, device):
-    """Head 0 has both signs: on Hopper it is NaN, or refused where values are checked, and never a
-    wrong number. Head 1 has one sign."""
-    (case,) = members(name, seqlen_k, head_dim)
-    inputs = case.build(device, dtype)
-    if backend == "hopper" and CHECKED:
-        with pytest.raises(ValueError, match="v_descale must be of one sign for each head"):
-            run(inputs, backend)
-        return
-    results = run(inputs, backend), truth(inputs), honest(inputs)
-    for head in range(HEADS):
-        found, wanted, allowed = ((out[:, :, head], lse[:, head]) for out, lse in results)
-        if backend == "hopper" and head == 0 and all(x.isnan().all() for x in found):
-            continue
-        broken = case.misses(compare(found, wanted), compare(allowed, wanted))
-        assert not broken, f"{backend}: {case.id}: head {head}: {broken}"
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)

@@ -235,51 +235,6 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("varlen", LENGTHS)
-@pytest.mark.parametrize(
-    ("head", "signs", "refused"),
-    [
-        (0, LAST_BLOCK_NEGATIVE, True),
-        (1, -LAST_BLOCK_NEGATIVE, True),
-        (1, -LAST_BLOCK_NEGATIVE.abs(), False),
-        (0, torch.zeros(3), False),
-    ],
-)
-def test_v_descales_of_both_signs_in_a_head_are_refused(head, signs, refused, varlen):
-    """log2 of their ratio would make out NaN."""
-    candidate, calls = recorder_of_8_bits()
-    (lengths, longest), rows = LENGTHS[varlen], (230,) if varlen == "varlen" else (2, 130)
-    descale = torch.ones(2, 2, 3)
-    descale[0, head] = signs
-    x = torch.ones(*rows, 2, 64).to(FP8)
-    tensors = Tensors(x, x, x, v_descale=descale, **lengths)
-    found = plan(tensors, candidate, v_block=64, **longest)
-    if not refused:
-        found.backend.forward(found, tensors)
-        assert len(calls) == 1
-        return
-    sentence = "v_descale must be of one sign for each head, got both"
-    with pytest.raises(ValueError, match=f"^{found.problem.function}: {sentence}$"):
-        found.backend.forward(found, tensors)
-    assert not calls
-
-
-@pytest.mark.parametrize("by", ["cu_seqlens_k", "seqused_k"])
-def test_v_descales_past_the_end_of_a_sequence_may_have_any_sign(by):
-    candidate, calls = recorder_of_8_bits()
-    lengths, longest = LENGTHS["varlen"]
-    entry = 1  # of 100 tokens, the third block has none
-    if by == "seqused_k":
-        lengths, entry = lengths | {by: torch.tensor([128, 100]).int()}, 0
-    descale = torch.ones(2, 2, 3)
-    descale[entry, :, 2] = -1.0
-    x = torch.ones(230, 2, 64).to(FP8)
-    tensors = Tensors(x, x, x, v_descale=descale, **lengths)
-    found = plan(tensors, candidate, v_block=64, **longest)
-    found.backend.forward(found, tensors)
-    assert len(calls) == 1
-
-
 def test_without_the_library_triton_runs_and_the_reason_names_the_command():
     found = plan(qkv(), hopper(fault="the Hopper kernels were not built"))
     assert found.backend.name == "triton"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..contents import check_signs, is_checked
 from ..kernel_table import BACKWARD_ROWS, ROWS
 from ..problem import ALIGNMENT_BYTES
 from ..scales import EIGHT_BIT
@@ -90,12 +89,8 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
     scalars = (*layout, _forward_row(plan), *_scalars(plan))
     to_slots, seqlen_k = library.to_slots, problem.seqlen_k
     columns = plan.config.row.head_dim
-    # The kernel takes log2 of one V descale over another of the head.
-    signs_checked = problem.v_scales is not None and is_checked(problem.device)
 
     def run(q, k, v, cu_seqlens_q, cu_seqlens_k, *others):
-        if signs_checked:
-            _check_v_signs(plan, cu_seqlens_k, *others)
         if not problem.v_slots:
             v = to_slots(v, cu_seqlens_k, seqlen_k)
         if v.shape[-2] < columns:  # those of q and k's head dim
@@ -104,14 +99,6 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
         return operator(q, k, v, cu_seqlens_q, cu_seqlens_k, *others, *scalars)
 
     return run
-
-
-def _check_v_signs(plan: Plan, cu_seqlens_k, _, seqused_k, *descales) -> None:
-    problem, lengths = plan.problem, seqused_k
-    if lengths is None and cu_seqlens_k is not None:
-        lengths = cu_seqlens_k.diff()
-    block = problem.v_scales.block
-    check_signs(problem.function, "v_descale", descales[-1], block, lengths)
 
 
 def _forward_row(plan: Plan) -> int:
