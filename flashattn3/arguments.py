@@ -51,12 +51,11 @@ def boolean(function: str, name: str, value: object) -> bool:
 
 def window(function: str, name: str, value: object) -> tuple[int, int]:
     """(left, right) of a tuple, a list, an array or a tensor; -1 for None and what is negative."""
-    host = not (isinstance(value, Tensor) and value.is_meta)
-    sides = value.tolist() if host and getattr(value, "ndim", None) == 1 else value
+    sides = value if isinstance(value, (tuple, list)) else _listed(value)
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise type_error(function, name, "a pair (left, right)", shown(value))
     left, right = sides
-    return _side(function, f"{name}[0]", left), _side(function, f"{name}[1]", right)
+    return _side(function, name, 0, left), _side(function, name, 1, right)
 
 
 def length(function: str, name: str, value: object) -> int | None:
@@ -82,8 +81,16 @@ def expect_strided(function: str, name: str, tensor: Tensor) -> None:
         raise type_error(function, f"{name}.layout", "torch.strided, of a plain tensor", layout)
 
 
-def _side(function: str, name: str, value: object) -> int:
-    return -1 if value is None else max(-1, integer(function, name, value))
+def _side(function: str, name: str, index: int, value: object) -> int:
+    if type(value) is int and -1 <= value <= LARGEST:
+        return value
+    return -1 if value is None else max(-1, integer(function, f"{name}[{index}]", value))
+
+
+def _listed(value: object) -> object:
+    """1-d arrays and tensors as lists; others as they are."""
+    host = not (isinstance(value, Tensor) and value.is_meta)
+    return value.tolist() if host and getattr(value, "ndim", None) == 1 else value
 
 
 def _scalar(value: object) -> object:

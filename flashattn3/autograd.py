@@ -27,8 +27,7 @@ def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _is_differentiated(tensors: Tensors) -> bool:
-    q, k, v, *_ = tensors
-    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    wanted = tensors.q.requires_grad or tensors.k.requires_grad or tensors.v.requires_grad
     return (wanted and torch.is_grad_enabled()) or has_dual_level() or is_transformed()
 
 

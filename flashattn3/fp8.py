@@ -9,27 +9,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .api import attended, options_of
+from .api import options_of
 from .arguments import boolean, integer
+from .autograd import attention
 from .backends import BACKENDS
 from .contents import check_contents, is_checked
 from .device import describe_device
-from .errors import expect, shown, type_error
+from .errors import expect, shown, type_error, value_error
 from .modes import is_traced, refuse_gradients
+from .operands import with_mean_of_keys
 from .plan import choose
 from .problem import (
     SIXTEEN_BIT,
-    Metadata,
     Options,
     Tensors,
     check,
     check_tensor_types,
     describe,
-    metadata_fields,
+    key_of,
+    metadata_under,
 )
-from .quantization import quantize_qkv
+from .quantization import BlockScaled, comes_in_slots, scaled_qkv
 from .quantization.hadamard import is_rotatable
 from .scales import BLOCKS, EIGHT_BIT, best_qk_dtype, check_out_dtype, v_dtype
+
+QK_DTYPES = (None, *EIGHT_BIT)
 
 
 class _Scheme(NamedTuple):
@@ -160,54 +164,56 @@ def _quantized_and_attended(
     function = options.function
     return_lse = boolean(function, "return_lse", return_lse)
     check_tensor_types(function, tensors, varlen)
-    scheme = _resolved(function, tensors.q, scheme)
-    options = options._replace(out_dtype=options.out_dtype or tensors.q.dtype)
-    refuse_gradients(function, q=tensors.q, k=tensors.k, v=tensors.v)
+    q, k, v = tensors.q, tensors.k, tensors.v
+    scheme = _resolved(function, q, scheme)
+    refuse_gradients(function, q=q, k=k, v=v)
     if is_traced():
-        _check(tensors, options, scheme)
+        scaled_options = _checked(tensors, options, scheme)
     else:
-        fields = tuple(None if x is None else metadata_fields(x) for x in tensors)
-        _check_once(fields, options, scheme)
-        if varlen and is_checked(tensors.q.device):
+        scaled_options = _checked_once(key_of(tensors), options, scheme)
+        if varlen and is_checked(q.device):
             check_contents(tensors, options)
-    ragged = {}
-    if varlen:
-        options = options._replace(
-            max_seqlen_q=_longest(tensors.q, options.max_seqlen_q),
-            max_seqlen_k=_longest(tensors.k, options.max_seqlen_k),
-        )
-        names = ("cu_seqlens_q", "cu_seqlens_k")
-        ragged = {name: getattr(tensors, name) for name in names}
-        ragged |= {name: getattr(options, name) for name in ("max_seqlen_q", "max_seqlen_k")}
-    scaled = quantize_qkv(*tensors[:3], **scheme._asdict(), **ragged)
-    return attended(Tensors(*scaled, *tensors[3:]), options, varlen, return_lse, False)
-
-
-def _longest(rows: Tensor, max_seqlen: int | None) -> int:
-    """No sequence is longer than all rows."""
-    return rows.shape[0] if max_seqlen is None else min(max_seqlen, rows.shape[0])
+    block, hadamard, qk_dtype, smooth_k = scheme
+    edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    longest = scaled_options.max_seqlen_q, scaled_options.max_seqlen_k
+    how = (block, hadamard, *edges, *longest, qk_dtype, smooth_k)
+    q_data, q_descale, k_data, k_descale, v_data, v_descale, mean = scaled_qkv(q, k, v, *how)
+    scaled = Tensors(
+        *(q_data, k_data, v_data, *edges, tensors.seqused_q, tensors.seqused_k),
+        q_descale if scaled_options.q_block else None,
+        k_descale if scaled_options.k_block else None,
+        v_descale if scaled_options.v_block else None,
+    )
+    out, lse = attention(scaled, scaled_options)
+    if not return_lse:
+        return out
+    if mean is None:
+        return out, lse
+    of_q = BlockScaled(q_data, q_descale, block, hadamard, edges[0])
+    of_k = BlockScaled(k_data, k_descale, block, hadamard, edges[1], mean=mean)
+    return out, with_mean_of_keys(lse, of_q, of_k, options.softmax_scale)
 
 
 def _resolved(function: str, q: Tensor, scheme: _Scheme) -> _Scheme:
     """The scheme in plain values, with the dtype of q and k that it leaves open."""
     block = integer(function, "block", scheme.block)
-    switches = {
-        name: boolean(function, name, getattr(scheme, name)) for name in ("hadamard", "smooth_k")
-    }
-    dtype, legal = scheme.qk_dtype, (None, *EIGHT_BIT)
+    hadamard = boolean(function, "hadamard", scheme.hadamard)
+    smooth_k = boolean(function, "smooth_k", scheme.smooth_k)
+    dtype = scheme.qk_dtype
     if not (dtype is None or isinstance(dtype, torch.dtype)):
-        raise type_error(function, "qk_dtype", f"one of {legal}", shown(dtype))
-    expect(dtype in legal, function, "qk_dtype", f"one of {legal}", dtype)
+        raise type_error(function, "qk_dtype", f"one of {QK_DTYPES}", shown(dtype))
+    if dtype not in QK_DTYPES:
+        raise value_error(function, "qk_dtype", f"one of {QK_DTYPES}", dtype)
     if dtype is None and q.ndim:
-        dtype = best_qk_dtype(q.shape[-1], switches["hadamard"])
-    return _Scheme(block, qk_dtype=dtype, **switches)
+        dtype = best_qk_dtype(q.shape[-1], hadamard)
+    return _Scheme(block, hadamard, dtype, smooth_k)
 
 
-@lru_cache(maxsize=4096, typed=True)
-def _check_once(fields: tuple, options: Options, scheme: _Scheme) -> None:
-    """_check and the planner's, of metadata."""
-    tensors = Tensors(*(None if of is None else Metadata(*of) for of in fields))
-    _check(tensors, options, scheme)
+@lru_cache(maxsize=4096)
+def _checked_once(key: tuple, options: Options, scheme: _Scheme) -> Options:
+    """_checked and the planner's checks, of metadata."""
+    tensors = Tensors(*metadata_under(key))
+    scaled_options = _checked(tensors, options, scheme)
     dtype = scheme.qk_dtype
     eight_bit = {
         name: getattr(tensors, name)._replace(dtype=to)
@@ -215,10 +221,38 @@ def _check_once(fields: tuple, options: Options, scheme: _Scheme) -> None:
     }
     problem = describe(tensors._replace(**eight_bit), options)
     choose(problem, describe_device(problem.device), BACKENDS)
+    return scaled_options
+
+
+def _checked(tensors: Tensors, options: Options, scheme: _Scheme) -> Options:
+    """The options of the call of 8 bits. tensors: of 16 bits, or their metadata."""
+    _check(tensors, options, scheme)
+    q, k, v, edges, block = tensors.q, tensors.k, tensors.v, tensors.cu_seqlens_q, scheme.block
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    if edges is not None:
+        batch = edges.shape[0] - 1
+        seqlen_q = _longest(q, options.max_seqlen_q)
+        seqlen_k = _longest(k, options.max_seqlen_k)
+    q_block = block if batch and seqlen_q else 0  # without tokens there are no descales
+    k_block = block if batch and seqlen_k else 0
+    return options._replace(
+        max_seqlen_q=None if edges is None else seqlen_q,
+        max_seqlen_k=None if edges is None else seqlen_k,
+        out_dtype=options.out_dtype or q.dtype,
+        q_block=q_block,
+        k_block=k_block,
+        v_block=k_block,
+        v_slots=v.shape[-1] if comes_in_slots(v) else 0,
+    )
+
+
+def _longest(rows: Tensor, max_seqlen: int | None) -> int:
+    """No sequence is longer than all rows."""
+    return rows.shape[0] if max_seqlen is None else min(max_seqlen, rows.shape[0])
 
 
 def _check(tensors: Tensors, options: Options, scheme: _Scheme) -> None:
-    """Raise for what cannot be quantized; tensors or their metadata."""
+    """Raise for what cannot be quantized."""
     function, q = options.function, tensors.q
     expect(q.dtype in SIXTEEN_BIT, function, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
     check(tensors, options._replace(out_dtype=None))

@@ -30,14 +30,13 @@ def has_dual_level() -> bool:
 
 def refuse_gradients(function: str, **tensors: torch.Tensor | None) -> None:
     """Raise where a gradient or a tangent would have to pass through 8 bits."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in given.items():
-        if tensor.requires_grad and torch.is_grad_enabled():
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise no_fp8_gradient(function, name)
-    if has_dual_level() and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in given.values()
-    ):
-        raise no_tangent(function)
+    if has_dual_level():
+        given = (tensor for tensor in tensors.values() if tensor is not None)
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+            raise no_tangent(function)
 
 
 def no_fp8_gradient(function: str, name: str) -> UnsupportedError:

@@ -20,7 +20,16 @@ from .device import describe_device
 from .errors import expect, shown, type_error
 from .modes import is_traced, no_fp8_gradient
 from .plan import Plan, choose
-from .problem import Metadata, Options, Tensors, check, describe, metadata_fields, metadata_of
+from .problem import (
+    Metadata,
+    Options,
+    Tensors,
+    check,
+    describe,
+    key_of,
+    metadata_of,
+    metadata_under,
+)
 from .quantization import slots
 from .scales import EIGHT_BIT, out_dtype
 
@@ -54,12 +63,9 @@ torch.library.define(
 )
 
 
-@lru_cache(maxsize=4096, typed=True)
-def _plan(*arguments) -> Plan:
-    """The plan of a call from its tensors' metadata and its options, one after the other."""
-    fields, options = arguments[:NUM_TENSORS], Options(*arguments[NUM_TENSORS:])
-    metadata = tuple(None if of is None else Metadata(*of) for of in fields)
-    return _chosen(metadata, options)
+@lru_cache(maxsize=4096)
+def _plan(key: tuple, options: Options) -> Plan:
+    return _chosen(metadata_under(key), options)
 
 
 def _chosen(metadata: tuple[Metadata | None, ...], options: Options) -> Plan:
@@ -82,7 +88,7 @@ def plan_on(device: torch.device, tensors: Tensors, options: Options) -> Plan:
 
 def plan_of(tensors: Tensors, options: Options) -> Plan:
     """The plan that a call follows: a pure function of its tensors' metadata and its options."""
-    return _plan(*[None if t is None else metadata_fields(t) for t in tensors], *options)
+    return _plan(key_of(tensors), options)
 
 
 def backend_in_force(function: str, backend: object) -> str | None:
@@ -110,7 +116,7 @@ def known_backend(function: str, what: str, name: object) -> str:
 
 def run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """out and lse, not differentiable."""
-    if _operator_is_watched(tensors):
+    if _operator_is_watched(tensors.q, tensors.k, tensors.v):
         return torch.ops.flashattn3.forward.default(*tensors, *options)
     return _forward_of(tensors, options)
 
@@ -119,18 +125,17 @@ def run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, not differentiable."""
-    if _operator_is_watched((dout, out, *tensors)):
+    if _operator_is_watched(dout, out, tensors.q):
         return torch.ops.flashattn3.backward.default(dout, dlse, out, lse, *tensors, *options)
     return _backward_of(dout, dlse, out, lse, tensors, options)
 
 
-def _operator_is_watched(tensors: tuple[Tensor | None, ...]) -> bool:
+def _operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether anything but the kernel has to see the operator: the compiler, a torch mode, a
     subclass, a tensor without data.
 
     If not, the dispatcher is passed by, which halves the host time of a small call.
     """
-    q, k, v, *_ = tensors  # torch 2.8 cannot trace a slice of a NamedTuple
     return not type(q) is type(k) is type(v) is Tensor or q.is_meta or is_traced()
 
 

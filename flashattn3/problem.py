@@ -100,14 +100,24 @@ class Metadata(NamedTuple):
     aligned: bool = True
 
 
-def metadata_fields(tensor: torch.Tensor) -> tuple:
-    """Those of Metadata, in a plain tuple: half the price, and every call pays it."""
-    aligned = tensor.data_ptr() % ALIGNMENT_BYTES == 0
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned
+def key_of(tensors: Tensors) -> tuple[tuple | None, ...]:
+    """The fields of each tensor's Metadata, as plain tuples: the key under which a plan is kept."""
+    return tuple(
+        [
+            None
+            if x is None
+            else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT_BYTES == 0)
+            for x in tensors
+        ]
+    )
+
+
+def metadata_under(key: tuple[tuple | None, ...]) -> tuple[Metadata | None, ...]:
+    return tuple(None if fields is None else Metadata(*fields) for fields in key)
 
 
 def metadata_of(tensor: torch.Tensor | None) -> Metadata | None:
-    return None if tensor is None else Metadata(*metadata_fields(tensor))
+    return metadata_under(key_of((tensor,)))[0]
 
 
 @dataclass(frozen=True)
@@ -186,13 +196,18 @@ def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
     for index, value in enumerate(tensors):
         if value is None and index >= required:
             continue
-        name = Tensors._fields[index]
-        if not isinstance(value, torch.Tensor):
-            raise type_error(function, name, "a torch.Tensor", shown(value))
-        if type(value) is not torch.Tensor and _is_distributed(value):
-            wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
-            raise type_error(function, name, wanted, shown(value))
-        expect_strided(function, name, value)
+        if type(value) is not torch.Tensor:
+            _check_class(function, Tensors._fields[index], value)
+        if value.layout is not torch.strided or value.is_nested:
+            expect_strided(function, Tensors._fields[index], value)
+
+
+def _check_class(function: str, name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise type_error(function, name, "a torch.Tensor", shown(value))
+    if _is_distributed(value):
+        wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
+        raise type_error(function, name, wanted, shown(value))
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:

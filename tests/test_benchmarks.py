@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashattn3 import BlockScaled, flash_attn_func
-from flashattn3.bench import contenders, gate, quantize_suite, timing
+from flashattn3.bench import contenders, gate, host_suite, quantize_suite, timing
 from flashattn3.bench.accuracy_suite import findings
 from flashattn3.bench.command import SUITES
 from flashattn3.bench.contenders import (
@@ -307,6 +307,29 @@ def test_quick_fp8_suite(tmp_path, capsys):
     smooth, plain = records[6]["median_ms"], records[4]["median_ms"]
     assert f"cost of {WHOLE_SMOOTH} over {WHOLE_INT8}: us (per cent)" in printed
     assert f"{(smooth - plain) * 1e3:.1f} ({(smooth / plain - 1) * 100:.1f} %)" in printed
+
+
+def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(host_suite, "SAMPLES", 2)
+    assert bench(tmp_path, "--suite", "host", *REFERENCE) == 0
+    _, *records = lines(tmp_path / "host.jsonl")
+    assert [(r["direction"], r["contender"]) for r in records] == [
+        *(("forward", name) for name in (OURS, WHOLE_INT8, "fa2")),
+        *((work, name) for work in list(host_suite.WORK)[1:] for name in (OURS, "fa2")),
+    ]
+    assert all(r["status"] == "ok" and r["median_ms"] > 0 for r in records)
+    median = {(r["direction"], r["contender"]): r["median_ms"] for r in records}
+    assert median[host_suite.BOTH, OURS] > median["forward", OURS]
+    assert "host time (us): flashattn3 / quantize+int8 / fa2" in capsys.readouterr().out
+
+
+def test_a_wrong_call_has_no_host_time(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(host_suite, "SAMPLES", 2)
+    monkeypatch.setitem(CONTENDERS, OURS, lambda q, k, v, causal: q * 0)
+    assert bench(tmp_path, "--suite", "host", *REFERENCE) == 1
+    _, *records = lines(tmp_path / "host.jsonl")
+    assert {r["status"] for r in records if r["contender"] == OURS} == {"FAILED"}
+    assert {r["status"] for r in records if r["contender"] != OURS} == {"ok"}
 
 
 def test_quick_accuracy_suite(tmp_path, capsys):

@@ -124,11 +124,13 @@ MAY_IMPORT = {
     "fp8": {
         "api",
         "arguments",
+        "autograd",
         "backends",
         "contents",
         "device",
         "errors",
         "modes",
+        "operands",
         "plan",
         "problem",
         "quantization",
@@ -140,7 +142,7 @@ WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 # Run on a CPU or under FLASHATTN3_CHECK=1; read a number that the caller passed as a tensor; once.
 MAY_WAIT = {
     *("check_contents", "check_edges", "check_same_contents"),
-    *("_scalar", "window"),
+    *("_scalar", "_listed"),
     "_kept_signs",
 }
 

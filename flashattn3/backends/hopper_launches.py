@@ -126,9 +126,10 @@ def _copied(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 
 
 def _in_whole_rows(tensor: Tensor) -> Tensor:
-    """dout or out, as the kernels read it."""
+    """dout or out, of 16 bits, as the kernels read it."""
     *strides, last = tensor.stride()
-    fits = last == 1 and fits_tma(tensor.shape[:-1], strides, tensor.element_size())
+    dense = tensor.is_contiguous() and tensor.shape[-1] % OUT_ALIGNMENT == 0
+    fits = dense or (last == 1 and fits_tma(tensor.shape[:-1], strides, tensor.element_size()))
     return tensor if fits and tensor.data_ptr() % ALIGNMENT_BYTES == 0 else _aligned_copy(tensor)
 
 

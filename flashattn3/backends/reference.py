@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,11 +46,13 @@ class ReferenceConfig:
     as are computed together.
 
     max_scores: of a tile over all of these, unless block_m would fall below 16.
+    one_tile: all of the problem is one tile, without a mask.
     """
 
     block_m: int
     block_n: int
     max_scores: int = _CPU_BUDGET[0]
+    one_tile: bool = False
 
     def describe(self) -> dict[str, object]:
         return {"block_m": self.block_m, "block_n": self.block_n}
@@ -92,19 +94,25 @@ class ReferenceBackend:
         scores, largest = _CPU_BUDGET if device.kind == "cpu" else _GPU_BUDGET
         config = ReferenceConfig(largest, _BLOCK_N, scores)
         batch = 1 if problem.varlen else problem.batch
-        return ReferenceConfig(config.queries(batch * problem.num_heads_q), _BLOCK_N, scores)
+        block_m = config.queries(batch * problem.num_heads_q)
+        config = ReferenceConfig(block_m, _BLOCK_N, scores)
+        return replace(config, one_tile=_is_one_tile(problem, config))
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, problem = tensors.q, plan.problem
-        if _is_one_tile(plan):
+        if torch.is_autocast_enabled(q.device.type):
             with _no_autocast(q.device.type):
-                return _attend_one_tile(problem, q, tensors.k, tensors.v)
+                return self.forward(plan, tensors)
+        if plan.config.one_tile:
+            run = plan.launches.get("forward")
+            if run is None:
+                run = plan.launches["forward"] = _prepare_one_tile(problem)
+            return run(q, tensors.k, tensors.v)
         dtype = _compute_dtype(problem)
         out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
         lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -math.inf, dtype=dtype)
-        with _no_autocast(q.device.type):
-            for bucket in _buckets(plan, tensors):
-                _Call(plan, tensors, bucket).forward(out, lse)
+        for bucket in _buckets(plan, tensors):
+            _Call(plan, tensors, bucket).forward(out, lse)
         return out, lse
 
     def backward(
@@ -116,12 +124,15 @@ class ReferenceBackend:
         out: Tensor,
         lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        device_type = tensors.q.device.type
+        if torch.is_autocast_enabled(device_type):
+            with _no_autocast(device_type):
+                return self.backward(plan, dout, dlse, tensors, out, lse)
         gradients = tuple(
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]
         )
-        with _no_autocast(tensors.q.device.type):
-            for bucket in _buckets(plan, tensors):
-                _Call(plan, tensors, bucket).backward(dout, dlse, out, lse, gradients)
+        for bucket in _buckets(plan, tensors):
+            _Call(plan, tensors, bucket).backward(dout, dlse, out, lse, gradients)
         return gradients
 
 
@@ -129,9 +140,8 @@ def _compute_dtype(problem: Problem) -> torch.dtype:
     return torch.promote_types(problem.out_dtype, torch.float32)  # torch promotes no FP8
 
 
-def _is_one_tile(plan: Plan) -> bool:
+def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
     """Whether all queries of a dense call see all keys, and their scores are few."""
-    problem, config = plan.problem, plan.config
     return (
         0 < problem.seqlen_q <= config.block_m
         and problem.batch > 0
@@ -143,22 +153,28 @@ def _is_one_tile(plan: Plan) -> bool:
     )
 
 
-def _attend_one_tile(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse in few operations: a small call costs the host's time alone."""
+def _prepare_one_tile(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of q, k and v: out and lse in few operations. A small call costs the host's time alone."""
     dtype = _compute_dtype(problem)
-    heads = problem.batch * problem.num_heads_q
-    q, k, v = (x.transpose(1, 2).reshape(heads, -1, x.shape[-1]).to(dtype) for x in (q, k, v))
-    p = torch.bmm(q * problem.softmax_scale, k.mT)
-    # As in a larger call: out 0 and lse -inf where all scores are -inf. The largest one adds 1.
-    maximum = p.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
-    total = p.sub_(maximum).exp_().sum(-1, keepdim=True)
-    out = (
-        torch.bmm(p, v)
-        .div_(total.clamp(min=1.0))
-        .view(problem.batch, problem.num_heads_q, -1, v.shape[-1])
-    )
-    lse = total.log_().add_(maximum).view(problem.batch, problem.num_heads_q, -1)
-    return out.transpose(1, 2).to(problem.out_dtype).contiguous(), lse
+    wide, out_is_wide = problem.dtype == dtype, problem.out_dtype == dtype
+    lowest, heads = torch.finfo(dtype).min, (problem.batch, problem.num_heads_q)
+    # torch takes a microsecond to make a tensor of a Python number.
+    scale = torch.tensor(problem.softmax_scale, dtype=dtype, device="cpu")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not wide:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q = q.transpose(1, 2).flatten(0, 1).mul(scale)
+        p = torch.bmm(q, k.transpose(1, 2).flatten(0, 1).mT)
+        # As in a larger call: out 0, lse -inf where all scores are -inf. The largest one adds 1.
+        maximum = p.amax(-1, True).clamp_min_(lowest)
+        total = p.sub_(maximum).exp_().sum(-1, True)
+        out = torch.bmm(p, v.transpose(1, 2).flatten(0, 1)).div_(total.clamp_min(1.0))
+        lse = total.log_().add_(maximum).view(*heads, -1)
+        out = out.view(*heads, -1, problem.head_dim_v).transpose(1, 2)
+        return (out if out_is_wide else out.to(problem.out_dtype)).contiguous(), lse
+
+    return run
 
 
 def _column(lse: Tensor) -> Tensor:
@@ -168,9 +184,7 @@ def _column(lse: Tensor) -> Tensor:
 
 def _no_autocast(device_type: str) -> AbstractContextManager:
     """Under autocast the products would silently drop to 16 bits."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 class _Bucket(NamedTuple):

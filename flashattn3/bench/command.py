@@ -19,7 +19,7 @@ from .distributions_suite import SUITE as DISTRIBUTIONS
 from .distributions_suite import distribution_cases, run_distribution
 from .environment import header
 from .figure import draw
-from .host_suite import run_host
+from .host_suite import WORK, run_host
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
 from .quantize_suite import SUITE as QUANTIZE
 from .quantize_suite import quantize_work, run_quantize
@@ -137,16 +137,14 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
             error(f"--dtype must have 16 bits for the {suite} suite, got float32")
     if device.type == "cuda":
         return suites
-    if not args.quick:
-        error("the suites need a GPU; on a CPU only --quick")
-    if args.suite == "host":
-        error("the host suite needs a GPU: on a CPU the call returns when the work is done")
-    return tuple(suite for suite in suites if suite != "host")
+    if not args.quick and args.suite != "host":
+        error("the suites need a GPU; on a CPU only --quick, and the host suite")
+    return suites
 
 
 def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
-    baselines = ("fa2", "cudnn") if on_gpu else ("math",)
+    baselines = ("fa2", "cudnn") if on_gpu else ("fa2",) if suite == "host" else ("math",)
     if suite == "deterministic":
         baselines = ()
     elif suite not in ("fp8", "gqa"):
@@ -183,7 +181,7 @@ def _run_suite(suite: str, work: list, output: Path, about: Record) -> bool:
 def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     """The steps of a suite; each is a function that gives the records of one cell."""
     if suite == "host":
-        return [lambda: run_host(settings)]
+        return [lambda work=work: run_host(work, settings) for work in WORK]
     if suite == "memory":
         lengths = QUICK_SEQLENS if args.quick else SEQLENS
         given_up: set[str] = set()

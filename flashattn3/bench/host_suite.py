@@ -1,4 +1,5 @@
-"""Host time of one small forward call without gradients, until the launch returns."""
+"""Host time of one small call: of the forward pass, without and with gradients, of both passes, and
+of the forward pass in 8 bits. On a GPU until the launches return, on a CPU with the work itself."""
 
 from __future__ import annotations
 
@@ -6,43 +7,121 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from ..testing import Case
-from .contenders import OURS, SDPA_BACKENDS, ours
-from .inputs import Inputs, make_inputs
-from .runner import OK, Record, Settings
+from .contenders import CONTENDERS, OURS, SDPA_BACKENDS, WHOLE_INT8, Attention
+from .gate import Gate
+from .inputs import Inputs, make_inputs, prepare
+from .runner import FAILED, OK, Record, Settings
+from .suites import Cell
 from .timing import Timing
 
-CASE = Case("host-1x128x8x128", 1, 128, 128, 8, 8, 128, 128)
-WARM_UP_CALLS, CALLS_PER_SAMPLE = 50, 20
+CASES = {
+    "cuda": Case("host-1x128x8x128", 1, 128, 128, 8, 8, 128, 128),
+    "cpu": Case("host-1x4x1x8", 1, 4, 4, 1, 1, 8, 8),
+}
+WARM_UP_CALLS, CALLS_PER_SAMPLE, SAMPLES = 50, 20, 50
+
+Call = Callable[[], object]
 
 
-def run_host(settings: Settings) -> Iterator[Record]:
-    """A record per contender; "naive" is left out, as it is no single launch."""
-    inputs = make_inputs(CASE, settings.device, settings.dtype)
-    contenders = [name for name in settings.contenders if name == OURS or name in SDPA_BACKENDS]
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+def _forward(attend: Attention, inputs: Inputs) -> Call:
+    q, k, v, _ = inputs
+    return lambda: attend(q, k, v, False)
+
+
+def _forward_with_gradients(attend: Attention, inputs: Inputs) -> Call:
+    q, k, v = _leaves(inputs)
+    return lambda: attend(q, k, v, False)
+
+
+def _both_passes(attend: Attention, inputs: Inputs) -> Call:
+    leaves, dout = _leaves(inputs), inputs.dout
+    return lambda: torch.autograd.grad(attend(*leaves, False), leaves, dout)
+
+
+def _leaves(inputs: Inputs) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in inputs[:3]]
+
+
+BOTH = "forward + backward"
+WORK = {
+    "forward": _forward,
+    "forward with gradients": _forward_with_gradients,
+    BOTH: _both_passes,
+}
+
+
+def run_host(work: str, settings: Settings) -> Iterator[Record]:
+    """A record per contender for one of WORK; "naive" is left out, as it is no single launch."""
+    case = CASES[settings.device.type]
+    inputs = make_inputs(case, settings.device, settings.dtype)
+    names = [name for name in settings.contenders if name == OURS or name in SDPA_BACKENDS]
+    if work == "forward":
+        names.insert(1, WHOLE_INT8)
+    cell = Cell("host", case, "bwd" if work == BOTH else "fwd")
+    faults = {name: _fault(cell, name, _of(name, inputs)) for name in names}
+    calls = {name: _call(work, name, inputs) for name in names if faults[name] is None}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(settings.rounds):
-        for name in contenders:
+        for name, call in calls.items():
             with _selected(name):
-                samples[name] += _host_ms(_call(name, inputs))
-    for name, found in samples.items():
+                samples[name] += _host_ms(call, settings.device)
+    timings = {name: Timing.of(found) for name, found in samples.items()}
+    for name in names:
         yield {
             "record": "time",
             "suite": "host",
-            "row": "host time of a forward call",
+            "row": f"host time: {work}",
             "column": "",
-            "direction": "fwd",
+            "direction": work,
             "dtype": settings.dtype_name,
-            "case": CASE.name,
+            "case": case.name,
             "contender": name,
-            "status": OK,
-            **asdict(Timing.of(found)),
+            **_outcome(name, timings, faults[name]),
         }
+
+
+def _outcome(name: str, timings: dict[str, Timing], fault: str | None) -> Record:
+    if fault is not None:
+        return {"status": FAILED, "reason": fault}
+    timing = timings[name]
+    ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
+    return {"status": OK, **asdict(timing), "speed_ratio": ratios}
+
+
+def _fault(cell: Cell, name: str, inputs: Inputs) -> str | None:
+    """What is wrong with the contender's results on these inputs, which then have no time."""
+    try:
+        Gate(cell, inputs).check(name, prepare(CONTENDERS[name], cell, inputs)())
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _of(name: str, inputs: Inputs) -> Inputs:
+    """What a contender takes: quantization starts from 16 bits."""
+    if name == WHOLE_INT8 and inputs.q.dtype == torch.float32:
+        return Inputs(*(x.bfloat16() for x in inputs))
+    return inputs
+
+
+def _call(work: str, name: str, inputs: Inputs) -> Call:
+    if name not in SDPA_BACKENDS:
+        return WORK[work](CONTENDERS[name], _of(name, inputs))
+    # Heads first, as it wants them: it is timed without the way there and back.
+    heads_first = Inputs(*(x.transpose(1, 2) for x in inputs))
+    return WORK[work](_sdpa, heads_first)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def _selected(name: str) -> contextlib.AbstractContextManager:
@@ -50,24 +129,16 @@ def _selected(name: str) -> contextlib.AbstractContextManager:
     return sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else contextlib.nullcontext()
 
 
-def _call(name: str, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    q, k, v, _ = inputs
-    if name == OURS:
-        return lambda: ours(q, k, v, False)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return lambda: F.scaled_dot_product_attention(q, k, v)
-
-
-def _host_ms(call: Callable[[], object], num_samples: int = 50) -> list[float]:
+def _host_ms(call: Call, device: torch.device) -> list[float]:
     """Milliseconds per call; a sample is over so few calls that the launch queue never fills."""
-    with torch.no_grad():
-        for _ in range(WARM_UP_CALLS):
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    for _ in range(WARM_UP_CALLS):
+        call()
+    found = []
+    for _ in range(SAMPLES):
+        wait()
+        start = time.perf_counter()
+        for _ in range(CALLS_PER_SAMPLE):
             call()
-        found = []
-        for _ in range(num_samples):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS_PER_SAMPLE):
-                call()
-            found.append((time.perf_counter() - start) * 1e3 / CALLS_PER_SAMPLE)
+        found.append((time.perf_counter() - start) * 1e3 / CALLS_PER_SAMPLE)
     return found

@@ -170,7 +170,6 @@ def quantize_block_fp8(
     return BlockScaled(data, descale, block, hadamard, cu_seqlens, layout, x.shape, mean)
 
 
-@torch.no_grad()
 def quantize_qkv(
     q: Tensor,
     k: Tensor,
@@ -185,22 +184,48 @@ def quantize_qkv(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """quantize_block_fp8 of q, k and v of one attention; where the Hopper kernels run, in one
-    launch, and one more before it with smooth_k. Arguments as there, of tensors of 16 bits that
-    were checked."""
-    from . import dispatch
-
-    k_mean = dispatch.sample_mean(k, cu_seqlens_k, max_seqlen_k) if smooth_k else None
-    q_data, q_descale, k_data, k_descale, v_data, v_descale = dispatch.quantize_qkv(
-        *(q, k, v, block, hadamard),
-        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype, k_mean),
-    )
-    layout = dispatch.layout_of_v(v)
+    """quantize_block_fp8 of q, k and v of one attention. Arguments as there, of tensors of 16 bits
+    that were checked."""
+    how = (block, hadamard, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype)
+    with torch.no_grad():
+        *scaled, k_mean = scaled_qkv(q, k, v, *how, smooth_k)
+    q_data, q_descale, k_data, k_descale, v_data, v_descale = scaled
+    layout = "slots" if comes_in_slots(v) else "rows"
     return (
         BlockScaled(q_data, q_descale, block, hadamard, cu_seqlens_q, "rows", q.shape),
         BlockScaled(k_data, k_descale, block, hadamard, cu_seqlens_k, "rows", k.shape, k_mean),
         BlockScaled(v_data, v_descale, block, False, cu_seqlens_k, layout, v.shape),
     )
+
+
+def comes_in_slots(v: Tensor) -> bool:
+    """Whether scaled_qkv gives v's data in slots: where the Hopper kernels run."""
+    from . import dispatch
+
+    return dispatch.layout_of_v(v) == "slots"
+
+
+def scaled_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    qk_dtype: torch.dtype,
+    smooth_k: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """data and descale of q, k and v, and k's mean, as plain tensors. Where the Hopper kernels run,
+    in one launch, and one more before it with smooth_k.
+    """
+    from . import dispatch
+
+    mean = dispatch.sample_mean(k, cu_seqlens_k, max_seqlen_k) if smooth_k else None
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return *dispatch.quantize_qkv(q, k, v, block, hadamard, *lengths, qk_dtype, mean), mean
 
 
 def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:

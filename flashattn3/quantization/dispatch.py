@@ -110,7 +110,7 @@ def _quantize_qkv(
     qk_dtype: torch.dtype,
     k_mean: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if on_hopper(q) and on_hopper(v):
+    if on_hopper(q if q.shape[-1] > v.shape[-1] else v):
         return torch.ops.flashattn3_hopper.quantize_qkv.default(
             _rows_dense(q),
             _rows_dense(k),

@@ -1,0 +1,115 @@
+"""How much Python a call runs on the host, counted in function calls: a wall clock would measure
+the machine. A Hopper GPU and its operators are stood in for, so nothing but the host's part runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import H100, WITHOUT_HOPPER
+
+import flashattn3
+from flashattn3 import flash_attn_fp8_func, flash_attn_func, fp8, ops
+from flashattn3.backends.hopper import HopperBackend
+from flashattn3.backends.hopper_library import Library
+from flashattn3.kernel_table import all_rows
+from flashattn3.quantization import dispatch
+from flashattn3.scales import FP8, INT8
+
+PACKAGE = flashattn3.__path__[0]
+
+
+def work_of(call) -> int:
+    """Python functions entered, and C functions that the package calls, with all prepared."""
+    for _ in range(3):
+        call()
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        own = frame.f_code.co_filename.startswith(PACKAGE)
+        count += event == "call" or (event == "c_call" and own)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """CPU tensors are planned as on an H100; its operators return what was made before."""
+    q = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16)
+    data, slots = q.to(INT8), torch.zeros(2, 4, 8, 64, 16).to(FP8)
+    lse, descale = torch.zeros(2, 4, 128), torch.ones(2, 4, 1)
+    results = {"forward": (q, lse), "forward_fp8": (q, lse), "backward": (q, q, q)}
+    results["quantize_qkv"] = (data, descale, data, descale, slots, descale)
+    operators = {
+        name: lambda *_, found=found: tuple(x.clone() for x in found)
+        for name, found in results.items()
+    }
+    quantize_qkv = SimpleNamespace(default=operators.pop("quantize_qkv"))
+    library = Library(frozenset(row.name for row in all_rows()), to_slots=None, **operators)
+    hopper = HopperBackend(library=lambda: library, only_measured=False)
+    for module in (ops, fp8):
+        monkeypatch.setattr(module, "BACKENDS", (hopper, *WITHOUT_HOPPER))
+        monkeypatch.setattr(module, "describe_device", lambda device: H100)
+    monkeypatch.setattr(dispatch, "_runs_on", lambda name, *device: name == "hopper")
+    namespace = SimpleNamespace(quantize_qkv=quantize_qkv)
+    monkeypatch.setattr(torch.ops, "flashattn3_hopper", namespace, raising=False)
+    caches = ops._plan, fp8._checked_once
+    for cache in caches:
+        cache.cache_clear()
+    yield [torch.randn(2, 128, 4, 64).bfloat16() for _ in range(3)]
+    for cache in caches:
+        cache.cache_clear()
+
+
+def both_passes(tensors):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    dout = torch.ones_like(leaves[0])
+    return lambda: torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
+
+
+# A quarter above what was counted, for other versions of torch and Python.
+FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 75, 105, 200, 160, 105
+
+
+def test_forward_on_hopper(on_hopper):
+    assert work_of(lambda: flash_attn_func(*on_hopper, causal=True)) <= FORWARD
+
+
+def test_forward_with_gradients_on_hopper(on_hopper):
+    leaves = [x.requires_grad_() for x in on_hopper]
+    assert work_of(lambda: flash_attn_func(*leaves, causal=True)) <= WITH_GRADIENTS
+
+
+def test_forward_and_backward_on_hopper(on_hopper):
+    assert work_of(both_passes(on_hopper)) <= BOTH_PASSES
+
+
+def test_8_bits_from_16_on_hopper(on_hopper):
+    assert work_of(lambda: flash_attn_fp8_func(*on_hopper, causal=True)) <= FROM_16_BITS
+
+
+def test_a_tiny_call_on_a_cpu():
+    q = torch.randn(1, 4, 1, 8)
+    assert work_of(lambda: flash_attn_func(q, q, q, backend="reference")) <= TINY
+
+
+def test_the_count_grows_with_the_work():
+    q = torch.randn(1, 4, 1, 8)
+
+    def once():
+        return flash_attn_func(q, q, q, backend="reference")
+
+    def twice():
+        once()
+        once()
+
+    assert work_of(twice) >= 2 * work_of(once)
