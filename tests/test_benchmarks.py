@@ -311,6 +311,7 @@ def test_quick_fp8_suite(tmp_path, capsys):
 
 def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(host_suite, "SAMPLES", 2)
+    monkeypatch.setattr(host_suite, "WARM_UP_CALLS", 2)
     assert bench(tmp_path, "--suite", "host", *REFERENCE) == 0
     _, *records = lines(tmp_path / "host.jsonl")
     assert [(r["direction"], r["contender"]) for r in records] == [
@@ -325,7 +326,8 @@ def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
 
 def test_a_wrong_call_has_no_host_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(host_suite, "SAMPLES", 2)
-    monkeypatch.setitem(CONTENDERS, OURS, lambda q, k, v, causal: q * 0)
+    monkeypatch.setattr(host_suite, "WARM_UP_CALLS", 2)
+    monkeypatch.setitem(CONTENDERS, OURS, lambda q, k, v, causal: 0 * (q + k + v))
     assert bench(tmp_path, "--suite", "host", *REFERENCE) == 1
     _, *records = lines(tmp_path / "host.jsonl")
     assert {r["status"] for r in records if r["contender"] == OURS} == {"FAILED"}
