@@ -19,6 +19,7 @@ from flashattn3.device import DeviceInfo
 from flashattn3.ops import plan_of
 from flashattn3.plan import Plan
 from flashattn3.problem import Options, Tensors, describe, metadata_of
+from flashattn3.scales import FP8, INT8
 from flashattn3.testing import (
     FORWARD_CASES,
     FORWARD_FACTOR,
@@ -351,6 +352,18 @@ def test_a_small_call_in_one_tile_is_like_a_large_one(dtype):
     for x, y in zip(found, wanted, strict=True):
         assert x.is_contiguous() and x.dtype == y.dtype
         torch.testing.assert_close(x, y, equal_nan=True)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_8_bits_without_descales_in_one_tile(dtype, out_dtype):
+    x = 4 * torch.randn((2, 5, 3, 8), generator=torch.Generator().manual_seed(0))
+    options = {"softmax_scale": 0.01, "out_dtype": out_dtype, "backend": "reference"}
+    q, v = x.to(dtype), x.to(FP8)
+    found = flash_attn_func(q, q, v, **options)
+    wanted = flash_attn_func(q, q, v, num_splits=2, **options)
+    assert found.dtype == (out_dtype or torch.bfloat16) and found.is_contiguous()
+    torch.testing.assert_close(found, wanted)
 
 
 def test_declines_with_a_sentence():
