@@ -88,7 +88,7 @@ def _side(function: str, name: str, index: int, value: object) -> int:
 
 
 def _listed(value: object) -> object:
-    """1-d arrays and tensors as lists; others as they are."""
+    """Convert 1-d arrays and tensors to lists; return any other value unchanged."""
     host = not (isinstance(value, Tensor) and value.is_meta)
     return value.tolist() if host and getattr(value, "ndim", None) == 1 else value
 

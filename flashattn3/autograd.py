@@ -48,7 +48,7 @@ def _differentiate(gradient: Callable, ctx, dout: Tensor | None, dlse: Tensor | 
 
 
 def _gradient(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
+    """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
     if torch.is_grad_enabled() or has_dual_level() or is_transformed():
         return _AttentionGradient.apply(*arguments)
     return _run_backward(*arguments)
@@ -71,7 +71,7 @@ def _no_second_derivative(ctx, *gradients):
 
 
 class _Attention(torch.autograd.Function):
-    """out and lse of an eager call, from the tensors and the options."""
+    """Computes out and lse of an eager call from the tensors and the options."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -89,8 +89,9 @@ class _Attention(torch.autograd.Function):
 
 
 class _TransformedAttention(_Attention):
-    """The same inside torch.func's transforms, which need a separate setup_context and vmap. Each
-    apply of such a function binds its arguments by inspect, which takes longer than a launch."""
+    """The same function for torch.func's transforms, which need setup_context and vmap. With
+    setup_context, apply binds its arguments through inspect, which takes longer than a launch, so
+    eager calls use _Attention."""
 
     forward = staticmethod(_run_forward)
     setup_context = staticmethod(_save_for_backward)
@@ -101,7 +102,7 @@ class _TransformedAttention(_Attention):
 
 
 class _AttentionGradient(torch.autograd.Function):
-    """The gradient where a transform or another derivative takes part in it."""
+    """Computes the gradient when a transform or a second derivative applies to it."""
 
     forward = staticmethod(_run_backward)
 

@@ -211,7 +211,7 @@ def _resolved(function: str, q: Tensor, scheme: _Scheme) -> _Scheme:
 
 @lru_cache(maxsize=4096)
 def _checked_once(key: tuple, options: Options, scheme: _Scheme) -> Options:
-    """_checked and the planner's checks, of metadata."""
+    """Run _checked and the planner on metadata. The result is cached: a call is checked once."""
     tensors = Tensors(*metadata_under(key))
     scaled_options = _checked(tensors, options, scheme)
     dtype = scheme.qk_dtype
@@ -225,7 +225,7 @@ def _checked_once(key: tuple, options: Options, scheme: _Scheme) -> Options:
 
 
 def _checked(tensors: Tensors, options: Options, scheme: _Scheme) -> Options:
-    """The options of the call of 8 bits. tensors: of 16 bits, or their metadata."""
+    """Check the 16-bit tensors, or their metadata, and return the options of the 8-bit call."""
     _check(tensors, options, scheme)
     q, k, v, edges, block = tensors.q, tensors.k, tensors.v, tensors.cu_seqlens_q, scheme.block
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
@@ -233,7 +233,7 @@ def _checked(tensors: Tensors, options: Options, scheme: _Scheme) -> Options:
         batch = edges.shape[0] - 1
         seqlen_q = _longest(q, options.max_seqlen_q)
         seqlen_k = _longest(k, options.max_seqlen_k)
-    q_block = block if batch and seqlen_q else 0  # without tokens there are no descales
+    q_block = block if batch and seqlen_q else 0  # 0: no tokens, so no descales
     k_block = block if batch and seqlen_k else 0
     return options._replace(
         max_seqlen_q=None if edges is None else seqlen_q,
@@ -252,7 +252,7 @@ def _longest(rows: Tensor, max_seqlen: int | None) -> int:
 
 
 def _check(tensors: Tensors, options: Options, scheme: _Scheme) -> None:
-    """Raise for what cannot be quantized."""
+    """Raise if the tensors cannot be quantized."""
     function, q = options.function, tensors.q
     expect(q.dtype in SIXTEEN_BIT, function, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
     check(tensors, options._replace(out_dtype=None))

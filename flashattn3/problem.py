@@ -101,7 +101,7 @@ class Metadata(NamedTuple):
 
 
 def key_of(tensors: Tensors) -> tuple[tuple | None, ...]:
-    """The fields of each tensor's Metadata, as plain tuples: the key under which a plan is kept."""
+    """Read the metadata of the tensors as plain tuples: the key under which a plan is cached."""
     return tuple(
         [
             None

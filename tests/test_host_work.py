@@ -1,5 +1,5 @@
-"""How much Python a call runs on the host, counted in function calls: a wall clock would measure
-the machine. A Hopper GPU and its operators are stood in for, so nothing but the host's part runs.
+"""Bounds the Python work of a call by its number of function calls, which unlike time does not
+depend on the machine. Stubs replace the Hopper GPU and its operators.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ PACKAGE = flashattn3.__path__[0]
 
 
 def work_of(call) -> int:
-    """Python functions entered, and C functions that the package calls, with all prepared."""
+    """Count the Python functions that a prepared call enters and the C functions that the package
+    calls."""
     for _ in range(3):
         call()
     count = 0
@@ -43,7 +44,7 @@ def work_of(call) -> int:
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """CPU tensors are planned as on an H100; its operators return what was made before."""
+    """Plan CPU tensors for an H100, with operators that return clones of preallocated tensors."""
     q = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16)
     data, slots = q.to(INT8), torch.zeros(2, 4, 8, 64, 16).to(FP8)
     lse, descale = torch.zeros(2, 4, 128), torch.ones(2, 4, 1)
@@ -76,7 +77,7 @@ def both_passes(tensors):
     return lambda: torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
 
 
-# A quarter above what was counted, for other versions of torch and Python.
+# Bounds are a quarter above the counts, which vary with the versions of torch and Python.
 FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 75, 105, 200, 160, 105
 
 

@@ -46,7 +46,7 @@ class ReferenceConfig:
     as are computed together.
 
     max_scores: of a tile over all of these, unless block_m would fall below 16.
-    one_tile: all of the problem is one tile, without a mask.
+    one_tile: the whole problem is one tile without a mask.
     """
 
     block_m: int
@@ -154,11 +154,12 @@ def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
 
 
 def _prepare_one_tile(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of q, k and v: out and lse in few operations. A small call costs the host's time alone."""
+    """Build a function of q, k and v that computes out and lse in few torch operations: host time
+    dominates a small call."""
     dtype = _compute_dtype(problem)
     wide, out_is_wide = problem.dtype == dtype, problem.out_dtype == dtype
     lowest, heads = torch.finfo(dtype).min, (problem.batch, problem.num_heads_q)
-    # torch takes a microsecond to make a tensor of a Python number.
+    # A tensor saves the microsecond that torch needs to convert a Python number in each call.
     scale = torch.tensor(problem.softmax_scale, dtype=dtype, device="cpu")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,7 @@ def _prepare_one_tile(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         q = q.transpose(1, 2).flatten(0, 1).mul(scale)
         p = torch.bmm(q, k.transpose(1, 2).flatten(0, 1).mT)
-        # As in a larger call: out 0, lse -inf where all scores are -inf. The largest one adds 1.
+        # Where all scores are -inf, out is 0 and lse -inf, as in blocked calls; else total >= 1.
         maximum = p.amax(-1, True).clamp_min_(lowest)
         total = p.sub_(maximum).exp_().sum(-1, True)
         out = torch.bmm(p, v.transpose(1, 2).flatten(0, 1)).div_(total.clamp_min(1.0))

@@ -1,5 +1,6 @@
-"""Host time of one small call: of the forward pass, without and with gradients, of both passes, and
-of the forward pass in 8 bits. On a GPU until the launches return, on a CPU with the work itself."""
+"""Measures the host time of one small call: the forward pass without and with gradients, both
+passes, and the forward pass with quantization to 8 bits. On a GPU a call ends when its launches
+return; on a CPU the time includes the computation."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ def run_host(work: str, settings: Settings) -> Iterator[Record]:
     if work == "forward":
         names.insert(1, WHOLE_INT8)
     cell = Cell("host", case, "bwd" if work == BOTH else "fwd")
-    faults = {name: _fault(cell, name, _of(name, inputs)) for name in names}
-    calls = {name: _call(work, name, inputs) for name in names if faults[name] is None}
+    errors = {name: _error_of(cell, name, _of(name, inputs)) for name in names}
+    calls = {name: _call(work, name, inputs) for name in names if errors[name] is None}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(settings.rounds):
         for name, call in calls.items():
@@ -84,20 +85,20 @@ def run_host(work: str, settings: Settings) -> Iterator[Record]:
             "dtype": settings.dtype_name,
             "case": case.name,
             "contender": name,
-            **_outcome(name, timings, faults[name]),
+            **_outcome(name, timings, errors[name]),
         }
 
 
-def _outcome(name: str, timings: dict[str, Timing], fault: str | None) -> Record:
-    if fault is not None:
-        return {"status": FAILED, "reason": fault}
+def _outcome(name: str, timings: dict[str, Timing], error: str | None) -> Record:
+    if error is not None:
+        return {"status": FAILED, "reason": error}
     timing = timings[name]
     ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
     return {"status": OK, **asdict(timing), "speed_ratio": ratios}
 
 
-def _fault(cell: Cell, name: str, inputs: Inputs) -> str | None:
-    """What is wrong with the contender's results on these inputs, which then have no time."""
+def _error_of(cell: Cell, name: str, inputs: Inputs) -> str | None:
+    """Return the error if the contender's results on these inputs are wrong, else None."""
     try:
         Gate(cell, inputs).check(name, prepare(CONTENDERS[name], cell, inputs)())
     except AssertionError as error:
@@ -106,7 +107,7 @@ def _fault(cell: Cell, name: str, inputs: Inputs) -> str | None:
 
 
 def _of(name: str, inputs: Inputs) -> Inputs:
-    """What a contender takes: quantization starts from 16 bits."""
+    """Convert float32 inputs to bfloat16 for the contender that quantizes."""
     if name == WHOLE_INT8 and inputs.q.dtype == torch.float32:
         return Inputs(*(x.bfloat16() for x in inputs))
     return inputs
@@ -115,7 +116,7 @@ def _of(name: str, inputs: Inputs) -> Inputs:
 def _call(work: str, name: str, inputs: Inputs) -> Call:
     if name not in SDPA_BACKENDS:
         return WORK[work](CONTENDERS[name], _of(name, inputs))
-    # Heads first, as it wants them: it is timed without the way there and back.
+    # SDPA expects heads first. Its time excludes the transposes.
     heads_first = Inputs(*(x.transpose(1, 2) for x in inputs))
     return WORK[work](_sdpa, heads_first)
 

@@ -184,8 +184,8 @@ def quantize_qkv(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """quantize_block_fp8 of q, k and v of one attention. Arguments as there, of tensors of 16 bits
-    that were checked."""
+    """Quantize q, k and v of one attention as quantize_block_fp8 does. The caller has checked the
+    16-bit tensors and the other arguments, which are those of quantize_block_fp8."""
     how = (block, hadamard, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype)
     with torch.no_grad():
         *scaled, k_mean = scaled_qkv(q, k, v, *how, smooth_k)
@@ -199,7 +199,7 @@ def quantize_qkv(
 
 
 def comes_in_slots(v: Tensor) -> bool:
-    """Whether scaled_qkv gives v's data in slots: where the Hopper kernels run."""
+    """Return whether scaled_qkv stores v in slots, as it does where the Hopper kernels run."""
     from . import dispatch
 
     return dispatch.layout_of_v(v) == "slots"
@@ -218,8 +218,8 @@ def scaled_qkv(
     qk_dtype: torch.dtype,
     smooth_k: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """data and descale of q, k and v, and k's mean, as plain tensors. Where the Hopper kernels run,
-    in one launch, and one more before it with smooth_k.
+    """Quantize q, k and v; return data and descale of each, and k's mean, as plain tensors. The
+    Hopper kernels do it in one launch, with smooth_k in two.
     """
     from . import dispatch
 
