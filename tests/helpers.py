@@ -22,7 +22,9 @@ from flashattn3.testing import (
     call,
     check,
     check_lse,
+    gradient_rounding,
     gradients,
+    out_rounding,
     score_floor,
 )
 
@@ -112,7 +114,11 @@ def forward_holds(case, tensors, backend: str, **options) -> tuple[torch.Tensor,
     assert out.dtype == tensors.q.dtype
     # Inputs of 16 bits round far more coarsely than the scores.
     floor = score_floor(lse) if tensors.q.dtype in FULL_PRECISION else None
-    check("out", out, truth, baseline, FORWARD_FACTOR, case, backend, floor)
+
+    def rounding():
+        return out_rounding(tensors, out.dtype, **case.truth_options())
+
+    check("out", out, truth, baseline, FORWARD_FACTOR, case, backend, floor, rounding)
     check_lse(lse, truth_lse, case, backend)
     return out, lse
 
@@ -121,9 +127,15 @@ def gradients_hold(case, tensors, got, dout, dlse, backend: str) -> None:
     """Hold dq, dk and dv to the tolerance rule against float64."""
     truth = gradients(tensors, dout, dlse, **case.truth_options())
     baseline = gradients(tensors, dout, dlse, **case.truth_options(), dtype=tensors.q.dtype)
-    for name, found, wanted, plain in zip(("dq", "dk", "dv"), got, truth, baseline, strict=True):
-        assert found.dtype == tensors.q.dtype
-        check(name, found, wanted, plain, GRADIENT_FACTOR, case, backend)
+    dtype = tensors.q.dtype
+
+    def roundings():
+        return gradient_rounding(tensors, dout, dlse, dtype, **case.truth_options())
+
+    for i, name in enumerate(("dq", "dk", "dv")):
+        assert got[i].dtype == dtype
+        values = got[i], truth[i], baseline[i]
+        check(name, *values, GRADIENT_FACTOR, case, backend, rounding=lambda i=i: roundings()[i])
 
 
 def case_named(name: str):

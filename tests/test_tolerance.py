@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
+from flashattn3 import BlockScaled
+from flashattn3.problem import Tensors
 from flashattn3.testing import (
+    FORMS,
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     attention,
@@ -15,12 +18,19 @@ from flashattn3.testing import (
     check_code_lse,
     check_lse,
     check_rounded_p,
+    dropped_values,
+    gradient_rounding,
     gradients,
+    make_fp8_inputs,
     make_inputs,
     make_output_gradients,
+    out_rounding,
+    scales_of_v,
     score_floor,
 )
 from flashattn3.testing.cases import dense, varlen
+from flashattn3.testing.tolerance import FP8_DROPPED_WEIGHT
+from flashattn3.testing.truth import heads_of
 
 CASE = dense("causal-empty-rows", (129, 65), (4, 2), causal=True)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,11 +39,13 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def outcome(request):
-    """truth, baseline and result of out; the result is the truth rounded, the best there is."""
+    """truth, baseline and result of out; the result is the truth rounded, the best there is; and
+    what rounding can do to it."""
     tensors = make_inputs(CASE, "cpu", request.param)
     truth, _ = attention(tensors, **CASE.truth_options())
     baseline, _ = attention(tensors, **CASE.truth_options(), dtype=request.param)
-    return truth, baseline, truth.to(request.param)
+    rounding = out_rounding(tensors, request.param, **CASE.truth_options())
+    return truth, baseline, truth.to(request.param), lambda: rounding
 
 
 @pytest.fixture(scope="module")
@@ -43,37 +55,38 @@ def lse():
 
 
 def test_right_results_pass(outcome):
-    truth, baseline, got = outcome
-    check("out", got, truth, baseline, FORWARD_FACTOR, CASE)
-    check("out", baseline, truth, baseline, FORWARD_FACTOR, CASE)
+    truth, baseline, got, rounding = outcome
+    check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+    check("out", baseline, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 @pytest.mark.parametrize("wrong", (math.nan, math.inf, -math.inf))
 def test_a_value_that_is_not_finite_fails(outcome, wrong):
-    truth, baseline, got = outcome
+    truth, baseline, got, rounding = outcome
     got = got.clone()
     got[1, 100, 2, 3] = wrong
     with pytest.raises(
         AssertionError, match=r"inf or NaN differ in 1 of .*\n.*\(1, 100, 2, 3\): got -?(nan|inf)"
     ):
-        check("out", got, truth, baseline, FORWARD_FACTOR, CASE)
+        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_a_nan_in_the_truth_must_be_there(outcome):
-    truth, baseline, got = (x.clone() for x in outcome)
+    truth, baseline, got = (x.clone() for x in outcome[:3])
+    rounding = outcome[3]
     truth[0, 90, 0, 0] = baseline[0, 90, 0, 0] = math.nan
     with pytest.raises(AssertionError, match="inf or NaN differ in 1 "):
-        check("out", got, truth, baseline, FORWARD_FACTOR, CASE)
+        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
     got[0, 90, 0, 0] = math.nan
-    check("out", got, truth, baseline, FORWARD_FACTOR, CASE)
+    check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_one_wrong_element_fails_and_is_named(outcome):
-    truth, baseline, got = outcome
+    truth, baseline, got, rounding = outcome
     got = got.clone()
     got[1, 77, 3, 5] += 4 * (baseline - truth).abs().max() + 1e-4
     with pytest.raises(AssertionError) as error:
-        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, plan="tile 64 x 64")
+        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, "tile 64 x 64", rounding=rounding)
     report = str(error.value)
     assert report.startswith("out: largest error")
     for part in (
@@ -86,36 +99,37 @@ def test_one_wrong_element_fails_and_is_named(outcome):
 
 
 def test_a_slight_scale_fails_although_no_element_stands_out(outcome):
-    truth, baseline, got = outcome
+    truth, baseline, got, rounding = outcome
     relative = float((baseline - truth).square().mean().sqrt() / truth.square().mean().sqrt())
     scaled = truth * (1 + 4 * relative + 1e-4)
     with pytest.raises(AssertionError, match=r"^out: (root mean square|largest)"):
-        check("out", scaled.to(got.dtype), truth, baseline, FORWARD_FACTOR, CASE)
+        check("out", scaled.to(got.dtype), truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_noise_everywhere_fails_by_its_mean_alone(outcome):
-    truth, baseline, _ = outcome
+    truth, baseline, _, rounding = outcome
     largest_allowed = 2 * (baseline - truth).abs().max() + 1e-5 * truth.abs().max()
     noise = torch.full_like(truth, 0.6 * float(largest_allowed))
     with pytest.raises(AssertionError, match="root mean square"):
-        check("out", (truth + noise).to(baseline.dtype), truth, baseline, FORWARD_FACTOR, CASE)
+        got = (truth + noise).to(baseline.dtype)
+        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_a_wrong_shape_fails(outcome):
-    truth, baseline, got = outcome
+    truth, baseline, got, rounding = outcome
     with pytest.raises(AssertionError, match="shape"):
-        check("out", got[:, 1:], truth, baseline, FORWARD_FACTOR, CASE)
+        check("out", got[:, 1:], truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_a_baseline_that_overflows_allows_nothing(outcome):
-    truth, baseline, got = outcome
+    truth, baseline, got, rounding = outcome
     broken = baseline.clone()
     broken[0, 100, 0, 0] = math.inf
-    check("out", got, truth, broken, FORWARD_FACTOR, CASE)
+    check("out", got, truth, broken, FORWARD_FACTOR, CASE, rounding=rounding)
     got = got.clone()
     got[0, 100, 0, 0] += 0.5
     with pytest.raises(AssertionError, match=r"\(0, 100, 0, 0\)"):
-        check("out", got, truth, broken, FORWARD_FACTOR, CASE)
+        check("out", got, truth, broken, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 @every_dtype
@@ -131,17 +145,13 @@ def test_gradients_of_a_shifted_mask_fail(name, dtype):
         gradients(tensors, dout, dlse, **given)[place]
         for given in (options, options | {"dtype": dtype}, options | {"window_right": 1})
     )
-    check(name, truth.to(dtype), truth, baseline, GRADIENT_FACTOR, CASE, floor=score_floor(lse))
+    how = {
+        "floor": score_floor(lse),
+        "rounding": lambda: gradient_rounding(tensors, dout, dlse, dtype, **options)[place],
+    }
+    check(name, truth.to(dtype), truth, baseline, GRADIENT_FACTOR, CASE, **how)
     with pytest.raises(AssertionError, match=rf"^{name}: largest error"):
-        check(
-            name,
-            shifted.to(dtype),
-            truth,
-            baseline,
-            GRADIENT_FACTOR,
-            CASE,
-            floor=score_floor(lse),
-        )
+        check(name, shifted.to(dtype), truth, baseline, GRADIENT_FACTOR, CASE, **how)
 
 
 def test_lse_gate(lse):
@@ -214,11 +224,120 @@ def test_rounded_p_gate():
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(1, 50, 2, 16, generator=generator, dtype=torch.float64)
     weights = truth.abs() + 0.5
-    check_rounded_p("out", truth * 1.05, truth, weights, 4, CASE)
+    dropped = FP8_DROPPED_WEIGHT * weights
+    check_rounded_p("out", truth * 1.05, truth, weights, dropped, CASE)
     for wrong in (0.5, 1.0):
         spoilt = truth.clone()
         spoilt[0, 7] -= wrong * weights[0, 7]
         with pytest.raises(AssertionError, match=r"of the sum of P"):
-            check_rounded_p("out", spoilt, truth, weights, 4, CASE)
+            check_rounded_p("out", spoilt, truth, weights, dropped, CASE)
     with pytest.raises(AssertionError, match="root mean square"):
-        check_rounded_p("out", truth + 0.1 * weights, truth, weights, 4, CASE)
+        check_rounded_p("out", truth + 0.1 * weights, truth, weights, dropped, CASE)
+
+
+def kernel(tensors, dout, dlse, dtype):
+    """out, dq, dk and dv of one head without a mask, rounded to dtype where a kernel rounds."""
+
+    def rounded(x):
+        return x.to(dtype).float()
+
+    q, k, v, do = (x[0, :, 0].float() for x in (*tensors[:3], dout))
+    scale = q.shape[-1] ** -0.5
+    s = q @ k.T * scale
+    top = s.amax(1, keepdim=True)
+    p = (s - top).exp()
+    out = rounded(rounded(p) @ v / p.sum(1, keepdim=True))
+    p = p / p.sum(1, keepdim=True)
+    ds = rounded(p * (do @ v.T - (do * out).sum(1, keepdim=True) + dlse[0, 0].unsqueeze(1)))
+    results = out, ds @ k * scale, ds.T @ q * scale, rounded(p).T @ do
+    return [x.to(dtype)[None, :, None] for x in results]
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 3, 4)], ids=str)
+def test_a_right_kernel_passes_where_the_baseline_is_right_by_luck(shape, dtype):
+    sq, sk, head_dim = shape
+    case, lucky = dense("tiny", (sq, sk), (1, 1), (head_dim, head_dim), batch=1), 0
+    for seed in range(25):
+        tensors = make_inputs(case, "cpu", dtype, seed)
+        dout, dlse = make_output_gradients(case, tensors, seed + 1)
+        options = case.truth_options()
+        truths, baselines = (
+            (attention(tensors, **how)[0], *gradients(tensors, dout, dlse, **how))
+            for how in (options, options | {"dtype": dtype})
+        )
+        roundings = (
+            out_rounding(tensors, dtype, **options),
+            *gradient_rounding(tensors, dout, dlse, dtype, **options),
+        )
+        found = kernel(tensors, dout, dlse, dtype)
+        factors = FORWARD_FACTOR, *[GRADIENT_FACTOR] * 3
+        for got, truth, baseline, factor, rounding in zip(
+            found, truths, baselines, factors, roundings, strict=True
+        ):
+            check("x", got, truth, baseline, factor, case, rounding=lambda x=rounding: x)
+            lucky += fails("x", got, truth, baseline, factor, case)
+            wrong = truth + 1.01 * rounding + 2e-5 * truth.abs().clamp(min=1)
+            assert fails("x", wrong, truth, truth, factor, case, rounding=lambda x=rounding: x)
+    assert lucky > 0
+    without = gradient_rounding(tensors, dout, None, dtype, **options)
+    zero = gradient_rounding(tensors, dout, 0 * dlse, dtype, **options)
+    assert all(map(torch.equal, without, zero))
+
+
+def fails(*arguments, **options) -> bool:
+    try:
+        check(*arguments, **options)
+    except AssertionError:
+        return True
+    return False
+
+
+def in_codes(p, first_octave):
+    """P, whose largest is 2 ** first_octave, in the codes of e4m3 that the 8-bit kernels make."""
+    largest = p.amax(-1, keepdim=True)
+    codes = (8 * (torch.log2(p / largest) + first_octave + 7) - 0.46).round().clamp(0, 126)
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+
+
+def test_light_keys_may_be_dropped_and_others_may_not():
+    """Beside a heavy key whose value is 0 light keys show, whatever its other columns hold."""
+    generator = torch.Generator().manual_seed(0)
+    for num_keys in (3, 20):
+        case = dense("dropped", (64, num_keys), (1, 1), (1, 1), batch=1)
+        q, v = (torch.rand(1, n, 1, 1, generator=generator).double() for n in (64, num_keys))
+        octaves = 8 + 2 * torch.rand(num_keys, generator=generator).double()
+        octaves[0], v[0, 0] = 0.0, 0.0
+        k = -octaves.mul(math.log(2)).view(1, -1, 1, 1)
+        values = Tensors(1 + q / 2, k, v)
+        truth, _ = attention(values, softmax_scale=1.0)
+        scales = torch.ones(1, num_keys, 1, 1).double()
+        dropped = dropped_values(values, scales, FP8_DROPPED_WEIGHT, softmax_scale=1.0)
+        p = (values.q[0, :, 0] @ k[0, :, 0].T).exp()
+        for first_octave in (5, 8):
+            codes = in_codes(p, first_octave)
+            got = (codes @ v[0, :, 0] / codes.sum(1, keepdim=True))[None, :, None]
+            check_rounded_p("out", got, truth, truth, dropped, case)
+        codes = in_codes(p, 5).where(p > 2.0**-8, 0.0)
+        got = (codes @ v[0, :, 0] / codes.sum(1, keepdim=True))[None, :, None]
+        with pytest.raises(AssertionError, match="out: "):
+            check_rounded_p("out", got, truth, truth, dropped, case)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_varlen", (False, True), ids=("dense", "varlen"))
+def test_the_scales_of_v_make_values_of_what_is_stored(is_varlen, form):
+    if is_varlen:
+        case = varlen("any", (5, 0, 130), (5, 0, 130), (4, 2), (16, 16), tail_rows=2)
+    else:
+        case = dense("any", (70, 130), (4, 2), (16, 16), batch=2)
+    tensors, values = make_fp8_inputs(case, "cpu", form)
+    stored = tensors.v.data if isinstance(tensors.v, BlockScaled) else tensors.v
+    found = stored.double() * scales_of_v(tensors)
+    places = [keys for _, keys in heads_of(values)]
+    assert all(torch.equal(found[keys], values.v[keys]) for keys in places)
+    assert (
+        dropped_values(values, scales_of_v(tensors), FP8_DROPPED_WEIGHT, **case.truth_options())
+        .isfinite()
+        .all()
+    )

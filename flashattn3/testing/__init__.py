@@ -13,8 +13,9 @@ from .cases import (
     Case,
     call,
 )
-from .fp8 import FORMS, make_fp8_inputs
+from .fp8 import FORMS, make_fp8_inputs, scales_of_v
 from .inputs import make_inputs, make_output_gradients
+from .rounding import dropped_values, gradient_rounding, out_rounding
 from .tolerance import (
     FORWARD_FACTOR,
     FP8_OF_16_BIT,
@@ -50,9 +51,13 @@ __all__ = [
     "check_fp8",
     "check_lse",
     "check_rounded_p",
+    "dropped_values",
+    "gradient_rounding",
     "gradients",
     "make_fp8_inputs",
     "make_inputs",
     "make_output_gradients",
+    "out_rounding",
+    "scales_of_v",
     "score_floor",
 ]

@@ -81,3 +81,16 @@ def _descale(case: Case, side: str, form: str, seed: int) -> tuple[Tensor | None
 def _values(x: BlockScaled) -> Tensor:
     """In float64, where the product is exact; q and k as they are rotated."""
     return x.data.double() * x.token_descale()[..., None].double()
+
+
+def scales_of_v(tensors: Tensors) -> Tensor:
+    """What V's stored numbers are multiplied with: float64 (..., seqlen_k, num_heads_kv, 1)."""
+    v, descale = tensors.v, tensors.v_descale
+    if not isinstance(v, BlockScaled):
+        if descale is None:
+            return torch.ones_like(v[..., :1], dtype=torch.float64)
+        one = descale.ndim == 2
+        block = max(1, v.shape[-3]) if one else BLOCKS["v"]
+        descale = descale.unsqueeze(-1) if one else descale
+        v = BlockScaled(v, descale, block, cu_seqlens=tensors.cu_seqlens_k)
+    return v.in_rows().token_descale()[..., None].double()

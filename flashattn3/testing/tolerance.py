@@ -7,6 +7,13 @@ finds one wrong element, the second a result that is slightly wrong everywhere. 
 stand where they stand in the truth. The log-sum-exp has an absolute gate instead, because the
 baseline's is not kept in 16 bits.
 
+PyTorch's error is a sample. Of few rows and keys it may be 0 by luck, where a kernel that is as
+right is off by a unit in the last place. So a result that has more error passes if each of its
+elements is within what the roundings of the algorithm can do to it, a bound that follows from the
+arithmetic alone (rounding.py) and from no measurement. With many keys the bound admits hardly more
+than PyTorch's error: with 65 to 2000 keys a planted scale is found if it is 1.0 to 1.3 times as
+wrong as without the bound, and planted noise as before.
+
 Where tensor cores multiply e4m3 there is no such baseline: P may be rounded to e4m3, and sums be
 kept in fewer bits than float32's. Against the exact attention of the quantized inputs the result
 then has bounds on its root mean square error and on its cosine; against the attention of the 16-bit
@@ -15,6 +22,7 @@ inputs wider ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +58,7 @@ FP8_LSE_TOLERANCE = 5e-3
 # Of sums of such codes: one row, which may have one key that counts, and all of them; of int8 rows
 # whose keys are alike are off together.
 FP8_CODE_ERROR, FP8_CODE_RMS_ERROR, INT8_CODE_RMS_ERROR = 1 / 12, 0.02, 0.05
+# Codes end at 2^-7, and when a row's reference is set, its largest P becomes 2^5 at least.
 FP8_DROPPED_WEIGHT = 2.0**-12
 
 
@@ -62,6 +71,7 @@ def check(
     case: object,
     plan: object = "",
     floor: float | None = None,
+    rounding: Callable[[], Tensor] | None = None,
 ) -> None:
     """Hold a result to the rule.
 
@@ -72,6 +82,8 @@ def check(
         case, plan: named in the report: the problem, and the kernel row or tile that computed it.
         floor: error allowed whatever the baseline's, relative to the truth's size and at least to
             1; None for that of the dtype. ``score_floor`` gives the one of large scores.
+        rounding: returns what the algorithm's roundings can do to each element, ``out_rounding`` or
+            one of ``gradient_rounding``; called where the baseline does not allow the error.
 
     Raises:
         AssertionError: with both errors, their bounds, the worst index and its values.
@@ -86,10 +98,16 @@ def check(
     size = torch.where(finite, truth, 0.0).abs()
     for norm_name, norm in (("largest", _largest), ("root mean square", _root_mean_square)):
         bound = factor * norm(reference_error) + floor * max(1.0, norm(size))
-        if norm(error) > bound:
-            allowed = f"{bound:.3e} = {factor:g} x {norm(reference_error):.3e} + floor"
-            found = f"{norm_name} error {norm(error):.3e} > {allowed}"
-            raise AssertionError(_report(name, found, error, got, truth, case, plan))
+        if norm(error) <= bound:
+            continue
+        allowed = f"{bound:.3e} = {factor:g} x {norm(reference_error):.3e} + floor"
+        found = f"{norm_name} error {norm(error):.3e} > {allowed}"
+        if rounding is not None:
+            excess = error - rounding().to(error) - floor * size.clamp(min=1.0)
+            if _largest(excess) <= 0:
+                return
+            found += f", and {_largest(excess):.3e} over what roundings can do to an element"
+        raise AssertionError(_report(name, found, error, got, truth, case, plan))
 
 
 def check_fp8(
@@ -119,7 +137,7 @@ def check_rounded_p(
     got: Tensor,
     truth: Tensor,
     weights: Tensor,
-    num_keys: int,
+    dropped: Tensor,
     case: object,
     plan: object = "",
 ) -> None:
@@ -127,17 +145,20 @@ def check_rounded_p(
 
     weights: attention of the magnitudes of v: the sum of P |v|. An element may be off by twice the
     error of a code of it, once in the numerator and once in the row sum; all by that error in the
-    root mean square. A key beside one 2^12 times as heavy may be dropped, which shows in a column
-    where the heavy key's value is 0; num_keys: of a row, at most.
+    root mean square.
+    dropped: ``dropped_values`` of FP8_DROPPED_WEIGHT. Light keys are lost beside a heavy one, which
+    shows in a column where the heavy key's value is near 0.
     """
-    got, truth, weights = _comparable(name, got, truth, weights, case=case, plan=plan)
+    got, truth, weights, dropped = _comparable(
+        name, got, truth, weights, dropped, case=case, plan=plan
+    )
     error, rounding = (got - truth).abs(), torch.finfo(torch.bfloat16).eps * truth.abs()
-    dropped = num_keys * FP8_DROPPED_WEIGHT * weights.amax(-1, keepdim=True)
     allowed = 2 * FP8_CODE_ERROR * weights + dropped + rounding + FLOOR[torch.float32]
     if (error > allowed).any():
         found = f"error over {2 * FP8_CODE_ERROR:.3g} of the sum of P |v|"
         raise AssertionError(_report(name, found, error - allowed, got, truth, case, plan))
-    bound = FP8_CODE_ERROR * _root_mean_square(weights) + FLOOR[torch.float32]
+    bound = FP8_CODE_ERROR * _root_mean_square(weights) + _root_mean_square(dropped)
+    bound += FLOOR[torch.float32]
     if _root_mean_square(error) > bound:
         found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}"
         raise AssertionError(_report(name, found, error, got, truth, case, plan))

@@ -43,7 +43,7 @@ def attention(
     q, k, v = (x.to(dtype) for x in tensors[:3])
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=_wide(dtype))
-    for rows, keys in _heads(tensors):
+    for rows, keys in heads_of(tensors):
         options = softmax_scale, window_left, window_right, softcap
         out[rows], lse[rows] = _one_head(q[rows], k[keys], v[keys], *options)
     return out, lse.transpose(-1, -2)
@@ -67,7 +67,7 @@ def gradients(
     """
     inputs = tuple(x.detach().to(dtype) for x in tensors[:3])
     sums = tuple(torch.zeros_like(x, dtype=_wide(dtype)) for x in inputs)
-    for rows, keys in _heads(tensors):
+    for rows, keys in heads_of(tensors):
         places = rows, keys, keys
         leaves = [x[place].requires_grad_() for x, place in zip(inputs, places, strict=True)]
         out, lse = _one_head(*leaves, softmax_scale, window_left, window_right, softcap)
@@ -90,6 +90,19 @@ def _one_head(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """q (sq, d), k (sk, d), v (sk, dv) -> out (sq, dv), lse (sq,)."""
+    scores, blind = scores_of_head(q, k, softmax_scale, window_left, window_right, softcap)
+    out = (torch.softmax(scores, dim=1) @ v).masked_fill(blind, 0.0)
+    lse = torch.logsumexp(scores.to(_wide(q.dtype)), dim=1).masked_fill(blind.squeeze(1), -math.inf)
+    return out, lse
+
+
+def scores_of_head(
+    q: Tensor, k: Tensor, softmax_scale: float, window_left: int, window_right: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """q (sq, d), k (sk, d) -> scores (sq, sk), -inf where hidden; rows that see nothing, (sq, 1).
+
+    A row that sees nothing has the scores of all keys, to be replaced behind: no NaN, gradient 0.
+    """
     scores = (q * softmax_scale) @ k.T
     if softcap:
         # Scores over a cap far from them are outside of what 16 bits hold.
@@ -102,19 +115,15 @@ def _one_head(
         hidden |= distance < -window_left
     if window_right >= 0:
         hidden |= distance > window_right
-    # A row that sees nothing is computed as if it saw all, then replaced: no NaN, gradient 0.
-    blind = hidden.all(dim=1)
-    scores = scores.masked_fill(hidden & ~blind.unsqueeze(1), -math.inf)
-    out = (torch.softmax(scores, dim=1) @ v).masked_fill(blind.unsqueeze(1), 0.0)
-    lse = torch.logsumexp(scores.to(_wide(q.dtype)), dim=1).masked_fill(blind, -math.inf)
-    return out, lse
+    blind = hidden.all(dim=1, keepdim=True)
+    return scores.masked_fill(hidden & ~blind, -math.inf), blind
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _heads(tensors: Tensors) -> Iterator[tuple[tuple, tuple]]:
+def heads_of(tensors: Tensors) -> Iterator[tuple[tuple, tuple]]:
     """For every sequence and query head: an index into q (also out, dout) and one into k and v."""
     q, k, _, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
     num_heads_q, num_heads_kv = q.shape[-2], k.shape[-2]
