@@ -79,12 +79,16 @@ def pytest_report_header(config):
     return [f"flashattn3: {' '.join(found) or 'native kernels'}"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items):
     if not _gpu_is_here():
         reason = "needs a CUDA device; none is visible"
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+            interpreted = item.get_closest_marker("interpreted")
+            if interpreted is not None and not interpreted.kwargs["quick"](**item.callspec.params):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

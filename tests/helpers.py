@@ -87,6 +87,24 @@ needs_hopper = pytest.mark.skipif(
 )
 EVERY_BACKEND = (pytest.param("hopper", marks=needs_hopper), "triton", "reference")
 
+# One case of FORWARD_CASES for each feature; the others are its sizes, heads and head dims.
+FEATURE_CASES = (
+    *("one-token", "one-key", "over-tile", "odd", "causal-empty-rows", "causal-one-query"),
+    *("window-both", "window-empty-rows", "softcap-causal", "softcap-tiny", "softcap-highest"),
+    *("gqa-2", "mqa-one-query", "dim-8", "dim-96", "dim-72-40", "scale-negative", "scale-zero"),
+    *("layout-bhsd", "layout-packed", "layout-padded", "layout-unaligned", "large-scores"),
+    *("monotone-scores", "outliers", "zero-scores", "huge-values", "varlen-causal-cross"),
+    *("varlen-empty-sequences", "varlen-no-keys", "varlen-no-queries", "varlen-no-sequence"),
+    *("varlen-seqused", "varlen-tail-rows", "varlen-splits", "no-keys", "no-queries", "no-batch"),
+)
+
+
+def quick_case(case, backend: str, dtype: torch.dtype) -> bool:
+    """Whether the quick tier runs a case without a GPU: every feature on every backend and in every
+    dtype, and all cases once."""
+    return case.name in FEATURE_CASES or (backend, dtype) == ("reference", torch.bfloat16)
+
+
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Triton's interpreter multiplies bfloat16 matrices as if their bits were integers.
 TRITON_DTYPES = SIXTEEN_BIT if GPU else (torch.float16,)

@@ -280,9 +280,15 @@ def test_lengths_are_always_checked_on_a_cpu(wrong, sentence):
 
 
 def test_words_that_turn_checking_on():
-    code = "from flashattn3.contents import CHECKED; print(CHECKED)"
-    for word, wanted in (("1", True), ("true", True), ("ON", True), ("0", False), ("", False)):
-        assert run_python(code, FLASHATTN3_CHECK=word).strip() == str(wanted)
+    words = {"1": True, "true": True, "ON": True, "0": False, "": False}
+    code = f"""
+import os
+from importlib import reload
+from flashattn3 import contents
+for word in {list(words)}:
+    os.environ["FLASHATTN3_CHECK"] = word
+    print(reload(contents).CHECKED)"""
+    assert run_python(code).split() == list(map(str, words.values()))
 
 
 def test_a_softmax_scale_of_zero_warns_once():

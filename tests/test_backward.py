@@ -10,6 +10,7 @@ from helpers import (
     EVERY_BACKEND,
     case_named,
     gradients_hold,
+    quick_case,
 )
 
 from flashattn3.testing import FORWARD_CASES, call, make_inputs, make_output_gradients
@@ -24,6 +25,7 @@ def run(case, tensors, backend, dout, dlse, **options):
     return torch.autograd.grad(outputs, tensors[:3], given)
 
 
+@pytest.mark.interpreted(quick=quick_case)
 @pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.name)
 def test_backward(case, backend, dtype, device):

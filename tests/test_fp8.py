@@ -95,7 +95,15 @@ def agrees(case, form: str, backend: str, given: Tensors, values: Tensors, **opt
         check_lse(lse, truth_lse, case, backend, FP8_LSE_TOLERANCE)
 
 
+def quick_form(case, form: str, backend: str) -> bool:
+    """All features and forms, not each with each."""
+    return backend != "triton" or form == "int8 block" or case.name == "blocks-causal"
+
+
 @poisoned
+@pytest.mark.interpreted(
+    quick=lambda case, backend, **_: backend != "triton" or case.name in FEATURES
+)
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("form", ["raw", "int8 block"])
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.name)
@@ -104,6 +112,7 @@ def test_every_case(case, form, backend, device):
 
 
 @poisoned
+@pytest.mark.interpreted(quick=quick_form)
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", (*LONGER, *map(case_named, FEATURES)), ids=lambda case: case.name)
@@ -130,6 +139,9 @@ def make_inputs_with_mean(case, device, form: str) -> tuple[Tensors, Tensors]:
 
 
 @poisoned
+@pytest.mark.interpreted(
+    quick=lambda name, form, backend: backend != "triton" or form == "scaled" or name == "gqa-8"
+)
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("form", ["scaled", "int8 scaled", "int8 rotated"])
 @pytest.mark.parametrize("name", MEANS)

@@ -70,6 +70,11 @@ def everywhere(*names: str):
     return decorate
 
 
+@pytest.mark.interpreted(
+    quick=lambda name, dtype, backend, **_: (
+        backend != "triton" or dtype == FP8 or "heavy" not in name
+    )
+)
 @everywhere(*FAMILIES)
 def test_every_distribution(name, seqlen_k, head_dim, dtype, backend, device):
     """Each case within its bounds; a heavy key wherever it stands within twice the least error."""

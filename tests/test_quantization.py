@@ -650,6 +650,7 @@ def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, smooth, edges=N
 
 
 @of_both
+@pytest.mark.interpreted(quick=lambda tokens, hadamard, **_: hadamard == (tokens[0] < tokens[1]))
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "heads", "columns"),  # of q and of k, but the columns of q and of v

@@ -1,6 +1,7 @@
 """build_support.same_machine_code finds a changed kernel and passes over a changed name."""
 
 import subprocess
+from functools import cache
 
 import pytest
 
@@ -24,18 +25,19 @@ template __global__ void {name}<2>(float*, {struct});
 NAMES = {"space": "a", "struct": "Arguments", "field": "factor", "name": "kernel"}
 OTHER_NAMES = {"space": "bcd", "struct": "Params", "field": "scale", "name": "a_longer_name"}
 VALUES = {"number": 3, "threads": 64}
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def compiled(tmp_path):
-    """Compiles KERNELS with the given names and values to an object in a folder of its own."""
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Compiles KERNELS with the given names and values, each once, to an object in its folder."""
     nvcc = find_nvcc()
     if nvcc is None or same_machine_code.find_cuobjdump() is None:
         pytest.skip("nvcc and cuobjdump are not both installed")
 
+    @cache
     def compile_(folder, **replacements):
-        source = tmp_path / folder / "kernels.cu"
-        source.parent.mkdir()
+        source = tmp_path_factory.mktemp(folder) / "kernels.cu"
         source.write_text(KERNELS.format(**replacements))
         command = [nvcc, "-arch=sm_90a", "-c", source, "-o", source.with_suffix(".o")]
         subprocess.run(command, check=True)
