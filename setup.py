@@ -34,7 +34,7 @@ def setup_arguments() -> dict[str, object]:
         return {}
     return {
         # Named so that the wheel is for this platform, and for every Python from 3.10: stable ABI.
-        "ext_modules": [Extension("flashattn3._rows", sources=[])],
+        "ext_modules": [Extension("flashattn3._kernel_configs", sources=[])],
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
         "cmdclass": {"build_ext": BuildKernels},
     }

@@ -1,4 +1,4 @@
-"""From the kernel table to the two libraries of the package."""
+"""From the kernel configs to the two libraries of the package."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .ninja_file import OPS_LIBRARY, ROWS_MODULE, ninja_text
+from .ninja_file import CONFIGS_MODULE, OPS_LIBRARY, ninja_text
 from .toolchain import BuildError, find_toolchain
 from .units import ROOT, write_units
 
 BUILD_FOLDER = ROOT / "build" / "hopper"
 UNITS_FOLDER = BUILD_FOLDER / "units"
-OUTPUTS = (OPS_LIBRARY, ROWS_MODULE)
+OUTPUTS = (OPS_LIBRARY, CONFIGS_MODULE)
 GIB_PER_COMPILER = 1  # a forward row takes under half of it
 
 
@@ -21,7 +21,8 @@ def build(package: Path, targets: Sequence[str] = ()) -> list[Path]:
     """Compile what has changed and put the libraries into a package folder; the paths made.
 
     targets: what of the build folder is made instead.
-    FLASHATTN3_KERNELS, a glob over row names, builds a subset. MAX_JOBS caps the compilers at work.
+    FLASHATTN3_KERNELS, a glob over kernel config names, builds a subset. MAX_JOBS caps the
+    compilers at work.
     """
     tools = find_toolchain()
     pattern = os.environ.get("FLASHATTN3_KERNELS") or "*"

@@ -15,8 +15,8 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, in the build folder, made only when asked for.
 DEVICE_CHECKS = ("forward_check", "backward_check")
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
-COUNTERS = "host/tile_counters.cpp.o"  # which the checks ask for besides
-ROWS_MODULE = Path("_rows.abi3.so")
+COUNTERS = "launch/tile_counters.cpp.o"  # which the checks ask for besides
+CONFIGS_MODULE = Path("_kernel_configs.abi3.so")
 
 COMMON_FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 DEVICE_FLAGS = (
@@ -46,13 +46,13 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     """The file for generated units and the fixed sources; outputs go into the package's folder."""
     lines = [f"nvcc = {_command(tools.ccache, tools.nvcc)}", f"link = {_command(tools.nvcc)}"]
     lines.append(RULES.format(common=join([*COMMON_FLAGS, f"-I{CSRC}"])))
-    library, module = package / OPS_LIBRARY, package / ROWS_MODULE
+    library, module = package / OPS_LIBRARY, package / CONFIGS_MODULE
 
     device = [*DEVICE_FLAGS, f"-I{tools.cutlass_include}"]
     torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
     objects = [_compile(lines, unit, device if unit.suffix == ".cu" else ()) for unit in units]
-    objects += [_compile(lines, source) for source in sorted((CSRC / "host").glob("*.cpp"))]
-    shared = [_compile(lines, source, device) for source in sorted((CSRC / "host").glob("*.cu"))]
+    objects += [_compile(lines, source) for source in sorted((CSRC / "launch").glob("*.cpp"))]
+    shared = [_compile(lines, source, device) for source in sorted((CSRC / "launch").glob("*.cu"))]
     objects += shared
     objects += [
         _compile(lines, source, torch) for source in sorted((CSRC / "torch_binding").glob("*.cpp"))
@@ -62,12 +62,12 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     _link(lines, library, objects, [*flags, *TORCH_LINK_FLAGS])
 
     python = [f"-isystem={tools.python_include}"]
-    rows = [
+    configs = [
         _compile(lines, source, python)
         for source in sorted((CSRC / "python_binding").glob("*.cpp"))
     ]
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
-    _link(lines, module, rows, ["-shared", "-cudart=none", *beside], needs=library)
+    _link(lines, module, configs, ["-shared", "-cudart=none", *beside], needs=library)
     if DEVICE_TESTS.is_dir():  # the kernels are built without the tests too
         for check in DEVICE_CHECKS:
             _device_check(lines, check, device, [*shared, COUNTERS])
@@ -81,11 +81,11 @@ def _device_check(lines: list[str], name: str, flags: list[str], shared: list[st
     shared: objects of the library that the kernels need.
     """
     kernels = name.removesuffix("_check")
-    table = (DEVICE_TESTS / f"{kernels}_rows.h").read_text()
-    rows = re.findall(r"\{k\w+, ", table)
+    table = (DEVICE_TESTS / f"{kernels}_configs.h").read_text()
+    configs = re.findall(r"\{k\w+, ", table)
     objects = [*shared, _compile(lines, DEVICE_TESTS / f"{name}.cu", flags)]
-    row, number = DEVICE_TESTS / f"{kernels}_row.cu", f"-D{name.upper()}_ROW"
-    objects += [_compile(lines, row, [*flags, f"{number}={i}"], i) for i in range(len(rows))]
+    config, number = DEVICE_TESTS / f"{kernels}_config.cu", f"-D{name.upper()}_CONFIG"
+    objects += [_compile(lines, config, [*flags, f"{number}={i}"], i) for i in range(len(configs))]
     _link(lines, Path(name), objects, ["-cudart=static", "-lpthread"])
 
 

@@ -1,4 +1,4 @@
-"""What the compiler said of each kernel row, and whether it may stay.
+"""What the compiler said of each kernel config, and whether it may stay.
 
 ``python -m build_support.ptxas`` prints registers and spills of the last build and fails on a spill
 over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg). Rows of
@@ -37,7 +37,7 @@ class Report:
     warnings: tuple[str, ...]
 
     @property
-    def fault(self) -> str | None:
+    def error(self) -> str | None:
         if self.warnings:
             return self.warnings[0]
         allowed = max_spill_bytes(self.name)
@@ -71,12 +71,12 @@ def read_all(folder: Path) -> list[Report]:
 def main(folder: Path) -> int:
     reports = read_all(folder)
     if not reports:
-        print(f"{folder} holds no compiled kernel row")
+        print(f"{folder} holds no compiled kernel config")
         return 1
     for report in reports:
         sentence = f"{report.registers} registers, {report.spill_bytes} bytes of spills"
-        print(f"{report.name:<48} {sentence}{f'  WRONG: {report.fault}' if report.fault else ''}")
-    return int(any(report.fault for report in reports))
+        print(f"{report.name:<48} {sentence}{f'  WRONG: {report.error}' if report.error else ''}")
+    return int(any(report.error for report in reports))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The generated sources: one small unit for each kernel row, and the table that names them all.
+"""The generated sources: one small unit for each kernel config, and the table that names them all.
 
 They are written into the build folder, never into git, and only when their text has changed.
 """
@@ -12,13 +12,13 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp16": "kFloat16", "bf16": "kBFloat16", "e4m3": "kE4m3", "int8": "kInt8"}
-HEADER = "// Written by the build from flashattn3/kernel_table.py.\n"
+HEADER = "// Written by the build from flashattn3/kernel_configs.py.\n"
 
 
-def load_kernel_table() -> ModuleType:
-    """flashattn3.kernel_table without flashattn3, whose __init__ imports torch."""
-    path = ROOT / "flashattn3" / "kernel_table.py"
-    spec = importlib.util.spec_from_file_location("flashattn3_kernel_table", path)
+def load_kernel_configs() -> ModuleType:
+    """flashattn3.dispatch.kernel_configs without flashattn3, whose __init__ imports torch."""
+    path = ROOT / "flashattn3" / "dispatch" / "kernel_configs.py"
+    spec = importlib.util.spec_from_file_location("flashattn3_kernel_configs", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses looks for it
     spec.loader.exec_module(module)
@@ -30,10 +30,10 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
 
     Units of other rows go, their objects stay for the next time.
     """
-    table = load_kernel_table()
-    rows = table.matching(pattern)
-    texts = {f"{row.name}.cu": unit(row) for row in rows}
-    texts["registry.cpp"] = registry(table, rows)
+    table = load_kernel_configs()
+    configs = table.matching(pattern)
+    texts = {f"{config.name}.cu": unit(config) for config in configs}
+    texts["registry.cpp"] = registry(table, configs)
     folder.mkdir(parents=True, exist_ok=True)
     for present in folder.glob("*.cu"):
         if present.name not in texts:
@@ -45,23 +45,23 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def unit(row) -> str:
+def unit(config) -> str:
     """A row as a template argument: the fields have the same names here and there."""
     members = "".join(
-        f"    .{name} = {_literal(getattr(row, name))},\n"
-        for name in load_kernel_table().compiled_fields(type(row))
+        f"    .{name} = {_literal(getattr(config, name))},\n"
+        for name in load_kernel_configs().compiled_fields(type(config))
     )
-    kind = row.kind.title()
+    kind = config.kind.title()
     return f"""{HEADER}
-#include "host/compiled_{row.kind}.cuh"
+#include "launch/compiled_{config.kind}.cuh"
 
 namespace flashattn3 {{
 
-constexpr {kind}Row kRow = {{
+constexpr {config.kind}::Config kConfig = {{
 {members}}};
 
-extern const {kind}Kernel {row.name};
-const {kind}Kernel {row.name} = compiled_{row.kind}<kRow>("{row.name}");
+extern const {kind}Kernel {config.name};
+const {kind}Kernel {config.name} = compiled_{config.kind}<kConfig>("{config.name}");
 
 }}  // namespace flashattn3
 """
@@ -76,30 +76,33 @@ def _literal(value: object) -> str:
 def registry(table: ModuleType, compiled) -> str:
     """Every row of the table in its order; null stands for one that is not compiled."""
     declarations = "".join(
-        f"extern const {row.kind.title()}Kernel {row.name};\n" for row in compiled
+        f"extern const {config.kind.title()}Kernel {config.name};\n" for config in compiled
     )
     entries = "".join(
-        _entries(kind, rows, compiled)
-        for kind, rows in (("Forward", table.ROWS), ("Backward", table.BACKWARD_ROWS))
+        _entries(kind, configs, compiled)
+        for kind, configs in (
+            ("Forward", table.FORWARD_CONFIGS),
+            ("Backward", table.BACKWARD_CONFIGS),
+        )
     )
     return f"""{HEADER}
-#include "host/kernel_registry.h"
+#include "launch/registry.h"
 
 namespace flashattn3 {{
 
 {declarations}
-const char* const kTableHash = "{table.table_hash()}";
+const char* const kConfigsHash = "{table.configs_hash()}";
 {entries}
 }}  // namespace flashattn3
 """
 
 
-def _entries(kind: str, rows, compiled) -> str:
+def _entries(kind: str, configs, compiled) -> str:
     lines = "".join(
-        f'    {{"{row.name}", {f"&{row.name}" if row in compiled else "nullptr"}}},\n'
-        for row in rows
+        f'    {{"{config.name}", {f"&{config.name}" if config in compiled else "nullptr"}}},\n'
+        for config in configs
     )
-    return f"""const int kNum{kind}Entries = {len(rows)};
+    return f"""const int kNum{kind}Entries = {len(configs)};
 const {kind}Entry k{kind}Entries[] = {{
 {lines}}};
 """

@@ -34,12 +34,12 @@ def measure(draw, num_queries: int, num_keys: int, device: torch.device) -> dict
     """Precision → error of out, relative to its size, against float64."""
     torch.manual_seed(0)
     q, k, v = (draw(1, n, 4, 64).to(device) for n in (num_queries, num_keys, num_keys))
-    truth = flash_attn_func(q.double(), k.double(), v.double(), backend="reference")
+    reference = flash_attn_func(q.double(), k.double(), v.double(), backend="reference")
     found = {}
     for precision in PRECISIONS:
         # Tensors of 16 bits, or e4m3 with descales beside it, or BlockScaled: one function for all.
         out = flash_attn_func(**arguments_in(precision, q, k, v))
-        found[precision] = errors(out, truth)["relative_error"]
+        found[precision] = errors(out, reference)["relative_error"]
     return found
 
 

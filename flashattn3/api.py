@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .arguments import boolean, expect_strided, integer, length, real, window
 from .autograd import attention
 from .backends import BACKENDS
-from .device import describe_device
+from .call.arguments import boolean, expect_strided, integer, length, real, window
+from .call.inputs import resolved, with_mean_of_keys
+from .call.problem import Options, Tensors, refuse
+from .dispatch.device import describe_device
+from .dispatch.planner import decline_reason
 from .errors import expect, shown, type_error, value_error
-from .operands import resolved, with_mean_of_keys
-from .plan import decline_reason
-from .problem import Options, Tensors, refuse
 from .quantization import BlockScaled
 
 

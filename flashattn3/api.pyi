@@ -6,7 +6,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .problem import Options, Tensors
+from .call.problem import Options, Tensors
 from .quantization import BlockScaled
 
 @overload

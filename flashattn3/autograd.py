@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .call.problem import Options, Tensors
 from .modes import has_dual_level, is_transformed, no_tangent
 from .ops import NUM_TENSORS, run_backward, run_forward
-from .problem import Options, Tensors
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: before the tensors in the backward's arguments
 

@@ -57,8 +57,8 @@ def make_folder(path: Path, files: Iterable[str], error: Refuse) -> None:
         for file in (path / name for name in files):
             if file.exists():
                 file.open("ab").close()
-    except OSError as fault:
-        error(f"--output {path}: nothing can be written there: {fault.strerror}")
+    except OSError as failure:
+        error(f"--output {path}: nothing can be written there: {failure.strerror}")
 
 
 def choose_device(name: str | None, error: Refuse) -> torch.device:

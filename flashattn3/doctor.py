@@ -17,12 +17,12 @@ import flashattn3
 
 from . import triton_toolchain
 from .backends import BACKENDS
-from .backends.hopper_library import find_library, kernel_facts
+from .backends.hopper.library import find_library, kernel_info
 from .bench.environment import triton_version
-from .device import describe_device
-from .kernel_table import all_rows
-from .plan import decline_reason
-from .problem import Metadata, Options, Problem, describe
+from .call.problem import Metadata, Options, Problem, describe
+from .dispatch.device import describe_device
+from .dispatch.kernel_configs import all_configs
+from .dispatch.planner import decline_reason
 
 SHAPE = (1, 128, 2, 128)  # of q, k and v of the problem that every backend is asked about
 FORCED_BY = "FLASHATTN3_BACKEND"
@@ -78,32 +78,32 @@ def _line(name: str, found: object) -> str:
 
 
 def _hopper_kernels() -> str:
-    """The compiled kernel rows with the resources they take, or why there are none."""
+    """The compiled kernel configs with the resources they take, or why there are none."""
     library = find_library()
-    if library.fault is not None:
-        return _line("Hopper kernels", f"none: {library.fault}")
-    summary = f"{len(library.rows)} of the table's {len(all_rows())} rows"
-    return "\n".join([_line("Hopper kernels", summary), *map(_resources, kernel_facts())])
+    if library.error is not None:
+        return _line("Hopper kernels", f"none: {library.error}")
+    summary = f"{len(library.configs)} of {len(all_configs())} kernel configs"
+    return "\n".join([_line("Hopper kernels", summary), *map(_resources, kernel_info())])
 
 
-def _resources(facts: dict[str, object]) -> str:
+def _resources(info: dict[str, object]) -> str:
     """registers, spills and occupancy are those that the current GPU reports."""
     known = (
-        f"{facts['num_threads']} threads",
-        f"{facts['shared_memory_bytes'] / 1024:g} KiB of shared memory",
+        f"{info['num_threads']} threads",
+        f"{info['shared_memory_bytes'] / 1024:g} KiB of shared memory",
     )
     reported = (
-        f"{facts['num_registers']} registers",
-        f"{facts['local_bytes']} bytes of spills",
-        f"{facts['blocks_per_sm']} on an SM",
+        f"{info['num_registers']} registers",
+        f"{info['local_bytes']} bytes of spills",
+        f"{info['blocks_per_sm']} on an SM",
     )
-    shown = known if facts["num_registers"] < 0 else known + reported
-    return f"  {facts['name']}: {', '.join(shown)}"
+    shown = known if info["num_registers"] < 0 else known + reported
+    return f"  {info['name']}: {', '.join(shown)}"
 
 
 def _triton() -> str:
-    faults = triton_toolchain.faults() or ["has all that it needs"]
-    return "\n".join(_line("triton compiles", fault) for fault in faults)
+    errors = triton_toolchain.find_errors() or ["has all that it needs"]
+    return "\n".join(_line("triton compiles", error) for error in errors)
 
 
 def _forced(name: str) -> str:

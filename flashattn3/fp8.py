@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 from .api import options_of
-from .arguments import boolean, integer
 from .autograd import attention
 from .backends import BACKENDS
-from .contents import check_contents, is_checked
-from .device import describe_device
-from .errors import expect, shown, type_error, value_error
-from .modes import is_traced, refuse_gradients
-from .operands import with_mean_of_keys
-from .plan import choose
-from .problem import (
+from .call.arguments import boolean, integer
+from .call.descales import BLOCKS, EIGHT_BIT, best_qk_dtype, check_out_dtype, v_dtype
+from .call.inputs import with_mean_of_keys
+from .call.problem import (
     SIXTEEN_BIT,
     Options,
     Tensors,
@@ -29,9 +25,13 @@ from .problem import (
     key_of,
     metadata_under,
 )
+from .call.value_checks import check_values, is_checked
+from .dispatch.device import describe_device
+from .dispatch.planner import choose
+from .errors import expect, shown, type_error, value_error
+from .modes import is_traced, refuse_gradients
 from .quantization import BlockScaled, comes_in_slots, scaled_qkv
 from .quantization.hadamard import is_rotatable
-from .scales import BLOCKS, EIGHT_BIT, best_qk_dtype, check_out_dtype, v_dtype
 
 QK_DTYPES = (None, *EIGHT_BIT)
 
@@ -172,7 +172,7 @@ def _quantized_and_attended(
     else:
         scaled_options = _checked_once(key_of(tensors), options, scheme)
         if varlen and is_checked(q.device):
-            check_contents(tensors, options)
+            check_values(tensors, options)
     block, hadamard, qk_dtype, smooth_k = scheme
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     longest = scaled_options.max_seqlen_q, scaled_options.max_seqlen_k
@@ -242,7 +242,7 @@ def _checked(tensors: Tensors, options: Options, scheme: _Scheme) -> Options:
         q_block=q_block,
         k_block=k_block,
         v_block=k_block,
-        v_slots=v.shape[-1] if comes_in_slots(v) else 0,
+        v_permuted=v.shape[-1] if comes_in_slots(v) else 0,
     )
 
 

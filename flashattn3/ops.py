@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS
-from .contents import check_contents, is_checked
-from .device import describe_device
-from .errors import expect, shown, type_error
-from .modes import is_traced, no_fp8_gradient
-from .plan import Plan, choose
-from .problem import (
+from .call.descales import EIGHT_BIT, out_dtype
+from .call.problem import (
     Metadata,
     Options,
     Tensors,
@@ -30,8 +26,12 @@ from .problem import (
     metadata_of,
     metadata_under,
 )
-from .quantization import slots
-from .scales import EIGHT_BIT, out_dtype
+from .call.value_checks import check_values, is_checked
+from .dispatch.device import describe_device
+from .dispatch.planner import Plan, choose
+from .errors import expect, shown, type_error
+from .modes import is_traced, no_fp8_gradient
+from .quantization import permuted_v
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
@@ -42,7 +42,7 @@ _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
     "SymInt window_left, SymInt window_right, float softcap, int num_splits, bool? pack_gqa, "
     "bool deterministic, int sm_margin, bool use_fast_accum, str? backend, "
-    "ScalarType? out_dtype, SymInt q_block, SymInt k_block, SymInt v_block, SymInt v_slots, "
+    "ScalarType? out_dtype, SymInt q_block, SymInt k_block, SymInt v_block, SymInt v_permuted, "
     "str function"
 )
 NUM_TENSORS = len(Tensors._fields)
@@ -148,20 +148,20 @@ def _copied(tensors: Tensors, plan: Plan) -> Tensors:
     return tensors._replace(**copies) if copies else tensors
 
 
-def _with_v_in_rows(tensors: Tensors, options: Options) -> Tensors:
+def _with_unpermuted_v(tensors: Tensors, options: Options) -> Tensors:
     """The only place where v is put back from the Hopper kernel's slots into rows."""
-    shape = (*tensors.k.shape[:-1], options.v_slots)
-    return tensors._replace(v=slots.to_rows(tensors.v, shape, tensors.cu_seqlens_k))
+    shape = (*tensors.k.shape[:-1], options.v_permuted)
+    return tensors._replace(v=permuted_v.unpermute_v(tensors.v, shape, tensors.cu_seqlens_k))
 
 
 def _forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     plan = plan_of(tensors, options)
     if plan.problem.varlen and is_checked(plan.problem.device):
-        check_contents(tensors, options)
+        check_values(tensors, options)
     if plan.problem.copied:
         tensors = _copied(tensors, plan)
-    if plan.v_to_rows:
-        tensors = _with_v_in_rows(tensors, options)
+    if plan.unpermutes_v:
+        tensors = _with_unpermuted_v(tensors, options)
     return plan.backend.forward(plan, tensors)
 
 
@@ -204,7 +204,7 @@ def _forward_fake(*arguments):
         (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
     )
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    head_dim_v = options.v_slots or v.shape[-1]
+    head_dim_v = options.v_permuted or v.shape[-1]
     out = q.new_empty((*q.shape[:-1], head_dim_v), dtype=out_dtype(q.dtype, options.out_dtype))
     return out, q.new_empty(heads_and_rows, dtype=lse_dtype)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .api import attended, options_of
-from .arguments import expect_strided, real
+from .call.arguments import expect_strided, real
+from .call.problem import Tensors, refuse
 from .errors import expect, shown, type_error
-from .problem import Tensors, refuse
 
 
 def flash_attn_kvpacked_func(

@@ -17,12 +17,12 @@ OLDEST = (3, 5)  # that the kernels are checked with
 Version = tuple[int, ...]
 
 
-def faults() -> list[str]:
+def find_errors() -> list[str]:
     """One sentence for each part that is missing or does not fit, with what mends it."""
     if importlib.util.find_spec("triton") is None:
         return [f"Triton is not installed: pip install '{wanted_triton() or 'triton>=3.5'}'"]
-    found = (version_fault(), ptxas_fault(driver_cuda()), compiler_fault(), header_fault())
-    return [fault for fault in found if fault is not None]
+    found = (version_error(), ptxas_error(driver_cuda()), compiler_error(), header_error())
+    return [error for error in found if error is not None]
 
 
 def wanted_triton() -> str | None:
@@ -34,7 +34,7 @@ def wanted_triton() -> str | None:
     return None
 
 
-def version_fault() -> str | None:
+def version_error() -> str | None:
     found, wanted = metadata.version("triton"), wanted_triton()
     if wanted is not None and wanted != f"triton=={found}":
         return f"Triton {found} is installed, torch asks for another: pip install {wanted}"
@@ -43,7 +43,7 @@ def version_fault() -> str | None:
     return None
 
 
-def ptxas_fault(driver: Version | None) -> str | None:
+def ptxas_error(driver: Version | None) -> str | None:
     """driver: the CUDA version that the driver runs; None where there is none to fit."""
     ptxas = ptxas_path()
     found = cuda_of(ptxas)
@@ -91,13 +91,13 @@ def driver_cuda() -> Version | None:
     """The newest CUDA version that the installed driver runs; None without a driver."""
     version = ctypes.c_int()
     try:
-        fault = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        error = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except OSError:
         return None
-    return None if fault else (version.value // 1000, version.value % 1000 // 10)
+    return None if error else (version.value // 1000, version.value % 1000 // 10)
 
 
-def compiler_fault() -> str | None:
+def compiler_error() -> str | None:
     """Triton compiles its launchers with $CC, gcc or clang."""
     asked = os.environ.get("CC")
     if any(map(shutil.which, [asked.split()[0]] if asked else ["gcc", "clang"])):
@@ -105,7 +105,7 @@ def compiler_fault() -> str | None:
     return f"no C compiler ({f'CC={asked}' if asked else 'gcc or clang'}): apt install gcc"
 
 
-def header_fault() -> str | None:
+def header_error() -> str | None:
     include = Path(sysconfig.get_path("include"))
     if (include / "Python.h").is_file():
         return None

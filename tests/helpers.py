@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flashattn3.backends import BACKENDS, HOPPER
-from flashattn3.device import DeviceInfo, default_lowering, describe_device
-from flashattn3.problem import FULL_PRECISION
+from flashattn3.call.problem import FULL_PRECISION
+from flashattn3.dispatch.device import DeviceInfo, default_lowering, describe_device
 from flashattn3.testing import (
     FORWARD_CASES,
     FORWARD_FACTOR,
@@ -127,32 +127,32 @@ BACKEND_DTYPES = [
 def forward_holds(case, tensors, backend: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a case, hold out and lse to the tolerance rule against float64, and return them."""
     out, lse = call(case, tensors, return_lse=True, backend=backend, **options)
-    truth, truth_lse = attention(tensors, **case.truth_options())
-    baseline, _ = attention(tensors, **case.truth_options(), dtype=tensors.q.dtype)
+    reference, reference_lse = attention(tensors, **case.reference_options())
+    baseline, _ = attention(tensors, **case.reference_options(), dtype=tensors.q.dtype)
     assert out.dtype == tensors.q.dtype
     # Inputs of 16 bits round far more coarsely than the scores.
     floor = score_floor(lse) if tensors.q.dtype in FULL_PRECISION else None
 
     def rounding():
-        return out_rounding(tensors, out.dtype, **case.truth_options())
+        return out_rounding(tensors, out.dtype, **case.reference_options())
 
-    check("out", out, truth, baseline, FORWARD_FACTOR, case, backend, floor, rounding)
-    check_lse(lse, truth_lse, case, backend)
+    check("out", out, reference, baseline, FORWARD_FACTOR, case, backend, floor, rounding)
+    check_lse(lse, reference_lse, case, backend)
     return out, lse
 
 
 def gradients_hold(case, tensors, got, dout, dlse, backend: str) -> None:
     """Hold dq, dk and dv to the tolerance rule against float64."""
-    truth = gradients(tensors, dout, dlse, **case.truth_options())
-    baseline = gradients(tensors, dout, dlse, **case.truth_options(), dtype=tensors.q.dtype)
+    reference = gradients(tensors, dout, dlse, **case.reference_options())
+    baseline = gradients(tensors, dout, dlse, **case.reference_options(), dtype=tensors.q.dtype)
     dtype = tensors.q.dtype
 
     def roundings():
-        return gradient_rounding(tensors, dout, dlse, dtype, **case.truth_options())
+        return gradient_rounding(tensors, dout, dlse, dtype, **case.reference_options())
 
     for i, name in enumerate(("dq", "dk", "dv")):
         assert got[i].dtype == dtype
-        values = got[i], truth[i], baseline[i]
+        values = got[i], reference[i], baseline[i]
         check(name, *values, GRADIENT_FACTOR, case, backend, rounding=lambda i=i: roundings()[i])
 
 

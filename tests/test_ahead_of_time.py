@@ -20,9 +20,9 @@ import ptx
 import pytest
 from helpers import A100, B200, H100, L4, LOWERED_H100, ORIN, RTX3090, RTX5090
 
-from flashattn3.backends.triton import FIRST_WITH_FP8
-from flashattn3.device import SHARED_MEMORY_KIB, DeviceInfo
-from flashattn3.triton_kernels.configs import ROWS
+from flashattn3.backends.triton.backend import FIRST_WITH_FP8
+from flashattn3.backends.triton.tile_configs import TILE_CONFIGS
+from flashattn3.dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
 
 if util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -42,13 +42,13 @@ FEATURES = {
 SPILL_BOUND_BYTES = {
     "mma.sync": {
         "forward": {32: 224, 64: 160, 128: 192, 256: 112},
-        "key_value": {32: 288, 64: 784, 128: 904, 256: 528},
-        "query": {32: 160, 64: 504, 128: 344, 256: 136},
+        "bwd_dkdv": {32: 288, 64: 784, 128: 904, 256: 528},
+        "bwd_dq": {32: 160, 64: 504, 128: 344, 256: 136},
     },
     "wgmma": {
         "forward": {32: 64, 64: 64, 128: 64, 256: 80},
-        "key_value": {32: 184, 64: 284, 128: 672, 256: 512},
-        "query": {32: 64, 64: 64, 128: 64, 256: 64},
+        "bwd_dkdv": {32: 184, 64: 284, 128: 672, 256: 512},
+        "bwd_dq": {32: 64, 64: 64, 128: 64, 256: 64},
     },
 }
 EIGHT_BIT = ("float8_e4m3fn", "int8")
@@ -58,7 +58,7 @@ FP8_SPILL_BOUND_BYTES = {
     True: {32: 210, 64: 130, 128: 210, 256: 640},
 }
 ROW_KERNELS_BOUND_BYTES = {32: 64, 64: 64, 128: 64, 256: 320}  # of merge and statistics
-PRODUCTS = ("forward", "key_value", "query")  # kernels that multiply matrices
+PRODUCTS = ("forward", "bwd_dkdv", "bwd_dq")  # kernels that multiply matrices
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
     """Runs in a process of its own. Every kernel that the problem may launch on the device."""
     import torch
 
-    from flashattn3.backends.triton import BACKEND
-    from flashattn3.backends.triton_launches import all_launches
-    from flashattn3.problem import Options, Tensors, describe, metadata_of
-    from flashattn3.scales import EIGHT_BIT, v_dtype
-    from flashattn3.triton_kernels.ahead_of_time import compile_kernel, resources
+    from flashattn3.backends.triton.backend import BACKEND
+    from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
+    from flashattn3.backends.triton.launch import all_launches
+    from flashattn3.call.descales import EIGHT_BIT, v_dtype
+    from flashattn3.call.problem import Options, Tensors, describe, metadata_of
 
     features = dict(features)
     dtype = getattr(torch, dtype_name)
@@ -107,7 +107,7 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
             Report(
                 name,
                 launch.options["num_stages"],
-                launch.constants.get("BLOCK_N" if name == "key_value" else "BLOCK_M"),
+                launch.constants.get("BLOCK_N" if name == "bwd_dkdv" else "BLOCK_M"),
                 needs.registers,
                 needs.stack_bytes,
                 needs.shared_memory_bytes,
@@ -142,7 +142,7 @@ def submit(pool, arguments):
     return pool.submit(compile_all, device, head_dim, FEATURES[features], dtype_name)
 
 
-HEAD_DIMS = sorted({row.head_dim for row in ROWS})
+HEAD_DIMS = sorted({tile_config.head_dim for tile_config in TILE_CONFIGS})
 CHIPS = (A100, RTX3090, ORIN, L4, H100, LOWERED_H100, B200, RTX5090)
 # Both sets of tiles of every row on every chip that takes it; the third set of features on two of
 # them.
@@ -171,8 +171,8 @@ def compiled(request, compiler) -> tuple[DeviceInfo, int, str, list[Report]]:
 def test_kernels_fit_their_chip(compiled):
     chip, _, dtype_name, reports = compiled
     fp8 = dtype_name in EIGHT_BIT
-    wanted = {"forward"} if fp8 else {*PRODUCTS, "statistics"}
-    assert {report.kernel for report in reports} >= {*wanted, "merge"}
+    wanted = {"forward"} if fp8 else {*PRODUCTS, "bwd_preprocess"}
+    assert {report.kernel for report in reports} >= {*wanted, "combine"}
     budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
     for report in reports:
         # What Triton cannot lower may compile all the same, to code that stops at once.

@@ -27,14 +27,14 @@ from flashattn3 import (
 )
 from flashattn3.api import _warn_of_zero_scale
 from flashattn3.backends import TRITON
-from flashattn3.backends.hopper import HopperBackend
-from flashattn3.backends.hopper_library import Library
-from flashattn3.device import describe_device
-from flashattn3.kernel_table import all_rows
-from flashattn3.plan import choose
-from flashattn3.problem import Options, Tensors, describe, metadata_of
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.library import Library
+from flashattn3.call.descales import EIGHT_BIT, FP8
+from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.dispatch.device import describe_device
+from flashattn3.dispatch.kernel_configs import all_configs
+from flashattn3.dispatch.planner import choose
 from flashattn3.quantization import BlockScaled, dispatch, torch_operations
-from flashattn3.scales import EIGHT_BIT, FP8
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -241,7 +241,7 @@ def test_slots_of_no_key_are_taken():
     scaled = (
         quantize_block_fp8(q),
         quantize_block_fp8(v, kind="k"),
-        quantize_block_fp8(v, kind="v", layout="slots"),
+        quantize_block_fp8(v, kind="v", layout="permuted"),
     )
     assert not flash_attn_func(*scaled).any()
 
@@ -409,7 +409,7 @@ def test_hints_change_no_result_and_no_backend(hint, backend):
 
 @pytest.mark.parametrize("hint", HINTS)
 def test_hints_keep_a_call_on_hopper(hint):
-    library = Library(frozenset(row.name for row in all_rows()))
+    library = Library(frozenset(row.name for row in all_configs()))
     hopper = HopperBackend(library=lambda: library, only_measured=False)
     q = torch.empty(1, 4096, 8, 128, device="meta", dtype=torch.float16)
     problem = describe(tuple(map(metadata_of, Tensors(q, q, q))), Options(**{hint: HINTS[hint]}))

@@ -78,10 +78,10 @@ def test_any_strides_of_the_given_gradients(name, backend, device):
     dout, dlse = make_output_gradients(case, tensors)
     dout, dlse = dout.nan_to_num(), dlse.nan_to_num()
     wanted = run(case, tensors, backend, dout, dlse)
-    heads_first = dout.transpose(-3, -2).contiguous().transpose(-3, -2)
+    padded_layout = dout.transpose(-3, -2).contiguous().transpose(-3, -2)
     spread = torch.stack([dout, dout], dim=-1)[..., 0]
     slow_rows = dlse.transpose(-1, -2).contiguous().transpose(-1, -2)
-    for given in ((heads_first, slow_rows), (spread, dlse)):
+    for given in ((padded_layout, slow_rows), (spread, dlse)):
         assert all(map(torch.equal, run(case, tensors, backend, *given), wanted))
     ones = torch.ones_like(dout)
     expanded = ones.flatten()[0].expand(dout.shape)

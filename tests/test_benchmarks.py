@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from flashattn3 import BlockScaled, flash_attn_func
-from flashattn3.bench import contenders, gate, host_suite, quantize_suite, timing
+from flashattn3.bench import gate, host_suite, providers, quantize_suite, timing
 from flashattn3.bench.accuracy_suite import findings
 from flashattn3.bench.command import SUITES
-from flashattn3.bench.contenders import (
+from flashattn3.bench.inputs import make_inputs, prepare, quantized
+from flashattn3.bench.memory import peak_bytes
+from flashattn3.bench.memory_suite import training_step
+from flashattn3.bench.precision import PRECISIONS, arguments_in, errors
+from flashattn3.bench.providers import (
     BASELINES,
-    CONTENDERS,
     DETERMINISTIC,
     EIGHT_BIT,
     FAST_E4M3,
@@ -24,6 +27,7 @@ from flashattn3.bench.contenders import (
     FP8_INT8,
     MHA,
     OURS,
+    PROVIDERS,
     QUANTIZED,
     WHOLE_E4M3,
     WHOLE_INT8,
@@ -31,10 +35,6 @@ from flashattn3.bench.contenders import (
     naive,
     sdpa,
 )
-from flashattn3.bench.inputs import make_inputs, prepare, quantized
-from flashattn3.bench.memory import peak_bytes
-from flashattn3.bench.memory_suite import training_step
-from flashattn3.bench.precision import PRECISIONS, arguments_in, errors
 from flashattn3.bench.report import geometric_means, ratios, summary
 from flashattn3.bench.suites import Cell, cells
 from flashattn3.cli import main
@@ -83,7 +83,7 @@ def test_quick_cells_are_small():
 def test_contenders_pass_the_gate(name, case, direction):
     cell = Cell("grid", case, direction)
     inputs = make_inputs(case, CPU, torch.float32)
-    gate.Gate(cell, inputs).check(name, prepare(CONTENDERS[name], cell, inputs)())
+    gate.Gate(cell, inputs).check(name, prepare(PROVIDERS[name], cell, inputs)())
 
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
@@ -92,7 +92,7 @@ def test_fp8_passes_the_gate_and_a_wrong_scale_does_not(name):
     cell, inputs = Cell("fp8", case, "fwd"), make_inputs(case, CPU, torch.bfloat16)
     given = quantized(inputs, QUANTIZED[name]) if name in QUANTIZED else inputs
     assert all(isinstance(x, BlockScaled) == (name in QUANTIZED) for x in given[:3])
-    (out,) = prepare(CONTENDERS[name], cell, given)()
+    (out,) = prepare(PROVIDERS[name], cell, given)()
     checked = gate.Gate(cell, inputs)
     checked.check(name, (out,))
     with pytest.raises(AssertionError, match="bound"):
@@ -116,9 +116,9 @@ def test_the_gate_finds_what_is_wrong_at_the_end_of_the_tensors(direction):
 @pytest.mark.parametrize("case", [SMALL, CAUSAL], ids=lambda case: case.name)
 def test_the_truth_does_not_depend_on_its_chunks(case, direction, monkeypatch):
     cell, inputs = Cell("grid", case, direction), make_inputs(case, CPU, torch.float64)
-    whole = gate.Gate(cell, inputs).truth
+    whole = gate.Gate(cell, inputs).reference
     monkeypatch.setattr(gate, "_CHUNK_SCORES", 7 * case.seqlen_k)
-    for got, wanted in zip(gate.Gate(cell, inputs).truth, whole, strict=True):
+    for got, wanted in zip(gate.Gate(cell, inputs).reference, whole, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -176,20 +176,20 @@ def test_our_memory_grows_with_the_length_and_that_of_naive_with_its_square():
         peaks = []
         for seqlen in (1024, 2048):
             case = Case("memory", 1, seqlen, seqlen, 4, 4, 32, 32, causal=True)
-            step = training_step(CONTENDERS[name], make_inputs(case, CPU, torch.float32), True)
+            step = training_step(PROVIDERS[name], make_inputs(case, CPU, torch.float32), True)
             peaks.append(peak_bytes(step, CPU))
         growth[name] = peaks[1] / peaks[0]
     assert growth[OURS] < 2.1
     assert growth["naive"] > 3.5
 
 
-def record(contender: str, ratio: float | None, **rest) -> dict:
+def record(provider: str, ratio: float | None, **rest) -> dict:
     base = {
         "record": "time",
         "suite": "grid",
         "direction": "fwd",
         "row": "r",
-        "contender": contender,
+        "provider": provider,
     }
     base |= {"status": "ok", "median_ms": 1.0, "tflops": 12.0, "head_dim": 64, "column": "512"}
     return {**base, **({} if ratio is None else {"speed_ratio": {"fa2": ratio}}), **rest}
@@ -225,11 +225,11 @@ def test_fp8_is_compared_with_ours_and_the_baselines():
 def test_every_precision_stands_for_the_same_attention():
     case = Case("precision", 2, 130, 130, 2, 2, 64, 64)
     q, k, v = make_inputs(case, CPU, torch.bfloat16)[:3]
-    truth = naive(q.double(), k.double(), v.double(), False)
+    reference = naive(q.double(), k.double(), v.double(), False)
     found = {}
     for name in PRECISIONS:
         out = flash_attn_func(**arguments_in(name, q, k, v), backend="reference")
-        found[name] = errors(out, truth)["relative_error"]
+        found[name] = errors(out, reference)["relative_error"]
     assert found["fp16"] < found["bf16"] < 3e-3
     assert all(found[name] < 0.07 for name in PRECISIONS)
     assert found["fp8 block+hadamard, int8"] < 0.8 * found["fp8 block+hadamard, e4m3"]
@@ -246,7 +246,7 @@ def test_errors_are_those_of_the_definition():
             "rmse": math.sqrt(0.5),
             "relative_error": math.sqrt(0.5),
             "largest_error": 1.0,
-            "truth_rms": 1.0,
+            "reference_rms": 1.0,
         }
     )
 
@@ -264,7 +264,7 @@ def test_quick_grid_writes_lines_table_and_figure(tmp_path, capsys):
     assert bench(tmp_path, "--head-dim", "64") == 0
     header, *records = lines(tmp_path / "grid.jsonl")
     assert {"device", "torch", "triton", "commit", "lowering", "flashattn3"} <= header.keys()
-    assert [r["contender"] for r in records] == [OURS, "math", "naive"] * 4
+    assert [r["provider"] for r in records] == [OURS, "math", "naive"] * 4
     for r in records:
         assert r["status"] == "ok"
         assert 0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
@@ -279,7 +279,7 @@ def test_quick_grid_writes_lines_table_and_figure(tmp_path, capsys):
 def test_quick_memory_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "memory", "--seqlen", "128", "--baselines", "naive") == 0
     _, *records = lines(tmp_path / "memory.jsonl")
-    assert [r["contender"] for r in records] == [OURS, "naive"]
+    assert [r["provider"] for r in records] == [OURS, "naive"]
     assert all(r["peak_bytes"] > 0 for r in records)
     assert "peak memory" in capsys.readouterr().out
 
@@ -290,7 +290,7 @@ REFERENCE = ("--backend", "reference")  # Triton's interpreter has no bfloat16 p
 def test_quick_fp8_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "fp8", "--head-dim", "64", *REFERENCE) == 0
     _, *records = lines(tmp_path / "fp8.jsonl")
-    assert [r["contender"] for r in records] == [*EIGHT_BIT, OURS, "math"] * 2
+    assert [r["provider"] for r in records] == [*EIGHT_BIT, OURS, "math"] * 2
     assert all(r["status"] == "ok" and r["dtype"] == "bfloat16" for r in records)
     dtypes = [*["int8", "float8_e4m3fn"] * 3, "int8", "bfloat16", "bfloat16"]
     assert [r["qk_dtype"] for r in records] == dtypes * 2
@@ -314,12 +314,12 @@ def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(host_suite, "WARM_UP_CALLS", 2)
     assert bench(tmp_path, "--suite", "host", *REFERENCE) == 0
     _, *records = lines(tmp_path / "host.jsonl")
-    assert [(r["direction"], r["contender"]) for r in records] == [
+    assert [(r["direction"], r["provider"]) for r in records] == [
         *(("forward", name) for name in (OURS, WHOLE_INT8, "fa2")),
         *((work, name) for work in list(host_suite.WORK)[1:] for name in (OURS, "fa2")),
     ]
     assert all(r["status"] == "ok" and r["median_ms"] > 0 for r in records)
-    median = {(r["direction"], r["contender"]): r["median_ms"] for r in records}
+    median = {(r["direction"], r["provider"]): r["median_ms"] for r in records}
     assert median[host_suite.BOTH, OURS] > median["forward", OURS]
     assert "host time (us): flashattn3 / quantize+int8 / fa2" in capsys.readouterr().out
 
@@ -327,26 +327,26 @@ def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
 def test_a_wrong_call_has_no_host_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(host_suite, "SAMPLES", 2)
     monkeypatch.setattr(host_suite, "WARM_UP_CALLS", 2)
-    monkeypatch.setitem(CONTENDERS, OURS, lambda q, k, v, causal: 0 * (q + k + v))
+    monkeypatch.setitem(PROVIDERS, OURS, lambda q, k, v, causal: 0 * (q + k + v))
     assert bench(tmp_path, "--suite", "host", *REFERENCE) == 1
     _, *records = lines(tmp_path / "host.jsonl")
-    assert {r["status"] for r in records if r["contender"] == OURS} == {"FAILED"}
-    assert {r["status"] for r in records if r["contender"] != OURS} == {"ok"}
+    assert {r["status"] for r in records if r["provider"] == OURS} == {"FAILED"}
+    assert {r["status"] for r in records if r["provider"] != OURS} == {"ok"}
 
 
 def test_quick_accuracy_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 0
     _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
-    assert [r["contender"] for r in records] == list(PRECISIONS) * 11
+    assert [r["provider"] for r in records] == list(PRECISIONS) * 11
     assert {r["seed"] for r in records} == {0}
-    dtypes = {r["contender"]: r["qk_dtype"] for r in records}
+    dtypes = {r["provider"]: r["qk_dtype"] for r in records}
     assert list(dtypes.values()) == ["bfloat16", "float16", *["float8_e4m3fn"] * 4, "int8", "int8"]
     assert {r["data"] for r in records} == {"outlier", "shifted", "normal", "long"}
     assert all(r["status"] == "ok" and 0 < r["relative_error"] < 0.2 for r in records)
     assert any(r["rows_compared"] < r["seqlen_k"] for r in records)
     assert (tmp_path / "fp8-accuracy.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "RMSE / RMS of the truth: bf16 / fp16 / fp8 per tensor" in printed
+    assert "RMSE / RMS of the fp64 reference: bf16 / fp16 / fp8 per tensor" in printed
     *_, growth = findings(records)
     assert growth in printed
 
@@ -355,12 +355,12 @@ def test_quick_distributions_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 0
     _, *records = lines(tmp_path / "fp8-distributions.jsonl")
     names = [f"{who} {dtype}" for dtype in ("int8", "e4m3") for who in ("flashattn3", "honest")]
-    assert [r["contender"] for r in records] == names * len(distribution_cases((128,), (64,)))
+    assert [r["provider"] for r in records] == names * len(distribution_cases((128,), (64,)))
     assert {(r["head_dim"], r["seqlen_k"], r["status"]) for r in records} == {(64, 128, "ok")}
     assert all(0.45 < r["heavy_probability"] < 0.55 for r in records if "heavy-p0.5" in r["case"])
     printed = capsys.readouterr().out
-    assert "RMSE / RMS of the truth: " + " / ".join(names) in printed
-    assert "bias / mean magnitude of the truth" in printed
+    assert "RMSE / RMS of the fp64 reference: " + " / ".join(names) in printed
+    assert "bias / mean magnitude of the fp64 reference" in printed
 
 
 def test_a_missed_bound_keeps_its_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
@@ -371,7 +371,7 @@ def test_a_missed_bound_keeps_its_number_and_fails_the_run(tmp_path, monkeypatch
     monkeypatch.setattr("flashattn3.flash_attn_func", wrong)
     assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 1
     _, *records = lines(tmp_path / "fp8-distributions.jsonl")
-    ours = [r for r in records if r["contender"].startswith(OURS)]
+    ours = [r for r in records if r["provider"].startswith(OURS)]
     assert all(r["status"] == "MISSED" and 0.09 < r["error"] < 0.11 for r in ours)
     printed = capsys.readouterr().out
     assert "0.1! / " in printed
@@ -385,14 +385,14 @@ def test_a_precision_that_gives_nan_fails_the_run(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("flashattn3.bench.accuracy_suite.arguments_in", spoilt)
     assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 1
     _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
-    assert all((r["status"] == "FAILED") == ("block" in r["contender"]) for r in records)
+    assert all((r["status"] == "FAILED") == ("block" in r["provider"]) for r in records)
     assert "out holds inf or NaN" in capsys.readouterr().out
 
 
 def test_quick_quantize_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "quantize", "--head-dim", "64") == 0
     _, *records = lines(tmp_path / "quantize.jsonl")
-    assert [r["contender"] for r in records] == [OURS, "copy"] * 5
+    assert [r["provider"] for r in records] == [OURS, "copy"] * 5
     for ours, copy in zip(records[::2], records[1::2], strict=True):
         tensors = 3 if ours["row"].startswith("q, k, v at once") else 1
         numbers, scales = tensors * 130 * 256, tensors * 2 * 256 // 64
@@ -422,7 +422,7 @@ def test_wrong_quantization_has_no_number_and_fails_the_run(tmp_path, monkeypatc
     monkeypatch.setattr(quantize_suite, "quantize_block_fp8", wrong)
     monkeypatch.setattr(quantize_suite, "quantize_qkv", wrong_v)
     assert bench(tmp_path, "--suite", "quantize", "--head-dim", "128") == 1
-    ours = [r for r in lines(tmp_path / "quantize.jsonl")[1:] if r["contender"] == OURS]
+    ours = [r for r in lines(tmp_path / "quantize.jsonl")[1:] if r["provider"] == OURS]
     assert len(ours) == 5 and all("gb_per_s" not in r for r in ours)
     assert "differ from torch's" in capsys.readouterr().out
 
@@ -439,7 +439,7 @@ def test_quantized_tensors_are_taken_in_turn():
 def test_quick_varlen_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "varlen") == 0
     _, *records = lines(tmp_path / "varlen.jsonl")
-    assert [r["contender"] for r in records] == [OURS, "dense"] * 12
+    assert [r["provider"] for r in records] == [OURS, "dense"] * 12
     assert [r["direction"] for r in records] == ["fwd"] * 12 + ["bwd"] * 12
     for ours, dense in zip(records[::2], records[1::2], strict=True):
         assert ours["speed_ratio"]["dense"] == pytest.approx(ours["tflops"] / dense["tflops"])
@@ -451,7 +451,7 @@ def test_quick_gqa_suite(tmp_path, capsys):
     options = ("--head-dim", "64", "--direction", "bwd", *REFERENCE)
     assert bench(tmp_path, "--suite", "gqa", *options) == 0
     _, *records = lines(tmp_path / "gqa.jsonl")
-    assert [r["contender"] for r in records] == [OURS, MHA, "math"] * 2
+    assert [r["provider"] for r in records] == [OURS, MHA, "math"] * 2
     assert {(r["num_heads_q"], r["num_heads_kv"]) for r in records} == {(4, 2)}
     ours, mha, _ = records[:3]
     assert ours["speed_ratio"][MHA] == pytest.approx(ours["tflops"] / mha["tflops"])
@@ -461,7 +461,7 @@ def test_quick_gqa_suite(tmp_path, capsys):
 def test_quick_deterministic_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "deterministic", "--head-dim", "64", *REFERENCE) == 0
     _, *records = lines(tmp_path / "deterministic.jsonl")
-    assert [r["contender"] for r in records] == [DETERMINISTIC, OURS] * 2
+    assert [r["provider"] for r in records] == [DETERMINISTIC, OURS] * 2
     assert {r["direction"] for r in records} == {"bwd"}
     printed = capsys.readouterr().out
     assert f"deterministic bwd, all cells: {OURS}" in printed
@@ -470,7 +470,7 @@ def test_quick_deterministic_suite(tmp_path, capsys):
 def test_the_named_backend_is_the_one_that_is_timed(tmp_path, capsys):
     options = ("--suite", "shapes", "--direction", "fwd", "--baselines", "math")
     assert bench(tmp_path, *options, "--backend", "reference") == 0
-    ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["contender"] == OURS]
+    ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["provider"] == OURS]
     assert {r["backend"] for r in ours} == {"reference"}
     assert bench(tmp_path, *options, "--backend", "hopper") == 1
     assert "needs an NVIDIA GPU" in capsys.readouterr().out
@@ -478,18 +478,18 @@ def test_the_named_backend_is_the_one_that_is_timed(tmp_path, capsys):
 
 def test_a_wrong_result_has_no_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
     wrong = dict(
-        contenders.CONTENDERS, **{OURS: lambda q, k, v, causal: naive(q, k, v, causal) * 1.01}
+        providers.PROVIDERS, **{OURS: lambda q, k, v, causal: naive(q, k, v, causal) * 1.01}
     )
-    monkeypatch.setattr("flashattn3.bench.runner.CONTENDERS", wrong)
+    monkeypatch.setattr("flashattn3.bench.runner.PROVIDERS", wrong)
     assert bench(tmp_path, "--suite", "shapes", "--direction", "fwd") == 1
-    ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["contender"] == OURS]
+    ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["provider"] == OURS]
     assert all(r["status"] == "FAILED" and "median_ms" not in r for r in ours)
     assert "FAILED fwd" in capsys.readouterr().out
 
 
 def test_a_baseline_that_refuses_is_absent(tmp_path):
     assert bench(tmp_path, "--direction", "fwd", "--head-dim", "64", "--baselines", "cudnn") == 0
-    absent = [r for r in lines(tmp_path / "grid.jsonl")[1:] if r["contender"] == "cudnn"]
+    absent = [r for r in lines(tmp_path / "grid.jsonl")[1:] if r["provider"] == "cudnn"]
     assert absent
     assert all(r["status"] == "absent" and r["reason"] for r in absent)
 
@@ -503,7 +503,7 @@ def test_quick_suites_on_a_gpu(suite, tmp_path):
     )
     header, *records = lines(tmp_path / f"{suite}.jsonl")
     assert header["matmul_tflops"] > 0
-    assert all(r["status"] == "ok" for r in records if r["contender"] not in BASELINES)
+    assert all(r["status"] == "ok" for r in records if r["provider"] not in BASELINES)
 
 
 @pytest.mark.gpu

@@ -64,8 +64,8 @@ def test_a_part_that_fails_is_reported_in_its_place(capsys, monkeypatch):
 
     monkeypatch.setattr(doctor, "_devices", lambda: [FIRST_GPU, torch.device("cpu")])
     monkeypatch.setattr(doctor, "describe_device", broken)
-    monkeypatch.setattr(doctor, "kernel_facts", broken)
-    monkeypatch.setattr(triton_toolchain, "faults", broken)
+    monkeypatch.setattr(doctor, "kernel_info", broken)
+    monkeypatch.setattr(triton_toolchain, "find_errors", broken)
     printed = printed_by_doctor(capsys)
     assert "cuda:0: RuntimeError: CUDA error: no kernel image" in printed
     assert torch.__version__ in printed
@@ -121,12 +121,12 @@ def bare(tmp_path, monkeypatch):
 def test_a_ptxas_too_new_for_the_driver_is_named_with_one_that_fits(bare, monkeypatch):
     new, fit = ptxas(bare / "new", "13.0"), ptxas(bare, "12.6")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(new))
-    assert triton_toolchain.ptxas_fault(driver=(12, 6)) == (
+    assert triton_toolchain.ptxas_error(driver=(12, 6)) == (
         f"ptxas of CUDA 13.0 at {new} is too new for the driver, which runs CUDA 12.6: "
         f"export TRITON_PTXAS_PATH={fit}"
     )
     for fitting in ((13, 0), (13, 2), None):
-        assert triton_toolchain.ptxas_fault(fitting) is None
+        assert triton_toolchain.ptxas_error(fitting) is None
 
 
 def test_the_version_of_a_ptxas_is_read_from_what_it_prints(tmp_path):
@@ -137,24 +137,24 @@ def test_the_version_of_a_ptxas_is_read_from_what_it_prints(tmp_path):
 
 def test_a_missing_ptxas_is_named_with_what_to_install(bare, monkeypatch):
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(bare / "absent"))
-    said = triton_toolchain.ptxas_fault(driver=(12, 6))
+    said = triton_toolchain.ptxas_error(driver=(12, 6))
     assert said.startswith(f"no ptxas runs at {bare / 'absent'}: export TRITON_PTXAS_PATH=")
     assert said.endswith("(after installing the toolkit of CUDA 12.6)")
 
 
 def test_a_missing_compiler_is_named(bare, monkeypatch):
-    assert triton_toolchain.compiler_fault() == "no C compiler (gcc or clang): apt install gcc"
+    assert triton_toolchain.compiler_error() == "no C compiler (gcc or clang): apt install gcc"
     program(bare, "clang")
-    assert triton_toolchain.compiler_fault() is None
+    assert triton_toolchain.compiler_error() is None
     monkeypatch.setenv("CC", "icx -O2")
-    assert triton_toolchain.compiler_fault() == "no C compiler (CC=icx -O2): apt install gcc"
+    assert triton_toolchain.compiler_error() == "no C compiler (CC=icx -O2): apt install gcc"
 
 
 def test_a_missing_python_header_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    assert f"no Python.h in {tmp_path}: apt install python3." in triton_toolchain.header_fault()
+    assert f"no Python.h in {tmp_path}: apt install python3." in triton_toolchain.header_error()
     (tmp_path / "Python.h").touch()
-    assert triton_toolchain.header_fault() is None
+    assert triton_toolchain.header_error() is None
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,13 @@ def test_a_missing_python_header_is_named(tmp_path, monkeypatch):
 def test_a_triton_that_torch_did_not_ask_for_is_named(asked, installed, said, monkeypatch):
     monkeypatch.setattr(triton_toolchain.metadata, "requires", lambda name: ["sympy", asked])
     monkeypatch.setattr(triton_toolchain.metadata, "version", lambda name: installed)
-    fault = triton_toolchain.version_fault()
-    assert fault is None if said is None else said in fault
+    error = triton_toolchain.version_error()
+    assert error is None if said is None else said in error
 
 
 def test_a_missing_triton_is_named_with_the_one_for_this_torch(monkeypatch):
     monkeypatch.setattr(triton_toolchain.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(triton_toolchain, "wanted_triton", lambda: "triton==3.8.0")
-    assert triton_toolchain.faults() == ["Triton is not installed: pip install 'triton==3.8.0'"]
+    assert triton_toolchain.find_errors() == [
+        "Triton is not installed: pip install 'triton==3.8.0'"
+    ]

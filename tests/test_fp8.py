@@ -21,10 +21,11 @@ from flashattn3 import (
     flash_attn_varlen_func,
     quantize_block_fp8,
 )
-from flashattn3.problem import Options, Tensors
+from flashattn3.backends.triton.kernels.fp8 import as_float16
+from flashattn3.call.descales import BLOCKS, EIGHT_BIT, FP8, INT8
+from flashattn3.call.problem import Options, Tensors
 from flashattn3.quantization import block_fp8
 from flashattn3.quantization.hadamard import rotate
-from flashattn3.scales import BLOCKS, EIGHT_BIT, FP8, INT8
 from flashattn3.testing import (
     FORMS,
     FORWARD_CASES,
@@ -35,7 +36,7 @@ from flashattn3.testing import (
     attention,
     call,
     check,
-    check_code_lse,
+    check_exp2_lse,
     check_fp8,
     check_lse,
     make_fp8_inputs,
@@ -44,7 +45,6 @@ from flashattn3.testing import (
 )
 from flashattn3.testing.cases import dense, varlen
 from flashattn3.testing.tolerance import FP8_LSE_TOLERANCE
-from flashattn3.triton_kernels.fp8 import as_float16
 
 poisoned = pytest.mark.usefixtures("poisoned_memory")
 # Blocks of q, k and v that end elsewhere than the tiles, and more than one of each.
@@ -77,22 +77,22 @@ def agrees(case, form: str, backend: str, given: Tensors, values: Tensors, **opt
     options.setdefault("out_dtype", torch.float32 if exact else torch.float16)
     out, lse = call(case, given, return_lse=True, backend=backend, **options)
     assert (out.dtype, lse.dtype) == (options["out_dtype"], torch.float32)
-    truth, truth_lse = attention(values, **case.truth_options())
+    reference, reference_lse = attention(values, **case.reference_options())
     if exact or not GPU:
         precision = torch.float32 if exact else torch.float16
-        plain, _ = attention(values, **case.truth_options(), dtype=precision)
+        plain, _ = attention(values, **case.reference_options(), dtype=precision)
         floor = score_floor(lse) if exact else None
-        check("out", out, truth, plain, FORWARD_FACTOR, case, backend, floor)
-        check_lse(lse, truth_lse, case, backend)
+        check("out", out, reference, plain, FORWARD_FACTOR, case, backend, floor)
+        check_lse(lse, reference_lse, case, backend)
         return
     if case.distribution == "large":
         pytest.skip("the tensor cores add e4m3 products in too few bits for scores of 1e4")
     int8 = backend == "hopper" and "int8" in form
-    check_fp8("out", out, truth, case, backend, INT8_OF_QUANTIZED if int8 else FP8_OF_QUANTIZED)
+    check_fp8("out", out, reference, case, backend, INT8_OF_QUANTIZED if int8 else FP8_OF_QUANTIZED)
     if backend == "hopper":
-        check_code_lse(lse, truth_lse, case, backend, int8)
+        check_exp2_lse(lse, reference_lse, case, backend, int8)
     else:
-        check_lse(lse, truth_lse, case, backend, FP8_LSE_TOLERANCE)
+        check_lse(lse, reference_lse, case, backend, FP8_LSE_TOLERANCE)
 
 
 def quick_form(case, form: str, backend: str) -> bool:
@@ -160,8 +160,8 @@ def test_out_of_many_keys_keeps_its_scale(dtype, backend, device):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 64, device=device).bfloat16() for n in (32, 4096, 4096))
     out = flash_attn_fp8_func(q, k, v, qk_dtype=dtype, backend=backend).double()
-    truth, _ = attention(Tensors(q, k, v), softmax_scale=64**-0.5)
-    scale = (out * truth).sum() / truth.square().sum()
+    reference, _ = attention(Tensors(q, k, v), softmax_scale=64**-0.5)
+    scale = (out * reference).sum() / reference.square().sum()
     assert abs(float(scale) - 1) < 0.02, scale
 
 
@@ -178,7 +178,7 @@ def test_rows_without_keys_are_zero(name, make, form, backend, device):
     case = case_named(name)
     given, values = make(case, device, form)
     out, lse = call(case, given, return_lse=True, backend=backend)
-    _, wanted = attention(values, **case.truth_options())
+    _, wanted = attention(values, **case.reference_options())
     blind = wanted == float("-inf")
     assert blind.any()
     assert (lse[blind] == float("-inf")).all()
@@ -219,9 +219,9 @@ def test_blocks_of_v_may_differ_by_any_factor(backend, device):
         )
         whole = descale.repeat_interleave(256 // len(factors), 2).view(1, 256, 1, 1)
         values = given._replace(v=given.v.double() * whole.double())
-        truth, _ = attention(values, **case.truth_options())
-        scale = float(truth.abs().max()) or 1.0
-        check_fp8("out", out.double() / scale, truth / scale, case, backend)
+        reference, _ = attention(values, **case.reference_options())
+        scale = float(reference.abs().max()) or 1.0
+        check_fp8("out", out.double() / scale, reference / scale, case, backend)
 
 
 def test_a_group_of_query_heads_may_share_q_descales(device):
@@ -273,8 +273,8 @@ def test_packed_qkv_passes_descales_on(device):
     assert found.dtype == torch.float16 and torch.equal(found, wanted)
 
 
-def rmse(found, truth) -> float:
-    return float((found.double() - truth).square().mean().sqrt())
+def rmse(found, reference) -> float:
+    return float((found.double() - reference).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("distribution", ["normal", "outlier"])
@@ -285,14 +285,14 @@ def test_what_16_bit_tensors_lose(distribution, backend, device):
     seqlen = 1024 if GPU or backend == "reference" else 512
     case = dense("loss", (seqlen, seqlen), batch=1, distribution=distribution)
     q, k, v = make_inputs(case, device, torch.bfloat16)[:3]
-    truth, _ = attention(Tensors(q, k, v), **case.truth_options())
+    reference, _ = attention(Tensors(q, k, v), **case.reference_options())
     found = flash_attn_fp8_func(q, k, v, backend=backend)
     assert found.dtype == torch.bfloat16
     coarse = flash_attn_fp8_func(q, k, v, qk_dtype=FP8, backend=backend)
-    assert rmse(found, truth) < 0.9 * rmse(coarse, truth)
+    assert rmse(found, reference) < 0.9 * rmse(coarse, reference)
     if distribution == "normal":
-        check_fp8("out", found, truth, case, backend, FP8_OF_16_BIT)
-        check_fp8("out", coarse, truth, case, backend, FP8_OF_16_BIT)
+        check_fp8("out", found, reference, case, backend, FP8_OF_16_BIT)
+        check_fp8("out", coarse, reference, case, backend, FP8_OF_16_BIT)
         return
     scales = [x.float().abs().amax() / 448 for x in (q, k, v)]
     raw = [(x.float() / scale).to(FP8) for x, scale in zip((q, k, v), scales, strict=True)]
@@ -300,7 +300,7 @@ def test_what_16_bit_tensors_lose(distribution, backend, device):
         f"{side}_descale": scale.expand(1, 2) for side, scale in zip("qkv", scales, strict=True)
     }
     per_tensor = flash_attn_func(*raw, **descales, backend=backend)
-    assert rmse(coarse, truth) < 0.8 * rmse(per_tensor, truth)
+    assert rmse(coarse, reference) < 0.8 * rmse(per_tensor, reference)
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -310,13 +310,13 @@ def test_smoothing_takes_what_the_tokens_have_in_common(backend, device):
     q, k = make_inputs(case, device, torch.bfloat16)[:2]
     k = k + 8 * k.mean(1, keepdim=True)
     v = make_inputs(replace(case, distribution="normal"), device, torch.bfloat16)[2]
-    truth, truth_lse = attention(Tensors(q, k, v), **case.truth_options())
+    reference, reference_lse = attention(Tensors(q, k, v), **case.reference_options())
     how = {"causal": True, "return_lse": True, "backend": backend}
     plain, plain_lse = flash_attn_fp8_func(q, k, v, **how)
     smooth, lse = flash_attn_fp8_func(q, k, v, smooth_k=True, **how)
-    assert rmse(smooth, truth) < 0.5 * rmse(plain, truth)
+    assert rmse(smooth, reference) < 0.5 * rmse(plain, reference)
     # What q lost is multiplied with the mean of k here as there.
-    assert rmse(lse, truth_lse) < 1.1 * rmse(plain_lse, truth_lse)
+    assert rmse(lse, reference_lse) < 1.1 * rmse(plain_lse, reference_lse)
 
 
 @pytest.mark.parametrize(
@@ -346,8 +346,8 @@ def test_ragged_sequences_are_quantized_one_by_one(hadamard, smooth, backend, de
 
 @triton.jit
 def widen(source, target):
-    places = tl.arange(0, 256)
-    tl.store(target + places, as_float16(tl.load(source + places), False))
+    token_positions = tl.arange(0, 256)
+    tl.store(target + token_positions, as_float16(tl.load(source + token_positions), False))
 
 
 def test_every_e4m3_is_widened_exactly(device):
@@ -360,12 +360,12 @@ def test_every_e4m3_is_widened_exactly(device):
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
-@pytest.mark.parametrize("ragged", [False, True])
-def test_v_in_slots_is_v_in_rows(backend, dtype, ragged, device):
+@pytest.mark.parametrize("varlen", [False, True])
+def test_v_in_slots_is_v_in_rows(backend, dtype, varlen, device):
     q, k = (torch.randn(2, 90, 2, 64, device=device) for _ in range(2))
     v = torch.randn(2, 90, 2, 40, device=device)
     options, edges = {}, {}
-    if ragged:
+    if varlen:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         cu_seqlens = torch.tensor([0, 53, 53, 180], dtype=torch.int32, device=device)
         edges = {"cu_seqlens": cu_seqlens, "max_seqlen": 127}
@@ -374,7 +374,7 @@ def test_v_in_slots_is_v_in_rows(backend, dtype, ragged, device):
     q, k = (
         quantize_block_fp8(x, kind=kind, dtype=dtype, **edges) for x, kind in ((q, "q"), (k, "k"))
     )
-    attend = flash_attn_varlen_func if ragged else flash_attn_func
+    attend = flash_attn_varlen_func if varlen else flash_attn_func
     rows, slots = (
         attend(
             q,
@@ -383,7 +383,7 @@ def test_v_in_slots_is_v_in_rows(backend, dtype, ragged, device):
             backend=backend,
             **options,
         )
-        for layout in ("rows", "slots")
+        for layout in ("rows", "permuted")
     )
     assert rows.shape == (*q.data.shape[:-1], 40)
     assert torch.equal(slots, rows)

@@ -10,8 +10,8 @@ import torch
 from helpers import EVERY_BACKEND, GPU, needs_hopper
 
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, quantize_block_fp8
-from flashattn3.problem import Tensors
-from flashattn3.scales import EIGHT_BIT, FP8
+from flashattn3.call.descales import EIGHT_BIT, FP8
+from flashattn3.call.problem import Tensors
 from flashattn3.testing import FP8_OF_16_BIT, attention
 from flashattn3.testing.distributions import (
     Bounds,
@@ -23,7 +23,7 @@ from flashattn3.testing.distributions import (
     compare,
     heavy_probability,
     honest,
-    truth,
+    reference,
 )
 
 HEAD_DIMS = (64, 128, 256) if GPU else (64,)
@@ -81,7 +81,7 @@ def test_every_distribution(name, seqlen_k, head_dim, dtype, backend, device):
     broken, errors = [], []
     for case in members(name, seqlen_k, head_dim):
         inputs = case.build(device, dtype)
-        wanted = truth(inputs)
+        wanted = reference(inputs)
         found, allowed = compare(run(inputs, backend), wanted), compare(honest(inputs), wanted)
         errors.append(found.error)
         broken += [f"{case.id}: {miss}" for miss in case.misses(found, allowed)]
@@ -125,7 +125,7 @@ def test_16_bit_tensors(name, seqlen_k, head_dim, dtype, backend, device):
         quantize_block_fp8(v, kind="v"),
         head_dim**-0.5,
     )
-    exact = compare(truth(quantized), wanted)
+    exact = compare(reference(quantized), wanted)
     how = {"qk_dtype": dtype, "return_lse": True, "backend": backend, "out_dtype": torch.float16}
     found = compare(flash_attn_fp8_func(q, k, v, **how), wanted)
     bounds = Bounds(error=FP8_OF_16_BIT.rmse, bias=case.bounds.bias)
@@ -140,7 +140,7 @@ def test_fast_accumulation_loses_what_is_documented(dtype, head_dim, device):
     """V = 1: 4096 values of one sign, whose sum WGMMA's accumulators cut off."""
     (case,) = members("ones", 4096, head_dim)
     inputs = case.build(device, dtype)
-    wanted = truth(inputs)
+    wanted = reference(inputs)
 
     def bias(fast: bool) -> float:
         how = {"return_lse": True, "backend": "hopper", "out_dtype": torch.float16}
@@ -157,14 +157,16 @@ def test_heavy_keys_have_the_probability_that_they_are_named_for(dtype):
         if "heavy" in case.name:
             inputs = case.build("cpu", dtype)
             p = float(case.name.split("-")[1].removeprefix("p"))
-            assert heavy_probability(case, inputs, truth(inputs)[1]) == pytest.approx(p, abs=0.02)
+            assert heavy_probability(case, inputs, reference(inputs)[1]) == pytest.approx(
+                p, abs=0.02
+            )
 
 
 @pytest.mark.parametrize("name", ["heavy-p0.5-same-heavy0-v0.0", "sink-2^13"])
 def test_weights_that_are_dropped_break_the_bounds(name):
     case = members(name, 8192, 64)[0]
     inputs = case.build("cpu", FP8)
-    wanted, nothing = truth(inputs), Errors(0.0, 0.0, 0.0, 0.0)
+    wanted, nothing = reference(inputs), Errors(0.0, 0.0, 0.0, 0.0)
     dropped = attend(inputs, lambda p: p.where(p >= 2.0**-12, 0.0))
     broken = case.misses(compare(dropped, wanted), nothing)
     assert [miss.split()[0] for miss in broken if "bias" not in miss] == ["error", "lse"]

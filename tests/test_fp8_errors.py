@@ -18,10 +18,10 @@ from flashattn3 import (
     flash_attn_varlen_func,
     quantize_block_fp8,
 )
-from flashattn3.operands import resolved
-from flashattn3.plan import choose
-from flashattn3.problem import Options, Tensors, describe, metadata_of
-from flashattn3.scales import BLOCKS, EIGHT_BIT, FP8, INT8, OUT_DTYPES
+from flashattn3.call.descales import BLOCKS, EIGHT_BIT, FP8, INT8, OUT_DTYPES
+from flashattn3.call.inputs import resolved
+from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.dispatch.planner import choose
 
 EDGES = torch.tensor([0, 70, 200], dtype=torch.int32)
 
@@ -57,7 +57,7 @@ def blocks(**changes):
     return lambda: flash_attn_func(**{**arguments, **changes})
 
 
-def ragged(edges=EDGES, longest=130, **changes):
+def varlen(edges=EDGES, longest=130, **changes):
     x, of = half(200, 2, 16), {"cu_seqlens": edges, "max_seqlen": 130}
     arguments = {side: scaled(x, kind=side, **of) for side in "qkv"}
     arguments |= {"cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES}
@@ -144,12 +144,12 @@ VALUE_ERRORS = [
         "v.hadamard must be False: out would stay rotated, got True",
     ),
     (
-        blocks(k=replace(scaled(half(2, 200, 2, 16)), layout="slots")),
+        blocks(k=replace(scaled(half(2, 200, 2, 16)), layout="permuted")),
         "k.layout must be one of ('rows',), got slots",
     ),
     (
-        blocks(v=replace(scaled(half(2, 200, 2, 16)), layout="slots")),
-        "v.shape must be (batch, heads, slots / 16, columns, 16), got (2, 200, 2, 16)",
+        blocks(v=replace(scaled(half(2, 200, 2, 16)), layout="permuted")),
+        "v.shape must be (batch, heads, keys / 16, columns, 16), got (2, 200, 2, 16)",
     ),
     (
         blocks(k=scaled(half(2, 100, 2, 16))),
@@ -200,20 +200,20 @@ VARLEN_FP8_ERRORS = [
 ]
 VARLEN_ERRORS = [
     (
-        ragged(k=scaled(half(1, 200, 2, 16))),
+        varlen(k=scaled(half(1, 200, 2, 16))),
         "k.cu_seqlens must be the call's, got None",
     ),
-    (ragged(EDGES[:2]), "q.cu_seqlens.shape must be (3,) as the call's, got (2,)"),
+    (varlen(EDGES[:2]), "q.cu_seqlens.shape must be (3,) as the call's, got (2,)"),
     (
-        ragged(q=replace(RAGGED_Q, cu_seqlens=EDGES.to("meta"))),
+        varlen(q=replace(RAGGED_Q, cu_seqlens=EDGES.to("meta"))),
         "q.cu_seqlens.device must be cpu as the call's, got meta",
     ),
     (
-        ragged(q=RAGGED_Q, longest=200),
+        varlen(q=RAGGED_Q, longest=200),
         "q_descale.shape[2] must be at least 4 (blocks of 64 tokens), got 3",
     ),
     (
-        ragged(k=replace(RAGGED_Q, mean=ones(1, 2, 16))),
+        varlen(k=replace(RAGGED_Q, mean=ones(1, 2, 16))),
         "k.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (1, 2, 16)",
     ),
     (
@@ -330,15 +330,15 @@ def problem(block=128, seqlen=4096, dtype=FP8, **options):
 def test_triton_takes_8_bits_on_every_gpu(chip, dtype):
     """e4m3 is multiplied as it is from 8.9 on, where Triton compiles for the chip itself."""
     found = choose(problem(dtype=dtype), chip, WITHOUT_HOPPER)
-    assert found.backend.name == "triton" and not found.v_to_rows
+    assert found.backend.name == "triton" and not found.unpermutes_v
     assert found.config.native_fp8 == (chip in (L4, H100, RTX5090))
     assert found.config.tiles.forward.block_n <= 128
 
 
 def test_a_key_tile_lies_within_one_block():
     chip = replace(RTX3090, shared_memory_bytes=99 * 1024)
-    for block, windowed in itertools.product(BLOCKS, (False, True)):
-        found = choose(problem(block, causal=windowed), chip, WITHOUT_HOPPER).config
+    for block, masked in itertools.product(BLOCKS, (False, True)):
+        found = choose(problem(block, causal=masked), chip, WITHOUT_HOPPER).config
         assert block % found.tiles.forward.block_n == 0
     assert choose(problem(5000), chip, WITHOUT_HOPPER).config.tiles.forward.block_n == 64
 

@@ -24,25 +24,25 @@ from helpers import (
 )
 
 from flashattn3 import UnsupportedError, explain, flash_attn_func
-from flashattn3.backends import hopper_library
-from flashattn3.backends.hopper import HopperBackend
-from flashattn3.backends.hopper_library import Library
-from flashattn3.backends.triton import BACKEND as TRITON
-from flashattn3.backends.triton import TritonBackend
-from flashattn3.kernel_table import (
-    BACKWARD_ROWS,
+from flashattn3.backends.hopper import library as hopper_library
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.library import Library
+from flashattn3.backends.triton.backend import BACKEND as TRITON
+from flashattn3.backends.triton.backend import TritonBackend
+from flashattn3.call.descales import EIGHT_BIT, FP8, INT8, v_dtype
+from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.dispatch.kernel_configs import (
+    BACKWARD_CONFIGS,
+    FORWARD_CONFIGS,
     HEAD_DIMS,
-    ROWS,
-    all_rows,
-    select_backward_row,
-    select_row,
+    all_configs,
+    select_backward_config,
+    select_forward_config,
 )
-from flashattn3.plan import choose
-from flashattn3.problem import Options, Tensors, describe, metadata_of
-from flashattn3.scales import EIGHT_BIT, FP8, INT8, v_dtype
+from flashattn3.dispatch.planner import choose
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8, "int8": INT8}
-ALL_ROWS = frozenset(row.name for row in all_rows())
+ALL_ROWS = frozenset(kernel_config.name for kernel_config in all_configs())
 
 
 class Recorder:
@@ -65,9 +65,9 @@ class GradientRecorder:
 
 
 def hopper(
-    rows=ALL_ROWS, fault=None, forward=None, backward=None, only_measured=False
+    configs=ALL_ROWS, error=None, forward=None, backward=None, only_measured=False
 ) -> HopperBackend:
-    library = Library(rows, fault, forward, backward=backward)
+    library = Library(configs, error, forward, backward=backward)
     return HopperBackend(library=lambda: library, only_measured=only_measured)
 
 
@@ -97,24 +97,29 @@ GOLDEN |= {(192, 128): 192, (200, 200): 256, (256, 256): 256}
 @pytest.mark.parametrize("dims", GOLDEN, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_an_h100_with_the_library_gets_the_row(dims, dtype):
-    for options, windowed in (({}, False), ({"causal": True}, True), ({"window_left": 9}, True)):
+    for options, masked in (({}, False), ({"causal": True}, True), ({"window_left": 9}, True)):
         found = plan(qkv(*dims, dtype=dtype), **options)
         assert found.backend.name == "hopper" and found.declined == ()
-        row = found.config.row
-        assert (row.head_dim, row.windowed) == (GOLDEN[dims], windowed)
-        assert row.dtype == {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        assert GOLDEN[dims] in HEAD_DIMS[row.dtype]
+        kernel_config = found.config.kernel_config
+        assert (kernel_config.head_dim, kernel_config.masked) == (GOLDEN[dims], masked)
+        assert kernel_config.dtype == {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        assert GOLDEN[dims] in HEAD_DIMS[kernel_config.dtype]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(row):
-    dtype = DTYPES[row.dtype]
-    longest = row.max_seqlen_k or 4096
-    tensors = qkv(row.head_dim, dtype=dtype, seqlen_k=longest)
+@pytest.mark.parametrize(
+    "kernel_config", FORWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
+)
+def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_config):
+    dtype = DTYPES[kernel_config.dtype]
+    longest = kernel_config.max_seqlen_k or 4096
+    tensors = qkv(kernel_config.head_dim, dtype=dtype, seqlen_k=longest)
     careful = hopper(only_measured=True)
-    found = plan(tensors, careful, causal=row.windowed)
-    assert found.backend.name == ("hopper" if row.measured else "triton")
-    assert plan(tensors, careful, causal=row.windowed, backend="hopper").config.row == row
+    found = plan(tensors, careful, causal=kernel_config.masked)
+    assert found.backend.name == ("hopper" if kernel_config.measured else "triton")
+    assert (
+        plan(tensors, careful, causal=kernel_config.masked, backend="hopper").config.kernel_config
+        == kernel_config
+    )
 
 
 # Head dims of q and v → that of the gradient's row.
@@ -128,42 +133,52 @@ def test_the_gradient_gets_a_row_or_triton(dims, dtype):
     for options in ({}, {"causal": True}, {"deterministic": True}, {"sm_margin": 8}):
         config = plan(qkv(*dims, dtype=dtype), **options).config
         name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        row = select_backward_row(name, max(dims))
-        assert (row.dtype, row.head_dim) == (name, GOLDEN_GRADIENT[dims])
-        assert config.gradient_row == row and config.describe()["gradient"] == row.name
+        kernel_config = select_backward_config(name, max(dims))
+        assert (kernel_config.dtype, kernel_config.head_dim) == (name, GOLDEN_GRADIENT[dims])
+        assert (
+            config.gradient_config == kernel_config
+            and config.describe()["gradient"] == kernel_config.name
+        )
 
 
-@pytest.mark.parametrize("row", BACKWARD_ROWS, ids=lambda row: row.name)
-def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(row, monkeypatch):
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[row.dtype]
-    tensors = qkv(row.head_dim, dtype=dtype)
+@pytest.mark.parametrize(
+    "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
+)
+def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
+    kernel_config, monkeypatch
+):
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kernel_config.dtype]
+    tensors = qkv(kernel_config.head_dim, dtype=dtype)
     for measured in ("", "H100, 2026-11-22"):
-        now = replace(row, measured=measured)
+        now = replace(kernel_config, measured=measured)
         monkeypatch.setattr(
-            "flashattn3.backends.hopper.select_backward_row", lambda *_, now=now: now
+            "flashattn3.backends.hopper.backend.select_backward_config", lambda *_, now=now: now
         )
         found = plan(tensors, hopper(only_measured=True))
         assert found.backend.name == "hopper"
-        assert found.config.gradient_row == (now if measured else None)
+        assert found.config.gradient_config == (now if measured else None)
         found = plan(tensors, hopper(only_measured=True), backend="hopper")
-        assert found.config.gradient_row == now
+        assert found.config.gradient_config == now
 
 
 def test_a_gradient_whose_row_is_not_in_the_build_runs_on_triton():
-    some = hopper(ALL_ROWS - {select_backward_row("bf16", 64).name})
-    assert plan(qkv(64), some, backend="hopper").config.gradient_row is None
-    assert plan(qkv(128), some).config.gradient_row is not None
+    some = hopper(ALL_ROWS - {select_backward_config("bf16", 64).name})
+    assert plan(qkv(64), some, backend="hopper").config.gradient_config is None
+    assert plan(qkv(128), some).config.gradient_config is not None
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_the_gradient_of_a_softcap_too_small_for_the_kernels_runs_on_triton(head_dim):
-    assert plan(qkv(head_dim), softcap=0.02).config.gradient_row is not None
-    assert plan(qkv(head_dim), softcap=0.01).config.gradient_row is None
+    assert plan(qkv(head_dim), softcap=0.02).config.gradient_config is not None
+    assert plan(qkv(head_dim), softcap=0.01).config.gradient_config is None
 
 
 def test_explain_says_which_kernels_leave_sms_free():
-    assert plan(qkv(128), sm_margin=4).config.describe()["sm_margin of"] == "forward and gradient"
-    assert plan(qkv(256), sm_margin=4).config.describe()["sm_margin of"] == "forward"
+    assert (
+        plan(qkv(128), sm_margin=4).config.describe()["sm_margin applies to"]
+        == "forward and gradient"
+    )
+    assert plan(qkv(256), sm_margin=4).config.describe()["sm_margin applies to"] == "forward"
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
@@ -177,15 +192,19 @@ def test_more_rows_than_are_counted_in_32_bits_are_refused_by_name(long, backend
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
 def test_8_bits_have_no_gradient_row(dtype):
-    assert plan(qkv(64, dtype=dtype), out_dtype=torch.bfloat16).config.gradient_row is None
+    assert plan(qkv(64, dtype=dtype), out_dtype=torch.bfloat16).config.gradient_config is None
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
 def test_int8_gets_the_row_of_its_own(head_dim):
-    row = plan(qkv(head_dim, dtype=INT8), causal=True).config.row
-    e4m3 = plan(qkv(head_dim, dtype=FP8), causal=True).config.row
-    assert (row.dtype, e4m3.dtype) == ("int8", "e4m3")
-    assert row.head_dim == e4m3.head_dim == min(d for d in HEAD_DIMS["int8"] if d >= head_dim)
+    kernel_config = plan(qkv(head_dim, dtype=INT8), causal=True).config.kernel_config
+    e4m3 = plan(qkv(head_dim, dtype=FP8), causal=True).config.kernel_config
+    assert (kernel_config.dtype, e4m3.dtype) == ("int8", "e4m3")
+    assert (
+        kernel_config.head_dim
+        == e4m3.head_dim
+        == min(d for d in HEAD_DIMS["int8"] if d >= head_dim)
+    )
 
 
 def recorder_of_8_bits():
@@ -196,7 +215,7 @@ def recorder_of_8_bits():
         calls.append(arguments)
         return torch.ones(2, 9, 4, 64), torch.ones(2, 4, 9)
 
-    library = Library(ALL_ROWS, None, forward_fp8=forward, to_slots=lambda v, *_: v)
+    library = Library(ALL_ROWS, None, forward_fp8=forward, permute_v=lambda v, *_: v)
     return HopperBackend(library=lambda: library, only_measured=False), calls
 
 
@@ -208,7 +227,7 @@ def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
     found.backend.forward(found, tensors)
     (arguments,) = calls
     assert [x.dtype for x in arguments[:3]] == [INT8, INT8, FP8]
-    assert ROWS.index(found.config.row) in arguments[10:]
+    assert FORWARD_CONFIGS.index(found.config.kernel_config) in arguments[10:]
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
@@ -236,7 +255,7 @@ LENGTHS = {
 
 
 def test_without_the_library_triton_runs_and_the_reason_names_the_command():
-    found = plan(qkv(), hopper(fault="the Hopper kernels were not built"))
+    found = plan(qkv(), hopper(error="the Hopper kernels were not built"))
     assert found.backend.name == "triton"
     reason = dict(found.declined)["hopper"]
     assert reason == (
@@ -246,12 +265,14 @@ def test_without_the_library_triton_runs_and_the_reason_names_the_command():
 
 
 def test_a_row_that_was_left_out_of_the_build_is_named():
-    some = frozenset(row.name for row in all_rows() if row.head_dim == 128)
+    some = frozenset(
+        kernel_config.name for kernel_config in all_configs() if kernel_config.head_dim == 128
+    )
     found = plan(qkv(64), hopper(some), causal=True)
-    row = select_row("bf16", 64, True, seqlen_k=1024)
+    kernel_config = select_forward_config("bf16", 64, True, seqlen_k=1024)
     assert found.backend.name == "triton"
     assert found.declined == (
-        ("hopper", f"kernel row {row.name} is not in this build (FLASHATTN3_KERNELS)"),
+        ("hopper", f"kernel config {kernel_config.name} is not in this build (FLASHATTN3_KERNELS)"),
     )
     assert plan(qkv(128), hopper(some)).backend.name == "hopper"
 
@@ -260,10 +281,10 @@ UNAVAILABLE = [
     (CPU, "needs an NVIDIA GPU, the tensors are on 'cpu'"),
     (A100, "needs compute capability 9.0, A100 has 8.0"),
     (B200, "needs compute capability 9.0, B200 has 10.0"),
-    (LOWERED_H100, "stands aside where Triton is told to interpret or to compile for another chip"),
+    (LOWERED_H100, "disabled: TRITON_INTERPRET or TRITON_OVERRIDE_ARCH is set"),
     (
         replace(H100, interpreted=True),
-        "stands aside where Triton is told to interpret or to compile for another chip",
+        "disabled: TRITON_INTERPRET or TRITON_OVERRIDE_ARCH is set",
     ),
     (
         replace(H100, shared_memory_bytes=99 * 1024),
@@ -371,7 +392,7 @@ def test_one_operator_call_with_the_row_and_the_options():
     assert all(map(torch.equal, recorder.qkv, tensors[:3]))
     assert all(given is passed for given, passed in zip(tensors, recorder.qkv, strict=False))
     assert recorder.indices == (None,) * 4
-    index = ROWS.index(found.config.row)
+    index = FORWARD_CONFIGS.index(found.config.kernel_config)
     assert recorder.scalars == [index, 9, 9, 0.25, 5.0, 3, 0, 132, 2]
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
         (2, 9, 4, 64),
@@ -424,7 +445,7 @@ def test_one_call_of_the_backward_operator_with_the_row_and_the_options():
         given = (dout, dlse, out, lse)
         assert all(x is y for x, y in zip(recorder.given, given, strict=True))
         assert recorder.indices == (None,) * 4
-        index = BACKWARD_ROWS.index(found.config.gradient_row)
+        index = BACKWARD_CONFIGS.index(found.config.gradient_config)
         assert recorder.scalars == [index, 9, 9, 0.25, 5.0, 3, 0, 132, 2, deterministic]
         assert [x.shape for x in gradients] == [x.shape for x in tensors[:3]]
         assert all((x == 1).all() and x.is_contiguous() for x in gradients)
@@ -485,7 +506,7 @@ def test_a_gradient_of_varlen_passes_the_edges_and_the_longest_lengths():
 def test_a_gradient_without_a_row_is_planned_on_triton(monkeypatch):
     seen = []
     monkeypatch.setattr(TritonBackend, "backward", lambda self, plan, *rest: seen.append(plan))
-    without = hopper(ALL_ROWS - {row.name for row in BACKWARD_ROWS})
+    without = hopper(ALL_ROWS - {kernel_config.name for kernel_config in BACKWARD_CONFIGS})
     found = plan(qkv(256), without, causal=True)
     tensors = qkv(256)
     for _ in range(2):
@@ -507,7 +528,7 @@ def fresh_library(monkeypatch):
 
 
 def test_a_hopper_gpu_without_the_library_is_warned_of_once(fresh_library):
-    missing = Library(fault="the Hopper kernels were not built")
+    missing = Library(error="the Hopper kernels were not built")
     fresh_library.setattr(hopper_library, "find_library", lambda: missing)
     with pytest.warns(RuntimeWarning, match="not built.*FLASHATTN3_BUILD=cuda pip install"):
         hopper_library.library_for_gpu()
@@ -517,10 +538,12 @@ def test_a_hopper_gpu_without_the_library_is_warned_of_once(fresh_library):
 
 
 def test_a_library_of_another_table_is_refused(fresh_library):
-    pytest.importorskip("flashattn3._rows", reason="the Hopper kernels are not built here")
-    fresh_library.setattr(hopper_library, "table_hash", lambda: "another")
-    fault = hopper_library.find_library().fault
-    assert fault == "the Hopper kernels were built from another kernel table"
+    pytest.importorskip(
+        "flashattn3._kernel_configs", reason="the Hopper kernels are not built here"
+    )
+    fresh_library.setattr(hopper_library, "configs_hash", lambda: "another")
+    error = hopper_library.find_library().error
+    assert error == "the Hopper kernels were built from other kernel configs"
 
 
 def test_a_module_that_does_not_load_says_why():
@@ -528,11 +551,11 @@ def test_a_module_that_does_not_load_says_why():
 import sys, types
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name == "flashattn3._rows":
+        if name == "flashattn3._kernel_configs":
             raise ImportError("libtorch.so: cannot open shared object file", name=name)
 sys.meta_path.insert(0, Broken())
-from flashattn3.backends.hopper_library import find_library
-print(find_library().fault)"""
+from flashattn3.backends.hopper.library import find_library
+print(find_library().error)"""
     wanted = "the Hopper kernels do not load (libtorch.so: cannot open shared object file)"
     assert run_python(code).strip() == wanted
 
@@ -580,18 +603,20 @@ def test_gradients_of_layouts_that_are_copied_are_those_of_the_reference(name):
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("row", BACKWARD_ROWS, ids=lambda row: row.name)
-def test_a_gradient_that_has_a_row_does_not_touch_triton(row, monkeypatch):
+@pytest.mark.parametrize(
+    "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
+)
+def test_a_gradient_that_has_a_row_does_not_touch_triton(kernel_config, monkeypatch):
     def never(*arguments):
         raise AssertionError("Triton was asked for the gradient")
 
     monkeypatch.setattr(TritonBackend, "backward", never)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[row.dtype]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kernel_config.dtype]
     tensors = [
-        torch.randn(2, 300, 4, row.head_dim, device="cuda", dtype=dtype).requires_grad_()
+        torch.randn(2, 300, 4, kernel_config.head_dim, device="cuda", dtype=dtype).requires_grad_()
         for _ in range(3)
     ]
-    assert explain(*tensors, backend="hopper").config["gradient"] == row.name
+    assert explain(*tensors, backend="hopper").config["gradient"] == kernel_config.name
     out = flash_attn_func(*tensors, backend="hopper")
     assert all(x.any() for x in torch.autograd.grad(out.float().square().sum(), tensors))
 
@@ -710,7 +735,7 @@ def test_a_stream_with_the_handle_of_a_destroyed_one_counts_its_own_tiles(uneven
 @pytest.mark.gpu
 @needs_hopper
 def test_every_kernel_is_resident():
-    for facts in hopper_library.kernel_facts():
-        assert facts["blocks_per_sm"] >= 1, facts
-        assert facts["max_threads"] >= facts["num_threads"]
-        assert facts["num_registers"] > 0
+    for info in hopper_library.kernel_info():
+        assert info["blocks_per_sm"] >= 1, info
+        assert info["max_threads"] >= info["num_threads"]
+        assert info["num_registers"] > 0

@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))  # an installed package does not bring the build a
 
 from build_support import ptxas, toolchain, units
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
-from flashattn3.backends.hopper_library import find_library, kernel_facts
-from flashattn3.kernel_table import ROWS, all_rows, table_hash
+from flashattn3.backends.hopper.library import find_library, kernel_info
+from flashattn3.dispatch.kernel_configs import FORWARD_CONFIGS, all_configs, configs_hash
 
 ROW = "forward_bf16_d64_full"
 
@@ -63,19 +63,19 @@ def test_nvcc_is_looked_for_where_cuda_home_says_alone(monkeypatch, tmp_path):
 
 def test_units_name_every_field_of_their_row(tmp_path):
     paths = units.write_units(tmp_path, "*")
-    names = [row.name for row in all_rows()]
+    names = [config.name for config in all_configs()]
     assert [path.name for path in paths] == [*(f"{name}.cu" for name in names), "registry.cpp"]
-    for row, path in zip(all_rows(), paths, strict=False):
+    for config, path in zip(all_configs(), paths, strict=False):
         text = path.read_text()
-        assert f'#include "host/compiled_{row.kind}.cuh"' in text
-        assert f"constexpr {type(row).__name__} kRow = {{" in text
-        assert f".head_dim = {row.head_dim}," in text
-        if row.kind == "forward":
-            assert f".windowed = {str(row.windowed).lower()}," in text
-        assert units.DTYPES[row.dtype] in text
+        assert f'#include "launch/compiled_{config.kind}.cuh"' in text
+        assert f"constexpr {config.kind}::Config kConfig = {{" in text
+        assert f".head_dim = {config.head_dim}," in text
+        if config.kind == "forward":
+            assert f".masked = {str(config.masked).lower()}," in text
+        assert units.DTYPES[config.dtype] in text
         assert "measured" not in text
     registry = paths[-1].read_text()
-    assert f'kTableHash = "{table_hash()}"' in registry
+    assert f'kConfigsHash = "{configs_hash()}"' in registry
     listed = [line.split('"')[1] for line in registry.splitlines() if line.startswith('    {"')]
     assert listed == names
     assert f'const ForwardEntry kForwardEntries[] = {{\n    {{"{names[0]}"' in registry
@@ -84,12 +84,12 @@ def test_units_name_every_field_of_their_row(tmp_path):
 
 def test_a_subset_keeps_the_places_and_untouched_files_their_time(tmp_path):
     units.write_units(tmp_path, "*")
-    kept = tmp_path / f"{ROWS[0].name}.cu"
+    kept = tmp_path / f"{FORWARD_CONFIGS[0].name}.cu"
     before = kept.stat().st_mtime_ns
-    paths = units.write_units(tmp_path, ROWS[0].name)
+    paths = units.write_units(tmp_path, FORWARD_CONFIGS[0].name)
     assert {path.name for path in tmp_path.iterdir()} == {kept.name, "registry.cpp"}
     assert kept.stat().st_mtime_ns == before
-    assert paths[-1].read_text().count("nullptr") == len(all_rows()) - 1
+    assert paths[-1].read_text().count("nullptr") == len(all_configs()) - 1
 
 
 GOOD = """ptxas info    : 0 bytes gmem
@@ -104,20 +104,20 @@ WARNING = (
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "error"),
     [
         (GOOD, None),
         (GOOD.replace("8 bytes", "36 bytes"), "36 bytes of spills, allowed are 32"),
         (GOOD + WARNING, WARNING.strip()),
     ],
 )
-def test_what_ptxas_says_is_judged(text, fault, tmp_path, capsys):
+def test_what_ptxas_says_is_judged(text, error, tmp_path, capsys):
     (tmp_path / "row.cu").touch()
     (tmp_path / "row.cu.o.log").write_text(text)
     (report,) = ptxas.read_all(tmp_path)
-    assert (report.name, report.registers, report.fault) == ("row", 168, fault)
-    assert ptxas.main(tmp_path) == int(fault is not None)
-    assert ("WRONG: " in capsys.readouterr().out) == (fault is not None)
+    assert (report.name, report.registers, report.error) == ("row", 168, error)
+    assert ptxas.main(tmp_path) == int(error is not None)
+    assert ("WRONG: " in capsys.readouterr().out) == (error is not None)
 
 
 def test_no_log_is_no_pass(tmp_path):
@@ -141,7 +141,7 @@ def run(source: Path, *command: str, **environment: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A copy of the checkout with one kernel row compiled in it."""
+    """A copy of the checkout with one kernel config compiled in it."""
     try:
         find_toolchain()
     except BuildError as error:
@@ -155,17 +155,17 @@ def built(tmp_path_factory) -> Path:
     return copy
 
 
-SHOW = "from flashattn3.backends.hopper_library import find_library, kernel_facts; "
+SHOW = "from flashattn3.backends.hopper.library import find_library, kernel_info; "
 
 
 @pytest.mark.slow
 def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
-    done = run(built, "-c", SHOW + "x = find_library(); print(x.fault, *x.rows, kernel_facts())")
+    done = run(built, "-c", SHOW + "x = find_library(); print(x.fault, *x.rows, kernel_info())")
     assert done.returncode == 0, done.stderr
-    fault, name, facts = done.stdout.split(maxsplit=2)
-    (row,) = (row for row in ROWS if row.name.startswith(ROW))
-    assert (fault, name) == ("None", row.name)
-    assert f"'shared_memory_bytes': {row.shared_memory_bytes}" in facts
+    error, name, info = done.stdout.split(maxsplit=2)
+    (config,) = (config for config in FORWARD_CONFIGS if config.name.startswith(ROW))
+    assert (error, name) == ("None", config.name)
+    assert f"'shared_memory_bytes': {config.shared_memory_bytes}" in info
     assert run(built, "-m", "build_support.ptxas").returncode == 0
 
 
@@ -173,11 +173,11 @@ def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
 def test_the_build_brings_the_operators(built):
     """Under torch's CPU build they are there to be looked at; none is for the CPU."""
     code = "library = find_library(); ops = torch.ops.flashattn3_hopper; "
-    names = ("quantize", "quantize_qkv", "sample_mean", "to_slots", "backward", "forward_fp8")
+    names = ("quantize", "quantize_qkv", "sample_mean", "permute_v", "backward", "forward_fp8")
     schemas = ", ".join(f"ops.{name}.default._schema" for name in names)
     done = run(built, "-c", f"import torch; {SHOW}{code}print({schemas}, sep='\\n')")
     assert done.returncode == 0, done.stderr
-    quantize, quantize_qkv, sample_mean, to_slots, backward, fp8 = done.stdout.splitlines()
+    quantize, quantize_qkv, sample_mean, permute_v, backward, fp8 = done.stdout.splitlines()
     assert quantize == (
         "flashattn3_hopper::quantize(Tensor x, Tensor? mean, Tensor? signs, Tensor? cu_seqlens, "
         "int block, int max_seqlen, bool slots, bool int8) -> (Tensor data, Tensor descale)"
@@ -191,8 +191,8 @@ def test_the_build_brings_the_operators(built):
     assert sample_mean == (
         "flashattn3_hopper::sample_mean(Tensor x, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
     )
-    assert to_slots == (
-        "flashattn3_hopper::to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
+    assert permute_v == (
+        "flashattn3_hopper::permute_v(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
     )
     assert backward.startswith("flashattn3_hopper::backward(Tensor dout, Tensor? dlse, Tensor out")
     assert backward.endswith("bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)")
@@ -222,31 +222,31 @@ def test_the_library_needs_no_python_and_no_cuda_library(built):
 def test_a_changed_table_makes_the_build_stale(built, tmp_path):
     copy = tmp_path / "changed"
     shutil.copytree(built, copy, ignore=shutil.ignore_patterns("build"))
-    table = copy / "flashattn3" / "kernel_table.py"
+    table = copy / "flashattn3" / "kernel_configs.py"
     table.write_text(
         table.read_text().replace(
             "ROWS = (", "ROWS = (\n    *_rows(SIXTEEN_BIT, 8, True, 64, 64, 2, 1),", 1
         )
     )
     done = run(copy, "-c", SHOW + "print(find_library().fault)")
-    assert done.stdout.strip() == "the Hopper kernels were built from another kernel table"
+    assert done.stdout.strip() == "the Hopper kernels were built from other kernel configs"
 
 
 @pytest.mark.slow
 def test_an_unknown_row_is_refused_with_the_names(built):
     done = run(built, "-m", "build_support", FLASHATTN3_KERNELS="fast")
     assert done.returncode != 0
-    assert "FLASHATTN3_KERNELS: no kernel row matches 'fast'; the rows are" in done.stderr
+    assert "FLASHATTN3_KERNELS: no kernel config matches 'fast'; the rows are" in done.stderr
 
 
 def test_the_library_of_this_installation_is_the_tables():
     library = find_library()
-    if library.fault is not None:
-        pytest.skip(library.fault)
-    facts = {found["name"]: found for found in kernel_facts()}
-    assert library.rows == facts.keys() <= {row.name for row in all_rows()}
-    for row in all_rows():
-        if row.name in facts:
-            assert facts[row.name]["num_threads"] == row.num_threads
-            assert facts[row.name]["shared_memory_bytes"] == row.shared_memory_bytes
-            assert facts[row.name]["local_bytes"] <= ptxas.max_spill_bytes(row.name)
+    if library.error is not None:
+        pytest.skip(library.error)
+    info = {found["name"]: found for found in kernel_info()}
+    assert library.configs == info.keys() <= {config.name for config in all_configs()}
+    for config in all_configs():
+        if config.name in info:
+            assert info[config.name]["num_threads"] == config.num_threads
+            assert info[config.name]["shared_memory_bytes"] == config.shared_memory_bytes
+            assert info[config.name]["local_bytes"] <= ptxas.max_spill_bytes(config.name)

@@ -13,11 +13,11 @@ from helpers import H100, WITHOUT_HOPPER
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, fp8, ops
-from flashattn3.backends.hopper import HopperBackend
-from flashattn3.backends.hopper_library import Library
-from flashattn3.kernel_table import all_rows
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.library import Library
+from flashattn3.call.descales import FP8, INT8
+from flashattn3.dispatch.kernel_configs import all_configs
 from flashattn3.quantization import dispatch
-from flashattn3.scales import FP8, INT8
 
 PACKAGE = flashattn3.__path__[0]
 
@@ -55,7 +55,7 @@ def on_hopper(monkeypatch):
         for name, found in results.items()
     }
     quantize_qkv = SimpleNamespace(default=operators.pop("quantize_qkv"))
-    library = Library(frozenset(row.name for row in all_rows()), to_slots=None, **operators)
+    library = Library(frozenset(row.name for row in all_configs()), permute_v=None, **operators)
     hopper = HopperBackend(library=lambda: library, only_measured=False)
     for module in (ops, fp8):
         monkeypatch.setattr(module, "BACKENDS", (hopper, *WITHOUT_HOPPER))

@@ -14,134 +14,159 @@ PACKAGE = ROOT / "flashattn3"
 CORE = (
     "errors",
     "modes",
-    "arguments",
-    "problem",
-    "device",
-    "kernel_table",
-    "scales",
-    "contents",
-    "operands",
-    "plan",
+    "call",
+    "dispatch",
     "ops",
     "autograd",
     "api",
     "fp8",
     "packed",
     "backends",
-    "triton_kernels",
     "quantization",
 )
 
 # Module or package of flashattn3 → what of flashattn3 it may import when it runs.
 MAY_IMPORT = {
+    "call": set(),
+    "dispatch": set(),
     "errors": set(),
     "modes": {"errors"},
-    "arguments": {"errors"},
-    "device": set(),
-    "scales": {"errors"},
-    "problem": {"arguments", "errors", "scales"},
-    "contents": {"errors"},
-    "operands": {"contents", "errors", "modes", "problem", "quantization", "scales"},
-    "backends.base": set(),
-    "plan": {"backends.base", "device", "errors", "problem"},
-    "backends.heads_first": set(),
-    "backends.reference": {
-        "backends.base",
-        "backends.heads_first",
-        "device",
-        "problem",
-        "scales",
-    },
-    "kernel_table": set(),
-    "backends.hopper_library": {"kernel_table", "_rows"},
-    "backends.sixteen_bit": {"backends.base", "problem"},
-    "backends.hopper_launches": {"contents", "kernel_table", "problem", "scales"},
-    "backends.hopper": {
-        "backends.hopper_launches",
-        "backends.hopper_library",
-        "backends.sixteen_bit",
-        "backends.triton",
-        "device",
+    "call.arguments": {"errors"},
+    "dispatch.device": set(),
+    "call.descales": {"errors"},
+    "call.problem": {"call.arguments", "errors", "call.descales"},
+    "call.value_checks": {"errors"},
+    "call.inputs": {
+        "call.value_checks",
         "errors",
-        "kernel_table",
-        "problem",
-        "scales",
+        "modes",
+        "call.problem",
+        "quantization",
+        "call.descales",
+    },
+    "dispatch.backend": set(),
+    "dispatch.planner": {"dispatch.backend", "dispatch.device", "errors", "call.problem"},
+    "backends.reference.padded_layout": set(),
+    "backends.reference.backend": {
+        "dispatch.backend",
+        "backends.reference.padded_layout",
+        "dispatch.device",
+        "call.problem",
+        "call.descales",
+    },
+    "dispatch.kernel_configs": set(),
+    "backends.hopper.library": {"dispatch.kernel_configs", "_kernel_configs"},
+    "backends.gpu_limits": {"dispatch.backend", "call.problem"},
+    "backends.hopper.launch": {
+        "call.value_checks",
+        "dispatch.kernel_configs",
+        "call.problem",
+        "call.descales",
+    },
+    "backends.hopper.backend": {
+        "backends.hopper.launch",
+        "backends.hopper.library",
+        "backends.gpu_limits",
+        "backends.triton.backend",
+        "dispatch.device",
+        "errors",
+        "dispatch.kernel_configs",
+        "call.problem",
+        "call.descales",
     },
     # The two halves of one backend: what is decided without Triton, and what needs it.
-    "backends.triton": {
-        "backends.sixteen_bit",
-        "backends.triton_launches",
-        "device",
-        "problem",
-        "scales",
-        "triton_kernels.configs",
+    "backends.triton.backend": {
+        "backends.gpu_limits",
+        "backends.triton.launch",
+        "dispatch.device",
+        "call.problem",
+        "call.descales",
+        "backends.triton.tile_configs",
     },
-    "backends.triton_launches": {
-        "backends.sixteen_bit",
-        "backends.triton",
-        "problem",
-        "scales",
-        "triton_kernels",
+    "backends.triton.launch": {
+        "backends.triton.tile_configs",
+        "backends.gpu_limits",
+        "backends.triton.backend",
+        "call.problem",
+        "call.descales",
+        "backends.triton.kernels",
     },
-    "triton_kernels.configs": set(),
-    "triton_kernels": {"triton_kernels", "triton_kernels.configs"},
-    "backends": {"backends.hopper", "backends.reference", "backends.triton"},
-    "quantization": {"arguments", "contents", "errors", "modes", "quantization", "scales"},
+    "backends.triton.tile_configs": set(),
+    "backends.triton.kernels": {"backends.triton.kernels", "backends.triton.tile_configs"},
+    "backends": {
+        "backends.hopper.backend",
+        "backends.reference.backend",
+        "backends.triton.backend",
+    },
+    "quantization": {
+        "call.arguments",
+        "call.value_checks",
+        "errors",
+        "modes",
+        "quantization",
+        "call.descales",
+    },
     "quantization.dispatch": {
         "backends",
-        "device",
+        "dispatch.device",
         "modes",
-        "problem",
+        "call.problem",
         "quantization",
-        "scales",
+        "call.descales",
     },
-    "quantization.triton_launch": {"quantization", "scales", "triton_kernels"},
+    "quantization.triton_launch": {"quantization", "call.descales", "backends.triton.kernels"},
     "ops": {
         "backends",
-        "contents",
-        "device",
+        "call.value_checks",
+        "dispatch.device",
         "errors",
         "modes",
-        "plan",
-        "problem",
+        "dispatch.planner",
+        "call.problem",
         "quantization",
-        "scales",
+        "call.descales",
     },
-    "autograd": {"modes", "ops", "problem"},
+    "autograd": {"modes", "ops", "call.problem"},
     "api": {
-        "arguments",
+        "call.arguments",
         "autograd",
         "backends",
-        "device",
+        "dispatch.device",
         "errors",
-        "operands",
+        "call.inputs",
         "ops",
-        "plan",
-        "problem",
+        "dispatch.planner",
+        "call.problem",
         "quantization",
     },
-    "packed": {"api", "arguments", "errors", "problem"},
+    "packed": {"api", "call.arguments", "errors", "call.problem"},
     "fp8": {
         "api",
-        "arguments",
+        "call.arguments",
         "autograd",
         "backends",
-        "contents",
-        "device",
+        "call.value_checks",
+        "dispatch.device",
         "errors",
         "modes",
-        "operands",
-        "plan",
-        "problem",
+        "call.inputs",
+        "dispatch.planner",
+        "call.problem",
         "quantization",
-        "scales",
+        "call.descales",
     },
 }
-TORCH_FREE = ("errors", "plan", "kernel_table", "backends.base", "triton_kernels.configs")
+TORCH_FREE = (
+    "errors",
+    "dispatch.planner",
+    "dispatch.kernel_configs",
+    "dispatch.backend",
+    "backends.triton.tile_configs",
+)
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 # Run on a CPU or under FLASHATTN3_CHECK=1; read a number that the caller passed as a tensor; once.
 MAY_WAIT = {
-    *("check_contents", "check_edges", "check_same_contents"),
+    *("check_values", "check_edges", "check_same_values"),
     *("_scalar", "_listed"),
     "_kept_signs",
 }
@@ -186,13 +211,18 @@ def imports(name: str) -> set[str]:
 
 
 def layer_of(name: str) -> str:
-    return name if name in MAY_IMPORT else name.split(".")[0]
+    """The longest prefix of a module's name that MAY_IMPORT holds."""
+    while name and name not in MAY_IMPORT:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def allowed_for(name: str) -> set[str]:
     """Naming a package allows all of its modules."""
     allowed = MAY_IMPORT[layer_of(name)]
-    return allowed | {other for other in MODULES if other.split(".")[0] in allowed}
+    return allowed | {
+        other for other in MODULES if any(other.startswith(f"{package}.") for package in allowed)
+    }
 
 
 @pytest.mark.parametrize("name", CORE_MODULES)
@@ -205,7 +235,13 @@ def test_core_modules_import_only_what_lies_below_them(name):
 def test_every_core_module_has_a_place_in_the_layers():
     missing = {name for name in CORE_MODULES if layer_of(name) not in MAY_IMPORT}
     assert not missing
-    assert {layer_of(name) for name in CORE_MODULES} >= {"api", "ops", "problem", "plan", "device"}
+    assert {layer_of(name) for name in CORE_MODULES} >= {
+        "api",
+        "ops",
+        "call.problem",
+        "dispatch.planner",
+        "dispatch.device",
+    }
 
 
 def third_party(name: str) -> set[str]:
@@ -215,7 +251,7 @@ def third_party(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", CORE_MODULES)
 def test_core_modules_need_only_torch_and_triton(name):
-    triton_allowed = name.startswith(("triton_kernels", "backends.triton"))
+    triton_allowed = name.startswith("backends.triton.")
     allowed = {"torch", "triton"} if triton_allowed else {"torch"}
     if name in TORCH_FREE:
         allowed = set()
@@ -274,7 +310,7 @@ def calls(tree: ast.AST, inside: str = ""):
         yield from calls(node, holder)
 
 
-@pytest.mark.parametrize("name", [n for n in CORE_MODULES if n != "backends.reference"])
+@pytest.mark.parametrize("name", [n for n in CORE_MODULES if n != "backends.reference.backend"])
 def test_no_core_module_waits_for_a_device_or_leaves_the_process(name):
     forbidden = WAITING_CALLS | {"exit", "_exit", "abort"}
     tree = ast.parse(MODULES[name].read_text())
@@ -286,13 +322,18 @@ def test_no_core_module_waits_for_a_device_or_leaves_the_process(name):
     assert not found, f"{name}: {found}"
 
 
-# csrc: blocks ← kernels ← host ← torch_binding, and torch's headers only in the last.
+# csrc: ptx ← tile ← attention ← the kernels' folders ← launch ← torch_binding, and torch's headers
+# only in the last.
+CSRC_PRIMITIVES = {"ptx", "tile", "attention"}
+CSRC_KERNELS = ("forward", "backward", "quantize", "varlen")
 CSRC_MAY_INCLUDE = {
-    "blocks": {"blocks"},
-    "kernels": {"blocks", "kernels"},
-    "host": {"blocks", "kernels", "host"},
-    "torch_binding": {"host", "torch_binding"},
-    "python_binding": {"host", "python_binding"},
+    "ptx": {"ptx"},
+    "tile": {"ptx", "tile"},
+    "attention": CSRC_PRIMITIVES,
+    **{kernel: {kernel, *CSRC_PRIMITIVES} for kernel in CSRC_KERNELS},
+    "launch": {"launch", *CSRC_KERNELS, *CSRC_PRIMITIVES},
+    "torch_binding": {"launch", "torch_binding"},
+    "python_binding": {"launch", "python_binding"},
 }
 
 
@@ -316,11 +357,11 @@ def wrong_includes(csrc: Path) -> list[str]:
 
 def test_csrc_includes_follow_the_arrows(tmp_path):
     assert wrong_includes(ROOT / "csrc") == []
-    (tmp_path / "blocks").mkdir()
-    (tmp_path / "blocks" / "mask.h").write_text(
-        '#include "kernels/forward.h"\n#include <torch/all.h>\n'
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "attention" / "mask.h").write_text(
+        '#include "forward/kernel.cuh"\n#include <torch/all.h>\n'
     )
     assert wrong_includes(tmp_path) == [
-        "blocks/mask.h includes kernels/forward.h",
-        "blocks/mask.h includes torch/all.h",
+        "attention/mask.h includes forward/kernel.cuh",
+        "attention/mask.h includes torch/all.h",
     ]

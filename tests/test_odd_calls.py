@@ -22,9 +22,9 @@ from torch import Tensor
 
 import flashattn3
 from flashattn3 import BlockScaled, Explanation, quantize_block_fp8
-from flashattn3.problem import Tensors
+from flashattn3.call.descales import FP8, INT8
+from flashattn3.call.problem import Tensors
 from flashattn3.quantization import dispatch
-from flashattn3.scales import FP8, INT8
 from flashattn3.testing import attention
 from flashattn3.testing.tolerance import FP8_OF_16_BIT
 
@@ -204,7 +204,7 @@ LEGAL: dict[str, Callable[[object], object]] = {
     "smooth": boolean,
     "kind": one_of("q", "k", "v"),
     "dtype": one_of(FP8, INT8),
-    "layout": one_of(None, "rows", "slots"),
+    "layout": one_of(None, "rows", "permuted"),
     "max_seqlen": optional(length),
     "device": one_of(None, "cpu", torch.device("cpu")),
     "name": one_of("reference", "triton", "hopper"),
@@ -246,7 +246,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def calls() -> list[Call]:
     half, bf16 = torch.float16, torch.bfloat16
-    ragged = {"cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    varlen = {"cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES, "max_seqlen_q": 7, "max_seqlen_k": 7}
 
     def qkv(*rows: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         keys = (*rows[:-1], rows[-1] + 2 if len(rows) == 2 else rows[-1])
@@ -261,7 +261,7 @@ def calls() -> list[Call]:
         Call("e4m3", flashattn3.flash_attn_func, eight_bit | descales),
         Call("scaled", flashattn3.flash_attn_func, scaled),
         Call(
-            "varlen", flashattn3.flash_attn_varlen_func, qkv(12) | ragged | {"seqused_k": SEQUSED}
+            "varlen", flashattn3.flash_attn_varlen_func, qkv(12) | varlen | {"seqused_k": SEQUSED}
         ),
         Call(
             "packed",
@@ -281,7 +281,7 @@ def calls() -> list[Call]:
         Call(
             "varlen kv packed",
             flashattn3.flash_attn_varlen_kvpacked_func,
-            {"q": random(12, 4, 16), "kv": random(12, 2, 2, 16)} | ragged,
+            {"q": random(12, 4, 16), "kv": random(12, 2, 2, 16)} | varlen,
         ),
         Call(
             "packed heads",
@@ -290,7 +290,7 @@ def calls() -> list[Call]:
             {"num_heads_q": integer(2, 2)},
         ),
         Call("fp8", flashattn3.flash_attn_fp8_func, qkv(2, 7, dtype=half)),
-        Call("fp8 varlen", flashattn3.flash_attn_varlen_fp8_func, qkv(12, dtype=bf16) | ragged),
+        Call("fp8 varlen", flashattn3.flash_attn_varlen_fp8_func, qkv(12, dtype=bf16) | varlen),
         Call(
             "explain",
             flashattn3.explain,
@@ -301,7 +301,7 @@ def calls() -> list[Call]:
         Call(
             "explain varlen",
             flashattn3.explain,
-            qkv(12) | ragged,
+            qkv(12) | varlen,
             {"max_seqlen_q": any_length, "max_seqlen_k": any_length},
         ),
         Call(
@@ -394,7 +394,7 @@ CASES = [(call.name, name) for call in CALLS.values() for name in parameters(cal
 # The judge.
 
 
-def truth(call: Call, given: dict[str, Any]) -> Tensor:
+def reference(call: Call, given: dict[str, Any]) -> Tensor:
     """The attention of a call in float64, from its arguments as they are meant."""
     if "cu_seqlens" in given:
         given = given | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), given["cu_seqlens"])
@@ -455,7 +455,7 @@ def wrong_result(call: Call, given: dict[str, Any], result: object) -> str | Non
     if out.is_meta:
         first = next(iter(given.values()))
         return None if out.shape[0] == first.shape[0] else f"meta out of shape {out.shape}"
-    wanted = truth(call, given)
+    wanted = reference(call, given)
     if out.shape != wanted.shape:
         return f"out of shape {tuple(out.shape)}, should be {tuple(wanted.shape)}"
     eight = "fp8" in call.function.__name__ or out.dtype in (torch.float16, torch.bfloat16)
@@ -509,7 +509,7 @@ def forms(value: object) -> list[str]:
     return [str(each) for each in found]
 
 
-def fault(call: Call, name: str, odd: Value) -> str | None:
+def error(call: Call, name: str, odd: Value) -> str | None:
     """Why the outcome of a call with an odd value is neither of the legal ones, or None."""
     meaning = call.meaning(name, odd.value)
     given = {**call.arguments, name: odd.value}
@@ -542,13 +542,13 @@ def no_interpreter(monkeypatch):
 @pytest.mark.parametrize(("call", "name"), CASES, ids=[f"{call}-{name}" for call, name in CASES])
 def test_odd_argument(call, name):
     call = CALLS[call]
-    faults = {
+    errors = {
         odd.name: found
         for odd in odd_values(call, name)
         if (call.name, name, odd.name) not in EXCUSED
-        and (found := fault(call, name, odd)) is not None
+        and (found := error(call, name, odd)) is not None
     }
-    assert not faults, "\n".join(f"{value}: {found}" for value, found in faults.items())
+    assert not errors, "\n".join(f"{value}: {found}" for value, found in errors.items())
 
 
 def test_there_are_many_odd_calls():

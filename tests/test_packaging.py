@@ -17,7 +17,7 @@ import pytest
 from helpers import ROOT
 
 import flashattn3
-from flashattn3.backends import hopper_library
+from flashattn3.backends.hopper import library as hopper_library
 
 if not (ROOT / "pyproject.toml").is_file():
     pytest.skip("needs a source checkout", allow_module_level=True)

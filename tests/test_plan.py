@@ -28,10 +28,10 @@ from helpers import (
 import flashattn3
 from flashattn3 import UnsupportedError
 from flashattn3.backends import BACKENDS
-from flashattn3.device import SHARED_MEMORY_KIB
-from flashattn3.plan import choose
-from flashattn3.problem import Options, Tensors, describe, metadata_of
-from flashattn3.triton_kernels.configs import MAX_HEAD_DIM, ROWS, select_row
+from flashattn3.backends.triton.tile_configs import MAX_HEAD_DIM, TILE_CONFIGS, select_tile_config
+from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.dispatch.device import SHARED_MEMORY_KIB
+from flashattn3.dispatch.planner import choose
 
 
 def problem(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_k=1024, **options):
@@ -72,34 +72,36 @@ def test_every_gpu_gets_its_row(device, head_dim):
     found = plan(device, head_dim)
     assert found.backend.name == "triton"
     assert found.declined == ()
-    row = found.config.row
-    assert row.head_dim == ROW_OF_HEAD_DIM[head_dim]
-    assert (row.shared_memory_kib, row.wgmma) == GOLDEN_ROWS[device][row.head_dim]
-    assert found.config.tiles == row.full
-    assert plan(device, head_dim, causal=True).config.tiles == row.windowed
-    assert plan(device, head_dim, window_left=9).config.tiles == row.windowed
-    assert found.config.grid == (ceil(1024 / row.full.forward.block_m) * 8 * 2, 1, 1)
+    tile_config = found.config.tile_config
+    assert tile_config.head_dim == ROW_OF_HEAD_DIM[head_dim]
+    assert (tile_config.shared_memory_kib, tile_config.wgmma) == GOLDEN_ROWS[device][
+        tile_config.head_dim
+    ]
+    assert found.config.tiles == tile_config.full
+    assert plan(device, head_dim, causal=True).config.tiles == tile_config.masked
+    assert plan(device, head_dim, window_left=9).config.tiles == tile_config.masked
+    assert found.config.grid == (ceil(1024 / tile_config.full.forward.block_m) * 8 * 2, 1, 1)
 
 
 def test_the_wider_head_dim_decides():
-    assert plan(A100, 64, dv=128).config.row == plan(A100, 128).config.row
-    assert plan(A100, 192, dv=128).config.row == plan(A100, 256).config.row
+    assert plan(A100, 64, dv=128).config.tile_config == plan(A100, 128).config.tile_config
+    assert plan(A100, 192, dv=128).config.tile_config == plan(A100, 256).config.tile_config
 
 
 def test_rows_fit_the_chips_that_choose_them():
     for device in GPUS:
-        for row in {plan(device, d).config.row for d in range(8, MAX_HEAD_DIM + 1)}:
-            assert row.shared_memory_kib * 1024 <= device.shared_memory_bytes
-            assert row.shared_memory_kib <= SHARED_MEMORY_KIB[device.capability]
+        for tile_config in {plan(device, d).config.tile_config for d in range(8, MAX_HEAD_DIM + 1)}:
+            assert tile_config.shared_memory_kib * 1024 <= device.shared_memory_bytes
+            assert tile_config.shared_memory_kib <= SHARED_MEMORY_KIB[device.capability]
 
 
 def test_every_row_is_chosen_by_some_chip():
     chosen = {
-        select_row(d, d, gpu.lowering, gpu.shared_memory_bytes)
+        select_tile_config(d, d, gpu.lowering, gpu.shared_memory_bytes)
         for gpu in GPUS
         for d in ROW_OF_HEAD_DIM
     }
-    assert chosen == set(ROWS)
+    assert chosen == set(TILE_CONFIGS)
 
 
 @pytest.mark.parametrize("device", [CPU, T4], ids=lambda d: d.name)
@@ -198,7 +200,7 @@ def test_one_pass_unless_splits_are_asked_for():
     assert plan(H100, **lonely).config.num_splits == 1
     assert plan(H100, num_splits=5, **lonely).config.num_splits == 5
     chosen = plan(H100, num_splits=0, **lonely).config
-    assert chosen.num_splits == 132 // 8  # 8 heads of one row tile each on 132 SMs
+    assert chosen.num_splits == 132 // 8  # 8 heads of one work tile each on 132 SMs
     assert chosen.grid == (8 * chosen.num_splits, 1, 1)
     assert plan(H100, batch=64, num_splits=-1).config.num_splits == 1  # every SM has work
     assert plan(H100, num_splits=9, seqlen_k=1).config.num_splits == 1  # one key tile
@@ -207,7 +209,7 @@ def test_one_pass_unless_splits_are_asked_for():
 def test_plans_do_not_depend_on_whether_a_gpu_is_here():
     """``choose`` reads nothing but its arguments: the same plan for a GPU that cannot exist."""
     moon = replace(A100, name="moon", capability=199, lowering=199, num_sms=1)
-    assert plan(moon).config.row == plan(A100).config.row
+    assert plan(moon).config.tile_config == plan(A100).config.tile_config
 
 
 def test_explain_shows_the_decision_and_every_reason():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashattn3.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.problem import Options, Tensors, describe, metadata_of
 
 
 def problem(sq=8, sk=8, heads_q=4, heads_kv=2, d=16, dv=16, **options):
@@ -46,7 +46,7 @@ def varlen_problem(**options):
 def test_windows_become_plain_bounds(options, sq, sk, window):
     found = problem(sq, sk, **options)
     assert (found.window_left, found.window_right) == window
-    assert found.windowed == (window != (-1, -1))
+    assert found.masked == (window != (-1, -1))
 
 
 def test_scale_defaults_to_the_root_of_head_dim_and_zero_is_kept():
@@ -76,7 +76,7 @@ def test_softcaps_that_float32_does_not_hold_are_brought_into_its_range(softcap,
 def test_shapes_and_strides():
     found = problem(sq=3, sk=5, heads_q=6, heads_kv=2, d=24, dv=40)
     assert (found.batch, found.seqlen_q, found.seqlen_k) == (2, 3, 5)
-    assert (found.head_dim, found.head_dim_v, found.group) == (24, 40, 3)
+    assert (found.head_dim, found.head_dim_v, found.qhead_per_kvhead) == (24, 40, 3)
     assert found.q_stride == (3 * 6 * 24, 6 * 24, 24)
     assert found.v_stride == (5 * 2 * 40, 2 * 40, 40)
     assert not found.varlen

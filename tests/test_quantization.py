@@ -14,19 +14,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashattn3 import UnsupportedError, flash_attn_varlen_fp8_func
+from flashattn3.backends.triton.kernels.quantize import to_e4m3, to_int8
+from flashattn3.call.descales import EIGHT_BIT, FP8, INT8
 from flashattn3.quantization import (
     BlockScaled,
     dispatch,
+    permuted_v,
     quantize_block_fp8,
     quantize_qkv,
-    slots,
     smoothing,
     torch_operations,
     triton_launch,
 )
 from flashattn3.quantization.hadamard import rotate, rotate_back
-from flashattn3.scales import EIGHT_BIT, FP8, INT8
-from flashattn3.triton_kernels.quantize import to_e4m3, to_int8
 
 LARGEST = {FP8: 448, INT8: 127}
 of_both = pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
@@ -131,15 +131,15 @@ def test_ragged_blocks_begin_with_their_sequence(eight):
     x = normal(sum(lengths), 2, 16)
     for i, begin in enumerate(edges[:-1].tolist()):
         x[begin : edges[i + 1]] *= 10.0**i
-    ragged = quantize_block_fp8(x, block=64, dtype=eight, cu_seqlens=edges, max_seqlen=200)
-    assert ragged.descale.shape == (6, 2, 4)
-    assert_close_by_block(x, ragged)
+    varlen = quantize_block_fp8(x, block=64, dtype=eight, cu_seqlens=edges, max_seqlen=200)
+    assert varlen.descale.shape == (6, 2, 4)
+    assert_close_by_block(x, varlen)
     for i, length in enumerate(lengths):
         part = x[None, edges[i] : edges[i + 1]]
         dense = quantize_block_fp8(part, block=64, dtype=eight)
-        assert torch.equal(ragged.descale[i, :, : dense.descale.shape[2]], dense.descale[0])
-        assert torch.equal(ragged.data[edges[i] : edges[i + 1]].float(), dense.data[0].float())
-        assert (ragged.descale[i, :, -(-length // 64) :] == 2.0**-126).all()
+        assert torch.equal(varlen.descale[i, :, : dense.descale.shape[2]], dense.descale[0])
+        assert torch.equal(varlen.data[edges[i] : edges[i + 1]].float(), dense.data[0].float())
+        assert (varlen.descale[i, :, -(-length // 64) :] == 2.0**-126).all()
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 64, 128, 256])
@@ -165,11 +165,11 @@ def outliers(*shape, seed):
 
 def test_rotation_and_blocks_lose_less_than_one_scale_for_a_head():
     q, k = outliers(1, 2048, 1, 64, seed=1), outliers(1, 2048, 1, 64, seed=2)
-    truth = (q[0, :, 0].double() @ k[0, :, 0].double().T / 8).softmax(-1)
+    reference = (q[0, :, 0].double() @ k[0, :, 0].double().T / 8).softmax(-1)
 
     def error(quantize):
         a, b = (quantize(x).dequantize()[0, :, 0].double() for x in (q, k))
-        return ((a @ b.T / 8).softmax(-1) - truth).pow(2).mean().sqrt()
+        return ((a @ b.T / 8).softmax(-1) - reference).pow(2).mean().sqrt()
 
     per_block = error(lambda x: quantize_block_fp8(x, block=128))
     rotated = error(lambda x: quantize_block_fp8(x, block=128, hadamard=True))
@@ -211,9 +211,9 @@ ILLEGAL = [
         "cu_seqlens.dtype must be torch.int32",
     ),
     ({"layout": "columns"}, ValueError, "layout must be one of"),
-    ({"layout": "slots"}, ValueError, "layout must be 'rows' or None for kind 'q'"),
+    ({"layout": "permuted"}, ValueError, "layout must be 'rows' or None for kind 'q'"),
     (
-        {"x": torch.zeros(1, 2, 3, 264), "kind": "v", "layout": "slots"},
+        {"x": torch.zeros(1, 2, 3, 264), "kind": "v", "layout": "permuted"},
         ValueError,
         r"x.shape\[-1\] must be at most 256",
     ),
@@ -231,7 +231,7 @@ def bits(data):
     return data.view(torch.uint8)
 
 
-def ragged(lengths, before=0, behind=0):
+def varlen(lengths, before=0, behind=0):
     """cu_seqlens, and the tokens of a tensor with some of no sequence before and behind."""
     edges = torch.tensor([before, *lengths]).cumsum(0).int()
     return edges, int(edges[-1]) + behind
@@ -278,7 +278,7 @@ def test_tiny_blocks_keep_a_normal_scale(exponent, eight):
 @of_both
 @pytest.mark.parametrize("odd", [1e3, float("nan")])
 def test_tokens_of_no_sequence_leave_the_scale_alone(odd, eight):
-    edges, total = ragged((40, 100), before=3, behind=7)
+    edges, total = varlen((40, 100), before=3, behind=7)
     x = normal(total, 2, 16)
     x[:3], x[-7:] = odd, odd
     found = torch_operations.quantize(x, 64, False, edges, 100, eight)[1]
@@ -288,12 +288,12 @@ def test_tokens_of_no_sequence_leave_the_scale_alone(odd, eight):
 
 def test_the_slots_are_those_of_the_matrix_product():
     """As the e4m3 operand wants them: four neighbours are a thread's keys of the product before."""
-    slot = {}
+    permuted_key = {}
     for t in range(4):
         for i, key in enumerate((2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * t)):
-            slot[key], slot[16 + key] = 4 * t + i, 16 + 4 * t + i
-    assert slots.slot_of(torch.arange(96)).tolist() == [
-        start + slot[key] for start in (0, 32, 64) for key in range(32)
+            permuted_key[key], permuted_key[16 + key] = 4 * t + i, 16 + 4 * t + i
+    assert permuted_v.permuted_position(torch.arange(96)).tolist() == [
+        start + permuted_key[key] for start in (0, 32, 64) for key in range(32)
     ]
 
 
@@ -302,43 +302,45 @@ def test_the_slots_are_those_of_the_matrix_product():
 )
 def test_rows_to_slots(seqlen, head_dim, columns):
     v = normal(2, seqlen, 3, head_dim).to(torch.float8_e4m3fn)
-    data = slots.to_slots(v, None)
-    num_slots = -(-seqlen // 32) * 32
-    assert data.shape == (2, 3, num_slots // 16, columns, 16) and data.is_contiguous()
+    data = permuted_v.permute_v(v, None)
+    num_permuted_keys = -(-seqlen // 32) * 32
+    assert data.shape == (2, 3, num_permuted_keys // 16, columns, 16) and data.is_contiguous()
     found = data.float()
     for token in range(seqlen):
-        slot = int(slots.slot_of(torch.tensor(token)))
-        assert torch.equal(found[:, :, slot // 16, :head_dim, slot % 16], v[:, token].float())
+        permuted_key = int(permuted_v.permuted_position(torch.tensor(token)))
+        assert torch.equal(
+            found[:, :, permuted_key // 16, :head_dim, permuted_key % 16], v[:, token].float()
+        )
     assert found.double().abs().sum() == v.double().abs().sum()  # the others are 0
-    assert torch.equal(bits(slots.to_rows(data, v.shape, None)), bits(v))
+    assert torch.equal(bits(permuted_v.unpermute_v(data, v.shape, None)), bits(v))
 
 
 def test_ragged_rows_to_slots():
     lengths = (1, 0, 31, 32, 33, 64, 5)
-    edges, total = ragged(lengths, before=2, behind=4)
+    edges, total = varlen(lengths, before=2, behind=4)
     v = normal(total, 2, 40).to(torch.float8_e4m3fn)
-    data = slots.to_slots(v, edges)
+    data = permuted_v.permute_v(v, edges)
     assert data.shape == (2, 2 * (total // 32 + len(lengths)), 64, 16)
     for i, length in enumerate(lengths):
         if length == 0:
             continue
         begin = int(edges[i])
-        part = slots.to_slots(v[None, begin : begin + length], None)[0]
+        part = permuted_v.permute_v(v[None, begin : begin + length], None)[0]
         first = 2 * (begin // 32 + i)
         assert torch.equal(bits(data[:, first : first + part.shape[1]]), bits(part))
-    back = slots.to_rows(data, v.shape, edges)
+    back = permuted_v.unpermute_v(data, v.shape, edges)
     assert torch.equal(bits(back[2:-4]), bits(v[2:-4])) and (bits(back[:2]) == 0).all()
 
 
 def test_slots_stand_for_the_same_numbers():
-    edges, total = ragged((1, 0, 63, 100))
+    edges, total = varlen((1, 0, 63, 100))
     for x, options in (
         (normal(2, 130, 3, 40), {}),
         (normal(total, 3, 40), {"cu_seqlens": edges, "max_seqlen": 100}),
     ):
         rows = quantize_block_fp8(x, block=64, kind="v", layout="rows", **options)
-        mixed = quantize_block_fp8(x, block=64, kind="v", layout="slots", **options)
-        assert (rows.layout, mixed.layout) == ("rows", "slots")
+        mixed = quantize_block_fp8(x, block=64, kind="v", layout="permuted", **options)
+        assert (rows.layout, mixed.layout) == ("rows", "permuted")
         assert rows.shape == mixed.shape == x.shape
         assert torch.equal(rows.descale, mixed.descale)
         assert torch.equal(rows.token_descale(), mixed.token_descale())
@@ -349,8 +351,8 @@ def test_slots_stand_for_the_same_numbers():
 
 def test_slots_need_the_shape_of_their_rows():
     data, descale = torch.zeros(1, 1, 2, 64, 16).to(torch.float8_e4m3fn), torch.ones(1, 1, 1)
-    with pytest.raises(ValueError, match="BlockScaled: shape must be given with layout 'slots'"):
-        BlockScaled(data, descale, 64, layout="slots")
+    with pytest.raises(ValueError, match="BlockScaled: shape must be given with layout 'permuted'"):
+        BlockScaled(data, descale, 64, layout="permuted")
     with pytest.raises(ValueError, match="BlockScaled: layout must be one of"):
         BlockScaled(data, descale, 64, layout="columns")
 
@@ -390,7 +392,7 @@ def test_the_triton_kernel_gives_the_same_bytes(head_dim, hadamard, dtype, eight
 @of_both
 @pytest.mark.parametrize("smooth", [False, True])
 def test_the_triton_kernel_on_ragged_sequences(smooth, eight):
-    edges, total = ragged((1, 0, 63, 64, 65, 100), before=2, behind=3)
+    edges, total = varlen((1, 0, 63, 64, 65, 100), before=2, behind=3)
     x = normal(total, 2, 64) + 1
     x[100], x[:2] = float("nan"), float("nan")
     mean = smoothing.sample_mean(x, edges, 100) if smooth else None
@@ -472,7 +474,7 @@ SAMPLED = (0, 1, 2, 100, 128, 129, 1000)
 @pytest.mark.parametrize("head_dim", [1, 40, 64, 128, 200, 256] if GPU else [1, 40])
 def test_the_kernels_sample_the_same_mean(head_dim, dtype, device, poisoned_memory):
     """Triton's; where the Hopper kernels run, theirs too."""
-    edges, total = ragged(SAMPLED, 3, 5)
+    edges, total = varlen(SAMPLED, 3, 5)
     dense = [spoiled(normal(2, n, 3, head_dim, seed=n) + 0.3) for n in (100, 1000)]
     cases = [(x.to(dtype), None, None) for x in dense]
     cases.append(((normal(total, 2, head_dim) + 0.3).to(dtype), edges, 900))
@@ -491,7 +493,7 @@ def test_the_kernels_sample_the_same_mean(head_dim, dtype, device, poisoned_memo
 @example([0, 0], 0, 1)
 def test_a_ragged_batch_has_a_mean_for_each_sequence(lengths, around, max_seqlen):
     """Of the tokens that lie within the tensor and max_seqlen."""
-    edges, total = ragged(lengths, around, around)
+    edges, total = varlen(lengths, around, around)
     x = normal(total, 2, 8, seed=total) + 0.3
     edges[-1] += 2 * around
     parts = [x[i:j][:max_seqlen].numpy() for i, j in pairwise(edges.tolist())]
@@ -550,7 +552,7 @@ def test_smoothed_tensors_come_back_and_finer(hadamard, cut, eight):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_smoothing_compiles(dynamic, device):
-    edges, total = ragged((1, 0, 63, 200))
+    edges, total = varlen((1, 0, 63, 200))
     how = {"kind": "k", "hadamard": True, "smooth": True}
     compiled = torch.compile(quantize_block_fp8, fullgraph=True, dynamic=dynamic, backend="eager")
     for x, options in (
@@ -571,8 +573,8 @@ def slot_groups(data):
 def assert_same_slots(found, rows, edges):
     """In the groups of 32 slots that a sequence has; the others need not be written."""
     keys = torch.ones(rows.shape, device=rows.device).to(rows.dtype)
-    used = slot_groups(slots.to_slots(keys, edges)).amax(-1) > 0
-    wanted = slots.to_slots(rows, edges)
+    used = slot_groups(permuted_v.permute_v(keys, edges)).amax(-1) > 0
+    wanted = permuted_v.permute_v(rows, edges)
     assert found.shape == wanted.shape
     assert torch.equal(slot_groups(found)[used], slot_groups(wanted)[used])
 
@@ -600,14 +602,14 @@ def assert_hopper_gives_torchs_bytes(x, block, hadamard=False, edges=None, max_s
     if hadamard:
         return
     mixed = quantize_block_fp8(
-        x, block=block, kind="v", layout="slots", cu_seqlens=edges, max_seqlen=max_seqlen
+        x, block=block, kind="v", layout="permuted", cu_seqlens=edges, max_seqlen=max_seqlen
     )
     assert torch.equal(mixed.descale, descale)
     assert_same_slots(mixed.data, data, edges)
-    moved = torch.ops.flashattn3_hopper.to_slots(data, edges, max_seqlen or 0)
+    moved = torch.ops.flashattn3_hopper.permute_v(data, edges, max_seqlen or 0)
     assert_same_slots(moved, data, edges)
     padded = torch.nn.functional.pad(bits(data), (3, 2)).view(data.dtype)[..., 3:-2]
-    moved = torch.ops.flashattn3_hopper.to_slots(padded, edges, max_seqlen or 0)
+    moved = torch.ops.flashattn3_hopper.permute_v(padded, edges, max_seqlen or 0)
     assert_same_slots(moved, data, edges)
 
 
@@ -640,7 +642,7 @@ def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, smooth, edges=N
         how = (block, rotated, cu_seqlens, longest, dtype, mean)
         data, descale = torch_operations.quantize(x, *how)
         assert (scaled.block, scaled.hadamard, scaled.shape) == (block, rotated, x.shape)
-        if scaled.layout == "slots":
+        if scaled.layout == "permuted":
             assert_same_slots(scaled.data.cpu(), data, cu_seqlens)
             torch.testing.assert_close(
                 scaled.descale.cpu(), descale, rtol=0, atol=0, equal_nan=True
@@ -697,7 +699,7 @@ def test_a_ragged_batch_of_no_sequence(smooth, device):
 @of_both
 def test_ragged_q_k_and_v_at_once(eight, device, poisoned_memory):
     lengths = ((1, 0, 130, 64), (70, 5, 0, 257))
-    edges, totals = zip(*(ragged(of, 3, 2) for of in lengths), strict=True)
+    edges, totals = zip(*(varlen(of, 3, 2) for of in lengths), strict=True)
     q, k, v = (
         normal(total, heads, 64, dtype=torch.bfloat16).to(device) + 0.3
         for total, heads in ((totals[0], 4), (totals[1], 2), (totals[1], 2))
@@ -736,7 +738,7 @@ def test_hopper_rotates(head_dim, block, dtype, device, poisoned_memory):
 def test_hopper_on_ragged_sequences(head_dim, block, device, poisoned_memory):
     lengths = (1, 0, 31, 32, 33, 63, 64, 65, 500, 0, 257)
     for before, behind in ((0, 0), (5, 9)):
-        edges, total = ragged(lengths, before, behind)
+        edges, total = varlen(lengths, before, behind)
         x = normal(total, 2, head_dim, dtype=torch.bfloat16).to(device)
         for hadamard in (False,) if head_dim == 40 else (False, True):
             assert_hopper_gives_torchs_bytes(x, block, hadamard, edges.to(device), 500)
@@ -775,7 +777,7 @@ def test_hopper_on_denormals_and_the_whole_range(device):
 def test_v_gets_slots_where_hopper_takes_it(device):
     v = normal(1, 100, 2, 64).to(device)
     for dtype in (torch.float32, torch.bfloat16):
-        assert quantize_block_fp8(v.to(dtype), kind="v").layout == "slots"
+        assert quantize_block_fp8(v.to(dtype), kind="v").layout == "permuted"
         assert quantize_block_fp8(v.to(dtype), kind="k").layout == "rows"
 
 
@@ -788,18 +790,24 @@ def test_v_gets_slots_where_hopper_takes_it(device):
         ({"x": torch.zeros(1, 2, 3, 257).half()}, "head dim must be 1 to 256"),
         ({"x": torch.zeros(1, 2, 3, 8)}, "fp16 or bf16"),
         ({"signs": torch.zeros(9)}, "signs must be"),
-        ({"signs": torch.zeros(8), "slots": True}, "power of two"),
+        ({"signs": torch.zeros(8), "permuted": True}, "power of two"),
         ({"block": 100}, "64, 128 or 256"),
-        ({"slots": True, "int8": True}, "slots are of e4m3"),
+        ({"permuted": True, "int8": True}, "permuted data is e4m3"),
         ({"mean": torch.zeros(1, 3, 9)}, "mean must be"),
         ({"mean": torch.zeros(1, 3, 8).half()}, "mean must be"),
-        ({"mean": torch.zeros(1, 3, 8), "slots": True}, "nothing is subtracted in slots"),
+        ({"mean": torch.zeros(1, 3, 8), "permuted": True}, "permuted data takes no mean"),
     ],
     ids=str,
 )
 def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
     arguments = {"x": torch.zeros(1, 2, 3, 8).half(), "mean": None, "signs": None}
-    arguments |= {"cu_seqlens": None, "block": 64, "max_seqlen": 0, "slots": False, "int8": False}
+    arguments |= {
+        "cu_seqlens": None,
+        "block": 64,
+        "max_seqlen": 0,
+        "permuted": False,
+        "int8": False,
+    }
     arguments |= changes
     there = {
         name: given.to(device) if isinstance(given, torch.Tensor) else given
@@ -821,9 +829,9 @@ def test_the_operator_takes_one_dtype_for_q_k_and_v(device):
 
 @triton.jit
 def convert(source, target, COUNT: tl.constexpr, INT8: tl.constexpr):
-    places = tl.arange(0, COUNT) + tl.program_id(0) * COUNT
-    x = tl.load(source + places)
-    tl.store(target + places, to_int8(x) if INT8 else to_e4m3(x))
+    token_positions = tl.arange(0, COUNT) + tl.program_id(0) * COUNT
+    x = tl.load(source + token_positions)
+    tl.store(target + token_positions, to_int8(x) if INT8 else to_e4m3(x))
 
 
 @interpreted

@@ -13,13 +13,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn3 import flash_attn_func
-from flashattn3.backends import reference
-from flashattn3.backends.reference import BACKEND, ReferenceConfig
-from flashattn3.device import DeviceInfo
+from flashattn3.backends.reference import backend as reference
+from flashattn3.backends.reference.backend import BACKEND, ReferenceConfig
+from flashattn3.call.descales import FP8, INT8
+from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.dispatch.device import DeviceInfo
+from flashattn3.dispatch.planner import Plan
 from flashattn3.ops import plan_of
-from flashattn3.plan import Plan
-from flashattn3.problem import Options, Tensors, describe, metadata_of
-from flashattn3.scales import FP8, INT8
 from flashattn3.testing import (
     FORWARD_CASES,
     FORWARD_FACTOR,
@@ -69,16 +69,16 @@ def assert_right(case: Case, dtype: torch.dtype, config: ReferenceConfig | None 
     tensors = make_inputs(case, "cpu", dtype)
     plan = plan_for(case, tensors, config)
     out, lse = BACKEND.forward(plan, tensors)
-    truth = attention(tensors, **case.truth_options())
-    plain = attention(tensors, **case.truth_options(), dtype=dtype)
-    check("out", out, truth[0], plain[0], FORWARD_FACTOR, case, plan.config)
-    check_lse(lse, truth[1], case, plan.config)
+    reference = attention(tensors, **case.reference_options())
+    plain = attention(tensors, **case.reference_options(), dtype=dtype)
+    check("out", out, reference[0], plain[0], FORWARD_FACTOR, case, plan.config)
+    check_lse(lse, reference[1], case, plan.config)
     dout, random_dlse = make_output_gradients(case, tensors)
     for dlse in (random_dlse, None):
         got = BACKEND.backward(plan, dout, dlse, tensors, out, lse)
-        truths = gradients(tensors, dout, dlse, **case.truth_options())
-        plains = gradients(tensors, dout, dlse, **case.truth_options(), dtype=dtype)
-        for name, *values in zip(("dq", "dk", "dv"), got, truths, plains, strict=True):
+        references = gradients(tensors, dout, dlse, **case.reference_options())
+        plains = gradients(tensors, dout, dlse, **case.reference_options(), dtype=dtype)
+        for name, *values in zip(("dq", "dk", "dv"), got, references, plains, strict=True):
             check(name, *values, GRADIENT_FACTOR, case, plan.config, score_floor(lse))
     for result, like in zip((out, *got), (out, *tensors[:3]), strict=True):
         assert result.dtype == dtype and result.shape == like.shape and result.is_contiguous()

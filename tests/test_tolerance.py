@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from flashattn3 import BlockScaled
-from flashattn3.problem import Tensors
+from flashattn3.call.problem import Tensors
 from flashattn3.testing import (
     FORMS,
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     attention,
     check,
-    check_code_lse,
+    check_exp2_lse,
     check_lse,
     check_rounded_p,
     dropped_values,
@@ -29,8 +29,8 @@ from flashattn3.testing import (
     score_floor,
 )
 from flashattn3.testing.cases import dense, varlen
+from flashattn3.testing.fp64_reference import heads_of
 from flashattn3.testing.tolerance import FP8_DROPPED_WEIGHT
-from flashattn3.testing.truth import heads_of
 
 CASE = dense("causal-empty-rows", (129, 65), (4, 2), causal=True)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,97 +39,110 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def outcome(request):
-    """truth, baseline and result of out; the result is the truth rounded, the best there is; and
-    what rounding can do to it."""
+    """truth, baseline and result of out; the result is the fp64 reference rounded, the best there
+    is; and what rounding can do to it.
+    """
     tensors = make_inputs(CASE, "cpu", request.param)
-    truth, _ = attention(tensors, **CASE.truth_options())
-    baseline, _ = attention(tensors, **CASE.truth_options(), dtype=request.param)
-    rounding = out_rounding(tensors, request.param, **CASE.truth_options())
-    return truth, baseline, truth.to(request.param), lambda: rounding
+    reference, _ = attention(tensors, **CASE.reference_options())
+    baseline, _ = attention(tensors, **CASE.reference_options(), dtype=request.param)
+    rounding = out_rounding(tensors, request.param, **CASE.reference_options())
+    return reference, baseline, reference.to(request.param), lambda: rounding
 
 
 @pytest.fixture(scope="module")
 def lse():
-    _, lse = attention(make_inputs(CASE, "cpu", torch.float32), **CASE.truth_options())
+    _, lse = attention(make_inputs(CASE, "cpu", torch.float32), **CASE.reference_options())
     return lse
 
 
 def test_right_results_pass(outcome):
-    truth, baseline, got, rounding = outcome
-    check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
-    check("out", baseline, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+    reference, baseline, got, rounding = outcome
+    check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+    check("out", baseline, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 @pytest.mark.parametrize("wrong", (math.nan, math.inf, -math.inf))
 def test_a_value_that_is_not_finite_fails(outcome, wrong):
-    truth, baseline, got, rounding = outcome
+    reference, baseline, got, rounding = outcome
     got = got.clone()
     got[1, 100, 2, 3] = wrong
     with pytest.raises(
         AssertionError, match=r"inf or NaN differ in 1 of .*\n.*\(1, 100, 2, 3\): got -?(nan|inf)"
     ):
-        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+        check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_a_nan_in_the_truth_must_be_there(outcome):
-    truth, baseline, got = (x.clone() for x in outcome[:3])
+    reference, baseline, got = (x.clone() for x in outcome[:3])
     rounding = outcome[3]
-    truth[0, 90, 0, 0] = baseline[0, 90, 0, 0] = math.nan
+    reference[0, 90, 0, 0] = baseline[0, 90, 0, 0] = math.nan
     with pytest.raises(AssertionError, match="inf or NaN differ in 1 "):
-        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+        check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
     got[0, 90, 0, 0] = math.nan
-    check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+    check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_one_wrong_element_fails_and_is_named(outcome):
-    truth, baseline, got, rounding = outcome
+    reference, baseline, got, rounding = outcome
     got = got.clone()
-    got[1, 77, 3, 5] += 4 * (baseline - truth).abs().max() + 1e-4
+    got[1, 77, 3, 5] += 4 * (baseline - reference).abs().max() + 1e-4
     with pytest.raises(AssertionError) as error:
-        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, "tile 64 x 64", rounding=rounding)
+        check(
+            "out", got, reference, baseline, FORWARD_FACTOR, CASE, "tile 64 x 64", rounding=rounding
+        )
     report = str(error.value)
     assert report.startswith("out: largest error")
     for part in (
         "(1, 77, 3, 5)",
         "causal-empty-rows",
         "tile 64 x 64",
-        repr(float(truth[1, 77, 3, 5])),
+        repr(float(reference[1, 77, 3, 5])),
     ):
         assert part in report
 
 
 def test_a_slight_scale_fails_although_no_element_stands_out(outcome):
-    truth, baseline, got, rounding = outcome
-    relative = float((baseline - truth).square().mean().sqrt() / truth.square().mean().sqrt())
-    scaled = truth * (1 + 4 * relative + 1e-4)
+    reference, baseline, got, rounding = outcome
+    relative = float(
+        (baseline - reference).square().mean().sqrt() / reference.square().mean().sqrt()
+    )
+    scaled = reference * (1 + 4 * relative + 1e-4)
     with pytest.raises(AssertionError, match=r"^out: (root mean square|largest)"):
-        check("out", scaled.to(got.dtype), truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+        check(
+            "out",
+            scaled.to(got.dtype),
+            reference,
+            baseline,
+            FORWARD_FACTOR,
+            CASE,
+            rounding=rounding,
+        )
 
 
 def test_noise_everywhere_fails_by_its_mean_alone(outcome):
-    truth, baseline, _, rounding = outcome
-    largest_allowed = 2 * (baseline - truth).abs().max() + 1e-5 * truth.abs().max()
-    noise = torch.full_like(truth, 0.6 * float(largest_allowed))
+    reference, baseline, _, rounding = outcome
+    largest_allowed = 2 * (baseline - reference).abs().max() + 1e-5 * reference.abs().max()
+    noise = torch.full_like(reference, 0.6 * float(largest_allowed))
     with pytest.raises(AssertionError, match="root mean square"):
-        got = (truth + noise).to(baseline.dtype)
-        check("out", got, truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+        got = (reference + noise).to(baseline.dtype)
+        check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_a_wrong_shape_fails(outcome):
-    truth, baseline, got, rounding = outcome
+    reference, baseline, got, rounding = outcome
     with pytest.raises(AssertionError, match="shape"):
-        check("out", got[:, 1:], truth, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+        check("out", got[:, 1:], reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 def test_a_baseline_that_overflows_allows_nothing(outcome):
-    truth, baseline, got, rounding = outcome
+    reference, baseline, got, rounding = outcome
     broken = baseline.clone()
     broken[0, 100, 0, 0] = math.inf
-    check("out", got, truth, broken, FORWARD_FACTOR, CASE, rounding=rounding)
+    check("out", got, reference, broken, FORWARD_FACTOR, CASE, rounding=rounding)
     got = got.clone()
     got[0, 100, 0, 0] += 0.5
     with pytest.raises(AssertionError, match=r"\(0, 100, 0, 0\)"):
-        check("out", got, truth, broken, FORWARD_FACTOR, CASE, rounding=rounding)
+        check("out", got, reference, broken, FORWARD_FACTOR, CASE, rounding=rounding)
 
 
 @every_dtype
@@ -138,10 +151,10 @@ def test_gradients_of_a_shifted_mask_fail(name, dtype):
     """The classic off-by-one: one key too many on the diagonal."""
     tensors = make_inputs(CASE, "cpu", dtype)
     dout, dlse = make_output_gradients(CASE, tensors)
-    options = CASE.truth_options()
+    options = CASE.reference_options()
     _, lse = attention(tensors, **options, dtype=dtype)
     place = ("dq", "dk", "dv").index(name)
-    truth, baseline, shifted = (
+    reference, baseline, shifted = (
         gradients(tensors, dout, dlse, **given)[place]
         for given in (options, options | {"dtype": dtype}, options | {"window_right": 1})
     )
@@ -149,9 +162,9 @@ def test_gradients_of_a_shifted_mask_fail(name, dtype):
         "floor": score_floor(lse),
         "rounding": lambda: gradient_rounding(tensors, dout, dlse, dtype, **options)[place],
     }
-    check(name, truth.to(dtype), truth, baseline, GRADIENT_FACTOR, CASE, **how)
+    check(name, reference.to(dtype), reference, baseline, GRADIENT_FACTOR, CASE, **how)
     with pytest.raises(AssertionError, match=rf"^{name}: largest error"):
-        check(name, shifted.to(dtype), truth, baseline, GRADIENT_FACTOR, CASE, **how)
+        check(name, shifted.to(dtype), reference, baseline, GRADIENT_FACTOR, CASE, **how)
 
 
 def test_lse_gate(lse):
@@ -205,34 +218,34 @@ def test_inputs_lie_in_nan(layout, is_varlen):
 
 
 def test_lse_of_codes_gate(lse):
-    truth = lse.double()
-    noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0))
-    check_code_lse(truth + 0.01 * noise.clamp(-3, 3), truth, CASE)
+    reference = lse.double()
+    noise = torch.randn(reference.shape, generator=torch.Generator().manual_seed(0))
+    check_exp2_lse(reference + 0.01 * noise.clamp(-3, 3), reference, CASE)
     with pytest.raises(AssertionError, match="root mean square"):
-        check_code_lse(truth + 0.03, truth, CASE)
-    check_code_lse(truth + 0.03, truth, CASE, int8=True)
+        check_exp2_lse(reference + 0.03, reference, CASE)
+    check_exp2_lse(reference + 0.03, reference, CASE, int8=True)
     with pytest.raises(AssertionError, match="root mean square"):
-        check_code_lse(truth + 0.08, truth, CASE, int8=True)
-    one = truth.clone()
-    one[truth.isfinite()] += torch.eye(1, int(truth.isfinite().sum()))[0]
+        check_exp2_lse(reference + 0.08, reference, CASE, int8=True)
+    one = reference.clone()
+    one[reference.isfinite()] += torch.eye(1, int(reference.isfinite().sum()))[0]
     with pytest.raises(AssertionError, match="largest"):
-        check_code_lse(one, truth, CASE)
+        check_exp2_lse(one, reference, CASE)
 
 
 def test_rounded_p_gate():
     """Half of one row, a value that belongs to no key, and a little of all."""
     generator = torch.Generator().manual_seed(0)
-    truth = torch.randn(1, 50, 2, 16, generator=generator, dtype=torch.float64)
-    weights = truth.abs() + 0.5
+    reference = torch.randn(1, 50, 2, 16, generator=generator, dtype=torch.float64)
+    weights = reference.abs() + 0.5
     dropped = FP8_DROPPED_WEIGHT * weights
-    check_rounded_p("out", truth * 1.05, truth, weights, dropped, CASE)
+    check_rounded_p("out", reference * 1.05, reference, weights, dropped, CASE)
     for wrong in (0.5, 1.0):
-        spoilt = truth.clone()
+        spoilt = reference.clone()
         spoilt[0, 7] -= wrong * weights[0, 7]
         with pytest.raises(AssertionError, match=r"of the sum of P"):
-            check_rounded_p("out", spoilt, truth, weights, dropped, CASE)
+            check_rounded_p("out", spoilt, reference, weights, dropped, CASE)
     with pytest.raises(AssertionError, match="root mean square"):
-        check_rounded_p("out", truth + 0.1 * weights, truth, weights, dropped, CASE)
+        check_rounded_p("out", reference + 0.1 * weights, reference, weights, dropped, CASE)
 
 
 def kernel(tensors, dout, dlse, dtype):
@@ -261,8 +274,8 @@ def test_a_right_kernel_passes_where_the_baseline_is_right_by_luck(shape, dtype)
     for seed in range(25):
         tensors = make_inputs(case, "cpu", dtype, seed)
         dout, dlse = make_output_gradients(case, tensors, seed + 1)
-        options = case.truth_options()
-        truths, baselines = (
+        options = case.reference_options()
+        references, baselines = (
             (attention(tensors, **how)[0], *gradients(tensors, dout, dlse, **how))
             for how in (options, options | {"dtype": dtype})
         )
@@ -272,13 +285,15 @@ def test_a_right_kernel_passes_where_the_baseline_is_right_by_luck(shape, dtype)
         )
         found = kernel(tensors, dout, dlse, dtype)
         factors = FORWARD_FACTOR, *[GRADIENT_FACTOR] * 3
-        for got, truth, baseline, factor, rounding in zip(
-            found, truths, baselines, factors, roundings, strict=True
+        for got, reference, baseline, factor, rounding in zip(
+            found, references, baselines, factors, roundings, strict=True
         ):
-            check("x", got, truth, baseline, factor, case, rounding=lambda x=rounding: x)
-            lucky += fails("x", got, truth, baseline, factor, case)
-            wrong = truth + 1.01 * rounding + 2e-5 * truth.abs().clamp(min=1)
-            assert fails("x", wrong, truth, truth, factor, case, rounding=lambda x=rounding: x)
+            check("x", got, reference, baseline, factor, case, rounding=lambda x=rounding: x)
+            lucky += fails("x", got, reference, baseline, factor, case)
+            wrong = reference + 1.01 * rounding + 2e-5 * reference.abs().clamp(min=1)
+            assert fails(
+                "x", wrong, reference, reference, factor, case, rounding=lambda x=rounding: x
+            )
     assert lucky > 0
     without = gradient_rounding(tensors, dout, None, dtype, **options)
     zero = gradient_rounding(tensors, dout, 0 * dlse, dtype, **options)
@@ -310,18 +325,18 @@ def test_light_keys_may_be_dropped_and_others_may_not():
         octaves[0], v[0, 0] = 0.0, 0.0
         k = -octaves.mul(math.log(2)).view(1, -1, 1, 1)
         values = Tensors(1 + q / 2, k, v)
-        truth, _ = attention(values, softmax_scale=1.0)
+        reference, _ = attention(values, softmax_scale=1.0)
         scales = torch.ones(1, num_keys, 1, 1).double()
         dropped = dropped_values(values, scales, FP8_DROPPED_WEIGHT, softmax_scale=1.0)
         p = (values.q[0, :, 0] @ k[0, :, 0].T).exp()
         for first_octave in (5, 8):
             codes = in_codes(p, first_octave)
             got = (codes @ v[0, :, 0] / codes.sum(1, keepdim=True))[None, :, None]
-            check_rounded_p("out", got, truth, truth, dropped, case)
+            check_rounded_p("out", got, reference, reference, dropped, case)
         codes = in_codes(p, 5).where(p > 2.0**-8, 0.0)
         got = (codes @ v[0, :, 0] / codes.sum(1, keepdim=True))[None, :, None]
         with pytest.raises(AssertionError, match="out: "):
-            check_rounded_p("out", got, truth, truth, dropped, case)
+            check_rounded_p("out", got, reference, reference, dropped, case)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -337,7 +352,7 @@ def test_the_scales_of_v_make_values_of_what_is_stored(is_varlen, form):
     places = [keys for _, keys in heads_of(values)]
     assert all(torch.equal(found[keys], values.v[keys]) for keys in places)
     assert (
-        dropped_values(values, scales_of_v(tensors), FP8_DROPPED_WEIGHT, **case.truth_options())
+        dropped_values(values, scales_of_v(tensors), FP8_DROPPED_WEIGHT, **case.reference_options())
         .isfinite()
         .all()
     )

@@ -17,7 +17,7 @@ from flashattn3 import (
     flash_attn_varlen_func,
     use_backend,
 )
-from flashattn3.problem import Options, Tensors
+from flashattn3.call.problem import Options, Tensors
 from flashattn3.testing import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
@@ -188,8 +188,8 @@ def test_gated_attention(layout, backend, device):
 
     exact = [x.detach().float().requires_grad_() for x in tensors]
     wanted = gradients(exact, gate.float(), "reference")
-    for gradient, truth in zip(gradients(tensors, gate, backend), wanted, strict=True):
-        torch.testing.assert_close(gradient.float(), truth, rtol=2e-2, atol=2e-2)
+    for gradient, reference in zip(gradients(tensors, gate, backend), wanted, strict=True):
+        torch.testing.assert_close(gradient.float(), reference, rtol=2e-2, atol=2e-2)
 
 
 def test_a_gate_in_place_is_an_error_and_not_a_wrong_gradient(device):

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "host/errors.h"
+#include "launch/errors.h"
 
 namespace flashattn3 {
 
@@ -30,9 +30,9 @@ Tensor new_rows(const Tensor& rows, int64_t columns, int32_t dtype, const Axes& 
 }
 
 ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, const Tensor& out,
-                          const Tensor& lse, const Ragged& ragged,
-                          const std::optional<Tensor>& ragged_order, const Scalars& scalars) {
-  const bool varlen = ragged.varlen();
+                          const Tensor& lse, const VarlenTensors& varlen_tensors,
+                          const std::optional<Tensor>& varlen_schedule, const Scalars& scalars) {
+  const bool varlen = varlen_tensors.varlen();
   const Axes axes(varlen);
   const int64_t total_q = q.size(axes.rows), heads_q = q.size(axes.heads);
   if (std::max(total_q, k.size(axes.rows)) > kMaxRows) {
@@ -47,7 +47,8 @@ ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, 
       .k_stride = row_strides(k, varlen),
       .out_stride = row_strides(out, varlen),
       .lse_stride = {.batch = varlen ? 0 : heads_q * total_q, .seq = 1, .head = total_q},
-      .batch = static_cast<int>(varlen ? ragged.cu_seqlens_q->numel() - 1 : q.size(axes.batch)),
+      .batch =
+          static_cast<int>(varlen ? varlen_tensors.cu_seqlens_q->numel() - 1 : q.size(axes.batch)),
       .seqlen_q = static_cast<int>(scalars.seqlen_q),
       .seqlen_k = static_cast<int>(scalars.seqlen_k),
       .total_q = static_cast<int>(total_q),
@@ -56,11 +57,12 @@ ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, 
       .num_heads_kv = static_cast<int>(k.size(axes.heads)),
       .head_dim = static_cast<int>(q.size(axes.dim)),
       .head_dim_v = static_cast<int>(head_dim_v),
-      .cu_seqlens_q = indices(ragged.cu_seqlens_q),
-      .cu_seqlens_k = indices(ragged.cu_seqlens_k),
-      .seqused_q = indices(ragged.seqused_q),
-      .seqused_k = indices(ragged.seqused_k),
-      .ragged_order = ragged_order ? static_cast<int32_t*>(ragged_order->data_ptr()) : nullptr,
+      .cu_seqlens_q = indices(varlen_tensors.cu_seqlens_q),
+      .cu_seqlens_k = indices(varlen_tensors.cu_seqlens_k),
+      .seqused_q = indices(varlen_tensors.seqused_q),
+      .seqused_k = indices(varlen_tensors.seqused_k),
+      .varlen_schedule =
+          varlen_schedule ? static_cast<int32_t*>(varlen_schedule->data_ptr()) : nullptr,
       .softmax_scale = static_cast<float>(scalars.softmax_scale),
       .softcap = static_cast<float>(scalars.softcap),
       .window_left = static_cast<int>(scalars.window_left),
@@ -70,9 +72,10 @@ ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, 
   };
 }
 
-std::optional<Tensor> new_ragged_order(const Ragged& ragged, int device) {
-  if (!ragged.varlen()) return std::nullopt;
-  return new_tensor<1>({2 * ragged.cu_seqlens_q->numel() - 1}, aoti_torch_dtype_int32(), device);
+std::optional<Tensor> new_varlen_schedule(const VarlenTensors& varlen_tensors, int device) {
+  if (!varlen_tensors.varlen()) return std::nullopt;
+  return new_tensor<1>({2 * varlen_tensors.cu_seqlens_q->numel() - 1}, aoti_torch_dtype_int32(),
+                       device);
 }
 
 }  // namespace flashattn3

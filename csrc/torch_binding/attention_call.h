@@ -7,15 +7,15 @@
 #include <cstdint>
 #include <optional>
 
-#include "host/params.h"
+#include "launch/params.h"
 #include "torch_binding/tensors.h"
 
 // Arguments of every operator on attention, in schemas.
 #define FA3_TENSORS                                                                               \
   "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, " \
   "Tensor? seqused_k, "
-#define FA3_OPTIONS                                                                            \
-  "int row, int seqlen_q, int seqlen_k, float softmax_scale, float softcap, int window_left, " \
+#define FA3_OPTIONS                                                                               \
+  "int config, int seqlen_q, int seqlen_k, float softmax_scale, float softcap, int window_left, " \
   "int window_right, int num_sms, int sm_margin"
 
 namespace flashattn3 {
@@ -35,7 +35,7 @@ bool fit_together(const Tensor& k, const Tensor& v, const Tensor& out, const Axe
 Tensor new_rows(const Tensor& rows, int64_t columns, int32_t dtype, const Axes& axes, int device);
 
 // Which rows are sequences; cu_seqlens are both there or both not.
-struct Ragged {
+struct VarlenTensors {
   std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
   bool varlen() const { return cu_seqlens_q.has_value(); }
 };
@@ -48,13 +48,14 @@ struct Scalars {
   int64_t num_sms, sm_margin;
 };
 
-// All but v, of which only the head dim is read, and the tile counter. ragged_order: room for it.
+// All but v, of which only the head dim is read, and the tile counter. varlen_schedule: room for
+// it.
 ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, const Tensor& out,
-                          const Tensor& lse, const Ragged& ragged,
-                          const std::optional<Tensor>& ragged_order, const Scalars& scalars);
+                          const Tensor& lse, const VarlenTensors& varlen_tensors,
+                          const std::optional<Tensor>& varlen_schedule, const Scalars& scalars);
 
 // Memory for the order of the sequences. Its owner may go once the launch is in the stream, as with
 // all of torch's memory.
-std::optional<Tensor> new_ragged_order(const Ragged& ragged, int device);
+std::optional<Tensor> new_varlen_schedule(const VarlenTensors& varlen_tensors, int device);
 
 }  // namespace flashattn3

@@ -7,10 +7,10 @@
 #include <optional>
 #include <tuple>
 
-#include "host/errors.h"
-#include "host/kernel_registry.h"
-#include "host/params.h"
-#include "host/tile_counters.h"
+#include "launch/errors.h"
+#include "launch/params.h"
+#include "launch/registry.h"
+#include "launch/tile_counters.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/tensors.h"
@@ -34,7 +34,7 @@ bool takes_gradient(const Tensor& gradient, const Tensor& of, const Axes& axes) 
 }
 
 // Of (batch, heads, rows), or (heads, rows) where varlen.
-Strides statistic_strides(const Tensor& tensor, bool varlen) {
+Strides lse_strides(const Tensor& tensor, bool varlen) {
   const int64_t heads = varlen ? 0 : 1;
   return {.batch = varlen ? 0 : tensor.stride(0),
           .seq = tensor.stride(heads + 1),
@@ -55,13 +55,13 @@ void clear(const Tensor& tensor, cudaStream_t stream) {
 void backward_into(Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor lse, Tensor q,
                    Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
                    std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
-                   std::optional<Tensor> seqused_k, Tensor dq, Tensor dk, Tensor dv, int64_t row,
+                   std::optional<Tensor> seqused_k, Tensor dq, Tensor dk, Tensor dv, int64_t config,
                    int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap,
                    int64_t window_left, int64_t window_right, int64_t num_sms, int64_t sm_margin,
                    bool deterministic) {
-  const BackwardKernel& kernel = backward_kernel(row);
-  const Ragged ragged{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  const bool varlen = ragged.varlen();
+  const BackwardKernel& kernel = backward_kernel(config);
+  const VarlenTensors varlen_tensors{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  const bool varlen = varlen_tensors.varlen();
   const Axes axes(varlen);
   if (!fit_together(q, k, out, lse, axes) || !fit_together(k, v, out, axes) ||
       !same_sizes(dout, out, axes.dim) || dout.size(axes.dim) < v.size(axes.dim) ||
@@ -72,9 +72,9 @@ void backward_into(Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor l
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  const std::optional<Tensor> order = new_ragged_order(ragged, device);
+  const std::optional<Tensor> schedule = new_varlen_schedule(varlen_tensors, device);
   BackwardParams params{
-      .forward = make_params(q, k, v.size(axes.dim), out, lse, ragged, order,
+      .forward = make_params(q, k, v.size(axes.dim), out, lse, varlen_tensors, schedule,
                              {seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right,
                               num_sms, sm_margin}),
       .dout = dout.data_ptr(),
@@ -83,11 +83,11 @@ void backward_into(Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor l
       .dk = dk.data_ptr(),
       .dv = dv.data_ptr(),
       .dout_stride = row_strides(dout, varlen),
-      .dlse_stride = dlse ? statistic_strides(*dlse, varlen) : Strides{},
+      .dlse_stride = dlse ? lse_strides(*dlse, varlen) : Strides{},
       .dq_stride = row_strides(dq, varlen),
       .dk_stride = row_strides(dk, varlen),
       .dv_stride = row_strides(dv, varlen),
-      .ordered = deterministic,
+      .deterministic = deterministic,
   };
   params.forward.v = v.data_ptr();
   params.forward.v_stride = row_strides(v, varlen);
@@ -106,20 +106,20 @@ void backward_into(Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor l
 std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v,
     std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
-    std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k, int64_t row, int64_t seqlen_q,
-    int64_t seqlen_k, double softmax_scale, double softcap, int64_t window_left,
+    std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k, int64_t config,
+    int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap, int64_t window_left,
     int64_t window_right, int64_t num_sms, int64_t sm_margin, bool deterministic) {
   const Axes axes(cu_seqlens_q.has_value());
   const auto gradient_of = [&](const Tensor& tensor) {
     if (tensor.dim() != axes.dim + 1) {
-      fail(backward_kernel(row).info.name, "the tensors do not fit together");
+      fail(backward_kernel(config).info.name, "the tensors do not fit together");
     }
     return new_rows(tensor, tensor.size(axes.dim), dtype_of(q), axes, q.get_device_index());
   };
   const Tensor dq = gradient_of(q), dk = gradient_of(k), dv = gradient_of(v);
   backward_into(dout, dlse, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dq,
-                dk, dv, row, seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right,
-                num_sms, sm_margin, deterministic);
+                dk, dv, config, seqlen_q, seqlen_k, softmax_scale, softcap, window_left,
+                window_right, num_sms, sm_margin, deterministic);
   return {dq, dk, dv};
 }
 

@@ -3,8 +3,8 @@
 // alone, so that one library runs under every torch from 2.9, under its CPU build too (where the
 // operator can be looked at, not called).
 //
-// The caller, flashattn3/backends/hopper.py, has checked dtypes, alignment and options, and chosen
-// the row; checked here is only that the tensors fit together.
+// The caller, flashattn3/backends/hopper/backend.py, has checked dtypes, alignment and options, and
+// chosen the row; checked here is only that the tensors fit together.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -12,10 +12,10 @@
 #include <optional>
 #include <tuple>
 
-#include "host/errors.h"
-#include "host/kernel_registry.h"
-#include "host/params.h"
-#include "host/tile_counters.h"
+#include "launch/errors.h"
+#include "launch/params.h"
+#include "launch/registry.h"
+#include "launch/tile_counters.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/tensors.h"
@@ -44,23 +44,23 @@ void launch(const ForwardKernel& kernel, ForwardParams params, int device) {
 // table.
 void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
                   std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
-                  std::optional<Tensor> seqused_k, Tensor out, Tensor lse, int64_t row,
+                  std::optional<Tensor> seqused_k, Tensor out, Tensor lse, int64_t config,
                   int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap,
                   int64_t window_left, int64_t window_right, int64_t num_sms, int64_t sm_margin) {
-  const ForwardKernel& kernel = forward_kernel(row);
-  const Ragged ragged{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  const Axes axes(ragged.varlen());
+  const ForwardKernel& kernel = forward_kernel(config);
+  const VarlenTensors varlen_tensors{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  const Axes axes(varlen_tensors.varlen());
   if (!fit_together(q, k, out, lse, axes) || !fit_together(k, v, out, axes)) {
     fail(kernel.info.name, "the tensors do not fit together");
   }
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
-  const std::optional<Tensor> order = new_ragged_order(ragged, device);
+  const std::optional<Tensor> schedule = new_varlen_schedule(varlen_tensors, device);
   ForwardParams params = make_params(
-      q, k, v.size(axes.dim), out, lse, ragged, order,
+      q, k, v.size(axes.dim), out, lse, varlen_tensors, schedule,
       {seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right, num_sms, sm_margin});
   params.v = v.data_ptr();
-  params.v_stride = row_strides(v, ragged.varlen());
+  params.v_stride = row_strides(v, varlen_tensors.varlen());
   launch(kernel, params, device);
 }
 
@@ -68,18 +68,18 @@ void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
                                    std::optional<Tensor> cu_seqlens_k,
                                    std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
-                                   int64_t row, int64_t seqlen_q, int64_t seqlen_k,
+                                   int64_t config, int64_t seqlen_q, int64_t seqlen_k,
                                    double softmax_scale, double softcap, int64_t window_left,
                                    int64_t window_right, int64_t num_sms, int64_t sm_margin) {
   const Axes axes(cu_seqlens_q.has_value());
   if (q.dim() != axes.dim + 1 || v.dim() != axes.dim + 1) {
-    fail(forward_kernel(row).info.name, "the tensors do not fit together");
+    fail(forward_kernel(config).info.name, "the tensors do not fit together");
   }
   const std::tuple<Tensor, Tensor> results =
       new_results(q, v.size(axes.dim), dtype_of(q), axes, q.get_device_index());
   forward_into(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, std::get<0>(results),
-               std::get<1>(results), row, seqlen_q, seqlen_k, softmax_scale, softcap, window_left,
-               window_right, num_sms, sm_margin);
+               std::get<1>(results), config, seqlen_q, seqlen_k, softmax_scale, softcap,
+               window_left, window_right, num_sms, sm_margin);
   return results;
 }
 
@@ -92,10 +92,10 @@ BlockDescales block_descales(const std::optional<Tensor>& descale, int64_t heads
           .block = descale->stride(2),
           .num_blocks = static_cast<int>(descale->size(2)),
           .block_tokens = static_cast<int>(block),
-          .heads_per_scale = static_cast<int>(heads / descale->size(1))};
+          .heads_per_descale = static_cast<int>(heads / descale->size(1))};
 }
 
-// q, k: e4m3 or int8, as the row. v: e4m3 in slots (blocks/slot_order.h) of head_dim_v columns.
+// q, k: e4m3 or int8, as the row. v: e4m3 in slots (blocks/permuted_v.h) of head_dim_v columns.
 // q_block, k_block, v_block: tokens that share a descale. use_fast_accum: out stays in the
 // accumulators of WGMMA, so no room for promoted sums is allocated. The other arguments, and the
 // results but for out's type, as forward has them.
@@ -105,25 +105,25 @@ std::tuple<Tensor, Tensor> forward_fp8(
     std::optional<Tensor> seqused_k, std::optional<Tensor> q_descale,
     std::optional<Tensor> k_descale, std::optional<Tensor> v_descale, int64_t q_block,
     int64_t k_block, int64_t v_block, int64_t head_dim_v, bool out_is_fp16, bool use_fast_accum,
-    int64_t row, int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap,
+    int64_t config, int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap,
     int64_t window_left, int64_t window_right, int64_t num_sms, int64_t sm_margin) {
-  const ForwardKernel& kernel = forward_kernel(row);
-  const Ragged ragged{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  const Axes axes(ragged.varlen());
+  const ForwardKernel& kernel = forward_kernel(config);
+  const VarlenTensors varlen_tensors{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  const Axes axes(varlen_tensors.varlen());
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
   if (q.dim() != axes.dim + 1) fail(kernel.info.name, "the tensors do not fit together");
   const int32_t dtype = out_is_fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
   const auto [out, lse] = new_results(q, head_dim_v, dtype, axes, device);
-  // v: (batch, heads, slots / 16, columns, 16), or without the batch.
+  // v: (batch, heads, keys / 16, columns, 16), or without the batch.
   const int64_t v_heads = axes.rows;
   if (!fit_together(q, k, out, lse, axes) || v.dim() != axes.dim + 2 || !v.is_contiguous() ||
       v.size(v_heads) != k.size(axes.heads) || v.size(v_heads + 2) != kernel.info.head_dim) {
     fail(kernel.info.name, "the tensors do not fit together");
   }
-  const std::optional<Tensor> order = new_ragged_order(ragged, device);
+  const std::optional<Tensor> schedule = new_varlen_schedule(varlen_tensors, device);
   ForwardParams params = make_params(
-      q, k, head_dim_v, out, lse, ragged, order,
+      q, k, head_dim_v, out, lse, varlen_tensors, schedule,
       {seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right, num_sms, sm_margin});
   std::optional<Tensor> promoted;
   const int64_t promoted_bytes = use_fast_accum ? 0 : kernel.promoted_bytes(params);
@@ -131,7 +131,7 @@ std::tuple<Tensor, Tensor> forward_fp8(
     promoted = new_tensor<1>({promoted_bytes / 4}, aoti_torch_dtype_float32(), device);
   }
   params.v = v.data_ptr();
-  params.quantized = {.num_slots = v.size(v_heads + 1) * v.size(v_heads + 3),
+  params.quantized = {.num_permuted_keys = v.size(v_heads + 1) * v.size(v_heads + 3),
                       .q = block_descales(q_descale, params.num_heads_q, q_block),
                       .k = block_descales(k_descale, params.num_heads_kv, k_block),
                       .v = block_descales(v_descale, params.num_heads_kv, v_block),

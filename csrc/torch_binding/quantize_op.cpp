@@ -1,5 +1,5 @@
-// flashattn3_hopper::quantize, quantize_qkv, sample_mean and to_slots: tensors to QuantizeParams,
-// SampleParams and ToSlotsParams, and the launches on the stream that torch has current. As
+// flashattn3_hopper::quantize, quantize_qkv, sample_mean and permute_v: tensors to QuantizeParams,
+// SampleParams and PermuteParams, and the launches on the stream that torch has current. As
 // forward_op.cpp in everything; the caller, flashattn3/quantization, has checked the options.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -7,8 +7,8 @@
 #include <optional>
 #include <tuple>
 
-#include "host/errors.h"
-#include "host/quantize.h"
+#include "launch/errors.h"
+#include "launch/quantize.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/tensors.h"
 
@@ -18,8 +18,8 @@ namespace {
 using torch::stable::Tensor;
 
 // (batch, seqlen, heads, head_dim), or (total, heads, head_dim) and cu_seqlens.
-TokenRows token_rows(const char* name, const Tensor& tensor,
-                     const std::optional<Tensor>& cu_seqlens, int64_t max_seqlen) {
+TokenTensor token_tensor(const char* name, const Tensor& tensor,
+                         const std::optional<Tensor>& cu_seqlens, int64_t max_seqlen) {
   const bool varlen = cu_seqlens.has_value();
   const int64_t seq = varlen ? 0 : 1;
   if (tensor.dim() != seq + 3) fail(name, "the tensor has another number of dimensions");
@@ -38,20 +38,21 @@ TokenRows token_rows(const char* name, const Tensor& tensor,
           .cu_seqlens = indices(cu_seqlens)};
 }
 
-Tensor new_rows(const TokenRows& rows, int32_t dtype, int device) {
+Tensor new_rows(const TokenTensor& rows, int32_t dtype, int device) {
   if (rows.cu_seqlens != nullptr) {
     return new_tensor<3>({rows.total, rows.num_heads, rows.head_dim}, dtype, device);
   }
   return new_tensor<4>({rows.batch, rows.seqlen, rows.num_heads, rows.head_dim}, dtype, device);
 }
 
-Tensor new_slots(const TokenRows& rows, int device) {
+Tensor new_permuted_v(const TokenTensor& rows, int device) {
   const int32_t e4m3 = aoti_torch_dtype_float8_e4m3fn();
-  const int64_t groups = num_slots(rows) / kSlotsOfRow, columns = slot_columns(rows.head_dim);
+  const int64_t groups = num_permuted_keys(rows) / kCoreRowKeys,
+                columns = padded_columns(rows.head_dim);
   if (rows.cu_seqlens != nullptr) {
-    return new_tensor<4>({rows.num_heads, groups, columns, kSlotsOfRow}, e4m3, device);
+    return new_tensor<4>({rows.num_heads, groups, columns, kCoreRowKeys}, e4m3, device);
   }
-  return new_tensor<5>({rows.batch, rows.num_heads, groups, columns, kSlotsOfRow}, e4m3, device);
+  return new_tensor<5>({rows.batch, rows.num_heads, groups, columns, kCoreRowKeys}, e4m3, device);
 }
 
 ElementType sixteen_bit_type(const char* name, const Tensor& x) {
@@ -73,11 +74,11 @@ const float* floats(const char* name, const std::optional<Tensor>& tensor, int64
 }
 
 // How a tensor is quantized. data: rows as x, dense, in e4m3 or int8, or e4m3 slots
-// (blocks/slot_order.h).
+// (blocks/permuted_v.h).
 struct Form {
   std::optional<Tensor> mean;   // fp32 (batch, heads, head_dim), dense: subtract
   std::optional<Tensor> signs;  // fp32 (head_dim): rotate
-  bool slots;
+  bool permuted;
   bool int8;
 };
 
@@ -91,14 +92,14 @@ struct Quantized {
 // x: fp16 or bf16. max_seqlen: read with cu_seqlens.
 Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>& cu_seqlens,
                   int64_t max_seqlen, int64_t block, const Form& form) {
-  const TokenRows rows = token_rows(name, x, cu_seqlens, max_seqlen);
+  const TokenTensor rows = token_tensor(name, x, cu_seqlens, max_seqlen);
   const ElementType dtype = sixteen_bit_type(name, x);
   const int64_t mean_size = int64_t{rows.batch} * rows.num_heads * rows.head_dim;
   if (block < 1) fail(name, "a block must have tokens");
   const int device = x.get_device_index();
   const Tensor data =
-      form.slots
-          ? new_slots(rows, device)
+      form.permuted
+          ? new_permuted_v(rows, device)
           : new_rows(rows, form.int8 ? aoti_torch_dtype_int8() : aoti_torch_dtype_float8_e4m3fn(),
                      device);
   const Tensor descale =
@@ -106,7 +107,7 @@ Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>
                     aoti_torch_dtype_float32(), device);
   return {.params = {.x = rows,
                      .to = form.int8 ? ElementType::kInt8 : ElementType::kE4m3,
-                     .slots = form.slots,
+                     .permuted = form.permuted,
                      .mean = floats(name, form.mean, mean_size,
                                     "mean must be fp32 (batch, heads, head dim)"),
                      .signs = floats(name, form.signs, rows.head_dim,
@@ -121,12 +122,12 @@ Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>
 std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> mean,
                                         std::optional<Tensor> signs,
                                         std::optional<Tensor> cu_seqlens, int64_t block,
-                                        int64_t max_seqlen, bool slots, bool int8) {
+                                        int64_t max_seqlen, bool permuted, bool int8) {
   const int device = x.get_device_index();
   const DeviceGuard guard(device);
   const Quantized one = prepare("quantize", x, cu_seqlens, max_seqlen, block,
-                                {.mean = mean, .signs = signs, .slots = slots, .int8 = int8});
-  quantize({&one.params, 1}, one.dtype, static_cast<int>(block), current_stream(device));
+                                {.mean = mean, .signs = signs, .permuted = permuted, .int8 = int8});
+  launch_quantize({&one.params, 1}, one.dtype, static_cast<int>(block), current_stream(device));
   return {one.data, one.descale};
 }
 
@@ -139,9 +140,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
   constexpr char kName[] = "quantize_qkv";
   const int device = q.get_device_index();
   const DeviceGuard guard(device);
-  const Form of_q{.mean = std::nullopt, .signs = signs, .slots = false, .int8 = int8};
-  const Form of_k{.mean = k_mean, .signs = signs, .slots = false, .int8 = int8};
-  const Form of_v{.mean = std::nullopt, .signs = std::nullopt, .slots = true, .int8 = false};
+  const Form of_q{.mean = std::nullopt, .signs = signs, .permuted = false, .int8 = int8};
+  const Form of_k{.mean = k_mean, .signs = signs, .permuted = false, .int8 = int8};
+  const Form of_v{.mean = std::nullopt, .signs = std::nullopt, .permuted = true, .int8 = false};
   const Quantized all[] = {prepare(kName, q, cu_seqlens_q, max_seqlen_q, block, of_q),
                            prepare(kName, k, cu_seqlens_k, max_seqlen_k, block, of_k),
                            prepare(kName, v, cu_seqlens_k, max_seqlen_k, block, of_v)};
@@ -149,33 +150,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
     if (one.dtype != all[0].dtype) fail(kName, "q, k and v must have one dtype");
   }
   const QuantizeParams params[] = {all[0].params, all[1].params, all[2].params};
-  quantize(params, all[0].dtype, static_cast<int>(block), current_stream(device));
+  launch_quantize(params, all[0].dtype, static_cast<int>(block), current_stream(device));
   return {all[0].data, all[0].descale, all[1].data, all[1].descale, all[2].data, all[2].descale};
 }
 
 // (batch, heads, head_dim) fp32, near the mean of each sequence's tokens of x, fp16 or bf16.
 std::tuple<Tensor> sample_mean_of(Tensor x, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
   constexpr char kName[] = "sample_mean";
-  const TokenRows rows = token_rows(kName, x, cu_seqlens, max_seqlen);
+  const TokenTensor rows = token_tensor(kName, x, cu_seqlens, max_seqlen);
   const ElementType dtype = sixteen_bit_type(kName, x);
   const int device = x.get_device_index();
   const DeviceGuard guard(device);
   const Tensor mean = new_tensor<3>({rows.batch, rows.num_heads, rows.head_dim},
                                     aoti_torch_dtype_float32(), device);
   const SampleParams params{.x = rows, .mean = static_cast<float*>(mean.data_ptr())};
-  sample_mean(params, dtype, current_stream(device));
+  launch_sample_mean(params, dtype, current_stream(device));
   return {mean};
 }
 
 // v: e4m3 rows. Their bytes in slots, as quantize gives them.
-std::tuple<Tensor> rows_to_slots(Tensor v, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
-  constexpr char kName[] = "to_slots";
+std::tuple<Tensor> to_permuted_v(Tensor v, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
+  constexpr char kName[] = "permute_v";
   if (dtype_of(v) != aoti_torch_dtype_float8_e4m3fn()) fail(kName, "v must be e4m3");
-  const TokenRows rows = token_rows(kName, v, cu_seqlens, max_seqlen);
+  const TokenTensor rows = token_tensor(kName, v, cu_seqlens, max_seqlen);
   const int device = v.get_device_index();
   const DeviceGuard guard(device);
-  const Tensor data = new_slots(rows, device);
-  to_slots({.v = rows, .data = static_cast<uint8_t*>(data.data_ptr())}, current_stream(device));
+  const Tensor data = new_permuted_v(rows, device);
+  launch_permute_v({.v = rows, .data = static_cast<uint8_t*>(data.data_ptr())},
+                   current_stream(device));
   return {data};
 }
 
@@ -184,21 +186,21 @@ std::tuple<Tensor> rows_to_slots(Tensor v, std::optional<Tensor> cu_seqlens, int
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
       "quantize(Tensor x, Tensor? mean, Tensor? signs, Tensor? cu_seqlens, int block, "
-      "int max_seqlen, bool slots, bool int8) -> (Tensor data, Tensor descale)");
+      "int max_seqlen, bool permuted, bool int8) -> (Tensor data, Tensor descale)");
   library.def(
       "quantize_qkv(Tensor q, Tensor k, Tensor v, Tensor? k_mean, Tensor? signs, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int block, int max_seqlen_q, "
       "int max_seqlen_k, bool int8) -> "
       "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)");
   library.def("sample_mean(Tensor x, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
-  library.def("to_slots(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
+  library.def("permute_v(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("quantize", boxed<quantize_one>);
   library.impl("quantize_qkv", boxed<quantize_qkv>);
   library.impl("sample_mean", boxed<sample_mean_of>);
-  library.impl("to_slots", boxed<rows_to_slots>);
+  library.impl("permute_v", boxed<to_permuted_v>);
 }
 
 }  // namespace flashattn3

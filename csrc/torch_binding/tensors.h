@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "host/errors.h"
-#include "host/params.h"
+#include "launch/errors.h"
+#include "launch/params.h"
 
 // Declared by torch only to those who compile against its CUDA build. Weak: it is not there under
 // the CPU build, where the library must load all the same.

@@ -1,7 +1,7 @@
 """The backends, in the order in which automatic dispatch asks them."""
 
-from .hopper import BACKEND as HOPPER
-from .reference import BACKEND as REFERENCE
-from .triton import BACKEND as TRITON
+from .hopper.backend import BACKEND as HOPPER
+from .reference.backend import BACKEND as REFERENCE
+from .triton.backend import BACKEND as TRITON
 
 BACKENDS = (HOPPER, TRITON, REFERENCE)

@@ -10,7 +10,7 @@ import torch
 
 import flashattn3
 
-from ..problem import Tensors
+from ..call.problem import Tensors
 from ..testing import Case, attention, make_inputs
 from .precision import PRECISIONS, arguments_in, errors
 from .runner import FAILED, OK, Record, Settings, first_line, name_of
@@ -22,7 +22,7 @@ SHAPES = ((2, 2048, 16, 64), (2, 2048, 16, 128), (1, 8192, 8, 256))
 QUICK_SHAPES = ((1, 256, 2, 64), (1, 256, 2, 128), (1, 256, 1, 256))
 LONG_SHAPES = ((1, 4096, 4, 128), (1, 65536, 4, 128))
 QUICK_LONG_SHAPES = ((1, 128, 2, 128), (1, 1024, 2, 128))
-# Of each sequence, drawn once: the truth of all would take float64 minutes at 64k tokens.
+# Of each sequence, drawn once: the fp64 reference of all would take float64 minutes at 64k tokens.
 LONG_ROWS = 512
 BEST, LIKE_FA3 = "fp8 block+hadamard, int8", "fp8 per head"
 FINE = ("fp8 block", "fp8 block+hadamard, e4m3", BEST)
@@ -48,7 +48,7 @@ def run_accuracy(data: str, case: Case, num_rows: int | None, settings: Settings
     """A record for each precision, all on the same bfloat16 inputs: those of the tests, by SEED."""
     q, k, v = make_inputs(case, settings.device, torch.bfloat16, SEED)[:3]
     rows = _sampled_rows(case.seqlen_q, num_rows).to(settings.device)
-    truth, _ = attention(Tensors(q[:, rows], k, v), **case.truth_options())
+    reference, _ = attention(Tensors(q[:, rows], k, v), **case.reference_options())
     return [
         {
             "record": "error",
@@ -65,8 +65,8 @@ def run_accuracy(data: str, case: Case, num_rows: int | None, settings: Settings
             "head_dim": case.head_dim,
             "seed": SEED,
             "rows_compared": rows.numel(),
-            "contender": precision,
-            **_outcome(precision, (q, k, v), rows, truth),
+            "provider": precision,
+            **_outcome(precision, (q, k, v), rows, reference),
         }
         for precision in PRECISIONS
     ]
@@ -79,14 +79,14 @@ def _sampled_rows(seqlen: int, num_rows: int | None) -> torch.Tensor:
     return torch.randperm(seqlen, generator=torch.Generator().manual_seed(SEED))[:num_rows]
 
 
-def _outcome(precision: str, qkv: tuple, rows: torch.Tensor, truth: torch.Tensor) -> Record:
+def _outcome(precision: str, qkv: tuple, rows: torch.Tensor, reference: torch.Tensor) -> Record:
     try:
         arguments = arguments_in(precision, *qkv)
         qk_dtype = name_of(arguments["q"].data.dtype)  # a Tensor and a BlockScaled have data
         out = flashattn3.flash_attn_func(**arguments)[:, rows]
     except Exception as error:  # whatever it is, the other precisions go on
         return {"status": FAILED, "reason": first_line(error)}
-    found = errors(out, truth)
+    found = errors(out, reference)
     if not math.isfinite(found["rmse"]):
         return {"status": FAILED, "reason": "out holds inf or NaN"}
     backend = flashattn3.explain(**arguments).backend
@@ -96,7 +96,7 @@ def _outcome(precision: str, qkv: tuple, rows: torch.Tensor, truth: torch.Tensor
 def findings(records: list[Record]) -> Iterator[str]:
     """The lines below the tables: what blocks, the rotation, int8 and smoothing bring;
     what length costs."""
-    found = {(r["row"], r["contender"]): r for r in records if r["status"] == OK}
+    found = {(r["row"], r["provider"]): r for r in records if r["status"] == OK}
     for row in dict.fromkeys(r["row"] for r in records if r["data"] == "outlier"):
         coarse = found.get((row, LIKE_FA3))
         for name in FINE:
@@ -105,9 +105,9 @@ def findings(records: list[Record]) -> Iterator[str]:
     for row in dict.fromkeys(r["row"] for r in records if r["data"] == "shifted"):
         if (plain := found.get((row, BEST))) and (smooth := found.get((row, SMOOTH))):
             yield f"RMSE, {row}: {SMOOTH} over {BEST} {smooth['rmse'] / plain['rmse']:.3f}"
-    longs = [r for r in found.values() if r["data"] == "long" and r["contender"] == BEST]
+    longs = [r for r in found.values() if r["data"] == "long" and r["provider"] == BEST]
     if len(longs) == 2:
         short, long = sorted(longs, key=lambda record: record["seqlen_k"])
         growth = long["relative_error"] / short["relative_error"]
         lengths = f"{long['seqlen_k']} over {short['seqlen_k']} tokens"
-        yield f"RMSE / RMS of the truth, {BEST}: {lengths} {growth:.3f}"
+        yield f"RMSE / RMS of the fp64 reference, {BEST}: {lengths} {growth:.3f}"

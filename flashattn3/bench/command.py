@@ -14,19 +14,19 @@ from ..backends import BACKENDS
 from ..command_line import choose_device, folder, integer, make_folder, require_extras
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
-from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
 from .distributions_suite import SUITE as DISTRIBUTIONS
 from .distributions_suite import distribution_cases, run_distribution
 from .environment import header
 from .figure import draw
 from .host_suite import WORK, run_host
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
+from .providers import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
 from .quantize_suite import SUITE as QUANTIZE
 from .quantize_suite import quantize_work, run_quantize
 from .report import Results, summary
 from .runner import Record, Settings, run_cell
 from .suites import CASES, DIRECTIONS, cells
-from .varlen_suite import run_ragged
+from .varlen_suite import run_varlen
 
 SUITES = (*CASES, ACCURACY, DISTRIBUTIONS, QUANTIZE, "varlen", "memory", "host")
 ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",)}  # directions of a suite
@@ -172,7 +172,7 @@ def _run_suite(suite: str, work: list, output: Path, about: Record) -> bool:
     if suite == ACCURACY:
         print("\n" + "\n".join(findings(results.records)))
     for record in results.failures:
-        where = " ".join(str(record[key]) for key in ("direction", "case", "contender"))
+        where = " ".join(str(record[key]) for key in ("direction", "case", "provider"))
         print(f"\n{record['status']} {where}: {record['reason']}")
     print(f"\nwritten: {output / suite}.jsonl and {figure}\n")
     return results.passed
@@ -190,8 +190,8 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     directions = (args.direction,) if args.direction in DIRECTIONS else DIRECTIONS
     directions = ONLY.get(suite, directions)
     if suite == "varlen":
-        ragged = product(directions, (64, 128, 256), (False, True))
-        return [lambda of=of: run_ragged(*of, settings, args.quick) for of in ragged]
+        varlen = product(directions, (64, 128, 256), (False, True))
+        return [lambda of=of: run_varlen(*of, settings, args.quick) for of in varlen]
     if suite == ACCURACY:
         cases = accuracy_cases(args.quick)
         return [lambda case=case: run_accuracy(*case, settings) for case in cases]

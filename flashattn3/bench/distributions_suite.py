@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashattn3
 
-from ..scales import FP8, INT8
+from ..call.descales import FP8, INT8
 from ..testing.distributions import (
     DistributionCase,
     Errors,
@@ -20,7 +20,7 @@ from ..testing.distributions import (
     compare,
     heavy_probability,
     honest,
-    truth,
+    reference,
 )
 from .runner import FAILED, MISSED, OK, Record, Settings, first_line, name_of
 
@@ -49,7 +49,7 @@ def run_distribution(case: DistributionCase, settings: Settings) -> Iterator[Rec
     """For q and k in int8 and in e4m3 a record of ours and one of honest's."""
     for short, dtype in DTYPES.items():
         inputs = case.build(settings.device, dtype, SEED)
-        wanted = truth(inputs)
+        wanted = reference(inputs)
         allowed = compare(honest(inputs), wanted)
         about = {
             "record": "distribution",
@@ -67,8 +67,8 @@ def run_distribution(case: DistributionCase, settings: Settings) -> Iterator[Rec
         if case.heavy:
             about["heavy_probability"] = heavy_probability(case, inputs, wanted[1])
         outcome = _outcome(case, inputs, wanted, allowed)
-        yield {**about, "contender": f"{OURS} {short}", **outcome}
-        yield {**about, "contender": f"{HONEST} {short}", "status": OK, **allowed._asdict()}
+        yield {**about, "provider": f"{OURS} {short}", **outcome}
+        yield {**about, "provider": f"{HONEST} {short}", "status": OK, **allowed._asdict()}
 
 
 def _outcome(

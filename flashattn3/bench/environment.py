@@ -13,7 +13,7 @@ import torch
 
 import flashattn3
 
-from ..device import describe_device
+from ..dispatch.device import describe_device
 from .runner import Record
 
 MATMUL_SIZE = 8192

@@ -90,7 +90,7 @@ def _series(records: list[Record]) -> dict[str, dict[str, float]]:
     for record in records:
         if record["status"] in (OK, MISSED):
             found = measures(record)[0].of(record)
-            series.setdefault(record["contender"], {})[_place(record)[1]] = found
+            series.setdefault(record["provider"], {})[_place(record)[1]] = found
     return series
 
 

@@ -2,8 +2,8 @@
 
 FP8 is held to the attention of the 16-bit inputs, so its bounds allow for their quantization too.
 
-The truth of a whole cell would cost more than the benchmark, so one sequence and one key-value head
-with its query heads are compared: the last ones, where a wrong offset would show.
+The fp64 reference of a whole cell would cost more than the benchmark, so one sequence and one
+key-value head with its query heads are compared: the last ones, where a wrong offset would show.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..problem import Tensors
+from ..call.problem import Tensors
 from ..testing import (
     FORWARD_FACTOR,
     FP8_OF_16_BIT,
@@ -23,8 +23,8 @@ from ..testing import (
     check_fp8,
     gradients,
 )
-from .contenders import EIGHT_BIT
 from .inputs import RESULTS, Inputs
+from .providers import EIGHT_BIT
 from .suites import Cell
 
 # Scores alive at once in float64: 0.5 GB.
@@ -32,36 +32,36 @@ _CHUNK_SCORES = 2**26
 
 
 class Gate:
-    """The truth and plain PyTorch's result for one cell; both are computed once."""
+    """The fp64 reference and plain PyTorch's result for one cell; both are computed once."""
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
         self.cell = cell
-        self.truth = _sample_results(cell, inputs, torch.float64)
+        self.reference = _sample_results(cell, inputs, torch.float64)
         self.baseline = _sample_results(cell, inputs, inputs.q.dtype)
 
-    def check(self, contender: str, results: tuple[Tensor, ...]) -> None:
+    def check(self, provider: str, results: tuple[Tensor, ...]) -> None:
         """AssertionError, with case, place and values, if a result breaks the tolerance rule."""
         factor = FORWARD_FACTOR if self.cell.direction == "fwd" else GRADIENT_FACTOR
         names = RESULTS[self.cell.direction]
-        for name, got, *expected in zip(names, results, self.truth, self.baseline, strict=True):
+        for name, got, *expected in zip(names, results, self.reference, self.baseline, strict=True):
             is_query_side = name in ("out", "dq")
             got = got[_sample(self.cell, is_query_side)]
-            if contender in EIGHT_BIT:
-                check_fp8(name, got, expected[0], self.cell.case.name, contender, FP8_OF_16_BIT)
+            if provider in EIGHT_BIT:
+                check_fp8(name, got, expected[0], self.cell.case.name, provider, FP8_OF_16_BIT)
             else:
-                check(name, got, *expected, factor, self.cell.case.name, contender)
+                check(name, got, *expected, factor, self.cell.case.name, provider)
 
 
 def _sample(cell: Cell, is_query_side: bool) -> tuple[slice, slice, slice]:
-    group = cell.case.num_heads_q // cell.case.num_heads_kv if is_query_side else 1
-    return slice(-1, None), slice(None), slice(-group, None)
+    qhead_per_kvhead = cell.case.num_heads_q // cell.case.num_heads_kv if is_query_side else 1
+    return slice(-1, None), slice(None), slice(-qhead_per_kvhead, None)
 
 
 def _sample_results(cell: Cell, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """out, or dq, dk and dv, of the sample, in ``dtype``, a chunk of query rows at a time."""
     queries, keys = _sample(cell, True), _sample(cell, False)
     q, k, v, dout = inputs.q[queries], inputs.k[keys], inputs.v[keys], inputs.dout[queries]
-    options = {**cell.case.truth_options(), "dtype": dtype}
+    options = {**cell.case.reference_options(), "dtype": dtype}
     chunks = list(_chunks(cell))
     if cell.direction == "fwd":
         with torch.no_grad():

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from ..testing import Case
-from .contenders import CONTENDERS, OURS, SDPA_BACKENDS, WHOLE_INT8, Attention
 from .gate import Gate
 from .inputs import Inputs, make_inputs, prepare
+from .providers import OURS, PROVIDERS, SDPA_BACKENDS, WHOLE_INT8, Attention
 from .runner import FAILED, OK, Record, Settings
 from .suites import Cell
 from .timing import Timing
@@ -60,10 +60,10 @@ WORK = {
 
 
 def run_host(work: str, settings: Settings) -> Iterator[Record]:
-    """A record per contender for one of WORK; "naive" is left out, as it is no single launch."""
+    """A record per provider for one of WORK; "naive" is left out, as it is no single launch."""
     case = CASES[settings.device.type]
     inputs = make_inputs(case, settings.device, settings.dtype)
-    names = [name for name in settings.contenders if name == OURS or name in SDPA_BACKENDS]
+    names = [name for name in settings.providers if name == OURS or name in SDPA_BACKENDS]
     if work == "forward":
         names.insert(1, WHOLE_INT8)
     cell = Cell("host", case, "bwd" if work == BOTH else "fwd")
@@ -84,7 +84,7 @@ def run_host(work: str, settings: Settings) -> Iterator[Record]:
             "direction": work,
             "dtype": settings.dtype_name,
             "case": case.name,
-            "contender": name,
+            "provider": name,
             **_outcome(name, timings, errors[name]),
         }
 
@@ -98,16 +98,16 @@ def _outcome(name: str, timings: dict[str, Timing], error: str | None) -> Record
 
 
 def _error_of(cell: Cell, name: str, inputs: Inputs) -> str | None:
-    """Return the error if the contender's results on these inputs are wrong, else None."""
+    """Return the error if the provider's results on these inputs are wrong, else None."""
     try:
-        Gate(cell, inputs).check(name, prepare(CONTENDERS[name], cell, inputs)())
+        Gate(cell, inputs).check(name, prepare(PROVIDERS[name], cell, inputs)())
     except AssertionError as error:
         return str(error)
     return None
 
 
 def _of(name: str, inputs: Inputs) -> Inputs:
-    """Convert float32 inputs to bfloat16 for the contender that quantizes."""
+    """Convert float32 inputs to bfloat16 for the provider that quantizes."""
     if name == WHOLE_INT8 and inputs.q.dtype == torch.float32:
         return Inputs(*(x.bfloat16() for x in inputs))
     return inputs
@@ -115,10 +115,10 @@ def _of(name: str, inputs: Inputs) -> Inputs:
 
 def _call(work: str, name: str, inputs: Inputs) -> Call:
     if name not in SDPA_BACKENDS:
-        return WORK[work](CONTENDERS[name], _of(name, inputs))
+        return WORK[work](PROVIDERS[name], _of(name, inputs))
     # SDPA expects heads first. Its time excludes the transposes.
-    heads_first = Inputs(*(x.transpose(1, 2) for x in inputs))
-    return WORK[work](_sdpa, heads_first)
+    padded_layout = Inputs(*(x.transpose(1, 2) for x in inputs))
+    return WORK[work](_sdpa, padded_layout)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

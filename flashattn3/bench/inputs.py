@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..quantization import BlockScaled, quantize_block_fp8
 from ..testing import Case
-from .contenders import Attention
+from .providers import Attention
 from .suites import Cell
 
 Call = Callable[[], tuple[Tensor, ...]]
@@ -57,8 +57,8 @@ def quantized(inputs: Inputs, qk_dtype: torch.dtype) -> Inputs:
 
 def with_all_heads(inputs: Inputs) -> Inputs:
     """k and v with a head of their own, the group's, for each query head."""
-    group = inputs.q.shape[2] // inputs.k.shape[2]
-    k, v = (x.repeat_interleave(group, dim=2) for x in (inputs.k, inputs.v))
+    qhead_per_kvhead = inputs.q.shape[2] // inputs.k.shape[2]
+    k, v = (x.repeat_interleave(qhead_per_kvhead, dim=2) for x in (inputs.k, inputs.v))
     return inputs._replace(k=k, v=v)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..testing import Case
-from .contenders import CONTENDERS, Attention
 from .inputs import Inputs, make_inputs
 from .memory import peak_bytes
+from .providers import PROVIDERS, Attention
 from .runner import ABSENT, OK, Record, Settings
 
 SEQLENS = tuple(2**i for i in range(10, 17))  # 1k to 64k
@@ -18,14 +18,14 @@ NUM_HEADS, HEAD_DIM = 16, 128
 
 
 def run_length(seqlen: int, settings: Settings, given_up: set[str]) -> Iterator[Record]:
-    """A record per contender. Who runs out of memory is added to given_up and not asked again."""
+    """A record per provider. Who runs out of memory is added to given_up and not asked again."""
     case = _case(seqlen)
     inputs = make_inputs(case, settings.device, settings.dtype)
-    for name in settings.contenders:
+    for name in settings.providers:
         outcome = {"status": ABSENT, "reason": "out of memory"}
         if name not in given_up:
             try:
-                step = training_step(CONTENDERS[name], inputs, causal=True)
+                step = training_step(PROVIDERS[name], inputs, causal=True)
                 outcome = {"status": OK, "peak_bytes": peak_bytes(step, settings.device)}
             except torch.OutOfMemoryError:
                 given_up.add(name)
@@ -42,7 +42,7 @@ def run_length(seqlen: int, settings: Settings, given_up: set[str]) -> Iterator[
             "num_heads_q": NUM_HEADS,
             "head_dim": HEAD_DIM,
             "causal": True,
-            "contender": name,
+            "provider": name,
             **outcome,
         }
 

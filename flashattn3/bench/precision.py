@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.descales import FP8, INT8
 from ..quantization import quantize_block_fp8
-from ..scales import FP8, INT8
 
 Arguments = dict[str, Any]  # of flash_attn_func
 LARGEST = torch.finfo(FP8).max
@@ -65,13 +65,15 @@ PRECISIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Arguments]] = {
 }
 
 
-def errors(found: Tensor, truth: Tensor) -> dict[str, float]:
-    """Of a result against float64: root mean square, relative to the truth's, and the largest."""
-    error = found.double() - truth
-    rmse, size = (float(x.square().mean().sqrt()) for x in (error, truth))
+def errors(found: Tensor, reference: Tensor) -> dict[str, float]:
+    """Of a result against float64: root mean square, relative to the fp64 reference's, and the
+    largest.
+    """
+    error = found.double() - reference
+    rmse, size = (float(x.square().mean().sqrt()) for x in (error, reference))
     return {
         "rmse": rmse,
         "relative_error": rmse / size,
         "largest_error": float(error.abs().max()),
-        "truth_rms": size,
+        "reference_rms": size,
     }

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from ..call.descales import FP8, INT8
 from ..quantization import KINDS, BlockScaled, quantize_block_fp8, quantize_qkv, torch_operations
 from ..quantization.dispatch import on_hopper
 from ..quantization.smoothing import sample_mean
-from ..scales import FP8, INT8
-from .contenders import OURS
+from .providers import OURS
 from .runner import FAILED, OK, Record, Settings, name_of
 from .timing import interleave, make_clock
 
@@ -66,12 +66,12 @@ def quantize_work(head_dims: tuple[int, ...] | None) -> list[Work]:
 def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
     """A record for our quantization and one for torch's copy, each with the bytes that it moves.
 
-    speed_ratio: of the GB/s; above 1 this contender is the faster one.
+    speed_ratio: of the GB/s; above 1 this provider is the faster one.
     """
     ring = _ring(work, settings, quick)
     tensors, results = ring[0], work(*ring[0])
-    fault = _fault(work, tensors, results)
-    calls = {} if fault else {OURS: _in_turn(work, ring)}
+    error = _fault(work, tensors, results)
+    calls = {} if error else {OURS: _in_turn(work, ring)}
     calls[COPY] = _in_turn(_copy, ring)
     clock = make_clock(settings.device, _num_bytes(*itertools.chain(*ring)))
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
@@ -79,11 +79,11 @@ def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
     num_bytes = {OURS: _num_bytes(*tensors, *stored), COPY: 2 * _num_bytes(*tensors)}
     speed = {name: num_bytes[name] / timings[name].median_ms / 1e6 for name in calls}
     description = _description(work, tensors, results, settings)
-    refused = {**description, "contender": OURS, "status": FAILED, "reason": fault}
+    refused = {**description, "provider": OURS, "status": FAILED, "reason": error}
     records = [
         {
             **description,
-            "contender": name,
+            "provider": name,
             "status": OK,
             **asdict(timings[name]),
             "num_bytes": num_bytes[name],
@@ -92,7 +92,7 @@ def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
         }
         for name in calls
     ]
-    return [refused, *records] if fault else records
+    return [refused, *records] if error else records
 
 
 def _ring(work: Work, settings: Settings, quick: bool) -> list[tuple[Tensor, ...]]:

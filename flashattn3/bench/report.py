@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .contenders import BASELINES, DETERMINISTIC, EIGHT_BIT, OURS, WHOLE_INT8, WHOLE_SMOOTH
+from .providers import BASELINES, DETERMINISTIC, EIGHT_BIT, OURS, WHOLE_INT8, WHOLE_SMOOTH
 from .runner import FAILED, MISSED, OK, Record
 
 
@@ -39,7 +39,7 @@ class Results:
     def passed(self) -> bool:
         """False if a result of ours was refused by the gate or misses a bound. A red baseline only
         has no number."""
-        return all(record["contender"] in BASELINES for record in self.failures)
+        return all(record["provider"] in BASELINES for record in self.failures)
 
 
 class Measure(NamedTuple):
@@ -56,13 +56,13 @@ MEASURES = {
     "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
     "bandwidth": (Measure("GB/s", lambda record: record["gb_per_s"]),),
     "error": (
-        Measure("RMSE / RMS of the truth", lambda record: record["relative_error"]),
+        Measure("RMSE / RMS of the fp64 reference", lambda record: record["relative_error"]),
         Measure("RMSE", lambda record: record["rmse"]),
     ),
     # A number with ! is over its bound, or another number of this cell is.
     "distribution": (
-        Measure("RMSE / RMS of the truth", lambda record: record["error"]),
-        Measure("bias / mean magnitude of the truth", lambda record: record["bias"]),
+        Measure("RMSE / RMS of the fp64 reference", lambda record: record["error"]),
+        Measure("bias / mean magnitude of the fp64 reference", lambda record: record["bias"]),
         Measure("largest error of the log-sum-exp", lambda record: record["lse"]),
     ),
 }
@@ -73,7 +73,7 @@ RATIOS_OF = {
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),
 }
-# Suites in which one contender is another with something added, whose cost is shown.
+# Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}
 # Each is compared with what comes after it and with all others.
 OWN = (*EIGHT_BIT, DETERMINISTIC, OURS)
@@ -96,18 +96,18 @@ def summary(records: list[Record]) -> str:
 
 
 def table(records: list[Record], measure: Measure) -> str:
-    """Rows and columns as the records name them; in a cell the contenders' values, in one order."""
-    contenders = list(dict.fromkeys(record["contender"] for record in records))
+    """Rows and columns as the records name them; in a cell the providers' values, in one order."""
+    providers = list(dict.fromkeys(record["provider"] for record in records))
     cells: Cells = {}
     for record in records:
         place = cells.setdefault((record["row"], record["column"]), {})
-        place[record["contender"]] = _text(record, measure)
-    return _grid(f"{measure.unit}: {' / '.join(contenders)}", cells, contenders)
+        place[record["provider"]] = _text(record, measure)
+    return _grid(f"{measure.unit}: {' / '.join(providers)}", cells, providers)
 
 
 def ratios(records: list[Record], subject: str) -> str:
-    """The table of how many times faster the subject is than each contender after it."""
-    chosen = [record for record in records if record["contender"] == subject]
+    """The table of how many times faster the subject is than each provider after it."""
+    chosen = [record for record in records if record["provider"] == subject]
     others = _compared(chosen, subject)
     cells: Cells = {}
     for record in chosen:
@@ -123,7 +123,7 @@ def cost(records: list[Record], subject: str, base: str) -> str:
     for record in records:
         if record["status"] == OK:
             place = times.setdefault((record["row"], record["column"]), {})
-            place[record["contender"]] = record["median_ms"]
+            place[record["provider"]] = record["median_ms"]
     cells: Cells = {}
     for place, found in times.items():
         if subject in found and base in found:
@@ -138,15 +138,15 @@ def _compared(records: list[Record], subject: str) -> list[str]:
     return [name for name in names if name not in OWN[: OWN.index(subject)]]
 
 
-Cells = dict[tuple[str, str], dict[str, str]]  # (row, column) → contender → text
+Cells = dict[tuple[str, str], dict[str, str]]  # (row, column) → provider → text
 
 
-def _grid(head: str, cells: Cells, contenders: list[str]) -> str:
+def _grid(head: str, cells: Cells, providers: list[str]) -> str:
     rows, columns = (list(dict.fromkeys(place[axis] for place in cells)) for axis in (0, 1))
     lines = [["", *columns]]
     for row in rows:
         found = [cells.get((row, column), {}) for column in columns]
-        texts = (" / ".join(cell.get(name, "-") for name in contenders) for cell in found)
+        texts = (" / ".join(cell.get(name, "-") for name in providers) for cell in found)
         lines.append([row, *texts])
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
     body = ("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)) for line in lines)
@@ -165,7 +165,7 @@ def geometric_means(records: list[Record]) -> str:
     """The speed of each of ours over that of those after it, for cells where both have a number."""
     parts = []
     for subject in OWN:
-        chosen = [r for r in records if r["contender"] == subject and "speed_ratio" in r]
+        chosen = [r for r in records if r["provider"] == subject and "speed_ratio" in r]
         lines = _means_of(chosen, _compared(chosen, subject))
         if lines:
             head = f"speed of {subject} over each of the others, geometric mean"

@@ -1,4 +1,4 @@
-"""One cell: inputs, gate, timing, and a record (a dict, one JSON line) for every contender."""
+"""One cell: inputs, gate, timing, and a record (a dict, one JSON line) for every provider."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 import flashattn3
 
-from .contenders import BASELINES, CONTENDERS, EIGHT_BIT, MHA, OURS, QUANTIZED
 from .gate import Gate
 from .inputs import Call, Inputs, make_inputs, prepare, quantized, with_all_heads
+from .providers import BASELINES, EIGHT_BIT, MHA, OURS, PROVIDERS, QUANTIZED
 from .suites import Cell
 from .timing import Timing, interleave, make_clock
 
@@ -22,7 +22,7 @@ OK, FAILED, MISSED, ABSENT = "ok", "FAILED", "MISSED", "absent"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is alike for all cells of a suite. own, baselines: names of CONTENDERS."""
+    """What is alike for all cells of a suite. own, baselines: names of PROVIDERS."""
 
     device: torch.device
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Settings:
     own: tuple[str, ...] = (OURS,)
 
     @property
-    def contenders(self) -> tuple[str, ...]:
+    def providers(self) -> tuple[str, ...]:
         return (*self.own, *self.baselines)
 
     @property
@@ -41,9 +41,9 @@ class Settings:
 
 
 def run_cell(cell: Cell, settings: Settings) -> list[Record]:
-    """A record per contender: status "ok" with its times, "FAILED" or "absent" with the reason.
+    """A record per provider: status "ok" with its times, "FAILED" or "absent" with the reason.
 
-    absent: the contender refused the problem or ran out of memory. Our own refusal is FAILED.
+    absent: the provider refused the problem or ran out of memory. Our own refusal is FAILED.
     """
     inputs = make_inputs(cell.case, settings.device, settings.dtype)
     gate = Gate(cell, inputs)
@@ -53,14 +53,14 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
     calls: dict[str, Call] = {}
     plans: dict[str, Record] = {}
     refused: dict[str, tuple[str, str]] = {}
-    for name in settings.contenders:
+    for name in settings.providers:
         try:
             given, checked = inputs, gate
             if name in QUANTIZED:
                 given = quantized(inputs, QUANTIZED[name])
             elif name == MHA:
                 given, checked = all_heads, gate_of_all_heads
-            call = prepare(CONTENDERS[name], cell, given)
+            call = prepare(PROVIDERS[name], cell, given)
             checked.check(name, call())
             plans[name] = _plan(cell, given) if name in (*QUANTIZED, OURS) else {}
             calls[name] = call
@@ -68,7 +68,7 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
             refused[name] = (FAILED, str(error))
         except torch.OutOfMemoryError:
             refused[name] = (ABSENT, "out of memory")
-        except Exception as error:  # whatever it is, the other contenders and cells go on
+        except Exception as error:  # whatever it is, the other providers and cells go on
             refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
     # FP8 reads half of these bytes and is timed as the others are, whose inputs are not in L2.
     clock = make_clock(settings.device, inputs.num_bytes)
@@ -79,7 +79,7 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
             **_outcome(cell, name, timings, refused),
             **plans.get(name, {}),
         }
-        for name in settings.contenders
+        for name in settings.providers
     ]
 
 
@@ -110,7 +110,7 @@ def _description(cell: Cell, name: str, settings: Settings) -> Record:
         "head_dim": case.head_dim,
         "head_dim_v": case.head_dim_v,
         "causal": case.causal,
-        "contender": name,
+        "provider": name,
     }
 
 
@@ -130,7 +130,7 @@ def _outcome(
         "status": OK,
         **asdict(timing),
         "tflops": cell.flops / timing.median_ms / 1e9,
-        # Above 1: this contender is the faster one.
+        # Above 1: this provider is the faster one.
         "speed_ratio": {
             other: timings[other].median_ms / timing.median_ms for other in timings if other != name
         },

@@ -20,7 +20,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of every contender. row and column place it in the table and the figure."""
+    """One measurement of every provider. row and column place it in the table and the figure."""
 
     suite: str
     case: Case
@@ -77,15 +77,15 @@ QUICK_SEQLEN = 128
 def _cut_down(case: Case) -> Case:
     """One sequence of at most QUICK_SEQLEN tokens and few heads."""
     heads_kv = min(case.num_heads_kv, 2)
-    group = min(case.num_heads_q // case.num_heads_kv, 2)
+    qhead_per_kvhead = min(case.num_heads_q // case.num_heads_kv, 2)
     seqlen_q, seqlen_k = min(case.seqlen_q, QUICK_SEQLEN), min(case.seqlen_k, QUICK_SEQLEN)
     mask = "causal" if case.causal else "full"
     return replace(
         case,
-        name=f"quick-d{case.head_dim}-{mask}-{seqlen_q}x{seqlen_k}-h{heads_kv * group}",
+        name=f"quick-d{case.head_dim}-{mask}-{seqlen_q}x{seqlen_k}-h{heads_kv * qhead_per_kvhead}",
         batch=1,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        num_heads_q=heads_kv * group,
+        num_heads_q=heads_kv * qhead_per_kvhead,
         num_heads_kv=heads_kv,
     )

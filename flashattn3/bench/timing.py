@@ -1,4 +1,4 @@
-"""Times contenders in turn, round after round, so that a drifting clock meets all of them alike."""
+"""Times providers in turn, round after round, so that a drifting clock meets all of them alike."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def interleave(
     rounds: int,
     round_ms: float,
 ) -> dict[str, Timing]:
-    """Every contender once per round, repeated so often that it takes about ``round_ms``."""
+    """Every provider once per round, repeated so often that it takes about ``round_ms``."""
     paces, repetitions = {}, {}
     for name, call in calls.items():
         call()

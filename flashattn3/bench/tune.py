@@ -1,5 +1,5 @@
-"""Measure candidate tiles of the Triton kernels: where the rows of triton_kernels/configs.py come
-from.
+"""Measure candidate tiles of the Triton kernels: where the rows of backends/triton/tile_configs.py
+come from.
 
     python -m flashattn3.bench.tune --head-dims 64 128 --lowering sm80 --json tiles.jsonl
 
@@ -14,20 +14,20 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
+import bwd_preprocess
 import torch
 from tqdm import tqdm
 
-from ..backends.triton import TritonConfig
-from ..device import SHARED_MEMORY_KIB
-from ..problem import Metadata, Options, Problem, describe
-from ..triton_kernels.configs import Row, Tile, Tiles
+from ..backends.triton.backend import TritonConfig
+from ..backends.triton.tile_configs import Row, Tile, Tiles
+from ..call.problem import Metadata, Options, Problem, describe
+from ..dispatch.device import SHARED_MEMORY_KIB
 
-KERNELS = ("forward", "key_value", "query")
+KERNELS = ("forward", "bwd_dkdv", "bwd_dq")
 MAX_STACK_BYTES = 320
 COMPILE_SECONDS = 150
 
@@ -52,21 +52,21 @@ class Candidate:
         return describe((qkv, qkv, qkv, None, None, None, None), Options(causal=self.causal))
 
     def launch(self):
-        from ..backends import triton_launches
+        from ..backends.triton import launch as triton_launch
 
         problem, tile = self.problem(), self.tile
         tiles = Tiles(tile, tile, tile)
-        row = Row(self.head_dim, self.lowering == 90, 0, tiles, tiles)
+        tile_config = Row(self.head_dim, self.lowering == 90, 0, tiles, tiles)
         arch = None if self.lowering == self.capability else f"sm{self.lowering}"
         programs = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
-        launches = triton_launches.all_launches(
-            problem, TritonConfig(row, tiles, 1, (programs, 1, 1), arch)
+        launches = triton_launch.all_launches(
+            problem, TritonConfig(tile_config, tiles, 1, (programs, 1, 1), arch)
         )
         return launches[self.kernel]
 
     def flops(self) -> float:
         """Of the kernel's matrix products, two for each multiply-add; half if causal."""
-        products = {"forward": 2, "key_value": 4, "query": 3}[self.kernel]
+        products = {"forward": 2, "bwd_dkdv": 4, "bwd_dq": 3}[self.kernel]
         problem = self.problem()
         pairs = problem.batch * problem.num_heads_q * self.seqlen**2 / (2 if self.causal else 1)
         return 2.0 * products * pairs * self.head_dim
@@ -78,8 +78,8 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
     for block_m, block_n, num_warps, num_stages in itertools.product(
         (32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)
     ):
-        owned, streamed = (block_n, block_m) if kernel == "key_value" else (block_m, block_n)
-        accumulators = 2 * head_dim if kernel == "key_value" else head_dim
+        owned, streamed = (block_n, block_m) if kernel == "bwd_dkdv" else (block_m, block_n)
+        accumulators = 2 * head_dim if kernel == "bwd_dkdv" else head_dim
         scores = streamed if kernel == "forward" else 2 * streamed
         registers = owned * (accumulators + scores) / (32 * num_warps)
         rows_per_warp = owned // num_warps
@@ -91,7 +91,7 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
 
 def compile_candidate(candidate: Candidate) -> dict | None:
     """Registers, stack and shared memory of one candidate; None if it does not compile or fit."""
-    from ..triton_kernels.ahead_of_time import compile_kernel, resources
+    from ..backends.triton.kernels.ahead_of_time import compile_kernel, resources
 
     try:
         kernel = compile_kernel(candidate.launch(), candidate.capability)
@@ -102,7 +102,7 @@ def compile_candidate(candidate: Candidate) -> dict | None:
 
 def time_candidate(candidate: Candidate, tensors: list[torch.Tensor], rounds: int = 5) -> float:
     """Median milliseconds of a launch."""
-    from ..triton_kernels.ahead_of_time import compile_kernel
+    from ..backends.triton.kernels.ahead_of_time import compile_kernel
 
     launch = candidate.launch()
     kernel = compile_kernel(launch, candidate.capability)
@@ -117,22 +117,22 @@ def time_candidate(candidate: Candidate, tensors: list[torch.Tensor], rounds: in
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 3)
-    return statistics.median(times)
+    return bwd_preprocess.median(times)
 
 
 def make_tensors(candidate: Candidate) -> list[torch.Tensor]:
     """Random data in the shapes that the kernel's launch expects."""
-    from ..backends.triton_launches import statistics_shape
+    from ..backends.triton.launch import lse_delta_shape
 
     problem = candidate.problem()
     qkv = (problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim)
     q, k, v, dout = (torch.randn(qkv, dtype=torch.bfloat16, device="cuda") for _ in range(4))
     out = [torch.empty_like(q) for _ in range(2)]
-    shape = statistics_shape(problem)
+    shape = lse_delta_shape(problem)
     lse, delta = torch.full(shape, -100.0, device="cuda"), torch.zeros(shape, device="cuda")
     if candidate.kernel == "forward":
         return [q, k, v, out[0], lse, *[None] * 7]
-    if candidate.kernel == "query":
+    if candidate.kernel == "bwd_dq":
         return [q, k, v, dout, lse, delta, out[0], *[None] * 4]
     return [q, k, v, dout, lse, delta, *out, *[None] * 4]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 import flashattn3
 
 from ..testing import Case
-from .contenders import OURS, ours
 from .gate import Gate
 from .inputs import Inputs, prepare
+from .providers import OURS, ours
 from .runner import OK, Record, Settings
 from .suites import Cell
 from .timing import interleave, make_clock
@@ -23,10 +23,10 @@ QUICK_LENGTHS = (7, 30, 19)
 DENSE = "dense"
 
 
-def run_ragged(
+def run_varlen(
     direction: str, head_dim: int, causal: bool, settings: Settings, quick: bool
 ) -> list[Record]:
-    """A record for the ragged call and one for the dense one.
+    """A record for the varlen call and one for the dense one.
 
     The dense call has nearly as many tokens in sequences of the length that makes the visible
     scores as many too. speed_ratio: of the TFLOP/s, each of the work that it really has.
@@ -43,12 +43,12 @@ def run_ragged(
         of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
         return torch.randn(*shape, heads, head_dim, **of)
 
-    ragged = Inputs(*(normal(tokens) for _ in range(4)))
+    varlen = Inputs(*(normal(tokens) for _ in range(4)))
     dense = Inputs(*(normal(batch, dense_length) for _ in range(4)))
     edges = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     edges = edges.to(settings.device)
 
-    def attend_ragged(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def attend_varlen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         longest = max(lengths), max(lengths)
         return flashattn3.flash_attn_varlen_func(q, k, v, edges, edges, *longest, causal=causal)
 
@@ -57,10 +57,10 @@ def run_ragged(
     length = lengths[-1]
     shape = (1, length, length, heads, heads, head_dim, head_dim)
     cell = Cell("varlen", Case(name, *shape, causal=causal), direction)
-    calls = {OURS: prepare(attend_ragged, cell, ragged), DENSE: prepare(ours, cell, dense)}
+    calls = {OURS: prepare(attend_varlen, cell, varlen), DENSE: prepare(ours, cell, dense)}
     last = (x[None, -length:] for x in calls[OURS]())
-    Gate(cell, Inputs(*(x[None, -length:] for x in ragged))).check(OURS, tuple(last))
-    clock = make_clock(settings.device, ragged.num_bytes)
+    Gate(cell, Inputs(*(x[None, -length:] for x in varlen))).check(OURS, tuple(last))
+    clock = make_clock(settings.device, varlen.num_bytes)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
     of_score = 4 * heads * head_dim * (2.5 if direction == "bwd" else 1) / (2 if causal else 1)
     flops = {n: of_score * scores[n] for n in calls}
@@ -76,7 +76,7 @@ def run_ragged(
             "case": name if n == OURS else f"{batch}x{dense_length}",
             "head_dim": head_dim,
             "causal": causal,
-            "contender": n,
+            "provider": n,
             "status": OK,
             **asdict(timings[n]),
             "tflops": tflops[n],

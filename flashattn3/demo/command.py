@@ -12,10 +12,10 @@ from torch import Tensor
 
 import flashattn3
 
-from ..bench.contenders import OURS, naive, ours, sdpa
 from ..bench.inputs import make_inputs
 from ..bench.memory import peak_bytes
 from ..bench.memory_suite import training_step
+from ..bench.providers import OURS, naive, ours, sdpa
 from ..command_line import choose_device, folder, integer, make_folder, require_extras
 from ..testing import Case
 from .figure import draw

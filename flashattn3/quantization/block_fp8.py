@@ -7,18 +7,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..arguments import boolean, expect_strided, integer, length
-from ..contents import check_edges, check_longest, is_checked
+from ..call.arguments import boolean, expect_strided, integer, length
+from ..call.descales import BLOCKS, EIGHT_BIT, FP8, INT8
+from ..call.value_checks import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
 from ..modes import is_traced, refuse_gradients
-from ..scales import BLOCKS, EIGHT_BIT, FP8, INT8
 from . import hadamard as rotation
-from . import slots
-from .tokens import Places, places
+from . import permuted_v
+from .token_positions import TokenPositions, token_positions
 from .torch_operations import of_sequences, of_tokens
 
 KINDS = ("q", "k", "v")
-LAYOUTS = ("rows", "slots")
+LAYOUTS = ("rows", "permuted")
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 _FUNCTION = "quantize_block_fp8"
 
@@ -31,10 +31,10 @@ class BlockScaled:
 
     data: float8_e4m3fn or, of q and k, int8. As rows (batch, seqlen, heads, head_dim), with
         cu_seqlens (total, heads, head_dim). As slots, which the Hopper kernels take V in, see
-        slots.py.
+        permuted_v.py.
     descale: float32 (batch, heads, blocks), blocks of ``block`` tokens counted from the beginning
         of each sequence; where a sequence has none, 2**-126.
-    cu_seqlens: int32 (batch + 1), where the sequences of a ragged batch begin; else None.
+    cu_seqlens: int32 (batch + 1), where the sequences of a varlen batch begin; else None.
     layout: of data, "rows" or "slots".
     shape: of the tensor in rows, whatever the layout; must be given for slots.
     mean: of k, float32 (batch, heads, head_dim), what was subtracted from every token of a sequence
@@ -61,7 +61,7 @@ class BlockScaled:
             raise value_error("BlockScaled", "layout", f"one of {LAYOUTS}", repr(self.layout))
         shape = self.data.shape if self.layout == "rows" else self.shape
         if shape is None:
-            raise value_error("BlockScaled", "shape", "given with layout 'slots'", None)
+            raise value_error("BlockScaled", "shape", "given with layout 'permuted'", None)
         object.__setattr__(self, "shape", torch.Size(shape))
 
     @property
@@ -87,24 +87,24 @@ class BlockScaled:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the numbers stand for, (batch, seqlen, heads, head_dim), rotated back."""
-        of = self.places()
+        of = self.token_positions()
         x = self.in_rows().data.float() * of_tokens(self.descale, self.block, of)[..., None]
         x = rotation.rotate_back(x) if self.hadamard else x
         return (x if self.mean is None else x + of_sequences(self.mean, of)).to(dtype)
 
     def token_descale(self) -> Tensor:
         """descale of every token and head: shape without its last axis."""
-        return of_tokens(self.descale, self.block, self.places())
+        return of_tokens(self.descale, self.block, self.token_positions())
 
-    def places(self) -> Places:
+    def token_positions(self) -> TokenPositions:
         """Where each token is in its sequence."""
-        return places(self.shape[-3], self.data.device, self.cu_seqlens)
+        return token_positions(self.shape[-3], self.data.device, self.cu_seqlens)
 
     def in_rows(self) -> BlockScaled:
         """The same numbers with layout "rows", itself if it is; tokens of no sequence are 0."""
         if self.layout == "rows":
             return self
-        rows = slots.to_rows(self.data, self.shape, self.cu_seqlens)
+        rows = permuted_v.unpermute_v(self.data, self.shape, self.cu_seqlens)
         return replace(self, data=rows, layout="rows")
 
 
@@ -136,7 +136,7 @@ def quantize_block_fp8(
         dtype: of data, torch.float8_e4m3fn or, for q and k, which must agree, torch.int8. Its steps
             are even: finer than e4m3's where no element of a block is far larger than the others,
             as after the rotation.
-        cu_seqlens, max_seqlen: of a ragged batch, as for ``flash_attn_varlen_func``. data of
+        cu_seqlens, max_seqlen: of a varlen batch, as for ``flash_attn_varlen_func``. data of
             tokens of no sequence is undefined.
         layout: of data, "rows" or, for v with a head dim up to 256, "slots"; None: "slots" for v
             where the Hopper kernels run, else "rows".
@@ -190,7 +190,7 @@ def quantize_qkv(
     with torch.no_grad():
         *scaled, k_mean = scaled_qkv(q, k, v, *how, smooth_k)
     q_data, q_descale, k_data, k_descale, v_data, v_descale = scaled
-    layout = "slots" if comes_in_slots(v) else "rows"
+    layout = "permuted" if comes_in_slots(v) else "rows"
     return (
         BlockScaled(q_data, q_descale, block, hadamard, cu_seqlens_q, "rows", q.shape),
         BlockScaled(k_data, k_descale, block, hadamard, cu_seqlens_k, "rows", k.shape, k_mean),
@@ -202,7 +202,7 @@ def comes_in_slots(v: Tensor) -> bool:
     """Return whether scaled_qkv stores v in slots, as it does where the Hopper kernels run."""
     from . import dispatch
 
-    return dispatch.layout_of_v(v) == "slots"
+    return dispatch.layout_of_v(v) == "permuted"
 
 
 def scaled_qkv(
@@ -229,7 +229,7 @@ def scaled_qkv(
 
 
 def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
-    """Raise for what is wrong but for the lengths of a ragged batch."""
+    """Raise for what is wrong but for the lengths of a varlen batch."""
     if not isinstance(x, Tensor):
         raise type_error(_FUNCTION, "x", "a torch.Tensor", shown(x))
     expect_strided(_FUNCTION, "x", x)
@@ -243,7 +243,7 @@ def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
         raise value_error(_FUNCTION, "dtype", f"{FP8} for kind 'v'", dtype)
     if hadamard and kind == "v":
         raise value_error(_FUNCTION, "hadamard", "False for kind 'v'", True)
-    if layout == "slots" and kind != "v":
+    if layout == "permuted" and kind != "v":
         raise value_error(_FUNCTION, "layout", f"'rows' or None for kind {kind!r}", repr(layout))
     if smooth and kind != "k":
         raise value_error(_FUNCTION, "smooth", f"False for kind {kind!r}", smooth)
@@ -251,9 +251,9 @@ def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
     expect(head_dim >= 1, _FUNCTION, "x.shape[-1]", "at least 1", head_dim)
     rotatable = not hadamard or rotation.is_rotatable(head_dim)
     expect(rotatable, _FUNCTION, "x.shape[-1]", "a power of two with hadamard", head_dim)
-    largest = slots.COLUMNS[-1]
-    fits = layout != "slots" or head_dim <= largest
-    expect(fits, _FUNCTION, "x.shape[-1]", f"at most {largest} with layout 'slots'", head_dim)
+    largest = permuted_v.COLUMNS[-1]
+    fits = layout != "permuted" or head_dim <= largest
+    expect(fits, _FUNCTION, "x.shape[-1]", f"at most {largest} with layout 'permuted'", head_dim)
 
 
 def _expect_one_of(name: str, value: object, legal: tuple) -> None:
@@ -264,16 +264,16 @@ def _expect_one_of(name: str, value: object, legal: tuple) -> None:
 def _checked_lengths(
     x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None
 ) -> int | None:
-    """max_seqlen of a ragged batch, at most all tokens; None of a dense one."""
-    ragged, name = cu_seqlens is not None, "cu_seqlens"
-    if ragged and not isinstance(cu_seqlens, Tensor):
+    """max_seqlen of a varlen batch, at most all tokens; None of a dense one."""
+    varlen, name = cu_seqlens is not None, "cu_seqlens"
+    if varlen and not isinstance(cu_seqlens, Tensor):
         raise type_error(_FUNCTION, name, "a torch.Tensor", shown(cu_seqlens))
-    wanted = "3 with cu_seqlens" if ragged else "4 without cu_seqlens"
-    expect(x.ndim == 4 - ragged, _FUNCTION, "x.ndim", wanted, x.ndim)
-    if ragged != (max_seqlen is not None):
+    wanted = "3 with cu_seqlens" if varlen else "4 without cu_seqlens"
+    expect(x.ndim == 4 - varlen, _FUNCTION, "x.ndim", wanted, x.ndim)
+    if varlen != (max_seqlen is not None):
         wanted = "given with cu_seqlens and only then"
         raise value_error(_FUNCTION, "max_seqlen", wanted, shown(max_seqlen))
-    if not ragged:
+    if not varlen:
         return None
     if cu_seqlens.dtype != torch.int32:
         raise type_error(_FUNCTION, f"{name}.dtype", torch.int32, cu_seqlens.dtype)

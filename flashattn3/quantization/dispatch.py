@@ -7,13 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..backends.hopper import BACKEND as HOPPER
-from ..backends.triton import BACKEND as TRITON
-from ..device import describe_device
+from ..backends.hopper.backend import BACKEND as HOPPER
+from ..backends.triton.backend import BACKEND as TRITON
+from ..call.descales import FP8, INT8
+from ..call.problem import SIXTEEN_BIT
+from ..dispatch.device import describe_device
 from ..modes import is_traced
-from ..problem import SIXTEEN_BIT
-from ..scales import FP8, INT8
-from . import slots, smoothing, torch_operations
+from . import permuted_v, smoothing, torch_operations
 from .hadamard import signs
 
 MAX_HEAD_DIM = 256  # of the kernels
@@ -26,7 +26,7 @@ def on_hopper(x: Tensor) -> bool:
 
 def layout_of_v(v: Tensor) -> str:
     """Which layout the kernels that attend where v is want it in."""
-    return "slots" if on_hopper(v) else "rows"
+    return "permuted" if on_hopper(v) else "rows"
 
 
 def sample_mean(*arguments: object) -> Tensor:
@@ -83,7 +83,7 @@ def _quantize(
             cu_seqlens,
             block,
             max_seqlen or 0,
-            layout == "slots",
+            layout == "permuted",
             dtype == INT8,
         )
     if _on_triton(x):
@@ -91,10 +91,10 @@ def _quantize(
     else:
         implementation = torch_operations
     data, descale = implementation.quantize(x, block, hadamard, cu_seqlens, max_seqlen, dtype, mean)
-    if layout == "slots" and hopper:
-        to_slots = torch.ops.flashattn3_hopper.to_slots.default
-        return to_slots(data, cu_seqlens, max_seqlen or 0), descale
-    return slots.to_slots(data, cu_seqlens) if layout == "slots" else data, descale
+    if layout == "permuted" and hopper:
+        permute_v = torch.ops.flashattn3_hopper.permute_v.default
+        return permute_v(data, cu_seqlens, max_seqlen or 0), descale
+    return permuted_v.permute_v(data, cu_seqlens) if layout == "permuted" else data, descale
 
 
 def _quantize_qkv(
@@ -187,9 +187,9 @@ def _sample_mean_fake(x, cu_seqlens, max_seqlen):
 
 @_opaque_quantize.register_fake
 def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype, mean=None):
-    ragged = cu_seqlens is not None
-    batch, seqlen = (cu_seqlens.shape[0] - 1, max_seqlen) if ragged else x.shape[:2]
-    shape = slots.shape_of(x.shape, cu_seqlens) if layout == "slots" else x.shape
+    varlen = cu_seqlens is not None
+    batch, seqlen = (cu_seqlens.shape[0] - 1, max_seqlen) if varlen else x.shape[:2]
+    shape = permuted_v.shape_of(x.shape, cu_seqlens) if layout == "permuted" else x.shape
     descale = x.new_empty((batch, x.shape[-2], -(-seqlen // block)), dtype=torch.float32)
     return x.new_empty(shape, dtype=dtype), descale
 

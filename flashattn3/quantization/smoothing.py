@@ -23,15 +23,15 @@ def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) ->
 
     Each operation is rounded once and the order of sums is fixed: the bits are the same everywhere.
     """
-    ragged = cu_seqlens is not None
-    batch = cu_seqlens.numel() - 1 if ragged else x.shape[0]
+    varlen = cu_seqlens is not None
+    batch = cu_seqlens.numel() - 1 if varlen else x.shape[0]
     if x.numel() == 0:
         return x.new_zeros((batch, *x.shape[-2:]), dtype=torch.float32)
     start, length = _sequences(x, cu_seqlens, max_seqlen)
     slot = torch.arange(SAMPLE, device=x.device)
     token = torch.where(length <= SAMPLE, slot, slot * length // SAMPLE)
     token = (start + token).clamp(max=x.shape[-3] - 1)
-    values = (x[token] if ragged else x[:, token[0]]).float()
+    values = (x[token] if varlen else x[:, token[0]]).float()
     values = values.where(values.isfinite() & (slot < length)[..., None, None], 0.0)
     total, squares = _tree_sum(values), _tree_sum(values * values)
     # Divided by a tensor, not by a number: see torch_operations.scales.

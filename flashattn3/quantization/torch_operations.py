@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..scales import FP8, INT8
+from ..call.descales import FP8, INT8
 from . import hadamard as rotation
-from .tokens import Places, places
+from .token_positions import TokenPositions, token_positions
 
 LARGEST = {FP8: 448.0, INT8: 127.0}  # what amax becomes
 # Descales of smaller blocks are this: not denormal, and the factor is finite.
@@ -32,7 +32,7 @@ def quantize(
         descale = x.new_empty(shape, dtype=torch.float32)
         return torch.zeros_like(x, dtype=dtype), descale
     largest = LARGEST[dtype]
-    of = places(x.shape[-3], x.device, cu_seqlens)
+    of = token_positions(x.shape[-3], x.device, cu_seqlens)
     common = None if mean is None else of_sequences(mean, of)
     if hadamard:
         values = rotation.rotate(x, common)
@@ -58,7 +58,7 @@ def scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     return floored / wanted, wanted / floored
 
 
-def of_tokens(of_blocks: Tensor, block: int, of: Places) -> Tensor:
+def of_tokens(of_blocks: Tensor, block: int, of: TokenPositions) -> Tensor:
     """(batch, heads, blocks) → (batch, seqlen, heads), ragged (total, heads); 0 without a block."""
     if of.sequence is None:
         return of_blocks[:, :, of.position // block].transpose(1, 2)
@@ -68,12 +68,12 @@ def of_tokens(of_blocks: Tensor, block: int, of: Places) -> Tensor:
     return of_blocks[of.sequence, :, _blocks_of(of, block, num_blocks)]
 
 
-def _blocks_of(of: Places, block: int, num_blocks: int) -> Tensor:
+def _blocks_of(of: TokenPositions, block: int, num_blocks: int) -> Tensor:
     """Of each token; the last one beyond a max_seqlen that is too small."""
     return (of.position // block).clamp(max=num_blocks - 1)
 
 
-def of_sequences(mean: Tensor, of: Places) -> Tensor:
+def of_sequences(mean: Tensor, of: TokenPositions) -> Tensor:
     """(batch, heads, head_dim) → (batch, 1, heads, head_dim), ragged (total, heads, head_dim); 0
     without a batch."""
     if of.sequence is None:
@@ -83,7 +83,7 @@ def of_sequences(mean: Tensor, of: Places) -> Tensor:
     return mean[of.sequence]
 
 
-def _amax_of_blocks(largest, block, of: Places, cu_seqlens, max_seqlen) -> Tensor:
+def _amax_of_blocks(largest, block, of: TokenPositions, cu_seqlens, max_seqlen) -> Tensor:
     """(batch, heads, blocks), from the largest magnitude of each token and head."""
     if of.sequence is None:
         batch, seqlen, heads = largest.shape

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..scales import INT8
-from ..triton_kernels.quantize import mean_of_sample, quantize_block
+from ..backends.triton.kernels.quantize import mean_of_sample, quantize_block
+from ..call.descales import INT8
 from .hadamard import signs
 from .smoothing import SAMPLE, SIGNIFICANT
 from .torch_operations import LARGEST

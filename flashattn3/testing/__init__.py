@@ -1,4 +1,5 @@
-"""What tests and benchmarks share: cases, inputs, the truth, and the rule that compares with it.
+"""What tests and benchmarks share: cases, inputs, the fp64 reference, and the rule that compares
+with it.
 
 Attention itself never imports this package. ``strategies`` (random cases) needs hypothesis, so it
 is not imported here.
@@ -14,6 +15,7 @@ from .cases import (
     call,
 )
 from .fp8 import FORMS, make_fp8_inputs, scales_of_v
+from .fp64_reference import attention, gradients
 from .inputs import make_inputs, make_output_gradients
 from .rounding import dropped_values, gradient_rounding, out_rounding
 from .tolerance import (
@@ -23,13 +25,12 @@ from .tolerance import (
     GRADIENT_FACTOR,
     INT8_OF_QUANTIZED,
     check,
-    check_code_lse,
+    check_exp2_lse,
     check_fp8,
     check_lse,
     check_rounded_p,
     score_floor,
 )
-from .truth import attention, gradients
 
 __all__ = [
     "FORMS",
@@ -47,7 +48,7 @@ __all__ = [
     "attention",
     "call",
     "check",
-    "check_code_lse",
+    "check_exp2_lse",
     "check_fp8",
     "check_lse",
     "check_rounded_p",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api import flash_attn_func, flash_attn_varlen_func
-from ..problem import Tensors
+from ..call.problem import Tensors
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,10 @@ class Case:
             "num_splits": self.num_splits,
         }
 
-    def truth_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``truth.attention`` and ``truth.gradients``, apart from dtype."""
+    def reference_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``reference.attention`` and ``reference.gradients``, apart from
+        dtype.
+        """
         left, right = self.window
         return {
             "softmax_scale": self.head_dim**-0.5
@@ -121,8 +123,8 @@ def varlen(
     **rest: Any,
 ) -> Case:
     longest = max(seqlens_q, default=0), max(seqlens_k, default=0)
-    ragged = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
-    return Case(name, len(seqlens_q), *longest, *heads, *dims, **ragged, **rest)
+    varlen = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+    return Case(name, len(seqlens_q), *longest, *heads, *dims, **varlen, **rest)
 
 
 # Small but nasty: every feature, and the edges where tiles, masks and lengths meet.

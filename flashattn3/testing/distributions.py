@@ -1,9 +1,9 @@
 """8-bit attention of data that trained models have: one heavy key, a sink, padding, values with a
 mean.
 
-A case builds q, k and v in 8 bits, so that only the kernel is measured. ``truth`` is the attention
-of these bytes in float64. ``honest`` is the same attention with P rounded to e4m3, its maximum at
-2^8, and exact sums: the error that 8 bits have in any case.
+A case builds q, k and v in 8 bits, so that only the kernel is measured. ``reference`` is the
+attention of these bytes in float64. ``honest`` is the same attention with P rounded to e4m3, its
+maximum at 2^8, and exact sums: the error that 8 bits have in any case.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.descales import FP8
 from ..quantization import BlockScaled, quantize_block_fp8
-from ..scales import FP8
 
 ROWS, HEADS = 128, 2  # query rows, the sequence's last, and heads of every case; batch 1
 POSITIONS = ("first", "middle", "last")
@@ -38,9 +38,10 @@ class Bounds(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """error: RMS of the difference over RMS of the truth. bias: mean of the difference along the
-    sign of the truth, over the truth's mean magnitude. lse, lse_rms: largest and RMS absolute error
-    of the log-sum-exp. NaN where the result is not finite."""
+    """error: RMS of the difference over RMS of the fp64 reference. bias: mean of the difference
+    along the sign of the fp64 reference, over the fp64 reference's mean magnitude. lse, lse_rms:
+    largest and RMS absolute error of the log-sum-exp. NaN where the result is not finite.
+    """
 
     error: float
     bias: float
@@ -242,7 +243,7 @@ def _others(seqlen_k: int) -> list[DistributionCase]:
     return [DistributionCase(name, seqlen_k, 0, **how) for name, how in described.items()]
 
 
-def truth(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (1, ROWS, HEADS, head_dim) and lse (1, HEADS, ROWS) in float64."""
     return attend(inputs, lambda p: p)
 
@@ -253,19 +254,19 @@ def honest(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def compare(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors:
-    """Of out and lse against those of ``truth``."""
-    (out, lse), (truth_out, truth_lse) = found, wanted
-    difference, lse_difference = out.double() - truth_out, (lse.double() - truth_lse).abs()
+    """Of out and lse against those of ``reference``."""
+    (out, lse), (reference_out, reference_lse) = found, wanted
+    difference, lse_difference = out.double() - reference_out, (lse.double() - reference_lse).abs()
     return Errors(
-        float((difference.square().mean() / truth_out.square().mean()).sqrt()),
-        float((difference * truth_out.sign()).mean() / truth_out.abs().mean()),
+        float((difference.square().mean() / reference_out.square().mean()).sqrt()),
+        float((difference * reference_out.sign()).mean() / reference_out.abs().mean()),
         float(lse_difference.max()),
         float(lse_difference.square().mean().sqrt()),
     )
 
 
 def heavy_probability(case: DistributionCase, inputs: Inputs, lse: Tensor) -> float:
-    """Of the rows' heavy keys, the mean; lse is the truth's."""
+    """Of the rows' heavy keys, the mean; lse is the fp64 reference's."""
     keys = case.heavy_keys.to(lse.device)
     scores = [
         (_head(inputs.q, head) * _head(inputs.k, head)[keys]).sum(-1) for head in range(HEADS)

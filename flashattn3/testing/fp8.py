@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Tensors
+from ..call.descales import FP8, INT8, num_blocks
+from ..call.problem import Tensors
 from ..quantization import BlockScaled, quantize_block_fp8
-from ..scales import FP8, INT8, num_blocks
 from .cases import Case
 from .inputs import INT8_STEPS, make_inputs
 
@@ -56,14 +56,14 @@ def make_fp8_inputs(
 
 
 def _quantized(case: Case, given: Tensors, side: str, **options: object) -> BlockScaled:
-    x, ragged = getattr(given, side), {}
+    x, varlen = getattr(given, side), {}
     if options.get("dtype") == INT8:  # rows that do not count would make their blocks NaN
         x = x.nan_to_num()
     if case.varlen:
         edges = given.cu_seqlens_q if side == "q" else given.cu_seqlens_k
         longest = case.seqlen_q if side == "q" else case.seqlen_k
-        ragged = {"cu_seqlens": edges, "max_seqlen": longest}
-    return quantize_block_fp8(x, block=BLOCKS[side], kind=side, **options, **ragged)
+        varlen = {"cu_seqlens": edges, "max_seqlen": longest}
+    return quantize_block_fp8(x, block=BLOCKS[side], kind=side, **options, **varlen)
 
 
 def _descale(case: Case, side: str, form: str, seed: int) -> tuple[Tensor | None, int]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Tensors
-from .truth import heads_of, scores_of_head
+from ..call.problem import Tensors
+from .fp64_reference import heads_of, scores_of_head
 
 DEVIATIONS = 3.0
 POWERS = (torch.abs, torch.square)

@@ -31,10 +31,10 @@ def random_cases(
     head_dims: what head_dim and head_dim_v are drawn from.
     """
     lengths = st.integers(0, max_seqlen)
-    num_heads_kv, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 1, 2, 3, 8)))
+    num_heads_kv, qhead_per_kvhead = draw(st.integers(1, 3)), draw(st.sampled_from((1, 1, 2, 3, 8)))
     head_dim = draw(st.sampled_from(head_dims))
     shape = {
-        "heads": (num_heads_kv * group, num_heads_kv),
+        "heads": (num_heads_kv * qhead_per_kvhead, num_heads_kv),
         "dims": (head_dim, draw(st.just(head_dim) | st.sampled_from(head_dims))),
     }
     options = {

@@ -1,11 +1,11 @@
 """The one rule that says whether a result is right.
 
 The error against a float64 truth may be ``factor`` times the error of plain PyTorch in the kernel's
-own precision (``truth.attention`` in the inputs' dtype), plus a floor for the rounding that PyTorch
-happens not to do. It is held for the largest error and for the root mean square error: the first
-finds one wrong element, the second a result that is slightly wrong everywhere. inf and NaN must
-stand where they stand in the truth. The log-sum-exp has an absolute gate instead, because the
-baseline's is not kept in 16 bits.
+own precision (``reference.attention`` in the inputs' dtype), plus a floor for the rounding that
+PyTorch happens not to do. It is held for the largest error and for the root mean square error: the
+first finds one wrong element, the second a result that is slightly wrong everywhere. inf and NaN
+must stand where they stand in the fp64 reference. The log-sum-exp has an absolute gate instead,
+because the baseline's is not kept in 16 bits.
 
 PyTorch's error is a sample. Of few rows and keys it may be 0 by luck, where a kernel that is as
 right is off by a unit in the last place. So a result that has more error passes if each of its
@@ -33,13 +33,13 @@ GRADIENT_FACTOR = 3.0
 LSE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
 # By what a kernel accumulates in, for values of order one: eighty roundings of float32, since sums
 # over a head dim that cancel (delta and dP of a row with one key) round as often as it is long. In
-# float64 the truth is its own baseline, with no error to multiply, so there the floor has to hold
-# the rounding of scores up to 1e4 as well.
+# float64 the fp64 reference is its own baseline, with no error to multiply, so there the floor has
+# to hold the rounding of scores up to 1e4 as well.
 FLOOR = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 class Fp8Bounds(NamedTuple):
-    """rmse: relative to the truth's root mean square."""
+    """rmse: relative to the fp64 reference's root mean square."""
 
     rmse: float
     cosine: float
@@ -48,7 +48,7 @@ class Fp8Bounds(NamedTuple):
 # q, k and v rounded to e4m3 are off by up to 1/16, by 1/40 in the root mean square: on normal data,
 # in blocks, exact attention of what they are rounded to is off by 0.039 to 0.047; by 0.029 with q
 # and k rotated and in int8, which is held to the same bounds. P as codes of e4m3
-# (csrc/blocks/code_softmax.cuh) is off by up to 1/12, by 1/31 in the root mean square.
+# (csrc/attention/softmax_e4m3.cuh) is off by up to 1/12, by 1/31 in the root mean square.
 FP8_OF_QUANTIZED = Fp8Bounds(0.04, 0.999)
 # With scores of int8 the code of a row's largest P is rounded as well: all rows together are off as
 # before (0.031), the four of a case with one query by 0.051.
@@ -57,7 +57,7 @@ FP8_OF_16_BIT = Fp8Bounds(0.07, 0.997)
 FP8_LSE_TOLERANCE = 5e-3
 # Of sums of such codes: one row, which may have one key that counts, and all of them; of int8 rows
 # whose keys are alike are off together.
-FP8_CODE_ERROR, FP8_CODE_RMS_ERROR, INT8_CODE_RMS_ERROR = 1 / 12, 0.02, 0.05
+FP8_EXP2_ERROR, FP8_EXP2_RMS_ERROR, INT8_EXP2_RMS_ERROR = 1 / 12, 0.02, 0.05
 # Codes end at 2^-7, and when a row's reference is set, its largest P becomes 2^5 at least.
 FP8_DROPPED_WEIGHT = 2.0**-12
 
@@ -65,7 +65,7 @@ FP8_DROPPED_WEIGHT = 2.0**-12
 def check(
     name: str,
     got: Tensor,
-    truth: Tensor,
+    reference: Tensor,
     baseline: Tensor,
     factor: float,
     case: object,
@@ -77,10 +77,12 @@ def check(
 
     Args:
         name: what it is: "out", "dq", ...
-        got, truth, baseline: of one shape; truth is float64, got in the kernel's dtype.
+        got, reference, baseline: of one shape; truth is float64, got in the kernel's dtype.
         factor: FORWARD_FACTOR or GRADIENT_FACTOR.
-        case, plan: named in the report: the problem, and the kernel row or tile that computed it.
-        floor: error allowed whatever the baseline's, relative to the truth's size and at least to
+        case, plan: named in the report: the problem, and the kernel config or tile that computed
+            it.
+        floor: error allowed whatever the baseline's, relative to the fp64 reference's size and at
+            least to
             1; None for that of the dtype. ``score_floor`` gives the one of large scores.
         rounding: returns what the algorithm's roundings can do to each element, ``out_rounding`` or
             one of ``gradient_rounding``; called where the baseline does not allow the error.
@@ -89,53 +91,53 @@ def check(
         AssertionError: with both errors, their bounds, the worst index and its values.
     """
     floor = FLOOR[torch.promote_types(got.dtype, torch.float32)] if floor is None else floor
-    got, truth, baseline = _comparable(name, got, truth, baseline, case=case, plan=plan)
-    finite = truth.isfinite()
-    error = torch.where(finite, got - truth, 0.0).abs()
-    reference_error = (baseline - truth).abs()
+    got, reference, baseline = _comparable(name, got, reference, baseline, case=case, plan=plan)
+    finite = reference.isfinite()
+    error = torch.where(finite, got - reference, 0.0).abs()
+    baseline_error = (baseline - reference).abs()
     # Plain PyTorch may overflow where the kernel does not; there it allows nothing.
-    reference_error = torch.where(reference_error.isfinite(), reference_error, 0.0)
-    size = torch.where(finite, truth, 0.0).abs()
+    baseline_error = torch.where(baseline_error.isfinite(), baseline_error, 0.0)
+    size = torch.where(finite, reference, 0.0).abs()
     for norm_name, norm in (("largest", _largest), ("root mean square", _root_mean_square)):
-        bound = factor * norm(reference_error) + floor * max(1.0, norm(size))
+        bound = factor * norm(baseline_error) + floor * max(1.0, norm(size))
         if norm(error) <= bound:
             continue
-        allowed = f"{bound:.3e} = {factor:g} x {norm(reference_error):.3e} + floor"
+        allowed = f"{bound:.3e} = {factor:g} x {norm(baseline_error):.3e} + floor"
         found = f"{norm_name} error {norm(error):.3e} > {allowed}"
         if rounding is not None:
             excess = error - rounding().to(error) - floor * size.clamp(min=1.0)
             if _largest(excess) <= 0:
                 return
             found += f", and {_largest(excess):.3e} over what roundings can do to an element"
-        raise AssertionError(_report(name, found, error, got, truth, case, plan))
+        raise AssertionError(_report(name, found, error, got, reference, case, plan))
 
 
 def check_fp8(
     name: str,
     got: Tensor,
-    truth: Tensor,
+    reference: Tensor,
     case: object,
     plan: object = "",
     bounds: Fp8Bounds = FP8_OF_QUANTIZED,
 ) -> None:
     """Hold a result of e4m3 products to a truth: that of the quantized inputs, of int8 q and k with
     bounds=INT8_OF_QUANTIZED, or of the 16-bit ones with FP8_OF_16_BIT."""
-    got, truth = _comparable(name, got, truth, case=case, plan=plan)
-    finite = truth.isfinite()
-    got, truth = torch.where(finite, got, 0.0), torch.where(finite, truth, 0.0)
-    error = (got - truth).abs()
-    bound = bounds.rmse * _root_mean_square(truth) + FLOOR[torch.float32]
-    cosine = float((got * truth).sum() / (got.norm() * truth.norm()).clamp(min=1e-30))
-    if _root_mean_square(error) > bound or (truth.any() and cosine < bounds.cosine):
+    got, reference = _comparable(name, got, reference, case=case, plan=plan)
+    finite = reference.isfinite()
+    got, reference = torch.where(finite, got, 0.0), torch.where(finite, reference, 0.0)
+    error = (got - reference).abs()
+    bound = bounds.rmse * _root_mean_square(reference) + FLOOR[torch.float32]
+    cosine = float((got * reference).sum() / (got.norm() * reference.norm()).clamp(min=1e-30))
+    if _root_mean_square(error) > bound or (reference.any() and cosine < bounds.cosine):
         found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}; "
         found += f"cosine {cosine:.6f}, bound {bounds.cosine}"
-        raise AssertionError(_report(name, found, error, got, truth, case, plan))
+        raise AssertionError(_report(name, found, error, got, reference, case, plan))
 
 
 def check_rounded_p(
     name: str,
     got: Tensor,
-    truth: Tensor,
+    reference: Tensor,
     weights: Tensor,
     dropped: Tensor,
     case: object,
@@ -149,51 +151,51 @@ def check_rounded_p(
     dropped: ``dropped_values`` of FP8_DROPPED_WEIGHT. Light keys are lost beside a heavy one, which
     shows in a column where the heavy key's value is near 0.
     """
-    got, truth, weights, dropped = _comparable(
-        name, got, truth, weights, dropped, case=case, plan=plan
+    got, reference, weights, dropped = _comparable(
+        name, got, reference, weights, dropped, case=case, plan=plan
     )
-    error, rounding = (got - truth).abs(), torch.finfo(torch.bfloat16).eps * truth.abs()
-    allowed = 2 * FP8_CODE_ERROR * weights + dropped + rounding + FLOOR[torch.float32]
+    error, rounding = (got - reference).abs(), torch.finfo(torch.bfloat16).eps * reference.abs()
+    allowed = 2 * FP8_EXP2_ERROR * weights + dropped + rounding + FLOOR[torch.float32]
     if (error > allowed).any():
-        found = f"error over {2 * FP8_CODE_ERROR:.3g} of the sum of P |v|"
-        raise AssertionError(_report(name, found, error - allowed, got, truth, case, plan))
-    bound = FP8_CODE_ERROR * _root_mean_square(weights) + _root_mean_square(dropped)
+        found = f"error over {2 * FP8_EXP2_ERROR:.3g} of the sum of P |v|"
+        raise AssertionError(_report(name, found, error - allowed, got, reference, case, plan))
+    bound = FP8_EXP2_ERROR * _root_mean_square(weights) + _root_mean_square(dropped)
     bound += FLOOR[torch.float32]
     if _root_mean_square(error) > bound:
         found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}"
-        raise AssertionError(_report(name, found, error, got, truth, case, plan))
+        raise AssertionError(_report(name, found, error, got, reference, case, plan))
 
 
 def check_lse(
-    got: Tensor, truth: Tensor, case: object, plan: object = "", tolerance: float | None = None
+    got: Tensor, reference: Tensor, case: object, plan: object = "", tolerance: float | None = None
 ) -> None:
-    """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and to the truth's -inf.
+    """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and to the fp64 reference's -inf.
 
     tolerance: None for that of the dtype.
     """
     tolerance = tolerance or LSE_TOLERANCE[got.dtype]
-    got, truth = _comparable("lse", got, truth, case=case, plan=plan)
-    finite = truth.isfinite()
-    excess = torch.where(finite, (got - truth).abs() / truth.abs().clamp(min=1.0), 0.0)
+    got, reference = _comparable("lse", got, reference, case=case, plan=plan)
+    finite = reference.isfinite()
+    excess = torch.where(finite, (got - reference).abs() / reference.abs().clamp(min=1.0), 0.0)
     if _largest(excess) > tolerance:
         found = f"largest error / max(1, |lse|) {_largest(excess):.3e} > {tolerance:g}"
-        raise AssertionError(_report("lse", found, excess, got, truth, case, plan))
+        raise AssertionError(_report("lse", found, excess, got, reference, case, plan))
 
 
-def check_code_lse(
-    got: Tensor, truth: Tensor, case: object, plan: object = "", int8: bool = False
+def check_exp2_lse(
+    got: Tensor, reference: Tensor, case: object, plan: object = "", int8: bool = False
 ) -> None:
     """Hold a log-sum-exp of P in codes of e4m3 to their error, each row's and that of all rows.
 
     int8: q and k are.
     """
-    allowed = INT8_CODE_RMS_ERROR if int8 else FP8_CODE_RMS_ERROR
-    check_lse(got, truth, case, plan, FP8_CODE_ERROR)
-    got, truth = _comparable("lse", got, truth, case=case, plan=plan)
-    error = torch.where(truth.isfinite(), (got - truth).abs(), 0.0)
+    allowed = INT8_EXP2_RMS_ERROR if int8 else FP8_EXP2_RMS_ERROR
+    check_lse(got, reference, case, plan, FP8_EXP2_ERROR)
+    got, reference = _comparable("lse", got, reference, case=case, plan=plan)
+    error = torch.where(reference.isfinite(), (got - reference).abs(), 0.0)
     if _root_mean_square(error) > allowed:
         found = f"root mean square error {_root_mean_square(error):.3e} > {allowed:g}"
-        raise AssertionError(_report("lse", found, error, got, truth, case, plan))
+        raise AssertionError(_report("lse", found, error, got, reference, case, plan))
 
 
 def score_floor(lse: Tensor) -> float:
@@ -208,26 +210,30 @@ def score_floor(lse: Tensor) -> float:
 
 def _comparable(name: str, *values: Tensor, case: object, plan: object) -> list[Tensor]:
     """All as float64 on one device, once the first two agree in shape and in their inf and NaN."""
-    got, truth = values[:2]
-    if got.shape != truth.shape:
+    got, reference = values[:2]
+    if got.shape != reference.shape:
         raise AssertionError(
-            f"{case}: {name}.shape {tuple(got.shape)}, should be {tuple(truth.shape)} {plan}"
+            f"{case}: {name}.shape {tuple(got.shape)}, should be {tuple(reference.shape)} {plan}"
         )
     values = [x.detach().to(got.device, torch.float64) for x in values]
-    got, truth = values[:2]
-    same = (got.isfinite() & truth.isfinite()) | (got == truth) | (got.isnan() & truth.isnan())
+    got, reference = values[:2]
+    same = (
+        (got.isfinite() & reference.isfinite())
+        | (got == reference)
+        | (got.isnan() & reference.isnan())
+    )
     if not same.all():
         found = f"inf or NaN differ in {int((~same).sum())} of {same.numel()} elements"
-        raise AssertionError(_report(name, found, (~same).double(), got, truth, case, plan))
+        raise AssertionError(_report(name, found, (~same).double(), got, reference, case, plan))
     return values
 
 
 def _report(
-    name: str, found: str, error: Tensor, got: Tensor, truth: Tensor, case: object, plan: object
+    name: str, found: str, error: Tensor, got: Tensor, reference: Tensor, case: object, plan: object
 ) -> str:
     """error: where its largest element stands is the worst index."""
     index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    worst = f"worst at {index}: got {float(got[index])!r}, should be {float(truth[index])!r}"
+    worst = f"worst at {index}: got {float(got[index])!r}, should be {float(reference[index])!r}"
     return "\n  ".join([f"{name}: {found}", worst, f"case: {case}", f"plan: {plan or 'not given'}"])
 
 

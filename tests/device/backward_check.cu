@@ -1,7 +1,7 @@
 // Runs the backward kernels without torch and compares them with fp64 on the host, or times them.
-//   backward_check [--from case] [--only part of a name] [--row part of a row's name] [--quiet]
-//       one line for each case and row; quiet: only for those that fail
-//   backward_check --time [part of a row's name [length]] [--ordered]
+//   backward_check [--from case] [--only part of a name] [--config part of a row's name] [--quiet]
+//       one line for each case and config; quiet: only for those that fail
+//   backward_check --time [part of a row's name [length]] [--deterministic]
 //       TFLOP/s of the benchmark grid; ordered: with sums of dq in order, too
 //   backward_check --repeat times [part of a row's name [length]]
 //       the same causal problem again and again: whose bits change?
@@ -16,42 +16,44 @@
 #include <utility>
 
 #include "backward_cases.h"
+#include "backward_configs.h"
 #include "backward_problem.h"
-#include "backward_rows.h"
 #include "backward_self.h"
 #include "harness.cuh"
 
 using flashattn3::BackwardParams;
-using flashattn3::BackwardRow;
 using flashattn3::ForwardParams;
-using flashattn3::kCheckRows;
-using flashattn3::kNumCheckRows;
+using flashattn3::kCheckConfigs;
+using flashattn3::kNumCheckConfigs;
 
-struct RowFunctions {
+struct ConfigFunctions {
   void (*launch)(const BackwardParams&, cudaStream_t);
   int64_t (*workspace_bytes)(const ForwardParams&);
-  const int32_t* (*tiles_taken)(const BackwardParams&);
+  const int32_t* (*tile_semaphore)(const BackwardParams&);
 };
 template <size_t... kIndex>
-static std::vector<RowFunctions> row_functions(std::index_sequence<kIndex...>) {
-  return {{&flashattn3::launch_check_row<kIndex>, &flashattn3::check_row_workspace_bytes<kIndex>,
-           &flashattn3::check_row_tiles_taken<kIndex>}...};
+static std::vector<ConfigFunctions> config_functions(std::index_sequence<kIndex...>) {
+  return {{&flashattn3::launch_check_config<kIndex>,
+           &flashattn3::check_config_workspace_bytes<kIndex>,
+           &flashattn3::check_config_tile_semaphore<kIndex>}...};
 }
-static const std::vector<RowFunctions> kRows =
-    row_functions(std::make_index_sequence<kNumCheckRows>());
+static const std::vector<ConfigFunctions> kRows =
+    config_functions(std::make_index_sequence<kNumCheckConfigs>());
 
-static std::string row_name(int i) {
-  const BackwardRow& r = kCheckRows[i];
+static std::string config_name(int i) {
+  const flashattn3::backward::Config& r = kCheckConfigs[i];
   return std::string(element_name(r.dtype)) + "_d" + std::to_string(r.head_dim) + "_s" +
          std::to_string(r.num_stages) + "_w" + std::to_string(r.num_mma_warpgroups);
 }
 
 struct Options {
   int from = 0, length = 0, repeats = 0;
-  bool quiet = false, time = false, ordered = false, self = false;
-  const char* part = nullptr;  // of a case's name
-  const char* row = nullptr;   // part of a row's name
-  bool wants(int i) const { return row == nullptr || row_name(i).find(row) != std::string::npos; }
+  bool quiet = false, time = false, deterministic = false, self = false;
+  const char* part = nullptr;    // of a case's name
+  const char* config = nullptr;  // part of a row's name
+  bool wants(int i) const {
+    return config == nullptr || config_name(i).find(config) != std::string::npos;
+  }
 };
 
 // Bytes on the device between guards, all of them 0xff.
@@ -83,16 +85,16 @@ struct RowFloats {
   RowFloats(const Inputs& inputs, const std::vector<float>& values, bool heads_last) {
     const int64_t seq = inputs.q.seq, heads = inputs.c.heads_q;
     stride = {seq * heads, 1, seq};
-    std::vector<float> ordered = values;
+    std::vector<float> strided = values;
     if (heads_last) {
       stride = {seq * heads, heads, 1};
       for (size_t i = 0; i < values.size(); ++i) {
-        const int64_t entry = i / (seq * heads), h = i / seq % heads, s = i % seq;
-        ordered[entry * seq * heads + s * heads + h] = values[i];
+        const int64_t batch_coord = i / (seq * heads), h = i / seq % heads, s = i % seq;
+        strided[batch_coord * seq * heads + s * heads + h] = values[i];
       }
     }
-    check(cudaMalloc(&device, ordered.size() * 4 + 4));
-    check(cudaMemcpy(device, ordered.data(), ordered.size() * 4, cudaMemcpyHostToDevice));
+    check(cudaMalloc(&device, strided.size() * 4 + 4));
+    check(cudaMemcpy(device, strided.data(), strided.size() * 4, cudaMemcpyHostToDevice));
   }
   ~RowFloats() { cudaFree(device); }
   RowFloats(const RowFloats&) = delete;
@@ -102,7 +104,7 @@ struct RowFloats {
 struct DeviceProblem {
   BackwardProblem& p;
   RowFloats lse, dlse;
-  int *cu_q, *cu_k, *used_q, *used_k, *ragged_order;
+  int *cu_q, *cu_k, *used_q, *used_k, *varlen_schedule;
 
   explicit DeviceProblem(BackwardProblem& p)
       : p(p), lse(p, p.lse, false), dlse(p, p.dlse, p.c.other_strides) {
@@ -111,11 +113,11 @@ struct DeviceProblem {
     clear_results();
     cu_q = device_copy(c.cu_q), cu_k = device_copy(c.cu_k);
     used_q = device_copy(c.used_q), used_k = device_copy(c.used_k);
-    ragged_order = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1, -1));
+    varlen_schedule = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1, -1));
     check(cudaGetLastError());
   }
   ~DeviceProblem() {
-    for (int* table : {cu_q, cu_k, used_q, used_k, ragged_order}) cudaFree(table);
+    for (int* table : {cu_q, cu_k, used_q, used_k, varlen_schedule}) cudaFree(table);
   }
   DeviceProblem(const DeviceProblem&) = delete;
 
@@ -142,7 +144,7 @@ struct DeviceProblem {
     f.num_heads_q = c.heads_q, f.num_heads_kv = c.heads_kv;
     f.head_dim = c.head_dim, f.head_dim_v = c.head_dim_v;
     f.cu_seqlens_q = cu_q, f.cu_seqlens_k = cu_k, f.seqused_q = used_q, f.seqused_k = used_k;
-    f.ragged_order = ragged_order;
+    f.varlen_schedule = varlen_schedule;
     f.softmax_scale = c.scale, f.softcap = c.softcap;
     f.window_left = c.left, f.window_right = c.right;
     f.num_sms = num_sms;
@@ -163,7 +165,7 @@ static std::string check_coverage(BackwardProblem& p, const Gradient& g) {
     const Rows rows = p.rows_of(g, b);
     for (int s = 0; s < rows.length; ++s) {
       for (int h = 0; h < tensor.heads; ++h) {
-        const int64_t at = tensor.row(rows.entry, rows.offset + s, h) - tensor.host.data();
+        const int64_t at = tensor.row(rows.batch_coord, rows.offset + s, h) - tensor.host.data();
         std::fill_n(padding.begin() + at, (tensor.dim + 7) / 8 * 8, true);
         std::fill_n(owned.begin() + at, tensor.dim, true);
       }
@@ -192,9 +194,9 @@ static std::string difference(const char* what, const Gradient& g, const Tensor&
   }
   const int64_t at = where - kGuard;
   const int64_t in_entry = at % tensor.stride.batch;
-  const bool heads_first = tensor.stride.head > tensor.stride.seq;
-  const int64_t outer = heads_first ? tensor.stride.head : tensor.stride.seq;
-  const int64_t inner = heads_first ? tensor.stride.seq : tensor.stride.head;
+  const bool head_major = tensor.stride.head > tensor.stride.seq;
+  const int64_t outer = head_major ? tensor.stride.head : tensor.stride.seq;
+  const int64_t inner = head_major ? tensor.stride.seq : tensor.stride.head;
   const int64_t i = in_entry / outer, j = in_entry % outer / inner;
   char text[320];
   std::snprintf(
@@ -202,7 +204,7 @@ static std::string difference(const char* what, const Gradient& g, const Tensor&
       "%s: %lld elements of %s differ, the first at (entry %lld, head %lld, row %lld, "
       "column %lld): %g, here %g",
       what, static_cast<long long>(count), g.name, static_cast<long long>(at / tensor.stride.batch),
-      static_cast<long long>(heads_first ? i : j), static_cast<long long>(heads_first ? j : i),
+      static_cast<long long>(head_major ? i : j), static_cast<long long>(head_major ? j : i),
       static_cast<long long>(in_entry % inner), to_float(first[where], fp16),
       to_float(tensor.host[where], fp16));
   return text;
@@ -210,30 +212,31 @@ static std::string difference(const char* what, const Gradient& g, const Tensor&
 
 // In order a tile may wait for those before it, so each has to be handed out by the counter: CTAs
 // may begin in any order. Returns what is wrong, or "".
-static std::string check_tickets(const BackwardProblem& p, const BackwardParams& params, int row) {
-  const int keys = flashattn3::backward_keys(kCheckRows[row]);
+static std::string check_tile_semaphore(const BackwardProblem& p, const BackwardParams& params,
+                                        int config) {
+  const int keys = flashattn3::backward::block_n(kCheckConfigs[config]);
   int tiles = 0, taken;
   for (int b = 0; b < p.c.batch; ++b) {
     tiles += (p.rows_of(p.reference.dk, b).length + keys - 1) / keys * p.c.heads_kv;
   }
-  check(cudaMemcpy(&taken, kRows[row].tiles_taken(params), 4, cudaMemcpyDeviceToHost));
+  check(cudaMemcpy(&taken, kRows[config].tile_semaphore(params), 4, cudaMemcpyDeviceToHost));
   if (taken >= tiles) return "";
   return std::to_string(taken) + " of " + std::to_string(tiles) + " tiles were handed out in order";
 }
 
 struct Run {
   const char* name;
-  bool ordered, counted;
+  bool deterministic, counted;
   int num_sms;  // 0: all
 };
 constexpr Run kRuns[] = {
     {"tiles from a counter", false, true, 0},
     {"fixed order", false, false, 0},
     {"fixed order on 3 SMs", false, false, 3},  // so that each CTA has many tiles
-    {"ordered", true, true, 0},
-    {"ordered, again", true, true, 0},
-    {"ordered, fixed order", true, false, 0},
-    {"ordered, fixed order on 3 SMs", true, false, 3},
+    {"deterministic", true, true, 0},
+    {"deterministic, again", true, true, 0},
+    {"deterministic, fixed order", true, false, 0},
+    {"deterministic, fixed order on 3 SMs", true, false, 3},
 };
 
 struct Outcome {
@@ -246,23 +249,23 @@ struct Outcome {
 
 // dk and dv must agree in every bit in all runs that are not ordered, and all three in all that
 // are.
-static Outcome run_row(BackwardProblem& p, DeviceProblem& device, int row, const char* label,
-                       int num_sms, int* counter) {
+static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config, const char* label,
+                          int num_sms, int* counter) {
   Outcome outcome;
   Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv};
   BackwardParams params = device.params(num_sms);
-  GuardedBytes workspace(kRows[row].workspace_bytes(params.forward));
+  GuardedBytes workspace(kRows[config].workspace_bytes(params.forward));
   params.workspace = workspace.data();
   std::vector<uint16_t> first[3];
   for (const Run& run : kRuns) {
     std::snprintf(g_now, sizeof(g_now), "%s, %s", label, run.name);
     device.clear_results();
     workspace.clear();
-    params.ordered = run.ordered;
+    params.deterministic = run.deterministic;
     params.forward.tile_counter = run.counted ? counter : nullptr;
     params.forward.num_sms = run.num_sms == 0 ? num_sms : run.num_sms;
     try {
-      kRows[row].launch(params, nullptr);
+      kRows[config].launch(params, nullptr);
     } catch (const std::exception& error) {
       outcome.add(error.what());
       return outcome;
@@ -275,15 +278,16 @@ static Outcome run_row(BackwardProblem& p, DeviceProblem& device, int row, const
     check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
     if (counts[0] != 0 || counts[1] != 0) outcome.add(prefix + "the tile counter was not put back");
     if (!workspace.guards_hold()) outcome.add(prefix + "written outside the workspace");
-    const std::string tickets = run.ordered ? check_tickets(p, params, row) : "";
-    if (!tickets.empty()) outcome.add(prefix + tickets);
+    const std::string tile_semaphore =
+        run.deterministic ? check_tile_semaphore(p, params, config) : "";
+    if (!tile_semaphore.empty()) outcome.add(prefix + tile_semaphore);
     for (int i = 0; i < 3; ++i) {
       Gradient& g = *gradients[i];
       Tensor& tensor = p.tensor(g);
       const bool first_ordered = &run == &kRuns[3];
       if (first[i].empty() || first_ordered) {
         first[i] = tensor.host;
-      } else if (i > 0 || run.ordered) {
+      } else if (i > 0 || run.deterministic) {
         const std::string what = difference(run.name, g, tensor, first[i], p.c.fp16);
         outcome.add(what);
         if (what.empty()) continue;
@@ -301,16 +305,16 @@ static Outcome run_row(BackwardProblem& p, DeviceProblem& device, int row, const
 // The case on every row of its type with the smallest head dim that holds it. False: a failure.
 static bool run_case(const Case& c, int index, const Options& options, int num_sms, int* counter) {
   int head_dim = 1 << 30;
-  const auto fits = [&](const BackwardRow& r) {
+  const auto fits = [&](const flashattn3::backward::Config& r) {
     return (r.dtype == flashattn3::kFp16) == c.fp16 &&
            r.head_dim >= std::max(c.head_dim, c.head_dim_v);
   };
-  for (const BackwardRow& r : kCheckRows) {
+  for (const flashattn3::backward::Config& r : kCheckConfigs) {
     if (fits(r)) head_dim = std::min(head_dim, r.head_dim);
   }
   std::vector<int> rows;
-  for (int i = 0; i < kNumCheckRows; ++i) {
-    const BackwardRow& r = kCheckRows[i];
+  for (int i = 0; i < kNumCheckConfigs; ++i) {
+    const flashattn3::backward::Config& r = kCheckConfigs[i];
     if (fits(r) && r.head_dim == head_dim && options.wants(i)) rows.push_back(i);
   }
   if (rows.empty()) {
@@ -322,12 +326,12 @@ static bool run_case(const Case& c, int index, const Options& options, int num_s
   BackwardProblem problem(c);
   DeviceProblem device(problem);
   bool good = true;
-  for (const int row : rows) {
+  for (const int config : rows) {
     char label[160];
     std::snprintf(label, sizeof(label), "%3d %-43s %s", index, c.name.c_str(),
-                  row_name(row).c_str());
+                  config_name(config).c_str());
     alarm(15);
-    const Outcome outcome = run_row(problem, device, row, label, num_sms, counter);
+    const Outcome outcome = run_config(problem, device, config, label, num_sms, counter);
     alarm(0);
     const bool pass = outcome.wrong.empty();
     good = good && pass;
@@ -365,16 +369,16 @@ struct GridData {
   }
 
   // Of scores of variance 1 lse is about the logarithm of the number of keys and 1/2 more.
-  BackwardParams params(int row, int seqlen, bool causal) {
+  BackwardParams params(int config, int seqlen, bool causal) {
     BackwardParams params{};
     ForwardParams& f = params.forward;
-    f = grid_params(tensor, lse, kCheckRows[row].head_dim, seqlen, causal);
+    f = grid_params(tensor, lse, kCheckConfigs[config].head_dim, seqlen, causal);
     const std::vector<float> values(16384 * f.num_heads_q, std::log(1.f * seqlen) + 0.5f);
     check(cudaMemcpy(lse, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
     params.dout = tensor[4];
     params.dq = gradient[0], params.dk = gradient[1], params.dv = gradient[2];
     params.dout_stride = params.dq_stride = params.dk_stride = params.dv_stride = f.q_stride;
-    const int64_t bytes = kRows[row].workspace_bytes(f);
+    const int64_t bytes = kRows[config].workspace_bytes(f);
     if (bytes > workspace_bytes) {
       cudaFree(workspace);
       check(cudaMalloc(&workspace, bytes));
@@ -391,19 +395,19 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
   GridData grids[2] = {GridData(false), GridData(true)};
   std::printf("TFLOP/s at 512, 1024, 2048, 4096, 8192, 16384; microseconds of all kernels\n");
   for (const bool causal : {false, true}) {
-    for (int row = 0; row < kNumCheckRows; ++row) {
-      if (!options.wants(row)) continue;
-      GridData& data = grids[kCheckRows[row].dtype == flashattn3::kFp16];
-      for (const bool ordered : {false, true}) {
-        if (ordered && !options.ordered) continue;
+    for (int config = 0; config < kNumCheckConfigs; ++config) {
+      if (!options.wants(config)) continue;
+      GridData& data = grids[kCheckConfigs[config].dtype == flashattn3::kFp16];
+      for (const bool deterministic : {false, true}) {
+        if (deterministic && !options.deterministic) continue;
         const std::string name =
-            row_name(row) + (causal ? " causal" : "") + (ordered ? " ordered" : "");
+            config_name(config) + (causal ? " causal" : "") + (deterministic ? " ordered" : "");
         double rate[kLengths] = {}, spent[kLengths] = {};
         for (int length = 0; length < kLengths; ++length) {
-          const int seqlen = 512 << length, head_dim = kCheckRows[row].head_dim;
+          const int seqlen = 512 << length, head_dim = kCheckConfigs[config].head_dim;
           if (options.length != 0 && seqlen != options.length) continue;
-          BackwardParams params = data.params(row, seqlen, causal);
-          params.ordered = ordered;
+          BackwardParams params = data.params(config, seqlen, causal);
+          params.deterministic = deterministic;
           params.forward.num_sms = num_sms;
           params.forward.tile_counter = counter;
           const double flop =
@@ -413,8 +417,8 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
           for (int round = 0; round < kRounds; ++round) {
             std::snprintf(g_now, sizeof(g_now), "timing %s at %d", name.c_str(), seqlen);
             alarm(15);
-            usleep(3000);  // as beside slower contenders: not always at the power limit
-            const auto launch = [&] { kRows[row].launch(params, nullptr); };
+            usleep(3000);  // as beside slower providers: not always at the power limit
+            const auto launch = [&] { kRows[config].launch(params, nullptr); };
             if (round == 0) time_launch(launch, 2);
             ms.push_back(time_launch(launch, repeats));
             alarm(0);
@@ -464,24 +468,26 @@ static bool repeat(const Options& options, int num_sms, int* counter) {
   Change* found;
   check(cudaMalloc(&found, 3 * sizeof(Change)));
   bool good = true;
-  for (int row = 0; row < kNumCheckRows; ++row) {
-    if (!options.wants(row)) continue;
-    const bool fp16 = kCheckRows[row].dtype == flashattn3::kFp16;
+  for (int config = 0; config < kNumCheckConfigs; ++config) {
+    if (!options.wants(config)) continue;
+    const bool fp16 = kCheckConfigs[config].dtype == flashattn3::kFp16;
     GridData& data = grids[fp16];
-    for (const bool ordered : {false, true}) {
-      BackwardParams params = data.params(row, options.length != 0 ? options.length : 2048, true);
-      params.ordered = ordered;
+    for (const bool deterministic : {false, true}) {
+      BackwardParams params =
+          data.params(config, options.length != 0 ? options.length : 2048, true);
+      params.deterministic = deterministic;
       params.forward.num_sms = num_sms;
       params.forward.tile_counter = counter;
-      const int head_dim = kCheckRows[row].head_dim;
+      const int head_dim = kCheckConfigs[config].head_dim;
       const int64_t count = int64_t{16384} * (2048 / head_dim) * head_dim;
       check(cudaMemset(found, 0, 3 * sizeof(Change)));
       for (int time = 0; time < options.repeats; ++time) {
-        std::snprintf(g_now, sizeof(g_now), "repeating %s, time %d", row_name(row).c_str(), time);
+        std::snprintf(g_now, sizeof(g_now), "repeating %s, time %d", config_name(config).c_str(),
+                      time);
         alarm(15);
         for (uint16_t* gradient : data.gradient) check(cudaMemset(gradient, 0xff, count * 2));
         check(cudaMemset(data.workspace, 0xff, data.workspace_bytes));
-        kRows[row].launch(params, nullptr);
+        kRows[config].launch(params, nullptr);
         for (int i = 0; i < 3; ++i) {
           if (time == 0) {
             check(cudaMemcpy(kept[i], data.gradient[i], count * 2, cudaMemcpyDeviceToDevice));
@@ -494,7 +500,7 @@ static bool repeat(const Options& options, int num_sms, int* counter) {
       }
       Change changes[3];
       check(cudaMemcpy(changes, found, sizeof(changes), cudaMemcpyDeviceToHost));
-      std::printf("%s%s, %d times:", row_name(row).c_str(), ordered ? " ordered" : "",
+      std::printf("%s%s, %d times:", config_name(config).c_str(), deterministic ? " ordered" : "",
                   options.repeats);
       for (int i = 0; i < 3; ++i) {
         float largest;
@@ -504,7 +510,8 @@ static bool repeat(const Options& options, int num_sms, int* counter) {
                     : i == 1 ? "dk"
                              : "dv",
                     changes[i].count, largest, changes[i].broken);
-        if (changes[i].broken > 0 || (changes[i].count > 0 && (i > 0 || ordered))) good = false;
+        if (changes[i].broken > 0 || (changes[i].count > 0 && (i > 0 || deterministic)))
+          good = false;
       }
       std::printf("\n");
       std::fflush(stdout);
@@ -529,19 +536,19 @@ static Options read_options(int argc, char** argv) {
       o.from = next_number();
     } else if (name == "--only") {
       o.part = next();
-    } else if (name == "--row") {
-      o.row = next();
+    } else if (name == "--config") {
+      o.config = next();
     } else if (name == "--quiet") {
       o.quiet = true;
-    } else if (name == "--ordered") {
-      o.ordered = true;
+    } else if (name == "--deterministic") {
+      o.deterministic = true;
     } else if (name == "--self") {
       o.self = true;
       o.part = next();
     } else if (name == "--time" || name == "--repeat") {
       o.time = name == "--time";
       if (!o.time) o.repeats = next_number();
-      o.row = next();
+      o.config = next();
       o.length = next_number();
     } else {
       std::printf("unknown: %s\n", argv[i]);

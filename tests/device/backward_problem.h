@@ -244,7 +244,7 @@ struct BackwardProblem : Inputs {
   // exact: the reference keeps its own out and lse, and does not take what the kernel is given.
   explicit BackwardProblem(const Case& c, bool exact = false)
       : Inputs(c),
-        out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.heads_first, c.pitch_padding),
+        out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.head_major, c.pitch_padding),
         dout(q.batch, q.seq, c.heads_q, c.head_dim_v, other_order(), other_padding()),
         dq(q.batch, q.seq, c.heads_q, c.head_dim, other_order(), other_padding()),
         dk(k.batch, k.seq, c.heads_kv, c.head_dim, other_order(), other_padding()),
@@ -259,7 +259,7 @@ struct BackwardProblem : Inputs {
       const Rows rows = queries(b), cols = keys(b);
       for (int h = 0; h < c.heads_q; ++h) {
         for (int s = 0; s < rows.length; ++s) {
-          uint16_t* at = dout.row(rows.entry, rows.offset + s, h);
+          uint16_t* at = dout.row(rows.batch_coord, rows.offset + s, h);
           for (int i = 0; i < c.head_dim_v; ++i) at[i] = to_bits(normal(random), c.fp16);
           read(dout, rows, h, s, r.dout.row(b, h, s));
           read(q, rows, h, s, r.q.row(b, h, s));
@@ -279,7 +279,7 @@ struct BackwardProblem : Inputs {
       for (int h = 0; h < c.heads_q; ++h) {
         for (int s = 0; s < rows.length; ++s) {
           const double* from = r.out.row(b, h, s);
-          uint16_t* at = out.row(rows.entry, rows.offset + s, h);
+          uint16_t* at = out.row(rows.batch_coord, rows.offset + s, h);
           for (int i = 0; i < c.head_dim_v; ++i) at[i] = to_bits(from[i], c.fp16);
           float& log_sum = lse[row_index(rows, s, h)];
           log_sum = *r.lse.row(b, h, s);
@@ -292,7 +292,7 @@ struct BackwardProblem : Inputs {
     r.backward();
   }
 
-  bool other_order() const { return c.heads_first != c.other_strides; }
+  bool other_order() const { return c.head_major != c.other_strides; }
   int other_padding() const { return c.pitch_padding + (c.other_strides ? 16 : 0); }
   // A gradient's tensor, and where its sequences are.
   Tensor& tensor(const Gradient& g) {
@@ -304,7 +304,7 @@ struct BackwardProblem : Inputs {
 
  private:
   void read(Tensor& from, const Rows& rows, int h, int s, double* to) const {
-    const uint16_t* at = from.row(rows.entry, rows.offset + s, h);
+    const uint16_t* at = from.row(rows.batch_coord, rows.offset + s, h);
     for (int i = 0; i < from.dim; ++i) to[i] = to_float(at[i], c.fp16);
   }
 };
@@ -325,7 +325,7 @@ inline Worst compare(BackwardProblem& problem, Gradient& g) {
     const Rows rows = problem.rows_of(g, b);
     for (int h = 0; h < g.wanted.heads; ++h) {
       for (int s = 0; s < rows.length; ++s) {
-        const uint16_t* at = tensor.row(rows.entry, rows.offset + s, h);
+        const uint16_t* at = tensor.row(rows.batch_coord, rows.offset + s, h);
         const double *wanted = g.wanted.row(b, h, s), *bound = g.bound.row(b, h, s);
         for (int i = 0; i < g.wanted.dim; ++i) {
           const double found = to_float(at[i], problem.c.fp16);

@@ -86,14 +86,14 @@ inline void imitate(BackwardProblem& problem, Defect defect) {
           }
           for (int i = 0; i < c.head_dim_v; ++i) dv.row(0, kv, j)[i] += p * r.dout.row(b, h, s)[i];
         }
-        uint16_t* to = problem.dq.row(rows.entry, rows.offset + s, h);
+        uint16_t* to = problem.dq.row(rows.batch_coord, rows.offset + s, h);
         for (int i = 0; i < c.head_dim; ++i) to[i] = to_bits(scale * dq[i], c.fp16);
       }
     }
     for (int h = 0; h < c.heads_kv; ++h) {
       for (int s = 0; s < cols.length; ++s) {
-        uint16_t* to_k = problem.dk.row(cols.entry, cols.offset + s, h);
-        uint16_t* to_v = problem.dv.row(cols.entry, cols.offset + s, h);
+        uint16_t* to_k = problem.dk.row(cols.batch_coord, cols.offset + s, h);
+        uint16_t* to_v = problem.dv.row(cols.batch_coord, cols.offset + s, h);
         for (int i = 0; i < c.head_dim; ++i) to_k[i] = to_bits(scale * dk.row(0, h, s)[i], c.fp16);
         for (int i = 0; i < c.head_dim_v; ++i) to_v[i] = to_bits(dv.row(0, h, s)[i], c.fp16);
       }

@@ -16,7 +16,7 @@ struct Case {
   float softcap = 0.f;
   float scale = NAN;  // NaN: head_dim ^ -0.5
   Data data = Data::kNormal;
-  bool heads_first = false;         // memory order (batch, heads, seq)
+  bool head_major = false;          // memory order (batch, heads, seq)
   int pitch_padding = 0;            // elements of NaN after each head's row
   std::vector<int> cu_q, cu_k;      // cumulative lengths, as given to the kernel
   std::vector<int> used_q, used_k;  // seqused

@@ -81,7 +81,7 @@ inline std::vector<Case> forward_cases() {
        .heads_q = 2,
        .heads_kv = 2,
        .right = 0,
-       .heads_first = true,
+       .head_major = true,
        .pitch_padding = 8},
       {.name = "head dim 80, values 40",
        .seqlen_q = 150,

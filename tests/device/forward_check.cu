@@ -12,36 +12,34 @@
 #include <utility>
 
 #include "forward_cases.h"
+#include "forward_configs.h"
 #include "forward_problem.h"
 #include "forward_quantized.h"
-#include "forward_rows.h"
 #include "harness.cuh"
-#include "host/tile_counters.h"
+#include "launch/tile_counters.h"
 
 using flashattn3::ElementType;
 using flashattn3::ForwardParams;
-using flashattn3::ForwardRow;
 using flashattn3::is_quantized;
 using flashattn3::kBf16;
-using flashattn3::kCheckRows;
+using flashattn3::kCheckConfigs;
 using flashattn3::kE4m3;
 using flashattn3::kFp16;
 using flashattn3::kInt8;
-using flashattn3::kNumCheckRows;
+using flashattn3::kNumCheckConfigs;
 
 using Launch = void (*)(const ForwardParams&, cudaStream_t);
 template <size_t... kIndex>
 static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
-  return {&flashattn3::launch_check_row<kIndex>...};
+  return {&flashattn3::launch_check_config<kIndex>...};
 }
-static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckRows>());
+static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckConfigs>());
 
-static std::string row_name(int i) {
-  const ForwardRow& r = kCheckRows[i];
+static std::string config_name(int i) {
+  const flashattn3::forward::Config& r = kCheckConfigs[i];
   char name[96];
   std::snprintf(name, sizeof(name), "%s_d%d_%s_%dx%d_s%d_q%d", element_name(r.dtype), r.head_dim,
-                r.windowed ? "windowed" : "full", r.block_m, r.block_n, r.num_stages,
-                r.num_q_buffers);
+                r.masked ? "masked" : "full", r.block_m, r.block_n, r.num_stages, r.num_q_buffers);
   return name;
 }
 
@@ -59,7 +57,7 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   params.head_dim = c.head_dim, params.head_dim_v = c.head_dim_v;
   params.cu_seqlens_q = device_copy(c.cu_q), params.cu_seqlens_k = device_copy(c.cu_k);
   params.seqused_q = device_copy(c.used_q), params.seqused_k = device_copy(c.used_k);
-  params.ragged_order = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1));
+  params.varlen_schedule = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1));
   params.softmax_scale = c.scale, params.softcap = c.softcap;
   params.window_left = c.left, params.window_right = c.right;
   params.num_sms = num_sms;
@@ -68,7 +66,7 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
 
 // Three runs that must agree in every bit: tiles from a counter, in fixed order, and in fixed order
 // on 3 SMs, so that each CTA has many tiles. Returns what is wrong, or "".
-static std::string run_three_times(Problem& p, const QuantizedInputs* quantized, int row,
+static std::string run_three_times(Problem& p, const QuantizedInputs* quantized, int config,
                                    int num_sms, int* counter) {
   float* lse;
   const size_t lse_bytes = p.lse.size() * 4;
@@ -77,7 +75,7 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
   void* promoted = nullptr;
   if (quantized != nullptr) {
     const int64_t bytes =
-        flashattn3::forward_promoted_bytes(kCheckRows[row], num_sms, p.c.seqlen_k);
+        flashattn3::forward::promoted_bytes(kCheckConfigs[config], num_sms, p.c.seqlen_k);
     if (bytes > 0) {
       check(cudaMalloc(&promoted, bytes));
       check(cudaMemset(promoted, 0xff, bytes));
@@ -94,7 +92,7 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
     params.tile_counter = run == 0 ? counter : nullptr;
     params.num_sms = run == 2 ? 3 : num_sms;
     try {
-      kLaunch[row](params, nullptr);
+      kLaunch[config](params, nullptr);
     } catch (const std::exception& error) {
       wrong = error.what();
       break;
@@ -113,7 +111,7 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
   }
   cudaFree(lse), cudaFree(promoted);
   for (const int* table : {params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q,
-                           params.seqused_k, static_cast<const int*>(params.ragged_order)}) {
+                           params.seqused_k, static_cast<const int*>(params.varlen_schedule)}) {
     cudaFree(const_cast<int*>(table));
   }
   return wrong;
@@ -125,9 +123,9 @@ static std::string check_coverage(Problem& p) {
   const Case& c = p.c;
   enum : uint8_t { kOutside, kCleared, kOwned };
   std::vector<uint8_t> state(p.out.host.size(), kOutside);
-  const auto mark = [&](int entry, int row, uint8_t as) {
+  const auto mark = [&](int batch_coord, int row, uint8_t as) {
     for (int h = 0; h < c.heads_q; ++h) {
-      const int64_t at = p.out.row(entry, row, h) - p.out.host.data();
+      const int64_t at = p.out.row(batch_coord, row, h) - p.out.host.data();
       std::fill_n(state.begin() + at, c.head_dim_v, as);
     }
   };
@@ -136,7 +134,7 @@ static std::string check_coverage(Problem& p) {
   }
   for (int b = 0; b < c.batch; ++b) {
     const Rows rows = p.queries(b);
-    for (int s = 0; s < rows.length; ++s) mark(rows.entry, rows.offset + s, kOwned);
+    for (int s = 0; s < rows.length; ++s) mark(rows.batch_coord, rows.offset + s, kOwned);
   }
   int64_t missing = 0, dirty = 0, outside = 0;
   for (size_t i = 0; i < state.size(); ++i) {
@@ -151,10 +149,10 @@ static std::string check_coverage(Problem& p) {
 }
 
 // Rows at the edges of tiles and some between, in fp64.
-static std::vector<Truth> find_truths(Problem& p) {
+static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
   const Case& c = p.c;
   std::mt19937 random(99);
-  std::vector<Truth> truths;
+  std::vector<Fp64Reference> references;
   for (int b = 0; b < c.batch; ++b) {
     const int length = p.queries(b).length;
     for (int h = 0; h < c.heads_q; ++h) {
@@ -162,20 +160,20 @@ static std::vector<Truth> find_truths(Problem& p) {
                                129, 191, 192, 193, 255, 256, length - 1, length - 2, length / 2};
       for (int i = 0; i < 12; ++i) rows.push_back(static_cast<int>(random() % std::max(1, length)));
       for (int s : rows) {
-        if (s >= 0 && s < length) truths.push_back({b, h, s, {}, {}, 0, 0});
+        if (s >= 0 && s < length) references.push_back({b, h, s, {}, {}, 0, 0});
       }
     }
   }
-  in_parallel(truths.size(), [&](int64_t i) { find_truth(p, truths[i]); });
-  return truths;
+  in_parallel(references.size(), [&](int64_t i) { compute_fp64_reference(p, references[i]); });
+  return references;
 }
 
 // The case on every row of a type.
-static bool run_rows(const Case& c, int index, ElementType type, int num_sms, int* counter) {
-  const auto fits = [&](const ForwardRow& r) { return r.dtype == type; };
+static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
+  const auto fits = [&](const flashattn3::forward::Config& r) { return r.dtype == type; };
   int head_dim = 1 << 30;
   const int wanted = std::max(c.head_dim, c.head_dim_v);
-  for (const ForwardRow& r : kCheckRows) {
+  for (const flashattn3::forward::Config& r : kCheckConfigs) {
     if (fits(r) && r.head_dim >= wanted) head_dim = std::min(head_dim, r.head_dim);
   }
   if (head_dim == 1 << 30) return true;
@@ -190,18 +188,19 @@ static bool run_rows(const Case& c, int index, ElementType type, int num_sms, in
     problem.rounding = integer ? 0.085 : 0.06, problem.score_error = 0x1p-12;
     problem.lse_error = integer ? 0.087 : 4e-3, problem.lse_rounding = 0.032;
   }
-  const std::vector<Truth> truths = find_truths(problem);
-  for (int i = 0; i < kNumCheckRows; ++i) {
-    const ForwardRow& r = kCheckRows[i];
-    const bool windowed = c.left >= 0 || c.right >= 0;
-    if (r.head_dim != head_dim || !fits(r) || (windowed && !r.windowed)) continue;
+  const std::vector<Fp64Reference> references = compute_fp64_references(problem);
+  for (int i = 0; i < kNumCheckConfigs; ++i) {
+    const flashattn3::forward::Config& r = kCheckConfigs[i];
+    const bool masked = c.left >= 0 || c.right >= 0;
+    if (r.head_dim != head_dim || !fits(r) || (masked && !r.masked)) continue;
     g_case = index;
-    std::snprintf(g_now, sizeof(g_now), "%2d %-34s %s", index, c.name.c_str(), row_name(i).c_str());
+    std::snprintf(g_now, sizeof(g_now), "%2d %-34s %s", index, c.name.c_str(),
+                  config_name(i).c_str());
     alarm(30);
     std::string wrong = run_three_times(problem, quantized.get(), i, num_sms, counter);
     alarm(0);
     if (wrong.empty()) wrong = check_coverage(problem);
-    const RowError w = compare(problem, truths);
+    const RowError w = compare(problem, references);
     const bool pass = wrong.empty() && w.ratio <= 1;
     good = good && pass;
     std::printf("%s  %s  worst %.3f of the bound", pass ? "PASS" : "FAIL", g_now, w.ratio);
@@ -218,11 +217,11 @@ static bool run_rows(const Case& c, int index, ElementType type, int num_sms, in
 }
 
 static bool run_case(const Case& c, int index, int num_sms, int* counter) {
-  bool good = run_rows(c, index, c.fp16 ? kFp16 : kBf16, num_sms, counter);
+  bool good = run_configs(c, index, c.fp16 ? kFp16 : kBf16, num_sms, counter);
   // TMA wants rows of whole 16 bytes.
   if (c.fp16 || c.head_dim % 16 != 0) return good;
   for (const ElementType type : {kE4m3, kInt8}) {
-    good = run_rows(c, index, type, num_sms, counter) && good;
+    good = run_configs(c, index, type, num_sms, counter) && good;
   }
   return good;
 }
@@ -262,13 +261,14 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
   std::printf("TFLOP/s at 512, 1024, 2048, 4096, 8192, 16384\n");
   for (int d : {64, 96, 128, 192, 256}) {
     for (bool causal : {false, true}) {
-      std::vector<int> rows;
-      for (int row = 0; row < kNumCheckRows; ++row) {
-        const ForwardRow& r = kCheckRows[row];
-        if (r.head_dim != d || r.windowed != causal || r.dtype == kFp16) continue;
-        if (part == nullptr || row_name(row).find(part) != std::string::npos) rows.push_back(row);
+      std::vector<int> configs;
+      for (int config = 0; config < kNumCheckConfigs; ++config) {
+        const flashattn3::forward::Config& r = kCheckConfigs[config];
+        if (r.head_dim != d || r.masked != causal || r.dtype == kFp16) continue;
+        if (part == nullptr || config_name(config).find(part) != std::string::npos)
+          configs.push_back(config);
       }
-      std::vector<std::vector<double>> rates(rows.size(), std::vector<double>(kLengths));
+      std::vector<std::vector<double>> rates(configs.size(), std::vector<double>(kLengths));
       for (int length = 0; length < kLengths; ++length) {
         const int seqlen = 512 << length;
         if (only_length != 0 && seqlen != only_length) continue;
@@ -286,30 +286,30 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
         integers.quantized.q.data = integers.quantized.k.data = int8_descale;
         const double flop = 4.0 * 16384 * (2048 / d * d) * seqlen * (causal ? 0.5 : 1.0);
         const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 6e14)));
-        std::vector<std::vector<float>> ms(rows.size());
+        std::vector<std::vector<float>> ms(configs.size());
         for (int round = 0; round < kRounds; ++round) {
-          for (size_t i = 0; i < rows.size(); ++i) {
-            std::snprintf(g_now, sizeof(g_now), "timing %s at %d", row_name(rows[i]).c_str(),
+          for (size_t i = 0; i < configs.size(); ++i) {
+            std::snprintf(g_now, sizeof(g_now), "timing %s at %d", config_name(configs[i]).c_str(),
                           seqlen);
             alarm(30);
-            usleep(3000);  // as beside slower contenders: not always at the power limit
-            const ElementType type = kCheckRows[rows[i]].dtype;
+            usleep(3000);  // as beside slower providers: not always at the power limit
+            const ElementType type = kCheckConfigs[configs[i]].dtype;
             const ForwardParams& given = type == kE4m3   ? quantized
                                          : type == kInt8 ? integers
                                                          : params;
-            const auto launch = [&] { kLaunch[rows[i]](given, nullptr); };
+            const auto launch = [&] { kLaunch[configs[i]](given, nullptr); };
             if (round == 0) time_launch(launch, 2);
             ms[i].push_back(time_launch(launch, repeats));
             alarm(0);
           }
         }
-        for (size_t i = 0; i < rows.size(); ++i) {
+        for (size_t i = 0; i < configs.size(); ++i) {
           std::sort(ms[i].begin(), ms[i].end());
           rates[i][length] = flop / ms[i][kRounds / 2] * 1e-9;
         }
       }
-      for (size_t i = 0; i < rows.size(); ++i) {
-        std::printf("%-36s", row_name(rows[i]).c_str());
+      for (size_t i = 0; i < configs.size(); ++i) {
+        std::printf("%-36s", config_name(configs[i]).c_str());
         for (double rate : rates[i]) std::printf("%5.0f", rate);
         std::printf("\n");
       }
@@ -326,8 +326,8 @@ static void time_host(int num_sms, int* counter) {
   params.batch = params.num_heads_q = params.num_heads_kv = 1;
   params.num_sms = num_sms;
   params.tile_counter = counter;
-  int row = 0;
-  while (kCheckRows[row].head_dim != 128 || kCheckRows[row].windowed) ++row;
+  int config = 0;
+  while (kCheckConfigs[config].head_dim != 128 || kCheckConfigs[config].masked) ++config;
   for (const int step : {0, 128}) {
     for (int turn = 0; turn < 2; ++turn) {  // the first to warm up
       check(cudaDeviceSynchronize());
@@ -335,7 +335,7 @@ static void time_host(int num_sms, int* counter) {
       for (int i = 0; i < kCalls; ++i) {
         params.k = data[1] + i * step + turn * 8;
         params.v = data[2] + i * step + turn * 8;
-        kLaunch[row](params, nullptr);
+        kLaunch[config](params, nullptr);
       }
       const std::chrono::duration<double, std::micro> spent =
           std::chrono::steady_clock::now() - begin;

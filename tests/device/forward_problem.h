@@ -21,7 +21,7 @@ struct Problem : Inputs {
 
   explicit Problem(const Case& c)
       : Inputs(c),
-        out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.heads_first, c.pitch_padding),
+        out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.head_major, c.pitch_padding),
         lse(num_rows()) {
     q.upload(), k.upload(), v.upload(), out.upload();
   }
@@ -29,23 +29,23 @@ struct Problem : Inputs {
 
 // What one row should be, and how far off it may be: P and out are rounded to 16 bits, so 2
 // roundings of sum |p v|; and fp32 scores, whose error grows with them.
-struct Truth {
+struct Fp64Reference {
   int b, h, s;
   std::vector<double> out, out_bound;
   double lse, lse_bound;
 };
 
-inline void find_truth(Problem& problem, Truth& truth) {
+inline void compute_fp64_reference(Problem& problem, Fp64Reference& truth) {
   const Case& c = problem.c;
   const Rows rows = problem.queries(truth.b), cols = problem.keys(truth.b);
   const int kv = truth.h / (c.heads_q / c.heads_kv);
   int begin, end;
   problem.visible(truth.b, truth.s, begin, end);
-  const uint16_t* q = problem.q.row(rows.entry, rows.offset + truth.s, truth.h);
+  const uint16_t* q = problem.q.row(rows.batch_coord, rows.offset + truth.s, truth.h);
   std::vector<double> p(std::max(0, end - begin));
   double top = -INFINITY, sum = 0, largest = 0;
   for (int j = begin; j < end; ++j) {
-    const uint16_t* k = problem.k.row(cols.entry, cols.offset + j, kv);
+    const uint16_t* k = problem.k.row(cols.batch_coord, cols.offset + j, kv);
     double x = 0;
     for (int i = 0; i < c.head_dim; ++i) {
       x += static_cast<double>(to_float(q[i], c.fp16)) * to_float(k[i], c.fp16);
@@ -60,7 +60,7 @@ inline void find_truth(Problem& problem, Truth& truth) {
   truth.out.assign(c.head_dim_v, 0.0);
   truth.out_bound.assign(c.head_dim_v, 0.0);
   for (int j = begin; j < end; ++j) {
-    const uint16_t* v = problem.v.row(cols.entry, cols.offset + j, kv);
+    const uint16_t* v = problem.v.row(cols.batch_coord, cols.offset + j, kv);
     for (int i = 0; i < c.head_dim_v; ++i) {
       const double pv = p[j - begin] / sum * to_float(v[i], c.fp16);
       truth.out[i] += pv;
@@ -84,11 +84,11 @@ struct RowError {
 };
 
 // The worst of the rows, with its worst element; column -1: the log-sum-exp.
-inline RowError compare(Problem& problem, const std::vector<Truth>& truths) {
+inline RowError compare(Problem& problem, const std::vector<Fp64Reference>& references) {
   RowError worst;
-  for (const Truth& t : truths) {
+  for (const Fp64Reference& t : references) {
     const Rows rows = problem.queries(t.b);
-    const uint16_t* out = problem.out.row(rows.entry, rows.offset + t.s, t.h);
+    const uint16_t* out = problem.out.row(rows.batch_coord, rows.offset + t.s, t.h);
     const double lse = problem.lse[problem.row_index(rows, t.s, t.h)];
     const auto consider = [&](int column, double wanted, double found, double bound) {
       const double off = wanted == found ? 0 : std::fabs(wanted - found) / bound;

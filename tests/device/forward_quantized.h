@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "forward_problem.h"
-#include "host/params.h"
+#include "launch/params.h"
 
 constexpr int kBlockTokens = 128;  // that share a descale
 
@@ -59,7 +59,7 @@ struct Quantized {
           const float extra = std::ldexp(1.f, spread == 0 ? 0 : block * 3 % 5 * spread - spread);
           float amax = 0;
           for (int s = first; s < last; ++s) {
-            const uint16_t* at = source.row(rows.entry, rows.offset + s, h);
+            const uint16_t* at = source.row(rows.batch_coord, rows.offset + s, h);
             for (int i = 0; i < source.dim; ++i) {
               amax = std::max(amax, std::fabs(to_float(at[i], false)) * extra);
             }
@@ -68,9 +68,9 @@ struct Quantized {
               amax == 0 ? 1.f : std::exp2(std::ceil(std::log2(amax / type.largest)));
           descale[(static_cast<int64_t>(b) * source.heads + h) * blocks + block] = scale;
           for (int s = first; s < last; ++s) {
-            uint16_t* at = source.row(rows.entry, rows.offset + s, h);
-            uint8_t* to = host.data() + rows.entry * stride.batch + (rows.offset + s) * stride.seq +
-                          h * stride.head;
+            uint16_t* at = source.row(rows.batch_coord, rows.offset + s, h);
+            uint8_t* to = host.data() + rows.batch_coord * stride.batch +
+                          (rows.offset + s) * stride.seq + h * stride.head;
             for (int i = 0; i < source.dim; ++i) {
               to[i] = type.from_float(to_float(at[i], false) * extra / scale);
               at[i] = to_bits(type.to_float(to[i]) * scale, false);
@@ -102,7 +102,7 @@ struct Quantized {
 // Changes the problem's host values to the quantized ones.
 struct QuantizedInputs {
   Quantized q, k, v;
-  int64_t num_slots;
+  int64_t num_permuted_keys;
 
   // scored: the type of q and k; v is e4m3.
   QuantizedInputs(const Narrow& scored, Problem& p, int head_dim)
@@ -115,20 +115,21 @@ struct QuantizedInputs {
             p.c.data == Data::kNormal ? 2 : 0) {
     q.upload(q.host), k.upload(k.host);
     const Case& c = p.c;
-    const bool ragged = !c.cu_k.empty();
-    num_slots = 32 * (ragged ? c.total_k / 32 + c.batch : (c.seqlen_k + 31) / 32);
+    const bool varlen = !c.cu_k.empty();
+    num_permuted_keys = 32 * (varlen ? c.total_k / 32 + c.batch : (c.seqlen_k + 31) / 32);
     // NaN in every slot of no key, those behind a sequence's end in its last group too.
-    std::vector<uint8_t> slots(p.v.batch * c.heads_kv * num_slots * head_dim, 0x7f);
+    std::vector<uint8_t> slots(p.v.batch * c.heads_kv * num_permuted_keys * head_dim, 0x7f);
     for (int b = 0; b < c.batch; ++b) {
       const Rows rows = p.keys(b);
-      const int64_t first = ragged ? 32 * (rows.offset / 32 + b) : 0;
+      const int64_t first = varlen ? 32 * (rows.offset / 32 + b) : 0;
       for (int h = 0; h < c.heads_kv; ++h) {
         for (int key = 0; key < rows.length; ++key) {
           const int in16 = key % 16;
           const int64_t slot = first + key / 16 * 16 + in16 % 8 / 2 * 4 + in16 / 8 * 2 + in16 % 2;
-          const uint8_t* from = v.host.data() + rows.entry * v.stride.batch +
+          const uint8_t* from = v.host.data() + rows.batch_coord * v.stride.batch +
                                 (rows.offset + key) * v.stride.seq + h * v.stride.head;
-          uint8_t* to = slots.data() + (rows.entry * c.heads_kv + h) * num_slots * head_dim +
+          uint8_t* to = slots.data() +
+                        (rows.batch_coord * c.heads_kv + h) * num_permuted_keys * head_dim +
                         slot / 16 * 16 * head_dim + slot % 16;
           for (int i = 0; i < head_dim; ++i) to[i * 16] = i < c.head_dim_v ? from[i] : 0;
         }
@@ -140,7 +141,7 @@ struct QuantizedInputs {
   void fill(flashattn3::ForwardParams& params, void* promoted) const {
     params.q = q.device, params.k = k.device, params.v = v.device;
     params.q_stride = q.stride, params.k_stride = k.stride;
-    params.quantized = {.num_slots = num_slots,
+    params.quantized = {.num_permuted_keys = num_permuted_keys,
                         .q = q.descales(params.num_heads_q),
                         .k = k.descales(params.num_heads_kv),
                         .v = v.descales(params.num_heads_kv),

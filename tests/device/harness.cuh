@@ -10,7 +10,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "host/params.h"
+#include "launch/params.h"
 
 static char g_now[256];  // what is running, for the watchdog
 static int g_case;

@@ -14,10 +14,10 @@ struct Inputs {
   explicit Inputs(const Case& c)
       : c(c),
         q(c.cu_q.empty() ? c.batch : 1, c.cu_q.empty() ? c.seqlen_q : c.total_q, c.heads_q,
-          c.head_dim, c.heads_first, c.pitch_padding),
+          c.head_dim, c.head_major, c.pitch_padding),
         k(c.cu_k.empty() ? c.batch : 1, c.cu_k.empty() ? c.seqlen_k : c.total_k, c.heads_kv,
-          c.head_dim, c.heads_first, c.pitch_padding),
-        v(k.batch, k.seq, c.heads_kv, c.head_dim_v, c.heads_first, c.pitch_padding) {
+          c.head_dim, c.head_major, c.pitch_padding),
+        v(k.batch, k.seq, c.heads_kv, c.head_dim_v, c.head_major, c.pitch_padding) {
     std::mt19937 random(1234);
     std::normal_distribution<float> normal;
     std::vector<float> direction(c.head_dim);
@@ -26,7 +26,7 @@ struct Inputs {
       const Rows rows = queries(b), cols = keys(b);
       for (int s = 0; s < rows.length; ++s) {
         for (int h = 0; h < c.heads_q; ++h) {
-          uint16_t* at = q.row(rows.entry, rows.offset + s, h);
+          uint16_t* at = q.row(rows.batch_coord, rows.offset + s, h);
           for (int i = 0; i < c.head_dim; ++i) {
             float x = normal(random);
             if (c.data >= Data::kGrowsToFirst && c.data <= Data::kOutlier)
@@ -39,7 +39,7 @@ struct Inputs {
       }
       for (int s = 0; s < cols.length; ++s) {
         for (int h = 0; h < c.heads_kv; ++h) {
-          uint16_t* at = k.row(cols.entry, cols.offset + s, h);
+          uint16_t* at = k.row(cols.batch_coord, cols.offset + s, h);
           const float way = static_cast<float>(s) / cols.length;
           for (int i = 0; i < c.head_dim; ++i) {
             float x = normal(random);
@@ -50,7 +50,7 @@ struct Inputs {
             if (c.data == Data::kLarge) x *= 30.f;
             at[i] = to_bits(x, c.fp16);
           }
-          uint16_t* values = v.row(cols.entry, cols.offset + s, h);
+          uint16_t* values = v.row(cols.batch_coord, cols.offset + s, h);
           for (int i = 0; i < c.head_dim_v; ++i) values[i] = to_bits(normal(random), c.fp16);
         }
       }
@@ -61,7 +61,7 @@ struct Inputs {
   Rows keys(int b) const { return find_rows(c.cu_k, c.used_k, c.seqlen_k, c.total_k, b); }
   // Into an array of one float for each row of q: (batch, heads, seq), with cu_q (heads, total).
   int64_t row_index(const Rows& rows, int s, int h) const {
-    return (static_cast<int64_t>(rows.entry) * c.heads_q + h) * q.seq + rows.offset + s;
+    return (static_cast<int64_t>(rows.batch_coord) * c.heads_q + h) * q.seq + rows.offset + s;
   }
   size_t num_rows() const { return static_cast<size_t>(q.batch) * q.seq * c.heads_q; }
   // Keys that a query sees: from begin to end - 1.

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "host/params.h"
+#include "launch/params.h"
 
 constexpr uint16_t kNaN = 0x7fff;  // in both element types
 constexpr int64_t kGuard = 4096;   // NaN elements before and after each tensor
@@ -31,12 +31,12 @@ struct Tensor {
   std::vector<uint16_t> host;
   uint16_t* device = nullptr;
 
-  Tensor(int b, int s, int h, int d, bool heads_first, int padding)
+  Tensor(int b, int s, int h, int d, bool head_major, int padding)
       : batch(b), seq(s), heads(h), dim(d) {
     const int64_t pitch = (d + padding + 7) / 8 * 8;
     stride.batch = pitch * h * s;
-    stride.seq = heads_first ? pitch : pitch * h;
-    stride.head = heads_first ? pitch * s : pitch;
+    stride.seq = head_major ? pitch : pitch * h;
+    stride.head = head_major ? pitch * s : pitch;
     host.assign(stride.batch * b + 2 * kGuard, kNaN);
   }
   ~Tensor() { cudaFree(device); }
@@ -54,8 +54,8 @@ struct Tensor {
 };
 
 struct Rows {
-  int entry;   // of the tensor
-  int offset;  // first row
+  int batch_coord;  // of the tensor
+  int offset;       // first row
   int length;
 };
 

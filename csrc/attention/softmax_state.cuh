@@ -1,0 +1,81 @@
+// What every softmax over keys that come tile by tile keeps of its rows, on the accumulator
+// fragments of the scores: a reference, which probabilities and out are relative to, and the sum of
+// the probabilities. softmax.cuh and softmax_e4m3.cuh say when a reference is raised.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "tile/score_accumulator.cuh"
+
+namespace flashattn3 {
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// A thread holds elements of two rows: i / 2 even is the first, odd the second (see wgmma.cuh).
+__device__ __forceinline__ constexpr int row_of(int i) { return i / 2 % 2; }
+
+// kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile.
+template <int kN, bool kRowsMayBeEmpty>
+struct SoftmaxState {
+  static constexpr int kCount = kN / 2;
+
+  float row_max[2];  // in the exponents' units; 0 until the row has seen a key
+  float sum[2];      // of this thread's columns; the row's sum is that of its four lanes
+  uint32_t unseen;   // rows without a key so far, a bit for each
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row_max[r] = 0.f;
+      sum[r] = 0.f;
+    }
+    unseen = 3;
+  }
+
+  // s becomes the exponent over the reference. highest: the largest of each row of this thread, as
+  // the bits of a float: integer comparison orders floats as soon as one is positive, with NaN
+  // above all of them, and takes two at a time.
+  template <class S, class Scale>
+  __device__ __forceinline__ void subtract_row_max(S (&s)[kCount], const Scale& scale,
+                                                   int (&highest)[2]) const {
+    highest[0] = highest[1] = INT_MIN;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const int r = row_of(i);
+      const float a = scale.exponent(get(s[i]), i, row_max[r]);
+      const float b = scale.exponent(get(s[i + 1]), i, row_max[r]);
+      highest[r] = __vimax3_s32(highest[r], __float_as_int(a), __float_as_int(b));
+      set(s[i], a);
+      set(s[i + 1], b);
+    }
+  }
+
+  // Whether a row of this thread reaches the limit or is NaN, or may see its first key.
+  __device__ __forceinline__ bool needs_rescale(const int (&highest)[2], float threshold) const {
+    const bool exceeds = max(highest[0], highest[1]) >= __float_as_int(threshold);
+    return kRowsMayBeEmpty ? exceeds || unseen != 0 : exceeds;
+  }
+
+  // Never true, which the compiler can't know: what is decided by it comes after the sums.
+  __device__ __forceinline__ bool impossible() const { return sum[0] + sum[1] < 0.f; }
+
+  // Whether a row of the warp has seen no key so far.
+  __device__ __forceinline__ bool warp_has_unseen() const {
+    return kRowsMayBeEmpty && __any_sync(~0u, unseen != 0);
+  }
+
+  // The row's sum over its four lanes; 0 if it saw no key.
+  __device__ __forceinline__ float row_sum(int r) const { return quad_sum(sum[r]); }
+};
+
+}  // namespace flashattn3

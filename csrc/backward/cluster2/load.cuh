@@ -1,0 +1,101 @@
+// The single threads of a pair's CTA: one loads K and V, and Q and dO as long as there is room; one
+// sends each step's dS to the other CTA; one watches where sums are added up in order.
+#pragma once
+
+#include "backward/arguments.h"
+#include "backward/cluster2/traits.cuh"
+#include "backward/dq_semaphore.cuh"
+#include "backward/work_tile.cuh"
+#include "tile/tma_load.cuh"
+
+namespace flashattn3::backward::cluster2 {
+
+template <Config kConfig>
+__device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile, uint8_t* shared,
+                                     int num_steps, int rank) {
+  using Traits = KernelTraits<kConfig>;
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  constexpr int kHalfAtoms = Traits::kAtoms / 2;
+  const int first = tile.key_offset + tile.first_key;
+  storage.keys_full.arrive_and_expect(2 * Traits::kNBlockBytes + Traits::kNBlockBytes / 2);
+  copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(
+      shared + Traits::kKOffset, &args.k, storage.keys_full, kReadAgain,
+      first + rank * Traits::kBlockN, tile.head, tile.batch_coord);
+  copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(
+      shared + Traits::kVOffset, &args.v, storage.keys_full, kReadOnce,
+      first + rank * Traits::kBlockN, tile.head, tile.batch_coord);
+  copy_tile<Traits::kBlockN, kHalfAtoms, 64>(
+      shared + Traits::kOtherKOffset, &args.k, storage.keys_full, kReadAgain,
+      first + (1 - rank) * Traits::kBlockN, tile.head, tile.batch_coord, rank * kHalfAtoms);
+  constexpr uint32_t kBytes = Traits::kMBlockBytes + kBlockM * sizeof(float);
+  const int batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
+  PipelineState<2> q{1};
+  PipelineState<1> dout{1};
+  int head = tile.head * args.qhead_per_kvhead, block = tile.start;
+  for (int i = 0; i < num_steps; ++i) {
+    const int row = tile.row_offset + block * kBlockM;
+    const int at = static_cast<int>(workspace_row(args, tile, head, block));
+    // Sync: every consumer warp gave the buffer back.
+    storage.q_empty[q.index()].wait(q.phase());
+    Barrier& q_full = storage.q_full[q.index()];
+    q_full.arrive_and_expect(kBytes);
+    copy_tile<kBlockM, Traits::kAtoms, 64>(
+        shared + Traits::kQOffset + q.index() * Traits::kMBlockBytes, &args.q, q_full, kReadAgain,
+        row, head, batch_coord);
+    copy_floats(storage.lse[q.index()], &args.lse_delta, q_full, kReadAgain, at, 0);
+    storage.dout_empty.wait(dout.phase());  // Sync: as above.
+    storage.dout_full.arrive_and_expect(kBytes);
+    copy_tile<kBlockM, Traits::kAtoms, 64>(shared + Traits::kDoutOffset, &args.dout,
+                                           storage.dout_full, kReadAgain, row, head, batch_coord);
+    copy_floats(storage.minus_delta, &args.lse_delta, storage.dout_full, kReadAgain, at, 1);
+    q.advance();
+    dout.advance();
+    block = next_block(tile.m_blocks, block);
+    if (block == tile.start) ++head;
+  }
+}
+
+// peer: the other CTA's rank.
+template <Config kConfig>
+__device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint32_t peer) {
+  using Traits = KernelTraits<kConfig>;
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
+  PipelineState<2> at{0};
+  for (int i = 0; i < num_steps; ++i) {
+    const uint32_t b = at.index();
+    // Sync: all consumer warps have written. They waited until the other CTA had read what was sent
+    // from here, and it received, before.
+    storage.ds_full[b].wait(at.phase());
+    storage.other_full[b].arrive_and_expect(Traits::kDsBytes);
+    copy_to_peer(base + Traits::kOtherDsOffset + b * Traits::kDsBytes,
+                 base + Traits::kDsOffset + b * Traits::kDsBytes, storage.other_full[b],
+                 Traits::kDsBytes, peer);
+    at.advance();
+  }
+}
+
+// In order: tells the consumers when it is this tile's turn to add to the sums of a step.
+template <Config kConfig>
+__device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const WorkTile& tile,
+                                                  uint8_t* shared, int num_steps, int rank) {
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  constexpr int kWarps = 4;  // that add a quarter of the sums, and count by themselves
+  PipelineState<2> at{0};
+  int head = tile.head * args.qhead_per_kvhead, block = tile.start;
+  for (int i = 0; i < num_steps; ++i) {
+    // Sync: dS of the step is written, and so the consumers know of their turn two steps before.
+    storage.ds_full[at.index()].wait(at.phase());
+    const int64_t row = workspace_row(args, tile, head, block);
+    const int32_t* dq_semaphore = args.workspace.dq_semaphore + row / kBlockM * 4 + rank * 2;
+    const int before = kWarps * tiles_before<block_n(kConfig)>(args, tile, block);
+    while (load_acquire(dq_semaphore) < before || load_acquire(dq_semaphore + 1) < before) {
+    }
+    storage.dq_ready[at.index()].arrive();
+    at.advance();
+    block = next_block(tile.m_blocks, block);
+    if (block == tile.start) ++head;
+  }
+}
+
+}  // namespace flashattn3::backward::cluster2

@@ -1,0 +1,96 @@
+// The threads that send dQ to memory, one for each warpgroup: a step's 64 rows in fp32, which are
+// added up over the tiles of keys that see them.
+#pragma once
+
+#include <cute/arch/util.hpp>
+
+#include "backward/arguments.h"
+#include "backward/dq_semaphore.cuh"
+#include "backward/traits.cuh"
+
+namespace flashattn3::backward {
+
+template <Config kConfig>
+class DqWriter {
+  using Traits = KernelTraits<kConfig>;
+
+ public:
+  __device__ __forceinline__ DqWriter(const Arguments& args, uint8_t* shared, int warpgroup)
+      : args_(args),
+        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        dq_smem_(cute::cast_smem_ptr_to_uint(shared) + Traits::kDqOffset +
+                 warpgroup * Traits::kDqBytes),
+        warpgroup_(warpgroup) {}
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      // Sync: the producer has written the tile's description.
+      storage_.tile_full[tile_.index()].wait(tile_.phase());
+      const WorkTile tile = storage_.tile[tile_.index()];
+      storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread has read it.
+      tile_.advance();
+      if (tile.first_key < 0) return;
+      WorkTileSteps steps(args_, tile.m_blocks, tile.start);
+      const int count = steps.count();
+      for (int i = 0; i < count; ++i, steps.advance()) {
+        if (dq_warpgroup_ == warpgroup_) write(tile, steps.head(tile), steps.block());
+        dq_warpgroup_ = dq_warpgroup_ + 1 == Traits::kConsumers ? 0 : dq_warpgroup_ + 1;
+      }
+      wait_for_memory();
+      // Sync: this thread's part of the tile is through.
+      add_release(args_.workspace.tiles_done + tile.batch_idx * args_.num_heads_kv + tile.head, 1);
+    }
+  }
+
+ private:
+  // A block of queries of a head.
+  __device__ __forceinline__ void write(const WorkTile& tile, int head, int block) {
+    const int64_t row = workspace_row(args_, tile, head, block);
+    int32_t* dq_semaphore = args_.workspace.dq_semaphore + row / kBlockM;
+    const int before = args_.deterministic ? tiles_before<Traits::kBlockN>(args_, tile, block) : 0;
+    // Sync: all tiles before this one have added.
+    while (before > 0 && load_acquire(dq_semaphore) < before) {
+    }
+    storage_.dq_full[warpgroup_].wait(dq_.phase());  // Sync: all four warps have written.
+    // Sync: if another tile was the first, it has stored.
+    const bool first = args_.deterministic ? before == 0 : claim_dq_accum(dq_semaphore);
+    fence_global_proxies();
+    float* dq_accum = args_.workspace.dq_accum + row * Traits::kHeadDim;
+    if (first) {
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dq_accum),
+                   "r"(dq_smem_), "r"(Traits::kDqBytes)
+                   : "memory");
+    } else {
+      asm volatile(
+          "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+              dq_accum),
+          "r"(dq_smem_), "r"(Traits::kDqBytes)
+          : "memory");
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    storage_.dq_empty[warpgroup_].arrive();  // Sync: the room may be written again.
+    dq_.advance();
+    if (first || args_.deterministic) {
+      wait_for_memory();
+      add_release(dq_semaphore,
+                  args_.deterministic ? 1 : kStored - kStoring);  // Sync: others may add to it.
+    }
+  }
+
+  // Until what was sent is in memory.
+  __device__ __forceinline__ static void wait_for_memory() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    fence_global_proxies();
+  }
+
+  const Arguments& args_;
+  SharedStorageOf<kConfig>& storage_;
+  uint32_t dq_smem_;
+  int warpgroup_;
+  int dq_warpgroup_ = 0;  // the warpgroup whose step it is
+  PipelineState<2> tile_{0};
+  PipelineState<1> dq_{0};
+};
+
+}  // namespace flashattn3::backward

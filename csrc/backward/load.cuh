@@ -1,0 +1,119 @@
+// The thread that loads: walks through the CTA's tiles of keys, tells the others which one comes,
+// and keeps Q and dO, with their rows' statistics, coming as far ahead as there is room.
+//
+// Order of the loads of a tile with n steps: Q0, K, dO0, V, Q1, dO1, ... Of the next tile the first
+// Q and dO find room as soon as a step of this one is through; K and V have to wait for its end.
+#pragma once
+
+#include "attention/tile_scheduler.cuh"
+#include "backward/arguments.h"
+#include "backward/traits.cuh"
+#include "tile/tma_load.cuh"
+
+namespace flashattn3::backward {
+
+template <Config kConfig>
+class Producer {
+  using Traits = KernelTraits<kConfig>;
+  // Steps before the end of a tile at which the next one is asked for.
+  static constexpr int kRequestSteps = 3;
+
+ public:
+  __device__ __forceinline__ Producer(const Arguments& args, uint8_t* shared)
+      : args_(args),
+        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        shared_(shared),
+        tiles_(args.scheduler) {}
+
+  __device__ __forceinline__ void run() {
+    WorkTile tile;
+    while (next_valid_tile(tile)) {
+      publish(tile);
+      WorkTileSteps steps(args_, tile.m_blocks, tile.start);
+      const int count = steps.count(), request_at = max(0, count - kRequestSteps);
+      for (int i = 0; i < count; ++i, steps.advance()) {
+        if (i == request_at) tiles_.request();
+        load_rows(tile, steps.head(tile), steps.block(), i == 0);
+      }
+      if (count == 0) tiles_.request();
+      tiles_.advance();
+    }
+    tile.first_key = -1;
+    publish(tile);
+  }
+
+ private:
+  // The first tile from here on that has keys, which in a batch of unequal lengths not all have;
+  // false: none.
+  __device__ __forceinline__ bool next_valid_tile(WorkTile& tile) {
+    while (!tiles_.done()) {
+      tile = describe_work_tile<Traits::kBlockN>(args_, tiles_.index());
+      if (tile.first_key < tile.num_keys) return true;
+      tiles_.request();
+      tiles_.advance();
+    }
+    return false;
+  }
+
+  // Sync: the slot is free once everybody has read the tile before last.
+  __device__ __forceinline__ void publish(const WorkTile& tile) {
+    storage_.tile_empty[tile_.index()].wait(tile_.phase());
+    storage_.tile[tile_.index()] = tile;
+    storage_.tile_full[tile_.index()].arrive();
+    tile_.advance();
+  }
+
+  // K and V too where a tile begins.
+  __device__ __forceinline__ void load_rows(const WorkTile& tile, int head, int block,
+                                            bool begins) {
+    const uint32_t stage = rows_.index();
+    const int row = tile.row_offset + block * kBlockM;
+    const int at = static_cast<int>(workspace_row(args_, tile, head, block));
+    const int q_batch_coord = args_.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
+    // Sync: every consumer warp gave the stage back.
+    storage_.q_empty[stage].wait(rows_.phase());
+    load_with_lse_or_delta(shared_ + Traits::kQOffset + stage * Traits::kMBlockBytes, &args_.q,
+                           storage_.q_full[stage], storage_.lse[stage], at, 0, row, head,
+                           q_batch_coord);
+    if (begins) load_k(Traits::kKOffset, &args_.k, storage_.k_full, storage_.k_empty, tile);
+    storage_.dout_empty[stage].wait(rows_.phase());  // Sync: as for Q.
+    load_with_lse_or_delta(shared_ + Traits::kDoutOffset + stage * Traits::kMBlockBytes,
+                           &args_.dout, storage_.dout_full[stage], storage_.minus_delta[stage], at,
+                           1, row, head, q_batch_coord);
+    if (begins) {
+      load_k(Traits::kVOffset, &args_.v, storage_.v_full, storage_.v_empty, tile);
+      kv_phase_ ^= 1;
+    }
+    rows_.advance();
+  }
+
+  __device__ __forceinline__ void load_with_lse_or_delta(uint8_t* to, const CUtensorMap* map,
+                                                         Barrier& full, float* lse_or_delta, int at,
+                                                         int which, int row, int head,
+                                                         int batch_coord) {
+    constexpr uint32_t kLseBytes = kBlockM * sizeof(float);
+    full.arrive_and_expect(Traits::kMBlockBytes + kLseBytes);
+    copy_tile<kBlockM, Traits::kAtoms, 64>(to, map, full, kReadAgain, row, head, batch_coord);
+    copy_floats(lse_or_delta, &args_.lse_delta, full, kReadAgain, at, which);
+  }
+
+  __device__ __forceinline__ void load_k(int offset, const CUtensorMap* map, Barrier& full,
+                                         Barrier& empty, const WorkTile& tile) {
+    // Sync: every consumer warp is done with the tile before.
+    empty.wait(kv_phase_);
+    full.arrive_and_expect(Traits::kNBlockBytes);
+    copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(shared_ + offset, map, full, kReadOnce,
+                                                   tile.key_offset + tile.first_key, tile.head,
+                                                   tile.batch_coord);
+  }
+
+  const Arguments& args_;
+  SharedStorageOf<kConfig>& storage_;
+  uint8_t* shared_;
+  TileScheduler tiles_;
+  PipelineState<2> tile_{1};
+  PipelineState<Traits::kStages> rows_{1};
+  uint32_t kv_phase_ = 1;
+};
+
+}  // namespace flashattn3::backward

@@ -1,0 +1,99 @@
+// Behind the backward kernel: dq from its sums, which lie as the accumulators held them.
+#pragma once
+
+#include "attention/mask.cuh"
+#include "backward/arguments.h"
+#include "backward/dq_semaphore.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/gemm.cuh"
+#include "tile/tma_store.cuh"
+
+namespace flashattn3::backward {
+
+// All threads of the CTA, until all tiles of the head's keys are through, whose additions they can
+// then read.
+template <Config kConfig>
+__device__ __forceinline__ void wait_for_tiles(const Arguments& args, int batch_idx, int head,
+                                               int num_keys) {
+  constexpr int kBlockN = block_n(kConfig);
+  const int num_tiles = (num_keys + kBlockN - 1) / kBlockN;
+  if (threadIdx.x == 0) {
+    const int32_t* through =
+        args.workspace.tiles_done + batch_idx * args.num_heads_kv + head / args.qhead_per_kvhead;
+    while (load_acquire(through) < num_tiles * kConfig.num_mma_warpgroups) __nanosleep(256);
+  }
+  __syncthreads();
+  fence_global_proxies();
+}
+
+// A CTA of 128 threads: 64 rows of a head; warps of 16 rows as in WGMMA's accumulators. number: of
+// the block in the room.
+template <Config kConfig>
+__device__ __forceinline__ void postprocess_block(const Arguments& args, int number) {
+  constexpr ElementType kElement = kConfig.dtype;
+  constexpr int kHeadDim = kConfig.head_dim;
+  constexpr int kAtoms = (kHeadDim + 63) / 64;
+  __shared__ __align__(1024) uint8_t staged[4][kAtoms][kRowsOfWarp * 128];
+  const MBlock block = MBlock::of_number(number, args.workspace, args.seqlens_q,
+                                         args.scheduler.varlen.batch, args.num_heads_q);
+  if (!block.any()) return;
+  const int head = block.head, batch_idx = block.batch_idx, first_row = block.first_row;
+  const Sequence rows = block.rows;
+  const int num_keys = find_sequence(args.seqlens_k, batch_idx).length;
+  const BlockRange seen =
+      Mask::of(rows.length, num_keys, args.window_left, args.window_right)
+          .template n_block_range<64>(first_row, min(first_row + kBlockM, rows.length) - 1);
+  if (!uses_cluster2(kConfig)) wait_for_tiles<kConfig>(args, batch_idx, head, num_keys);
+  const float4* dq_accum = reinterpret_cast<const float4*>(args.workspace.dq_accum +
+                                                           int64_t{number} * (kBlockM * kHeadDim)) +
+                           threadIdx.x;
+  float4 sum[kHeadDim / 8];
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 8; ++i) {
+    sum[i] = seen.begin < seen.end ? __ldcs(dq_accum + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int atom = 0; atom < kAtoms; ++atom) {
+    uint32_t word[16] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (8 * atom + i >= kHeadDim / 8) continue;
+      const float4 four = sum[8 * atom + i];
+      const float scale = args.softmax_scale;
+      word[2 * i] = pack<kElement>(four.x * scale, four.y * scale);
+      word[2 * i + 1] = pack<kElement>(four.z * scale, four.w * scale);
+    }
+    stage_rows(staged[warp][atom], word);
+  }
+  __syncwarp();
+  const int vecs = (args.head_dim + 7) / 8;
+  const int64_t batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : batch_idx;
+  const int row_of_warp = first_row + warp * kRowsOfWarp;
+  uint16_t* dq = args.dq + batch_coord * args.dq_batch + (rows.offset + row_of_warp) * args.dq_seq +
+                 head * args.dq_head;
+  for (int i = lane; i < kRowsOfWarp * vecs; i += 32) {
+    const int row = i / vecs, vec = i % vecs;
+    if (row_of_warp + row >= rows.length) break;
+    store_columns(dq + row * args.dq_seq, vec * 8, args.head_dim,
+                  staged_columns(staged[warp][vec / 8], row, vec % 8));
+  }
+}
+
+// The CTAs take the places of those of the kernel before as they become free. Up to 128 columns
+// they begin with heads whose sums are complete; for pairs that is not counted.
+template <class Traits>  // a type and not a row, as for attention_kernel
+__global__ void __launch_bounds__(128) postprocess_kernel(const __grid_constant__ Arguments args) {
+  constexpr Config kConfig = Traits::kConfig;
+  launch_dependents();
+  if constexpr (uses_cluster2(kConfig)) {
+    griddepcontrol_wait();
+    postprocess_block<kConfig>(args, gridDim.x - 1 - blockIdx.x);  // the last sums are in L2
+  } else {
+    postprocess_block<kConfig>(args, blockIdx.x);
+    // Nobody is to find this kernel complete before that.
+    if (blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
+  }
+}
+
+}  // namespace flashattn3::backward

@@ -1,0 +1,93 @@
+// Before the backward kernel: of each row of out the sum of dout * out and the log-sum-exp in the
+// units it wants; no arrivals at the sums of dQ, in pairs sums that are 0, and no tile through.
+#pragma once
+
+#include "backward/arguments.h"
+#include "ptx/pdl.cuh"
+#include "tile/gemm.cuh"
+
+namespace flashattn3::backward {
+
+constexpr int kPreprocessThreads = 256;
+
+// The sum of the products of two rows, of which this lane takes 8 columns at a time.
+template <ElementType kElement>
+__device__ __forceinline__ float row_product(const uint16_t* a, const uint16_t* b, int num_columns,
+                                             int lane, int num_lanes) {
+  float sum = 0.f;
+  for (int column = lane * 8; column < num_columns; column += num_lanes * 8) {
+    const uint4 x = *reinterpret_cast<const uint4*>(a + column);
+    const uint4 y = *reinterpret_cast<const uint4*>(b + column);
+    const uint32_t first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 p = unpack<kElement>(first[i]), q = unpack<kElement>(second[i]);
+      if (column + 2 * i < num_columns) sum = fmaf(p.x, q.x, sum);
+      if (column + 2 * i + 1 < num_columns) sum = fmaf(p.y, q.y, sum);
+    }
+  }
+  return sum;
+}
+
+// A CTA: 64 rows of a head. 8 lanes to a row, 4 rows to a warp at a time.
+template <ElementType kElement>
+__global__ void __launch_bounds__(kPreprocessThreads)
+    preprocess_kernel(const __grid_constant__ PreprocessArguments args) {
+  constexpr int kLanes = 8;
+  launch_dependents();
+  griddepcontrol_wait();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.workspace.tile_semaphore = 0;
+  // Last heads first: those that the kernel behind begins with are in L2 then.
+  const int number = gridDim.x - 1 - blockIdx.x;
+  // All counts, also of blocks without rows: whatever cu_seqlens holds, nobody waits for ever.
+  if (threadIdx.x == 0 && number < args.num_batch_heads) args.workspace.tiles_done[number] = 0;
+  if (threadIdx.x < args.dq_semaphores_per_block) {
+    args.workspace.dq_semaphore[int64_t{number} * args.dq_semaphores_per_block + threadIdx.x] = 0;
+  }
+  const MBlock block =
+      MBlock::of_number(number, args.workspace, args.seqlens_q, args.batch, args.num_heads);
+  if (!block.any()) return;
+  const int head = block.head;
+  const Sequence rows = block.rows;
+  const int64_t first = int64_t{number} * kBlockM;
+  const int64_t batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : block.batch_idx;
+  float4* dq_accum =
+      reinterpret_cast<float4*>(args.workspace.dq_accum + first * args.dq_accum_columns);
+  for (int i = threadIdx.x; i < args.dq_accum_columns * kBlockM / 4; i += kPreprocessThreads) {
+    dq_accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+#pragma unroll
+  for (int i = threadIdx.x / kLanes; i < kBlockM; i += kPreprocessThreads / kLanes) {
+    const int row = block.first_row + i;
+    const int64_t token = rows.offset + row;
+    const bool there = row < rows.length;
+    float sum = 0.f;
+    if (there) {
+      sum = row_product<kElement>(
+          args.out + batch_coord * args.out_batch + token * args.out_seq + head * args.out_head,
+          args.dout + batch_coord * args.dout_batch + token * args.dout_seq + head * args.dout_head,
+          args.head_dim_v, threadIdx.x % kLanes, kLanes);
+    }
+#pragma unroll
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    if (threadIdx.x % kLanes != 0) continue;
+    float lse = INFINITY, minus_delta = 0.f;
+    if (there) {
+      constexpr float kLog2e = 1.44269504088896f;
+      const float natural =
+          args.lse[batch_coord * args.lse_batch + token * args.lse_seq + head * args.lse_head];
+      if (natural != -INFINITY) {
+        lse = natural * kLog2e;
+        minus_delta = -sum;
+        if (args.dlse != nullptr) {
+          minus_delta += args.dlse[batch_coord * args.dlse_batch + token * args.dlse_seq +
+                                   head * args.dlse_head];
+        }
+      }
+    }
+    args.workspace.lse[first + i] = lse;
+    args.workspace.minus_delta[first + i] = minus_delta;
+  }
+}
+
+}  // namespace flashattn3::backward

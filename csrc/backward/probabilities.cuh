@@ -1,0 +1,64 @@
+// From scores to probabilities and on to dS, on accumulator fragments of keys x queries, whose
+// columns have a statistic each.
+#pragma once
+
+#include "attention/softmax.cuh"
+
+namespace flashattn3::backward {
+
+// Of accumulators kBegin to kEnd - 1 the statistic of their column. statistic: of the fragment's
+// first column, in shared memory.
+template <int kBegin, int kEnd, int kCount>
+__device__ __forceinline__ void load_per_column(float (&s)[kCount], const float* lse_or_delta) {
+  const float* mine = lse_or_delta + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = kBegin; i < kEnd; i += 4) {
+    const float2 pair = *reinterpret_cast<const float2*>(mine + i / 4 * 8);
+    s[i] = s[i + 2] = pair.x, s[i + 1] = s[i + 3] = pair.y;
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void load_per_column(float (&s)[kCount], const float* lse_or_delta) {
+  load_per_column<0, kCount>(s, lse_or_delta);
+}
+
+// Scores become 2^(score * score_scale - lse). lse: of each accumulator's column. tanh_scale:
+// attention/score_scale.cuh, 0: no cap.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&lse)[kCount],
+                                             float score_scale, float tanh_scale) {
+  if (tanh_scale != 0.f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      // A branch that is always taken: see below.
+      asm volatile("" : "+f"(tanh_scale));
+      if (tanh_scale == 0.f) break;
+      s[i] = tanh_of_scaled(s[i] * tanh_scale);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], score_scale, -lse[i]));
+}
+
+// With a cap: probabilities times 1 - tanh^2, the tanh found again from them. tanh_scale: not 0.
+template <int kCount>
+__device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const float* lse,
+                                                  float score_scale, float tanh_scale) {
+  const float inverse = 1.f / score_scale;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 8) {
+    // A branch that is always taken, behind which ptxas does not begin with the next eight: there
+    // are no registers for all at once.
+    asm volatile("" : "+f"(tanh_scale));
+    if (tanh_scale == 0.f) break;
+    float of_column[8];
+    load_per_column(of_column, lse + i / 4 * 8);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float tanh = (__log2f(p[i + j]) + of_column[j]) * inverse;
+      p[i + j] = p[i + j] == 0.f ? 0.f : p[i + j] * (1.f - tanh * tanh);
+    }
+  }
+}
+
+}  // namespace flashattn3::backward

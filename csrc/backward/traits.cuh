@@ -1,0 +1,101 @@
+// Everything that follows from a row at compile time: sizes, registers, the shared memory map, and
+// who arrives at which barrier.
+#pragma once
+
+#include <cstdint>
+
+#include "backward/config.h"
+#include "backward/work_tile.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace flashattn3::backward {
+
+template <Config kTheConfig>
+struct KernelTraits {
+  static constexpr Config kConfig = kTheConfig;
+  static constexpr ElementType kElement = kConfig.dtype;
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kStages = kConfig.num_stages;
+  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // 64 columns each
+  static constexpr int kConsumers = kConfig.num_mma_warpgroups;
+  static constexpr int kThreads = num_threads(kConfig);
+  static constexpr int kBlockN = block_n(kConfig);
+  static constexpr int kNBlockBytes = kBlockN * kAtoms * 128;
+  static constexpr int kMBlockBytes = kBlockM * kAtoms * 128;
+  static constexpr int kDsBytes = kBlockN * kBlockM * 2;
+  static constexpr int kDqBytes = kBlockM * kHeadDim * 4;
+  // From the start of shared memory: control, K, V, stages of Q, stages of dO, dS, dQ.
+  static constexpr int kKOffset = kSharedStorageBytes;
+  static constexpr int kVOffset = kKOffset + kNBlockBytes;
+  static constexpr int kQOffset = kVOffset + kNBlockBytes;
+  static constexpr int kDoutOffset = kQOffset + kStages * kMBlockBytes;
+  static constexpr int kDsOffset = kDoutOffset + kStages * kMBlockBytes;
+  static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes;
+
+  // setmaxnreg: multiples of 8, in all what the CTA was launched with.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+
+  // Accumulators of the scores whose lse is in registers before the products begin, beside which
+  // loads from shared memory crawl. All of them, if there is room.
+  static constexpr int kLseInRegisters = kConsumers == 3 ? kBlockM / 4 : kBlockM / 2;
+
+  // Whether a warpgroup leaves steps out that see none of its keys. Of two it would be the half of
+  // one step in a masked tile, and the branch costs every step (ptxas then keeps what descriptors
+  // are made of in vector registers).
+  static constexpr bool kSkipsSteps = kConsumers == 3;
+
+  static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kStages >= 2);
+  static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dK and dV are kept in registers");
+  static_assert(kDqOffset + kConsumers * kDqBytes == smem_bytes(kConfig));
+  static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA");
+};
+
+// Barriers. Arrivals for each phase:
+//   k_full, v_full, q_full, dout_full     1: the producer, and the bytes of the copies
+//   k_empty, q_empty, dout_empty          one for each consumer warp, after its last read
+//   v_empty                               every consumer thread, after its last read of V's place
+//   ds_full[s]   each consumer warp: its part of dS of a step is written
+//   ds_empty[s]  the 4 warps of the warpgroup that multiplies dQ of the step
+//   dq_full[w]  the 4 warps of warpgroup w: dQ of a step is written
+//   dq_empty[w] the thread that sends it to memory: it has been read
+//   tile_full    1: the producer; tile_empty: every thread that reads the description
+// First phase: who reads waits with phase 0, who writes with phase 1, which passes at once.
+// A step is 64 queries of one head for this tile of keys. Steps are counted from the kernel's start
+// on: step t uses dS buffer t % 2, and warpgroup t % kConsumers multiplies its dQ.
+template <int kStages, int kConsumers>
+struct SharedStorage {
+  float lse[kStages][kBlockM];
+  float minus_delta[kStages][kBlockM];
+  Barrier k_full, k_empty, v_full, v_empty;
+  Barrier q_full[kStages], q_empty[kStages];
+  Barrier dout_full[kStages], dout_empty[kStages];
+  Barrier ds_full[2], ds_empty[2];
+  Barrier dq_full[kConsumers], dq_empty[kConsumers];
+  Barrier tile_full[2], tile_empty[2];
+  WorkTile tile[2];
+
+  // One thread, before the CTA's first __syncthreads.
+  __device__ __forceinline__ void init() {
+    constexpr int kWarps = 4 * kConsumers;
+    k_full.init(1), k_empty.init(kWarps);
+    v_full.init(1), v_empty.init(32 * kWarps);
+    for (int i = 0; i < kStages; ++i) {
+      q_full[i].init(1), q_empty[i].init(kWarps);
+      dout_full[i].init(1), dout_empty[i].init(kWarps);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ds_full[i].init(kWarps), ds_empty[i].init(4);
+      // The consumers' threads, and one thread for each warpgroup that sends dQ.
+      tile_full[i].init(1), tile_empty[i].init(32 * kWarps + kConsumers);
+    }
+    for (int i = 0; i < kConsumers; ++i) dq_full[i].init(4), dq_empty[i].init(1);
+    fence_barrier_init();
+  }
+};
+
+template <Config kConfig>
+using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups>;
+
+}  // namespace flashattn3::backward

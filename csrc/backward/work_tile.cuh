@@ -1,0 +1,111 @@
+// One block of keys of one head, and the queries that see it.
+#pragma once
+
+#include "attention/mask.cuh"
+#include "attention/seqlen.cuh"
+#include "attention/tile_scheduler.cuh"
+#include "backward/arguments.h"
+
+namespace flashattn3::backward {
+
+struct alignas(16) WorkTile {
+  int first_key;        // in the sequence; -1: no tile is left
+  int head;             // of k and v
+  int batch_coord;      // of the batch, for pointers; 0 with cu_seqlens
+  int key_offset;       // of the sequence in k and v
+  int num_rows;         // of the sequence
+  int num_keys;         // of the sequence
+  int batch_idx;        // of the batch
+  int row_offset;       // of the sequence in q
+  BlockRange m_blocks;  // blocks of queries that see one of its keys; may be none
+  int start;            // the first of them that is worked on
+  int first_head;       // and, of the heads that share the keys, the first at each block
+};
+
+// Where the room keeps a block of queries of a head of q: its first row.
+__device__ __forceinline__ int64_t workspace_row(const Arguments& args, const WorkTile& tile,
+                                                 int head, int block) {
+  return args.workspace.first(args.seqlens_q, tile.batch_idx, head, args.num_heads_q,
+                              tile.row_offset) +
+         block * kBlockM;
+}
+
+// Behind the last block comes the first.
+__device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
+  return block + 1 == rows.end ? rows.begin : block + 1;
+}
+
+// The steps of a tile, one after the other: which block of queries, of which head.
+class WorkTileSteps {
+ public:
+  __device__ __forceinline__ WorkTileSteps(const Arguments& args, const BlockRange& rows, int start)
+      : args_(args), rows_(rows), start_(start), block_(start) {}
+
+  __device__ __forceinline__ int count() const {
+    return (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
+  }
+  __device__ __forceinline__ int block() const { return block_; }
+  // Of q.
+  __device__ __forceinline__ int head(const WorkTile& tile) const {
+    int head = tile.first_head + nth_head_;
+    if (head >= args_.qhead_per_kvhead) head -= args_.qhead_per_kvhead;
+    return tile.head * args_.qhead_per_kvhead + head;
+  }
+  __device__ __forceinline__ void advance() {
+    if (args_.traversal == Traversal::kHeadsInnermost) {
+      if (++nth_head_ < args_.qhead_per_kvhead) return;
+      nth_head_ = 0;
+      block_ = block_ == rows_.begin ? rows_.end - 1 : block_ - 1;
+    } else {
+      block_ = next_block(rows_, block_);
+      nth_head_ += block_ == start_;
+    }
+  }
+
+ private:
+  const Arguments& args_;
+  BlockRange rows_;
+  int start_;
+  int block_;
+  int nth_head_ = 0;
+};
+
+// The tile of a number in the order of the work, kKeys keys. It may have no key, in a batch of
+// unequal lengths.
+template <int kBlockN>
+__device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, int index) {
+  const TileCoord coord = args.scheduler.varlen.workspace != nullptr
+                              ? varlen_tile_coord(args.scheduler, index)
+                              : tile_coord(args.scheduler, index);
+  const int batch_idx = coord.batch_head_idx / args.num_heads_kv;
+  const Sequence rows = find_sequence(args.seqlens_q, batch_idx);
+  const Sequence keys = find_sequence(args.seqlens_k, batch_idx);
+  WorkTile tile;
+  tile.first_key = coord.block * kBlockN;
+  tile.head = coord.batch_head_idx - batch_idx * args.num_heads_kv;
+  tile.batch_coord = args.seqlens_k.cu_seqlens != nullptr ? 0 : batch_idx;
+  tile.key_offset = keys.offset;
+  tile.num_rows = rows.length;
+  tile.num_keys = keys.length;
+  tile.batch_idx = batch_idx;
+  tile.row_offset = rows.offset;
+  tile.m_blocks =
+      Mask::of(rows.length, keys.length, args.window_left, args.window_right)
+          .template m_block_range<kBlockM>(rows.length, tile.first_key,
+                                           min(tile.first_key + kBlockN, keys.length) - 1);
+  const int num_tiles = (keys.length + kBlockN - 1) / kBlockN;
+  tile.start = tile.m_blocks.begin;
+  tile.first_head = 0;
+  if (args.traversal == Traversal::kStaggered) {
+    tile.start = static_cast<int>(int64_t{coord.block} * tile.m_blocks.end / max(1, num_tiles));
+  } else if (args.traversal == Traversal::kHeadsInnermost) {
+    // Two steps behind the tile before, which by then has stored where it was first.
+    const int behind = 2 * coord.block;
+    const int num_blocks = max(1, tile.m_blocks.end - tile.m_blocks.begin);
+    tile.start = tile.m_blocks.end - 1 - behind / args.qhead_per_kvhead % num_blocks;
+    tile.first_head = behind % args.qhead_per_kvhead;
+  }
+  return tile;
+}
+
+}  // namespace flashattn3::backward

@@ -1,0 +1,100 @@
+// Normalises a warp's 16 rows and stores them and their log-sum-exp.
+#pragma once
+
+#include "attention/softmax.cuh"
+#include "forward/arguments.h"
+#include "forward/traits.cuh"
+#include "ptx/element.h"
+#include "tile/gemm.cuh"
+#include "tile/tma_store.cuh"
+
+namespace flashattn3::forward {
+
+// Two elements of out.
+template <class Traits>
+__device__ __forceinline__ uint32_t pack_out(const Arguments& args, float low, float high) {
+  if constexpr (!Traits::kQuantized) {
+    return pack<Traits::kElement>(low, high);
+  } else if (args.quantized.out_is_fp16) {
+    return pack<ElementType::kFloat16>(low, high);
+  } else {
+    return pack<ElementType::kBFloat16>(low, high);
+  }
+}
+
+// first_row: of the warp, in the sequence; rows past the sequence are not stored. scale: of out.
+// o: sums of 2^(score - reference) * v; 0 in rows that saw no key, which are stored as out 0 and
+// lse -inf. staged: the warp's room in shared memory, kOutAtoms chunks with atom_stride between
+// them, which nobody reads any more. All lanes call it; afterwards lane 0 may have copies under way
+// that read the room (wait_for_stores).
+template <class Traits, class Softmax>
+__device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile& tile,
+                                           int first_row, const float (&o)[Traits::kOutRegisters],
+                                           const Softmax& softmax, float scale, uint8_t* staged,
+                                           int atom_stride) {
+  const int lane = threadIdx.x % 32;
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = softmax.row_sum(r);
+    inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
+    inverse[r] *= scale;
+    const int row = first_row + lane / 4 + 8 * r;
+    if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
+      constexpr float kLn2 = 0.693147180559945f;
+      args.lse[tile.batch_coord * args.lse_batch + (tile.row_offset + row) * args.lse_seq +
+               tile.head * args.lse_head] =
+          sum == 0.f ? -INFINITY : (softmax.row_max_log2(r) + __log2f(sum)) * kLn2;
+    }
+  }
+  // Known to be the same in all lanes, or the main loop would lose its uniform registers.
+  const RowTarget target{.tensor_map = &args.out_map,
+                         .row = tile.row_offset + first_row,
+                         .head = tile.head,
+                         .batch_coord = tile.batch_coord,
+                         .data = args.out + tile.batch_coord * args.out_batch +
+                                 (tile.row_offset + first_row) * args.out_seq +
+                                 tile.head * args.out_head,
+                         .row_stride = args.out_seq,
+                         .num_rows = uniform(min(kRowsOfWarp, tile.num_rows - first_row)),
+                         .num_columns = args.head_dim_v};
+  constexpr int kAtoms = (Traits::kHeadDim + 63) / 64;
+#pragma unroll
+  for (int first = 0; first < kAtoms; first += Traits::kOutAtoms) {
+    if (first > 0) {
+      if (lane == 0) wait_for_stores();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int atom = first; atom < min(first + Traits::kOutAtoms, kAtoms); ++atom) {
+      uint32_t word[16] = {};
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int at = 32 * atom + 2 * i;
+        if (at < Traits::kHeadDim / 2) {
+          word[i] = pack_out<Traits>(args, o[at] * inverse[i % 2], o[at + 1] * inverse[i % 2]);
+        }
+      }
+      stage_rows(staged + (atom - first) * atom_stride, word);
+    }
+    store_staged<Traits::kOutAtoms>(target, staged, atom_stride, 64 * first);
+  }
+}
+
+// Rows of which none sees a key.
+__device__ __forceinline__ void store_nothing(const Arguments& args, const WorkTile& tile,
+                                              int first_row) {
+  const int row = first_row + threadIdx.x % 32 / 2;
+  if (row >= tile.num_rows) return;
+  const int64_t token = tile.row_offset + row;
+  uint16_t* out = args.out + tile.batch_coord * args.out_batch + token * args.out_seq +
+                  tile.head * args.out_head;
+  for (int column = threadIdx.x % 2 * 8; column < args.head_dim_v; column += 16) {
+    store_columns(out, column, args.head_dim_v, make_uint4(0, 0, 0, 0));
+  }
+  if (args.lse == nullptr || threadIdx.x % 2 != 0) return;
+  args.lse[tile.batch_coord * args.lse_batch + token * args.lse_seq + tile.head * args.lse_head] =
+      -INFINITY;
+}
+
+}  // namespace flashattn3::forward

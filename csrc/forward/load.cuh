@@ -1,0 +1,183 @@
+// The thread that loads: walks through the CTA's tiles, tells the consumers which one comes, and
+// keeps Q, K and V coming by TMA as far ahead as there is room.
+//
+// Order of the loads of a tile with n blocks of keys: K0, K1, V0, K2, V1, ..., K(n-1), V(n-2),
+// V(n-1). A consumer may wait for K(j+1) while it still holds V(j-1) (mainloop.cuh). Everything
+// before K(j+1) in this order can then be loaded: K(j+1) and V(j-1) need at most the stages of
+// K(j-1) and V(j-3), which it gave back before. So no wait closes a circle, with two stages or
+// more. The next tile's Q comes between these: with a second buffer, whose last tile the consumers
+// have stored when they are in the second step of this one, early; with one buffer at the end.
+#pragma once
+
+#include "attention/seqlen.cuh"
+#include "attention/tile_scheduler.cuh"
+#include "forward/arguments.h"
+#include "forward/traits.cuh"
+#include "forward/zero_fill.cuh"
+#include "tile/permuted_v.h"
+#include "tile/tma_load.cuh"
+
+namespace flashattn3::forward {
+
+template <Config kConfig>
+class Producer {
+  using Traits = KernelTraits<kConfig>;
+  // Blocks of keys before the end of a tile at which the next one is asked for, and its Q: so late
+  // that whoever is ready first takes it, so early that nobody waits for the answer or for Q.
+  static constexpr int kRequestBlocks = 5;
+  static constexpr int kNextWorkBlocks = 4;
+
+ public:
+  __device__ __forceinline__ Producer(const Arguments& args, uint8_t* shared)
+      : args_(args),
+        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        shared_(shared),
+        tiles_(args.scheduler) {}
+
+  __device__ __forceinline__ void run() {
+    Load load, next;
+    bool more = next_valid_tile(load);
+    if (more) load_q(load);
+    while (more) {
+      publish(load.tile);
+      const int num_blocks = load.tile.n_blocks.end - load.tile.n_blocks.begin;
+      const int request_at = max(0, num_blocks - kRequestBlocks);
+      // A second buffer for Q is free once the consumers are in this tile, which the first stage
+      // used again says.
+      const int next_work_at =
+          Traits::kQBuffers == 2 ? max(Traits::kStages, num_blocks - kNextWorkBlocks) : num_blocks;
+      for (int i = 0; i < num_blocks; ++i) {
+        if (i == request_at) tiles_.request();
+        if (i == 0) load_k(load, 0);
+        if (i + 1 < num_blocks) load_k(load, i + 1);
+        load_v(load, i);
+        if (i == next_work_at) more = get_next_work(next);
+      }
+      if (num_blocks == 0) tiles_.request();
+      if (next_work_at >= num_blocks) more = get_next_work(next);
+      load = next;
+    }
+    WorkTile end{};
+    end.first_row = -1;
+    publish(end);
+    tiles_.reset();
+  }
+
+ private:
+  // Where the rows of a tile and its last block of keys lie in the tensors.
+  struct Load {
+    WorkTile tile;
+    int q_row, kv_row, kv_head, kv_batch_coord;
+    int kv_offset;  // of the sequence in k and v
+  };
+
+  __device__ __forceinline__ Load describe(int index) const {
+    const TileCoord coord = args_.scheduler.varlen.workspace != nullptr
+                                ? varlen_tile_coord(args_.scheduler, index)
+                                : tile_coord(args_.scheduler, index);
+    const int batch_idx = coord.batch_head_idx / args_.num_heads_q;
+    const Sequence rows = find_sequence(args_.seqlens_q, batch_idx);
+    const Sequence keys = find_sequence(args_.seqlens_k, batch_idx);
+    Load load;
+    load.tile.first_row = coord.block * Traits::kBlockM;
+    load.tile.head = coord.batch_head_idx - batch_idx * args_.num_heads_q;
+    load.tile.batch_coord = args_.seqlens_q.cu_seqlens != nullptr ? 0 : batch_idx;
+    load.tile.row_offset = rows.offset;
+    load.tile.num_rows = rows.length;
+    load.tile.num_keys = keys.length;
+    const int last_row = min(load.tile.first_row + Traits::kBlockM, rows.length) - 1;
+    load.tile.n_blocks =
+        Mask::of(rows.length, keys.length, args_.window_left, args_.window_right)
+            .template n_block_range<Traits::kBlockN>(load.tile.first_row, last_row);
+    load.q_row = rows.offset + load.tile.first_row;
+    load.kv_row = keys.offset + (load.tile.n_blocks.end - 1) * Traits::kBlockN;
+    load.kv_head = load.tile.head / args_.qhead_per_kvhead;
+    load.kv_batch_coord = args_.seqlens_k.cu_seqlens != nullptr ? 0 : batch_idx;
+    load.kv_offset = keys.offset;
+    load.tile.batch_idx = batch_idx;
+    return load;
+  }
+
+  // Whether there is a next tile; asks for its Q.
+  __device__ __forceinline__ bool get_next_work(Load& next) {
+    tiles_.advance();
+    if (!next_valid_tile(next)) return false;
+    load_q(next);
+    return true;
+  }
+
+  // The first tile from here on that has rows, which in a batch of unequal lengths not all have;
+  // false: none.
+  __device__ __forceinline__ bool next_valid_tile(Load& load) {
+    while (!tiles_.done()) {
+      load = describe(tiles_.index());
+      if (load.tile.first_row < load.tile.num_rows) return true;
+      tiles_.request();
+      tiles_.advance();
+    }
+    return false;
+  }
+
+  // Sync: the slot is free once every consumer warp has read the tile before last.
+  __device__ __forceinline__ void publish(const WorkTile& tile) {
+    storage_.tile_empty[tile_.index()].wait(tile_.phase());
+    storage_.tile[tile_.index()] = tile;
+    storage_.tile_full[tile_.index()].arrive();
+    tile_.advance();
+  }
+
+  __device__ __forceinline__ void load_q(const Load& load) {
+    if (load.tile.n_blocks.begin == load.tile.n_blocks.end) return;
+    // Sync: every consumer warp is done with what lay in this buffer.
+    storage_.q_empty[q_.index()].wait(q_.phase());
+    load_tile<Traits::kBlockM, Traits::kAtoms, Traits::kAtomColumns>(
+        shared_ + Traits::kQOffset + q_.index() * Traits::kQBytes, &args_.q,
+        storage_.q_full[q_.index()], kReadOnce, load.q_row, load.tile.head, load.tile.batch_coord);
+    q_.advance();
+  }
+
+  __device__ __forceinline__ void load_k(const Load& load, int i) {
+    // Sync: every consumer warp gave the stage back.
+    storage_.k_empty[k_.index()].wait(k_.phase());
+    load_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
+        shared_ + Traits::kKOffset + k_.index() * Traits::kKBytes, &args_.k,
+        storage_.k_full[k_.index()], kReadAgain, load.kv_row - i * Traits::kBlockN, load.kv_head,
+        load.kv_batch_coord);
+    k_.advance();
+  }
+
+  __device__ __forceinline__ void load_v(const Load& load, int i) {
+    storage_.v_empty[v_.index()].wait(v_.phase());  // Sync: as for the keys.
+    uint8_t* stage = shared_ + Traits::kVOffset + v_.index() * Traits::kVBytes;
+    const int first_key = (load.tile.n_blocks.end - 1 - i) * Traits::kBlockN;
+    const int keys = load.tile.num_keys - first_key;
+    // Sync: v_full, or what the warp that writes zeros waits for before it arrives there.
+    Barrier& full = needs_zero_fill<Traits>(args_, keys) ? storage_.v_unfilled_full[v_.index()]
+                                                         : storage_.v_full[v_.index()];
+    if constexpr (Traits::kQuantized) {
+      const int head = load.kv_batch_coord * args_.num_heads_kv + load.kv_head;
+      int permuted_key = first_key;
+      if (args_.seqlens_k.cu_seqlens != nullptr) {
+        permuted_key += static_cast<int>(first_permuted_key(load.kv_offset, load.tile.batch_idx));
+      }
+      load_permuted_v<Traits::kBlockN, Traits::kHeadDim>(stage, &args_.v, full, kReadAgain,
+                                                         permuted_key, head);
+    } else {
+      load_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
+          stage, &args_.v, full, kReadAgain, load.kv_row - i * Traits::kBlockN, load.kv_head,
+          load.kv_batch_coord);
+    }
+    v_.advance();
+  }
+
+  const Arguments& args_;
+  SharedStorageOf<kConfig>& storage_;
+  uint8_t* shared_;
+  TileScheduler tiles_;
+  PipelineState<2> tile_{1};
+  PipelineState<Traits::kQBuffers> q_{1};
+  PipelineState<Traits::kStages> k_{1};
+  PipelineState<Traits::kStages> v_{1};
+};
+
+}  // namespace flashattn3::forward

@@ -1,0 +1,227 @@
+// Where out goes from WGMMA's accumulators. For e4m3 these keep about 13 bits and cut off the rest
+// of each product, so that a sum of n keys of one sign loses up to n * 2^-16 of itself, and a light
+// key all of its product beside a heavy one. Out leaves them every promote_keys keys, for sums in
+// bf16 where the tile's rows lie later on their way to memory, and these leave for sums in fp32 in
+// device memory before they have lost much themselves. Such promotion is known from DeepSeek-V3
+// (arXiv 2412.19437, section 3.3.2).
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "attention/softmax_state.cuh"
+#include "forward/arguments.h"
+#include "forward/traits.cuh"
+#include "tile/tma_store.cuh"
+
+namespace flashattn3::forward {
+
+// Two bf16 each; the first is the low half.
+__device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+__device__ __forceinline__ float low_of_bf16x2(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
+__device__ __forceinline__ float high_of_bf16x2(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Of a thread: its accumulators of out, 8 of them a step, which are two of its first row, two of
+// the second, and again. A step is 16 bytes in bf16 and two float4 in fp32.
+template <Config kConfig>
+class Promotion {
+  using Traits = KernelTraits<kConfig>;
+  static constexpr int kSteps = Traits::kHeadDim / 16;
+  static constexpr int kThreads = 128 * Traits::kConsumers;
+  // Whether the sums in bf16 are in shared memory; rows of 256 columns have no room there.
+  static constexpr bool kInShared = promotes_in_smem(kConfig);
+  static constexpr int kStride = kInShared ? 32 : kThreads;
+  using Out = float[Traits::kOutRegisters];
+
+ public:
+  // staged: the warp's part of where rows of out are laid down.
+  __device__ __forceinline__ Promotion(const Arguments& args, SharedStorageOf<kConfig>& storage,
+                                       uint8_t* staged)
+      : args_(args), storage_(storage), staged_(staged) {}
+
+  // Adds out to the sums in bf16 and makes it 0, but for its last columns, the row sums.
+  // num_promotions: so many there are already, and kMoved more once there are sums in fp32.
+  template <class Softmax>
+  __device__ __forceinline__ int take(Out& o, const Softmax& softmax, int num_promotions) const {
+    const bool any = num_promotions % kMoved != 0;
+    if (kInShared && !any) {
+      if (threadIdx.x % 32 == 0) wait_for_stores();  // of the rows of an earlier tile
+      __syncwarp();
+    }
+    uint4* const at = in_bf16();
+    uint32_t factor[2] = {0, 0};
+    if (any) {
+      const float2 factors = to_present(softmax, row_maxes());
+      factor[0] = to_bf16x2(factors.x, factors.x), factor[1] = to_bf16x2(factors.y, factors.y);
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      uint4 sums = make_uint4(0, 0, 0, 0);
+      if (any) sums = at[i * kStride];
+      at[i * kStride] =
+          make_uint4(fma_bf16x2(sums.x, factor[0], to_bf16x2(o[8 * i], o[8 * i + 1])),
+                     fma_bf16x2(sums.y, factor[1], to_bf16x2(o[8 * i + 2], o[8 * i + 3])),
+                     fma_bf16x2(sums.z, factor[0], to_bf16x2(o[8 * i + 4], o[8 * i + 5])),
+                     fma_bf16x2(sums.w, factor[1], to_bf16x2(o[8 * i + 6], o[8 * i + 7])));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) o[8 * i + j] = 0.f;
+    }
+    set_row_max(softmax);
+    ++num_promotions;
+    if (num_promotions % kMoved < Traits::kPromotionsToFp32) return num_promotions;
+    move_to_fp32(softmax, num_promotions >= kMoved);
+    return kMoved;
+  }
+
+  // Adds all sums to out; the room in shared memory is free then.
+  template <class Softmax>
+  __device__ __forceinline__ void add_to(Out& o, const Softmax& softmax, int num_promotions) const {
+    if (num_promotions == 0) return;
+    if (num_promotions >= kMoved) {
+      if (num_promotions == kMoved) clear_bf16(softmax);
+      add_fp32(softmax);
+    }
+    const uint4* const at = in_bf16();
+    const float2 factor = to_present(softmax, row_maxes());
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint4 sums = at[i * kStride];
+      const float4 low = plus(o + 8 * i, factor, sums.x, sums.y);
+      const float4 high = plus(o + 8 * i + 4, factor, sums.z, sums.w);
+      o[8 * i] = low.x, o[8 * i + 1] = low.y, o[8 * i + 2] = low.z, o[8 * i + 3] = low.w;
+      o[8 * i + 4] = high.x, o[8 * i + 5] = high.y, o[8 * i + 6] = high.z, o[8 * i + 7] = high.w;
+    }
+  }
+
+ private:
+  static constexpr int kMoved = 1 << 16;
+
+  // The sums in bf16 are on the present references.
+  template <class Softmax>
+  __device__ __forceinline__ void move_to_fp32(const Softmax& softmax, bool any) const {
+    float4* const at = in_fp32();
+    const uint4* const from = in_bf16();
+    const float2 factor = any ? to_present(softmax, of_fp32(at)) : make_float2(0.f, 0.f);
+#pragma unroll 4
+    for (int i = 0; i < kSteps; ++i) {
+      float before[8] = {};
+      if (any) load(before, at, i);
+      const uint4 sums = from[i * kStride];
+      at[2 * i * kThreads] = widened(sums.x, sums.y, before, factor);
+      at[(2 * i + 1) * kThreads] = widened(sums.z, sums.w, before + 4, factor);
+    }
+    reinterpret_cast<float2*>(at + 2 * kSteps * kThreads)[0] =
+        make_float2(softmax.row_max_log2(0), softmax.row_max_log2(1));
+  }
+
+  template <class Softmax>
+  __device__ __forceinline__ void clear_bf16(const Softmax& softmax) const {
+#pragma unroll 1
+    for (int i = 0; i < kSteps; ++i) in_bf16()[i * kStride] = make_uint4(0, 0, 0, 0);
+    set_row_max(softmax);
+  }
+
+  // To the sums in bf16, on their references.
+  template <class Softmax>
+  __device__ __forceinline__ void add_fp32(const Softmax& softmax) const {
+    const float4* const from = in_fp32();
+    uint4* const at = in_bf16();
+    const float2 own = row_maxes(), other = of_fp32(from);
+    const float2 factor = make_float2(exp2_approx(other.x - own.x), exp2_approx(other.y - own.y));
+#pragma unroll 4
+    for (int i = 0; i < kSteps; ++i) {
+      float before[8];
+      load(before, from, i);
+      const uint4 sums = at[i * kStride];
+      const float4 low = widened(sums.x, sums.y, before, factor);
+      const float4 high = widened(sums.z, sums.w, before + 4, factor);
+      at[i * kStride] = make_uint4(to_bf16x2(low.x, low.y), to_bf16x2(low.z, low.w),
+                                   to_bf16x2(high.x, high.y), to_bf16x2(high.z, high.w));
+    }
+  }
+
+  static __device__ __forceinline__ void load(float (&values)[8], const float4* from, int i) {
+    const float4 low = from[2 * i * kThreads], high = from[(2 * i + 1) * kThreads];
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+  }
+
+  // Four sums in bf16 plus others times their rows' factor; others plus four in bf16 times theirs.
+  static __device__ __forceinline__ float4 widened(uint32_t first, uint32_t second,
+                                                   const float* others, float2 factor) {
+    return make_float4(fmaf(others[0], factor.x, low_of_bf16x2(first)),
+                       fmaf(others[1], factor.x, high_of_bf16x2(first)),
+                       fmaf(others[2], factor.y, low_of_bf16x2(second)),
+                       fmaf(others[3], factor.y, high_of_bf16x2(second)));
+  }
+  static __device__ __forceinline__ float4 plus(const float* others, float2 factor, uint32_t first,
+                                                uint32_t second) {
+    return make_float4(fmaf(low_of_bf16x2(first), factor.x, others[0]),
+                       fmaf(high_of_bf16x2(first), factor.x, others[1]),
+                       fmaf(low_of_bf16x2(second), factor.y, others[2]),
+                       fmaf(high_of_bf16x2(second), factor.y, others[3]));
+  }
+
+  template <class Softmax>
+  static __device__ __forceinline__ float2 to_present(const Softmax& softmax, float2 row_maxes) {
+    return make_float2(exp2_approx(row_maxes.x - softmax.row_max_log2(0)),
+                       exp2_approx(row_maxes.y - softmax.row_max_log2(1)));
+  }
+
+  // This thread's in device memory: two float4 for each step, one with the references that they are
+  // on, those of the sums in bf16 behind them, and these sums where they are not in shared memory.
+  __device__ __forceinline__ float4* in_fp32() const {
+    constexpr int64_t kWords = promoted_words(Traits::kHeadDim);
+    return args_.quantized.promoted + blockIdx.x * kWords * kThreads + threadIdx.x;
+  }
+  static __device__ __forceinline__ float2 of_fp32(const float4* at) {
+    return reinterpret_cast<const float2*>(at + 2 * kSteps * kThreads)[0];
+  }
+
+  __device__ __forceinline__ uint4* in_bf16() const {
+    if constexpr (kInShared) return reinterpret_cast<uint4*>(staged_) + threadIdx.x % 32;
+    return reinterpret_cast<uint4*>(in_fp32() + (2 * kSteps + 1) * kThreads);
+  }
+
+  // That the sums in bf16 are on.
+  __device__ __forceinline__ float2 row_maxes() const {
+    if constexpr (kInShared) {
+      __syncwarp();
+      const float* of_row =
+          storage_.promoted_row_max + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+      return make_float2(of_row[0], of_row[8]);
+    }
+    return reinterpret_cast<const float2*>(in_fp32() + 2 * kSteps * kThreads)[1];
+  }
+  template <class Softmax>
+  __device__ __forceinline__ void set_row_max(const Softmax& softmax) const {
+    const float2 now = make_float2(softmax.row_max_log2(0), softmax.row_max_log2(1));
+    if constexpr (kInShared) {
+      __syncwarp();
+      float* of_row = storage_.promoted_row_max + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+      if (threadIdx.x % 4 == 0) of_row[0] = now.x, of_row[8] = now.y;
+    } else {
+      reinterpret_cast<float2*>(in_fp32() + 2 * kSteps * kThreads)[1] = now;
+    }
+  }
+
+  const Arguments& args_;
+  SharedStorageOf<kConfig>& storage_;
+  uint8_t* staged_;
+};
+
+}  // namespace flashattn3::forward

@@ -1,4 +1,0 @@
-// The row struct for those who name kernels: the generated units, the registry, the checks.
-#pragma once
-
-#include "kernels/forward/row.h"

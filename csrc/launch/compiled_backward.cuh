@@ -1,0 +1,20 @@
+// One entry of the registry. Included by the generated unit of each row, and by nothing else.
+#pragma once
+
+#include "launch/backward.cuh"
+#include "launch/registry.h"
+
+namespace flashattn3 {
+
+template <backward::Config kConfig>
+BackwardKernel compiled_backward(const char* name) {
+  return {.info = {.name = name,
+                   .head_dim = kConfig.head_dim,
+                   .kernel = reinterpret_cast<const void*>(backward_kernel<kConfig>()),
+                   .num_threads = backward::num_threads(kConfig),
+                   .shared_memory_bytes = backward::smem_bytes(kConfig)},
+          .launch = launch_backward<kConfig>,
+          .workspace_bytes = backward_workspace_bytes<kConfig>};
+}
+
+}  // namespace flashattn3

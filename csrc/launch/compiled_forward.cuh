@@ -1,0 +1,20 @@
+// One entry of the registry. Included by the generated unit of each row, and by nothing else.
+#pragma once
+
+#include "launch/forward.cuh"
+#include "launch/registry.h"
+
+namespace flashattn3 {
+
+template <forward::Config kConfig>
+ForwardKernel compiled_forward(const char* name) {
+  return {.info = {.name = name,
+                   .head_dim = kConfig.head_dim,
+                   .kernel = forward_entry<kConfig>(),
+                   .num_threads = forward::num_threads(kConfig),
+                   .shared_memory_bytes = forward::smem_bytes(kConfig)},
+          .launch = launch_forward<kConfig>,
+          .promoted_bytes = promoted_bytes<kConfig>};
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,81 @@
+// The compiled kernels, in the order of FORWARD_CONFIGS and BACKWARD_CONFIGS in
+// flashattn3/dispatch/kernel_configs.py. The build writes the constants below and one unit for each
+// row.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "launch/params.h"
+
+// The library hides every other symbol.
+#define FLASHATTN3_EXPORT __attribute__((visibility("default")))
+
+namespace flashattn3 {
+
+// kernel: the entry, for cudaFuncGetAttributes.
+struct KernelInstance {
+  const char* name;
+  int head_dim;
+  const void* kernel;
+  int num_threads;
+  int shared_memory_bytes;
+};
+
+// launch: throws where the launch fails. promoted_bytes: of QuantizedParams::promoted.
+struct ForwardKernel {
+  KernelInstance info;
+  void (*launch)(const ForwardParams&, cudaStream_t);
+  int64_t (*promoted_bytes)(const ForwardParams&);
+};
+
+// As above; workspace_bytes: of BackwardParams::workspace.
+struct BackwardKernel {
+  KernelInstance info;
+  void (*launch)(const BackwardParams&, cudaStream_t);
+  int64_t (*workspace_bytes)(const ForwardParams&);
+};
+
+// A row of the table, and its kernel; null where FLASHATTN3_KERNELS left the row out of the build.
+template <class Kernel>
+struct TableEntry {
+  const char* name;
+  const Kernel* kernel;
+};
+using ForwardEntry = TableEntry<ForwardKernel>;
+using BackwardEntry = TableEntry<BackwardKernel>;
+
+extern const char* const kConfigsHash;
+extern const int kNumForwardEntries;
+extern const ForwardEntry kForwardEntries[];
+extern const int kNumBackwardEntries;
+extern const BackwardEntry kBackwardEntries[];
+
+// config: index into FORWARD_CONFIGS, or BACKWARD_CONFIGS. Throws for an index outside the table
+// and for a row that is not in this build, naming it.
+const ForwardKernel& forward_kernel(int64_t config);
+const BackwardKernel& backward_kernel(int64_t config);
+
+// What is known of one compiled kernel. The last four are -1 without a GPU that can run it.
+// local_bytes: spills and arrays in local memory, for each thread.
+struct KernelInfo {
+  std::string name;
+  int num_threads;
+  int shared_memory_bytes;
+  int num_registers = -1;
+  int local_bytes = -1;
+  int max_threads = -1;
+  int blocks_per_sm = -1;
+};
+
+FLASHATTN3_EXPORT const char* configs_hash();
+// Why this CUDA driver cannot run the library, in a sentence; empty where it can, or is not there.
+FLASHATTN3_EXPORT std::string driver_error();
+FLASHATTN3_EXPORT std::vector<std::string> compiled_configs();
+// Asks the current device, and so makes a CUDA context if there is none.
+FLASHATTN3_EXPORT std::vector<KernelInfo> kernel_info();
+
+}  // namespace flashattn3

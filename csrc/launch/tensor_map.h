@@ -1,0 +1,161 @@
+// TMA descriptors of (batch, seq, head, head_dim) tensors, without linking libcuda.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "forward/config.h"
+#include "launch/errors.h"
+#include "launch/params.h"
+#include "tile/permuted_v.h"
+
+namespace flashattn3 {
+
+// The driver's encoder, looked up once.
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                                12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t status =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    check_cuda(status, "looking up cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess || function == nullptr) {
+      fail("looking up cuTensorMapEncodeTiled", "the driver does not have it");
+    }
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encoder;
+}
+
+struct TensorMapShape {
+  int64_t head_dim, seq, heads, batch;
+};
+
+// All that a descriptor is made of; extents, boxes and strides in bytes innermost first, without
+// the first stride, which is that of neighbours.
+struct TensorMapKey {
+  const void* address;
+  ElementType type;
+  CUtensorMapSwizzle swizzle;
+  cuuint32_t box[4];
+  cuuint64_t extent[4];
+  cuuint64_t bytes[3];
+  bool operator==(const TensorMapKey&) const = default;
+};
+
+inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) {
+  const int element = element_bytes(key.type);
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult status =
+      tensor_map_encoder()(&map,
+                           key.type == ElementType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                           : key.type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                               : CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                           4, const_cast<void*>(key.address), key.extent, key.bytes, key.box,
+                           element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, key.swizzle,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    std::string what = std::string("TMA descriptor of ") + name + " (";
+    for (int i = 0; i < 4; ++i) what += (i ? " x " : "") + std::to_string(key.extent[i]);
+    what += ", bytes between neighbours " + std::to_string(element);
+    for (int i = 0; i < 3; ++i) what += ", " + std::to_string(key.bytes[i]);
+    check_driver(status, (what + ")").c_str());
+  }
+  return map;
+}
+
+// The last few of each thread are kept: a caching allocator hands out the same addresses again and
+// again.
+inline CUtensorMap known_tensor_map(const char* name, const TensorMapKey& key) {
+  struct Known {
+    TensorMapKey key{};
+    CUtensorMap map;
+  };
+  constexpr int kKnown = 64;
+  static thread_local Known known[kKnown];
+  const uintptr_t mixed = reinterpret_cast<uintptr_t>(key.address) * 0x9e3779b97f4a7c15u;
+  Known& permuted_key = known[(mixed >> 48) % kKnown];
+  if (permuted_key.key != key) {
+    permuted_key.map = encode_tensor_map(name, key);
+    permuted_key.key = key;
+  }
+  return permuted_key.map;
+}
+
+// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 128 bytes x box_rows rows in
+// the 128-byte swizzle; what lies outside reads as 0 and is not written. unused: any valid device
+// address, for a tensor without elements, of which nothing is read.
+inline CUtensorMap make_tensor_map(const char* name, ElementType type, const void* address,
+                                   const void* unused, const TensorMapShape& shape,
+                                   const Strides& strides, int box_rows) {
+  const bool empty = shape.seq == 0 || address == nullptr;
+  TensorMapKey key{
+      .address = empty ? unused : address,
+      .type = type,
+      .swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+      .box = {static_cast<cuuint32_t>(128 / element_bytes(type)), static_cast<cuuint32_t>(box_rows),
+              1, 1},
+      .extent = {static_cast<cuuint64_t>(shape.head_dim),
+                 static_cast<cuuint64_t>(empty ? 1 : shape.seq),
+                 static_cast<cuuint64_t>(shape.heads), static_cast<cuuint64_t>(shape.batch)},
+      .bytes = {}};
+  const int64_t elements[3] = {strides.seq, strides.head, strides.batch};
+  for (int i = 0; i < 3; ++i) {
+    // The stride of an axis with one element says nothing, and may be anything.
+    key.bytes[i] = key.extent[i + 1] == 1 || empty
+                       ? 16
+                       : static_cast<cuuint64_t>(elements[i]) * element_bytes(type);
+  }
+  return known_tensor_map(name, key);
+}
+
+// V in slots, (heads, num_permuted_keys / 16, columns, 16) bytes without gaps, as (8 columns of 16
+// slots, num_permuted_keys / 16, columns / 8, heads), innermost first; boxes of box_keys slots of
+// all columns, in the order that permuted_v.h gives a tile. unused: as above.
+inline CUtensorMap make_permuted_v_map(const void* address, const void* unused,
+                                       int64_t num_permuted_keys, int64_t heads, int columns,
+                                       int box_keys) {
+  const bool empty = num_permuted_keys == 0 || address == nullptr;
+  const cuuint64_t vecs = empty ? 1 : num_permuted_keys / kCoreRowKeys;
+  const cuuint64_t bytes_of_vec = static_cast<cuuint64_t>(columns) * kCoreRowKeys;
+  const cuuint32_t groups = columns / kCoreColumns;
+  return known_tensor_map(
+      "v", {.address = empty ? unused : address,
+            .type = ElementType::kE4m3,
+            .swizzle = CU_TENSOR_MAP_SWIZZLE_NONE,
+            .box = {kCoreBytes, static_cast<cuuint32_t>(box_keys / kCoreRowKeys), groups, 1},
+            .extent = {kCoreBytes, vecs, groups, static_cast<cuuint64_t>(heads)},
+            .bytes = {bytes_of_vec, kCoreBytes, vecs * bytes_of_vec}});
+}
+
+// Dimensions (columns, rows) of floats without gaps, innermost first; boxes of box_columns of one
+// row, as they are. Not kept: the address is new in every call.
+inline CUtensorMap make_float_map(const char* name, const float* address, int64_t columns,
+                                  int64_t rows, int box_columns) {
+  const cuuint64_t extent[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t bytes[1] = {static_cast<cuuint64_t>(columns) * sizeof(float)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), 1};
+  const cuuint32_t element_strides[2] = {1, 1};
+  CUtensorMap map;
+  const CUresult status = tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(address), extent, bytes, box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    const std::string size = std::to_string(columns) + " x " + std::to_string(rows) + " floats";
+    check_driver(status, (std::string("TMA descriptor of ") + name + " (" + size + ")").c_str());
+  }
+  return map;
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,38 @@
+#include "launch/errors.h"
+#include "launch/varlen.h"
+#include "varlen/prepare.cuh"
+
+namespace flashattn3 {
+
+void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_t stream) {
+  varlen::Arguments args{};
+  args.seqlens_q = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
+  args.seqlens_k = {params.cu_seqlens_k, params.seqused_k, params.seqlen_k, params.total_k};
+  args.batch = params.batch;
+  args.block_m = block_m;
+  args.schedule = {params.varlen_schedule, params.batch};
+  args.out = static_cast<uint16_t*>(params.out);
+  args.lse = params.lse;
+  args.out_seq = params.out_stride.seq;
+  args.out_head = params.out_stride.head;
+  args.lse_seq = params.lse_stride.seq;
+  args.lse_head = params.lse_stride.head;
+  args.num_heads = params.num_heads_q;
+  args.head_dim_v = params.head_dim_v;
+  varlen::prepare<<<params.batch + 2, varlen::kThreads, 0, stream>>>(args);
+  check_cuda(cudaGetLastError(), "launch of varlen::prepare");
+}
+
+void launch_varlen_backward(const ForwardParams& params, int block_n, cudaStream_t stream) {
+  // What the kernel calls rows are those that are worked on in blocks, here the keys.
+  varlen::Arguments args{};
+  args.seqlens_q = {params.cu_seqlens_k, params.seqused_k, params.seqlen_k, params.total_k};
+  args.seqlens_k = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
+  args.batch = params.batch;
+  args.block_m = block_n;
+  args.schedule = {params.varlen_schedule, params.batch};
+  varlen::prepare<<<1, varlen::kThreads, 0, stream>>>(args);  // the CTA that orders
+  check_cuda(cudaGetLastError(), "launch of varlen::prepare");
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,179 @@
+// Barriers in shared memory (mbarrier), named barriers, and the position in the stages of a
+// pipeline. CUTLASS's own wrappers lack the "memory" clobber, so that plain reads of shared memory
+// could move across them; these have it.
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/util.hpp>
+
+namespace flashattn3 {
+
+#ifdef FLASHATTN3_WAIT_LIMIT_NS
+// For finding a hang: a wait that takes longer is noted and given up, so that the kernel comes to
+// its end, with wrong results, and the host can read the notes. Never in a build for use.
+struct GivenUpWait {
+  uint32_t barrier;  // address in shared memory
+  uint32_t phase;
+  uint32_t block, thread;
+};
+struct GivenUpWaits {
+  uint32_t count;
+  GivenUpWait first[64];
+};
+static __device__ GivenUpWaits given_up_waits;
+#endif
+
+// For compute-sanitizer's racecheck, which follows arrivals of threads but no __syncwarp before
+// that of one for all. Never in a build for use.
+#ifdef FLASHATTN3_EVERY_LANE_ARRIVES
+constexpr int kArrivalsPerWarp = 32;
+#else
+constexpr int kArrivalsPerWarp = 1;
+#endif
+
+// A full barrier counts one arrival (the loading thread) and the bytes it announced; an empty
+// barrier counts one arrival for each warp that read the buffer.
+struct Barrier {
+  uint64_t word;
+
+  __device__ __forceinline__ uint32_t address() const { return cute::cast_smem_ptr_to_uint(&word); }
+
+  __device__ __forceinline__ void init(int dq_semaphore) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(dq_semaphore)
+                 : "memory");
+  }
+
+  // Returns once the phase of this phase is complete: phase 1 passes on a fresh barrier, 0 waits
+  // for its first completion. What arrived before is then visible.
+  __device__ __forceinline__ void wait(uint32_t phase) const {
+    uint32_t done;
+#ifdef FLASHATTN3_WAIT_LIMIT_NS
+    uint64_t now, start;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start)::"memory");
+#endif
+    do {
+      asm volatile(
+          "{\n.reg .pred p;\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(address()), "r"(phase)
+          : "memory");
+#ifdef FLASHATTN3_WAIT_LIMIT_NS
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+      if (done || now - start < FLASHATTN3_WAIT_LIMIT_NS) continue;
+      const uint32_t at = atomicAdd(&given_up_waits.count, 1);
+      if (at < 64) given_up_waits.first[at] = {address(), phase, blockIdx.x, threadIdx.x};
+      return;
+#endif
+    } while (!done);
+  }
+
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  }
+
+  // One arrival; the phase then also waits for this many bytes of bulk copies.
+  __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
+                 "r"(bytes)
+                 : "memory");
+  }
+
+  // One arrival of the calling warp, whose lanes are done with the buffer and together: they come
+  // from a WGMMA wait or a __syncwarp.
+  __device__ __forceinline__ void arrive_warp() {
+    if (threadIdx.x % 32 == 0) arrive();
+  }
+
+  // The same, of lanes that read or wrote by plain instructions; kArrivalsPerWarp arrivals.
+  __device__ __forceinline__ void arrive_lanes() {
+    if constexpr (kArrivalsPerWarp == 32) {
+      arrive();
+    } else {
+      arrive_warp();
+    }
+  }
+};
+
+// Makes initialised barriers visible to bulk copies; before the CTA's first __syncthreads.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Orders the calling thread's plain accesses to shared memory before later accesses of the async
+// proxy (WGMMA operands, TMA).
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Lane 0's value, in all lanes. The compiler then knows that the branches that follow from it do
+// not split the warp, and keeps pipeline state and matrix descriptors in uniform registers: 254
+// instead of 290 instructions in a step of d128 192x80 (nvcc 13.0).
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+__device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// Position in a ring of kStages buffers. phase() is that of the full barrier for who reads, and of
+// the empty barrier for who writes: readers start at 0 (wait for data), writers at 1 (all free).
+template <int kStages>
+class PipelineState {
+ public:
+  __device__ __forceinline__ explicit PipelineState(uint32_t first_phase)
+      : index_(0), phase_(first_phase) {}
+
+  __device__ __forceinline__ uint32_t index() const { return index_; }
+  __device__ __forceinline__ uint32_t phase() const { return phase_; }
+  __device__ __forceinline__ PipelineState next() const {
+    PipelineState position = *this;
+    position.advance();
+    return position;
+  }
+  __device__ __forceinline__ void advance() {
+    const bool wraps = index_ == kStages - 1;
+    index_ = wraps ? 0 : index_ + 1;
+    phase_ ^= wraps;
+  }
+  // So many steps ago, at most kStages.
+  __device__ __forceinline__ PipelineState before(uint32_t steps) const {
+    PipelineState position = *this;
+    const bool wraps = index_ < steps;
+    position.index_ += (wraps ? kStages : 0) - steps;
+    position.phase_ ^= wraps;
+    return position;
+  }
+
+ private:
+  uint32_t index_;
+  uint32_t phase_;
+};
+
+// With a power of 2 the count of uses so far tells both, in one register.
+template <int kStages>
+  requires((kStages & (kStages - 1)) == 0)
+class PipelineState<kStages> {
+ public:
+  __device__ __forceinline__ explicit PipelineState(uint32_t first_phase)
+      : uses_(first_phase * kStages) {}
+
+  __device__ __forceinline__ uint32_t index() const { return uses_ % kStages; }
+  __device__ __forceinline__ uint32_t phase() const { return uses_ / kStages % 2; }
+  __device__ __forceinline__ PipelineState next() const {
+    PipelineState position = *this;
+    position.advance();
+    return position;
+  }
+  __device__ __forceinline__ void advance() { ++uses_; }
+  __device__ __forceinline__ PipelineState before(uint32_t steps) const {
+    PipelineState position = *this;
+    position.uses_ -= steps;
+    return position;
+  }
+
+ private:
+  uint32_t uses_;
+};
+
+}  // namespace flashattn3

@@ -1,0 +1,209 @@
+// Block quantization to e4m3 or int8: once through memory. A cluster has one block of tokens of one
+// head, a CTA 64 tokens of it, in registers from the load to the store; the CTAs tell each other
+// their largest magnitude. Values bit for bit those of flashattn3/quantization/torch_operations.py.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "ptx/cluster.cuh"
+#include "ptx/convert_fp8.cuh"
+#include "ptx/pdl.cuh"
+#include "quantize/store.cuh"
+#include "quantize/tile.cuh"
+#include "quantize/values.cuh"
+
+namespace flashattn3::quantize {
+
+// The type that is quantized to. kHasNan: else NaN and infinities go into the scale.
+template <ElementType kType>
+struct Narrow;
+template <>
+struct Narrow<ElementType::kE4m3> {
+  static constexpr float kLargest = 448.f;
+  static constexpr bool kHasNan = true;
+  static __device__ __forceinline__ uint32_t bytes(float a, float b, float c, float d) {
+    return to_e4m3(a, b, c, d);
+  }
+};
+template <>
+struct Narrow<ElementType::kInt8> {
+  static constexpr float kLargest = 127.f;
+  static constexpr bool kHasNan = false;
+  static __device__ __forceinline__ uint32_t bytes(float a, float b, float c, float d) {
+    return to_int8(a, b, c, d);
+  }
+};
+
+// The smallest scale. Blocks below are scaled as if they reached it: 1 / it stays finite.
+constexpr float kSmallestScale = 0x1p-126f;
+
+template <class To, int kColumns, class Values>
+__device__ __forceinline__ void store_rows(const QuantizedTensor& tensor, const WorkTile& tile,
+                                           const Values& values, float factor) {
+  uint32_t bytes[kVecsOfThread][kVec / 4];
+#pragma unroll
+  for (int u = 0; u < kVecsOfThread; ++u) {
+#pragma unroll
+    for (int i = 0; i < kVec; i += 4) {
+      bytes[u][i / 4] = To::bytes(values(u, i) * factor, values(u, i + 1) * factor,
+                                  values(u, i + 2) * factor, values(u, i + 3) * factor);
+    }
+  }
+  store_tile<TokenPositions<kColumns>>(bytes, tensor.data, tensor.data_stride, tile, tensor.x);
+}
+
+// By one thread of the cluster.
+__device__ __forceinline__ void store_scale(const QuantizedTensor& tensor, const WorkTile& tile,
+                                            float descale) {
+  if (cluster_rank() != 0 || threadIdx.x != 0) return;
+  const int64_t head = int64_t{tile.batch_idx} * tensor.x.by_heads.divisor + tile.head;
+  tensor.descale[head * tensor.x.by_blocks.divisor + tile.number] = descale;
+}
+
+template <int kColumns>
+using LargestOfCluster = ClusterMax<quantize_threads(kColumns) / 32>[2];
+
+// What the block's values are multiplied with; its inverse, the scale, is stored.
+// largest: of the block; the second for what is finite if the first is not.
+template <class To, class Values, class Maximum>
+__device__ __forceinline__ float find_factor(const QuantizedTensor& tensor, const WorkTile& tile,
+                                             Values& values, Maximum (&largest)[2]) {
+  float amax;
+  if constexpr (To::kHasNan) {
+#pragma unroll 1
+    for (Maximum& maximum : largest) {
+      amax = maximum.find(values.template largest<false>());
+      if (amax != INFINITY) break;  // in all threads or in none
+      values.make_infinities_nan();
+    }
+  } else {
+    amax = largest[0].find(values.template largest<true>());
+    if (!(amax < INFINITY)) {
+      store_scale(tensor, tile, NAN);
+      return 0.f;
+    }
+  }
+  amax = fmaxf(amax, To::kLargest * kSmallestScale);
+  store_scale(tensor, tile, amax / To::kLargest);
+  return To::kLargest / amax;
+}
+
+// The CTA's tile to rows.
+template <ElementType kType, int kColumns, class Values>
+__device__ __forceinline__ void quantize_tokens(const QuantizedTensor& tensor, const WorkTile& tile,
+                                                LargestOfCluster<kColumns>& largest) {
+  LoadedVecs loaded;
+  load_tile<uint16_t, TokenPositions<kColumns>>(loaded, tensor.x, tile);
+  Values values(loaded, tensor, tile);
+  cluster_wait();  // every CTA does
+  const auto narrow = [&](auto to) {
+    using To = decltype(to);
+    store_rows<To, kColumns>(tensor, tile, values, find_factor<To>(tensor, tile, values, largest));
+  };
+  if (tensor.to == Narrowed::kInt8) {
+    narrow(Narrow<ElementType::kInt8>{});
+  } else {
+    narrow(Narrow<ElementType::kE4m3>{});
+  }
+}
+
+// The CTA's tile to slots.
+template <ElementType kType, int kColumns>
+__device__ __forceinline__ void quantize_permuted(const QuantizedTensor& tensor,
+                                                  const WorkTile& tile,
+                                                  LargestOfCluster<kColumns>& largest) {
+  LoadedVecs loaded;
+  load_tile<uint16_t, PermutedPositions>(loaded, tensor.x, tile);
+  LoadedValues<kType> values(loaded, tensor, tile);
+  cluster_wait();  // every CTA does
+  const float factor = find_factor<Narrow<ElementType::kE4m3>>(tensor, tile, values, largest);
+  uint32_t word[PermutedStage::kRows][kVec];
+#pragma unroll
+  for (int row = 0; row < PermutedStage::kRows; ++row) {
+    const int u = row * PermutedPositions::kVecsOfRow;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      word[row][i] = to_e4m3(values(u, i) * factor, values(u + 1, i) * factor,
+                             values(u + 2, i) * factor, values(u + 3, i) * factor);
+    }
+  }
+  store_permuted<kColumns>(word, tensor.data, tensor.data_stride, tile, tensor.x.tokens);
+}
+
+// Of the `index`th cluster.
+struct BlockOfTensor {
+  int tensor;
+  uint32_t block;
+};
+__device__ __forceinline__ BlockOfTensor find_tensor(const Arguments& args, uint32_t index) {
+  int round, turn;
+  args.by_tensors(round, turn, index);
+  if (round < args.rounds) return {turn, static_cast<uint32_t>(round)};
+  BlockOfTensor of{0, index - args.rounds * (args.by_tensors.divisor - 1)};
+  while (of.block >= args.num_blocks[of.tensor]) {
+    of.block -= args.num_blocks[of.tensor++] - args.rounds;
+  }
+  return of;
+}
+
+// CTAs on an SM at the same time: as many as there are registers for.
+constexpr int quantize_ctas(int columns) { return 65536 / (80 * quantize_threads(columns)); }
+
+// Grid: for each tensor heads * blocks * batch clusters of block / 64 CTAs.
+template <ElementType kType, int kColumns>
+__global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kColumns))
+    quantize_blocks(const __grid_constant__ Arguments args) {
+  __shared__ LargestOfCluster<kColumns> largest;
+  launch_dependents();
+  griddepcontrol_wait();
+  const BlockOfTensor of = find_tensor(args, cluster_index());
+  const QuantizedTensor& tensor = args.tensor[of.tensor];
+  WorkTile tile = find_block(tensor.x, of.block, cluster_size() * kTileTokens);
+  if (tile.num_tokens() <= 0) {  // the sequence has no such block
+    store_scale(tensor, tile, kSmallestScale);
+    return;
+  }
+  tile.first += cluster_rank() * kTileTokens;
+
+  if (threadIdx.x == 0) {
+    for (auto& maximum : largest) maximum.init();
+    fence_barrier_init();
+  }
+  cluster_arrive();  // every thread of the cluster: the CTA takes what the others send
+  if (tensor.to == Narrowed::kE4m3Permuted) {
+    quantize_permuted<kType, kColumns>(tensor, tile, largest);
+  } else if (tensor.signs != nullptr || tensor.mean != nullptr) {
+    quantize_tokens<kType, kColumns, FloatValues<kType, kColumns>>(tensor, tile, largest);
+  } else {
+    quantize_tokens<kType, kColumns, LoadedValues<kType>>(tensor, tile, largest);
+  }
+}
+
+// e4m3 rows to slots. Grid: heads * tiles * batch.
+template <int kColumns>
+__global__ void __launch_bounds__(quantize_threads(kColumns))
+    permute_v(const __grid_constant__ PermuteArguments args) {
+  launch_dependents();
+  griddepcontrol_wait();
+  const WorkTile tile = find_block(args.v, blockIdx.x, kTileTokens);
+  if (tile.num_tokens() <= 0) return;
+  VecWords<uint8_t> loaded[kVecsOfThread];
+  load_tile<uint8_t, PermutedPositions>(loaded, args.v, tile);
+  uint32_t word[PermutedStage::kRows][kVec];
+#pragma unroll
+  for (int row = 0; row < PermutedStage::kRows; ++row) {
+#pragma unroll
+    for (int half = 0; half < kVec / 4; ++half) {
+      uint32_t four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = loaded[row * PermutedPositions::kVecsOfRow + i][half];
+      transpose_bytes(four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[row][half * 4 + i] = four[i];
+    }
+  }
+  store_permuted<kColumns>(word, args.data, args.data_stride, tile, args.v.tokens);
+}
+
+}  // namespace flashattn3::quantize

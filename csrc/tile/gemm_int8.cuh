@@ -1,0 +1,79 @@
+// The product of the scores of int8 on tiles in shared memory, as gemm_ss of gemm.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/gemm.cuh"
+
+namespace flashattn3 {
+
+// Where scores start, so that none is negative (score_accumulator.cuh): 32 * 255^2 for each 128
+// columns, whose products are -128 * 127 at least.
+template <int kHeadDim>
+constexpr int kInt8Bias = (kHeadDim + 127) / 128 * 32 * 255 * 255;
+
+// What scores of int8 start from is itself a product, of a tile of 255s with itself: eight rows of
+// 16 bytes, which stand for all. To write so many registers instead would take a third of all
+// instructions of a step. (H100, full, 16384 tokens, TFLOP/s: d64 794 to 860, d128 1124 to 1206.)
+constexpr int kBiasTileBytes = 128;
+
+// Threads of the CTA, before its first __syncthreads.
+__device__ __forceinline__ void write_bias_tile(uint8_t* bias_tile) {
+  for (int i = threadIdx.x; i < kBiasTileBytes; i += blockDim.x) bias_tile[i] = 255;
+  fence_async_proxy();
+}
+
+__device__ __forceinline__ uint4 load_shared_unit(uint32_t address) {
+  uint4 vec;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(vec.x), "=r"(vec.y), "=r"(vec.z), "=r"(vec.w)
+               : "r"(address)
+               : "memory");
+  return vec;
+}
+
+// Starts s = kInt8Bias + q * k^T, as above. start: address of its tile.
+template <int kBlockM, int kN, int kHeadDim>
+__device__ __forceinline__ void gemm_ss_int8(uint32_t (&s)[kN / 2], uint32_t q, uint32_t k,
+                                             uint32_t bias_tile) {
+  using Product = Wgmma<ElementType::kInt8, kN>;
+  const uint64_t bias_desc = bias_tile >> 4;  // no distance between rows, no swizzle
+  warpgroup_fence_operand(s);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int i = 0; i < kInt8Bias<kHeadDim> / kInt8Bias<128>; ++i) {
+    Product::ss_unsigned(s, bias_desc, bias_desc, i > 0);
+  }
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 32; ++step) {
+    Product::ss(s, smem_desc(q + score_step(step, kBlockM)), smem_desc(k + score_step(step, kN)),
+                true);
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// The score of one query row and one key once more, from tiles that are still in shared memory, by
+// the four lanes of a quad, each with units of 16 bytes of its own. q, k: addresses of tiles of
+// kBlockM and kN rows (gemm.cuh).
+template <int kBlockM, int kN, int kHeadDim>
+__device__ __forceinline__ int int8_score(uint32_t q, uint32_t k, int row, int key) {
+  int sum = 0;
+  q += row * 128;
+  k += key * 128;
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 64; ++i) {
+    const int atom = i / 2, vec = i % 2 * 4 + threadIdx.x % 4;
+    const uint4 a = load_shared_unit(q + atom * kBlockM * 128 + (vec ^ (row % 8)) * 16);
+    const uint4 b = load_shared_unit(k + atom * kN * 128 + (vec ^ (key % 8)) * 16);
+    sum = __dp4a(static_cast<int>(a.x), static_cast<int>(b.x), sum);
+    sum = __dp4a(static_cast<int>(a.y), static_cast<int>(b.y), sum);
+    sum = __dp4a(static_cast<int>(a.z), static_cast<int>(b.z), sum);
+    sum = __dp4a(static_cast<int>(a.w), static_cast<int>(b.w), sum);
+  }
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+
+}  // namespace flashattn3

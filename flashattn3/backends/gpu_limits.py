@@ -1,0 +1,27 @@
+"""What the kernels on a GPU share, whoever compiled them: they compute in 16 bits or fewer."""
+
+from __future__ import annotations
+
+import torch
+
+from ..call.problem import FULL_PRECISION, Problem
+from ..dispatch.backend import score_factor_reason
+
+# Positions of a query and of the keys that it sees, tiles and windows included, are below 2**31.
+MAX_ROWS = 2**30 - 1024
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
+    """Why none of these kernels computes the problem, or None."""
+    if problem.dtype in FULL_PRECISION:
+        return f"computes in float16 and bfloat16, not in {problem.dtype}"
+    if problem.out_dtype not in DTYPE_NAMES:
+        return f"writes float16 and bfloat16, not {problem.out_dtype} (out_dtype)"
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > max_head_dim:
+            return f"takes head dims up to {max_head_dim}, {name} is {getattr(problem, name)}"
+    longest = max(problem.total_q, problem.total_k)
+    if longest > MAX_ROWS:
+        return f"counts rows in 32 bits: q, k and v may have up to {MAX_ROWS}, found {longest}"
+    return score_factor_reason(problem, 100, torch.float32)

@@ -1,0 +1,1 @@
+"""The Hopper kernels: what they take, their launches, the compiled library."""

@@ -1,0 +1,213 @@
+"""The Hopper backend: FlashAttention-3 kernels, compiled ahead of time, for compute capability 9.0.
+
+A gradient for which there is no kernel config runs through the Triton backend, with this
+backend's log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...call.descales import EIGHT_BIT
+from ...call.problem import Problem, Tensors
+from ...dispatch.device import DeviceInfo
+from ...dispatch.kernel_configs import (
+    E4M3,
+    INT8,
+    MAX_HEAD_DIM,
+    BackwardConfig,
+    ForwardConfig,
+    KernelConfig,
+    all_configs,
+    select_backward_config,
+    select_forward_config,
+)
+from ...errors import UnsupportedError
+from .. import gpu_limits
+from ..triton.backend import BACKEND as TRITON
+from . import launch as hopper_launch
+from .library import Library, library_for_gpu, mended_by
+
+if TYPE_CHECKING:
+    from ...dispatch.planner import Plan
+
+CAPABILITY = 90
+# The backward finds tanh again from P and lse, to about 1e-5 / softcap.
+SMALLEST_GRADIENT_CAP = 2.0**-6
+DTYPE_NAMES = {**gpu_limits.DTYPE_NAMES, torch.float8_e4m3fn: E4M3, torch.int8: INT8}  # of rows
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """The kernel configs of a plan and what has to happen around them.
+
+    gradient_config: None where the gradient runs on Triton.
+    copied: names of the tensors that TMA cannot read where they are: it wants addresses and
+        strides in multiples of 16 bytes.
+    num_ctas: thread blocks, each of which works off tiles until none is left.
+    """
+
+    kernel_config: ForwardConfig
+    num_ctas: int
+    gradient_config: BackwardConfig | None = None
+    copied: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, object]:
+        kernel_config = self.kernel_config
+        return {
+            "kernel config": kernel_config.name,
+            "tile": f"{kernel_config.block_m} rows x {kernel_config.block_n} keys",
+            "num_stages": kernel_config.num_stages,
+            "warpgroups": f"1 loads, {kernel_config.num_mma_warpgroups} multiply",
+            "grid": (self.num_ctas, 1, 1),
+            "shared_memory_bytes": kernel_config.shared_memory_bytes,
+            "tile measured": kernel_config.measured or "not yet",
+            "copied first": ", ".join(self.copied) or "nothing",
+            "gradient": "triton" if self.gradient_config is None else self.gradient_config.name,
+            "sm_margin applies to": "forward and gradient"
+            if self._gradient_is_persistent
+            else "forward",
+        }
+
+    @property
+    def _gradient_is_persistent(self) -> bool:
+        """Else it has a program or a cluster for each tile, and cannot leave SMs free."""
+        return self.gradient_config is not None and not self.gradient_config.uses_cluster2
+
+
+@dataclass(frozen=True)
+class HopperBackend:
+    """See ``Backend``. library: called once a Hopper GPU is met, not before.
+
+    only_measured: rows that no GPU has run yet are left to who names this backend.
+    """
+
+    name: str = "hopper"
+    library: Callable[[], Library] = field(default=library_for_gpu, repr=False)
+    only_measured: bool = True
+    reads_permuted_v: ClassVar[bool] = True
+
+    def unavailable_reason(self, device: DeviceInfo) -> str | None:
+        if device.kind != "cuda":
+            return f"needs an NVIDIA GPU, the tensors are on {device.kind!r}"
+        if device.capability != CAPABILITY:
+            return f"needs compute capability 9.0, {device.name} has {device.capability / 10}"
+        if device.interpreted or device.lowering != CAPABILITY:
+            return "disabled: TRITON_INTERPRET or TRITON_OVERRIDE_ARCH is set"
+        needed = max(kernel_config.shared_memory_bytes for kernel_config in all_configs())
+        if device.shared_memory_bytes < needed:
+            found = device.shared_memory_bytes
+            return f"needs {needed} bytes of shared memory for a block, {device.name} has {found}"
+        error = self.library().error
+        return None if error is None else f"{error}; to build them, {mended_by()}"
+
+    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+        reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
+        return reason or self._unusable_reason(_kernel_config(problem), problem)
+
+    def _unusable_reason(self, kernel_config: KernelConfig, problem: Problem) -> str | None:
+        if kernel_config.name not in self.library().configs:
+            return f"kernel config {kernel_config.name} is not in this build (FLASHATTN3_KERNELS)"
+        if self.only_measured and not kernel_config.measured and problem.backend != self.name:
+            return (
+                f"kernel config {kernel_config.name} was never run on a GPU; "
+                "backend='hopper' would run it"
+            )
+        return None
+
+    def unused_hints(self, problem: Problem) -> dict[str, str]:
+        unused = {
+            "pack_gqa": "has no packed layout of grouped queries",
+            "num_splits": "computes all keys in one pass",
+        }
+        if problem.dtype not in EIGHT_BIT:
+            unused["use_fast_accum"] = "accumulates 16-bit products in float32"
+        return unused
+
+    def configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
+        kernel_config = _kernel_config(problem)
+        tiles = ceil(problem.seqlen_q / kernel_config.block_m) * problem.num_heads_q * problem.batch
+        num_ctas = max(1, min(tiles, device.num_sms - problem.sm_margin))
+        return HopperConfig(
+            kernel_config, num_ctas, self._gradient_config(problem), _unfit_for_tma(problem)
+        )
+
+    def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
+        head_dim = max(problem.head_dim, problem.head_dim_v)
+        kernel_config = select_backward_config(DTYPE_NAMES[problem.dtype], head_dim)
+        if kernel_config is None or self._unusable_reason(kernel_config, problem) is not None:
+            return None
+        return None if 0 < problem.softcap < SMALLEST_GRADIENT_CAP else kernel_config
+
+    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        run = plan.launches.get("forward")
+        if run is None:
+            run = plan.launches["forward"] = hopper_launch.prepare_forward(plan, self.library())
+        return run(*tensors)
+
+    def backward(
+        self,
+        plan: Plan,
+        dout: Tensor,
+        dlse: Tensor | None,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if plan.config.gradient_config is None:
+            triton = plan.launches.get("backward")
+            if triton is None:
+                triton = plan.launches["backward"] = _gradient_plan(plan)
+            return TRITON.backward(triton, dout, dlse, tensors, out, lse)
+        run = plan.launches.get("backward")
+        if run is None:
+            run = plan.launches["backward"] = hopper_launch.prepare_backward(plan, self.library())
+        return run(dout, dlse, out, lse, *tensors)
+
+
+BACKEND = HopperBackend()
+
+
+def _kernel_config(problem: Problem) -> ForwardConfig:
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    return select_forward_config(
+        DTYPE_NAMES[problem.dtype], head_dim, problem.masked, problem.seqlen_k
+    )
+
+
+def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
+    """Which of q, k and v lie at an address, or have a stride, that TMA does not take.
+
+    V in 8 bits comes in slots, or is put into them.
+    """
+    lengths = {"q": problem.total_q, "k": problem.total_k, "v": problem.total_k}
+    if problem.dtype in EIGHT_BIT:
+        del lengths["v"]
+    unfit = []
+    for name, length in lengths.items():
+        heads = problem.num_heads_q if name == "q" else problem.num_heads_kv
+        sizes = (1 if problem.varlen else problem.batch, length, heads)
+        strides = getattr(problem, f"{name}_stride")
+        fits = hopper_launch.fits_tma(sizes, strides, problem.dtype.itemsize)
+        if not fits or name in problem.misaligned:
+            unfit.append(name)
+    return tuple(unfit)
+
+
+def _gradient_plan(plan: Plan) -> Plan:
+    """The same problem on the Triton backend; UnsupportedError where that does not take it."""
+    problem, device = plan.problem, plan.device
+    reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
+    if reason is not None:
+        raise UnsupportedError(
+            f"{problem.function}: this gradient of backend 'hopper' runs on Triton, which does not "
+            f"take the problem (triton: {reason})"
+        )
+    config = TRITON.configure(problem, device)
+    return replace(plan, backend=TRITON, config=config, launches={})

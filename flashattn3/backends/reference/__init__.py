@@ -1,0 +1,1 @@
+"""Attention in torch operations, for every device and floating type."""

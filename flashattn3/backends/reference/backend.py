@@ -1,0 +1,489 @@
+"""Exact attention in torch operations, on any device: blocked online softmax.
+
+The default on a CPU, and the backend that takes every feature of the interface. Its time and memory
+are linear in the number of scores and of tokens: of the scores only a tile exists at a time, and
+backward recomputes it. ``padded_layout`` holds the layout of a call.
+
+A varlen call reads cu_seqlens and seqused on the host, so it waits for a GPU in each direction, and
+max_seqlen costs nothing. While a CUDA graph is captured no value is read: every sequence is then
+padded to max_seqlen, in time and in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dispatch.backend import score_factor_reason
+from .padded_layout import PaddedLayout, padded
+
+if TYPE_CHECKING:
+    from ...call.descales import Descales
+    from ...call.problem import Problem, Tensors
+    from ...dispatch.device import DeviceInfo
+    from ...dispatch.planner import Plan
+
+_LOG2_E = math.log2(math.e)
+_BLOCK_N = 512
+_SMALLEST_BLOCK_M = 16
+# Scores in a tile over all heads, and the largest block_m. A CPU wants what stays in its caches
+# (8 MB of float32; measured at batch x heads 8 and 48, seqlen 256 to 2048), a GPU few launches.
+_CPU_BUDGET, _GPU_BUDGET = (2**21, 128), (2**26, 1024)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """A tile: at most block_m queries times block_n keys, of all heads and of as many sequences
+    as are computed together.
+
+    max_scores: of a tile over all of these, unless block_m would fall below 16.
+    one_tile: the whole problem is one tile without a mask.
+    """
+
+    block_m: int
+    block_n: int
+    max_scores: int = _CPU_BUDGET[0]
+    one_tile: bool = False
+
+    def describe(self) -> dict[str, object]:
+        return {"block_m": self.block_m, "block_n": self.block_n}
+
+    def queries(self, heads: int) -> int:
+        """block_m of a problem with so many heads, those of all sequences together."""
+        fitting = max(self.max_scores // max(1, heads * self.block_n), _SMALLEST_BLOCK_M)
+        return min(self.block_m, 1 << (fitting.bit_length() - 1))
+
+    def sequences(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Sequences of these lengths that fill the tile of one long sequence."""
+        tile = min(self.block_m, seqlen_q) * min(self.block_n, seqlen_k)
+        return self.block_m * self.block_n // tile
+
+
+class ReferenceBackend:
+    """8 bits (dequantized), float16 and bfloat16 are computed in float32, float32 and float64 in
+    themselves.
+    """
+
+    name = "reference"
+    reads_permuted_v = False
+
+    def unavailable_reason(self, device: DeviceInfo) -> str | None:
+        return None
+
+    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+        dtype = _compute_dtype(problem)
+        return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
+
+    def unused_hints(self, problem: Problem) -> dict[str, str]:
+        return {
+            "pack_gqa": "has no packed layout of grouped queries",
+            "sm_margin": "launches no grid of its own, so it cannot leave multiprocessors free",
+            "use_fast_accum": "accumulates in float32 or float64",
+        }
+
+    def configure(self, problem: Problem, device: DeviceInfo) -> ReferenceConfig:
+        scores, largest = _CPU_BUDGET if device.kind == "cpu" else _GPU_BUDGET
+        config = ReferenceConfig(largest, _BLOCK_N, scores)
+        batch = 1 if problem.varlen else problem.batch
+        block_m = config.queries(batch * problem.num_heads_q)
+        config = ReferenceConfig(block_m, _BLOCK_N, scores)
+        return replace(config, one_tile=_is_one_tile(problem, config))
+
+    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q, problem = tensors.q, plan.problem
+        if torch.is_autocast_enabled(q.device.type):
+            with _no_autocast(q.device.type):
+                return self.forward(plan, tensors)
+        if plan.config.one_tile:
+            run = plan.launches.get("forward")
+            if run is None:
+                run = plan.launches["forward"] = _prepare_one_tile(problem)
+            return run(q, tensors.k, tensors.v)
+        dtype = _compute_dtype(problem)
+        out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
+        lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -math.inf, dtype=dtype)
+        for bucket in _buckets(plan, tensors):
+            _Call(plan, tensors, bucket).forward(out, lse)
+        return out, lse
+
+    def backward(
+        self,
+        plan: Plan,
+        dout: Tensor,
+        dlse: Tensor | None,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device_type = tensors.q.device.type
+        if torch.is_autocast_enabled(device_type):
+            with _no_autocast(device_type):
+                return self.backward(plan, dout, dlse, tensors, out, lse)
+        gradients = tuple(
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]
+        )
+        for bucket in _buckets(plan, tensors):
+            _Call(plan, tensors, bucket).backward(dout, dlse, out, lse, gradients)
+        return gradients
+
+
+def _compute_dtype(problem: Problem) -> torch.dtype:
+    return torch.promote_types(problem.out_dtype, torch.float32)  # torch promotes no FP8
+
+
+def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
+    """Whether all queries of a dense call see all keys, and their scores are few."""
+    return (
+        0 < problem.seqlen_q <= config.block_m
+        and problem.batch > 0
+        and 0 < problem.seqlen_k <= config.block_n
+        and problem.qhead_per_kvhead == 1
+        and not (problem.varlen or problem.masked or problem.softcap)
+        and problem.num_splits <= 1
+        and not (problem.q_descales or problem.k_descales or problem.v_descales)
+    )
+
+
+def _prepare_one_tile(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Build a function of q, k and v that computes out and lse in few torch operations: host time
+    dominates a small call."""
+    dtype = _compute_dtype(problem)
+    wide, out_is_wide = problem.dtype == dtype, problem.out_dtype == dtype
+    lowest, heads = torch.finfo(dtype).min, (problem.batch, problem.num_heads_q)
+    # A tensor saves the microsecond that torch needs to convert a Python number in each call.
+    scale = torch.tensor(problem.softmax_scale, dtype=dtype, device="cpu")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not wide:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q = q.transpose(1, 2).flatten(0, 1).mul(scale)
+        p = torch.bmm(q, k.transpose(1, 2).flatten(0, 1).mT)
+        # Where all scores are -inf, out is 0 and lse -inf, as in blocked calls; else total >= 1.
+        maximum = p.amax(-1, True).clamp_min_(lowest)
+        total = p.sub_(maximum).exp_().sum(-1, True)
+        out = torch.bmm(p, v.transpose(1, 2).flatten(0, 1)).div_(total.clamp_min(1.0))
+        lse = total.log_().add_(maximum).view(*heads, -1)
+        out = out.view(*heads, -1, problem.head_dim_v).transpose(1, 2)
+        return (out if out_is_wide else out.to(problem.out_dtype)).contiguous(), lse
+
+    return run
+
+
+def _column(lse: Tensor) -> Tensor:
+    """(batch, heads, seqlen) viewed as (batch, seqlen, heads, 1); varlen without batch."""
+    return lse.transpose(-1, -2).unsqueeze(-1)
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager:
+    """Under autocast the products would silently drop to 16 bits."""
+    return torch.autocast(device_type, enabled=False)
+
+
+class _Bucket(NamedTuple):
+    """Sequences that are computed together, as one dense problem."""
+
+    queries: PaddedLayout
+    keys: PaddedLayout
+
+
+def _buckets(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
+    """The sequences of a call: all at once, or those of equal lengths together in a varlen call.
+
+    Sequences without queries or without keys are left out: results are 0 and -inf beforehand.
+    """
+    problem = plan.problem
+    if problem.varlen and not _is_capturing(problem.device):
+        yield from _buckets_by_length(plan, tensors)
+    elif problem.batch and problem.seqlen_q and problem.seqlen_k:
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales[3:]
+        if problem.varlen:
+            queries = padded(problem.seqlen_q, problem.total_q, cu_seqlens_q, seqused_q)
+            keys = padded(problem.seqlen_k, problem.total_k, cu_seqlens_k, seqused_k)
+        else:
+            queries = PaddedLayout(problem.batch, problem.seqlen_q)
+            keys = PaddedLayout(problem.batch, problem.seqlen_k)
+        yield _Bucket(queries, keys)
+
+
+def _buckets_by_length(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
+    problem = plan.problem
+    begins_q, lengths_q = _spans(tensors.cu_seqlens_q, tensors.seqused_q, problem.total_q)
+    begins_k, lengths_k = _spans(tensors.cu_seqlens_k, tensors.seqused_k, problem.total_k)
+    batch_indices_of = defaultdict(list)
+    for batch_idx, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        batch_indices_of[lengths].append(batch_idx)
+    for (seqlen_q, seqlen_k), batch_indices in batch_indices_of.items():
+        if seqlen_q == 0 or seqlen_k == 0:
+            continue
+        size = plan.config.sequences(seqlen_q, seqlen_k)
+        for some in (batch_indices[i : i + size] for i in range(0, len(batch_indices), size)):
+            queries = _together(some, begins_q, seqlen_q, problem.device)
+            yield _Bucket(queries, _together(some, begins_k, seqlen_k, problem.device))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, which ends where a tensor is read on the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _spans(cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> tuple[list[int], list[int]]:
+    """First row and length of each sequence, within the tensor whatever stands in cu_seqlens."""
+    edges = [min(max(edge, 0), total) for edge in cu_seqlens.tolist()]
+    lengths = [max(end - begin, 0) for begin, end in pairwise(edges)]
+    if seqused is not None:
+        lengths = [max(0, min(pair)) for pair in zip(lengths, seqused.tolist(), strict=True)]
+    return edges[:-1], lengths
+
+
+def _together(
+    batch_indices: list[int], begins: list[int], seqlen: int, device: torch.device
+) -> PaddedLayout:
+    """Sequences of one length: a view of the packed tensors where they follow one another."""
+    starts = [begins[batch_idx] for batch_idx in batch_indices]
+    batch, first = len(starts), starts[0]
+    if starts == list(range(first, first + batch * seqlen, seqlen)):
+        rows = slice(first, first + batch * seqlen)
+    else:
+        rows = torch.tensor(starts, device=device).unsqueeze(1)
+        rows = (rows + torch.arange(seqlen, device=device)).flatten()
+    return PaddedLayout(batch, seqlen, rows, batch_indices=batch_indices)
+
+
+class _Call:
+    """One bucket laid out for computing: operands heads first, and which keys which queries see.
+
+    q: (batch * num_heads_kv, group, seqlen_q, head_dim) in ``dtype``, at least float32. It carries
+        the scale: q kᵀ is the score divided by ``unit``, 1 or the softcap for tanh.
+    k, v: (batch * num_heads_kv, seqlen_k, ·).
+    diagonal: the key that query 0 is aligned with.
+    """
+
+    def __init__(self, plan: Plan, tensors: Tensors, bucket: _Bucket) -> None:
+        self.problem = problem = plan.problem
+        self.bucket = bucket
+        self.dtype = _compute_dtype(problem)
+        self.seqlen_q, self.seqlen_k = bucket.queries.seqlen, bucket.keys.seqlen
+        self.block_m = plan.config.queries(bucket.queries.batch * problem.num_heads_q)
+        self.block_n = plan.config.block_n
+        self.unit = problem.softcap or 1.0
+        self.diagonal = self.seqlen_k - self.seqlen_q
+        queries, keys = bucket
+        q = self.dequantized(queries, tensors.q, tensors.q_descale, problem.q_descales)
+        q = q * (problem.softmax_scale / self.unit)
+        self.q = q.view(-1, problem.qhead_per_kvhead, self.seqlen_q, problem.head_dim)
+        self.k = self.dequantized(keys, tensors.k, tensors.k_descale, problem.k_descales)
+        self.v = self.dequantized(keys, tensors.v, tensors.v_descale, problem.v_descales)
+
+    def dequantized(
+        self, side: PaddedLayout, x: Tensor, descale: Tensor | None, descales: Descales | None
+    ) -> Tensor:
+        rows = side.fold(x, self.dtype)
+        return (
+            rows
+            if descale is None
+            else rows.mul_(side.spread(descale, descales.block, x.shape[-2]))
+        )
+
+    def rows(self, x: Tensor, queries: range) -> Tensor:
+        """The rows of a tile: (batch * num_heads_kv, group * len(queries), ·), dense.
+
+        x: (batch * num_heads_kv, group, seqlen_q, ·), or with these heads together.
+        """
+        x = x.view(-1, self.problem.qhead_per_kvhead, self.seqlen_q, x.shape[-1])
+        return x[:, :, queries.start : queries.stop].flatten(1, 2)
+
+    def put(self, rows: Tensor, queries: range, result: Tensor) -> None:
+        """The inverse of ``rows``. result: (batch * num_heads_q, seqlen_q, ·)."""
+        rows = rows.view(-1, len(queries), rows.shape[-1])
+        result[:, queries.start : queries.stop] = rows
+
+    def keys_of(self, queries: range) -> range:
+        """The keys that at least one of the queries can see."""
+        left, right = self.problem.window_left, self.problem.window_right
+        end = self.seqlen_k
+        first = max(0, queries[0] + self.diagonal - left) if left >= 0 else 0
+        stop = min(end, queries[-1] + self.diagonal + right + 1) if right >= 0 else end
+        return range(first, max(first, stop))
+
+    def scores(self, q: Tensor, keys: range) -> Tensor:
+        """The scores of a tile before the mask. q: its rows."""
+        scores = torch.bmm(q, self.k[:, keys.start : keys.stop].transpose(1, 2))
+        return scores.tanh_().mul_(self.unit) if self.problem.softcap else scores
+
+    def sees_all(self, queries: range, keys: range) -> bool:
+        """Whether each of these queries sees each of these keys."""
+        left, right = self.problem.window_left, self.problem.window_right
+        offset = queries[0] + self.diagonal - keys[0]
+        cut_left = 0 <= left < offset + len(queries) - 1
+        cut_right = 0 <= right < len(keys) - 1 - offset
+        return not (cut_left or cut_right) and self.bucket.keys.first is None
+
+    def clear(self, x: Tensor, queries: range, keys: range) -> None:
+        """Set x to 0 where a query does not see a key, in place, even where x is NaN.
+
+        x: (batch * heads, group * len(queries), len(keys)); one group or head may stand for all.
+        """
+        left, right = self.problem.window_left, self.problem.window_right
+        # Query i of the tile is aligned with key i + offset of the tile.
+        offset = queries[0] + self.diagonal - keys[0]
+        # On a CPU triu_ and tril_ are twenty times faster than masked_fill_ with a broadcast mask.
+        squares = x.view(-1, len(queries), len(keys))
+        if left >= 0:
+            squares.triu_(offset - left)
+        if right >= 0:
+            squares.tril_(offset + right)
+        first = self.bucket.keys.first
+        if first is not None:
+            position = torch.arange(keys.start, keys.stop, device=x.device)
+            before = (position < first.unsqueeze(1)).view(-1, 1, 1, len(keys))
+            x.view(len(first), -1, len(queries), len(keys)).masked_fill_(before, 0.0)
+
+    def hide(self, scores: Tensor, queries: range, keys: range) -> None:
+        """Set the scores of unseen keys to -inf, in place."""
+        first = self.bucket.keys.first
+        batch = 1 if first is None else len(first)
+        seen = scores.new_ones((batch, 1, len(queries), len(keys)))
+        self.clear(seen, queries, keys)
+        self.clear(scores, queries, keys)
+        scores.view(batch, -1, len(queries), len(keys)).add_(seen.log2_())
+
+    def forward(self, out: Tensor, lse: Tensor) -> None:
+        """Write the bucket's rows of out and lse."""
+        queries = self.bucket.queries
+        found_out, found_lse = self.attend()
+        queries.unfold(found_out, out)
+        queries.unfold(found_lse, _column(lse))
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write the bucket's rows of dq, dk and dv.
+
+        Tile by tile, with P recomputed from lse: P = exp(S - lse), dS = P * (dO Vᵀ - delta),
+        delta = rowsum(dO * O) - dlse.
+        """
+        queries, keys = self.bucket
+        dout = queries.fold(dout, self.dtype)
+        delta = (dout * queries.fold(out, self.dtype)).sum(-1, keepdim=True)
+        if dlse is not None:
+            delta -= queries.fold(_column(dlse), self.dtype)
+        lse = queries.fold(_column(lse), self.dtype)
+        # A row that sees no key gets P = 0 from lse = +inf, and dS = 0 from a finite delta.
+        blind = lse == -math.inf
+        lse, delta = lse.masked_fill(blind, math.inf), delta.masked_fill_(blind, 0.0)
+        found = self.differentiate(dout, lse, delta)
+        for side, rows, gradient in zip((queries, keys, keys), found, gradients, strict=True):
+            side.unfold(rows, gradient)
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """out (batch * num_heads_q, seqlen_q, head_dim_v) and lse (the same, 1)."""
+        blocks = _blocks(range(self.seqlen_q), self.block_m)
+        if len(blocks) == 1:
+            return self._attend_block(blocks[0])
+        heads = self.q.shape[0] * self.q.shape[1]
+        out = self.q.new_empty((heads, self.seqlen_q, self.v.shape[-1]))
+        lse = self.q.new_empty((heads, self.seqlen_q, 1))
+        for queries in blocks:
+            for found, result in zip(self._attend_block(queries), (out, lse), strict=True):
+                self.put(found, queries, result)
+        return out, lse
+
+    def _attend_block(self, queries: range) -> tuple[Tensor, Tensor]:
+        keys = self.keys_of(queries)
+        size = math.ceil(len(keys) / max(1, self.problem.num_splits))
+        parts = [self._attend_split(queries, split) for split in _blocks(keys, size) or [keys]]
+        return _combine(parts)
+
+    def _attend_split(self, queries: range, keys: range) -> tuple[Tensor, Tensor]:
+        q = self.rows(self.q, queries)
+        # The running maximum starts at a finite number: with it -inf - maximum is never NaN.
+        lowest = torch.finfo(q.dtype).min
+        acc_o = None
+        for tile in _blocks(keys, self.block_n):
+            scores = self.scores(q, tile)
+            if not self.sees_all(queries, tile):
+                self.hide(scores, queries, tile)
+            v = self.v[:, tile.start : tile.stop]
+            highest = scores.amax(-1, keepdim=True)
+            if acc_o is None:
+                maximum = highest.clamp_(min=lowest)
+                p = _exp(scores.sub_(maximum))
+                total, acc_o = p.sum(-1, keepdim=True), torch.bmm(p, v)
+            else:
+                previous, maximum = maximum, torch.maximum(maximum, highest)
+                p = _exp(scores.sub_(maximum))
+                rescale = _exp(previous.sub_(maximum))
+                total.mul_(rescale).add_(p.sum(-1, keepdim=True))
+                acc_o.mul_(rescale).baddbmm_(p, v)
+        if acc_o is None:
+            return q.new_zeros((*q.shape[:2], self.v.shape[-1])), q.new_full(
+                (*q.shape[:2], 1), -math.inf
+            )
+        # The largest score adds exactly 1, so total is 0 without any key and else at least 1.
+        return acc_o.div_(total.clamp(min=1.0)), total.log_().add_(maximum)
+
+    def differentiate(self, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
+        """dq, dk and dv from operands heads first. lse is +inf where a row sees no key."""
+        problem = self.problem
+        dq = self.q.new_zeros((dout.shape[0], self.seqlen_q, problem.head_dim))
+        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        # A NaN in an unseen key must not meet its dS of 0.
+        finite_k = self.k.nan_to_num(0.0, 0.0, 0.0) if problem.masked else self.k
+        for queries in _blocks(range(self.seqlen_q), self.block_m):
+            rows = [self.rows(x, queries) for x in (self.q, dout, lse, delta)]
+            q, dout_rows, lse_rows, delta_rows = rows
+            dq_rows = torch.zeros_like(q)
+            for tile in _blocks(self.keys_of(queries), self.block_n):
+                keys = slice(tile.start, tile.stop)
+                masked = not self.sees_all(queries, tile)
+                p = self.scores(q, tile)
+                slope = 1 - (p / problem.softcap).square_() if problem.softcap else None
+                _exp(p.sub_(lse_rows))
+                ds = torch.bmm(dout_rows, self.v[:, keys].transpose(1, 2))
+                ds.sub_(delta_rows).mul_(p)
+                if slope is not None:
+                    ds.mul_(slope)
+                if masked:
+                    self.clear(p, queries, tile)
+                    self.clear(ds, queries, tile)
+                dv[:, keys].baddbmm_(p.transpose(1, 2), dout_rows)
+                dq_rows.baddbmm_(ds, finite_k[:, keys])
+                dk[:, keys].baddbmm_(ds.transpose(1, 2), q)
+            self.put(dq_rows, queries, dq)
+        return dq.mul_(problem.softmax_scale), dk.mul_(self.unit), dv
+
+
+def _blocks(span: range, size: int) -> list[range]:
+    return [span[start : start + size] for start in range(0, len(span), max(1, size))]
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp, in place. On a CPU exp2 takes a third of exp's time, and far less where x is -inf."""
+    return x.mul_(_LOG2_E).exp2_()
+
+
+def _combine(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The attention over all keys, from that over parts of them."""
+    if len(parts) == 1:
+        return parts[0]
+    lse = functools.reduce(torch.logaddexp, (part for _, part in parts))
+    # -inf minus a finite number is -inf, so a part without keys weighs nothing.
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)
+    return sum(out * _exp(part - finite) for out, part in parts), lse
+
+
+BACKEND = ReferenceBackend()

@@ -1,0 +1,1 @@
+"""The Triton kernels: what they take, their tiles, their launches."""

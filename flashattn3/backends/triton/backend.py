@@ -1,0 +1,176 @@
+"""The Triton backend: FlashAttention-2 kernels for every GPU from compute capability 8.0."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...call.descales import EIGHT_BIT
+from ...call.problem import Problem, Tensors
+from ...dispatch.device import DeviceInfo
+from .. import gpu_limits
+from .tile_configs import (
+    MAX_HEAD_DIM,
+    MIN_SHARED_MEMORY_KIB,
+    Tile,
+    TileConfig,
+    Tiles,
+    select_tile_config,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...dispatch.planner import Plan
+
+FIRST_WITH_FP8 = 89  # compute capability whose tensor cores multiply e4m3
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """The table row of a plan and its tiles for the mask.
+
+    num_splits: parts in which the keys are worked off.
+    arch: whose instructions Triton is to use, "sm80"; None for the chip's own.
+    native_fp8: whether those multiply e4m3, as all do int8; else the kernel widens it to float16.
+    """
+
+    tile_config: TileConfig
+    tiles: Tiles
+    num_splits: int
+    grid: tuple[int, int, int]
+    arch: str | None = None
+    native_fp8: bool = False
+
+    def describe(self) -> dict[str, object]:
+        forward = self.tiles.forward
+        return {
+            "tile": f"{forward.block_m} rows x {forward.block_n} keys",
+            "num_warps": forward.num_warps,
+            "num_stages": forward.num_stages,
+            "num_splits": self.num_splits,
+            "grid": self.grid,
+            "shared_memory_bytes": self.tile_config.shared_memory_kib * 1024,
+            "tile config": f"head dim <= {self.tile_config.head_dim}, "
+            f"{self.tile_config.shared_memory_kib} KiB, "
+            + ("wgmma" if self.tile_config.wgmma else "mma.sync"),
+        }
+
+
+class TritonBackend:
+    """See ``Backend``. Triton itself is imported when the first kernel is launched, not before."""
+
+    name = "triton"
+    reads_permuted_v = False
+
+    def unavailable_reason(self, device: DeviceInfo) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed"
+        if device.interpreted:
+            return None
+        if device.kind != "cuda":
+            return f"needs an NVIDIA GPU, the tensors are on {device.kind!r}"
+        if device.capability < 80:
+            return (
+                f"needs compute capability 8.0 or newer, {device.name} has {device.capability / 10}"
+            )
+        if device.shared_memory_bytes < MIN_SHARED_MEMORY_KIB * 1024:
+            found = device.shared_memory_bytes // 1024
+            needed = f"needs {MIN_SHARED_MEMORY_KIB} KiB of shared memory for a block"
+            return f"{needed}, {device.name} has {found}"
+        return None
+
+    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+        reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
+        if reason is not None:
+            return reason
+        if device.interpreted and problem.dtype == torch.bfloat16:
+            return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
+        return None
+
+    def unused_hints(self, problem: Problem) -> dict[str, str]:
+        return {
+            "pack_gqa": "has no packed layout of grouped queries",
+            "sm_margin": "launches one program per tile, so it cannot leave multiprocessors free",
+            "use_fast_accum": "accumulates in float32",
+        }
+
+    def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
+        tile_config = select_tile_config(
+            problem.head_dim, problem.head_dim_v, device.lowering, device.shared_memory_bytes
+        )
+        tiles = tile_config.masked if problem.masked else tile_config.full
+        tiles = replace(tiles, forward=_within_blocks(tiles.forward, problem))
+        m_blocks = ceil(problem.seqlen_q / tiles.forward.block_m)
+        programs = m_blocks * problem.num_heads_q * problem.batch
+        num_splits = _num_splits(problem, programs, tiles.forward.block_n, device.num_sms)
+        arch = None if device.lowering == device.capability else f"sm{device.lowering}"
+        grid = (programs * num_splits, 1, 1)
+        native_fp8 = problem.dtype in EIGHT_BIT and (device.lowering or 0) >= FIRST_WITH_FP8
+        return TritonConfig(tile_config, tiles, num_splits, grid, arch, native_fp8)
+
+    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        if _elsewhere(tensors.q):
+            with torch.cuda.device(tensors.q.device):
+                return self.forward(plan, tensors)
+        prepared = plan.launches.get("forward") or _prepare(plan, "forward", "prepare_forward")
+        return prepared(*tensors)
+
+    def backward(
+        self,
+        plan: Plan,
+        dout: Tensor,
+        dlse: Tensor | None,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if _elsewhere(tensors.q):
+            with torch.cuda.device(tensors.q.device):
+                return self.backward(plan, dout, dlse, tensors, out, lse)
+        strides = (dout.stride(), None if dlse is None else dlse.stride())
+        prepared = plan.launches.get(strides) or _prepare(
+            plan, strides, "prepare_backward", *strides
+        )
+        rest = tensors.without_descales
+        return prepared(dout, dlse, out.contiguous(), lse.contiguous(), *rest)
+
+
+BACKEND = TritonBackend()
+
+
+def _within_blocks(tile: Tile, problem: Problem) -> Tile:
+    """The keys of a tile share their descales."""
+    descales = (problem.k_descales, problem.v_descales)
+    blocks = [of.block for of in descales if of is not None and of.num_blocks > 1]
+    return replace(tile, block_n=min([tile.block_n, *blocks]))
+
+
+def _num_splits(problem: Problem, programs: int, block_n: int, num_sms: int) -> int:
+    """How many parts to work the keys off in: as asked, or, for <= 0, enough to occupy every SM."""
+    n_blocks = max(1, ceil(problem.seqlen_k / block_n))
+    if problem.num_splits > 0:
+        return min(problem.num_splits, n_blocks)
+    if programs >= num_sms or programs == 0:
+        return 1
+    # Under four key tiles for each part the merge costs more than the idle SMs do.
+    return max(1, min(num_sms // programs, n_blocks // 4))
+
+
+def _elsewhere(tensor: Tensor) -> bool:
+    """Whether the tensor's device is not the current one, on which Triton launches."""
+    return tensor.is_cuda and tensor.get_device() != torch.cuda.current_device()
+
+
+def _prepare(plan: Plan, key: object, builder: str, *arguments: object) -> Callable:
+    """Build the launches of a plan, once; only now is Triton imported."""
+    from . import launch as triton_launch
+
+    prepared = getattr(triton_launch, builder)(plan.problem, plan.config, *arguments)
+    plan.launches[key] = prepared
+    return prepared

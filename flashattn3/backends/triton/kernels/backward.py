@@ -1,0 +1,497 @@
+"""FlashAttention-2 backward. P is recomputed from the stored LSE, so nothing quadratic is kept.
+
+With delta = rowsum(dout * out) - dlse:  P = exp(S - lse),  dV = P^T dout,  dP = dout V^T,
+dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 2307.08691, algorithm
+2).
+
+``bwd_preprocess_kernel`` prepares -delta and -lse; ``bwd_dkdv_kernel`` owns a tile of keys and
+streams the queries of all heads that share them; ``bwd_dq_kernel`` owns a tile of queries and
+streams the keys. No result is summed by two programs, so the gradients are bitwise reproducible.
+Adding dQ by atomics within ``bwd_dkdv_kernel`` would save two of seven matrix products, and was
+measured to be slower on every tile (docs/log/triton.md).
+"""
+
+import triton
+import triton.language as tl
+
+from .common import (
+    load_tile,
+    m_block_range,
+    n_block_range,
+    round_down,
+    round_up,
+    sequence,
+    store_tile,
+    tanh_exp2,
+    tile_offsets,
+    visible,
+)
+
+# Rows of a sequence's statistics are padded to a multiple of this, so that no tile of rows reads
+# outside.
+LSE_DELTA_ROWS = tl.constexpr(128)
+
+
+@triton.jit
+def _lse_delta_start(start_q, batch_idx, VARLEN: tl.constexpr):
+    """Row at which a sequence's statistics begin: there is room for the padding between two."""
+    start = start_q
+    if VARLEN:
+        start = round_down(start_q + batch_idx * LSE_DELTA_ROWS, LSE_DELTA_ROWS)
+    return tl.multiple_of(start, LSE_DELTA_ROWS)
+
+
+@triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "seqlen_q", "total_q"])
+def bwd_preprocess_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    minus_lse_ptr,
+    minus_delta_ptr,
+    cu_seqlens_q,
+    seqused_q,
+    out_stride_b,
+    out_stride_s,
+    out_stride_h,
+    dout_stride_b,
+    dout_stride_s,
+    dout_stride_h,
+    lse_stride_b,
+    lse_stride_h,
+    dlse_stride_b,
+    dlse_stride_h,
+    dlse_stride_s,
+    lse_delta_stride_b,
+    lse_delta_stride_h,
+    num_m_blocks,
+    num_heads,
+    seqlen_q,
+    total_q,
+    lse_factor,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    VARLEN: tl.constexpr,
+    USED_Q: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """Per row, float32: minus_lse = lse_factor * lse, and minus_delta = dlse - rowsum(dout * out).
+
+    lse_factor is -1 in the unit of what minus_lse is added to, a raw score or one in the log2
+    domain. A row without keys, or outside its sequence, counts as one with LSE +inf, so that its P
+    comes out as 0 wherever it is recomputed. Grid: num_m_blocks * num_heads * batch, covering the
+    padded rows.
+    """
+    pid = tl.program_id(0)
+    first_row = pid % num_m_blocks * BLOCK_M
+    head = pid // num_m_blocks
+    batch_idx = (head // num_heads).to(tl.int64)
+    head = (head % num_heads).to(tl.int64)
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
+    if first_row >= length_q + LSE_DELTA_ROWS:
+        return
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_DV)
+    rows = first_row + row_offsets
+    inside = rows < length_q
+    tensor_row = start_q + first_row
+    out_tile = out_ptr + batch_idx * out_stride_b + head * out_stride_h + tensor_row * out_stride_s
+    dout_tile = (
+        dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + tensor_row * dout_stride_s
+    )
+    out_tile += tile_offsets(row_offsets, columns, out_stride_s)
+    dout_tile += tile_offsets(row_offsets, columns, dout_stride_s)
+    out = load_tile(out_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
+    dout = load_tile(dout_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
+    minus_delta = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        dlse_rows = dlse_ptr + batch_idx * dlse_stride_b + head * dlse_stride_h
+        minus_delta += tl.load(dlse_rows + (start_q + rows) * dlse_stride_s, mask=inside, other=0.0)
+    lse_rows = lse_ptr + batch_idx * lse_stride_b + head * lse_stride_h + start_q + rows
+    lse = tl.load(lse_rows, mask=inside, other=float("inf"))
+    empty = lse == float("-inf")
+    lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
+    lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN) + rows
+    padded = rows < round_up(length_q, LSE_DELTA_ROWS)
+    lse = tl.where(empty, float("inf"), lse)
+    tl.store(minus_lse_ptr + lse_delta, lse * lse_factor, mask=padded)
+    # The gradient of an empty row is 0 even where dlse is not finite.
+    tl.store(minus_delta_ptr + lse_delta, tl.where(empty, 0.0, minus_delta), mask=padded)
+
+
+@triton.jit
+def _probabilities(
+    a, b, minus_lse, scale_log2, cap_log2, SOFTCAP: tl.constexpr, LSE_IN_SCORES: tl.constexpr
+):
+    """P = exp(scale * a b - lse), and the derivative of the soft cap at the score.
+
+    LSE_IN_SCORES: minus_lse is in units of a score and the product starts from it. One multiply
+    then stands before each exponential, and no register holds the LSE.
+    """
+    slope = 1.0
+    if LSE_IN_SCORES:
+        shape: tl.constexpr = (a.shape[0], b.shape[1])
+        p = tl.math.exp2(tl.dot(a, b, tl.broadcast_to(minus_lse, shape)) * scale_log2)
+    elif SOFTCAP:
+        capped = tanh_exp2(tl.dot(a, b) * scale_log2, SOFTCAP)
+        p = tl.math.exp2(capped * cap_log2 + minus_lse)
+        slope = 1.0 - capped * capped
+    else:
+        p = tl.math.exp2(tl.dot(a, b) * scale_log2 + minus_lse)
+    return p, slope
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_n_blocks",
+        "num_heads_kv",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+        "window_left",
+        "window_right",
+    ]
+)
+def bwd_dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    minus_lse_ptr,
+    minus_delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    dout_stride_b,
+    dout_stride_s,
+    dout_stride_h,
+    lse_delta_stride_b,
+    lse_delta_stride_h,
+    dk_stride_b,
+    dk_stride_s,
+    dk_stride_h,
+    dv_stride_b,
+    dv_stride_s,
+    dv_stride_h,
+    num_n_blocks,
+    num_heads_kv,
+    qhead_per_kvhead,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    scale_log2,
+    cap_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VARLEN: tl.constexpr,
+    USED_Q: tl.constexpr,
+    USED_K: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LSE_IN_SCORES: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """dK and dV of one key tile of one key-value head. Grid: num_n_blocks * num_heads_kv * batch.
+
+    Products are formed transposed, keys by rows, so that P^T and dS^T feed the next product from
+    registers. TAIL: the last work tile or the last key tile may be partial.
+    """
+    pid = tl.program_id(0)
+    n_block = pid % num_n_blocks
+    head_kv = pid // num_n_blocks
+    batch_idx = (head_kv // num_heads_kv).to(tl.int64)
+    head_kv = (head_kv % num_heads_kv).to(tl.int64)
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
+    start_k, length_k = sequence(
+        cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K
+    )
+    first_key = n_block * BLOCK_N
+    if first_key >= length_k:
+        return
+    last_key = tl.minimum(first_key + BLOCK_N, length_k) - 1
+    diagonal = length_k - length_q
+    begin, full_begin, full_end, end = m_block_range(
+        first_key, last_key, length_q, diagonal, window_left, window_right, BLOCK_M, LEFT, RIGHT
+    )
+    edges = (begin, full_begin, full_end, end)
+
+    key_offsets = tl.arange(0, BLOCK_N)
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    columns_v = tl.arange(0, BLOCK_DV)
+    keys = first_key + key_offsets
+    first_key_row = start_k + first_key
+    k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + first_key_row * k_stride_s
+    v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + first_key_row * v_stride_s
+    k = load_tile(
+        k_tile + tile_offsets(key_offsets, columns, k_stride_s),
+        keys, length_k, columns, HEAD_DIM, TAIL, HEAD_DIM < BLOCK_D,
+    )  # fmt: skip
+    v = load_tile(
+        v_tile + tile_offsets(key_offsets, columns_v, v_stride_s),
+        keys, length_k, columns_v, HEAD_DIM_V, TAIL, HEAD_DIM_V < BLOCK_DV,
+    )  # fmt: skip
+    q_offsets = tile_offsets(row_offsets, columns, q_stride_s)
+    dout_offsets = tile_offsets(row_offsets, columns_v, dout_stride_s)
+
+    q_step = tl.cast(q_stride_s, tl.int64)
+    dout_step = tl.cast(dout_stride_s, tl.int64)
+
+    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), dtype=tl.float32)
+    for qhead in range(qhead_per_kvhead):
+        head = head_kv * qhead_per_kvhead + qhead
+        q_head = (
+            q_ptr + batch_idx * q_stride_b + head * q_stride_h + start_q * q_stride_s + q_offsets
+        )
+        dout_head = (
+            dout_ptr
+            + batch_idx * dout_stride_b
+            + head * dout_stride_h
+            + start_q * dout_stride_s
+            + dout_offsets
+        )
+        lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
+        lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
+        # Boundary rows before, clear rows, boundary rows after, as in the forward.
+        for stage in tl.static_range(3):
+            MASKED = stage != 1
+            if stage == 1 or (stage == 0 and RIGHT) or (stage == 2 and (LEFT or TAIL)):
+                for first_row in range(edges[stage], tl.minimum(edges[stage + 1], end), BLOCK_M):
+                    rows = first_row + row_offsets
+                    q = load_tile(
+                        q_head + first_row * q_step,
+                        rows, length_q, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D,
+                    )  # fmt: skip
+                    minus_lse = tl.load(minus_lse_ptr + lse_delta + rows)[None, :]
+                    minus_delta = tl.load(minus_delta_ptr + lse_delta + rows)[None, :]
+                    p, slope = _probabilities(
+                        k, tl.trans(q), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
+                    )
+                    if MASKED:
+                        seen = visible(
+                            rows[None, :],
+                            keys[:, None],
+                            length_k,
+                            diagonal,
+                            window_left,
+                            window_right,
+                            LEFT,
+                            RIGHT,
+                        )
+                        p = tl.where(seen, p, 0.0)
+                    dout = load_tile(
+                        dout_head + first_row * dout_step,
+                        rows, length_q, columns_v, HEAD_DIM_V, MASKED and TAIL,
+                        HEAD_DIM_V < BLOCK_DV,
+                    )  # fmt: skip
+                    dv = tl.dot(p.to(dout.dtype), dout, dv)
+                    dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
+                    ds = p * dp * slope
+                    dk = tl.dot(ds.to(q.dtype), q, dk)
+
+    dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
+    dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
+    dk_tile += tile_offsets(key_offsets, columns, dk_stride_s)
+    dv_tile += tile_offsets(key_offsets, columns_v, dv_stride_s)
+    store_tile(dk_tile, dk * softmax_scale, keys, length_k, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)
+    store_tile(dv_tile, dv, keys, length_k, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_m_blocks",
+        "num_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+        "window_left",
+        "window_right",
+    ]
+)
+def bwd_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    minus_lse_ptr,
+    minus_delta_ptr,
+    dq_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    dout_stride_b,
+    dout_stride_s,
+    dout_stride_h,
+    lse_delta_stride_b,
+    lse_delta_stride_h,
+    dq_stride_b,
+    dq_stride_s,
+    dq_stride_h,
+    num_m_blocks,
+    num_heads,
+    qhead_per_kvhead,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    softmax_scale,
+    scale_log2,
+    cap_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VARLEN: tl.constexpr,
+    USED_Q: tl.constexpr,
+    USED_K: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LSE_IN_SCORES: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """dQ of one work tile of one head. Grid: num_m_blocks * num_heads * batch."""
+    pid = tl.program_id(0)
+    m_block = pid % num_m_blocks
+    head = pid // num_m_blocks
+    if RIGHT:
+        m_block = num_m_blocks - 1 - m_block
+    batch_idx = (head // num_heads).to(tl.int64)
+    head = (head % num_heads).to(tl.int64)
+    head_kv = head // qhead_per_kvhead
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
+    start_k, length_k = sequence(
+        cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K
+    )
+    first_row = m_block * BLOCK_M
+    if first_row >= length_q:
+        return
+    last_row = tl.minimum(first_row + BLOCK_M, length_q) - 1
+    diagonal = length_k - length_q
+    edges = n_block_range(
+        first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT
+    )
+
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    columns_v = tl.arange(0, BLOCK_DV)
+    keys = tl.arange(0, BLOCK_N)
+    rows = first_row + row_offsets
+    first_q_row = start_q + first_row
+    q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + first_q_row * q_stride_s
+    dout_tile = (
+        dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + first_q_row * dout_stride_s
+    )
+    k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
+    v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
+    k_tile += tile_offsets(keys, columns, k_stride_s)
+    v_tile += tile_offsets(keys, columns_v, v_stride_s)
+    q = load_tile(
+        q_tile + tile_offsets(row_offsets, columns, q_stride_s),
+        rows, length_q, columns, HEAD_DIM, True, HEAD_DIM < BLOCK_D,
+    )  # fmt: skip
+    dout = load_tile(
+        dout_tile + tile_offsets(row_offsets, columns_v, dout_stride_s),
+        rows, length_q, columns_v, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV,
+    )  # fmt: skip
+    lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
+    lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
+    minus_lse = tl.load(minus_lse_ptr + lse_delta + rows)[:, None]
+    minus_delta = tl.load(minus_delta_ptr + lse_delta + rows)[:, None]
+
+    k_step = tl.cast(k_stride_s, tl.int64)
+    v_step = tl.cast(v_stride_s, tl.int64)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for stage in tl.static_range(3):
+        MASKED = stage != 1
+        if stage == 1 or (stage == 0 and LEFT) or (stage == 2 and (RIGHT or TAIL)):
+            for first_key in range(edges[stage], tl.minimum(edges[stage + 1], edges[3]), BLOCK_N):
+                num_keys = length_k - first_key
+                k = load_tile(
+                    k_tile + first_key * k_step,
+                    keys,
+                    num_keys,
+                    columns,
+                    HEAD_DIM,
+                    MASKED and TAIL,
+                    HEAD_DIM < BLOCK_D,
+                )
+                v = load_tile(
+                    v_tile + first_key * v_step,
+                    keys,
+                    num_keys,
+                    columns_v,
+                    HEAD_DIM_V,
+                    MASKED and TAIL,
+                    HEAD_DIM_V < BLOCK_DV,
+                )
+                p, slope = _probabilities(
+                    q, tl.trans(k), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
+                )
+                if MASKED:
+                    reach = diagonal - first_key
+                    seen = visible(
+                        rows[:, None],
+                        keys[None, :],
+                        num_keys,
+                        reach,
+                        window_left,
+                        window_right,
+                        LEFT,
+                        RIGHT,
+                    )
+                    p = tl.where(seen, p, 0.0)
+                dp = tl.dot(dout, tl.trans(v), tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))
+                ds = p * dp * slope
+                dq = tl.dot(ds.to(k.dtype), k, dq)
+
+    dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
+    dq_tile += tile_offsets(row_offsets, columns, dq_stride_s)
+    store_tile(dq_tile, dq * softmax_scale, rows, length_q, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)

@@ -1,0 +1,182 @@
+"""What the forward and backward kernels share: sequences, tiles, masks, the soft cap.
+
+Conventions inside the kernels: scores are kept in the log2 domain (multiplied by log2(e)), so that
+the exponential is one exp2; offsets within a tensor are 64-bit, so that tensors beyond 2**31
+elements work; "first" and "last" tiles are given in rows or keys, not in tile numbers.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence(
+    cu_seqlens, seqused, batch_idx, seqlen, total, VARLEN: tl.constexpr, USED: tl.constexpr
+):
+    """First row (64-bit) and length of one sequence.
+
+    Whatever stands in cu_seqlens and seqused, the rows lie within the tensor.
+    """
+    start = 0
+    length = seqlen
+    if VARLEN:
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch_idx), 0), total)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch_idx + 1), start), total)
+        length = end - start
+        if USED:
+            length = tl.minimum(tl.maximum(tl.load(seqused + batch_idx), 0), length)
+    return tl.cast(start, tl.int64), length
+
+
+@triton.jit
+def tile_offsets(rows, columns, stride):
+    """64-bit element offsets of a (rows, columns) tile from its first element."""
+    return rows.to(tl.int64)[:, None] * stride + columns[None, :]
+
+
+@triton.jit
+def load_tile(
+    pointers,
+    rows,
+    num_rows,
+    columns,
+    num_columns,
+    MASK_ROWS: tl.constexpr,
+    MASK_COLUMNS: tl.constexpr,
+):
+    """Load a tile; what lies outside reads as zero."""
+    if MASK_ROWS and MASK_COLUMNS:
+        tile = tl.load(
+            pointers, mask=(rows < num_rows)[:, None] & (columns < num_columns)[None, :], other=0.0
+        )
+    elif MASK_ROWS:
+        tile = tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
+    elif MASK_COLUMNS:
+        tile = tl.load(pointers, mask=(columns < num_columns)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(pointers, values, rows, num_rows, columns, num_columns, MASK_COLUMNS: tl.constexpr):
+    """Store a tile in the tensor's own precision; nothing is written outside."""
+    mask = (rows < num_rows)[:, None]
+    if MASK_COLUMNS:
+        mask = mask & (columns < num_columns)[None, :]
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def visible(
+    rows,
+    keys,
+    num_keys,
+    diagonal,
+    window_left,
+    window_right,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """Which keys each row sees; rows and keys already broadcast against each other.
+
+    LEFT, RIGHT: whether that side of the window is bounded at all.
+    diagonal: key under row 0 of the bottom-right aligned diagonal, seqlen_k - seqlen_q.
+    """
+    seen = keys < num_keys
+    if RIGHT:
+        seen = seen & (keys <= rows + diagonal + window_right)
+    if LEFT:
+        seen = seen & (keys >= rows + diagonal - window_left)
+    return seen
+
+
+@triton.jit
+def tanh_exp2(x, SOFTCAP: tl.constexpr):
+    """tanh by one exp2; exact at both infinities, absolute error of a few 1e-7.
+
+    SOFTCAP: 1, or 2 for a cap far above 1, which multiplies the error: small x, where the
+    difference cancels, then take the series, to a relative error of 2e-6. (Both at once need so
+    many registers that some tiles spill them.)
+    """
+    result = 1.0 - 2.0 / (1.0 + tl.math.exp2(x * 2.8853900817779268))
+    if SOFTCAP == 2:
+        square = x * x
+        series = x * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))
+        result = tl.where(tl.abs(x) < 0.17, series, result)
+    return result
+
+
+@triton.jit
+def round_down(x, multiple: tl.constexpr):
+    return x // multiple * multiple
+
+
+@triton.jit
+def round_up(x, multiple: tl.constexpr):
+    return (x + multiple - 1) // multiple * multiple
+
+
+@triton.jit
+def n_block_range(
+    first_row,
+    last_row,
+    seqlen_k,
+    diagonal,
+    window_left,
+    window_right,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """Keys that the rows first_row..last_row see, as four tile edges: begin, full_begin,
+    full_end, end.
+
+    Tiles of [full_begin, full_end) are seen whole by every row, so they need no mask; the tiles
+    before and after are boundary tiles. Keys outside [begin, end) are seen by no row.
+    """
+    begin = 0
+    full_begin = 0
+    end = seqlen_k
+    full_end = round_down(seqlen_k, BLOCK_N)
+    if RIGHT:
+        end = tl.maximum(tl.minimum(end, last_row + diagonal + window_right + 1), 0)
+        full_end = round_down(
+            tl.maximum(tl.minimum(seqlen_k, first_row + diagonal + window_right + 1), 0), BLOCK_N
+        )
+    if LEFT:
+        begin = round_down(tl.maximum(first_row + diagonal - window_left, 0), BLOCK_N)
+        full_begin = round_up(tl.maximum(last_row + diagonal - window_left, 0), BLOCK_N)
+    full_begin = tl.minimum(full_begin, round_up(end, BLOCK_N))
+    full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def m_block_range(
+    first_key,
+    last_key,
+    seqlen_q,
+    diagonal,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """Rows that see the keys first_key..last_key, as ``n_block_range`` gives keys."""
+    begin = 0
+    full_begin = 0
+    end = seqlen_q
+    full_end = round_down(seqlen_q, BLOCK_M)
+    if RIGHT:
+        begin = round_down(tl.maximum(first_key - diagonal - window_right, 0), BLOCK_M)
+        full_begin = round_up(tl.maximum(last_key - diagonal - window_right, 0), BLOCK_M)
+    if LEFT:
+        end = tl.maximum(tl.minimum(end, last_key - diagonal + window_left + 1), 0)
+        full_end = round_down(
+            tl.maximum(tl.minimum(seqlen_q, first_key - diagonal + window_left + 1), 0), BLOCK_M
+        )
+    full_begin = tl.minimum(full_begin, round_up(end, BLOCK_M))
+    full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end

@@ -1,0 +1,377 @@
+"""FlashAttention-2 forward: one program holds a tile of query rows and streams the keys past it.
+
+The online softmax keeps, for each row, the running maximum m and the running sum l of exp2(score -
+m); the accumulator is rescaled when m grows (Dao, arXiv 2307.08691, algorithm 1). With num_splits >
+1 several programs share a work tile, each with a part of the keys, and ``combine_kernel`` joins
+them by their LSE.
+
+Of 8-bit operands (Q and K e4m3 or int8, V e4m3) the descales of Q and K go into the factor of the
+scores. The accumulator counts in units of the descale of V's current block: a change of unit is
+folded into the rescaling. P stays in float16.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import load_tile, n_block_range, sequence, store_tile, tanh_exp2, tile_offsets, visible
+from .fp8 import SMALLEST_RATIO, as_float16, as_operand, descale_of
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_m_blocks",
+        "num_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "total_q",
+        "total_k",
+        "window_left",
+        "window_right",
+        "num_splits",
+        "q_scale_stride_b",
+        "q_scale_stride_h",
+        "q_scale_stride_n",
+        "q_scale_group",
+        "q_block",
+        "num_q_blocks",
+        "k_scale_stride_b",
+        "k_scale_stride_h",
+        "k_scale_stride_n",
+        "k_scale_group",
+        "k_block",
+        "num_k_blocks",
+        "v_scale_stride_b",
+        "v_scale_stride_h",
+        "v_scale_stride_n",
+        "v_scale_group",
+        "v_block",
+        "num_v_blocks",
+    ]
+)
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    q_descale,
+    k_descale,
+    v_descale,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    out_stride_p,
+    out_stride_b,
+    out_stride_s,
+    out_stride_h,
+    lse_stride_p,
+    lse_stride_b,
+    lse_stride_h,
+    num_m_blocks,
+    num_heads,
+    qhead_per_kvhead,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    num_splits,
+    scale_log2,
+    cap_log2,
+    q_scale_stride_b,
+    q_scale_stride_h,
+    q_scale_stride_n,
+    q_scale_group,
+    q_block,
+    num_q_blocks,
+    k_scale_stride_b,
+    k_scale_stride_h,
+    k_scale_stride_n,
+    k_scale_group,
+    k_block,
+    num_k_blocks,
+    v_scale_stride_b,
+    v_scale_stride_h,
+    v_scale_stride_n,
+    v_scale_group,
+    v_block,
+    num_v_blocks,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VARLEN: tl.constexpr,
+    USED_Q: tl.constexpr,
+    USED_K: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TAIL: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """out and lse of one work tile of one head. Grid: num_m_blocks * num_splits * num_heads *
+    batch.
+
+    Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last key tile may be partial.
+    scale_log2 >= 0 (a negative scale flips q instead): with softcap it is the factor into tanh.
+    FP8: v is the bytes of e4m3, q and k are too or int8, with descales as in ``descale_of``; a key
+    tile lies within one block. scale_log2 may be negative.
+    """
+    pid = tl.program_id(0)
+    m_block = pid % num_m_blocks
+    head = pid // num_m_blocks
+    split = 0
+    if SPLIT:
+        split = head % num_splits
+        head = head // num_splits
+    batch_idx = (head // num_heads).to(tl.int64)
+    head = head % num_heads
+    if RIGHT:
+        # Under a causal mask later work tiles have more keys: longest first keeps the last wave
+        # short.
+        m_block = num_m_blocks - 1 - m_block
+
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
+    start_k, length_k = sequence(
+        cu_seqlens_k, seqused_k, batch_idx, seqlen_k, total_k, VARLEN, USED_K
+    )
+    first_row = m_block * BLOCK_M
+    if first_row >= length_q:
+        return
+    last_row = tl.minimum(first_row + BLOCK_M, length_q) - 1
+    diagonal = length_k - length_q
+    begin, full_begin, full_end, end = n_block_range(
+        first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT
+    )
+    if SPLIT:
+        part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
+        begin = begin + split * part
+        end = tl.minimum(begin + part, end)
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(begin, end))
+        full_end = tl.maximum(tl.minimum(full_end, begin + part), full_begin)
+
+    head_kv = (head // qhead_per_kvhead).to(tl.int64)
+    head = head.to(tl.int64)
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    columns_v = tl.arange(0, BLOCK_DV)
+    keys = tl.arange(0, BLOCK_N)
+    rows = first_row + row_offsets
+    q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + (start_q + first_row) * q_stride_s
+    k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
+    v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
+    k_tile += tile_offsets(keys, columns, k_stride_s)
+    v_tile += tile_offsets(keys, columns_v, v_stride_s)
+    k_step = tl.cast(k_stride_s, tl.int64)
+    v_step = tl.cast(v_stride_s, tl.int64)
+
+    q = load_tile(
+        q_tile + tile_offsets(row_offsets, columns, q_stride_s),
+        rows,
+        length_q,
+        columns,
+        HEAD_DIM,
+        True,
+        HEAD_DIM < BLOCK_D,
+    )
+    if NEGATIVE_SCALE:
+        q = -q
+    if FP8:
+        q = as_operand(q, NATIVE_FP8)
+        row_factor = scale_log2 * descale_of(
+            rows, head, batch_idx, q_descale, q_scale_stride_b, q_scale_stride_h, q_scale_stride_n,
+            q_scale_group, q_block, num_q_blocks,
+        )  # fmt: skip
+        v_unit = 0.0
+        largest_unit = 0.0
+
+    # With softcap the scores are in the log2 domain before the maximum is taken; else the scale is
+    # folded into the argument of exp2. FP8 multiplies every tile by a factor of its own.
+    factor = 1.0 if SOFTCAP or FP8 else scale_log2
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    edges = (begin, full_begin, full_end, end)
+    # Three stretches of keys: left boundary tiles, clear tiles, right boundary tiles. Only the
+    # first and the last pay for masks, and a stretch that this kernel cannot have is not compiled.
+    for stage in tl.static_range(3):
+        MASKED = stage != 1
+        if stage == 1 or (stage == 0 and LEFT) or (stage == 2 and (RIGHT or TAIL)):
+            for first_key in range(edges[stage], tl.minimum(edges[stage + 1], end), BLOCK_N):
+                num_keys = length_k - first_key
+                k = load_tile(
+                    k_tile + first_key * k_step,
+                    keys,
+                    num_keys,
+                    columns,
+                    HEAD_DIM,
+                    MASKED and TAIL,
+                    HEAD_DIM < BLOCK_D,
+                )
+                if FP8:
+                    k = as_operand(k, NATIVE_FP8)
+                scores = tl.dot(q, tl.trans(k))
+                if FP8:
+                    k_scale = descale_of(
+                        first_key, head, batch_idx, k_descale,
+                        k_scale_stride_b, k_scale_stride_h, k_scale_stride_n,
+                        k_scale_group, k_block, num_k_blocks,
+                    )  # fmt: skip
+                    row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
+                    scores = scores.to(tl.float32) * row_scale[:, None]  # of int8 they are int32
+                if SOFTCAP:
+                    scaled = scores if FP8 else scores * scale_log2
+                    scores = cap_log2 * tanh_exp2(scaled, SOFTCAP)
+                if MASKED:
+                    reach = diagonal - first_key
+                    seen = visible(
+                        rows[:, None],
+                        keys[None, :],
+                        num_keys,
+                        reach,
+                        window_left,
+                        window_right,
+                        LEFT,
+                        RIGHT,
+                    )
+                    scores = tl.where(seen, scores, float("-inf"))
+                new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+                reference = new_max
+                if MASKED:
+                    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+                    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+                p = tl.math.exp2(scores * factor - reference[:, None])
+                decay = tl.math.exp2(row_max - reference)
+                row_sum = row_sum * decay + tl.sum(p, 1)
+                if FP8:
+                    new_unit = descale_of(
+                        first_key, head, batch_idx, v_descale,
+                        v_scale_stride_b, v_scale_stride_h, v_scale_stride_n,
+                        v_scale_group, v_block, num_v_blocks,
+                    )  # fmt: skip
+                    largest_unit = tl.maximum(largest_unit, tl.abs(new_unit))
+                    smallest = largest_unit * SMALLEST_RATIO
+                    new_unit = tl.where(tl.abs(new_unit) < smallest, smallest, new_unit)
+                    decay = decay * tl.where(new_unit == v_unit, 1.0, v_unit / new_unit)
+                    v_unit = new_unit
+                acc = acc * decay[:, None]
+                v = load_tile(
+                    v_tile + first_key * v_step,
+                    keys,
+                    num_keys,
+                    columns_v,
+                    HEAD_DIM_V,
+                    MASKED and TAIL,
+                    HEAD_DIM_V < BLOCK_DV,
+                )
+                if FP8:
+                    v = as_float16(v, NATIVE_FP8)
+                acc = tl.dot(p.to(v.dtype), v, acc)
+                row_max = new_max
+
+    empty = row_sum == 0.0
+    lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
+    out = acc * tl.where(empty, 1.0, 1.0 / row_sum)[:, None]
+    if FP8:
+        out = out * v_unit
+    lse_rows = (
+        lse_ptr
+        + split * lse_stride_p
+        + batch_idx * lse_stride_b
+        + head * lse_stride_h
+        + start_q
+        + rows
+    )
+    tl.store(lse_rows, lse, mask=rows < length_q)
+    out_tile = out_ptr + split * out_stride_p + batch_idx * out_stride_b + head * out_stride_h
+    out_tile += (start_q + first_row) * out_stride_s
+    out_tile += tile_offsets(row_offsets, columns_v, out_stride_s)
+    store_tile(out_tile, out, rows, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "num_rows", "num_splits"])
+def combine_kernel(
+    out_parts,
+    lse_parts,
+    out_ptr,
+    lse_ptr,
+    out_stride_p,
+    out_stride_b,
+    out_stride_s,
+    out_stride_h,
+    lse_stride_p,
+    num_m_blocks,
+    num_heads,
+    num_rows,
+    num_splits,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Join the parts of a split forward: out = sum over p of exp(lse_p - lse) * out_p.
+
+    out and each part of out_parts share their strides; lse is (batch, heads, rows), contiguous.
+    Grid: num_m_blocks * num_heads * batch.
+    """
+    pid = tl.program_id(0)
+    head = (pid // num_m_blocks).to(tl.int64)
+    first_row = pid % num_m_blocks * BLOCK_M
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_DV)
+    rows = first_row + row_offsets
+    inside = rows < num_rows
+    lse_rows = head * num_rows + rows
+    tile = (
+        head // num_heads * out_stride_b
+        + head % num_heads * out_stride_h
+        + first_row.to(tl.int64) * out_stride_s
+    )
+    tile += tile_offsets(row_offsets, columns, out_stride_s)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    for split in range(num_splits):
+        lse = tl.load(lse_parts + split * lse_stride_p + lse_rows, mask=inside, other=float("-inf"))
+        part = load_tile(
+            out_parts + split * out_stride_p + tile,
+            rows,
+            num_rows,
+            columns,
+            HEAD_DIM_V,
+            True,
+            HEAD_DIM_V < BLOCK_DV,
+        )
+        new_largest = tl.maximum(largest, lse)
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp(lse - reference)
+        decay = tl.exp(largest - reference)
+        acc = acc * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        largest = new_largest
+    empty = total == 0.0
+    tl.store(
+        lse_ptr + lse_rows, tl.where(empty, float("-inf"), largest + tl.log(total)), mask=inside
+    )
+    out = acc * tl.where(empty, 1.0, 1.0 / total)[:, None]
+    store_tile(out_ptr + tile, out, rows, num_rows, columns, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)

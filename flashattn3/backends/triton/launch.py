@@ -1,0 +1,427 @@
+"""From a problem and its tiles to kernel launches: grids, scalars, compile-time arguments.
+
+The tuples below follow the kernels' signatures in triton_kernels. Importing this module imports
+Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from ...call.descales import EIGHT_BIT, FP8, INT8, Descales, v_dtype
+from ...call.problem import Problem
+from ..gpu_limits import DTYPE_NAMES
+from .backend import TritonConfig
+from .kernels import backward, forward
+from .kernels.launch import Launch
+from .tile_configs import Tile, padded
+
+OPERAND_TYPES = {**DTYPE_NAMES, FP8: "u8", INT8: "i8"}  # of the forward: e4m3 comes as bytes
+LOG2E = 1.4426950408889634
+SMALLEST_SCALE = 2.0**-100  # stands in for a scale of 0 in the forward, where -inf * 0 would be NaN
+LARGEST_EXACT_CAP = 256.0  # times the absolute error of tanh: 1e-4 in a score
+SMALLEST_DIVISOR = 2.0**-64  # among scales: an LSE divided by it is far from overflow
+LSE_DELTA_ROWS = backward.LSE_DELTA_ROWS.value
+SMALLEST_FP8_WIDTH = 32  # of the head dim: what one product of 8 bits takes
+ROWS_PER_PROGRAM = 64  # of the kernels that only read and combine rows
+COMBINE_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
+
+
+def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of the tensors in the order of ``Tensors``: (out, lse)."""
+    launch = forward_launch(problem, config)
+    prepare = _prepare_split_forward if config.num_splits > 1 else _prepare_whole_forward
+    run = prepare(problem, config, launch)
+    if problem.dtype not in EIGHT_BIT:
+        return run
+
+    def run_on_bytes(q, k, v, *rest):
+        return run(*(x.view(torch.uint8) if x.dtype == FP8 else x for x in (q, k, v)), *rest)
+
+    return run_on_bytes
+
+
+def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
+    allocate = _result_allocator(problem)
+
+    def run(q, k, v, *rest):
+        out, lse = allocate(q)
+        launch(q, k, v, out, lse, *rest)
+        return out, lse
+
+    return run
+
+
+def _result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of out and of lse."""
+    lead = () if problem.varlen else (problem.batch,)
+    heads = problem.num_heads_q
+    return (*lead, problem.total_q, heads, problem.head_dim_v), (*lead, heads, problem.total_q)
+
+
+def _result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function that gives new out and lse, where q is, for a kernel to write.
+
+    Rows that belong to no sequence are there already, because no kernel writes them: only varlen
+    can have them.
+    """
+    out_shape, lse_shape = _result_shapes(problem)
+    varlen, out_dtype = problem.varlen, problem.out_dtype
+
+    def allocate(q: Tensor) -> tuple[Tensor, Tensor]:
+        # Methods of q and not torch.empty: no device to be read from Python.
+        out = q.new_empty(out_shape, dtype=out_dtype)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if varlen:
+            out.zero_()
+            lse.fill_(float("-inf"))
+        return out, lse
+
+    return allocate
+
+
+def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
+    combine = combine_launch(problem, config)
+    out_size, lse_size = _result_shapes(problem)
+    blank = torch.zeros if problem.varlen else torch.empty
+    of = {"dtype": torch.float32, "device": problem.device}
+
+    def run(q, k, v, *rest):
+        out_parts = blank((config.num_splits, *out_size), **of)
+        lse_parts = torch.full((config.num_splits, *lse_size), float("-inf"), **of)
+        launch(q, k, v, out_parts, lse_parts, *rest)
+        out = torch.empty(out_size, dtype=problem.out_dtype, device=problem.device)
+        lse = torch.empty(lse_size, **of)
+        combine(out_parts, lse_parts, out, lse)
+        return out, lse
+
+    return run
+
+
+def prepare_backward(
+    problem: Problem,
+    config: TritonConfig,
+    dout_stride: tuple[int, ...],
+    dlse_stride: tuple[int, ...] | None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Of (dout, dlse, out, lse) and the tensors without descales: (dq, dk, dv)."""
+    bwd_preprocess, bwd_dkdv, bwd_dq = backward_launches(problem, config, dout_stride, dlse_stride)
+    shape = lse_delta_shape(problem)
+    new_like = torch.zeros if problem.varlen else torch.empty
+
+    def run(dout, dlse, out, lse, q, k, v, *indices):
+        minus_lse, minus_delta = (
+            torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2)
+        )
+        dq, dk, dv = (new_like(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        bwd_preprocess(out, dout, lse, dlse, minus_lse, minus_delta, indices[0], indices[2])
+        bwd_dkdv(q, k, v, dout, minus_lse, minus_delta, dk, dv, *indices)
+        bwd_dq(q, k, v, dout, minus_lse, minus_delta, dq, *indices)
+        return dq, dk, dv
+
+    return run
+
+
+def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
+    """(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, the three descales)"""
+    tile = config.tiles.forward
+    fp8 = problem.dtype in EIGHT_BIT
+    scale = problem.softmax_scale if fp8 else abs(problem.softmax_scale) or SMALLEST_SCALE
+    num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
+    out_strides = _dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
+    lse_strides = _lse_strides(problem)
+    scalars = (
+        *problem.q_stride,
+        *problem.k_stride,
+        *problem.v_stride,
+        _num_rows(problem) * problem.head_dim_v,
+        *out_strides,
+        _num_rows(problem),
+        *lse_strides,
+        num_m_blocks,
+        problem.num_heads_q,
+        problem.qhead_per_kvhead,
+        *_lengths(problem),
+        problem.window_left,
+        problem.window_right,
+        config.num_splits,
+        *_score_factors(problem, scale),
+        *_descale_layouts(problem),
+    )
+    constants = _features(problem, tile) | {
+        "NEGATIVE_SCALE": not fp8 and problem.softmax_scale < 0,
+        "SPLIT": config.num_splits > 1,
+        "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
+        "FP8": fp8,
+        "NATIVE_FP8": config.native_fp8,
+    }
+    if fp8:
+        constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])
+    dtype, dtype_v = (OPERAND_TYPES[x] for x in (problem.dtype, v_dtype(problem.dtype)))
+    out_type = "fp32" if config.num_splits > 1 else DTYPE_NAMES[problem.out_dtype]
+    descales = ("fp32" if descales else None for descales in _all_descales(problem))
+    types = (dtype, dtype, dtype_v, out_type, "fp32", *_indices(problem), *descales)
+    return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
+
+
+def combine_launch(problem: Problem, config: TritonConfig) -> Launch:
+    """(out_parts, lse_parts, out, lse)"""
+    num_m_blocks = ceil(problem.total_q / ROWS_PER_PROGRAM)
+    scalars = (
+        _num_rows(problem) * problem.head_dim_v,
+        *_dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v),
+        _num_rows(problem),
+        num_m_blocks,
+        problem.num_heads_q,
+        problem.total_q,
+        config.num_splits,
+    )
+    constants = _value_row(problem)
+    types = ("fp32", "fp32", DTYPE_NAMES[problem.out_dtype], "fp32")
+    grid = _row_grid(problem)
+    return _launch(forward.combine_kernel, types, grid, scalars, constants, COMBINE_TILE, config)
+
+
+def backward_launches(
+    problem: Problem,
+    config: TritonConfig,
+    dout_stride: tuple[int, ...],
+    dlse_stride: tuple[int, ...] | None,
+) -> tuple[Launch, Launch, Launch]:
+    """Of three kernels, with the tensors that each takes:
+
+    bwd_preprocess_kernel: out, dout, lse, dlse, minus_lse, minus_delta, cu_seqlens_q, seqused_q.
+    bwd_dkdv_kernel: q, k, v, dout, minus_lse, minus_delta, dk, dv, the four of _indices.
+    bwd_dq_kernel: q, k, v, dout, minus_lse, minus_delta, dq, the four of _indices.
+    """
+    dout_strides = (0, *dout_stride[:2]) if problem.varlen else dout_stride[:3]
+    return (
+        _preprocess_launch(problem, config, dout_strides, dlse_stride),
+        _dkdv_launch(problem, config, dout_strides),
+        _dq_launch(problem, config, dout_strides),
+    )
+
+
+def lse_delta_shape(problem: Problem) -> tuple[int, ...]:
+    """(batch, heads, rows) or, for varlen, (heads, rows), with room for the padding."""
+    if problem.varlen:
+        return (problem.num_heads_q, problem.total_q + problem.batch * LSE_DELTA_ROWS)
+    return (
+        problem.batch,
+        problem.num_heads_q,
+        ceil(problem.seqlen_q / LSE_DELTA_ROWS) * LSE_DELTA_ROWS,
+    )
+
+
+def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
+    """Every kernel that a call and its gradient may launch, by name, for tests and tuning."""
+    of_forward = {
+        "forward": forward_launch(problem, config),
+        "combine": combine_launch(problem, config),
+    }
+    if problem.dtype in EIGHT_BIT:
+        return of_forward
+    dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (
+        not problem.varlen
+    )
+    dout_stride += (problem.num_heads_q * problem.head_dim_v, problem.head_dim_v, 1)
+    bwd_preprocess, bwd_dkdv, bwd_dq = backward_launches(problem, config, dout_stride, None)
+    return {**of_forward, "bwd_preprocess": bwd_preprocess, "bwd_dkdv": bwd_dkdv, "bwd_dq": bwd_dq}
+
+
+def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dlse_stride) -> Launch:
+    has_dlse = dlse_stride is not None
+    num_m_blocks = ceil(problem.seqlen_q / LSE_DELTA_ROWS) * (LSE_DELTA_ROWS // ROWS_PER_PROGRAM)
+    scalars = (
+        *_dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v),
+        *dout_strides,
+        *_lse_strides(problem),
+        *((0, 0, 0, *dlse_stride)[-3:] if has_dlse else (0, 0, 0)),
+        *_lse_delta_strides(problem),
+        num_m_blocks,
+        problem.num_heads_q,
+        problem.seqlen_q,
+        problem.total_q,
+        -1.0 / problem.softmax_scale if _lse_in_scores(problem) else -LOG2E,
+    )
+    constants = _value_row(problem) | {
+        "VARLEN": problem.varlen,
+        "USED_Q": problem.has_seqused_q,
+        "HAS_DLSE": has_dlse,
+    }
+    grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
+    dtype = DTYPE_NAMES[problem.dtype]
+    dlse_type = "fp32" if has_dlse else None
+    types = (dtype, dtype, "fp32", dlse_type, "fp32", "fp32", *_indices(problem)[::2])
+    return _launch(
+        backward.bwd_preprocess_kernel, types, grid, scalars, constants, COMBINE_TILE, config
+    )
+
+
+def _dkdv_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
+    tile = config.tiles.bwd_dkdv
+    num_n_blocks = ceil(problem.seqlen_k / tile.block_n)
+    keys, heads = problem.total_k, problem.num_heads_kv
+    scalars = (
+        *_input_strides(problem, dout_strides),
+        *_dense_strides(problem, keys, heads, problem.head_dim),
+        *_dense_strides(problem, keys, heads, problem.head_dim_v),
+        num_n_blocks,
+        problem.num_heads_kv,
+        *_bounds_and_factors(problem),
+    )
+    tail_q, tail_k = problem.seqlen_q % tile.block_m, problem.seqlen_k % tile.block_n
+    constants = _features(problem, tile) | {
+        "LSE_IN_SCORES": _lse_in_scores(problem),
+        "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
+    }
+    grid = (num_n_blocks * heads * problem.batch, 1, 1)
+    dtype = DTYPE_NAMES[problem.dtype]
+    types = (*(dtype,) * 4, "fp32", "fp32", dtype, dtype, *_indices(problem))
+    return _launch(backward.bwd_dkdv_kernel, types, grid, scalars, constants, tile, config)
+
+
+def _dq_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
+    tile = config.tiles.bwd_dq
+    num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
+    scalars = (
+        *_input_strides(problem, dout_strides),
+        *_dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim),
+        num_m_blocks,
+        problem.num_heads_q,
+        *_bounds_and_factors(problem),
+    )
+    constants = _features(problem, tile) | {
+        "LSE_IN_SCORES": _lse_in_scores(problem),
+        "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
+    }
+    grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
+    dtype = DTYPE_NAMES[problem.dtype]
+    types = (*(dtype,) * 4, "fp32", "fp32", dtype, *_indices(problem))
+    return _launch(backward.bwd_dq_kernel, types, grid, scalars, constants, tile, config)
+
+
+def _launch(kernel, types, grid, scalars, constants, tile: Tile, config: TritonConfig) -> Launch:
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if config.arch is not None:
+        options["arch"] = config.arch
+    return Launch(kernel, types, grid, scalars, constants, options)
+
+
+def _indices(problem: Problem) -> tuple[str | None, ...]:
+    """Types of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
+    present = (problem.varlen, problem.varlen, problem.has_seqused_q, problem.has_seqused_k)
+    return tuple("i32" if given else None for given in present)
+
+
+def _all_descales(problem: Problem) -> tuple[Descales | None, ...]:
+    return problem.q_descales, problem.k_descales, problem.v_descales
+
+
+def _descale_layouts(problem: Problem) -> tuple[int | None, ...]:
+    """Where the kernel finds descales; None is compiled away."""
+    places = []
+    for descales in _all_descales(problem):
+        if descales is None:
+            places += [None] * 6
+        else:
+            qhead_per_kvhead = problem.num_heads_q // descales.heads
+            places += [*descales.stride, qhead_per_kvhead, descales.block, descales.num_blocks]
+    return tuple(places)
+
+
+def _row_grid(problem: Problem) -> tuple[int, int, int]:
+    return (ceil(problem.total_q / ROWS_PER_PROGRAM) * _num_heads(problem), 1, 1)
+
+
+def _value_row(problem: Problem) -> dict[str, int]:
+    return {
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_M": ROWS_PER_PROGRAM,
+    }
+
+
+def _num_heads(problem: Problem) -> int:
+    """Query heads of all sequences; the packed rows of varlen count as one sequence."""
+    return problem.num_heads_q * (1 if problem.varlen else problem.batch)
+
+
+def _num_rows(problem: Problem) -> int:
+    return _num_heads(problem) * problem.total_q
+
+
+def _dense_strides(problem: Problem, rows: int, heads: int, head_dim: int) -> tuple[int, int, int]:
+    """(batch, sequence, head) strides of a contiguous tensor."""
+    return (0 if problem.varlen else rows * heads * head_dim, heads * head_dim, head_dim)
+
+
+def _lse_strides(problem: Problem) -> tuple[int, int]:
+    """(batch, head) strides of lse, whose rows are contiguous."""
+    return (0 if problem.varlen else problem.num_heads_q * problem.total_q, problem.total_q)
+
+
+def _lse_delta_strides(problem: Problem) -> tuple[int, int]:
+    """(batch, head) strides of the tensors that bwd_preprocess_kernel writes."""
+    rows = lse_delta_shape(problem)[-1]
+    return (0 if problem.varlen else problem.num_heads_q * rows, rows)
+
+
+def _input_strides(problem: Problem, dout_strides) -> tuple[int, ...]:
+    return (
+        *problem.q_stride,
+        *problem.k_stride,
+        *problem.v_stride,
+        *dout_strides,
+        *_lse_delta_strides(problem),
+    )
+
+
+def _lengths(problem: Problem) -> tuple[int, ...]:
+    return (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
+
+
+def _bounds_and_factors(problem: Problem) -> tuple[int | float, ...]:
+    return (
+        problem.qhead_per_kvhead,
+        *_lengths(problem),
+        problem.window_left,
+        problem.window_right,
+        problem.softmax_scale,
+        *_score_factors(problem, problem.softmax_scale),
+    )
+
+
+def _lse_in_scores(problem: Problem) -> bool:
+    """Whether the backward can take the LSE off a raw score: not through a soft cap, nor where the
+    scale is too small to divide by."""
+    return problem.softcap == 0 and abs(problem.softmax_scale) >= SMALLEST_DIVISOR
+
+
+def _score_factors(problem: Problem, scale: float) -> tuple[float, float]:
+    """(scale_log2, cap_log2): what takes a raw score, or a capped one, into the log2 domain."""
+    if problem.softcap > 0:
+        return scale / problem.softcap, problem.softcap * LOG2E
+    return scale * LOG2E, 0.0
+
+
+def _features(problem: Problem, tile: Tile) -> dict[str, object]:
+    """The compile-time arguments that the forward and the backward kernels share."""
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "VARLEN": problem.varlen,
+        "USED_Q": problem.has_seqused_q,
+        "USED_K": problem.has_seqused_k,
+        "LEFT": problem.window_left >= 0,
+        "RIGHT": problem.window_right >= 0,
+        "SOFTCAP": (problem.softcap > 0) + (problem.softcap > LARGEST_EXACT_CAP),
+    }

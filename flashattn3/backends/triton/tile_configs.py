@@ -1,0 +1,104 @@
+"""Tiles by head dim, lowering and shared memory of the device. No run-time autotuning.
+
+A row applies where the head dim fits and the chip has its shared memory; the first that applies is
+taken. ``python -m flashattn3.bench.tune`` measures candidates on the GPU at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """block_m query rows by block_n keys; num_stages is the depth of the load pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One tile for each kernel: the forward, dK and dV, dQ."""
+
+    forward: Tile
+    bwd_dkdv: Tile
+    bwd_dq: Tile
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tiles for head dims up to head_dim on chips with at least shared_memory_kib for one block.
+
+    wgmma: the row is for code that uses Hopper's warpgroup matrix instructions (lowering 90).
+    full, masked: without and with a causal mask or window.
+    """
+
+    head_dim: int
+    wgmma: bool
+    shared_memory_kib: int
+    full: Tiles
+    masked: Tiles
+
+
+# fmt: off
+TILE_CONFIGS = (
+    TileConfig(32, True, 227,
+        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)),
+        masked=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3))),
+    TileConfig(64, True, 227,
+        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),
+        masked=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3))),
+    TileConfig(128, True, 227,
+        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 32, 8, 3)),
+        masked=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))),
+    TileConfig(256, True, 227,
+        full=Tiles(Tile(128, 64, 8, 2), Tile(32, 32, 4, 3), Tile(128, 32, 8, 3)),
+        masked=Tiles(Tile(128, 32, 8, 3), Tile(32, 32, 4, 3), Tile(128, 32, 8, 3))),
+    TileConfig(32, False, 99,
+        full=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
+        masked=Tiles(Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3))),
+    TileConfig(64, False, 99,
+        full=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3)),
+        masked=Tiles(Tile(128, 64, 4, 2), Tile(32, 128, 4, 3), Tile(128, 64, 4, 2))),
+    TileConfig(128, False, 163,
+        full=Tiles(Tile(128, 32, 4, 3), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2)),
+        masked=Tiles(Tile(128, 32, 4, 2), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3))),
+    TileConfig(128, False, 99,
+        full=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2)),
+        masked=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2))),
+    TileConfig(256, False, 163,
+        full=Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
+        masked=Tiles(Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2))),
+    TileConfig(256, False, 99,
+        full=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)),
+        masked=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2))),
+)
+# fmt: on
+MAX_HEAD_DIM = max(tile_config.head_dim for tile_config in TILE_CONFIGS)
+MIN_SHARED_MEMORY_KIB = min(tile_config.shared_memory_kib for tile_config in TILE_CONFIGS)
+
+
+def select_tile_config(
+    head_dim: int, head_dim_v: int, lowering: int | None, shared_memory_bytes: int
+) -> TileConfig:
+    """The first row for the larger of the two head dims that the chip can run.
+
+    lowering: the compute capability that Triton compiles for, 90 for 9.0; None in the interpreter.
+    """
+    widest = max(head_dim, head_dim_v)
+    wgmma = lowering == 90
+    for tile_config in TILE_CONFIGS:
+        fits = tile_config.shared_memory_kib * 1024 <= shared_memory_bytes
+        if widest <= tile_config.head_dim and fits and tile_config.wgmma in (wgmma, False):
+            return tile_config
+    raise LookupError(
+        f"no tiles for head dim {widest} with {shared_memory_bytes} bytes of shared memory"
+    )
+
+
+def padded(head_dim: int) -> int:
+    """Width of a tile in head dim: a power of two, at least 16, as tl.arange and tl.dot ask."""
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,0 +1,112 @@
+"""What is compared: flashattn3 and the attention that every PyTorch user already has.
+
+An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, heads, head_dim); "fp8
+int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name, with
+"fast accum" behind the name with use_fast_accum=True; "quantize+int8" and "quantize+e4m3" quantize
+them so, "quantize+int8+smooth_k" after k's mean was subtracted; "mha" takes the heads of k and v
+once for each query head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashattn3
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal)
+
+
+def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
+
+
+def fast_accum(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal, use_fast_accum=True)
+
+
+def _quantize_and_attend(qk_dtype: torch.dtype, smooth_k: bool = False) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        how = {"qk_dtype": qk_dtype, "smooth_k": smooth_k}
+        return flashattn3.flash_attn_fp8_func(q, k, v, causal=causal, **how)
+
+    return attend
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Softmax(q kᵀ) v as in the textbook: stores scores (batch, heads, seqlen_q, seqlen_k)."""
+    qhead_per_kvhead = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if qhead_per_kvhead > 1:
+        k, v = (
+            k.repeat_interleave(qhead_per_kvhead, dim=1),
+            v.repeat_interleave(qhead_per_kvhead, dim=1),
+        )
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+    if causal:
+        sq, sk = scores.shape[-2:]
+        hidden = torch.ones(sq, sk, dtype=torch.bool, device=q.device).triu_(sk - sq + 1)
+        scores = scores.masked_fill_(hidden, -math.inf)
+    return (scores.softmax(dim=-1) @ v).transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """torch's own attention on the same storage, with whichever of its backends is selected.
+
+    Its is_causal is aligned to the top left, so a causal problem must have as many queries as keys.
+    """
+    if causal and q.shape[1] != k.shape[1]:
+        raise RuntimeError(
+            "torch's is_causal is aligned to the top left: needs seqlen_q = seqlen_k"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+SDPA_BACKENDS = {
+    "fa2": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def _with_backend(backend: SDPBackend) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v, causal)
+
+    return attend
+
+
+OURS, DETERMINISTIC, MHA = "flashattn3", "deterministic", "mha"
+FP8_INT8, FP8_E4M3 = "fp8 int8", "fp8 e4m3"
+FAST_INT8, FAST_E4M3 = f"{FP8_INT8} fast accum", f"{FP8_E4M3} fast accum"
+WHOLE_INT8, WHOLE_E4M3 = "quantize+int8", "quantize+e4m3"
+WHOLE_SMOOTH = f"{WHOLE_INT8}+smooth_k"
+# What q and k, which are rotated, become: before they are timed, or while.
+FAST = {FAST_INT8: torch.int8, FAST_E4M3: torch.float8_e4m3fn}
+QUANTIZED = {FP8_INT8: torch.int8, FP8_E4M3: torch.float8_e4m3fn, **FAST}
+WHOLE = {WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn, WHOLE_SMOOTH: torch.int8}
+EIGHT_BIT = {**QUANTIZED, **WHOLE}
+PROVIDERS: dict[str, Attention] = {
+    **dict.fromkeys(QUANTIZED, ours),
+    **dict.fromkeys(FAST, fast_accum),
+    **{name: _quantize_and_attend(to, name == WHOLE_SMOOTH) for name, to in WHOLE.items()},
+    DETERMINISTIC: deterministic,
+    OURS: ours,
+    MHA: ours,
+    **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
+    "naive": naive,
+}
+BASELINES = (*SDPA_BACKENDS, "naive")

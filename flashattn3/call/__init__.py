@@ -1,0 +1,1 @@
+"""One call: its arguments, checked and normalised to a ``Problem``."""

@@ -1,0 +1,100 @@
+"""Numbers, bools and pairs among the arguments of a call: Python's, numpy's and 0-d tensors; and
+tensors whose memory can be addressed.
+
+A 0-d tensor on a GPU is read, which waits for the device; ``length`` alone does not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import shown, type_error, value_error
+
+LARGEST = 2**63 - 1  # of torch's operators
+
+
+def integer(function: str, name: str, value: object) -> int:
+    """An int of 64 bits; a bool is none."""
+    if type(value) is int and -LARGEST <= value <= LARGEST:
+        return value
+    found = _scalar(value)
+    if isinstance(found, bool) or not isinstance(found, (int, torch.SymInt)):
+        raise type_error(function, name, "an int", shown(value))
+    if not torch.compiler.is_compiling() and abs(found) > LARGEST:
+        raise value_error(function, name, "an int of 64 bits", shown(value))
+    return found
+
+
+def real(function: str, name: str, value: object) -> float:
+    """A float, or an int as a float; NaN and infinity pass."""
+    if type(value) is float:
+        return value
+    found = _scalar(value)
+    if isinstance(found, bool) or not isinstance(found, (float, int, torch.SymFloat, torch.SymInt)):
+        raise type_error(function, name, "a float", shown(value))
+    try:
+        return found if isinstance(found, (torch.SymFloat, torch.SymInt)) else float(found)
+    except OverflowError:
+        raise value_error(function, name, "finite", shown(value)) from None
+
+
+def boolean(function: str, name: str, value: object) -> bool:
+    """A bool, or 0 or 1."""
+    if value is False or value is True:
+        return value
+    found = _scalar(value)
+    if not isinstance(found, (bool, int)) or found not in (0, 1):
+        raise type_error(function, name, "a bool", shown(value))
+    return bool(found)
+
+
+def window(function: str, name: str, value: object) -> tuple[int, int]:
+    """(left, right) of a tuple, a list, an array or a tensor; -1 for None and what is negative."""
+    sides = value if isinstance(value, (tuple, list)) else _listed(value)
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise type_error(function, name, "a pair (left, right)", shown(value))
+    left, right = sides
+    return _side(function, name, 0, left), _side(function, name, 1, right)
+
+
+def length(function: str, name: str, value: object) -> int | None:
+    """A number of tokens, at least 0; None where it is not given or only a GPU knows it."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor) and (value.is_cuda or value.is_meta):
+        if value.ndim or value.is_floating_point() or value.is_complex():
+            raise type_error(function, name, "an int", shown(value))
+        return None
+    found = integer(function, name, value)
+    if torch.compiler.is_compiling():
+        torch._check(found >= 0)
+    elif found < 0:
+        raise value_error(function, name, ">= 0", found)
+    return found
+
+
+def expect_strided(function: str, name: str, tensor: Tensor) -> None:
+    """TypeError for a tensor whose elements have no strides: sparse, of mkldnn, nested."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise type_error(function, f"{name}.layout", "torch.strided, of a plain tensor", layout)
+
+
+def _side(function: str, name: str, index: int, value: object) -> int:
+    if type(value) is int and -1 <= value <= LARGEST:
+        return value
+    return -1 if value is None else max(-1, integer(function, f"{name}[{index}]", value))
+
+
+def _listed(value: object) -> object:
+    """Convert 1-d arrays and tensors to lists; return any other value unchanged."""
+    host = not (isinstance(value, Tensor) and value.is_meta)
+    return value.tolist() if host and getattr(value, "ndim", None) == 1 else value
+
+
+def _scalar(value: object) -> object:
+    """numpy's scalars and 0-d arrays and tensors as Python has them; others as they are."""
+    if getattr(value, "ndim", None) != 0 or getattr(value, "is_meta", False):
+        return value
+    return value.item()

@@ -1,0 +1,65 @@
+"""Checks of what stands in tensors. They read it on the host, so they wait for the device.
+
+On a CPU they are always made, on other devices in a process started with FLASHATTN3_CHECK=1.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import expect, value_error
+
+if TYPE_CHECKING:
+    from .problem import Options, Tensors
+
+OFF = ("", "0", "false", "no", "off")
+CHECKED = os.environ.get("FLASHATTN3_CHECK", "").lower() not in OFF
+
+
+def is_checked(device: torch.device) -> bool:
+    """Whether the values of index tensors on the device are read: where nobody waits for it."""
+    return CHECKED or device.type == "cpu"
+
+
+def check_values(tensors: Tensors, options: Options) -> None:
+    """Raise for cu_seqlens and seqused that fall, pass an end or do not fit max_seqlen."""
+    sides = (
+        ("q", tensors.q, tensors.cu_seqlens_q, tensors.seqused_q, options.max_seqlen_q),
+        ("k", tensors.k, tensors.cu_seqlens_k, tensors.seqused_k, options.max_seqlen_k),
+    )
+    function = options.function
+    for side, rows, cu_seqlens, seqused, max_seqlen in sides:
+        lengths = check_edges(function, f"cu_seqlens_{side}", cu_seqlens, rows.shape[0])
+        for index, used in enumerate(seqused.tolist() if seqused is not None else ()):
+            if not 0 <= used <= lengths[index]:
+                wanted = f"between 0 and {lengths[index]}, the sequence's length"
+                raise value_error(function, f"seqused_{side}[{index}]", wanted, used)
+            lengths[index] = used
+        check_longest(function, f"max_seqlen_{side}", max_seqlen, lengths)
+
+
+def check_edges(function: str, name: str, cu_seqlens: Tensor, rows: int) -> list[int]:
+    """The lengths of the sequences; raise where they are not one after the other in the rows."""
+    edges = cu_seqlens.tolist()
+    expect(edges[0] == 0, function, f"{name}[0]", 0, edges[0])
+    lengths = [high - low for low, high in pairwise(edges)]
+    expect(min(lengths, default=0) >= 0, function, name, "non-decreasing", edges)
+    expect(edges[-1] <= rows, function, f"{name}[-1]", f"<= {rows} rows", edges[-1])
+    return lengths
+
+
+def check_longest(function: str, name: str, max_seqlen: int | None, lengths: list[int]) -> None:
+    longest = max(lengths, default=0)
+    fits = max_seqlen is None or longest <= max_seqlen
+    expect(fits, function, name, f">= {longest}, the longest sequence", max_seqlen)
+
+
+def check_same_values(function: str, what: str, given: Tensor, wanted: Tensor) -> None:
+    """Raise unless two one-dimensional integer tensors of one shape are equal."""
+    given, wanted = given.tolist(), wanted.tolist()
+    expect(given == wanted, function, what, f"{wanted} as the call's", given)

@@ -1,0 +1,1 @@
+"""From a problem and a device to a backend and its kernel config."""

@@ -1,0 +1,71 @@
+"""What the planner and the operators ask of a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..call.problem import Problem, Tensors
+    from .device import DeviceInfo
+    from .planner import Plan
+
+
+class Config(Protocol):
+    """How a backend will run a problem: tiles and the resources they take. Hashable."""
+
+    def describe(self) -> dict[str, object]:
+        """Named values for people: tile sizes, grid, shared memory."""
+
+
+class Backend(Protocol):
+    """reads_permuted_v: whether forward takes v in the Hopper kernel's slots."""
+
+    name: str
+    reads_permuted_v: bool
+
+    def unavailable_reason(self, device: DeviceInfo) -> str | None:
+        """Why this backend can run nothing on the device, or None."""
+
+    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+        """Why this backend does not take the problem on a device where it is available, or None."""
+
+    def unused_hints(self, problem: Problem) -> dict[str, str]:
+        """Name and reason of the hints that this backend runs the problem without."""
+
+    def configure(self, problem: Problem, device: DeviceInfo) -> Config:
+        """Choose the tiles. Pure: no GPU is touched. Called once per plan, which is cached."""
+
+    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """out in ``problem.out_dtype`` and q's shape, with v's head dim, and lse: new tensors.
+
+        lse: (batch, heads, seqlen_q) or (heads, total_q), float32, float64 for float64 inputs.
+        """
+
+    def backward(
+        self,
+        plan: Plan,
+        dout: Tensor,
+        dlse: Tensor | None,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
+
+
+def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> str | None:
+    """Why scores computed in dtype would overflow or vanish by the factors of a call, or None.
+
+    exponent: a factor must be 0 or between 2**-exponent and 2**exponent, as softcap itself is.
+    """
+    factors = {"softmax_scale": problem.softmax_scale}
+    if problem.softcap > 0:
+        factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
+    for name, value in factors.items():
+        if value != 0 and not 2.0**-exponent <= abs(value) <= 2.0**exponent:
+            limits = f"0 or between 2**-{exponent} and 2**{exponent}"
+            return f"computes scores in {dtype}: {name} must be {limits}, got {value:g}"
+    return None

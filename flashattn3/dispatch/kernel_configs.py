@@ -1,0 +1,278 @@
+"""The compiled Hopper kernels, one row each: read by the planner, the build, the tests and doctor.
+
+Imports the standard library alone, so that setup.py can read it without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+SIXTEEN_BIT = ("fp16", "bf16")
+E4M3, INT8 = "e4m3", "int8"
+EIGHT_BIT = (E4M3, INT8)
+DTYPES = (*SIXTEEN_BIT, *EIGHT_BIT)
+HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
+HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
+MAX_HEAD_DIM = 256
+# What one block may use on compute capability 9.0.
+SHARED_MEMORY_BYTES = 227 * 1024
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, E4M3: 1, INT8: 1}
+OUT_BYTES = 2
+# Before the tiles: barriers and tile descriptions, in the backward statistics of rows besides.
+SHARED_STORAGE_BYTES = 1024
+BACKWARD_SHARED_STORAGE_BYTES = 3072
+# Of V in 8 bits, besides its own: in the product with P they become the sums of P.
+ROW_SUM_COLUMNS = 8
+# TMA's 128-byte swizzle writes tiles of Q, K and 16-bit V in chunks of so many bytes.
+SWIZZLE_ATOM_BYTES = 128
+WARPGROUP = 128
+PLANNED_FIELDS = ("max_seqlen_k", "measured")  # of a row: nothing is compiled of them
+# Of out on its way to memory, where it does not go over a Q that is used up.
+STAGED_COLUMNS = 128
+# Of every backward kernel: queries of a step, and keys of each warpgroup that multiplies.
+BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled forward kernel, as csrc/forward/config.h has it. Tiles in rows and keys.
+
+    dtype: of q and k; v is in it too, with int8 in e4m3; out is in it, with 8 bits in bf16 or fp16.
+    head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
+    masked: whether keys are hidden from queries by causal or a window.
+    num_stages: K and V tiles in flight.
+    num_mma_warpgroups: warpgroups that multiply, 64 rows each; one more loads.
+    num_q_buffers: 2: the next tile's Q is loaded while this one is worked on.
+    keys_per_descale: 8 bits: keys that must share a descale of K and one of V.
+    promote_keys: 8 bits: keys after which out leaves WGMMA's accumulators for sums apart.
+    max_seqlen_k: for the planner alone: more keys are left to another row; None: any number.
+    measured: where the tile was chosen, "GPU, case, date"; empty until it was measured.
+    """
+
+    kind: ClassVar[str] = "forward"
+
+    dtype: str
+    head_dim: int
+    masked: bool
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_mma_warpgroups: int
+    num_q_buffers: int = 1
+    keys_per_descale: int = 0
+    promote_keys: int = 0
+    max_seqlen_k: int | None = None
+    measured: str = ""
+
+    @property
+    def name(self) -> str:
+        mask = "masked" if self.masked else "full"
+        tile = f"{self.block_m}x{self.block_n}x{self.num_stages}"
+        buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
+        return f"forward_{self.dtype}_d{self.head_dim}_{mask}_{tile}{buffers}"
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + self.num_mma_warpgroups)
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Barriers and tile descriptions, Q, the stages of K and V, and with one Q part of out."""
+        head_dim_bytes = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], SWIZZLE_ATOM_BYTES)
+        value = self.head_dim + ROW_SUM_COLUMNS if self.dtype in EIGHT_BIT else head_dim_bytes
+        keys = self.num_stages * self.block_n * (head_dim_bytes + value)
+        queries = self.num_q_buffers * self.block_m * head_dim_bytes
+        scaled = self.dtype in EIGHT_BIT
+        over_q = self.num_q_buffers == 2 and not scaled
+        columns = _rounded_up(self.head_dim, 64)
+        if not scaled or self.num_q_buffers == 2:  # else there are sums of all columns as well
+            columns = min(STAGED_COLUMNS, columns)
+        staged = 0 if over_q else self.block_m * columns * OUT_BYTES
+        control = SHARED_STORAGE_BYTES * (2 if scaled and self.head_dim <= 128 else 1)
+        return control + queries + keys + staged
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One compiled backward kernel, as csrc/backward/config.h has it. It takes every mask.
+
+    dtype: of q, k, v, out and their gradients, 16 bits.
+    head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
+    num_stages: Q and dO tiles in flight; in pairs not read.
+    num_mma_warpgroups: warpgroups of a CTA that multiply; one more loads and sends dQ to memory.
+    measured: as a forward row's.
+    """
+
+    kind: ClassVar[str] = "backward"
+
+    dtype: str
+    head_dim: int
+    num_stages: int
+    num_mma_warpgroups: int
+    measured: str = ""
+
+    @property
+    def name(self) -> str:
+        tile = f"{BACKWARD_BLOCK_M}x{self.block_n}x{self.num_stages}"
+        return f"backward_{self.dtype}_d{self.head_dim}_{tile}"
+
+    @property
+    def num_threads(self) -> int:
+        return WARPGROUP * (1 + self.num_mma_warpgroups)
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile; two warpgroups have as many, or two CTAs that share them."""
+        return BACKWARD_WARPGROUP_KEYS * self.num_mma_warpgroups
+
+    @property
+    def uses_cluster2(self) -> bool:
+        """Whether two CTAs work on a tile of keys, in a cluster for each tile."""
+        return self.head_dim > 128
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Barriers, K and V, the stages of Q and dO, two tiles of dS, sums of dQ in float32.
+
+        In pairs: half of the keys of K and V and a quarter of the other CTA's K, two Q, one dO, and
+        two tiles of P, of dS and of the other's dS.
+        """
+        head_dim_bytes = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], SWIZZLE_ATOM_BYTES)
+        scores = 2 * self.block_n * BACKWARD_BLOCK_M * ELEMENT_BYTES[self.dtype]
+        if self.uses_cluster2:
+            inputs = head_dim_bytes * (5 * self.block_n // 4 + 3 * BACKWARD_BLOCK_M)
+            return BACKWARD_SHARED_STORAGE_BYTES + inputs + 3 * scores // 2
+        inputs = 2 * head_dim_bytes * (self.block_n + self.num_stages * BACKWARD_BLOCK_M)
+        sums = self.num_mma_warpgroups * BACKWARD_BLOCK_M * self.head_dim * 4
+        return BACKWARD_SHARED_STORAGE_BYTES + inputs + scores + sums
+
+
+KernelConfig = ForwardConfig | BackwardConfig
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+def _forward_configs(
+    dtypes: tuple[str, ...],
+    head_dim: int,
+    masked: bool,
+    *tile: int,
+    max_seqlen_k: int | None = None,
+    measured: str = "",
+) -> tuple[ForwardConfig, ...]:
+    """The forward row of each dtype."""
+    return tuple(
+        ForwardConfig(dtype, head_dim, masked, *tile, max_seqlen_k=max_seqlen_k, measured=measured)
+        for dtype in dtypes
+    )
+
+
+def _backward_configs(head_dim: int, *tile: int, measured: str = "") -> tuple[BackwardConfig, ...]:
+    """The backward row of each 16-bit dtype."""
+    return tuple(BackwardConfig(dtype, head_dim, *tile, measured=measured) for dtype in SIXTEEN_BIT)
+
+
+MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
+MEASURED_8 = "H200, forward_check --time, 2026-11-23"
+# dtypes, head dim, masked, block_m, block_n, stages, warpgroups that multiply, Q buffers
+FORWARD_CONFIGS = (
+    *_forward_configs(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 2, measured=MEASURED),
+    *_forward_configs(
+        SIXTEEN_BIT, 64, True, 192, 64, 4, 3, 2, max_seqlen_k=1024, measured=MEASURED
+    ),
+    *_forward_configs(SIXTEEN_BIT, 64, True, 192, 128, 4, 3, 2, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 96, False, 192, 96, 2, 3, 2, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 96, True, 192, 96, 2, 3, 2, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 128, False, 192, 64, 4, 3, 2, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 128, True, 192, 64, 4, 3, 2, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 192, False, 128, 80, 2, 2, 2, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 192, True, 128, 80, 2, 2, 2, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 256, False, 128, 64, 2, 2, 1, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, measured=MEASURED),
+    # and keys that share descales, keys between promotions
+    *_forward_configs(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
+    *_forward_configs(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
+    *_forward_configs(EIGHT_BIT, 128, False, 128, 128, 4, 2, 2, 64, 768, measured=MEASURED_8),
+    *_forward_configs(
+        EIGHT_BIT, 128, True, 128, 128, 4, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
+    ),
+    *_forward_configs(EIGHT_BIT, 128, True, 192, 96, 5, 3, 2, 32, 768, measured=MEASURED_8),
+    *_forward_configs(
+        EIGHT_BIT, 256, False, 128, 128, 2, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
+    ),
+    *_forward_configs(EIGHT_BIT, 256, False, 128, 128, 2, 2, 1, 64, 768, measured=MEASURED_8),
+    *_forward_configs(
+        EIGHT_BIT, 256, True, 128, 128, 2, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
+    ),
+    *_forward_configs(EIGHT_BIT, 256, True, 128, 128, 2, 2, 1, 64, 768, measured=MEASURED_8),
+)
+
+BACKWARD_MEASURED = "H100 80GB HBM3, backward_check --time, 2026-11-22"
+# head dim, stages, warpgroups that multiply
+BACKWARD_CONFIGS = (
+    *_backward_configs(64, 4, 3, measured=BACKWARD_MEASURED),
+    *_backward_configs(96, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_configs(128, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_configs(256, 2, 2, measured=BACKWARD_MEASURED),
+)
+
+
+def all_configs() -> tuple[KernelConfig, ...]:
+    return (*FORWARD_CONFIGS, *BACKWARD_CONFIGS)
+
+
+def select_forward_config(
+    dtype: str, head_dim: int, masked: bool, seqlen_k: int
+) -> ForwardConfig | None:
+    """The row of the smallest head dim that holds this one, a shorter sequences' row before one for
+    all; None if there is none.
+    """
+    fitting = [
+        config
+        for config in FORWARD_CONFIGS
+        if (config.dtype, config.masked) == (dtype, masked)
+        and config.head_dim >= head_dim
+        and (config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k)
+    ]
+    return min(
+        fitting, key=lambda config: (config.head_dim, config.max_seqlen_k or math.inf), default=None
+    )
+
+
+def select_backward_config(dtype: str, head_dim: int) -> BackwardConfig | None:
+    """The row of the smallest head dim that holds this one; None if there is none."""
+    fitting = [
+        config
+        for config in BACKWARD_CONFIGS
+        if config.dtype == dtype and config.head_dim >= head_dim
+    ]
+    return min(fitting, key=lambda config: config.head_dim, default=None)
+
+
+def matching(pattern: str) -> tuple[KernelConfig, ...]:
+    """The rows whose name matches a glob; ValueError, with every name, if none does."""
+    found = tuple(config for config in all_configs() if fnmatchcase(config.name, pattern))
+    if not found:
+        names = ", ".join(config.name for config in all_configs())
+        raise ValueError(f"no kernel config matches {pattern!r}; the kernel configs are {names}")
+    return found
+
+
+def compiled_fields(kind: type[KernelConfig]) -> list[str]:
+    """Those of a row that its kernel depends on, in the order of the C++ struct."""
+    return [field.name for field in fields(kind) if field.name not in PLANNED_FIELDS]
+
+
+def configs_hash() -> str:
+    """Changes with every row's place and with all that is compiled of it."""
+    lines = []
+    for config in all_configs():
+        values = {name: getattr(config, name) for name in compiled_fields(type(config))}
+        lines.append(f"{config.kind} {values}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,72 @@
+"""From a problem and a device to a backend and its tiles. Pure: no tensor, no GPU, no launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..call.problem import Problem
+from ..errors import UnsupportedError, complaint, value_error
+from .backend import Backend, Config
+from .device import DeviceInfo
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one problem, and why the other backends did not get it.
+
+    launches: room for the backend to keep what it prepared for this plan (compiled kernels, grids).
+    """
+
+    problem: Problem
+    device: DeviceInfo
+    backend: Backend
+    config: Config
+    declined: tuple[tuple[str, str], ...] = ()
+    launches: dict = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def unpermutes_v(self) -> bool:
+        """Whether v comes in the Hopper kernel's slots and this backend reads rows."""
+        return self.problem.v_permuted and not self.backend.reads_permuted_v
+
+    @property
+    def unused_hints(self) -> dict[str, str]:
+        """Name and reason of the hints of the call that the backend runs without."""
+        problem, unused = self.problem, self.backend.unused_hints(self.problem)
+        given = {
+            "pack_gqa": problem.pack_gqa,
+            "num_splits": problem.num_splits > 1,
+            "sm_margin": problem.sm_margin > 0,
+            "use_fast_accum": problem.use_fast_accum,
+        }
+        return {name: unused[name] for name, asked in given.items() if asked and name in unused}
+
+
+def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
+    """The first backend that does not decline; with ``problem.backend`` set, that one or none.
+
+    Raises ValueError for a name that no backend has and UnsupportedError, with every reason, if
+    nobody takes the problem. A named backend never falls back to another.
+    """
+    names = tuple(backend.name for backend in backends)
+    if problem.backend is not None and problem.backend not in names:
+        raise value_error(problem.function, "backend", f"one of {names}", repr(problem.backend))
+    declined = []
+    for backend in backends:
+        reason = decline_reason(backend, problem, device)
+        if reason is None and problem.backend in (None, backend.name):
+            config = backend.configure(problem, device)
+            return Plan(problem, device, backend, config, tuple(declined))
+        declined.append((backend.name, reason or f"backend={problem.backend!r} was asked for"))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in declined)
+    if problem.backend is None:
+        sentence = f"{problem.function}: no backend takes this problem"
+    else:
+        wanted = "one that takes this problem"
+        sentence = complaint(problem.function, "backend", wanted, repr(problem.backend))
+    raise UnsupportedError(f"{sentence} ({reasons})")
+
+
+def decline_reason(backend: Backend, problem: Problem, device: DeviceInfo) -> str | None:
+    return backend.unavailable_reason(device) or backend.decline_reason(problem, device)

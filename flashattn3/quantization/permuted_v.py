@@ -1,0 +1,80 @@
+"""The order in which the Hopper kernels want e4m3 V, and the way there and back in torch.
+
+Four neighbouring slots hold the keys that a thread has of its row of P after the first matrix
+product, and 16 slots of a column are 16 neighbouring bytes; csrc/tile/permuted_v.h says why. In
+memory: (batch, heads, keys / 16, columns, 16), ragged (heads, keys / 16, columns, 16); columns is
+the head dim, rounded up to 64, 128 or 256 with zeros. Sequence i of a varlen batch begins at slot
+32 * (cu_seqlens[i] // 32 + i).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .token_positions import token_positions
+
+KEY_GROUP = 32  # slots; sequences begin at multiples
+CORE_ROW_KEYS = 16  # slots of a column that lie together
+COLUMNS = (64, 128, 256)
+
+
+def permuted_position(position: Tensor) -> Tensor:
+    """The slot of a key, both counted from the beginning of the sequence."""
+    half, key = position // CORE_ROW_KEYS, position % CORE_ROW_KEYS
+    return half * CORE_ROW_KEYS + key % 8 // 2 * 4 + key // 8 * 2 + key % 2
+
+
+def num_permuted_keys(num_tokens: int, cu_seqlens: Tensor | None) -> int:
+    """Of a head; num_tokens as for places."""
+    if cu_seqlens is None:
+        return -(-num_tokens // KEY_GROUP) * KEY_GROUP
+    return (num_tokens // KEY_GROUP + cu_seqlens.numel() - 1) * KEY_GROUP
+
+
+def shape_of(rows: tuple[int, ...], cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """Of data in slots, from that in rows."""
+    *lead, num_tokens, heads, head_dim = rows
+    columns = next(width for width in COLUMNS if width >= head_dim)
+    return (
+        *lead,
+        heads,
+        num_permuted_keys(num_tokens, cu_seqlens) // CORE_ROW_KEYS,
+        columns,
+        CORE_ROW_KEYS,
+    )
+
+
+def permute_v(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """rows: float8_e4m3fn (batch, seqlen, heads, head_dim), with cu_seqlens (total, heads,
+    head_dim). Slots of no key are 0."""
+    num_tokens, _, head_dim = rows.shape[-3:]
+    permuted_key = _permuted_positions(num_tokens, rows.device, cu_seqlens)
+    *lead, groups, columns, _ = shape_of(rows.shape, cu_seqlens)
+    # One more, for tokens of no sequence.
+    shape = (*lead, groups * CORE_ROW_KEYS + 1, columns)
+    data = torch.zeros(shape, dtype=torch.uint8, device=rows.device)
+    data[..., permuted_key, :head_dim] = rows.view(torch.uint8).transpose(-2, -3)
+    data = data[..., :-1, :].unflatten(-2, (-1, CORE_ROW_KEYS)).transpose(-1, -2).contiguous()
+    return data.view(rows.dtype)
+
+
+def unpermute_v(data: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None) -> Tensor:
+    """The inverse. shape: of the rows; those of no sequence are 0."""
+    num_tokens, head_dim = shape[-3], shape[-1]
+    permuted_key = _permuted_positions(num_tokens, data.device, cu_seqlens)
+    permuted_keys = data.view(torch.uint8).transpose(-1, -2).flatten(-3, -2)
+    permuted_keys = torch.nn.functional.pad(permuted_keys, (0, 0, 0, 1))
+    return (
+        permuted_keys[..., permuted_key, :head_dim].transpose(-2, -3).contiguous().view(data.dtype)
+    )
+
+
+def _permuted_positions(num_tokens: int, device: torch.device, cu_seqlens: Tensor | None) -> Tensor:
+    """One past the last slot for tokens of no sequence."""
+    of = token_positions(num_tokens, device, cu_seqlens)
+    if cu_seqlens is None:
+        return permuted_position(of.position)
+    first = (cu_seqlens[of.sequence].long() // KEY_GROUP + of.sequence) * KEY_GROUP
+    nowhere = num_permuted_keys(num_tokens, cu_seqlens)
+    return torch.where(of.owned, first + permuted_position(of.position), nowhere)

@@ -1,0 +1,181 @@
+"""The table of compiled kernels: names, budgets, and one row for every problem."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from helpers import ROOT
+
+from flashattn3.call.descales import BLOCKS
+from flashattn3.dispatch import kernel_configs
+from flashattn3.dispatch.kernel_configs import (
+    BACKWARD_CONFIGS,
+    DTYPES,
+    EIGHT_BIT,
+    ELEMENT_BYTES,
+    FORWARD_CONFIGS,
+    HEAD_DIMS,
+    MAX_HEAD_DIM,
+    SHARED_MEMORY_BYTES,
+    SIXTEEN_BIT,
+    BackwardConfig,
+    ForwardConfig,
+    all_configs,
+    compiled_fields,
+    configs_hash,
+    matching,
+    select_backward_config,
+    select_forward_config,
+)
+
+REGISTERS_OF_AN_SM = 65536
+ids = {"ids": lambda config: config.name}
+
+
+def test_names_are_unique_and_c_identifiers():
+    names = [config.name for config in all_configs()]
+    assert len(set(names)) == len(names) <= 64
+    assert all(name.isidentifier() for name in names)
+
+
+@pytest.mark.parametrize("config", FORWARD_CONFIGS, **ids)
+def test_rows_fit_the_budgets_of_an_sm(config):
+    assert config.shared_memory_bytes <= SHARED_MEMORY_BYTES
+    assert config.block_m == 64 * config.num_mma_warpgroups
+    assert config.block_n % 16 == 0
+    assert config.num_stages >= 2
+    # Scores in float32, the weights made of them in the row's type, and out, for each thread.
+    held = (
+        config.block_n // 2
+        + config.block_n * ELEMENT_BYTES[config.dtype] // 8
+        + config.head_dim // 2
+    )
+    assert held * 128 * config.num_mma_warpgroups < REGISTERS_OF_AN_SM
+
+
+@pytest.mark.parametrize("config", BACKWARD_CONFIGS, **ids)
+def test_backward_rows_fit_the_budgets_of_an_sm(config):
+    assert config.shared_memory_bytes <= SHARED_MEMORY_BYTES
+    assert config.dtype in SIXTEEN_BIT and config.num_stages >= 2
+    # dK and dV of 64 keys in float32, for each warpgroup that multiplies; in pairs half of their
+    # columns.
+    assert 2 * 64 * 2 * config.head_dim // (1 + config.uses_cluster2) < REGISTERS_OF_AN_SM
+
+
+def test_shared_memory_of_a_known_row():
+    config = replace(
+        FORWARD_CONFIGS[0], head_dim=128, block_m=128, block_n=128, num_stages=2, num_q_buffers=1
+    )
+    assert config.shared_memory_bytes == 1024 + 2 * 128 * (128 + 4 * 128) + 2 * 128 * 128
+    # TMA's swizzle makes 128 columns of 96.
+    assert replace(config, head_dim=96).shared_memory_bytes == config.shared_memory_bytes
+    # A second buffer for Q takes as much as the first, and out goes over one of them.
+    doubled = replace(config, num_q_buffers=2)
+    assert doubled.shared_memory_bytes == 1024 + 2 * 128 * (2 * 128 + 4 * 128)
+
+
+def test_shared_memory_of_a_known_backward_row():
+    config = BackwardConfig("bf16", head_dim=128, num_stages=2, num_mma_warpgroups=2)
+    inputs, scores, sums = 2 * 256 * (128 + 2 * 64), 2 * 128 * 64 * 2, 2 * 64 * 128 * 4
+    assert config.shared_memory_bytes == 3072 + inputs + scores + sums
+    # TMA's swizzle makes 128 columns of 96; the sums have their own.
+    narrow = replace(config, head_dim=96)
+    assert narrow.shared_memory_bytes == config.shared_memory_bytes - 2 * 64 * 32 * 4
+    # Three warpgroups have 192 keys.
+    narrow = replace(config, head_dim=64, num_stages=4, num_mma_warpgroups=3)
+    inputs, scores, sums = 2 * 128 * (192 + 4 * 64), 2 * 192 * 64 * 2, 3 * 64 * 64 * 4
+    assert narrow.shared_memory_bytes == 3072 + inputs + scores + sums
+    # In pairs: 64 keys of K and V, half of another K; two Q and a dO; P, dS and another dS, twice.
+    wide = replace(config, head_dim=256)
+    assert wide.shared_memory_bytes == 3072 + 512 * (2 * 64 + 32 + 3 * 64) + 6 * 64 * 64 * 2
+
+
+def test_rows_of_8_bits_take_every_block_of_the_interface():
+    for config in FORWARD_CONFIGS:
+        scaled = config.dtype in EIGHT_BIT
+        assert (config.keys_per_descale > 0) == (config.promote_keys > 0) == scaled
+        assert not scaled or all(block % config.keys_per_descale == 0 for block in BLOCKS)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
+def test_shared_memory_of_a_row_of_8_bits(dtype):
+    config = next(config for config in FORWARD_CONFIGS if config.dtype == dtype)
+    config = replace(config, head_dim=64, block_m=192, block_n=128, num_stages=4, num_q_buffers=2)
+    # A row of Q or K takes a chunk of 128 bytes, a key of V 64 and 8 for the sums of P, and a row
+    # of out, 16 bits, 128. The references of sums take 1024 more.
+    assert config.shared_memory_bytes == 2048 + 2 * 192 * 128 + 4 * 128 * (128 + 72) + 192 * 128
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_problem_finds_exactly_one_row(dtype, masked):
+    for head_dim in range(1, MAX_HEAD_DIM + 1):
+        for seqlen_k in (1, 1024, 1025, 1 << 20):
+            config = select_forward_config(dtype, head_dim, masked, seqlen_k)
+            assert (config.dtype, config.masked) == (dtype, masked)
+            assert config.head_dim == min(d for d in HEAD_DIMS[dtype] if d >= head_dim)
+            assert config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k
+        kin = [(r.dtype, r.head_dim, r.masked, r.max_seqlen_k) for r in FORWARD_CONFIGS]
+        assert kin.count((dtype, config.head_dim, masked, None)) == 1
+    assert select_forward_config(dtype, MAX_HEAD_DIM + 1, masked, 1) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_16_bits_find_the_smallest_row(dtype):
+    largest = max(config.head_dim for config in BACKWARD_CONFIGS)
+    for head_dim in range(1, largest + 1):
+        config = select_backward_config(dtype, head_dim)
+        if dtype in EIGHT_BIT:
+            assert config is None
+            continue
+        kin = [r.head_dim for r in BACKWARD_CONFIGS if r.dtype == dtype]
+        assert (config.dtype, config.head_dim) == (dtype, min(d for d in kin if d >= head_dim))
+        assert kin.count(config.head_dim) == 1
+    assert select_backward_config(dtype, largest + 1) is None
+
+
+def test_a_row_for_short_sequences_goes_before_one_for_all():
+    short = next(config for config in FORWARD_CONFIGS if config.max_seqlen_k is not None)
+    of = (short.dtype, short.head_dim, short.masked)
+    assert select_forward_config(*of, short.max_seqlen_k) is short
+    assert select_forward_config(*of, short.max_seqlen_k + 1).max_seqlen_k is None
+
+
+@pytest.mark.parametrize("kind", [ForwardConfig, BackwardConfig])
+def test_rows_have_the_fields_of_the_struct_in_cpp(kind):
+    header = ROOT / "csrc" / kind.kind / "config.h"
+    if not header.is_file():
+        pytest.skip("needs a source checkout")
+    pattern = r"struct Config \{(.*?)\n\};"
+    struct = re.search(pattern, header.read_text(), re.DOTALL)[1]
+    members = re.findall(r"^  (?:\w+) (\w+)(?: = \w+)?;", struct, re.MULTILINE)
+    assert members == compiled_fields(kind)
+
+
+def test_a_glob_names_rows():
+    assert matching("*") == all_configs() == (*FORWARD_CONFIGS, *BACKWARD_CONFIGS)
+    assert {config.head_dim for config in matching("*_d64_*")} == {64}
+    assert matching("backward_*") == BACKWARD_CONFIGS
+    with pytest.raises(
+        ValueError, match="no kernel config matches 'fast'; the kernel configs are forward_fp16"
+    ):
+        matching("fast")
+
+
+@pytest.mark.parametrize("table", ["FORWARD_CONFIGS", "BACKWARD_CONFIGS"])
+def test_the_hash_follows_what_is_compiled(table, monkeypatch):
+    before, configs = configs_hash(), getattr(kernel_configs, table)
+    measured = tuple(replace(config, measured="H100, full, 16k") for config in configs)
+    monkeypatch.setattr(kernel_configs, table, measured)
+    assert configs_hash() == before
+    monkeypatch.setattr(kernel_configs, table, (*configs[:-1], replace(configs[-1], num_stages=9)))
+    assert configs_hash() != before
+    monkeypatch.setattr(kernel_configs, table, configs[::-1])
+    assert configs_hash() != before
+
+
+def test_rows_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        FORWARD_CONFIGS[0].block_m = 1
