@@ -284,10 +284,10 @@ def test_words_that_turn_checking_on():
     code = f"""
 import os
 from importlib import reload
-from flashattn3 import contents
+from flashattn3.call import value_checks
 for word in {list(words)}:
     os.environ["FLASHATTN3_CHECK"] = word
-    print(reload(contents).CHECKED)"""
+    print(reload(value_checks).CHECKED)"""
     assert run_python(code).split() == list(map(str, words.values()))
 
 

@@ -39,7 +39,7 @@ struct Workspace {
   int32_t* tiles_done;
   int32_t* dq_semaphore;  // (heads, rows / 64, num_dq_semaphores() of the row): how many tiles of
                           // keys have added to the sums; dq_semaphore.cuh
-  int64_t num_rows;  // of a head, a multiple of 64
+  int64_t num_rows;       // of a head, a multiple of 64
 
   // The first of a sequence's rows; batch_head_idx: with cu_seqlens the head alone, else counted
   // across the batch.
