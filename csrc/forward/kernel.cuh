@@ -1,5 +1,5 @@
 // The forward kernel: one CTA on an SM, which takes tiles until none is left. The last warpgroup
-// loads (load.cuh; load_descales.cuh, zero_fill.cuh), the others multiply (mainloop.cuh).
+// loads (load.cuh; load_descales.cuh, zero_fill.cuh), the others multiply (consumer.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -7,9 +7,9 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "forward/arguments.h"
+#include "forward/consumer.cuh"
 #include "forward/load.cuh"
 #include "forward/load_descales.cuh"
-#include "forward/mainloop.cuh"
 #include "forward/traits.cuh"
 #include "forward/zero_fill.cuh"
 #include "ptx/pdl.cuh"
