@@ -11,7 +11,7 @@ import torch
 
 from flashattn3 import BlockScaled, flash_attn_func
 from flashattn3.bench import gate, host_suite, providers, quantize_suite, timing
-from flashattn3.bench.accuracy_suite import findings
+from flashattn3.bench.accuracy_suite import accuracy_cases, findings
 from flashattn3.bench.command import SUITES
 from flashattn3.bench.inputs import make_inputs, prepare, quantized
 from flashattn3.bench.memory import peak_bytes
@@ -369,9 +369,12 @@ def test_a_missed_bound_keeps_its_number_and_fails_the_run(tmp_path, monkeypatch
         return out * 1.1, lse
 
     monkeypatch.setattr("flashattn3.flash_attn_func", wrong)
+    few = [case for case in distribution_cases((128,), (64,)) if case.name in ("ones", "mean-1")]
+    monkeypatch.setattr("flashattn3.bench.command.distribution_cases", lambda *_: few)
     assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 1
     _, *records = lines(tmp_path / "fp8-distributions.jsonl")
     ours = [r for r in records if r["provider"].startswith(OURS)]
+    assert len(ours) == 4
     assert all(r["status"] == "MISSED" and 0.09 < r["error"] < 0.11 for r in ours)
     printed = capsys.readouterr().out
     assert "0.1! / " in printed
@@ -383,8 +386,11 @@ def test_a_precision_that_gives_nan_fails_the_run(tmp_path, monkeypatch, capsys)
         return arguments_in(precision, q * (math.nan if "block" in precision else 1.0), k, v)
 
     monkeypatch.setattr("flashattn3.bench.accuracy_suite.arguments_in", spoilt)
+    few = accuracy_cases(quick=True)[:2]
+    monkeypatch.setattr("flashattn3.bench.command.accuracy_cases", lambda quick: few)
     assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 1
     _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
+    assert len(records) == 2 * len(PRECISIONS)
     assert all((r["status"] == "FAILED") == ("block" in r["provider"]) for r in records)
     assert "out holds inf or NaN" in capsys.readouterr().out
 
