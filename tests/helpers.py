@@ -96,6 +96,7 @@ FEATURE_CASES = (
     *("monotone-scores", "outliers", "zero-scores", "huge-values", "varlen-causal-cross"),
     *("varlen-empty-sequences", "varlen-no-keys", "varlen-no-queries", "varlen-no-sequence"),
     *("varlen-seqused", "varlen-tail-rows", "varlen-splits", "no-keys", "no-queries", "no-batch"),
+    *("dim-v-wider", "dim-192-128", "dim-256", "splits"),
 )
 
 
