@@ -1,7 +1,7 @@
-"""``python -m build_support``: the libraries into the checkout, as an editable install has them.
+"""``python -m build_support`` builds the libraries in the checkout, as an editable install does.
 
-``python -m build_support forward_check`` (``backward_check``): the program of tests/device, which
-runs the kernels without torch; it prints its path.
+``python -m build_support forward_check`` (``backward_check``) builds the program of tests/device
+that runs the kernels without torch, and prints its path.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The build backend in pyproject.toml: setuptools, which is told what else this build needs.
+"""The build backend in pyproject.toml: setuptools with the requirements of the kernels added.
 
 Only with kernels does an isolated build install torch and the CUTLASS headers; a pure Python wheel
 needs neither.

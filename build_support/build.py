@@ -1,4 +1,4 @@
-"""From the kernel configs to the two libraries of the package."""
+"""Compiles the kernel configs into the two libraries of the package."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .units import ROOT, write_units
 BUILD_FOLDER = ROOT / "build" / "hopper"
 UNITS_FOLDER = BUILD_FOLDER / "units"
 OUTPUTS = (OPS_LIBRARY, CONFIGS_MODULE)
-GIB_PER_COMPILER = 1  # a forward row takes under half of it
+GIB_PER_COMPILER = 1  # a forward kernel config takes under half of it
 
 
 def build(package: Path, targets: Sequence[str] = ()) -> list[Path]:
-    """Compile what has changed and put the libraries into a package folder; the paths made.
+    """Compile what has changed into the libraries of a package folder; return their paths.
 
-    targets: what of the build folder is made instead.
-    FLASHATTN3_KERNELS, a glob over kernel config names, builds a subset. MAX_JOBS caps the
-    compilers at work.
+    targets: targets of the build folder to build instead.
+    FLASHATTN3_KERNELS, a glob over kernel config names, builds a subset. MAX_JOBS limits the
+    number of compilers.
     """
     tools = find_toolchain()
     pattern = os.environ.get("FLASHATTN3_KERNELS") or "*"
@@ -41,7 +41,7 @@ def build(package: Path, targets: Sequence[str] = ()) -> list[Path]:
 
 
 def num_jobs() -> int:
-    """One for each CPU, as far as the memory goes."""
+    """MAX_JOBS, else one per CPU and per GIB_PER_COMPILER GiB of memory, whichever is less."""
     asked = os.environ.get("MAX_JOBS")
     if asked:
         return max(1, int(asked))

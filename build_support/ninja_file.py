@@ -1,4 +1,4 @@
-"""The rules by which ninja compiles and links, as text."""
+"""Writes the text of build.ninja."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .units import ROOT
 
 CSRC = ROOT / "csrc"
 DEVICE_TESTS = ROOT / "tests" / "device"
-# Programs of DEVICE_TESTS, in the build folder, made only when asked for.
+# Programs of DEVICE_TESTS, written to the build folder, built only on request.
 DEVICE_CHECKS = ("forward_check", "backward_check")
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
-COUNTERS = "launch/tile_counters.cpp.o"  # which the checks ask for besides
+COUNTERS = "launch/tile_counters.cpp.o"  # which the checks link too
 CONFIGS_MODULE = Path("_kernel_configs.abi3.so")
 
 COMMON_FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
@@ -24,7 +24,7 @@ DEVICE_FLAGS = (
     "--expt-relaxed-constexpr",
     "-Xptxas=-v",
 )
-# Found when the library is loaded, after torch. libtorch.so defines nothing but brings in
+# These are resolved when the library is loaded, after torch. libtorch.so defines nothing but loads
 # libtorch_cuda where there is one, and so the current stream; a linker would drop it as unused.
 TORCH_LINK_FLAGS = ("-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu")
 
@@ -43,7 +43,7 @@ rule link
 
 
 def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
-    """The file for generated units and the fixed sources; outputs go into the package's folder."""
+    """build.ninja for generated units and fixed sources; outputs go into the package folder."""
     lines = [f"nvcc = {_command(tools.ccache, tools.nvcc)}", f"link = {_command(tools.nvcc)}"]
     lines.append(RULES.format(common=join([*COMMON_FLAGS, f"-I{CSRC}"])))
     library, module = package / OPS_LIBRARY, package / CONFIGS_MODULE
@@ -57,7 +57,7 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     objects += [
         _compile(lines, source, torch) for source in sorted((CSRC / "torch_binding").glob("*.cpp"))
     ]
-    # CUDA's runtime is inside, and hidden: torch brings its own, of another version perhaps.
+    # The CUDA runtime is static and hidden: torch loads its own, which may have another version.
     flags = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
     _link(lines, library, objects, [*flags, *TORCH_LINK_FLAGS])
 
@@ -68,7 +68,7 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     ]
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
     _link(lines, module, configs, ["-shared", "-cudart=none", *beside], needs=library)
-    if DEVICE_TESTS.is_dir():  # the kernels are built without the tests too
+    if DEVICE_TESTS.is_dir():  # absent where the kernels are built without tests
         for check in DEVICE_CHECKS:
             _device_check(lines, check, device, [*shared, COUNTERS])
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
@@ -76,7 +76,7 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
 
 
 def _device_check(lines: list[str], name: str, flags: list[str], shared: list[str]) -> None:
-    """Append the steps of a program that runs kernels without torch.
+    """Append the steps that build a program that runs kernels without torch.
 
     shared: objects of the library that the kernels need.
     """
@@ -92,9 +92,9 @@ def _device_check(lines: list[str], name: str, flags: list[str], shared: list[st
 def _compile(
     lines: list[str], source: Path, flags: Iterable[str] = (), number: int | None = None
 ) -> str:
-    """Append the step that makes an object of a source; the object's name, in the build folder.
+    """Append the step that compiles a source; return the object's name in the build folder.
 
-    number: tells objects apart that are made of one source.
+    number: distinguishes objects of the same source.
     """
     infix = "" if number is None else f".{number}"
     target = f"{source.parent.name}/{source.name}{infix}.o"
@@ -113,5 +113,5 @@ def _command(*parts: Path | None) -> str:
 
 
 def _escaped(path: Path) -> str:
-    """As ninja wants a path written."""
+    """Escape a path for ninja."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")

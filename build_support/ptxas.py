@@ -1,11 +1,11 @@
-"""What the compiler said of each kernel config, and whether it may stay.
+"""Reads ptxas's output for each kernel config and checks it against limits.
 
 ``python -m build_support.ptxas`` prints registers and spills of the last build and fails on a spill
-over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg). Rows of
-8 bits may spill 192 bytes, those of head dim 256 448: beside accumulators that take all but 25
-registers they spill in the paths between two runs of the hot loop (masks, softcap, growth,
-promotion), and in the loading warps of head dim 256, which have 24 registers each. The hot loop
-itself spills nothing, but 8 bytes with int8 at head dim 256.
+over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg). 8-bit
+kernel configs may spill 192 bytes, those of head dim 256 448: the accumulators take all but 25
+registers, so they spill in the paths between two runs of the hot loop (masks, softcap, rescaling,
+promotion), and in the producer warps of head dim 256, which have 24 registers each. The hot loop
+itself spills nothing, except 8 bytes with int8 at head dim 256.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def max_spill_bytes(name: str) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one compiled unit: the worst of its kernels."""
+    """The largest values over the kernels of one compiled unit."""
 
     name: str
     registers: int
@@ -64,7 +64,7 @@ def read(log: Path) -> Report:
 
 
 def read_all(folder: Path) -> list[Report]:
-    """The reports of every row of the last build, which left its units there."""
+    """The reports of all units of the last build in the folder."""
     return [read(unit.with_suffix(LOG_SUFFIX)) for unit in sorted(folder.glob("*.cu"))]
 
 

@@ -1,11 +1,12 @@
-"""Compares the machine code of every kernel in two builds, names aside.
+"""Compares the machine code of every kernel in two builds, ignoring names.
 
 ``python -m build_support.same_machine_code BEFORE AFTER`` takes operator libraries, objects or
 folders of objects. It prints how many kernels are identical, lists the others, and exits with 1 if
-there are any. It proves that a renaming changed nothing on the GPU.
+there are any. So it shows that a renaming changed nothing on the GPU.
 
 Two kernels are identical if their instructions, relocations, constants, registers, stack, shared
-memory, parameters and launch bounds are. Names of kernels, symbols and sections are not compared.
+memory, parameters and launch bounds are identical. Names of kernels, symbols and
+sections are not compared.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ATTRIBUTE_PARAM_CBANK = 0x0A  # its payload begins with a symbol's index
 
 @dataclass(frozen=True)
 class Kernel:
-    """name: mangled. properties: everything but the instructions, in a fixed order."""
+    """name: mangled. properties: all other compared data, in a fixed order."""
 
     name: str
     code: bytes
@@ -46,7 +47,7 @@ class Kernel:
 
 
 def find_cuobjdump() -> Path | None:
-    """The program beside nvcc, on PATH, or in the triton package."""
+    """Path of cuobjdump: beside nvcc, else on PATH, else in the triton package."""
     nvcc = find_nvcc()
     if nvcc is not None and (nvcc.parent / "cuobjdump").is_file():
         return nvcc.parent / "cuobjdump"

@@ -1,4 +1,4 @@
-"""Whether the Hopper kernels are to be built, and with what."""
+"""Decides whether to build the Hopper kernels, and finds the tools."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ INSTALL_HINT = f"pip install ninja 'torch>=2.9' && pip install --no-deps {cutlas
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be built; the sentence says what is missing and what mends it."""
+    """The kernels cannot be built; the message names the missing part and the remedy."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Programs and folders of headers and libraries. ccache is None where it is not installed."""
+    """Programs and folders of headers and libraries. ccache is None if not installed."""
 
     nvcc: Path
     ninja: Path
@@ -39,7 +39,7 @@ class Toolchain:
 
 
 def kernels_are_wanted() -> bool:
-    """FLASHATTN3_BUILD=cuda: yes; =python: no; unset: where a fit nvcc and a Hopper GPU are."""
+    """FLASHATTN3_BUILD=cuda: yes; =python: no; unset: if nvcc fits and a Hopper GPU is visible."""
     choice = os.environ.get("FLASHATTN3_BUILD") or None
     if choice not in (None, *CHOICES):
         raise BuildError(f"FLASHATTN3_BUILD must be one of {', '.join(CHOICES)}, got {choice!r}")
@@ -50,7 +50,7 @@ def kernels_are_wanted() -> bool:
 
 
 def find_toolchain() -> Toolchain:
-    """Everything the build needs; BuildError with every missing part at once."""
+    """All tools of the build; raises one BuildError that lists every missing part."""
     finders = {
         "nvcc": _fit_nvcc,
         "ninja": _ninja,
@@ -77,7 +77,7 @@ def find_toolchain() -> Toolchain:
 
 
 def find_nvcc() -> Path | None:
-    """In CUDA_HOME or CUDA_PATH, else on PATH, else where CUDA's installer puts it."""
+    """nvcc in CUDA_HOME or CUDA_PATH, else on PATH, else in /usr/local/cuda."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             nvcc = Path(os.environ[variable], "bin", "nvcc")
@@ -126,7 +126,7 @@ def _fit_nvcc() -> Path:
 
 
 def _ninja() -> Path:
-    """The wheel's program lies beside the interpreter, which need not be on PATH."""
+    """The wheel installs ninja beside the interpreter, which need not be on PATH."""
     scripts = sysconfig.get_path("scripts")
     found = shutil.which("ninja", path=scripts) or shutil.which("ninja")
     if found is None:
@@ -142,7 +142,7 @@ def _cutlass_include() -> Path:
 
 
 def _torch_include() -> Path:
-    """Found without importing torch, which takes seconds. Any build of torch will do, CPU too."""
+    """Find torch without importing it, which takes seconds. Any build will do, CPU too."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise BuildError("torch 2.9 or newer: not installed where the build runs")

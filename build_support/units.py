@@ -1,6 +1,6 @@
-"""The generated sources: one small unit for each kernel config, and the table that names them all.
+"""Writes the generated sources: a unit for each kernel config, and a registry of all of them.
 
-They are written into the build folder, never into git, and only when their text has changed.
+They go into the build folder, never into git, and only when their text has changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp16": "kFloat16", "bf16": "kBFloat16", "e4m3": "kE4m3", "int8": "kInt8"}
-HEADER = "// Written by the build from flashattn3/kernel_configs.py.\n"
+HEADER = "// Written by the build from flashattn3/dispatch/kernel_configs.py.\n"
 
 
 def load_kernel_configs() -> ModuleType:
@@ -26,9 +26,9 @@ def load_kernel_configs() -> ModuleType:
 
 
 def write_units(folder: Path, pattern: str) -> list[Path]:
-    """Write the units of the rows whose name matches the glob, and the registry; their paths.
+    """Write the units of the configs that match the glob, and the registry; return their paths.
 
-    Units of other rows go, their objects stay for the next time.
+    Units of other configs are deleted; their objects stay for the next build.
     """
     table = load_kernel_configs()
     configs = table.matching(pattern)
@@ -46,7 +46,7 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
 
 
 def unit(config) -> str:
-    """A row as a template argument: the fields have the same names here and there."""
+    """A unit with the config as template argument; both have the same field names."""
     members = "".join(
         f"    .{name} = {_literal(getattr(config, name))},\n"
         for name in load_kernel_configs().compiled_fields(type(config))
@@ -74,7 +74,7 @@ def _literal(value: object) -> str:
 
 
 def registry(table: ModuleType, compiled) -> str:
-    """Every row of the table in its order; null stands for one that is not compiled."""
+    """The registry of all kernel configs in order; null: not compiled."""
     declarations = "".join(
         f"extern const {config.kind.title()}Kernel {config.name};\n" for config in compiled
     )

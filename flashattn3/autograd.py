@@ -1,7 +1,7 @@
 """The derivative of attention: for eager calls, for torch.func's transforms, for torch.compile.
 
-Eager calls and transforms go through autograd functions of the tensors and, as one object, the
-options; the compiler sees the operators, to which the same derivative is registered.
+Eager calls and transforms use autograd functions, which take the tensors and one Options object;
+the compiler sees the operators, for which the same derivative is registered.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .call.problem import Options, Tensors
 from .modes import has_dual_level, is_transformed, no_tangent
 from .ops import NUM_TENSORS, run_backward, run_forward
 
-NUM_GRADIENTS = 4  # dout, dlse, out, lse: before the tensors in the backward's arguments
+NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
 
 
 def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """out and lse of one call, differentiable. What the public functions come down to."""
+    """Compute out and lse of one call, differentiably. The public functions call it."""
     if not torch.compiler.is_compiling() and _is_differentiated(tensors):
         function = _TransformedAttention if is_transformed() else _Attention
         return function.apply(*tensors, options)
@@ -123,10 +123,10 @@ class _AttentionGradient(torch.autograd.Function):
 
 
 def _mapped(function: Callable, num_tensors: int, info, in_dims, arguments) -> tuple:
-    """The results of a function for every entry of a mapped axis, which comes first in them.
+    """Apply a function to every entry of a mapped axis, which comes first in the results.
 
-    Dense calls take it as a part of their batch, whose axis is the first of all tensors. Varlen
-    calls run one after the other: each entry may have other sequences.
+    Dense calls merge the axis into the batch, the first axis of every tensor. Varlen calls run one
+    entry at a time, because entries may have different sequences.
     """
     size, options = info.batch_size, arguments[num_tensors:]
     tensors = [

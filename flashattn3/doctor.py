@@ -1,6 +1,6 @@
-"""``flashattn3 doctor``: what this machine has, which backend runs where, and what is missing.
+"""``flashattn3 doctor``: versions and devices, the backend that runs on each, and missing parts.
 
-A part of the report that raises is replaced by its error, so the report always ends with status 0.
+If a part of the report raises, its error replaces it, so the report always ends with status 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .dispatch.device import describe_device
 from .dispatch.kernel_configs import all_configs
 from .dispatch.planner import decline_reason
 
-SHAPE = (1, 128, 2, 128)  # of q, k and v of the problem that every backend is asked about
+SHAPE = (1, 128, 2, 128)  # of q, k and v in _ordinary_problem and _probe
 FORCED_BY = "FLASHATTN3_BACKEND"
 
 
@@ -78,7 +78,7 @@ def _line(name: str, found: object) -> str:
 
 
 def _hopper_kernels() -> str:
-    """The compiled kernel configs with the resources they take, or why there are none."""
+    """The compiled kernel configs and their resources, or the reason why there are none."""
     library = find_library()
     if library.error is not None:
         return _line("Hopper kernels", f"none: {library.error}")
@@ -87,7 +87,7 @@ def _hopper_kernels() -> str:
 
 
 def _resources(info: dict[str, object]) -> str:
-    """registers, spills and occupancy are those that the current GPU reports."""
+    """The current GPU reports registers, spills and occupancy; without a GPU they are omitted."""
     known = (
         f"{info['num_threads']} threads",
         f"{info['shared_memory_bytes'] / 1024:g} KiB of shared memory",
@@ -134,7 +134,7 @@ def _dotted(capability: int) -> str:
 
 
 def _backends(device: torch.device, forced: str | None) -> str:
-    """Who takes an ordinary bfloat16 problem on the device, and why the others do not."""
+    """The backend that runs an ordinary bfloat16 problem on the device; why the others do not."""
     problem, info = _ordinary_problem(device), describe_device(device)
     reasons = {backend.name: decline_reason(backend, problem, info) for backend in BACKENDS}
     first = next(name for name, reason in reasons.items() if reason is None)
@@ -150,7 +150,7 @@ def _backends(device: torch.device, forced: str | None) -> str:
 
 
 def _ordinary_problem(device: torch.device) -> Problem:
-    """As if no backend was forced; nothing is allocated."""
+    """A problem without a forced backend, described without allocating memory."""
     like = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
     q = Metadata(like.shape, like.stride(), like.dtype, device)
     return describe((q, q, q), Options(causal=True))
@@ -167,7 +167,7 @@ def _probe_all() -> int:
 
 
 def _probe(device: torch.device) -> str:
-    """Compiles and runs Triton's forward kernel, and compares it with the reference backend."""
+    """Compile and run Triton's forward kernel and compare it with the reference backend."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(SHAPE, generator=generator).half().to(device) for _ in range(3))
     start = time.perf_counter()

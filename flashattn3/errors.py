@@ -1,13 +1,13 @@
-"""The errors a caller can meet, and the one sentence they are all built with."""
+"""The errors that callers can get, and the message format that they share."""
 
 from __future__ import annotations
 
 
 class UnsupportedError(ValueError):
-    """The problem is legal, but no backend (or not the named one) takes it."""
+    """The problem is valid, but no backend (or not the named one) supports it."""
 
 
-LONGEST = 60  # characters of a value in a sentence
+LONGEST = 60  # characters of a value in a message
 
 
 def complaint(function: str, what: str, wanted: object, got: object) -> str:
@@ -16,7 +16,7 @@ def complaint(function: str, what: str, wanted: object, got: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a sentence: cut short, with its type; of a tensor its shape and dtype."""
+    """Format a value for a message: shortened, with its type; a tensor as shape and dtype."""
     kind = type(value).__name__
     if value is None:
         return "None"
@@ -24,7 +24,7 @@ def shown(value: object) -> str:
         return f"{kind} of shape {tuple(value.shape)} and dtype {value.dtype}"
     try:
         text = repr(value)
-    except Exception:  # a foreign class, or an int too long for its digits
+    except Exception:  # repr of a foreign class, or of an int with too many digits
         return f"a value of type {kind}"
     return f"{text if len(text) <= LONGEST else text[:LONGEST] + '...'} ({kind})"
 

@@ -30,7 +30,7 @@ from .dispatch.device import describe_device
 from .dispatch.planner import choose
 from .errors import expect, shown, type_error, value_error
 from .modes import is_traced, refuse_gradients
-from .quantization import BlockScaled, comes_in_slots, scaled_qkv
+from .quantization import BlockScaled, comes_permuted, scaled_qkv
 from .quantization.hadamard import is_rotatable
 
 QK_DTYPES = (None, *EIGHT_BIT)
@@ -242,7 +242,7 @@ def _checked(tensors: Tensors, options: Options, scheme: _Scheme) -> Options:
         q_block=q_block,
         k_block=k_block,
         v_block=k_block,
-        v_permuted=v.shape[-1] if comes_in_slots(v) else 0,
+        v_permuted=v.shape[-1] if comes_permuted(v) else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""Which of torch's machinery takes part in a call: the compiler, tracing modes, transforms,
+"""Detects which parts of torch are active in a call: the compiler, tracing modes, transforms,
 automatic differentiation."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from .errors import UnsupportedError, complaint
 
 
 def is_traced() -> bool:
-    """Whether the compiler, a dispatch mode or a function transform takes part."""
+    """Whether the compiler, a dispatch mode or a function transform is active."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -24,12 +24,12 @@ def is_transformed() -> bool:
 
 
 def has_dual_level() -> bool:
-    """Whether tensors may have tangents, of forward-mode differentiation."""
+    """Whether forward-mode differentiation is active, so that tensors may have tangents."""
     return forward_ad._current_level >= 0
 
 
 def refuse_gradients(function: str, **tensors: torch.Tensor | None) -> None:
-    """Raise where a gradient or a tangent would have to pass through 8 bits."""
+    """Raise if a gradient or a tangent would have to pass through 8-bit quantization."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise no_fp8_gradient(function, name)

@@ -1,8 +1,8 @@
 """The torch operators: ``flashattn3::forward`` and ``flashattn3::backward``.
 
-An operator call is the whole pipeline: metadata → Problem → Plan (all three cached together) →
-backend. Registered here are the real implementation for every device and the fake one that
-torch.compile and FakeTensorMode use; autograd.py has the derivative.
+An operator call runs the whole pipeline: metadata → Problem → Plan (all three cached together) →
+backend. This file registers the implementation for every device and the fake one that
+torch.compile and FakeTensorMode use; autograd.py registers the derivative.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _OPTIONS = (
 )
 NUM_TENSORS = len(Tensors._fields)
 
-ANY = ""  # the backend of a call that is bound to none
-# The backend of calls that name none: that of ``use_backend``, else of the environment.
+ANY = ""  # Options.backend of a call that any backend may run
+# Backend of calls without a backend argument: from ``use_backend``, else from the environment.
 FROM_ENVIRONMENT = os.environ.get("FLASHATTN3_BACKEND") or None
 named_backend: ContextVar[str | None] = ContextVar("flashattn3_backend", default=FROM_ENVIRONMENT)
 
-# The same within a function that is being compiled, where a ContextVar cannot be traced.
+# The same while torch.compile traces, because it cannot trace a ContextVar.
 traced_backends: list[str] = []
 
 torch.library.define("flashattn3::forward", f"({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -80,23 +80,22 @@ def _chosen(metadata: tuple[Metadata | None, ...], options: Options) -> Plan:
 
 
 def plan_on(device: torch.device, tensors: Tensors, options: Options) -> Plan:
-    """The plan of a call whose meta tensors would lie on the device."""
+    """The plan of a call as if its meta tensors were on the device."""
     found = map(metadata_of, tensors)
     moved = (of._replace(device=device) if of and of.device.type == "meta" else of for of in found)
     return _chosen(tuple(moved), options)
 
 
 def plan_of(tensors: Tensors, options: Options) -> Plan:
-    """The plan that a call follows: a pure function of its tensors' metadata and its options."""
+    """The plan of a call: a pure function of its tensors' metadata and its options."""
     return _plan(key_of(tensors), options)
 
 
 def backend_in_force(function: str, backend: object) -> str | None:
-    """The backend that a call is bound to: the one that its caller names, else that of
-    ``use_backend`` around it, else ANY.
+    """The backend that a call must run on: its backend argument, else that of ``use_backend``, else
+    ANY.
 
-    None while torch.compile traces: the choice is left to the operator, which makes it in every
-    run.
+    None while torch.compile traces outside ``use_backend``: the operator then chooses in every run.
     """
     if backend is not None:
         return known_backend(function, "backend", backend)
@@ -106,7 +105,7 @@ def backend_in_force(function: str, backend: object) -> str | None:
 
 
 def known_backend(function: str, what: str, name: object) -> str:
-    """The name itself, where a backend has it."""
+    """Return the name; raise if no backend has it."""
     if not isinstance(name, str):
         raise type_error(function, what, "a str or None", shown(name))
     names = tuple(backend.name for backend in BACKENDS)
@@ -115,7 +114,7 @@ def known_backend(function: str, what: str, name: object) -> str:
 
 
 def run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """out and lse, not differentiable."""
+    """Compute out and lse, not differentiably."""
     if _operator_is_watched(tensors.q, tensors.k, tensors.v):
         return torch.ops.flashattn3.forward.default(*tensors, *options)
     return _forward_of(tensors, options)
@@ -124,17 +123,17 @@ def run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
 def run_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, not differentiable."""
+    """Compute dq, dk and dv, not differentiably."""
     if _operator_is_watched(dout, out, tensors.q):
         return torch.ops.flashattn3.backward.default(dout, dlse, out, lse, *tensors, *options)
     return _backward_of(dout, dlse, out, lse, tensors, options)
 
 
 def _operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether anything but the kernel has to see the operator: the compiler, a torch mode, a
-    subclass, a tensor without data.
+    """Whether the compiler, a torch mode, a tensor subclass or a tensor without data needs the
+    operator.
 
-    If not, the dispatcher is passed by, which halves the host time of a small call.
+    If not, the call bypasses the dispatcher, which halves the host time of a small call.
     """
     return not type(q) is type(k) is type(v) is Tensor or q.is_meta or is_traced()
 
@@ -149,7 +148,7 @@ def _copied(tensors: Tensors, plan: Plan) -> Tensors:
 
 
 def _with_unpermuted_v(tensors: Tensors, options: Options) -> Tensors:
-    """The only place where v is put back from the Hopper kernel's slots into rows."""
+    """Convert permuted v to rows; a call does this nowhere else."""
     shape = (*tensors.k.shape[:-1], options.v_permuted)
     return tensors._replace(v=permuted_v.unpermute_v(tensors.v, shape, tensors.cu_seqlens_k))
 
@@ -173,12 +172,12 @@ def _backward_of(dout, dlse, out, lse, tensors: Tensors, options: Options):
 
 
 def unpacked(arguments: tuple) -> tuple[Tensors, Options]:
-    """The arguments of the operators, after the gradients."""
+    """Split an operator's arguments, without the gradients, into tensors and options."""
     return Tensors(*arguments[:NUM_TENSORS]), Options(*arguments[NUM_TENSORS:])
 
 
 def _in_force(arguments: tuple) -> tuple[Tensors, Options]:
-    """Of an operator that runs: a call that was compiled is bound to a backend only now."""
+    """Unpack the arguments of a running operator; a compiled call gets its backend only here."""
     tensors, options = unpacked(arguments)
     if options.backend is None:
         options = options._replace(backend=named_backend.get() or ANY)

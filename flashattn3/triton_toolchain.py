@@ -1,4 +1,4 @@
-"""What Triton needs of a machine to compile: each part that is missing or does not fit."""
+"""Checks the tools that Triton compiles with: reports each that is missing or does not fit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-OLDEST = (3, 5)  # that the kernels are checked with
+OLDEST = (3, 5)  # oldest version that the kernels are tested with
 Version = tuple[int, ...]
 
 
 def find_errors() -> list[str]:
-    """One sentence for each part that is missing or does not fit, with what mends it."""
+    """One sentence for each part that is missing or does not fit, with its remedy."""
     if importlib.util.find_spec("triton") is None:
         return [f"Triton is not installed: pip install '{wanted_triton() or 'triton>=3.5'}'"]
     found = (version_error(), ptxas_error(driver_cuda()), compiler_error(), header_error())
@@ -26,7 +26,7 @@ def find_errors() -> list[str]:
 
 
 def wanted_triton() -> str | None:
-    """The Triton that the installed torch asks for, as 'triton==3.8.0'; CPU builds ask for none."""
+    """The Triton that the installed torch requires, as 'triton==3.8.0'; None for CPU builds."""
     for line in metadata.requires("torch") or ():
         asked = re.match(r"triton\s*\(?==\s*([\w.]+)", line)
         if asked:
@@ -44,7 +44,7 @@ def version_error() -> str | None:
 
 
 def ptxas_error(driver: Version | None) -> str | None:
-    """driver: the CUDA version that the driver runs; None where there is none to fit."""
+    """driver: the newest CUDA version that the driver supports; None without a driver."""
     ptxas = ptxas_path()
     found = cuda_of(ptxas)
     variable = "TRITON_PTXAS_PATH"
@@ -59,7 +59,7 @@ def ptxas_error(driver: Version | None) -> str | None:
 
 
 def ptxas_path() -> Path:
-    """Triton's own, unless TRITON_PTXAS_PATH names another."""
+    """The path in TRITON_PTXAS_PATH, else that of Triton's own ptxas."""
     if os.environ.get("TRITON_PTXAS_PATH"):
         return Path(os.environ["TRITON_PTXAS_PATH"])
     package = Path(importlib.util.find_spec("triton").origin).parent
@@ -67,7 +67,7 @@ def ptxas_path() -> Path:
 
 
 def cuda_of(ptxas: Path) -> Version | None:
-    """The CUDA version that a ptxas belongs to; None if it does not run."""
+    """The CUDA version of a ptxas; None if it does not run."""
     try:
         done = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -77,7 +77,7 @@ def cuda_of(ptxas: Path) -> Version | None:
 
 
 def fit_ptxas(driver: Version | None) -> str:
-    """The path of a ptxas of this machine that fits the driver, or what to install for one."""
+    """The path of a ptxas on this machine that fits the driver; if none, what to install."""
     for folder in (os.environ.get("PATH"), "/usr/local/cuda/bin"):
         found = shutil.which("ptxas", path=folder)
         version = cuda_of(Path(found)) if found else None
@@ -88,7 +88,7 @@ def fit_ptxas(driver: Version | None) -> str:
 
 
 def driver_cuda() -> Version | None:
-    """The newest CUDA version that the installed driver runs; None without a driver."""
+    """The newest CUDA version that the installed driver supports; None without a driver."""
     version = ctypes.c_int()
     try:
         error = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -98,7 +98,7 @@ def driver_cuda() -> Version | None:
 
 
 def compiler_error() -> str | None:
-    """Triton compiles its launchers with $CC, gcc or clang."""
+    """Triton compiles its launchers with $CC, else gcc or clang."""
     asked = os.environ.get("CC")
     if any(map(shutil.which, [asked.split()[0]] if asked else ["gcc", "clang"])):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -33,3 +34,38 @@ def test_ruff_excludes_nothing():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
     keys = {*settings, *settings["lint"], *settings.get("format", ())}
     assert not keys & {"exclude", "extend-exclude", "per-file-ignores", "extend-per-file-ignores"}
+
+
+def function_lengths(text: str) -> dict[int, int]:
+    """Of each device function of a formatted source: its first line and its number of lines."""
+    lines, lengths = text.splitlines(), {}
+    for first, line in enumerate(lines):
+        if not re.match(r" *(template <.*> )?(static )?(inline )?__(device|global)__ ", line):
+            continue
+        closing = line[: len(line) - len(line.lstrip())] + "}"
+        for last in range(first, len(lines)):
+            if lines[last] == closing or (lines[last].endswith((";", " }")) and last == first):
+                lengths[first + 1] = last - first + 1
+                break
+    return lengths
+
+
+def test_sources_have_the_sizes_that_the_readme_promises():
+    promise = (
+        r"Files stay under (\d+) lines in (.*?) and (\d+) elsewhere, device functions under (\d+)"
+    )
+    readme = " ".join((ROOT / "csrc" / "README.md").read_text().split())
+    small, folders, large, function = re.search(promise, readme).groups()
+    low = re.split(r",? and |, ", folders)
+    assert set(low) <= {path.name for path in (ROOT / "csrc").iterdir()}
+    too_long, functions = [], 0
+    for path in SOURCES:
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        bound = int(small) if path.parent.name in low else int(large)
+        if name.startswith("csrc/") and text.count("\n") >= bound:
+            too_long.append(f"{name}: {text.count(chr(10))} lines")
+        lengths = function_lengths(text)
+        functions += len(lengths)
+        too_long += [f"{name}:{at}: {n} lines" for at, n in lengths.items() if n >= int(function)]
+    assert functions > 300
+    assert too_long == []

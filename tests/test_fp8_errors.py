@@ -145,7 +145,7 @@ VALUE_ERRORS = [
     ),
     (
         blocks(k=replace(scaled(half(2, 200, 2, 16)), layout="permuted")),
-        "k.layout must be one of ('rows',), got slots",
+        "k.layout must be one of ('rows',), got permuted",
     ),
     (
         blocks(v=replace(scaled(half(2, 200, 2, 16)), layout="permuted")),

@@ -160,7 +160,7 @@ SHOW = "from flashattn3.backends.hopper.library import find_library, kernel_info
 
 @pytest.mark.slow
 def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
-    done = run(built, "-c", SHOW + "x = find_library(); print(x.fault, *x.rows, kernel_info())")
+    done = run(built, "-c", SHOW + "x = find_library(); print(x.error, *x.configs, kernel_info())")
     assert done.returncode == 0, done.stderr
     error, name, info = done.stdout.split(maxsplit=2)
     (config,) = (config for config in FORWARD_CONFIGS if config.name.startswith(ROW))
@@ -180,7 +180,7 @@ def test_the_build_brings_the_operators(built):
     quantize, quantize_qkv, sample_mean, permute_v, backward, fp8 = done.stdout.splitlines()
     assert quantize == (
         "flashattn3_hopper::quantize(Tensor x, Tensor? mean, Tensor? signs, Tensor? cu_seqlens, "
-        "int block, int max_seqlen, bool slots, bool int8) -> (Tensor data, Tensor descale)"
+        "int block, int max_seqlen, bool permuted, bool int8) -> (Tensor data, Tensor descale)"
     )
     assert quantize_qkv == (
         "flashattn3_hopper::quantize_qkv(Tensor q, Tensor k, Tensor v, Tensor? k_mean, "
@@ -196,8 +196,8 @@ def test_the_build_brings_the_operators(built):
     )
     assert backward.startswith("flashattn3_hopper::backward(Tensor dout, Tensor? dlse, Tensor out")
     assert backward.endswith("bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)")
-    assert "int head_dim_v, bool out_is_fp16, bool use_fast_accum, int row, " in fp8
-    log = built / "build" / "hopper" / "host" / "quantize.cu.o.log"
+    assert "int head_dim_v, bool out_is_fp16, bool use_fast_accum, int config, " in fp8
+    log = built / "build" / "hopper" / "launch" / "quantize.cu.o.log"
     assert ptxas.read(log).spill_bytes == 0
 
 
@@ -222,13 +222,15 @@ def test_the_library_needs_no_python_and_no_cuda_library(built):
 def test_a_changed_table_makes_the_build_stale(built, tmp_path):
     copy = tmp_path / "changed"
     shutil.copytree(built, copy, ignore=shutil.ignore_patterns("build"))
-    table = copy / "flashattn3" / "kernel_configs.py"
+    table = copy / "flashattn3" / "dispatch" / "kernel_configs.py"
     table.write_text(
         table.read_text().replace(
-            "ROWS = (", "ROWS = (\n    *_rows(SIXTEEN_BIT, 8, True, 64, 64, 2, 1),", 1
+            "FORWARD_CONFIGS = (",
+            "FORWARD_CONFIGS = (\n    *_forward_configs(SIXTEEN_BIT, 8, True, 64, 64, 2, 1),",
+            1,
         )
     )
-    done = run(copy, "-c", SHOW + "print(find_library().fault)")
+    done = run(copy, "-c", SHOW + "print(find_library().error)")
     assert done.stdout.strip() == "the Hopper kernels were built from other kernel configs"
 
 
@@ -236,7 +238,8 @@ def test_a_changed_table_makes_the_build_stale(built, tmp_path):
 def test_an_unknown_row_is_refused_with_the_names(built):
     done = run(built, "-m", "build_support", FLASHATTN3_KERNELS="fast")
     assert done.returncode != 0
-    assert "FLASHATTN3_KERNELS: no kernel config matches 'fast'; the rows are" in done.stderr
+    sentence = "FLASHATTN3_KERNELS: no kernel config matches 'fast'; the kernel configs are"
+    assert sentence in done.stderr
 
 
 def test_the_library_of_this_installation_is_the_tables():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -202,3 +204,15 @@ def test_missing_cutlass_is_said_with_what_mends_it(tmp_path):
     done = cutlass()
     assert done.returncode != 0
     assert "pip install nvidia-cutlass==" in done.stderr
+
+
+def test_every_module_imports():
+    """The benchmarks and the tuner too, which no other test runs on a CPU."""
+    names = [module.name for module in pkgutil.walk_packages(flashattn3.__path__, "flashattn3.")]
+    assert "flashattn3.bench.tune" in names
+    for name in names:
+        if name.rpartition(".")[2] != "__main__":
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                assert error.name in ("triton", "flashattn3._kernel_configs"), name

@@ -1,6 +1,6 @@
-// What makes exponents of a tile's scores: one factor for all of them, or with quantized tensors a
-// factor and a shift for every block of keys. Exponents are in log2 units, with quantized tensors
-// in codes, of which e4m3 has eight to an octave (softmax_e4m3.cuh).
+// Scales that turn a tile's scores into softmax exponents: one factor for all scores, or for
+// quantized tensors a factor and a shift for each group of keys. Exponents are in log2 units; for
+// quantized tensors in e4m3 codes, 8 per octave (softmax_e4m3.cuh).
 #pragma once
 
 #include <cstdint>
@@ -23,34 +23,34 @@ struct UniformScale {
   __device__ __forceinline__ void restart(float score_scale) { factor[0] = score_scale; }
 };
 
-// Of a tile of K and V, for each group of keys that share their descales: K's descale, and log2 of
-// V's descale over the work tile's v_scale, which goes into the probabilities, in codes. The
-// inverse of that factor is their weight in the row's sum (row_sum_columns.cuh). A group whose V is
-// far smaller than V was before has too small probabilities for that: it has weight 0 and a bit in
-// `special`. So has, kGroups bits higher, a group whose descale has another sign than the work
-// tile's v_scale: its probabilities and its weight are negative.
+// Descales of a K and V tile, for each group of keys that share them. k: K's descale. shift: log2
+// of V's descale over the work tile's v_scale, in codes; the exponent adds it, so it scales the
+// probabilities. The inverse of that factor is the keys' weight in the row sum
+// (row_sum_columns.cuh). If a group's V is far smaller than V before it, its probabilities are too
+// small for that: its weight is 0 and bit g of `special` is set. If its descale has another sign
+// than v_scale, its probabilities and weight are negative and bit g + kGroups is set.
 template <int kGroups>
 struct alignas(16) KvDescales {
   static_assert(kGroups <= 4);
   float k[kGroups];
-  float shift[kGroups];  // of int8: over kInt8Bias
+  float shift[kGroups];  // int8: divided by kInt8Bias
   uint32_t special;
 };
 
-// Of accumulator i, whose column is 8 * (i / 4) and a little (wgmma.cuh).
+// Group of accumulator register i, column 8 * (i / 4) + 2 * (lane % 4) + i % 2 (wgmma.cuh).
 template <int kGroupKeys>
 __device__ __forceinline__ constexpr int key_group(int i) {
   return i / 4 * 8 / kGroupKeys;
 }
 
-// What a thread holds of them while it works on the scores. kZero: where integer scores start
+// A thread's copy of the descales for one tile of scores. kBias: accumulator bias of integer scores
 // (gemm_int8.cuh); 0: scores are floats.
 template <int kGroups, int kGroupKeys, int kBias>
 struct BlockScale {
   static constexpr int kNumGroups = kGroups;
   static constexpr bool kInteger = kBias != 0;
   float factor[kGroups];
-  float shift[kGroups];  // of integers, once complete, what takes the start away
+  float shift[kGroups];  // integer scores, after complete(): also subtracts the bias
   uint32_t special;
 
   __device__ __forceinline__ explicit BlockScale(const KvDescales<kGroups>& keys)
@@ -62,8 +62,8 @@ struct BlockScale {
     }
   }
 
-  // To be called once, before any other: long after the scales were read, which takes its time
-  // where products want shared memory too. q_factor: of integers times kZero.
+  // Call it once, before any other method, and long after the constructor: its shared memory reads
+  // are slow while WGMMA reads shared memory too. q_factor: for integers multiplied by kBias.
   __device__ __forceinline__ void complete(float q_factor) {
     warpgroup_fence_operand(factor);
     warpgroup_fence_operand(shift);
@@ -77,12 +77,12 @@ struct BlockScale {
     }
   }
 
-  // Of a group, in codes, once complete.
+  // Shift of group g, in codes; after complete().
   __device__ __forceinline__ float codes_of_shift(int g) const {
     return kInteger ? fmaf(factor[g], kBias, from_denormal(shift[g])) : shift[g];
   }
 
-  // Of the group of a key of the tile, in codes, once complete.
+  // Factor and shift of the group of a key of the tile, in codes; after complete().
   __device__ __forceinline__ float factor_of(int key) const {
     float found = factor[0];
 #pragma unroll
@@ -96,7 +96,7 @@ struct BlockScale {
     return found;
   }
 
-  // Whether a group is to be summed apart, or is of the other sign.
+  // Whether a group of the tile is summed without the extra columns or has the other sign.
   __device__ __forceinline__ bool is_special() const { return special != 0; }
   __device__ __forceinline__ bool sums_apart(int g) const { return special >> g & 1; }
   __device__ __forceinline__ bool is_negative(int g) const { return special >> (g + kGroups) & 1; }
@@ -105,7 +105,7 @@ struct BlockScale {
   }
   static __device__ __forceinline__ constexpr int group(int i) { return key_group<kGroupKeys>(i); }
 
-  // What a score stands for, and the way back.
+  // Converts an accumulator value to the score it stands for, and back.
   static __device__ __forceinline__ float number(float score) {
     return kInteger ? from_denormal(score) - kBias : score;
   }
@@ -114,29 +114,29 @@ struct BlockScale {
   }
 
  private:
-  // Codes that are integers can be moved by integers alone. So the factors are changed by so little
-  // that the start's share and the shift make one together, at most a code: the largest score is
-  // off by as much, and others in proportion.
+  // Integer codes can only be shifted by integers. So the factor is changed slightly, such that the
+  // bias's share and the shift together are an integer, at most one code away: the largest score is
+  // off by as much, others in proportion.
   __device__ __forceinline__ void remove_bias(int g, float share, float shift_over_bias) {
-    constexpr float kRound = 1.5f * 0x1p23f;  // sums with it are integers
+    constexpr float kRound = 1.5f * 0x1p23f;  // adding it rounds to an integer
     const float codes = __fsub_rn(share + fmaf(shift_over_bias, -kBias, kRound), kRound);
     factor[g] = fmaf(codes, 1.f / kBias, shift_over_bias);
     shift[g] = codes * -kDenormalUnit;
   }
 };
 
-// softcap: the scores become tanh(score * tanh_scale), and the scale's factor is to be the cap.
+// softcap: scores become tanh(score * tanh_scale); the caller's scale factor must be the cap.
 template <class S, int kCount>
 __device__ __forceinline__ void cap_scores(S (&s)[kCount], float tanh_scale) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (i % 8 == 0) __syncwarp();  // ptxas would begin with all at once, and spill
+    if (i % 8 == 0) __syncwarp();  // ptxas would start all at once and spill
     s[i] = tanh_of_scaled(s[i] * tanh_scale);
   }
 }
 
-// A quantized score under softcap, cap * tanh(score / cap), in the units that it has. ratio: score
-// over cap of a number of 1. tanh to a relative 2^-11, by one instruction: far finer than P.
+// Returns cap * tanh(score / cap) in the units of `number`. ratio: score / cap at number = 1;
+// inverse: 1 / ratio. tanh is one instruction with a relative error of 2^-11, far finer than P.
 __device__ __forceinline__ float capped_number(float number, float ratio, float inverse) {
   float tanh;
   asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(number * ratio));
@@ -145,7 +145,7 @@ __device__ __forceinline__ float capped_number(float number, float ratio, float 
 
 __device__ __forceinline__ float inverse_or_0(float x) { return x == 0.f ? 0.f : __frcp_rn(x); }
 
-// softcap of quantized tensors, so that the scale stays. one_over_cap: in the units of exponents.
+// softcap of quantized tensors; the scale is unchanged. one_over_cap: in the units of exponents.
 template <class S, int kCount, class Scale>
 __device__ __forceinline__ void cap_scores(S (&s)[kCount], const Scale& scale, float one_over_cap) {
   float ratio[Scale::kNumGroups], inverse[Scale::kNumGroups];

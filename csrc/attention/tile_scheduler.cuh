@@ -1,22 +1,21 @@
-// The order in which a persistent grid works on tiles (block of rows, head of a batch entry).
+// Persistent tile scheduler: the order of work tiles (block, flattened batch x head).
 //
-// Tiles are numbered; CTA b starts with tile b, then takes the next number nobody has; or all with
-// that. Heads are
-// numbered across the batch, so that those sharing K and V are neighbours, and come in sections. In
-// a section, a block of rows of all heads is followed by the next block of all heads; the longest
-// first where rows see unequally many keys. Sections are small, so that what the SMs ask of memory
-// is spread over the whole kernel, but for the last one: that has a tile for every SM, and its
-// short tiles at the end let all SMs finish together.
+// CTA b starts with tile b and then draws tile indices from an atomic counter; with tile_semaphore
+// it draws all of them. Heads are numbered across the batch, so that heads that share K and V are
+// neighbours, and are divided into L2 head groups. Within a group, one block of all heads is
+// followed by the next block of all heads, the longest first if rows see different numbers of keys.
+// Groups are small, which spreads memory traffic over the whole kernel, except the last: it has a
+// tile for every SM, and its short tiles at the end let all SMs finish together.
 #pragma once
 
 #include <cstdint>
 
 namespace flashattn3 {
 
-// Of sequences of unequal lengths, written on the device before the kernel: which sequence is
-// worked on at each place, and the row blocks of all places before it.
+// Varlen order, written on the device before the kernel: batch_idx at each position of the order,
+// and the number of blocks of all positions before it.
 struct VarlenSchedule {
-  int32_t* workspace;  // 2 * batch + 1; null: all sequences have num_blocks row blocks
+  int32_t* workspace;  // 2 * batch + 1; null: all sequences have num_blocks blocks
   int batch;
   __device__ __forceinline__ int32_t* batch_indices() const { return workspace; }
   __device__ __forceinline__ int32_t* first_blocks() const {
@@ -25,25 +24,25 @@ struct VarlenSchedule {
 };
 
 struct TileSchedulerParams {
-  int num_tiles;        // with a varlen order an upper bound
+  int num_tiles;        // varlen: an upper bound
   int num_blocks;       // of the longest sequence
   int num_batch_heads;  // heads times batch
-  int l2_group_heads;   // heads of a section but the last; divides what comes before that
+  int l2_group_heads;   // heads of each group but the last; divides the heads before the last group
   int last_l2_group_heads;
   bool last_block_first;
   VarlenSchedule varlen;
-  // [0] counts the tiles handed out beyond one for each CTA, [1] the CTAs that are done; both are 0
-  // before and after the kernel. Null: fixed order, every second round backwards, so that who had a
-  // long tile gets a short one.
+  // [0] counts the tiles drawn after the first of each CTA, [1] the CTAs that are done; both are 0
+  // before and after the kernel. Null: static order, every second round reversed, so that a CTA
+  // with a long tile gets a short one next.
   int32_t* tile_counter;
-  // Of one launch alone, 0 before it: counts all tiles handed out, in the order of the numbers, so
-  // that a tile may wait for those before it. Then the counter above is not used; or null.
+  // Null, or 0 before the launch and used by this launch alone: counts all tiles drawn, in index
+  // order, so that a tile may wait for those before it. tile_counter is then not used.
   int32_t* tile_semaphore = nullptr;
 };
 
 struct TileCoord {
   int block;
-  int batch_head_idx;  // head + num_heads * batch entry
+  int batch_head_idx;  // head + num_heads * batch_idx
 };
 
 __device__ __forceinline__ TileCoord tile_coord(const TileSchedulerParams& params, int index) {
@@ -58,12 +57,12 @@ __device__ __forceinline__ TileCoord tile_coord(const TileSchedulerParams& param
           first_head + within - block * heads};
 }
 
-// With a varlen order: one sequence after the other, all its heads.
+// Varlen: one sequence after the other, all heads of each.
 __device__ __forceinline__ TileCoord varlen_tile_coord(const TileSchedulerParams& params,
                                                        int index) {
   const int num_heads = params.num_batch_heads / params.varlen.batch;
   const int32_t* first_blocks = params.varlen.first_blocks();
-  // The last place with first_blocks * num_heads <= index.
+  // Binary search: the last position with first_blocks * num_heads <= index.
   int low = 0, high = params.varlen.batch;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -80,14 +79,14 @@ __device__ __forceinline__ TileCoord varlen_tile_coord(const TileSchedulerParams
           head + params.varlen.batch_indices()[low] * num_heads};
 }
 
-// Tiles that there are; with a varlen order fewer, mostly, than params.num_tiles.
+// The actual number of tiles; varlen: mostly fewer than params.num_tiles.
 __device__ __forceinline__ int count_tiles(const TileSchedulerParams& params) {
   if (params.varlen.workspace == nullptr) return params.num_tiles;
   return params.varlen.first_blocks()[params.varlen.batch] *
          (params.num_batch_heads / params.varlen.batch);
 }
 
-// The tiles of one CTA; used by one thread.
+// Draws the tiles of one CTA; one thread uses it.
 class TileScheduler {
  public:
   __device__ __forceinline__ explicit TileScheduler(const TileSchedulerParams& params)
@@ -100,7 +99,7 @@ class TileScheduler {
   __device__ __forceinline__ int index() const { return index_; }
   __device__ __forceinline__ bool done() const { return index_ >= num_tiles_; }
 
-  // Asks for the next tile, which is this CTA's from then on; advance() waits for the answer.
+  // Draws the next tile for this CTA; advance() waits for the result of the atomic.
   __device__ __forceinline__ void request() {
     if (params_.tile_semaphore != nullptr) {
       next_ = atomicAdd(params_.tile_semaphore, 1);
@@ -113,12 +112,12 @@ class TileScheduler {
     ++round_;
     const int first = round_ * static_cast<int>(gridDim.x);
     next_ = first + (round_ % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    // A backwards round that is not full leaves nothing for some; no round follows it.
+    // A reversed round that is not full gives some CTAs no tile; no round follows it.
   }
 
   __device__ __forceinline__ void advance() { index_ = next_; }
 
-  // The last CTA puts the counters back to 0.
+  // The last CTA resets the counters to 0.
   __device__ __forceinline__ void reset() const {
     if (params_.tile_counter == nullptr) return;
     __threadfence();

@@ -1,5 +1,4 @@
-// What the kernels of the backward are launched with; launch/backward.cuh makes it from
-// BackwardParams.
+// Kernel arguments of the backward; launch/backward.cuh fills them from BackwardParams.
 #pragma once
 
 #include <cuda.h>
@@ -13,36 +12,34 @@
 
 namespace flashattn3::backward {
 
-// In which order a tile of keys walks through the queries that see it, and, where the order of
-// their additions to dQ is fixed, tiles come to a block of queries. A tile may wait for tiles that
-// were handed out before it, never for later ones. But for the last way the heads that share the
-// keys come one after the other.
-//   kAscending: from the first on; the tiles from the first on too, each a step behind the one
-//     before.
-//   kDiagonal: as kAscending, but with a mask, so that each tile has a first block of its own; the
-//     tiles last one first, so that all walk at the same pace, and none waits.
-//   kStaggered: each from a block of its own on, and around; no order.
-//   kHeadsInnermost: downwards from near the last block, and around, at each block all heads;
-//     each tile from a block and head of its own; no order. With a mask tiles see unequally
-//     many queries: so they are near the same ones nevertheless, which stay in L2.
+// Order in which a work tile (n_block) visits m_blocks and, if deterministic, in which work tiles
+// add to an m_block of dQ. A tile may wait for tiles that were scheduled before it, never for later
+// ones. Except for kHeadsInnermost, the query heads of a KV head are visited one after the other.
+//   kAscending: from the first m_block; tiles add from the first tile on, each one step behind the
+//     previous one.
+//   kDiagonal: as kAscending, but with a mask, so that tiles start at different m_blocks; tiles
+//     add from the last tile on, so that all advance at the same pace and none waits.
+//   kStaggered: each tile starts at an m_block of its own and wraps around; no fixed order.
+//   kHeadsInnermost: descending from near the last m_block, wrapping around, all heads at each
+//     m_block; each tile starts at an m_block and head of its own; no fixed order. With a mask,
+//     tiles see different numbers of queries; this keeps them near the same ones, in L2.
 enum class Traversal { kAscending, kDiagonal, kStaggered, kHeadsInnermost };
 
-// Where a head's rows are kept between the three kernels: in whole blocks of 64, each sequence's
-// rows from a block's start on. Statistics are fp32 (heads, rows); sums of dQ lie in tiles of 64
-// rows, in the order of the accumulators.
+// Workspace shared by the three kernels. Rows of a head are in blocks of 64; each sequence starts
+// at a new block. lse and minus_delta are fp32 (heads, rows); dq_accum is in tiles of 64 rows, in
+// accumulator order.
 struct Workspace {
-  float* lse;               // log2 units; +inf where a row sees no key or is none
+  float* lse;               // log2 units; +inf for rows that see no key or do not exist
   float* minus_delta;       // minus the row's sum of dout * out, plus the gradient of its lse
-  float* dq_accum;          // (heads, rows / 64, head_dim of the row, 64)
-  int32_t* tile_semaphore;  // how many tiles of keys are handed out
-  // Up to 128 columns (sequences, heads of k): how many threads that send have seen a tile through.
+  float* dq_accum;          // (heads, rows / 64, the config's head_dim, 64)
+  int32_t* tile_semaphore;  // number of work tiles drawn
+  // Up to 128 columns, (sequences, heads of k): number of times that a dQ writer finished a tile.
   int32_t* tiles_done;
-  int32_t* dq_semaphore;  // (heads, rows / 64, num_dq_semaphores() of the row): how many tiles of
-                          // keys have added to the sums; dq_semaphore.cuh
+  int32_t* dq_semaphore;  // (heads, rows / 64, num_dq_semaphores()): state or number of additions
+                          // to dq_accum; dq_semaphore.cuh
   int64_t num_rows;       // of a head, a multiple of 64
 
-  // The first of a sequence's rows; batch_head_idx: with cu_seqlens the head alone, else counted
-  // across the batch.
+  // First row of a sequence. Heads are counted per head with cu_seqlens, else across the batch.
   __device__ __forceinline__ int64_t first(const SequenceTable& table, int batch_idx, int head,
                                            int num_heads, int offset) const {
     if (table.cu_seqlens == nullptr) return (int64_t{batch_idx} * num_heads + head) * num_rows;
@@ -51,13 +48,13 @@ struct Workspace {
 };
 
 struct Arguments {
-  // (head_dim, rows, heads, entries), innermost first; entries is 1 with cu_seqlens. Boxes of 64
-  // columns x 64 rows (q, dout), rows of a tile of keys (k, v), 16 rows (dk, dv).
+  // (head_dim, rows, heads, batch), innermost first; batch is 1 with cu_seqlens. Boxes of 64
+  // columns x 64 rows (q, dout), an n_block's rows (k, v) or 16 rows (dk, dv).
   CUtensorMap q, k, v, dout, dk_map, dv_map;
-  // (rows of all heads, 2): the room's lse and minus_delta; boxes of 64 rows.
+  // (rows of all heads, 2): the workspace's lse and minus_delta; boxes of 64 rows.
   CUtensorMap lse_delta;
 
-  uint16_t *dq, *dk, *dv;  // 16-bit elements of the row's type
+  uint16_t *dq, *dk, *dv;  // 16-bit elements of the config's type
   // In elements. The batch strides are 0 with cu_seqlens.
   int64_t dq_batch, dq_seq, dq_head;
   int64_t dk_batch, dk_seq, dk_head;
@@ -65,33 +62,33 @@ struct Arguments {
 
   SequenceTable seqlens_q;        // of q, out, dout and dq
   SequenceTable seqlens_k;        // of k, v, dk and dv
-  TileSchedulerParams scheduler;  // of tiles of keys
+  TileSchedulerParams scheduler;  // of n_blocks
   Workspace workspace;
   int num_heads_q;
   int num_heads_kv;
   int qhead_per_kvhead;  // query heads that share one head of k and v
   int head_dim;
   int head_dim_v;
-  int window_left;  // at most the longer of the longest sequences: nothing is "open" here
+  int window_left;  // at most the longest sequence of q or k; never -1 (unbounded) here
   int window_right;
   Traversal traversal;
-  bool deterministic;   // tiles of keys add to dQ one after the other
+  bool deterministic;   // work tiles add to dQ in a fixed order
   float softmax_scale;  // of dq and dk
-  float score_scale;    // scores, after the cap if there is one, to log2 units
-  float tanh_scale;     // attention/score_scale.cuh, cap_scores; 0: no cap
+  float score_scale;    // scales scores, after any softcap, to log2 units
+  float tanh_scale;     // attention/score_scale.cuh, cap_scores; 0: no softcap
 };
 
-// The 64 rows of a head that a CTA of the kernels before and behind works on: a block of the room.
-// So the number of these CTAs follows the rows that there are, and not the longest sequence.
+// The 64 rows of a head that a CTA of preprocess or postprocess computes: a block of the workspace.
+// The number of these CTAs thus depends on the number of rows and not on the longest sequence.
 struct MBlock {
   int head, batch_idx;
   Sequence rows;  // of the sequence
   int first_row;  // in the sequence
 
-  // With cu_seqlens the room has up to a block more for each sequence than it has rows for.
+  // With cu_seqlens the workspace has up to one block per sequence more than there are rows for.
   __device__ __forceinline__ bool any() const { return first_row >= 0 && first_row < rows.length; }
 
-  // number: of the room's blocks, one head after the other. All lanes of the warp must call it.
+  // number: index of a workspace block, head-major. All lanes of the warp must call it.
   static __device__ __forceinline__ MBlock of_number(int number, const Workspace& workspace,
                                                      const SequenceTable& table, int batch,
                                                      int num_heads) {
@@ -113,12 +110,12 @@ struct MBlock {
   }
 
  private:
-  // With cu_seqlens: of a head's blocks in the room, the first of a sequence.
+  // With cu_seqlens: first block of a sequence among a head's workspace blocks.
   static __device__ __forceinline__ int first_block(const SequenceTable& table, int batch_idx) {
     return find_sequence(table, batch_idx).offset / kBlockM + batch_idx;
   }
 
-  // The last sequence that begins at this block or before it. A warp looks at 32 places at a time.
+  // Last sequence that begins at or before this block: a search with 32 probes (a warp) per step.
   static __device__ __forceinline__ int last_that_begins(const SequenceTable& table, int batch,
                                                          int block) {
     const int lane = threadIdx.x % 32;
@@ -134,7 +131,7 @@ struct MBlock {
   }
 };
 
-// Before: statistics of the rows, and no arrivals. out and dout: rows of whole 16 bytes.
+// Arguments of preprocess. out and dout: rows are multiples of 16 bytes.
 struct PreprocessArguments {
   const uint16_t *out, *dout;
   const float* lse;   // natural log
@@ -147,10 +144,10 @@ struct PreprocessArguments {
   Workspace workspace;
   int batch;
   int num_heads;
-  int num_batch_heads;  // of k, times batch
+  int num_batch_heads;  // heads of k, times batch
   int head_dim_v;
-  int dq_semaphores_per_block;  // of a block of 64 rows
-  int dq_accum_columns;         // of the sums that are to be 0; 0: none
+  int dq_semaphores_per_block;  // per block of 64 rows
+  int dq_accum_columns;         // columns of dq_accum to set to 0; 0: none
 };
 
 }  // namespace flashattn3::backward

@@ -1,4 +1,4 @@
-// How tiles of keys, in whatever CTAs, follow one another at the sums of dQ in memory.
+// Synchronisation of work tiles, across CTAs, that add to the same m_block of dq_accum.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,17 @@ __device__ __forceinline__ void add_release(int32_t* at, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// Between a bulk copy's accesses to memory and what orders them, a count's, on both sides.
+// Proxy fence between a bulk copy's memory accesses and the semaphore accesses that order them;
+// needed on both sides.
 __device__ __forceinline__ void fence_global_proxies() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// Whoever comes first to a block's sums stores, and the others add once that is done, so that
-// nothing has to be zero beforehand.
+// States of an m_block of dq_accum. The first tile stores and the others add once that is done, so
+// that dq_accum need not be zeroed beforehand.
 constexpr int32_t kNobody = 0, kStoring = 1, kStored = 2;
 
-// Whether the caller is the first and is to store, and then to set kStored; else it may add.
+// True: the caller is the first; it must store and then set kStored. False: it may add.
 __device__ __forceinline__ bool claim_dq_accum(int32_t* state) {
   int32_t found;
   asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
@@ -39,14 +40,14 @@ __device__ __forceinline__ bool claim_dq_accum(int32_t* state) {
   return false;
 }
 
-// Adds to four neighbouring sums.
+// Adds to four consecutive floats in global memory.
 __device__ __forceinline__ void add_to_memory(float* at, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(a), "f"(b), "f"(c),
                "f"(d)
                : "memory");
 }
 
-// How many tiles of keys come before this one, of kKeys keys, in order, at a block of queries.
+// Deterministic: number of work tiles (kBlockN keys) that add to an m_block before this one.
 template <int kBlockN>
 __device__ __forceinline__ int tiles_before(const Arguments& args, const WorkTile& tile,
                                             int block) {

@@ -1,5 +1,5 @@
-// The threads that send dQ to memory, one for each warpgroup: a step's 64 rows in fp32, which are
-// added up over the tiles of keys that see them.
+// dQ writer, one thread per consumer warpgroup: adds a step's 64 rows of dQ in fp32 to dq_accum,
+// which sums over the work tiles that the rows see.
 #pragma once
 
 #include <cute/arch/util.hpp>
@@ -24,7 +24,7 @@ class DqWriter {
 
   __device__ __forceinline__ void run() {
     while (true) {
-      // Sync: the producer has written the tile's description.
+      // Sync: the producer has written the work tile.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
       const WorkTile tile = storage_.tile[tile_.index()];
       storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread has read it.
@@ -37,18 +37,18 @@ class DqWriter {
         dq_warpgroup_ = dq_warpgroup_ + 1 == Traits::kConsumers ? 0 : dq_warpgroup_ + 1;
       }
       wait_for_memory();
-      // Sync: this thread's part of the tile is through.
+      // Sync: this thread's additions for the tile are in memory.
       add_release(args_.workspace.tiles_done + tile.batch_idx * args_.num_heads_kv + tile.head, 1);
     }
   }
 
  private:
-  // A block of queries of a head.
+  // Writes dQ of one m_block of a head: the first tile stores, later tiles add.
   __device__ __forceinline__ void write(const WorkTile& tile, int head, int block) {
     const int64_t row = workspace_row(args_, tile, head, block);
     int32_t* dq_semaphore = args_.workspace.dq_semaphore + row / kBlockM;
     const int before = args_.deterministic ? tiles_before<Traits::kBlockN>(args_, tile, block) : 0;
-    // Sync: all tiles before this one have added.
+    // Sync: all earlier tiles have added their dQ.
     while (before > 0 && load_acquire(dq_semaphore) < before) {
     }
     storage_.dq_full[warpgroup_].wait(dq_.phase());  // Sync: all four warps have written.
@@ -69,7 +69,7 @@ class DqWriter {
     }
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    storage_.dq_empty[warpgroup_].arrive();  // Sync: the room may be written again.
+    storage_.dq_empty[warpgroup_].arrive();  // Sync: the dQ buffer has been read.
     dq_.advance();
     if (first || args_.deterministic) {
       wait_for_memory();
@@ -78,7 +78,7 @@ class DqWriter {
     }
   }
 
-  // Until what was sent is in memory.
+  // Waits until all bulk copies of this thread are in memory.
   __device__ __forceinline__ static void wait_for_memory() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     fence_global_proxies();
@@ -88,7 +88,7 @@ class DqWriter {
   SharedStorageOf<kConfig>& storage_;
   uint32_t dq_smem_;
   int warpgroup_;
-  int dq_warpgroup_ = 0;  // the warpgroup whose step it is
+  int dq_warpgroup_ = 0;  // the warpgroup that computes dQ of the step
   PipelineState<2> tile_{0};
   PipelineState<1> dq_{0};
 };

@@ -8,8 +8,8 @@
 
 namespace flashattn3::backward {
 
-// Columns first_column to first_column + kColumns - 1. staged: the warp's room, chunks of 64
-// columns with atom_stride between them, which nobody reads any more.
+// Stores columns first_column to first_column + kColumns - 1. staged: the warp's shared memory,
+// swizzle atoms of 64 columns, atom_stride bytes apart; no thread reads it any more.
 template <ElementType kElement, int kColumns>
 __device__ __forceinline__ void store_gradient(const RowTarget& target, int first_column,
                                                const float (&gradient)[kColumns / 2], float factor,
@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_gradient(const RowTarget& target, int firs
     stage_rows(staged + atom * atom_stride, word);
   }
   store_staged<kAtoms>(target, staged, atom_stride, first_column);
-  // The room is used again, or loaded into.
+  // The staging memory is reused or loaded into afterwards.
   if (threadIdx.x % 32 == 0) wait_for_stores();
   __syncwarp();
 }
@@ -61,7 +61,7 @@ __device__ __forceinline__ RowTarget value_target(const Arguments& args, const W
           .num_columns = args.head_dim_v};
 }
 
-// Keys that no query sees.
+// Stores zeros for keys that no query sees.
 __device__ __forceinline__ void store_zeros(const RowTarget& target) {
   const int row = threadIdx.x % 32 / 2;
   if (row >= target.num_rows) return;

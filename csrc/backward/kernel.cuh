@@ -1,6 +1,6 @@
-// The backward kernel: one CTA on an SM, which takes tiles of keys until none is left. Of
-// the last warpgroup one thread loads (load.cuh) and one for each of the others sends dQ to
-// memory (dq_writer.cuh); the others multiply (mainloop.cuh).
+// Backward kernel: persistent, one CTA per SM. The last warpgroup has one producer thread
+// (load.cuh) and one dQ writer thread per consumer warpgroup (dq_writer.cuh); the others are
+// consumers (mainloop.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -16,7 +16,7 @@
 
 namespace flashattn3::backward {
 
-// A type and not a row as argument, as for forward::attention_kernel.
+// The template argument is a type and not a Config, as for forward::attention_kernel.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ Arguments args) {
@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       cute::prefetch_tma_descriptor(&args.v);
       cute::prefetch_tma_descriptor(&args.dout);
       cute::prefetch_tma_descriptor(&args.lse_delta);
-      // The others touch no memory of the device before this thread's loads have come.
+      // Consumers access no global memory before this thread's loads have arrived.
       griddepcontrol_wait();
-      launch_dependents();  // which find the states of the sums as the kernel before left them
+      launch_dependents();  // after the wait: dependents see preprocess's semaphore values
       Producer<kConfig>(args, shared).run();
     } else {
       griddepcontrol_wait();

@@ -1,8 +1,8 @@
-// The thread that loads: walks through the CTA's tiles of keys, tells the others which one comes,
-// and keeps Q and dO, with their rows' statistics, coming as far ahead as there is room.
+// Producer thread: publishes the CTA's work tiles and loads K, V, Q with lse, and dO with delta as
+// soon as stages are free.
 //
-// Order of the loads of a tile with n steps: Q0, K, dO0, V, Q1, dO1, ... Of the next tile the first
-// Q and dO find room as soon as a step of this one is through; K and V have to wait for its end.
+// Order of the loads of a tile: Q0, K, dO0, V, Q1, dO1, ... The next tile's first Q and dO are
+// loaded as soon as a step of this tile has released its stage; K and V wait for the tile's end.
 #pragma once
 
 #include "attention/tile_scheduler.cuh"
@@ -15,7 +15,7 @@ namespace flashattn3::backward {
 template <Config kConfig>
 class Producer {
   using Traits = KernelTraits<kConfig>;
-  // Steps before the end of a tile at which the next one is asked for.
+  // Number of steps before the end of a tile at which the next tile is requested.
   static constexpr int kRequestSteps = 3;
 
  public:
@@ -43,8 +43,7 @@ class Producer {
   }
 
  private:
-  // The first tile from here on that has keys, which in a batch of unequal lengths not all have;
-  // false: none.
+  // Finds the next tile that has keys (with varlen some have none); false: no tile is left.
   __device__ __forceinline__ bool next_valid_tile(WorkTile& tile) {
     while (!tiles_.done()) {
       tile = describe_work_tile<Traits::kBlockN>(args_, tiles_.index());
@@ -55,7 +54,7 @@ class Producer {
     return false;
   }
 
-  // Sync: the slot is free once everybody has read the tile before last.
+  // Sync: the slot is free once all readers have released the tile before last.
   __device__ __forceinline__ void publish(const WorkTile& tile) {
     storage_.tile_empty[tile_.index()].wait(tile_.phase());
     storage_.tile[tile_.index()] = tile;
@@ -63,14 +62,14 @@ class Producer {
     tile_.advance();
   }
 
-  // K and V too where a tile begins.
+  // Loads Q, lse, dO and delta of a step, and K and V if the step begins a tile.
   __device__ __forceinline__ void load_rows(const WorkTile& tile, int head, int block,
                                             bool begins) {
     const uint32_t stage = rows_.index();
     const int row = tile.row_offset + block * kBlockM;
     const int at = static_cast<int>(workspace_row(args_, tile, head, block));
     const int q_batch_coord = args_.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
-    // Sync: every consumer warp gave the stage back.
+    // Sync: every consumer warp has released the stage.
     storage_.q_empty[stage].wait(rows_.phase());
     load_with_lse_or_delta(shared_ + Traits::kQOffset + stage * Traits::kMBlockBytes, &args_.q,
                            storage_.q_full[stage], storage_.lse[stage], at, 0, row, head,
@@ -99,7 +98,7 @@ class Producer {
 
   __device__ __forceinline__ void load_k(int offset, const CUtensorMap* map, Barrier& full,
                                          Barrier& empty, const WorkTile& tile) {
-    // Sync: every consumer warp is done with the tile before.
+    // Sync: every consumer warp has released the previous tile's buffer.
     empty.wait(kv_phase_);
     full.arrive_and_expect(Traits::kNBlockBytes);
     copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(shared_ + offset, map, full, kReadOnce,

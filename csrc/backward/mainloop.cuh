@@ -1,13 +1,13 @@
-// A warpgroup that multiplies: 64 keys against the queries that see them.
+// Backward consumer warpgroup: computes dK and dV of 64 keys, and dQ in turn with the others.
 //
-// All scores are kept transposed, keys x queries: what is multiplied into dV and dK, P^T and dS^T,
-// then lies in the accumulators as WGMMA wants its operand. Step t of a warpgroup:
-//   start S = K Q^T and dP - delta = V dO^T - delta (delta is in the accumulators beforehand), wait
-//   for S, P = 2^(S - lse), start dV += P dO, wait for dP, dS = P (dP - delta), lay dS down in
-//   shared memory, start dK += dS Q, and, one warpgroup in turn, dQ of the step before, which wants
-//   the keys of all.
-// The warpgroups share the stages of Q and dO but not their pace: they may be a step apart, and
-// while one makes P and dS, the tensor cores work for the other.
+// S and P are transposed (keys x queries): the accumulators of P^T and dS^T then have the register
+// layout of WGMMA's A operand in the dV and dK GEMMs. Step t of a warpgroup:
+//   start S = K Q^T and dP - delta = V dO^T - delta (accumulator bias -delta), wait for S,
+//   P = 2^(S - lse), start dV += P dO, wait for dP, dS = P (dP - delta), store dS to shared
+//   memory, start dK += dS Q; one warpgroup in turn also computes dQ of the previous step, which
+//   needs dS of all warpgroups.
+// The warpgroups share the stages of Q and dO but are not in lockstep: they may be one step apart,
+// so that the tensor cores work for one warpgroup while another computes P and dS.
 #pragma once
 
 #include "attention/mask.cuh"
@@ -47,7 +47,7 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     while (true) {
-      // Sync: the producer has written the tile's description, which stays until all have left it.
+      // Sync: the producer has written the tile, which stays valid until all arrive at tile_empty.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
       if (uniform(tile().first_key) < 0) return;
       if (uniform(tile().m_blocks.begin) == uniform(tile().m_blocks.end)) {
@@ -56,7 +56,7 @@ class Consumer {
       } else {
         attend();
       }
-      storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread is done with it.
+      storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread no longer reads the tile.
       tile_.advance();
     }
   }
@@ -74,7 +74,7 @@ class Consumer {
     Gradient dk, dv;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
-    storage_.k_full.wait(kv_phase_);  // Sync: K and V are there.
+    storage_.k_full.wait(kv_phase_);  // Sync: K and V are loaded.
     storage_.v_full.wait(kv_phase_);
     kv_phase_ ^= 1;
     zero_fill_kv();
@@ -89,31 +89,31 @@ class Consumer {
       }
       advance();
     }
-    // The last step's dQ is still to come.
+    // dQ lags by one step: compute that of the last step.
     if (owns_previous_dq()) gemm_dq();
     __syncwarp();
     storage_.k_empty.arrive_warp();  // Sync: this warp is done with K.
-    // Sync: all four warps are done with their keys of V, which dV and dK go over.
+    // Sync: all four warps have read their keys of V, which dV and dK are staged over.
     named_barrier_sync(1 + warpgroup_, 128);
     uint8_t* staged = shared_ + Traits::kVOffset + threadIdx.x / 32 * kRowsOfWarp * 128;
     store_gradient<kElement, kHeadDim>(value_target(args_, tile(), warp_first_key()), 0, dv, 1.f,
                                        staged, Traits::kBlockN * 128);
     store_gradient<kElement, kHeadDim>(key_target(args_, tile(), warp_first_key()), 0, dk,
                                        args_.softmax_scale, staged, Traits::kBlockN * 128);
-    storage_.v_empty.arrive();  // Sync: this thread has left V's place.
+    storage_.v_empty.arrive();  // Sync: this thread is done with V's buffer.
   }
 
-  // Until Q and dO of a step are there, with lse and delta. All warpgroups come by here, also those
-  // that want nothing of them but to give them back.
+  // Waits for Q, dO, lse and delta of a step. All warpgroups call it, also those that skip the step
+  // and only release the stage.
   __device__ __forceinline__ void wait_for_q_dout(int block) {
     const uint32_t stage = rows_.index();
-    storage_.q_full[stage].wait(rows_.phase());     // Sync: Q and lse are there.
-    storage_.dout_full[stage].wait(rows_.phase());  // Sync: dO and delta are there.
+    storage_.q_full[stage].wait(rows_.phase());     // Sync: Q and lse are loaded.
+    storage_.dout_full[stage].wait(rows_.phase());  // Sync: dO and delta are loaded.
     zero_fill_q_dout(stage, block);
   }
 
-  // block: of kBlockM queries. clear: blocks of 64 that see all keys of this warpgroup.
-  // others: a step of this tile came before, whose dQ may be this warpgroup's to multiply.
+  // block: m_block (kBlockM queries). full_blocks: m_blocks that see all keys of this warpgroup.
+  // others: this tile had an earlier step, whose dQ this warpgroup may own.
   __device__ __forceinline__ void step(Gradient& dk, Gradient& dv, int block,
                                        BlockRange full_blocks, bool others) {
     const uint32_t stage = rows_.index();
@@ -124,7 +124,7 @@ class Consumer {
     load_per_column(dp, storage_.minus_delta[stage]);
     load_per_column<0, Traits::kLseInRegisters>(lse, storage_.lse[stage]);
     warpgroup_fence_operand(
-        dp);  // before S is on its way, or ptxas would wait for it to write these
+        dp);  // before S's GEMM starts, or ptxas would wait for it before writing these
     gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(s, k_base_ + warpgroup_ * (64 * 128 / 16),
                                                           q);
     gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(
@@ -167,17 +167,17 @@ class Consumer {
     warpgroup_fence_operand(dk);
   }
 
-  // A step whose queries see none of this warpgroup's keys.
+  // Skips a step whose queries see none of this warpgroup's keys: dS is 0.
   __device__ __forceinline__ void skip_step(bool others) {
     const uint32_t stage = rows_.index();
     const Operand ds = {};
     store_ds(ds);
-    storage_.dout_empty[stage].arrive_warp();  // Sync: this warp wants nothing of them.
+    storage_.dout_empty[stage].arrive_warp();  // Sync: this warp does not read dO and Q.
     storage_.q_empty[stage].arrive_warp();
     if (others && owns_previous_dq()) gemm_dq();
   }
 
-  // To the next step.
+  // Advances all pipeline states to the next step.
   __device__ __forceinline__ void advance() {
     rows_.advance();
     before_ = ds_;
@@ -185,12 +185,12 @@ class Consumer {
     dq_warpgroup_ = dq_warpgroup_ + 1 == Traits::kConsumers ? 0 : dq_warpgroup_ + 1;
   }
 
-  // Whether dQ of the step before that at ds_ is for this warpgroup to multiply.
+  // Whether this warpgroup computes dQ of the step before the one at ds_.
   __device__ __forceinline__ bool owns_previous_dq() const { return dq_warpgroup_ == warpgroup_; }
 
-  // Lays this warp's 16 keys of dS down.
+  // Stores dS of this warp's 16 keys to shared memory.
   __device__ __forceinline__ void store_ds(const Operand& ds) {
-    // Sync: the warpgroup that multiplied dQ of the step before last has read the buffer.
+    // Sync: the warpgroup that computed dQ of the step before last has read the buffer.
     storage_.ds_empty[ds_.index()].wait(ds_.phase() ^ 1);
     uint32_t word[16];
 #pragma unroll
@@ -203,7 +203,7 @@ class Consumer {
     storage_.ds_full[ds_.index()].arrive_warp();  // Sync: this warp has written and fenced.
   }
 
-  // Starts dQ of the step before that at ds_.
+  // Starts the dQ GEMM of the step before the one at ds_.
   __device__ __forceinline__ void start_dq(Gradient& dq) {
     const PipelineState<2> at = before_;
     storage_.ds_full[at.index()].wait(at.phase());  // Sync: all consumer warps have written dS.
@@ -211,10 +211,10 @@ class Consumer {
         dq, ds_base_ + at.index() * (Traits::kDsBytes / 16), k_base_);
   }
 
-  // dQ to who sends it to memory.
+  // Passes dQ to the dQ writer through shared memory.
   __device__ __forceinline__ void hand_over(const Gradient& dq) {
     storage_.ds_empty[before_.index()].arrive_warp();  // Sync: this warp has read dS.
-    // Sync: what lay there before has been sent.
+    // Sync: the dQ writer has read the previous dQ.
     storage_.dq_empty[warpgroup_].wait(dq_.phase() ^ 1);
     float4* dq_accum =
         reinterpret_cast<float4*>(shared_ + Traits::kDqOffset + warpgroup_ * Traits::kDqBytes) +
@@ -237,8 +237,8 @@ class Consumer {
     hand_over(dq);
   }
 
-  // Keys past the sequence may belong to another one, or to nobody, and hold NaN, which
-  // probability 0 does not stop.
+  // Zero fill past the end of the sequence of keys: those tokens may belong to another sequence or
+  // to none and hold NaN, and 0 * NaN is NaN.
   __device__ __forceinline__ void zero_fill_kv() {
     if (args_.seqlens_k.cu_seqlens == nullptr && args_.seqlens_k.seqused == nullptr) return;
     const int used = uniform(tile().num_keys) - uniform(tile().first_key);
@@ -248,10 +248,10 @@ class Consumer {
                                                       kThreads);
     }
     fence_async_proxy();
-    named_barrier_sync(1 + Traits::kConsumers, kThreads);  // Sync: all warpgroups are through.
+    named_barrier_sync(1 + Traits::kConsumers, kThreads);  // Sync: all warpgroups have filled.
   }
 
-  // The same for queries; they have lse +inf and delta 0.
+  // The same for queries; rows past the end have lse +inf and delta 0.
   __device__ __forceinline__ void zero_fill_q_dout(uint32_t stage, int block) {
     if (args_.seqlens_q.cu_seqlens == nullptr && args_.seqlens_q.seqused == nullptr) return;
     const int used = uniform(tile().num_rows) - block * kBlockM;
@@ -280,10 +280,10 @@ class Consumer {
   uint32_t k_base_, v_base_, q_base_, dout_base_, ds_base_;
   PipelineState<2> tile_{0};
   PipelineState<Traits::kStages> rows_{0};
-  PipelineState<2> ds_{0};                     // buffer of the step's dS
-  PipelineState<2> before_{0};                 // of the step before
-  int dq_warpgroup_ = Traits::kConsumers - 1;  // the warpgroup that multiplies its dQ
-  PipelineState<1> dq_{0};                     // this warpgroup's room for dQ
+  PipelineState<2> ds_{0};                     // dS buffer of this step
+  PipelineState<2> before_{0};                 // dS buffer of the previous step
+  int dq_warpgroup_ = Traits::kConsumers - 1;  // the warpgroup that computes that step's dQ
+  PipelineState<1> dq_{0};                     // this warpgroup's dQ buffer
   uint32_t kv_phase_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Behind the backward kernel: dq from its sums, which lie as the accumulators held them.
+// Postprocess: converts dq_accum, which is in accumulator order, to dq.
 #pragma once
 
 #include "attention/mask.cuh"
@@ -10,8 +10,8 @@
 
 namespace flashattn3::backward {
 
-// All threads of the CTA, until all tiles of the head's keys are through, whose additions they can
-// then read.
+// Waits until all work tiles of the KV head are done; their additions are then visible. All threads
+// of the CTA call it.
 template <Config kConfig>
 __device__ __forceinline__ void wait_for_tiles(const Arguments& args, int batch_idx, int head,
                                                int num_keys) {
@@ -26,8 +26,8 @@ __device__ __forceinline__ void wait_for_tiles(const Arguments& args, int batch_
   fence_global_proxies();
 }
 
-// A CTA of 128 threads: 64 rows of a head; warps of 16 rows as in WGMMA's accumulators. number: of
-// the block in the room.
+// Converts 64 rows of a head with a CTA of 128 threads, 16 rows per warp as in WGMMA accumulators.
+// number: index of the workspace block.
 template <Config kConfig>
 __device__ __forceinline__ void postprocess_block(const Arguments& args, int number) {
   constexpr ElementType kElement = kConfig.dtype;
@@ -80,18 +80,18 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
   }
 }
 
-// The CTAs take the places of those of the kernel before as they become free. Up to 128 columns
-// they begin with heads whose sums are complete; for pairs that is not counted.
-template <class Traits>  // a type and not a row, as for attention_kernel
+// CTAs start on SMs as the main kernel's CTAs exit (PDL). Up to 128 columns they start with heads
+// whose dq_accum is complete; cluster2 kernels do not count tiles_done.
+template <class Traits>  // a type and not a Config, as for attention_kernel
 __global__ void __launch_bounds__(128) postprocess_kernel(const __grid_constant__ Arguments args) {
   constexpr Config kConfig = Traits::kConfig;
   launch_dependents();
   if constexpr (uses_cluster2(kConfig)) {
     griddepcontrol_wait();
-    postprocess_block<kConfig>(args, gridDim.x - 1 - blockIdx.x);  // the last sums are in L2
+    postprocess_block<kConfig>(args, gridDim.x - 1 - blockIdx.x);  // the last blocks are in L2
   } else {
     postprocess_block<kConfig>(args, blockIdx.x);
-    // Nobody is to find this kernel complete before that.
+    // Keeps this grid alive until the main kernel is complete, so no dependent starts early.
     if (blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
   }
 }

@@ -1,5 +1,5 @@
-// Before the backward kernel: of each row of out the sum of dout * out and the log-sum-exp in the
-// units it wants; no arrivals at the sums of dQ, in pairs sums that are 0, and no tile through.
+// Preprocess: computes delta (sum of dout * out per row) and lse in log2 units, and resets
+// dq_semaphore, tiles_done and, with cluster2, dq_accum to 0.
 #pragma once
 
 #include "backward/arguments.h"
@@ -10,7 +10,7 @@ namespace flashattn3::backward {
 
 constexpr int kPreprocessThreads = 256;
 
-// The sum of the products of two rows, of which this lane takes 8 columns at a time.
+// This lane's part of the dot product of two rows, 8 columns at a time.
 template <ElementType kElement>
 __device__ __forceinline__ float row_product(const uint16_t* a, const uint16_t* b, int num_columns,
                                              int lane, int num_lanes) {
@@ -37,9 +37,9 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   launch_dependents();
   griddepcontrol_wait();
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.workspace.tile_semaphore = 0;
-  // Last heads first: those that the kernel behind begins with are in L2 then.
+  // Last heads first: the heads that the main kernel begins with are then in L2.
   const int number = gridDim.x - 1 - blockIdx.x;
-  // All counts, also of blocks without rows: whatever cu_seqlens holds, nobody waits for ever.
+  // Resets all counts, also of blocks without rows: no cu_seqlens can then cause a deadlock.
   if (threadIdx.x == 0 && number < args.num_batch_heads) args.workspace.tiles_done[number] = 0;
   if (threadIdx.x < args.dq_semaphores_per_block) {
     args.workspace.dq_semaphore[int64_t{number} * args.dq_semaphores_per_block + threadIdx.x] = 0;

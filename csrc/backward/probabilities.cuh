@@ -1,13 +1,13 @@
-// From scores to probabilities and on to dS, on accumulator fragments of keys x queries, whose
-// columns have a statistic each.
+// P and dS from S, on accumulator fragments of keys x queries; each column (query) has one lse and
+// one delta.
 #pragma once
 
 #include "attention/softmax.cuh"
 
 namespace flashattn3::backward {
 
-// Of accumulators kBegin to kEnd - 1 the statistic of their column. statistic: of the fragment's
-// first column, in shared memory.
+// Loads lse or delta of the column of each accumulator kBegin to kEnd - 1. lse_or_delta: points to
+// that of the fragment's first column, in shared memory.
 template <int kBegin, int kEnd, int kCount>
 __device__ __forceinline__ void load_per_column(float (&s)[kCount], const float* lse_or_delta) {
   const float* mine = lse_or_delta + threadIdx.x % 4 * 2;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&l
   if (tanh_scale != 0.f) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      // A branch that is always taken: see below.
+      // This branch never exits; see differentiate_cap.
       asm volatile("" : "+f"(tanh_scale));
       if (tanh_scale == 0.f) break;
       s[i] = tanh_of_scaled(s[i] * tanh_scale);
@@ -40,15 +40,15 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&l
   for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], score_scale, -lse[i]));
 }
 
-// With a cap: probabilities times 1 - tanh^2, the tanh found again from them. tanh_scale: not 0.
+// With a softcap: multiplies P by 1 - tanh^2; tanh is recovered from P. tanh_scale: not 0.
 template <int kCount>
 __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const float* lse,
                                                   float score_scale, float tanh_scale) {
   const float inverse = 1.f / score_scale;
 #pragma unroll
   for (int i = 0; i < kCount; i += 8) {
-    // A branch that is always taken, behind which ptxas does not begin with the next eight: there
-    // are no registers for all at once.
+    // This branch never exits; it keeps ptxas from starting the next eight early: registers do not
+    // suffice for all at once.
     asm volatile("" : "+f"(tanh_scale));
     if (tanh_scale == 0.f) break;
     float of_column[8];

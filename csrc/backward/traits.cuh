@@ -1,5 +1,5 @@
-// Everything that follows from a row at compile time: sizes, registers, the shared memory map, and
-// who arrives at which barrier.
+// Compile-time constants of a kernel config: sizes, registers, shared memory layout and barrier
+// arrival counts.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct KernelTraits {
   static constexpr int kMBlockBytes = kBlockM * kAtoms * 128;
   static constexpr int kDsBytes = kBlockN * kBlockM * 2;
   static constexpr int kDqBytes = kBlockM * kHeadDim * 4;
-  // From the start of shared memory: control, K, V, stages of Q, stages of dO, dS, dQ.
+  // Shared memory, in bytes: SharedStorage, K, V, stages of Q, stages of dO, dS, dQ.
   static constexpr int kKOffset = kSharedStorageBytes;
   static constexpr int kVOffset = kKOffset + kNBlockBytes;
   static constexpr int kQOffset = kVOffset + kNBlockBytes;
@@ -32,17 +32,17 @@ struct KernelTraits {
   static constexpr int kDsOffset = kDoutOffset + kStages * kMBlockBytes;
   static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes;
 
-  // setmaxnreg: multiples of 8, in all what the CTA was launched with.
+  // setmaxnreg: multiples of 8; the total is at most the CTA's registers at launch.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
 
-  // Accumulators of the scores whose lse is in registers before the products begin, beside which
-  // loads from shared memory crawl. All of them, if there is room.
+  // Number of S accumulators whose lse is loaded to registers before the GEMMs start, because loads
+  // from shared memory are slow during WGMMA. All of them where registers suffice.
   static constexpr int kLseInRegisters = kConsumers == 3 ? kBlockM / 4 : kBlockM / 2;
 
-  // Whether a warpgroup leaves steps out that see none of its keys. Of two it would be the half of
-  // one step in a masked tile, and the branch costs every step (ptxas then keeps what descriptors
-  // are made of in vector registers).
+  // Whether a warpgroup skips steps that see none of its keys. With two warpgroups that would save
+  // half of one step in a masked tile, and the branch slows every step (ptxas then keeps the parts
+  // of descriptors in vector registers).
   static constexpr bool kSkipsSteps = kConsumers == 3;
 
   static_assert(kConsumers == 2 || kConsumers == 3);
@@ -55,15 +55,15 @@ struct KernelTraits {
 // Barriers. Arrivals for each phase:
 //   k_full, v_full, q_full, dout_full     1: the producer, and the bytes of the copies
 //   k_empty, q_empty, dout_empty          one for each consumer warp, after its last read
-//   v_empty                               every consumer thread, after its last read of V's place
+//   v_empty                               every consumer thread, after its last read of V's buffer
 //   ds_full[s]   each consumer warp: its part of dS of a step is written
-//   ds_empty[s]  the 4 warps of the warpgroup that multiplies dQ of the step
-//   dq_full[w]  the 4 warps of warpgroup w: dQ of a step is written
-//   dq_empty[w] the thread that sends it to memory: it has been read
-//   tile_full    1: the producer; tile_empty: every thread that reads the description
-// First phase: who reads waits with phase 0, who writes with phase 1, which passes at once.
-// A step is 64 queries of one head for this tile of keys. Steps are counted from the kernel's start
-// on: step t uses dS buffer t % 2, and warpgroup t % kConsumers multiplies its dQ.
+//   ds_empty[s]  the 4 warps of the warpgroup that computes dQ of the step
+//   dq_full[w]   the 4 warps of warpgroup w: dQ of a step is written
+//   dq_empty[w]  1: the dQ writer: dQ has been read
+//   tile_full    1: the producer; tile_empty: every thread that reads the work tile
+// First phase: readers wait with phase 0, writers with phase 1, which passes at once.
+// A step is 64 queries of one head for this n_block. Steps are counted from the start of the
+// kernel: step t uses dS buffer t % 2, and warpgroup t % kConsumers computes its dQ.
 template <int kStages, int kConsumers>
 struct SharedStorage {
   float lse[kStages][kBlockM];
@@ -76,7 +76,7 @@ struct SharedStorage {
   Barrier tile_full[2], tile_empty[2];
   WorkTile tile[2];
 
-  // One thread, before the CTA's first __syncthreads.
+  // One thread calls it, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init() {
     constexpr int kWarps = 4 * kConsumers;
     k_full.init(1), k_empty.init(kWarps);
@@ -87,7 +87,7 @@ struct SharedStorage {
     }
     for (int i = 0; i < 2; ++i) {
       ds_full[i].init(kWarps), ds_empty[i].init(4);
-      // The consumers' threads, and one thread for each warpgroup that sends dQ.
+      // All consumer threads, and one dQ writer thread for each consumer warpgroup.
       tile_full[i].init(1), tile_empty[i].init(32 * kWarps + kConsumers);
     }
     for (int i = 0; i < kConsumers; ++i) dq_full[i].init(4), dq_empty[i].init(1);

@@ -1,4 +1,4 @@
-// One block of keys of one head, and the queries that see it.
+// Work tile of the backward: an n_block of one KV head, and the m_blocks that see it.
 #pragma once
 
 #include "attention/mask.cuh"
@@ -11,18 +11,18 @@ namespace flashattn3::backward {
 struct alignas(16) WorkTile {
   int first_key;        // in the sequence; -1: no tile is left
   int head;             // of k and v
-  int batch_coord;      // of the batch, for pointers; 0 with cu_seqlens
+  int batch_coord;      // batch coordinate for TMA and pointers; 0 with cu_seqlens
   int key_offset;       // of the sequence in k and v
   int num_rows;         // of the sequence
   int num_keys;         // of the sequence
-  int batch_idx;        // of the batch
+  int batch_idx;        // index of the sequence
   int row_offset;       // of the sequence in q
-  BlockRange m_blocks;  // blocks of queries that see one of its keys; may be none
-  int start;            // the first of them that is worked on
-  int first_head;       // and, of the heads that share the keys, the first at each block
+  BlockRange m_blocks;  // m_blocks that see at least one of its keys; may be empty
+  int start;            // the m_block that is visited first
+  int first_head;       // the query head of the KV head that is visited first at each m_block
 };
 
-// Where the room keeps a block of queries of a head of q: its first row.
+// First workspace row of an m_block of a head of q.
 __device__ __forceinline__ int64_t workspace_row(const Arguments& args, const WorkTile& tile,
                                                  int head, int block) {
   return args.workspace.first(args.seqlens_q, tile.batch_idx, head, args.num_heads_q,
@@ -30,12 +30,12 @@ __device__ __forceinline__ int64_t workspace_row(const Arguments& args, const Wo
          block * kBlockM;
 }
 
-// Behind the last block comes the first.
+// Next m_block, wrapping around from the last to the first.
 __device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
   return block + 1 == rows.end ? rows.begin : block + 1;
 }
 
-// The steps of a tile, one after the other: which block of queries, of which head.
+// Iterator over the steps of a work tile: m_block and query head of each.
 class WorkTileSteps {
  public:
   __device__ __forceinline__ WorkTileSteps(const Arguments& args, const BlockRange& rows, int start)
@@ -45,7 +45,7 @@ class WorkTileSteps {
     return (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
   }
   __device__ __forceinline__ int block() const { return block_; }
-  // Of q.
+  // Head of q.
   __device__ __forceinline__ int head(const WorkTile& tile) const {
     int head = tile.first_head + nth_head_;
     if (head >= args_.qhead_per_kvhead) head -= args_.qhead_per_kvhead;
@@ -70,8 +70,7 @@ class WorkTileSteps {
   int nth_head_ = 0;
 };
 
-// The tile of a number in the order of the work, kKeys keys. It may have no key, in a batch of
-// unequal lengths.
+// Work tile of a scheduler index, with kBlockN keys. With varlen it may have no keys.
 template <int kBlockN>
 __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, int index) {
   const TileCoord coord = args.scheduler.varlen.workspace != nullptr
@@ -99,7 +98,7 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   if (args.traversal == Traversal::kStaggered) {
     tile.start = static_cast<int>(int64_t{coord.block} * tile.m_blocks.end / max(1, num_tiles));
   } else if (args.traversal == Traversal::kHeadsInnermost) {
-    // Two steps behind the tile before, which by then has stored where it was first.
+    // Two steps behind the previous tile, which by then has stored the dQ that it claimed first.
     const int behind = 2 * coord.block;
     const int num_blocks = max(1, tile.m_blocks.end - tile.m_blocks.begin);
     tile.start = tile.m_blocks.end - 1 - behind / args.qhead_per_kvhead % num_blocks;

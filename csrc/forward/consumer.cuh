@@ -1,6 +1,6 @@
 // A consumer warpgroup: takes work tiles until none is left, runs the main loop on its 64 query
-// rows of each, and stores them. After the last block of a tile, S of the next tile's first block
-// takes the registers of S: the tensor cores compute it while this tile is stored.
+// rows of each, and stores them. The tensor cores compute S of the next tile's first block, in the
+// registers of S, while this tile is stored.
 #pragma once
 
 #include <type_traits>
@@ -33,7 +33,7 @@ class Consumer : MainloopOf<kConfig> {
     Probabilities p;
     Softmax softmax;
     Work work;
-    bool ahead = false;  // s holds the first scores of the tile
+    bool ahead = false;  // s already holds S of the tile's first block
     while (true) {
       if (!ahead) {
         work = this->get_next_work();
@@ -46,17 +46,17 @@ class Consumer : MainloopOf<kConfig> {
       this->skip_v(work.above);
       this->attend(s, o, p, softmax, work.blocks);
 
-      storage_.v_full[kv_.index()].wait(kv_.phase());  // Sync: the last V is there.
+      storage_.v_full[kv_.index()].wait(kv_.phase());  // Sync: the last V is loaded.
       this->gemm_pv(o, p, kv_);
       if constexpr (!Traits::kOutOverQ) this->release_q();
       q_.advance();
       Work next{};
-      if (work.below == 0) {  // else the producer waits for those before it says what comes next
-        // Sync: the next tile's description is there.
+      if (work.below == 0) {  // else the producer needs those released before it publishes a tile
+        // Sync: the producer has written the next WorkTile.
         storage_.tile_full[tile_.next().index()].wait(tile_.next().phase());
         next = this->work_of(storage_.tile[tile_.next().index()]);
       }
-      // K tiles that are passed on the way come while V is still held: one for each stage at most.
+      // K tiles skipped here are loaded while V is still held: at most one per stage.
       ahead = next.any() && next.above <= kStages;
       if (ahead) {
         this->begin_tile(storage_.tile[tile_.next().index()]);
@@ -75,15 +75,15 @@ class Consumer : MainloopOf<kConfig> {
   }
 
  private:
-  // Out is complete; q_ is at the next tile's Q.
+  // Stores the tile. O is complete; q_ is at the next tile's Q.
   __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax) {
     warpgroup_fence_operand(o);
     if constexpr (Traits::kQuantized) this->finish(o, softmax);
-    storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp is done with V.
+    storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp has finished reading V.
     kv_.advance();
     if constexpr (Traits::kOutOverQ) {
       const int warp = threadIdx.x / 32;
-      // Sync: the four warps are all done with their 64 rows of Q.
+      // Sync: all four warps have finished reading their 64 rows of Q.
       named_barrier_sync(1 + warpgroup_, 128);
       uint8_t* rows = shared_ + Traits::kQOffset + q_.next().index() * Traits::kQBytes +
                       warp * kRowsOfWarp * 128;

@@ -1,6 +1,6 @@
-// What a consumer warpgroup shares with the producer: the stages of Q, K and V, whose tile of keys
-// is waited for, multiplied and released where, and the work tiles. A warpgroup owns 64 query rows
-// of each work tile. The barriers and their arrivals are listed in traits.cuh.
+// Base of both main loops: the consumer side of the Q, K, V and work tile pipelines. It waits for
+// stages, starts the GEMMs on them and releases them. A warpgroup owns 64 query rows of each work
+// tile. traits.cuh lists the barriers and their arrivals.
 #pragma once
 
 #include <type_traits>
@@ -45,10 +45,10 @@ class ConsumerPipeline {
     start_ = cute::cast_smem_ptr_to_uint(storage_.bias_tile);
   }
 
-  // What a tile asks of this warpgroup.
+  // This warpgroup's share of a work tile.
   struct Work {
-    BlockRange blocks;  // with a key for one of its rows; keys of the last one are taken first
-    int above, below;   // blocks before and after them that only other warpgroups need
+    BlockRange blocks;  // blocks with a visible key for one of its rows; the last one comes first
+    int above, below;   // blocks loaded before and after them, for other warpgroups only
     __device__ __forceinline__ bool any() const { return blocks.begin < blocks.end; }
   };
 
@@ -63,17 +63,17 @@ class ConsumerPipeline {
     return {mine, all.end - mine.end, mine.begin - all.begin};
   }
 
-  // The next tile with work, after those without; none if no tile is left.
+  // Returns the next work with keys and stores zeros for work tiles without; empty: none is left.
   __device__ __forceinline__ Work get_next_work() {
     release_staged_q();
     while (true) {
-      // Sync: the producer has written the tile's description, which stays until this warp has
-      // stored the tile: read where it is needed, it takes no registers in the main loop.
+      // Sync: the producer has written the WorkTile. It stays valid until this warp has stored the
+      // tile; reading it from shared memory where needed costs no registers in the main loop.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
       const Work work = work_of(tile());
       if (work.any() || uniform(tile().first_row) < 0) return work;
-      if (work.above > 0) {  // else the producer loads nothing for it, not even Q
-        // Sync: waited for even without a key, or this warp could arrive twice in one phase.
+      if (work.above > 0) {  // else the producer loads nothing for this tile, not even Q
+        // Sync: Q is loaded. Without this wait the warp could arrive twice in one phase of q_empty.
         storage_.q_full[q_.index()].wait(q_.phase());
         release_q();
         q_.advance();
@@ -84,19 +84,20 @@ class ConsumerPipeline {
     }
   }
 
-  // Where this warp stages its rows of out, where they do not go over Q.
+  // This warp's staging buffer for rows of out, in kernel configs that do not stage them over Q.
   __device__ __forceinline__ uint8_t* staged_out() const {
     return shared_ + Traits::kOutOffset +
            threadIdx.x / 32 * (Traits::kOutAtoms * kRowsOfWarp * 128);
   }
 
-  // This warp needs the Q at q_ no more.
+  // Releases the Q buffer at q_.
   __device__ __forceinline__ void release_q() {
     __syncwarp();
-    storage_.q_empty[q_.index()].arrive_warp();  // Sync: this warp's scores are all done.
+    storage_.q_empty[q_.index()].arrive_warp();  // Sync: this warp's QK GEMMs are all complete.
   }
 
-  // Gives the Q under the rows stored last back, when they have left it; q_ is at the next tile's.
+  // Waits until the copies of the rows stored last have read shared memory, and releases the Q
+  // buffer under them, if any; q_ is already at the next tile's Q.
   __device__ __forceinline__ void release_staged_q() {
     if constexpr (Traits::kOutOverQ) {
       if (staged_ && threadIdx.x % 32 == 0) {
@@ -114,35 +115,35 @@ class ConsumerPipeline {
   }
 
   __device__ __forceinline__ void release_tile() {
-    storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread is done with the description.
+    storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread has finished reading it.
     tile_.advance();
   }
 
-  // at: of the first K tile that comes for the work tile.
+  // Skips work.above K tiles and starts the first QK GEMM. at: stage of the work tile's first K.
   __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
                                                  PipelineState<kStages> at) {
-    storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is there.
+    storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is loaded.
     for (int i = 0; i < work.above; ++i) {
       storage_.k_full[at.index()].wait(at.phase());
       __syncwarp();
       storage_.k_empty[at.index()].arrive_lanes();
       at.advance();
     }
-    storage_.k_full[at.index()].wait(at.phase());  // Sync: the first K is there.
+    storage_.k_full[at.index()].wait(at.phase());  // Sync: the first K is loaded.
     gemm_qk(s, at);
   }
 
-  // This warp is done with K and its descales.
+  // Releases a K stage and its descales.
   __device__ __forceinline__ void release_k(PipelineState<kStages> at) {
     __syncwarp();
     storage_.k_empty[at.index()].arrive_lanes();  // Sync: every lane has read the descales.
   }
 
-  // Starts the scores of K at kv, which was waited for, and out += P V of the block before.
+  // Starts S = Q K^T with the K at kv, which is loaded, and O += P V of the block before.
   __device__ __forceinline__ void start_gemms(Scores& s, Out& o, const Probabilities& p,
                                               PipelineState<kStages> kv) {
     gemm_qk(s, kv);
-    storage_.v_full[kv_.index()].wait(kv_.phase());  // Sync: V of the block before is there.
+    storage_.v_full[kv_.index()].wait(kv_.phase());  // Sync: V of the block before is loaded.
     gemm_pv(o, p, kv_);
   }
 
@@ -171,7 +172,7 @@ class ConsumerPipeline {
     }
   }
 
-  // V tiles that only other warpgroups need; their K tiles were passed before.
+  // Skips V tiles that only other warpgroups need; their K tiles are already skipped.
   __device__ __forceinline__ void skip_v(int count) {
     for (int i = 0; i < count; ++i) {
       storage_.v_full[kv_.index()].wait(kv_.phase());
@@ -181,7 +182,7 @@ class ConsumerPipeline {
     }
   }
 
-  // Blocks that only other warpgroups need.
+  // Skips K and V tiles that only other warpgroups need.
   __device__ __forceinline__ void skip_n_blocks(int count) {
     for (int i = 0; i < count; ++i) {
       storage_.k_full[kv_.index()].wait(kv_.phase());
@@ -216,10 +217,10 @@ class ConsumerPipeline {
   uint8_t* shared_;
   int warpgroup_;
   uint32_t q_base_, k_base_, v_base_, start_;
-  bool staged_ = false;  // rows of out lie over the Q before the one at q_
+  bool staged_ = false;  // rows of out are staged over the Q buffer before q_
   PipelineState<2> tile_{0};
   PipelineState<Traits::kQBuffers> q_{0};
-  PipelineState<kStages> kv_{0};  // K and V stages are used in step
+  PipelineState<kStages> kv_{0};  // K and V share one PipelineState
 };
 
 }  // namespace flashattn3::forward

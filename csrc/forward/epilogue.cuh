@@ -1,4 +1,4 @@
-// Normalises a warp's 16 rows and stores them and their log-sum-exp.
+// The epilogue: normalises a warp's 16 rows of O and stores out and lse.
 #pragma once
 
 #include "attention/softmax.cuh"
@@ -10,7 +10,7 @@
 
 namespace flashattn3::forward {
 
-// Two elements of out.
+// Packs two elements of out; low is the first.
 template <class Traits>
 __device__ __forceinline__ uint32_t pack_out(const Arguments& args, float low, float high) {
   if constexpr (!Traits::kQuantized) {
@@ -22,11 +22,11 @@ __device__ __forceinline__ uint32_t pack_out(const Arguments& args, float low, f
   }
 }
 
-// first_row: of the warp, in the sequence; rows past the sequence are not stored. scale: of out.
-// o: sums of 2^(score - reference) * v; 0 in rows that saw no key, which are stored as out 0 and
-// lse -inf. staged: the warp's room in shared memory, kOutAtoms chunks with atom_stride between
-// them, which nobody reads any more. All lanes call it; afterwards lane 0 may have copies under way
-// that read the room (wait_for_stores).
+// first_row: of the warp, in the sequence; rows past the sequence are not stored. scale: factor of
+// out. o: sums of 2^(score - row_max) * v; 0 in rows that saw no key, which are stored as out 0 and
+// lse -inf. staged: the warp's staging buffer in shared memory, kOutAtoms swizzle atoms at
+// distance atom_stride, which no thread or copy still reads. All lanes call it; afterwards copies
+// issued by lane 0 may still read the buffer (wait_for_stores).
 template <class Traits, class Softmax>
 __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile& tile,
                                            int first_row, const float (&o)[Traits::kOutRegisters],
@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
           sum == 0.f ? -INFINITY : (softmax.row_max_log2(r) + __log2f(sum)) * kLn2;
     }
   }
-  // Known to be the same in all lanes, or the main loop would lose its uniform registers.
+  // num_rows is marked uniform over the warp, or the main loop would lose its uniform registers.
   const RowTarget target{.tensor_map = &args.out_map,
                          .row = tile.row_offset + first_row,
                          .head = tile.head,
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
   }
 }
 
-// Rows of which none sees a key.
+// Stores a warp's rows that see no key: out 0 and lse -inf.
 __device__ __forceinline__ void store_nothing(const Arguments& args, const WorkTile& tile,
                                               int first_row) {
   const int row = first_row + threadIdx.x % 32 / 2;

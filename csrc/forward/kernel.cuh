@@ -1,5 +1,5 @@
-// The forward kernel: one CTA on an SM, which takes tiles until none is left. The last warpgroup
-// loads (load.cuh; load_descales.cuh, zero_fill.cuh), the others multiply (consumer.cuh).
+// The forward kernel: persistent, one CTA per SM. The last warpgroup is the producer (load.cuh,
+// load_descales.cuh, zero_fill.cuh), the others are consumers (consumer.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -17,8 +17,8 @@
 
 namespace flashattn3::forward {
 
-// A type and not a row as argument: the host stub that nvcc 13.0 writes for a kernel with a struct
-// as a value argument does not compile.
+// The template argument is a type, not a Config: the host stub that nvcc 13.0 generates for a
+// kernel with a struct as a template value argument does not compile.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ Arguments args) {
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     if constexpr (Traits::kInteger) write_bias_tile(storage.bias_tile);
   }
-  // Sync: no thread touches a barrier before it is initialised.
+  // Sync: no thread uses a barrier before it is initialised.
   __syncthreads();
 
   const int warpgroup = uniform(threadIdx.x / 128);
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       cute::prefetch_tma_descriptor(&args.k);
       cute::prefetch_tma_descriptor(&args.v);
       cute::prefetch_tma_descriptor(&args.out_map);
-      // The consumers touch no memory of the device before this thread's loads have come.
+      // The consumers access no device memory before this thread has published a work tile.
       launch_dependents();
       griddepcontrol_wait();
       Producer<kConfig>(args, shared).run();

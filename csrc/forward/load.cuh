@@ -1,12 +1,13 @@
-// The thread that loads: walks through the CTA's tiles, tells the consumers which one comes, and
-// keeps Q, K and V coming by TMA as far ahead as there is room.
+// The producer thread: iterates over the CTA's work tiles, publishes each one to the consumers, and
+// loads Q, K and V by TMA as far ahead as stages are free.
 //
-// Order of the loads of a tile with n blocks of keys: K0, K1, V0, K2, V1, ..., K(n-1), V(n-2),
+// Order of the loads of a work tile with n KV blocks: K0, K1, V0, K2, V1, ..., K(n-1), V(n-2),
 // V(n-1). A consumer may wait for K(j+1) while it still holds V(j-1) (mainloop.cuh). Everything
 // before K(j+1) in this order can then be loaded: K(j+1) and V(j-1) need at most the stages of
-// K(j-1) and V(j-3), which it gave back before. So no wait closes a circle, with two stages or
-// more. The next tile's Q comes between these: with a second buffer, whose last tile the consumers
-// have stored when they are in the second step of this one, early; with one buffer at the end.
+// K(j-1) and V(j-3), which the consumer has already released. So the waits cannot deadlock with two
+// or more stages. The next tile's Q is loaded between these: early with two Q buffers, because the
+// consumers have stored the second buffer's last tile once they are in the second step of this one;
+// at the end with one buffer.
 #pragma once
 
 #include "attention/seqlen.cuh"
@@ -22,8 +23,8 @@ namespace flashattn3::forward {
 template <Config kConfig>
 class Producer {
   using Traits = KernelTraits<kConfig>;
-  // Blocks of keys before the end of a tile at which the next one is asked for, and its Q: so late
-  // that whoever is ready first takes it, so early that nobody waits for the answer or for Q.
+  // KV blocks before the end of a work tile at which the producer requests the next tile, and loads
+  // its Q: late, so that the CTA that is ready first gets it; early enough to hide both latencies.
   static constexpr int kRequestBlocks = 5;
   static constexpr int kNextWorkBlocks = 4;
 
@@ -42,8 +43,8 @@ class Producer {
       publish(load.tile);
       const int num_blocks = load.tile.n_blocks.end - load.tile.n_blocks.begin;
       const int request_at = max(0, num_blocks - kRequestBlocks);
-      // A second buffer for Q is free once the consumers are in this tile, which the first stage
-      // used again says.
+      // A second Q buffer is free once the consumers are in this tile; the first reuse of a K stage
+      // shows that.
       const int next_work_at =
           Traits::kQBuffers == 2 ? max(Traits::kStages, num_blocks - kNextWorkBlocks) : num_blocks;
       for (int i = 0; i < num_blocks; ++i) {
@@ -64,7 +65,7 @@ class Producer {
   }
 
  private:
-  // Where the rows of a tile and its last block of keys lie in the tensors.
+  // A work tile with the TMA coordinates of its rows and of its last KV block.
   struct Load {
     WorkTile tile;
     int q_row, kv_row, kv_head, kv_batch_coord;
@@ -98,7 +99,7 @@ class Producer {
     return load;
   }
 
-  // Whether there is a next tile; asks for its Q.
+  // Gets the next tile and loads its Q; false: no tile is left.
   __device__ __forceinline__ bool get_next_work(Load& next) {
     tiles_.advance();
     if (!next_valid_tile(next)) return false;
@@ -106,8 +107,7 @@ class Producer {
     return true;
   }
 
-  // The first tile from here on that has rows, which in a batch of unequal lengths not all have;
-  // false: none.
+  // Finds the next tile that has rows; in a varlen batch some have none. false: no tile is left.
   __device__ __forceinline__ bool next_valid_tile(Load& load) {
     while (!tiles_.done()) {
       load = describe(tiles_.index());
@@ -118,7 +118,7 @@ class Producer {
     return false;
   }
 
-  // Sync: the slot is free once every consumer warp has read the tile before last.
+  // Sync: this WorkTile buffer is free once every reader has released the tile before last.
   __device__ __forceinline__ void publish(const WorkTile& tile) {
     storage_.tile_empty[tile_.index()].wait(tile_.phase());
     storage_.tile[tile_.index()] = tile;
@@ -128,7 +128,7 @@ class Producer {
 
   __device__ __forceinline__ void load_q(const Load& load) {
     if (load.tile.n_blocks.begin == load.tile.n_blocks.end) return;
-    // Sync: every consumer warp is done with what lay in this buffer.
+    // Sync: every consumer warp has released this buffer.
     storage_.q_empty[q_.index()].wait(q_.phase());
     load_tile<Traits::kBlockM, Traits::kAtoms, Traits::kAtomColumns>(
         shared_ + Traits::kQOffset + q_.index() * Traits::kQBytes, &args_.q,
@@ -137,7 +137,7 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_k(const Load& load, int i) {
-    // Sync: every consumer warp gave the stage back.
+    // Sync: every consumer warp has released the stage.
     storage_.k_empty[k_.index()].wait(k_.phase());
     load_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
         shared_ + Traits::kKOffset + k_.index() * Traits::kKBytes, &args_.k,
@@ -147,11 +147,11 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_v(const Load& load, int i) {
-    storage_.v_empty[v_.index()].wait(v_.phase());  // Sync: as for the keys.
+    storage_.v_empty[v_.index()].wait(v_.phase());  // Sync: as for K.
     uint8_t* stage = shared_ + Traits::kVOffset + v_.index() * Traits::kVBytes;
     const int first_key = (load.tile.n_blocks.end - 1 - i) * Traits::kBlockN;
     const int keys = load.tile.num_keys - first_key;
-    // Sync: v_full, or what the warp that writes zeros waits for before it arrives there.
+    // Sync: v_full, or the barrier that the zero fill warp waits for before it arrives at v_full.
     Barrier& full = needs_zero_fill<Traits>(args_, keys) ? storage_.v_unfilled_full[v_.index()]
                                                          : storage_.v_full[v_.index()];
     if constexpr (Traits::kQuantized) {

@@ -1,8 +1,8 @@
-// The warp that brings the descales of K and V, of 8-bit kernel configs: follows the tiles that the
-// producer announces, and for each K tile lays down what the consumers' softmax needs, for each V
-// tile what its keys count in the rows' sums. The full barriers wait for it as for the copies. It
-// also writes the zeros behind the end of a sequence in V (zero_fill.cuh). All in the order of the
-// loads, K0, K1, V0, K2, ...: so it holds nothing back that the producer could have brought.
+// The DescaleLoader warp of 8-bit kernel configs. For each K tile of a published work tile it
+// writes KvDescales for the consumers' softmax; for each V tile it writes the row sum columns, the
+// weights of its keys. k_full and v_full also count its arrivals. It also writes V's zero fill
+// (zero_fill.cuh). It follows the order of the loads, K0, K1, V0, K2, ..., so that it delays no
+// load that the producer could issue.
 #pragma once
 
 #include "attention/softmax_state.cuh"
@@ -17,14 +17,14 @@ template <Config kConfig>
 class DescaleLoader {
   using Traits = KernelTraits<kConfig>;
   static constexpr int kGroups = Traits::kDescaleGroups;
-  static constexpr int kBlocksAtOnce = 32 / kGroups;  // a lane for each group of each block
-  // log2 of a scale so far below the tile's that its values do not count.
+  static constexpr int kBlocksAtOnce = 32 / kGroups;  // one lane per scale group of each block
+  // Lower bound on log2(descale_v / out_scale); values scaled below it are negligible.
   static constexpr float kLowest = -30.f;
-  // Of values that are all 0.
+  // Descales below this belong to groups whose values are all 0.
   static constexpr float kNothing = 0x1p-100f;
-  // WGMMA cuts off up to 1.2 % of out until it is promoted, where V's values have one sign, and
-  // nothing where they have both or where few keys count. Out is multiplied by a little, so that no
-  // row is off by 1 %; and by what the sums are (softmax_e4m3.cuh).
+  // Until O is promoted, WGMMA truncates up to 1.2 % of it where V's values have one sign, and
+  // nothing where they have both or where few keys have weight. The factor 1.003 keeps the error of
+  // every row below 1 %; the other factor is that of the row sums (softmax_e4m3.cuh).
   static constexpr float kOutCorrection = 1.003f * kRowSumCorrection;
 
  public:
@@ -36,7 +36,7 @@ class DescaleLoader {
 
   __device__ __forceinline__ void run() {
     while (true) {
-      // Sync: as a consumer's.
+      // Sync: the producer has written the WorkTile, as for the consumers.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
       const WorkTile& tile = storage_.tile[tile_.index()];
       if (tile.first_row < 0) return;
@@ -55,20 +55,20 @@ class DescaleLoader {
     const float* v_of_head = v_descales.of(tile.batch_idx, head);
     const int num_blocks = tile.n_blocks.end - tile.n_blocks.begin;
     float out_scale = 1.f;
-    int highest = 0;   // log2 of V's scale so far over v_scale, rounded up
-    bool any = false;  // whether a descale of V so far is not 0, the same in all lanes
-    uint32_t last_row_sum_bytes = 0;  // of the lane's keys in the tile before
+    int highest = 0;   // largest log2(descale_v / out_scale) so far, rounded up
+    bool any = false;  // whether any V descale so far is not 0, the same in all lanes
+    uint32_t last_row_sum_bytes = 0;  // for the lane's keys of the block before
     for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
-      // A lane for each group of the next blocks. Keys past the end are hidden, and others not
-      // asked for; their descales may not exist.
+      // One lane per scale group of the next blocks. Keys past the end are masked and blocks past
+      // the last are unused; their descales may not exist, so the indices are clamped.
       const int block = tile.n_blocks.end - 1 - min(first + lane / kGroups, num_blocks - 1);
       const int key = min(block * Traits::kBlockN + lane % kGroups * Traits::kKeysPerDescale,
                           tile.num_keys - 1);
       const float k = k_descales.at(k_of_head, key), v = v_descales.at(v_of_head, key);
       any = any || __any_sync(~0u, !(fabsf(v) < kNothing));
       if (first == 0) out_scale = first_descale(v);
-      // The consumers read it behind the last V. Where every descale is 0, so is out, whatever V's
-      // bytes are.
+      // The consumers read out_scale after the last V tile. If every V descale is 0, out is 0,
+      // whatever V's bytes are.
       const bool last = first + kBlocksAtOnce >= num_blocks;
       if (lane == 0 && (first == 0 || last)) {
         storage_.out_scale[tile_.index()] = last && !any ? 0.f : out_scale * kOutCorrection;
@@ -77,7 +77,7 @@ class DescaleLoader {
       const float relative = __log2f(fabsf(ratio));
       const float shift = relative < kLowest ? kLowest : relative;  // NaN stays
       highest = __reduce_max_sync(~0u, max(highest, __float2int_ru(shift)));
-      // Where V is so much smaller than it was before in the tile, so are the probabilities.
+      // A V descale far below earlier ones makes P too small for a weight: softmax sums P itself.
       const bool exact = shift < highest + kLeastFactor || shift > kGreatestFactor;
       const uint32_t exacts = __ballot_sync(~0u, exact),
                      negatives = __ballot_sync(~0u, ratio < 0.f);
@@ -85,7 +85,7 @@ class DescaleLoader {
       const int count = min(kBlocksAtOnce, num_blocks - first);
 #pragma unroll 1
       for (int j = 0; j < count; ++j) {
-        // Sync: every consumer warp is done with what lay there.
+        // Sync: every consumer warp has released the stage.
         storage_.k_empty[k_.index()].wait(k_.phase());
         const int group = lane - j * kGroups;
         if (group >= 0 && group < kGroups) {
@@ -100,7 +100,7 @@ class DescaleLoader {
         __syncwarp();
         storage_.k_full[k_.index()].arrive_lanes();  // Sync: every lane has written.
         k_.advance();
-        if (j == 0) {  // late: K waits
+        if (j == 0) {  // after the arrival, because K waits for it
           weights = row_sum_column_bytes(exact ? 0.f : copysignf(exp2_approx(-shift), ratio));
         }
         if (first + j > 0)
@@ -113,12 +113,12 @@ class DescaleLoader {
       load_row_sum_columns(k_.before(1), tile, last_row_sum_bytes, num_blocks == 1);
   }
 
-  // Of V at this position; is_first: for the work tile.
+  // For the V tile at this stage. is_first: it is the work tile's first, which may need zero fill.
   __device__ __forceinline__ void load_row_sum_columns(PipelineState<Traits::kStages> at,
                                                        const WorkTile& tile, uint32_t weights,
                                                        bool is_first) {
     if (is_first) zero_fill_.fill(at.index(), tile);
-    // Sync: every consumer warp is done with what lay there.
+    // Sync: every consumer warp has released the stage.
     storage_.v_empty[at.index()].wait(at.phase());
     write_row_sum_columns<Traits::kBlockN>(
         shared_ + Traits::kVOffset + at.index() * Traits::kVBytes + Traits::kRowSumOffset, weights,
@@ -128,8 +128,8 @@ class DescaleLoader {
     storage_.v_full[at.index()].arrive_lanes();  // Sync: every lane has written and fenced.
   }
 
-  // The first of the lanes' that is not of nothing: relative to it the others go into the
-  // probabilities. Any will do; one of nothing would leave the others no room.
+  // The first of the lanes' V descales that is at least kNothing, or 1. O is kept in its units; the
+  // ratio of the others to it goes into P. Any would do; one near 0 would leave them no range.
   static __device__ __forceinline__ float first_descale(float v) {
     const uint32_t something = __ballot_sync(~0u, !(fabsf(v) < kNothing));
     const float first = __shfl_sync(~0u, v, something == 0 ? 0 : __ffs(something) - 1);

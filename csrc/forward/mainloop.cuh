@@ -1,10 +1,11 @@
-// The main loop of 16-bit inputs for 64 query rows: from S = Q K^T to O, n_blocks from the last to
+// The main loop for 16-bit inputs and 64 query rows: from S = Q K^T to O, n_blocks from the last to
 // the first.
 //
 // Step j, with two GEMMs in flight: start S(j) = Q K(j)^T, start O += P(j-1) V(j-1), wait for S(j),
-// softmax of S(j) beside the PV GEMM, release K(j) (until then S may have to be recomputed), wait
-// for O, release V(j-1), pack P(j). The warpgroups of a CTA share the stages but not their pace:
-// while one is in its softmax, the tensor cores work for the others (FlashAttention-3's ping-pong).
+// softmax of S(j) overlapped with the PV GEMM, release K(j) (until then S may have to be
+// recomputed), wait for O, release V(j-1), pack P(j). The warpgroups of a CTA share the stages but
+// run unsynchronised: while one computes its softmax, the tensor cores run GEMMs of the others
+// (as in FlashAttention-3's ping-pong).
 #pragma once
 
 #include "attention/recompute_scores.cuh"
@@ -24,13 +25,13 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
   using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked>;
   using Base::Base;
 
-  // Before S of a work tile's first block is started.
+  // Called before the first QK GEMM of a work tile.
   __device__ __forceinline__ void begin_tile(const WorkTile&) {}
 
-  // From S of the last block to P of the first; O of all between.
+  // Takes S of the last block; returns P of the first block and O of all blocks after it.
   __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
                                          BlockRange mine) {
-    const BlockRange full_blocks = this->full_n_blocks();  // in which every row sees every key
+    const BlockRange full_blocks = this->full_n_blocks();  // every row sees every key of these
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
@@ -47,27 +48,27 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     Softmax::pack(p, s);
     if constexpr (Traits::kOutOverQ) this->release_staged_q();
 
-    // kv_ is one block behind: at the stages of the block whose V is still to be used.
+    // kv_ is one block behind kv: it is at the stage whose V has yet to be multiplied.
     PipelineState<kStages> kv = kv_.next();
-    if (block > mine.begin) storage_.k_full[kv.index()].wait(kv.phase());  // Sync: the next K is.
+    if (block > mine.begin) storage_.k_full[kv.index()].wait(kv.phase());  // Sync: next K loaded.
     scale = UniformScale{{args_.score_scale}};
     --block;
     for (; block >= mine.begin; --block) {
       this->start_gemms(s, o, p, kv);
       warpgroup_wait<1>();
       warpgroup_fence_operand(s);
-      float factor[2];  // of out; set where a reference was raised
+      float factor[2];  // rescales O; set only if change.rescaled
       const Change change = softmax_step(s, softmax, factor, scale, kv, block, full_blocks);
       const PipelineState<kStages> next = kv.next();
-      // Sync: the next K is there. A branch that follows from the exponentials' sums keeps the
-      // whole softmax before the wait for out: ptxas would move the wait up or the exponentials
-      // down, and the product would run beside nothing. (Those sums are never negative.)
+      // Sync: the next K is loaded. A branch that depends on the sums of the exponentials keeps the
+      // whole softmax before the wait for O: ptxas would move the wait up or the exponentials down,
+      // and nothing would overlap the PV GEMM. (Those sums are never negative.)
       if (block > mine.begin || softmax.impossible()) {
         storage_.k_full[next.index()].wait(next.phase());
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(o);
-      storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp is done with V.
+      storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp has finished reading V.
       if (change.rescaled) this->rescale(o, factor);
       Softmax::pack(p, s);
       kv_ = kv;
@@ -76,13 +77,13 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
   }
 
  private:
-  // What a step did to the references of the warp's rows. A struct and not a bool: ptxas would give
-  // the masked configs other registers, and d64 loses 1.6 % with those.
+  // Whether a step changed row_max of one of the warp's rows. A struct, not a bool: with a bool
+  // ptxas allocates registers of the masked configs differently, and d64 loses 1.6 %.
   struct Change {
     bool rescaled;
   };
 
-  // From scores to probabilities; gives K back. Returns whether a reference of the warp was raised.
+  // Converts scores to probabilities and releases K. Returns whether the warp must rescale O.
   __device__ __forceinline__ Change softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
                                                  UniformScale scale, PipelineState<kStages> kv,
                                                  int block, BlockRange full_blocks) {
@@ -94,8 +95,8 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     if (exact || softmax.exponentiate_at_once(s, scale)) {
       warpgroup_fence_operand(s);
       if (!exact) recompute_lost_scores(s, kv);
-      // Sums that were too large raise the references, though no score alone may have: else those
-      // of the next block would be too large again.
+      // If the sums overflowed, row_max rises even if no single score passed the threshold: else
+      // the sums of the next block would overflow again.
       change = exact_softmax(s, softmax, factor, scale, block, full_blocks, !exact);
       softmax.exponentiate(s);
     }
@@ -103,7 +104,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     return change;
   }
 
-  // From scores to exponents, with the rows' maxima.
+  // Converts scores to exponents: softcap, row maxima, mask, and rescale if needed.
   __device__ __forceinline__ Change exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
                                                   UniformScale& scale, int block,
                                                   BlockRange full_blocks, bool sum_overflow) {
@@ -130,7 +131,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     scale.restart(args_.score_scale);
   }
 
-  // Of K at this stage, whose scores were lost.
+  // Recomputes S of the K tile at this stage; exponentiate_at_once has overwritten it.
   __device__ __forceinline__ void recompute_lost_scores(Scores& s,
                                                         PipelineState<kStages> at) const {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);

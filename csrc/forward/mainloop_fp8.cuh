@@ -1,10 +1,11 @@
-// The main loop of 8-bit inputs for 64 query rows, as that of mainloop.cuh, with three differences:
-// P is made by bit pattern (softmax_e4m3.cuh), row sums leave the accumulators after each block
-// (row_sum_columns.cuh), and O leaves them every kPromotionBlocks blocks (promotion.cuh).
+// The main loop for 8-bit inputs and 64 query rows. It differs from mainloop.cuh in three ways: P
+// is computed by bit-pattern exp2 (softmax_e4m3.cuh), row sums are moved out of the accumulators
+// after each block (row_sum_columns.cuh), O is promoted every kPromotionBlocks blocks
+// (promotion.cuh).
 //
-// The inner loop holds the common step alone. Masks, softcap, a change of row_max and promotion
-// stand between two runs of it: inside, their code would lie between the instructions of every
-// step, and the instruction cache would make each step 5 to 10 % slower.
+// The inner loop contains the common step only. Masks, softcap, rescaling and promotion run between
+// two runs of it: inside the loop their code would lie between the instructions of every step, and
+// instruction cache misses would make each step 5 to 10 % slower.
 #pragma once
 
 #include "forward/consumer_pipeline.cuh"
@@ -27,13 +28,13 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   using Softmax = SoftmaxE4m3<kBlockN, Traits::kMasked, Traits::kLowest, kInteger>;
   using Base::Base;
 
-  // Before S of a work tile's first block is started: its descale comes from device memory.
+  // Called before the first QK GEMM of a work tile; loads Q's descale from device memory.
   __device__ __forceinline__ void begin_tile(const WorkTile& tile) { q_factor_ = q_factor(tile); }
 
-  // From S of the last block to P of the first; O of all between.
+  // Takes S of the last block; returns P of the first block and O of all blocks after it.
   __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
                                          BlockRange mine) {
-    const BlockRange full_blocks = this->full_n_blocks();  // in which every row sees every key
+    const BlockRange full_blocks = this->full_n_blocks();  // every row sees every key of these
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
@@ -49,9 +50,9 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     this->release_k(kv_);
     Softmax::pack(p, s);
 
-    // kv_ is one block behind: at the stages of the block whose V is still to be used.
+    // kv_ is one block behind kv: it is at the stage whose V has yet to be multiplied.
     PipelineState<kStages> kv = kv_.next();
-    if (block > mine.begin) storage_.k_full[kv.index()].wait(kv.phase());  // Sync: the next K is.
+    if (block > mine.begin) storage_.k_full[kv.index()].wait(kv.phase());  // Sync: next K loaded.
     scale = scale_of(kv);
     --block;
     int stop = end_of_chunk(block, mine);
@@ -82,7 +83,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
           fell = move_references(s, softmax, factor, scale, kv, highest, block, full_blocks);
         }
         warpgroup_fence_operand(s);
-        // Beside the heavy keys in out the light ones' products would be cut off.
+        // WGMMA would truncate small products when it adds them to the large sums in o.
         promote = fell || block == stop;
         finish_step(s, o, p, softmax, scale, kv, block > mine.begin, factor);
         --block;
@@ -95,38 +96,38 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     }
   }
 
-  // All sums of O, in its accumulators.
+  // Adds the promoted sums of O to its accumulators.
   __device__ __forceinline__ void finish(Out& o, Softmax& softmax) const {
     take_row_sums(softmax.sum, o);
     promotion().add_to(o, softmax, num_promotions_);
   }
 
  private:
-  // Whether out is promoted: not where there are few keys, nor where its caller wants it fast.
+  // Whether O is promoted. The host disables it for few keys, or if the caller asks for speed.
   __device__ __forceinline__ bool promotes() const { return args_.quantized.promoted != nullptr; }
 
   __device__ __forceinline__ Promotion<kConfig> promotion() const {
     return Promotion<kConfig>(args_, storage_, this->staged_out());
   }
 
-  // The block before which out is promoted next, if any is, this one being the next.
+  // Last block of the chunk that starts with `block`; O is promoted after it, if at all.
   __device__ __forceinline__ int end_of_chunk(int block, BlockRange mine) const {
     return promotes() ? max(mine.begin, block + 1 - Traits::kPromotionBlocks) : mine.begin;
   }
 
-  // The rest of a step, from codes to P: gives K back, and V as soon as out is there. factor: of
-  // out, where a reference moved.
+  // The rest of a step, from codes to P: releases K, and V once the PV GEMM is complete. factor:
+  // rescales O if a row_max changed.
   template <class... Factor>
   __device__ __forceinline__ void finish_step(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
                                               Scale& scale, PipelineState<kStages>& kv, bool more,
                                               const Factor&... factor) {
     this->release_k(kv);
     const PipelineState<kStages> next = kv.next();
-    if (more) storage_.k_full[next.index()].wait(next.phase());  // Sync: the next K is there.
-    scale = scale_of(next);  // of no use, and not used, after the last block
+    if (more) storage_.k_full[next.index()].wait(next.phase());  // Sync: next K is loaded.
+    scale = scale_of(next);  // stale and unused after the last block
     warpgroup_wait<0>();
     warpgroup_fence_operand(o);
-    storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp is done with V.
+    storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp has finished reading V.
     (this->rescale(o, factor), ...);
     take_row_sums(softmax.sum, o);
     Softmax::pack(p, s);
@@ -134,7 +135,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     kv = next;
   }
 
-  // From scores to codes over the rows' references, -inf where a key is hidden.
+  // Converts scores to codes relative to row_max; masked scores become -inf.
   __device__ __forceinline__ void exponents(Scores& s, Softmax& softmax, Scale& scale,
                                             int (&highest)[2], int block,
                                             BlockRange full_blocks) const {
@@ -143,14 +144,14 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     if (!full_blocks.has(block)) this->apply_mask(s, block);
   }
 
-  // Moves the references that have to (softmax_e4m3.cuh); returns whether one fell. kv: of K.
+  // Changes row_max where needed (softmax_e4m3.cuh); returns whether one fell. kv: stage of K.
   __device__ __forceinline__ bool move_references(Scores& s, Softmax& softmax, float (&factor)[2],
                                                   const Scale& scale, PipelineState<kStages> kv,
                                                   const int (&highest)[2], int block,
                                                   BlockRange full_blocks) {
     float least[2] = {INFINITY, INFINITY};
     float largest[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
-    if (!full_blocks.has(block)) {  // a row may be light for this tile alone
+    if (!full_blocks.has(block)) {  // a row may be light only because of the mask
       Softmax::find_highest(largest, s);
     } else if (__any_sync(~0u, softmax.is_light(highest))) {
       Softmax::find_highest(largest, s);
@@ -172,12 +173,12 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     return rescaled.fell;
   }
 
-  // By how many octaves the whole code of row r's maximum is above the score that it was made of,
-  // which is multiplied out again. All lanes of the warp must call it.
+  // Octaves by which the integer code of row r's maximum exceeds the exact exponent of its score,
+  // which is recomputed. All lanes of the warp must call it.
   __device__ __forceinline__ float excess_of(const Scores& s, const Softmax& softmax,
                                              const Scale& scale, PipelineState<kStages> kv,
                                              float code, int r) const {
-    int key = max(Softmax::column_of(s, r, code), 0);
+    int key = max(column_of(s, r, code), 0);
     key = max(key, __shfl_xor_sync(~0u, key, 1));
     key = max(key, __shfl_xor_sync(~0u, key, 2));
     const int row = threadIdx.x / 32 * kRowsOfWarp + threadIdx.x % 32 / 4 + 8 * r;
@@ -192,7 +193,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     return softmax.octaves_above(code, number, scale, key, r);
   }
 
-  // Factor of this warpgroup's scores.
+  // Factor of this warpgroup's scores without K's descale. int8: times the accumulator bias.
   __device__ __forceinline__ float q_factor(const WorkTile& tile) const {
     const int row = uniform(tile.first_row) + warpgroup_ * 64;
     const Descale& q = args_.quantized.q;
@@ -200,7 +201,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
            (Traits::kExponentUnit * Traits::kShiftUnit);
   }
 
-  // Of the K tile at this position, which is there.
+  // Scale of the K tile at this stage, whose k_full wait has passed.
   __device__ __forceinline__ Scale scale_of(PipelineState<kStages> at) const {
     return Scale(storage_.kv_descales[at.index()]);
   }
@@ -210,8 +211,8 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     cap_scores(s, scale, args_.one_over_cap / Traits::kExponentUnit);
   }
 
-  float q_factor_ = 0.f;    // scale of the scores times the descale of the tile's rows
-  int num_promotions_ = 0;  // chunks of the tile's keys whose sums have left o
+  float q_factor_ = 0.f;    // of this warpgroup's rows of the work tile
+  int num_promotions_ = 0;  // promotions of O in this work tile, as Promotion::take counts them
 };
 
 }  // namespace flashattn3::forward

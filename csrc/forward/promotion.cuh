@@ -1,9 +1,9 @@
-// Where out goes from WGMMA's accumulators. For e4m3 these keep about 13 bits and cut off the rest
-// of each product, so that a sum of n keys of one sign loses up to n * 2^-16 of itself, and a light
-// key all of its product beside a heavy one. Out leaves them every promote_keys keys, for sums in
-// bf16 where the tile's rows lie later on their way to memory, and these leave for sums in fp32 in
-// device memory before they have lost much themselves. Such promotion is known from DeepSeek-V3
-// (arXiv 2412.19437, section 3.3.2).
+// Accumulator promotion of O (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). For e4m3, WGMMA's
+// accumulators keep about 13 bits and truncate the rest of each product: a sum over n keys of one
+// sign loses up to n * 2^-16 of itself, and a key of small weight loses its whole product beside a
+// key of large weight. Every promote_keys keys, O is added to bf16 sums in the staging buffer of
+// the tile's rows; every kPromotionsToFp32 promotions, before the bf16 sums lose much themselves,
+// they are added to fp32 sums in device memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@
 
 namespace flashattn3::forward {
 
-// Two bf16 each; the first is the low half.
+// Pairs of bf16 in 32 bits; the first element is the low half.
 __device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -35,31 +35,32 @@ __device__ __forceinline__ float high_of_bf16x2(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
-// Of a thread: its accumulators of out, 8 of them a step, which are two of its first row, two of
-// the second, and again. A step is 16 bytes in bf16 and two float4 in fp32.
+// Each thread promotes its own O accumulators, 8 per step: two of its first row, two of its second
+// row, and the same again. A step is 16 bytes in bf16 and two float4 in fp32.
 template <Config kConfig>
 class Promotion {
   using Traits = KernelTraits<kConfig>;
   static constexpr int kSteps = Traits::kHeadDim / 16;
   static constexpr int kThreads = 128 * Traits::kConsumers;
-  // Whether the sums in bf16 are in shared memory; rows of 256 columns have no room there.
+  // Whether the bf16 sums are in shared memory, else in device memory (config.h).
   static constexpr bool kInShared = promotes_in_smem(kConfig);
   static constexpr int kStride = kInShared ? 32 : kThreads;
   using Out = float[Traits::kOutRegisters];
 
  public:
-  // staged: the warp's part of where rows of out are laid down.
+  // staged: the warp's staging buffer for rows of out.
   __device__ __forceinline__ Promotion(const Arguments& args, SharedStorageOf<kConfig>& storage,
                                        uint8_t* staged)
       : args_(args), storage_(storage), staged_(staged) {}
 
-  // Adds out to the sums in bf16 and makes it 0, but for its last columns, the row sums.
-  // num_promotions: so many there are already, and kMoved more once there are sums in fp32.
+  // Adds O to the bf16 sums and sets it to 0, except its last columns, the row sums.
+  // num_promotions: promotions in the bf16 sums, plus kMoved once there are fp32 sums. Returns it
+  // updated.
   template <class Softmax>
   __device__ __forceinline__ int take(Out& o, const Softmax& softmax, int num_promotions) const {
     const bool any = num_promotions % kMoved != 0;
     if (kInShared && !any) {
-      if (threadIdx.x % 32 == 0) wait_for_stores();  // of the rows of an earlier tile
+      if (threadIdx.x % 32 == 0) wait_for_stores();  // an earlier tile's rows
       __syncwarp();
     }
     uint4* const at = in_bf16();
@@ -87,7 +88,7 @@ class Promotion {
     return kMoved;
   }
 
-  // Adds all sums to out; the room in shared memory is free then.
+  // Adds the bf16 and fp32 sums to O; the staging buffer is then free.
   template <class Softmax>
   __device__ __forceinline__ void add_to(Out& o, const Softmax& softmax, int num_promotions) const {
     if (num_promotions == 0) return;
@@ -110,7 +111,8 @@ class Promotion {
  private:
   static constexpr int kMoved = 1 << 16;
 
-  // The sums in bf16 are on the present references.
+  // Adds the bf16 sums, which are relative to the current row_max, to the fp32 sums. any: fp32 sums
+  // exist.
   template <class Softmax>
   __device__ __forceinline__ void move_to_fp32(const Softmax& softmax, bool any) const {
     float4* const at = in_fp32();
@@ -135,7 +137,7 @@ class Promotion {
     set_row_max(softmax);
   }
 
-  // To the sums in bf16, on their references.
+  // Adds the fp32 sums to the bf16 sums, rescaled to the row_max of these.
   template <class Softmax>
   __device__ __forceinline__ void add_fp32(const Softmax& softmax) const {
     const float4* const from = in_fp32();
@@ -160,7 +162,7 @@ class Promotion {
     values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
   }
 
-  // Four sums in bf16 plus others times their rows' factor; others plus four in bf16 times theirs.
+  // widened: four bf16 sums + others * factor of the row. plus: others + four bf16 sums * factor.
   static __device__ __forceinline__ float4 widened(uint32_t first, uint32_t second,
                                                    const float* others, float2 factor) {
     return make_float4(fmaf(others[0], factor.x, low_of_bf16x2(first)),
@@ -182,8 +184,8 @@ class Promotion {
                        exp2_approx(row_maxes.y - softmax.row_max_log2(1)));
   }
 
-  // This thread's in device memory: two float4 for each step, one with the references that they are
-  // on, those of the sums in bf16 behind them, and these sums where they are not in shared memory.
+  // This thread's workspace in device memory: two float4 of fp32 sums per step; one float4 with the
+  // row_max of the fp32 sums and of the bf16 sums; the bf16 sums if not in shared memory.
   __device__ __forceinline__ float4* in_fp32() const {
     constexpr int64_t kWords = promoted_words(Traits::kHeadDim);
     return args_.quantized.promoted + blockIdx.x * kWords * kThreads + threadIdx.x;
@@ -197,7 +199,7 @@ class Promotion {
     return reinterpret_cast<uint4*>(in_fp32() + (2 * kSteps + 1) * kThreads);
   }
 
-  // That the sums in bf16 are on.
+  // row_max of the bf16 sums, for this thread's two rows, in log2 units.
   __device__ __forceinline__ float2 row_maxes() const {
     if constexpr (kInShared) {
       __syncwarp();

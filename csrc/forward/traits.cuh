@@ -1,5 +1,5 @@
-// Everything that follows from a row at compile time: tile sizes, registers, the shared memory map,
-// and who arrives at which barrier.
+// Compile-time properties of a kernel config: tile sizes, registers, the shared memory layout, and
+// the barriers with their arrival counts.
 #pragma once
 
 #include <cstdint>
@@ -28,43 +28,43 @@ struct KernelTraits {
   static constexpr int kThreads = num_threads(kConfig);
 
   static constexpr bool kQuantized = is_quantized(kElement);
-  // Exponents, to log2 units.
+  // Softmax exponent units per log2 unit.
   static constexpr float kExponentUnit = kQuantized ? kCodesPerOctave : 1.f;
-  // Where scores of int8 start; what the shifts of their codes are relative to.
+  // int8: initial value of the score accumulators; the shifts of the codes are relative to it.
   static constexpr bool kInteger = kElement == ElementType::kInt8;
   static constexpr int kAccumulatorBias = kInteger ? kInt8Bias<kHeadDim> : 0;
   static constexpr int kShiftUnit = kInteger ? kAccumulatorBias : 1;
-  // log2 of a row's largest probability when its reference is set (softmax_e4m3.cuh): as low as the
-  // error on data with outliers allows, as it costs rescaling (docs/fp8.md).
+  // Lower bound on log2 of a row's largest probability when row_max is set (softmax_e4m3.cuh): as
+  // low as the error on data with outliers allows, because it costs rescaling (docs/fp8.md).
   static constexpr int kLowest = kHeadDim > 128 && !kInteger ? 7 : 5;
-  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // of a row of Q, K or 16-bit V
+  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // per row of Q, K or 16-bit V
   static constexpr int kAtomColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
   static constexpr int kVBytes = v_tile_bytes(kConfig);
   static constexpr int kKeysPerDescale = kConfig.keys_per_descale;
   static constexpr int kDescaleGroups = kQuantized ? kBlockN / kKeysPerDescale : 1;
-  // Of a warpgroup's 64 rows of out; in 8-bit kernel configs the last ones are sums of P.
+  // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
   static constexpr int kOutRegisters = (kHeadDim + (kQuantized ? kRowSumColumns : 0)) / 2;
-  static constexpr int kRowSumOffset = kBlockN * kHeadDim;  // of P, behind V's columns
+  static constexpr int kRowSumOffset = kBlockN * kHeadDim;  // row sum columns follow V's columns
   static constexpr bool kOutOverQ = out_over_q(kConfig);
-  static constexpr int kOutAtoms = out_columns_staged(kConfig) / 64;  // that a warp lays down
-  // From the start of shared memory: control, Q buffers, K stages, out if it has room of its own, V
-  // stages.
+  static constexpr int kOutAtoms = out_columns_staged(kConfig) / 64;  // staged by a warp at once
+  // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
+  // overlay Q), V stages.
   static constexpr int kQOffset = shared_storage_bytes(kConfig);
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kOutOffset = kKOffset + kStages * kKBytes;
   static constexpr int kVOffset = kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutAtoms * 128);
 
-  // setmaxnreg: multiples of 8, in all what the CTA was launched with; more would never come.
+  // setmaxnreg: multiples of 8; their sum is at most the launch allocation, or it would hang.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr bool kTight = kQuantized && kHeadDim == 256;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTight ? 24 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
                                             : kConsumers == 2 ? (kTight ? 240 : 232)
                                                               : 248;
-  // Blocks of keys after which out leaves WGMMA's accumulators, and how often it does until its
-  // sums in bf16 leave for fp32 (promotion.cuh).
+  // KV blocks between promotions of O, and promotions to bf16 before the bf16 sums are added to the
+  // fp32 sums (promotion.cuh).
   static constexpr int kPromotionBlocks = kConfig.promote_keys / kBlockN;
   static constexpr int kPromotionsToFp32 = 8;
 
@@ -75,7 +75,7 @@ struct KernelTraits {
   static_assert(kBlockM <= 256 && kBlockN <= 256, "a TMA box has at most 256 rows");
   static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");
   static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "quads store groups of 32 columns");
-  // Scores, P and out in registers, and about 32 more.
+  // Registers hold S, P and O, and about 32 other values.
   static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDim / 2 +
                     (kQuantized ? 20 : 32) <=
                 kConsumerRegisters);
@@ -83,8 +83,8 @@ struct KernelTraits {
                            : kKeysPerDescale == 0);
   static_assert(kConfig.promote_keys % kBlockN == 0);
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
-  // Under a mask the first warpgroup passes this many K tiles before its first one; their V tiles
-  // wait until then.
+  // Under a mask the first warpgroup skips this many K tiles before its first one; it releases
+  // their V tiles only afterwards.
   static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN <= kStages);
   static_assert(kQBuffers == 1 || kQBuffers == 2);
   static_assert(kOutOffset % 1024 == 0 && kVOffset % 1024 == 0);
@@ -92,49 +92,51 @@ struct KernelTraits {
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
 };
 
-// One block of query rows of one head, as the producer hands it to the consumers.
+// One m_block of one head; the producer writes it and the consumers read it.
 struct alignas(16) WorkTile {
   int first_row;        // in the sequence; -1: no tile is left
   int head;             // of q and out
-  int batch_coord;      // of the batch, for pointers; 0 with cu_seqlens_q
+  int batch_coord;      // batch index for pointers; 0 with cu_seqlens_q
   int row_offset;       // of the sequence in q and out
   int num_rows;         // of the sequence
   int num_keys;         // of the sequence
-  BlockRange n_blocks;  // K and V tiles that come for it, last one first; may be none
-  int batch_idx;        // of the batch, for descales
+  BlockRange n_blocks;  // K and V tiles that the producer loads, last one first; may be empty
+  int batch_idx;        // batch index for descales
 };
 
-// Barriers. "Threads" wait for full ones (all threads of the consumers), one thread (the producer)
-// for empty ones, in 8-bit kernel configs the warp that brings the descales too. Arrivals for each
+// Barriers. All threads of the consumers wait for full barriers; one thread (the producer) waits
+// for empty barriers, and in 8-bit kernel configs the DescaleLoader warp does too. Arrivals per
 // phase:
-//   *_full   1: the producer; q, k and v also wait for the bytes of the copy, `tile` for nothing;
-//            in 8-bit kernel configs k and v also for the warp that brings the descales. Where V
-//            gets zeros behind the end of a sequence, `tail` has the producer and the bytes, and v
-//            in its place the warp that waits for tail and writes them, which in 8-bit kernel
-//            configs is the same. It reads tiles and leaves them as the consumers do
-//   *_empty  one for each consumer warp, after its last read; tile_empty one for each thread (a
-//            description is read by plain loads, which a warp's one arrival orders too, but
-//            racecheck does not follow that)
+//   *_full   1: the producer. q, k and v also wait for the bytes of the copy, `tile` for none. In
+//            8-bit kernel configs k and v also count the DescaleLoader warp. Where V needs zero
+//            fill past the end of a sequence, the producer and the bytes complete v_unfilled_full
+//            instead of v_full; the warp that waits for v_unfilled_full and writes the zeros then
+//            arrives at v_full in the producer's place (8-bit kernel configs: the DescaleLoader
+//            warp). This warp waits for and releases work tiles as the consumers do
+//   *_empty  1 per consumer warp, after its last read; tile_empty 1 per thread (a WorkTile is read
+//            by plain loads; one arrival per warp would order them too, but racecheck does not
+//            follow that)
 // First phase: consumers wait with phase 0, the producer with phase 1, which passes at once.
-// Each side passes every barrier of a ring once for each use of a buffer, in ring order, whatever
-// it does with the buffer: a warpgroup that needs no part of a K or V tile still waits for it and
-// releases it. Q has no phase for a tile without keys; both sides see that in WorkTile::n_blocks.
+// Each side waits for or arrives at every barrier of a pipeline once per use of a buffer, in stage
+// order, even if it does not use the buffer: a warpgroup that needs no part of a K or V tile still
+// waits for it and releases it. Q has no phase for a work tile without keys; both sides see that in
+// WorkTile::n_blocks.
 template <int kStages, int kQBuffers, int kDescaleGroups, int kSumsRows>
 struct SharedStorage {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kStages], k_empty[kStages];
   Barrier v_full[kStages], v_empty[kStages];
-  Barrier v_unfilled_full[kStages];  // of V's stages
+  Barrier v_unfilled_full[kStages];  // V stages that still need zero fill
   Barrier tile_full[2], tile_empty[2];
   WorkTile tile[2];
-  // Quantized rows alone. kv_descales come with K; v_scale, which out is to be multiplied with,
-  // comes with the tile, but not before the first K. start: what scores of int8 start from.
+  // 8-bit kernel configs only. k_full covers kv_descales. out_scale: factor of out, per work tile;
+  // consumers read it after the last V tile. bias_tile: operand of the int8 accumulator bias.
   KvDescales<kDescaleGroups> kv_descales[kStages];
   float out_scale[2];
   alignas(16) uint8_t bias_tile[kBiasTileBytes];
-  float promoted_row_max[kSumsRows];  // of each query row of the tile, that its sums in bf16 are on
+  float promoted_row_max[kSumsRows];  // row_max of the bf16 sums, per query row of the work tile
 
-  // One thread, before the CTA's first __syncthreads.
+  // Called by one thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init(int consumer_warps, bool quantized) {
     for (int i = 0; i < kQBuffers; ++i) {
       q_full[i].init(1);

@@ -1,7 +1,6 @@
-// Zeros over V behind the end of a sequence. What lies there may belong to another sequence, or to
-// nobody, and hold NaN, which probability 0 does not stop. The copy of such a tile completes
-// v_unfilled_full; a warp of the loading warpgroup then writes the zeros and arrives at v_full, so
-// that consumers see V as it should be.
+// Zero fill of V past the end of a sequence. The bytes there may belong to another sequence or to
+// none and may be NaN, and 0 * NaN is NaN. The copy of such a tile completes v_unfilled_full; a
+// warp of the producer warpgroup then writes the zeros and arrives at v_full.
 #pragma once
 
 #include "forward/arguments.h"
@@ -10,8 +9,8 @@
 
 namespace flashattn3::forward {
 
-// Whether zeros are to be written into a V tile behind its keys, which end the sequence. TMA writes
-// them past the end of a tensor, but not of a sequence in it.
+// Whether the V tile with the sequence's last `keys` keys needs zero fill. TMA writes zeros past
+// the end of a tensor, but not past the end of a sequence in it.
 template <class Traits>
 __device__ __forceinline__ bool needs_zero_fill(const Arguments& args, int keys) {
   return keys < Traits::kBlockN && (Traits::kQuantized || args.seqlens_k.cu_seqlens != nullptr ||
@@ -28,13 +27,13 @@ class ZeroFill {
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
         shared_(shared) {}
 
-  // Of rows that have no other warp to do it: follows the tiles that the producer announces. Waits
-  // for these and for copies under way alone, and so for nobody who waits for it.
+  // Loop of the zero fill warp in 16-bit kernel configs, over the published work tiles. It waits
+  // only for these and for copies in flight, never for a thread that waits for it.
   __device__ __forceinline__ void run() {
     PipelineState<2> at(0);
     int stage = 0;
     while (true) {
-      // Sync: as a consumer's.
+      // Sync: the producer has written the WorkTile, as for the consumers.
       storage_.tile_full[at.index()].wait(at.phase());
       const WorkTile& tile = storage_.tile[at.index()];
       if (uniform(tile.first_row) < 0) return;
@@ -46,11 +45,12 @@ class ZeroFill {
     }
   }
 
-  // By a warp, for every work tile: the V tile that comes first for it, in this stage.
+  // Fills the work tile's first V tile, which is in this stage. Called by a warp, once per work
+  // tile with keys.
   __device__ __forceinline__ void fill(int stage, const WorkTile& tile) {
     const int keys = uniform(tile.num_keys - (tile.n_blocks.end - 1) * Traits::kBlockN);
     if (!needs_zero_fill<Traits>(args_, keys)) return;
-    storage_.v_unfilled_full[stage].wait(phases_ >> stage & 1);  // Sync: the copy has come.
+    storage_.v_unfilled_full[stage].wait(phases_ >> stage & 1);  // Sync: V is loaded.
     phases_ ^= 1u << stage;
     const int lane = threadIdx.x % 32;
     uint8_t* values = shared_ + Traits::kVOffset + stage * Traits::kVBytes;
@@ -68,7 +68,7 @@ class ZeroFill {
   const Arguments& args_;
   SharedStorageOf<kConfig>& storage_;
   uint8_t* shared_;
-  uint32_t phases_ = 0;  // of v_unfilled_full, a bit for each stage
+  uint32_t phases_ = 0;  // of v_unfilled_full, one bit per stage
 };
 
 }  // namespace flashattn3::forward

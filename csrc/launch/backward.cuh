@@ -1,5 +1,5 @@
-// The launch of one backward: statistics, the kernel itself, dq from its sums. Included by the
-// generated unit of each row.
+// Launch of one backward: preprocess, main kernel, postprocess. Included by the generated unit of
+// each kernel config.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,8 +27,8 @@ inline std::string describe(const backward::Config& config) {
          std::to_string(config.head_dim);
 }
 
-// Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all,
-// each of which begins in a new one.
+// Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all
+// sequences, each of which starts at a new block.
 inline int64_t workspace_rows(const ForwardParams& params) {
   const int64_t blocks =
       params.cu_seqlens_q != nullptr
@@ -137,7 +137,7 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
       make_float_map("statistics", args.workspace.lse,
                      workspace_rows(forward) * workspace_heads(forward), 2, backward::kBlockM);
   const bool masked = forward.window_left >= 0 || forward.window_right >= 0;
-  // With a mask the longest tiles are the first; in order the last ones have to be.
+  // With a mask the longest tiles come first; if deterministic, the last tiles must come first.
   args.scheduler =
       make_backward_scheduler_params(forward, backward::block_n(kConfig), masked,
                                      masked && params.deterministic, args.workspace.tile_semaphore);
@@ -215,7 +215,7 @@ void launch_main(const ForwardParams& params, const backward::Arguments& args, b
                  cudaStream_t stream) {
   constexpr auto kKernel = backward_kernel<kConfig>();
   allow_shared_memory<kKernel>(backward::smem_bytes(kConfig));
-  // In pairs each cluster has one tile, with a varlen order perhaps none.
+  // cluster2: each cluster has one work tile, or with varlen possibly none.
   const int grid =
       backward::uses_cluster2(kConfig)
           ? 2 * args.scheduler.num_tiles
@@ -224,9 +224,8 @@ void launch_main(const ForwardParams& params, const backward::Arguments& args, b
                 backward::num_threads(kConfig), backward::smem_bytes(kConfig), stream, pdl, args);
 }
 
-// Enqueues the three kernels; waits for nothing. Throws std::runtime_error, naming the row, the
-// grid and the shared memory. A problem without a query or a key row leaves the gradients as they
-// are.
+// Enqueues the three kernels asynchronously. Throws std::runtime_error, naming the kernel config,
+// the grid and the shared memory. Without queries or without keys the gradients are not written.
 template <backward::Config kConfig>
 void launch_backward(const BackwardParams& params, cudaStream_t stream) {
   const ForwardParams& forward = params.forward;
@@ -242,7 +241,7 @@ void launch_backward(const BackwardParams& params, cudaStream_t stream) {
   const backward::Arguments args = make_backward_arguments<kConfig>(params);
   if (forward.cu_seqlens_q != nullptr)
     launch_varlen_backward(forward, backward::block_n(kConfig), stream);
-  const bool pdl = forward.tile_counter != nullptr;  // null: perhaps in a graph capture
+  const bool pdl = forward.tile_counter != nullptr;  // null: may be in a graph capture
   const int64_t m_blocks = workspace_rows(forward) * workspace_heads(forward) / backward::kBlockM;
   launch_kernel([] { return describe(kConfig) + " preprocess"; },
                 backward::preprocess_kernel<kConfig.dtype>, dim3(m_blocks),

@@ -1,4 +1,4 @@
-// One entry of the registry. Included by the generated unit of each row, and by nothing else.
+// One entry of the registry. Only the generated unit of each kernel config includes this file.
 #pragma once
 
 #include "launch/forward.cuh"

@@ -1,5 +1,5 @@
-// Failures of the CUDA runtime and driver as exceptions. Nothing here waits for the device or
-// leaves the process.
+// Reports failures of the CUDA runtime and driver as exceptions, without waiting for the device or
+// ending the process.
 #pragma once
 
 #include <cuda.h>
@@ -14,8 +14,8 @@ namespace flashattn3 {
   throw std::runtime_error("flashattn3: " + what + ": " + why);
 }
 
-// what: the sentence's subject. A caller whose subject has to be put together (kernel config, grid,
-// shared memory) does that only after a failure, and calls fail().
+// what: subject of the error message. A caller that has to compose it (kernel config, grid, shared
+// memory) does so only after a failure and calls fail().
 inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // So that the next call does not report this failure again.
@@ -23,7 +23,7 @@ inline void check_cuda(cudaError_t status, const char* what) {
 }
 
 inline void check_driver(CUresult status, const char* what) {
-  // The sentence for a code is in libcuda, which is not linked.
+  // The message for an error code is in libcuda, which is not linked.
   if (status != CUDA_SUCCESS) fail(what, "CUDA driver error " + std::to_string(status));
 }
 

@@ -1,4 +1,4 @@
-// The launch of one forward kernel. Included by the generated unit of each row, which instantiates
+// Launch of one forward kernel. The generated unit of each kernel config instantiates
 //   template void flashattn3::launch_forward<row>(const ForwardParams&, cudaStream_t);
 //   template const void* flashattn3::forward_entry<row>();
 #pragma once
@@ -60,7 +60,7 @@ inline Descale descale_of(const BlockDescales& descales) {
           .batch = descales.batch,
           .head = descales.head,
           .block = descales.block,
-          // Where there is one block, its index is last_block whatever this is.
+          // With one block this has no effect: its index is always last_block.
           .log2_tokens =
               static_cast<int>(std::bit_width(static_cast<unsigned>(descales.block_tokens))) - 1,
           .last_block = descales.num_blocks - 1,
@@ -119,7 +119,7 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   args.lse_seq = params.lse_stride.seq;
   args.lse_head = params.lse_stride.head;
   args.seqlens_q = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
-  // Keys that are not there are never asked for, whatever the length tables say.
+  // Without keys, kernels load none, whatever cu_seqlens_k and seqused_k hold.
   const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
   args.seqlens_k = {params.cu_seqlens_k, params.seqused_k, no_keys ? 0 : params.seqlen_k,
                     params.total_k};
@@ -142,9 +142,9 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   return args;
 }
 
-// Enqueues the kernel; waits for nothing. Throws std::runtime_error, naming the row, the grid and
-// the shared memory. Without a query row nothing is launched, and with rows that all belong to no
-// sequence only what clears them.
+// Enqueues the kernel asynchronously. Throws std::runtime_error, naming the kernel config, the grid
+// and the shared memory. Without query rows nothing is launched; if no row belongs to a sequence,
+// only the kernel that clears them.
 template <forward::Config kConfig>
 void launch_forward(const ForwardParams& params, cudaStream_t stream) {
   const bool varlen = params.cu_seqlens_q != nullptr;
@@ -163,7 +163,7 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
       forward::smem_bytes(kConfig));
   const int grid =
       std::max(1, std::min(params.num_sms - params.sm_margin, args.scheduler.num_tiles));
-  const bool pdl = params.tile_counter != nullptr;  // null: perhaps in a graph capture
+  const bool pdl = params.tile_counter != nullptr;  // null: may be in a graph capture
   launch_kernel([] { return describe(kConfig); },
                 forward::attention_kernel<forward::KernelTraits<kConfig>>, dim3(grid),
                 forward::num_threads(kConfig), forward::smem_bytes(kConfig), stream, pdl, args);

@@ -1,4 +1,4 @@
-// The row struct for those who name kernels: the generated units, the registry, the checks.
+// forward::Config, for the files that name kernel configs: generated units, registry, checks.
 #pragma once
 
 #include "forward/config.h"

@@ -1,4 +1,4 @@
-// What the launches of the forward and the backward share.
+// Helpers that the forward and the backward launches share.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,8 @@
 
 namespace flashattn3 {
 
-// Bounds of what a query sees, none of them open: no two positions are further apart than these.
+// Window sizes. An unbounded (negative) side becomes max(seqlen_q, seqlen_k), which no distance of
+// two positions exceeds.
 struct Windows {
   int left, right;
 };
@@ -23,27 +24,27 @@ inline Windows windows_of(const ForwardParams& params) {
           params.window_right < 0 ? widest : std::min(params.window_right, widest)};
 }
 
-// Tiles that all sequences of a batch have, at most. With cu_seqlens they share `total` rows, and
-// the longest may be far longer than the others.
+// Upper bound on the number of tiles of all sequences of a batch. With cu_seqlens the sequences
+// share `total` tokens, and the longest may be far longer than the others.
 inline int64_t tiles_of_batch(int tile_rows, int longest, int batch, const int32_t* cu_seqlens,
                               int total) {
   const int64_t alike = (int64_t{longest} + tile_rows - 1) / tile_rows * batch;
   return cu_seqlens == nullptr ? alike : std::min(alike, int64_t{total} / tile_rows + batch);
 }
 
-// From scores to log2 units, with softcap through 2 sigmoid(tanh * score) - 1.
+// Factors that convert scores to log2 units. Softcap's tanh is 2 sigmoid(tanh * score) - 1.
 struct ScoreScales {
   float score, tanh;  // tanh 0: no cap
 };
 constexpr float kLog2e = 1.44269504088896f;
 inline ScoreScales score_scales_of(const ForwardParams& params) {
-  // Scores too small for the cap to matter, or all 0, go without.
+  // tanh is 0 if the scores are all 0 or too small for the cap to matter.
   const float tanh =
       params.softcap > 0.f ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;
   return {(tanh != 0.f ? params.softcap : params.softmax_scale) * kLog2e, tanh};
 }
 
-// Lets a kernel have its shared memory on the current device; asked for once on each.
+// Sets the kernel's limit of dynamic shared memory on the current device, once per device.
 template <auto kKernel>
 void allow_shared_memory(int bytes) {
   static std::atomic<uint64_t> allowed{0};
@@ -56,8 +57,8 @@ void allow_shared_memory(int bytes) {
   allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
-// Enqueues a kernel. name: returns what to call it after a failure. early: its CTAs may take their
-// places while the kernel before it ends.
+// Enqueues a kernel. name: a function that returns the kernel's name for an error message. pdl: the
+// CTAs may start while the previous kernel ends.
 template <class Name, class Arguments>
 void launch_kernel(Name name, void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes,
                    cudaStream_t stream, bool pdl, const Arguments& args) {
@@ -73,7 +74,7 @@ void launch_kernel(Name name, void (*kernel)(Arguments), dim3 grid, int threads,
   config.numAttrs = pdl ? 1 : 0;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args);
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // the next to ask shall not be told of it again
+  cudaGetLastError();  // so that the next call does not report it again
   fail("launch of " + name() + " on " + std::to_string(grid.x) + " x " + std::to_string(grid.y) +
            " x " + std::to_string(grid.z) + " CTAs with " + std::to_string(shared_bytes) +
            " bytes of shared memory",

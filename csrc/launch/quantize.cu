@@ -11,7 +11,8 @@
 namespace flashattn3 {
 namespace {
 
-// Byte strides and the address are multiples of a unit's size where it is loaded whole.
+// True if the address and all strides are multiples of a vector (kVec elements), so that the kernel
+// can load whole vectors.
 bool whole_vecs(const TokenTensor& tensor, int element_bytes) {
   const auto odd = [](int size, int64_t stride) {
     return size > 1 && stride % quantize::kVec != 0;
@@ -51,7 +52,7 @@ int64_t num_blocks(const TokenTensor& tensor, int tokens) {
   return blocks * tensor.num_heads * tensor.batch;
 }
 
-// Clusters of `ctas`, of CTAs of `threads`; none where there is nothing to do.
+// Launches `clusters` clusters of `ctas` CTAs of `threads` threads; returns if clusters is 0.
 template <class Arguments>
 void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, int threads,
             int64_t clusters, int ctas, cudaStream_t stream) {
@@ -74,7 +75,7 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, 
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 
-// What `choose` gives for the columns that rows of this head dim have in slots.
+// Returns choose(integral_constant) for padded_columns(head_dim).
 template <class Choose>
 auto for_columns(int head_dim, Choose choose) {
   switch (padded_columns(head_dim)) {

@@ -1,5 +1,5 @@
-// Block quantization to e4m3 or int8, and e4m3 rows in the slot order of V. Filled by
-// torch_binding; no torch here. All pointers are device pointers.
+// Block quantization to e4m3 or int8, and permutation of e4m3 V. torch_binding fills the structs;
+// this file does not use torch. All pointers are device pointers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace flashattn3 {
 
-// A tensor of rows, whole or in sequences one after the other.
+// A batch of sequences, of equal length or concatenated (varlen).
 struct TokenTensor {
   const void* data;  // (batch, seqlen, num_heads, head_dim); with cu_seqlens (total, ...)
   Strides stride;    // elements; any
@@ -28,39 +28,43 @@ struct TokenTensor {
 
 // A tensor to quantize.
 struct QuantizeParams {
-  TokenTensor x;   // fastest where 8 elements of a row are at multiples of 16 bytes
-  ElementType to;  // kE4m3 or, of rows, kInt8
-  bool permuted;
-  const float* mean;   // (batch, num_heads, head_dim): subtract first; null: do not. Not slots
-  const float* signs;  // (head_dim), ±1: rotate, head_dim a power of two; null: do not. Not slots
-  uint8_t* data;  // of type `to`, 16-byte aligned; rows as x, dense, or slots (blocks/permuted_v.h)
-  float* descale;  // (batch, num_heads, ceil(seqlen / block)); 2^-126 where there is no such
-                   // block
+  TokenTensor x;   // fastest if every 8 elements of a token's head start at a multiple of 16 bytes
+  ElementType to;  // kE4m3, or kInt8 if not permuted
+  bool permuted;   // data has the layout of permuted V (tile/permuted_v.h)
+  // (batch, num_heads, head_dim), subtracted before quantization (smoothing: SageAttention). Null:
+  // none; always null if permuted.
+  const float* mean;
+  // (head_dim), ±1, for the rotation (incoherent processing: QuIP, FlashAttention-3); head_dim is a
+  // power of two. Null: no rotation; always null if permuted.
+  const float* signs;
+  uint8_t* data;  // of type `to`, 16-byte aligned; shape of x, dense, or permuted
+  // (batch, num_heads, ceil(seqlen / block)); 2^-126 for blocks past the end of a sequence.
+  float* descale;
 };
 
 struct SampleParams {
-  TokenTensor x;  // as of QuantizeParams
+  TokenTensor x;  // as in QuantizeParams
   float* mean;    // (batch, num_heads, head_dim)
 };
 
 struct PermuteParams {
   TokenTensor v;  // e4m3
-  uint8_t* data;  // slots (blocks/permuted_v.h), 16-byte aligned
+  uint8_t* data;  // permuted V (tile/permuted_v.h), 16-byte aligned
 };
 
-// Rows of no sequence, and slots of none, are not written. Enqueue; wait for nothing. Throw
-// std::runtime_error.
+// These functions enqueue kernels and do not wait for them. They do not write tokens or permuted
+// keys that belong to no sequence. They throw std::runtime_error.
 //
-// Up to three tensors of one dtype, fp16 or bf16; in one launch those whose columns in slots are as
-// many. block: tokens that share a scale, 64, 128 or 256.
+// Quantizes up to three tensors of one dtype, fp16 or bf16. Tensors with equal
+// padded_columns(head_dim) share a launch. block: tokens that share a descale, 64, 128 or 256.
 void launch_quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int block,
                      cudaStream_t stream);
-// A vector near the mean of each sequence's tokens; 0 in the columns where 128 tokens show none.
+// Estimates each sequence's mean from 128 tokens; 0 in columns where it is below 3 standard errors.
 // dtype: of x, fp16 or bf16.
 void launch_sample_mean(const SampleParams& params, ElementType dtype, cudaStream_t stream);
 void launch_permute_v(const PermuteParams& params, cudaStream_t stream);
 
-// Slots of a head: of one sequence, or with cu_seqlens of all.
+// Permuted keys per head: of one sequence, or with cu_seqlens of all sequences.
 inline int64_t num_permuted_keys(const TokenTensor& tensor) {
   return tensor.cu_seqlens != nullptr ? first_permuted_key(tensor.total, tensor.batch)
                                       : padded_keys(tensor.seqlen);

@@ -35,7 +35,7 @@ void for_each_compiled(Function function) {
   }
 }
 
-// Leaves the facts of the GPU at -1 where there is none, or none that has code for this kernel.
+// Fills the last four fields of info. They stay -1 without a GPU that this kernel has code for.
 void ask_device(const KernelInstance& kernel, KernelInfo& info) {
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, kernel.kernel) != cudaSuccess) {
@@ -66,7 +66,7 @@ const char* configs_hash() { return kConfigsHash; }
 std::string driver_error() {
   int driver = 0;
   check_cuda(cudaDriverGetVersion(&driver), "asking for the version of the driver");
-  // A driver runs what was built with its own major version of CUDA or an older one.
+  // A driver runs code built with its own or an older major version of CUDA.
   if (driver == 0 || driver / 1000 >= CUDART_VERSION / 1000) return "";
   const auto dotted = [](int version) {
     return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);

@@ -1,6 +1,6 @@
 // The compiled kernels, in the order of FORWARD_CONFIGS and BACKWARD_CONFIGS in
-// flashattn3/dispatch/kernel_configs.py. The build writes the constants below and one unit for each
-// row.
+// flashattn3/dispatch/kernel_configs.py. The build generates the constants below and one unit per
+// kernel config.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,7 +39,7 @@ struct BackwardKernel {
   int64_t (*workspace_bytes)(const ForwardParams&);
 };
 
-// A row of the table, and its kernel; null where FLASHATTN3_KERNELS left the row out of the build.
+// A kernel config and its kernel; null if FLASHATTN3_KERNELS excluded it from the build.
 template <class Kernel>
 struct TableEntry {
   const char* name;
@@ -55,12 +55,12 @@ extern const int kNumBackwardEntries;
 extern const BackwardEntry kBackwardEntries[];
 
 // config: index into FORWARD_CONFIGS, or BACKWARD_CONFIGS. Throws for an index outside the table
-// and for a row that is not in this build, naming it.
+// and for a kernel config that is not in this build, naming it.
 const ForwardKernel& forward_kernel(int64_t config);
 const BackwardKernel& backward_kernel(int64_t config);
 
-// What is known of one compiled kernel. The last four are -1 without a GPU that can run it.
-// local_bytes: spills and arrays in local memory, for each thread.
+// Properties of one compiled kernel. The last four are -1 without a GPU that can run it.
+// local_bytes: spills and arrays in local memory, per thread.
 struct KernelInfo {
   std::string name;
   int num_threads;
@@ -72,10 +72,10 @@ struct KernelInfo {
 };
 
 FLASHATTN3_EXPORT const char* configs_hash();
-// Why this CUDA driver cannot run the library, in a sentence; empty where it can, or is not there.
+// Error message if this CUDA driver cannot run the library; empty if it can or if there is none.
 FLASHATTN3_EXPORT std::string driver_error();
 FLASHATTN3_EXPORT std::vector<std::string> compiled_configs();
-// Asks the current device, and so makes a CUDA context if there is none.
+// Queries the current device, and so creates a CUDA context if there is none.
 FLASHATTN3_EXPORT std::vector<KernelInfo> kernel_info();
 
 }  // namespace flashattn3

@@ -40,8 +40,8 @@ struct TensorMapShape {
   int64_t head_dim, seq, heads, batch;
 };
 
-// All that a descriptor is made of; extents, boxes and strides in bytes innermost first, without
-// the first stride, which is that of neighbours.
+// Everything that determines a descriptor. Dimensions are innermost first. bytes: byte strides,
+// without that of the innermost dimension, whose elements are contiguous.
 struct TensorMapKey {
   const void* address;
   ElementType type;
@@ -74,8 +74,8 @@ inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) 
   return map;
 }
 
-// The last few of each thread are kept: a caching allocator hands out the same addresses again and
-// again.
+// Caches up to 64 descriptors per thread, because a caching allocator returns the same addresses
+// again and again.
 inline CUtensorMap known_tensor_map(const char* name, const TensorMapKey& key) {
   struct Known {
     TensorMapKey key{};
@@ -84,17 +84,17 @@ inline CUtensorMap known_tensor_map(const char* name, const TensorMapKey& key) {
   constexpr int kKnown = 64;
   static thread_local Known known[kKnown];
   const uintptr_t mixed = reinterpret_cast<uintptr_t>(key.address) * 0x9e3779b97f4a7c15u;
-  Known& permuted_key = known[(mixed >> 48) % kKnown];
-  if (permuted_key.key != key) {
-    permuted_key.map = encode_tensor_map(name, key);
-    permuted_key.key = key;
+  Known& cached = known[(mixed >> 48) % kKnown];
+  if (cached.key != key) {
+    cached.map = encode_tensor_map(name, key);
+    cached.key = key;
   }
-  return permuted_key.map;
+  return cached.map;
 }
 
-// Dimensions (head_dim, seq, heads, batch), innermost first; boxes of 128 bytes x box_rows rows in
-// the 128-byte swizzle; what lies outside reads as 0 and is not written. unused: any valid device
-// address, for a tensor without elements, of which nothing is read.
+// Dimensions: (head_dim, seq, heads, batch), innermost first. Box: 128 bytes x box_rows tokens in
+// the 128-byte swizzle. Elements out of bounds read as 0 and are not written. unused: any valid
+// device address; stands in for an empty tensor's and is not read.
 inline CUtensorMap make_tensor_map(const char* name, ElementType type, const void* address,
                                    const void* unused, const TensorMapShape& shape,
                                    const Strides& strides, int box_rows) {
@@ -111,7 +111,7 @@ inline CUtensorMap make_tensor_map(const char* name, ElementType type, const voi
       .bytes = {}};
   const int64_t elements[3] = {strides.seq, strides.head, strides.batch};
   for (int i = 0; i < 3; ++i) {
-    // The stride of an axis with one element says nothing, and may be anything.
+    // The stride of a dimension of size 1 is not used and may have any value.
     key.bytes[i] = key.extent[i + 1] == 1 || empty
                        ? 16
                        : static_cast<cuuint64_t>(elements[i]) * element_bytes(type);
@@ -119,9 +119,9 @@ inline CUtensorMap make_tensor_map(const char* name, ElementType type, const voi
   return known_tensor_map(name, key);
 }
 
-// V in slots, (heads, num_permuted_keys / 16, columns, 16) bytes without gaps, as (8 columns of 16
-// slots, num_permuted_keys / 16, columns / 8, heads), innermost first; boxes of box_keys slots of
-// all columns, in the order that permuted_v.h gives a tile. unused: as above.
+// Permuted V: dense (heads, num_permuted_keys / 16, columns, 16) bytes. Dimensions: (8 columns x 16
+// keys, num_permuted_keys / 16, columns / 8, heads), innermost first. Box: box_keys keys x all
+// columns, in the tile layout of permuted_v.h. unused: as above.
 inline CUtensorMap make_permuted_v_map(const void* address, const void* unused,
                                        int64_t num_permuted_keys, int64_t heads, int columns,
                                        int box_keys) {
@@ -138,8 +138,8 @@ inline CUtensorMap make_permuted_v_map(const void* address, const void* unused,
             .bytes = {bytes_of_vec, kCoreBytes, vecs * bytes_of_vec}});
 }
 
-// Dimensions (columns, rows) of floats without gaps, innermost first; boxes of box_columns of one
-// row, as they are. Not kept: the address is new in every call.
+// A dense matrix of floats. Dimensions: (columns, rows), innermost first. Box: box_columns x 1, no
+// swizzle. Not cached, because the address is new in every call.
 inline CUtensorMap make_float_map(const char* name, const float* address, int64_t columns,
                                   int64_t rows, int box_columns) {
   const cuuint64_t extent[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};

@@ -12,7 +12,7 @@ namespace {
 int32_t* new_counter(cudaStream_t stream) {
   constexpr size_t kBytes = 2 * sizeof(int32_t);
   void* counter = nullptr;
-  // Otherwise the allocation would break a capture that another thread has begun.
+  // In another capture mode cudaMalloc would invalidate a capture that another thread has begun.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
   const cudaError_t allocated = cudaMalloc(&counter, kBytes);
@@ -30,8 +30,8 @@ int32_t* tile_counter(int device, cudaStream_t stream) {
   check_cuda(cudaStreamIsCapturing(stream, &capture), "asking whether the stream is captured");
   if (capture != cudaStreamCaptureStatusNone) return nullptr;
 
-  // The handle of a stream that was destroyed, and may still be running, is handed out again; its
-  // number is not.
+  // CUDA reuses the handle of a destroyed stream, whose kernels may still be running, but not its
+  // ID.
   unsigned long long number;
   check_cuda(cudaStreamGetId(stream, &number), "asking for the stream's number");
 

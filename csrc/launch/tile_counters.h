@@ -1,4 +1,4 @@
-// The counters by which persistent CTAs take their tiles (ForwardParams::tile_counter).
+// Counters from which persistent CTAs draw work tiles (ForwardParams::tile_counter).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,13 +7,12 @@
 
 namespace flashattn3 {
 
-// Two int32 that are zero between the launches of this device and stream, and of no other; a stream
-// that is given the handle of a destroyed one is another. Allocated at the first call for the pair
-// and kept until the process ends.
+// Returns two int32 that belong to this device and stream alone and are zero between its launches.
+// A stream that reuses the handle of a destroyed one has counters of its own. The first call for
+// the pair allocates them; they are kept until the process ends.
 //
-// Null where launches may overlap although they name the same stream: a graph that is being
-// captured may later run beside another one captured here, and cudaStreamPerThread is one name for
-// the streams of many threads.
+// Returns null if launches on this stream may overlap: a graph that is being captured may later run
+// beside another one captured here, and cudaStreamPerThread names the streams of many threads.
 //
 // The stream's device must be the current one.
 int32_t* tile_counter(int device, cudaStream_t stream);

@@ -24,14 +24,14 @@ void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_
 }
 
 void launch_varlen_backward(const ForwardParams& params, int block_n, cudaStream_t stream) {
-  // What the kernel calls rows are those that are worked on in blocks, here the keys.
+  // The backward's work tiles are n_blocks, so keys take the place of the kernel's queries.
   varlen::Arguments args{};
   args.seqlens_q = {params.cu_seqlens_k, params.seqused_k, params.seqlen_k, params.total_k};
   args.seqlens_k = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
   args.batch = params.batch;
   args.block_m = block_n;
   args.schedule = {params.varlen_schedule, params.batch};
-  varlen::prepare<<<1, varlen::kThreads, 0, stream>>>(args);  // the CTA that orders
+  varlen::prepare<<<1, varlen::kThreads, 0, stream>>>(args);  // CTA 0 sorts the sequences
   check_cuda(cudaGetLastError(), "launch of varlen::prepare");
 }
 

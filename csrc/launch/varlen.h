@@ -1,4 +1,4 @@
-// The kernel that goes before one over sequences of unequal lengths.
+// The kernel that runs before a varlen kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,8 @@
 
 namespace flashattn3 {
 
-// Fills params.varlen_schedule for work tiles of block_m and clears the rows of out and lse that
-// belong to no sequence. Enqueues; waits for nothing. Throws std::runtime_error.
+// Fills params.varlen_schedule for work tiles of block_m queries and clears the rows of out and lse
+// that belong to no sequence. Enqueues a kernel without waiting. Throws std::runtime_error.
 void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_t stream);
 
 // Fills params.varlen_schedule for tiles of block_n keys. As above.

@@ -38,12 +38,11 @@ struct Barrier {
 
   __device__ __forceinline__ uint32_t address() const { return cute::cast_smem_ptr_to_uint(&word); }
 
-  __device__ __forceinline__ void init(int dq_semaphore) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(dq_semaphore)
-                 : "memory");
+  __device__ __forceinline__ void init(int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count) : "memory");
   }
 
-  // Returns once the phase of this phase is complete: phase 1 passes on a fresh barrier, 0 waits
+  // Returns once the phase with this bit is complete: 1 passes on a fresh barrier, 0 waits
   // for its first completion. What arrived before is then visible.
   __device__ __forceinline__ void wait(uint32_t phase) const {
     uint32_t done;

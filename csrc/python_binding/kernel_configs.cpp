@@ -1,6 +1,6 @@
-// The module flashattn3._kernel_configs: what the operator library was compiled from and what
-// became of it, for doctor and the tests. Python's stable ABI, so that one build serves every
-// Python from 3.10.
+// The module flashattn3._kernel_configs: kernel configs of the operator library and properties of
+// their compiled kernels, for doctor and the tests. Uses Python's stable ABI, so that one build
+// serves every Python from 3.10.
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,7 +21,7 @@ PyObject* as_python(const flashattn3::KernelInfo& info) {
                        "max_threads", info.max_threads, "blocks_per_sm", info.blocks_per_sm);
 }
 
-// A Python list of what a function of the registry returns; its exceptions become RuntimeError.
+// Converts a registry function's result to a Python list, and its exceptions to RuntimeError.
 template <typename Function>
 PyObject* list_of(Function function) {
   PyObject* list = PyList_New(0);

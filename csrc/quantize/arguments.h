@@ -1,4 +1,4 @@
-// What the quantizing kernels are launched with.
+// Arguments of the quantization kernels.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -9,43 +9,42 @@
 
 namespace flashattn3::quantize {
 
-// Rows of one head: distance between batch entries (0 where cu_seqlens says where they begin),
-// between rows and between heads, in elements.
+// Strides in elements between batch entries (0 with cu_seqlens), between tokens and between heads.
 struct HeadStrides {
   int64_t batch, seq, head;
 };
 
-// Where a kernel reads: (batch, seqlen, heads, head_dim), head_dim with stride 1.
+// Input tensor: (batch, seqlen, heads, head_dim), head_dim with stride 1.
 struct Source {
   const void* data;
   HeadStrides stride;
   SequenceTable tokens;
   int head_dim;
-  cutlass::FastDivmod by_heads;   // divides by the number of heads,
-  cutlass::FastDivmod by_blocks;  // and of blocks (tiles, permute_v) of the longest sequence
-  bool whole_vecs;                // 8 columns are an aligned load, here and in rows of the result
+  cutlass::FastDivmod by_heads;   // divides by the number of heads
+  cutlass::FastDivmod by_blocks;  // by the blocks (permute_v: tiles) of the longest sequence
+  bool whole_vecs;                // 8 columns are one aligned vector, here and in output rows
 };
 
-// What a tensor becomes.
+// Output type and layout of a tensor.
 enum class Narrowed { kE4m3, kInt8, kE4m3Permuted };
 
 // A tensor to quantize.
 struct QuantizedTensor {
   Source x;
   Narrowed to;
-  const float* mean;     // (batch, heads, head_dim): subtract; null: do not. Not with slots
-  const float* signs;    // (head_dim): rotate; null: do not. Not with slots
-  float rotation_scale;  // after the additions
+  const float* mean;     // (batch, heads, head_dim), smoothing; null: none. Null for permuted V
+  const float* signs;    // (head_dim), incoherent processing; null: none. Null for permuted V
+  float rotation_scale;  // factor after the Hadamard transform
 
-  uint8_t* data;  // in slots: stride.seq is the columns, which 16 slots have 16 times
+  uint8_t* data;  // permuted V: data_stride.seq is the number of columns
   HeadStrides data_stride;
   float* descale;  // (batch, heads, blocks)
 };
 
 constexpr int kMaxTensors = 3;  // q, k, v
 
-// A block is the tokens of a cluster. The first `rounds` blocks of each tensor come in turn, so
-// that a rotation's arithmetic runs beside other loads; then the tensors' other blocks, if any.
+// A cluster quantizes one block of tokens. The first `rounds` blocks of the tensors alternate, so
+// that the arithmetic of a rotation overlaps other loads; the tensors' remaining blocks follow.
 struct Arguments {
   QuantizedTensor tensor[kMaxTensors];
   uint32_t num_blocks[kMaxTensors];

@@ -1,6 +1,6 @@
-// Block quantization to e4m3 or int8: once through memory. A cluster has one block of tokens of one
-// head, a CTA 64 tokens of it, in registers from the load to the store; the CTAs tell each other
-// their largest magnitude. Values bit for bit those of flashattn3/quantization/torch_operations.py.
+// Block quantization to e4m3 or int8 in one pass over memory. A cluster quantizes one block of
+// tokens of one head, a CTA 64 tokens of it, in registers from the load to the store; the CTAs
+// exchange their amax. The results equal flashattn3/quantization/torch_operations.py bit for bit.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@
 
 namespace flashattn3::quantize {
 
-// The type that is quantized to. kHasNan: else NaN and infinities go into the scale.
+// The quantized type. kHasNan: it can store NaN; else NaN and infinities make the descale NaN.
 template <ElementType kType>
 struct Narrow;
 template <>
@@ -35,7 +35,7 @@ struct Narrow<ElementType::kInt8> {
   }
 };
 
-// The smallest scale. Blocks below are scaled as if they reached it: 1 / it stays finite.
+// Lower bound of a descale; smaller blocks use it, so that its inverse stays finite.
 constexpr float kSmallestScale = 0x1p-126f;
 
 template <class To, int kColumns, class Values>
@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_rows(const QuantizedTensor& tensor, const 
   store_tile<TokenPositions<kColumns>>(bytes, tensor.data, tensor.data_stride, tile, tensor.x);
 }
 
-// By one thread of the cluster.
+// Stores the block's descale; one thread of the cluster writes it.
 __device__ __forceinline__ void store_scale(const QuantizedTensor& tensor, const WorkTile& tile,
                                             float descale) {
   if (cluster_rank() != 0 || threadIdx.x != 0) return;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void store_scale(const QuantizedTensor& tensor, const
 template <int kColumns>
 using LargestOfCluster = ClusterMax<quantize_threads(kColumns) / 32>[2];
 
-// What the block's values are multiplied with; its inverse, the scale, is stored.
-// largest: of the block; the second for what is finite if the first is not.
+// Returns the factor that quantizes the block's values and stores its inverse, the descale.
+// largest: exchange of the block's amax; the second is used without infinities if the first is inf.
 template <class To, class Values, class Maximum>
 __device__ __forceinline__ float find_factor(const QuantizedTensor& tensor, const WorkTile& tile,
                                              Values& values, Maximum (&largest)[2]) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ float find_factor(const QuantizedTensor& tensor, cons
   return To::kLargest / amax;
 }
 
-// The CTA's tile to rows.
+// Quantizes the CTA's tile to rows of tokens.
 template <ElementType kType, int kColumns, class Values>
 __device__ __forceinline__ void quantize_tokens(const QuantizedTensor& tensor, const WorkTile& tile,
                                                 LargestOfCluster<kColumns>& largest) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void quantize_tokens(const QuantizedTensor& tensor, c
   }
 }
 
-// The CTA's tile to slots.
+// Quantizes the CTA's tile to permuted V.
 template <ElementType kType, int kColumns>
 __device__ __forceinline__ void quantize_permuted(const QuantizedTensor& tensor,
                                                   const WorkTile& tile,
@@ -131,7 +131,7 @@ __device__ __forceinline__ void quantize_permuted(const QuantizedTensor& tensor,
   store_permuted<kColumns>(word, tensor.data, tensor.data_stride, tile, tensor.x.tokens);
 }
 
-// Of the `index`th cluster.
+// The tensor, and the block of it, that the `index`th cluster quantizes.
 struct BlockOfTensor {
   int tensor;
   uint32_t block;
@@ -147,7 +147,7 @@ __device__ __forceinline__ BlockOfTensor find_tensor(const Arguments& args, uint
   return of;
 }
 
-// CTAs on an SM at the same time: as many as there are registers for.
+// CTAs per SM, limited by registers: 80 per thread.
 constexpr int quantize_ctas(int columns) { return 65536 / (80 * quantize_threads(columns)); }
 
 // Grid: for each tensor heads * blocks * batch clusters of block / 64 CTAs.
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
     for (auto& maximum : largest) maximum.init();
     fence_barrier_init();
   }
-  cluster_arrive();  // every thread of the cluster: the CTA takes what the others send
+  cluster_arrive();  // by every thread: this CTA's barriers are ready for the others' values
   if (tensor.to == Narrowed::kE4m3Permuted) {
     quantize_permuted<kType, kColumns>(tensor, tile, largest);
   } else if (tensor.signs != nullptr || tensor.mean != nullptr) {
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   }
 }
 
-// e4m3 rows to slots. Grid: heads * tiles * batch.
+// Copies e4m3 V to permuted V. Grid: heads * tiles * batch.
 template <int kColumns>
 __global__ void __launch_bounds__(quantize_threads(kColumns))
     permute_v(const __grid_constant__ PermuteArguments args) {

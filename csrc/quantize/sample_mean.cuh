@@ -1,6 +1,6 @@
-// The mean of a head's tokens, estimated from 128 of them that are spread evenly over the sequence.
-// Bit for bit that of flashattn3/quantization/smoothing.py: each operation is rounded once (the
-// intrinsics keep the compiler from fusing two) and the order of the sums is fixed.
+// Estimates the mean of a head's tokens from 128 of them, spread evenly over the sequence, for
+// smoothing (SageAttention). It equals flashattn3/quantization/smoothing.py bit for bit: intrinsics
+// round each operation once (no fusion), and the order of the sums is fixed.
 #pragma once
 
 #include <cmath>
@@ -15,14 +15,14 @@
 namespace flashattn3::quantize {
 
 constexpr int kSample = 128;      // tokens
-constexpr int kSampleLanes = 16;  // threads that share the tokens of a unit of columns
+constexpr int kSampleLanes = 16;  // threads that share the tokens of 8 columns
 constexpr int kTokensOfLane = kSample / kSampleLanes;
-// In squares: three standard errors. A smaller mean is noise, and so is one outlier of the sample.
+// Three standard errors, squared. A smaller mean is noise, or is due to one outlier in the sample.
 constexpr float kSignificant = 9.f;
 
 constexpr int sample_threads(int columns) { return kSampleLanes * columns / kVec; }
 
-// Sums of pairs half of all values apart, then a quarter, and so on.
+// Tree sum: adds pairs at a distance of half of all values, then a quarter, and so on.
 template <int kCount>
 __device__ __forceinline__ float tree_sum(float (&x)[kCount]) {
 #pragma unroll
@@ -33,7 +33,7 @@ __device__ __forceinline__ float tree_sum(float (&x)[kCount]) {
   return x[0];
 }
 
-// The lane's tokens: slots `lane`, lane + 16, ... of the sample; zeros past its end.
+// Loads tokens `lane`, lane + 16, ... of the sample; zeros past its end.
 __device__ __forceinline__ void load_sample(VecWords<uint16_t> (&vec)[kTokensOfLane],
                                             const Source& source, const WorkTile& tile, int lane,
                                             int column) {
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(sample_threads(kColumns))
   }
   memcpy(&sums[lane][column / 4], sum, sizeof(sum));
   memcpy(&squares[lane][column / 4], square_sum, sizeof(square_sum));
-  __syncthreads();  // every lane's sums are there
+  __syncthreads();  // all lanes' sums are written
 
   const int own = threadIdx.x;  // column
   if (own >= args.x.head_dim) return;

@@ -1,4 +1,4 @@
-// e4m3 bytes on their way to memory, in rows or in slot order (blocks/permuted_v.h).
+// Stores quantized bytes to device memory, as rows or as permuted V (tile/permuted_v.h).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace flashattn3::quantize {
 
-// Units of rows in the places of a thread. data: (batch, tokens, heads, columns), dense.
+// Stores a thread's vectors of 8 columns. data: (batch, tokens, heads, columns), dense.
 template <class Positions>
 __device__ __forceinline__ void store_tile(const uint32_t (&bytes)[kVecsOfThread][kVec / 4],
                                            uint8_t* data, const HeadStrides& stride,
@@ -38,9 +38,9 @@ __device__ __forceinline__ void store_tile(const uint32_t (&bytes)[kVecsOfThread
   }
 }
 
-// A group of 32 slots of 64 columns, of one warp: two rows of 16 bytes for each column. The place
-// of a column among its 8 is swizzled so that neither a warp's writes, 4 bytes of every eighth
-// column, nor its reads meet in a bank.
+// A warp's staging buffer for 32 keys x 64 columns of permuted V: two rows of 16 bytes per column.
+// The position of a column among its 8 is swizzled, so that neither the warp's writes, 4 bytes of
+// every eighth column, nor its reads have bank conflicts.
 struct PermutedStage {
   static constexpr int kRows = kKeyGroup / kCoreRowKeys;
   uint4 bytes[kRows][PermutedPositions::kColumnsOfWarp];
@@ -48,8 +48,8 @@ struct PermutedStage {
   __device__ static int swizzled_column(int column) { return column ^ (column / kVec % kVec); }
 };
 
-// word[row][i]: column i of the thread's 8 in its four slots. data: (batch, heads, keys / 16,
-// kColumns, 16), or without batch where the sequences are unequal. Called by the whole CTA, once.
+// word[row][i]: column i of the thread's 8, for its four keys. data: (batch, heads, keys / 16,
+// kColumns, 16), varlen: without batch. Called by the whole CTA, once.
 template <int kColumns>
 __device__ __forceinline__ void store_permuted(const uint32_t (&word)[PermutedStage::kRows][kVec],
                                                uint8_t* data, const HeadStrides& stride,
@@ -65,9 +65,9 @@ __device__ __forceinline__ void store_permuted(const uint32_t (&word)[PermutedSt
       reinterpret_cast<uint32_t*>(&column)[PermutedPositions::quad()] = word[row][i];
     }
   }
-  __syncwarp();  // the four quads of every column are there
+  __syncwarp();  // all four quads of every column are written
   const int first_token = PermutedPositions::first_token();
-  if (first_token >= tile.num_tokens()) return;  // else the whole group is the sequence's
+  if (first_token >= tile.num_tokens()) return;  // else the whole group belongs to the sequence
   const int64_t before =
       tokens.cu_seqlens != nullptr ? first_permuted_key(tile.sequence.offset, tile.batch_idx) : 0;
   uint8_t* group = data + tile.batch_idx * stride.batch + tile.head * stride.head +

@@ -1,6 +1,5 @@
-// A CTA's tile, 64 tokens of one head, and which parts of it a thread has: eight units of 8
-// neighbouring columns. With fewer the work that a thread does once would cost more than a
-// rotation.
+// A CTA's tile, 64 tokens of one head, and its partition over threads: eight vectors of 8
+// neighbouring columns each. With fewer, a thread's fixed work would cost more than a rotation.
 #pragma once
 
 #include <cstdint>
@@ -20,19 +19,19 @@ constexpr int quantize_threads(int columns) {
   return kTileTokens * columns / (kVec * kVecsOfThread);
 }
 
-// For rows: four lanes have a token and a warp eight, so that 32 bytes of each are stored together
-// and a rotation needs two exchanges between lanes, whatever the head dim. Unit u of a token is
-// columns 32 u + 8 lane.
+// Partition for row output: four lanes share a token and a warp holds eight, so that 32 bytes of
+// each are stored together and a rotation needs two shuffles, whatever the head dim. Vector u of a
+// token holds columns 32 u + 8 lane to 32 u + 8 lane + 7.
 template <int kColumns>
 struct TokenPositions {
   static constexpr int kLanes = 4;
   static constexpr int kVecsOfToken = kColumns / (kLanes * kVec);
-  static constexpr int kTokens = kVecsOfThread / kVecsOfToken;  // of a thread
+  static constexpr int kTokens = kVecsOfThread / kVecsOfToken;  // per thread
   __device__ static int token(int vec) {
     const int pass = threadIdx.x / 32 * kTokens + vec / kVecsOfToken;
     return pass * (32 / kLanes) + threadIdx.x % 32 / kLanes;
   }
-  // Past the end the last token comes again, which changes no maximum: zeros would with a mean.
+  // Past the end the last token is repeated, which keeps the amax; zeros minus a mean might not.
   __device__ static int loaded_token(int vec, int num_tokens) {
     return min(token(vec), num_tokens - 1);
   }
@@ -41,8 +40,8 @@ struct TokenPositions {
   }
 };
 
-// For slots: a warp has a group of 32 slots, as two rows of 16, of 64 columns; a thread four
-// neighbouring slots of 8 columns in each.
+// Partition for permuted V: a warp holds 32 keys, as two rows of 16, of 64 columns; a thread holds
+// four keys, neighbours in the permuted order, of 8 columns in each row.
 struct PermutedPositions {
   static constexpr int kColumnsOfWarp = 64;
   static constexpr int kVecsOfRow = 4;
@@ -57,8 +56,8 @@ struct PermutedPositions {
   __device__ static int column(int) { return first_column() + column_in_warp(); }
 };
 
-// Tokens `first` to `sequence.length` - 1 of a head; a tile is the first 64 of them, in the block
-// with this number.
+// Tokens `first` to `sequence.length` - 1 of a head; the tile is the first 64 of them. number: of
+// the tile's block in the sequence.
 struct WorkTile {
   int batch_idx, head, number;
   Sequence sequence;
@@ -69,8 +68,8 @@ struct WorkTile {
   }
 };
 
-// The `index`th of all blocks of `block` tokens: heads first, which are neighbours in memory where
-// the tensor is dense, then the blocks of the longest sequence.
+// Returns the `index`th block of `block` tokens. Heads are innermost, as they are neighbours in
+// memory if the tensor is dense, then the blocks of the longest sequence, then the batch.
 __device__ __forceinline__ WorkTile find_block(const Source& source, uint32_t index, int block) {
   WorkTile tile;
   int rest;
@@ -92,7 +91,7 @@ __device__ __forceinline__ const Bits* tile_rows(const Source& source, const Wor
 template <class Bits>
 using VecWords = uint32_t[kVec * sizeof(Bits) / 4];
 
-// 8 columns of a row, as one vector.
+// Loads 8 columns of a row as one vector.
 template <class Bits>
 __device__ __forceinline__ void load_vec(VecWords<Bits>& word, const Bits* columns) {
   using Vector = std::conditional_t<sizeof(Bits) == 2, uint4, uint2>;
@@ -100,7 +99,7 @@ __device__ __forceinline__ void load_vec(VecWords<Bits>& word, const Bits* colum
   memcpy(word, &loaded, sizeof(Vector));
 }
 
-// The first num_columns of 8 columns, one by one.
+// Loads the first num_columns of 8 columns, one by one, into zeroed words.
 template <class Bits>
 __device__ __forceinline__ void load_vec(VecWords<Bits>& word, const Bits* columns,
                                          int num_columns) {
@@ -113,7 +112,7 @@ __device__ __forceinline__ void load_vec(VecWords<Bits>& word, const Bits* colum
   }
 }
 
-// A thread's units; zeros past the columns and, in slots, past the tokens.
+// Loads a thread's vectors; zeros past the columns and, for permuted V, past the tokens.
 template <class Bits, class Positions>
 __device__ __forceinline__ void load_tile(VecWords<Bits> (&vec)[kVecsOfThread],
                                           const Source& source, const WorkTile& tile) {

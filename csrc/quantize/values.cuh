@@ -1,5 +1,4 @@
-// A thread's 64 values between the search for the largest and the conversion: as they were loaded,
-// or in float.
+// A thread's 64 values, from the load through the amax to the conversion: in 16 bits or in float.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,7 +43,7 @@ struct Pair {
 
 using LoadedVecs = VecWords<uint16_t>[kVecsOfThread];
 
-// 32 registers, where as floats they would be 64: more warps can load at the same time.
+// 16-bit values take 32 registers instead of 64 as floats, so that more warps load concurrently.
 template <ElementType kType>
 struct LoadedValues {
   LoadedVecs vec;
@@ -53,7 +52,7 @@ struct LoadedValues {
     memcpy(vec, loaded, sizeof(vec));
   }
 
-  // Largest magnitude; with kNan NaN if there is one, else without.
+  // Returns the largest magnitude. kNan: NaN if any value is NaN; else NaN is ignored.
   template <bool kNan>
   __device__ float largest() const {
     typename Pair<kType>::Vector found = Pair<kType>::vector(0);
@@ -87,9 +86,10 @@ struct LoadedValues {
   }
 };
 
-// Less the mean, where the tensor has one, and rotated, where it has signs: these, the
-// Walsh-Hadamard transform and the scale, of whole tokens in TokenPositions<kColumns>. The
-// additions come in the order of flashattn3/quantization/hadamard.py: columns 1 apart, 2, 4, ...
+// Float values after smoothing, if the tensor has a mean (SageAttention), and after incoherent
+// processing, if it has signs (QuIP, FlashAttention-3): signs, Walsh-Hadamard transform and scale
+// of whole tokens in TokenPositions<kColumns>. The additions follow the order of
+// flashattn3/quantization/hadamard.py: columns 1 apart, 2, 4, ...
 template <ElementType kType, int kColumns>
 struct FloatValues {
   float x[kVecsOfThread][kVec];
@@ -98,7 +98,7 @@ struct FloatValues {
                          const WorkTile& tile) {
     apply_signs(loaded, tensor, tile);
     if (tensor.signs == nullptr) return;
-    // Over 64 columns only one power of two comes here.
+    // With kColumns > 64, head_dim is always kColumns here.
     transform(kColumns > 64 ? kColumns : tensor.x.head_dim);
 #pragma unroll
     for (int u = 0; u < kVecsOfThread; ++u) {
@@ -135,14 +135,14 @@ struct FloatValues {
  private:
   using Positions = TokenPositions<kColumns>;
 
-  // The signs come by way of shared memory, as what they flip in elements of 16 bits, and so does
-  // the mean with its signs: from device memory every unit of a token would wait for its own.
+  // The signs, as XOR masks of 16-bit elements, and the mean times the signs go through shared
+  // memory: loads from device memory would make every vector of a token wait separately.
   __device__ __forceinline__ void apply_signs(const LoadedVecs& loaded,
                                               const QuantizedTensor& tensor, const WorkTile& tile) {
     static_assert(quantize_threads(kColumns) == kColumns, "a thread for each column");
     __shared__ uint4 flips[kColumns / kVec];
     __shared__ float4 means[kColumns / 4];
-    // Columns that are not there are 0 and in no sum with others: their signs do not matter, and
+    // Columns past head_dim are 0 and enter no sum with others: their signs do not matter, and
     // their mean is 0.
     const int own = threadIdx.x, column = min(own, tensor.x.head_dim - 1);
     const float sign = tensor.signs != nullptr ? tensor.signs[column] : 1.f;
@@ -233,7 +233,7 @@ struct FloatValues {
   }
 
   __device__ __forceinline__ void between_lanes(int distance) {
-    // The upper one of two lanes has the odd value, and keeps even - odd.
+    // The upper lane of a pair holds the odd value and computes even - odd.
     const float own = threadIdx.x & distance ? -1.f : 1.f;
 #pragma unroll
     for (int u = 0; u < kVecsOfThread; ++u) {

@@ -1,12 +1,11 @@
-// The two matrix products of attention on tiles in shared memory, and what has to stand around
-// them.
+// The two GEMMs of attention on tiles in shared memory, with their fences and waits.
 //
-// A tile of rows x columns lies in chunks of 128 bytes of columns: chunk c holds all rows, 128
-// bytes each, in the 128-byte swizzle that TMA writes; a chunk of R rows takes R * 128 bytes.
-// Chunks, and the 64-row slabs of Q in them, start at multiples of 1024 bytes.
+// A tile of rows x columns is stored as atoms of 128 bytes of columns: atom c holds all R rows, 128
+// bytes each, in the 128-byte swizzle that TMA writes, R * 128 bytes in total. Atoms, and the
+// 64-row slabs of Q in them, start at multiples of 1024 bytes.
 //
-// V in 8 bits, which WGMMA takes with the keys contiguous alone, lies in slots (permuted_v.h,
-// row_sum_columns.cuh).
+// 8-bit V is stored permuted (permuted_v.h, row_sum_columns.cuh), because WGMMA takes 8-bit B
+// operands K-major only.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,41 +20,42 @@
 
 namespace flashattn3 {
 
-// The low word of a matrix descriptor: address and the distance between 64-column chunks (used only
-// where the columns are contiguous), both in 16 bytes. Steps through a tile are added to it. In a
-// cluster the CTA's rank stands in the address above 2^24.
+// Low word of an smem matrix descriptor: address and stride between 64-column atoms (used by
+// MN-major operands only), both in units of 16 bytes. Steps through a tile are added to it. In a
+// cluster the address holds the CTA's rank above 2^24.
 __device__ __forceinline__ uint32_t smem_desc_low(uint32_t address, int atom_stride) {
   return ((address >> 4) & 0x3fff) + (static_cast<uint32_t>(atom_stride >> 4) << 16);
 }
 
-// The high word never changes: 1024 bytes between groups of 8 rows, 128-byte swizzle.
+// The high word is constant: 1024 bytes between groups of 8 rows, 128-byte swizzle.
 __device__ __forceinline__ uint64_t smem_desc(uint32_t low) {
   constexpr uint32_t kHigh = (1024 >> 4) | 1u << 30;
   return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
-// Of V in slots, a tile of kN: so far are groups of 8 columns from each other, no swizzle;
-// smem_desc_low's distance is that between 16 slots and the next 16.
+// Matrix descriptor of a K-major, unswizzled permuted V tile of kN keys. Stride byte offset:
+// between groups of 8 columns. atom_stride of smem_desc_low: between groups of 16 keys.
 template <int kN>
 __device__ __forceinline__ uint64_t permuted_v_desc(uint32_t low) {
   constexpr uint32_t kHigh = kN / kCoreRowKeys * kCoreBytes >> 4;
   return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
-// Tells the compiler that WGMMA, which it can't see through, writes these registers until here.
+// Tells the compiler that asynchronous WGMMA may write these registers up to this point.
 template <class Register, int kCount>
 __device__ __forceinline__ void warpgroup_fence_operand(Register (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
 }
 
-// How far 32 bytes of columns are in a tile of so many rows; four steps to a chunk.
+// Offset of step `step` (32 bytes of columns, four steps per atom) in a tile of `rows` rows, in
+// units of 16 bytes.
 __device__ __forceinline__ constexpr uint32_t score_step(int step, int rows) {
   return step / 4 * (rows * 128 / 16) + step % 4 * 2;
 }
 
-// Starts s = q * k^T, with kAdd added to what s holds, for the warpgroup's 64 rows. q: its slab of
-// a kBlockM-work tile; k: kN rows of a kBlockN-work tile.
+// Starts s = q * k^T (s += with kAdd) for the warpgroup's 64 rows. q: the warpgroup's slab of a
+// tile of kBlockM rows; k: kN rows of a tile of kBlockN rows.
 template <ElementType kElement, int kBlockM, int kN, int kHeadDim, bool kAdd = false,
           int kBlockN = kN>
 __device__ __forceinline__ void gemm_ss(float (&s)[kN / 2], uint32_t q, uint32_t k) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void gemm_ss(float (&s)[kN / 2], uint32_t q, uint32_t
 template <ElementType kElement, int kN>
 using Probabilities = uint32_t[kN * element_bytes(kElement) / 32][4];
 
-// Starts o += p * v, in 16 bits. v: kN rows.
+// Starts o += p * v, with 16-bit p and v. v: kN rows.
 template <ElementType kElement, int kN, int kHeadDim>
 __device__ __forceinline__ void gemm_rs(float (&o)[kHeadDim / 2],
                                         const Probabilities<kElement, kN>& p, uint32_t v) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_gemm_ss_mn_ab(float (&o)[kColumns / 2], uint
   }
 }
 
-// Starts o = s^T * k. s: kDepth rows of 64 columns, o's rows; k: kDepth rows of kColumns columns.
+// Starts o = s^T * k. s: kDepth rows x 64 columns (o's rows); k: kDepth rows x kColumns columns.
 template <ElementType kElement, int kDepth, int kColumns>
 __device__ __forceinline__ void gemm_ss_mn_ab(float (&o)[kColumns / 2], uint32_t s, uint32_t k) {
   warpgroup_fence_operand(o);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void gemm_ss_mn_ab(float (&o)[kColumns / 2], uint32_t
   cute::warpgroup_commit_batch();
 }
 
-// Waits until at most kPending of the groups started above are unfinished.
+// Waits until at most kPending WGMMA groups committed above are in flight.
 template <int kPending>
 __device__ __forceinline__ void warpgroup_wait() {
   cute::warpgroup_wait<kPending>();
@@ -154,9 +154,9 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// Accumulators of the scores become the operand of the values without any exchange: thread and
-// register of an accumulator pair are those that the operand wants for the same row and keys. (In 8
-// bits they are so for V's slots: softmax_e4m3.cuh.)
+// Packs the accumulators of S as the A operand of PV without shuffles: an accumulator pair is in
+// the thread and register that the operand needs for the same row and keys. (For 8 bits this holds
+// with permuted V: softmax_e4m3.cuh.)
 template <ElementType kElement, int kN>
 __device__ __forceinline__ void pack_probabilities(Probabilities<kElement, kN>& p,
                                                    const float (&s)[kN / 2]) {

@@ -1,11 +1,12 @@
-// Row sums of e4m3 probabilities by WGMMA, in the product that makes out: behind V's columns its
-// tile has kRowSumColumns more, which hold what each key counts, and so the sums come as columns of
-// out. They are taken from there after every tile: what WGMMA adds to a large sum loses bits,
-// always to the same side (9 % of a sum over 4096 keys).
+// The PV GEMM also computes the row sums of e4m3 probabilities: V's tile is extended by
+// kRowSumColumns columns that hold each key's weight, so the sums are the last columns of O. They
+// move to a register of their own after every tile (accumulator promotion, DeepSeek-V3, arXiv
+// 2412.19437): WGMMA truncates additions to a large sum (9 % lost over 4096 keys).
 //
-// What a key counts is the inverse of a factor of its probability, any float (score_scale.cuh).
-// Column c has of it what the columns before it leave, 2^(4c) times as much, in e4m3, whose four
-// bits leave a sixteenth. A weight of 1 is 2^kLog2KeyWeight, so that the largest is below 448.
+// A key's weight is the inverse of a factor of its probability, any float (score_scale.cuh). Column
+// c holds the remainder that the columns before it leave, times 2^(4c), in e4m3, whose four
+// significant bits leave a sixteenth. A weight of 1 is stored as 2^kLog2KeyWeight, so that the
+// largest weight is below 448.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +20,14 @@
 namespace flashattn3 {
 
 constexpr int kLog2KeyWeight = 6;
-// WGMMA cuts off about 1.1 % of the sum of a tile of normal scores, nothing where one key has it
-// all.
+// WGMMA truncates the sum of a tile by about 1.1 % for normally distributed scores, by nothing if
+// one key has all of it.
 constexpr float kRowSumCorrection = 1.006f;
-constexpr int kUsedRowSumColumns = 4;  // that hold something; the others are 0
-// As log2 of the factor, where a weight still stands for it to 12 bits.
+constexpr int kUsedRowSumColumns = 4;  // the other columns are 0
+// Range of log2 of the factor in which a weight represents its inverse to 12 bits.
 constexpr float kLeastFactor = -2.f, kGreatestFactor = 14.f;
 
-// By the threads of the CTA, before its first __syncthreads. weights: of kKeys keys.
+// All threads of the CTA call it before its first __syncthreads. weights: of kKeys keys.
 template <int kKeys>
 __device__ __forceinline__ void zero_row_sum_columns(uint8_t* weights) {
   for (int i = threadIdx.x; i < kKeys * kRowSumColumns / 4; i += blockDim.x) {
@@ -35,7 +36,7 @@ __device__ __forceinline__ void zero_row_sum_columns(uint8_t* weights) {
   fence_async_proxy();
 }
 
-// What the columns hold for a key, a byte for each.
+// Returns a key's weight as the bytes of the used columns.
 __device__ __forceinline__ uint32_t row_sum_column_bytes(float weight) {
   float left[kUsedRowSumColumns] = {weight * (1 << kLog2KeyWeight)};
 #pragma unroll
@@ -45,12 +46,12 @@ __device__ __forceinline__ uint32_t row_sum_column_bytes(float weight) {
   return to_e4m3(left[0], left[1], left[2], left[3]);
 }
 
-// Which key of a tile a lane writes the weight of; with it of the 15 next.
+// First of the 16 keys of a tile whose weights a lane writes.
 __device__ __forceinline__ int row_sum_key(int lane) {
   return lane / kUsedRowSumColumns * kCoreRowKeys;
 }
 
-// By a warp, whose lanes have the columns of their keys' weights.
+// A warp calls it. columns: row_sum_column_bytes of the weight that the lane's 16 keys share.
 template <int kKeys>
 __device__ __forceinline__ void write_row_sum_columns(uint8_t* weights, uint32_t columns,
                                                       int lane) {
@@ -62,13 +63,13 @@ __device__ __forceinline__ void write_row_sum_columns(uint8_t* weights, uint32_t
       make_uint4(bytes, bytes, bytes, bytes);
 }
 
-// Starts out += p * v, with the sums as out's last columns. v: kN slots of kHeadDim columns, and
-// their weights.
+// Starts out += p * v, with the row sums as out's last columns. v: permuted V tile of kN keys x
+// kHeadDim columns, followed by the row sum columns.
 template <int kN, int kHeadDim>
 __device__ __forceinline__ void gemm_rs_with_row_sum(float (&out)[(kHeadDim + kRowSumColumns) / 2],
                                                      const Probabilities<ElementType::kE4m3, kN>& p,
                                                      uint32_t v) {
-  constexpr int kFirst = kHeadDim > 128 ? 128 : 0;  // columns; an instruction has 256 at most
+  constexpr int kFirst = kHeadDim > 128 ? 128 : 0;  // columns; WGMMA has at most 256
   constexpr int kRest = kHeadDim + kRowSumColumns - kFirst;
   warpgroup_fence_operand(out);
   cute::warpgroup_arrive();
@@ -85,17 +86,16 @@ __device__ __forceinline__ void gemm_rs_with_row_sum(float (&out)[(kHeadDim + kR
   cute::warpgroup_commit_batch();
 }
 
-// What a probability of 1 is in a lane's share of a row's sum, columns 2 * (lane % 4) and the next,
-// as log2. Found out where it is wanted, which is seldom: kept, it would take a register of the
-// main loop.
+// log2 of a probability of 1 in a lane's part of the row sum, columns 2 * (lane % 4) and the next.
+// It is rarely needed and computed on demand: stored, it would take a register of the main loop.
 __device__ __forceinline__ int log2_of_one() {
   uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return kLog2KeyWeight + 8 * static_cast<int>(lane % 4);
 }
 
-// Moves the sums from out's last accumulators. They become 0 by a product: ptxas takes no
-// accumulator of which a part begins anew.
+// Moves the sums from out's last accumulators to `sum`. The accumulators are multiplied by 0:
+// ptxas accepts no WGMMA accumulator that is partly reinitialised.
 template <int kCount>
 __device__ __forceinline__ void take_row_sums(float (&sum)[2], float (&out)[kCount]) {
   constexpr int kFirst = kCount - kRowSumColumns / 2;

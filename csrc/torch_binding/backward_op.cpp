@@ -1,5 +1,5 @@
-// flashattn3_hopper::backward and backward_into: tensors to BackwardParams, and the launch on the
-// stream that torch has current. As forward_op.cpp in everything.
+// flashattn3_hopper::backward and backward_into: fill BackwardParams from tensors and launch on
+// torch's current stream. The notes in forward_op.cpp apply.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -26,14 +26,15 @@ bool same_sizes(const Tensor& a, const Tensor& b, int64_t num_axes) {
   return true;
 }
 
-// Whether a dense tensor has the rows of `of`, of at least so many columns in whole 16 bytes.
+// True if gradient is dense and has the rows of `of`, with at least its columns, in multiples of 8
+// (16 bytes).
 bool takes_gradient(const Tensor& gradient, const Tensor& of, const Axes& axes) {
   const int64_t columns = gradient.dim() == axes.dim + 1 ? gradient.size(axes.dim) : 0;
   return same_sizes(gradient, of, axes.dim) && columns >= of.size(axes.dim) && columns % 8 == 0 &&
          gradient.is_contiguous();
 }
 
-// Of (batch, heads, rows), or (heads, rows) where varlen.
+// Strides of (batch, heads, rows), or with varlen (heads, rows).
 Strides lse_strides(const Tensor& tensor, bool varlen) {
   const int64_t heads = varlen ? 0 : 1;
   return {.batch = varlen ? 0 : tensor.stride(0),
@@ -48,10 +49,10 @@ void clear(const Tensor& tensor, cudaStream_t stream) {
   }
 }
 
-// dout: the rows and heads of out. dlse: the shape of lse, or none, which is 0. lse: dense. q, k,
-// v, out, dout: addresses and strides in multiples of 16 bytes, the last stride 1. dq, dk, dv:
-// dense, the rows of q, k and v, their columns rounded up to a multiple of 8; rows that belong to
-// no sequence become 0. deterministic: the same bits in every run. The others as forward has them.
+// dout: rows and heads of out. dlse: shape of lse; none: 0. lse: dense. q, k, v, out, dout:
+// addresses and strides are multiples of 16 bytes, the last stride is 1. dq, dk, dv: dense, rows of
+// q, k and v, columns rounded up to a multiple of 8; rows that belong to no sequence become 0.
+// deterministic: bitwise equal results in every run. Other arguments: as in forward.
 void backward_into(Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor lse, Tensor q,
                    Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
                    std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
@@ -92,7 +93,7 @@ void backward_into(Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor l
   params.forward.v = v.data_ptr();
   params.forward.v_stride = row_strides(v, varlen);
   params.forward.tile_counter = tile_counter(device, stream);
-  // The kernels write the rows of the sequences, and of those without a query or a key none.
+  // The kernels write only the rows of sequences, and none if there is no query or no key.
   if (varlen || seqused_q || seqused_k || seqlen_q == 0 || seqlen_k == 0) {
     for (const Tensor* gradient : {&dq, &dk, &dv}) clear(*gradient, stream);
   }
@@ -102,7 +103,7 @@ void backward_into(Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor l
   kernel.launch(params, stream);
 }
 
-// backward_into new dq, dk and dv.
+// Allocates dq, dk and dv and calls backward_into.
 std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor dout, std::optional<Tensor> dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v,
     std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,

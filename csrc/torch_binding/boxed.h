@@ -1,5 +1,5 @@
-// An operator of the stable interface as torch calls it: arguments on a stack of 64-bit values. The
-// conversion of one value is torch's; its own macro for a whole function came after 2.9.
+// Boxed operators of torch's stable ABI: arguments are on a stack of 64-bit values. torch converts
+// each value; its macro that boxes a whole function is newer than 2.9.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -31,8 +31,8 @@ void call_with_stack(Results (*function)(Arguments...), StableIValue* stack) {
   call_with_stack(function, stack, std::index_sequence_for<Arguments...>{});
 }
 
-// For STABLE_TORCH_LIBRARY_IMPL: a function with parameters by value, and a tuple of results or
-// none.
+// For STABLE_TORCH_LIBRARY_IMPL. kFunction takes its parameters by value and returns a tuple or
+// void.
 template <auto kFunction>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   call_with_stack(kFunction, stack);

@@ -1,10 +1,10 @@
-// flashattn3_hopper::forward, forward_into and forward_fp8: tensors to ForwardParams, and the
-// launch on the stream that torch has current for their device. Uses LibTorch's stable interface
-// alone, so that one library runs under every torch from 2.9, under its CPU build too (where the
-// operator can be looked at, not called).
+// flashattn3_hopper::forward, forward_into and forward_fp8: fill ForwardParams from tensors and
+// launch on torch's current stream of their device. Uses only LibTorch's stable ABI, so that one
+// library runs under every torch from 2.9, including CPU builds (where the operator can be
+// inspected but not called).
 //
-// The caller, flashattn3/backends/hopper/backend.py, has checked dtypes, alignment and options, and
-// chosen the row; checked here is only that the tensors fit together.
+// The caller, flashattn3/backends/hopper/backend.py, has checked dtypes, alignment and options and
+// chosen the kernel config. These functions check only that the tensors' shapes match.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -23,7 +23,7 @@
 namespace flashattn3 {
 namespace {
 
-// out, its rows of whole 16 bytes, and lse.
+// Allocates out, with rows of a multiple of 16 bytes, and lse.
 std::tuple<Tensor, Tensor> new_results(const Tensor& q, int64_t head_dim_v, int32_t dtype,
                                        const Axes& axes, int device) {
   const int32_t fp32 = aoti_torch_dtype_float32();
@@ -39,9 +39,9 @@ void launch(const ForwardKernel& kernel, ForwardParams params, int device) {
   kernel.launch(params, stream);
 }
 
-// out: (batch, rows, heads, columns) or (rows, heads, columns), at least the columns of v, its rows
-// at multiples of 16 bytes. lse: (batch, heads, rows) or (heads, rows). row: index into the kernel
-// table.
+// out: (batch, rows, heads, columns) or (rows, heads, columns), with at least v's columns; rows are
+// at multiples of 16 bytes. lse: (batch, heads, rows) or (heads, rows). config: index into
+// FORWARD_CONFIGS.
 void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
                   std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
                   std::optional<Tensor> seqused_k, Tensor out, Tensor lse, int64_t config,
@@ -64,7 +64,7 @@ void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens
   launch(kernel, params, device);
 }
 
-// forward_into new out and lse, with the columns of v rounded up to a multiple of 8.
+// Allocates out, with v's columns rounded up to a multiple of 8, and lse, and calls forward_into.
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
                                    std::optional<Tensor> cu_seqlens_k,
                                    std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
@@ -83,7 +83,8 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<T
   return results;
 }
 
-// descale: fp32 (batch, heads, blocks), the heads of the tensor or, of q, those of k; or none.
+// descale: fp32 (batch, heads of the tensor, blocks), for q also (batch, heads of k, blocks); or
+// none. heads: those of the tensor.
 BlockDescales block_descales(const std::optional<Tensor>& descale, int64_t heads, int64_t block) {
   if (!descale) return {};
   return {.data = static_cast<const float*>(descale->data_ptr()),
@@ -95,10 +96,10 @@ BlockDescales block_descales(const std::optional<Tensor>& descale, int64_t heads
           .heads_per_descale = static_cast<int>(heads / descale->size(1))};
 }
 
-// q, k: e4m3 or int8, as the row. v: e4m3 in slots (blocks/permuted_v.h) of head_dim_v columns.
-// q_block, k_block, v_block: tokens that share a descale. use_fast_accum: out stays in the
-// accumulators of WGMMA, so no room for promoted sums is allocated. The other arguments, and the
-// results but for out's type, as forward has them.
+// q, k: e4m3 or int8, as in the kernel config. v: e4m3, permuted (tile/permuted_v.h), of head_dim_v
+// columns. q_block, k_block, v_block: tokens that share a descale. use_fast_accum: out stays in
+// WGMMA's accumulators, so no memory for promoted sums is allocated. Other arguments, and the
+// results except out's dtype: as in forward.
 std::tuple<Tensor, Tensor> forward_fp8(
     Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
     std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
@@ -115,7 +116,7 @@ std::tuple<Tensor, Tensor> forward_fp8(
   if (q.dim() != axes.dim + 1) fail(kernel.info.name, "the tensors do not fit together");
   const int32_t dtype = out_is_fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
   const auto [out, lse] = new_results(q, head_dim_v, dtype, axes, device);
-  // v: (batch, heads, keys / 16, columns, 16), or without the batch.
+  // v: (batch, heads, keys / 16, columns, 16), or with varlen (heads, keys / 16, columns, 16).
   const int64_t v_heads = axes.rows;
   if (!fit_together(q, k, out, lse, axes) || v.dim() != axes.dim + 2 || !v.is_contiguous() ||
       v.size(v_heads) != k.size(axes.heads) || v.size(v_heads + 2) != kernel.info.head_dim) {

@@ -1,6 +1,6 @@
-// flashattn3_hopper::quantize, quantize_qkv, sample_mean and permute_v: tensors to QuantizeParams,
-// SampleParams and PermuteParams, and the launches on the stream that torch has current. As
-// forward_op.cpp in everything; the caller, flashattn3/quantization, has checked the options.
+// flashattn3_hopper::quantize, quantize_qkv, sample_mean and permute_v: fill QuantizeParams,
+// SampleParams and PermuteParams from tensors and launch on torch's current stream. The notes in
+// forward_op.cpp apply; the caller, flashattn3/quantization, has checked the options.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// (batch, seqlen, heads, head_dim), or (total, heads, head_dim) and cu_seqlens.
+// tensor: (batch, seqlen, heads, head_dim), or with cu_seqlens (total, heads, head_dim).
 TokenTensor token_tensor(const char* name, const Tensor& tensor,
                          const std::optional<Tensor>& cu_seqlens, int64_t max_seqlen) {
   const bool varlen = cu_seqlens.has_value();
@@ -63,7 +63,7 @@ ElementType sixteen_bit_type(const char* name, const Tensor& x) {
   return ElementType::kFloat16;
 }
 
-// wanted: the sentence of the error where it is not that.
+// Null if there is no tensor. wanted: error message if it is not fp32 of `size` elements.
 const float* floats(const char* name, const std::optional<Tensor>& tensor, int64_t size,
                     const char* wanted) {
   if (!tensor) return nullptr;
@@ -73,8 +73,8 @@ const float* floats(const char* name, const std::optional<Tensor>& tensor, int64
   return static_cast<const float*>(tensor->data_ptr());
 }
 
-// How a tensor is quantized. data: rows as x, dense, in e4m3 or int8, or e4m3 slots
-// (blocks/permuted_v.h).
+// Options of one tensor. data is dense: shape of x in e4m3 or int8, or permuted e4m3
+// (tile/permuted_v.h).
 struct Form {
   std::optional<Tensor> mean;   // fp32 (batch, heads, head_dim), dense: subtract
   std::optional<Tensor> signs;  // fp32 (head_dim): rotate
@@ -82,14 +82,14 @@ struct Form {
   bool int8;
 };
 
-// What is quantized, with its results: data, and descale fp32 (batch, heads, blocks).
+// Parameters and results of one tensor: data, and descale, fp32 (batch, heads, blocks).
 struct Quantized {
   QuantizeParams params;
   ElementType dtype;  // of x
   Tensor data, descale;
 };
 
-// x: fp16 or bf16. max_seqlen: read with cu_seqlens.
+// x: fp16 or bf16. max_seqlen: read only with cu_seqlens.
 Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>& cu_seqlens,
                   int64_t max_seqlen, int64_t block, const Form& form) {
   const TokenTensor rows = token_tensor(name, x, cu_seqlens, max_seqlen);
@@ -131,8 +131,8 @@ std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> mean,
   return {one.data, one.descale};
 }
 
-// q and k to rows, k less its mean where it is given, rotated where there are signs, v to e4m3
-// slots; in one launch if the head dims allow it.
+// Quantizes q, k (minus k_mean if given; both rotated if signs are given) and v (to permuted e4m3),
+// in one launch if their head dims have the same padded_columns.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
     Tensor q, Tensor k, Tensor v, std::optional<Tensor> k_mean, std::optional<Tensor> signs,
     std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k, int64_t block,
@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
   return {all[0].data, all[0].descale, all[1].data, all[1].descale, all[2].data, all[2].descale};
 }
 
-// (batch, heads, head_dim) fp32, near the mean of each sequence's tokens of x, fp16 or bf16.
+// Estimates the mean of each sequence of x (fp16 or bf16). Result: fp32 (batch, heads, head_dim).
 std::tuple<Tensor> sample_mean_of(Tensor x, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
   constexpr char kName[] = "sample_mean";
   const TokenTensor rows = token_tensor(kName, x, cu_seqlens, max_seqlen);
@@ -168,7 +168,7 @@ std::tuple<Tensor> sample_mean_of(Tensor x, std::optional<Tensor> cu_seqlens, in
   return {mean};
 }
 
-// v: e4m3 rows. Their bytes in slots, as quantize gives them.
+// v: e4m3. Returns its bytes in the permuted layout that quantize writes.
 std::tuple<Tensor> to_permuted_v(Tensor v, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
   constexpr char kName[] = "permute_v";
   if (dtype_of(v) != aoti_torch_dtype_float8_e4m3fn()) fail(kName, "v must be e4m3");

@@ -1,4 +1,4 @@
-// What the operators need of torch's stable interface: strides, pointers, the current stream.
+// Helpers over torch's stable ABI: strides, pointers, the current stream.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,8 +12,8 @@
 #include "launch/errors.h"
 #include "launch/params.h"
 
-// Declared by torch only to those who compile against its CUDA build. Weak: it is not there under
-// the CPU build, where the library must load all the same.
+// torch declares it only in its CUDA build. Weak, because the CPU build does not define it and the
+// library must load there too.
 extern "C" __attribute__((weak)) AOTITorchError
 aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
@@ -25,7 +25,8 @@ inline void check_torch(AOTITorchError status, const char* what) {
   if (status != AOTI_TORCH_SUCCESS) fail(what, "torch reported an error");
 }
 
-// Makes a device current for this library's own CUDA runtime, and the one before it afterwards.
+// Makes a device current in this library's own CUDA runtime; the destructor restores the previous
+// one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -58,7 +59,7 @@ inline int32_t dtype_of(const Tensor& tensor) {
   return dtype;
 }
 
-// Strides of (batch, rows, heads, ·), or of (rows, heads, ·) where varlen.
+// Strides of (batch, rows, heads, ·), or with varlen (rows, heads, ·).
 inline Strides row_strides(const Tensor& tensor, bool varlen) {
   const int64_t rows = varlen ? 0 : 1;
   return {.batch = varlen ? 0 : tensor.stride(0),
@@ -66,7 +67,7 @@ inline Strides row_strides(const Tensor& tensor, bool varlen) {
           .head = tensor.stride(rows + 1)};
 }
 
-// Dense, on a CUDA device, not initialised.
+// Allocates a dense, uninitialised CUDA tensor.
 template <size_t kRank>
 Tensor new_tensor(const std::array<int64_t, kRank>& sizes, int32_t dtype, int device) {
   std::array<int64_t, kRank> strides;

@@ -1,5 +1,5 @@
-// What a batch of unequal lengths needs before its forward: the order in which its sequences are
-// worked on, and the rows of out and lse that no sequence owns.
+// Prepares a varlen forward: writes the order in which the kernel visits the sequences, and zeros
+// the rows of out and lse that no sequence owns.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct Arguments {
   SequenceTable seqlens_k;
   int batch;
   int block_m;
-  VarlenSchedule schedule;  // to be written
+  VarlenSchedule schedule;  // output
 
   uint16_t* out;  // (rows, heads, columns), strides in elements
   float* lse;     // null: not written
@@ -29,8 +29,8 @@ struct Arguments {
 
 constexpr int kThreads = 1024;
 
-// One CTA. Sequences in the order of their keys, most first, so that what is long is not begun at
-// the end; by the thousand, in a larger batch.
+// Sorts the sequences by their number of keys, most first, so that no long sequence starts last.
+// Runs in one CTA; a larger batch is sorted in parts of 1024 sequences.
 __device__ inline void order_sequences(const Arguments& args) {
   using Sort = cub::BlockRadixSort<int, kThreads, 1, int>;
   using Scan = cub::BlockScan<int, kThreads>;
@@ -45,7 +45,7 @@ __device__ inline void order_sequences(const Arguments& args) {
     int batch_idx[1] = {place};
     Sort(temp_storage.sort).SortDescending(num_keys, batch_idx);
     __syncthreads();
-    // Padding sorts behind everything, so this thread's entry is real where its place is.
+    // Padding sorts last, so batch_idx[0] is a sequence if place < batch.
     int blocks = 0;
     if (place < args.batch) {
       blocks =
@@ -63,7 +63,7 @@ __device__ inline void order_sequences(const Arguments& args) {
   if (threadIdx.x == 0) args.schedule.first_blocks()[args.batch] = blocks_before;
 }
 
-// out 0 and lse -inf in rows begin to end - 1.
+// Writes out 0 and lse -inf to rows begin to end - 1.
 __device__ inline void zero_unused_rows(const Arguments& args, int begin, int end) {
   const int vecs = (args.head_dim_v + 7) / 8;
   const int64_t count = static_cast<int64_t>(max(0, end - begin)) * args.num_heads * vecs;
@@ -79,10 +79,10 @@ __device__ inline void zero_unused_rows(const Arguments& args, int begin, int en
   }
 }
 
-// CTA 0 orders; CTA 1 + b clears between the used rows of sequence b and the next one; the last
-// clears before the first sequence and behind the last. A row that no sequence owns lies in one of
-// these stretches whatever the table holds: going up from the first edge to the last, some pair of
-// neighbouring edges has it between them. Rows of theirs that are owned are written afterwards.
+// CTA 0 sorts; CTA 1 + b zeros the rows between the used rows of sequence b and the next sequence;
+// the last CTA zeros the rows before the first sequence and after the last. Every row that no
+// sequence owns is in one of these ranges, whatever the table holds: between the first and the last
+// offset, some pair of neighbouring offsets encloses it. Owned rows in them are written later.
 __global__ void __launch_bounds__(kThreads) prepare(const Arguments args) {
   if (blockIdx.x == 0) {
     order_sequences(args);

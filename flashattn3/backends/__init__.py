@@ -1,4 +1,4 @@
-"""The backends, in the order in which automatic dispatch asks them."""
+"""The backends, in the order in which automatic dispatch tries them."""
 
 from .hopper.backend import BACKEND as HOPPER
 from .reference.backend import BACKEND as REFERENCE

@@ -1,4 +1,4 @@
-"""What the kernels on a GPU share, whoever compiled them: they compute in 16 bits or fewer."""
+"""Limits that the Hopper and the Triton kernels share: inputs have 16 bits or fewer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from ..call.problem import FULL_PRECISION, Problem
 from ..dispatch.backend import score_factor_reason
 
-# Positions of a query and of the keys that it sees, tiles and windows included, are below 2**31.
+# Keeps positions of queries and of the keys they see, with tile and window, below 2**31.
 MAX_ROWS = 2**30 - 1024
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
-    """Why none of these kernels computes the problem, or None."""
+    """Why neither backend's kernels take the problem, or None."""
     if problem.dtype in FULL_PRECISION:
         return f"computes in float16 and bfloat16, not in {problem.dtype}"
     if problem.out_dtype not in DTYPE_NAMES:

@@ -14,16 +14,16 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
-import bwd_preprocess
 import torch
 from tqdm import tqdm
 
 from ..backends.triton.backend import TritonConfig
-from ..backends.triton.tile_configs import Row, Tile, Tiles
+from ..backends.triton.tile_configs import Tile, TileConfig, Tiles
 from ..call.problem import Metadata, Options, Problem, describe
 from ..dispatch.device import SHARED_MEMORY_KIB
 
@@ -56,7 +56,7 @@ class Candidate:
 
         problem, tile = self.problem(), self.tile
         tiles = Tiles(tile, tile, tile)
-        tile_config = Row(self.head_dim, self.lowering == 90, 0, tiles, tiles)
+        tile_config = TileConfig(self.head_dim, self.lowering == 90, 0, tiles, tiles)
         arch = None if self.lowering == self.capability else f"sm{self.lowering}"
         programs = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
         launches = triton_launch.all_launches(
@@ -117,7 +117,7 @@ def time_candidate(candidate: Candidate, tensors: list[torch.Tensor], rounds: in
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 3)
-    return bwd_preprocess.median(times)
+    return statistics.median(times)
 
 
 def make_tensors(candidate: Candidate) -> list[torch.Tensor]:

@@ -1,7 +1,6 @@
-"""Numbers, bools and pairs among the arguments of a call: Python's, numpy's and 0-d tensors; and
-tensors whose memory can be addressed.
+"""Conversion of scalar arguments (Python, numpy, 0-d tensors) to Python values; layout check.
 
-A 0-d tensor on a GPU is read, which waits for the device; ``length`` alone does not.
+Reading a 0-d tensor on a GPU synchronizes with the device; only ``length`` does not read it.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from torch import Tensor
 
 from ..errors import shown, type_error, value_error
 
-LARGEST = 2**63 - 1  # of torch's operators
+LARGEST = 2**63 - 1  # torch operators take int64
 
 
 def integer(function: str, name: str, value: object) -> int:
-    """An int of 64 bits; a bool is none."""
+    """Convert to a 64-bit int; a bool raises TypeError."""
     if type(value) is int and -LARGEST <= value <= LARGEST:
         return value
     found = _scalar(value)
@@ -27,7 +26,7 @@ def integer(function: str, name: str, value: object) -> int:
 
 
 def real(function: str, name: str, value: object) -> float:
-    """A float, or an int as a float; NaN and infinity pass."""
+    """Convert a float or an int to float; NaN and infinity are accepted."""
     if type(value) is float:
         return value
     found = _scalar(value)
@@ -40,7 +39,7 @@ def real(function: str, name: str, value: object) -> float:
 
 
 def boolean(function: str, name: str, value: object) -> bool:
-    """A bool, or 0 or 1."""
+    """Convert a bool, 0 or 1 to bool."""
     if value is False or value is True:
         return value
     found = _scalar(value)
@@ -50,7 +49,7 @@ def boolean(function: str, name: str, value: object) -> bool:
 
 
 def window(function: str, name: str, value: object) -> tuple[int, int]:
-    """(left, right) of a tuple, a list, an array or a tensor; -1 for None and what is negative."""
+    """(left, right) from a tuple, list, array or tensor; None and negative sides become -1."""
     sides = value if isinstance(value, (tuple, list)) else _listed(value)
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise type_error(function, name, "a pair (left, right)", shown(value))
@@ -59,7 +58,7 @@ def window(function: str, name: str, value: object) -> tuple[int, int]:
 
 
 def length(function: str, name: str, value: object) -> int | None:
-    """A number of tokens, at least 0; None where it is not given or only a GPU knows it."""
+    """A number of tokens, at least 0; None if not given, or if on a GPU or the meta device."""
     if value is None:
         return None
     if isinstance(value, Tensor) and (value.is_cuda or value.is_meta):
@@ -75,7 +74,7 @@ def length(function: str, name: str, value: object) -> int | None:
 
 
 def expect_strided(function: str, name: str, tensor: Tensor) -> None:
-    """TypeError for a tensor whose elements have no strides: sparse, of mkldnn, nested."""
+    """Raise TypeError for a tensor without strides: sparse, mkldnn or nested."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
         raise type_error(function, f"{name}.layout", "torch.strided, of a plain tensor", layout)
@@ -94,7 +93,7 @@ def _listed(value: object) -> object:
 
 
 def _scalar(value: object) -> object:
-    """numpy's scalars and 0-d arrays and tensors as Python has them; others as they are."""
+    """Convert numpy scalars, 0-d arrays and tensors to Python; return other values unchanged."""
     if getattr(value, "ndim", None) != 0 or getattr(value, "is_meta", False):
         return value
     return value.item()

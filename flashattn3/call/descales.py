@@ -1,8 +1,8 @@
-"""The descales of 8-bit operands: what is legal, and where a kernel finds the one of a token.
+"""Descales of 8-bit inputs: validation, and the index of a token's descale.
 
 q and k are both e4m3 or both int8, v is e4m3. A stored value times its descale is the real value.
-In the pipeline every descale is float32 (batch, heads, num_blocks): one for each block of tokens of
-a sequence, counted from its beginning.
+After normalisation every descale is float32 (batch, heads, num_blocks): one per block of tokens,
+counted from the beginning of the sequence.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from .problem import Metadata, Options, Tensors
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-EIGHT_BIT = (FP8, INT8)  # of q and k that come with descales
-BLOCKS = (64, 128, 256)  # tokens that may share a descale, apart from all of a sequence
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of 8-bit calls; the first is default
+EIGHT_BIT = (FP8, INT8)  # dtypes of q and k that take descales
+BLOCKS = (64, 128, 256)  # tokens per descale; a descale may also cover a whole sequence
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # for 8-bit calls; first is the default
 
 
 class Descales(NamedTuple):
     """The descale of a token is descale[batch, head, min(token // block, num_blocks - 1)].
 
-    heads: those of the operand, or, of q, those of k: query heads that share a key head then share
-        descales too.
+    heads: number of heads of the tensor; for q it may be k's, then query heads that share a KV head
+        also share descales.
     stride: (batch, head, block), in elements.
     """
 
@@ -37,7 +37,7 @@ class Descales(NamedTuple):
 
 
 def descales_of(descale: Metadata | None, block: int) -> Descales | None:
-    """Of a descale in the pipeline's shape; None stands for descale 1."""
+    """Describe a descale (batch, heads, num_blocks); None means descale 1."""
     if descale is None:
         return None
     _, heads, num_blocks = descale.shape
@@ -49,27 +49,27 @@ def num_blocks(seqlen: int, block: int) -> int:
 
 
 def out_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Of q's dtype and the option."""
+    """dtype of out. dtype: q's. asked: the out_dtype argument."""
     return asked or (OUT_DTYPES[0] if dtype in EIGHT_BIT else dtype)
 
 
 def best_qk_dtype(head_dim: int, hadamard: bool) -> torch.dtype:
-    """What q and k are quantized to where nothing else is asked for.
+    """Default dtype of quantized q and k.
 
-    int8 has even steps, finer than e4m3's where the rotation left no outliers; without it one
-    outlier makes those of its whole block coarse. Over more than 128 columns e4m3's errors average
-    out as far, and it is faster.
+    int8 steps are uniform, finer than e4m3's once the rotation has removed outliers; without the
+    rotation one outlier makes the steps of its whole block coarse. Over more than 128 columns
+    e4m3's errors average out to the same level, and e4m3 is faster.
     """
     return INT8 if hadamard and head_dim <= 128 else FP8
 
 
 def v_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of q's: v, like P, is e4m3 where q and k have 8 bits."""
+    """dtype of v for q's dtype: v, like P, is e4m3 when q and k have 8 bits."""
     return FP8 if dtype in EIGHT_BIT else dtype
 
 
 def check_descales(function: str, tensors: Tensors, options: Options, batch: int) -> None:
-    """Raise for descales, blocks and an out_dtype that do not go with q, k and v."""
+    """Raise if descales, block sizes or out_dtype do not match q, k and v."""
     q, k = tensors[:2]
     check_out_dtype(function, q.dtype, options.out_dtype)
     if q.dtype not in EIGHT_BIT:
@@ -103,7 +103,7 @@ def check_descales(function: str, tensors: Tensors, options: Options, batch: int
 
 
 def check_out_dtype(function: str, dtype: torch.dtype, asked: torch.dtype | None) -> None:
-    """dtype: of q."""
+    """dtype: q's."""
     scaled = dtype in EIGHT_BIT
     legal = (None, *OUT_DTYPES) if scaled else (None, dtype)
     wanted = f"None or one of {OUT_DTYPES}" if scaled else f"None or {dtype} as q's"
@@ -113,7 +113,7 @@ def check_out_dtype(function: str, dtype: torch.dtype, asked: torch.dtype | None
 def check_mean(
     function: str, name: str, mean: Metadata, shape: tuple[int, int, int], q: Metadata
 ) -> None:
-    """Raise unless it has a vector for each batch entry and head; shape: what those make."""
+    """Raise unless mean is float32 of ``shape``: (batch, heads, head_dim)."""
     found, wanted = tuple(mean.shape), f"{shape} (batch, heads, head_dim)"
     expect(found == shape, function, f"{name}.shape", wanted, found)
     _check_float32(function, name, mean, q)
@@ -129,7 +129,7 @@ def _check_float32(function: str, name: str, x: Metadata, q: Metadata) -> None:
 def _check_num_blocks(
     function: str, name: str, found: int, block: int, rows: int, varlen: bool, longest: int | None
 ) -> None:
-    """As many descales as the tokens need; tokens beyond them would share the last one."""
+    """Raise if descales do not cover all tokens; uncovered tokens would use the last descale."""
     if not varlen:
         wanted = num_blocks(rows, block)
         fits, at_least = found == wanted, ""

@@ -1,8 +1,8 @@
-"""The forms in which a caller hands in 8 bits, taken apart into the plain tensors of the pipeline.
+"""Converts the accepted forms of 8-bit inputs to plain tensors and descales.
 
-q, k and v are all ``BlockScaled``, or plain tensors, q and k float8_e4m3fn or int8 and v
-float8_e4m3fn, with descales beside them: (batch, heads) as FlashAttention-3 has it, or (batch,
-heads, blocks).
+q, k and v are all ``BlockScaled``, or all plain tensors (q and k float8_e4m3fn or int8, v
+float8_e4m3fn) with separate descales: (batch, heads) as in FlashAttention-3, or (batch, heads,
+blocks).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SIDES = ("q", "k", "v")
 
 
 def resolved(tensors: Tensors, options: Options, varlen: bool) -> tuple[Tensors, Options]:
-    """A call in the form of the pipeline; one of 16 bits or more is so already.
+    """Normalise the inputs of a call; inputs of 16 bits or more are only checked.
 
-    tensors: q, k and v may be BlockScaled; descales as the caller gave them.
+    tensors: as the caller passed them; q, k and v may be BlockScaled.
     """
     function = options.function
-    block_scaled = type(tensors.q) is BlockScaled  # isinstance takes longer to say no
+    block_scaled = type(tensors.q) is BlockScaled  # faster than isinstance when false
     if block_scaled:
         tensors, options = _taken_apart(function, tensors, options)
     elif varlen and tensors.cu_seqlens_k is None:
@@ -46,10 +46,10 @@ def resolved(tensors: Tensors, options: Options, varlen: bool) -> tuple[Tensors,
 def _with_keys_in_rows(
     function: str, tensors: Tensors, options: Options
 ) -> tuple[Tensors, Options]:
-    """k and v (batch, seqlen_k, heads, ·), which need no cu_seqlens_k, one after the other."""
+    """Flatten k and v (batch, seqlen_k, heads, ·) to varlen form and build cu_seqlens_k."""
     k, v, edges = tensors.k, tensors.v, tensors.cu_seqlens_q
     if not all(isinstance(x, Tensor) for x in (k, v, edges)):
-        return tensors, options  # refused by their types
+        return tensors, options  # check_tensor_types raises
     axes = "(batch, seqlen_k, heads, head_dim) where cu_seqlens_k is None"
     for name, x in (("k", k), ("v", v)):
         expect(x.ndim == 4, function, f"{name}.shape", axes, tuple(x.shape))
@@ -65,7 +65,7 @@ def _with_keys_in_rows(
 
 
 def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """BlockScaled q, k and v as data, descales and block sizes."""
+    """Split BlockScaled q, k and v into data, descales and block sizes."""
     changes, blocks = {}, {}
     for side in SIDES:
         x, descale = getattr(tensors, side), getattr(tensors, f"{side}_descale")
@@ -77,7 +77,7 @@ def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Ten
         _check_edges(function, f"{side}.cu_seqlens", x.cu_seqlens, edges)
         layouts = ("rows", "permuted") if side == "v" else ("rows",)
         expect(x.layout in layouts, function, f"{side}.layout", f"one of {layouts}", x.layout)
-        scaled = x.descale.numel() > 0  # else there are no tokens
+        scaled = x.descale.numel() > 0  # False: there are no tokens
         changes[side] = x.data
         changes[f"{side}_descale"] = x.descale if scaled else None
         blocks[f"{side}_block"] = x.block if scaled else 0
@@ -90,7 +90,7 @@ def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Ten
 
 
 def _check_means(function: str, tensors: Tensors, softcap: float) -> None:
-    """Only k of BlockScaled q, k and v may have a mean."""
+    """Check the mean of BlockScaled inputs: only k may have one."""
     q, k, v = tensors[:3]
     expect(q.mean is None, function, "q.mean", "None: it would change weights", "a tensor")
     expect(v.mean is None, function, "v.mean", "None: out would lack it", "a tensor")
@@ -105,10 +105,10 @@ def _check_means(function: str, tensors: Tensors, softcap: float) -> None:
 def with_mean_of_keys(
     lse: Tensor, q: Tensor | BlockScaled, k: Tensor | BlockScaled, softmax_scale: float | None
 ) -> Tensor:
-    """The log-sum-exp of the real k, from that of a call, which leaves k's mean out.
+    """Correct lse for k's mean, which the kernels leave out.
 
-    The mean moves all scores of a row alike, by softmax_scale * (q . mean of its key head): no
-    weight changes.
+    The mean adds softmax_scale * (q . mean of the KV head) to every score of a row, so P does not
+    change.
 
     lse: (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q), -inf where a row sees no key.
     q, k, softmax_scale: those of the call.
@@ -117,8 +117,8 @@ def with_mean_of_keys(
         return lse
     heads, head_dim = k.shape[-2:]
     values = q.dequantize().unflatten(-2, (heads, -1))
-    # No matrix product, which autocast or TF32 would round.
-    mean = of_sequences(k.mean, q.token_positions()).unsqueeze(-2)  # that each row of q meets
+    # Elementwise instead of a matmul, which autocast or TF32 would round.
+    mean = of_sequences(k.mean, q.token_positions()).unsqueeze(-2)  # one per row of q
     products = (values * mean).sum(-1)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     moved = lse + scale * products.flatten(-2).transpose(-1, -2)
@@ -126,10 +126,8 @@ def with_mean_of_keys(
 
 
 def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:
-    """The blocks of a varlen tensor begin where the sequences of the call do."""
-    if own is given or not isinstance(
-        given, (Tensor, type(None))
-    ):  # what is no tensor is met later
+    """Raise if the cu_seqlens of a BlockScaled tensor differ from the call's."""
+    if own is given or not isinstance(given, (Tensor, type(None))):  # a non-tensor raises later
         return
     if own is None or given is None:
         wanted, got = ("None", "a tensor") if given is None else ("the call's", None)
@@ -145,7 +143,7 @@ def _check_edges(function: str, what: str, own: Tensor | None, given: object) ->
 def _with_blocks(
     function: str, tensors: Tensors, options: Options, varlen: bool
 ) -> tuple[Tensors, Options]:
-    """Raw 8 bits: descales with three axes, and the blocks that their shapes imply."""
+    """Give plain 8-bit inputs three-axis descales and the block sizes that their shapes imply."""
     changes, blocks = {}, {}
     for side in SIDES:
         name = f"{side}_descale"
@@ -157,7 +155,7 @@ def _with_blocks(
         wanted = "(batch, heads) or (batch, heads, blocks)"
         expect(descale.ndim == 3, function, f"{name}.shape", wanted, tuple(descale.shape))
         longest = f"max_seqlen_{'q' if side == 'q' else 'k'}"
-        rows = x.shape[-3] if x.ndim > 2 else 0  # other ranks are refused with q, k and v
+        rows = x.shape[-3] if x.ndim > 2 else 0  # other ranks raise later
         seqlen = getattr(options, longest) if varlen else rows
         if descale.shape[2] != 1:
             expect(seqlen is not None, function, longest, f"an int where {name} is per block", None)
@@ -168,7 +166,7 @@ def _with_blocks(
 
 
 def _implied_block(function: str, name: str, found: int, seqlen: int) -> int:
-    """Tokens of a block where so many blocks hold a sequence; 0 if there is nothing to hold."""
+    """Block size in tokens with which seqlen takes ``found`` blocks; 0 if there are no tokens."""
     if found == 1:
         return max(1, seqlen)
     if found == 0 and seqlen == 0:

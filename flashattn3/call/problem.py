@@ -1,9 +1,9 @@
-"""What is to be computed: every argument of a call, checked and normalised, without any data.
+"""The problem of a call: its arguments, checked and normalised, without tensor data.
 
-All errors that metadata shows are raised here. ``check`` and ``describe`` read metadata alone
-(shapes, dtypes, strides, devices), so they never wait for a GPU; ``check`` also runs on fake
-tensors with symbolic sizes. What ``describe`` returns, a ``Problem``, is hashable and holds nothing
-but plain values.
+``check`` and ``describe`` raise every error that metadata shows. They read only metadata (shapes,
+dtypes, strides, devices), so they never synchronize with a GPU; ``check`` also runs on fake tensors
+with symbolic sizes. ``describe`` returns a ``Problem``, which is hashable and holds only plain
+values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .descales import EIGHT_BIT, Descales, check_descales, descales_of, out_dtyp
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 FULL_PRECISION = (torch.float32, torch.float64)
-DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, *EIGHT_BIT)  # of q
-CORE_KEYS = 16  # keys that lie beside each other where v is in slots
-MAX_SPLITS = 256  # as FlashAttention-3
-# Where a tensor must begin for the widest loads of a GPU, TMA's and the vector ones.
+DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, *EIGHT_BIT)  # dtypes of q
+CORE_KEYS = 16  # contiguous keys of permuted V (glossary: permuted V)
+MAX_SPLITS = 256  # as in FlashAttention-3
+# Address alignment that TMA and 16-byte vector loads need.
 ALIGNMENT_BYTES = 16
 
 
@@ -33,7 +33,7 @@ class Tensors(NamedTuple):
     Dense: q (batch, seqlen_q, num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, ·).
     Varlen: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·) with cu_seqlens,
     int32 (batch + 1,); seqused, int32 (batch,), shortens each sequence and may be None.
-    Descales of 8-bit operands: float32 (batch, heads, num_blocks), see ``Descales``; None means 1.
+    Descales of 8-bit inputs: float32 (batch, heads, num_blocks), see ``Descales``; None means 1.
     """
 
     q: torch.Tensor
@@ -55,12 +55,12 @@ class Tensors(NamedTuple):
 class Options(NamedTuple):
     """The arguments of a call that are not tensors, with the defaults of the public functions.
 
-    max_seqlen_q and max_seqlen_k belong to varlen; None there means "not known on the host", and
-    the total number of rows stands in as the bound.
-    q_block, k_block, v_block: tokens that share a descale; 0 without one.
+    max_seqlen_q, max_seqlen_k: for varlen; None means "not known on the host", then the total
+        number of tokens is the bound.
+    q_block, k_block, v_block: tokens per descale; 0 without descales.
     function: the public function that was called, for errors.
-    v_permuted: v's head dim, where it lies in the order of the Hopper kernels, (batch, heads,
-        keys / 16, columns, 16) or (heads, keys / 16, columns, 16); 0 where it lies in rows.
+    v_permuted: head dim of permuted v (batch, heads, keys / 16, columns, 16) or, for varlen,
+        (heads, keys / 16, columns, 16); 0 if v is not permuted.
     """
 
     max_seqlen_q: int | None = None
@@ -88,9 +88,9 @@ NUM_UNSCALED = Tensors._fields.index("q_descale")
 
 
 class Metadata(NamedTuple):
-    """All that is read of a tensor before it is computed with.
+    """The properties of a tensor that checks and planning read.
 
-    aligned: whether it begins at a multiple of 16 bytes.
+    aligned: whether its address is a multiple of 16 bytes.
     """
 
     shape: tuple[int, ...]
@@ -126,15 +126,15 @@ class Problem:
 
     seqlen_q, seqlen_k: for varlen the upper bounds, max_seqlen_q and max_seqlen_k.
     window_left, window_right: keys visible to the left and right of the bottom-right aligned
-        diagonal, inclusive; -1 means open. ``causal`` has become window_right = 0, and a window
-        that reaches every key has become open.
-    copied: names of the tensors whose rows are not dense, so that they must be copied first.
-    misaligned: names of the others that do not begin at a multiple of 16 bytes.
-    strides of q, k, v: (batch, sequence, head), after that; the batch stride is 0 for varlen.
-    q_descales, k_descales, v_descales: of 8-bit operands; None is descale 1.
-    v_permuted: v has to be put back into rows first, unless the backend reads slots; v_stride is
-        that
-        of the rows.
+        diagonal, inclusive; -1 means open. ``causal`` becomes window_right = 0, and a window that
+        reaches every key becomes open.
+    copied: names of tensors whose last stride is not 1; they are copied before the launch.
+    misaligned: names of the other tensors whose address is not a multiple of 16 bytes.
+    q_stride, k_stride, v_stride: (batch, sequence, head), after that copy; the batch stride is 0
+        for varlen.
+    q_descales, k_descales, v_descales: for 8-bit inputs; None means descale 1.
+    v_permuted: v is permuted and must be unpermuted unless the backend reads permuted V; v_stride
+        is that of the unpermuted v.
     """
 
     function: str
@@ -175,7 +175,7 @@ class Problem:
 
     @property
     def qhead_per_kvhead(self) -> int:
-        """Query heads that share one key-value head."""
+        """Query heads that share one KV head."""
         return self.num_heads_q // self.num_heads_kv
 
     @property
@@ -184,7 +184,7 @@ class Problem:
 
 
 def refuse(function: str, name: str, default: object, value: object) -> None:
-    """Raise UnsupportedError for an argument that no backend takes yet."""
+    """Raise UnsupportedError for an argument that no backend supports."""
     raise UnsupportedError(
         f"{function}: {name} must be {default}, got {shown(value)}: "
         "it is not supported yet by any backend"
@@ -192,7 +192,7 @@ def refuse(function: str, name: str, default: object, value: object) -> None:
 
 
 def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
-    """TypeError for a tensor argument that is none, or whose elements have no strides."""
+    """Raise TypeError for a tensor argument that is not a tensor or has no strides."""
     required = 5 if varlen else 3
     for index, value in enumerate(tensors):
         if value is None and index >= required:
@@ -212,12 +212,12 @@ def _check_class(function: str, name: str, value: object) -> None:
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, for whose placements the operators have no rule."""
+    """Whether it is a DTensor; the operators have no sharding rule for its placements."""
     return not torch.compiler.is_compiling() and hasattr(tensor, "device_mesh")
 
 
 def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> None:
-    """Raise for every illegal combination of shapes, dtypes, devices and values.
+    """Raise for every invalid combination of shapes, dtypes, devices and options.
 
     tensors: the tensors themselves or their metadata, in the order of ``Tensors``.
     """
@@ -247,7 +247,7 @@ def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> N
 
 
 def v_as_rows(function: str, tensors: Tensors, head_dim: int) -> Metadata:
-    """The metadata that v will have once its slots are put back into rows."""
+    """Metadata of permuted v after it is unpermuted."""
     k, v, edges = tensors.k, tensors.v, tensors.cu_seqlens_k
     rank = len(k.shape) + 1
     axes = f"{'(batch, ' if rank == 5 else '('}heads, keys / {CORE_KEYS}, columns, {CORE_KEYS})"
@@ -257,7 +257,7 @@ def v_as_rows(function: str, tensors: Tensors, head_dim: int) -> Metadata:
     wanted = f"at least {head_dim} (v's head_dim)"
     expect(columns >= head_dim, function, "v.shape[-2]", wanted, columns)
     seqlen = k.shape[-3]
-    # Sequences take whole groups of 32 slots, ragged ones another one each.
+    # Each sequence takes whole groups of 32 permuted keys; with varlen, one more group each.
     varlen = edges is not None
     thirty_twos = seqlen // 32 + edges.shape[0] - 1 if varlen else -(-seqlen // 32)
     wanted = f"{2 * thirty_twos} (k's seqlen)"
@@ -343,7 +343,7 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
     right = 0 if options.causal else options.window_right
     scale = options.softmax_scale
     softmax_scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    # Kernels find descales by their strides, wherever they begin.
+    # Descales need no copy: kernels read them by stride, at any alignment.
     data = zip(Tensors._fields, tensors._replace(v=v).without_descales, strict=False)
     given = [(name, t) for name, t in data if t is not None]
     return Problem(
@@ -368,8 +368,8 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         has_seqused_q=seqused_q is not None,
         has_seqused_k=seqused_k is not None,
         softmax_scale=softmax_scale,
-        # A side that reaches past every key is open. Row lengths of varlen are only bounded by the
-        # totals.
+        # A side that reaches past every key is open. For varlen only the totals bound the
+        # sequence lengths.
         window_left=-1 if options.window_left >= total_k - 1 else options.window_left,
         window_right=-1 if right >= total_q - 1 else right,
         softcap=_effective_cap(float(options.softcap), softmax_scale),
@@ -388,10 +388,11 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
 
 
 def _effective_cap(cap: float, scale: float) -> float:
-    """A softcap with which cap**2 and scale / cap are in float32's range.
+    """Clamp softcap so that cap**2 and scale / cap stay in float32's range.
 
-    A higher one changes no score whose q kᵀ is below 2**30, and is none. Under the lowest one, at
-    most 2**-40, all weights are alike, and stay so. (A scale above 2**60 may still be too large.)
+    A cap above the range changes no score with |q kᵀ| < 2**30, so it becomes 0: no cap. Below the
+    lower bound, at most 2**-40, all probabilities of a row are equal, and raising the cap to the
+    bound keeps them so. (A scale above 2**60 may still be too large.)
     """
     size = abs(scale)
     if cap == 0 or cap > 2.0**50 * min(1.0, size):
@@ -415,7 +416,7 @@ def _has_sparse_rows(tensor: Metadata | None) -> bool:
 
 
 def _strides(tensor: Metadata, varlen: bool) -> tuple[int, int, int]:
-    """(batch, sequence, head) strides; of the contiguous copy where one has to be made."""
+    """(batch, sequence, head) strides of the tensor, or of its contiguous copy if it is copied."""
     *_, rows, heads, head_dim = tensor.shape
     if _has_sparse_rows(tensor):
         strides = (rows * heads * head_dim, heads * head_dim, head_dim)

@@ -1,6 +1,6 @@
-"""Checks of what stands in tensors. They read it on the host, so they wait for the device.
+"""Checks of the values in index tensors. They read on the host, so they synchronize with a device.
 
-On a CPU they are always made, on other devices in a process started with FLASHATTN3_CHECK=1.
+They always run on a CPU; on other devices, only in a process started with FLASHATTN3_CHECK=1.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CHECKED = os.environ.get("FLASHATTN3_CHECK", "").lower() not in OFF
 
 
 def is_checked(device: torch.device) -> bool:
-    """Whether the values of index tensors on the device are read: where nobody waits for it."""
+    """Whether values of index tensors on this device are checked."""
     return CHECKED or device.type == "cpu"
 
 
 def check_values(tensors: Tensors, options: Options) -> None:
-    """Raise for cu_seqlens and seqused that fall, pass an end or do not fit max_seqlen."""
+    """Raise if cu_seqlens decrease, or if cu_seqlens, seqused or max_seqlen are out of bounds."""
     sides = (
         ("q", tensors.q, tensors.cu_seqlens_q, tensors.seqused_q, options.max_seqlen_q),
         ("k", tensors.k, tensors.cu_seqlens_k, tensors.seqused_k, options.max_seqlen_k),
@@ -44,7 +44,7 @@ def check_values(tensors: Tensors, options: Options) -> None:
 
 
 def check_edges(function: str, name: str, cu_seqlens: Tensor, rows: int) -> list[int]:
-    """The lengths of the sequences; raise where they are not one after the other in the rows."""
+    """Sequence lengths. Raise unless edges start at 0, never decrease and end within ``rows``."""
     edges = cu_seqlens.tolist()
     expect(edges[0] == 0, function, f"{name}[0]", 0, edges[0])
     lengths = [high - low for low, high in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""What the planner and the operators ask of a backend."""
+"""The interface of a backend, for the planner and the operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Config(Protocol):
 
 
 class Backend(Protocol):
-    """reads_permuted_v: whether forward takes v in the Hopper kernel's slots."""
+    """reads_permuted_v: whether forward takes permuted V."""
 
     name: str
     reads_permuted_v: bool
@@ -33,7 +33,7 @@ class Backend(Protocol):
         """Why this backend does not take the problem on a device where it is available, or None."""
 
     def unused_hints(self, problem: Problem) -> dict[str, str]:
-        """Name and reason of the hints that this backend runs the problem without."""
+        """Names of the hints that this backend ignores, each with the reason."""
 
     def configure(self, problem: Problem, device: DeviceInfo) -> Config:
         """Choose the tiles. Pure: no GPU is touched. Called once per plan, which is cached."""

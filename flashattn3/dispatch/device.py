@@ -1,4 +1,4 @@
-"""What the planner needs to know of a device, read once and never from inside a kernel launch."""
+"""Device properties that the planner needs, read once and never during a kernel launch."""
 
 from __future__ import annotations
 

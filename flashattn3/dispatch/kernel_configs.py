@@ -1,6 +1,6 @@
-"""The compiled Hopper kernels, one row each: read by the planner, the build, the tests and doctor.
+"""Kernel configs of the compiled Hopper kernels, for the planner, the build, tests and doctor.
 
-Imports the standard library alone, so that setup.py can read it without torch.
+Imports only the standard library, so that setup.py can read it without torch.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ DTYPES = (*SIXTEEN_BIT, *EIGHT_BIT)
 HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
 HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
 MAX_HEAD_DIM = 256
-# What one block may use on compute capability 9.0.
+# Largest shared memory of a CTA on compute capability 9.0.
 SHARED_MEMORY_BYTES = 227 * 1024
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, E4M3: 1, INT8: 1}
 OUT_BYTES = 2
-# Before the tiles: barriers and tile descriptions, in the backward statistics of rows besides.
+# In front of the tiles: mbarriers and work tiles; in the backward also lse_log2 and delta.
 SHARED_STORAGE_BYTES = 1024
 BACKWARD_SHARED_STORAGE_BYTES = 3072
-# Of V in 8 bits, besides its own: in the product with P they become the sums of P.
+# Extra columns of 8-bit V: the PV GEMM sums P over them (row sum by extra columns of V).
 ROW_SUM_COLUMNS = 8
-# TMA's 128-byte swizzle writes tiles of Q, K and 16-bit V in chunks of so many bytes.
+# Row bytes of a 128-byte swizzle atom, in which TMA writes tiles of Q, K and 16-bit V.
 SWIZZLE_ATOM_BYTES = 128
 WARPGROUP = 128
-PLANNED_FIELDS = ("max_seqlen_k", "measured")  # of a row: nothing is compiled of them
-# Of out on its way to memory, where it does not go over a Q that is used up.
+PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not compiled
+# Columns of out staged in shared memory in the epilogue, if out does not reuse Q's buffer.
 STAGED_COLUMNS = 128
-# Of every backward kernel: queries of a step, and keys of each warpgroup that multiplies.
+# For every backward kernel: queries per step, and keys per MMA warpgroup.
 BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """One compiled forward kernel, as csrc/forward/config.h has it. Tiles in rows and keys.
+    """Kernel config of a compiled forward kernel, as in csrc/forward/config.h.
 
-    dtype: of q and k; v is in it too, with int8 in e4m3; out is in it, with 8 bits in bf16 or fp16.
-    head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
-    masked: whether keys are hidden from queries by causal or a window.
+    dtype: of q, k, v and out; with 8 bits v is e4m3 and out bf16 or fp16.
+    head_dim: largest supported; TMA fills smaller ones with zeros.
+    masked: whether the kernel has a causal mask or window.
+    block_m, block_n: query rows and keys of a tile.
     num_stages: K and V tiles in flight.
-    num_mma_warpgroups: warpgroups that multiply, 64 rows each; one more loads.
-    num_q_buffers: 2: the next tile's Q is loaded while this one is worked on.
+    num_mma_warpgroups: consumer warpgroups, 64 rows each; one producer warpgroup is added.
+    num_q_buffers: 2: the next tile's Q is loaded during the current tile.
     keys_per_descale: 8 bits: keys that must share a descale of K and one of V.
-    promote_keys: 8 bits: keys after which out leaves WGMMA's accumulators for sums apart.
-    max_seqlen_k: for the planner alone: more keys are left to another row; None: any number.
-    measured: where the tile was chosen, "GPU, case, date"; empty until it was measured.
+    promote_keys: 8 bits: keys between accumulator promotions (DeepSeek-V3, arXiv 2412.19437).
+    max_seqlen_k: for the planner: longest seqlen_k that selects this config; None: any.
+    measured: "GPU, case, date" of the measurement that chose the tile; empty: not measured.
     """
 
     kind: ClassVar[str] = "forward"
@@ -81,7 +82,7 @@ class ForwardConfig:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Barriers and tile descriptions, Q, the stages of K and V, and with one Q part of out."""
+        """SharedStorage, Q, the stages of K and V, and staged out unless it reuses Q's buffer."""
         head_dim_bytes = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], SWIZZLE_ATOM_BYTES)
         value = self.head_dim + ROW_SUM_COLUMNS if self.dtype in EIGHT_BIT else head_dim_bytes
         keys = self.num_stages * self.block_n * (head_dim_bytes + value)
@@ -89,7 +90,7 @@ class ForwardConfig:
         scaled = self.dtype in EIGHT_BIT
         over_q = self.num_q_buffers == 2 and not scaled
         columns = _rounded_up(self.head_dim, 64)
-        if not scaled or self.num_q_buffers == 2:  # else there are sums of all columns as well
+        if not scaled or self.num_q_buffers == 2:  # else it also holds promoted sums of all columns
             columns = min(STAGED_COLUMNS, columns)
         staged = 0 if over_q else self.block_m * columns * OUT_BYTES
         control = SHARED_STORAGE_BYTES * (2 if scaled and self.head_dim <= 128 else 1)
@@ -98,13 +99,13 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One compiled backward kernel, as csrc/backward/config.h has it. It takes every mask.
+    """Kernel config of a compiled backward kernel, as in csrc/backward/config.h, for every mask.
 
     dtype: of q, k, v, out and their gradients, 16 bits.
-    head_dim: the largest that the kernel takes; TMA fills smaller ones with zeros.
-    num_stages: Q and dO tiles in flight; in pairs not read.
-    num_mma_warpgroups: warpgroups of a CTA that multiply; one more loads and sends dQ to memory.
-    measured: as a forward row's.
+    head_dim: largest supported; TMA fills smaller ones with zeros.
+    num_stages: Q and dO tiles in flight; unused with 2-CTA clusters.
+    num_mma_warpgroups: consumer warpgroups of a CTA; one more warpgroup loads and writes dQ.
+    measured: as for ForwardConfig.
     """
 
     kind: ClassVar[str] = "backward"
@@ -126,20 +127,20 @@ class BackwardConfig:
 
     @property
     def block_n(self) -> int:
-        """Keys of a tile; two warpgroups have as many, or two CTAs that share them."""
+        """Keys of a tile; the two CTAs of a cluster share one tile."""
         return BACKWARD_WARPGROUP_KEYS * self.num_mma_warpgroups
 
     @property
     def uses_cluster2(self) -> bool:
-        """Whether two CTAs work on a tile of keys, in a cluster for each tile."""
+        """Whether a 2-CTA cluster computes each n_block."""
         return self.head_dim > 128
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Barriers, K and V, the stages of Q and dO, two tiles of dS, sums of dQ in float32.
+        """SharedStorage, K and V, the stages of Q and dO, two tiles of dS, dQ in float32.
 
-        In pairs: half of the keys of K and V and a quarter of the other CTA's K, two Q, one dO, and
-        two tiles of P, of dS and of the other's dS.
+        2-CTA cluster: half of the keys of K and V and a quarter of the other CTA's K, two Q, one
+        dO, and two tiles of P, of dS and of the other CTA's dS.
         """
         head_dim_bytes = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], SWIZZLE_ATOM_BYTES)
         scores = 2 * self.block_n * BACKWARD_BLOCK_M * ELEMENT_BYTES[self.dtype]
@@ -166,7 +167,7 @@ def _forward_configs(
     max_seqlen_k: int | None = None,
     measured: str = "",
 ) -> tuple[ForwardConfig, ...]:
-    """The forward row of each dtype."""
+    """One forward config per dtype."""
     return tuple(
         ForwardConfig(dtype, head_dim, masked, *tile, max_seqlen_k=max_seqlen_k, measured=measured)
         for dtype in dtypes
@@ -174,13 +175,13 @@ def _forward_configs(
 
 
 def _backward_configs(head_dim: int, *tile: int, measured: str = "") -> tuple[BackwardConfig, ...]:
-    """The backward row of each 16-bit dtype."""
+    """One backward config per 16-bit dtype."""
     return tuple(BackwardConfig(dtype, head_dim, *tile, measured=measured) for dtype in SIXTEEN_BIT)
 
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
-# dtypes, head dim, masked, block_m, block_n, stages, warpgroups that multiply, Q buffers
+# dtypes, head dim, masked, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
 FORWARD_CONFIGS = (
     *_forward_configs(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 2, measured=MEASURED),
     *_forward_configs(
@@ -195,7 +196,7 @@ FORWARD_CONFIGS = (
     *_forward_configs(SIXTEEN_BIT, 192, True, 128, 80, 2, 2, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 256, False, 128, 64, 2, 2, 1, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, measured=MEASURED),
-    # and keys that share descales, keys between promotions
+    # 8 bits: then keys_per_descale, promote_keys
     *_forward_configs(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
     *_forward_configs(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
     *_forward_configs(EIGHT_BIT, 128, False, 128, 128, 4, 2, 2, 64, 768, measured=MEASURED_8),
@@ -214,7 +215,7 @@ FORWARD_CONFIGS = (
 )
 
 BACKWARD_MEASURED = "H100 80GB HBM3, backward_check --time, 2026-11-22"
-# head dim, stages, warpgroups that multiply
+# head dim, num_stages, num_mma_warpgroups
 BACKWARD_CONFIGS = (
     *_backward_configs(64, 4, 3, measured=BACKWARD_MEASURED),
     *_backward_configs(96, 2, 2, measured=BACKWARD_MEASURED),
@@ -230,8 +231,8 @@ def all_configs() -> tuple[KernelConfig, ...]:
 def select_forward_config(
     dtype: str, head_dim: int, masked: bool, seqlen_k: int
 ) -> ForwardConfig | None:
-    """The row of the smallest head dim that holds this one, a shorter sequences' row before one for
-    all; None if there is none.
+    """The config with the smallest sufficient head dim, then the smallest sufficient max_seqlen_k;
+    None if there is none.
     """
     fitting = [
         config
@@ -246,7 +247,7 @@ def select_forward_config(
 
 
 def select_backward_config(dtype: str, head_dim: int) -> BackwardConfig | None:
-    """The row of the smallest head dim that holds this one; None if there is none."""
+    """The config with the smallest sufficient head dim; None if there is none."""
     fitting = [
         config
         for config in BACKWARD_CONFIGS
@@ -256,7 +257,7 @@ def select_backward_config(dtype: str, head_dim: int) -> BackwardConfig | None:
 
 
 def matching(pattern: str) -> tuple[KernelConfig, ...]:
-    """The rows whose name matches a glob; ValueError, with every name, if none does."""
+    """Configs whose name matches a glob; ValueError, with every name, if none does."""
     found = tuple(config for config in all_configs() if fnmatchcase(config.name, pattern))
     if not found:
         names = ", ".join(config.name for config in all_configs())
@@ -265,12 +266,12 @@ def matching(pattern: str) -> tuple[KernelConfig, ...]:
 
 
 def compiled_fields(kind: type[KernelConfig]) -> list[str]:
-    """Those of a row that its kernel depends on, in the order of the C++ struct."""
+    """Config fields that the kernel depends on, in the order of the C++ struct."""
     return [field.name for field in fields(kind) if field.name not in PLANNED_FIELDS]
 
 
 def configs_hash() -> str:
-    """Changes with every row's place and with all that is compiled of it."""
+    """Hash of the order and the compiled fields of all configs."""
     lines = []
     for config in all_configs():
         values = {name: getattr(config, name) for name in compiled_fields(type(config))}

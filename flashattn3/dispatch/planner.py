@@ -15,7 +15,7 @@ from .device import DeviceInfo
 class Plan:
     """The decision for one problem, and why the other backends did not get it.
 
-    launches: room for the backend to keep what it prepared for this plan (compiled kernels, grids).
+    launches: the backend's cache of what it prepared for this plan (compiled kernels, grids).
     """
 
     problem: Problem
@@ -27,12 +27,12 @@ class Plan:
 
     @property
     def unpermutes_v(self) -> bool:
-        """Whether v comes in the Hopper kernel's slots and this backend reads rows."""
+        """Whether v is permuted and this backend needs it unpermuted."""
         return self.problem.v_permuted and not self.backend.reads_permuted_v
 
     @property
     def unused_hints(self) -> dict[str, str]:
-        """Name and reason of the hints of the call that the backend runs without."""
+        """Names of the call's hints that the backend ignores, each with the reason."""
         problem, unused = self.problem, self.backend.unused_hints(self.problem)
         given = {
             "pack_gqa": problem.pack_gqa,
@@ -47,7 +47,7 @@ def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) ->
     """The first backend that does not decline; with ``problem.backend`` set, that one or none.
 
     Raises ValueError for a name that no backend has and UnsupportedError, with every reason, if
-    nobody takes the problem. A named backend never falls back to another.
+    no backend takes the problem. A named backend never falls back to another.
     """
     names = tuple(backend.name for backend in backends)
     if problem.backend is not None and problem.backend not in names:

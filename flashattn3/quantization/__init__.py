@@ -1,9 +1,9 @@
-"""8-bit tensors with a scale for each block, and the rotation against outliers."""
+"""8-bit tensors with a descale per block, and the Hadamard rotation against outliers."""
 
 from .block_fp8 import (
     KINDS,
     BlockScaled,
-    comes_in_slots,
+    comes_permuted,
     quantize_block_fp8,
     quantize_qkv,
     scaled_qkv,
@@ -12,7 +12,7 @@ from .block_fp8 import (
 __all__ = [
     "KINDS",
     "BlockScaled",
-    "comes_in_slots",
+    "comes_permuted",
     "quantize_block_fp8",
     "quantize_qkv",
     "scaled_qkv",

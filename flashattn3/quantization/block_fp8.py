@@ -1,4 +1,4 @@
-"""8-bit tensors with a scale for each block of tokens of each head."""
+"""8-bit tensors with one descale per block of tokens and head."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _FUNCTION = "quantize_block_fp8"
 
 @dataclass(frozen=True, eq=False)
 class BlockScaled:
-    """A quantized q, k or v: data * descale, rotated back if hadamard, + mean is the value.
+    """A quantized q, k or v. Its value is data * descale, rotated back if hadamard, plus mean.
 
-    Equal to itself alone, as a tensor's identity: comparing values would wait for the device.
+    Equality is identity: comparing values would synchronize with the device.
 
-    data: float8_e4m3fn or, of q and k, int8. As rows (batch, seqlen, heads, head_dim), with
-        cu_seqlens (total, heads, head_dim). As slots, which the Hopper kernels take V in, see
-        permuted_v.py.
-    descale: float32 (batch, heads, blocks), blocks of ``block`` tokens counted from the beginning
-        of each sequence; where a sequence has none, 2**-126.
-    cu_seqlens: int32 (batch + 1), where the sequences of a varlen batch begin; else None.
-    layout: of data, "rows" or "slots".
-    shape: of the tensor in rows, whatever the layout; must be given for slots.
-    mean: of k, float32 (batch, heads, head_dim), what was subtracted from every token of a sequence
-        before it was rotated and quantized; None: nothing.
+    data: float8_e4m3fn or, for q and k, int8. With layout "rows" (batch, seqlen, heads, head_dim),
+        with cu_seqlens (total, heads, head_dim). With layout "permuted", which the Hopper kernels
+        read V in, see permuted_v.py.
+    descale: float32 (batch, heads, blocks), one per ``block`` tokens counted from the beginning of
+        each sequence; 2**-126 for blocks without tokens.
+    cu_seqlens: int32 (batch + 1), the cumulative lengths of a varlen batch; else None.
+    layout: layout of data, "rows" or "permuted".
+    shape: shape of the tensor in layout "rows"; required with layout "permuted".
+    mean: for k, float32 (batch, heads, head_dim), the vector subtracted from every token of a
+        sequence before rotation and quantization; None: no subtraction.
 
     Raises: TypeError, ValueError.
     """
@@ -49,7 +49,7 @@ class BlockScaled:
     hadamard: bool = False
     cu_seqlens: Tensor | None = None
     layout: str = "rows"
-    shape: torch.Size = field(default=None)  # data's where none is given, so it is one to users
+    shape: torch.Size = field(default=None)  # default data.shape: never None after __init__
     mean: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -70,11 +70,11 @@ class BlockScaled:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of data; ``dequantize`` gives others."""
+        """The dtype of data; ``dequantize`` returns others."""
         return self.data.dtype
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockScaled:
-        """The same numbers on another device, itself if it is there."""
+        """Copy to another device; return self if it is already there."""
         if isinstance(device, (torch.dtype, Tensor)):
             raise type_error("BlockScaled.to", "device", "a torch.device", shown(device))
         moved = {
@@ -86,22 +86,22 @@ class BlockScaled:
         return self if here else replace(self, **moved)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What the numbers stand for, (batch, seqlen, heads, head_dim), rotated back."""
+        """Return the values in layout "rows", rotated back and with the mean added."""
         of = self.token_positions()
         x = self.in_rows().data.float() * of_tokens(self.descale, self.block, of)[..., None]
         x = rotation.rotate_back(x) if self.hadamard else x
         return (x if self.mean is None else x + of_sequences(self.mean, of)).to(dtype)
 
     def token_descale(self) -> Tensor:
-        """descale of every token and head: shape without its last axis."""
+        """Return the descale of every token and head; shape without its last axis."""
         return of_tokens(self.descale, self.block, self.token_positions())
 
     def token_positions(self) -> TokenPositions:
-        """Where each token is in its sequence."""
+        """Return the sequence and position of each token."""
         return token_positions(self.shape[-3], self.data.device, self.cu_seqlens)
 
     def in_rows(self) -> BlockScaled:
-        """The same numbers with layout "rows", itself if it is; tokens of no sequence are 0."""
+        """Convert to layout "rows"; return self if it has it. Tokens of no sequence are 0."""
         if self.layout == "rows":
             return self
         rows = permuted_v.unpermute_v(self.data, self.shape, self.cu_seqlens)
@@ -120,36 +120,36 @@ def quantize_block_fp8(
     layout: str | None = None,
     smooth: bool = False,
 ) -> BlockScaled:
-    """Quantize q, k or v for attention: amax of each block of each head becomes 448, of int8 127.
+    """Quantize q, k or v for attention. The amax of each block and head maps to 448 (int8: 127).
 
     With amax the largest finite magnitude of a block, descale = amax / 448 and data = x * (448 /
-    amax), each rounded once in float32, then to e4m3. For int8 it is 127, and the last rounding to
-    the nearest integer, ties to even. The bits are the same on every device.
+    amax), each rounded once in float32, then to e4m3. int8 uses 127 and rounds data to the nearest
+    integer, ties to even. The bits are the same on every device.
 
     Args:
         x: (batch, seqlen, heads, head_dim) float16, bfloat16 or float32; with cu_seqlens
             (total, heads, head_dim).
-        block: tokens that share a scale: 64, 128 or 256.
-        hadamard: rotate the head dim first (hadamard.py); q and k must agree. Not for v, whose
-            rotation would have to be undone in out.
+        block: tokens that share a descale: 64, 128 or 256.
+        hadamard: rotate the head dim first (hadamard.py); q and k must agree. Not for v, because
+            out would have to be rotated back.
         kind: "q", "k" or "v".
-        dtype: of data, torch.float8_e4m3fn or, for q and k, which must agree, torch.int8. Its steps
-            are even: finer than e4m3's where no element of a block is far larger than the others,
-            as after the rotation.
-        cu_seqlens, max_seqlen: of a varlen batch, as for ``flash_attn_varlen_func``. data of
-            tokens of no sequence is undefined.
-        layout: of data, "rows" or, for v with a head dim up to 256, "slots"; None: "slots" for v
-            where the Hopper kernels run, else "rows".
-        smooth: of k, subtract from every token, before all else, a vector near the mean of its
-            sequence and head, which attention and dequantize take into account (smoothing.py); 0 in
-            the columns where 128 tokens show none. Not with softcap.
+        dtype: dtype of data, torch.float8_e4m3fn or, for q and k, which must agree, torch.int8.
+            int8 has uniform steps, finer than e4m3's where no element of a block is far larger
+            than the others, as after the rotation.
+        cu_seqlens, max_seqlen: for a varlen batch, as for ``flash_attn_varlen_func``. data of
+            tokens outside all sequences is undefined.
+        layout: layout of data, "rows" or, for v with a head dim up to 256, "permuted"; None:
+            "permuted" for v where the Hopper kernels run, else "rows".
+        smooth: for k, first subtract from every token a vector near the mean of its sequence and
+            head, which attention and dequantize account for (smoothing.py); 0 in columns where a
+            sample of 128 tokens shows no significant mean. Not with softcap.
 
-    Blocks with amax below 448 * 2**-126 (in int8 127 * 2**-126), those of zeros too, have descale
-    2**-126. In e4m3 NaN and infinite elements become NaN (with hadamard their whole row) and leave
-    the scale to the finite ones. int8 has no NaN: of a block with such an element the descale is
-    NaN and data 0, so all of the block is NaN.
+    Blocks with amax below 448 * 2**-126 (int8: 127 * 2**-126), including all-zero blocks, have
+    descale 2**-126. In e4m3, NaN and infinite elements become NaN (with hadamard the whole vector
+    of their token and head) and do not affect the descale. int8 has no NaN: a block with such an
+    element has descale NaN and data 0, so the whole block is NaN.
 
-    Raises: TypeError, ValueError; UnsupportedError where x requires a gradient, unless under
+    Raises: TypeError, ValueError; UnsupportedError if x requires a gradient, unless under
     ``torch.no_grad()``.
     """
     block = integer(_FUNCTION, "block", block)
@@ -158,7 +158,7 @@ def quantize_block_fp8(
     _check(x, block, hadamard, kind, dtype, layout, smooth)
     max_seqlen = _checked_lengths(x, cu_seqlens, max_seqlen)
     refuse_gradients(_FUNCTION, x=x)
-    # Not above: the backends know the problem of a call, which may be of a BlockScaled.
+    # Imported here: the backends import the problem of a call, which may hold a BlockScaled.
     from . import dispatch
 
     with torch.no_grad():
@@ -184,13 +184,13 @@ def quantize_qkv(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """Quantize q, k and v of one attention as quantize_block_fp8 does. The caller has checked the
-    16-bit tensors and the other arguments, which are those of quantize_block_fp8."""
+    """Quantize q, k and v of one attention call as quantize_block_fp8 does, with its arguments. The
+    caller has checked all arguments; q, k and v are 16-bit."""
     how = (block, hadamard, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype)
     with torch.no_grad():
         *scaled, k_mean = scaled_qkv(q, k, v, *how, smooth_k)
     q_data, q_descale, k_data, k_descale, v_data, v_descale = scaled
-    layout = "permuted" if comes_in_slots(v) else "rows"
+    layout = "permuted" if comes_permuted(v) else "rows"
     return (
         BlockScaled(q_data, q_descale, block, hadamard, cu_seqlens_q, "rows", q.shape),
         BlockScaled(k_data, k_descale, block, hadamard, cu_seqlens_k, "rows", k.shape, k_mean),
@@ -198,8 +198,8 @@ def quantize_qkv(
     )
 
 
-def comes_in_slots(v: Tensor) -> bool:
-    """Return whether scaled_qkv stores v in slots, as it does where the Hopper kernels run."""
+def comes_permuted(v: Tensor) -> bool:
+    """Return whether scaled_qkv returns permuted v, as it does where the Hopper kernels run."""
     from . import dispatch
 
     return dispatch.layout_of_v(v) == "permuted"
@@ -219,7 +219,7 @@ def scaled_qkv(
     smooth_k: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Quantize q, k and v; return data and descale of each, and k's mean, as plain tensors. The
-    Hopper kernels do it in one launch, with smooth_k in two.
+    Hopper library takes one launch, with smooth_k two.
     """
     from . import dispatch
 
@@ -229,7 +229,7 @@ def scaled_qkv(
 
 
 def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
-    """Raise for what is wrong but for the lengths of a varlen batch."""
+    """Raise for invalid arguments, except those of a varlen batch."""
     if not isinstance(x, Tensor):
         raise type_error(_FUNCTION, "x", "a torch.Tensor", shown(x))
     expect_strided(_FUNCTION, "x", x)
@@ -264,7 +264,7 @@ def _expect_one_of(name: str, value: object, legal: tuple) -> None:
 def _checked_lengths(
     x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None
 ) -> int | None:
-    """max_seqlen of a varlen batch, at most all tokens; None of a dense one."""
+    """Check and return max_seqlen of a varlen batch, at most the total; None for a dense batch."""
     varlen, name = cu_seqlens is not None, "cu_seqlens"
     if varlen and not isinstance(cu_seqlens, Tensor):
         raise type_error(_FUNCTION, name, "a torch.Tensor", shown(cu_seqlens))

@@ -1,4 +1,4 @@
-"""Which of its implementations quantizes a tensor: the Hopper library, Triton or torch."""
+"""Selects the implementation that quantizes a tensor: the Hopper library, Triton or torch."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from ..modes import is_traced
 from . import permuted_v, smoothing, torch_operations
 from .hadamard import signs
 
-MAX_HEAD_DIM = 256  # of the kernels
+MAX_HEAD_DIM = 256  # largest head dim of the Hopper and Triton kernels
 
 
 def on_hopper(x: Tensor) -> bool:
-    """Whether the operators of the Hopper library run where x is."""
+    """Whether the operators of the Hopper library support x's device and head dim."""
     return x.shape[-1] <= MAX_HEAD_DIM and _runs_on("hopper", x.device.type, x.device.index)
 
 
 def layout_of_v(v: Tensor) -> str:
-    """Which layout the kernels that attend where v is want it in."""
+    """The layout in which the attention kernels on v's device read v."""
     return "permuted" if on_hopper(v) else "rows"
 
 
 def sample_mean(*arguments: object) -> Tensor:
-    """float32 (batch, heads, head_dim), of the arguments of smoothing.sample_mean."""
+    """Return float32 (batch, heads, head_dim); same arguments as smoothing.sample_mean."""
     run = _opaque_sample_mean if _is_opaque(arguments[0]) else _sample_mean
     return run(*arguments)
 
 
 def quantize(*arguments: object) -> tuple[Tensor, Tensor]:
-    """data in the layout, and descale, of the arguments of _quantize."""
+    """Return data, in the given layout, and descale; same arguments as _quantize."""
     run = _opaque_quantize if _is_opaque(arguments[0]) else _quantize
     return run(*arguments)
 
 
 def quantize_qkv(*arguments: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """data and descale of each of three, of the arguments of _quantize_qkv; v's in layout_of_v."""
+    """Return data and descale of q, k and v, v in layout_of_v; same arguments as _quantize_qkv."""
     run = _opaque_quantize_qkv if _is_opaque(arguments[0]) else _quantize_qkv
     return run(*arguments)
 
 
 def _is_opaque(x: Tensor) -> bool:
-    """Whether torch must not look into the kernels' launches, or there is no data to launch on."""
+    """Whether torch must not trace into kernel launches, or x has no data to launch on."""
     return x.is_meta or is_traced()
 
 
@@ -143,7 +143,7 @@ def _dense(cu_seqlens: Tensor | None) -> Tensor | None:
     return None if cu_seqlens is None else cu_seqlens.contiguous()
 
 
-@torch.compiler.assume_constant_result  # which asks for plain arguments
+@torch.compiler.assume_constant_result  # it needs plain arguments
 def _runs_on(name: str, device_type: str, device_index: int | None) -> bool:
     return _backend_runs_on(name, torch.device(device_type, device_index))
 
@@ -154,7 +154,7 @@ def _backend_runs_on(name: str, device: torch.device) -> bool:
     return backend.unavailable_reason(describe_device(device)) is None
 
 
-# For the compiler, tracing modes and transforms, which cannot look into the kernels' launches.
+# Custom ops for the compiler, tracing modes and transforms, which cannot trace kernel launches.
 _opaque_sample_mean = torch.library.custom_op(
     "flashattn3::sample_mean",
     _sample_mean,

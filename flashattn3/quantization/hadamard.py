@@ -1,7 +1,7 @@
 """A random-sign Hadamard rotation of the head dim, which spreads outliers over all columns.
 
-Rotating q and k alike leaves q @ k.T as it is (Shah et al., FlashAttention-3, arXiv 2407.08608,
-section 3.3).
+This is incoherent processing (QuIP, arXiv 2307.13304; FlashAttention-3, arXiv 2407.08608, section
+3.3). The same rotation of q and k does not change q @ k.T.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..modes import is_traced
 def signs(head_dim: int, device: torch.device) -> Tensor:
     """The fixed signs, float32 (head_dim), the same in every process and under every mode of torch.
 
-    They are kept for the next call, unless this tensor belongs to a trace, a transform or a CUDA
-    graph, which alone may use it.
+    The tensor is cached, unless it belongs to a trace, a transform or a CUDA graph, outside of
+    which it must not be used.
     """
     head_dim = len(range(head_dim))  # a plain number where torch.compile traces a symbolic one
     if is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -36,7 +36,7 @@ def _kept_signs(head_dim: int, device: torch.device) -> Tensor:
 
 
 def _made_signs(head_dim: int, device: torch.device) -> Tensor:
-    """Made where they are used: a copy from the host's memory would end the capture of a graph."""
+    """Compute the signs on the device: a copy from the host would end CUDA graph capture."""
     from .sign_bits import WORD_BITS, sign_words  # imports torch's compiler
 
     bit = torch.arange(min(head_dim, WORD_BITS), device=device)
@@ -45,7 +45,7 @@ def _made_signs(head_dim: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, mean: Tensor | None = None) -> Tensor:
-    """x D H / sqrt(head_dim) over the last axis, float32 (float64 stays): an orthogonal map.
+    """Compute x D H / sqrt(head_dim), an orthogonal map, over the last axis in float32 or float64.
 
     x: (..., head_dim), head_dim a power of two. D holds the signs, H is the Hadamard matrix.
     mean: subtracted from x first, as x D - mean D.
@@ -69,7 +69,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _transform(x: Tensor) -> Tensor:
-    """The Walsh-Hadamard transform in natural order: a stage for each bit of the column."""
+    """The Walsh-Hadamard transform in natural order: one stage per bit of the column index."""
     head_dim = x.shape[-1]
     width = 1
     while width < head_dim:

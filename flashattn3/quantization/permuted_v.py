@@ -1,9 +1,9 @@
-"""The order in which the Hopper kernels want e4m3 V, and the way there and back in torch.
+"""Permuted V: the key order in which the Hopper kernels read e4m3 V, and its conversion in torch.
 
-Four neighbouring slots hold the keys that a thread has of its row of P after the first matrix
-product, and 16 slots of a column are 16 neighbouring bytes; csrc/tile/permuted_v.h says why. In
-memory: (batch, heads, keys / 16, columns, 16), ragged (heads, keys / 16, columns, 16); columns is
-the head dim, rounded up to 64, 128 or 256 with zeros. Sequence i of a varlen batch begins at slot
+Four consecutive positions hold the keys that a thread has of its row of P after the QKᵀ GEMM, and
+16 positions of a column are 16 contiguous bytes; csrc/tile/permuted_v.h explains why. In memory:
+(batch, heads, keys / 16, columns, 16), varlen (heads, keys / 16, columns, 16); columns is the head
+dim, zero-padded to 64, 128 or 256. Sequence i of a varlen batch begins at position
 32 * (cu_seqlens[i] // 32 + i).
 """
 
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from .token_positions import token_positions
 
-KEY_GROUP = 32  # slots; sequences begin at multiples
-CORE_ROW_KEYS = 16  # slots of a column that lie together
+KEY_GROUP = 32  # sequences begin at multiples of this many positions
+CORE_ROW_KEYS = 16  # contiguous positions of a column
 COLUMNS = (64, 128, 256)
 
 
 def permuted_position(position: Tensor) -> Tensor:
-    """The slot of a key, both counted from the beginning of the sequence."""
+    """Permuted position of a key, both counted from the beginning of the sequence."""
     half, key = position // CORE_ROW_KEYS, position % CORE_ROW_KEYS
     return half * CORE_ROW_KEYS + key % 8 // 2 * 4 + key // 8 * 2 + key % 2
 
 
 def num_permuted_keys(num_tokens: int, cu_seqlens: Tensor | None) -> int:
-    """Of a head; num_tokens as for places."""
+    """Number of positions per head. num_tokens: as for ``_permuted_positions``."""
     if cu_seqlens is None:
         return -(-num_tokens // KEY_GROUP) * KEY_GROUP
     return (num_tokens // KEY_GROUP + cu_seqlens.numel() - 1) * KEY_GROUP
 
 
 def shape_of(rows: tuple[int, ...], cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    """Of data in slots, from that in rows."""
+    """Shape of permuted data. rows: shape of the unpermuted data."""
     *lead, num_tokens, heads, head_dim = rows
     columns = next(width for width in COLUMNS if width >= head_dim)
     return (
@@ -47,11 +47,11 @@ def shape_of(rows: tuple[int, ...], cu_seqlens: Tensor | None) -> tuple[int, ...
 
 def permute_v(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """rows: float8_e4m3fn (batch, seqlen, heads, head_dim), with cu_seqlens (total, heads,
-    head_dim). Slots of no key are 0."""
+    head_dim). Positions without a key are 0."""
     num_tokens, _, head_dim = rows.shape[-3:]
     permuted_key = _permuted_positions(num_tokens, rows.device, cu_seqlens)
     *lead, groups, columns, _ = shape_of(rows.shape, cu_seqlens)
-    # One more, for tokens of no sequence.
+    # One extra position for tokens of no sequence.
     shape = (*lead, groups * CORE_ROW_KEYS + 1, columns)
     data = torch.zeros(shape, dtype=torch.uint8, device=rows.device)
     data[..., permuted_key, :head_dim] = rows.view(torch.uint8).transpose(-2, -3)
@@ -60,7 +60,7 @@ def permute_v(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def unpermute_v(data: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None) -> Tensor:
-    """The inverse. shape: of the rows; those of no sequence are 0."""
+    """Inverse of ``permute_v``. shape: of the result, in which tokens of no sequence are 0."""
     num_tokens, head_dim = shape[-3], shape[-1]
     permuted_key = _permuted_positions(num_tokens, data.device, cu_seqlens)
     permuted_keys = data.view(torch.uint8).transpose(-1, -2).flatten(-3, -2)
@@ -71,7 +71,7 @@ def unpermute_v(data: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None)
 
 
 def _permuted_positions(num_tokens: int, device: torch.device, cu_seqlens: Tensor | None) -> Tensor:
-    """One past the last slot for tokens of no sequence."""
+    """Permuted position of each token; one past the last for tokens of no sequence."""
     of = token_positions(num_tokens, device, cu_seqlens)
     if cu_seqlens is None:
         return permuted_position(of.position)

@@ -1,4 +1,4 @@
-"""The random signs of the rotation as bits, made without torch: no mode or default of it counts."""
+"""The random signs of the rotation as bits, computed without torch: its modes have no effect."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ WORD_BITS = 32
 
 @torch.compiler.assume_constant_result
 def sign_words(head_dim: int) -> tuple[int, ...]:
-    """Bits of the columns, 1 for +1: those of the Mersenne twister MT19937 (Matsumoto and
-    Nishimura 1998), seeded with SIGN_SEED + head_dim, one number for each column."""
+    """One bit per column, 1 for +1, from the Mersenne twister MT19937 (Matsumoto and Nishimura
+    1998), seeded with SIGN_SEED + head_dim: the lowest bit of one number per column."""
     state = [SIGN_SEED + head_dim]
     for index in range(1, 624):
         state.append((1812433253 * (state[-1] ^ (state[-1] >> 30)) + index) & 0xFFFFFFFF)

@@ -1,6 +1,6 @@
-"""The mean of K's tokens, estimated from a sample, to be subtracted before K is quantized.
+"""Smoothing: the mean of K's tokens, estimated from a sample and subtracted before quantization.
 
-It changes no weight, as it adds the same to every score of a row (Zhang et al., SageAttention,
+The subtraction shifts every score of a row by the same amount, so P does not change (SageAttention,
 arXiv 2410.02367).
 """
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 SAMPLE = 128  # tokens, spread evenly over the sequence
-# In squares: three standard errors. Less is noise, and so is one outlier of the sample.
+# Square of 3 standard errors. A smaller mean is noise; one outlier of the sample stays below too.
 SIGNIFICANT = 9
 
 
 def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
-    """float32 (batch, heads, head_dim), near the mean of each sequence's tokens or, where that does
-    not stand out of the noise, 0. Always finite, as is x - mean where x is.
+    """Estimate the mean of each sequence's tokens, float32 (batch, heads, head_dim); 0 where it is
+    not significant. It is always finite, and so is x - mean where x is finite.
 
     x: (batch, seqlen, heads, head_dim) float16, bfloat16 or float32; with cu_seqlens (total, heads,
-        head_dim). What is not finite counts as 0.
+        head_dim). Non-finite elements count as 0.
 
-    Each operation is rounded once and the order of sums is fixed: the bits are the same everywhere.
+    Each operation is rounded once and sums have a fixed order, so every device gives the same bits.
     """
     varlen = cu_seqlens is not None
     batch = cu_seqlens.numel() - 1 if varlen else x.shape[0]
@@ -34,17 +34,17 @@ def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) ->
     values = (x[token] if varlen else x[:, token[0]]).float()
     values = values.where(values.isfinite() & (slot < length)[..., None, None], 0.0)
     total, squares = _tree_sum(values), _tree_sum(values * values)
-    # Divided by a tensor, not by a number: see torch_operations.scales.
+    # The divisor is a tensor, not a number: see torch_operations.scales.
     count = length.clamp(max=SAMPLE).float()[..., None]
     square = total * total
     spread, mean = squares - square / count, total / count
-    # Not where squares are infinite, as they are where the mean is 2**71 or more.
+    # Also 0 where squares are infinite, as they are where the mean is 2**71 or more.
     return mean.where(square > SIGNIFICANT * spread, 0.0).contiguous()
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None):
-    """Where each begins and how long it is, within the tensor: int64 (batch, 1), or (1, 1) if they
-    are all alike."""
+    """Start and length of each sequence, clamped to the tensor: int64 (batch, 1), or (1, 1) without
+    cu_seqlens."""
     num_tokens = x.shape[-3]
     if cu_seqlens is None:
         length = torch.full((1, 1), num_tokens, device=x.device)
@@ -55,7 +55,7 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None):
 
 
 def _tree_sum(x: Tensor) -> Tensor:
-    """Over axis 1, a power of two long: pairs half of it apart, then a quarter and so on."""
+    """Sum over axis 1, whose length is a power of two, by repeatedly adding its two halves."""
     while x.shape[1] > 1:
         first, second = x.chunk(2, dim=1)
         x = first + second

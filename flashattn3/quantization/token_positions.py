@@ -1,4 +1,4 @@
-"""Where the tokens of a tensor are: in which sequence, and how far from its beginning."""
+"""The sequence of each token of a tensor, and the token's position in it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Of each token of a tensor, int64 (tokens) each.
+    """One entry per token: int64 (tokens), owned bool.
 
-    sequence: of a varlen batch, else None. A token of none counts to the nearest one.
-    position: in the sequence, within its length.
-    owned: bool, whether the token is of a sequence at all; None: all are.
+    sequence: batch_idx, None without cu_seqlens. A token outside all sequences gets the nearest.
+    position: position in the sequence, clamped to its length.
+    owned: whether the token belongs to a sequence; None: all do.
     """
 
     sequence: Tensor | None

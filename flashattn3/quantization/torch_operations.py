@@ -1,4 +1,4 @@
-"""Block quantization in torch operations: what the kernels give bit for bit, on every device."""
+"""Block quantization in torch operations, on every device; bitwise equal to the kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..call.descales import FP8, INT8
 from . import hadamard as rotation
 from .token_positions import TokenPositions, token_positions
 
-LARGEST = {FP8: 448.0, INT8: 127.0}  # what amax becomes
-# Descales of smaller blocks are this: not denormal, and the factor is finite.
+LARGEST = {FP8: 448.0, INT8: 127.0}  # quantized value of amax
+# Lower bound of a descale: not subnormal, and its inverse is finite.
 SMALLEST_DESCALE = 2.0**-126
 
 
@@ -39,12 +39,12 @@ def quantize(
     else:
         values = x.float() if common is None else x.float() - common
     finite = values.isfinite()
-    # int8 has no NaN: an infinite amax stands for one, and makes the factor 0.
+    # int8 has no NaN: amax = inf represents it and makes the factor 0.
     magnitude = torch.where(finite, values.abs(), torch.inf if dtype == INT8 else 0.0)
     amax = _amax_of_blocks(magnitude.amax(-1), block, of, cu_seqlens, max_seqlen)
     descale, factor = scales(amax, largest)
     scaled = values * of_tokens(factor, block, of)[..., None]
-    # The conversion makes NaN of what is too large, rounding included.
+    # The conversion turns values that are, or round, above the range into NaN.
     scaled = torch.where(finite, scaled.clamp(-largest, largest), torch.nan)
     if dtype == INT8:
         scaled = scaled.round().nan_to_num(0.0)
@@ -52,14 +52,14 @@ def quantize(
 
 
 def scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """descale and its inverse, rounded each for itself."""
-    wanted = torch.full_like(amax, largest)  # by a number torch divides in two roundings
+    """descale and its inverse, each rounded once."""
+    wanted = torch.full_like(amax, largest)  # torch rounds a division with a number twice
     floored = amax.clamp(min=largest * SMALLEST_DESCALE)
     return floored / wanted, wanted / floored
 
 
 def of_tokens(of_blocks: Tensor, block: int, of: TokenPositions) -> Tensor:
-    """(batch, heads, blocks) → (batch, seqlen, heads), ragged (total, heads); 0 without a block."""
+    """(batch, heads, blocks) → (batch, seqlen, heads), varlen (total, heads); 0 without a block."""
     if of.sequence is None:
         return of_blocks[:, :, of.position // block].transpose(1, 2)
     batch, heads, num_blocks = of_blocks.shape
@@ -69,12 +69,12 @@ def of_tokens(of_blocks: Tensor, block: int, of: TokenPositions) -> Tensor:
 
 
 def _blocks_of(of: TokenPositions, block: int, num_blocks: int) -> Tensor:
-    """Of each token; the last one beyond a max_seqlen that is too small."""
+    """Block index of each token; the last block if max_seqlen is too small."""
     return (of.position // block).clamp(max=num_blocks - 1)
 
 
 def of_sequences(mean: Tensor, of: TokenPositions) -> Tensor:
-    """(batch, heads, head_dim) → (batch, 1, heads, head_dim), ragged (total, heads, head_dim); 0
+    """(batch, heads, head_dim) → (batch, 1, heads, head_dim), varlen (total, heads, head_dim); 0
     without a batch."""
     if of.sequence is None:
         return mean[:, None]
@@ -84,7 +84,7 @@ def of_sequences(mean: Tensor, of: TokenPositions) -> Tensor:
 
 
 def _amax_of_blocks(largest, block, of: TokenPositions, cu_seqlens, max_seqlen) -> Tensor:
-    """(batch, heads, blocks), from the largest magnitude of each token and head."""
+    """amax (batch, heads, blocks). largest: largest magnitude of each token and head."""
     if of.sequence is None:
         batch, seqlen, heads = largest.shape
         amax = largest.new_zeros(batch, heads, -(-seqlen // block))

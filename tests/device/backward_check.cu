@@ -1,14 +1,14 @@
 // Runs the backward kernels without torch and compares them with fp64 on the host, or times them.
-//   backward_check [--from case] [--only part of a name] [--config part of a row's name] [--quiet]
-//       one line for each case and config; quiet: only for those that fail
-//   backward_check --time [part of a row's name [length]] [--deterministic]
-//       TFLOP/s of the benchmark grid; ordered: with sums of dq in order, too
-//   backward_check --repeat times [part of a row's name [length]]
-//       the same causal problem again and again: whose bits change?
+//   backward_check [--from case] [--only part of a name] [--config part of a config name] [--quiet]
+//       prints one line for each case and config; --quiet: only for those that fail
+//   backward_check --time [part of a config name [length]] [--deterministic]
+//       prints TFLOP/s of the benchmark grid; --deterministic: also with deterministic dq sums
+//   backward_check --repeat times [part of a config name [length]]
+//       runs one causal problem many times and reports results that change in any bit
 //   backward_check --self [part of a name]
-//       holds the reference and its bounds against themselves; needs no GPU
-// Leaves with 0: all right, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it says
-// with which --from to go on.
+//       checks the reference and its bounds themselves; needs no GPU
+// Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
+// prints the --from with which to continue.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -49,14 +49,14 @@ static std::string config_name(int i) {
 struct Options {
   int from = 0, length = 0, repeats = 0;
   bool quiet = false, time = false, deterministic = false, self = false;
-  const char* part = nullptr;    // of a case's name
-  const char* config = nullptr;  // part of a row's name
+  const char* part = nullptr;    // part of a case's name
+  const char* config = nullptr;  // part of a kernel config's name
   bool wants(int i) const {
     return config == nullptr || config_name(i).find(config) != std::string::npos;
   }
 };
 
-// Bytes on the device between guards, all of them 0xff.
+// Device memory between guard bytes; memory and guards are filled with 0xff.
 struct GuardedBytes {
   static constexpr int64_t kGuardBytes = 8192;
   int64_t bytes;
@@ -78,7 +78,7 @@ struct GuardedBytes {
   }
 };
 
-// Floats of rows, on the device; in (seq, heads) order where they are strided otherwise.
+// One float per row, on the device, in (heads, seq) order or with heads_last (seq, heads).
 struct RowFloats {
   float* device = nullptr;
   flashattn3::Strides stride;
@@ -100,7 +100,7 @@ struct RowFloats {
   RowFloats(const RowFloats&) = delete;
 };
 
-// What the kernel is given for a problem, on the device.
+// The kernel's inputs and outputs of a problem, on the device.
 struct DeviceProblem {
   BackwardProblem& p;
   RowFloats lse, dlse;
@@ -156,8 +156,8 @@ struct DeviceProblem {
   }
 };
 
-// Rows of sequences are written, and nothing else is touched but columns up to a multiple of 8,
-// which belong to nobody. Returns what is wrong, or "".
+// Checks that the rows of sequences are written, and nothing else except padding columns up to a
+// multiple of 8. Returns an error message, or "".
 static std::string check_coverage(BackwardProblem& p, const Gradient& g) {
   Tensor& tensor = p.tensor(g);
   std::vector<bool> owned(tensor.host.size()), padding(tensor.host.size());
@@ -182,7 +182,7 @@ static std::string check_coverage(BackwardProblem& p, const Gradient& g) {
          std::to_string(outside) + " written outside";
 }
 
-// How two results differ, or "".
+// Describes how two results differ; "" if they do not.
 static std::string difference(const char* what, const Gradient& g, const Tensor& tensor,
                               const std::vector<uint16_t>& first, bool fp16) {
   if (first == tensor.host) return "";
@@ -210,8 +210,8 @@ static std::string difference(const char* what, const Gradient& g, const Tensor&
   return text;
 }
 
-// In order a tile may wait for those before it, so each has to be handed out by the counter: CTAs
-// may begin in any order. Returns what is wrong, or "".
+// A deterministic work tile may wait for the tiles before it, and CTAs may start in any order, so
+// tile_semaphore must hand out every tile. Returns an error message, or "".
 static std::string check_tile_semaphore(const BackwardProblem& p, const BackwardParams& params,
                                         int config) {
   const int keys = flashattn3::backward::block_n(kCheckConfigs[config]);
@@ -240,15 +240,15 @@ constexpr Run kRuns[] = {
 };
 
 struct Outcome {
-  std::string wrong;            // a line for each fault
-  double ratio[3] = {0, 0, 0};  // of dq, dk, dv
+  std::string wrong;            // a line for each error
+  double ratio[3] = {0, 0, 0};  // error / bound of dq, dk, dv
   void add(const std::string& text) {
     if (!text.empty()) wrong += "      " + text + "\n";
   }
 };
 
-// dk and dv must agree in every bit in all runs that are not ordered, and all three in all that
-// are.
+// dk and dv must be bitwise equal in all nondeterministic runs; dq, dk and dv in all deterministic
+// ones.
 static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config, const char* label,
                           int num_sms, int* counter) {
   Outcome outcome;
@@ -302,7 +302,8 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
   return outcome;
 }
 
-// The case on every row of its type with the smallest head dim that holds it. False: a failure.
+// Runs the case on every kernel config of its dtype with the smallest sufficient head dim. Returns
+// false on failure.
 static bool run_case(const Case& c, int index, const Options& options, int num_sms, int* counter) {
   int head_dim = 1 << 30;
   const auto fits = [&](const flashattn3::backward::Config& r) {
@@ -345,7 +346,7 @@ static bool run_case(const Case& c, int index, const Options& options, int num_s
 
 // ------------------------------------------------------------------------------------------ timing
 
-// Random tensors of the benchmark grid, and room for its gradients.
+// Random tensors of the benchmark grid, and memory for its gradients.
 struct GridData {
   static constexpr int64_t kCount = 16384 * int64_t{2048};
   uint16_t* tensor[5];    // q, k, v, out, dout
@@ -368,7 +369,7 @@ struct GridData {
     check(cudaDeviceSynchronize());
   }
 
-  // Of scores of variance 1 lse is about the logarithm of the number of keys and 1/2 more.
+  // For scores of variance 1, lse is about log(number of keys) + 1/2.
   BackwardParams params(int config, int seqlen, bool causal) {
     BackwardParams params{};
     ForwardParams& f = params.forward;
@@ -389,7 +390,7 @@ struct GridData {
   }
 };
 
-// The median of 5 rounds.
+// Prints the median of 5 rounds.
 static void time_grid(const Options& options, int num_sms, int* counter) {
   constexpr int kLengths = 6, kRounds = 5;
   GridData grids[2] = {GridData(false), GridData(true)};
@@ -417,7 +418,7 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
           for (int round = 0; round < kRounds; ++round) {
             std::snprintf(g_now, sizeof(g_now), "timing %s at %d", name.c_str(), seqlen);
             alarm(15);
-            usleep(3000);  // as beside slower providers: not always at the power limit
+            usleep(3000);  // idle, as beside slower providers: not always at the power limit
             const auto launch = [&] { kRows[config].launch(params, nullptr); };
             if (round == 0) time_launch(launch, 2);
             ms.push_back(time_launch(launch, repeats));
@@ -439,9 +440,9 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
 }
 
 struct Change {
-  unsigned long long count;   // of elements with other bits
-  unsigned long long broken;  // not finite
-  int largest;                // distance, the bits of a float
+  unsigned long long count;   // elements whose bits differ
+  unsigned long long broken;  // elements not finite
+  int largest;                // largest distance, as the bits of a float
 };
 template <bool kFp16>
 static __global__ void find_changes(const uint16_t* a, const uint16_t* b, int64_t count,
@@ -460,7 +461,7 @@ static __global__ void find_changes(const uint16_t* a, const uint16_t* b, int64_
   }
 }
 
-// One causal problem of the grid again and again. dk and dv may not change, dq only if not ordered.
+// Runs one causal problem many times. dk and dv must not change; dq may if not deterministic.
 static bool repeat(const Options& options, int num_sms, int* counter) {
   GridData grids[2] = {GridData(false), GridData(true)};
   uint16_t* kept[3];

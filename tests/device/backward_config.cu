@@ -1,4 +1,4 @@
-// One row of backward_configs.h, compiled with -DBACKWARD_CHECK_ROW=<its number>.
+// One kernel config of backward_configs.h, compiled with -DBACKWARD_CHECK_CONFIG=<its number>.
 #include "backward_configs.h"
 #include "launch/backward.cuh"
 

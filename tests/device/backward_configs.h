@@ -1,4 +1,4 @@
-// The rows that backward_check runs. backward_config.cu compiles the row with the number
+// The kernel configs that backward_check runs. backward_config.cu compiles the one with the index
 // BACKWARD_CHECK_CONFIG.
 #pragma once
 
@@ -25,7 +25,7 @@ template <int kIndex>
 void launch_check_config(const BackwardParams& params, cudaStream_t stream);
 template <int kIndex>
 int64_t check_config_workspace_bytes(const ForwardParams& params);
-// Where a launch with this workspace counts the tiles of keys that it hands out in order.
+// Address of the counter from which a deterministic launch with this workspace draws work tiles.
 template <int kIndex>
 const int32_t* check_config_tile_semaphore(const BackwardParams& params);
 

@@ -9,7 +9,7 @@
 
 #include "inputs.h"
 
-// Numbers for each row of each sequence, (batch, heads, longest, dim), 0 at first.
+// fp64 values of each sequence: (batch, heads, longest, dim), initially 0.
 struct Grid {
   int heads, longest, dim;
   std::vector<double> data;
@@ -24,7 +24,7 @@ struct Grid {
   }
 };
 
-// A gradient as it should be, and how far off it may be.
+// The expected gradient, and the error bound of each element.
 struct Gradient {
   const char* name;
   Grid wanted, bound;
@@ -32,25 +32,24 @@ struct Gradient {
       : name(name), wanted(batch, heads, longest, dim), bound(batch, heads, longest, dim) {}
 };
 
-// Everything in fp64, from the 16-bit inputs.
+// Computes everything in fp64 from the 16-bit inputs.
 //
-// The bounds. P and dS are rounded to 16 bits once, u = 2^-8 or 2^-11 relative (and 2^-25 where
-// fp16 is subnormal), independently of each other: a sum of n such errors, each at most e_i, is
-// held to kSpread * sqrt(sum e_i^2), which no up to 16 of them can exceed, and which is over 6
-// standard deviations of more. The result is rounded once more; where all P are equal so are their
-// errors: 2 u of the result. fp32 errors, of scores, of their distance to lse and of dP - delta,
-// are systematic and added up. The kernel's out and lse are inputs here: what they were rounded by
-// is no error.
+// Bounds: P and dS are rounded to 16 bits once, with independent relative errors u = 2^-8 or 2^-11
+// (and 2^-25 absolute where fp16 is subnormal). The bound of a sum of n such errors, each at most
+// e_i, is kSpread * sqrt(sum e_i^2): up to 16 errors cannot exceed it, and for more it is over 6
+// standard deviations. The result is rounded once more, and if all P are equal, so are their
+// errors: 2 u of the result. fp32 errors of scores, of score - lse and of dP - delta are systematic
+// and are added up. The kernel's out and lse are inputs here, so their rounding is not an error.
 struct BackwardReference {
   static constexpr double kSpread = 4;
-  static constexpr double kSingle = 1e-6;  // of sums of fp32, relative to the terms' magnitudes
+  static constexpr double kSingle = 1e-6;  // fp32 sums, relative to the terms' magnitudes
 
   const Inputs& inputs;
   const Case& c;
-  double rounding, tiny;  // of 16-bit elements: relative; at least
+  double rounding, tiny;  // of 16-bit elements: relative error; least absolute error
   Grid q, k, v, dout, out, lse, dlse;
   Gradient dq, dk, dv;
-  // For each pair, (batch, heads_q, longest query sequence, longest key sequence).
+  // (batch, heads_q, longest query sequence, longest key sequence).
   Grid p, ds;
   std::vector<float> p_off, ds_off;  // systematic errors
 
@@ -76,7 +75,7 @@ struct BackwardReference {
 
   int kv_head(int h) const { return h / (c.heads_q / c.heads_kv); }
 
-  // work(b, h, s) for all query rows, or with heads_kv for all keys.
+  // Calls work(b, h, s) for all query rows; for_keys: for all keys of the KV heads.
   template <class Work>
   void for_rows(Work work) const {
     in_parallel(static_cast<int64_t>(c.batch) * c.heads_q * c.seqlen_q, [&](int64_t i) {
@@ -95,7 +94,7 @@ struct BackwardReference {
   }
 
   struct Score {
-    double value, slope, tanh, magnitude;  // after the cap, its slope there
+    double value, slope, tanh, magnitude;  // value: after softcap; slope: softcap's there
   };
   Score score(int b, int h, int s, int key) {
     const double *a = q.row(b, h, s), *x = k.row(b, kv_head(h), key);
@@ -111,7 +110,7 @@ struct BackwardReference {
     return {c.softcap * tanh, 1 - tanh * tanh, tanh, magnitude};
   }
 
-  // out and lse of a row that sees no key: 0 and -inf.
+  // A row that sees no key has out 0 and lse -inf.
   void forward() {
     for_rows([&](int b, int h, int s) {
       int begin, end;
@@ -147,7 +146,7 @@ struct BackwardReference {
   void query_gradient(int b, int h, int s) {
     int begin, end;
     inputs.visible(b, s, begin, end);
-    if (begin >= end) return;  // dq 0, and bound 0
+    if (begin >= end) return;  // dq and its bound are 0
     const double* gradient = dout.row(b, h, s);
     double delta = -*dlse.row(b, h, s), delta_magnitude = std::fabs(delta);
     for (int i = 0; i < c.head_dim_v; ++i) {
@@ -170,10 +169,10 @@ struct BackwardReference {
         dp += term;
         magnitude += std::fabs(term);
       }
-      // Of the exponent, and so relative to P.
+      // Absolute error of the exponent: a relative error of P.
       const double exponent_off =
           kSingle * (x.magnitude + std::fabs(log_sum) + 1 + 2 * std::fabs(x.value));
-      // The kernel finds tanh again from P and lse.
+      // The kernel recomputes tanh from P and lse.
       const double tanh_off =
           c.softcap > 0 ? 2 * kSingle + kSingle * (1 + std::fabs(log_sum)) / c.softcap : 0;
       const double slope_off = 2 * std::fabs(x.tanh) * tanh_off + tanh_off * tanh_off;
@@ -209,12 +208,12 @@ struct BackwardReference {
             v_systematic);
       }
     }
-    if (!seen) return;  // 0, and bound 0
+    if (!seen) return;  // dk, dv and their bounds are 0
     finish(c.scale, k_spread, k_systematic, c.head_dim, k_wanted, dk.bound.row(b, h, s));
     finish(1, v_spread, v_systematic, c.head_dim_v, v_wanted, dv.bound.row(b, h, s));
   }
 
-  // weight: rounded to 16 bits, off by `off` before.
+  // weight is rounded to 16 bits. off: its error before that.
   void add(const double* row, double weight, double off, int dim, double* sum,
            std::vector<double>& spread, std::vector<double>& systematic) const {
     const double once = std::fabs(weight) * rounding + tiny;
@@ -238,10 +237,10 @@ struct BackwardReference {
 
 struct BackwardProblem : Inputs {
   Tensor out, dout, dq, dk, dv;
-  std::vector<float> lse, dlse;  // (batch, heads, seq), with cu_q (heads, total); NaN at first
+  std::vector<float> lse, dlse;  // (batch, heads, seq), with cu_q (heads, total); initially NaN
   BackwardReference reference;
 
-  // exact: the reference keeps its own out and lse, and does not take what the kernel is given.
+  // exact: the reference keeps its own fp64 out and lse instead of the kernel's rounded inputs.
   explicit BackwardProblem(const Case& c, bool exact = false)
       : Inputs(c),
         out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.head_major, c.pitch_padding),
@@ -294,7 +293,7 @@ struct BackwardProblem : Inputs {
 
   bool other_order() const { return c.head_major != c.other_strides; }
   int other_padding() const { return c.pitch_padding + (c.other_strides ? 16 : 0); }
-  // A gradient's tensor, and where its sequences are.
+  // A gradient's tensor, and the rows of its sequences.
   Tensor& tensor(const Gradient& g) {
     return &g == &reference.dq ? dq : &g == &reference.dk ? dk : dv;
   }
@@ -309,9 +308,9 @@ struct BackwardProblem : Inputs {
   }
 };
 
-// The worst element of a gradient, and how many are wrong.
+// The worst element of a gradient, and the number of wrong ones.
 struct Worst {
-  double ratio = 0;  // to the bound; infinite for NaN
+  double ratio = 0;  // error / bound; infinite for NaN
   int b = 0, h = 0, s = 0, column = 0;
   double wanted = 0, found = 0;
   int64_t wrong = 0, of = 0;

@@ -1,5 +1,5 @@
-// backward_check --self: holds the reference against differences of the loss it is the gradient of,
-// and shows that the bounds let a kernel's roundings pass and nothing else. No GPU.
+// backward_check --self: compares the reference with finite differences of the loss, and shows that
+// the bounds accept a kernel's rounding and nothing else. Needs no GPU.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 #include "backward_problem.h"
 
-// The sum of out * dout and lse * dlse.
+// Sum of out * dout and lse * dlse.
 inline double loss(BackwardReference& r) {
   r.forward();
   double sum = 0;
@@ -21,7 +21,7 @@ inline double loss(BackwardReference& r) {
   return sum;
 }
 
-// The largest distance of a gradient from what differences say, relative to the largest gradient.
+// Largest difference of a gradient and its finite difference, relative to the largest gradient.
 inline double difference_error(const Case& c) {
   BackwardProblem problem(c, true);
   BackwardReference& r = problem.reference;
@@ -47,9 +47,9 @@ inline double difference_error(const Case& c) {
 
 enum class Defect { kNone, kBlock, kTwice, kDiagonal, kDelta, kScale, kSlope };
 
-// Fills the gradients as a kernel would that rounds P and dS, with a defect: a block of 64 queries
-// x 64 keys left out, or added to dq twice; the last key of each row not seen; no delta; the scale
-// 3 % off; no slope of the cap.
+// Fills the gradients like a kernel that rounds P and dS and has a defect: it skips a block of 64
+// queries x 64 keys or adds it to dq twice, masks the last key of each row, omits delta, has a
+// scale 3 % too large, or omits the slope of softcap.
 inline void imitate(BackwardProblem& problem, Defect defect) {
   BackwardReference& r = problem.reference;
   const Case& c = problem.c;
@@ -115,7 +115,7 @@ inline bool test_self(const std::vector<Case>& cases, const char* part) {
       for (Gradient* g : {&r.dq, &r.dk, &r.dv}) all.push_back(compare(problem, *g).ratio);
       return all;
     };
-    // Differences of large scores say nothing.
+    // Finite differences are meaningless for large scores.
     const double error = pairs <= 40000 && c.data != Data::kLarge ? difference_error(c) : 0;
     const std::vector<double> none = ratios(Defect::kNone);
     bool right = error < 1e-6 && none[0] <= 1 && none[1] <= 1 && none[2] <= 1;

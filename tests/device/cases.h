@@ -1,4 +1,4 @@
-// What one problem of forward_check or backward_check is like.
+// Description of one problem of forward_check or backward_check.
 #pragma once
 
 #include <cmath>
@@ -17,10 +17,10 @@ struct Case {
   float scale = NAN;  // NaN: head_dim ^ -0.5
   Data data = Data::kNormal;
   bool head_major = false;          // memory order (batch, heads, seq)
-  int pitch_padding = 0;            // elements of NaN after each head's row
+  int pitch_padding = 0;            // NaN elements after each head's columns
   std::vector<int> cu_q, cu_k;      // cumulative lengths, as given to the kernel
   std::vector<int> used_q, used_k;  // seqused
-  int total_q = 0, total_k = 0;     // rows of the tensors with cu_q, cu_k
+  int total_q = 0, total_k = 0;     // tokens of the tensors with cu_q, cu_k
   // Read by backward_check.
   bool dlse = false;           // lse has a gradient
   bool other_strides = false;  // gradients in the other memory order, with more padding

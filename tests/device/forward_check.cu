@@ -1,9 +1,10 @@
 // Runs the forward kernels without torch and compares them with fp64 on the host, or times them.
-//   forward_check [--from case] [--only part of a name]   one line for each case and row
-//   forward_check [--fast] --time [part of a row's name [length]]  TFLOP/s of the benchmark grid;
-//                                                         fast: 8 bits without promotion
-// Leaves with 0: all right, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it says
-// with which --from to go on.
+//   forward_check [--from case] [--only part of a name]
+//       prints one line for each case and config
+//   forward_check [--fast] --time [part of a config name [length]]
+//       prints TFLOP/s of the benchmark grid; --fast: 8 bits without accumulator promotion
+// Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
+// prints the --from with which to continue.
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -64,8 +65,8 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   return params;
 }
 
-// Three runs that must agree in every bit: tiles from a counter, in fixed order, and in fixed order
-// on 3 SMs, so that each CTA has many tiles. Returns what is wrong, or "".
+// Runs three times, which must be bitwise equal: tiles from a counter, in fixed order, and in fixed
+// order on 3 SMs, so that each CTA has many tiles. Returns an error message, or "".
 static std::string run_three_times(Problem& p, const QuantizedInputs* quantized, int config,
                                    int num_sms, int* counter) {
   float* lse;
@@ -117,8 +118,8 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
   return wrong;
 }
 
-// Rows of sequences are written, with cu_seqlens rows between them cleared, and nothing else
-// touched.
+// Checks that the rows of sequences are written, with cu_seqlens the rows between them cleared, and
+// nothing else written. Returns an error message, or "".
 static std::string check_coverage(Problem& p) {
   const Case& c = p.c;
   enum : uint8_t { kOutside, kCleared, kOwned };
@@ -148,7 +149,7 @@ static std::string check_coverage(Problem& p) {
          " not cleared, " + std::to_string(outside) + " written outside";
 }
 
-// Rows at the edges of tiles and some between, in fp64.
+// fp64 references of rows at the edges of tiles and of 12 random rows per head.
 static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
   const Case& c = p.c;
   std::mt19937 random(99);
@@ -168,7 +169,7 @@ static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
   return references;
 }
 
-// The case on every row of a type.
+// Runs the case on every kernel config of a dtype. Returns false on failure.
 static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
   const auto fits = [&](const flashattn3::forward::Config& r) { return r.dtype == type; };
   int head_dim = 1 << 30;
@@ -183,7 +184,7 @@ static bool run_configs(const Case& c, int index, ElementType type, int num_sms,
   if (is_quantized(type)) {
     const Narrow& scored = type == ElementType::kInt8 ? kToInt8 : kToE4m3;
     quantized = std::make_unique<QuantizedInputs>(scored, problem, head_dim);
-    // Codes of integer scores are whole, that of a row's largest too: off by half a code.
+    // int8 scores become whole codes, also the largest of a row: errors of up to half a code.
     const bool integer = type == ElementType::kInt8;
     problem.rounding = integer ? 0.085 : 0.06, problem.score_error = 0x1p-12;
     problem.lse_error = integer ? 0.087 : 4e-3, problem.lse_rounding = 0.032;
@@ -218,7 +219,7 @@ static bool run_configs(const Case& c, int index, ElementType type, int num_sms,
 
 static bool run_case(const Case& c, int index, int num_sms, int* counter) {
   bool good = run_configs(c, index, c.fp16 ? kFp16 : kBf16, num_sms, counter);
-  // TMA wants rows of whole 16 bytes.
+  // TMA requires strides that are multiples of 16 bytes.
   if (c.fp16 || c.head_dim % 16 != 0) return good;
   for (const ElementType type : {kE4m3, kInt8}) {
     good = run_configs(c, index, type, num_sms, counter) && good;
@@ -228,9 +229,8 @@ static bool run_case(const Case& c, int index, int num_sms, int* counter) {
 
 // ------------------------------------------------------------------------------------------ timing
 
-// 16384 tokens, heads * head dim 2048 or just below, bf16 and e4m3; the median of 7 rounds, each
-// over all rows of a cell.
-// fast: 8 bits without promotion.
+// Prints the median of 7 rounds, each over all kernel configs of a cell: 16384 tokens, heads * head
+// dim 2048 or just below, bf16 and e4m3. fast: 8 bits without accumulator promotion.
 static void time_grid(const char* part, int only_length, bool fast, int num_sms, int* counter) {
   constexpr int64_t kCount = 16384 * int64_t{2048};
   constexpr int kLengths = 6, kRounds = 7;
@@ -292,7 +292,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
             std::snprintf(g_now, sizeof(g_now), "timing %s at %d", config_name(configs[i]).c_str(),
                           seqlen);
             alarm(30);
-            usleep(3000);  // as beside slower providers: not always at the power limit
+            usleep(3000);  // idle, as beside slower providers: not always at the power limit
             const ElementType type = kCheckConfigs[configs[i]].dtype;
             const ForwardParams& given = type == kE4m3   ? quantized
                                          : type == kInt8 ? integers
@@ -317,7 +317,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
   }
 }
 
-// Microseconds of the host for one launch, with descriptors that are known and that are not.
+// Prints the host's microseconds per launch, with cached and with new TMA descriptors.
 static void time_host(int num_sms, int* counter) {
   uint16_t* data[4];
   constexpr int kCalls = 200;
@@ -329,7 +329,7 @@ static void time_host(int num_sms, int* counter) {
   int config = 0;
   while (kCheckConfigs[config].head_dim != 128 || kCheckConfigs[config].masked) ++config;
   for (const int step : {0, 128}) {
-    for (int turn = 0; turn < 2; ++turn) {  // the first to warm up
+    for (int turn = 0; turn < 2; ++turn) {  // the first is a warm-up
       check(cudaDeviceSynchronize());
       const auto begin = std::chrono::steady_clock::now();
       for (int i = 0; i < kCalls; ++i) {
@@ -348,8 +348,8 @@ static void time_host(int num_sms, int* counter) {
   }
 }
 
-// A stream that was given the handle of a destroyed one, whose kernels may still be running, has
-// counters of its own.
+// Checks that a stream that reuses the handle of a destroyed one, whose kernels may still be
+// running, has counters of its own.
 static bool check_counters() {
   cudaStream_t first, stream;
   check(cudaStreamCreate(&first));

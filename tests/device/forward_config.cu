@@ -1,5 +1,5 @@
-// One row of forward_configs.h, compiled with -DFORWARD_CHECK_ROW=<its number>; with
-// -DFLASHATTN3_WAIT_LIMIT_NS=<nanoseconds> it gives up waits and lists them instead of hanging.
+// One kernel config of forward_configs.h, compiled with -DFORWARD_CHECK_CONFIG=<its number>; with
+// -DFLASHATTN3_WAIT_LIMIT_NS=<nanoseconds> waits time out and are listed instead of hanging.
 #include <cstddef>
 #include <cstdio>
 

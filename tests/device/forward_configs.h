@@ -1,5 +1,5 @@
-// The rows that forward_check runs: those of flashattn3/dispatch/kernel_configs.py and variants to
-// time beside them. forward_config.cu compiles the row with the number FORWARD_CHECK_CONFIG.
+// The kernel configs that forward_check runs: those of flashattn3/dispatch/kernel_configs.py, and
+// variants for timing. forward_config.cu compiles the one with the index FORWARD_CHECK_CONFIG.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -50,7 +50,7 @@ constexpr forward::Config kCheckConfigs[] = {
     {kInt8, 256, false, 128, 128, 2, 2, 1, 64, 768},
     {kInt8, 256, true, 128, 128, 2, 2, 2, 64, 768},
     {kInt8, 256, true, 128, 128, 2, 2, 1, 64, 768},
-    // Variants.
+    // Variants for timing.
     {kE4m3, 128, false, 192, 96, 5, 3, 2, 32, 768},
     {kInt8, 128, false, 192, 96, 5, 3, 2, 32, 768},
     {kBf16, 128, false, 192, 80, 3, 3, 2},

@@ -10,13 +10,12 @@
 struct Problem : Inputs {
   Tensor out;
   std::vector<float> lse;
-  // What P is rounded to, relative: 16-bit elements, or e4m3's codes, whose worst is 0.085.
+  // Relative rounding error of P: of 16-bit elements, or of e4m3 codes, at most 0.085.
   double rounding = c.fp16 ? 0x1p-11 : 0x1p-8;
-  // What scores are off by, relative to the largest: fp32, or e4m3's accumulators of 13 bits.
+  // Error of scores, relative to the largest: fp32, or the 13-bit accumulators of e4m3.
   double score_error = 2e-6;
   double lse_error = 1e-4;
-  // What each probability in a row's sum is off by, in the root mean square; 0: sums are of
-  // probabilities in fp32.
+  // RMS error of each probability in a row sum. 0: the probabilities are summed in fp32.
   double lse_rounding = 0;
 
   explicit Problem(const Case& c)
@@ -27,8 +26,8 @@ struct Problem : Inputs {
   }
 };
 
-// What one row should be, and how far off it may be: P and out are rounded to 16 bits, so 2
-// roundings of sum |p v|; and fp32 scores, whose error grows with them.
+// Expected values of one row and their bounds. P and out are rounded to 16 bits: 2 rounding errors
+// of sum |p v|. The error of fp32 scores grows with the scores.
 struct Fp64Reference {
   int b, h, s;
   std::vector<double> out, out_bound;
@@ -78,12 +77,12 @@ inline void compute_fp64_reference(Problem& problem, Fp64Reference& truth) {
 }
 
 struct RowError {
-  double ratio = -1;  // to the bound; infinite for NaN
+  double ratio = -1;  // error / bound; infinite for NaN
   int b = -1, h = -1, s = -1, column = -1;
   double wanted = 0, found = 0, wanted_lse = 0, found_lse = 0;
 };
 
-// The worst of the rows, with its worst element; column -1: the log-sum-exp.
+// The worst row and its worst element. Column -1: lse.
 inline RowError compare(Problem& problem, const std::vector<Fp64Reference>& references) {
   RowError worst;
   for (const Fp64Reference& t : references) {

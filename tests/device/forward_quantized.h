@@ -1,6 +1,5 @@
-// Inputs of 8 bits of one case of forward_check: the problem's values snapped to what e4m3 or int8
-// and descales that are powers of two can hold, so that the fp64 reference sees the same numbers as
-// the kernel.
+// 8-bit inputs of one case of forward_check: the problem's values are rounded to e4m3 or int8 times
+// power-of-two descales, so that the fp64 reference has the same inputs as the kernel.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -13,14 +12,14 @@
 #include "forward_problem.h"
 #include "launch/params.h"
 
-constexpr int kBlockTokens = 128;  // that share a descale
+constexpr int kBlockTokens = 128;  // tokens that share a descale
 
 inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 inline float from_e4m3(uint8_t bits) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
 }
 
-// A type of 8 bits: its largest number, and the way there and back.
+// An 8-bit type: its largest number, and the conversions from and to float.
 struct Narrow {
   float largest;
   uint8_t (*from_float)(float);
@@ -31,8 +30,8 @@ constexpr Narrow kToInt8{
     127.f, [](float x) { return static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(x))); },
     [](uint8_t bits) { return static_cast<float>(static_cast<int8_t>(bits)); }};
 
-// One of q, k and v: bytes in the rows of `source`, a multiple of 16 of them in each head's row,
-// NaN wherever no sequence is; and descales (batch, heads, blocks).
+// One of q, k and v: the tokens of `source` with head dims padded to a multiple of 16 bytes, NaN
+// outside the sequences; and descales (batch, heads, blocks).
 struct Quantized {
   flashattn3::Strides stride;
   int64_t blocks;
@@ -41,7 +40,7 @@ struct Quantized {
   uint8_t* device = nullptr;
   float* device_descale = nullptr;
 
-  // rows_of(b): where sequence b is. spread: powers of two between the blocks' values.
+  // rows_of(b): position of sequence b. spread: powers of two between the blocks' values.
   template <class RowsOf>
   Quantized(const Narrow& type, Tensor& source, int batch, int longest, RowsOf rows_of,
             int spread) {
@@ -99,12 +98,12 @@ struct Quantized {
   }
 };
 
-// Changes the problem's host values to the quantized ones.
+// Replaces the problem's host values with the quantized ones.
 struct QuantizedInputs {
   Quantized q, k, v;
   int64_t num_permuted_keys;
 
-  // scored: the type of q and k; v is e4m3.
+  // scored: type of q and k; v is e4m3.
   QuantizedInputs(const Narrow& scored, Problem& p, int head_dim)
       : q(
             scored, p.q, p.c.batch, p.c.seqlen_q, [&](int b) { return p.queries(b); }, 0),
@@ -117,7 +116,7 @@ struct QuantizedInputs {
     const Case& c = p.c;
     const bool varlen = !c.cu_k.empty();
     num_permuted_keys = 32 * (varlen ? c.total_k / 32 + c.batch : (c.seqlen_k + 31) / 32);
-    // NaN in every slot of no key, those behind a sequence's end in its last group too.
+    // NaN in every padding key, including those past a sequence's end in its last group of 32.
     std::vector<uint8_t> slots(p.v.batch * c.heads_kv * num_permuted_keys * head_dim, 0x7f);
     for (int b = 0; b < c.batch; ++b) {
       const Rows rows = p.keys(b);

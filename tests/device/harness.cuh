@@ -1,4 +1,4 @@
-// What forward_check and backward_check share: the watchdog, CUDA errors, random tensors, timing.
+// Shared by forward_check and backward_check: watchdog, CUDA errors, random tensors, timing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@
 
 #include "launch/params.h"
 
-static char g_now[256];  // what is running, for the watchdog
+static char g_now[256];  // the current run, for the watchdog
 static int g_case;
 
 static void on_alarm(int) {
@@ -41,7 +41,7 @@ static Value* device_copy(const std::vector<Value>& values) {
   return device;
 }
 
-// What stands for 1 in 8 bits.
+// The 8-bit values that represent 1.
 constexpr float kE4m3PerOne = 100.f, kInt8PerOne = 28.f;
 
 template <class Element>
@@ -69,7 +69,7 @@ __global__ void fill_normal(Element* data, int64_t count, uint32_t seed) {
   }
 }
 
-// Milliseconds of one launch.
+// Milliseconds per launch.
 template <class Launch>
 float time_launch(Launch launch, int repeats) {
   cudaEvent_t begin, end;

@@ -59,12 +59,12 @@ struct Inputs {
 
   Rows queries(int b) const { return find_rows(c.cu_q, c.used_q, c.seqlen_q, c.total_q, b); }
   Rows keys(int b) const { return find_rows(c.cu_k, c.used_k, c.seqlen_k, c.total_k, b); }
-  // Into an array of one float for each row of q: (batch, heads, seq), with cu_q (heads, total).
+  // Index into an array of one float per row: (batch, heads, seq), with cu_q (heads, total).
   int64_t row_index(const Rows& rows, int s, int h) const {
     return (static_cast<int64_t>(rows.batch_coord) * c.heads_q + h) * q.seq + rows.offset + s;
   }
   size_t num_rows() const { return static_cast<size_t>(q.batch) * q.seq * c.heads_q; }
-  // Keys that a query sees: from begin to end - 1.
+  // A query sees the keys from begin to end - 1.
   void visible(int b, int s, int& begin, int& end) const {
     const Rows rows = queries(b), cols = keys(b);
     const int shift = cols.length - rows.length;

@@ -24,7 +24,7 @@ inline uint16_t to_bits(float x, bool fp16) {
   return fp16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
-// (batch, seq, heads, dim), everything NaN at first; on the device from the first upload on.
+// (batch, seq, heads, dim), initially NaN. The first upload allocates it on the device.
 struct Tensor {
   int batch, seq, heads, dim;
   flashattn3::Strides stride;
@@ -54,12 +54,12 @@ struct Tensor {
 };
 
 struct Rows {
-  int batch_coord;  // of the tensor
+  int batch_coord;  // batch index in the tensor: 0 with cu
   int offset;       // first row
   int length;
 };
 
-// The kernel's rule for what a table means, written once more.
+// Independent implementation of the kernel's rule for cu_seqlens and seqused.
 inline Rows find_rows(const std::vector<int>& cu, const std::vector<int>& used, int longest,
                       int total, int b) {
   Rows rows{b, 0, longest};

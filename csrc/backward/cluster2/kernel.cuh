@@ -1,6 +1,6 @@
-// The backward kernel for more than 128 columns: a cluster of two CTAs for each tile of keys. Two
-// warpgroups of each multiply (cluster2/mainloop.cuh); of the third one thread loads, one sends dS
-// to the other CTA, and with a fixed order of additions one watches it (cluster2/load.cuh).
+// Backward kernel for more than 128 columns: one 2-CTA cluster per n_block. Each CTA has two
+// consumer warpgroups (cluster2/mainloop.cuh) and a producer warpgroup (cluster2/load.cuh): one
+// thread loads, one sends dS to the other CTA and, if deterministic, one polls dq_semaphore.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -17,9 +17,9 @@
 
 namespace flashattn3::backward::cluster2 {
 
-// The number of the cluster's tile where tiles wait for those before them: clusters may begin in
-// any order. All threads of both CTAs; the number in the first thread of each. A barrier of the
-// cluster has to follow.
+// Deterministic: draws the cluster's tile index, because tiles wait for earlier tiles and clusters
+// may start in any order. All threads of both CTAs call it; the first thread of each CTA gets the
+// index, the others 0. A cluster barrier must follow.
 __device__ __forceinline__ int draw_tile(const Arguments& args, SharedStorage& storage) {
   if (cluster_rank() == 0 && threadIdx.x == 0)
     storage.tile_index = atomicAdd(args.scheduler.tile_semaphore, 1);
@@ -28,7 +28,7 @@ __device__ __forceinline__ int draw_tile(const Arguments& args, SharedStorage& s
   return threadIdx.x == 0 ? load_from_cta(storage.tile_index, 0) : 0;
 }
 
-// A type and not a row as argument, as for forward::attention_kernel.
+// The template argument is a type and not a Config, as for forward::attention_kernel.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
     attention_kernel(const __grid_constant__ Arguments args) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
 
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
   const int rank = static_cast<int>(cluster_rank());
-  // The next kernel's CTAs find no room before the last of these are done.
+  // Early launch is harmless: the next kernel's CTAs do not fit on an SM until these exit.
   launch_dependents();
   griddepcontrol_wait();
   const int index =
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
     if (index < count_tiles(args.scheduler)) {
       storage.tile = describe_work_tile<2 * Traits::kBlockN>(args, index);
     } else {
-      storage.tile.first_key = storage.tile.num_keys = 0;  // a varlen order has fewer tiles
+      storage.tile.first_key = storage.tile.num_keys = 0;  // varlen: fewer tiles than clusters
     }
   }
   // Sync: no thread of either CTA touches a barrier before it is initialised.
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
   __syncthreads();
 
   const WorkTile& tile = storage.tile;
-  // Both CTAs see the same tile, so both leave here or neither.
+  // Both CTAs have the same tile, so both return here or neither does.
   if (tile.first_key >= tile.num_keys) return;
   const int num_steps = (tile.m_blocks.end - tile.m_blocks.begin) * args.qhead_per_kvhead;
   const int warpgroup = uniform(threadIdx.x / 128);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     Consumer<kConfig>(args, tile, shared, warpgroup, rank).run();
   }
-  // Sync: the other CTA still arrives at this one's barriers, and sends to it, until it is done.
+  // Sync: until it is done, the other CTA arrives at this CTA's barriers and sends to it.
   cluster_arrive();
   cluster_wait();
 }

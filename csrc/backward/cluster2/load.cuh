@@ -1,5 +1,5 @@
-// The single threads of a pair's CTA: one loads K and V, and Q and dO as long as there is room; one
-// sends each step's dS to the other CTA; one watches where sums are added up in order.
+// Producer threads of a CTA of a 2-CTA cluster: one loads K and V, and Q and dO as stages become
+// free; one sends each step's dS to the other CTA; if deterministic, one polls dq_semaphore.
 #pragma once
 
 #include "backward/arguments.h"
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   for (int i = 0; i < num_steps; ++i) {
     const int row = tile.row_offset + block * kBlockM;
     const int at = static_cast<int>(workspace_row(args, tile, head, block));
-    // Sync: every consumer warp gave the buffer back.
+    // Sync: every consumer warp has released the buffer.
     storage.q_empty[q.index()].wait(q.phase());
     Barrier& q_full = storage.q_full[q.index()];
     q_full.arrive_and_expect(kBytes);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   }
 }
 
-// peer: the other CTA's rank.
+// Copies dS of each step to the other CTA. peer: the other CTA's rank.
 template <Config kConfig>
 __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint32_t peer) {
   using Traits = KernelTraits<kConfig>;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint
   PipelineState<2> at{0};
   for (int i = 0; i < num_steps; ++i) {
     const uint32_t b = at.index();
-    // Sync: all consumer warps have written. They waited until the other CTA had read what was sent
-    // from here, and it received, before.
+    // Sync: all consumer warps have written dS. Before that they waited until the other CTA had
+    // received and read the dS that was last sent from this buffer.
     storage.ds_full[b].wait(at.phase());
     storage.other_full[b].arrive_and_expect(Traits::kDsBytes);
     copy_to_peer(base + Traits::kOtherDsOffset + b * Traits::kDsBytes,
@@ -75,16 +75,16 @@ __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint
   }
 }
 
-// In order: tells the consumers when it is this tile's turn to add to the sums of a step.
+// Deterministic: tells the consumers when this tile may add a step's dQ to dq_accum.
 template <Config kConfig>
 __device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const WorkTile& tile,
                                                   uint8_t* shared, int num_steps, int rank) {
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
-  constexpr int kWarps = 4;  // that add a quarter of the sums, and count by themselves
+  constexpr int kWarps = 4;  // that add a quarter of dQ; each increments dq_semaphore
   PipelineState<2> at{0};
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
-    // Sync: dS of the step is written, and so the consumers know of their turn two steps before.
+    // Sync: dS of the step is written, so the consumers have passed dq_ready of two steps before.
     storage.ds_full[at.index()].wait(at.phase());
     const int64_t row = workspace_row(args, tile, head, block);
     const int32_t* dq_semaphore = args.workspace.dq_semaphore + row / kBlockM * 4 + rank * 2;

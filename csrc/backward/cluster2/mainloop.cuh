@@ -1,12 +1,12 @@
-// A warpgroup that multiplies, in a cluster of two CTAs with 64 keys each, for more than 128
-// columns. Of its CTA's 64 keys it makes the scores of 32 queries of each step, and accumulates
-// half of the columns of dK and dV; of dQ, over the keys of both CTAs, a quarter.
+// Backward consumer warpgroup of a 2-CTA cluster, 64 keys per CTA, for more than 128 columns. It
+// computes S of its CTA's 64 keys and 32 queries of each step, and accumulates half of the columns
+// of dK and dV, and a quarter of dQ's columns over the keys of both CTAs.
 //
-// P and dS go through shared memory, keys x queries, to both warpgroups, and dS to the other CTA
-// too. Step i:
-//   start dV += P(i) dO(i) and dK += dS(i) Q(i), P(i+1), start dQ(i), which wants the other CTA's
-//   dS(i), and dP(i+1), when dO(i+1) has taken the place of dO(i), add dQ(i-1) to the sums, start
-//   S(i+2), with Q(i+2) in the place of Q(i); dS(i+1).
+// Both warpgroups read P and dS (keys x queries) from shared memory; dS is also copied to the other
+// CTA. Step i:
+//   start dV += P(i) dO(i) and dK += dS(i) Q(i), compute P(i+1), start dQ(i), which needs the other
+//   CTA's dS(i), start dP(i+1) when dO(i+1) has replaced dO(i), add dQ(i-1) to dq_accum, start
+//   S(i+2), with Q(i+2) in the buffer of Q(i), compute dS(i+1).
 #pragma once
 
 #include "attention/mask.cuh"
@@ -66,13 +66,13 @@ class Consumer {
                               args_.num_heads_q, tile_.row_offset) /
         kBlockM));
     KeyGradient dk, dv;
-    // dQ of the step before, out of the way of WGMMA: ptxas would serialize the products of a step
-    // in which accumulators are read.
+    // dQ of the previous step, copied out of WGMMA's accumulators: ptxas would serialize the GEMMs
+    // of a step in which accumulators are read.
     QueryGradient finished;
     Scores s;
 #pragma unroll
     for (int i = 0; i < Traits::kHalf / 2; ++i) dk[i] = dv[i] = 0.f;
-    storage_.keys_full.wait(0);  // Sync: K, V and the other K are there.
+    storage_.keys_full.wait(0);  // Sync: K, V and the other CTA's K are loaded.
     zero_fill_kv();
     begin(s, num_steps > 1);
     for (int i = 0; i + 2 < num_steps; ++i) step<2>(dk, dv, finished, s, i > 0);
@@ -85,7 +85,7 @@ class Consumer {
   }
 
  private:
-  // P and dS of the first step, and the scores of the second if there is one.
+  // Prologue: computes P and dS of the first step, and S of the second if there is one.
   __device__ __forceinline__ void begin(Scores& s, bool more) {
     Scores dp;
     uint32_t p[kQueries / 4];
@@ -105,16 +105,16 @@ class Consumer {
     warpgroup_fence_operand(s);
   }
 
-  // kMore: how many steps follow, of which 2 stands for all numbers above. s: scores of the step
-  // that follows, then of the one behind it. others: a step came before, whose dQ is `finished`.
-  // Afterwards that is this step's.
+  // kMore: number of steps that follow; 2: two or more. s: in: scores of the next step, out: of the
+  // one after it. others: there was an earlier step. finished: in: dQ of the previous step, out: of
+  // this step.
   template <int kMore>
   __device__ __forceinline__ void step(KeyGradient& dk, KeyGradient& dv, QueryGradient& finished,
                                        Scores& s, bool others) {
     const uint32_t b = step_.index();
-    Scores lse;  // loaded before products, beside which these loads crawl
+    Scores lse;  // loaded before the GEMMs start: these loads are slow during WGMMA
     if constexpr (kMore > 0) load_lse(lse);
-    storage_.ds_full[b].wait(step_.phase());  // Sync: P and dS of all eight warps are there.
+    storage_.ds_full[b].wait(step_.phase());  // Sync: all eight warps have written P, dS.
     gemm_ss_mn_b<kElement, Traits::kHalf>(dv, at(Traits::kPOffset + b * Traits::kDsBytes),
                                           at(Traits::kDoutOffset + half()));
     gemm_ss_mn_b<kElement, Traits::kHalf>(dk, at(Traits::kDsOffset + b * Traits::kDsBytes),
@@ -124,7 +124,7 @@ class Consumer {
     uint32_t p[kQueries / 4];
     if constexpr (kMore > 0) make_probabilities(s, lse, p);
     QueryGradient dq;
-    storage_.other_full[b].wait(step_.phase());  // Sync: the other CTA's dS is there.
+    storage_.other_full[b].wait(step_.phase());  // Sync: the other CTA's dS has arrived.
     start_dq(dq, b);
     warpgroup_wait<1>();
     storage_.q_empty[b].arrive_warp();  // Sync: this warp is done with Q.
@@ -152,14 +152,14 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < Traits::kQuarter / 2; ++i) finished[i] = dq[i];
     warpgroup_fence_operand(finished);
-    arrive_warp_at(storage_.other_empty[b], 1 - rank_);  // Sync: it has read what it was sent.
+    arrive_warp_at(storage_.other_empty[b], 1 - rank_);  // Sync: the peer's dS is read.
     step_.advance();
   }
 
-  // S of the step whose Q is next.
+  // Starts the QK GEMM of the step at q_at_.
   __device__ __forceinline__ void start_next_qk(Scores& s) {
     const uint32_t b = q_at_.index();
-    storage_.q_full[b].wait(q_at_.phase());  // Sync: Q and lse are there.
+    storage_.q_full[b].wait(q_at_.phase());  // Sync: Q and lse are loaded.
     zero_fill_q_dout(Traits::kQOffset + b * Traits::kMBlockBytes, scores_block_);
     gemm_ss<kElement, Traits::kBlockN, kQueries, Traits::kHeadDim, false, kBlockM>(
         s, at(Traits::kKOffset),
@@ -168,13 +168,14 @@ class Consumer {
     scores_block_ = next_block(rows_, scores_block_);
   }
 
-  // Of the step whose dS is next, and whose scores are there.
+  // Loads lse of the step at ds_at_, whose S is complete.
   __device__ __forceinline__ void load_lse(Scores& lse) const {
     load_per_column(lse, storage_.lse[ds_at_.index()] + warpgroup_ * kQueries);
   }
 
-  // Of the step whose dS is next; laid down too, in a buffer that all have read: who wrote dS of
-  // the step before had multiplied P of the one before that. p: with a cap times its derivative.
+  // Computes P of the step at ds_at_ and stores it to a buffer that all warps have read: a warp
+  // writes dS of the previous step after its GEMM with P of the step before that. p: P, with a
+  // softcap times the cap's derivative.
   __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse,
                                                      uint32_t (&p)[kQueries / 4]) {
     exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
@@ -187,28 +188,28 @@ class Consumer {
     for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
     stage_rows(rows_of_warp(Traits::kPOffset), p, warpgroup_ * 2);
     if (args_.tanh_scale == 0.f) return;
-    // P as dS wants it. From 16 bits of P, later, tanh could not be found again.
+    // Apply the cap's derivative now: tanh cannot be recovered later from 16 bits of P.
     differentiate_cap(s, storage_.lse[ds_at_.index()] + warpgroup_ * kQueries, args_.score_scale,
                       args_.tanh_scale);
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Of the step whose dS is next.
+  // Starts the dP GEMM of the step at ds_at_.
   __device__ __forceinline__ void start_dp(Scores& dp) {
-    storage_.dout_full.wait(dout_at_.phase());  // Sync: dO and delta are there.
+    storage_.dout_full.wait(dout_at_.phase());  // Sync: dO and delta are loaded.
     zero_fill_q_dout(Traits::kDoutOffset, ds_block_);
     gemm_ss<kElement, Traits::kBlockN, kQueries, Traits::kHeadDim, false, kBlockM>(
         dp, at(Traits::kVOffset), at(Traits::kDoutOffset + warpgroup_ * (kQueries * 128)));
   }
 
-  // This warp's 16 keys of the P or dS that comes next.
+  // This warp's 16 keys in the P or dS buffer at ds_at_.
   __device__ __forceinline__ uint8_t* rows_of_warp(int offset) const {
     return shared_ + offset + ds_at_.index() * Traits::kDsBytes +
            threadIdx.x % 128 / 32 * kRowsOfWarp * 128;
   }
 
-  // dS of the next step.
+  // Computes dS of the step at ds_at_ and stores it to shared memory.
   __device__ __forceinline__ void store_ds(const uint32_t (&packed)[kQueries / 4],
                                            const Scores& dp) {
     Scores p;
@@ -226,7 +227,7 @@ class Consumer {
       ds[i] = pack<kElement>(p[2 * i] * (dp[2 * i] + minus_delta[2 * i]),
                              p[2 * i + 1] * (dp[2 * i + 1] + minus_delta[2 * i + 1]));
     }
-    // Sync: the other CTA has read, and so received, what was sent from this buffer.
+    // Sync: the other CTA has read, and so received, the dS sent from this buffer.
     storage_.other_empty[b].wait(ds_at_.phase() ^ 1);
     stage_rows(rows_of_warp(Traits::kDsOffset), ds, warpgroup_ * 2);
     fence_async_proxy();
@@ -246,15 +247,15 @@ class Consumer {
         at(Traits::kOtherKOffset + warpgroup_ * kAtomStride));
   }
 
-  // Adds half of a step's quarter of dQ to the sums in memory, the first half first. Whatever the
-  // warp then wants of memory, shared memory too, waits until these are on their way.
+  // Adds the first or second half of this warpgroup's quarter of dQ to dq_accum, the first half
+  // first. The warp's later memory accesses, also to shared memory, wait until these are issued.
   template <bool kFirst>
   __device__ __forceinline__ void add_dq(const QueryGradient& dq) {
     const int64_t block = dq_accum_of_head_ + dq_block_;
     const int quarter = rank_ * 2 + warpgroup_;
     if (kFirst && args_.deterministic) {
       release_dq_semaphore();
-      // Sync: all tiles before this one have added.
+      // Sync: all earlier tiles have added their dQ.
       storage_.dq_ready[dq_at_.index()].wait(dq_at_.phase());
       semaphore_ = args_.workspace.dq_semaphore + block * 4 + quarter;
     }
@@ -274,17 +275,17 @@ class Consumer {
     }
   }
 
-  // In order: counts the sums that this warp added to last. That is left to the next step, when the
-  // additions are through, or the fence would wait for them.
+  // Deterministic: increments dq_semaphore for this warp's last additions. It runs one step later,
+  // when the additions are complete; otherwise the fence would wait for them.
   __device__ __forceinline__ void release_dq_semaphore() {
     if (semaphore_ == nullptr) return;
     __syncwarp();
-    // Sync: this warp has added. The release is for all its lanes, which have met.
+    // Sync: this warp has added. The release covers all lanes, because of __syncwarp.
     if (threadIdx.x % 32 == 0) add_release(semaphore_, 1);
   }
 
   __device__ __forceinline__ void store(const KeyGradient& dk, const KeyGradient& dv) {
-    // V is used up: both warpgroups' last dP was complete before the last dS was.
+    // V's buffer is free: both warpgroups' last dP was complete before the last dS was.
     uint8_t* staged =
         shared_ + Traits::kVOffset + half() + threadIdx.x % 128 / 32 * kRowsOfWarp * 128;
     const int column = warpgroup_ * Traits::kHalf;
@@ -294,8 +295,8 @@ class Consumer {
                                             args_.softmax_scale, staged, 64 * 128);
   }
 
-  // Keys past the sequence may belong to another one, or to nobody, and hold NaN, which
-  // probability 0 does not stop.
+  // Zero fill past the end of the sequence of keys: those tokens may belong to another sequence or
+  // to none and hold NaN, and 0 * NaN is NaN.
   __device__ __forceinline__ void zero_fill_kv() {
     if (args_.seqlens_k.cu_seqlens == nullptr && args_.seqlens_k.seqused == nullptr) return;
     if (tile_.num_keys >= tile_.first_key + 2 * Traits::kBlockN) return;
@@ -308,10 +309,10 @@ class Consumer {
     zero_fill_rows<Traits::kBlockN, Traits::kAtoms / 2>(shared_ + Traits::kOtherKOffset, other,
                                                         threadIdx.x, kThreads);
     fence_async_proxy();
-    named_barrier_sync(1 + Traits::kConsumers, kThreads);  // Sync: both warpgroups are through.
+    named_barrier_sync(1 + Traits::kConsumers, kThreads);  // Sync: both warpgroups have filled.
   }
 
-  // The same for queries; they have lse +inf and delta 0.
+  // The same for queries; rows past the end have lse +inf and delta 0.
   __device__ __forceinline__ void zero_fill_q_dout(int offset, int block) {
     if (args_.seqlens_q.cu_seqlens == nullptr && args_.seqlens_q.seqused == nullptr) return;
     const int used = tile_.num_rows - block * kBlockM;
@@ -321,10 +322,10 @@ class Consumer {
     named_barrier_sync(1 + Traits::kConsumers, kThreads);  // Sync: as above.
   }
 
-  // Descriptor of a tile, and the offset of this warpgroup's columns of a tile.
+  // at: smem matrix descriptor of a tile. half: byte offset of this warpgroup's columns of a tile.
   __device__ __forceinline__ uint32_t at(int offset) const {
     uint32_t low = low_;
-    asm volatile("" : "+r"(low));  // or descriptors of all tiles would be kept, and spilled
+    asm volatile("" : "+r"(low));  // or ptxas would keep all tiles' descriptors, and spill
     return low + offset / 16;
   }
   __device__ __forceinline__ int half() const {
@@ -345,18 +346,18 @@ class Consumer {
   int warpgroup_, rank_;
   int first_key_;           // of the CTA
   uint32_t low_;            // descriptor of the start of shared memory
-  BlockRange full_blocks_;  // blocks of queries that see all of the keys
-  BlockRange rows_;         // that see one of the keys
-  int start_;               // the first of them
-  // Blocks of queries: of the scores, the dS and the sums that come next.
+  BlockRange full_blocks_;  // m_blocks that see all of the CTA's keys
+  BlockRange rows_;         // m_blocks that see any key of the tile
+  int start_;               // the m_block that the tile starts with
+  // m_blocks of the next S, the next dS and the next addition to dq_accum.
   int scores_block_, ds_block_, dq_block_;
-  int dq_accum_of_head_;          // where the blocks of that head begin in the room
-  int32_t* semaphore_ = nullptr;  // in order: the count of those added to last
+  int dq_accum_of_head_;          // first m_block of dq_block_'s head in the workspace
+  int32_t* semaphore_ = nullptr;  // deterministic: dq_semaphore of the last additions
   PipelineState<2> step_{0};
-  PipelineState<2> q_at_{0};     // Q of the scores that come next
-  PipelineState<2> ds_at_{0};    // buffer of the dS that comes next
-  PipelineState<1> dout_at_{0};  // dO of the same
-  PipelineState<2> dq_at_{0};    // step of the sums that come next
+  PipelineState<2> q_at_{0};     // Q of the next S
+  PipelineState<2> ds_at_{0};    // buffer of the next dS
+  PipelineState<1> dout_at_{0};  // dO of the next dS
+  PipelineState<2> dq_at_{0};    // step of the next addition to dq_accum
 };
 
 }  // namespace flashattn3::backward::cluster2

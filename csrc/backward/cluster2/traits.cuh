@@ -1,5 +1,5 @@
-// Everything that follows from a row of more than 128 columns at compile time. Its tile of keys is
-// worked on by a cluster of two CTAs, 64 keys each.
+// Compile-time constants of a kernel config of more than 128 columns. A 2-CTA cluster computes an
+// n_block, 64 keys per CTA.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct KernelTraits {
   static constexpr int kNBlockBytes = kBlockN * kAtoms * 128;
   static constexpr int kMBlockBytes = kBlockM * kAtoms * 128;
   static constexpr int kDsBytes = kBlockN * kBlockM * 2;
-  // From the start of shared memory: control, K, V, half of the columns of the other CTA's K, two
-  // tiles of Q, one of dO, two of P, of dS and of the other CTA's dS.
+  // Shared memory, in bytes: SharedStorage, K, V, half of the columns of the other CTA's K, two
+  // tiles of Q, one of dO, two each of P, dS and the other CTA's dS.
   static constexpr int kKOffset = kSharedStorageBytes;
   static constexpr int kVOffset = kKOffset + kNBlockBytes;
   static constexpr int kOtherKOffset = kVOffset + kNBlockBytes;
@@ -45,13 +45,13 @@ struct KernelTraits {
 };
 
 // Barriers, and the arrivals for each phase:
-//   keys_full    1: the producer, and the bytes of K, V and the other K; one phase
+//   keys_full    1: the producer, and the bytes of K, V and the other CTA's K; one phase
 //   q_full[b], dout_full    1: the producer, and the bytes of the copies
 //   q_empty[b], dout_empty  one for each consumer warp, after its last read
 //   ds_full[b]      one for each consumer warp: its part of P and dS of a step is written
-//   other_full[b]   1: this CTA's exchanger, and the bytes of the other CTA's dS
-//   other_empty[b]  one for each consumer warp of the other CTA: it has read what it got from here
-//   turn[b]         1: the thread that watches; in order alone: dQ of the step may be added
+//   other_full[b]   1: this CTA's exchange_ds thread, and the bytes of the other CTA's dS
+//   other_empty[b]  one for each consumer warp of the other CTA: it has read this CTA's dS
+//   dq_ready[b]     1: the thread in poll_dq_semaphore, deterministic only: dQ may be added
 // Step i uses buffer b = i % 2 of all but dO.
 struct SharedStorage {
   float lse[2][kBlockM];
@@ -62,12 +62,12 @@ struct SharedStorage {
   Barrier ds_full[2];
   Barrier other_full[2], other_empty[2];
   Barrier dq_ready[2];
-  int32_t tile_index;  // in order, of the cluster's first CTA: the number of its tile
+  int32_t tile_index;  // deterministic, in CTA 0 of the cluster: index of the cluster's tile
   WorkTile tile;
 
-  // One thread, before the CTA's first __syncthreads and the cluster's first barrier.
+  // One thread calls it, before the CTA's first __syncthreads and the cluster's first barrier.
   __device__ __forceinline__ void init() {
-    constexpr int kWarps = 8;  // that multiply
+    constexpr int kWarps = 8;  // consumer warps
     keys_full.init(1);
     dout_full.init(1), dout_empty.init(kWarps);
     for (int i = 0; i < 2; ++i) {

@@ -1,7 +1,6 @@
 """The Hopper backend: FlashAttention-3 kernels, compiled ahead of time, for compute capability 9.0.
 
-A gradient for which there is no kernel config runs through the Triton backend, with this
-backend's log-sum-exp.
+A gradient without a kernel config runs on the Triton backend, with this backend's lse.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ if TYPE_CHECKING:
     from ...dispatch.planner import Plan
 
 CAPABILITY = 90
-# The backward finds tanh again from P and lse, to about 1e-5 / softcap.
+# The backward recomputes tanh from P and lse, with an error of about 1e-5 / softcap.
 SMALLEST_GRADIENT_CAP = 2.0**-6
-DTYPE_NAMES = {**gpu_limits.DTYPE_NAMES, torch.float8_e4m3fn: E4M3, torch.int8: INT8}  # of rows
+DTYPE_NAMES = {**gpu_limits.DTYPE_NAMES, torch.float8_e4m3fn: E4M3, torch.int8: INT8}
 
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """The kernel configs of a plan and what has to happen around them.
+    """The kernel configs of a plan and its launch parameters.
 
-    gradient_config: None where the gradient runs on Triton.
-    copied: names of the tensors that TMA cannot read where they are: it wants addresses and
+    gradient_config: None if the gradient runs on Triton.
+    copied: names of tensors that are copied because TMA cannot read them: it needs addresses and
         strides in multiples of 16 bytes.
-    num_ctas: thread blocks, each of which works off tiles until none is left.
+    num_ctas: number of persistent CTAs.
     """
 
     kernel_config: ForwardConfig
@@ -77,15 +76,15 @@ class HopperConfig:
 
     @property
     def _gradient_is_persistent(self) -> bool:
-        """Else it has a program or a cluster for each tile, and cannot leave SMs free."""
+        """If False, the grid has a program or a cluster per tile and cannot leave SMs free."""
         return self.gradient_config is not None and not self.gradient_config.uses_cluster2
 
 
 @dataclass(frozen=True)
 class HopperBackend:
-    """See ``Backend``. library: called once a Hopper GPU is met, not before.
+    """See ``Backend``. library: called only when the device is a Hopper GPU.
 
-    only_measured: rows that no GPU has run yet are left to who names this backend.
+    only_measured: skip kernels that were never benchmarked, unless the call has backend="hopper".
     """
 
     name: str = "hopper"
@@ -182,9 +181,9 @@ def _kernel_config(problem: Problem) -> ForwardConfig:
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
-    """Which of q, k and v lie at an address, or have a stride, that TMA does not take.
+    """Names of those of q, k and v whose address or strides TMA does not support.
 
-    V in 8 bits comes in slots, or is put into them.
+    8-bit V is not among them: TMA reads its permuted copy.
     """
     lengths = {"q": problem.total_q, "k": problem.total_k, "v": problem.total_k}
     if problem.dtype in EIGHT_BIT:
@@ -201,7 +200,7 @@ def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
 
 
 def _gradient_plan(plan: Plan) -> Plan:
-    """The same problem on the Triton backend; UnsupportedError where that does not take it."""
+    """A plan of the same problem on Triton; UnsupportedError if Triton does not take it."""
     problem, device = plan.problem, plan.device
     reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
     if reason is not None:

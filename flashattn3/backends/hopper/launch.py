@@ -1,6 +1,4 @@
-"""From a problem and its kernel configs to calls of the compiled operators: scalars, copies,
-permuted V.
-"""
+"""Builds the calls of the compiled operators from a plan: scalars, aligned copies, permuted V."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ if TYPE_CHECKING:
     from ...dispatch.planner import Plan
     from .library import Library
 
-OUT_ALIGNMENT = ALIGNMENT_BYTES // 2  # results have 16 bits, and rows of whole 16 bytes
+OUT_ALIGNMENT = ALIGNMENT_BYTES // 2  # in 16-bit elements: output rows are 16-byte aligned
 
 
 def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether TMA takes these strides, of the axes before the last.
+    """Whether TMA supports these strides, of all axes but the last.
 
-    Those of 0 (an expanded tensor) it does not: its descriptors are for distinct rows.
+    It does not support a stride of 0 (an expanded tensor): its descriptors need distinct rows.
     """
     aligned = ALIGNMENT_BYTES // itemsize
     return all(
@@ -36,7 +34,7 @@ def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 
 
 def prepare_forward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of the tensors in the order of ``Tensors``: (out, lse)."""
+    """Build a function of the tensors, in the order of ``Tensors``, that returns (out, lse)."""
     problem, config = plan.problem, plan.config
     eight_bit = problem.dtype in EIGHT_BIT
     run = _fp8_call(plan, library) if eight_bit else _call(plan, library)
@@ -51,7 +49,7 @@ def prepare_forward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor,
 
 
 def prepare_backward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Of (dout, dlse, out, lse) and the tensors in the order of ``Tensors``: (dq, dk, dv)."""
+    """Build a function of (dout, dlse, out, lse, *Tensors) that returns (dq, dk, dv)."""
     problem, copied, operator = plan.problem, plan.config.copied, library.backward
     config_index = BACKWARD_CONFIGS.index(plan.config.gradient_config)
     scalars = (config_index, *_scalars(plan), problem.deterministic)
@@ -95,7 +93,7 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
     def run(q, k, v, cu_seqlens_q, cu_seqlens_k, *others):
         if not problem.v_permuted:
             v = permute_v(v, cu_seqlens_k, seqlen_k)
-        if v.shape[-2] < columns:  # those of q and k's head dim
+        if v.shape[-2] < columns:  # pad to the kernel's head dim
             missing = columns - v.shape[-2]
             v = pad(v.view(torch.uint8), (0, 0, 0, missing)).view(v.dtype)
         return operator(q, k, v, cu_seqlens_q, cu_seqlens_k, *others, *scalars)
@@ -108,7 +106,7 @@ def _forward_config_index(plan: Plan) -> int:
 
 
 def _scalars(plan: Plan) -> tuple:
-    """What the operators want after the row."""
+    """Operator arguments that follow the config index."""
     problem = plan.problem
     return (
         problem.seqlen_q,
@@ -128,7 +126,7 @@ def _copied(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 
 
 def _in_whole_rows(tensor: Tensor) -> Tensor:
-    """dout or out, of 16 bits, as the kernels read it."""
+    """dout or out (16 bits) itself if the kernels can read it, else an aligned copy."""
     *strides, last = tensor.stride()
     dense = tensor.is_contiguous() and tensor.shape[-1] % OUT_ALIGNMENT == 0
     fits = dense or (last == 1 and fits_tma(tensor.shape[:-1], strides, tensor.element_size()))
@@ -136,7 +134,7 @@ def _in_whole_rows(tensor: Tensor) -> Tensor:
 
 
 def _aligned_copy(tensor: Tensor) -> Tensor:
-    """A copy whose rows begin at multiples of 16 bytes."""
+    """Copy to a tensor whose rows begin at multiples of 16 bytes."""
     head_dim, aligned = tensor.shape[-1], ALIGNMENT_BYTES // tensor.element_size()
     rows = tensor.new_empty((*tensor.shape[:-1], ceil(head_dim / aligned) * aligned))
     return rows[..., :head_dim].copy_(tensor)

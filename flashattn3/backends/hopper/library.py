@@ -1,8 +1,7 @@
-"""The compiled operator library of the Hopper backend: found, loaded and held to the kernel
-configs.
+"""Loads the compiled operator library of the Hopper backend and checks its kernel configs.
 
-The module ``flashattn3._kernel_configs`` and ``_lib/libflashattn3_ops.so`` come from one build;
-importing the first loads the second, which registers ``torch.ops.flashattn3_hopper``.
+One build makes ``flashattn3._kernel_configs`` and ``_lib/libflashattn3_ops.so``; importing the
+module loads the library, which registers ``torch.ops.flashattn3_hopper``.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import torch
 
 from ...dispatch.kernel_configs import configs_hash
 
-PROJECT = Path(__file__).resolve().parents[3]  # of a checkout; elsewhere site-packages
+PROJECT = Path(__file__).resolve().parents[3]  # repository root, or site-packages if installed
 
 
 @dataclass(frozen=True)
 class Library:
-    """What was built. rows: names of the compiled kernels.
+    """The compiled library. configs: names of the compiled kernel configs.
 
-    error: why it cannot be used, a sentence; None where it can.
-    forward, forward_fp8, permute_v, backward: the operators of torch.ops.flashattn3_hopper.
+    error: why the library cannot be used; None if it can.
+    forward, forward_fp8, permute_v, backward: operators of torch.ops.flashattn3_hopper.
     """
 
     configs: frozenset[str] = frozenset()
@@ -40,21 +39,21 @@ class Library:
 
 @cache
 def mended_by() -> str:
-    """The command that builds the kernels, for a checkout or for what pip installed from."""
+    """The command that builds the kernels, from a checkout or from pip's install source."""
     if (PROJECT / "build_support").is_dir():
         return f"in {PROJECT}: FLASHATTN3_BUILD=cuda pip install --no-build-isolation ."
     try:
         source = metadata.distribution("flashattn3").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         source = None
-    # pip may have kept a wheel without the kernels, whatever FLASHATTN3_BUILD says now.
+    # pip may reuse a cached wheel without the kernels, even if FLASHATTN3_BUILD is set now.
     fresh = "pip install --no-cache-dir --force-reinstall --no-deps"
     return f"FLASHATTN3_BUILD=cuda {fresh} {json.loads(source)['url'] if source else 'flashattn3'}"
 
 
 @cache
 def find_library() -> Library:
-    """Load the library, if it was built for this kernel table. Touches no GPU."""
+    """Load the library if it was built from these kernel configs. Uses no GPU."""
     try:
         from ..._kernel_configs import compiled_configs, driver_error
         from ..._kernel_configs import configs_hash as hash_of_build
@@ -78,7 +77,7 @@ def find_library() -> Library:
 
 @cache
 def library_for_gpu() -> Library:
-    """The library where a Hopper GPU waits for it: there, a fault is also warned of, once."""
+    """Load the library for a Hopper GPU; warn once if it cannot be used."""
     library = find_library()
     if library.error is not None:
         warnings.warn(
@@ -91,10 +90,10 @@ def library_for_gpu() -> Library:
 
 
 def kernel_info() -> list[dict[str, object]]:
-    """Name, num_threads and shared_memory_bytes of each compiled kernel of a library without fault.
+    """Name, num_threads and shared_memory_bytes of each compiled kernel of a usable library.
 
-    num_registers, local_bytes (spills), max_threads and blocks_per_sm as the current GPU reports
-    them; -1 where there is none that runs the kernel.
+    num_registers, local_bytes (spills), max_threads and blocks_per_sm are what the current GPU
+    reports; -1 if no GPU runs the kernel.
     """
     from ..._kernel_configs import kernel_info as ask
 

@@ -1,12 +1,13 @@
-"""Exact attention in torch operations, on any device: blocked online softmax.
+"""Exact attention in torch operations, on any device: blocked online softmax (Milakov & Gimelshein
+2018, arXiv 1805.02867).
 
-The default on a CPU, and the backend that takes every feature of the interface. Its time and memory
-are linear in the number of scores and of tokens: of the scores only a tile exists at a time, and
-backward recomputes it. ``padded_layout`` holds the layout of a call.
+It is the default on a CPU and supports every feature of the interface. Time is linear in the number
+of scores, memory in the number of tokens: only one tile of scores exists at a time, and backward
+recomputes it. ``padded_layout`` defines the layout of a call.
 
-A varlen call reads cu_seqlens and seqused on the host, so it waits for a GPU in each direction, and
-max_seqlen costs nothing. While a CUDA graph is captured no value is read: every sequence is then
-padded to max_seqlen, in time and in memory.
+A varlen call reads cu_seqlens and seqused on the host, so forward and backward each synchronize
+with a GPU; max_seqlen does not affect the cost. During CUDA graph capture no value is read: every
+sequence is padded to max_seqlen, which costs time and memory.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ if TYPE_CHECKING:
 _LOG2_E = math.log2(math.e)
 _BLOCK_N = 512
 _SMALLEST_BLOCK_M = 16
-# Scores in a tile over all heads, and the largest block_m. A CPU wants what stays in its caches
-# (8 MB of float32; measured at batch x heads 8 and 48, seqlen 256 to 2048), a GPU few launches.
+# Scores per tile over all heads, and the largest block_m. A CPU tile has to stay in the caches
+# (8 MB of float32; measured at batch x heads 8 and 48, seqlen 256 to 2048), a GPU needs few
+# launches.
 _CPU_BUDGET, _GPU_BUDGET = (2**21, 128), (2**26, 1024)
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """A tile: at most block_m queries times block_n keys, of all heads and of as many sequences
-    as are computed together.
+    """Tile sizes: at most block_m queries times block_n keys, over all heads and all sequences that
+    are computed together.
 
-    max_scores: of a tile over all of these, unless block_m would fall below 16.
+    max_scores: limit for the scores of a tile over all of these; block_m stays at least 16.
     one_tile: the whole problem is one tile without a mask.
     """
 
@@ -58,19 +60,19 @@ class ReferenceConfig:
         return {"block_m": self.block_m, "block_n": self.block_n}
 
     def queries(self, heads: int) -> int:
-        """block_m of a problem with so many heads, those of all sequences together."""
+        """block_m for this number of heads, summed over all sequences."""
         fitting = max(self.max_scores // max(1, heads * self.block_n), _SMALLEST_BLOCK_M)
         return min(self.block_m, 1 << (fitting.bit_length() - 1))
 
     def sequences(self, seqlen_q: int, seqlen_k: int) -> int:
-        """Sequences of these lengths that fill the tile of one long sequence."""
+        """Number of sequences of these lengths that fill the tile of one long sequence."""
         tile = min(self.block_m, seqlen_q) * min(self.block_n, seqlen_k)
         return self.block_m * self.block_n // tile
 
 
 class ReferenceBackend:
-    """8 bits (dequantized), float16 and bfloat16 are computed in float32, float32 and float64 in
-    themselves.
+    """Computes 8-bit (dequantized), float16 and bfloat16 inputs in float32, float32 and float64 in
+    their own dtype.
     """
 
     name = "reference"
@@ -137,11 +139,11 @@ class ReferenceBackend:
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:
-    return torch.promote_types(problem.out_dtype, torch.float32)  # torch promotes no FP8
+    return torch.promote_types(problem.out_dtype, torch.float32)  # torch cannot promote FP8
 
 
 def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
-    """Whether all queries of a dense call see all keys, and their scores are few."""
+    """Whether a dense call without mask, softcap, GQA, splits and descales fits one tile."""
     return (
         0 < problem.seqlen_q <= config.block_m
         and problem.batch > 0
@@ -154,12 +156,12 @@ def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
 
 
 def _prepare_one_tile(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Build a function of q, k and v that computes out and lse in few torch operations: host time
-    dominates a small call."""
+    """Build a function of q, k and v that computes out and lse in few torch operations, because
+    host time dominates a small call."""
     dtype = _compute_dtype(problem)
     wide, out_is_wide = problem.dtype == dtype, problem.out_dtype == dtype
     lowest, heads = torch.finfo(dtype).min, (problem.batch, problem.num_heads_q)
-    # A tensor saves the microsecond that torch needs to convert a Python number in each call.
+    # A tensor saves 1 us per call, the time that torch takes to convert a Python number.
     scale = torch.tensor(problem.softmax_scale, dtype=dtype, device="cpu")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +186,7 @@ def _column(lse: Tensor) -> Tensor:
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager:
-    """Under autocast the products would silently drop to 16 bits."""
+    """Disable autocast, which would silently compute the GEMMs in 16 bits."""
     return torch.autocast(device_type, enabled=False)
 
 
@@ -196,9 +198,9 @@ class _Bucket(NamedTuple):
 
 
 def _buckets(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
-    """The sequences of a call: all at once, or those of equal lengths together in a varlen call.
+    """Yield the sequences of a call: all at once, or, for varlen, those of equal lengths together.
 
-    Sequences without queries or without keys are left out: results are 0 and -inf beforehand.
+    Sequences without queries or without keys are skipped: out and lse already hold 0 and -inf.
     """
     problem = plan.problem
     if problem.varlen and not _is_capturing(problem.device):
@@ -231,12 +233,12 @@ def _buckets_by_length(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured, which ends where a tensor is read on the host."""
+    """Whether a CUDA graph is being captured; reading a tensor on the host would end it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _spans(cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> tuple[list[int], list[int]]:
-    """First row and length of each sequence, within the tensor whatever stands in cu_seqlens."""
+    """First token and length of each sequence, clamped to the tensor for any cu_seqlens."""
     edges = [min(max(edge, 0), total) for edge in cu_seqlens.tolist()]
     lengths = [max(end - begin, 0) for begin, end in pairwise(edges)]
     if seqused is not None:
@@ -247,7 +249,7 @@ def _spans(cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> tuple[list
 def _together(
     batch_indices: list[int], begins: list[int], seqlen: int, device: torch.device
 ) -> PaddedLayout:
-    """Sequences of one length: a view of the packed tensors where they follow one another."""
+    """Layout of sequences of one length: a view of the packed tensors if they are contiguous."""
     starts = [begins[batch_idx] for batch_idx in batch_indices]
     batch, first = len(starts), starts[0]
     if starts == list(range(first, first + batch * seqlen, seqlen)):
@@ -259,12 +261,12 @@ def _together(
 
 
 class _Call:
-    """One bucket laid out for computing: operands heads first, and which keys which queries see.
+    """Attention over one bucket: its inputs with heads first, and its mask.
 
-    q: (batch * num_heads_kv, group, seqlen_q, head_dim) in ``dtype``, at least float32. It carries
-        the scale: q kᵀ is the score divided by ``unit``, 1 or the softcap for tanh.
+    q: (batch * num_heads_kv, qhead_per_kvhead, seqlen_q, head_dim) in ``dtype``, at least float32,
+        scaled so that q kᵀ is the score divided by ``unit``: the softcap, or 1 without one.
     k, v: (batch * num_heads_kv, seqlen_k, ·).
-    diagonal: the key that query 0 is aligned with.
+    diagonal: index of the key that query 0 is aligned with.
     """
 
     def __init__(self, plan: Plan, tensors: Tensors, bucket: _Bucket) -> None:
@@ -294,9 +296,9 @@ class _Call:
         )
 
     def rows(self, x: Tensor, queries: range) -> Tensor:
-        """The rows of a tile: (batch * num_heads_kv, group * len(queries), ·), dense.
+        """The rows of a tile: (batch * num_heads_kv, qhead_per_kvhead * len(queries), ·), dense.
 
-        x: (batch * num_heads_kv, group, seqlen_q, ·), or with these heads together.
+        x: (batch * num_heads_kv, qhead_per_kvhead, seqlen_q, ·) or (batch * num_heads_q, ...).
         """
         x = x.view(-1, self.problem.qhead_per_kvhead, self.seqlen_q, x.shape[-1])
         return x[:, :, queries.start : queries.stop].flatten(1, 2)
@@ -307,7 +309,7 @@ class _Call:
         result[:, queries.start : queries.stop] = rows
 
     def keys_of(self, queries: range) -> range:
-        """The keys that at least one of the queries can see."""
+        """The range of keys that at least one of the queries sees."""
         left, right = self.problem.window_left, self.problem.window_right
         end = self.seqlen_k
         first = max(0, queries[0] + self.diagonal - left) if left >= 0 else 0
@@ -315,12 +317,12 @@ class _Call:
         return range(first, max(first, stop))
 
     def scores(self, q: Tensor, keys: range) -> Tensor:
-        """The scores of a tile before the mask. q: its rows."""
+        """The scores of a tile before masking. q: the rows of the tile."""
         scores = torch.bmm(q, self.k[:, keys.start : keys.stop].transpose(1, 2))
         return scores.tanh_().mul_(self.unit) if self.problem.softcap else scores
 
     def sees_all(self, queries: range, keys: range) -> bool:
-        """Whether each of these queries sees each of these keys."""
+        """Whether this is a full block: each query sees each key."""
         left, right = self.problem.window_left, self.problem.window_right
         offset = queries[0] + self.diagonal - keys[0]
         cut_left = 0 <= left < offset + len(queries) - 1
@@ -328,9 +330,9 @@ class _Call:
         return not (cut_left or cut_right) and self.bucket.keys.first is None
 
     def clear(self, x: Tensor, queries: range, keys: range) -> None:
-        """Set x to 0 where a query does not see a key, in place, even where x is NaN.
+        """Set x to 0 in place where a query does not see a key, even where x is NaN.
 
-        x: (batch * heads, group * len(queries), len(keys)); one group or head may stand for all.
+        x: (batch * num_heads_kv, qhead_per_kvhead * len(queries), len(keys)), or one head for all.
         """
         left, right = self.problem.window_left, self.problem.window_right
         # Query i of the tile is aligned with key i + offset of the tile.
@@ -348,7 +350,7 @@ class _Call:
             x.view(len(first), -1, len(queries), len(keys)).masked_fill_(before, 0.0)
 
     def hide(self, scores: Tensor, queries: range, keys: range) -> None:
-        """Set the scores of unseen keys to -inf, in place."""
+        """Set the scores of masked keys to -inf in place."""
         first = self.bucket.keys.first
         batch = 1 if first is None else len(first)
         seen = scores.new_ones((batch, 1, len(queries), len(keys)))
@@ -373,8 +375,8 @@ class _Call:
     ) -> None:
         """Write the bucket's rows of dq, dk and dv.
 
-        Tile by tile, with P recomputed from lse: P = exp(S - lse), dS = P * (dO Vᵀ - delta),
-        delta = rowsum(dO * O) - dlse.
+        Each tile recomputes P from lse: P = exp(S - lse), dS = P * (dO Vᵀ - delta), delta =
+        rowsum(dO * O) - dlse.
         """
         queries, keys = self.bucket
         dout = queries.fold(dout, self.dtype)
@@ -390,7 +392,7 @@ class _Call:
             side.unfold(rows, gradient)
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """out (batch * num_heads_q, seqlen_q, head_dim_v) and lse (the same, 1)."""
+        """Compute out (batch * num_heads_q, seqlen_q, head_dim_v) and lse with last axis 1."""
         blocks = _blocks(range(self.seqlen_q), self.block_m)
         if len(blocks) == 1:
             return self._attend_block(blocks[0])
@@ -410,7 +412,7 @@ class _Call:
 
     def _attend_split(self, queries: range, keys: range) -> tuple[Tensor, Tensor]:
         q = self.rows(self.q, queries)
-        # The running maximum starts at a finite number: with it -inf - maximum is never NaN.
+        # The running maximum is at least a finite number, so that -inf - maximum is never NaN.
         lowest = torch.finfo(q.dtype).min
         acc_o = None
         for tile in _blocks(keys, self.block_n):
@@ -433,15 +435,15 @@ class _Call:
             return q.new_zeros((*q.shape[:2], self.v.shape[-1])), q.new_full(
                 (*q.shape[:2], 1), -math.inf
             )
-        # The largest score adds exactly 1, so total is 0 without any key and else at least 1.
+        # The largest score adds exactly 1, so total is at least 1, or 0 without visible keys.
         return acc_o.div_(total.clamp(min=1.0)), total.log_().add_(maximum)
 
     def differentiate(self, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
-        """dq, dk and dv from operands heads first. lse is +inf where a row sees no key."""
+        """Compute dq, dk and dv, heads first. lse is +inf where a row sees no key."""
         problem = self.problem
         dq = self.q.new_zeros((dout.shape[0], self.seqlen_q, problem.head_dim))
         dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        # A NaN in an unseen key must not meet its dS of 0.
+        # The dS of a masked key is 0, but 0 * NaN is NaN, so k must be finite.
         finite_k = self.k.nan_to_num(0.0, 0.0, 0.0) if problem.masked else self.k
         for queries in _blocks(range(self.seqlen_q), self.block_m):
             rows = [self.rows(x, queries) for x in (self.q, dout, lse, delta)]
@@ -472,16 +474,16 @@ def _blocks(span: range, size: int) -> list[range]:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp, in place. On a CPU exp2 takes a third of exp's time, and far less where x is -inf."""
+    """Compute exp in place. On a CPU exp2 takes a third of exp's time, far less where x is -inf."""
     return x.mul_(_LOG2_E).exp2_()
 
 
 def _combine(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The attention over all keys, from that over parts of them."""
+    """Combine the out and lse of parts of the keys exactly, by lse."""
     if len(parts) == 1:
         return parts[0]
     lse = functools.reduce(torch.logaddexp, (part for _, part in parts))
-    # -inf minus a finite number is -inf, so a part without keys weighs nothing.
+    # -inf minus a finite number is -inf, so a part without keys has weight 0.
     finite = lse.clamp(min=torch.finfo(lse.dtype).min)
     return sum(out * _exp(part - finite) for out, part in parts), lse
 

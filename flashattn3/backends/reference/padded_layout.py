@@ -1,12 +1,11 @@
-"""The layout in which the reference backend computes, and the way there and back.
+"""The heads-first layout in which the reference backend computes, and its conversions.
 
-Heads come first, (batch * heads, seqlen, head_dim), so that a product over all heads is one batched
-matrix product. The batch of a varlen call is a bucket: sequences of one length, computed together
-like a dense problem.
+The layout is (batch * heads, seqlen, head_dim), so that one batched GEMM covers all heads. The
+batch of a varlen call is a bucket: sequences of one length, computed together like a dense problem.
 
-Where the lengths cannot be read on the host, one bucket holds all sequences, padded *in front*. All
-of them then end at the same position, and a window aligned to the bottom right lies where it lies
-in a dense problem: the same tiles can be skipped.
+If the lengths cannot be read on the host, one bucket holds all sequences, padded *in front*. All of
+them then end at the same position, so a mask aligned to the bottom right is the same as in a dense
+problem, and the same tiles can be skipped.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from torch import Tensor
 class PaddedLayout:
     """The tokens of q, or of k and v, of one bucket.
 
-    rows: where the bucket's tokens stand in the packed tensors: a slice, or int64 (batch * seqlen,)
-        in which the total number of rows stands for padding. None for dense tensors.
+    rows: indices of the bucket's tokens in the packed tensors: a slice, or int64 (batch * seqlen,)
+        in which the total number of tokens marks padding. None for dense tensors.
     first: int64 (batch,), the position at which each padded sequence begins; None without padding.
-    batch_indices: the bucket's sequences among those of the call.
+    batch_indices: indices of the bucket's sequences in the call.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class PaddedLayout:
         self.rows, self.first, self.batch_indices = rows, first, batch_indices
 
     def fold(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """To (batch * heads, seqlen, dim), not copied if strides and dtype allow.
+        """Convert to (batch * heads, seqlen, dim), without a copy if strides and dtype allow.
 
         x: (batch, seqlen, heads, dim), or (total, heads, dim) of a varlen call.
         """
@@ -67,9 +66,9 @@ class PaddedLayout:
             result.copy_(padded[:-1])
 
     def spread(self, descale: Tensor, block: int, heads: int) -> Tensor:
-        """The descale of every folded row: (batch * heads, seqlen, 1).
+        """The descale of every folded token: (batch * heads, seqlen, 1).
 
-        descale: (batch of the call, heads or a divisor of them, num_blocks), one for each ``block``
+        descale: (batch of the call, heads or a divisor of heads, num_blocks), one per ``block``
             tokens of a sequence.
         """
         descale = descale[self.batch_indices]
@@ -83,10 +82,10 @@ class PaddedLayout:
 
 
 def padded(seqlen: int, total: int, cu_seqlens: Tensor, seqused: Tensor | None) -> PaddedLayout:
-    """All sequences of a varlen call, padded to seqlen tokens. No value is read on the host.
+    """Pad all sequences of a varlen call to seqlen tokens. No value is read on the host.
 
-    Padding is zero when read and dropped when written. So is whatever a corrupt cu_seqlens would
-    put out of bounds.
+    Padding, and tokens that an invalid cu_seqlens puts out of bounds, read as zero and are dropped
+    when written.
     """
     begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     length = end - begin if seqused is None else torch.minimum(end - begin, seqused)

@@ -1,1 +1,1 @@
-"""The Triton kernels: what they take, their tiles, their launches."""
+"""The Triton backend: supported problems, tile configs, launches, kernels."""

@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 
     from ...dispatch.planner import Plan
 
-FIRST_WITH_FP8 = 89  # compute capability whose tensor cores multiply e4m3
+FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
 
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """The table row of a plan and its tiles for the mask.
+    """The tile config of a plan and its tiles for the mask.
 
-    num_splits: parts in which the keys are worked off.
-    arch: whose instructions Triton is to use, "sm80"; None for the chip's own.
-    native_fp8: whether those multiply e4m3, as all do int8; else the kernel widens it to float16.
+    num_splits: number of KV splits.
+    arch: target architecture for Triton, such as "sm80"; None for the GPU's own.
+    native_fp8: whether it multiplies e4m3; if not, the kernel converts e4m3 to float16. int8 is
+        always native.
     """
 
     tile_config: TileConfig
@@ -63,7 +64,7 @@ class TritonConfig:
 
 
 class TritonBackend:
-    """See ``Backend``. Triton itself is imported when the first kernel is launched, not before."""
+    """See ``Backend``. Triton is imported when the first kernel is launched."""
 
     name = "triton"
     reads_permuted_v = False
@@ -145,30 +146,30 @@ BACKEND = TritonBackend()
 
 
 def _within_blocks(tile: Tile, problem: Problem) -> Tile:
-    """The keys of a tile share their descales."""
+    """Limit block_n to the smallest descale block, so that a tile's keys share a descale."""
     descales = (problem.k_descales, problem.v_descales)
     blocks = [of.block for of in descales if of is not None and of.num_blocks > 1]
     return replace(tile, block_n=min([tile.block_n, *blocks]))
 
 
 def _num_splits(problem: Problem, programs: int, block_n: int, num_sms: int) -> int:
-    """How many parts to work the keys off in: as asked, or, for <= 0, enough to occupy every SM."""
+    """Number of KV splits: as requested, or, for <= 0, enough to occupy every SM."""
     n_blocks = max(1, ceil(problem.seqlen_k / block_n))
     if problem.num_splits > 0:
         return min(problem.num_splits, n_blocks)
     if programs >= num_sms or programs == 0:
         return 1
-    # Under four key tiles for each part the merge costs more than the idle SMs do.
+    # With fewer than four n_blocks per split, combine costs more than idle SMs.
     return max(1, min(num_sms // programs, n_blocks // 4))
 
 
 def _elsewhere(tensor: Tensor) -> bool:
-    """Whether the tensor's device is not the current one, on which Triton launches."""
+    """Whether the tensor is not on the current device, where Triton launches."""
     return tensor.is_cuda and tensor.get_device() != torch.cuda.current_device()
 
 
 def _prepare(plan: Plan, key: object, builder: str, *arguments: object) -> Callable:
-    """Build the launches of a plan, once; only now is Triton imported."""
+    """Build the launches of a plan once. Imports Triton."""
     from . import launch as triton_launch
 
     prepared = getattr(triton_launch, builder)(plan.problem, plan.config, *arguments)

@@ -1,7 +1,6 @@
-"""From a problem and its tiles to kernel launches: grids, scalars, compile-time arguments.
+"""Builds kernel launches from a problem and its tiles: grids, scalars, constexpr arguments.
 
-The tuples below follow the kernels' signatures in triton_kernels. Importing this module imports
-Triton.
+The tuples below follow the kernel signatures in kernels/. Importing this module imports Triton.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from .kernels import backward, forward
 from .kernels.launch import Launch
 from .tile_configs import Tile, padded
 
-OPERAND_TYPES = {**DTYPE_NAMES, FP8: "u8", INT8: "i8"}  # of the forward: e4m3 comes as bytes
+OPERAND_TYPES = {**DTYPE_NAMES, FP8: "u8", INT8: "i8"}  # forward inputs: e4m3 as bytes
 LOG2E = 1.4426950408889634
-SMALLEST_SCALE = 2.0**-100  # stands in for a scale of 0 in the forward, where -inf * 0 would be NaN
-LARGEST_EXACT_CAP = 256.0  # times the absolute error of tanh: 1e-4 in a score
-SMALLEST_DIVISOR = 2.0**-64  # among scales: an LSE divided by it is far from overflow
+SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
+LARGEST_EXACT_CAP = 256.0  # at this cap tanh's absolute error is 1e-4 in a score
+SMALLEST_DIVISOR = 2.0**-64  # smallest scale that lse is divided by, far from overflow
 LSE_DELTA_ROWS = backward.LSE_DELTA_ROWS.value
-SMALLEST_FP8_WIDTH = 32  # of the head dim: what one product of 8 bits takes
-ROWS_PER_PROGRAM = 64  # of the kernels that only read and combine rows
+SMALLEST_FP8_WIDTH = 32  # smallest head dim (K) of an 8-bit dot
+ROWS_PER_PROGRAM = 64  # rows per program of the row-wise kernels (combine, preprocess)
 COMBINE_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 
 
 def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of the tensors in the order of ``Tensors``: (out, lse)."""
+    """Build a function of the tensors, in the order of ``Tensors``, that returns (out, lse)."""
     launch = forward_launch(problem, config)
     prepare = _prepare_split_forward if config.num_splits > 1 else _prepare_whole_forward
     run = prepare(problem, config, launch)
@@ -57,23 +56,22 @@ def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launc
 
 
 def _result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of out and of lse."""
+    """Shapes of out and lse."""
     lead = () if problem.varlen else (problem.batch,)
     heads = problem.num_heads_q
     return (*lead, problem.total_q, heads, problem.head_dim_v), (*lead, heads, problem.total_q)
 
 
 def _result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A function that gives new out and lse, where q is, for a kernel to write.
+    """Build a function that allocates out and lse on q's device.
 
-    Rows that belong to no sequence are there already, because no kernel writes them: only varlen
-    can have them.
+    For varlen they are initialised, because no kernel writes rows outside the sequences.
     """
     out_shape, lse_shape = _result_shapes(problem)
     varlen, out_dtype = problem.varlen, problem.out_dtype
 
     def allocate(q: Tensor) -> tuple[Tensor, Tensor]:
-        # Methods of q and not torch.empty: no device to be read from Python.
+        # q.new_empty instead of torch.empty avoids reading q.device in Python.
         out = q.new_empty(out_shape, dtype=out_dtype)
         lse = q.new_empty(lse_shape, dtype=torch.float32)
         if varlen:
@@ -108,7 +106,7 @@ def prepare_backward(
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Of (dout, dlse, out, lse) and the tensors without descales: (dq, dk, dv)."""
+    """Build a function of (dout, dlse, out, lse, *tensors without descales): (dq, dk, dv)."""
     bwd_preprocess, bwd_dkdv, bwd_dq = backward_launches(problem, config, dout_stride, dlse_stride)
     shape = lse_delta_shape(problem)
     new_like = torch.zeros if problem.varlen else torch.empty
@@ -127,7 +125,7 @@ def prepare_backward(
 
 
 def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
-    """(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, the three descales)"""
+    """Launch of (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, descales)."""
     tile = config.tiles.forward
     fp8 = problem.dtype in EIGHT_BIT
     scale = problem.softmax_scale if fp8 else abs(problem.softmax_scale) or SMALLEST_SCALE
@@ -169,7 +167,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
 
 
 def combine_launch(problem: Problem, config: TritonConfig) -> Launch:
-    """(out_parts, lse_parts, out, lse)"""
+    """Launch of (out_parts, lse_parts, out, lse)."""
     num_m_blocks = ceil(problem.total_q / ROWS_PER_PROGRAM)
     scalars = (
         _num_rows(problem) * problem.head_dim_v,
@@ -192,7 +190,7 @@ def backward_launches(
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> tuple[Launch, Launch, Launch]:
-    """Of three kernels, with the tensors that each takes:
+    """Launches of three kernels, with the tensors that each takes:
 
     bwd_preprocess_kernel: out, dout, lse, dlse, minus_lse, minus_delta, cu_seqlens_q, seqused_q.
     bwd_dkdv_kernel: q, k, v, dout, minus_lse, minus_delta, dk, dv, the four of _indices.
@@ -207,7 +205,7 @@ def backward_launches(
 
 
 def lse_delta_shape(problem: Problem) -> tuple[int, ...]:
-    """(batch, heads, rows) or, for varlen, (heads, rows), with room for the padding."""
+    """(batch, heads, rows) or, for varlen, (heads, rows); rows include the padding."""
     if problem.varlen:
         return (problem.num_heads_q, problem.total_q + problem.batch * LSE_DELTA_ROWS)
     return (
@@ -323,7 +321,7 @@ def _all_descales(problem: Problem) -> tuple[Descales | None, ...]:
 
 
 def _descale_layouts(problem: Problem) -> tuple[int | None, ...]:
-    """Where the kernel finds descales; None is compiled away."""
+    """Strides, query heads per descale, block and num_blocks of q, k and v; None: no descale."""
     places = []
     for descales in _all_descales(problem):
         if descales is None:
@@ -347,7 +345,7 @@ def _value_row(problem: Problem) -> dict[str, int]:
 
 
 def _num_heads(problem: Problem) -> int:
-    """Query heads of all sequences; the packed rows of varlen count as one sequence."""
+    """batch * num_heads_q; varlen counts as one sequence."""
     return problem.num_heads_q * (1 if problem.varlen else problem.batch)
 
 
@@ -397,20 +395,20 @@ def _bounds_and_factors(problem: Problem) -> tuple[int | float, ...]:
 
 
 def _lse_in_scores(problem: Problem) -> bool:
-    """Whether the backward can take the LSE off a raw score: not through a soft cap, nor where the
-    scale is too small to divide by."""
+    """Whether the backward subtracts lse from raw scores: not with softcap, nor if the scale is too
+    small to divide by."""
     return problem.softcap == 0 and abs(problem.softmax_scale) >= SMALLEST_DIVISOR
 
 
 def _score_factors(problem: Problem, scale: float) -> tuple[float, float]:
-    """(scale_log2, cap_log2): what takes a raw score, or a capped one, into the log2 domain."""
+    """(scale_log2, cap_log2): factors from a raw, or a capped, score to the log2 domain."""
     if problem.softcap > 0:
         return scale / problem.softcap, problem.softcap * LOG2E
     return scale * LOG2E, 0.0
 
 
 def _features(problem: Problem, tile: Tile) -> dict[str, object]:
-    """The compile-time arguments that the forward and the backward kernels share."""
+    """constexpr arguments that the forward and the backward kernels share."""
     return {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,

@@ -1,7 +1,7 @@
-"""Tiles by head dim, lowering and shared memory of the device. No run-time autotuning.
+"""Tile configs by head dim, lowering and shared memory of the device. No run-time autotuning.
 
-A row applies where the head dim fits and the chip has its shared memory; the first that applies is
-taken. ``python -m flashattn3.bench.tune`` measures candidates on the GPU at hand.
+A config applies if the head dim fits and the GPU has its shared memory; the first that applies is
+selected. ``python -m flashattn3.bench.tune`` measures candidates on the current GPU.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Tiles:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tiles for head dims up to head_dim on chips with at least shared_memory_kib for one block.
+    """Tiles for head dims up to head_dim on GPUs with at least shared_memory_kib per block.
 
-    wgmma: the row is for code that uses Hopper's warpgroup matrix instructions (lowering 90).
+    wgmma: for code that uses WGMMA (lowering 90).
     full, masked: without and with a causal mask or window.
     """
 
@@ -84,7 +84,7 @@ MIN_SHARED_MEMORY_KIB = min(tile_config.shared_memory_kib for tile_config in TIL
 def select_tile_config(
     head_dim: int, head_dim_v: int, lowering: int | None, shared_memory_bytes: int
 ) -> TileConfig:
-    """The first row for the larger of the two head dims that the chip can run.
+    """The first config that fits the larger of the two head dims and that the GPU can run.
 
     lowering: the compute capability that Triton compiles for, 90 for 9.0; None in the interpreter.
     """
@@ -100,5 +100,5 @@ def select_tile_config(
 
 
 def padded(head_dim: int) -> int:
-    """Width of a tile in head dim: a power of two, at least 16, as tl.arange and tl.dot ask."""
+    """head_dim rounded up to a power of two (tl.arange), at least 16 (tl.dot)."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Compile a launch for any chip on a machine without one, and say what the kernel needs there."""
+"""Compiles a launch for any GPU architecture without that GPU and reads the kernel's resources."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Resources:
 
 
 def compile_kernel(launch: Launch, capability: int) -> CompiledKernel:
-    """Compile a launch for a chip, 90 for compute capability 9.0, and 16-byte aligned tensors."""
+    """Compile a launch for a compute capability (90: 9.0) and 16-byte aligned tensors."""
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(_source(launch), target=target, options=launch.options)
 
 
 def resources(kernel: CompiledKernel) -> Resources:
-    """What a compiled kernel needs, read from its machine code."""
+    """Resources of a compiled kernel, read from its machine code."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])

@@ -4,11 +4,11 @@ With delta = rowsum(dout * out) - dlse:  P = exp(S - lse),  dV = P^T dout,  dP =
 dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 2307.08691, algorithm
 2).
 
-``bwd_preprocess_kernel`` prepares -delta and -lse; ``bwd_dkdv_kernel`` owns a tile of keys and
-streams the queries of all heads that share them; ``bwd_dq_kernel`` owns a tile of queries and
-streams the keys. No result is summed by two programs, so the gradients are bitwise reproducible.
-Adding dQ by atomics within ``bwd_dkdv_kernel`` would save two of seven matrix products, and was
-measured to be slower on every tile (docs/log/triton.md).
+``bwd_preprocess_kernel`` computes -delta and -lse; a program of ``bwd_dkdv_kernel`` holds an
+n_block and loops over the m_blocks of all query heads that share it; a program of ``bwd_dq_kernel``
+holds an m_block and loops over the n_blocks. Each result is summed by one program, so the gradients
+are bitwise reproducible. Adding dQ by atomics in ``bwd_dkdv_kernel`` would save two of seven GEMMs,
+but measured slower on every tile (docs/log/triton.md).
 """
 
 import triton
@@ -27,14 +27,14 @@ from .common import (
     visible,
 )
 
-# Rows of a sequence's statistics are padded to a multiple of this, so that no tile of rows reads
-# outside.
+# minus_lse and minus_delta of a sequence are padded to a multiple of this many rows, so that no
+# m_block reads out of bounds.
 LSE_DELTA_ROWS = tl.constexpr(128)
 
 
 @triton.jit
 def _lse_delta_start(start_q, batch_idx, VARLEN: tl.constexpr):
-    """Row at which a sequence's statistics begin: there is room for the padding between two."""
+    """First row of a sequence in minus_lse and minus_delta, which pad every sequence."""
     start = start_q
     if VARLEN:
         start = round_down(start_q + batch_idx * LSE_DELTA_ROWS, LSE_DELTA_ROWS)
@@ -78,10 +78,9 @@ def bwd_preprocess_kernel(
 ):
     """Per row, float32: minus_lse = lse_factor * lse, and minus_delta = dlse - rowsum(dout * out).
 
-    lse_factor is -1 in the unit of what minus_lse is added to, a raw score or one in the log2
-    domain. A row without keys, or outside its sequence, counts as one with LSE +inf, so that its P
-    comes out as 0 wherever it is recomputed. Grid: num_m_blocks * num_heads * batch, covering the
-    padded rows.
+    lse_factor is -1 in the unit of the score that minus_lse is added to: raw or log2 domain. A row
+    without keys, or outside its sequence, gets lse = +inf, so that its recomputed P is 0.
+    Grid: num_m_blocks * num_heads * batch, covering the padded rows.
     """
     pid = tl.program_id(0)
     first_row = pid % num_m_blocks * BLOCK_M
@@ -126,10 +125,10 @@ def bwd_preprocess_kernel(
 def _probabilities(
     a, b, minus_lse, scale_log2, cap_log2, SOFTCAP: tl.constexpr, LSE_IN_SCORES: tl.constexpr
 ):
-    """P = exp(scale * a b - lse), and the derivative of the soft cap at the score.
+    """P = exp(scale * a b - lse), and the derivative of softcap at the score.
 
-    LSE_IN_SCORES: minus_lse is in units of a score and the product starts from it. One multiply
-    then stands before each exponential, and no register holds the LSE.
+    LSE_IN_SCORES: minus_lse is in units of a raw score and is the accumulator bias of the GEMM.
+    Each exponential then needs one multiply, and no register holds lse.
     """
     slope = 1.0
     if LSE_IN_SCORES:
@@ -217,10 +216,10 @@ def bwd_dkdv_kernel(
     LSE_IN_SCORES: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """dK and dV of one key tile of one key-value head. Grid: num_n_blocks * num_heads_kv * batch.
+    """dK and dV of one n_block of one KV head. Grid: num_n_blocks * num_heads_kv * batch.
 
-    Products are formed transposed, keys by rows, so that P^T and dS^T feed the next product from
-    registers. TAIL: the last work tile or the last key tile may be partial.
+    S and dP are computed transposed, keys by rows, so that P^T and dS^T feed the next GEMM from
+    registers. TAIL: the last m_block or the last n_block may be partial.
     """
     pid = tl.program_id(0)
     n_block = pid % num_n_blocks
@@ -281,7 +280,7 @@ def bwd_dkdv_kernel(
         )
         lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
         lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
-        # Boundary rows before, clear rows, boundary rows after, as in the forward.
+        # Partial, full, partial m_blocks, as in the forward.
         for stage in tl.static_range(3):
             MASKED = stage != 1
             if stage == 1 or (stage == 0 and RIGHT) or (stage == 2 and (LEFT or TAIL)):
@@ -395,7 +394,7 @@ def bwd_dq_kernel(
     LSE_IN_SCORES: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """dQ of one work tile of one head. Grid: num_m_blocks * num_heads * batch."""
+    """dQ of one m_block of one head. Grid: num_m_blocks * num_heads * batch."""
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
     head = pid // num_m_blocks

@@ -1,8 +1,8 @@
-"""What the forward and backward kernels share: sequences, tiles, masks, the soft cap.
+"""Device functions that the forward and backward kernels share: sequences, tiles, masks, softcap.
 
-Conventions inside the kernels: scores are kept in the log2 domain (multiplied by log2(e)), so that
-the exponential is one exp2; offsets within a tensor are 64-bit, so that tensors beyond 2**31
-elements work; "first" and "last" tiles are given in rows or keys, not in tile numbers.
+Conventions: scores are in the log2 domain (multiplied by log2(e)), so that the exponential is one
+exp2; offsets within a tensor are 64-bit, so that tensors beyond 2**31 elements work; tile bounds
+are in rows or keys, not in tile indices.
 """
 
 import triton
@@ -15,7 +15,7 @@ def sequence(
 ):
     """First row (64-bit) and length of one sequence.
 
-    Whatever stands in cu_seqlens and seqused, the rows lie within the tensor.
+    Clamped so that wrong values of cu_seqlens and seqused cannot address outside the tensor.
     """
     start = 0
     length = seqlen
@@ -44,7 +44,7 @@ def load_tile(
     MASK_ROWS: tl.constexpr,
     MASK_COLUMNS: tl.constexpr,
 ):
-    """Load a tile; what lies outside reads as zero."""
+    """Load a tile; elements out of bounds are zero."""
     if MASK_ROWS and MASK_COLUMNS:
         tile = tl.load(
             pointers, mask=(rows < num_rows)[:, None] & (columns < num_columns)[None, :], other=0.0
@@ -60,7 +60,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(pointers, values, rows, num_rows, columns, num_columns, MASK_COLUMNS: tl.constexpr):
-    """Store a tile in the tensor's own precision; nothing is written outside."""
+    """Store a tile in the tensor's dtype; elements out of bounds are not written."""
     mask = (rows < num_rows)[:, None]
     if MASK_COLUMNS:
         mask = mask & (columns < num_columns)[None, :]
@@ -78,10 +78,10 @@ def visible(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    """Which keys each row sees; rows and keys already broadcast against each other.
+    """Mask of the keys that each row sees. rows and keys broadcast against each other.
 
-    LEFT, RIGHT: whether that side of the window is bounded at all.
-    diagonal: key under row 0 of the bottom-right aligned diagonal, seqlen_k - seqlen_q.
+    LEFT, RIGHT: whether that side of the window is bounded.
+    diagonal: key aligned with row 0 (bottom-right alignment), seqlen_k - seqlen_q.
     """
     seen = keys < num_keys
     if RIGHT:
@@ -96,8 +96,8 @@ def tanh_exp2(x, SOFTCAP: tl.constexpr):
     """tanh by one exp2; exact at both infinities, absolute error of a few 1e-7.
 
     SOFTCAP: 1, or 2 for a cap far above 1, which multiplies the error: small x, where the
-    difference cancels, then take the series, to a relative error of 2e-6. (Both at once need so
-    many registers that some tiles spill them.)
+    difference cancels, then uses the series, with a relative error of 2e-6. (Both together need so
+    many registers that some tiles spill.)
     """
     result = 1.0 - 2.0 / (1.0 + tl.math.exp2(x * 2.8853900817779268))
     if SOFTCAP == 2:
@@ -129,11 +129,11 @@ def n_block_range(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    """Keys that the rows first_row..last_row see, as four tile edges: begin, full_begin,
+    """Keys that the rows first_row..last_row see, as four block edges: begin, full_begin,
     full_end, end.
 
-    Tiles of [full_begin, full_end) are seen whole by every row, so they need no mask; the tiles
-    before and after are boundary tiles. Keys outside [begin, end) are seen by no row.
+    Blocks in [full_begin, full_end) are full and need no mask; the blocks before and after are
+    partial. No row sees a key outside [begin, end).
     """
     begin = 0
     full_begin = 0
@@ -164,7 +164,7 @@ def m_block_range(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    """Rows that see the keys first_key..last_key, as ``n_block_range`` gives keys."""
+    """Rows that see the keys first_key..last_key, as four edges like ``n_block_range``."""
     begin = 0
     full_begin = 0
     end = seqlen_q

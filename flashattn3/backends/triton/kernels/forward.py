@@ -1,13 +1,13 @@
-"""FlashAttention-2 forward: one program holds a tile of query rows and streams the keys past it.
+"""FlashAttention-2 forward: one program holds an m_block and loops over the n_blocks.
 
-The online softmax keeps, for each row, the running maximum m and the running sum l of exp2(score -
-m); the accumulator is rescaled when m grows (Dao, arXiv 2307.08691, algorithm 1). With num_splits >
-1 several programs share a work tile, each with a part of the keys, and ``combine_kernel`` joins
-them by their LSE.
+The online softmax (Milakov & Gimelshein 2018) keeps, for each row, the running maximum m and the
+running sum l of exp2(score - m); the accumulator is rescaled when m grows (Dao, arXiv 2307.08691,
+algorithm 1). With num_splits > 1 several programs share a work tile, each with a split of the keys,
+and ``combine_kernel`` combines them by their lse.
 
-Of 8-bit operands (Q and K e4m3 or int8, V e4m3) the descales of Q and K go into the factor of the
-scores. The accumulator counts in units of the descale of V's current block: a change of unit is
-folded into the rescaling. P stays in float16.
+For 8-bit inputs (Q and K e4m3 or int8, V e4m3) the descales of Q and K are part of the score
+factor. The accumulator is in units of the descale of V's current block: a change of unit is folded
+into the rescale. P stays in float16.
 """
 
 import triton
@@ -131,10 +131,10 @@ def forward_kernel(
     """out and lse of one work tile of one head. Grid: num_m_blocks * num_splits * num_heads *
     batch.
 
-    Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last key tile may be partial.
-    scale_log2 >= 0 (a negative scale flips q instead): with softcap it is the factor into tanh.
-    FP8: v is the bytes of e4m3, q and k are too or int8, with descales as in ``descale_of``; a key
-    tile lies within one block. scale_log2 may be negative.
+    Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last n_block may be partial.
+    scale_log2 >= 0 (for a negative scale q is negated): with softcap it is the factor inside tanh.
+    FP8: v is e4m3 as bytes, q and k are e4m3 bytes or int8, with descales as in ``descale_of``; an
+    n_block lies within one descale block. scale_log2 may be negative.
     """
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
@@ -146,8 +146,7 @@ def forward_kernel(
     batch_idx = (head // num_heads).to(tl.int64)
     head = head % num_heads
     if RIGHT:
-        # Under a causal mask later work tiles have more keys: longest first keeps the last wave
-        # short.
+        # With a causal mask later m_blocks have more keys: longest first shortens the last wave.
         m_block = num_m_blocks - 1 - m_block
 
     start_q, length_q = sequence(
@@ -206,15 +205,15 @@ def forward_kernel(
         v_unit = 0.0
         largest_unit = 0.0
 
-    # With softcap the scores are in the log2 domain before the maximum is taken; else the scale is
-    # folded into the argument of exp2. FP8 multiplies every tile by a factor of its own.
+    # With softcap the scores are in the log2 domain before the maximum; else the scale is folded
+    # into the argument of exp2. FP8 multiplies each n_block by its own factor.
     factor = 1.0 if SOFTCAP or FP8 else scale_log2
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     edges = (begin, full_begin, full_end, end)
-    # Three stretches of keys: left boundary tiles, clear tiles, right boundary tiles. Only the
-    # first and the last pay for masks, and a stretch that this kernel cannot have is not compiled.
+    # Three stages: left partial blocks, full blocks, right partial blocks. Only the first and the
+    # last compute masks, and a stage that this kernel cannot have is not compiled.
     for stage in tl.static_range(3):
         MASKED = stage != 1
         if stage == 1 or (stage == 0 and LEFT) or (stage == 2 and (RIGHT or TAIL)):
@@ -239,7 +238,7 @@ def forward_kernel(
                         k_scale_group, k_block, num_k_blocks,
                     )  # fmt: skip
                     row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
-                    scores = scores.to(tl.float32) * row_scale[:, None]  # of int8 they are int32
+                    scores = scores.to(tl.float32) * row_scale[:, None]  # int8: int32
                 if SOFTCAP:
                     scaled = scores if FP8 else scores * scale_log2
                     scores = cap_log2 * tanh_exp2(scaled, SOFTCAP)
@@ -329,7 +328,7 @@ def combine_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Join the parts of a split forward: out = sum over p of exp(lse_p - lse) * out_p.
+    """Combine the splits of a forward: out = sum over p of exp(lse_p - lse) * out_p.
 
     out and each part of out_parts share their strides; lse is (batch, heads, rows), contiguous.
     Grid: num_m_blocks * num_heads * batch.

@@ -1,21 +1,21 @@
-"""8-bit operands and their descales, on every chip: the bits of e4m3 are read as bytes.
+"""8-bit inputs and their descales, on every GPU: e4m3 is loaded as bytes.
 
-From 8.9 on the tensor cores multiply e4m3. Before, or in the interpreter, the bytes are widened to
-float16, which holds every e4m3, by integer operations: Triton converts only on chips with the type.
-int8 is multiplied on all of them.
+From compute capability 8.9 the tensor cores multiply e4m3. Below, or in the interpreter, integer
+operations convert the bytes to float16, which holds every e4m3: Triton converts only on GPUs with
+the type. All of them multiply int8.
 """
 
 import triton
 import triton.language as tl
 
-# Over all blocks of v that a program has met, descales below the largest times this count as this:
-# their values are far under the last place of that block's, and their ratio does not overflow.
+# V descales are raised to at least this times the largest that the program has read: smaller values
+# are far below the last place of that block's, and the ratio of descales then cannot overflow.
 SMALLEST_RATIO = tl.constexpr(2.0**-80)
 
 
 @triton.jit
 def as_operand(x, NATIVE: tl.constexpr):
-    """What tensor cores multiply with the least work: bytes as e4m3 or float16, int8 as it is."""
+    """Convert to the cheapest tensor core type: bytes to e4m3 or float16; int8 is unchanged."""
     if x.dtype == tl.int8:
         operand = x
     elif NATIVE:
@@ -27,13 +27,14 @@ def as_operand(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def as_float16(x, NATIVE: tl.constexpr):
-    """Of bytes that hold e4m3: the same values in float16."""
+    """Convert e4m3 bytes to float16, exactly."""
     if NATIVE:
         wide = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         bits = x.to(tl.uint16)
         magnitude = bits & 0x7F
-        # Exponent and mantissa in float16's places, whose bias is 8 more: small ones as well.
+        # Shift exponent and mantissa to float16's fields, whose bias is 8 more; exact for
+        # subnormals too.
         code = ((bits & 0x80) << 8) | (magnitude << 7)
         code = tl.where(magnitude == 0x7F, 0x7E00, code)
         wide = code.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
@@ -44,9 +45,9 @@ def as_float16(x, NATIVE: tl.constexpr):
 def descale_of(
     tokens, head, batch_idx, descale_ptr, stride_b, stride_h, stride_n, group, block, num_blocks
 ):
-    """Of tokens of a sequence, 1 without descales. Whatever the lengths, it reads inside.
+    """Load the descales of tokens of a sequence; 1 without descales. Never reads out of bounds.
 
-    group: query heads to one head of descales; ``head`` is a query head.
+    group: query heads per head of descales; ``head`` is a query head.
     """
     descale = 1.0
     if descale_ptr is not None:

@@ -1,9 +1,9 @@
-"""Launching a kernel whose every argument but the tensors is known beforehand.
+"""Launches a kernel whose arguments, except the tensors, are fixed.
 
-Triton's own launch path inspects every argument each time, tens of microseconds on the host for
-kernels with as many as ours. A plan fixes the scalars, so all that can still differ between two
-launches is whether the tensors' addresses are multiples of 16 bytes. If all are, as nearly always,
-the kernel compiled for that is launched straight away.
+Triton's own launch path inspects every argument in each call, tens of microseconds on the host for
+kernels with this many. A plan fixes the scalars, so two launches differ only in whether the tensor
+addresses are multiples of 16 bytes. If all are, the usual case, the kernel compiled for aligned
+addresses is launched directly.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from triton.compiler import CompiledKernel
 class Launch:
     """One kernel, its grid and its arguments after the tensors, in the order of the signature.
 
-    tensor_types: Triton's name for each tensor's elements ("bf16", "fp32", "i32"),
-        None for no tensor.
-    options: what Triton is told beside the arguments: num_warps, num_stages, arch.
+    tensor_types: Triton's name of each tensor's dtype ("bf16", "fp32", "i32"); None: no tensor.
+    options: Triton's launch options: num_warps, num_stages, arch.
     """
 
     kernel: object

@@ -1,5 +1,5 @@
-"""One block of one head from 16 or 32 bits to 8, with its scale and, if wished, without the mean of
-its sequence and rotated; and that mean, estimated from a sample."""
+"""Quantizes a block of a head from 16 or 32 bits to 8, with optional smoothing (SageAttention) and
+rotation; estimates the mean for smoothing from a sample."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,9 @@ SMALLEST_DESCALE = tl.constexpr(2.0**-126)  # see quantization/torch_operations.
 
 @triton.jit
 def to_e4m3(x):
-    """The bits of the nearest e4m3 of x, float32 within ±448 or NaN; ties to even.
+    """Bits of x, float32 within ±448 or NaN, rounded to e4m3; ties to even.
 
-    Written out because Triton converts only on chips that have the type.
+    Integer operations, because Triton converts only on GPUs that have the type.
     """
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -29,16 +29,17 @@ def to_e4m3(x):
 
 @triton.jit
 def to_int8(x):
-    """The bits of the nearest integer of x, float32 within ±127; ties to even.
+    """Bits of x, float32 within ±127, rounded to int8; ties to even.
 
-    The last place of the sum is 1, and its last byte the integer's: 1.5 * 2**23 ends in zeros.
+    Adding 1.5 * 2**23 makes the last place 1; the sum's low byte is the int8, because the
+    constant's is 0.
     """
     return (x + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit
 def sums_and_differences(x, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
-    """Of the columns that lie WIDTH apart, in their places."""
+    """Replace each pair of columns WIDTH apart by its sum and difference."""
     pairs = tl.reshape(x, (BLOCK_T, BLOCK_D // (2 * WIDTH), 2, WIDTH))
     even, odd = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     both = tl.permute(tl.join(even + odd, even - odd), (0, 1, 3, 2))
@@ -47,7 +48,7 @@ def sums_and_differences(x, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH:
 
 @triton.jit
 def transformed(x, BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr):
-    """The Walsh-Hadamard transform of the columns, a stage for each bit."""
+    """Walsh-Hadamard transform of the columns, one stage per bit."""
     for stage in tl.static_range(STAGES):
         x = sums_and_differences(x, BLOCK_T, HEAD_DIM, 2**stage)
     return x * (HEAD_DIM**-0.5)
@@ -80,9 +81,9 @@ def quantize_block(
 ):
     """data (b, s, h, d) as bytes and descale (b, h, blocks), both dense. Grid: blocks * heads * b.
 
-    BLOCK_D: the head dim, rounded up to a power of two. SMOOTH: subtract mean (b, h, d), dense.
+    BLOCK_D: head dim rounded up to a power of two. SMOOTH: subtract mean (b, h, d), dense.
     ROTATE: the head dim is a power of two, STAGES its log2. INT8: the bytes are int8, else e4m3;
-    LARGEST is what a block's largest number becomes.
+    LARGEST is the quantized value of a block's amax.
     """
     pid = tl.program_id(0)
     block = pid % num_blocks
@@ -109,14 +110,14 @@ def quantize_block(
     if ROTATE:
         x = transformed(x, BLOCK_T, BLOCK_D, STAGES)
     finite = tl.abs(x) < float("inf")
-    # int8 has no NaN: an infinite amax stands for one, and makes the factor 0.
+    # int8 has no NaN: amax = inf represents it and makes the factor 0.
     magnitude = tl.where(finite, tl.abs(x), float("inf") if INT8 else 0.0)
     amax = tl.max(tl.max(magnitude, 1), 0)
     floored = tl.maximum(amax, LARGEST * SMALLEST_DESCALE)
     factor = tl.math.div_rn(LARGEST, floored)
     descale = tl.math.div_rn(floored, LARGEST)
     tl.store(descale_ptr + place, tl.where(amax < float("inf"), descale, float("nan")))
-    # The bounds also keep the product from being fused with the sum of to_int8.
+    # The clamp also prevents fusing the multiply with the addition in to_int8.
     scaled = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)
     scaled = tl.where(finite, scaled, 0.0 if INT8 else float("nan"))
     target = data_ptr + (data_entry + start) * num_heads * HEAD_DIM + head * HEAD_DIM
@@ -134,7 +135,7 @@ def sum_of_halves(x, HALF: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def tree_sum(x, SIZE: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Over axis 0: pairs half of it apart, then a quarter and so on."""
+    """Sum over axis 0: adds pairs SIZE / 2 apart, then SIZE / 4, and so on."""
     for stage in tl.static_range(STAGES):
         x = sum_of_halves(x, SIZE // 2 ** (stage + 1), BLOCK_D)
     return tl.reshape(x, (BLOCK_D,))
@@ -158,9 +159,9 @@ def mean_of_sample(
     BLOCK_D: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """mean (b, h, d), dense; see quantization/smoothing.py. Grid: h * b, parts of the head dim.
+    """mean (b, h, d), dense; see quantization/smoothing.py. Grid: h * b, head dim / BLOCK_D.
 
-    SAMPLE: tokens, STAGES is its log2. BLOCK_D: columns of a program.
+    SAMPLE: number of tokens, STAGES its log2. BLOCK_D: columns per program.
     """
     head = tl.program_id(0) % num_heads
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
@@ -178,7 +179,7 @@ def mean_of_sample(
     count = tl.minimum(length, SAMPLE).to(tl.float32)
     square = total_of_sample * total_of_sample
     spread = squares - tl.math.div_rn(square, count)
-    # 0 for an empty sequence too, whose spread is NaN.
+    # An empty sequence has spread NaN, so its mean is 0 too.
     mean = tl.where(square > SIGNIFICANT * spread, tl.math.div_rn(total_of_sample, count), 0.0)
     target = mean_ptr + (batch * num_heads + head) * HEAD_DIM + columns
     tl.store(target, mean, mask=columns < HEAD_DIM)
