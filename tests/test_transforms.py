@@ -253,6 +253,9 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.xfail(
+    torch.__version__ < "2.9", reason="torch 2.8 does not trace Tensor.item()", strict=True
+)
 def test_compiled_with_a_length_in_a_tensor(fresh_dynamo):
     tensors = operands(varlen)
 
@@ -264,6 +267,9 @@ def test_compiled_with_a_length_in_a_tensor(fresh_dynamo):
         torch.testing.assert_close(compiled(run)(*tensors, longest), run(*tensors, longest))
 
 
+@pytest.mark.xfail(
+    torch.__version__ < "2.9", reason="torch 2.8 does not trace methods of NamedTuple", strict=True
+)
 def test_compiled_fp8_with_the_mean_of_keys_in_the_lse(fresh_dynamo):
     x = normal(1, 8, 2, 16).half() + 1
 
