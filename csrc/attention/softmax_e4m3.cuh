@@ -97,7 +97,7 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   }
 
   // Result of rescale().
-  struct Moved {
+  struct Rescaled {
     bool fell;           // row_max of a row of the warp fell
     uint32_t dominated;  // kInteger: bit r: in row r of this thread one key of this tile outweighs
                          // all others so far
@@ -108,9 +108,9 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   // highest: of each row of this thread; on return the code of the whole row's maximum. factor: the
   // caller multiplies O with it; the sums are rescaled here. All lanes of the warp must call it.
   template <class S>
-  __device__ __forceinline__ Moved rescale(S (&s)[kCount], float (&highest)[2],
-                                           const float (&least)[2], float (&factor)[2]) {
-    Moved moved{};
+  __device__ __forceinline__ Rescaled rescale(S (&s)[kCount], float (&highest)[2],
+                                              const float (&least)[2], float (&factor)[2]) {
+    Rescaled rescaled{};
     float rises_by[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -126,17 +126,17 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
       row_max[r] += rise;
       if constexpr (kInteger) {
         const bool alone = outweighs(highest[r], top, top - rise, r);
-        if (alone && (rises || falls) && top < INFINITY) moved.dominated |= 1u << r;
+        if (alone && (rises || falls) && top < INFINITY) rescaled.dominated |= 1u << r;
       }
       highest[r] = top - rise;
       rises_by[r] = rise;
-      moved.fell = moved.fell || falls;
+      rescaled.fell = rescaled.fell || falls;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) set(s[i], get(s[i]) - rises_by[row_of(i)]);
     if constexpr (kInteger) excess = 0;
-    moved.fell = __any_sync(~0u, moved.fell);
-    return moved;
+    rescaled.fell = __any_sync(~0u, rescaled.fell);
+    return rescaled;
   }
 
   // Returns how many octaves the integer code of a score of row r is above the score's exponent.

@@ -46,7 +46,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     int highest[2];
     float factor[2];  // of out
     exponents(s, softmax, scale, highest, block, full_blocks);
-    move_references(s, softmax, factor, scale, kv_, highest, block, {0, 0});
+    update_row_max(s, softmax, factor, scale, kv_, highest, block, {0, 0});
     this->release_k(kv_);
     Softmax::pack(p, s);
 
@@ -80,7 +80,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
         bool fell = false;
         factor[0] = factor[1] = 1.f;
         if (rescales) {
-          fell = move_references(s, softmax, factor, scale, kv, highest, block, full_blocks);
+          fell = update_row_max(s, softmax, factor, scale, kv, highest, block, full_blocks);
         }
         warpgroup_fence_operand(s);
         // WGMMA would truncate small products when it adds them to the large sums in o.
@@ -145,10 +145,10 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   }
 
   // Changes row_max where needed (softmax_e4m3.cuh); returns whether one fell. kv: stage of K.
-  __device__ __forceinline__ bool move_references(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                  const Scale& scale, PipelineState<kStages> kv,
-                                                  const int (&highest)[2], int block,
-                                                  BlockRange full_blocks) {
+  __device__ __forceinline__ bool update_row_max(Scores& s, Softmax& softmax, float (&factor)[2],
+                                                 const Scale& scale, PipelineState<kStages> kv,
+                                                 const int (&highest)[2], int block,
+                                                 BlockRange full_blocks) {
     float least[2] = {INFINITY, INFINITY};
     float largest[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
     if (!full_blocks.has(block)) {  // a row may be light only because of the mask
