@@ -23,6 +23,8 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from flashattn3 import BlockScaled
 from flashattn3.testing import (
+    E4M3_TRUNCATION,
+    FLOAT32_EPS,
     FORWARD_FACTOR,
     attention,
     call,
@@ -35,6 +37,7 @@ from flashattn3.testing import (
     make_output_gradients,
     scales_of_v,
     score_floor,
+    score_rounding,
 )
 from flashattn3.testing.strategies import random_cases, random_fp8_problems
 from flashattn3.testing.tolerance import FP8_DROPPED_WEIGHT, FP8_EXP2_ERROR
@@ -114,8 +117,13 @@ def test_random_fp8_problems(backend, chunk, device, poisoned_memory):
             weights, _ = attention(values._replace(v=values.v.abs()), **case.reference_options())
             scales = scales_of_v(tensors)
             dropped = dropped_values(values, scales, FP8_DROPPED_WEIGHT, **case.reference_options())
-            check_rounded_p("out", out, reference, weights, dropped, problem, backend)
-            check_lse(lse, reference_lse, problem, backend, FP8_EXP2_ERROR)
+            q = tensors.q.data if isinstance(tensors.q, BlockScaled) else tensors.q
+            e4m3 = q.dtype == torch.float8_e4m3fn
+            unit = case.head_dim * E4M3_TRUNCATION if e4m3 else FLOAT32_EPS
+            moved = score_rounding(values, unit=unit, **case.reference_options())
+            by_row = moved.transpose(-1, -2)
+            check_rounded_p("out", out, reference, weights, dropped, problem, backend, by_row)
+            check_lse(lse, reference_lse, problem, backend, FP8_EXP2_ERROR, moved)
             return
         plain, _ = attention(values, **case.reference_options(), dtype=out_dtype)
         floor = score_floor(lse) if backend == "reference" else None

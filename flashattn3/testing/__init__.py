@@ -17,7 +17,14 @@ from .cases import (
 from .fp8 import FORMS, make_fp8_inputs, scales_of_v
 from .fp64_reference import attention, gradients
 from .inputs import make_inputs, make_output_gradients
-from .rounding import dropped_values, gradient_rounding, out_rounding
+from .rounding import (
+    E4M3_TRUNCATION,
+    FLOAT32_EPS,
+    dropped_values,
+    gradient_rounding,
+    out_rounding,
+    score_rounding,
+)
 from .tolerance import (
     FORWARD_FACTOR,
     FP8_OF_16_BIT,
@@ -33,6 +40,8 @@ from .tolerance import (
 )
 
 __all__ = [
+    "E4M3_TRUNCATION",
+    "FLOAT32_EPS",
     "FORMS",
     "FORWARD_CASES",
     "FORWARD_FACTOR",
@@ -61,4 +70,5 @@ __all__ = [
     "out_rounding",
     "scales_of_v",
     "score_floor",
+    "score_rounding",
 ]

@@ -10,6 +10,8 @@ two: right for few keys, and not too wide for many.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,10 @@ from .fp64_reference import heads_of, scores_of_head
 
 DEVIATIONS = 3.0
 POWERS = (torch.abs, torch.square)
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+# e4m3 WGMMA truncates each product at the accumulator's exponent, so a sum of n products of one
+# sign loses up to n times this of itself (docs/fp8.md).
+E4M3_TRUNCATION = 2.0**-16
 
 
 class _Moments:
@@ -26,12 +32,13 @@ class _Moments:
     def __init__(self, result: Tensor) -> None:
         self.result = torch.zeros_like(result)
         self.sums = {power: torch.zeros_like(result) for power in POWERS}
+        self.float32 = torch.zeros_like(result)  # errors of float32, which are not multiplied
 
     def bound(self, dtype: torch.dtype) -> Tensor:
         """With one rounding more, that of the result, which is stored in dtype."""
         total, squares = self.sums.values()
         likely = torch.minimum(total, DEVIATIONS * squares.sqrt())
-        return torch.finfo(dtype).eps / 2 * (_magnitude(self.result, dtype) + likely)
+        return torch.finfo(dtype).eps / 2 * (_magnitude(self.result, dtype) + likely) + self.float32
 
 
 def out_rounding(
@@ -58,7 +65,8 @@ def gradient_rounding(
     **options: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of dq, dk and dv: P, dS and the results are rounded to dtype, and so are P and out of the
-    forward, from which delta is computed. The other arguments are those of ``gradients``."""
+    forward, from which delta is computed. With softcap, 1 - tanh^2 has the absolute error of a
+    tanh in float32. The other arguments are those of ``gradients``."""
     inputs = [x.detach().double() for x in tensors[:3]]
     of_dq, of_dk, of_dv = moments = [_Moments(x) for x in inputs]
     dout = dout.double()
@@ -68,6 +76,9 @@ def gradient_rounding(
         p, slope = _probabilities(q, k, softmax_scale, **options)
         dp, out = do @ v.T, p @ v
         delta = (do * out).sum(1, keepdim=True) - given[rows].unsqueeze(1)
+        by_slope = softmax_scale * (p * (dp - delta)).abs() * _slope_error(k.shape[0], **options)
+        of_dq.float32[rows] += by_slope @ k.abs()
+        of_dk.float32[keys] += by_slope.T @ q.abs()
         by_delta = p * slope * softmax_scale  # the derivative of dS by -delta
         ds = by_delta * (dp - delta)
         of_dq.result[rows] += ds @ k
@@ -80,6 +91,21 @@ def gradient_rounding(
             of_dk.sums[power][keys] += (power(ds) + of_delta * power(by_delta)).T @ power(q)
             of_dv.sums[power][keys] += power(p).T @ power(do)
     return tuple(x.bound(dtype) for x in moments)
+
+
+def score_rounding(tensors: Tensors, *, softmax_scale: float, unit: float, **_: float) -> Tensor:
+    """Of lse, in its shape: what a score of the row can be off by, unit times the sum of |q k|.
+
+    unit: FLOAT32_EPS, of products that float32 adds; E4M3_TRUNCATION * head_dim of e4m3 on tensor
+        cores. The other options are ``attention``'s. The log-sum-exp is off by no more than its
+        scores.
+    """
+    q, k = (x.detach().double().abs() for x in tensors[:2])
+    moved = q.new_zeros(q.shape[:-1])
+    for rows, keys in heads_of(tensors):
+        sums = q[rows] @ k[keys].T
+        moved[rows] = sums.amax(1) if sums.shape[1] else 0.0
+    return unit * abs(softmax_scale) * moved.transpose(-1, -2)
 
 
 def dropped_values(
@@ -115,6 +141,14 @@ def _probabilities(
     scores, blind = scores_of_head(q, k, softmax_scale, window_left, window_right, softcap)
     tanh = torch.where(scores.isfinite(), scores / softcap, 0.0) if softcap else 0.0 * q[:, :1]
     return torch.softmax(scores, 1).masked_fill(blind, 0.0), 1.0 - tanh.square()
+
+
+def _slope_error(num_keys: int, softcap: float = 0.0, **_: int) -> float:
+    """What 1 - tanh^2 is off by, where tanh = (lse + log P) / softcap has four roundings of
+    float32: lse is at most softcap + log(num_keys), and P keeps its relative precision."""
+    if softcap == 0 or num_keys == 0:
+        return 0.0
+    return 2 * 4 * FLOAT32_EPS * (1 + (1 + math.log(num_keys)) / softcap)
 
 
 def _magnitude(x: Tensor, dtype: torch.dtype) -> Tensor:

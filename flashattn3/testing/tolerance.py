@@ -142,6 +142,7 @@ def check_rounded_p(
     dropped: Tensor,
     case: object,
     plan: object = "",
+    moved: Tensor | None = None,
 ) -> None:
     """Hold a result of few keys, where the errors of P do not average out, to what they can do.
 
@@ -150,16 +151,20 @@ def check_rounded_p(
     root mean square.
     dropped: ``dropped_values`` of FP8_DROPPED_WEIGHT. Light keys are lost beside a heavy one, which
     shows in a column where the heavy key's value is near 0.
+    moved: what each row's scores can be off by, in out's shape but for the last axis; None: 0.
     """
-    got, reference, weights, dropped = _comparable(
-        name, got, reference, weights, dropped, case=case, plan=plan
+    moved = weights.new_zeros(()) if moved is None else torch.expm1(moved).unsqueeze(-1)
+    moved = moved * (weights + reference.abs())
+    got, reference, weights, dropped, moved = _comparable(
+        name, got, reference, weights, dropped, moved, case=case, plan=plan
     )
     error, rounding = (got - reference).abs(), torch.finfo(torch.bfloat16).eps * reference.abs()
-    allowed = 2 * FP8_EXP2_ERROR * weights + dropped + rounding + FLOOR[torch.float32]
+    allowed = 2 * FP8_EXP2_ERROR * weights + dropped + moved + rounding + FLOOR[torch.float32]
     if (error > allowed).any():
         found = f"error over {2 * FP8_EXP2_ERROR:.3g} of the sum of P |v|"
         raise AssertionError(_report(name, found, error - allowed, got, reference, case, plan))
-    bound = FP8_EXP2_ERROR * _root_mean_square(weights) + _root_mean_square(dropped)
+    bound = FP8_EXP2_ERROR * _root_mean_square(weights)
+    bound += _root_mean_square(dropped) + _root_mean_square(moved)
     bound += FLOOR[torch.float32]
     if _root_mean_square(error) > bound:
         found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}"
@@ -167,16 +172,24 @@ def check_rounded_p(
 
 
 def check_lse(
-    got: Tensor, reference: Tensor, case: object, plan: object = "", tolerance: float | None = None
+    got: Tensor,
+    reference: Tensor,
+    case: object,
+    plan: object = "",
+    tolerance: float | None = None,
+    moved: Tensor | None = None,
 ) -> None:
     """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and to the fp64 reference's -inf.
 
     tolerance: None for that of the dtype.
+    moved: ``score_rounding``, an error allowed besides; None: 0. It matters where the products of q
+        and k are large and their sum is not.
     """
     tolerance = tolerance or LSE_TOLERANCE[got.dtype]
-    got, reference = _comparable("lse", got, reference, case=case, plan=plan)
-    finite = reference.isfinite()
-    excess = torch.where(finite, (got - reference).abs() / reference.abs().clamp(min=1.0), 0.0)
+    moved = torch.zeros_like(reference) if moved is None else moved
+    got, reference, moved = _comparable("lse", got, reference, moved, case=case, plan=plan)
+    error = ((got - reference).abs() - moved).clamp(min=0.0)
+    excess = torch.where(reference.isfinite(), error / reference.abs().clamp(min=1.0), 0.0)
     if _largest(excess) > tolerance:
         found = f"largest error / max(1, |lse|) {_largest(excess):.3e} > {tolerance:g}"
         raise AssertionError(_report("lse", found, excess, got, reference, case, plan))
