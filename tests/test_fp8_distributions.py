@@ -113,8 +113,9 @@ OF_16_BIT += tuple(name for name in FAMILIES if name.startswith("sink"))
 
 @everywhere(*OF_16_BIT)
 def test_16_bit_tensors(name, seqlen_k, head_dim, dtype, backend, device):
-    """Against the attention of the 16-bit tensors; where the quantization of q, k and v alone costs
-    more than the bound, 1.3 times of that."""
+    """Against the attention of the 16-bit tensors. A bias may be that of the quantization of q, k
+    and v and, besides, what ``test_every_distribution`` allows the kernel; an error the documented
+    one."""
     (case,) = members(name, seqlen_k, head_dim)
     q, k, v = (x.bfloat16() for x in case.tensors(device))
     wanted = attention(Tensors(q, k, v), softmax_scale=head_dim**-0.5)
@@ -128,7 +129,8 @@ def test_16_bit_tensors(name, seqlen_k, head_dim, dtype, backend, device):
     exact = compare(reference(quantized), wanted)
     how = {"qk_dtype": dtype, "return_lse": True, "backend": backend, "out_dtype": torch.float16}
     found = compare(flash_attn_fp8_func(q, k, v, **how), wanted)
-    bounds = Bounds(error=FP8_OF_16_BIT.rmse, bias=case.bounds.bias)
+    bias = case.bounds.bias + abs(exact.bias)
+    bounds = Bounds(error=FP8_OF_16_BIT.rmse, bias=bias)
     broken = replace(case, bounds=bounds).misses(found, exact)
     assert not broken, f"{case.id}: {broken}"
 

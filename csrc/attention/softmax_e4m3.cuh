@@ -10,7 +10,8 @@
 // moves in both directions. It rises if a probability would pass 448; the tile's maxima show this
 // before P is computed. It falls if a whole tile of the row stays below 2^-1: a row with one heavy
 // key has many light ones, which would all become 0 but may together weigh as much. When row_max
-// is set, the row's largest probability in this tile becomes 2^kLowest to 2^8 (code_of_maximum).
+// is set, the row's largest probability in this tile becomes 2^kLowest to 2^8 (code_of_maximum);
+// 2^8 where it is far above the tile's others, which would become 0 otherwise.
 //
 // The row sums are columns of O (row_sum_columns.cuh) and sum the rounded P, as O does.
 #pragma once
@@ -41,8 +42,8 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   // When row_max is set, the maximum's code lies this far below a whole octave, where it is exact.
   // Integer codes are so at 1.75 times a power of two, two codes below the next power.
   static constexpr float kTopBelow = kInteger ? 2.f : kBelow;
-  static constexpr float kLowestCode = kCodesPerOctave * (kLowest + 7) * kUnit;
-  static constexpr float kHighestCode = kCodesPerOctave * (8 + 7) * kUnit;
+  static constexpr float kLowestCode = (kCodesPerOctave * (kLowest + 7) - kTopBelow) * kUnit;
+  static constexpr float kHighestCode = (kCodesPerOctave * (8 + 7) - kTopBelow) * kUnit;
   static constexpr float kOfScore0 = 2 * kCodesPerOctave * kUnit;  // 2^-5
   // Adding it to codes rounds them to whole octaves.
   static constexpr float kWholeOctaves = 1.5f * 0x1p23f * kCodesPerOctave * kUnit;
@@ -77,14 +78,14 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   }
 
   // least: log2 of the smallest probability at which a light maximum lowers row_max. num_keys keys
-  // below it hold less than 1/64 of the row's sum and can be dropped. All lanes of the warp must
+  // below it hold less than 1/128 of the row's sum and can be dropped. All lanes of the warp must
   // call it.
   __device__ __forceinline__ void find_least(float (&least)[2], int num_keys) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // The sum may lack the previous tile, whose PV GEMM is in flight.
       const float total = fmaxf(row_sum(r), static_cast<float>(1 << kLowest));
-      least[r] = __log2f(__fdividef(total, static_cast<float>(num_keys))) - 6.f;
+      least[r] = __log2f(__fdividef(total, static_cast<float>(num_keys))) - 7.f;
     }
   }
 
@@ -106,10 +107,12 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   // Moves row_max of rows that pass the threshold or see their first key, and of rows whose maximum
   // is light but at least `least`. s: codes relative to the old row_max, on return to the new one.
   // highest: of each row of this thread; on return the code of the whole row's maximum. factor: the
-  // caller multiplies O with it; the sums are rescaled here. All lanes of the warp must call it.
+  // caller multiplies O with it; the sums are rescaled here. full: every row sees every key of the
+  // tile. All lanes of the warp must call it.
   template <class S>
   __device__ __forceinline__ Rescaled rescale(S (&s)[kCount], float (&highest)[2],
-                                              const float (&least)[2], float (&factor)[2]) {
+                                              const float (&least)[2], float (&factor)[2],
+                                              bool full) {
     Rescaled rescaled{};
     float rises_by[2];
 #pragma unroll
@@ -119,14 +122,17 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
       const bool first = unseen >> r & 1;
       const bool rises = first ? top != -INFINITY : !(top < kRescaleThreshold);
       const bool falls = !first && top < kLight && octaves(top) - 7.f >= least[r];
-      const float rise = rises || falls ? top - code_of_maximum(top + row_max[r]) : 0.f;
+      // Where keys are masked, a row often sees one far key only because it sees few.
+      const bool alone = is_alone(highest[r], top, r, full ? 4 : 6);
+      const float code = alone && full ? kHighestCode : code_of_maximum(top + row_max[r]);
+      const float rise = rises || falls ? top - code : 0.f;
       factor[r] = first ? 1.f : exp2_approx(-octaves(rise) - excess_of(r));
       sum[r] = top < INFINITY ? sum[r] * factor[r] : NAN;
       if (rises) unseen &= ~(1u << r);
       row_max[r] += rise;
       if constexpr (kInteger) {
-        const bool alone = outweighs(highest[r], top, top - rise, r);
-        if (alone && (rises || falls) && top < INFINITY) rescaled.dominated |= 1u << r;
+        const bool moved = (rises || falls) && top < INFINITY;
+        if (outweighs(alone && moved, top - rise, r)) rescaled.dominated |= 1u << r;
       }
       highest[r] = top - rise;
       rises_by[r] = rise;
@@ -205,20 +211,26 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   }
 
  private:
-  // Returns whether row r's maximum is six octaves above the other lanes' maxima of this tile
-  // (above a score of 0 for lanes without a key) and at least 1/16 of the row's sum so far.
-  // highest: this lane's maximum, top: the row's, both relative to the old row_max. code: top
-  // relative to the new row_max, as the sums are. All lanes of the warp must call it.
-  __device__ __forceinline__ bool outweighs(float highest, float top, float code, int r) const {
-    constexpr float kFar = 6 * kCodesPerOctave * kUnit;
-    const int quad = threadIdx.x % 32 & ~3;
-    const float of_score0 = top - code - row_max[r];
-    const float own = highest == -INFINITY ? of_score0 : highest;
+  // Returns whether row r's maximum is this many octaves above the other lanes' maxima of this
+  // tile, or above a score of 0 for lanes without a key. highest: this lane's maximum, top: the
+  // row's, both relative to the old row_max, as row_max[r] is. All lanes of the warp must call it.
+  __device__ __forceinline__ bool is_alone(float highest, float top, int r, int octaves) const {
+    const float own = highest == -INFINITY ? -row_max[r] : highest;
+    const uint32_t near = quad_bits(own >= top - octaves * kCodesPerOctave * kUnit);
+    return (near & (near - 1)) == 0;
+  }
+
+  // Returns whether a maximum that is `alone` is at least 1/16 of row r's sum so far. code: its
+  // code, relative to the new row_max, as the sums are. All lanes of the warp must call it.
+  __device__ __forceinline__ bool outweighs(bool alone, float code, int r) const {
     // The first lane of a quad holds almost all of the row's sum (row_sum_columns.cuh).
     const float weight = exp2_approx(octaves(code) - 7.f + kLog2KeyWeight);
-    const uint32_t near = __ballot_sync(~0u, own >= top - kFar) >> quad & 15u;
-    const uint32_t light = __ballot_sync(~0u, sum[r] <= 16.f * weight) >> quad & 1u;
-    return light != 0 && (near & (near - 1)) == 0;
+    return quad_bits(alone && sum[r] <= 16.f * weight) & 1u;
+  }
+
+  // A bit for each of the row's four lanes. All lanes of the warp must call it.
+  static __device__ __forceinline__ uint32_t quad_bits(bool condition) {
+    return __ballot_sync(~0u, condition) >> (threadIdx.x % 32 & ~3) & 15u;
   }
 
   __device__ __forceinline__ float excess_of(int r) const {
@@ -232,7 +244,7 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   static __device__ __forceinline__ float code_of_maximum(float code_over_score0) {
     const float wanted =
         __fsub_rn(__fadd_rn(code_over_score0 + kOfScore0, kWholeOctaves), kWholeOctaves);
-    return fminf(fmaxf(wanted, kLowestCode), kHighestCode) - kTopBelow * kUnit;
+    return fminf(fmaxf(wanted - kTopBelow * kUnit, kLowestCode), kHighestCode);
   }
 
   // Returns the code of the negated probability: adds the sign bit, 128, before the conversion.

@@ -3,9 +3,9 @@
 // after each block (row_sum_columns.cuh), O is promoted every kPromotionBlocks blocks
 // (promotion.cuh).
 //
-// The inner loop contains the common step only. Masks, softcap, rescaling and promotion run between
-// two runs of it: inside the loop their code would lie between the instructions of every step, and
-// instruction cache misses would make each step 5 to 10 % slower.
+// Each warp decides by itself whether it rescales, but all warps of a warpgroup wait for a GEMM at
+// the same instruction, as WGMMA demands (PTX ISA, wgmma.wait_group): the two paths join first.
+// compute-sanitizer's synccheck reports kernels that do not.
 #pragma once
 
 #include "forward/consumer_pipeline.cuh"
@@ -46,53 +46,54 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     int highest[2];
     float factor[2];  // of out
     exponents(s, softmax, scale, highest, block, full_blocks);
-    update_row_max(s, softmax, factor, scale, kv_, highest, block, {0, 0});
+    update_row_max(s, softmax, factor, scale, kv_, highest, full_blocks.has(block));
     this->release_k(kv_);
     Softmax::pack(p, s);
 
     // kv_ is one block behind kv: it is at the stage whose V has yet to be multiplied.
     PipelineState<kStages> kv = kv_.next();
-    if (block > mine.begin) storage_.k_full[kv.index()].wait(kv.phase());  // Sync: next K loaded.
-    scale = scale_of(kv);
+    scale = wait_for_next_k(kv_, block > mine.begin);
     --block;
-    int stop = end_of_chunk(block, mine);
-    while (true) {
-      bool rescales = false, common = true;
+    while (block >= mine.begin) {
+      int stop = end_of_chunk(block, mine);
       for (; block >= stop; --block) {
         this->start_gemms(s, o, p, kv);
         scale.complete(q_factor_);
         warpgroup_wait<1>();
         warpgroup_fence_operand(s);
-        common = !capped && full_blocks.has(block);
-        if (!common) break;
-        softmax.subtract_row_max(s, scale, highest);
-        rescales = __any_sync(~0u, softmax.may_rescale(highest) || scale.is_special());
-        if (rescales) break;
-        finish_step(s, o, p, softmax, scale, kv, block > mine.begin);
-      }
-      bool promote = block < stop;
-      if (!promote) {
-        warpgroup_fence_operand(s);
-        if (!common) {
-          exponents(s, softmax, scale, highest, block, full_blocks);
+        const bool common = !capped && full_blocks.has(block);
+        bool rescales = false, fell = false;
+        if (common) {
+          softmax.subtract_row_max(s, scale, highest);
           rescales = __any_sync(~0u, softmax.may_rescale(highest) || scale.is_special());
         }
-        bool fell = false;
-        factor[0] = factor[1] = 1.f;
-        if (rescales) {
-          fell = update_row_max(s, softmax, factor, scale, kv, highest, block, full_blocks);
+        if (__builtin_expect(!common || rescales, false)) {
+          warpgroup_fence_operand(s);
+          if (!common) {
+            exponents(s, softmax, scale, highest, block, full_blocks);
+            rescales = __any_sync(~0u, softmax.may_rescale(highest) || scale.is_special());
+          }
+          if (rescales) {
+            fell = update_row_max(s, softmax, factor, scale, kv, highest, full_blocks.has(block));
+          }
+          warpgroup_fence_operand(s);
         }
-        warpgroup_fence_operand(s);
-        // WGMMA would truncate small products when it adds them to the large sums in o.
-        promote = fell || block == stop;
-        finish_step(s, o, p, softmax, scale, kv, block > mine.begin, factor);
-        --block;
+        this->release_k(kv);
+        scale = wait_for_next_k(kv, block > mine.begin);
+        // Every warp of the warpgroup waits at this one instruction, as WGMMA demands: the paths of
+        // warps that rescale and of those that do not have joined.
+        wait_for_pv(o);
+        if (__builtin_expect(rescales, false)) {
+          this->rescale(o, factor);
+          // WGMMA would truncate small products when it adds them to the large sums in O.
+          if (fell && promotes()) stop = block;
+        }
+        take_row_sums(softmax.sum, o);
+        Softmax::pack(p, s);
+        kv_ = kv;
+        kv = kv.next();
       }
-      if (block < mine.begin) return;
-      if (promote && promotes()) {
-        num_promotions_ = promotion().take(o, softmax, num_promotions_);
-        stop = end_of_chunk(block, mine);
-      }
+      if (block >= mine.begin) num_promotions_ = promotion().take(o, softmax, num_promotions_);
     }
   }
 
@@ -115,24 +116,18 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     return promotes() ? max(mine.begin, block + 1 - Traits::kPromotionBlocks) : mine.begin;
   }
 
-  // The rest of a step, from codes to P: releases K, and V once the PV GEMM is complete. factor:
-  // rescales O if a row_max changed.
-  template <class... Factor>
-  __device__ __forceinline__ void finish_step(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
-                                              Scale& scale, PipelineState<kStages>& kv, bool more,
-                                              const Factor&... factor) {
-    this->release_k(kv);
+  // Waits for the K behind kv, if there is `more`, and returns its scale; else the scale is unused.
+  __device__ __forceinline__ Scale wait_for_next_k(PipelineState<kStages> kv, bool more) const {
     const PipelineState<kStages> next = kv.next();
     if (more) storage_.k_full[next.index()].wait(next.phase());  // Sync: next K is loaded.
-    scale = scale_of(next);  // stale and unused after the last block
+    return Scale(storage_.kv_descales[more ? next.index() : kStages]);
+  }
+
+  // Waits for the PV GEMM and releases its V.
+  __device__ __forceinline__ void wait_for_pv(Out& o) {
     warpgroup_wait<0>();
     warpgroup_fence_operand(o);
     storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp has finished reading V.
-    (this->rescale(o, factor), ...);
-    take_row_sums(softmax.sum, o);
-    Softmax::pack(p, s);
-    kv_ = kv;
-    kv = next;
   }
 
   // Converts scores to codes relative to row_max; masked scores become -inf.
@@ -145,19 +140,19 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   }
 
   // Changes row_max where needed (softmax_e4m3.cuh); returns whether one fell. kv: stage of K.
+  // full: every row sees every key of the block.
   __device__ __forceinline__ bool update_row_max(Scores& s, Softmax& softmax, float (&factor)[2],
                                                  const Scale& scale, PipelineState<kStages> kv,
-                                                 const int (&highest)[2], int block,
-                                                 BlockRange full_blocks) {
+                                                 const int (&highest)[2], bool full) {
     float least[2] = {INFINITY, INFINITY};
     float largest[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
-    if (!full_blocks.has(block)) {  // a row may be light only because of the mask
+    if (!full) {  // a row may be light only because of the mask
       Softmax::find_highest(largest, s);
     } else if (__any_sync(~0u, softmax.is_light(highest))) {
       Softmax::find_highest(largest, s);
       softmax.find_least(least, this->tile().num_keys);
     }
-    const auto rescaled = softmax.rescale(s, largest, least, factor);
+    const auto rescaled = softmax.rescale(s, largest, least, factor, full);
     if constexpr (kInteger) {
       if (__any_sync(~0u, rescaled.dominated != 0)) {
         float excess[2];

@@ -130,8 +130,10 @@ struct SharedStorage {
   Barrier tile_full[2], tile_empty[2];
   WorkTile tile[2];
   // 8-bit kernel configs only. k_full covers kv_descales. out_scale: factor of out, per work tile;
-  // consumers read it after the last V tile. bias_tile: operand of the int8 accumulator bias.
-  KvDescales<kDescaleGroups> kv_descales[kStages];
+  // consumers read it after the last V tile. The last of kv_descales is of no stage: it is read,
+  // and not used, where a work tile has no next block. bias_tile: operand of the int8 accumulator
+  // bias.
+  KvDescales<kDescaleGroups> kv_descales[kStages + 1];
   float out_scale[2];
   alignas(16) uint8_t bias_tile[kBiasTileBytes];
   float promoted_row_max[kSumsRows];  // row_max of the bf16 sums, per query row of the work tile
