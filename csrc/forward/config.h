@@ -44,6 +44,13 @@ constexpr bool promotes_in_smem(const Config& config) {
   return is_quantized(config.dtype) && (config.head_dim <= 128 || config.num_q_buffers == 1);
 }
 
+// Whether promotion keeps its bf16 sums in registers. int8 kernel configs would spill them, as
+// three warpgroups at 128 columns would.
+constexpr bool promotes_in_registers(const Config& config) {
+  return config.dtype == ElementType::kE4m3 &&
+         (config.head_dim == 64 || (config.head_dim == 128 && config.num_mma_warpgroups == 2));
+}
+
 // Bytes reserved for SharedStorage before the tiles, which need 1024-byte alignment.
 constexpr int shared_storage_bytes(const Config& config) {
   return is_quantized(config.dtype) && config.head_dim <= 128 ? 2048 : 1024;

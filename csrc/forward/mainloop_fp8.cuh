@@ -98,7 +98,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   }
 
   // Adds the promoted sums of O to its accumulators.
-  __device__ __forceinline__ void finish(Out& o, Softmax& softmax) const {
+  __device__ __forceinline__ void finish(Out& o, Softmax& softmax) {
     take_row_sums(softmax.sum, o);
     promotion().add_to(o, softmax, num_promotions_);
   }
@@ -107,8 +107,8 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   // Whether O is promoted. The host disables it for few keys, or if the caller asks for speed.
   __device__ __forceinline__ bool promotes() const { return args_.quantized.promoted != nullptr; }
 
-  __device__ __forceinline__ Promotion<kConfig> promotion() const {
-    return Promotion<kConfig>(args_, storage_, this->staged_out());
+  __device__ __forceinline__ Promotion<kConfig> promotion() {
+    return Promotion<kConfig>(args_, storage_, this->staged_out(), sums_);
   }
 
   // Last block of the chunk that starts with `block`; O is promoted after it, if at all.
@@ -206,7 +206,8 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     cap_scores(s, scale, args_.one_over_cap / Traits::kExponentUnit);
   }
 
-  float q_factor_ = 0.f;    // of this warpgroup's rows of the work tile
+  float q_factor_ = 0.f;  // of this warpgroup's rows of the work tile
+  PromotedSums<kConfig> sums_;
   int num_promotions_ = 0;  // promotions of O in this work tile, as Promotion::take counts them
 };
 

@@ -1,9 +1,9 @@
 // Accumulator promotion of O (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). For e4m3, WGMMA's
 // accumulators keep about 13 bits and truncate the rest of each product: a sum over n keys of one
 // sign loses up to n * 2^-16 of itself, and a key of small weight loses its whole product beside a
-// key of large weight. Every promote_keys keys, O is added to bf16 sums in the staging buffer of
-// the tile's rows; every kPromotionsToFp32 promotions, before the bf16 sums lose much themselves,
-// they are added to fp32 sums in device memory.
+// key of large weight. Every promote_keys keys, O is added to bf16 sums, in registers or in the
+// staging buffer of the tile's rows; every kPromotionsToFp32 promotions, before the bf16 sums lose
+// much themselves, they are added to fp32 sums in device memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,6 +35,14 @@ __device__ __forceinline__ float high_of_bf16x2(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
+// The bf16 sums of a thread where they are kept in registers, and the row_max that they are
+// relative to.
+template <Config kConfig>
+struct PromotedSums {
+  uint4 bf16[promotes_in_registers(kConfig) ? KernelTraits<kConfig>::kHeadDim / 16 : 1];
+  float2 row_max;
+};
+
 // Each thread promotes its own O accumulators, 8 per step: two of its first row, two of its second
 // row, and the same again. A step is 16 bytes in bf16 and two float4 in fp32.
 template <Config kConfig>
@@ -42,16 +50,18 @@ class Promotion {
   using Traits = KernelTraits<kConfig>;
   static constexpr int kSteps = Traits::kHeadDim / 16;
   static constexpr int kThreads = 128 * Traits::kConsumers;
-  // Whether the bf16 sums are in shared memory, else in device memory (config.h).
-  static constexpr bool kInShared = promotes_in_smem(kConfig);
+  // Where the bf16 sums are; if neither, in device memory (config.h).
+  static constexpr bool kInRegisters = promotes_in_registers(kConfig);
+  static constexpr bool kInShared = promotes_in_smem(kConfig) && !kInRegisters;
+  static constexpr int kUnroll = kInRegisters ? kSteps : 4;
   static constexpr int kStride = kInShared ? 32 : kThreads;
   using Out = float[Traits::kOutRegisters];
 
  public:
   // staged: the warp's staging buffer for rows of out.
   __device__ __forceinline__ Promotion(const Arguments& args, SharedStorageOf<kConfig>& storage,
-                                       uint8_t* staged)
-      : args_(args), storage_(storage), staged_(staged) {}
+                                       uint8_t* staged, PromotedSums<kConfig>& sums)
+      : args_(args), storage_(storage), staged_(staged), sums_(sums) {}
 
   // Adds O to the bf16 sums and sets it to 0, except its last columns, the row sums.
   // num_promotions: promotions in the bf16 sums, plus kMoved once there are fp32 sums. Returns it
@@ -63,7 +73,6 @@ class Promotion {
       if (threadIdx.x % 32 == 0) wait_for_stores();  // an earlier tile's rows
       __syncwarp();
     }
-    uint4* const at = in_bf16();
     uint32_t factor[2] = {0, 0};
     if (any) {
       const float2 factors = to_present(softmax, row_maxes());
@@ -72,12 +81,11 @@ class Promotion {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       uint4 sums = make_uint4(0, 0, 0, 0);
-      if (any) sums = at[i * kStride];
-      at[i * kStride] =
-          make_uint4(fma_bf16x2(sums.x, factor[0], to_bf16x2(o[8 * i], o[8 * i + 1])),
-                     fma_bf16x2(sums.y, factor[1], to_bf16x2(o[8 * i + 2], o[8 * i + 3])),
-                     fma_bf16x2(sums.z, factor[0], to_bf16x2(o[8 * i + 4], o[8 * i + 5])),
-                     fma_bf16x2(sums.w, factor[1], to_bf16x2(o[8 * i + 6], o[8 * i + 7])));
+      if (any) sums = bf16(i);
+      bf16(i) = make_uint4(fma_bf16x2(sums.x, factor[0], to_bf16x2(o[8 * i], o[8 * i + 1])),
+                           fma_bf16x2(sums.y, factor[1], to_bf16x2(o[8 * i + 2], o[8 * i + 3])),
+                           fma_bf16x2(sums.z, factor[0], to_bf16x2(o[8 * i + 4], o[8 * i + 5])),
+                           fma_bf16x2(sums.w, factor[1], to_bf16x2(o[8 * i + 6], o[8 * i + 7])));
 #pragma unroll
       for (int j = 0; j < 8; ++j) o[8 * i + j] = 0.f;
     }
@@ -96,11 +104,10 @@ class Promotion {
       if (num_promotions == kMoved) clear_bf16(softmax);
       add_fp32(softmax);
     }
-    const uint4* const at = in_bf16();
     const float2 factor = to_present(softmax, row_maxes());
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const uint4 sums = at[i * kStride];
+      const uint4 sums = bf16(i);
       const float4 low = plus(o + 8 * i, factor, sums.x, sums.y);
       const float4 high = plus(o + 8 * i + 4, factor, sums.z, sums.w);
       o[8 * i] = low.x, o[8 * i + 1] = low.y, o[8 * i + 2] = low.z, o[8 * i + 3] = low.w;
@@ -116,13 +123,12 @@ class Promotion {
   template <class Softmax>
   __device__ __forceinline__ void move_to_fp32(const Softmax& softmax, bool any) const {
     float4* const at = in_fp32();
-    const uint4* const from = in_bf16();
     const float2 factor = any ? to_present(softmax, of_fp32(at)) : make_float2(0.f, 0.f);
-#pragma unroll 4
+#pragma unroll kUnroll
     for (int i = 0; i < kSteps; ++i) {
       float before[8] = {};
       if (any) load(before, at, i);
-      const uint4 sums = from[i * kStride];
+      const uint4 sums = bf16(i);
       at[2 * i * kThreads] = widened(sums.x, sums.y, before, factor);
       at[(2 * i + 1) * kThreads] = widened(sums.z, sums.w, before + 4, factor);
     }
@@ -132,8 +138,8 @@ class Promotion {
 
   template <class Softmax>
   __device__ __forceinline__ void clear_bf16(const Softmax& softmax) const {
-#pragma unroll 1
-    for (int i = 0; i < kSteps; ++i) in_bf16()[i * kStride] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) bf16(i) = make_uint4(0, 0, 0, 0);
     set_row_max(softmax);
   }
 
@@ -141,18 +147,17 @@ class Promotion {
   template <class Softmax>
   __device__ __forceinline__ void add_fp32(const Softmax& softmax) const {
     const float4* const from = in_fp32();
-    uint4* const at = in_bf16();
     const float2 own = row_maxes(), other = of_fp32(from);
     const float2 factor = make_float2(exp2_approx(other.x - own.x), exp2_approx(other.y - own.y));
-#pragma unroll 4
+#pragma unroll kUnroll
     for (int i = 0; i < kSteps; ++i) {
       float before[8];
       load(before, from, i);
-      const uint4 sums = at[i * kStride];
+      const uint4 sums = bf16(i);
       const float4 low = widened(sums.x, sums.y, before, factor);
       const float4 high = widened(sums.z, sums.w, before + 4, factor);
-      at[i * kStride] = make_uint4(to_bf16x2(low.x, low.y), to_bf16x2(low.z, low.w),
-                                   to_bf16x2(high.x, high.y), to_bf16x2(high.z, high.w));
+      bf16(i) = make_uint4(to_bf16x2(low.x, low.y), to_bf16x2(low.z, low.w),
+                           to_bf16x2(high.x, high.y), to_bf16x2(high.z, high.w));
     }
   }
 
@@ -194,13 +199,16 @@ class Promotion {
     return reinterpret_cast<const float2*>(at + 2 * kSteps * kThreads)[0];
   }
 
-  __device__ __forceinline__ uint4* in_bf16() const {
-    if constexpr (kInShared) return reinterpret_cast<uint4*>(staged_) + threadIdx.x % 32;
-    return reinterpret_cast<uint4*>(in_fp32() + (2 * kSteps + 1) * kThreads);
+  __device__ __forceinline__ uint4& bf16(int i) const {
+    if constexpr (kInRegisters) return sums_.bf16[i];
+    if constexpr (kInShared)
+      return reinterpret_cast<uint4*>(staged_)[threadIdx.x % 32 + i * kStride];
+    return reinterpret_cast<uint4*>(in_fp32() + (2 * kSteps + 1) * kThreads)[i * kStride];
   }
 
   // row_max of the bf16 sums, for this thread's two rows, in log2 units.
   __device__ __forceinline__ float2 row_maxes() const {
+    if constexpr (kInRegisters) return sums_.row_max;
     if constexpr (kInShared) {
       __syncwarp();
       const float* of_row =
@@ -212,7 +220,9 @@ class Promotion {
   template <class Softmax>
   __device__ __forceinline__ void set_row_max(const Softmax& softmax) const {
     const float2 now = make_float2(softmax.row_max_log2(0), softmax.row_max_log2(1));
-    if constexpr (kInShared) {
+    if constexpr (kInRegisters) {
+      sums_.row_max = now;
+    } else if constexpr (kInShared) {
       __syncwarp();
       float* of_row = storage_.promoted_row_max + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
       if (threadIdx.x % 4 == 0) of_row[0] = now.x, of_row[8] = now.y;
@@ -224,6 +234,7 @@ class Promotion {
   const Arguments& args_;
   SharedStorageOf<kConfig>& storage_;
   uint8_t* staged_;
+  PromotedSums<kConfig>& sums_;
 };
 
 }  // namespace flashattn3::forward
