@@ -13,11 +13,11 @@ struct Descale {
   int heads_per_descale;       // neighbouring heads that share theirs
 
   // Those of one head of one sequence; null as above.
-  __device__ __forceinline__ const float* of(int batch_idx, int of_head) const {
+  __host__ __device__ __forceinline__ const float* of(int batch_idx, int of_head) const {
     if (data == nullptr) return nullptr;
     return data + batch_idx * batch + of_head / heads_per_descale * head;
   }
-  __device__ __forceinline__ float at(const float* of_head, int token) const {
+  __host__ __device__ __forceinline__ float at(const float* of_head, int token) const {
     return of_head == nullptr ? 1.f : of_head[min(token >> log2_tokens, last_block) * block];
   }
 };

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "tile/fragment.h"
 #include "tile/score_accumulator.cuh"
 
 namespace flashattn3 {
@@ -10,7 +11,7 @@ namespace flashattn3 {
 struct BlockRange {
   int begin;  // first block of keys
   int end;    // one past the last; begin == end: none
-  __device__ __forceinline__ bool has(int block) const {
+  __host__ __device__ __forceinline__ bool has(int block) const {
     return static_cast<uint32_t>(block - begin) < static_cast<uint32_t>(end - begin);
   }
 };
@@ -22,18 +23,20 @@ struct Mask {
   int last;
 
   // The windows are at most the longer of the two longest sequences, which is as good as open.
-  static __device__ __forceinline__ Mask of(int num_rows, int num_keys, int window_left,
-                                            int window_right) {
+  static __host__ __device__ __forceinline__ Mask of(int num_rows, int num_keys, int window_left,
+                                                     int window_right) {
     const int shift = num_keys - num_rows;  // bottom right aligned
     return {num_keys, shift - window_left, shift + window_right};
   }
 
-  __device__ __forceinline__ int begin(int row) const { return max(0, row + first); }
-  __device__ __forceinline__ int end(int row) const { return min(num_keys, row + last + 1); }
+  __host__ __device__ __forceinline__ int begin(int row) const { return max(0, row + first); }
+  __host__ __device__ __forceinline__ int end(int row) const {
+    return min(num_keys, row + last + 1);
+  }
 
   // Blocks of kN keys that hold a visible key of rows first_row to last_row.
   template <int kN>
-  __device__ __forceinline__ BlockRange n_block_range(int first_row, int last_row) const {
+  __host__ __device__ __forceinline__ BlockRange n_block_range(int first_row, int last_row) const {
     if (last_row < first_row) return {0, 0};
     const int low = begin(first_row) / kN;
     const int high = (max(0, end(last_row)) + kN - 1) / kN;
@@ -42,8 +45,8 @@ struct Mask {
 
   // Blocks of kM of num_rows rows that see a key from first_key to last_key.
   template <int kM>
-  __device__ __forceinline__ BlockRange m_block_range(int num_rows, int first_key,
-                                                      int last_key) const {
+  __host__ __device__ __forceinline__ BlockRange m_block_range(int num_rows, int first_key,
+                                                               int last_key) const {
     if (last_key < first_key) return {0, 0};
     const int low = max(0, first_key - last) / kM;
     const int high = (max(0, min(num_rows, last_key - first + 1)) + kM - 1) / kM;
@@ -52,7 +55,7 @@ struct Mask {
 
   // Blocks of kM rows of which each sees every key from first_key to last_key.
   template <int kM>
-  __device__ __forceinline__ BlockRange full_m_blocks(int first_key, int last_key) const {
+  __host__ __device__ __forceinline__ BlockRange full_m_blocks(int first_key, int last_key) const {
     if (last_key >= num_keys) return {0, 0};
     const int low = (max(0, last_key - last) + kM - 1) / kM;
     const int high = max(0, first_key - first + 1) / kM;
@@ -61,7 +64,7 @@ struct Mask {
 
   // Blocks of which every key is visible to every row from first_row to last_row.
   template <int kN>
-  __device__ __forceinline__ BlockRange full_n_blocks(int first_row, int last_row) const {
+  __host__ __device__ __forceinline__ BlockRange full_n_blocks(int first_row, int last_row) const {
     const int low = (begin(last_row) + kN - 1) / kN;
     const int high = max(0, end(first_row)) / kN;
     return {low, max(low, high)};
@@ -73,15 +76,14 @@ struct Mask {
 template <int kN, bool kMasked, class S>
 __device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, int row,
                                             int first_key) {
-  // Thread column 0 is this key; the others are compile-time distances from it (wgmma.cuh).
-  const int key = first_key + threadIdx.x % 4 * 2;
+  // The key of register 0; those of other registers are compile-time distances from it.
+  const int key = first_key + thread_column(threadIdx.x);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int end = (kMasked ? mask.end(row + 8 * r) : mask.num_keys) - key;
 #pragma unroll
-    for (int i = 2 * r; i < kN / 2; i += 4) {
-      if (i / 4 * 8 >= end) set(s[i], -INFINITY);
-      if (i / 4 * 8 + 1 >= end) set(s[i + 1], -INFINITY);
+    for (int i = 0; i < kN / 2; ++i) {
+      if (row_of(i) == r && register_column(i) >= end) set(s[i], -INFINITY);
     }
   }
   if constexpr (kMasked) {
@@ -90,9 +92,8 @@ __device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, in
     for (int r = 0; r < 2; ++r) {
       const int begin = mask.begin(row + 8 * r) - key;
 #pragma unroll
-      for (int i = 2 * r; i < kN / 2; i += 4) {
-        if (i / 4 * 8 < begin) set(s[i], -INFINITY);
-        if (i / 4 * 8 + 1 < begin) set(s[i + 1], -INFINITY);
+      for (int i = 0; i < kN / 2; ++i) {
+        if (row_of(i) == r && register_column(i) < begin) set(s[i], -INFINITY);
       }
     }
   }
@@ -103,18 +104,15 @@ __device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, in
 template <int kM>
 __device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mask& mask, int key,
                                                    int first_row) {
-  const int row = first_row + threadIdx.x % 4 * 2;  // of thread column 0 (wgmma.cuh)
+  const int row = first_row + thread_column(threadIdx.x);  // the query of register 0
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int begin = key + 8 * r < mask.num_keys ? key + 8 * r - mask.last - row : kM;
     const int last = key + 8 * r - mask.first - row;
 #pragma unroll
-    for (int i = 2 * r; i < kM / 2; i += 4) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = i / 4 * 8 + c;
-        if (column < begin || column > last) p[i + c] = 0.f;
-      }
+    for (int i = 0; i < kM / 2; ++i) {
+      const int column = register_column(i);
+      if (row_of(i) == r && (column < begin || column > last)) p[i] = 0.f;
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/softmax.cuh"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/score_accumulator.cuh"
 
@@ -37,10 +38,10 @@ struct alignas(16) KvDescales {
   uint32_t special;
 };
 
-// Group of accumulator register i, column 8 * (i / 4) + 2 * (lane % 4) + i % 2 (wgmma.cuh).
+// Group of accumulator register i: the columns of all lanes of a register are 8 neighbouring ones.
 template <int kGroupKeys>
 __device__ __forceinline__ constexpr int key_group(int i) {
-  return i / 4 * 8 / kGroupKeys;
+  return register_column(i) / kGroupKeys;
 }
 
 // A thread's copy of the descales for one tile of scores. kBias: accumulator bias of integer scores

@@ -18,7 +18,8 @@ struct Sequence {
 };
 
 // Whatever the tables hold, the rows lie inside the tensor.
-__device__ __forceinline__ Sequence find_sequence(const SequenceTable& table, int batch_idx) {
+__host__ __device__ __forceinline__ Sequence find_sequence(const SequenceTable& table,
+                                                           int batch_idx) {
   Sequence sequence{0, table.longest};
   if (table.cu_seqlens != nullptr) {
     const int begin = min(max(table.cu_seqlens[batch_idx], 0), table.total);

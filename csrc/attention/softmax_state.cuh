@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "tile/fragment.h"
 #include "tile/score_accumulator.cuh"
 
 namespace flashattn3 {
@@ -21,18 +22,15 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// A thread holds elements of two rows: i / 2 even is the first, odd the second (see wgmma.cuh).
-__device__ __forceinline__ constexpr int row_of(int i) { return i / 2 % 2; }
-
 // The tile column of a score of row r that equals `value`; -1: this thread holds none.
 template <class S, int kCount>
 __device__ __forceinline__ int column_of(const S (&s)[kCount], int r, float value) {
   int column = -1;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (row_of(i) == r && get(s[i]) == value) column = i / 4 * 8 + i % 2;
+    if (row_of(i) == r && get(s[i]) == value) column = register_column(i);
   }
-  return column < 0 ? -1 : column + threadIdx.x % 4 * 2;
+  return column < 0 ? -1 : column + thread_column(threadIdx.x);
 }
 
 // kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile.

@@ -15,6 +15,8 @@
 
 #include <cstdint>
 
+#include "tile/fragment.h"
+
 namespace flashattn3 {
 
 constexpr int kCoreRowKeys = 16;
@@ -29,6 +31,8 @@ constexpr int padded_columns(int head_dim) {
 
 // The first of the four slots' keys is 2t, this is how far slot i of them is from it.
 constexpr int permuted_key(int quad, int i) { return 2 * quad + i % 2 + i / 2 * 8; }
+static_assert(permuted_key(3, 1) == thread_column(3) + register_column(1) &&
+              permuted_key(3, 2) == thread_column(3) + register_column(4));
 
 constexpr int64_t padded_keys(int64_t keys) {
   return (keys + kKeyGroup - 1) / kKeyGroup * kKeyGroup;

@@ -14,6 +14,7 @@
 #include "ptx/convert_fp8.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/permuted_v.h"
 
@@ -91,7 +92,7 @@ __device__ __forceinline__ void gemm_rs_with_row_sum(float (&out)[(kHeadDim + kR
 __device__ __forceinline__ int log2_of_one() {
   uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return kLog2KeyWeight + 8 * static_cast<int>(lane % 4);
+  return kLog2KeyWeight + 4 * thread_column(lane);
 }
 
 // Moves the sums from out's last accumulators to `sum`. The accumulators are multiplied by 0:

@@ -8,11 +8,9 @@
 #include <cute/arch/util.hpp>
 
 #include "ptx/mbarrier.cuh"
+#include "tile/fragment.h"
 
 namespace flashattn3 {
-
-// Of a warp in its warpgroup's 64.
-constexpr int kRowsOfWarp = 16;
 
 // A warp's 16 rows x 4 * kWords columns of 64 in the 128-byte swizzle, 128 bytes a row, at a
 // multiple of 1024. word[i]: two neighbouring columns, as an accumulator fragment holds them
