@@ -1,4 +1,5 @@
-// Which keys a query sees: an interval that moves with the row, cut to the sequence.
+// The mask of causal and sliding window attention: each query row sees an interval of keys, which
+// moves with the row and is clipped to the sequence.
 #pragma once
 
 #include <cstdint>
@@ -8,33 +9,36 @@
 
 namespace flashattn3 {
 
+// Range of blocks of keys (n_blocks) or of query rows (m_blocks).
 struct BlockRange {
-  int begin;  // first block of keys
-  int end;    // one past the last; begin == end: none
+  int begin;  // first block
+  int end;    // one past the last block; begin == end: no block
   __host__ __device__ __forceinline__ bool has(int block) const {
     return static_cast<uint32_t>(block - begin) < static_cast<uint32_t>(end - begin);
   }
 };
 
-// Row i sees keys from max(0, i + first) to min(num_keys, i + last + 1) - 1.
+// Row i sees the keys from max(0, i + first) to min(num_keys, i + last + 1) - 1.
 struct Mask {
   int num_keys;
   int first;
   int last;
 
-  // The windows are at most the longer of the two longest sequences, which is as good as open.
+  // window_left, window_right: clipped to the length of the longest sequence of queries or keys,
+  // which is as good as open.
   static __host__ __device__ __forceinline__ Mask of(int num_rows, int num_keys, int window_left,
                                                      int window_right) {
-    const int shift = num_keys - num_rows;  // bottom right aligned
+    const int shift = num_keys - num_rows;  // bottom-right aligned
     return {num_keys, shift - window_left, shift + window_right};
   }
 
+  // First key that a row sees, and one past the last.
   __host__ __device__ __forceinline__ int begin(int row) const { return max(0, row + first); }
   __host__ __device__ __forceinline__ int end(int row) const {
     return min(num_keys, row + last + 1);
   }
 
-  // Blocks of kN keys that hold a visible key of rows first_row to last_row.
+  // Blocks of kN keys of which a row from first_row to last_row sees at least one key.
   template <int kN>
   __host__ __device__ __forceinline__ BlockRange n_block_range(int first_row, int last_row) const {
     if (last_row < first_row) return {0, 0};
@@ -43,7 +47,7 @@ struct Mask {
     return low < high ? BlockRange{low, high} : BlockRange{0, 0};
   }
 
-  // Blocks of kM of num_rows rows that see a key from first_key to last_key.
+  // Blocks of kM rows, of num_rows rows, in which a row sees a key from first_key to last_key.
   template <int kM>
   __host__ __device__ __forceinline__ BlockRange m_block_range(int num_rows, int first_key,
                                                                int last_key) const {
@@ -53,7 +57,8 @@ struct Mask {
     return low < high ? BlockRange{low, high} : BlockRange{0, 0};
   }
 
-  // Blocks of kM rows of which each sees every key from first_key to last_key.
+  // Blocks of kM rows in which every row sees every key from first_key to last_key. The range may
+  // end past the last block of the sequence.
   template <int kM>
   __host__ __device__ __forceinline__ BlockRange full_m_blocks(int first_key, int last_key) const {
     if (last_key >= num_keys) return {0, 0};
@@ -62,7 +67,7 @@ struct Mask {
     return {low, max(low, high)};
   }
 
-  // Blocks of which every key is visible to every row from first_row to last_row.
+  // Blocks of kN keys of which every row from first_row to last_row sees every key.
   template <int kN>
   __host__ __device__ __forceinline__ BlockRange full_n_blocks(int first_row, int last_row) const {
     const int low = (begin(last_row) + kN - 1) / kN;
@@ -71,8 +76,9 @@ struct Mask {
   }
 };
 
-// Sets the scores of keys that a row does not see to -inf. row: the thread's first row, the second
-// is 8 below. first_key: of the tile.
+// Sets the scores of keys that a row does not see to -inf. row: of the thread's register 0
+// (fragment.h). first_key: of the tile. kMasked: false hides only keys past the end of the
+// sequence.
 template <int kN, bool kMasked, class S>
 __device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, int row,
                                             int first_key) {
@@ -99,8 +105,8 @@ __device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, in
   }
 }
 
-// Sets probabilities of a tile of keys x kM queries to 0 where the query does not see the key. key:
-// the thread's first, the second is 8 below. first_row: of the tile.
+// Sets the probabilities of a tile of keys x kM queries to 0 where the query does not see the key.
+// key: of the thread's register 0. first_row: of the tile.
 template <int kM>
 __device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mask& mask, int key,
                                                    int first_row) {

@@ -14,8 +14,9 @@ namespace flashattn3 {
 constexpr int kRowsOfWarp = 16;  // rows of each warp among the 64 of its warpgroup
 
 // Row and column of a thread's register 0. thread: index in the warpgroup or in consecutive
-// warpgroups, whose rows follow each other; of a lane index, the row is counted from the warp's
-// first.
+// warpgroups, whose rows follow each other; with a lane index, the row is counted from the warp's
+// first row. They compute in the type of the index: a conversion changes the machine code of the
+// kernels.
 template <class Index>
 constexpr Index thread_row(Index thread) {
   return thread / 32 * kRowsOfWarp + thread % 32 / 4;

@@ -3,8 +3,8 @@
 // move to a register of their own after every tile (accumulator promotion, DeepSeek-V3, arXiv
 // 2412.19437): WGMMA truncates additions to a large sum (9 % lost over 4096 keys).
 //
-// A key's weight is the inverse of a factor of its probability, any float (score_scale.cuh). Column
-// c holds the remainder that the columns before it leave, times 2^(4c), in e4m3, whose four
+// A key's weight is the inverse of a factor of its probability, any float (score_scale.cuh).
+// Column c holds the remainder that the columns before it leave, times 2^(4c), in e4m3, whose four
 // significant bits leave a sixteenth. A weight of 1 is stored as 2^kLog2KeyWeight, so that the
 // largest weight is below 448.
 #pragma once

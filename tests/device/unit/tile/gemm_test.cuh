@@ -33,11 +33,11 @@ __device__ inline uint32_t desc_low(const uint8_t* tile, int atom_stride) {
 // S = Q K^T of two warpgroups, 128 rows, or S = 1000 + Q K^T with kAdd.
 template <ElementType kElement, int kN, int kHeadDim, bool kAdd>
 __global__ void store_ss(const uint8_t* q, const uint8_t* k, float* found) {
-  constexpr int kBlockM = 128, kRowBytes = kHeadDim * element_bytes(kElement);
+  constexpr int kBlockM = 128, kPitchBytes = kHeadDim * element_bytes(kElement);
   uint8_t* q_tile = shared_memory();
-  uint8_t* k_tile = q_tile + tile_bytes(kBlockM, kRowBytes);
-  fill_tile(q_tile, q, kBlockM, kRowBytes);
-  fill_tile(k_tile, k, kN, kRowBytes);
+  uint8_t* k_tile = q_tile + tile_bytes(kBlockM, kPitchBytes);
+  fill_tile(q_tile, q, kBlockM, kPitchBytes);
+  fill_tile(k_tile, k, kN, kPitchBytes);
   __syncthreads();
   float s[kN / 2];
   for (int i = 0; i < kN / 2; ++i) s[i] = 1000.f;
@@ -51,11 +51,11 @@ __global__ void store_ss(const uint8_t* q, const uint8_t* k, float* found) {
 
 template <ElementType kElement, int kN, int kHeadDim, bool kAdd>
 void check_ss(Result& result) {
-  constexpr int kRowBytes = kHeadDim * element_bytes(kElement);
+  constexpr int kPitchBytes = kHeadDim * element_bytes(kElement);
   const Matrix q(128, kHeadDim, 4, 1), k(kN, kHeadDim, 4, 2);
   Array<uint8_t> q_bytes(q.bytes(kElement)), k_bytes(k.bytes(kElement));
   Array<float> found(128 * kN);
-  launch(store_ss<kElement, kN, kHeadDim, kAdd>, 1, 256, tile_bytes(128 + kN, kRowBytes),
+  launch(store_ss<kElement, kN, kHeadDim, kAdd>, 1, 256, tile_bytes(128 + kN, kPitchBytes),
          q_bytes.device(), k_bytes.device(), found.device());
   const std::vector<float>& s = found.download();
   for (int row = 0; row < 128; ++row) {

@@ -57,8 +57,8 @@ inline std::vector<uint8_t> some_bytes(size_t count) {
 
 template <ElementType kElement, int kHeadDim, int kAtoms, int kFirstAtom>
 void check_tile(Result& result) {
-  constexpr int kElementBytes = element_bytes(kElement), kRowBytes = kHeadDim * kElementBytes;
-  const std::vector<uint8_t> tensor = some_bytes(size_t{kBatch} * kSeq * kHeads * kRowBytes);
+  constexpr int kElementBytes = element_bytes(kElement), kPitchBytes = kHeadDim * kElementBytes;
+  const std::vector<uint8_t> tensor = some_bytes(size_t{kBatch} * kSeq * kHeads * kPitchBytes);
   Array<uint8_t> device(tensor);
   const CUtensorMap map = make_tensor_map(
       "test", kElement, device.device(), device.device(), {kHeadDim, kSeq, kHeads, kBatch},
@@ -74,9 +74,9 @@ void check_tile(Result& result) {
       for (int r = 0; r < kRows; ++r) {
         for (int byte = 0; byte < kAtoms * 128; ++byte) {
           const int of_row = kFirstAtom * 128 + byte;
-          const bool inside = row + r < kSeq && of_row < kRowBytes;
+          const bool inside = row + r < kSeq && of_row < kPitchBytes;
           const size_t at =
-              ((size_t{static_cast<uint32_t>(b)} * kSeq + row + r) * kHeads + head) * kRowBytes +
+              ((size_t{static_cast<uint32_t>(b)} * kSeq + row + r) * kHeads + head) * kPitchBytes +
               of_row;
           result.equal(inside ? tensor[at] : 0, tile[tile_offset(kRows, r, byte)], name, r, byte);
         }
