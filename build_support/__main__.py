@@ -1,7 +1,7 @@
 """``python -m build_support`` builds the libraries in the checkout, as an editable install does.
 
-``python -m build_support forward_check`` (``backward_check``) builds the program of tests/device
-that runs the kernels without torch, and prints its path.
+``python -m build_support forward_check`` builds a program of tests/device and prints its path:
+forward_check and backward_check run the kernels without torch, unit_check tests the primitives.
 """
 
 import sys

@@ -13,7 +13,9 @@ from .units import ROOT
 CSRC = ROOT / "csrc"
 DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, written to the build folder, built only on request.
-DEVICE_CHECKS = ("forward_check", "backward_check")
+KERNEL_CHECKS = ("forward_check", "backward_check")
+UNIT_CHECK = "unit_check"
+DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK)
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 COUNTERS = "launch/tile_counters.cpp.o"  # which the checks link too
 CONFIGS_MODULE = Path("_kernel_configs.abi3.so")
@@ -69,13 +71,15 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
     _link(lines, module, configs, ["-shared", "-cudart=none", *beside], needs=library)
     if DEVICE_TESTS.is_dir():  # absent where the kernels are built without tests
-        for check in DEVICE_CHECKS:
-            _device_check(lines, check, device, [*shared, COUNTERS])
+        for check in KERNEL_CHECKS:
+            _kernel_check(lines, check, device, [*shared, COUNTERS])
+        unit_check = _compile(lines, DEVICE_TESTS / f"{UNIT_CHECK}.cu", device)
+        _link(lines, Path(UNIT_CHECK), [unit_check], ["-cudart=static"])
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 
 
-def _device_check(lines: list[str], name: str, flags: list[str], shared: list[str]) -> None:
+def _kernel_check(lines: list[str], name: str, flags: list[str], shared: list[str]) -> None:
     """Append the steps that build a program that runs kernels without torch.
 
     shared: objects of the library that the kernels need.

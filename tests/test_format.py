@@ -17,6 +17,9 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".h", ".cuh", ".cu", ".cpp")
 ]
+DEVICE_FUNCTION = re.compile(
+    r" *(template <.*> )?(static )?(inline )?(__host__ )?__(device|global)__ "
+)
 
 
 def test_every_source_is_formatted():
@@ -40,7 +43,7 @@ def function_lengths(text: str) -> dict[int, int]:
     """Of each device function of a formatted source: its first line and its number of lines."""
     lines, lengths = text.splitlines(), {}
     for first, line in enumerate(lines):
-        if not re.match(r" *(template <.*> )?(static )?(inline )?__(device|global)__ ", line):
+        if not DEVICE_FUNCTION.match(line):
             continue
         closing = line[: len(line) - len(line.lstrip())] + "}"
         for last in range(first, len(lines)):

@@ -1,87 +1,95 @@
-// Which keys a query sees: an interval that moves with the row, cut to the sequence.
+// The mask of causal and sliding window attention: each query row sees an interval of keys, which
+// moves with the row and is clipped to the sequence.
 #pragma once
 
 #include <cstdint>
 
+#include "tile/fragment.h"
 #include "tile/score_accumulator.cuh"
 
 namespace flashattn3 {
 
+// Range of blocks of keys (n_blocks) or of query rows (m_blocks).
 struct BlockRange {
-  int begin;  // first block of keys
-  int end;    // one past the last; begin == end: none
-  __device__ __forceinline__ bool has(int block) const {
+  int begin;  // first block
+  int end;    // one past the last block; begin == end: no block
+  __host__ __device__ __forceinline__ bool has(int block) const {
     return static_cast<uint32_t>(block - begin) < static_cast<uint32_t>(end - begin);
   }
 };
 
-// Row i sees keys from max(0, i + first) to min(num_keys, i + last + 1) - 1.
+// Row i sees the keys from max(0, i + first) to min(num_keys, i + last + 1) - 1.
 struct Mask {
   int num_keys;
   int first;
   int last;
 
-  // The windows are at most the longer of the two longest sequences, which is as good as open.
-  static __device__ __forceinline__ Mask of(int num_rows, int num_keys, int window_left,
-                                            int window_right) {
-    const int shift = num_keys - num_rows;  // bottom right aligned
+  // window_left, window_right: clipped to the length of the longest sequence of queries or keys,
+  // which is as good as open.
+  static __host__ __device__ __forceinline__ Mask of(int num_rows, int num_keys, int window_left,
+                                                     int window_right) {
+    const int shift = num_keys - num_rows;  // bottom-right aligned
     return {num_keys, shift - window_left, shift + window_right};
   }
 
-  __device__ __forceinline__ int begin(int row) const { return max(0, row + first); }
-  __device__ __forceinline__ int end(int row) const { return min(num_keys, row + last + 1); }
+  // First key that a row sees, and one past the last.
+  __host__ __device__ __forceinline__ int begin(int row) const { return max(0, row + first); }
+  __host__ __device__ __forceinline__ int end(int row) const {
+    return min(num_keys, row + last + 1);
+  }
 
-  // Blocks of kN keys that hold a visible key of rows first_row to last_row.
+  // Blocks of kN keys of which a row from first_row to last_row sees at least one key.
   template <int kN>
-  __device__ __forceinline__ BlockRange n_block_range(int first_row, int last_row) const {
+  __host__ __device__ __forceinline__ BlockRange n_block_range(int first_row, int last_row) const {
     if (last_row < first_row) return {0, 0};
     const int low = begin(first_row) / kN;
     const int high = (max(0, end(last_row)) + kN - 1) / kN;
     return low < high ? BlockRange{low, high} : BlockRange{0, 0};
   }
 
-  // Blocks of kM of num_rows rows that see a key from first_key to last_key.
+  // Blocks of kM rows, of num_rows rows, in which a row sees a key from first_key to last_key.
   template <int kM>
-  __device__ __forceinline__ BlockRange m_block_range(int num_rows, int first_key,
-                                                      int last_key) const {
+  __host__ __device__ __forceinline__ BlockRange m_block_range(int num_rows, int first_key,
+                                                               int last_key) const {
     if (last_key < first_key) return {0, 0};
     const int low = max(0, first_key - last) / kM;
     const int high = (max(0, min(num_rows, last_key - first + 1)) + kM - 1) / kM;
     return low < high ? BlockRange{low, high} : BlockRange{0, 0};
   }
 
-  // Blocks of kM rows of which each sees every key from first_key to last_key.
+  // Blocks of kM rows in which every row sees every key from first_key to last_key. The range may
+  // end past the last block of the sequence.
   template <int kM>
-  __device__ __forceinline__ BlockRange full_m_blocks(int first_key, int last_key) const {
+  __host__ __device__ __forceinline__ BlockRange full_m_blocks(int first_key, int last_key) const {
     if (last_key >= num_keys) return {0, 0};
     const int low = (max(0, last_key - last) + kM - 1) / kM;
     const int high = max(0, first_key - first + 1) / kM;
     return {low, max(low, high)};
   }
 
-  // Blocks of which every key is visible to every row from first_row to last_row.
+  // Blocks of kN keys of which every row from first_row to last_row sees every key.
   template <int kN>
-  __device__ __forceinline__ BlockRange full_n_blocks(int first_row, int last_row) const {
+  __host__ __device__ __forceinline__ BlockRange full_n_blocks(int first_row, int last_row) const {
     const int low = (begin(last_row) + kN - 1) / kN;
     const int high = max(0, end(first_row)) / kN;
     return {low, max(low, high)};
   }
 };
 
-// Sets the scores of keys that a row does not see to -inf. row: the thread's first row, the second
-// is 8 below. first_key: of the tile.
+// Sets the scores of keys that a row does not see to -inf. row: of the thread's register 0
+// (fragment.h). first_key: of the tile. kMasked: false hides only keys past the end of the
+// sequence.
 template <int kN, bool kMasked, class S>
 __device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, int row,
                                             int first_key) {
-  // Thread column 0 is this key; the others are compile-time distances from it (wgmma.cuh).
-  const int key = first_key + threadIdx.x % 4 * 2;
+  // The key of register 0; those of other registers are compile-time distances from it.
+  const int key = first_key + thread_column(threadIdx.x);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int end = (kMasked ? mask.end(row + 8 * r) : mask.num_keys) - key;
 #pragma unroll
-    for (int i = 2 * r; i < kN / 2; i += 4) {
-      if (i / 4 * 8 >= end) set(s[i], -INFINITY);
-      if (i / 4 * 8 + 1 >= end) set(s[i + 1], -INFINITY);
+    for (int i = 0; i < kN / 2; ++i) {
+      if (row_of(i) == r && register_column(i) >= end) set(s[i], -INFINITY);
     }
   }
   if constexpr (kMasked) {
@@ -90,31 +98,27 @@ __device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, in
     for (int r = 0; r < 2; ++r) {
       const int begin = mask.begin(row + 8 * r) - key;
 #pragma unroll
-      for (int i = 2 * r; i < kN / 2; i += 4) {
-        if (i / 4 * 8 < begin) set(s[i], -INFINITY);
-        if (i / 4 * 8 + 1 < begin) set(s[i + 1], -INFINITY);
+      for (int i = 0; i < kN / 2; ++i) {
+        if (row_of(i) == r && register_column(i) < begin) set(s[i], -INFINITY);
       }
     }
   }
 }
 
-// Sets probabilities of a tile of keys x kM queries to 0 where the query does not see the key. key:
-// the thread's first, the second is 8 below. first_row: of the tile.
+// Sets the probabilities of a tile of keys x kM queries to 0 where the query does not see the key.
+// key: of the thread's register 0. first_row: of the tile.
 template <int kM>
 __device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mask& mask, int key,
                                                    int first_row) {
-  const int row = first_row + threadIdx.x % 4 * 2;  // of thread column 0 (wgmma.cuh)
+  const int row = first_row + thread_column(threadIdx.x);  // the query of register 0
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int begin = key + 8 * r < mask.num_keys ? key + 8 * r - mask.last - row : kM;
     const int last = key + 8 * r - mask.first - row;
 #pragma unroll
-    for (int i = 2 * r; i < kM / 2; i += 4) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = i / 4 * 8 + c;
-        if (column < begin || column > last) p[i + c] = 0.f;
-      }
+    for (int i = 0; i < kM / 2; ++i) {
+      const int column = register_column(i);
+      if (row_of(i) == r && (column < begin || column > last)) p[i] = 0.f;
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/softmax.cuh"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/score_accumulator.cuh"
 
@@ -37,14 +38,14 @@ struct alignas(16) KvDescales {
   uint32_t special;
 };
 
-// Group of accumulator register i, column 8 * (i / 4) + 2 * (lane % 4) + i % 2 (wgmma.cuh).
+// Group of accumulator register i: the columns of all lanes of a register are 8 neighbouring ones.
 template <int kGroupKeys>
 __device__ __forceinline__ constexpr int key_group(int i) {
-  return i / 4 * 8 / kGroupKeys;
+  return register_column(i) / kGroupKeys;
 }
 
-// A thread's copy of the descales for one tile of scores. kBias: accumulator bias of integer scores
-// (gemm_int8.cuh); 0: scores are floats.
+// A thread's copy of the descales for one tile of scores. kBias: accumulator bias of integer
+// scores (gemm_int8.cuh); 0: scores are floats.
 template <int kGroups, int kGroupKeys, int kBias>
 struct BlockScale {
   static constexpr int kNumGroups = kGroups;
@@ -114,9 +115,9 @@ struct BlockScale {
   }
 
  private:
-  // Integer codes can only be shifted by integers. So the factor is changed slightly, such that the
-  // bias's share and the shift together are an integer, at most one code away: the largest score is
-  // off by as much, others in proportion.
+  // Integer codes can only be shifted by integers. So the factor is changed slightly, such that
+  // the bias's share and the shift together are an integer, at most one code away: the largest
+  // score is off by as much, others in proportion.
   __device__ __forceinline__ void remove_bias(int g, float share, float shift_over_bias) {
     constexpr float kRound = 1.5f * 0x1p23f;  // adding it rounds to an integer
     const float codes = __fsub_rn(share + fmaf(shift_over_bias, -kBias, kRound), kRound);

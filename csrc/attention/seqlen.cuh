@@ -1,4 +1,4 @@
-// Where the rows of a batch entry begin and how many there are.
+// Offset and length of each sequence of a batch, from cu_seqlens and seqused.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,18 @@ namespace flashattn3 {
 struct SequenceTable {
   const int32_t* cu_seqlens;  // (batch + 1), or null
   const int32_t* seqused;     // (batch), or null
-  int longest;                // rows of an entry without cu_seqlens; an upper bound with
-  int total;                  // rows of the tensor; read only with cu_seqlens
+  int longest;                // length of every sequence without cu_seqlens; with it an upper bound
+  int total;                  // number of tokens of the tensor; read only with cu_seqlens
 };
 
 struct Sequence {
-  int offset;  // first row in the tensor; 0 where entries have a dimension of their own
+  int offset;  // first token in the tensor; 0 without cu_seqlens, where batch is a dimension
   int length;
 };
 
-// Whatever the tables hold, the rows lie inside the tensor.
-__device__ __forceinline__ Sequence find_sequence(const SequenceTable& table, int batch_idx) {
+// Returns a sequence whose tokens are inside the tensor, whatever values the tables hold.
+__host__ __device__ __forceinline__ Sequence find_sequence(const SequenceTable& table,
+                                                           int batch_idx) {
   Sequence sequence{0, table.longest};
   if (table.cu_seqlens != nullptr) {
     const int begin = min(max(table.cu_seqlens[batch_idx], 0), table.total);

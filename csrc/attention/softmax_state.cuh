@@ -1,38 +1,38 @@
-// What every softmax over keys that come tile by tile keeps of its rows, on the accumulator
-// fragments of the scores: a reference, which probabilities and out are relative to, and the sum of
-// the probabilities. softmax.cuh and softmax_e4m3.cuh say when a reference is raised.
+// The state of an online softmax on accumulator fragments of the scores: for each row row_max,
+// which the probabilities and O are relative to, and the sum of the probabilities. softmax.cuh and
+// softmax_e4m3.cuh decide when row_max changes.
 #pragma once
 
 #include <climits>
 #include <cstdint>
 
+#include "tile/fragment.h"
 #include "tile/score_accumulator.cuh"
 
 namespace flashattn3 {
 
+// Returns an approximation of 2^x; denormal results become 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
+// Returns the sum over the four lanes that share a row.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// A thread holds elements of two rows: i / 2 even is the first, odd the second (see wgmma.cuh).
-__device__ __forceinline__ constexpr int row_of(int i) { return i / 2 % 2; }
-
-// The tile column of a score of row r that equals `value`; -1: this thread holds none.
+// Returns the tile column of a score of row r that equals `value`; -1 if this thread holds none.
 template <class S, int kCount>
 __device__ __forceinline__ int column_of(const S (&s)[kCount], int r, float value) {
   int column = -1;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (row_of(i) == r && get(s[i]) == value) column = i / 4 * 8 + i % 2;
+    if (row_of(i) == r && get(s[i]) == value) column = register_column(i);
   }
-  return column < 0 ? -1 : column + threadIdx.x % 4 * 2;
+  return column < 0 ? -1 : column + thread_column(threadIdx.x);
 }
 
 // kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile.
@@ -40,9 +40,9 @@ template <int kN, bool kRowsMayBeEmpty>
 struct SoftmaxState {
   static constexpr int kCount = kN / 2;
 
-  float row_max[2];  // in the exponents' units; 0 until the row has seen a key
-  float sum[2];      // of this thread's columns; the row's sum is that of its four lanes
-  uint32_t unseen;   // rows without a key so far, a bit for each
+  float row_max[2];  // in the units of the exponents; 0 until the row has seen a key
+  float sum[2];      // over this thread's columns; four lanes share a row
+  uint32_t unseen;   // bit r is set if row r has seen no key so far
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -53,9 +53,9 @@ struct SoftmaxState {
     unseen = 3;
   }
 
-  // s becomes the exponent over the reference. highest: the largest of each row of this thread, as
-  // the bits of a float: integer comparison orders floats as soon as one is positive, with NaN
-  // above all of them, and takes two at a time.
+  // Replaces scores by exponents relative to row_max. highest: the largest exponent of each row of
+  // this thread, as the bits of a float. Integer comparison orders floats if at least one is
+  // positive, with NaN above all others, and one instruction compares two of them to the maximum.
   template <class S, class Scale>
   __device__ __forceinline__ void subtract_row_max(S (&s)[kCount], const Scale& scale,
                                                    int (&highest)[2]) const {
@@ -71,21 +71,22 @@ struct SoftmaxState {
     }
   }
 
-  // Whether a row of this thread reaches the limit or is NaN, or may see its first key.
+  // Returns whether an exponent of this thread reaches the threshold or is NaN, or a row may see
+  // its first key.
   __device__ __forceinline__ bool needs_rescale(const int (&highest)[2], float threshold) const {
     const bool exceeds = max(highest[0], highest[1]) >= __float_as_int(threshold);
     return kRowsMayBeEmpty ? exceeds || unseen != 0 : exceeds;
   }
 
-  // Never true, which the compiler can't know: what is decided by it comes after the sums.
+  // Returns false, which the compiler cannot know: a branch on it comes after the sums.
   __device__ __forceinline__ bool impossible() const { return sum[0] + sum[1] < 0.f; }
 
-  // Whether a row of the warp has seen no key so far.
+  // Returns whether a row of the warp has seen no key so far.
   __device__ __forceinline__ bool warp_has_unseen() const {
     return kRowsMayBeEmpty && __any_sync(~0u, unseen != 0);
   }
 
-  // The row's sum over its four lanes; 0 if it saw no key.
+  // Returns the row's sum over its four lanes; 0 if it saw no key.
   __device__ __forceinline__ float row_sum(int r) const { return quad_sum(sum[r]); }
 };
 

@@ -17,8 +17,8 @@ namespace flashattn3 {
 struct VarlenSchedule {
   int32_t* workspace;  // 2 * batch + 1; null: all sequences have num_blocks blocks
   int batch;
-  __device__ __forceinline__ int32_t* batch_indices() const { return workspace; }
-  __device__ __forceinline__ int32_t* first_blocks() const {
+  __host__ __device__ __forceinline__ int32_t* batch_indices() const { return workspace; }
+  __host__ __device__ __forceinline__ int32_t* first_blocks() const {
     return workspace + batch;
   }  // batch + 1
 };
@@ -45,7 +45,8 @@ struct TileCoord {
   int batch_head_idx;  // head + num_heads * batch_idx
 };
 
-__device__ __forceinline__ TileCoord tile_coord(const TileSchedulerParams& params, int index) {
+__host__ __device__ __forceinline__ TileCoord tile_coord(const TileSchedulerParams& params,
+                                                         int index) {
   const int last_head = params.num_batch_heads - params.last_l2_group_heads;
   const int l2_group_tiles = params.l2_group_heads * params.num_blocks;
   const bool last = index >= last_head * params.num_blocks;
@@ -58,8 +59,8 @@ __device__ __forceinline__ TileCoord tile_coord(const TileSchedulerParams& param
 }
 
 // Varlen: one sequence after the other, all heads of each.
-__device__ __forceinline__ TileCoord varlen_tile_coord(const TileSchedulerParams& params,
-                                                       int index) {
+__host__ __device__ __forceinline__ TileCoord varlen_tile_coord(const TileSchedulerParams& params,
+                                                                int index) {
   const int num_heads = params.num_batch_heads / params.varlen.batch;
   const int32_t* first_blocks = params.varlen.first_blocks();
   // Binary search: the last position with first_blocks * num_heads <= index.
@@ -80,7 +81,7 @@ __device__ __forceinline__ TileCoord varlen_tile_coord(const TileSchedulerParams
 }
 
 // The actual number of tiles; varlen: mostly fewer than params.num_tiles.
-__device__ __forceinline__ int count_tiles(const TileSchedulerParams& params) {
+__host__ __device__ __forceinline__ int count_tiles(const TileSchedulerParams& params) {
   if (params.varlen.workspace == nullptr) return params.num_tiles;
   return params.varlen.first_blocks()[params.varlen.batch] *
          (params.num_batch_heads / params.varlen.batch);

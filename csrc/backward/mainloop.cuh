@@ -15,6 +15,7 @@
 #include "backward/epilogue.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/traits.cuh"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/zero_fill.cuh"
 
@@ -134,7 +135,7 @@ class Consumer {
     load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage_.lse[stage]);
     exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
     if (block < full_blocks.begin || block >= full_blocks.end) {
-      mask_probabilities<kBlockM>(s, tile_mask(), warp_first_key() + threadIdx.x % 32 / 4,
+      mask_probabilities<kBlockM>(s, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                   block * kBlockM);
     }
     pack_probabilities<kElement, kBlockM>(p, s);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/softmax.cuh"
+#include "tile/fragment.h"
 
 namespace flashattn3::backward {
 
@@ -10,10 +11,10 @@ namespace flashattn3::backward {
 // that of the fragment's first column, in shared memory.
 template <int kBegin, int kEnd, int kCount>
 __device__ __forceinline__ void load_per_column(float (&s)[kCount], const float* lse_or_delta) {
-  const float* mine = lse_or_delta + threadIdx.x % 4 * 2;
+  const float* mine = lse_or_delta + thread_column(threadIdx.x);
 #pragma unroll
   for (int i = kBegin; i < kEnd; i += 4) {
-    const float2 pair = *reinterpret_cast<const float2*>(mine + i / 4 * 8);
+    const float2 pair = *reinterpret_cast<const float2*>(mine + register_column(i));
     s[i] = s[i + 2] = pair.x, s[i + 1] = s[i + 3] = pair.y;
   }
 }
@@ -52,7 +53,7 @@ __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const floa
     asm volatile("" : "+f"(tanh_scale));
     if (tanh_scale == 0.f) break;
     float of_column[8];
-    load_per_column(of_column, lse + i / 4 * 8);
+    load_per_column(of_column, lse + register_column(i));
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float tanh = (__log2f(p[i + j]) + of_column[j]) * inverse;

@@ -12,6 +12,7 @@
 #include "forward/arguments.h"
 #include "forward/epilogue.cuh"
 #include "forward/traits.cuh"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/gemm_int8.cuh"
 #include "tile/row_sum_columns.cuh"
@@ -207,7 +208,7 @@ class ConsumerPipeline {
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, int block) const {
-    const int row = tile().first_row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    const int row = warp_first_row() + thread_row(threadIdx.x % 32);
     mask_scores<kBlockN, Traits::kMasked>(s, tile_mask(tile().num_rows, tile().num_keys), row,
                                           block * kBlockN);
   }

@@ -5,6 +5,7 @@
 #include "forward/arguments.h"
 #include "forward/traits.cuh"
 #include "ptx/element.h"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/tma_store.cuh"
 
@@ -39,7 +40,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
     const float sum = softmax.row_sum(r);
     inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
     inverse[r] *= scale;
-    const int row = first_row + lane / 4 + 8 * r;
+    const int row = first_row + thread_row(lane) + 8 * r;
     if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
       constexpr float kLn2 = 0.693147180559945f;
       args.lse[tile.batch_coord * args.lse_batch + (tile.row_offset + row) * args.lse_seq +
@@ -72,7 +73,8 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
       for (int i = 0; i < 16; ++i) {
         const int at = 32 * atom + 2 * i;
         if (at < Traits::kHeadDim / 2) {
-          word[i] = pack_out<Traits>(args, o[at] * inverse[i % 2], o[at + 1] * inverse[i % 2]);
+          word[i] =
+              pack_out<Traits>(args, o[at] * inverse[row_of(at)], o[at + 1] * inverse[row_of(at)]);
         }
       }
       stage_rows(staged + (atom - first) * atom_stride, word);

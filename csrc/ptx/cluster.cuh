@@ -1,5 +1,5 @@
-// CTAs of a cluster: their barrier, and a maximum over all of their threads. One CTA without a
-// cluster is a cluster of one.
+// The CTAs of a cluster: their barrier, access to each other's shared memory, and the maximum over
+// all of their threads. A CTA that is launched without a cluster is a cluster of one.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace flashattn3 {
 
-constexpr int kMaxClusterSize = 4;  // of what is used here
+constexpr int kMaxClusterSize = 4;  // the kernels use no larger one
 
 __device__ __forceinline__ uint32_t cluster_index() {
   uint32_t index;
@@ -27,9 +27,10 @@ __device__ __forceinline__ uint32_t cluster_size() {
   return size;
 }
 
-// All threads of all CTAs. After the wait each CTA has begun, and its barriers are initialised if
-// fence_barrier_init() came before the arrival. Orders nothing else: a release would wait for every
-// access of the thread to memory. Both want whole warps.
+// The cluster's barrier: all threads of all CTAs call both functions, as whole warps. After the
+// wait every CTA has started, and its barriers are initialised if it called fence_barrier_init()
+// before it arrived. The arrival orders no other access: a release would make the thread wait for
+// all of its accesses to memory.
 __device__ __forceinline__ void cluster_arrive() {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -38,13 +39,14 @@ __device__ __forceinline__ void cluster_wait() {
   __syncwarp();
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
-// In the place of cluster_arrive(): what this thread wrote is there for all threads after the wait.
+// Replaces cluster_arrive() where all threads are to see, after the wait, what this thread wrote.
 __device__ __forceinline__ void cluster_arrive_release() {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// What a CTA of the cluster, which has not left, has at this place of its shared memory.
+// Returns the word at the address of `place` in the shared memory of a CTA of the cluster, which
+// must not have exited. The addresses of all CTAs have the same layout.
 __device__ __forceinline__ int32_t load_from_cta(const int32_t& place, uint32_t cta) {
   int32_t value;
   asm volatile(
@@ -57,9 +59,9 @@ __device__ __forceinline__ int32_t load_from_cta(const int32_t& place, uint32_t 
   return value;
 }
 
-// Copies bytes, a multiple of 16, to shared memory of another CTA of the cluster, where they count
-// at the barrier that `full` is here. One thread calls it. The addresses are of this CTA's own
-// shared memory, which has the same map.
+// Copies `bytes` bytes, a multiple of 16, to the shared memory of another CTA of the cluster,
+// where that CTA's barrier at the address of `full` counts them. One thread calls it. All
+// addresses are those of this CTA's own shared memory, which has the same layout.
 __device__ __forceinline__ void copy_to_peer(uint32_t to, uint32_t from, const Barrier& full,
                                              uint32_t bytes, uint32_t cta) {
   asm volatile(
@@ -72,8 +74,8 @@ __device__ __forceinline__ void copy_to_peer(uint32_t to, uint32_t from, const B
       : "memory");
 }
 
-// One arrival of the calling warp, as Barrier::arrive_warp, at the barrier that this one is in
-// another CTA of the cluster.
+// The calling warp arrives once, as in Barrier::arrive_warp, at the barrier that has the address
+// of `barrier` in another CTA of the cluster.
 __device__ __forceinline__ void arrive_warp_at(const Barrier& barrier, uint32_t cta) {
   if (threadIdx.x % 32 != 0) return;
   asm volatile(
@@ -84,28 +86,28 @@ __device__ __forceinline__ void arrive_warp_at(const Barrier& barrier, uint32_t 
       : "memory");
 }
 
-// The largest of a value of every thread of the cluster, in shared memory; for one use. Every warp
-// sends its own to every CTA, whose barrier counts the bytes. A CTA gets all before it goes on, so
-// it is there as long as others send.
+// Finds the largest value over all threads of the cluster; lies in shared memory and serves once.
+// Every warp sends its maximum to every CTA, whose barrier counts the bytes. A CTA waits for the
+// maxima of all warps before it continues, so it still exists while other CTAs send.
 template <int kWarps>
 struct ClusterMax {
-  static_assert(kMaxClusterSize * kWarps <= 32, "a lane looks at one word");
+  static_assert(kMaxClusterSize * kWarps <= 32, "each lane reads one word");
   Barrier arrived;
   uint32_t of_warp[kMaxClusterSize * kWarps];
 
-  // One thread, before fence_barrier_init() and the barrier of the cluster.
+  // One thread calls it, before fence_barrier_init() and the cluster's barrier.
   __device__ __forceinline__ void init() {
     arrived.init(1);
     arrived.arrive_and_expect(cluster_size() * kWarps * sizeof(uint32_t));
   }
 
-  // All threads; no value negative. NaN is the largest.
+  // All threads call it. No value may be negative; NaN counts as the largest.
   __device__ __forceinline__ float find(float value) {
-    // Floats that are not negative are ordered like their bits.
+    // The bits of floats that are not negative have the same order as the floats.
     const uint32_t mine = __reduce_max_sync(0xffffffff, __float_as_uint(value));
     const uint32_t lane = threadIdx.x % 32, size = cluster_size();
     uint32_t& place = of_warp[cluster_rank() * kWarps + threadIdx.x / 32];
-    if (size == 1) {  // nothing may be sent within a CTA that has no cluster
+    if (size == 1) {  // a CTA without a cluster must not send to itself
       if (lane == 0) place = mine;
       __syncthreads();
     } else {

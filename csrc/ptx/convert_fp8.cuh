@@ -1,4 +1,4 @@
-// Conversion to numbers of 8 bits.
+// Conversion of floats and integers to 8-bit numbers, four at a time.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -7,8 +7,8 @@
 
 namespace flashattn3 {
 
-// To the nearest, ties to even; beyond ±448, infinities too, to ±448; NaN to 0x7f. The first value
-// is the lowest byte.
+// Rounds to the nearest e4m3 number, ties to even. Values beyond ±448 and infinities become ±448,
+// NaN becomes 0x7f. The first value is in the lowest byte.
 __device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) {
   uint32_t bytes;
   asm("{\n.reg .b16 low, high;\n"
@@ -20,6 +20,7 @@ __device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) 
   return bytes;
 }
 
+// Returns the float of the e4m3 number that to_e4m3 rounds to.
 __device__ __forceinline__ float rounded_to_e4m3(float x) {
   uint32_t halves;
   asm("{\n.reg .b16 pair;\n"
@@ -30,8 +31,8 @@ __device__ __forceinline__ float rounded_to_e4m3(float x) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(halves)));
 }
 
-// Integers, saturated to -128 and 127, or to 0 and 255. The first is the lowest byte. A conversion
-// before it becomes one instruction with it.
+// Packs integers, saturated to -128 and 127 or to 0 and 255; the first is in the lowest byte. The
+// compiler merges a conversion of floats to integers before it into the same instruction.
 template <bool kSigned>
 __device__ __forceinline__ uint32_t saturated_bytes(int a, int b, int c, int d) {
   uint32_t high, bytes;
@@ -45,7 +46,7 @@ __device__ __forceinline__ uint32_t saturated_bytes(int a, int b, int c, int d) 
   return bytes;
 }
 
-// To the nearest integers, ties to even, saturated; NaN to 0.
+// Rounds to the nearest integers, ties to even, and saturates; NaN becomes 0.
 template <bool kSigned>
 __device__ __forceinline__ uint32_t nearest_bytes(float a, float b, float c, float d) {
   return saturated_bytes<kSigned>(__float2int_rn(a), __float2int_rn(b), __float2int_rn(c),
@@ -60,19 +61,19 @@ __device__ __forceinline__ uint32_t to_uint8(float a, float b, float c, float d)
   return nearest_bytes<false>(a, b, c, d);
 }
 
-// The same of integers; a float below 0 is one too.
+// Saturates integers. The bits of a negative float are a negative integer and become 0.
 __device__ __forceinline__ uint32_t to_uint8(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return saturated_bytes<false>(a, b, c, d);
 }
 
-// As fmaxf, but NaN if one is.
+// Like fmaxf, but returns NaN if one of the values is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float highest;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(highest) : "f"(a), "f"(b));
   return highest;
 }
 
-// Byte j of each word into word j: four rows of four bytes become four columns.
+// Moves byte j of each word into word j: four rows of four bytes become four columns.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140);
   const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140);

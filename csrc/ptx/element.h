@@ -1,4 +1,4 @@
-// The element types of q, k and v. Those of 8 bits have descales.
+// The element types of q, k and v. Tensors of the 8-bit types have descales.
 #pragma once
 
 namespace flashattn3 {
@@ -24,7 +24,7 @@ constexpr const char* element_name(ElementType type) {
   }
 }
 
-// Of v, and of the probabilities, where q and k are of this type.
+// Element type of v and of the probabilities if q and k have this type.
 constexpr ElementType value_type(ElementType type) {
   return type == ElementType::kInt8 ? ElementType::kE4m3 : type;
 }

@@ -1,6 +1,6 @@
-// Barriers in shared memory (mbarrier), named barriers, and the position in the stages of a
-// pipeline. CUTLASS's own wrappers lack the "memory" clobber, so that plain reads of shared memory
-// could move across them; these have it.
+// Barriers in shared memory (mbarrier), named barriers, and the state of a pipeline. CUTLASS's
+// wrappers lack the "memory" clobber, so the compiler could move plain reads of shared memory
+// across them; these wrappers have it.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace flashattn3 {
 
 #ifdef FLASHATTN3_WAIT_LIMIT_NS
-// For finding a hang: a wait that takes longer is noted and given up, so that the kernel comes to
-// its end, with wrong results, and the host can read the notes. Never in a build for use.
+// Finds a hang: a wait that takes longer than this is recorded and given up, so that the kernel
+// ends, with wrong results, and the host can read the records. Only for debugging.
 struct GivenUpWait {
   uint32_t barrier;  // address in shared memory
   uint32_t phase;
@@ -23,16 +23,16 @@ struct GivenUpWaits {
 static __device__ GivenUpWaits given_up_waits;
 #endif
 
-// For compute-sanitizer's racecheck, which follows arrivals of threads but no __syncwarp before
-// that of one for all. Never in a build for use.
+// compute-sanitizer's racecheck follows the arrival of each thread, but not a __syncwarp before
+// one lane's arrival for all. Only for that tool.
 #ifdef FLASHATTN3_EVERY_LANE_ARRIVES
 constexpr int kArrivalsPerWarp = 32;
 #else
 constexpr int kArrivalsPerWarp = 1;
 #endif
 
-// A full barrier counts one arrival (the loading thread) and the bytes it announced; an empty
-// barrier counts one arrival for each warp that read the buffer.
+// An mbarrier. A full barrier counts one arrival, of the thread that loads, and the bytes that
+// this thread expects; an empty barrier counts one arrival for each warp that has read the buffer.
 struct Barrier {
   uint64_t word;
 
@@ -42,8 +42,8 @@ struct Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count) : "memory");
   }
 
-  // Returns once the phase with this bit is complete: 1 passes on a fresh barrier, 0 waits
-  // for its first completion. What arrived before is then visible.
+  // Returns once the phase with this parity is complete: on a new barrier, 1 returns at once and 0
+  // waits for the first completion. Writes that came before the arrivals are then visible.
   __device__ __forceinline__ void wait(uint32_t phase) const {
     uint32_t done;
 #ifdef FLASHATTN3_WAIT_LIMIT_NS
@@ -72,20 +72,21 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
   }
 
-  // One arrival; the phase then also waits for this many bytes of bulk copies.
+  // Arrives once; the phase also waits until bulk copies have written this many bytes.
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
                  "r"(bytes)
                  : "memory");
   }
 
-  // One arrival of the calling warp, whose lanes are done with the buffer and together: they come
-  // from a WGMMA wait or a __syncwarp.
+  // The calling warp arrives once. All of its lanes have finished with the buffer and are
+  // converged, since a WGMMA wait or a __syncwarp precedes.
   __device__ __forceinline__ void arrive_warp() {
     if (threadIdx.x % 32 == 0) arrive();
   }
 
-  // The same, of lanes that read or wrote by plain instructions; kArrivalsPerWarp arrivals.
+  // The same for lanes that read or wrote with plain instructions; counts kArrivalsPerWarp
+  // arrivals.
   __device__ __forceinline__ void arrive_lanes() {
     if constexpr (kArrivalsPerWarp == 32) {
       arrive();
@@ -95,7 +96,8 @@ struct Barrier {
   }
 };
 
-// Makes initialised barriers visible to bulk copies; before the CTA's first __syncthreads.
+// Makes initialised barriers visible to bulk copies. The thread that initialised them calls it
+// before the CTA's first __syncthreads.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -106,17 +108,18 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Lane 0's value, in all lanes. The compiler then knows that the branches that follow from it do
-// not split the warp, and keeps pipeline state and matrix descriptors in uniform registers: 254
-// instead of 290 instructions in a step of d128 192x80 (nvcc 13.0).
+// Returns lane 0's value in all lanes. The compiler then knows that branches on it do not split
+// the warp, and keeps pipeline state and matrix descriptors in uniform registers: a step of d128
+// 192x80 has 254 instructions instead of 290 (nvcc 13.0).
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// Position in a ring of kStages buffers. phase() is that of the full barrier for who reads, and of
-// the empty barrier for who writes: readers start at 0 (wait for data), writers at 1 (all free).
+// State of a pipeline of kStages buffers: the index of a buffer, and the phase to wait for. A
+// consumer waits with it at the full barrier and starts with phase 0, which waits for data; a
+// producer waits at the empty barrier and starts with phase 1, as all buffers are free.
 template <int kStages>
 class PipelineState {
  public:
@@ -135,7 +138,7 @@ class PipelineState {
     index_ = wraps ? 0 : index_ + 1;
     phase_ ^= wraps;
   }
-  // So many steps ago, at most kStages.
+  // Returns the state `steps` steps ago; at most kStages.
   __device__ __forceinline__ PipelineState before(uint32_t steps) const {
     PipelineState position = *this;
     const bool wraps = index_ < steps;
@@ -149,7 +152,7 @@ class PipelineState {
   uint32_t phase_;
 };
 
-// With a power of 2 the count of uses so far tells both, in one register.
+// If kStages is a power of 2, one register that counts the steps holds both index and phase.
 template <int kStages>
   requires((kStages & (kStages - 1)) == 0)
 class PipelineState<kStages> {

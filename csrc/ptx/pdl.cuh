@@ -1,16 +1,17 @@
-// Programmatic dependent launch: a kernel's CTAs may take their places while the kernel before it
-// in the stream still runs its last ones.
+// Programmatic dependent launch (PDL): CTAs of a kernel may start while the kernel before it in
+// the stream still runs its last CTAs.
 #pragma once
 
 namespace flashattn3 {
 
-// Lets a dependent kernel begin as soon as there is room; it still waits below for this one's end.
+// Lets the dependent kernel start as soon as SMs have room. It still waits, in
+// griddepcontrol_wait(), until this kernel is complete.
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Until the kernels before are complete and what they wrote can be seen. At once where the launch
-// did not ask for an early start.
+// Waits until the preceding kernels are complete and their writes are visible. Returns at once if
+// the launch did not request an early start.
 __device__ __forceinline__ void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

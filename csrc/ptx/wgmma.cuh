@@ -1,7 +1,7 @@
-// The WGMMA instructions of attention, one struct for each element type and width: 64 rows times kN
-// columns, 32 bytes deep, fp32 accumulators. CuTe's own atoms take every accumulator as an argument
-// and have no widths such as 80; with the header that has them an empty unit compiles in 30 s
-// instead of 6 (nvcc 13.0).
+// The WGMMA instructions of attention, one struct for each element type and width: 64 rows x kN
+// columns, a depth of 32 bytes, fp32 accumulators. CuTe's atoms take every accumulator as a
+// separate argument and lack widths such as 80; with the header that has such widths, an otherwise
+// empty translation unit compiles in 30 s instead of 6 s (nvcc 13.0).
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,13 @@
 
 namespace flashattn3 {
 
-// ss: d = a * b^T (+ d if accumulate), both operands in shared memory with the depth
-// contiguous. rs: d += a * b, a in registers, b in shared memory: 16 bits with the columns
-// contiguous, 8 bits with the depth contiguous, the only order there is for them. 16 bits alone:
-// ss_mn_b: as rs, but a in shared memory, with the depth contiguous. ss_mn_ab: d = a * b
-// (+ d if accumulate), both in shared memory, a with its rows and b with its columns contiguous.
-// Thread t of the warpgroup, lane l = t % 32, holds of d rows 16 * (t / 32) + l / 4 (d[i] with
-// i / 2 even) and 8 below (odd), columns 8 * (i / 4) + 2 * (l % 4) + i % 2. (PTX ISA, "Register
-// fragments and shared memory layouts" of wgmma.mma_async.m64nNk16.)
+// ss computes d = a * b^T (+ d if accumulate); both operands are in shared memory and K-major (the
+// depth is contiguous).
+// rs computes d += a * b; a is in registers, b in shared memory: MN-major (the columns are
+// contiguous) for 16 bits, K-major for 8 bits, which allow no other order.
+// The last two exist for 16 bits alone. ss_mn_b is like rs, but a is in shared memory and K-major.
+// ss_mn_ab computes d = a * b (+ d if accumulate); both are in shared memory and MN-major.
+// tile/fragment.h has the rows and columns of d[i].
 template <ElementType kElement, int kN>
 struct Wgmma;
 
@@ -46,9 +45,9 @@ struct Wgmma;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]),                                      \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
-// o0 to o4: the operand numbers that follow the accumulators.
-// DEPTH: k16 or k32. SCORES, VALUES, SHARED, ACROSS: how a and b lie, as the instruction of the
-// type wants it said.
+// o0 to o4: the numbers of the operands that follow the accumulators. DEPTH: k16 or k32. SCORES,
+// VALUES, SHARED and ACROSS: the instruction's arguments for the majorness of a and b in ss, rs,
+// ss_mn_b and ss_mn_ab; 8-bit types have none.
 #define FA3_WGMMA(ELEMENT, NAME, DEPTH, SCORES, VALUES, SHARED, ACROSS, N, REGISTERS, o0, o1, o2, o3, \
                   o4, ...)                                                                         \
   template <>                                                                                      \
@@ -88,7 +87,7 @@ struct Wgmma;
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
     }                                                                                              \
   };
-// int8 has ss alone, and those of unsigned numbers; d is 32-bit integers.
+// int8 has only ss, for signed and for unsigned elements; d holds 32-bit integers.
 #define FA3_INT_SS(NAME, TYPES, N, REGISTERS, o0, o1, o2, ...)                                    \
   static __device__ __forceinline__ void NAME(uint32_t (&d)[N / 2], uint64_t a, uint64_t b,        \
                                               bool accumulate) {                                   \
@@ -116,7 +115,7 @@ struct Wgmma;
   FA3_WGMMA_BOTH(__VA_ARGS__)                                                                      \
   FA3_WGMMA_E4M3(__VA_ARGS__)
 
-// Widths of out in 8 bits, whose last 8 columns are sums (row_sum_columns.cuh).
+// The widths of O for 8-bit inputs, whose last 8 columns are row sums (tile/row_sum_columns.cuh).
 FA3_WGMMA_E4M3(72, FA3_REGISTERS_0 ", " FA3_REGISTERS_1 ", " FA3_REGISTERS_2 ", " FA3_REGISTERS_3
     ", %32, %33, %34, %35", 36, 37, 38, 39, 40, FA3_ACC8(0), FA3_ACC8(8), FA3_ACC8(16),
     FA3_ACC8(24), FA3_ACC4(32))

@@ -1,7 +1,7 @@
 // The two GEMMs of attention on tiles in shared memory, with their fences and waits.
 //
-// A tile of rows x columns is stored as atoms of 128 bytes of columns: atom c holds all R rows, 128
-// bytes each, in the 128-byte swizzle that TMA writes, R * 128 bytes in total. Atoms, and the
+// A tile of rows x columns is stored as atoms of 128 bytes of columns: atom c holds all R rows,
+// 128 bytes each, in the 128-byte swizzle that TMA writes, R * 128 bytes in total. Atoms, and the
 // 64-row slabs of Q in them, start at multiples of 1024 bytes.
 //
 // 8-bit V is stored permuted (permuted_v.h, row_sum_columns.cuh), because WGMMA takes 8-bit B

@@ -1,4 +1,4 @@
-// The product of the scores of int8 on tiles in shared memory, as gemm_ss of gemm.cuh.
+// The QK^T GEMM of int8 tiles in shared memory, as gemm_ss in gemm.cuh.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 
 namespace flashattn3 {
 
-// Where scores start, so that none is negative (score_accumulator.cuh): 32 * 255^2 for each 128
-// columns, whose products are -128 * 127 at least.
+// Accumulator bias of int8 scores, so that none is negative (score_accumulator.cuh): 32 * 255^2
+// for each 128 columns, each of whose products is at least -128 * 127.
 template <int kHeadDim>
 constexpr int kInt8Bias = (kHeadDim + 127) / 128 * 32 * 255 * 255;
 
-// What scores of int8 start from is itself a product, of a tile of 255s with itself: eight rows of
-// 16 bytes, which stand for all. To write so many registers instead would take a third of all
-// instructions of a step. (H100, full, 16384 tokens, TFLOP/s: d64 794 to 860, d128 1124 to 1206.)
+// A GEMM writes the bias: the product of a tile of 255s with itself. Eight rows of 16 bytes stand
+// for the whole tile. Writing as many registers by moves would take a third of all instructions of
+// a step. (H100, full, 16384 tokens, TFLOP/s: d64 794 to 860, d128 1124 to 1206.)
 constexpr int kBiasTileBytes = 128;
 
-// Threads of the CTA, before its first __syncthreads.
+// All threads of the CTA call it before its first __syncthreads.
 __device__ __forceinline__ void write_bias_tile(uint8_t* bias_tile) {
   for (int i = threadIdx.x; i < kBiasTileBytes; i += blockDim.x) bias_tile[i] = 255;
   fence_async_proxy();
@@ -34,12 +34,13 @@ __device__ __forceinline__ uint4 load_shared_unit(uint32_t address) {
   return vec;
 }
 
-// Starts s = kInt8Bias + q * k^T, as above. start: address of its tile.
+// Starts s = kInt8Bias + q * k^T, with q and k as in gemm_ss. bias_tile: address of the tile that
+// write_bias_tile wrote.
 template <int kBlockM, int kN, int kHeadDim>
 __device__ __forceinline__ void gemm_ss_int8(uint32_t (&s)[kN / 2], uint32_t q, uint32_t k,
                                              uint32_t bias_tile) {
   using Product = Wgmma<ElementType::kInt8, kN>;
-  const uint64_t bias_desc = bias_tile >> 4;  // no distance between rows, no swizzle
+  const uint64_t bias_desc = bias_tile >> 4;  // strides 0, no swizzle
   warpgroup_fence_operand(s);
   cute::warpgroup_arrive();
 #pragma unroll
@@ -54,9 +55,9 @@ __device__ __forceinline__ void gemm_ss_int8(uint32_t (&s)[kN / 2], uint32_t q, 
   cute::warpgroup_commit_batch();
 }
 
-// The score of one query row and one key once more, from tiles that are still in shared memory, by
-// the four lanes of a quad, each with units of 16 bytes of its own. q, k: addresses of tiles of
-// kBlockM and kN rows (gemm.cuh).
+// Recomputes the score of one query row and one key from the tiles in shared memory and returns it
+// in the four lanes of a quad, each of which multiplies 16-byte vectors of its own. q, k:
+// addresses of tiles of kBlockM and kN rows (gemm.cuh). All lanes of the warp call it.
 template <int kBlockM, int kN, int kHeadDim>
 __device__ __forceinline__ int int8_score(uint32_t q, uint32_t k, int row, int key) {
   int sum = 0;

@@ -3,8 +3,8 @@
 // move to a register of their own after every tile (accumulator promotion, DeepSeek-V3, arXiv
 // 2412.19437): WGMMA truncates additions to a large sum (9 % lost over 4096 keys).
 //
-// A key's weight is the inverse of a factor of its probability, any float (score_scale.cuh). Column
-// c holds the remainder that the columns before it leave, times 2^(4c), in e4m3, whose four
+// A key's weight is the inverse of a factor of its probability, any float (score_scale.cuh).
+// Column c holds the remainder that the columns before it leave, times 2^(4c), in e4m3, whose four
 // significant bits leave a sixteenth. A weight of 1 is stored as 2^kLog2KeyWeight, so that the
 // largest weight is below 448.
 #pragma once
@@ -14,6 +14,7 @@
 #include "ptx/convert_fp8.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/permuted_v.h"
 
@@ -91,7 +92,7 @@ __device__ __forceinline__ void gemm_rs_with_row_sum(float (&out)[(kHeadDim + kR
 __device__ __forceinline__ int log2_of_one() {
   uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return kLog2KeyWeight + 8 * static_cast<int>(lane % 4);
+  return kLog2KeyWeight + 4 * thread_column(lane);
 }
 
 // Moves the sums from out's last accumulators to `sum`. The accumulators are multiplied by 0:

@@ -1,4 +1,4 @@
-// TMA loads of a tile into the chunked, swizzled layout of gemm.cuh.
+// TMA loads of a tile into the swizzled layout of gemm.cuh.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace flashattn3 {
 
-// What L2 should do with the lines: Q is read once, K and V again by other CTAs.
+// L2 cache hints: Q is read once; K and V are read again by other CTAs.
 constexpr uint64_t kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
 constexpr uint64_t kReadAgain = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
 
-// Copies kRows rows of kAtoms chunks, 128 bytes or kAtomColumns elements each, from (row, head,
-// batch entry) and chunk first_atom on; what lies outside the tensor arrives as 0. One thread
-// calls it; the bytes count at `full`, which was told of them.
+// Copies kRows rows of kAtoms swizzle atoms, each of 128 bytes or kAtomColumns elements, from
+// (row, head, batch_coord) and atom first_atom on. Elements outside the tensor arrive as 0. One
+// thread calls it; `full`, which already expects the bytes, counts them.
 template <int kRows, int kAtoms, int kAtomColumns>
 __device__ __forceinline__ void copy_tile(uint8_t* tile, const void* tensor_map, Barrier& full,
                                           uint64_t cache_hint, int row, int head, int batch_coord,
@@ -27,13 +27,13 @@ __device__ __forceinline__ void copy_tile(uint8_t* tile, const void* tensor_map,
   }
 }
 
-// Copies a box of floats, from (column, row) of a tensor of two dimensions on; as above.
+// Copies a box of floats, from (column, row) of a matrix on; otherwise like copy_tile.
 __device__ __forceinline__ void copy_floats(float* to, const void* tensor_map, Barrier& full,
                                             uint64_t cache_hint, int column, int row) {
   cute::SM90_TMA_LOAD_2D::copy(tensor_map, &full.word, cache_hint, to, column, row);
 }
 
-// One arrival at `full`, and a tile that completes it.
+// Arrives at `full` and copies a tile, whose bytes complete the phase.
 template <int kRows, int kAtoms, int kAtomColumns>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map, Barrier& full,
                                           uint64_t cache_hint, int row, int head, int batch_coord) {
@@ -42,7 +42,8 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map,
                                          batch_coord);
 }
 
-// The same of V in slots (permuted_v.h), from this slot of a head on, a multiple of kCoreRowKeys.
+// The same for a tile of permuted V (permuted_v.h), from permuted_key of a head on, a multiple of
+// kCoreRowKeys.
 template <int kKeys, int kColumns>
 __device__ __forceinline__ void load_permuted_v(uint8_t* tile, const void* tensor_map,
                                                 Barrier& full, uint64_t cache_hint,

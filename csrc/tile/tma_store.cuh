@@ -1,5 +1,5 @@
-// Output rows on their way from accumulators to memory: through shared memory, then by the copy
-// engine where whole boxes of rows are to be written, else 16 bytes a thread.
+// Stores output rows from accumulators: through shared memory, and from there by TMA if all rows
+// of a box exist, otherwise with stores of 16 bytes per thread.
 #pragma once
 
 #include <cstdint>
@@ -8,22 +8,19 @@
 #include <cute/arch/util.hpp>
 
 #include "ptx/mbarrier.cuh"
+#include "tile/fragment.h"
 
 namespace flashattn3 {
 
-// Of a warp in its warpgroup's 64.
-constexpr int kRowsOfWarp = 16;
-
-// A warp's 16 rows x 4 * kWords columns of 64 in the 128-byte swizzle, 128 bytes a row, at a
-// multiple of 1024. word[i]: two neighbouring columns, as an accumulator fragment holds them
-// (wgmma.cuh): even i row lane / 4, odd i 8 below; columns 8 * (i / 2) + lane % 4 * 2, from column
-// 16 * first on.
+// Stages a warp's 16 rows x 4 * kWords columns, from column 16 * first on, in a tile of 64 columns
+// with the 128-byte swizzle, 128 bytes per row, at a multiple of 1024 bytes. word[i]: the 16-bit
+// values of accumulator registers 2 * i and 2 * i + 1, two neighbouring columns (fragment.h).
 template <int kWords>
 __device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)[kWords],
                                            int first = 0) {
   const int lane = threadIdx.x % 32;
-  // stmatrix takes four 8 x 8 blocks, their rows at the addresses that 8 lanes each give: upper and
-  // lower rows of 8 columns, then of the next 8.
+  // stmatrix stores four 8 x 8 matrices, and 8 lanes give the addresses of each matrix's rows: the
+  // upper and lower 8 rows of 8 columns, then those of the next 8 columns.
   const int row = lane % 16;
   const int vec = (lane / 16) ^ (row % 8);
 #pragma unroll
@@ -35,13 +32,13 @@ __device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)
   }
 }
 
-// The 16 bytes of columns 8 * unit to 8 * unit + 7 of a staged row.
+// Returns the 16 bytes of columns 8 * vec to 8 * vec + 7 of a staged row.
 __device__ __forceinline__ uint4 staged_columns(const uint8_t* tile, int row, int vec) {
   return *reinterpret_cast<const uint4*>(tile + row * 128 + (vec ^ (row % 8)) * 16);
 }
 
-// Stores 8 neighbouring elements at column `column` of a row with `num_columns`; `row` is 16-byte
-// aligned and column a multiple of 8.
+// Stores 8 neighbouring elements at column `column` of a row with num_columns columns, without
+// those past the last column. row is 16-byte aligned; column is a multiple of 8.
 __device__ __forceinline__ void store_columns(uint16_t* row, int column, int num_columns,
                                               uint4 elements) {
   if (column + 8 <= num_columns) {
@@ -57,8 +54,8 @@ __device__ __forceinline__ void store_columns(uint16_t* row, int column, int num
   }
 }
 
-// One thread: starts the copy of a staged box; what lies outside the tensor is not written. L2 need
-// not keep the lines: 1 % of the time where memory binds.
+// Starts the TMA store of a staged box; elements outside the tensor are not written. One thread
+// calls it. L2 need not keep the lines: that hint saves 1 % of the time of memory-bound calls.
 __device__ __forceinline__ void start_store(const void* tensor_map, const uint8_t* tile, int column,
                                             int row, int head, int batch_coord) {
   asm volatile(
@@ -70,23 +67,24 @@ __device__ __forceinline__ void start_store(const void* tensor_map, const uint8_
       : "memory");
 }
 __device__ __forceinline__ void commit_stores() { cute::tma_store_arrive(); }
-// The same thread: until the copies have read shared memory.
+// The same thread calls it: waits until the copies have read shared memory.
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Where a warp's 16 rows go.
+// Destination of a warp's 16 rows.
 struct RowTarget {
   const void* tensor_map;      // boxes of 64 columns x kRowsOfWarp rows
-  int row, head, batch_coord;  // of the first one, there
-  uint16_t* data;              // its first element
-  int64_t row_stride;
-  int num_rows;  // that exist, the same in all lanes: those behind may belong to another sequence
+  int row, head, batch_coord;  // coordinates of the first row in the tensor map
+  uint16_t* data;              // the first row's first element
+  int64_t row_stride;          // in elements
+  int num_rows;                // rows that exist, the same in all lanes; rows past them may belong
+                               // to another sequence
   int num_columns;
 };
 
-// Stores kAtoms staged chunks, the first of them at first_column. All lanes call it, after the
-// staging; then lane 0 may have copies under way (wait_for_stores).
+// Stores kAtoms staged atoms, the first of them at first_column. All lanes call it after they have
+// staged the rows; afterwards copies of lane 0 may still read shared memory (wait_for_stores).
 template <int kAtoms>
 __device__ __forceinline__ void store_staged(const RowTarget& to, const uint8_t* staged,
                                              int atom_stride, int first_column) {

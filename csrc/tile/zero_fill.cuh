@@ -1,4 +1,4 @@
-// Zeros over the keys of a V tile that lie behind the end of a sequence.
+// Zero fill of the keys of a V tile that are past the end of a sequence.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,12 @@
 
 namespace flashattn3 {
 
-// V in rows of kAtoms chunks of 128 bytes; rows from `used` on become 0. thread: of num_threads.
+// Sets the rows of a tile from row `used` on to 0. values: a tile of kRows rows and kAtoms atoms
+// (gemm.cuh). thread: index of the calling thread, below num_threads.
 template <int kRows, int kAtoms>
 __device__ __forceinline__ void zero_fill_rows(uint8_t* values, int used, uint32_t thread,
                                                int num_threads) {
-  // 8 threads to a row of 128 bytes; the swizzle stays inside a row.
+  // Eight threads write the 128 bytes of a row; the swizzle permutes bytes within a row.
   const uint32_t offset = thread % 8 * 16;
   for (int row = used + static_cast<int>(thread / 8); row < kRows; row += num_threads / 8) {
 #pragma unroll
@@ -22,14 +23,14 @@ __device__ __forceinline__ void zero_fill_rows(uint8_t* values, int used, uint32
   }
 }
 
-// V in slots (permuted_v.h); the slots of keys from `used` on become 0. num_threads: a multiple of
-// kCoreColumns, each of which has 16 slots of a column at a time.
+// The same for permuted V (permuted_v.h), whose keys from `used` on become 0. num_threads: a
+// multiple of kCoreColumns; a thread writes 16 keys of a column at a time.
 template <int kKeys, int kHeadDim>
 __device__ __forceinline__ void zero_fill_permuted_v(uint8_t* values, int used, int thread,
                                                      int num_threads) {
   constexpr int kVecs = kKeys / kCoreRowKeys;
   const int in_vec = used % kCoreRowKeys;
-  uint32_t kept[4] = {};  // of the slots of the unit that is used in part
+  uint32_t kept[4] = {};  // mask of the bytes to keep in the vector that holds key `used`
 #pragma unroll
   for (int i = 0; i < kCoreRowKeys; ++i) {
     if (permuted_key(i / 4, i % 4) < in_vec) kept[i / 4] |= 0xffu << (i % 4 * 8);

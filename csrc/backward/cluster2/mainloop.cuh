@@ -17,6 +17,7 @@
 #include "backward/probabilities.cuh"
 #include "backward/work_tile.cuh"
 #include "ptx/cluster.cuh"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/zero_fill.cuh"
 
@@ -181,7 +182,7 @@ class Consumer {
     exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
     const int block = ds_block_;
     if (block < full_blocks_.begin || block >= full_blocks_.end) {
-      mask_probabilities<kQueries>(s, mask(), warp_first_key() + threadIdx.x % 32 / 4,
+      mask_probabilities<kQueries>(s, mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                    block * kBlockM + warpgroup_ * kQueries);
     }
 #pragma unroll

@@ -1,0 +1,36 @@
+// The layout of a WGMMA accumulator in the registers of a warpgroup: thread t holds, in register i,
+// the element of
+//   row    thread_row(t) + register_row(i)
+//   column thread_column(t) + register_column(i)
+// of 64 rows x N columns, i < N / 2. (PTX ISA, "Register fragments and shared memory layouts" of
+// wgmma.mma_async.m64nNk16. The result of mma.sync.m16n8 has the same layout in a warp.) Four
+// neighbouring lanes, a quad, hold a row. A thread has elements of two rows.
+#pragma once
+
+#include <cstdint>
+
+namespace flashattn3 {
+
+constexpr int kRowsOfWarp = 16;  // rows of each warp among the 64 of its warpgroup
+
+// Row and column of a thread's register 0. thread: index in the warpgroup or in consecutive
+// warpgroups, whose rows follow each other; with a lane index, the row is counted from the warp's
+// first row. They compute in the type of the index: a conversion changes the machine code of the
+// kernels.
+template <class Index>
+constexpr Index thread_row(Index thread) {
+  return thread / 32 * kRowsOfWarp + thread % 32 / 4;
+}
+template <class Index>
+constexpr Index thread_column(Index thread) {
+  return thread % 4 * 2;
+}
+
+// Which of its thread's two rows register i belongs to.
+constexpr int row_of(int i) { return i / 2 % 2; }
+
+// Distances of register i from register 0 of the same thread.
+constexpr int register_row(int i) { return 8 * row_of(i); }
+constexpr int register_column(int i) { return i / 4 * 8 + i % 2; }
+
+}  // namespace flashattn3

@@ -1,0 +1,215 @@
+// attention/mask.cuh against the definition of visibility, key by key.
+#pragma once
+
+#include <algorithm>
+
+#include "../unit.cuh"
+#include "attention/mask.cuh"
+#include "tile/fragment.h"
+
+namespace unit::mask {
+
+using namespace flashattn3;
+
+struct Case {
+  int num_rows, num_keys, left, right;
+
+  Mask mask() const { return Mask::of(num_rows, num_keys, left, right); }
+  // Bottom-right aligned: the last query is at the last key.
+  bool visible(int row, int key) const {
+    const int diagonal = row + num_keys - num_rows;
+    return key >= 0 && key < num_keys && key >= diagonal - left && key <= diagonal + right;
+  }
+};
+
+// An open window is as long as the longer sequence. More queries than keys: the first rows see
+// nothing. Lengths are at, below and above multiples of 16, 64, 80 and 128.
+inline std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (const int rows : {1, 63, 64, 65, 200}) {
+    for (const int keys : {0, 1, 16, 79, 80, 128, 200, 333}) {
+      const int open = std::max(rows, keys);
+      for (const int left : {0, 1, 63, 64, 100, open}) {
+        for (const int right : {0, 1, 64, open}) cases.push_back({rows, keys, left, right});
+      }
+    }
+  }
+  return cases;
+}
+
+inline std::string name(const char* what, const Case& c) {
+  return std::string(what) + " of " + std::to_string(c.num_rows) + " x " +
+         std::to_string(c.num_keys) + " window " + std::to_string(c.left) + ", " +
+         std::to_string(c.right);
+}
+
+// The range from the first to the last block for which holds(block) is true must be `found`.
+template <class Holds>
+void compare_range(Result& result, const std::string& what, int num_blocks, Holds holds,
+                   BlockRange found, int i, int j) {
+  int begin = num_blocks, end = 0;
+  for (int block = 0; block < num_blocks; ++block) {
+    const bool in = holds(block);
+    if (in) begin = std::min(begin, block), end = block + 1;
+    result.equal(in, found.has(block), what + ", has", i, j);
+  }
+  if (begin < end) {
+    result.equal(begin, found.begin, what + ", begin", i, j);
+    result.equal(end, found.end, what + ", end", i, j);
+  } else {
+    result.equal(0, found.end - found.begin, what + ", length", i, j);
+  }
+}
+
+constexpr int kBlockM = 64, kBlockN = 80;
+
+// Which blocks of keys a block of rows visits, and which of them need no mask.
+inline void check_n_blocks(Result& result) {
+  for (const Case& c : all_cases()) {
+    const Mask mask = c.mask();
+    const int num_blocks = (c.num_keys + kBlockN - 1) / kBlockN;
+    for (int first = 0; first < c.num_rows; first += kBlockM) {
+      const int last = std::min(first + kBlockM, c.num_rows) - 1;
+      const auto seen = [&](int block) {
+        for (int row = first; row <= last; ++row) {
+          for (int key = block * kBlockN; key < (block + 1) * kBlockN; ++key) {
+            if (c.visible(row, key)) return true;
+          }
+        }
+        return false;
+      };
+      const auto full = [&](int block) {
+        for (int row = first; row <= last; ++row) {
+          for (int key = block * kBlockN; key < (block + 1) * kBlockN; ++key) {
+            if (!c.visible(row, key)) return false;
+          }
+        }
+        return true;
+      };
+      compare_range(result, name("n_block_range", c), num_blocks, seen,
+                    mask.n_block_range<kBlockN>(first, last), first, last);
+      compare_range(result, name("full_n_blocks", c), num_blocks, full,
+                    mask.full_n_blocks<kBlockN>(first, last), first, last);
+    }
+    const BlockRange none = mask.n_block_range<kBlockN>(5, 4);
+    result.equal(0, none.end - none.begin, name("n_block_range of no rows", c));
+  }
+}
+
+// Which blocks of rows a block of keys visits, and which of them need no mask.
+inline void check_m_blocks(Result& result) {
+  constexpr int kKeys = 64;
+  for (const Case& c : all_cases()) {
+    const Mask mask = c.mask();
+    const int num_blocks = (c.num_rows + kBlockM - 1) / kBlockM;
+    for (int first = 0; first < c.num_keys; first += kKeys) {
+      const int last = std::min(first + kKeys, c.num_keys) - 1;
+      const auto seen = [&](int block) {
+        for (int row = block * kBlockM; row < std::min((block + 1) * kBlockM, c.num_rows); ++row) {
+          for (int key = first; key <= last; ++key) {
+            if (c.visible(row, key)) return true;
+          }
+        }
+        return false;
+      };
+      // Rows past the last one count as if the sequence went on: more blocks than it has.
+      const auto full = [&](int block) {
+        for (int row = block * kBlockM; row < (block + 1) * kBlockM; ++row) {
+          for (int key = first; key < first + kKeys; ++key) {
+            if (!c.visible(row, key)) return false;
+          }
+        }
+        return true;
+      };
+      compare_range(result, name("m_block_range", c), num_blocks, seen,
+                    mask.m_block_range<kBlockM>(c.num_rows, first, last), first, last);
+      compare_range(result, name("full_m_blocks", c), 16, full,
+                    mask.full_m_blocks<kBlockM>(first, first + kKeys - 1), first, last);
+    }
+    const BlockRange none = mask.m_block_range<kBlockM>(c.num_rows, 5, 4);
+    result.equal(0, none.end - none.begin, name("m_block_range of no keys", c));
+  }
+}
+
+// Scores that hold the number of their element, masked, in `found`. CTA b masks rows from 64 * b
+// on; all tiles of keys of a row of CTAs are next to each other.
+template <int kN, bool kMasked>
+__global__ void mask_all_scores(Mask mask, int num_n_blocks, float* found) {
+  for (int block = 0; block < num_n_blocks; ++block) {
+    float s[kN / 2];
+    for (int i = 0; i < kN / 2; ++i) s[i] = static_cast<float>(i);
+    const int row = 64 * static_cast<int>(blockIdx.x) + thread_row(threadIdx.x);
+    mask_scores<kN, kMasked>(s, mask, row, block * kN);
+    for (int i = 0; i < kN / 2; ++i) {
+      const int column = block * kN + thread_column(threadIdx.x) + register_column(i);
+      found[(row + register_row(i)) * (num_n_blocks * kN) + column] = s[i];
+    }
+  }
+}
+
+// The register that holds a column of a tile, of both rows that its thread has.
+constexpr int register_of(int row, int column) {
+  return column / 8 * 4 + row % 16 / 8 * 2 + column % 2;
+}
+
+template <int kN, bool kMasked>
+void check_scores(Result& result) {
+  for (const Case& c : all_cases()) {
+    const int m_blocks = (c.num_rows + 63) / 64, n_blocks = c.num_keys / kN + 1;
+    Array<float> found(64 * m_blocks * n_blocks * kN);
+    launch(mask_all_scores<kN, kMasked>, m_blocks, 128, 0, c.mask(), n_blocks, found.device());
+    const std::vector<float>& s = found.download();
+    const std::string what = name("mask_scores", c);
+    for (int row = 0; row < c.num_rows; ++row) {
+      for (int key = 0; key < n_blocks * kN; ++key) {
+        const bool kept = kMasked ? c.visible(row, key) : key < c.num_keys;
+        const float number = static_cast<float>(register_of(row, key % kN));
+        result.equal(kept ? number : -INFINITY, s[row * (n_blocks * kN) + key], what, row, key);
+      }
+    }
+  }
+}
+
+// The same for probabilities of keys x queries. CTA b masks keys from 64 * b on.
+template <int kM>
+__global__ void mask_all_probabilities(Mask mask, int num_m_blocks, float* found) {
+  for (int block = 0; block < num_m_blocks; ++block) {
+    float p[kM / 2];
+    for (int i = 0; i < kM / 2; ++i) p[i] = 1.f + i;
+    const int key = 64 * static_cast<int>(blockIdx.x) + thread_row(threadIdx.x);
+    mask_probabilities<kM>(p, mask, key, block * kM);
+    for (int i = 0; i < kM / 2; ++i) {
+      const int row = block * kM + thread_column(threadIdx.x) + register_column(i);
+      found[(key + register_row(i)) * (num_m_blocks * kM) + row] = p[i];
+    }
+  }
+}
+
+template <int kM>
+void check_probabilities(Result& result) {
+  for (const Case& c : all_cases()) {
+    const int n_blocks = c.num_keys / 64 + 1, m_blocks = (c.num_rows + kM - 1) / kM;
+    Array<float> found(64 * n_blocks * m_blocks * kM);
+    launch(mask_all_probabilities<kM>, n_blocks, 128, 0, c.mask(), m_blocks, found.device());
+    const std::vector<float>& p = found.download();
+    const std::string what = name("mask_probabilities", c);
+    for (int key = 0; key < 64 * n_blocks; ++key) {
+      for (int row = 0; row < c.num_rows; ++row) {
+        const float number = 1.f + register_of(key, row % kM);
+        result.equal(c.visible(row, key) ? number : 0.f, p[key * (m_blocks * kM) + row], what, key,
+                     row);
+      }
+    }
+  }
+}
+
+static const Tests kTests = {
+    {"attention/mask: blocks of keys", Where::kHost, check_n_blocks},
+    {"attention/mask: blocks of queries", Where::kHost, check_m_blocks},
+    {"attention/mask: scores, 64 keys", Where::kGpu, check_scores<64, true>},
+    {"attention/mask: scores, 80 keys", Where::kGpu, check_scores<80, true>},
+    {"attention/mask: scores, end of keys alone", Where::kGpu, check_scores<80, false>},
+    {"attention/mask: probabilities, 64 queries", Where::kGpu, check_probabilities<64>},
+    {"attention/mask: probabilities, 32 queries", Where::kGpu, check_probabilities<32>}};
+
+}  // namespace unit::mask

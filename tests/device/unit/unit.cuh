@@ -1,0 +1,175 @@
+// What the unit tests share: tests and their comparisons, arrays on the GPU, launches, and tiles in
+// shared memory.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../harness.cuh"
+#include "ptx/element.h"
+#include "ptx/mbarrier.cuh"
+
+namespace unit {
+
+using flashattn3::ElementType;
+
+// ----------------------------------------------------------------------------------------- tests
+
+// What a test has compared: the number of values, and the one with the largest error.
+class Result {
+ public:
+  // Accepts |wanted - found| <= bound, equal infinities, and NaN where NaN is wanted. name, i, j:
+  // of the value, for the report.
+  void compare(double wanted, double found, double bound, const std::string& name, int i = 0,
+               int j = 0) {
+    ++num_compared_;
+    const bool same = wanted == found || (std::isnan(wanted) && std::isnan(found));
+    const double error = std::abs(wanted - found);
+    double ratio = same ? 0. : error / bound;
+    if (std::isnan(ratio)) ratio = std::numeric_limits<double>::infinity();
+    if (num_compared_ > 1 && ratio <= worst_ratio_) return;
+    worst_ratio_ = ratio;
+    char text[200];
+    std::snprintf(text, sizeof(text), "%s[%d, %d] wanted %.9g found %.9g", name.c_str(), i, j,
+                  wanted, found);
+    worst_ = text;
+  }
+  void equal(double wanted, double found, const std::string& name, int i = 0, int j = 0) {
+    compare(wanted, found, 0., name, i, j);
+  }
+
+  // A test that compared nothing has failed.
+  bool passed() const { return num_compared_ > 0 && worst_ratio_ <= 1.; }
+  int64_t num_compared() const { return num_compared_; }
+  const std::string& worst() const { return worst_; }
+
+ private:
+  int64_t num_compared_ = 0;
+  double worst_ratio_ = 0.;
+  std::string worst_ = "nothing was compared";
+};
+
+enum class Where { kHost, kGpu };
+
+struct Test {
+  const char* name;
+  Where where;
+  void (*run)(Result&);
+};
+
+inline std::vector<Test>& all_tests() {
+  static std::vector<Test> tests;
+  return tests;
+}
+
+// Each file defines one of these, which adds its tests to all_tests().
+struct Tests {
+  Tests(std::initializer_list<Test> tests) {
+    all_tests().insert(all_tests().end(), tests.begin(), tests.end());
+  }
+};
+
+// ------------------------------------------------------------------------------------------- GPU
+
+// An array in GPU memory and its copy on the host. Without values its bytes are 0xff, NaN in every
+// floating-point type.
+template <class Value>
+class Array {
+ public:
+  explicit Array(size_t count) : host_(count) {
+    check(cudaMalloc(&device_, count * sizeof(Value)));
+    check(cudaMemset(device_, 0xff, count * sizeof(Value)));
+  }
+  explicit Array(const std::vector<Value>& values) : Array(values.size()) {
+    host_ = values;
+    check(cudaMemcpy(device_, host_.data(), host_.size() * sizeof(Value), cudaMemcpyHostToDevice));
+  }
+  ~Array() { cudaFree(device_); }
+  Array(const Array&) = delete;
+
+  Value* device() { return device_; }
+  const std::vector<Value>& download() {
+    check(cudaMemcpy(host_.data(), device_, host_.size() * sizeof(Value), cudaMemcpyDeviceToHost));
+    return host_;
+  }
+
+ private:
+  std::vector<Value> host_;
+  Value* device_ = nullptr;
+};
+
+// Runs a kernel and waits for its end. shared_bytes: of dynamic shared memory.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int num_ctas, int num_threads, int shared_bytes,
+            const Arguments&... arguments) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  kernel<<<num_ctas, num_threads, shared_bytes>>>(arguments...);
+  check(cudaGetLastError());
+  check(cudaDeviceSynchronize());
+}
+
+// The dynamic shared memory, at a multiple of 1024 as tiles need it.
+__device__ inline uint8_t* shared_memory() {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  return memory;
+}
+
+// ----------------------------------------------------------------------------------------- tiles
+
+// Bytes of a tile in the layout of tile/gemm.cuh, which is written out here a second time.
+constexpr int tile_bytes(int rows, int row_bytes) { return (row_bytes + 127) / 128 * rows * 128; }
+constexpr int tile_offset(int rows, int row, int byte) {
+  return byte / 128 * rows * 128 + row * 128 + ((byte % 128 / 16) ^ (row % 8)) * 16 + byte % 16;
+}
+
+// Copies a dense matrix into a tile. All threads of the CTA call it; WGMMA may read the tile after
+// the next __syncthreads.
+__device__ inline void fill_tile(uint8_t* tile, const uint8_t* matrix, int rows, int row_bytes) {
+  for (int i = threadIdx.x; i < rows * row_bytes; i += blockDim.x) {
+    tile[tile_offset(rows, i / row_bytes, i % row_bytes)] = matrix[i];
+  }
+  flashattn3::fence_async_proxy();
+}
+
+// A dense matrix of small integers, which every element type and every GEMM represents exactly.
+struct Matrix {
+  int rows, columns;
+  std::vector<int> values;
+
+  // Values from -largest to largest.
+  Matrix(int rows, int columns, int largest, uint32_t seed)
+      : rows(rows), columns(columns), values(rows * columns) {
+    std::mt19937 random(seed);
+    for (int& x : values) x = static_cast<int>(random() % (2 * largest + 1)) - largest;
+  }
+  int at(int row, int column) const { return values[row * columns + column]; }
+
+  // The matrix in memory, as elements of a type.
+  std::vector<uint8_t> bytes(ElementType type) const {
+    std::vector<uint8_t> all;
+    for (const int x : values) {
+      if (type == ElementType::kInt8) all.push_back(static_cast<uint8_t>(x));
+      if (type == ElementType::kE4m3) all.push_back(__nv_fp8_e4m3(static_cast<float>(x)).__x);
+      if (is_quantized(type)) continue;
+      const uint16_t word = type == ElementType::kFloat16
+                                ? __half_as_ushort(__float2half_rn(static_cast<float>(x)))
+                                : __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(x)));
+      all.push_back(static_cast<uint8_t>(word));
+      all.push_back(static_cast<uint8_t>(word >> 8));
+    }
+    return all;
+  }
+};
+
+}  // namespace unit

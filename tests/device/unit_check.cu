@@ -1,0 +1,66 @@
+// Unit tests of the primitives in csrc/tile and csrc/attention, one file of unit/ for each header.
+//   unit_check [--host] [--from test] [--only part of a name]
+//       prints one line for each test; --host: only those that need no GPU
+// Exit code 0: all passed, 1: a test failed or none ran, 3: a test hung, 4: a CUDA error; after 3
+// and 4 it prints the --from with which to continue.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "unit/attention/descale_test.cuh"
+#include "unit/attention/mask_test.cuh"
+#include "unit/attention/recompute_scores_test.cuh"
+#include "unit/attention/score_scale_test.cuh"
+#include "unit/attention/seqlen_test.cuh"
+#include "unit/attention/softmax_e4m3_test.cuh"
+#include "unit/attention/softmax_state_test.cuh"
+#include "unit/attention/softmax_test.cuh"
+#include "unit/attention/tile_scheduler_test.cuh"
+#include "unit/tile/fragment_test.cuh"
+#include "unit/tile/gemm_int8_test.cuh"
+#include "unit/tile/gemm_test.cuh"
+#include "unit/tile/permuted_v_test.cuh"
+#include "unit/tile/row_sum_columns_test.cuh"
+#include "unit/tile/score_accumulator_test.cuh"
+#include "unit/tile/tma_load_test.cuh"
+#include "unit/tile/tma_store_test.cuh"
+#include "unit/tile/zero_fill_test.cuh"
+
+int main(int argc, char** argv) {
+  bool host_only = false;
+  size_t from = 0;
+  const char* part = "";
+  for (int i = 1; i < argc; ++i) {
+    if (!std::strcmp(argv[i], "--host")) {
+      host_only = true;
+    } else if (!std::strcmp(argv[i], "--from") && i + 1 < argc) {
+      from = std::strtoul(argv[++i], nullptr, 10);
+    } else if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
+      part = argv[++i];
+    } else {
+      std::printf("usage: unit_check [--host] [--from test] [--only part of a name]\n");
+      return 1;
+    }
+  }
+  signal(SIGALRM, on_alarm);
+  int run = 0, failed = 0;
+  for (size_t i = from; i < unit::all_tests().size(); ++i) {
+    const unit::Test& test = unit::all_tests()[i];
+    if (host_only && test.where == unit::Where::kGpu) continue;
+    if (std::strstr(test.name, part) == nullptr) continue;
+    g_case = static_cast<int>(i);
+    std::snprintf(g_now, sizeof(g_now), "%s", test.name);
+    alarm(30);
+    unit::Result result;
+    test.run(result);
+    alarm(0);
+    ++run;
+    if (!result.passed()) ++failed;
+    std::printf("%s  %-48s %8lld values%s%s\n", result.passed() ? "PASS" : "FAIL", test.name,
+                static_cast<long long>(result.num_compared()),
+                result.passed() ? "" : "; worst: ", result.passed() ? "" : result.worst().c_str());
+    std::fflush(stdout);
+  }
+  std::printf("%d tests, %d failed\n", run, failed);
+  return failed != 0 || run == 0;
+}

@@ -1,0 +1,103 @@
+"""The unit tests of csrc/tile and csrc/attention: tests/device/unit_check.cu.
+
+Each header has a file of tests. The program compiles without a GPU, and its tests of block ranges,
+tile order, lengths, descales and register coordinates run on the host.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+if not (ROOT / "build_support").is_dir():
+    pytest.skip("needs a source checkout", allow_module_level=True)
+sys.path.insert(0, str(ROOT))
+
+from build_support.toolchain import BuildError, find_toolchain
+
+DEVICE_TESTS = ROOT / "tests" / "device"
+FOLDERS = ("tile", "attention")
+HEADERS = [
+    path.relative_to(ROOT / "csrc")
+    for folder in FOLDERS
+    for path in sorted((ROOT / "csrc" / folder).iterdir())
+]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=str)
+def test_every_header_has_a_unit_test(header):
+    test = Path("unit", header.parent, f"{header.stem}_test.cuh")
+    assert (DEVICE_TESTS / test).is_file(), f"csrc/{header} has no test in tests/device/{test}"
+    text = (DEVICE_TESTS / test).read_text()
+    assert f'#include "{header}"' in text
+    assert f"namespace unit::{header.stem} {{" in text
+    names = re.findall(r'\{\s*"([^"]+)", Where::', text)
+    assert names, "it adds no test to unit_check"
+    assert all(name.startswith(f"{header.parent}/{header.stem}: ") for name in names), names
+    assert f'#include "{test}"' in (DEVICE_TESTS / "unit_check.cu").read_text()
+
+
+def test_every_unit_test_has_a_header():
+    tested = {
+        path.relative_to(DEVICE_TESTS / "unit")
+        for path in (DEVICE_TESTS / "unit").rglob("*_test.cuh")
+    }
+    assert tested == {header.with_name(f"{header.stem}_test.cuh") for header in HEADERS}
+
+
+@pytest.fixture(scope="module")
+def unit_check(tmp_path_factory) -> Path:
+    """The program, built in a copy of the checkout: one unit, 15 s of a CPU."""
+    try:
+        find_toolchain()
+    except BuildError as error:
+        pytest.skip(str(error).replace("\n", " "))
+    copy = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
+    for name in ("flashattn3", "build_support", "third_party", "csrc", "tests/device"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    command = [sys.executable, "-m", "build_support", "unit_check"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return copy / "build" / "hopper" / "unit_check"
+
+
+def run(program: Path, *options: str) -> tuple[int, list[str]]:
+    """Exit code and lines of a run."""
+    done = subprocess.run([program, *options], capture_output=True, text=True, timeout=400)
+    print(done.stdout, done.stderr)
+    return done.returncode, done.stdout.splitlines()
+
+
+def names_of(where: str) -> set[str]:
+    """Names of the tests that the sources list for "kHost" or "kGpu"."""
+    pattern = rf'\{{\s*"([^"]+)", Where::{where}'
+    files = (DEVICE_TESTS / "unit").rglob("*_test.cuh")
+    return {name for path in files for name in re.findall(pattern, path.read_text())}
+
+
+@pytest.mark.slow
+def test_the_host_part_passes(unit_check):
+    code, lines = run(unit_check, "--host")
+    assert code == 0
+    passed = {line[4:].strip().rsplit(maxsplit=2)[0].strip() for line in lines[:-1]}
+    assert all(line.startswith("PASS  ") for line in lines[:-1])
+    assert passed == names_of("kHost")
+    assert lines[-1] == f"{len(passed)} tests, 0 failed"
+    assert run(unit_check, "--only", "no such test")[0] == 1
+
+
+@pytest.mark.gpu
+def test_all_pass_on_a_hopper_gpu(unit_check):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    code, lines = run(unit_check)
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    assert lines[-1] == f"{len(names_of('kHost') | names_of('kGpu'))} tests, 0 failed"
