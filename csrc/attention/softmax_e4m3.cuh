@@ -89,14 +89,6 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
     }
   }
 
-  // Finds the largest code of each row of this thread; codes may have any sign.
-  template <class S>
-  static __device__ __forceinline__ void find_highest(float (&highest)[2], const S (&s)[kCount]) {
-    highest[0] = highest[1] = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], get(s[i]));
-  }
-
   // Result of rescale().
   struct Rescaled {
     bool fell;           // row_max of a row of the warp fell
@@ -226,11 +218,6 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
     // The first lane of a quad holds almost all of the row's sum (row_sum_columns.cuh).
     const float weight = exp2_approx(octaves(code) - 7.f + kLog2KeyWeight);
     return quad_bits(alone && sum[r] <= 16.f * weight) & 1u;
-  }
-
-  // A bit for each of the row's four lanes. All lanes of the warp must call it.
-  static __device__ __forceinline__ uint32_t quad_bits(bool condition) {
-    return __ballot_sync(~0u, condition) >> (threadIdx.x % 32 & ~3) & 15u;
   }
 
   __device__ __forceinline__ float excess_of(int r) const {

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "tile/fragment.h"
+#include "ptx/convert_fp8.cuh"
 #include "tile/score_accumulator.cuh"
 
 namespace flashattn3 {
@@ -22,6 +23,11 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Returns a bit for each of the row's four lanes. All lanes of the warp must call it.
+__device__ __forceinline__ uint32_t quad_bits(bool condition) {
+  return __ballot_sync(~0u, condition) >> (threadIdx.x % 32 & ~3) & 15u;
 }
 
 // Returns the tile column of a score of row r that equals `value`; -1 if this thread holds none.
@@ -69,6 +75,14 @@ struct SoftmaxState {
       set(s[i], a);
       set(s[i + 1], b);
     }
+  }
+
+  // Finds the largest exponent of each row of this thread; exponents may have any sign.
+  template <class S>
+  static __device__ __forceinline__ void find_highest(float (&highest)[2], const S (&s)[kCount]) {
+    highest[0] = highest[1] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], get(s[i]));
   }
 
   // Returns whether an exponent of this thread reaches the threshold or is NaN, or a row may see

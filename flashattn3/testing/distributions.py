@@ -3,7 +3,8 @@ mean.
 
 A case builds q, k and v in 8 bits, so that only the kernel is measured. ``reference`` is the
 attention of these bytes in float64. ``honest`` is the same attention with P rounded to e4m3, its
-maximum at 2^8, and exact sums: the error that 8 bits have in any case.
+maximum at 2^8, and exact sums: the error that 8 bits have in any case. On tensor cores large e4m3
+scores are truncated besides, which ``allowance`` adds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from ..call.descales import FP8
+from ..call.problem import Tensors
 from ..quantization import BlockScaled, quantize_block_fp8
+from .rounding import E4M3_TRUNCATION, score_rounding
 
 ROWS, HEADS = 128, 2  # query rows, the sequence's last, and heads of every case; batch 1
 POSITIONS = ("first", "middle", "last")
@@ -154,7 +157,7 @@ class DistributionCase:
         return Inputs(q, k, v, self.head_dim**-0.5, causal=self.position == SELF)
 
     def misses(self, found: Errors, honest: Errors) -> list[str]:
-        """A sentence for each bound that the result breaks."""
+        """A sentence for each bound that the result breaks. honest: or ``allowance``."""
         broken = []
         for name, bound in self.bounds._asdict().items():
             value = abs(getattr(found, name))
@@ -175,14 +178,19 @@ def cases(lengths: Iterable[int], head_dims: Iterable[int]) -> list[Distribution
 
 
 def _heavy(seqlen_k: int) -> list[DistributionCase]:
-    """One key has probability p; the sum of the others' exponentials is that of a normal."""
+    """One key has probability p; the sum of the others' exponentials is that of a normal.
+
+    The keys of the heavy one's own block are truncated beside it; with fewer than 2048 keys a block
+    of 128 weighs more than a sixteenth.
+    """
+    bounds = Bounds(error=0.03, lse=0.02 if seqlen_k >= 2048 else 0.04)
     return [
         DistributionCase(
             f"heavy-p{p}-{position}-{'noise' if spread else 'same'}"
             f"-{'light0' if light_at_zero else 'heavy0'}-v{mean}",
             seqlen_k,
             0,
-            Bounds(error=0.03, lse=0.02),
+            bounds,
             spread=spread,
             heavy=math.log(p / (1 - p) * (seqlen_k - 1)) + spread**2 / 2,
             position=position,
@@ -205,7 +213,7 @@ def _selves(seqlen_k: int) -> list[DistributionCase]:
             f"self-p{p}",
             seqlen_k,
             0,
-            Bounds(error=0.03, lse=0.02),
+            Bounds(error=0.03, lse=0.02 if seqlen_k >= 2048 else 0.03),
             heavy=math.log(p / (1 - p) * seqlen_k) + 0.5,
             position=SELF,
             v_mean=0.5,
@@ -227,6 +235,8 @@ def _sinks(seqlen_k: int) -> list[DistributionCase]:
 
 def _others(seqlen_k: int) -> list[DistributionCase]:
     half, plain = Bounds(error=0.05, lse=0.02), Bounds(error=0.04, lse=0.02)
+    # Few keys share a row, and the errors of their codes, 0.03 to 0.04 RMS, do not average out.
+    few = Bounds(error=0.04, lse=0.04)
     ones, mean = Bounds(bias=0.01, lse=0.02), Bounds(error=0.03, bias=0.01, lse=0.02)
     described = {
         "zero-first-half": {"bounds": half, "zero_half": "first"},
@@ -238,7 +248,7 @@ def _others(seqlen_k: int) -> list[DistributionCase]:
         "normal": {"bounds": plain},
         "outlier": {"bounds": plain, "outliers": True},
         "shifted": {"bounds": plain, "shifted": True},
-        "peaky": {"bounds": plain, "spread": 3.0},
+        "peaky": {"bounds": few, "spread": 3.0},
     }
     return [DistributionCase(name, seqlen_k, 0, **how) for name, how in described.items()]
 
@@ -251,6 +261,18 @@ def reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def honest(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The same with P rounded to e4m3, its maximum at 2^8; the sums are exact."""
     return attend(inputs, lambda p: (p * _HONEST_MAXIMUM).to(FP8).double() / _HONEST_MAXIMUM)
+
+
+def allowance(inputs: Inputs, wanted: tuple[Tensor, Tensor]) -> Errors:
+    """The errors of ``honest``, and what e4m3 tensor cores truncate of the scores in lse. wanted:
+    of ``reference``."""
+    errors = compare(honest(inputs), wanted)
+    if inputs.q.data.dtype != FP8:
+        return errors
+    q, k, v = (x.in_rows().dequantize().double() for x in inputs[:3])
+    unit = E4M3_TRUNCATION * q.shape[-1]
+    moved = score_rounding(Tensors(q, k, v), unit=unit, softmax_scale=inputs.softmax_scale)
+    return errors._replace(lse=errors.lse + float(moved.max()))
 
 
 def compare(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> Errors:

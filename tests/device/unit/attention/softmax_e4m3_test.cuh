@@ -16,7 +16,7 @@ using Softmax = SoftmaxE4m3<kN, true, kLowest, false>;
 // scores: in log2 units. codes: of the packed probabilities. row_max: log2 of what they are
 // relative to; highest: the code of the row's maximum; unseen: bit of the row.
 __global__ void store_codes(const float* scores, uint8_t* codes, float* row_max, float* highest,
-                            int* unseen) {
+                            int* unseen, bool full) {
   Softmax softmax;
   softmax.reset();
   float s[kN / 2];
@@ -28,7 +28,7 @@ __global__ void store_codes(const float* scores, uint8_t* codes, float* row_max,
   float of_row[2], factor[2];
   const float least[2] = {0.f, 0.f};
   Softmax::find_highest(of_row, s);
-  softmax.rescale(s, of_row, least, factor);
+  softmax.rescale(s, of_row, least, factor, full);
   Probabilities<ElementType::kE4m3, kN> p;
   Softmax::pack(p, s);
   for (int i = 0; i < kN / 2; ++i) {
@@ -46,7 +46,9 @@ __global__ void store_codes(const float* scores, uint8_t* codes, float* row_max,
   }
 }
 
-inline void check_codes(Result& result) {
+// full: every row sees every key, so that a maximum far above the tile's others gets the highest
+// code.
+inline void check_codes(Result& result, bool full) {
   std::mt19937 random(51);
   std::normal_distribution<float> normal;
   std::vector<float> scores(kRows * kN);
@@ -54,13 +56,14 @@ inline void check_codes(Result& result) {
     for (int key = 0; key < kN; ++key) {
       scores[row * kN + key] = 2.f * normal(random) + 3.f * (row - 32);
       if (row == 5 || (row == 6 && key != 17)) scores[row * kN + key] = -INFINITY;
+      if (row == 7 && key == 40) scores[row * kN + key] += 20.f;
     }
   }
   Array<float> given(scores), row_max(kRows), highest(kRows);
   Array<uint8_t> codes(kRows * kN);
   Array<int> unseen(kRows);
   launch(store_codes, 1, 128, 0, given.device(), codes.device(), row_max.device(), highest.device(),
-         unseen.device());
+         unseen.device(), full);
   const std::vector<uint8_t>& packed = codes.download();
   for (int row = 0; row < kRows; ++row) {
     const bool any = row != 5;
@@ -69,6 +72,9 @@ inline void check_codes(Result& result) {
       const float code = highest.download()[row];
       result.equal(true, code >= Softmax::kLowestCode - 1.f && code < Softmax::kRescaleThreshold,
                    "code of the maximum is in its range", row);
+      if (row == 7 && full) {
+        result.compare(Softmax::kHighestCode, code, 0.01, "code of a key far above", row);
+      }
     }
     for (int key = 0; key < kN; ++key) {
       __nv_fp8_e4m3 value;
@@ -118,7 +124,10 @@ inline void check_limits(Result& result) {
   }
 }
 
-static const Tests kTests = {{"attention/softmax_e4m3: codes", Where::kGpu, check_codes},
+static const Tests kTests = {{"attention/softmax_e4m3: codes", Where::kGpu,
+                              [](Result& result) { check_codes(result, true); }},
+                             {"attention/softmax_e4m3: codes of masked tiles", Where::kGpu,
+                              [](Result& result) { check_codes(result, false); }},
                              {"attention/softmax_e4m3: limits", Where::kGpu, check_limits}};
 
 }  // namespace unit::softmax_e4m3
