@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from shlex import join, quote
@@ -16,7 +17,8 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 DEVICE_CHECKS = ("forward_check", "backward_check")
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 COUNTERS = "launch/tile_counters.cpp.o"  # which the checks link too
-CONFIGS_MODULE = Path("_kernel_configs.abi3.so")
+# The suffix names the Python version: pybind11 has no stable ABI.
+INFO_MODULE = Path(f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 COMMON_FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 DEVICE_FLAGS = (
@@ -46,7 +48,7 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     """build.ninja for generated units and fixed sources; outputs go into the package folder."""
     lines = [f"nvcc = {_command(tools.ccache, tools.nvcc)}", f"link = {_command(tools.nvcc)}"]
     lines.append(RULES.format(common=join([*COMMON_FLAGS, f"-I{CSRC}"])))
-    library, module = package / OPS_LIBRARY, package / CONFIGS_MODULE
+    library, module = package / OPS_LIBRARY, package / INFO_MODULE
 
     device = [*DEVICE_FLAGS, f"-I{tools.cutlass_include}"]
     torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
@@ -61,13 +63,13 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     flags = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
     _link(lines, library, objects, [*flags, *TORCH_LINK_FLAGS])
 
-    python = [f"-isystem={tools.python_include}"]
-    configs = [
+    python = [f"-isystem={folder}" for folder in (tools.python_include, tools.pybind11_include)]
+    bindings = [
         _compile(lines, source, python)
         for source in sorted((CSRC / "python_binding").glob("*.cpp"))
     ]
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
-    _link(lines, module, configs, ["-shared", "-cudart=none", *beside], needs=library)
+    _link(lines, module, bindings, ["-shared", "-cudart=none", *beside], needs=library)
     if DEVICE_TESTS.is_dir():  # absent where the kernels are built without tests
         for check in DEVICE_CHECKS:
             _device_check(lines, check, device, [*shared, COUNTERS])

@@ -4,6 +4,8 @@ on a Hopper GPU what is its own: copies for TMA, and tile counters that launches
 from __future__ import annotations
 
 import ctypes
+import sys
+import sysconfig
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -20,7 +22,6 @@ from helpers import (
     ROOT,
     WITHOUT_HOPPER,
     needs_hopper,
-    run_python,
 )
 
 from flashattn3 import UnsupportedError, explain, flash_attn_func
@@ -538,26 +539,36 @@ def test_a_hopper_gpu_without_the_library_is_warned_of_once(fresh_library):
 
 
 def test_a_library_of_another_table_is_refused(fresh_library):
-    pytest.importorskip(
-        "flashattn3._kernel_configs", reason="the Hopper kernels are not built here"
-    )
+    if not (hopper_library.PACKAGE / hopper_library.OPS_LIBRARY).is_file():
+        pytest.skip("the Hopper kernels are not built here")
     fresh_library.setattr(hopper_library, "configs_hash", lambda: "another")
     error = hopper_library.find_library().error
     assert error == "the Hopper kernels were built from other kernel configs"
 
 
-def test_a_module_that_does_not_load_says_why():
-    code = """
-import sys, types
-class Broken:
-    def find_spec(self, name, path=None, target=None):
-        if name == "flashattn3._kernel_configs":
-            raise ImportError("libtorch.so: cannot open shared object file", name=name)
-sys.meta_path.insert(0, Broken())
-from flashattn3.backends.hopper.library import find_library
-print(find_library().error)"""
-    wanted = "the Hopper kernels do not load (libtorch.so: cannot open shared object file)"
-    assert run_python(code).strip() == wanted
+def test_a_library_that_does_not_load_says_why(fresh_library, tmp_path):
+    fresh_library.setattr(hopper_library, "PACKAGE", tmp_path)
+    assert hopper_library.find_library.__wrapped__().error == "the Hopper kernels were not built"
+    library = tmp_path / hopper_library.OPS_LIBRARY
+    library.parent.mkdir()
+    library.write_text("no ELF file")
+    error = hopper_library.find_library.__wrapped__().error
+    assert error.startswith(f"the Hopper kernels do not load ({library}: ")
+
+
+@pytest.mark.parametrize("other", [None, "_kernel_info.cpython-38-x86_64-linux-gnu.so"])
+def test_kernel_info_names_the_module_that_is_missing(other, monkeypatch, tmp_path):
+    """The module for another Python has another suffix, so this Python does not see it."""
+    monkeypatch.setattr(hopper_library, "PACKAGE", tmp_path)
+    monkeypatch.setitem(sys.modules, "flashattn3._kernel_info", None)
+    if other:
+        (tmp_path / other).touch()
+    with pytest.raises(ImportError) as caught:
+        hopper_library.kernel_info()
+    said = f"only {other} is" if other else "it is not"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    assert f"are in _kernel_info{suffix}, and {said} in {tmp_path}; " in str(caught.value)
+    assert "FLASHATTN3_BUILD=cuda pip install" in str(caught.value)
 
 
 ODD_LAYOUTS = {
@@ -736,6 +747,6 @@ def test_a_stream_with_the_handle_of_a_destroyed_one_counts_its_own_tiles(uneven
 @needs_hopper
 def test_every_kernel_is_resident():
     for info in hopper_library.kernel_info():
-        assert info["blocks_per_sm"] >= 1, info
-        assert info["max_threads"] >= info["num_threads"]
-        assert info["num_registers"] > 0
+        assert info.blocks_per_sm >= 1, info.name
+        assert info.max_threads >= info.num_threads
+        assert info.num_registers > 0

@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "call.descales",
     },
     "dispatch.kernel_configs": set(),
-    "backends.hopper.library": {"dispatch.kernel_configs", "_kernel_configs"},
+    "backends.hopper.library": {"dispatch.kernel_configs", "_kernel_info"},
     "backends.gpu_limits": {"dispatch.backend", "call.problem"},
     "backends.hopper.launch": {
         "call.value_checks",

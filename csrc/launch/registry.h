@@ -71,10 +71,11 @@ struct KernelInfo {
   int blocks_per_sm = -1;
 };
 
-FLASHATTN3_EXPORT const char* configs_hash();
+// Hash of the kernel configs from which the library was built.
+const char* configs_hash();
 // Error message if this CUDA driver cannot run the library; empty if it can or if there is none.
-FLASHATTN3_EXPORT std::string driver_error();
-FLASHATTN3_EXPORT std::vector<std::string> compiled_configs();
+std::string driver_error();
+std::vector<std::string> compiled_configs();
 // Queries the current device, and so creates a CUDA context if there is none.
 FLASHATTN3_EXPORT std::vector<KernelInfo> kernel_info();
 
