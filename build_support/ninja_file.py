@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import join, quote
 
+from .device_checks import KINDS, write_configs
 from .toolchain import OLDEST_TORCH_ABI, Toolchain
 from .units import ROOT
 
 CSRC = ROOT / "csrc"
 DEVICE_TESTS = ROOT / "tests" / "device"
-# Programs of DEVICE_TESTS, written to the build folder, built only on request.
-DEVICE_CHECKS = ("forward_check", "backward_check")
+DEVICE_CHECKS = tuple(KINDS)  # programs of DEVICE_TESTS, built into the build folder on request
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 COUNTERS = "launch/tile_counters.cpp.o"  # which the checks link too
 # The suffix names the Python version: pybind11 has no stable ABI.
@@ -44,8 +43,11 @@ rule link
 """
 
 
-def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
-    """build.ninja for generated units and fixed sources; outputs go into the package folder."""
+def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
+    """build.ninja for generated units and fixed sources; outputs go into the package folder.
+
+    The headers with the kernel configs of the checks are written beside the units.
+    """
     lines = [f"nvcc = {_command(tools.ccache, tools.nvcc)}", f"link = {_command(tools.nvcc)}"]
     lines.append(RULES.format(common=join([*COMMON_FLAGS, f"-I{CSRC}"])))
     library, module = package / OPS_LIBRARY, package / INFO_MODULE
@@ -72,22 +74,23 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     _link(lines, module, bindings, ["-shared", "-cudart=none", *beside], needs=library)
     if DEVICE_TESTS.is_dir():  # absent where the kernels are built without tests
         for check in DEVICE_CHECKS:
-            _device_check(lines, check, device, [*shared, COUNTERS])
+            num_configs = len(write_configs(units[0].parent, check))
+            flags = [*device, f"-I{units[0].parent}"]
+            _device_check(lines, check, flags, [*shared, COUNTERS], num_configs)
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 
 
-def _device_check(lines: list[str], name: str, flags: list[str], shared: list[str]) -> None:
+def _device_check(
+    lines: list[str], name: str, flags: list[str], shared: list[str], num_configs: int
+) -> None:
     """Append the steps that build a program that runs kernels without torch.
 
     shared: objects of the library that the kernels need.
     """
-    kernels = name.removesuffix("_check")
-    table = (DEVICE_TESTS / f"{kernels}_configs.h").read_text()
-    configs = re.findall(r"\{k\w+, ", table)
     objects = [*shared, _compile(lines, DEVICE_TESTS / f"{name}.cu", flags)]
-    config, number = DEVICE_TESTS / f"{kernels}_config.cu", f"-D{name.upper()}_CONFIG"
-    objects += [_compile(lines, config, [*flags, f"{number}={i}"], i) for i in range(len(configs))]
+    config, number = DEVICE_TESTS / f"{KINDS[name]}_config.cu", f"-D{name.upper()}_CONFIG"
+    objects += [_compile(lines, config, [*flags, f"{number}={i}"], i) for i in range(num_configs)]
     _link(lines, Path(name), objects, ["-cudart=static", "-lpthread"])
 
 

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from ...dispatch.kernel_configs import configs_hash
+from .launch_record import LaunchRecord
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PROJECT = PACKAGE.parent  # repository root, or site-packages if installed
@@ -32,14 +33,15 @@ class Library:
     """The compiled library. configs: names of the compiled kernel configs.
 
     error: why the library cannot be used; None if it can.
-    forward, forward_fp8, permute_v, backward: operators of torch.ops.flashattn3_hopper.
+    The others: operators of torch.ops.flashattn3_hopper.
     """
 
     configs: frozenset[str] = frozenset()
     error: str | None = None
+    prepare_forward: Callable | None = None
     forward: Callable | None = None
-    forward_fp8: Callable | None = None
     permute_v: Callable | None = None
+    prepare_backward: Callable | None = None
     backward: Callable | None = None
 
 
@@ -73,13 +75,22 @@ def find_library() -> Library:
     if driver_error:
         return Library(error=f"the Hopper kernels were {driver_error}")
     operators = torch.ops.flashattn3_hopper
+    preparing = operators.prepare_forward.default, operators.prepare_backward.default
+    if any(_record_of(prepare) != LaunchRecord._fields for prepare in preparing):
+        return Library(error="the Hopper kernels were built from other sources")
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
+        prepare_forward=preparing[0],
         forward=operators.forward.default,
-        forward_fp8=operators.forward_fp8.default,
         permute_v=operators.permute_v.default,
+        prepare_backward=preparing[1],
         backward=operators.backward.default,
     )
+
+
+def _record_of(prepare: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Names of the operator's arguments after the index of the kernel config."""
+    return tuple(argument.name for argument in prepare._schema.arguments[1:])
 
 
 def _text(loaded: ctypes.CDLL, name: str) -> str:
