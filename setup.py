@@ -33,9 +33,8 @@ def setup_arguments() -> dict[str, object]:
     if not kernels_are_wanted():
         return {}
     return {
-        # Named so that the wheel is for this platform, and for every Python from 3.10: stable ABI.
-        "ext_modules": [Extension("flashattn3._kernel_configs", sources=[])],
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+        # Named so that the wheel is for this platform and this version of Python.
+        "ext_modules": [Extension("flashattn3._kernel_info", sources=[])],
         "cmdclass": {"build_ext": BuildKernels},
     }
 

@@ -7,13 +7,13 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .ninja_file import CONFIGS_MODULE, OPS_LIBRARY, ninja_text
+from .ninja_file import INFO_MODULE, OPS_LIBRARY, ninja_text
 from .toolchain import BuildError, find_toolchain
 from .units import ROOT, write_units
 
 BUILD_FOLDER = ROOT / "build" / "hopper"
 UNITS_FOLDER = BUILD_FOLDER / "units"
-OUTPUTS = (OPS_LIBRARY, CONFIGS_MODULE)
+OUTPUTS = (OPS_LIBRARY, INFO_MODULE)
 GIB_PER_COMPILER = 1  # a forward kernel config takes under half of it
 
 

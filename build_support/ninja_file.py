@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+import sysconfig
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import join, quote
 
+from .device_checks import KINDS, write_configs
 from .toolchain import OLDEST_TORCH_ABI, Toolchain
 from .units import ROOT
 
 CSRC = ROOT / "csrc"
 DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, written to the build folder, built only on request.
-KERNEL_CHECKS = ("forward_check", "backward_check")
+KERNEL_CHECKS = tuple(KINDS)
 UNIT_CHECK = "unit_check"
 DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK)
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 COUNTERS = "launch/tile_counters.cpp.o"  # which the checks link too
-CONFIGS_MODULE = Path("_kernel_configs.abi3.so")
+# The suffix names the Python version: pybind11 has no stable ABI.
+INFO_MODULE = Path(f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 COMMON_FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 DEVICE_FLAGS = (
@@ -44,11 +46,14 @@ rule link
 """
 
 
-def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
-    """build.ninja for generated units and fixed sources; outputs go into the package folder."""
+def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
+    """build.ninja for generated units and fixed sources; outputs go into the package folder.
+
+    The headers with the kernel configs of the checks are written beside the units.
+    """
     lines = [f"nvcc = {_command(tools.ccache, tools.nvcc)}", f"link = {_command(tools.nvcc)}"]
     lines.append(RULES.format(common=join([*COMMON_FLAGS, f"-I{CSRC}"])))
-    library, module = package / OPS_LIBRARY, package / CONFIGS_MODULE
+    library, module = package / OPS_LIBRARY, package / INFO_MODULE
 
     device = [*DEVICE_FLAGS, f"-I{tools.cutlass_include}"]
     torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
@@ -63,33 +68,34 @@ def ninja_text(tools: Toolchain, units: Iterable[Path], package: Path) -> str:
     flags = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
     _link(lines, library, objects, [*flags, *TORCH_LINK_FLAGS])
 
-    python = [f"-isystem={tools.python_include}"]
-    configs = [
+    python = [f"-isystem={folder}" for folder in (tools.python_include, tools.pybind11_include)]
+    bindings = [
         _compile(lines, source, python)
         for source in sorted((CSRC / "python_binding").glob("*.cpp"))
     ]
     beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
-    _link(lines, module, configs, ["-shared", "-cudart=none", *beside], needs=library)
+    _link(lines, module, bindings, ["-shared", "-cudart=none", *beside], needs=library)
     if DEVICE_TESTS.is_dir():  # absent where the kernels are built without tests
         for check in KERNEL_CHECKS:
-            _kernel_check(lines, check, device, [*shared, COUNTERS])
+            num_configs = len(write_configs(units[0].parent, check))
+            flags = [*device, f"-I{units[0].parent}"]
+            _kernel_check(lines, check, flags, [*shared, COUNTERS], num_configs)
         unit_check = _compile(lines, DEVICE_TESTS / f"{UNIT_CHECK}.cu", device)
         _link(lines, Path(UNIT_CHECK), [unit_check], ["-cudart=static"])
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 
 
-def _kernel_check(lines: list[str], name: str, flags: list[str], shared: list[str]) -> None:
+def _kernel_check(
+    lines: list[str], name: str, flags: list[str], shared: list[str], num_configs: int
+) -> None:
     """Append the steps that build a program that runs kernels without torch.
 
     shared: objects of the library that the kernels need.
     """
-    kernels = name.removesuffix("_check")
-    table = (DEVICE_TESTS / f"{kernels}_configs.h").read_text()
-    configs = re.findall(r"\{k\w+, ", table)
     objects = [*shared, _compile(lines, DEVICE_TESTS / f"{name}.cu", flags)]
-    config, number = DEVICE_TESTS / f"{kernels}_config.cu", f"-D{name.upper()}_CONFIG"
-    objects += [_compile(lines, config, [*flags, f"{number}={i}"], i) for i in range(len(configs))]
+    config, number = DEVICE_TESTS / f"{KINDS[name]}_config.cu", f"-D{name.upper()}_CONFIG"
+    objects += [_compile(lines, config, [*flags, f"{number}={i}"], i) for i in range(num_configs)]
     _link(lines, Path(name), objects, ["-cudart=static", "-lpthread"])
 
 

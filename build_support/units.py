@@ -39,32 +39,51 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
         if present.name not in texts:
             present.unlink()
     for name, text in texts.items():
-        path = folder / name
-        if not path.is_file() or path.read_text() != text:
-            path.write_text(text)
+        write_if_changed(folder / name, text)
     return [folder / name for name in texts]
 
 
+def write_if_changed(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text() != text:
+        path.write_text(text)
+
+
 def unit(config) -> str:
-    """A unit with the config as template argument; both have the same field names."""
-    members = "".join(
-        f"    .{name} = {_literal(getattr(config, name))},\n"
-        for name in load_kernel_configs().compiled_fields(type(config))
-    )
+    """A unit with the config as template argument."""
     kind = config.kind.title()
     return f"""{HEADER}
 #include "launch/compiled_{config.kind}.cuh"
 
 namespace flashattn3 {{
 
-constexpr {config.kind}::Config kConfig = {{
-{members}}};
-
+constexpr {config.kind}::Config kConfig = {initializer(config)};
+{_checks(config)}
 extern const {kind}Kernel {config.name};
 const {kind}Kernel {config.name} = compiled_{config.kind}<kConfig>("{config.name}");
 
 }}  // namespace flashattn3
 """
+
+
+def _checks(config) -> str:
+    """What Python says of a backward kernel besides its config holds in C++."""
+    if config.kind == "forward":
+        return ""
+    block_m = load_kernel_configs().BACKWARD_BLOCK_M
+    return (
+        f"static_assert(backward::kBlockM == {block_m});\n"
+        f"static_assert(backward::block_n(kConfig) == {config.block_n});\n"
+        f"static_assert(backward::uses_cluster2(kConfig) == {_literal(config.uses_cluster2)});\n"
+    )
+
+
+def initializer(config) -> str:
+    """The value of a C++ Config; both have the same field names."""
+    members = "".join(
+        f"    .{name} = {_literal(getattr(config, name))},\n"
+        for name in load_kernel_configs().compiled_fields(type(config))
+    )
+    return f"{{\n{members}}}"
 
 
 def _literal(value: object) -> str:

@@ -17,7 +17,7 @@ import flashattn3
 
 from . import triton_toolchain
 from .backends import BACKENDS
-from .backends.hopper.library import find_library, kernel_info
+from .backends.hopper.library import KernelInfo, find_library, kernel_info
 from .bench.environment import triton_version
 from .call.problem import Metadata, Options, Problem, describe
 from .dispatch.device import describe_device
@@ -83,22 +83,26 @@ def _hopper_kernels() -> str:
     if library.error is not None:
         return _line("Hopper kernels", f"none: {library.error}")
     summary = f"{len(library.configs)} of {len(all_configs())} kernel configs"
-    return "\n".join([_line("Hopper kernels", summary), *map(_resources, kernel_info())])
+    try:
+        resources = [_resources(info) for info in kernel_info()]
+    except ImportError as error:
+        resources = [f"  {error}"]
+    return "\n".join([_line("Hopper kernels", summary), *resources])
 
 
-def _resources(info: dict[str, object]) -> str:
+def _resources(info: KernelInfo) -> str:
     """The current GPU reports registers, spills and occupancy; without a GPU they are omitted."""
     known = (
-        f"{info['num_threads']} threads",
-        f"{info['shared_memory_bytes'] / 1024:g} KiB of shared memory",
+        f"{info.num_threads} threads",
+        f"{info.shared_memory_bytes / 1024:g} KiB of shared memory",
     )
     reported = (
-        f"{info['num_registers']} registers",
-        f"{info['local_bytes']} bytes of spills",
-        f"{info['blocks_per_sm']} on an SM",
+        f"{info.num_registers} registers",
+        f"{info.local_bytes} bytes of spills",
+        f"{info.blocks_per_sm} on an SM",
     )
-    shown = known if info["num_registers"] < 0 else known + reported
-    return f"  {info['name']}: {', '.join(shown)}"
+    shown = known if info.num_registers < 0 else known + reported
+    return f"  {info.name}: {', '.join(shown)}"
 
 
 def _triton() -> str:

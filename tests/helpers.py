@@ -7,13 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from flashattn3.backends import BACKENDS, HOPPER
+from flashattn3.backends.hopper.launch_record import LaunchRecord
+from flashattn3.backends.hopper.library import Library
 from flashattn3.call.problem import FULL_PRECISION
 from flashattn3.dispatch.device import DeviceInfo, default_lowering, describe_device
+from flashattn3.dispatch.kernel_configs import all_configs
 from flashattn3.testing import (
     FORWARD_CASES,
     FORWARD_FACTOR,
@@ -33,6 +37,7 @@ GPU = torch.cuda.is_available()
 # What dispatch asks on a machine without the compiled Hopper kernels, apart from their reason.
 WITHOUT_HOPPER = tuple(backend for backend in BACKENDS if backend is not HOPPER)
 ROOT = Path(__file__).resolve().parents[1]
+ALL_CONFIGS = frozenset(config.name for config in all_configs())
 
 
 def fake_gpu(name: str, capability: int, shared_memory_kib: int, num_sms: int) -> DeviceInfo:
@@ -58,6 +63,23 @@ T4 = fake_gpu("T4", 75, 64, 40)
 GPUS = (H100, A100, RTX3090, ORIN, L4, B200, RTX5090)
 CPU = DeviceInfo("cpu", "cpu")
 LOWERED_H100 = replace(H100, lowering=80, shared_memory_bytes=163 * 1024)
+
+
+class Prepared(NamedTuple):
+    """Stands in for the handle of a prepared launch of the Hopper library."""
+
+    config: int
+    record: LaunchRecord
+
+
+def _prepare(config: int, *record: object) -> tuple:
+    """Stands in for prepare_forward and prepare_backward."""
+    return Prepared(config, LaunchRecord(*record)), 11, 384, 2048, 16
+
+
+def library_double(configs=ALL_CONFIGS, error: str | None = None, **operators) -> Library:
+    """A Hopper library whose launches are prepared without it."""
+    return Library(configs, error, prepare_forward=_prepare, prepare_backward=_prepare, **operators)
 
 
 def run_python(code: str, **environment: str | None) -> str:

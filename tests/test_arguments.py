@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import H100, WITHOUT_HOPPER, run_python
+from helpers import H100, WITHOUT_HOPPER, library_double, run_python
 
 from flashattn3 import (
     available_backends,
@@ -28,11 +28,9 @@ from flashattn3 import (
 from flashattn3.api import _warn_of_zero_scale
 from flashattn3.backends import TRITON
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.library import Library
 from flashattn3.call.descales import EIGHT_BIT, FP8
 from flashattn3.call.problem import Options, Tensors, describe, metadata_of
 from flashattn3.dispatch.device import describe_device
-from flashattn3.dispatch.kernel_configs import all_configs
 from flashattn3.dispatch.planner import choose
 from flashattn3.quantization import BlockScaled, dispatch, torch_operations
 
@@ -409,8 +407,7 @@ def test_hints_change_no_result_and_no_backend(hint, backend):
 
 @pytest.mark.parametrize("hint", HINTS)
 def test_hints_keep_a_call_on_hopper(hint):
-    library = Library(frozenset(row.name for row in all_configs()))
-    hopper = HopperBackend(library=lambda: library, only_measured=False)
+    hopper = HopperBackend(library=library_double, only_measured=False)
     q = torch.empty(1, 4096, 8, 128, device="meta", dtype=torch.float16)
     problem = describe(tuple(map(metadata_of, Tensors(q, q, q))), Options(**{hint: HINTS[hint]}))
     found = choose(problem, H100, (hopper, *WITHOUT_HOPPER))

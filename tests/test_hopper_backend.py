@@ -4,6 +4,8 @@ on a Hopper GPU what is its own: copies for TMA, and tile counters that launches
 from __future__ import annotations
 
 import ctypes
+import sys
+import sysconfig
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -12,6 +14,7 @@ import pytest
 import torch
 from helpers import (
     A100,
+    ALL_CONFIGS,
     B200,
     CPU,
     GPUS,
@@ -19,13 +22,14 @@ from helpers import (
     LOWERED_H100,
     ROOT,
     WITHOUT_HOPPER,
+    library_double,
     needs_hopper,
-    run_python,
 )
 
 from flashattn3 import UnsupportedError, explain, flash_attn_func
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.launch_record import LaunchRecord
 from flashattn3.backends.hopper.library import Library
 from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.backends.triton.backend import TritonBackend
@@ -42,14 +46,14 @@ from flashattn3.dispatch.kernel_configs import (
 from flashattn3.dispatch.planner import choose
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8, "int8": INT8}
-ALL_ROWS = frozenset(kernel_config.name for kernel_config in all_configs())
 
 
 class Recorder:
     """Stands in for the compiled operator: keeps its arguments and fills the results."""
 
-    def __call__(self, q, k, v, *rest):
-        self.qkv, self.indices, self.scalars = (q, k, v), rest[:4], [*rest[4:]]
+    def __call__(self, launch, q, k, v, *rest):
+        self.launch, self.qkv = launch, (q, k, v)
+        self.indices, self.descales = rest[:4], rest[4:]
         out = q.new_ones(*q.shape[:-1], (v.shape[-1] + 7) // 8 * 8)
         return out, torch.full((*out.shape[:-3], out.shape[-2], out.shape[-3]), 2.0)
 
@@ -57,17 +61,17 @@ class Recorder:
 class GradientRecorder:
     """The same of the compiled backward."""
 
-    def __call__(self, dout, dlse, out, lse, q, k, v, *rest):
-        self.given, self.qkv = (dout, dlse, out, lse), (q, k, v)
-        self.indices, self.scalars = rest[:4], [*rest[4:]]
+    def __call__(self, launch, dout, dlse, out, lse, q, k, v, *indices):
+        self.launch, self.given, self.qkv = launch, (dout, dlse, out, lse), (q, k, v)
+        self.indices = indices
         columns = ((x.shape[-1] + 7) // 8 * 8 for x in (q, k, v))
         return tuple(x.new_ones(*x.shape[:-1], c) for x, c in zip((q, k, v), columns, strict=True))
 
 
 def hopper(
-    configs=ALL_ROWS, error=None, forward=None, backward=None, only_measured=False
+    configs=ALL_CONFIGS, error=None, forward=None, backward=None, only_measured=False
 ) -> HopperBackend:
-    library = Library(configs, error, forward, backward=backward)
+    library = library_double(configs, error, forward=forward, backward=backward)
     return HopperBackend(library=lambda: library, only_measured=only_measured)
 
 
@@ -162,7 +166,7 @@ def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
 
 
 def test_a_gradient_whose_row_is_not_in_the_build_runs_on_triton():
-    some = hopper(ALL_ROWS - {select_backward_config("bf16", 64).name})
+    some = hopper(ALL_CONFIGS - {select_backward_config("bf16", 64).name})
     assert plan(qkv(64), some, backend="hopper").config.gradient_config is None
     assert plan(qkv(128), some).config.gradient_config is not None
 
@@ -215,7 +219,7 @@ def recorder_of_8_bits():
         calls.append(arguments)
         return torch.ones(2, 9, 4, 64), torch.ones(2, 4, 9)
 
-    library = Library(ALL_ROWS, None, forward_fp8=forward, permute_v=lambda v, *_: v)
+    library = library_double(forward=forward, permute_v=lambda v, *_: v)
     return HopperBackend(library=lambda: library, only_measured=False), calls
 
 
@@ -226,8 +230,9 @@ def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
     found = plan(tensors, candidate)
     found.backend.forward(found, tensors)
     (arguments,) = calls
-    assert [x.dtype for x in arguments[:3]] == [INT8, INT8, FP8]
-    assert FORWARD_CONFIGS.index(found.config.kernel_config) in arguments[10:]
+    launch, *qkv = arguments[:4]
+    assert [x.dtype for x in qkv] == [INT8, INT8, FP8]
+    assert launch.config == FORWARD_CONFIGS.index(found.config.kernel_config)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
@@ -239,9 +244,9 @@ def test_fast_accumulation_has_a_plan_and_a_call_of_its_own(dtype):
     assert plans[0] != plans[1] and not plans[1].unused_hints
     for found in plans:
         found.backend.forward(found, tensors)
-    kept, fast = (arguments[10:] for arguments in calls)
-    assert (kept[5], fast[5]) == (False, True)
-    assert kept[:5] + kept[6:] == fast[:5] + fast[6:]
+    kept, fast = (arguments[0].record for arguments in calls)
+    assert (kept.use_fast_accum, fast.use_fast_accum) == (False, True)
+    assert kept._replace(use_fast_accum=True) == fast
 
 
 LAST_BLOCK_NEGATIVE = torch.tensor([1.0, 0.0, -1.0])
@@ -336,12 +341,10 @@ def test_what_it_takes(options):
     assert plan(qkv(), **options).backend.name == "hopper"
 
 
-def test_the_grid_is_one_cta_for_each_sm_that_may_be_used():
-    assert plan(qkv()).config.num_ctas <= 2 * 8 * 16
-    assert plan(qkv(batch=64)).config.num_ctas == 132
-    assert plan(qkv(batch=64), sm_margin=20).config.num_ctas == 112
-    assert plan(qkv(batch=64), sm_margin=999).config.num_ctas == 1
-    assert plan(qkv(batch=1, seqlen_q=1)).config.num_ctas == 8
+def test_explain_shows_what_the_prepared_launch_holds():
+    described = plan(qkv()).config.describe()
+    shown = {name: described[name] for name in ("grid", "shared_memory_bytes", "workspace_bytes")}
+    assert shown == {"grid": (11, 1, 1), "shared_memory_bytes": 2048, "workspace_bytes": 16}
 
 
 def views() -> dict[str, tuple[Tensors, str]]:
@@ -376,6 +379,32 @@ def test_explain_says_what_is_copied(name):
     assert plan(tensors).config.describe()["copied first"] == copied
 
 
+RECORD = LaunchRecord(
+    batch=2,
+    seqlen_q=9,
+    seqlen_k=9,
+    total_q=9,
+    total_k=9,
+    num_heads_q=4,
+    num_heads_kv=2,
+    head_dim=64,
+    head_dim_v=64,
+    varlen=False,
+    softmax_scale=0.25,
+    softcap=5.0,
+    window_left=3,
+    window_right=0,
+    num_sms=132,
+    sm_margin=2,
+    q_block=0,
+    k_block=0,
+    v_block=0,
+    out_is_fp16=True,
+    use_fast_accum=False,
+    deterministic=False,
+)
+
+
 def test_one_operator_call_with_the_row_and_the_options():
     recorder = Recorder()
     tensors = Tensors(*(torch.randn(2, 9, heads, 64).half() for heads in (4, 2, 2)))
@@ -392,8 +421,9 @@ def test_one_operator_call_with_the_row_and_the_options():
     assert all(map(torch.equal, recorder.qkv, tensors[:3]))
     assert all(given is passed for given, passed in zip(tensors, recorder.qkv, strict=False))
     assert recorder.indices == (None,) * 4
-    index = FORWARD_CONFIGS.index(found.config.kernel_config)
-    assert recorder.scalars == [index, 9, 9, 0.25, 5.0, 3, 0, 132, 2]
+    assert recorder.descales == (None,) * 3
+    assert recorder.launch.config == FORWARD_CONFIGS.index(found.config.kernel_config)
+    assert recorder.launch.record == RECORD
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
         (2, 9, 4, 64),
         torch.float16,
@@ -422,7 +452,9 @@ def test_varlen_passes_the_edges_and_the_longest_lengths():
     tensors = tensors._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
     found = plan(tensors, hopper(forward=recorder), max_seqlen_q=4)
     out, lse = found.backend.forward(found, tensors)
-    assert recorder.indices == (edges, edges, None, None) and recorder.scalars[1:3] == [4, 9]
+    record = recorder.launch.record
+    assert recorder.indices == (edges, edges, None, None)
+    assert (record.batch, record.varlen, record.seqlen_q, record.seqlen_k) == (2, True, 4, 9)
     assert out.shape == (9, 4, 64) and lse.shape == (4, 9)
 
 
@@ -446,7 +478,7 @@ def test_one_call_of_the_backward_operator_with_the_row_and_the_options():
         assert all(x is y for x, y in zip(recorder.given, given, strict=True))
         assert recorder.indices == (None,) * 4
         index = BACKWARD_CONFIGS.index(found.config.gradient_config)
-        assert recorder.scalars == [index, 9, 9, 0.25, 5.0, 3, 0, 132, 2, deterministic]
+        assert recorder.launch == (index, RECORD._replace(deterministic=deterministic))
         assert [x.shape for x in gradients] == [x.shape for x in tensors[:3]]
         assert all((x == 1).all() and x.is_contiguous() for x in gradients)
 
@@ -498,7 +530,9 @@ def test_a_gradient_of_varlen_passes_the_edges_and_the_longest_lengths():
     found = plan(tensors, hopper(backward=recorder), max_seqlen_q=4)
     out, lse = torch.randn(9, 4, 64).half(), torch.randn(9, 4).T
     gradients = found.backend.backward(found, out, None, tensors, out, lse)
-    assert recorder.indices == (edges, edges, None, used) and recorder.scalars[1:3] == [4, 9]
+    record = recorder.launch.record
+    assert recorder.indices == (edges, edges, None, used)
+    assert (record.seqlen_q, record.seqlen_k) == (4, 9)
     assert recorder.given[1] is None and recorder.given[3].is_contiguous()
     assert [x.shape for x in gradients] == [(9, 4, 64)] * 3
 
@@ -506,7 +540,7 @@ def test_a_gradient_of_varlen_passes_the_edges_and_the_longest_lengths():
 def test_a_gradient_without_a_row_is_planned_on_triton(monkeypatch):
     seen = []
     monkeypatch.setattr(TritonBackend, "backward", lambda self, plan, *rest: seen.append(plan))
-    without = hopper(ALL_ROWS - {kernel_config.name for kernel_config in BACKWARD_CONFIGS})
+    without = hopper(ALL_CONFIGS - {kernel_config.name for kernel_config in BACKWARD_CONFIGS})
     found = plan(qkv(256), without, causal=True)
     tensors = qkv(256)
     for _ in range(2):
@@ -538,26 +572,36 @@ def test_a_hopper_gpu_without_the_library_is_warned_of_once(fresh_library):
 
 
 def test_a_library_of_another_table_is_refused(fresh_library):
-    pytest.importorskip(
-        "flashattn3._kernel_configs", reason="the Hopper kernels are not built here"
-    )
+    if not (hopper_library.PACKAGE / hopper_library.OPS_LIBRARY).is_file():
+        pytest.skip("the Hopper kernels are not built here")
     fresh_library.setattr(hopper_library, "configs_hash", lambda: "another")
     error = hopper_library.find_library().error
     assert error == "the Hopper kernels were built from other kernel configs"
 
 
-def test_a_module_that_does_not_load_says_why():
-    code = """
-import sys, types
-class Broken:
-    def find_spec(self, name, path=None, target=None):
-        if name == "flashattn3._kernel_configs":
-            raise ImportError("libtorch.so: cannot open shared object file", name=name)
-sys.meta_path.insert(0, Broken())
-from flashattn3.backends.hopper.library import find_library
-print(find_library().error)"""
-    wanted = "the Hopper kernels do not load (libtorch.so: cannot open shared object file)"
-    assert run_python(code).strip() == wanted
+def test_a_library_that_does_not_load_says_why(fresh_library, tmp_path):
+    fresh_library.setattr(hopper_library, "PACKAGE", tmp_path)
+    assert hopper_library.find_library.__wrapped__().error == "the Hopper kernels were not built"
+    library = tmp_path / hopper_library.OPS_LIBRARY
+    library.parent.mkdir()
+    library.write_text("no ELF file")
+    error = hopper_library.find_library.__wrapped__().error
+    assert error.startswith(f"the Hopper kernels do not load ({library}: ")
+
+
+@pytest.mark.parametrize("other", [None, "_kernel_info.cpython-38-x86_64-linux-gnu.so"])
+def test_kernel_info_names_the_module_that_is_missing(other, monkeypatch, tmp_path):
+    """The module for another Python has another suffix, so this Python does not see it."""
+    monkeypatch.setattr(hopper_library, "PACKAGE", tmp_path)
+    monkeypatch.setitem(sys.modules, "flashattn3._kernel_info", None)
+    if other:
+        (tmp_path / other).touch()
+    with pytest.raises(ImportError) as caught:
+        hopper_library.kernel_info()
+    said = f"only {other} is" if other else "it is not"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    assert f"are in _kernel_info{suffix}, and {said} in {tmp_path}; " in str(caught.value)
+    assert "FLASHATTN3_BUILD=cuda pip install" in str(caught.value)
 
 
 ODD_LAYOUTS = {
@@ -736,6 +780,6 @@ def test_a_stream_with_the_handle_of_a_destroyed_one_counts_its_own_tiles(uneven
 @needs_hopper
 def test_every_kernel_is_resident():
     for info in hopper_library.kernel_info():
-        assert info["blocks_per_sm"] >= 1, info
-        assert info["max_threads"] >= info["num_threads"]
-        assert info["num_registers"] > 0
+        assert info.blocks_per_sm >= 1, info.name
+        assert info.max_threads >= info.num_threads
+        assert info.num_registers > 0

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ if not (ROOT / "build_support").is_dir():
     pytest.skip("needs a source checkout", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # an installed package does not bring the build along
 
-from build_support import ptxas, toolchain, units
+from build_support import device_checks, ptxas, toolchain, units
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
 from flashattn3.backends.hopper.library import find_library, kernel_info
+from flashattn3.dispatch.device import SHARED_MEMORY_KIB
 from flashattn3.dispatch.kernel_configs import FORWARD_CONFIGS, all_configs, configs_hash
 
 ROW = "forward_bf16_d64_full"
@@ -92,6 +94,18 @@ def test_a_subset_keeps_the_places_and_untouched_files_their_time(tmp_path):
     assert paths[-1].read_text().count("nullptr") == len(all_configs()) - 1
 
 
+@pytest.mark.parametrize("check", device_checks.KINDS)
+def test_the_device_checks_run_every_kernel_config(check, tmp_path):
+    configs = device_checks.write_configs(tmp_path, check)
+    kind, names = device_checks.KINDS[check], [config.name for config in configs]
+    wanted = [config.name for config in all_configs() if config.kind == kind]
+    assert names[: len(wanted)] == wanted and len(set(names)) == len(names)
+    text = (tmp_path / f"{check}_configs.h").read_text()
+    assert f"kNumCheckConfigs = {len(configs)};" in text
+    assert text.count(".dtype = ") == len(configs)
+    assert [line.strip(' ",') for line in text.splitlines() if line.startswith('    "')] == names
+
+
 GOOD = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z1k' for 'sm_90a'
     0 bytes stack frame, 8 bytes spill stores, 32 bytes spill loads
@@ -160,24 +174,24 @@ SHOW = "from flashattn3.backends.hopper.library import find_library, kernel_info
 
 @pytest.mark.slow
 def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
-    done = run(built, "-c", SHOW + "x = find_library(); print(x.error, *x.configs, kernel_info())")
+    shown = "print(x.error, *x.configs, info.name, info.num_threads)"
+    done = run(built, "-c", f"{SHOW}x = find_library(); (info,) = kernel_info(); {shown}")
     assert done.returncode == 0, done.stderr
-    error, name, info = done.stdout.split(maxsplit=2)
     (config,) = (config for config in FORWARD_CONFIGS if config.name.startswith(ROW))
-    assert (error, name) == ("None", config.name)
-    assert f"'shared_memory_bytes': {config.shared_memory_bytes}" in info
+    threads = 128 * (config.num_mma_warpgroups + 1)
+    assert done.stdout.split() == ["None", config.name, config.name, str(threads)]
     assert run(built, "-m", "build_support.ptxas").returncode == 0
 
 
 @pytest.mark.slow
 def test_the_build_brings_the_operators(built):
-    """Under torch's CPU build they are there to be looked at; none is for the CPU."""
+    """Under torch's CPU build they are there to be looked at; none launches on a CPU."""
     code = "library = find_library(); ops = torch.ops.flashattn3_hopper; "
-    names = ("quantize", "quantize_qkv", "sample_mean", "permute_v", "backward", "forward_fp8")
+    names = ("quantize", "quantize_qkv", "sample_mean", "permute_v", "backward", "forward")
     schemas = ", ".join(f"ops.{name}.default._schema" for name in names)
     done = run(built, "-c", f"import torch; {SHOW}{code}print({schemas}, sep='\\n')")
     assert done.returncode == 0, done.stderr
-    quantize, quantize_qkv, sample_mean, permute_v, backward, fp8 = done.stdout.splitlines()
+    quantize, quantize_qkv, sample_mean, permute_v, backward, forward = done.stdout.splitlines()
     assert quantize == (
         "flashattn3_hopper::quantize(Tensor x, Tensor? mean, Tensor? signs, Tensor? cu_seqlens, "
         "int block, int max_seqlen, bool permuted, bool int8) -> (Tensor data, Tensor descale)"
@@ -194,9 +208,18 @@ def test_the_build_brings_the_operators(built):
     assert permute_v == (
         "flashattn3_hopper::permute_v(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
     )
-    assert backward.startswith("flashattn3_hopper::backward(Tensor dout, Tensor? dlse, Tensor out")
-    assert backward.endswith("bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)")
-    assert "int head_dim_v, bool out_is_fp16, bool use_fast_accum, int config, " in fp8
+    tensors = (
+        "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+        "Tensor? seqused_q, Tensor? seqused_k"
+    )
+    assert backward == (
+        "flashattn3_hopper::backward(Tensor launch, Tensor dout, Tensor? dlse, Tensor out, "
+        f"Tensor lse, {tensors}) -> (Tensor dq, Tensor dk, Tensor dv)"
+    )
+    assert forward == (
+        f"flashattn3_hopper::forward(Tensor launch, {tensors}, Tensor? q_descale, "
+        "Tensor? k_descale, Tensor? v_descale) -> (Tensor out, Tensor lse)"
+    )
     log = built / "build" / "hopper" / "launch" / "quantize.cu.o.log"
     assert ptxas.read(log).spill_bytes == 0
 
@@ -216,6 +239,23 @@ def test_the_library_needs_no_python_and_no_cuda_library(built):
     assert not any(name.startswith("Py") for name in symbols)
     # torch's unstable interface
     assert not any("c10" in name or "N2at" in name for name in symbols)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [None, "_kernel_info.cpython-38-x86_64-linux-gnu.so"])
+def test_the_kernels_need_no_module_for_this_python(built, tmp_path, other):
+    """The module is missing, or was built for another Python: the library still loads."""
+    copy = tmp_path / "copy"
+    shutil.copytree(built, copy, ignore=shutil.ignore_patterns("build"))
+    (module,) = (copy / "flashattn3").glob("_kernel_info*.so")
+    assert module.name == f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}"
+    module.unlink() if other is None else module.rename(module.with_name(other))
+    done = run(copy, "-c", SHOW + "print(find_library().error, *find_library().configs)")
+    assert done.stdout.split()[0] == "None" and ROW in done.stdout, done.stderr
+    doctor = run(copy, "-m", "flashattn3", "doctor").stdout
+    assert f"Hopper kernels   1 of {len(all_configs())} kernel configs" in doctor
+    said = f"only {other} is" if other else "it is not"
+    assert f"{module.name}, and {said} in {copy / 'flashattn3'}; " in doctor
 
 
 @pytest.mark.slow
@@ -246,10 +286,12 @@ def test_the_library_of_this_installation_is_the_tables():
     library = find_library()
     if library.error is not None:
         pytest.skip(library.error)
-    info = {found["name"]: found for found in kernel_info()}
-    assert library.configs == info.keys() <= {config.name for config in all_configs()}
-    for config in all_configs():
-        if config.name in info:
-            assert info[config.name]["num_threads"] == config.num_threads
-            assert info[config.name]["shared_memory_bytes"] == config.shared_memory_bytes
-            assert info[config.name]["local_bytes"] <= ptxas.max_spill_bytes(config.name)
+    assert library.configs <= {config.name for config in all_configs()}
+    try:
+        infos = {info.name: info for info in kernel_info()}
+    except ImportError as error:
+        pytest.skip(str(error))
+    assert library.configs == infos.keys()
+    for name, info in infos.items():
+        assert 0 < info.shared_memory_bytes <= SHARED_MEMORY_KIB[90] * 1024
+        assert info.local_bytes <= ptxas.max_spill_bytes(name)

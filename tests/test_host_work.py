@@ -9,14 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import H100, WITHOUT_HOPPER
+from helpers import H100, WITHOUT_HOPPER, library_double
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, fp8, ops
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.library import Library
 from flashattn3.call.descales import FP8, INT8
-from flashattn3.dispatch.kernel_configs import all_configs
 from flashattn3.quantization import dispatch
 
 PACKAGE = flashattn3.__path__[0]
@@ -48,14 +46,14 @@ def on_hopper(monkeypatch):
     q = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16)
     data, slots = q.to(INT8), torch.zeros(2, 4, 8, 64, 16).to(FP8)
     lse, descale = torch.zeros(2, 4, 128), torch.ones(2, 4, 1)
-    results = {"forward": (q, lse), "forward_fp8": (q, lse), "backward": (q, q, q)}
+    results = {"forward": (q, lse), "backward": (q, q, q)}
     results["quantize_qkv"] = (data, descale, data, descale, slots, descale)
     operators = {
         name: lambda *_, found=found: tuple(x.clone() for x in found)
         for name, found in results.items()
     }
     quantize_qkv = SimpleNamespace(default=operators.pop("quantize_qkv"))
-    library = Library(frozenset(row.name for row in all_configs()), permute_v=None, **operators)
+    library = library_double(permute_v=None, **operators)
     hopper = HopperBackend(library=lambda: library, only_measured=False)
     for module in (ops, fp8):
         monkeypatch.setattr(module, "BACKENDS", (hopper, *WITHOUT_HOPPER))

@@ -55,9 +55,15 @@ MAY_IMPORT = {
         "call.descales",
     },
     "dispatch.kernel_configs": set(),
-    "backends.hopper.library": {"dispatch.kernel_configs", "_kernel_configs"},
+    "backends.hopper.launch_record": set(),
+    "backends.hopper.library": {
+        "backends.hopper.launch_record",
+        "dispatch.kernel_configs",
+        "_kernel_info",
+    },
     "backends.gpu_limits": {"dispatch.backend", "call.problem"},
     "backends.hopper.launch": {
+        "backends.hopper.launch_record",
         "call.value_checks",
         "dispatch.kernel_configs",
         "call.problem",

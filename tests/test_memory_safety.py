@@ -60,20 +60,18 @@ def new_in_whole_rows(tensor, columns):
     return tensor.new_empty((*tensor.shape[:-1], math.ceil(columns / 8) * 8))
 
 
-def forward_into_new(q, k, v, *rest):
+def forward_into_new(launch, q, k, v, *rest):
     """The Hopper operator on results that Python allocates, where a guard can see it."""
-    indices, options = rest[:4], rest[4:]
     out = new_in_whole_rows(q, v.shape[-1])
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    torch.ops.flashattn3_hopper.forward_into(q, k, v, *indices, out, lse, *options)
+    torch.ops.flashattn3_hopper.forward_into(launch, q, k, v, *rest, out, lse)
     return out, lse
 
 
-def backward_into_new(dout, dlse, out, lse, q, k, v, *rest):
-    indices, options = rest[:4], rest[4:]
-    given = (dout, dlse, out, lse, q, k, v, *indices)
+def backward_into_new(launch, dout, dlse, out, lse, q, k, v, *indices):
+    given = (launch, dout, dlse, out, lse, q, k, v, *indices)
     gradients = tuple(new_in_whole_rows(x, x.shape[-1]) for x in (q, k, v))
-    torch.ops.flashattn3_hopper.backward_into(*given, *gradients, *options)
+    torch.ops.flashattn3_hopper.backward_into(*given, *gradients)
     return gradients
 
 

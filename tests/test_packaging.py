@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pkgutil
 import re
@@ -24,6 +25,10 @@ from flashattn3.backends.hopper import library as hopper_library
 if not (ROOT / "pyproject.toml").is_file():
     pytest.skip("needs a source checkout", allow_module_level=True)
 pytest.importorskip("setuptools", minversion="77", reason="builds the wheel without isolation")
+sys.path.insert(0, str(ROOT))  # an installed package does not bring the build along
+
+from build_support.toolchain import PYBIND11
+from third_party import cutlass as cutlass_headers
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +166,16 @@ def test_metadata(wheel):
     assert "flashattn3 = flashattn3.cli:main" in metadata(wheel, "entry_points.txt")
 
 
-def test_the_pure_build_asks_for_nothing_but_setuptools():
+def test_the_pure_build_asks_for_small_tools_alone():
     requires = re.search(r"^requires = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert requires[1] == '["setuptools>=77"]'
+    assert json.loads(requires[1]) == ["setuptools>=77", PYBIND11]
+
+
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", ".ci/run"])
+def test_every_list_of_build_tools_names_the_same_versions(path):
+    text = (ROOT / path).read_text()
+    for wanted in (f"'{PYBIND11}'", "'setuptools>=77'", "ninja", cutlass_headers.PINNED):
+        assert wanted in text
 
 
 def test_a_build_that_is_not_known_is_refused(source, tmp_path):
@@ -215,4 +227,4 @@ def test_every_module_imports():
             try:
                 importlib.import_module(name)
             except ModuleNotFoundError as error:
-                assert error.name in ("triton", "flashattn3._kernel_configs"), name
+                assert error.name in ("triton", "flashattn3._kernel_info"), name

@@ -786,16 +786,16 @@ def test_v_gets_slots_where_hopper_takes_it(device):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"x": torch.zeros(1, 2, 3)}, "number of dimensions"),
-        ({"x": torch.zeros(1, 2, 3, 257).half()}, "head dim must be 1 to 256"),
-        ({"x": torch.zeros(1, 2, 3, 8)}, "fp16 or bf16"),
+        ({"x": torch.zeros(1, 2, 3)}, "the number of axes must be 4, got 3"),
+        ({"x": torch.zeros(1, 2, 3, 257).half()}, "head_dim must be 1 to 256"),
+        ({"x": torch.zeros(1, 2, 3, 8)}, "dtype must be fp16 or bf16"),
         ({"signs": torch.zeros(9)}, "signs must be"),
-        ({"signs": torch.zeros(8), "permuted": True}, "power of two"),
+        ({"signs": torch.zeros(8), "permuted": True}, "signs must be None for permuted"),
         ({"block": 100}, "64, 128 or 256"),
-        ({"permuted": True, "int8": True}, "permuted data is e4m3"),
+        ({"permuted": True, "int8": True}, "dtype must be e4m3 for permuted data"),
         ({"mean": torch.zeros(1, 3, 9)}, "mean must be"),
         ({"mean": torch.zeros(1, 3, 8).half()}, "mean must be"),
-        ({"mean": torch.zeros(1, 3, 8), "permuted": True}, "permuted data takes no mean"),
+        ({"mean": torch.zeros(1, 3, 8), "permuted": True}, "mean must be None for permuted data"),
     ],
     ids=str,
 )
@@ -821,7 +821,7 @@ def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
 @pytest.mark.gpu
 def test_the_operator_takes_one_dtype_for_q_k_and_v(device):
     q = torch.zeros(1, 2, 3, 8, device=device).half()
-    with pytest.raises(RuntimeError, match="one dtype"):
+    with pytest.raises(RuntimeError, match="dtypes of q, k and v must be equal"):
         torch.ops.flashattn3_hopper.quantize_qkv(
             q, q.bfloat16(), q, None, None, None, None, 64, 0, 0, False
         )

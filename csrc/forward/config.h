@@ -1,6 +1,5 @@
 // Config: the compile-time choices of one forward kernel. A value of Config is a template argument
-// (C++20), so all members are public and the type is an aggregate. launch/forward_config.h passes
-// it to the layers above.
+// (C++20), so all members are public and the type is an aggregate.
 #pragma once
 
 #include <cstdint>

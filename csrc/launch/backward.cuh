@@ -22,31 +22,25 @@
 
 namespace flashattn3 {
 
-inline std::string describe(const backward::Config& config) {
-  return std::string("backward_") + element_name(config.dtype) + "_d" +
-         std::to_string(config.head_dim);
-}
-
 // Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all
 // sequences, each of which starts at a new block.
-inline int64_t workspace_rows(const ForwardParams& params) {
+inline int64_t workspace_rows(const AttentionProblem& problem) {
   const int64_t blocks =
-      params.cu_seqlens_q != nullptr
-          ? params.total_q / backward::kBlockM + params.batch
-          : (int64_t{params.seqlen_q} + backward::kBlockM - 1) / backward::kBlockM;
+      problem.varlen ? problem.total_q / backward::kBlockM + problem.batch
+                     : (int64_t{problem.seqlen_q} + backward::kBlockM - 1) / backward::kBlockM;
   return blocks * backward::kBlockM;
 }
 
-inline int64_t workspace_heads(const ForwardParams& params) {
-  return int64_t{params.num_heads_q} * (params.cu_seqlens_q != nullptr ? 1 : params.batch);
+inline int64_t workspace_heads(const AttentionProblem& problem) {
+  return int64_t{problem.num_heads_q} * (problem.varlen ? 1 : problem.batch);
 }
 
 template <backward::Config kConfig>
-int64_t backward_workspace_bytes(const ForwardParams& params) {
-  const int64_t rows = workspace_rows(params) * workspace_heads(params);
+int64_t backward_workspace_bytes(const AttentionProblem& problem) {
+  const int64_t rows = workspace_rows(problem) * workspace_heads(problem);
   return rows * (kConfig.head_dim + 2) * sizeof(float) +
          (rows / backward::kBlockM * backward::num_dq_semaphores(kConfig) + 1 +
-          int64_t{params.batch} * params.num_heads_kv) *
+          int64_t{problem.batch} * problem.num_heads_kv) *
              sizeof(int32_t);
 }
 
@@ -66,43 +60,49 @@ backward::Workspace make_workspace(const BackwardParams& params) {
   return workspace;
 }
 
-inline TileSchedulerParams make_backward_scheduler_params(const ForwardParams& params, int block_n,
-                                                          bool masked, bool last_first,
-                                                          int32_t* tile_semaphore) {
-  const int64_t blocks = (int64_t{params.seqlen_k} + block_n - 1) / block_n;
-  const int64_t heads = int64_t{params.num_heads_kv} * params.batch;
-  int64_t last_l2_group = 1;
-  while (masked && last_l2_group < heads && last_l2_group * blocks < params.num_sms) {
-    last_l2_group = std::min(heads, 2 * last_l2_group);
-  }
-  const int64_t tiles = params.num_heads_kv * tiles_of_batch(block_n, params.seqlen_k, params.batch,
-                                                             params.cu_seqlens_k, params.total_k);
-  if (std::max(tiles, heads) > INT_MAX / 2) {
-    fail("launch of a backward", "more than 2^30 tiles of keys");
-  }
-  TileSchedulerParams scheduler;
-  scheduler.num_blocks = static_cast<int>(blocks);
-  scheduler.num_batch_heads = static_cast<int>(heads);
-  scheduler.num_tiles = static_cast<int>(tiles);
-  scheduler.l2_group_heads = 1;
-  scheduler.last_l2_group_heads = static_cast<int>(last_l2_group);
-  scheduler.last_block_first = last_first;
-  scheduler.tile_counter = nullptr;
-  scheduler.tile_semaphore = tile_semaphore;
-  scheduler.varlen = {params.cu_seqlens_q != nullptr ? params.varlen_schedule : nullptr,
-                      params.batch};
-  return scheduler;
+// With a mask the longest tiles come first; if deterministic, the last tiles must come first.
+template <backward::Config kConfig>
+WorkTiles backward_tiles(const AttentionProblem& problem) {
+  return {.block = backward::block_n(kConfig),
+          .longest = problem.seqlen_k,
+          .total = problem.total_k,
+          .num_heads = problem.num_heads_kv,
+          .l2_group_heads = 1,
+          .uneven = problem.masked(),
+          .last_block_first = problem.masked() && problem.deterministic};
+}
+
+// cluster2: each cluster has one work tile, or with varlen possibly none.
+template <backward::Config kConfig>
+int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles) {
+  return backward::uses_cluster2(kConfig) ? static_cast<int>(2 * num_tiles)
+                                          : num_persistent_ctas(problem, num_tiles);
+}
+
+template <backward::Config kConfig>
+void check_problem(const char* name, const AttentionProblem& problem) {
+  check_fits(name, kConfig.head_dim, problem);
+  const int64_t rows = workspace_rows(problem) * workspace_heads(problem);
+  expect(rows <= INT_MAX, "launch", "rows of queries of all heads", "below 2^31", rows);
+}
+
+template <backward::Config kConfig>
+LaunchSize backward_size(const char* name, const AttentionProblem& problem) {
+  check_problem<kConfig>(name, problem);
+  const int64_t tiles = num_tiles(problem, backward_tiles<kConfig>(problem));
+  return {.num_ctas = backward_num_ctas<kConfig>(problem, tiles),
+          .workspace_bytes = backward_workspace_bytes<kConfig>(problem)};
 }
 
 template <backward::Config kConfig>
 backward::Arguments make_backward_arguments(const BackwardParams& params) {
   const ForwardParams& forward = params.forward;
-  const bool varlen = forward.cu_seqlens_q != nullptr;
-  const int entries = varlen ? 1 : forward.batch;
+  const bool varlen = forward.varlen;
+  const int sequences = varlen ? 1 : forward.batch;
   const TensorMapShape q_shape{forward.head_dim, varlen ? forward.total_q : forward.seqlen_q,
-                               forward.num_heads_q, entries};
+                               forward.num_heads_q, sequences};
   const TensorMapShape k_shape{forward.head_dim, varlen ? forward.total_k : forward.seqlen_k,
-                               forward.num_heads_kv, entries};
+                               forward.num_heads_kv, sequences};
   TensorMapShape v_shape = k_shape, out_shape = q_shape;
   v_shape.head_dim = out_shape.head_dim = forward.head_dim_v;
   const auto map = [&](const char* name, const void* data, const TensorMapShape& shape,
@@ -136,19 +136,17 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.lse_delta =
       make_float_map("statistics", args.workspace.lse,
                      workspace_rows(forward) * workspace_heads(forward), 2, backward::kBlockM);
-  const bool masked = forward.window_left >= 0 || forward.window_right >= 0;
-  // With a mask the longest tiles come first; if deterministic, the last tiles must come first.
-  args.scheduler =
-      make_backward_scheduler_params(forward, backward::block_n(kConfig), masked,
-                                     masked && params.deterministic, args.workspace.tile_semaphore);
+  args.scheduler = make_scheduler_params(forward, backward_tiles<kConfig>(forward));
+  args.scheduler.tile_counter = nullptr;
+  args.scheduler.tile_semaphore = args.workspace.tile_semaphore;
   const bool shared = forward.num_heads_q > forward.num_heads_kv;
-  if (masked) {
-    args.traversal = shared && !params.deterministic && !backward::uses_cluster2(kConfig)
+  if (forward.masked()) {
+    args.traversal = shared && !forward.deterministic && !backward::uses_cluster2(kConfig)
                          ? backward::Traversal::kHeadsInnermost
                          : backward::Traversal::kDiagonal;
   } else {
     args.traversal =
-        params.deterministic ? backward::Traversal::kAscending : backward::Traversal::kStaggered;
+        forward.deterministic ? backward::Traversal::kAscending : backward::Traversal::kStaggered;
   }
   args.num_heads_q = forward.num_heads_q;
   args.num_heads_kv = forward.num_heads_kv;
@@ -158,7 +156,7 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   const Windows windows = windows_of(forward);
   args.window_left = windows.left;
   args.window_right = windows.right;
-  args.deterministic = params.deterministic;
+  args.deterministic = forward.deterministic;
   const ScoreScales scales = score_scales_of(forward);
   args.softmax_scale = forward.softmax_scale;
   args.score_scale = scales.score;
@@ -169,7 +167,7 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
 template <backward::Config kConfig>
 backward::PreprocessArguments make_preprocess_arguments(const BackwardParams& params) {
   const ForwardParams& forward = params.forward;
-  const bool varlen = forward.cu_seqlens_q != nullptr;
+  const bool varlen = forward.varlen;
   return {.out = static_cast<const uint16_t*>(forward.out),
           .dout = static_cast<const uint16_t*>(params.dout),
           .lse = forward.lse,
@@ -210,47 +208,31 @@ constexpr auto backward_kernel() {
   }
 }
 
+// Enqueues the three kernels asynchronously. name: of the kernel config. Throws std::runtime_error,
+// naming the kernel config, the grid and the shared memory. Without queries or without keys the
+// gradients are not written.
 template <backward::Config kConfig>
-void launch_main(const ForwardParams& params, const backward::Arguments& args, bool pdl,
-                 cudaStream_t stream) {
-  constexpr auto kKernel = backward_kernel<kConfig>();
-  allow_shared_memory<kKernel>(backward::smem_bytes(kConfig));
-  // cluster2: each cluster has one work tile, or with varlen possibly none.
-  const int grid =
-      backward::uses_cluster2(kConfig)
-          ? 2 * args.scheduler.num_tiles
-          : std::max(1, std::min(params.num_sms - params.sm_margin, args.scheduler.num_tiles));
-  launch_kernel([] { return describe(kConfig); }, kKernel, dim3(grid),
-                backward::num_threads(kConfig), backward::smem_bytes(kConfig), stream, pdl, args);
-}
-
-// Enqueues the three kernels asynchronously. Throws std::runtime_error, naming the kernel config,
-// the grid and the shared memory. Without queries or without keys the gradients are not written.
-template <backward::Config kConfig>
-void launch_backward(const BackwardParams& params, cudaStream_t stream) {
+void launch_backward(const char* name, const BackwardParams& params, cudaStream_t stream) {
   const ForwardParams& forward = params.forward;
   if (forward.batch <= 0 || forward.num_heads_q <= 0 || forward.seqlen_q <= 0) return;
-  if (forward.cu_seqlens_q != nullptr && (forward.total_q <= 0 || forward.total_k <= 0)) return;
+  if (forward.varlen && (forward.total_q <= 0 || forward.total_k <= 0)) return;
   if (forward.seqlen_k <= 0) return;
-  if (forward.head_dim > kConfig.head_dim || forward.head_dim_v > kConfig.head_dim) {
-    fail("launch of " + describe(kConfig), "the head dim is larger than the kernel config's");
-  }
-  if (workspace_rows(forward) * workspace_heads(forward) > INT_MAX) {
-    fail("launch of " + describe(kConfig), "more than 2^31 rows of queries");
-  }
+  check_problem<kConfig>(name, forward);
   const backward::Arguments args = make_backward_arguments<kConfig>(params);
-  if (forward.cu_seqlens_q != nullptr)
-    launch_varlen_backward(forward, backward::block_n(kConfig), stream);
-  const bool pdl = forward.tile_counter != nullptr;  // null: may be in a graph capture
-  const int64_t m_blocks = workspace_rows(forward) * workspace_heads(forward) / backward::kBlockM;
-  launch_kernel([] { return describe(kConfig) + " preprocess"; },
-                backward::preprocess_kernel<kConfig.dtype>, dim3(m_blocks),
-                backward::kPreprocessThreads, 0, stream, pdl,
+  if (forward.varlen) launch_varlen_backward(forward, backward::block_n(kConfig), stream);
+  const int64_t rows = workspace_rows(forward) * workspace_heads(forward);
+  const unsigned m_blocks = static_cast<unsigned>(rows / backward::kBlockM);
+  launch_kernel(name, " preprocess", backward::preprocess_kernel<kConfig.dtype>,
+                {m_blocks, backward::kPreprocessThreads}, stream, forward.pdl,
                 make_preprocess_arguments<kConfig>(params));
-  launch_main<kConfig>(forward, args, pdl, stream);
-  launch_kernel([] { return describe(kConfig) + " postprocess"; },
-                backward::postprocess_kernel<BackwardTraitsOf<kConfig>>, dim3(m_blocks), 128, 0,
-                stream, pdl, args);
+  constexpr auto kKernel = backward_kernel<kConfig>();
+  constexpr int kSharedBytes = backward::smem_bytes(kConfig);
+  allow_shared_memory<kKernel>(kSharedBytes);
+  const unsigned num_ctas = backward_num_ctas<kConfig>(forward, args.scheduler.num_tiles);
+  launch_kernel(name, "", kKernel, {num_ctas, backward::num_threads(kConfig), kSharedBytes}, stream,
+                forward.pdl, args);
+  launch_kernel(name, " postprocess", backward::postprocess_kernel<BackwardTraitsOf<kConfig>>,
+                {m_blocks, 128}, stream, forward.pdl, args);
 }
 
 }  // namespace flashattn3

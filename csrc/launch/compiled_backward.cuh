@@ -9,12 +9,13 @@ namespace flashattn3 {
 template <backward::Config kConfig>
 BackwardKernel compiled_backward(const char* name) {
   return {.info = {.name = name,
+                   .dtype = kConfig.dtype,
                    .head_dim = kConfig.head_dim,
                    .kernel = reinterpret_cast<const void*>(backward_kernel<kConfig>()),
                    .num_threads = backward::num_threads(kConfig),
                    .shared_memory_bytes = backward::smem_bytes(kConfig)},
-          .launch = launch_backward<kConfig>,
-          .workspace_bytes = backward_workspace_bytes<kConfig>};
+          .size = backward_size<kConfig>,
+          .launch = launch_backward<kConfig>};
 }
 
 }  // namespace flashattn3

@@ -9,12 +9,13 @@ namespace flashattn3 {
 template <forward::Config kConfig>
 ForwardKernel compiled_forward(const char* name) {
   return {.info = {.name = name,
+                   .dtype = kConfig.dtype,
                    .head_dim = kConfig.head_dim,
-                   .kernel = forward_entry<kConfig>(),
+                   .kernel = reinterpret_cast<const void*>(forward_kernel<kConfig>()),
                    .num_threads = forward::num_threads(kConfig),
                    .shared_memory_bytes = forward::smem_bytes(kConfig)},
-          .launch = launch_forward<kConfig>,
-          .promoted_bytes = promoted_bytes<kConfig>};
+          .size = forward_size<kConfig>,
+          .launch = launch_forward<kConfig>};
 }
 
 }  // namespace flashattn3

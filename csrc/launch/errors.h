@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -12,6 +13,17 @@ namespace flashattn3 {
 
 [[noreturn]] inline void fail(const std::string& what, const std::string& why) {
   throw std::runtime_error("flashattn3: " + what + ": " + why);
+}
+
+// Throws "function: what must be wanted, got found" unless the condition holds, as the functions of
+// flashattn3/errors.py do.
+template <class Wanted, class Found>
+void expect(bool condition, const char* function, const char* what, const Wanted& wanted,
+            const Found& found) {
+  if (condition) return;
+  std::ostringstream sentence;
+  sentence << function << ": " << what << " must be " << wanted << ", got " << found;
+  throw std::runtime_error(sentence.str());
 }
 
 // what: subject of the error message. A caller that has to compose it (kernel config, grid, shared

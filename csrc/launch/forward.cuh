@@ -1,19 +1,15 @@
-// Launch of one forward kernel. The generated unit of each kernel config instantiates
-//   template void flashattn3::launch_forward<row>(const ForwardParams&, cudaStream_t);
-//   template const void* flashattn3::forward_entry<row>();
+// Launch of one forward kernel. Included by the generated unit of each kernel config.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <bit>
-#include <climits>
 #include <cstdint>
 #include <string>
 
 #include "forward/kernel.cuh"
 #include "launch/errors.h"
-#include "launch/forward_config.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
 #include "launch/tensor_map.h"
@@ -21,38 +17,39 @@
 
 namespace flashattn3 {
 
-inline std::string describe(const forward::Config& config) {
-  return std::string("forward_") + element_name(config.dtype) + "_d" +
-         std::to_string(config.head_dim) + (config.masked ? "_windowed_" : "_full_") +
-         std::to_string(config.block_m) + "x" + std::to_string(config.block_n);
+template <forward::Config kConfig>
+constexpr auto forward_kernel() {
+  return &forward::attention_kernel<forward::KernelTraits<kConfig>>;
 }
 
-inline TileSchedulerParams make_forward_scheduler_params(const forward::Config& config,
-                                                         const ForwardParams& params) {
-  const int64_t m_blocks = (int64_t{params.seqlen_q} + config.block_m - 1) / config.block_m;
-  const int64_t heads = static_cast<int64_t>(params.num_heads_q) * params.batch;
-  const int64_t tiles =
-      params.num_heads_q * tiles_of_batch(config.block_m, params.seqlen_q, params.batch,
-                                          params.cu_seqlens_q, params.total_q);
-  if (std::max(tiles, heads) > INT_MAX / 2) {
-    fail("launch of " + describe(config), "more than 2^30 tiles");
-  }
-  const int64_t l2_group = params.num_heads_q / params.num_heads_kv;
-  int64_t last_l2_group = l2_group;
-  while (config.masked && last_l2_group < heads && last_l2_group * m_blocks < params.num_sms) {
-    last_l2_group = std::min(heads, 2 * last_l2_group);
-  }
-  TileSchedulerParams scheduler;
-  scheduler.num_blocks = static_cast<int>(m_blocks);
-  scheduler.num_batch_heads = static_cast<int>(heads);
-  scheduler.num_tiles = static_cast<int>(tiles);
-  scheduler.l2_group_heads = static_cast<int>(l2_group);
-  scheduler.last_l2_group_heads = static_cast<int>(last_l2_group);
-  scheduler.last_block_first = config.masked;
-  scheduler.tile_counter = params.tile_counter;
-  scheduler.varlen = {params.cu_seqlens_q != nullptr ? params.varlen_schedule : nullptr,
-                      params.batch};
-  return scheduler;
+template <forward::Config kConfig>
+WorkTiles forward_tiles(const AttentionProblem& problem) {
+  return {.block = kConfig.block_m,
+          .longest = problem.seqlen_q,
+          .total = problem.total_q,
+          .num_heads = problem.num_heads_q,
+          .l2_group_heads = problem.num_heads_q / problem.num_heads_kv,
+          .uneven = kConfig.masked,
+          .last_block_first = kConfig.masked};
+}
+
+template <forward::Config kConfig>
+void check_problem(const char* name, const AttentionProblem& problem) {
+  check_fits(name, kConfig.head_dim, problem);
+  if (kConfig.masked || !problem.masked()) return;
+  const std::string wanted = "-1 for " + std::string(name);
+  expect(problem.window_left < 0, "launch", "window_left", wanted, problem.window_left);
+  expect(problem.window_right < 0, "launch", "window_right", wanted, problem.window_right);
+}
+
+template <forward::Config kConfig>
+LaunchSize forward_size(const char* name, const AttentionProblem& problem) {
+  check_problem<kConfig>(name, problem);
+  const int64_t tiles = num_tiles(problem, forward_tiles<kConfig>(problem));
+  const int64_t promoted =
+      problem.use_fast_accum ? 0
+                             : forward::promoted_bytes(kConfig, problem.num_sms, problem.seqlen_k);
+  return {.num_ctas = num_persistent_ctas(problem, tiles), .workspace_bytes = promoted};
 }
 
 inline Descale descale_of(const BlockDescales& descales) {
@@ -67,28 +64,23 @@ inline Descale descale_of(const BlockDescales& descales) {
           .heads_per_descale = descales.heads_per_descale};
 }
 
-template <forward::Config kConfig>
-int64_t promoted_bytes(const ForwardParams& params) {
-  return forward::promoted_bytes(kConfig, params.num_sms, params.seqlen_k);
-}
-
 inline forward::QuantizedArguments quantized_arguments(const ForwardParams& params) {
   const QuantizedParams& given = params.quantized;
   return {.q = descale_of(given.q),
           .k = descale_of(given.k),
           .v = descale_of(given.v),
-          .out_is_fp16 = given.out_is_fp16,
+          .out_is_fp16 = params.out_is_fp16,
           .promoted = static_cast<float4*>(given.promoted)};
 }
 
 template <forward::Config kConfig>
 forward::Arguments make_forward_arguments(const ForwardParams& params) {
-  const bool varlen_q = params.cu_seqlens_q != nullptr;
-  const bool varlen_k = params.cu_seqlens_k != nullptr;
-  const TensorMapShape q_shape{params.head_dim, varlen_q ? params.total_q : params.seqlen_q,
-                               params.num_heads_q, varlen_q ? 1 : params.batch};
-  const TensorMapShape k_shape{params.head_dim, varlen_k ? params.total_k : params.seqlen_k,
-                               params.num_heads_kv, varlen_k ? 1 : params.batch};
+  const bool varlen = params.varlen;
+  const int sequences = varlen ? 1 : params.batch;
+  const TensorMapShape q_shape{params.head_dim, varlen ? params.total_q : params.seqlen_q,
+                               params.num_heads_q, sequences};
+  const TensorMapShape k_shape{params.head_dim, varlen ? params.total_k : params.seqlen_k,
+                               params.num_heads_kv, sequences};
   const TensorMapShape v_shape{params.head_dim_v, k_shape.seq, k_shape.heads, k_shape.batch};
   constexpr bool kQuantized = is_quantized(kConfig.dtype);
   forward::Arguments args;
@@ -105,17 +97,17 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
                              kConfig.block_n);
   }
   const TensorMapShape out_shape{params.head_dim_v, q_shape.seq, q_shape.heads, q_shape.batch};
-  const ElementType out_type = !kQuantized                    ? kConfig.dtype
-                               : params.quantized.out_is_fp16 ? ElementType::kFloat16
-                                                              : ElementType::kBFloat16;
+  const ElementType out_type = !kQuantized          ? kConfig.dtype
+                               : params.out_is_fp16 ? ElementType::kFloat16
+                                                    : ElementType::kBFloat16;
   args.out_map = make_tensor_map("out", out_type, params.out, params.q, out_shape,
                                  params.out_stride, kRowsOfWarp);
   args.out = static_cast<uint16_t*>(params.out);
   args.lse = params.lse;
-  args.out_batch = varlen_q ? 0 : params.out_stride.batch;
+  args.out_batch = varlen ? 0 : params.out_stride.batch;
   args.out_seq = params.out_stride.seq;
   args.out_head = params.out_stride.head;
-  args.lse_batch = varlen_q ? 0 : params.lse_stride.batch;
+  args.lse_batch = varlen ? 0 : params.lse_stride.batch;
   args.lse_seq = params.lse_stride.seq;
   args.lse_head = params.lse_stride.head;
   args.seqlens_q = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
@@ -123,7 +115,7 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
   args.seqlens_k = {params.cu_seqlens_k, params.seqused_k, no_keys ? 0 : params.seqlen_k,
                     params.total_k};
-  args.scheduler = make_forward_scheduler_params(kConfig, params);
+  args.scheduler = make_scheduler_params(params, forward_tiles<kConfig>(params));
   args.num_heads_q = params.num_heads_q;
   args.num_heads_kv = params.num_heads_kv;
   args.qhead_per_kvhead = params.num_heads_q / params.num_heads_kv;
@@ -142,38 +134,22 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   return args;
 }
 
-// Enqueues the kernel asynchronously. Throws std::runtime_error, naming the kernel config, the grid
-// and the shared memory. Without query rows nothing is launched; if no row belongs to a sequence,
-// only the kernel that clears them.
+// Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error, naming
+// the kernel config, the grid and the shared memory. Without query rows nothing is launched; if no
+// row belongs to a sequence, only the kernel that clears them.
 template <forward::Config kConfig>
-void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  const bool varlen = params.cu_seqlens_q != nullptr;
-  if (params.num_heads_q <= 0 || (varlen && params.total_q <= 0)) return;
-  const auto refuse = [](const char* why) { fail("launch of " + describe(kConfig), why); };
-  if (params.head_dim > kConfig.head_dim || params.head_dim_v > kConfig.head_dim) {
-    refuse("the head dim is larger than the kernel config's");
-  }
-  if (!kConfig.masked && (params.window_left >= 0 || params.window_right >= 0)) {
-    refuse("a window needs a masked kernel config");
-  }
-  if (varlen) launch_varlen_forward(params, kConfig.block_m, stream);
+void launch_forward(const char* name, const ForwardParams& params, cudaStream_t stream) {
+  if (params.num_heads_q <= 0 || (params.varlen && params.total_q <= 0)) return;
+  check_problem<kConfig>(name, params);
+  if (params.varlen) launch_varlen_forward(params, kConfig.block_m, stream);
   if (params.batch <= 0 || params.seqlen_q <= 0) return;
   const forward::Arguments args = make_forward_arguments<kConfig>(params);
-  allow_shared_memory<forward::attention_kernel<forward::KernelTraits<kConfig>>>(
-      forward::smem_bytes(kConfig));
-  const int grid =
-      std::max(1, std::min(params.num_sms - params.sm_margin, args.scheduler.num_tiles));
-  const bool pdl = params.tile_counter != nullptr;  // null: may be in a graph capture
-  launch_kernel([] { return describe(kConfig); },
-                forward::attention_kernel<forward::KernelTraits<kConfig>>, dim3(grid),
-                forward::num_threads(kConfig), forward::smem_bytes(kConfig), stream, pdl, args);
-}
-
-// The kernel's entry, for cudaFuncGetAttributes. Threads and shared memory:
-// forward::num_threads(kConfig), forward::smem_bytes(kConfig).
-template <forward::Config kConfig>
-const void* forward_entry() {
-  return reinterpret_cast<const void*>(&forward::attention_kernel<forward::KernelTraits<kConfig>>);
+  constexpr auto kKernel = forward_kernel<kConfig>();
+  constexpr int kSharedBytes = forward::smem_bytes(kConfig);
+  allow_shared_memory<kKernel>(kSharedBytes);
+  const unsigned num_ctas = num_persistent_ctas(params, args.scheduler.num_tiles);
+  launch_kernel(name, "", kKernel, {num_ctas, forward::num_threads(kConfig), kSharedBytes}, stream,
+                params.pdl, args);
 }
 
 }  // namespace flashattn3

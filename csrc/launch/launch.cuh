@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cstdint>
 #include <string>
 
+#include "attention/tile_scheduler.cuh"
 #include "launch/errors.h"
 #include "launch/params.h"
 
@@ -18,18 +20,58 @@ namespace flashattn3 {
 struct Windows {
   int left, right;
 };
-inline Windows windows_of(const ForwardParams& params) {
+inline Windows windows_of(const AttentionProblem& params) {
   const int widest = std::max(params.seqlen_q, params.seqlen_k);
   return {params.window_left < 0 ? widest : std::min(params.window_left, widest),
           params.window_right < 0 ? widest : std::min(params.window_right, widest)};
 }
 
-// Upper bound on the number of tiles of all sequences of a batch. With cu_seqlens the sequences
-// share `total` tokens, and the longest may be far longer than the others.
-inline int64_t tiles_of_batch(int tile_rows, int longest, int batch, const int32_t* cu_seqlens,
-                              int total) {
-  const int64_t alike = (int64_t{longest} + tile_rows - 1) / tile_rows * batch;
-  return cu_seqlens == nullptr ? alike : std::min(alike, int64_t{total} / tile_rows + batch);
+// Work tiles of a launch, `block` tokens of a head each, and their order.
+struct WorkTiles {
+  int block;           // tokens of a tile: queries in the forward, keys in the backward
+  int longest, total;  // tokens of the longest sequence; varlen: and of all sequences
+  int num_heads;
+  int l2_group_heads;     // heads that share K and V
+  bool uneven;            // a mask makes tiles differ in length
+  bool last_block_first;  // of each L2 head group
+};
+
+// Upper bound on the number of work tiles of all sequences and heads. Varlen sequences share
+// `total` tokens, and the longest may be far longer than the others.
+inline int64_t num_tiles(const AttentionProblem& problem, const WorkTiles& tiles) {
+  const int64_t alike =
+      (int64_t{tiles.longest} + tiles.block - 1) / tiles.block * int64_t{problem.batch};
+  const int64_t of_head =
+      problem.varlen ? std::min(alike, int64_t{tiles.total} / tiles.block + problem.batch) : alike;
+  const int64_t count = of_head * tiles.num_heads;
+  const int64_t heads = int64_t{tiles.num_heads} * problem.batch;
+  expect(std::max(count, heads) <= INT_MAX / 2, "launch", "the number of work tiles",
+         "at most 2^30 - 1", std::max(count, heads));
+  return count;
+}
+
+// CTAs of a persistent kernel: one per SM that the call may use, at most one per work tile.
+inline int num_persistent_ctas(const AttentionProblem& problem, int64_t num_tiles) {
+  const int64_t sms = int64_t{problem.num_sms} - problem.sm_margin;
+  return static_cast<int>(std::max<int64_t>(1, std::min(sms, num_tiles)));
+}
+
+inline TileSchedulerParams make_scheduler_params(const ForwardParams& params,
+                                                 const WorkTiles& tiles) {
+  const int64_t blocks = (int64_t{tiles.longest} + tiles.block - 1) / tiles.block;
+  const int64_t heads = int64_t{tiles.num_heads} * params.batch;
+  int64_t last_l2_group = tiles.l2_group_heads;
+  while (tiles.uneven && last_l2_group < heads && last_l2_group * blocks < params.num_sms) {
+    last_l2_group = std::min(heads, 2 * last_l2_group);
+  }
+  return {.num_tiles = static_cast<int>(num_tiles(params, tiles)),
+          .num_blocks = static_cast<int>(blocks),
+          .num_batch_heads = static_cast<int>(heads),
+          .l2_group_heads = tiles.l2_group_heads,
+          .last_l2_group_heads = static_cast<int>(last_l2_group),
+          .last_block_first = tiles.last_block_first,
+          .varlen = {params.varlen ? params.varlen_schedule : nullptr, params.batch},
+          .tile_counter = params.tile_counter};
 }
 
 // Factors that convert scores to log2 units. Softcap's tanh is 2 sigmoid(tanh * score) - 1.
@@ -37,7 +79,7 @@ struct ScoreScales {
   float score, tanh;  // tanh 0: no cap
 };
 constexpr float kLog2e = 1.44269504088896f;
-inline ScoreScales score_scales_of(const ForwardParams& params) {
+inline ScoreScales score_scales_of(const AttentionProblem& params) {
   // tanh is 0 if the scores are all 0 or too small for the cap to matter.
   const float tanh =
       params.softcap > 0.f ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;
@@ -57,27 +99,40 @@ void allow_shared_memory(int bytes) {
   allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
-// Enqueues a kernel. name: a function that returns the kernel's name for an error message. pdl: the
-// CTAs may start while the previous kernel ends.
-template <class Name, class Arguments>
-void launch_kernel(Name name, void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes,
-                   cudaStream_t stream, bool pdl, const Arguments& args) {
+// Throws if a head dim is larger than the kernel config's.
+inline void check_fits(const char* name, int head_dim, const AttentionProblem& problem) {
+  if (std::max(problem.head_dim, problem.head_dim_v) <= head_dim) return;
+  const std::string wanted = "at most " + std::to_string(head_dim) + " for " + name;
+  expect(problem.head_dim <= head_dim, "launch", "head_dim", wanted, problem.head_dim);
+  expect(problem.head_dim_v <= head_dim, "launch", "head_dim_v", wanted, problem.head_dim_v);
+}
+
+struct KernelGrid {
+  unsigned num_ctas;
+  int num_threads;
+  int shared_memory_bytes = 0;
+};
+
+// Enqueues a kernel. name: of the kernel config, part: of its launch ("" for the main kernel), both
+// for an error message. pdl: as in ForwardParams.
+template <class Arguments>
+void launch_kernel(const char* name, const char* part, void (*kernel)(Arguments),
+                   const KernelGrid& grid, cudaStream_t stream, bool pdl, const Arguments& args) {
   cudaLaunchAttribute pdl_attribute;
   pdl_attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   pdl_attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
+  config.gridDim = dim3(grid.num_ctas);
+  config.blockDim = dim3(grid.num_threads);
+  config.dynamicSmemBytes = grid.shared_memory_bytes;
   config.stream = stream;
   config.attrs = &pdl_attribute;
   config.numAttrs = pdl ? 1 : 0;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args);
   if (status == cudaSuccess) return;
   cudaGetLastError();  // so that the next call does not report it again
-  fail("launch of " + name() + " on " + std::to_string(grid.x) + " x " + std::to_string(grid.y) +
-           " x " + std::to_string(grid.z) + " CTAs with " + std::to_string(shared_bytes) +
-           " bytes of shared memory",
+  fail("launch of " + std::string(name) + part + " on " + std::to_string(grid.num_ctas) +
+           " CTAs with " + std::to_string(grid.shared_memory_bytes) + " bytes of shared memory",
        cudaGetErrorString(status));
 }
 

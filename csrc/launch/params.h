@@ -1,14 +1,64 @@
 // Parameters of one forward or backward call. torch_binding (or a test) fills them, and
 // launch_forward or launch_backward reads them. No torch here. All pointers are device pointers.
+// A call has at most MAX_ROWS (flashattn3/backends/gpu_limits.py) rows of q and of keys: a position
+// plus a window's distance plus a tile's rows fits in 32 bits.
 #pragma once
 
 #include <cstdint>
 
 namespace flashattn3 {
 
-// Maximum number of rows of q and of keys: a position plus a window's distance plus a tile's rows
-// must fit in 32 bits. flashattn3/backends/gpu_limits.py repeats this value.
-constexpr int64_t kMaxRows = (int64_t{1} << 30) - 1024;
+// The numbers of one attention call: FIELD(type, name) for each, in the order of the operators
+// prepare_forward and prepare_backward. flashattn3/backends/hopper/launch_record.py has the same.
+//
+//   seqlen_q, seqlen_k: rows and keys of a sequence; varlen: of the longest, rows past it are not
+//     computed, and seqlen_k may be an upper bound
+//   total_q, total_k: varlen: tokens of q and out, and of k and v; else seqlen_q, seqlen_k
+//   num_heads_kv: divides num_heads_q
+//   head_dim, head_dim_v: at most the config's
+//   varlen: the sequences are concatenated, and cu_seqlens_q and cu_seqlens_k are given
+//   softmax_scale: any finite value
+//   softcap: scores become softcap * tanh(score / softcap); 0: off
+//   window_left, window_right: query i of a sequence sees keys i + shift - window_left to
+//     i + shift + window_right, inclusive, with shift = seqlen_k - seqlen_q of that sequence; -1:
+//     unbounded. Causal: window_right 0. Both are -1 for a kernel config that is not masked.
+//   num_sms: of the device
+//   sm_margin: SMs left free, at least 0
+//   q_block, k_block, v_block: 8 bits: tokens of a sequence that share a descale; BlockDescales
+//   out_is_fp16: 8 bits: else out is bf16
+//   use_fast_accum: 8 bits: O stays in WGMMA's accumulators, which is faster and less accurate
+//   deterministic: backward: additions to dq run in the same order in every call
+#define FLASHATTN3_PROBLEM_FIELDS(FIELD) \
+  FIELD(int, batch)                      \
+  FIELD(int, seqlen_q)                   \
+  FIELD(int, seqlen_k)                   \
+  FIELD(int, total_q)                    \
+  FIELD(int, total_k)                    \
+  FIELD(int, num_heads_q)                \
+  FIELD(int, num_heads_kv)               \
+  FIELD(int, head_dim)                   \
+  FIELD(int, head_dim_v)                 \
+  FIELD(bool, varlen)                    \
+  FIELD(float, softmax_scale)            \
+  FIELD(float, softcap)                  \
+  FIELD(int, window_left)                \
+  FIELD(int, window_right)               \
+  FIELD(int, num_sms)                    \
+  FIELD(int, sm_margin)                  \
+  FIELD(int, q_block)                    \
+  FIELD(int, k_block)                    \
+  FIELD(int, v_block)                    \
+  FIELD(bool, out_is_fp16)               \
+  FIELD(bool, use_fast_accum)            \
+  FIELD(bool, deterministic)
+
+struct AttentionProblem {
+#define FLASHATTN3_MEMBER(type, name) type name;
+  FLASHATTN3_PROBLEM_FIELDS(FLASHATTN3_MEMBER)
+#undef FLASHATTN3_MEMBER
+
+  bool masked() const { return window_left >= 0 || window_right >= 0; }
+};
 
 // Strides in elements; the head dim axis has stride 1. Strides in bytes must be multiples of 16
 // where the axis is longer than 1. With varlen (cu_seqlens) the batch stride is not read: the
@@ -31,19 +81,18 @@ struct BlockDescales {
 };
 
 // Extra arguments of kernels with 8-bit inputs. q and k are e4m3 or int8; v is permuted e4m3
-// (blocks/permuted_v.h): (batch, num_heads_kv, num_permuted_keys / 16, the config's head_dim, 16);
+// (tile/permuted_v.h): (batch, num_heads_kv, num_permuted_keys / 16, the config's head_dim, 16);
 // varlen: (num_heads_kv, ...), where sequence i begins at key 32 * (cu_seqlens_k[i] / 32 + i).
 // Strides of v are not read.
 struct QuantizedParams {
   int64_t num_permuted_keys = 0;  // a multiple of 32
   BlockDescales q, k, v;          // per head of q, and of k and v
-  bool out_is_fp16 = false;       // else bf16
-  // Workspace for accumulator promotion (DeepSeek-V3): forward::promoted_bytes() for num_sms CTAs.
-  // Null if that is 0, or to keep out in WGMMA's accumulators, which is faster and less accurate.
+  // Workspace for accumulator promotion (DeepSeek-V3), LaunchSize::workspace_bytes; null if that is
+  // 0, as with use_fast_accum.
   void* promoted = nullptr;
 };
 
-struct ForwardParams {
+struct ForwardParams : AttentionProblem {
   // Tensors of the config's element type; base addresses are multiples of 16 bytes.
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); varlen: (total_q, ...)
   const void* k;  // (batch, seqlen_k, num_heads_kv, head_dim); varlen: (total_k, ...); may be
@@ -58,43 +107,24 @@ struct ForwardParams {
   Strides out_stride;
   Strides lse_stride;  // in elements, any value; varlen: batch is not read
 
-  int batch;
-  int seqlen_q;  // rows; with cu_seqlens_q the longest sequence: rows past it are not computed
-  int seqlen_k;  // keys; with cu_seqlens_k an upper bound
-  int total_q;   // rows of q and out; read only with cu_seqlens_q
-  int total_k;   // tokens of k and v; read only with cu_seqlens_k
-  int num_heads_q;
-  int num_heads_kv;  // divides num_heads_q
-  int head_dim;      // at most the config's
-  int head_dim_v;    // at most the config's head_dim
-
   // int32, on the device; values are clamped to the tensors, so no value causes an access outside.
-  const int32_t* cu_seqlens_q;  // (batch + 1), or null: every sequence has seqlen_q rows
-  const int32_t* cu_seqlens_k;  // (batch + 1), or null: every sequence has seqlen_k rows
+  const int32_t* cu_seqlens_q;  // (batch + 1); null if not varlen
+  const int32_t* cu_seqlens_k;  // (batch + 1); null if not varlen
   const int32_t* seqused_q;     // (batch), shortens the sequences, or null
   const int32_t* seqused_k;     // (batch), shortens the sequences, or null
-  // Rows of out and lse that belong to no sequence (gaps, beyond seqused_q): with cu_seqlens_q out
-  // becomes 0 and lse -inf, else they are not written.
+  // Rows of out and lse that belong to no sequence (gaps, beyond seqused_q): varlen: out becomes 0
+  // and lse -inf, else they are not written.
 
-  // With cu_seqlens_q: workspace of 2 * batch + 1 int32, which every launch fills.
+  // Varlen: workspace of 2 * batch + 1 int32, which every launch fills.
   int32_t* varlen_schedule;
 
   QuantizedParams quantized;  // read by 8-bit kernel configs
 
-  float softmax_scale;  // any finite value
-  float softcap;        // scores become softcap * tanh(score / softcap); 0: off
-  // Query i of a sequence sees keys i + shift - window_left to i + shift + window_right, inclusive,
-  // with shift = seqlen_k - seqlen_q of that sequence; -1: unbounded. Causal: window_right 0. Both
-  // must be -1 for a kernel config that is not masked.
-  int window_left;
-  int window_right;
-
-  int num_sms;    // of the device
-  int sm_margin;  // SMs left free, at least 0
   // Two int32, zero before the first launch that uses them; every launch resets them to zero.
   // Launches that may run concurrently must not share them (use one per device and stream). Null:
   // static tile schedule, which balances uneven tiles less well.
   int32_t* tile_counter;
+  bool pdl;  // the kernels may start while the stream's previous kernel ends; false in a capture
 };
 
 // Parameters of one backward call: the forward call with its results, and the tensors that only the
@@ -114,8 +144,13 @@ struct BackwardParams {
   Strides dk_stride;
   Strides dv_stride;
 
-  bool deterministic;  // additions to dq run in the same order in every call
-  void* workspace;     // backward_workspace_bytes(), 16-byte aligned; need not be initialised
+  void* workspace;  // LaunchSize::workspace_bytes, 16-byte aligned; need not be initialised
+};
+
+// What one launch takes that depends on the problem.
+struct LaunchSize {
+  int num_ctas;             // of the main kernel, a one-dimensional grid
+  int64_t workspace_bytes;  // device memory for the duration of the launch
 };
 
 }  // namespace flashattn3

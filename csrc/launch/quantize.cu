@@ -3,6 +3,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "launch/capture.h"
 #include "launch/errors.h"
 #include "launch/quantize.h"
 #include "quantize/kernel.cuh"
@@ -57,10 +58,8 @@ template <class Arguments>
 void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, int threads,
             int64_t clusters, int ctas, cudaStream_t stream) {
   const int64_t grid = clusters * ctas;
-  if (grid > INT_MAX) fail(name, "more than 2^31 CTAs");
+  expect(grid <= INT_MAX, name, "the number of CTAs", "below 2^31", grid);
   if (grid == 0) return;
-  cudaStreamCaptureStatus capture;
-  check_cuda(cudaStreamIsCapturing(stream, &capture), name);
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(ctas), 1, 1};
@@ -71,7 +70,7 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, 
   config.blockDim = dim3(threads);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = capture == cudaStreamCaptureStatusNone ? 2 : 1;
+  config.numAttrs = is_captured(stream) ? 1 : 2;
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 
@@ -89,17 +88,20 @@ auto for_columns(int head_dim, Choose choose) {
 }
 
 void check_head_dim(const char* name, int head_dim) {
-  if (head_dim < 1 || head_dim > 256) fail(name, "the head dim must be 1 to 256");
+  expect(head_dim >= 1 && head_dim <= 256, name, "head_dim", "1 to 256", head_dim);
 }
 
 void check_tensor(const char* name, const QuantizeParams& params) {
   const int head_dim = params.x.head_dim;
   check_head_dim(name, head_dim);
-  if (params.signs != nullptr && (params.permuted || (head_dim & (head_dim - 1)) != 0)) {
-    fail(name, "a rotation wants rows of a power of two columns");
+  const bool power_of_two = (head_dim & (head_dim - 1)) == 0;
+  if (params.signs != nullptr) {
+    expect(power_of_two, name, "head_dim", "a power of two with signs", head_dim);
   }
-  if (params.permuted && params.mean != nullptr) fail(name, "permuted data takes no mean");
-  if (params.permuted && params.to != ElementType::kE4m3) fail(name, "permuted data is e4m3");
+  if (!params.permuted) return;
+  expect(params.signs == nullptr, name, "signs", "None for permuted data", "a tensor");
+  expect(params.mean == nullptr, name, "mean", "None for permuted data", "a tensor");
+  expect(params.to == ElementType::kE4m3, name, "dtype", "e4m3 for permuted data", "int8");
 }
 
 quantize::QuantizedTensor kernel_tensor(const QuantizeParams& params, int block) {
@@ -120,11 +122,10 @@ quantize::QuantizedTensor kernel_tensor(const QuantizeParams& params, int block)
 
 void launch_quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int block,
                      cudaStream_t stream) {
-  constexpr char kName[] = "launch of quantize";
-  if (block != 64 && block != 128 && block != 256) {
-    fail(kName, "a block must be 64, 128 or 256 tokens");
-  }
-  if (tensors.size() > quantize::kMaxTensors) fail(kName, "more than three tensors");
+  constexpr char kName[] = "quantize";
+  expect(block == 64 || block == 128 || block == 256, kName, "block", "64, 128 or 256", block);
+  expect(tensors.size() <= quantize::kMaxTensors, kName, "tensors", "at most three",
+         tensors.size());
   for (const QuantizeParams& params : tensors) check_tensor(kName, params);
   for (const int columns : {64, 128, 256}) {
     quantize::Arguments args{};
@@ -151,7 +152,7 @@ void launch_quantize(std::span<const QuantizeParams> tensors, ElementType dtype,
 }
 
 void launch_sample_mean(const SampleParams& params, ElementType dtype, cudaStream_t stream) {
-  constexpr char kName[] = "launch of quantize::sample_mean";
+  constexpr char kName[] = "sample_mean";
   const TokenTensor& x = params.x;
   check_head_dim(kName, x.head_dim);
   const quantize::SampleArguments args{source_of(x, sizeof(uint16_t), quantize::kTileTokens),
@@ -165,7 +166,7 @@ void launch_sample_mean(const SampleParams& params, ElementType dtype, cudaStrea
 }
 
 void launch_permute_v(const PermuteParams& params, cudaStream_t stream) {
-  constexpr char kName[] = "launch of permute_v";
+  constexpr char kName[] = "permute_v";
   const int head_dim = params.v.head_dim;
   check_head_dim(kName, head_dim);
   quantize::PermuteArguments args;

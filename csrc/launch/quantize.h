@@ -64,7 +64,11 @@ void launch_quantize(std::span<const QuantizeParams> tensors, ElementType dtype,
 void launch_sample_mean(const SampleParams& params, ElementType dtype, cudaStream_t stream);
 void launch_permute_v(const PermuteParams& params, cudaStream_t stream);
 
-// Permuted keys per head: of one sequence, or with cu_seqlens of all sequences.
+// Permuted keys per head: of one sequence, or varlen of all sequences.
+inline int64_t num_permuted_keys(const AttentionProblem& problem) {
+  return problem.varlen ? first_permuted_key(problem.total_k, problem.batch)
+                        : padded_keys(problem.total_k);
+}
 inline int64_t num_permuted_keys(const TokenTensor& tensor) {
   return tensor.cu_seqlens != nullptr ? first_permuted_key(tensor.total, tensor.batch)
                                       : padded_keys(tensor.seqlen);

@@ -14,13 +14,14 @@ std::span<const BackwardEntry> backward_entries() {
   return {kBackwardEntries, static_cast<size_t>(kNumBackwardEntries)};
 }
 
-template <class Kernel>
-const Kernel& kernel_of(std::span<const TableEntry<Kernel>> entries, int64_t config) {
-  if (config < 0 || config >= static_cast<int64_t>(entries.size())) {
-    fail("kernel config " + std::to_string(config), "does not exist");
-  }
-  const TableEntry<Kernel>& entry = entries[config];
-  if (entry.kernel == nullptr) fail(entry.name, "is not in this build (FLASHATTN3_KERNELS)");
+template <class Params>
+const Kernel<Params>& kernel_of(std::span<const TableEntry<Params>> entries, int64_t config) {
+  const int64_t count = static_cast<int64_t>(entries.size());
+  expect(config >= 0 && config < count, "kernel", "config", "below " + std::to_string(count),
+         config);
+  const TableEntry<Params>& entry = entries[config];
+  expect(entry.kernel != nullptr, "kernel", "config", "in this build (FLASHATTN3_KERNELS)",
+         entry.name);
   return *entry.kernel;
 }
 

@@ -10,43 +10,42 @@
 #include <vector>
 
 #include "launch/params.h"
+#include "ptx/element.h"
 
 // The library hides every other symbol.
 #define FLASHATTN3_EXPORT __attribute__((visibility("default")))
 
 namespace flashattn3 {
 
-// kernel: the entry, for cudaFuncGetAttributes.
+// dtype, head_dim: of the kernel config. kernel: the entry, for cudaFuncGetAttributes.
 struct KernelInstance {
   const char* name;
+  ElementType dtype;
   int head_dim;
   const void* kernel;
   int num_threads;
   int shared_memory_bytes;
 };
 
-// launch: throws where the launch fails. promoted_bytes: of QuantizedParams::promoted.
-struct ForwardKernel {
+// size: what a launch of the problem takes. Throws if the kernel does not take the problem.
+// launch: enqueues the kernels; throws if a launch fails. The first argument is info.name.
+template <class Params>
+struct Kernel {
   KernelInstance info;
-  void (*launch)(const ForwardParams&, cudaStream_t);
-  int64_t (*promoted_bytes)(const ForwardParams&);
+  LaunchSize (*size)(const char*, const AttentionProblem&);
+  void (*launch)(const char*, const Params&, cudaStream_t);
 };
-
-// As above; workspace_bytes: of BackwardParams::workspace.
-struct BackwardKernel {
-  KernelInstance info;
-  void (*launch)(const BackwardParams&, cudaStream_t);
-  int64_t (*workspace_bytes)(const ForwardParams&);
-};
+using ForwardKernel = Kernel<ForwardParams>;
+using BackwardKernel = Kernel<BackwardParams>;
 
 // A kernel config and its kernel; null if FLASHATTN3_KERNELS excluded it from the build.
-template <class Kernel>
+template <class Params>
 struct TableEntry {
   const char* name;
-  const Kernel* kernel;
+  const Kernel<Params>* kernel;
 };
-using ForwardEntry = TableEntry<ForwardKernel>;
-using BackwardEntry = TableEntry<BackwardKernel>;
+using ForwardEntry = TableEntry<ForwardParams>;
+using BackwardEntry = TableEntry<BackwardParams>;
 
 extern const char* const kConfigsHash;
 extern const int kNumForwardEntries;
@@ -71,10 +70,11 @@ struct KernelInfo {
   int blocks_per_sm = -1;
 };
 
-FLASHATTN3_EXPORT const char* configs_hash();
+// Hash of the kernel configs from which the library was built.
+const char* configs_hash();
 // Error message if this CUDA driver cannot run the library; empty if it can or if there is none.
-FLASHATTN3_EXPORT std::string driver_error();
-FLASHATTN3_EXPORT std::vector<std::string> compiled_configs();
+std::string driver_error();
+std::vector<std::string> compiled_configs();
 // Queries the current device, and so creates a CUDA context if there is none.
 FLASHATTN3_EXPORT std::vector<KernelInfo> kernel_info();
 

@@ -26,9 +26,6 @@ int32_t* new_counter(cudaStream_t stream) {
 
 int32_t* tile_counter(int device, cudaStream_t stream) {
   if (stream == cudaStreamPerThread) return nullptr;
-  cudaStreamCaptureStatus capture;
-  check_cuda(cudaStreamIsCapturing(stream, &capture), "asking whether the stream is captured");
-  if (capture != cudaStreamCaptureStatusNone) return nullptr;
 
   // CUDA reuses the handle of a destroyed stream, whose kernels may still be running, but not its
   // ID.

@@ -11,8 +11,8 @@ namespace flashattn3 {
 // A stream that reuses the handle of a destroyed one has counters of its own. The first call for
 // the pair allocates them; they are kept until the process ends.
 //
-// Returns null if launches on this stream may overlap: a graph that is being captured may later run
-// beside another one captured here, and cudaStreamPerThread names the streams of many threads.
+// Returns null for cudaStreamPerThread, which names the streams of many threads. The stream must
+// not be captured: its graph may later run beside another one that was captured on it.
 //
 // The stream's device must be the current one.
 int32_t* tile_counter(int device, cudaStream_t stream);

@@ -1,5 +1,5 @@
-// Shared by the forward and backward operators: the tensors and options of a call, and the
-// ForwardParams built from them.
+// Shared by the forward and backward operators: the tensors of a call, their checks, and the
+// ForwardParams built from them and a prepared launch.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -8,55 +8,71 @@
 #include <optional>
 
 #include "launch/params.h"
+#include "torch_binding/boxed.h"
 #include "torch_binding/tensors.h"
 
-// Schema arguments of every attention operator.
+// Schema arguments of every attention operator; CallTensors::take reads them.
 #define FA3_TENSORS                                                                               \
   "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, " \
-  "Tensor? seqused_k, "
-#define FA3_OPTIONS                                                                               \
-  "int config, int seqlen_q, int seqlen_k, float softmax_scale, float softcap, int window_left, " \
-  "int window_right, int num_sms, int sm_margin"
+  "Tensor? seqused_k"
 
 namespace flashattn3 {
 
-// Indices of the axes of (batch, rows, heads, head_dim), or with varlen (rows, heads, head_dim).
-struct Axes {
-  explicit Axes(bool varlen) : batch(0), rows(varlen ? 0 : 1), heads(rows + 1), dim(rows + 2) {}
-  int64_t batch, rows, heads, dim;
+// Sizes of up to five axes, without memory from the heap.
+struct Shape {
+  int rank;
+  int64_t size[5];
 };
 
-// True if the shapes of q match those of k and the results, and those of k match v's.
-bool fit_together(const Tensor& q, const Tensor& k, const Tensor& out, const Tensor& lse,
-                  const Axes& axes);
-bool fit_together(const Tensor& k, const Tensor& v, const Tensor& out, const Axes& axes);
-
-// Allocates a 16-bit tensor with the rows and heads of `rows` and with `columns` columns, rounded
-// up to a multiple of 8 (16 bytes).
-Tensor new_rows(const Tensor& rows, int64_t columns, int32_t dtype, const Axes& axes, int device);
-
-// Token positions of the sequences. Both cu_seqlens are given, or neither.
-struct VarlenTensors {
+// The tensors that both passes read. varlen: the cu_seqlens are given.
+struct CallTensors {
+  Tensor q, k, v;
   std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  bool varlen() const { return cu_seqlens_q.has_value(); }
+
+  static CallTensors take(Arguments& arguments);
 };
 
-// seqlen_q, seqlen_k: tokens of a sequence; with cu_seqlens, of the longest one.
-struct Scalars {
-  int64_t seqlen_q, seqlen_k;
-  double softmax_scale, softcap;
-  int64_t window_left, window_right;
-  int64_t num_sms, sm_margin;
-};
+// Throws "function: name.shape must be wanted, got found".
+void expect_shape(const char* function, const char* name, const Tensor& tensor,
+                  const Shape& wanted);
+// Throws the same of tensors of `wanted` with any larger last axis, or if that has another stride
+// than 1.
+void expect_rows(const char* function, const char* name, const Tensor& tensor, Shape wanted);
 
-// Fills everything but v (only its head dim is read) and the tile counter. varlen_schedule: its
-// memory.
-ForwardParams make_params(const Tensor& q, const Tensor& k, int64_t head_dim_v, const Tensor& out,
-                          const Tensor& lse, const VarlenTensors& varlen_tensors,
-                          const std::optional<Tensor>& varlen_schedule, const Scalars& scalars);
+// (batch, tokens, heads, columns), or with varlen (tokens, heads, columns).
+Shape rows_shape(const AttentionProblem& problem, int64_t tokens, int64_t heads, int64_t columns);
+// (batch, num_heads_q, seqlen_q), or with varlen (num_heads_q, total_q): of lse.
+Shape lse_shape(const AttentionProblem& problem);
 
-// Allocates memory for the order of the sequences. It may be released once the launch is enqueued,
-// because torch's allocator reuses memory in stream order.
-std::optional<Tensor> new_varlen_schedule(const VarlenTensors& varlen_tensors, int device);
+// Checks q, k, the token positions and, if it has rows, v: all but their dtypes, which the plan
+// determined. v_is_permuted: v's shape is left to the caller.
+void check_tensors(const char* function, const AttentionProblem& problem,
+                   const CallTensors& tensors, bool v_is_permuted);
+
+// Checks out and lse: out may have more columns than v.
+void check_results(const char* function, const AttentionProblem& problem, const Tensor& out,
+                   const Tensor& lse);
+
+// Allocates a 16-bit tensor of `tokens` rows whose columns are rounded up to a multiple of 8 (16
+// bytes).
+Tensor new_rows(const AttentionProblem& problem, int64_t tokens, int64_t heads, int64_t columns,
+                int32_t dtype, int device);
+
+// Fills everything but v_stride and the extra arguments of 8-bit kernels. varlen_schedule: its
+// memory, or null. Looks up whether the stream is captured and its tile counter.
+ForwardParams make_params(const AttentionProblem& problem, const CallTensors& tensors,
+                          const Tensor& out, const Tensor& lse,
+                          const std::optional<Tensor>& varlen_schedule, int device,
+                          cudaStream_t stream);
+
+// Allocates memory for the order of the sequences; none if not varlen. It may be released once the
+// launch is enqueued, because torch's allocator reuses memory in stream order.
+std::optional<Tensor> new_varlen_schedule(const AttentionProblem& problem, int device);
+
+// Allocates LaunchSize::workspace_bytes, as above; none if 0.
+std::optional<Tensor> new_workspace(int64_t bytes, int device);
+
+// Index of the GPU of q. Throws for a tensor on another device.
+int device_of(const char* function, const CallTensors& tensors);
 
 }  // namespace flashattn3

@@ -12,30 +12,41 @@
 
 namespace flashattn3 {
 
-template <typename... Arguments, size_t... kIndex>
-void call_with_stack(void (*function)(Arguments...), StableIValue* stack,
-                     std::index_sequence<kIndex...>) {
-  function(::to<Arguments>(stack[kIndex])...);
-}
+// Takes the arguments off the stack in the order of the schema. An operator takes all of them
+// before it can throw, so that no tensor is leaked.
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : next_(stack) {}
 
-template <typename... Results, typename... Arguments, size_t... kIndex>
-void call_with_stack(std::tuple<Results...> (*function)(Arguments...), StableIValue* stack,
-                     std::index_sequence<kIndex...>) {
-  const std::tuple<Results...> results = function(::to<Arguments>(stack[kIndex])...);
+  template <class T>
+  T take() {
+    return ::to<T>(*next_++);
+  }
+
+ private:
+  StableIValue* next_;
+};
+
+template <typename... Results>
+void return_results(StableIValue* stack, const std::tuple<Results...>& results) {
   std::apply([stack](const Results&... result) mutable { ((*stack++ = ::from(result)), ...); },
              results);
 }
 
-template <typename Results, typename... Arguments>
-void call_with_stack(Results (*function)(Arguments...), StableIValue* stack) {
-  call_with_stack(function, stack, std::index_sequence_for<Arguments...>{});
+template <typename... Results, typename... Parameters, size_t... kIndex>
+void call_with_stack(std::tuple<Results...> (*function)(Parameters...), StableIValue* stack,
+                     std::index_sequence<kIndex...>) {
+  return_results(stack, function(::to<Parameters>(stack[kIndex])...));
 }
 
-// For STABLE_TORCH_LIBRARY_IMPL. kFunction takes its parameters by value and returns a tuple or
-// void.
+// For STABLE_TORCH_LIBRARY_IMPL. kFunction takes its parameters by value and returns a tuple.
 template <auto kFunction>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
-  call_with_stack(kFunction, stack);
+  const auto call = []<typename Result, typename... Parameters>(Result (*function)(Parameters...),
+                                                                StableIValue* values) {
+    call_with_stack(function, values, std::index_sequence_for<Parameters...>{});
+  };
+  call(kFunction, stack);
 }
 
 }  // namespace flashattn3

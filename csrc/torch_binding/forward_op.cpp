@@ -1,10 +1,10 @@
-// flashattn3_hopper::forward, forward_into and forward_fp8: fill ForwardParams from tensors and
-// launch on torch's current stream of their device. Uses only LibTorch's stable ABI, so that one
-// library runs under every torch from 2.9, including CPU builds (where the operator can be
-// inspected but not called).
+// flashattn3_hopper::forward and forward_into: fill ForwardParams from a prepared launch and the
+// tensors of a call, and launch on torch's current stream of their device. Uses only LibTorch's
+// stable ABI, so that one library runs under every torch from 2.9, including CPU builds (where the
+// operators check their arguments but launch nothing).
 //
-// The caller, flashattn3/backends/hopper/backend.py, has checked dtypes, alignment and options and
-// chosen the kernel config. These functions check only that the tensors' shapes match.
+// The caller, flashattn3/backends/hopper, has checked dtypes, alignment and options and chosen the
+// kernel config. These functions check that the tensors are those of the prepared launch.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -14,149 +14,156 @@
 
 #include "launch/errors.h"
 #include "launch/params.h"
+#include "launch/quantize.h"
 #include "launch/registry.h"
-#include "launch/tile_counters.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 namespace {
 
-// Allocates out, with rows of a multiple of 16 bytes, and lse.
-std::tuple<Tensor, Tensor> new_results(const Tensor& q, int64_t head_dim_v, int32_t dtype,
-                                       const Axes& axes, int device) {
-  const int32_t fp32 = aoti_torch_dtype_float32();
-  const int64_t rows = q.size(axes.rows), heads = q.size(axes.heads);
-  return {new_rows(q, head_dim_v, dtype, axes, device),
-          axes.rows == 1 ? new_tensor<3>({q.size(axes.batch), heads, rows}, fp32, device)
-                         : new_tensor<2>({heads, rows}, fp32, device)};
-}
+// Arguments of a forward. Descales, only of 8-bit inputs: fp32 (batch, heads of the tensor,
+// blocks), for q also (batch, heads of k, blocks); none: 1 everywhere.
+struct ForwardCall {
+  Tensor launch;
+  CallTensors tensors;
+  std::optional<Tensor> q_descale, k_descale, v_descale;
 
-void launch(const ForwardKernel& kernel, ForwardParams params, int device) {
-  const cudaStream_t stream = current_stream(device);
-  params.tile_counter = tile_counter(device, stream);
-  kernel.launch(params, stream);
-}
-
-// out: (batch, rows, heads, columns) or (rows, heads, columns), with at least v's columns; rows are
-// at multiples of 16 bytes. lse: (batch, heads, rows) or (heads, rows). config: index into
-// FORWARD_CONFIGS.
-void forward_into(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
-                  std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
-                  std::optional<Tensor> seqused_k, Tensor out, Tensor lse, int64_t config,
-                  int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap,
-                  int64_t window_left, int64_t window_right, int64_t num_sms, int64_t sm_margin) {
-  const ForwardKernel& kernel = forward_kernel(config);
-  const VarlenTensors varlen_tensors{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  const Axes axes(varlen_tensors.varlen());
-  if (!fit_together(q, k, out, lse, axes) || !fit_together(k, v, out, axes)) {
-    fail(kernel.info.name, "the tensors do not fit together");
+  static ForwardCall take(Arguments& arguments) {
+    using Optional = std::optional<Tensor>;
+    return {.launch = arguments.take<Tensor>(),
+            .tensors = CallTensors::take(arguments),
+            .q_descale = arguments.take<Optional>(),
+            .k_descale = arguments.take<Optional>(),
+            .v_descale = arguments.take<Optional>()};
   }
-  const int device = q.get_device_index();
-  const DeviceGuard guard(device);
-  const std::optional<Tensor> schedule = new_varlen_schedule(varlen_tensors, device);
-  ForwardParams params = make_params(
-      q, k, v.size(axes.dim), out, lse, varlen_tensors, schedule,
-      {seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right, num_sms, sm_margin});
-  params.v = v.data_ptr();
-  params.v_stride = row_strides(v, varlen_tensors.varlen());
-  launch(kernel, params, device);
+};
+
+// Permuted e4m3 V: (batch, num_heads_kv, keys / 16, the config's head_dim, 16), with varlen without
+// the batch (tile/permuted_v.h).
+void check_permuted_v(const char* function, const AttentionProblem& problem, int columns,
+                      const Tensor& v) {
+  const int64_t heads = problem.num_heads_kv, groups = num_permuted_keys(problem) / kCoreRowKeys;
+  expect_shape(function, "v", v,
+               problem.varlen ? Shape{4, {heads, groups, columns, kCoreRowKeys}}
+                              : Shape{5, {problem.batch, heads, groups, columns, kCoreRowKeys}});
+  expect(v.is_contiguous(), function, "v", "contiguous", "another layout");
 }
 
-// Allocates out, with v's columns rounded up to a multiple of 8, and lse, and calls forward_into.
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
-                                   std::optional<Tensor> cu_seqlens_k,
-                                   std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
-                                   int64_t config, int64_t seqlen_q, int64_t seqlen_k,
-                                   double softmax_scale, double softcap, int64_t window_left,
-                                   int64_t window_right, int64_t num_sms, int64_t sm_margin) {
-  const Axes axes(cu_seqlens_q.has_value());
-  if (q.dim() != axes.dim + 1 || v.dim() != axes.dim + 1) {
-    fail(forward_kernel(config).info.name, "the tensors do not fit together");
-  }
-  const std::tuple<Tensor, Tensor> results =
-      new_results(q, v.size(axes.dim), dtype_of(q), axes, q.get_device_index());
-  forward_into(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, std::get<0>(results),
-               std::get<1>(results), config, seqlen_q, seqlen_k, softmax_scale, softcap,
-               window_left, window_right, num_sms, sm_margin);
-  return results;
+void check_descale(const char* function, const char* name, const AttentionProblem& problem,
+                   const std::optional<Tensor>& descale, bool quantized, int64_t heads) {
+  if (!descale) return;
+  expect(quantized, function, name, "None for 16-bit inputs", "a tensor");
+  const bool fits = descale->dim() == 3 && descale->size(0) == problem.batch &&
+                    descale->size(1) >= 1 && heads % descale->size(1) == 0;
+  expect(fits, function, name, "of shape (batch, heads, blocks)", "another shape");
 }
 
-// descale: fp32 (batch, heads of the tensor, blocks), for q also (batch, heads of k, blocks); or
-// none. heads: those of the tensor.
-BlockDescales block_descales(const std::optional<Tensor>& descale, int64_t heads, int64_t block) {
+void check_call(const char* function, const AttentionProblem& problem, const KernelInstance& info,
+                const ForwardCall& call) {
+  const bool quantized = is_quantized(info.dtype);
+  check_tensors(function, problem, call.tensors, quantized);
+  if (quantized) check_permuted_v(function, problem, info.head_dim, call.tensors.v);
+  const int64_t heads_kv = problem.num_heads_kv;
+  check_descale(function, "q_descale", problem, call.q_descale, quantized, problem.num_heads_q);
+  check_descale(function, "k_descale", problem, call.k_descale, quantized, heads_kv);
+  check_descale(function, "v_descale", problem, call.v_descale, quantized, heads_kv);
+}
+
+// heads: of the tensor. block: tokens that share a descale.
+BlockDescales block_descales(const std::optional<Tensor>& descale, int heads, int block) {
   if (!descale) return {};
   return {.data = static_cast<const float*>(descale->data_ptr()),
           .batch = descale->stride(0),
           .head = descale->stride(1),
           .block = descale->stride(2),
           .num_blocks = static_cast<int>(descale->size(2)),
-          .block_tokens = static_cast<int>(block),
+          .block_tokens = block,
           .heads_per_descale = static_cast<int>(heads / descale->size(1))};
 }
 
-// q, k: e4m3 or int8, as in the kernel config. v: e4m3, permuted (tile/permuted_v.h), of head_dim_v
-// columns. q_block, k_block, v_block: tokens that share a descale. use_fast_accum: out stays in
-// WGMMA's accumulators, so no memory for promoted sums is allocated. Other arguments, and the
-// results except out's dtype: as in forward.
-std::tuple<Tensor, Tensor> forward_fp8(
-    Tensor q, Tensor k, Tensor v, std::optional<Tensor> cu_seqlens_q,
-    std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
-    std::optional<Tensor> seqused_k, std::optional<Tensor> q_descale,
-    std::optional<Tensor> k_descale, std::optional<Tensor> v_descale, int64_t q_block,
-    int64_t k_block, int64_t v_block, int64_t head_dim_v, bool out_is_fp16, bool use_fast_accum,
-    int64_t config, int64_t seqlen_q, int64_t seqlen_k, double softmax_scale, double softcap,
-    int64_t window_left, int64_t window_right, int64_t num_sms, int64_t sm_margin) {
-  const ForwardKernel& kernel = forward_kernel(config);
-  const VarlenTensors varlen_tensors{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  const Axes axes(varlen_tensors.varlen());
-  const int device = q.get_device_index();
-  const DeviceGuard guard(device);
-  if (q.dim() != axes.dim + 1) fail(kernel.info.name, "the tensors do not fit together");
-  const int32_t dtype = out_is_fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
-  const auto [out, lse] = new_results(q, head_dim_v, dtype, axes, device);
-  // v: (batch, heads, keys / 16, columns, 16), or with varlen (heads, keys / 16, columns, 16).
-  const int64_t v_heads = axes.rows;
-  if (!fit_together(q, k, out, lse, axes) || v.dim() != axes.dim + 2 || !v.is_contiguous() ||
-      v.size(v_heads) != k.size(axes.heads) || v.size(v_heads + 2) != kernel.info.head_dim) {
-    fail(kernel.info.name, "the tensors do not fit together");
-  }
-  const std::optional<Tensor> schedule = new_varlen_schedule(varlen_tensors, device);
-  ForwardParams params = make_params(
-      q, k, head_dim_v, out, lse, varlen_tensors, schedule,
-      {seqlen_q, seqlen_k, softmax_scale, softcap, window_left, window_right, num_sms, sm_margin});
+QuantizedParams quantized_params(const AttentionProblem& problem, const ForwardCall& call,
+                                 const std::optional<Tensor>& promoted) {
+  return {.num_permuted_keys = num_permuted_keys(problem),
+          .q = block_descales(call.q_descale, problem.num_heads_q, problem.q_block),
+          .k = block_descales(call.k_descale, problem.num_heads_kv, problem.k_block),
+          .v = block_descales(call.v_descale, problem.num_heads_kv, problem.v_block),
+          .promoted = promoted ? promoted->data_ptr() : nullptr};
+}
+
+void run(const ForwardKernel& kernel, const AttentionProblem& problem, const ForwardCall& call,
+         const Tensor& out, const Tensor& lse, int device) {
+  const cudaStream_t stream = current_stream(device);
+  const std::optional<Tensor> schedule = new_varlen_schedule(problem, device);
+  ForwardParams params = make_params(problem, call.tensors, out, lse, schedule, device, stream);
   std::optional<Tensor> promoted;
-  const int64_t promoted_bytes = use_fast_accum ? 0 : kernel.promoted_bytes(params);
-  if (promoted_bytes > 0) {
-    promoted = new_tensor<1>({promoted_bytes / 4}, aoti_torch_dtype_float32(), device);
+  if (is_quantized(kernel.info.dtype)) {
+    promoted = new_workspace(kernel.size(kernel.info.name, problem).workspace_bytes, device);
+    params.quantized = quantized_params(problem, call, promoted);
+  } else {
+    params.v_stride = row_strides(call.tensors.v, problem.varlen);
   }
-  params.v = v.data_ptr();
-  params.quantized = {.num_permuted_keys = v.size(v_heads + 1) * v.size(v_heads + 3),
-                      .q = block_descales(q_descale, params.num_heads_q, q_block),
-                      .k = block_descales(k_descale, params.num_heads_kv, k_block),
-                      .v = block_descales(v_descale, params.num_heads_kv, v_block),
-                      .out_is_fp16 = out_is_fp16,
-                      .promoted = promoted ? promoted->data_ptr() : nullptr};
-  launch(kernel, params, device);
-  return {out, lse};
+  kernel.launch(kernel.info.name, params, stream);
+}
+
+// Allocates out, with head_dim_v columns rounded up to a multiple of 8, and lse.
+void forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr char kName[] = "forward";
+  Arguments arguments(stack);
+  const ForwardCall call = ForwardCall::take(arguments);
+  const PreparedLaunch& launch = prepared_launch(kName, Pass::kForward, call.launch);
+  const AttentionProblem& problem = launch.problem;
+  const ForwardKernel& kernel = forward_kernel(launch.config);
+  check_call(kName, problem, kernel.info, call);
+  const int device = device_of(kName, call.tensors);
+  const DeviceGuard guard(device);
+  const int32_t dtype = !is_quantized(kernel.info.dtype) ? dtype_of(call.tensors.q)
+                        : problem.out_is_fp16            ? aoti_torch_dtype_float16()
+                                                         : aoti_torch_dtype_bfloat16();
+  const int64_t rows = problem.total_q, heads = problem.num_heads_q;
+  const Tensor out = new_rows(problem, rows, heads, problem.head_dim_v, dtype, device);
+  const int32_t fp32 = aoti_torch_dtype_float32();
+  const Tensor lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
+                                    : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
+  run(kernel, problem, call, out, lse, device);
+  return_results(stack, std::tuple(out, lse));
+}
+
+// out: at least v's columns; rows are at multiples of 16 bytes.
+void forward_into(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr char kName[] = "forward_into";
+  Arguments arguments(stack);
+  const ForwardCall call = ForwardCall::take(arguments);
+  const Tensor out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
+  const PreparedLaunch& launch = prepared_launch(kName, Pass::kForward, call.launch);
+  const ForwardKernel& kernel = forward_kernel(launch.config);
+  check_call(kName, launch.problem, kernel.info, call);
+  check_results(kName, launch.problem, out, lse);
+  const int device = device_of(kName, call.tensors);
+  const DeviceGuard guard(device);
+  run(kernel, launch.problem, call, out, lse, device);
 }
 
 }  // namespace
 
+#define FA3_CALL \
+  "Tensor launch, " FA3_TENSORS ", Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
-  library.def("forward(" FA3_TENSORS FA3_OPTIONS ") -> (Tensor out, Tensor lse)");
-  library.def("forward_into(" FA3_TENSORS "Tensor(a!) out, Tensor(b!) lse, " FA3_OPTIONS ") -> ()");
-  library.def("forward_fp8(" FA3_TENSORS
-              "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, int q_block, int k_block, "
-              "int v_block, int head_dim_v, bool out_is_fp16, bool use_fast_accum, " FA3_OPTIONS
-              ") -> (Tensor out, Tensor lse)");
+  library.def("forward(" FA3_CALL ") -> (Tensor out, Tensor lse)");
+  library.def("forward_into(" FA3_CALL ", Tensor(a!) out, Tensor(b!) lse) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
-  library.impl("forward", boxed<forward>);
-  library.impl("forward_into", boxed<forward_into>);
-  library.impl("forward_fp8", boxed<forward_fp8>);
+  library.impl("forward", forward);
+  library.impl("forward_into", forward_into);
+}
+
+// Tensors on the CPU get an error that names them.
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
+  library.impl("forward", forward);
+  library.impl("forward_into", forward_into);
 }
 
 }  // namespace flashattn3

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "launch/errors.h"
@@ -18,15 +19,14 @@ namespace {
 using torch::stable::Tensor;
 
 // tensor: (batch, seqlen, heads, head_dim), or with cu_seqlens (total, heads, head_dim).
-TokenTensor token_tensor(const char* name, const Tensor& tensor,
+TokenTensor token_tensor(const char* function, const Tensor& tensor,
                          const std::optional<Tensor>& cu_seqlens, int64_t max_seqlen) {
   const bool varlen = cu_seqlens.has_value();
   const int64_t seq = varlen ? 0 : 1;
-  if (tensor.dim() != seq + 3) fail(name, "the tensor has another number of dimensions");
-  const int64_t head_dim = tensor.size(seq + 2);
-  if (head_dim < 1 || head_dim > 256) fail(name, "the head dim must be 1 to 256");
-  if (head_dim > 1 && tensor.stride(seq + 2) != 1) fail(name, "the head dim must have stride 1");
-  if (varlen && cu_seqlens->numel() < 1) fail(name, "cu_seqlens has no element");
+  expect(tensor.dim() == seq + 3, function, "the number of axes", seq + 3, tensor.dim());
+  const int64_t head_dim = tensor.size(seq + 2), step = tensor.stride(seq + 2);
+  expect(head_dim <= 1 || step == 1, function, "the last stride", 1, step);
+  expect(!varlen || cu_seqlens->numel() >= 1, function, "cu_seqlens.shape[0]", "at least 1", 0);
   const int64_t tokens = tensor.size(seq);
   return {.data = tensor.data_ptr(),
           .stride = row_strides(tensor, varlen),
@@ -55,21 +55,20 @@ Tensor new_permuted_v(const TokenTensor& rows, int device) {
   return new_tensor<5>({rows.batch, rows.num_heads, groups, columns, kCoreRowKeys}, e4m3, device);
 }
 
-ElementType sixteen_bit_type(const char* name, const Tensor& x) {
-  if (dtype_of(x) == aoti_torch_dtype_bfloat16()) return ElementType::kBFloat16;
-  if (dtype_of(x) != aoti_torch_dtype_float16()) {
-    fail(name, "what is quantized must be fp16 or bf16");
-  }
+ElementType sixteen_bit_type(const char* function, const Tensor& x) {
+  const int32_t dtype = dtype_of(x);
+  if (dtype == aoti_torch_dtype_bfloat16()) return ElementType::kBFloat16;
+  expect(dtype == aoti_torch_dtype_float16(), function, "dtype", "fp16 or bf16", "another");
   return ElementType::kFloat16;
 }
 
-// Null if there is no tensor. wanted: error message if it is not fp32 of `size` elements.
-const float* floats(const char* name, const std::optional<Tensor>& tensor, int64_t size,
-                    const char* wanted) {
+// Null if there is no tensor. wanted: what an fp32 tensor of `size` elements is.
+const float* floats(const char* function, const char* name, const std::optional<Tensor>& tensor,
+                    int64_t size, const char* wanted) {
   if (!tensor) return nullptr;
-  if (tensor->numel() != size || dtype_of(*tensor) != aoti_torch_dtype_float32()) {
-    fail(name, wanted);
-  }
+  expect(dtype_of(*tensor) == aoti_torch_dtype_float32(), function, name, wanted, "another dtype");
+  expect(tensor->numel() == size, function, name, wanted,
+         std::to_string(tensor->numel()) + " elements");
   return static_cast<const float*>(tensor->data_ptr());
 }
 
@@ -90,12 +89,12 @@ struct Quantized {
 };
 
 // x: fp16 or bf16. max_seqlen: read only with cu_seqlens.
-Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>& cu_seqlens,
-                  int64_t max_seqlen, int64_t block, const Form& form) {
-  const TokenTensor rows = token_tensor(name, x, cu_seqlens, max_seqlen);
-  const ElementType dtype = sixteen_bit_type(name, x);
+Quantized quantized(const char* function, const Tensor& x, const std::optional<Tensor>& cu_seqlens,
+                    int64_t max_seqlen, int64_t block, const Form& form) {
+  const TokenTensor rows = token_tensor(function, x, cu_seqlens, max_seqlen);
+  const ElementType dtype = sixteen_bit_type(function, x);
   const int64_t mean_size = int64_t{rows.batch} * rows.num_heads * rows.head_dim;
-  if (block < 1) fail(name, "a block must have tokens");
+  expect(block >= 1, function, "block", "64, 128 or 256", block);
   const int device = x.get_device_index();
   const Tensor data =
       form.permuted
@@ -105,18 +104,18 @@ Quantized prepare(const char* name, const Tensor& x, const std::optional<Tensor>
   const Tensor descale =
       new_tensor<3>({rows.batch, rows.num_heads, (rows.seqlen + block - 1) / block},
                     aoti_torch_dtype_float32(), device);
-  return {.params = {.x = rows,
-                     .to = form.int8 ? ElementType::kInt8 : ElementType::kE4m3,
-                     .permuted = form.permuted,
-                     .mean = floats(name, form.mean, mean_size,
-                                    "mean must be fp32 (batch, heads, head dim)"),
-                     .signs = floats(name, form.signs, rows.head_dim,
-                                     "signs must be fp32 of the head dim"),
-                     .data = static_cast<uint8_t*>(data.data_ptr()),
-                     .descale = static_cast<float*>(descale.data_ptr())},
-          .dtype = dtype,
-          .data = data,
-          .descale = descale};
+  return {
+      .params = {.x = rows,
+                 .to = form.int8 ? ElementType::kInt8 : ElementType::kE4m3,
+                 .permuted = form.permuted,
+                 .mean = floats(function, "mean", form.mean, mean_size,
+                                "fp32 (batch, heads, head dim)"),
+                 .signs = floats(function, "signs", form.signs, rows.head_dim, "fp32 (head dim,)"),
+                 .data = static_cast<uint8_t*>(data.data_ptr()),
+                 .descale = static_cast<float*>(descale.data_ptr())},
+      .dtype = dtype,
+      .data = data,
+      .descale = descale};
 }
 
 std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> mean,
@@ -125,8 +124,9 @@ std::tuple<Tensor, Tensor> quantize_one(Tensor x, std::optional<Tensor> mean,
                                         int64_t max_seqlen, bool permuted, bool int8) {
   const int device = x.get_device_index();
   const DeviceGuard guard(device);
-  const Quantized one = prepare("quantize", x, cu_seqlens, max_seqlen, block,
-                                {.mean = mean, .signs = signs, .permuted = permuted, .int8 = int8});
+  const Quantized one =
+      quantized("quantize", x, cu_seqlens, max_seqlen, block,
+                {.mean = mean, .signs = signs, .permuted = permuted, .int8 = int8});
   launch_quantize({&one.params, 1}, one.dtype, static_cast<int>(block), current_stream(device));
   return {one.data, one.descale};
 }
@@ -143,11 +143,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
   const Form of_q{.mean = std::nullopt, .signs = signs, .permuted = false, .int8 = int8};
   const Form of_k{.mean = k_mean, .signs = signs, .permuted = false, .int8 = int8};
   const Form of_v{.mean = std::nullopt, .signs = std::nullopt, .permuted = true, .int8 = false};
-  const Quantized all[] = {prepare(kName, q, cu_seqlens_q, max_seqlen_q, block, of_q),
-                           prepare(kName, k, cu_seqlens_k, max_seqlen_k, block, of_k),
-                           prepare(kName, v, cu_seqlens_k, max_seqlen_k, block, of_v)};
+  const Quantized all[] = {quantized(kName, q, cu_seqlens_q, max_seqlen_q, block, of_q),
+                           quantized(kName, k, cu_seqlens_k, max_seqlen_k, block, of_k),
+                           quantized(kName, v, cu_seqlens_k, max_seqlen_k, block, of_v)};
   for (const Quantized& one : all) {
-    if (one.dtype != all[0].dtype) fail(kName, "q, k and v must have one dtype");
+    expect(one.dtype == all[0].dtype, kName, "the dtypes of q, k and v", "equal", "two dtypes");
   }
   const QuantizeParams params[] = {all[0].params, all[1].params, all[2].params};
   launch_quantize(params, all[0].dtype, static_cast<int>(block), current_stream(device));
@@ -171,7 +171,7 @@ std::tuple<Tensor> sample_mean_of(Tensor x, std::optional<Tensor> cu_seqlens, in
 // v: e4m3. Returns its bytes in the permuted layout that quantize writes.
 std::tuple<Tensor> to_permuted_v(Tensor v, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
   constexpr char kName[] = "permute_v";
-  if (dtype_of(v) != aoti_torch_dtype_float8_e4m3fn()) fail(kName, "v must be e4m3");
+  expect(dtype_of(v) == aoti_torch_dtype_float8_e4m3fn(), kName, "v.dtype", "e4m3", "another");
   const TokenTensor rows = token_tensor(kName, v, cu_seqlens, max_seqlen);
   const int device = v.get_device_index();
   const DeviceGuard guard(device);

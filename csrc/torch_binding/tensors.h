@@ -67,15 +67,20 @@ inline Strides row_strides(const Tensor& tensor, bool varlen) {
           .head = tensor.stride(rows + 1)};
 }
 
-// Allocates a dense, uninitialised CUDA tensor.
+// For new_tensor, in the place of a GPU's index.
+constexpr int kCpu = -1;
+
+// Allocates a dense, uninitialised tensor on a GPU, or with kCpu on the CPU.
 template <size_t kRank>
 Tensor new_tensor(const std::array<int64_t, kRank>& sizes, int32_t dtype, int device) {
   std::array<int64_t, kRank> strides;
   int64_t stride = 1;
   for (size_t i = kRank; i-- > 0; stride *= sizes[i]) strides[i] = stride;
   AtenTensorHandle handle = nullptr;
-  check_torch(aoti_torch_empty_strided(kRank, sizes.data(), strides.data(), dtype,
-                                       aoti_torch_device_type_cuda(), device, &handle),
+  check_torch(aoti_torch_empty_strided(
+                  kRank, sizes.data(), strides.data(), dtype,
+                  device == kCpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+                  device == kCpu ? 0 : device, &handle),
               "allocating a result");
   return Tensor(handle);
 }

@@ -18,21 +18,7 @@ DTYPES = (*SIXTEEN_BIT, *EIGHT_BIT)
 HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
 HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
 MAX_HEAD_DIM = 256
-# Largest shared memory of a CTA on compute capability 9.0.
-SHARED_MEMORY_BYTES = 227 * 1024
-ELEMENT_BYTES = {"fp16": 2, "bf16": 2, E4M3: 1, INT8: 1}
-OUT_BYTES = 2
-# In front of the tiles: mbarriers and work tiles; in the backward also lse_log2 and delta.
-SHARED_STORAGE_BYTES = 1024
-BACKWARD_SHARED_STORAGE_BYTES = 3072
-# Extra columns of 8-bit V: the PV GEMM sums P over them (row sum by extra columns of V).
-ROW_SUM_COLUMNS = 8
-# Row bytes of a 128-byte swizzle atom, in which TMA writes tiles of Q, K and 16-bit V.
-SWIZZLE_ATOM_BYTES = 128
-WARPGROUP = 128
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not compiled
-# Columns of out staged in shared memory in the epilogue, if out does not reuse Q's buffer.
-STAGED_COLUMNS = 128
 # For every backward kernel: queries per step, and keys per MMA warpgroup.
 BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
 
@@ -76,26 +62,6 @@ class ForwardConfig:
         buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
         return f"forward_{self.dtype}_d{self.head_dim}_{mask}_{tile}{buffers}"
 
-    @property
-    def num_threads(self) -> int:
-        return WARPGROUP * (1 + self.num_mma_warpgroups)
-
-    @property
-    def shared_memory_bytes(self) -> int:
-        """SharedStorage, Q, the stages of K and V, and staged out unless it reuses Q's buffer."""
-        head_dim_bytes = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], SWIZZLE_ATOM_BYTES)
-        value = self.head_dim + ROW_SUM_COLUMNS if self.dtype in EIGHT_BIT else head_dim_bytes
-        keys = self.num_stages * self.block_n * (head_dim_bytes + value)
-        queries = self.num_q_buffers * self.block_m * head_dim_bytes
-        scaled = self.dtype in EIGHT_BIT
-        over_q = self.num_q_buffers == 2 and not scaled
-        columns = _rounded_up(self.head_dim, 64)
-        if not scaled or self.num_q_buffers == 2:  # else it also holds promoted sums of all columns
-            columns = min(STAGED_COLUMNS, columns)
-        staged = 0 if over_q else self.block_m * columns * OUT_BYTES
-        control = SHARED_STORAGE_BYTES * (2 if scaled and self.head_dim <= 128 else 1)
-        return control + queries + keys + staged
-
 
 @dataclass(frozen=True)
 class BackwardConfig:
@@ -122,10 +88,6 @@ class BackwardConfig:
         return f"backward_{self.dtype}_d{self.head_dim}_{tile}"
 
     @property
-    def num_threads(self) -> int:
-        return WARPGROUP * (1 + self.num_mma_warpgroups)
-
-    @property
     def block_n(self) -> int:
         """Keys of a tile; the two CTAs of a cluster share one tile."""
         return BACKWARD_WARPGROUP_KEYS * self.num_mma_warpgroups
@@ -135,28 +97,8 @@ class BackwardConfig:
         """Whether a 2-CTA cluster computes each n_block."""
         return self.head_dim > 128
 
-    @property
-    def shared_memory_bytes(self) -> int:
-        """SharedStorage, K and V, the stages of Q and dO, two tiles of dS, dQ in float32.
-
-        2-CTA cluster: half of the keys of K and V and a quarter of the other CTA's K, two Q, one
-        dO, and two tiles of P, of dS and of the other CTA's dS.
-        """
-        head_dim_bytes = _rounded_up(self.head_dim * ELEMENT_BYTES[self.dtype], SWIZZLE_ATOM_BYTES)
-        scores = 2 * self.block_n * BACKWARD_BLOCK_M * ELEMENT_BYTES[self.dtype]
-        if self.uses_cluster2:
-            inputs = head_dim_bytes * (5 * self.block_n // 4 + 3 * BACKWARD_BLOCK_M)
-            return BACKWARD_SHARED_STORAGE_BYTES + inputs + 3 * scores // 2
-        inputs = 2 * head_dim_bytes * (self.block_n + self.num_stages * BACKWARD_BLOCK_M)
-        sums = self.num_mma_warpgroups * BACKWARD_BLOCK_M * self.head_dim * 4
-        return BACKWARD_SHARED_STORAGE_BYTES + inputs + scores + sums
-
 
 KernelConfig = ForwardConfig | BackwardConfig
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple
 
 
 def _forward_configs(

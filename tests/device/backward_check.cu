@@ -40,11 +40,7 @@ static std::vector<ConfigFunctions> config_functions(std::index_sequence<kIndex.
 static const std::vector<ConfigFunctions> kRows =
     config_functions(std::make_index_sequence<kNumCheckConfigs>());
 
-static std::string config_name(int i) {
-  const flashattn3::backward::Config& r = kCheckConfigs[i];
-  return std::string(element_name(r.dtype)) + "_d" + std::to_string(r.head_dim) + "_s" +
-         std::to_string(r.num_stages) + "_w" + std::to_string(r.num_mma_warpgroups);
-}
+static std::string config_name(int i) { return flashattn3::kCheckConfigNames[i]; }
 
 struct Options {
   int from = 0, length = 0, repeats = 0;
@@ -143,6 +139,7 @@ struct DeviceProblem {
     f.total_q = c.total_q, f.total_k = c.total_k;
     f.num_heads_q = c.heads_q, f.num_heads_kv = c.heads_kv;
     f.head_dim = c.head_dim, f.head_dim_v = c.head_dim_v;
+    f.varlen = !c.cu_q.empty();
     f.cu_seqlens_q = cu_q, f.cu_seqlens_k = cu_k, f.seqused_q = used_q, f.seqused_k = used_k;
     f.varlen_schedule = varlen_schedule;
     f.softmax_scale = c.scale, f.softcap = c.softcap;
@@ -261,8 +258,9 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
     std::snprintf(g_now, sizeof(g_now), "%s, %s", label, run.name);
     device.clear_results();
     workspace.clear();
-    params.deterministic = run.deterministic;
+    params.forward.deterministic = run.deterministic;
     params.forward.tile_counter = run.counted ? counter : nullptr;
+    params.forward.pdl = run.counted;
     params.forward.num_sms = run.num_sms == 0 ? num_sms : run.num_sms;
     try {
       kRows[config].launch(params, nullptr);
@@ -408,9 +406,10 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
           const int seqlen = 512 << length, head_dim = kCheckConfigs[config].head_dim;
           if (options.length != 0 && seqlen != options.length) continue;
           BackwardParams params = data.params(config, seqlen, causal);
-          params.deterministic = deterministic;
+          params.forward.deterministic = deterministic;
           params.forward.num_sms = num_sms;
           params.forward.tile_counter = counter;
+          params.forward.pdl = true;
           const double flop =
               10.0 * 16384 * (2048 / head_dim * head_dim) * seqlen * (causal ? 0.5 : 1.0);
           const int repeats = std::max(2, static_cast<int>(3e-3 / (flop / 5e14)));
@@ -476,9 +475,10 @@ static bool repeat(const Options& options, int num_sms, int* counter) {
     for (const bool deterministic : {false, true}) {
       BackwardParams params =
           data.params(config, options.length != 0 ? options.length : 2048, true);
-      params.deterministic = deterministic;
+      params.forward.deterministic = deterministic;
       params.forward.num_sms = num_sms;
       params.forward.tile_counter = counter;
+      params.forward.pdl = true;
       const int head_dim = kCheckConfigs[config].head_dim;
       const int64_t count = int64_t{16384} * (2048 / head_dim) * head_dim;
       check(cudaMemset(found, 0, 3 * sizeof(Change)));

@@ -6,7 +6,8 @@ namespace flashattn3 {
 
 template <>
 void launch_check_config<BACKWARD_CHECK_CONFIG>(const BackwardParams& params, cudaStream_t stream) {
-  launch_backward<kCheckConfigs[BACKWARD_CHECK_CONFIG]>(params, stream);
+  launch_backward<kCheckConfigs[BACKWARD_CHECK_CONFIG]>(kCheckConfigNames[BACKWARD_CHECK_CONFIG],
+                                                        params, stream);
 }
 
 template <>

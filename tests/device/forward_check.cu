@@ -23,6 +23,7 @@ using flashattn3::ElementType;
 using flashattn3::ForwardParams;
 using flashattn3::is_quantized;
 using flashattn3::kBf16;
+using flashattn3::kCheckConfigNames;
 using flashattn3::kCheckConfigs;
 using flashattn3::kE4m3;
 using flashattn3::kFp16;
@@ -36,13 +37,7 @@ static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
 }
 static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckConfigs>());
 
-static std::string config_name(int i) {
-  const flashattn3::forward::Config& r = kCheckConfigs[i];
-  char name[96];
-  std::snprintf(name, sizeof(name), "%s_d%d_%s_%dx%d_s%d_q%d", element_name(r.dtype), r.head_dim,
-                r.masked ? "masked" : "full", r.block_m, r.block_n, r.num_stages, r.num_q_buffers);
-  return name;
-}
+static std::string config_name(int i) { return kCheckConfigNames[i]; }
 
 static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   const Case& c = p.c;
@@ -56,6 +51,7 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   params.total_q = c.total_q, params.total_k = c.total_k;
   params.num_heads_q = c.heads_q, params.num_heads_kv = c.heads_kv;
   params.head_dim = c.head_dim, params.head_dim_v = c.head_dim_v;
+  params.varlen = !c.cu_q.empty();
   params.cu_seqlens_q = device_copy(c.cu_q), params.cu_seqlens_k = device_copy(c.cu_k);
   params.seqused_q = device_copy(c.used_q), params.seqused_k = device_copy(c.used_k);
   params.varlen_schedule = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1));
@@ -91,6 +87,7 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
     std::fill(p.out.host.begin(), p.out.host.end(), kNaN);
     p.out.upload();
     params.tile_counter = run == 0 ? counter : nullptr;
+    params.pdl = run == 0;
     params.num_sms = run == 2 ? 3 : num_sms;
     try {
       kLaunch[config](params, nullptr);
@@ -275,12 +272,13 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
         ForwardParams params = grid_params(data, lse, d, seqlen, causal);
         params.num_sms = num_sms;
         params.tile_counter = counter;
+        params.pdl = true;
         ForwardParams quantized = params;
         quantized.q = narrow[0], quantized.k = narrow[1], quantized.v = narrow[2];
         const int64_t blocks = seqlen / kBlockTokens;
         flashattn3::BlockDescales descales{
             e4m3_descale, 2048 / d * blocks, blocks, 1, static_cast<int>(blocks), kBlockTokens};
-        quantized.quantized = {seqlen, descales, descales, descales, false, promoted};
+        quantized.quantized = {seqlen, descales, descales, descales, promoted};
         ForwardParams integers = quantized;
         integers.q = integer[0], integers.k = integer[1];
         integers.quantized.q.data = integers.quantized.k.data = int8_descale;
@@ -309,7 +307,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
         }
       }
       for (size_t i = 0; i < configs.size(); ++i) {
-        std::printf("%-36s", config_name(configs[i]).c_str());
+        std::printf("%-48s", config_name(configs[i]).c_str());
         for (double rate : rates[i]) std::printf("%5.0f", rate);
         std::printf("\n");
       }
@@ -326,6 +324,7 @@ static void time_host(int num_sms, int* counter) {
   params.batch = params.num_heads_q = params.num_heads_kv = 1;
   params.num_sms = num_sms;
   params.tile_counter = counter;
+  params.pdl = true;
   int config = 0;
   while (kCheckConfigs[config].head_dim != 128 || kCheckConfigs[config].masked) ++config;
   for (const int step : {0, 128}) {

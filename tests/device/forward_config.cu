@@ -10,7 +10,8 @@ namespace flashattn3 {
 
 template <>
 void launch_check_config<FORWARD_CHECK_CONFIG>(const ForwardParams& params, cudaStream_t stream) {
-  launch_forward<kCheckConfigs[FORWARD_CHECK_CONFIG]>(params, stream);
+  launch_forward<kCheckConfigs[FORWARD_CHECK_CONFIG]>(kCheckConfigNames[FORWARD_CHECK_CONFIG],
+                                                      params, stream);
 #ifdef FLASHATTN3_WAIT_LIMIT_NS
   using Storage = forward::SharedStorageOf<kCheckConfigs[FORWARD_CHECK_CONFIG]>;
   cudaDeviceSynchronize();

@@ -144,7 +144,6 @@ struct QuantizedInputs {
                         .q = q.descales(params.num_heads_q),
                         .k = k.descales(params.num_heads_kv),
                         .v = v.descales(params.num_heads_kv),
-                        .out_is_fp16 = false,
                         .promoted = promoted};
   }
 };

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ...call.descales import EIGHT_BIT
 from ...call.problem import Problem, Tensors
-from ...dispatch.device import DeviceInfo
+from ...dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
 from ...dispatch.kernel_configs import (
     E4M3,
     INT8,
@@ -23,7 +22,6 @@ from ...dispatch.kernel_configs import (
     BackwardConfig,
     ForwardConfig,
     KernelConfig,
-    all_configs,
     select_backward_config,
     select_forward_config,
 )
@@ -49,11 +47,11 @@ class HopperConfig:
     gradient_config: None if the gradient runs on Triton.
     copied: names of tensors that are copied because TMA cannot read them: it needs addresses and
         strides in multiples of 16 bytes.
-    num_ctas: number of persistent CTAs.
+    launch: the prepared launch of the forward.
     """
 
     kernel_config: ForwardConfig
-    num_ctas: int
+    launch: hopper_launch.Launch = field(compare=False, repr=False)
     gradient_config: BackwardConfig | None = None
     copied: tuple[str, ...] = ()
 
@@ -64,8 +62,9 @@ class HopperConfig:
             "tile": f"{kernel_config.block_m} rows x {kernel_config.block_n} keys",
             "num_stages": kernel_config.num_stages,
             "warpgroups": f"1 loads, {kernel_config.num_mma_warpgroups} multiply",
-            "grid": (self.num_ctas, 1, 1),
-            "shared_memory_bytes": kernel_config.shared_memory_bytes,
+            "grid": (self.launch.num_ctas, 1, 1),
+            "shared_memory_bytes": self.launch.shared_memory_bytes,
+            "workspace_bytes": self.launch.workspace_bytes,
             "tile measured": kernel_config.measured or "not yet",
             "copied first": ", ".join(self.copied) or "nothing",
             "gradient": "triton" if self.gradient_config is None else self.gradient_config.name,
@@ -99,9 +98,8 @@ class HopperBackend:
             return f"needs compute capability 9.0, {device.name} has {device.capability / 10}"
         if device.interpreted or device.lowering != CAPABILITY:
             return "disabled: TRITON_INTERPRET or TRITON_OVERRIDE_ARCH is set"
-        needed = max(kernel_config.shared_memory_bytes for kernel_config in all_configs())
-        if device.shared_memory_bytes < needed:
-            found = device.shared_memory_bytes
+        needed, found = SHARED_MEMORY_KIB[CAPABILITY] * 1024, device.shared_memory_bytes
+        if found < needed:
             return f"needs {needed} bytes of shared memory for a block, {device.name} has {found}"
         error = self.library().error
         return None if error is None else f"{error}; to build them, {mended_by()}"
@@ -131,10 +129,9 @@ class HopperBackend:
 
     def configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
         kernel_config = _kernel_config(problem)
-        tiles = ceil(problem.seqlen_q / kernel_config.block_m) * problem.num_heads_q * problem.batch
-        num_ctas = max(1, min(tiles, device.num_sms - problem.sm_margin))
+        launch = hopper_launch.forward_launch(problem, device, kernel_config, self.library())
         return HopperConfig(
-            kernel_config, num_ctas, self._gradient_config(problem), _unfit_for_tma(problem)
+            kernel_config, launch, self._gradient_config(problem), _unfit_for_tma(problem)
         )
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:

@@ -1,24 +1,69 @@
-"""Builds the calls of the compiled operators from a plan: scalars, aligned copies, permuted V."""
+"""Prepares a plan's calls of the compiled operators: aligned copies, permuted V, the launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.descales import EIGHT_BIT
-from ...call.problem import ALIGNMENT_BYTES
-from ...dispatch.kernel_configs import BACKWARD_CONFIGS, FORWARD_CONFIGS
+from ...call.problem import ALIGNMENT_BYTES, Problem
+from ...dispatch.kernel_configs import (
+    BACKWARD_CONFIGS,
+    FORWARD_CONFIGS,
+    BackwardConfig,
+    ForwardConfig,
+)
+from .launch_record import record_of
 
 if TYPE_CHECKING:
+    from ...dispatch.device import DeviceInfo
     from ...dispatch.planner import Plan
     from .library import Library
 
 OUT_ALIGNMENT = ALIGNMENT_BYTES // 2  # in 16-bit elements: output rows are 16-byte aligned
+
+
+class Launch(NamedTuple):
+    """What prepare_forward or prepare_backward returns.
+
+    handle: the prepared launch; the operators take it with the tensors of a call.
+    num_ctas, num_threads, shared_memory_bytes: of the main kernel.
+    workspace_bytes: device memory that each launch allocates besides its results.
+    """
+
+    handle: Tensor
+    num_ctas: int
+    num_threads: int
+    shared_memory_bytes: int
+    workspace_bytes: int
+
+
+def forward_launch(
+    problem: Problem, device: DeviceInfo, config: ForwardConfig, library: Library
+) -> Launch:
+    """Check the problem's numbers in the library, once. RuntimeError if the kernel refuses it."""
+    index = FORWARD_CONFIGS.index(config)
+    return _prepared(library.prepare_forward, index, problem, device)
+
+
+def backward_launch(
+    problem: Problem, device: DeviceInfo, config: BackwardConfig, library: Library
+) -> Launch:
+    """The same for the gradient."""
+    index = BACKWARD_CONFIGS.index(config)
+    return _prepared(library.prepare_backward, index, problem, device)
+
+
+def _prepared(operator: Callable, index: int, problem: Problem, device: DeviceInfo) -> Launch:
+    """The plan outlives the call, so the handle is a plain tensor even under FakeTensorMode."""
+    with _disable_current_modes():
+        return Launch(*operator(index, *record_of(problem, device)))
 
 
 def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -35,89 +80,62 @@ def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 
 def prepare_forward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
     """Build a function of the tensors, in the order of ``Tensors``, that returns (out, lse)."""
-    problem, config = plan.problem, plan.config
-    eight_bit = problem.dtype in EIGHT_BIT
-    run = _fp8_call(plan, library) if eight_bit else _call(plan, library)
-    if not config.copied and problem.head_dim_v % OUT_ALIGNMENT == 0:
-        return run
+    problem, config, operator = plan.problem, plan.config, library.forward
+    handle = config.launch.handle
+    copied, with_kernels_v = config.copied, _v_for_kernel(plan, library)
+    whole_rows = problem.head_dim_v % OUT_ALIGNMENT == 0
 
-    def run_with_copies(q, k, v, *others):
-        out, lse = run(*_copied(config.copied, q, k, v), *others)
-        return out[..., : problem.head_dim_v].contiguous(), lse
+    def run(q, k, v, cu_seqlens_q, cu_seqlens_k, *others):
+        if with_kernels_v is not None:
+            v = with_kernels_v(v, cu_seqlens_k)
+        if copied:
+            q, k, v = _copied(copied, q, k, v)
+        out, lse = operator(handle, q, k, v, cu_seqlens_q, cu_seqlens_k, *others)
+        return (out if whole_rows else out[..., : problem.head_dim_v].contiguous()), lse
 
-    return run_with_copies
+    return run
 
 
 def prepare_backward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Build a function of (dout, dlse, out, lse, *Tensors) that returns (dq, dk, dv)."""
     problem, copied, operator = plan.problem, plan.config.copied, library.backward
-    config_index = BACKWARD_CONFIGS.index(plan.config.gradient_config)
-    scalars = (config_index, *_scalars(plan), problem.deterministic)
+    gradient_config = plan.config.gradient_config
+    handle = backward_launch(problem, plan.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
+    columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
 
-    def run(dout, dlse, out, lse, q, k, v, *others):
-        indices = others[:4]
+    def run(
+        dout, dlse, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *descales
+    ):
         if copied:
             q, k, v = _copied(copied, q, k, v)
-        dout, out = _in_whole_rows(dout), _in_whole_rows(out)
-        results = operator(dout, dlse, out, lse.contiguous(), q, k, v, *indices, *scalars)
+        dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
+        positions = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        results = operator(handle, dout, dlse, out, lse, q, k, v, *positions)
         if whole_rows:
             return results
-        columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
         return tuple(x[..., :d].contiguous() for x, d in zip(results, columns, strict=True))
 
     return run
 
 
-def _call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
-    operator, scalars = library.forward, (_forward_config_index(plan), *_scalars(plan))
-
-    def run(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *no_descales):
-        return operator(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scalars)
-
-    return run
-
-
-def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
-    problem, operator = plan.problem, library.forward_fp8
-    blocks = (
-        0 if descales is None else descales.block
-        for descales in (problem.q_descales, problem.k_descales, problem.v_descales)
-    )
-    out_is_fp16 = problem.out_dtype == torch.float16
-    layout = (*blocks, problem.head_dim_v, out_is_fp16, problem.use_fast_accum)
-    scalars = (*layout, _forward_config_index(plan), *_scalars(plan))
-    permute_v, seqlen_k = library.permute_v, problem.seqlen_k
+def _v_for_kernel(plan: Plan, library: Library) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """A function of (v, cu_seqlens_k) that gives 8-bit V its layout; None for 16 bits."""
+    problem, permute_v = plan.problem, library.permute_v
+    if problem.dtype not in EIGHT_BIT:
+        return None
+    permuted, seqlen_k = problem.v_permuted, problem.seqlen_k
     columns = plan.config.kernel_config.head_dim
 
-    def run(q, k, v, cu_seqlens_q, cu_seqlens_k, *others):
-        if not problem.v_permuted:
+    def with_layout(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
+        if not permuted:
             v = permute_v(v, cu_seqlens_k, seqlen_k)
         if v.shape[-2] < columns:  # pad to the kernel's head dim
             missing = columns - v.shape[-2]
             v = pad(v.view(torch.uint8), (0, 0, 0, missing)).view(v.dtype)
-        return operator(q, k, v, cu_seqlens_q, cu_seqlens_k, *others, *scalars)
+        return v
 
-    return run
-
-
-def _forward_config_index(plan: Plan) -> int:
-    return FORWARD_CONFIGS.index(plan.config.kernel_config)
-
-
-def _scalars(plan: Plan) -> tuple:
-    """Operator arguments that follow the config index."""
-    problem = plan.problem
-    return (
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.softmax_scale,
-        problem.softcap,
-        problem.window_left,
-        problem.window_right,
-        plan.device.num_sms,
-        problem.sm_margin,
-    )
+    return with_layout
 
 
 def _copied(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

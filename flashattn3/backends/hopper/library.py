@@ -1,24 +1,31 @@
 """Loads the compiled operator library of the Hopper backend and checks its kernel configs.
 
-One build makes ``flashattn3._kernel_configs`` and ``_lib/libflashattn3_ops.so``; importing the
-module loads the library, which registers ``torch.ops.flashattn3_hopper``.
+Loading ``_lib/libflashattn3_ops.so`` registers ``torch.ops.flashattn3_hopper``. The library holds
+nothing of Python; the module ``flashattn3._kernel_info`` beside it is built for one version of
+Python and only tells doctor and the tests what resources the kernels take.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from ...dispatch.kernel_configs import configs_hash
+from .launch_record import LaunchRecord
 
-PROJECT = Path(__file__).resolve().parents[3]  # repository root, or site-packages if installed
+PACKAGE = Path(__file__).resolve().parents[2]
+PROJECT = PACKAGE.parent  # repository root, or site-packages if installed
+OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 
 
 @dataclass(frozen=True)
@@ -26,14 +33,15 @@ class Library:
     """The compiled library. configs: names of the compiled kernel configs.
 
     error: why the library cannot be used; None if it can.
-    forward, forward_fp8, permute_v, backward: operators of torch.ops.flashattn3_hopper.
+    The others: operators of torch.ops.flashattn3_hopper.
     """
 
     configs: frozenset[str] = frozenset()
     error: str | None = None
+    prepare_forward: Callable | None = None
     forward: Callable | None = None
-    forward_fp8: Callable | None = None
     permute_v: Callable | None = None
+    prepare_backward: Callable | None = None
     backward: Callable | None = None
 
 
@@ -54,25 +62,44 @@ def mended_by() -> str:
 @cache
 def find_library() -> Library:
     """Load the library if it was built from these kernel configs. Uses no GPU."""
-    try:
-        from ..._kernel_configs import compiled_configs, driver_error
-        from ..._kernel_configs import configs_hash as hash_of_build
-    except ModuleNotFoundError:
+    path = PACKAGE / OPS_LIBRARY
+    if not path.is_file():
         return Library(error="the Hopper kernels were not built")
-    except ImportError as error:
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
         return Library(error=f"the Hopper kernels do not load ({error})")
-    if hash_of_build() != configs_hash():
+    if _text(loaded, "configs_hash") != configs_hash():
         return Library(error="the Hopper kernels were built from other kernel configs")
-    if driver_error():
-        return Library(error=f"the Hopper kernels were {driver_error()}")
+    driver_error = _text(loaded, "driver_error")
+    if driver_error:
+        return Library(error=f"the Hopper kernels were {driver_error}")
     operators = torch.ops.flashattn3_hopper
+    preparing = operators.prepare_forward.default, operators.prepare_backward.default
+    if any(_record_of(prepare) != LaunchRecord._fields for prepare in preparing):
+        return Library(error="the Hopper kernels were built from other sources")
     return Library(
-        configs=frozenset(compiled_configs()),
+        configs=frozenset(_text(loaded, "compiled_configs").split()),
+        prepare_forward=preparing[0],
         forward=operators.forward.default,
-        forward_fp8=operators.forward_fp8.default,
         permute_v=operators.permute_v.default,
+        prepare_backward=preparing[1],
         backward=operators.backward.default,
     )
+
+
+def _record_of(prepare: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Names of the operator's arguments after the index of the kernel config."""
+    return tuple(argument.name for argument in prepare._schema.arguments[1:])
+
+
+def _text(loaded: ctypes.CDLL, name: str) -> str:
+    """What a function of csrc/launch/exports.cpp returns; empty if an older build lacks it."""
+    function = getattr(loaded, f"flashattn3_{name}", None)
+    if function is None:
+        return ""
+    function.restype = ctypes.c_char_p
+    return function().decode()
 
 
 @cache
@@ -89,12 +116,32 @@ def library_for_gpu() -> Library:
     return library
 
 
-def kernel_info() -> list[dict[str, object]]:
-    """Name, num_threads and shared_memory_bytes of each compiled kernel of a usable library.
+class KernelInfo(Protocol):
+    """The resources of one compiled kernel.
 
     num_registers, local_bytes (spills), max_threads and blocks_per_sm are what the current GPU
     reports; -1 if no GPU runs the kernel.
     """
-    from ..._kernel_configs import kernel_info as ask
 
+    name: str
+    num_threads: int
+    shared_memory_bytes: int
+    num_registers: int
+    local_bytes: int
+    max_threads: int
+    blocks_per_sm: int
+
+
+def kernel_info() -> list[KernelInfo]:
+    """The compiled kernels of a usable library; without the module, ImportError with the reason."""
+    try:
+        from ..._kernel_info import kernel_info as ask
+    except ModuleNotFoundError:
+        built = sorted(path.name for path in PACKAGE.glob("_kernel_info.*.so"))
+        wanted = f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}"
+        found = f"only {', '.join(built)} is" if built else "it is not"
+        raise ImportError(
+            f"registers, spills and shared memory are in {wanted}, and {found} in {PACKAGE}; "
+            f"attention does not need it; to build it, {mended_by()}"
+        ) from None
     return ask()

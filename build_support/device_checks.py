@@ -1,0 +1,53 @@
+"""The kernel configs of the programs in tests/device, written as a header for each.
+
+Each program checks every kernel config of flashattn3/dispatch/kernel_configs.py; forward_check also
+times variants, which no plan selects.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from .units import HEADER, initializer, load_kernel_configs, write_if_changed
+
+KINDS = {"forward_check": "forward", "backward_check": "backward"}
+
+
+def write_configs(folder: Path, check: str) -> list:
+    """Write the program's header into the folder; return its kernel configs."""
+    table, kind = load_kernel_configs(), KINDS[check]
+    configs = [config for config in table.all_configs() if config.kind == kind]
+    if kind == "forward":
+        configs += variants(table)
+    write_if_changed(folder / f"{check}_configs.h", header(kind, configs))
+    return configs
+
+
+def variants(table: ModuleType) -> list:
+    """Forward configs that were slower than the ones of the table, to time beside them."""
+    make = table.ForwardConfig
+    return [
+        *(make(dtype, 128, False, 192, 96, 5, 3, 2, 32, 768) for dtype in table.EIGHT_BIT),
+        *(make("bf16", 128, masked, 192, 80, 3, 3, 2) for masked in (False, True)),
+        *(make("bf16", 192, masked, 128, 96, 2, 2, 1) for masked in (False, True)),
+    ]
+
+
+def header(kind: str, configs: list) -> str:
+    values = "".join(f"{initializer(config)},\n" for config in configs)
+    names = "".join(f'    "{config.name}",\n' for config in configs)
+    return f"""{HEADER}#pragma once
+
+#include "{kind}/config.h"
+
+namespace flashattn3 {{
+
+constexpr int kNumCheckConfigs = {len(configs)};
+constexpr {kind}::Config kCheckConfigs[] = {{
+{values}}};
+constexpr const char* kCheckConfigNames[] = {{
+{names}}};
+
+}}  // namespace flashattn3
+"""

@@ -1,0 +1,28 @@
+// A prepared launch: the kernel config and the numbers of a call, stored in a CPU tensor, so that
+// torch owns the memory and any thread may use it. It holds no pointer and no device.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+#include "launch/params.h"
+#include "launch/registry.h"
+#include "torch_binding/boxed.h"
+#include "torch_binding/tensors.h"
+
+namespace flashattn3 {
+
+enum class Pass : int64_t { kForward = 0x6677640a, kBackward = 0x6277640a };
+
+struct PreparedLaunch {
+  Pass pass;
+  int64_t config;  // index into FORWARD_CONFIGS or BACKWARD_CONFIGS
+  AttentionProblem problem;
+};
+
+// The prepared launch in `tensor`. Throws for a tensor that prepare_forward (or prepare_backward,
+// as the pass says) did not return.
+const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor);
+
+}  // namespace flashattn3

@@ -1,0 +1,58 @@
+"""The numbers of one call for the compiled launches, as in csrc/launch/params.h."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from ...call.problem import Problem
+    from ...dispatch.device import DeviceInfo
+
+
+class LaunchRecord(NamedTuple):
+    """The arguments of prepare_forward and prepare_backward after the index of the kernel config.
+
+    FLASHATTN3_PROBLEM_FIELDS in csrc/launch/params.h has the same fields and says what they mean.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    varlen: bool
+    softmax_scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    num_sms: int
+    sm_margin: int
+    q_block: int
+    k_block: int
+    v_block: int
+    out_is_fp16: bool
+    use_fast_accum: bool
+    deterministic: bool
+
+
+def record_of(problem: Problem, device: DeviceInfo) -> LaunchRecord:
+    own = {
+        "num_sms": device.num_sms,
+        "sm_margin": min(problem.sm_margin, device.num_sms),
+        "q_block": _block(problem.q_descales),
+        "k_block": _block(problem.k_descales),
+        "v_block": _block(problem.v_descales),
+        "out_is_fp16": problem.out_dtype == torch.float16,
+    }
+    names = (name for name in LaunchRecord._fields if name not in own)
+    return LaunchRecord(**own, **{name: getattr(problem, name) for name in names})
+
+
+def _block(descales) -> int:
+    return 0 if descales is None else descales.block

@@ -1,0 +1,284 @@
+"""Prepared launches of the Hopper library: what they hold, and what the operators refuse.
+
+Nothing here needs a GPU: launches are prepared without one, and the operators check their tensors
+before they look for one.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import get_type_hints
+
+import pytest
+import torch
+from helpers import H100, ROOT, WITHOUT_HOPPER
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.launch import Launch, backward_launch, forward_launch
+from flashattn3.backends.hopper.launch_record import LaunchRecord
+from flashattn3.backends.hopper.library import find_library
+from flashattn3.call.descales import FP8
+from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.dispatch.kernel_configs import (
+    FORWARD_CONFIGS,
+    select_backward_config,
+    select_forward_config,
+)
+from flashattn3.dispatch.planner import choose
+
+LIBRARY = find_library()
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "e4m3"}
+
+
+def problem_of(tensors, **options):
+    found = tuple(None if x is None else metadata_of(x) for x in tensors)
+    return describe(found, Options(**options))
+
+
+def built(config):
+    """Skip unless this build has the kernel config."""
+    if LIBRARY.error is not None:
+        pytest.skip(LIBRARY.error)
+    if config.name not in LIBRARY.configs:
+        pytest.skip(f"{config.name} is not in this build")
+    return config
+
+
+def qkv(batch=2, seqlen_q=512, seqlen_k=512, heads=(8, 4), d=64, dtype=torch.bfloat16):
+    q = torch.zeros(batch, seqlen_q, heads[0], d, dtype=dtype)
+    k, v = (torch.zeros(batch, seqlen_k, heads[1], d, dtype=dtype) for _ in range(2))
+    return Tensors(q, k, v)
+
+
+def prepared(tensors, prepare=forward_launch, device=H100, **options):
+    problem = problem_of(tensors, **options)
+    name = DTYPES[problem.dtype]
+    if prepare is forward_launch:
+        seqlen_k = problem.seqlen_k
+        config = select_forward_config(name, problem.head_dim, problem.masked, seqlen_k)
+    else:
+        config = select_backward_config(name, problem.head_dim)
+    return prepare(problem, device, built(config), LIBRARY)
+
+
+def test_the_record_has_the_fields_of_the_struct_in_cpp():
+    header = ROOT / "csrc" / "launch" / "params.h"
+    if not header.is_file():
+        pytest.skip("needs a source checkout")
+    fields = re.findall(r"^  FIELD\((\w+), (\w+)\)", header.read_text(), re.MULTILINE)
+    types = {name: kind.__name__ for name, kind in get_type_hints(LaunchRecord).items()}
+    assert [(name, kind) for kind, name in fields] == [*types.items()]
+
+
+def test_the_grid_is_one_cta_for_each_sm_that_may_be_used():
+    for tensors, options, num_ctas in (
+        (qkv(), {}, 2 * 8 * 3),  # blocks of 192 rows
+        (qkv(batch=64), {}, 132),
+        (qkv(batch=64), {"sm_margin": 20}, 112),
+        (qkv(batch=64), {"sm_margin": 10**12}, 1),
+        (qkv(batch=1, seqlen_q=1), {}, 8),
+        (qkv(batch=0), {}, 1),
+    ):
+        launch = prepared(tensors, **options)
+        assert (launch.num_ctas, launch.num_threads) == (num_ctas, 512), options
+        assert launch.workspace_bytes == 0
+
+
+def test_varlen_counts_the_tiles_of_all_tokens():
+    edges = torch.tensor([0, 1, 401], dtype=torch.int32)
+    q = torch.zeros(401, 8, 64, dtype=torch.bfloat16)
+    tensors = Tensors(q, q, q, cu_seqlens_q=edges, cu_seqlens_k=edges)
+    # At most 401 / 192 tiles and one more for each of two sequences; 400 rows have three.
+    assert prepared(tensors).num_ctas == 8 * 4
+    assert prepared(tensors, max_seqlen_q=180).num_ctas == 8 * 2
+
+
+def test_a_launch_tells_its_shared_memory():
+    launch = prepared(qkv(), causal=True)
+    # SharedStorage; two Q of 192 rows, later out; four stages of K and V of 64 keys: 128 bytes each
+    assert launch.shared_memory_bytes == 1024 + 128 * (2 * 192 + 4 * 2 * 64)
+
+
+def test_a_gradient_tells_its_workspace():
+    launch = prepared(qkv(), backward_launch)
+    rows, columns = 2 * 8 * 512, 64 + 2  # dq_accum, lse, delta
+    counters = rows // 64 + 1 + 2 * 4  # dq_semaphore, tile_semaphore, tiles_done
+    assert launch.workspace_bytes == 4 * (rows * columns + counters)
+    assert launch.num_ctas == 2 * 4 * 3  # blocks of 192 keys
+    # SharedStorage; K and V of 192 keys, four Q and dO; two dS; dQ of three warpgroups
+    inputs, scores, dq = 2 * 128 * (192 + 4 * 64), 2 * 192 * 64 * 2, 3 * 64 * 64 * 4
+    assert launch.shared_memory_bytes == 3072 + inputs + scores + dq
+
+
+def test_8_bits_promote_in_a_workspace_only_where_they_promote():
+    long, short = (qkv(seqlen_k=n, dtype=FP8) for n in (4096, 512))
+    thread = 16 * (64 // 8 + 1 + 64 // 16)
+    assert prepared(long, causal=True).workspace_bytes == 132 * 384 * thread
+    assert prepared(long, causal=True, use_fast_accum=True).workspace_bytes == 0
+    assert prepared(short, causal=True).workspace_bytes == 0
+
+
+def test_explain_shows_the_prepared_launch():
+    tensors = qkv()
+    launch = prepared(tensors, causal=True)
+    hopper = HopperBackend(library=lambda: LIBRARY, only_measured=False)
+    plan = choose(problem_of(tensors, causal=True), H100, (hopper, *WITHOUT_HOPPER))
+    described = plan.config.describe()
+    assert described["grid"] == (launch.num_ctas, 1, 1)
+    assert described["shared_memory_bytes"] == launch.shared_memory_bytes
+
+
+RECORD = LaunchRecord(2, *[512] * 4, 8, 4, 64, 64, False, 0.125, 0.0, -1, -1, 132, *[0] * 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head_dim": 65}, "launch: head_dim must be at most 64 for forward_bf16_d64_full_"),
+        ({"head_dim_v": 96}, "launch: head_dim_v must be at most 64 for forward_bf16_d64_full_"),
+        ({"window_right": 0}, "launch: window_right must be -1 for forward_bf16_d64_full_"),
+        ({"num_heads_q": 6}, "prepare_forward: num_heads_q must be a multiple of num_heads_kv"),
+        ({"num_heads_kv": 0}, "prepare_forward: num_heads_kv must be at least 1, got 0"),
+        ({"batch": -1}, "prepare_forward: batch must be at least 0, got -1"),
+        ({"total_k": 2**31}, "prepare_forward: total_k must be a number of 32 bits, got 214748"),
+        ({"batch": 2**28}, "launch: the number of work tiles must be at most 2^30 - 1, got"),
+    ],
+    ids=str,
+)
+def test_what_a_kernel_does_not_take_is_refused_once(changes, said):
+    config = built(select_forward_config("bf16", 64, False, 512))
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        LIBRARY.prepare_forward(FORWARD_CONFIGS.index(config), *RECORD._replace(**changes))
+
+
+def test_a_config_that_is_not_there_is_refused():
+    built(select_forward_config("bf16", 64, False, 512))
+    with pytest.raises(RuntimeError, match="kernel: config must be below 40, got 40"):
+        LIBRARY.prepare_forward(len(FORWARD_CONFIGS), *RECORD)
+    absent = [c.name for c in FORWARD_CONFIGS if c.name not in LIBRARY.configs]
+    if absent:
+        index = [config.name for config in FORWARD_CONFIGS].index(absent[0])
+        said = f"config must be in this build (FLASHATTN3_KERNELS), got {absent[0]}"
+        with pytest.raises(RuntimeError, match=re.escape(said)):
+            LIBRARY.prepare_forward(index, *RECORD)
+
+
+NO_INDICES = (None,) * 4
+NO_DESCALES = (None,) * 3
+Q, K, V = qkv()[:3]
+ONE = torch.zeros(1, dtype=torch.int32)
+CALLS = [
+    ((Q, K, V, *NO_INDICES), "q.device must be a GPU, got another device"),
+    ((Q[:1], K, V, *NO_INDICES), "q.shape must be (2, 512, 8, 64), got (1, 512, 8, 64)"),
+    ((Q[0], K, V, *NO_INDICES), "q.shape must be (2, 512, 8, 64), got (512, 8, 64)"),
+    ((Q, K[:, 1:], V, *NO_INDICES), "k.shape must be (2, 512, 4, 64), got (2, 511, 4, 64)"),
+    ((Q, K, V[..., :8], *NO_INDICES), "v.shape must be (2, 512, 4, 64), got (2, 512, 4, 8)"),
+    ((Q, K, V, ONE, None, None, None), "cu_seqlens_q must be None unless the launch is varlen"),
+    ((Q, K, V, None, None, None, ONE), "seqused_k.shape must be (2,), got (1,)"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "said"), CALLS, ids=[said for _tensors, said in CALLS])
+def test_tensors_of_another_call_are_named(tensors, said):
+    handle = prepared(qkv()).handle
+    with pytest.raises(RuntimeError, match=re.escape(f"forward: {said}")):
+        LIBRARY.forward(handle, *tensors, *NO_DESCALES)
+    gradient = prepared(qkv(), backward_launch).handle
+    lse = torch.zeros(2, 8, 512)
+    with pytest.raises(RuntimeError, match=re.escape(f"backward: {said}")):
+        LIBRARY.backward(gradient, Q, None, Q, lse, *tensors)
+
+
+def test_a_gradient_names_the_result_that_is_another_calls():
+    handle, lse = prepared(qkv(), backward_launch).handle, torch.zeros(2, 8, 512)
+    for given, said in (
+        ((Q[..., :8], None, Q, lse), "dout.shape must be (2, 512, 8, 64), got (2, 512, 8, 8)"),
+        ((Q.mT.contiguous().mT, None, Q, lse), "dout.stride(-1) must be 1, got 8"),
+        ((Q, lse[0], Q, lse), "dlse.shape must be (2, 8, 512), got (8, 512)"),
+        ((Q, None, Q[:, 1:], lse), "out.shape must be (2, 512, 8, 64), got (2, 511, 8, 64)"),
+        ((Q, None, Q, lse.mT), "lse.shape must be (2, 8, 512), got (2, 512, 8)"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(f"backward: {said}")):
+            LIBRARY.backward(handle, *given, Q, K, V, *NO_INDICES)
+    into = torch.ops.flashattn3_hopper.backward_into
+    with pytest.raises(RuntimeError, match=r"backward_into: dk.shape must be \(2, 512, 4, 64\)"):
+        into(handle, Q, None, Q, lse, Q, K, V, *NO_INDICES, Q, Q, V)
+
+
+def test_varlen_needs_the_edges_of_its_batch():
+    edges = torch.tensor([0, 1, 401], dtype=torch.int32)
+    q = torch.zeros(401, 8, 64, dtype=torch.bfloat16)
+    handle = prepared(Tensors(q, q, q, cu_seqlens_q=edges, cu_seqlens_k=edges)).handle
+    for indices, said in (
+        ((edges, edges, None, None), "q.device must be a GPU"),
+        ((edges, None, None, None), "cu_seqlens_k must be a tensor of a varlen launch, got None"),
+        ((edges[1:], edges, None, None), "cu_seqlens_q.shape must be (3,), got (2,)"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(f"forward: {said}")):
+            LIBRARY.forward(handle, q, q, q, *indices, *NO_DESCALES)
+
+
+def test_8_bits_take_permuted_v_and_descales():
+    q, k, _ = qkv(seqlen_k=40, dtype=FP8)[:3]
+    handle = prepared(qkv(seqlen_k=40, dtype=FP8), causal=True).handle
+    v = torch.zeros(2, 4, 4, 64, 16).to(FP8)
+    scale = torch.ones(2, 4, 1)
+    for tensors, descales, said in (
+        ((q, k, v), (scale, scale, scale), "q.device must be a GPU"),
+        ((q, k, v), NO_DESCALES, "q.device must be a GPU"),
+        ((q, k, k), NO_DESCALES, "v.shape must be (2, 4, 4, 64, 16), got (2, 40, 4, 64)"),
+        ((q, k, v.mT.contiguous().mT), NO_DESCALES, "v must be contiguous, got another layout"),
+        ((q, k, v), (scale[0], None, None), "q_descale must be of shape (batch, heads, blocks)"),
+        ((q, k, v), (None, None, scale[:, :3]), "v_descale must be of shape (batch, heads,"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(f"forward: {said}")):
+            LIBRARY.forward(handle, *tensors, *NO_INDICES, *descales)
+    said = re.escape("forward: q_descale must be None for 16-bit inputs, got a tensor")
+    with pytest.raises(RuntimeError, match=said):
+        LIBRARY.forward(prepared(qkv()).handle, Q, K, V, *NO_INDICES, scale, None, None)
+
+
+def test_only_a_prepared_launch_of_the_same_pass_is_taken():
+    gradient = prepared(qkv(), backward_launch).handle
+    for handle in (gradient, Q, gradient.int(), gradient[:3], torch.zeros_like(gradient)):
+        said = "forward: launch must be a result of prepare_forward, got another tensor"
+        with pytest.raises(RuntimeError, match=said):
+            LIBRARY.forward(handle, Q, K, V, *NO_INDICES, *NO_DESCALES)
+
+
+def test_threads_prepare_launches_side_by_side():
+    problems = [qkv(batch=n) for n in range(1, 5)]
+    wanted = [prepared(tensors) for tensors in problems]
+    wrong = []
+
+    def work(tensors: Tensors, one: Launch) -> None:
+        for _ in range(200):
+            launch = prepared(tensors)
+            if not torch.equal(launch.handle, one.handle) or launch[1:] != one[1:]:
+                wrong.append(launch)
+
+    pairs = zip(problems, wanted, strict=True)
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_launch_prepared_under_fake_tensors_is_a_plain_one():
+    tensors, wanted = qkv(), prepared(qkv())
+    with FakeTensorMode():
+        launch = prepared(tensors)
+    assert type(launch.handle) is torch.Tensor
+    assert torch.equal(launch.handle, wanted.handle)
+
+
+def test_a_launch_prepared_in_inference_mode_serves_other_calls():
+    with torch.inference_mode():
+        launch = prepared(qkv())
+    assert isinstance(launch, Launch)
+    with pytest.raises(RuntimeError, match=r"q\.device must be a GPU"):
+        LIBRARY.forward(launch.handle, Q.clone().requires_grad_(), K, V, *NO_INDICES, *NO_DESCALES)
