@@ -1,4 +1,4 @@
-"""Writes the types of the public functions, flashattn3/api.pyi and fp8.pyi, from their sources.
+"""Writes the types of the public functions, flashattn3/api.pyi, from its source.
 
 A function that returns the log-sum-exp on request has an overload for each answer, which would
 stand four times in the source. ``python .ci/stubs.py`` writes; a test compares.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flashattn3"
-STUBBED = ("api", "fp8")
+STUBBED = ("api",)
 FLAGS = ("return_attn_probs", "return_lse")
 PLAIN, WITH_LSE = "Tensor", "tuple[Tensor, Tensor]"
 # The flags that are literal, and what then is returned; the last takes bools known at run time.

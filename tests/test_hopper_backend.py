@@ -30,7 +30,9 @@ from flashattn3.backends.hopper.library import Library
 from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.backends.triton.backend import TritonBackend
 from flashattn3.call.descales import EIGHT_BIT, FP8, INT8, v_dtype
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.dispatch.kernel_configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,

@@ -12,7 +12,7 @@ import torch
 from helpers import H100, WITHOUT_HOPPER
 
 import flashattn3
-from flashattn3 import flash_attn_fp8_func, flash_attn_func, fp8, ops
+from flashattn3 import flash_attn_fp8_func, flash_attn_func, ops, quantized
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import Library
 from flashattn3.call.descales import FP8, INT8
@@ -57,13 +57,13 @@ def on_hopper(monkeypatch):
     quantize_qkv = SimpleNamespace(default=operators.pop("quantize_qkv"))
     library = Library(frozenset(row.name for row in all_configs()), permute_v=None, **operators)
     hopper = HopperBackend(library=lambda: library, only_measured=False)
-    for module in (ops, fp8):
+    for module in (ops, quantized):
         monkeypatch.setattr(module, "BACKENDS", (hopper, *WITHOUT_HOPPER))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)
     monkeypatch.setattr(dispatch, "_runs_on", lambda name, *device: name == "hopper")
     namespace = SimpleNamespace(quantize_qkv=quantize_qkv)
     monkeypatch.setattr(torch.ops, "flashattn3_hopper", namespace, raising=False)
-    caches = ops._plan, fp8._checked_once
+    caches = ops._plan, quantized._checked_once
     for cache in caches:
         cache.cache_clear()
     yield [torch.randn(2, 128, 4, 64).bfloat16() for _ in range(3)]

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
-from flashattn3.call.problem import Options, Tensors
+from flashattn3.call.inputs import Tensors
+from flashattn3.call.spec import Options
 from flashattn3.ops import plan_of
 from flashattn3.testing import call, make_inputs, make_output_gradients
 

@@ -29,7 +29,9 @@ import flashattn3
 from flashattn3 import UnsupportedError
 from flashattn3.backends import BACKENDS
 from flashattn3.backends.triton.tile_configs import MAX_HEAD_DIM, TILE_CONFIGS, select_tile_config
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.dispatch.device import SHARED_MEMORY_KIB
 from flashattn3.dispatch.planner import choose
 

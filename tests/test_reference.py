@@ -16,7 +16,9 @@ from flashattn3 import flash_attn_func
 from flashattn3.backends.reference import backend as reference
 from flashattn3.backends.reference.backend import BACKEND, ReferenceConfig
 from flashattn3.call.descales import FP8, INT8
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.dispatch.device import DeviceInfo
 from flashattn3.dispatch.planner import Plan
 from flashattn3.ops import plan_of

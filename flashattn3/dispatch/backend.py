@@ -8,9 +8,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..call.problem import Problem, Tensors
+    from ..call.inputs import Tensors
+    from ..call.problem import Problem
     from .device import DeviceInfo
     from .planner import Plan
+
+# Of the backends, in the order in which automatic dispatch tries them.
+NAMES = ("hopper", "triton", "reference")
 
 
 class Config(Protocol):

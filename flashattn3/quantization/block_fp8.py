@@ -108,6 +108,24 @@ class BlockScaled:
         return replace(self, data=rows, layout="rows")
 
 
+def lse_with_mean(lse: Tensor, q: BlockScaled, k_mean: Tensor, softmax_scale: float) -> Tensor:
+    """Correct lse for k's mean, which the kernels leave out.
+
+    The mean adds softmax_scale * (q . mean of the KV head) to every score of a row, so P does not
+    change.
+
+    lse: (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q), -inf where a row sees no key.
+    q, k_mean, softmax_scale: those of the call.
+    """
+    heads = k_mean.shape[-2]
+    values = q.dequantize().unflatten(-2, (heads, -1))
+    # Elementwise instead of a matmul, which autocast or TF32 would round.
+    mean = of_sequences(k_mean, q.token_positions()).unsqueeze(-2)  # one per row of q
+    products = (values * mean).sum(-1)
+    moved = lse + softmax_scale * products.flatten(-2).transpose(-1, -2)
+    return torch.where(lse == float("-inf"), lse, moved)
+
+
 def quantize_block_fp8(
     x: Tensor,
     *,

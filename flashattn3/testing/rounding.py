@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.problem import Tensors
+from ..call.inputs import Tensors
 from .fp64_reference import heads_of, scores_of_head
 
 DEVIATIONS = 3.0

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ...call.descales import EIGHT_BIT
-from ...call.problem import Problem, Tensors
+from ...call.inputs import Tensors, as_scaled
+from ...call.problem import Problem
 from ...dispatch.device import DeviceInfo
 from ...dispatch.kernel_configs import (
     E4M3,
@@ -148,7 +149,10 @@ class HopperBackend:
         run = plan.launches.get("forward")
         if run is None:
             run = plan.launches["forward"] = hopper_launch.prepare_forward(plan, self.library())
-        return run(*tensors)
+        if plan.problem.dtype not in EIGHT_BIT:
+            return run(*tensors)
+        q, k, v = map(as_scaled, tensors[:3])
+        return run(q.data, k.data, v.data, *tensors[3:], q.descale, k.descale, v.descale)
 
     def backward(
         self,

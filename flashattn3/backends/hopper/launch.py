@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...call.descales import EIGHT_BIT
-from ...call.problem import ALIGNMENT_BYTES
+from ...call.inputs import ALIGNMENT_BYTES
 from ...dispatch.kernel_configs import BACKWARD_CONFIGS, FORWARD_CONFIGS
 
 if TYPE_CHECKING:

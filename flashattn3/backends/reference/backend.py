@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.inputs import Scaled, Tensors, data_of
 from ...dispatch.backend import score_factor_reason
 from .padded_layout import PaddedLayout, padded
 
 if TYPE_CHECKING:
     from ...call.descales import Descales
-    from ...call.problem import Problem, Tensors
+    from ...call.problem import Problem
     from ...dispatch.device import DeviceInfo
     from ...dispatch.planner import Plan
 
@@ -101,7 +102,7 @@ class ReferenceBackend:
         return replace(config, one_tile=_is_one_tile(problem, config))
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        q, problem = tensors.q, plan.problem
+        q, problem = data_of(tensors.q), plan.problem
         if torch.is_autocast_enabled(q.device.type):
             with _no_autocast(q.device.type):
                 return self.forward(plan, tensors)
@@ -109,7 +110,7 @@ class ReferenceBackend:
             run = plan.launches.get("forward")
             if run is None:
                 run = plan.launches["forward"] = _prepare_one_tile(problem)
-            return run(q, tensors.k, tensors.v)
+            return run(q, data_of(tensors.k), data_of(tensors.v))
         dtype = _compute_dtype(problem)
         out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
         lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -math.inf, dtype=dtype)
@@ -206,7 +207,7 @@ def _buckets(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
     if problem.varlen and not _is_capturing(problem.device):
         yield from _buckets_by_length(plan, tensors)
     elif problem.batch and problem.seqlen_q and problem.seqlen_k:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales[3:]
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors[3:]
         if problem.varlen:
             queries = padded(problem.seqlen_q, problem.total_q, cu_seqlens_q, seqused_q)
             keys = padded(problem.seqlen_k, problem.total_k, cu_seqlens_k, seqused_k)
@@ -279,21 +280,20 @@ class _Call:
         self.unit = problem.softcap or 1.0
         self.diagonal = self.seqlen_k - self.seqlen_q
         queries, keys = bucket
-        q = self.dequantized(queries, tensors.q, tensors.q_descale, problem.q_descales)
+        q = self.dequantized(queries, tensors.q, problem.q_descales)
         q = q * (problem.softmax_scale / self.unit)
         self.q = q.view(-1, problem.qhead_per_kvhead, self.seqlen_q, problem.head_dim)
-        self.k = self.dequantized(keys, tensors.k, tensors.k_descale, problem.k_descales)
-        self.v = self.dequantized(keys, tensors.v, tensors.v_descale, problem.v_descales)
+        self.k = self.dequantized(keys, tensors.k, problem.k_descales)
+        self.v = self.dequantized(keys, tensors.v, problem.v_descales)
 
     def dequantized(
-        self, side: PaddedLayout, x: Tensor, descale: Tensor | None, descales: Descales | None
+        self, side: PaddedLayout, x: Tensor | Scaled, descales: Descales | None
     ) -> Tensor:
-        rows = side.fold(x, self.dtype)
-        return (
-            rows
-            if descale is None
-            else rows.mul_(side.spread(descale, descales.block, x.shape[-2]))
-        )
+        data = data_of(x)
+        rows = side.fold(data, self.dtype)
+        if descales is None:
+            return rows
+        return rows.mul_(side.spread(x.descale, descales.block, data.shape[-2]))
 
     def rows(self, x: Tensor, queries: range) -> Tensor:
         """The rows of a tile: (batch * num_heads_kv, qhead_per_kvhead * len(queries), ·), dense.

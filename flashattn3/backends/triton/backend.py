@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...call.descales import EIGHT_BIT
-from ...call.problem import Problem, Tensors
+from ...call.inputs import Tensors, as_scaled, data_of
+from ...call.problem import Problem
 from ...dispatch.device import DeviceInfo
 from .. import gpu_limits
 from .tile_configs import (
@@ -116,11 +117,15 @@ class TritonBackend:
         return TritonConfig(tile_config, tiles, num_splits, grid, arch, native_fp8)
 
     def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        if _elsewhere(tensors.q):
-            with torch.cuda.device(tensors.q.device):
+        q = data_of(tensors.q)
+        if _elsewhere(q):
+            with torch.cuda.device(q.device):
                 return self.forward(plan, tensors)
         prepared = plan.launches.get("forward") or _prepare(plan, "forward", "prepare_forward")
-        return prepared(*tensors)
+        if plan.problem.dtype not in EIGHT_BIT:
+            return prepared(*tensors, None, None, None)
+        q, k, v = map(as_scaled, tensors[:3])
+        return prepared(q.data, k.data, v.data, *tensors[3:], q.descale, k.descale, v.descale)
 
     def backward(
         self,
@@ -138,8 +143,7 @@ class TritonBackend:
         prepared = plan.launches.get(strides) or _prepare(
             plan, strides, "prepare_backward", *strides
         )
-        rest = tensors.without_descales
-        return prepared(dout, dlse, out.contiguous(), lse.contiguous(), *rest)
+        return prepared(dout, dlse, out.contiguous(), lse.contiguous(), *tensors)
 
 
 BACKEND = TritonBackend()
