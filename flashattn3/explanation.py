@@ -75,7 +75,7 @@ def explained(
     tensors = normalised(function, tensors, (q_descale, k_descale, v_descale))
     check_tensor_types(function, tensors, varlen)
     plan = ops.plan_on(_place(function, data_of(tensors.q), device), tensors, options)
-    described = plan.config.describe()
+    described = plan.launch.describe()
     declined = dict(plan.declined)
     for backend in BACKENDS:
         if backend.name != plan.backend.name and backend.name not in declined:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .backends import BACKENDS
 from .call import inputs, spec
 from .call.descales import EIGHT_BIT, out_dtype
-from .call.inputs import Scaled, Tensors, checked_key_of, data_of, flat, key_of, metadata_under
+from .call.inputs import Scaled, Tensors, checked_key_of, flat, key_of, metadata_under
 from .call.problem import check, describe, in_rows
 from .call.spec import Options
 from .call.value_checks import check_values, is_checked
@@ -24,7 +24,6 @@ from .dispatch.device import describe_device
 from .dispatch.planner import Plan, choose
 from .dispatch.selection import ANY, FROM_ENVIRONMENT, named_backend
 from .modes import no_fp8_gradient
-from .quantization import BlockScaled, lse_with_mean, permuted_v
 
 torch.library.define(
     "flashattn3::forward", f"({inputs.SCHEMA}, {spec.SCHEMA}) -> (Tensor out, Tensor lse)"
@@ -75,15 +74,7 @@ def forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     problem = plan.problem
     if problem.varlen and is_checked(problem.device):
         check_values(tensors, options, problem.total_q, problem.total_k)
-    given = tensors
-    if problem.copied:
-        tensors = _copied(tensors, plan)
-    if plan.unpermutes_v:
-        tensors = _with_unpermuted_v(tensors, problem)
-    out, lse = plan.backend.forward(plan, tensors)
-    if problem.k_has_mean and problem.return_lse:
-        lse = _lse_of_keys_with_mean(lse, given, problem)
-    return out, lse
+    return plan.launch.forward(tensors)
 
 
 def backward_of(
@@ -93,37 +84,9 @@ def backward_of(
     plan = plan_of(tensors, options)
     if plan.problem.dtype in EIGHT_BIT:
         raise no_fp8_gradient(plan.problem.function, "q")
-    if plan.problem.copied:
-        tensors = _copied(tensors, plan)
-    return plan.backend.backward(plan, _dense_rows(dout), dlse, tensors, out, lse)
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _copied(tensors: Tensors, plan: Plan) -> Tensors:
-    copies = {}
-    for name in plan.problem.copied:
-        x = getattr(tensors, name)
-        dense = data_of(x).contiguous()
-        copies[name] = x._replace(data=dense) if type(x) is Scaled else dense
-    return tensors._replace(**copies)
-
-
-def _with_unpermuted_v(tensors: Tensors, problem) -> Tensors:
-    """Convert permuted v to rows; a call does this nowhere else."""
-    v, k = tensors.v, data_of(tensors.k)
-    rows = permuted_v.unpermute_v(v.data, (*k.shape[:-1], v.head_dim), tensors.cu_seqlens_k)
-    return tensors._replace(v=v._replace(data=rows, layout="rows", head_dim=None))
-
-
-def _lse_of_keys_with_mean(lse: Tensor, tensors: Tensors, problem) -> Tensor:
-    q, k = tensors.q, tensors.k
-    if q.descale is None:  # there are no queries
-        return lse
-    of_q = BlockScaled(q.data, q.descale, q.block, q.hadamard, tensors.cu_seqlens_q)
-    return lse_with_mean(lse, of_q, k.mean, problem.softmax_scale)
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    return plan.launch.backward(dout, dlse, out, lse, tensors)
 
 
 def _in_force(options: Options) -> Options:

@@ -302,7 +302,7 @@ def test_a_length_on_the_gpu_does_not_tell_the_block():
     sentence = "max_seqlen_k must be an int where k_descale is per block, got None"
     assert str(caught.value) == f"flash_attn_func: {sentence}"
     whole = normalised("", Tensors(q, k, v, EDGES, EDGES), (None, ones(2, 2), None))
-    assert described(whole).k_descales == Descales(200, 2, 1, (2, 1, 1))
+    assert described(whole).k.descales == Descales(200, 2, 1, (2, 1, 1))
 
 
 def test_contents_of_cu_seqlens_are_compared():
@@ -333,17 +333,17 @@ def problem(block=128, seqlen=4096, dtype=FP8, **options):
 def test_triton_takes_8_bits_on_every_gpu(chip, dtype):
     """e4m3 is multiplied as it is from 8.9 on, where Triton compiles for the chip itself."""
     found = choose(problem(dtype=dtype), chip, WITHOUT_HOPPER)
-    assert found.backend.name == "triton" and not found.unpermutes_v
-    assert found.config.native_fp8 == (chip in (L4, H100, RTX5090))
-    assert found.config.tiles.forward.block_n <= 128
+    assert found.backend.name == "triton"
+    assert found.launch.config.native_fp8 == (chip in (L4, H100, RTX5090))
+    assert found.launch.config.tiles.forward.block_n <= 128
 
 
 def test_a_key_tile_lies_within_one_block():
     chip = replace(RTX3090, shared_memory_bytes=99 * 1024)
     for block, masked in itertools.product(BLOCKS, (False, True)):
-        found = choose(problem(block, causal=masked), chip, WITHOUT_HOPPER).config
+        found = choose(problem(block, causal=masked), chip, WITHOUT_HOPPER).launch.config
         assert block % found.tiles.forward.block_n == 0
-    assert choose(problem(5000), chip, WITHOUT_HOPPER).config.tiles.forward.block_n == 64
+    assert choose(problem(5000), chip, WITHOUT_HOPPER).launch.config.tiles.forward.block_n == 64
 
 
 def test_explain_takes_every_form():

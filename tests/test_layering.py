@@ -41,9 +41,16 @@ MAY_IMPORT = {
     "call.value_checks": {"errors"},
     "call.inputs": {"call.arguments", "call.value_checks", "errors", "modes", "quantization"},
     "call.problem": {"call.descales", "call.inputs", "call.spec", "errors"},
-    "dispatch.planner": {"dispatch.backend", "dispatch.device", "errors", "call.problem"},
+    "dispatch.planner": {
+        "dispatch.backend",
+        "dispatch.device",
+        "errors",
+        "call.problem",
+        "call.spec",
+    },
     "backends.reference.padded_layout": set(),
     "backends.reference.backend": {
+        "backends.conversions",
         "dispatch.backend",
         "backends.reference.padded_layout",
         "dispatch.device",
@@ -53,6 +60,7 @@ MAY_IMPORT = {
     },
     "backends.hopper.library": {"dispatch.kernel_configs", "_kernel_configs"},
     "backends.gpu_limits": {"dispatch.backend", "call.problem"},
+    "backends.conversions": {"call.inputs", "call.problem", "quantization"},
     "backends.hopper.launch": {
         "call.value_checks",
         "dispatch.kernel_configs",
@@ -61,6 +69,7 @@ MAY_IMPORT = {
         "call.descales",
     },
     "backends.hopper.backend": {
+        "backends.conversions",
         "backends.hopper.launch",
         "backends.hopper.library",
         "backends.gpu_limits",
@@ -74,6 +83,7 @@ MAY_IMPORT = {
     },
     # The two halves of one backend: what is decided without Triton, and what needs it.
     "backends.triton.backend": {
+        "backends.conversions",
         "backends.gpu_limits",
         "backends.triton.launch",
         "dispatch.device",
@@ -83,9 +93,11 @@ MAY_IMPORT = {
         "backends.triton.tile_configs",
     },
     "backends.triton.launch": {
+        "backends.conversions",
         "backends.triton.tile_configs",
         "backends.gpu_limits",
         "backends.triton.backend",
+        "call.inputs",
         "call.problem",
         "call.descales",
         "backends.triton.kernels",
@@ -126,7 +138,6 @@ MAY_IMPORT = {
         "call.inputs",
         "call.spec",
         "call.problem",
-        "quantization",
         "call.descales",
     },
     "autograd": {"modes", "ops", "call.inputs", "call.spec", "call.descales"},

@@ -83,7 +83,8 @@ def under_guard(plan):
     if plan.backend.name != "hopper":
         return plan
     library = replace(find_library(), forward=forward_into_new, backward=backward_into_new)
-    return replace(plan, backend=HopperBackend(library=lambda: library), launches={})
+    backend = HopperBackend(library=lambda: library)
+    return replace(plan, launch=backend.prepare(plan.problem, plan.device))
 
 
 def guarded_run(backend: str, tensors: Tensors, **options) -> list[torch.Tensor]:
@@ -91,10 +92,10 @@ def guarded_run(backend: str, tensors: Tensors, **options) -> list[torch.Tensor]
     plan = under_guard(plan_of(tensors, Options(backend=backend, **options)))
     guard = Guarded()
     with guard:
-        out, lse = plan.backend.forward(plan, tensors)
+        out, lse = plan.launch.forward(tensors)
         dout = torch.ones_like(out)
         dlse = torch.ones_like(lse)
-        gradients = plan.backend.backward(plan, dout, dlse, tensors, out, lse)
+        gradients = plan.launch.backward(dout, dlse, out, lse, tensors)
     guard.assert_untouched()
     return [out, lse, *gradients]
 

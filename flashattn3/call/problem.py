@@ -23,6 +23,23 @@ DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, *EIGHT_BIT)  # dtypes of q
 CORE_KEYS = 16  # contiguous keys of permuted V (glossary: permuted V)
 
 
+@dataclass(frozen=True)
+class Operand:
+    """q, k or v of a problem.
+
+    stride: (batch, sequence, head) in elements, as a kernel that reads rows receives it; the batch
+        stride is 0 for varlen.
+    descales: of 8 bits; None means descale 1.
+    permuted: v is permuted, and has ``stride`` once it is in rows.
+    has_mean: k lacks a mean, which lse does not have then.
+    """
+
+    stride: tuple[int, int, int]
+    descales: Descales | None = None
+    permuted: bool = False
+    has_mean: bool = False
+
+
 # The options that backends read, by their names in ``Options``.
 _Asked = make_dataclass("_Asked", TO_BACKEND, frozen=True)
 
@@ -38,12 +55,6 @@ class Problem(_Asked):
         reaches every key becomes open.
     copied: names of tensors whose last stride is not 1; they are copied before the launch.
     misaligned: names of the other tensors whose address is not a multiple of 16 bytes.
-    q_stride, k_stride, v_stride: (batch, sequence, head), after that copy; the batch stride is 0
-        for varlen.
-    q_descales, k_descales, v_descales: for 8-bit inputs; None means descale 1.
-    v_permuted: v is permuted and must be unpermuted unless the backend reads permuted V; v_stride
-        is that of the unpermuted v.
-    k_has_mean: k's mean is missing in lse.
     """
 
     function: str
@@ -60,17 +71,12 @@ class Problem(_Asked):
     head_dim_v: int
     copied: tuple[str, ...]
     misaligned: tuple[str, ...]
-    q_stride: tuple[int, int, int]
-    k_stride: tuple[int, int, int]
-    v_stride: tuple[int, int, int]
+    q: Operand
+    k: Operand
+    v: Operand
     varlen: bool
     has_seqused_q: bool
     has_seqused_k: bool
-    q_descales: Descales | None
-    k_descales: Descales | None
-    v_descales: Descales | None
-    v_permuted: bool
-    k_has_mean: bool
 
     @property
     def qhead_per_kvhead(self) -> int:
@@ -191,16 +197,19 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
     cu_seqlens_q, seqused_q, seqused_k = tensors.cu_seqlens_q, *tensors[5:]
     varlen = cu_seqlens_q is not None
     sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
-    permuted = sides["v"].layout == "permuted"
-    if permuted:
+    if sides["v"].layout == "permuted":
         stored = sides["v"].data
         wanted = "that of a dense permuted tensor"
         expect(_is_dense(stored), function, "v.stride", wanted, tuple(stored.stride))
     total_q, total_k = q.shape[-3], k.shape[-3]
-    descales = {
-        f"{name}_descales": descales_of(x.descale, block)
-        for name, x in sides.items()
-        for block in (block_of(function, name, sides, options, varlen),)
+    operands = {
+        name: Operand(
+            _strides(rows, varlen),
+            descales_of(x.descale, block_of(function, name, sides, options, varlen)),
+            x.layout == "permuted",
+            x.mean is not None,
+        )
+        for (name, x), rows in zip(sides.items(), (q, k, v), strict=True)
     }
     # Descales need no copy: kernels read them by stride, at any alignment.
     data = zip(Tensors._fields, (q, k, v, *tensors[3:]), strict=True)
@@ -222,15 +231,10 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
         head_dim_v=v.shape[-1],
         copied=tuple(name for name, t in given if _has_sparse_rows(t)),
         misaligned=tuple(name for name, t in given if not (t.aligned or _has_sparse_rows(t))),
-        q_stride=_strides(q, varlen),
-        k_stride=_strides(k, varlen),
-        v_stride=_strides(v, varlen),
         varlen=varlen,
         has_seqused_q=seqused_q is not None,
         has_seqused_k=seqused_k is not None,
-        **descales,
-        v_permuted=permuted,
-        k_has_mean=sides["k"].mean is not None,
+        **operands,
     )
 
 

@@ -53,6 +53,10 @@ class Field:
     to_backend: bool = False
     parts: tuple[str, ...] = ()
 
+    def is_asked(self, value: object) -> bool:
+        """Whether the value of a hint asks for something: not None, nor at most the default."""
+        return value is not None and value > (self.default or 0)
+
 
 def _or_none(convert: Convert) -> Convert:
     return lambda function, name, value: None if value is None else convert(function, name, value)

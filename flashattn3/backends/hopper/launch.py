@@ -82,7 +82,7 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
     problem, operator = plan.problem, library.forward_fp8
     blocks = (
         0 if descales is None else descales.block
-        for descales in (problem.q_descales, problem.k_descales, problem.v_descales)
+        for descales in (problem.q.descales, problem.k.descales, problem.v.descales)
     )
     out_is_fp16 = problem.out_dtype == torch.float16
     layout = (*blocks, problem.head_dim_v, out_is_fp16, problem.use_fast_accum)
@@ -91,7 +91,7 @@ def _fp8_call(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tenso
     columns = plan.config.kernel_config.head_dim
 
     def run(q, k, v, cu_seqlens_q, cu_seqlens_k, *others):
-        if not problem.v_permuted:
+        if not problem.v.permuted:
             v = permute_v(v, cu_seqlens_k, seqlen_k)
         if v.shape[-2] < columns:  # pad to the kernel's head dim
             missing = columns - v.shape[-2]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ...call.descales import EIGHT_BIT, FP8, INT8, Descales, v_dtype
+from ...call.inputs import Tensors, as_scaled
 from ...call.problem import Problem
+from ..conversions import with_dense_rows
 from ..gpu_limits import DTYPE_NAMES
 from .backend import TritonConfig
 from .kernels import backward, forward
@@ -30,18 +32,38 @@ ROWS_PER_PROGRAM = 64  # rows per program of the row-wise kernels (combine, prep
 COMBINE_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 
 
-def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Build a function of the tensors, in the order of ``Tensors``, that returns (out, lse)."""
+def on_device(problem: Problem, run: Callable) -> Callable:
+    """``run`` with the problem's device as the current one, where Triton launches."""
+    if problem.device.type != "cuda":
+        return run
+    index, current_device = problem.device.index, torch.cuda.current_device
+
+    def run_there(*arguments):
+        if current_device() == index:
+            return run(*arguments)
+        with torch.cuda.device(index):
+            return run(*arguments)
+
+    return run_there
+
+
+def prepare_forward(
+    problem: Problem, config: TritonConfig
+) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    """Build a function of the tensors that returns (out, lse)."""
     launch = forward_launch(problem, config)
     prepare = _prepare_split_forward if config.num_splits > 1 else _prepare_whole_forward
     run = prepare(problem, config, launch)
-    if problem.dtype not in EIGHT_BIT:
-        return run
+    if problem.dtype in EIGHT_BIT:
+        return lambda tensors: run(*_of_8_bits(tensors))
+    return lambda tensors: run(*tensors, None, None, None)
 
-    def run_on_bytes(q, k, v, *rest):
-        return run(*(x.view(torch.uint8) if x.dtype == FP8 else x for x in (q, k, v)), *rest)
 
-    return run_on_bytes
+def _of_8_bits(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """The kernel's tensors: e4m3 as bytes, and the descales."""
+    sides = [as_scaled(x) for x in tensors[:3]]
+    data = (x.data.view(torch.uint8) if x.data.dtype == FP8 else x.data for x in sides)
+    return (*data, *tensors[3:], *(x.descale for x in sides))
 
 
 def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
@@ -101,12 +123,28 @@ def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launc
 
 
 def prepare_backward(
+    problem: Problem, config: TritonConfig
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv)."""
+    prepared: dict[tuple, Callable] = {}  # by the strides of dout and dlse, which a call chooses
+
+    def run(dout, dlse, out, lse, tensors):
+        strides = (dout.stride(), None if dlse is None else dlse.stride())
+        backward = prepared.get(strides)
+        if backward is None:
+            backward = prepared[strides] = _prepare_backward(problem, config, *strides)
+        tensors = with_dense_rows(problem, tensors)
+        return backward(dout, dlse, out.contiguous(), lse.contiguous(), *tensors)
+
+    return run
+
+
+def _prepare_backward(
     problem: Problem,
     config: TritonConfig,
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Build a function of (dout, dlse, out, lse, *tensors without descales): (dq, dk, dv)."""
     bwd_preprocess, bwd_dkdv, bwd_dq = backward_launches(problem, config, dout_stride, dlse_stride)
     shape = lse_delta_shape(problem)
     new_like = torch.zeros if problem.varlen else torch.empty
@@ -133,9 +171,9 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     out_strides = _dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
     lse_strides = _lse_strides(problem)
     scalars = (
-        *problem.q_stride,
-        *problem.k_stride,
-        *problem.v_stride,
+        *problem.q.stride,
+        *problem.k.stride,
+        *problem.v.stride,
         _num_rows(problem) * problem.head_dim_v,
         *out_strides,
         _num_rows(problem),
@@ -317,7 +355,7 @@ def _indices(problem: Problem) -> tuple[str | None, ...]:
 
 
 def _all_descales(problem: Problem) -> tuple[Descales | None, ...]:
-    return problem.q_descales, problem.k_descales, problem.v_descales
+    return problem.q.descales, problem.k.descales, problem.v.descales
 
 
 def _descale_layouts(problem: Problem) -> tuple[int | None, ...]:
@@ -371,9 +409,9 @@ def _lse_delta_strides(problem: Problem) -> tuple[int, int]:
 
 def _input_strides(problem: Problem, dout_strides) -> tuple[int, ...]:
     return (
-        *problem.q_stride,
-        *problem.k_stride,
-        *problem.v_stride,
+        *problem.q.stride,
+        *problem.k.stride,
+        *problem.v.stride,
         *dout_strides,
         *_lse_delta_strides(problem),
     )
