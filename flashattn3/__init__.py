@@ -2,8 +2,6 @@
 capability."""
 
 from .api import (
-    Explanation,
-    available_backends,
     explain,
     flash_attn_fp8_func,
     flash_attn_func,
@@ -13,9 +11,10 @@ from .api import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    use_backend,
 )
+from .dispatch.selection import use_backend
 from .errors import UnsupportedError
+from .explanation import Explanation, available_backends
 from .quantization import BlockScaled, quantize_block_fp8
 
 __version__ = "0.1.0"

@@ -12,23 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .autograd import attention
+from .autograd import attend
 from .call.arguments import expect_strided, integer, length
 from .call.inputs import Tensors, check_tensor_types, normalised, with_keys_in_rows
 from .call.spec import Options, public
-from .dispatch.selection import use_backend
 from .errors import expect, shown, type_error, value_error
-from .explanation import Explanation, available_backends, explained
+from .explanation import Explanation, explained
 from .quantization import BlockScaled
-from .quantized import quantized, quantized_varlen
-
-__all__ = ["Explanation", "available_backends", "use_backend"]
+from .quantized import Scheme, attend_quantized
 
 
 def _dense(options: Options, q, k, v, q_descale=None, k_descale=None, v_descale=None):
     tensors = normalised(options.function, Tensors(q, k, v), (q_descale, k_descale, v_descale))
-    out, lse = attention(tensors, options)
-    return (out, lse) if options.return_lse else out
+    return attend(tensors, options)
 
 
 def _varlen(
@@ -44,16 +40,12 @@ def _varlen(
     k_descale=None,
     v_descale=None,
 ):
-    function = options.function
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if cu_seqlens_k is None and all(isinstance(x, Tensor) for x in (k, v, cu_seqlens_q)):
-        tensors, longest = with_keys_in_rows(function, tensors, options.max_seqlen_k)
-        options = options._replace(max_seqlen_k=longest)
-    tensors = normalised(function, tensors, (q_descale, k_descale, v_descale))
+    tensors, options = with_keys_in_rows(tensors, options)
+    tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
     if cu_seqlens_q is None or tensors.cu_seqlens_k is None:
-        check_tensor_types(function, tensors, varlen=True)
-    out, lse = attention(tensors, options)
-    return (out, lse) if options.return_lse else out
+        check_tensor_types(options.function, tensors, varlen=True)
+    return attend(tensors, options)
 
 
 def _qkv(options: Options, qkv, num_heads_q, q_descale, k_descale, v_descale):
@@ -81,6 +73,59 @@ def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k):
     edges_q = _tensor(function, "cu_seqlens_q", cu_seqlens_q)
     edges_k = _tensor(function, "cu_seqlens_k", cu_seqlens_k)
     return _varlen(options, q, *parts, edges_q, edges_k)
+
+
+def _quantized(options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k):
+    scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
+    return attend_quantized(options, Tensors(q, k, v), scheme, varlen=False)
+
+
+def _varlen_quantized(
+    options: Options,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    block,
+    hadamard,
+    qk_dtype,
+    smooth_k,
+):
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
+    return attend_quantized(options, tensors, scheme, varlen=True)
+
+
+def _explained(
+    options: Options,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q,
+    seqused_k,
+    q_descale,
+    k_descale,
+    v_descale,
+    device,
+):
+    function, varlen = options.function, cu_seqlens_q is not None
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    options = options._replace(**{name: length(function, name, x) for name, x in lengths.items()})
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if varlen:
+        tensors, options = with_keys_in_rows(tensors, options)
+    else:
+        for name, value in {"cu_seqlens_k": cu_seqlens_k, **lengths}.items():
+            expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
+    tensors = normalised(function, tensors, (q_descale, k_descale, v_descale))
+    return explained(options, tensors, varlen, device)
 
 
 def _unpacked(function: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,7 +436,7 @@ def flash_attn_varlen_kvpacked_func(
     """
 
 
-@public(quantized)
+@public(_quantized)
 def flash_attn_fp8_func(
     q: Tensor,
     k: Tensor,
@@ -422,7 +467,7 @@ def flash_attn_fp8_func(
             then be a power of two.
         qk_dtype: of quantized q and k, torch.int8 or torch.float8_e4m3fn; v becomes float8_e4m3fn.
             None: int8 with hadamard and head dims up to 128, else float8_e4m3fn
-            (``scales.best_qk_dtype`` says why).
+            (``call.dtypes.best_qk_dtype`` says why).
         smooth_k: subtract from k, before it is rotated, a vector for each head near its mean. No
             probability changes, and scores are finer where the keys have a large component in
             common. Not with softcap.
@@ -438,7 +483,7 @@ def flash_attn_fp8_func(
     """
 
 
-@public(quantized_varlen)
+@public(_varlen_quantized)
 def flash_attn_varlen_fp8_func(
     q: Tensor,
     k: Tensor,
@@ -476,7 +521,7 @@ def flash_attn_varlen_fp8_func(
     """
 
 
-@public(explained)
+@public(_explained)
 def explain(
     q: Tensor | BlockScaled,
     k: Tensor | BlockScaled,

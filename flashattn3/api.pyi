@@ -4,8 +4,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .call.spec import public
-from .explanation import Explanation, explained
+from .explanation import Explanation
 from .quantization import BlockScaled
 
 @overload
@@ -690,7 +689,6 @@ def flash_attn_varlen_fp8_func(
     sm_margin: int = 0,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@public(explained)
 def explain(
     q: Tensor | BlockScaled,
     k: Tensor | BlockScaled,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .call.descales import EIGHT_BIT
+from .call.dtypes import EIGHT_BIT
 from .call.inputs import (
     NUM_FLAT,
     Scaled,
@@ -37,8 +37,14 @@ NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward'
 NUM_TENSORS = len(Tensors._fields)
 
 
-def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and lse of one call, differentiably. The public functions call it."""
+def attend(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what a call returns: out, or out and lse. The public functions call it."""
+    out, lse = _attention(tensors, options)
+    return (out, lse) if options.return_lse else out
+
+
+def _attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Compute out and lse, differentiably."""
     q, k, v = tensors[:3]
     if type(q) is Scaled:
         if _is_plain_8_bits(q, k, v):
@@ -74,7 +80,7 @@ def _watched_or_scaled(tensors: Tensors, options: Options) -> tuple[Tensor, Tens
             return _TransformedAttention.apply(*flat(tensors), options)
         wanted = q.requires_grad or k.requires_grad or v.requires_grad
         if wanted and torch.is_grad_enabled():
-            return _Attention.apply(q, k, v, tensors, options)
+            return _WatchedAttention.apply(q, k, v, tensors, options)
     return _run_forward(tensors, options)
 
 
@@ -121,11 +127,13 @@ def _differentiate(gradient: Callable, ctx, dout: Tensor | None, dlse: Tensor | 
     return gradient(dout, dlse, out, lse, *tensors, *ctx.options)
 
 
-def _gradient(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
+    if type(dout) is type(arguments[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
+        return backward_of(dout, dlse, out, lse, Tensors(*arguments[:-1]), arguments[-1])
     if torch.is_grad_enabled() or has_dual_level() or is_transformed():
-        return _AttentionGradient.apply(*arguments)
-    return _run_backward(*arguments)
+        return _AttentionGradient.apply(dout, dlse, out, lse, *arguments)
+    return _run_backward(dout, dlse, out, lse, *arguments)
 
 
 def _no_second_derivative(ctx, *gradients):
@@ -139,13 +147,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, tensors, options):
-        results = _run_forward(tensors, options)
-        _save_for_backward(ctx, tensors, (options,), results)
+        results = forward_of(tensors, options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *results)
+        ctx.options = (options,)
         return results
 
     @staticmethod
     def backward(ctx, dout, dlse):
         return (*_differentiate(_gradient, ctx, dout, dlse), None, None)
+
+
+class _WatchedAttention(_Attention):
+    """The same where a mode or a tensor class may need the operator."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, tensors, options):
+        results = _run_forward(tensors, options)
+        _save_for_backward(ctx, tensors, (options,), results)
+        return results
 
 
 class _TransformedAttention(torch.autograd.Function):

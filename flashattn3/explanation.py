@@ -9,8 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import BACKENDS
-from .call.arguments import length
-from .call.inputs import Tensors, check_tensor_types, data_of, normalised, with_keys_in_rows
+from .call.inputs import Tensors, check_tensor_types, data_of
 from .call.spec import Options
 from .dispatch.device import describe_device
 from .dispatch.planner import decline_reason
@@ -42,37 +41,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explained(
-    options: Options,
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    seqused_q,
-    seqused_k,
-    q_descale,
-    k_descale,
-    v_descale,
-    device,
-) -> Explanation:
-    """The form of ``explain``."""
-    function, varlen = options.function, cu_seqlens_q is not None
-    options = options._replace(
-        max_seqlen_q=length(function, "max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=length(function, "max_seqlen_k", max_seqlen_k),
-    )
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if not varlen:
-        given = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
-        for name, value in (given | {"max_seqlen_k": max_seqlen_k}).items():
-            expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
-    elif cu_seqlens_k is None and all(isinstance(x, Tensor) for x in (k, v, cu_seqlens_q)):
-        tensors, longest = with_keys_in_rows(function, tensors, options.max_seqlen_k)
-        options = options._replace(max_seqlen_k=longest)
-    tensors = normalised(function, tensors, (q_descale, k_descale, v_descale))
+def explained(options: Options, tensors: Tensors, varlen: bool, device: object) -> Explanation:
+    """How the call runs on the device; of tensors that are not on meta None."""
+    function = options.function
     check_tensor_types(function, tensors, varlen)
     plan = ops.plan_on(_place(function, data_of(tensors.q), device), tensors, options)
     described = plan.launch.describe()

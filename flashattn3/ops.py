@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .backends import BACKENDS
 from .call import inputs, spec
-from .call.descales import EIGHT_BIT, out_dtype
+from .call.dtypes import EIGHT_BIT, out_dtype
 from .call.inputs import Scaled, Tensors, checked_key_of, flat, key_of, metadata_under
 from .call.problem import check, describe, in_rows
 from .call.spec import Options

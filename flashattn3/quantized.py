@@ -1,4 +1,4 @@
-"""Calls that quantize 16-bit tensors to 8 bits and attend: the forms of the fp8 functions."""
+"""Calls that quantize 16-bit tensors to 8 bits and attend."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import attention
+from .autograd import attend
 from .backends import BACKENDS
 from .call.arguments import boolean, integer
-from .call.descales import BLOCKS, EIGHT_BIT, best_qk_dtype, check_out_dtype, v_dtype
+from .call.descales import BLOCKS, check_out_dtype
+from .call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype, v_dtype
 from .call.inputs import Scaled, Tensors, check_tensor_types, checked_key_of, metadata_under
-from .call.problem import SIXTEEN_BIT, check, describe
+from .call.problem import check, describe, is_capped
 from .call.spec import Options, once_for_plain_values
 from .call.value_checks import check_values, is_checked
 from .dispatch.device import describe_device
 from .dispatch.planner import choose
 from .errors import expect, shown, type_error, value_error
 from .modes import is_plain, is_traced, refuse_gradients
-from .quantization import comes_permuted, scaled_qkv
+from .quantization import comes_permuted
 from .quantization.hadamard import is_rotatable
 
 QK_DTYPES = (None, *EIGHT_BIT)
@@ -46,40 +47,8 @@ class _Checked(NamedTuple):
     scales_k: bool
 
 
-def quantized(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block: int,
-    hadamard: bool,
-    qk_dtype: torch.dtype | None,
-    smooth_k: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
-    return _attended(Tensors(q, k, v), options, scheme, varlen=False)
-
-
-def quantized_varlen(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    block: int,
-    hadamard: bool,
-    qk_dtype: torch.dtype | None,
-    smooth_k: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    return _attended(tensors, options, Scheme(block, hadamard, qk_dtype, smooth_k), varlen=True)
-
-
-def _attended(
-    tensors: Tensors, options: Options, scheme: Scheme, varlen: bool
+def attend_quantized(
+    options: Options, tensors: Tensors, scheme: Scheme, varlen: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """tensors: q, k and v of 16 bits. All that is refused is refused before the first launch."""
     function = options.function
@@ -99,6 +68,8 @@ def _attended(
     block, hadamard, qk_dtype, smooth_k = scheme
     edges = tensors[3:5]
     longest = of_8_bits.max_seqlen_q, of_8_bits.max_seqlen_k
+    from .quantization.dispatch import scaled_qkv  # its custom operators import Triton
+
     q, of_q, k, of_k, v, of_v, mean = scaled_qkv(
         q, k, v, block, hadamard, *edges, *longest, qk_dtype, smooth_k
     )
@@ -116,8 +87,7 @@ def _attended(
         ),
         *tensors[3:],
     )
-    out, lse = attention(scaled, of_8_bits)
-    return (out, lse) if options.return_lse else out
+    return attend(scaled, of_8_bits)
 
 
 def _resolved(function: str, scheme: Scheme) -> Scheme:
@@ -193,5 +163,5 @@ def _check(tensors: Tensors, options: Options, scheme: Scheme) -> None:
     expect(scheme.block in BLOCKS, function, "block", f"one of {BLOCKS}", scheme.block)
     fits = not scheme.hadamard or is_rotatable(q.shape[-1])
     expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
-    capped = scheme.smooth_k and options.softcap > 0  # a cap sees what all keys have in common
+    capped = scheme.smooth_k and is_capped(options)
     expect(not capped, function, "smooth_k", "False with softcap", scheme.smooth_k)

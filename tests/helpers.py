@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashattn3.backends import BACKENDS, HOPPER
-from flashattn3.call.problem import FULL_PRECISION
+from flashattn3.call.dtypes import FULL_PRECISION
 from flashattn3.dispatch.device import DeviceInfo, default_lowering, describe_device
 from flashattn3.testing import (
     FORWARD_CASES,

@@ -81,7 +81,7 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
     from flashattn3.backends.triton.backend import BACKEND
     from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
     from flashattn3.backends.triton.launch import all_launches
-    from flashattn3.call.descales import EIGHT_BIT, v_dtype
+    from flashattn3.call.dtypes import EIGHT_BIT, v_dtype
     from flashattn3.call.inputs import Scaled, Tensors, metadata_of
     from flashattn3.call.problem import describe
     from flashattn3.call.spec import Options

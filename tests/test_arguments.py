@@ -28,7 +28,7 @@ from flashattn3 import (
 from flashattn3.backends import TRITON
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import Library
-from flashattn3.call.descales import EIGHT_BIT, FP8
+from flashattn3.call.dtypes import EIGHT_BIT, FP8
 from flashattn3.call.inputs import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options, _warn_of_zero_scale

@@ -22,7 +22,8 @@ from flashattn3 import (
     quantize_block_fp8,
 )
 from flashattn3.backends.triton.kernels.fp8 import as_float16
-from flashattn3.call.descales import BLOCKS, EIGHT_BIT, FP8, INT8
+from flashattn3.call.descales import BLOCKS
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8
 from flashattn3.call.inputs import Scaled, Tensors, flat
 from flashattn3.call.spec import Options
 from flashattn3.quantization import block_fp8

@@ -18,7 +18,8 @@ from flashattn3 import (
     flash_attn_varlen_func,
     quantize_block_fp8,
 )
-from flashattn3.call.descales import BLOCKS, EIGHT_BIT, FP8, INT8, OUT_DTYPES, Descales
+from flashattn3.call.descales import BLOCKS, Descales
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, OUT_DTYPES
 from flashattn3.call.inputs import Scaled, Tensors, metadata_of, normalised
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options

@@ -29,7 +29,7 @@ from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import Library
 from flashattn3.backends.triton.backend import TritonBackend
-from flashattn3.call.descales import EIGHT_BIT, FP8, INT8, v_dtype
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, v_dtype
 from flashattn3.call.inputs import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options

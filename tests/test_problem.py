@@ -16,7 +16,7 @@ from flashattn3 import (
     flash_attn_varlen_func,
 )
 from flashattn3.backends import BACKENDS
-from flashattn3.call.problem import DTYPES
+from flashattn3.call.dtypes import DTYPES
 
 pytestmark = pytest.mark.usefixtures("nothing_runs")
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashattn3 import flash_attn_func
 from flashattn3.backends.reference import backend as reference
 from flashattn3.backends.reference.backend import BACKEND, ReferenceConfig, ReferenceLaunch
-from flashattn3.call.descales import FP8, INT8
+from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.inputs import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options

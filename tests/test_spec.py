@@ -146,7 +146,7 @@ PRODUCT = [
     if path.suffix in (".py", ".pyi")
     and not {"bench", "testing", "demo", "integrations", "inference"} & {*path.parts}
 ]
-MOST_FILES = 12
+MOST_FILES = 9
 
 
 def names_in(path) -> set[str]:

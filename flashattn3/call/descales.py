@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import expect, value_error
+from .dtypes import EIGHT_BIT, OUT_DTYPES
 
 if TYPE_CHECKING:
     from .inputs import Metadata, Scaled
     from .spec import Options
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
-EIGHT_BIT = (FP8, INT8)  # dtypes of q and k that take descales
 BLOCKS = (64, 128, 256)  # tokens per descale; a descale may also cover a whole sequence
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # for 8-bit calls; first is the default
 
 
 class Descales(NamedTuple):
@@ -49,26 +47,6 @@ def num_blocks(seqlen: int, block: int) -> int:
     return max(1, -(-seqlen // block))
 
 
-def out_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """dtype of out. dtype: q's. asked: the out_dtype argument."""
-    return asked or (OUT_DTYPES[0] if dtype in EIGHT_BIT else dtype)
-
-
-def best_qk_dtype(head_dim: int, hadamard: bool) -> torch.dtype:
-    """Default dtype of quantized q and k.
-
-    int8 steps are uniform, finer than e4m3's once the rotation has removed outliers; without the
-    rotation one outlier makes the steps of its whole block coarse. Over more than 128 columns
-    e4m3's errors average out to the same level, and e4m3 is faster.
-    """
-    return INT8 if hadamard and head_dim <= 128 else FP8
-
-
-def v_dtype(dtype: torch.dtype) -> torch.dtype:
-    """dtype of v for q's dtype: v, like P, is e4m3 when q and k have 8 bits."""
-    return FP8 if dtype in EIGHT_BIT else dtype
-
-
 def check_scaled(
     function: str, sides: dict[str, Scaled], options: Options, batch: int, varlen: bool
 ) -> None:
@@ -87,7 +65,7 @@ def check_scaled(
         expect(x.layout in layouts, function, f"{name}.layout", f"one of {layouts}", x.layout)
     expect(k.hadamard == q.hadamard, function, "k.hadamard", f"{q.hadamard} as q's", k.hadamard)
     expect(not v.hadamard, function, "v.hadamard", "False: out would stay rotated", v.hadamard)
-    _check_means(function, q, k, v, options.softcap, batch)
+    _check_means(function, q, k, v, batch)
     heads_q, heads_kv = q.data.shape[-2], k.data.shape[-2]
     of_k = f"{heads_kv} (k's heads)"
     for name, heads, wanted in (
@@ -152,16 +130,12 @@ def block_of(
     raise value_error(function, f"{what}.shape[2]", wanted, found)
 
 
-def _check_means(
-    function: str, q: Scaled, k: Scaled, v: Scaled, softcap: float, batch: int
-) -> None:
+def _check_means(function: str, q: Scaled, k: Scaled, v: Scaled, batch: int) -> None:
     """Raise unless k alone has a mean, if any: float32 (batch, heads, head_dim)."""
     expect(q.mean is None, function, "q.mean", "None: it would change weights", "a tensor")
     expect(v.mean is None, function, "v.mean", "None: out would lack it", "a tensor")
     if k.mean is None:
         return
-    wanted = "0 where k has a mean: capped scores do not all move alike"
-    expect(softcap == 0, function, "softcap", wanted, softcap)
     shape = (batch, *k.data.shape[-2:])
     found, wanted = tuple(k.mean.shape), f"{shape} (batch, heads, head_dim)"
     expect(found == shape, function, "k.mean.shape", wanted, found)

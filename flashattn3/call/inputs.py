@@ -16,6 +16,7 @@ from ..errors import expect, shown, type_error
 from ..modes import is_traced
 from ..quantization import BlockScaled
 from .arguments import expect_strided
+from .spec import Options
 from .value_checks import check_same_values, is_checked
 
 # Address alignment that TMA and 16-byte vector loads need.
@@ -119,7 +120,7 @@ def key_of(tensors: Tensors) -> tuple:
             if x is None
             else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT_BYTES == 0)
             if type(x) is not Scaled
-            else Scaled(*key_of(x[:2]), *x[2:6], *key_of(x[6:]))
+            else Scaled(*key_of(x[:2]), *x[2:6], x.mean if x.mean is None else key_of(x[6:])[0])
             for x in tensors
         ]
     )
@@ -193,12 +194,12 @@ def _with_descale(x: Tensor, descale: Tensor | None) -> Tensor | Scaled:
     return Scaled(x, descale.unsqueeze(-1) if strided and descale.ndim == 2 else descale)
 
 
-def with_keys_in_rows(
-    function: str, tensors: Tensors, max_seqlen_k: int | None
-) -> tuple[Tensors, int]:
-    """Flatten k and v (batch, seqlen_k, heads, ·) to varlen form and build cu_seqlens_k; also the
-    longest sequence of k."""
-    k, v, edges = tensors.k, tensors.v, tensors.cu_seqlens_q
+def with_keys_in_rows(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
+    """Without cu_seqlens_k: flatten k and v (batch, seqlen_k, heads, ·) to varlen form, build
+    cu_seqlens_k and bound max_seqlen_k."""
+    k, v, edges, function = tensors.k, tensors.v, tensors.cu_seqlens_q, options.function
+    if tensors.cu_seqlens_k is not None or not all(isinstance(x, Tensor) for x in (k, v, edges)):
+        return tensors, options  # check_tensor_types raises for what is no tensor
     axes = "(batch, seqlen_k, heads, head_dim) where cu_seqlens_k is None"
     for name, x in (("k", k), ("v", v)):
         expect(x.ndim == 4, function, f"{name}.shape", axes, tuple(x.shape))
@@ -207,10 +208,11 @@ def with_keys_in_rows(
     expect(batch == entries, function, "k.shape[0]", f"{entries} (batch)", batch)
     wanted = f"{(batch, seqlen)} as k's"
     expect(v.shape[:2] == k.shape[:2], function, "v.shape[:2]", wanted, tuple(v.shape[:2]))
-    longest = seqlen if max_seqlen_k is None else min(seqlen, max_seqlen_k)
+    longest = options.max_seqlen_k
+    longest = seqlen if longest is None else min(seqlen, longest)
     edges = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * seqlen
     rows = {"k": k.flatten(0, 1), "v": v.flatten(0, 1), "cu_seqlens_k": edges}
-    return tensors._replace(**rows), longest
+    return tensors._replace(**rows), options._replace(max_seqlen_k=longest)
 
 
 def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:

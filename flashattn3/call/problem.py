@@ -13,14 +13,11 @@ from dataclasses import dataclass, make_dataclass
 import torch
 
 from ..errors import expect
-from .descales import EIGHT_BIT, Descales, block_of, check_scaled, descales_of, out_dtype, v_dtype
+from ..quantization import permuted_v
+from .descales import Descales, block_of, check_scaled, descales_of
+from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
 from .inputs import SIDES, Metadata, Scaled, Tensors, as_scaled, data_of
 from .spec import TO_BACKEND, Options, check_options
-
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-FULL_PRECISION = (torch.float32, torch.float64)
-DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, *EIGHT_BIT)  # dtypes of q
-CORE_KEYS = 16  # contiguous keys of permuted V (glossary: permuted V)
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,14 @@ class Problem(_Asked):
         return self.num_heads_q // self.num_heads_kv
 
     @property
+    def score_factors(self) -> dict[str, float]:
+        """The factors of a score, by name: kernels multiply by each."""
+        factors = {"softmax_scale": self.softmax_scale}
+        if self.softcap > 0:
+            factors["softmax_scale / softcap"] = self.softmax_scale / self.softcap
+        return factors
+
+    @property
     def masked(self) -> bool:
         return self.window_left >= 0 or self.window_right >= 0
 
@@ -113,8 +118,16 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
             expect(got == entries - 1, function, f"{name}.shape[0]", f"{entries - 1} (batch)", got)
     batch = entries - 1 if varlen else q.shape[0]
     sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
+    if sides["k"].mean is not None:
+        wanted = "0 where k has a mean: capped scores do not all move alike"
+        expect(not is_capped(options), function, "softcap", wanted, options.softcap)
     check_scaled(function, sides, options, batch, varlen)
     check_options(options)
+
+
+def is_capped(options: Options) -> bool:
+    """Whether a cap sees what all keys have in common."""
+    return options.softcap > 0
 
 
 def in_rows(function: str, tensors: Tensors) -> tuple[Metadata, Metadata, Metadata]:
@@ -128,18 +141,16 @@ def in_rows(function: str, tensors: Tensors) -> tuple[Metadata, Metadata, Metada
 def _unpermuted(function: str, k: Metadata, v: Scaled, edges: Metadata | None) -> Metadata:
     """Metadata of permuted v after it is unpermuted."""
     shape, head_dim, rank = v.data.shape, v.head_dim, len(k.shape) + 1
-    axes = f"{'(batch, ' if rank == 5 else '('}heads, keys / {CORE_KEYS}, columns, {CORE_KEYS})"
+    run = permuted_v.CORE_ROW_KEYS
+    axes = f"{'(batch, ' if rank == 5 else '('}heads, keys / {run}, columns, {run})"
     expect(len(shape) == rank, function, "v.shape", axes, tuple(shape))
     *lead, heads, groups, columns, width = shape
-    expect(width == CORE_KEYS, function, "v.shape[-1]", CORE_KEYS, width)
+    expect(width == run, function, "v.shape[-1]", run, width)
     wanted = f"at least {head_dim} (v's head_dim)"
     expect(columns >= head_dim, function, "v.shape[-2]", wanted, columns)
     seqlen = k.shape[-3]
-    # Each sequence takes whole groups of 32 permuted keys; with varlen, one more group each.
-    varlen = edges is not None
-    thirty_twos = seqlen // 32 + edges.shape[0] - 1 if varlen else -(-seqlen // 32)
-    wanted = f"{2 * thirty_twos} (k's seqlen)"
-    expect(groups == 2 * thirty_twos, function, "v.shape[-3]", wanted, groups)
+    expected = permuted_v.num_permuted_keys(seqlen, edges) // run
+    expect(groups == expected, function, "v.shape[-3]", f"{expected} (k's seqlen)", groups)
     stride = (seqlen * heads * head_dim, heads * head_dim, head_dim, 1)
     of = v.data
     return Metadata((*lead, seqlen, heads, head_dim), stride[-rank + 1 :], of.dtype, of.device)

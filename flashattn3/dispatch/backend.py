@@ -55,12 +55,9 @@ class Backend(Protocol):
 def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> str | None:
     """Why scores computed in dtype would overflow or vanish by the factors of a call, or None.
 
-    exponent: a factor must be 0 or between 2**-exponent and 2**exponent, as softcap itself is.
+    exponent: a factor must be 0 or between 2**-exponent and 2**exponent, as the cap itself is.
     """
-    factors = {"softmax_scale": problem.softmax_scale}
-    if problem.softcap > 0:
-        factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
-    for name, value in factors.items():
+    for name, value in problem.score_factors.items():
         if value != 0 and not 2.0**-exponent <= abs(value) <= 2.0**exponent:
             limits = f"0 or between 2**-{exponent} and 2**{exponent}"
             return f"computes scores in {dtype}: {name} must be {limits}, got {value:g}"

@@ -17,7 +17,7 @@ EIGHT_BIT = (E4M3, INT8)
 DTYPES = (*SIXTEEN_BIT, *EIGHT_BIT)
 HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
 HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = max(HEAD_DIMS["bf16"])
 # Largest shared memory of a CTA on compute capability 9.0.
 SHARED_MEMORY_BYTES = 227 * 1024
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, E4M3: 1, INT8: 1}

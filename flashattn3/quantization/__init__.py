@@ -7,7 +7,6 @@ from .block_fp8 import (
     lse_with_mean,
     quantize_block_fp8,
     quantize_qkv,
-    scaled_qkv,
 )
 
 __all__ = [
@@ -17,5 +16,4 @@ __all__ = [
     "lse_with_mean",
     "quantize_block_fp8",
     "quantize_qkv",
-    "scaled_qkv",
 ]

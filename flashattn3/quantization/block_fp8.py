@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import boolean, expect_strided, integer, length
-from ..call.descales import BLOCKS, EIGHT_BIT, FP8, INT8
+from ..call.descales import BLOCKS
+from ..call.dtypes import EIGHT_BIT, FP8, INT8
 from ..call.value_checks import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
 from ..modes import is_traced, refuse_gradients
@@ -205,8 +206,10 @@ def quantize_qkv(
     """Quantize q, k and v of one attention call as quantize_block_fp8 does, with its arguments. The
     caller has checked all arguments; q, k and v are 16-bit."""
     how = (block, hadamard, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype)
+    from . import dispatch
+
     with torch.no_grad():
-        *scaled, k_mean = scaled_qkv(q, k, v, *how, smooth_k)
+        *scaled, k_mean = dispatch.scaled_qkv(q, k, v, *how, smooth_k)
     q_data, q_descale, k_data, k_descale, v_data, v_descale = scaled
     layout = "permuted" if comes_permuted(v) else "rows"
     return (
@@ -221,29 +224,6 @@ def comes_permuted(v: Tensor) -> bool:
     from . import dispatch
 
     return dispatch.layout_of_v(v) == "permuted"
-
-
-def scaled_qkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block: int,
-    hadamard: bool,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    qk_dtype: torch.dtype,
-    smooth_k: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Quantize q, k and v; return data and descale of each, and k's mean, as plain tensors. The
-    Hopper library takes one launch, with smooth_k two.
-    """
-    from . import dispatch
-
-    mean = dispatch.sample_mean(k, cu_seqlens_k, max_seqlen_k) if smooth_k else None
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return *dispatch.quantize_qkv(q, k, v, block, hadamard, *lengths, qk_dtype, mean), mean
 
 
 def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:

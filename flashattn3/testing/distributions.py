@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.descales import FP8
+from ..call.dtypes import FP8
 from ..quantization import BlockScaled, quantize_block_fp8
 
 ROWS, HEADS = 128, 2  # query rows, the sequence's last, and heads of every case; batch 1

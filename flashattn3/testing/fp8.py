@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.descales import FP8, INT8, num_blocks
+from ..call.descales import num_blocks
+from ..call.dtypes import FP8, INT8
 from ..call.inputs import Tensors
 from ..quantization import BlockScaled, quantize_block_fp8
 from .cases import Case

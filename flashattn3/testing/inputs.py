@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..call.descales import EIGHT_BIT, INT8, v_dtype
+from ..call.dtypes import EIGHT_BIT, INT8, v_dtype
 from ..call.inputs import Tensors
 from .cases import Case
 

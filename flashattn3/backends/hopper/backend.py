@@ -10,16 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
-import torch
 from torch import Tensor
 
-from ...call.descales import EIGHT_BIT
+from ...call.dtypes import EIGHT_BIT, NAMES
 from ...call.inputs import Tensors, as_scaled
 from ...call.problem import Problem
 from ...dispatch.device import DeviceInfo
 from ...dispatch.kernel_configs import (
-    E4M3,
-    INT8,
     MAX_HEAD_DIM,
     BackwardConfig,
     ForwardConfig,
@@ -38,7 +35,6 @@ from .library import Library, library_for_gpu, mended_by
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / softcap.
 SMALLEST_GRADIENT_CAP = 2.0**-6
-DTYPE_NAMES = {**gpu_limits.DTYPE_NAMES, torch.float8_e4m3fn: E4M3, torch.int8: INT8}
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,7 @@ class HopperBackend:
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
         head_dim = max(problem.head_dim, problem.head_dim_v)
-        kernel_config = select_backward_config(DTYPE_NAMES[problem.dtype], head_dim)
+        kernel_config = select_backward_config(NAMES[problem.dtype], head_dim)
         if kernel_config is None or self._unusable_reason(kernel_config, problem) is not None:
             return None
         return None if 0 < problem.softcap < SMALLEST_GRADIENT_CAP else kernel_config
@@ -201,9 +197,7 @@ BACKEND = HopperBackend()
 
 def _kernel_config(problem: Problem) -> ForwardConfig:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return select_forward_config(
-        DTYPE_NAMES[problem.dtype], head_dim, problem.masked, problem.seqlen_k
-    )
+    return select_forward_config(NAMES[problem.dtype], head_dim, problem.masked, problem.seqlen_k)
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...call.descales import EIGHT_BIT
+from ...call.dtypes import EIGHT_BIT
 from ...call.inputs import ALIGNMENT_BYTES
 from ...dispatch.kernel_configs import BACKWARD_CONFIGS, FORWARD_CONFIGS
 

@@ -11,7 +11,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ...call.descales import EIGHT_BIT
+from ...call.dtypes import EIGHT_BIT
 from ...call.inputs import Tensors
 from ...call.problem import Problem
 from ...dispatch.device import DeviceInfo

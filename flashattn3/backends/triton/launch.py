@@ -11,17 +11,17 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ...call.descales import EIGHT_BIT, FP8, INT8, Descales, v_dtype
+from ...call.descales import Descales
+from ...call.dtypes import EIGHT_BIT, FP8, INT8, NAMES, v_dtype
 from ...call.inputs import Tensors, as_scaled
 from ...call.problem import Problem
 from ..conversions import with_dense_rows
-from ..gpu_limits import DTYPE_NAMES
 from .backend import TritonConfig
 from .kernels import backward, forward
 from .kernels.launch import Launch
 from .tile_configs import Tile, padded
 
-OPERAND_TYPES = {**DTYPE_NAMES, FP8: "u8", INT8: "i8"}  # forward inputs: e4m3 as bytes
+OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
 LOG2E = 1.4426950408889634
 SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
 LARGEST_EXACT_CAP = 256.0  # at this cap tanh's absolute error is 1e-4 in a score
@@ -198,7 +198,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     if fp8:
         constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])
     dtype, dtype_v = (OPERAND_TYPES[x] for x in (problem.dtype, v_dtype(problem.dtype)))
-    out_type = "fp32" if config.num_splits > 1 else DTYPE_NAMES[problem.out_dtype]
+    out_type = "fp32" if config.num_splits > 1 else NAMES[problem.out_dtype]
     descales = ("fp32" if descales else None for descales in _all_descales(problem))
     types = (dtype, dtype, dtype_v, out_type, "fp32", *_indices(problem), *descales)
     return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
@@ -217,7 +217,7 @@ def combine_launch(problem: Problem, config: TritonConfig) -> Launch:
         config.num_splits,
     )
     constants = _value_row(problem)
-    types = ("fp32", "fp32", DTYPE_NAMES[problem.out_dtype], "fp32")
+    types = ("fp32", "fp32", NAMES[problem.out_dtype], "fp32")
     grid = _row_grid(problem)
     return _launch(forward.combine_kernel, types, grid, scalars, constants, COMBINE_TILE, config)
 
@@ -290,7 +290,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
         "HAS_DLSE": has_dlse,
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
-    dtype = DTYPE_NAMES[problem.dtype]
+    dtype = NAMES[problem.dtype]
     dlse_type = "fp32" if has_dlse else None
     types = (dtype, dtype, "fp32", dlse_type, "fp32", "fp32", *_indices(problem)[::2])
     return _launch(
@@ -316,7 +316,7 @@ def _dkdv_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
     }
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
-    dtype = DTYPE_NAMES[problem.dtype]
+    dtype = NAMES[problem.dtype]
     types = (*(dtype,) * 4, "fp32", "fp32", dtype, dtype, *_indices(problem))
     return _launch(backward.bwd_dkdv_kernel, types, grid, scalars, constants, tile, config)
 
@@ -336,7 +336,7 @@ def _dq_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
-    dtype = DTYPE_NAMES[problem.dtype]
+    dtype = NAMES[problem.dtype]
     types = (*(dtype,) * 4, "fp32", "fp32", dtype, *_indices(problem))
     return _launch(backward.bwd_dq_kernel, types, grid, scalars, constants, tile, config)
 
