@@ -45,7 +45,7 @@ def attend(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]
 
 def _attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Compute out and lse, differentiably."""
-    q, k, v = tensors[:3]
+    q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
     if type(q) is Scaled:
         if _is_plain_8_bits(q, k, v):
             return forward_of(tensors, options)
@@ -72,21 +72,22 @@ def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:
 def _watched_or_scaled(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """A call with 8-bit inputs, tensors of other classes, a mode, a transform or the compiler."""
     check_tensor_types(options.function, tensors, tensors.cu_seqlens_q is not None)
-    q, k, v = map(data_of, tensors[:3])
+    q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
     if q.dtype in EIGHT_BIT:
         refuse_gradients(options.function, **tensors_by_name(tensors))
-    if not torch.compiler.is_compiling():
-        if is_transformed() or has_dual_level():
-            return _TransformedAttention.apply(*flat(tensors), options)
-        wanted = q.requires_grad or k.requires_grad or v.requires_grad
-        if wanted and torch.is_grad_enabled():
-            return _WatchedAttention.apply(q, k, v, tensors, options)
+    if torch.compiler.is_compiling():
+        return forward_operator(tensors, options)
+    if is_transformed() or has_dual_level():
+        return _TransformedAttention.apply(*flat(tensors), options)
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        return _WatchedAttention.apply(q, k, v, tensors, options)
     return _run_forward(tensors, options)
 
 
 def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Compute out and lse, not differentiably."""
-    if _operator_is_watched(*map(data_of, tensors[:3])):
+    q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
+    if _operator_is_watched(q, k, v):
         return forward_operator(tensors, options)
     return forward_of(tensors, options)
 

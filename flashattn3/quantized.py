@@ -13,9 +13,16 @@ from .backends import BACKENDS
 from .call.arguments import boolean, integer
 from .call.descales import BLOCKS, check_out_dtype
 from .call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype, v_dtype
-from .call.inputs import Scaled, Tensors, check_tensor_types, checked_key_of, metadata_under
+from .call.inputs import (
+    Scaled,
+    Tensors,
+    check_tensor_types,
+    checked_key_of,
+    indices_of,
+    metadata_under,
+)
 from .call.problem import check, describe, is_capped
-from .call.spec import Options, once_for_plain_values
+from .call.spec import Options
 from .call.value_checks import check_values, is_checked
 from .dispatch.device import describe_device
 from .dispatch.planner import choose
@@ -52,21 +59,26 @@ def attend_quantized(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """tensors: q, k and v of 16 bits. All that is refused is refused before the first launch."""
     function = options.function
-    q, k, v = tensors[:3]
+    q, k, v = tensors.q, tensors.k, tensors.v
     plain = type(q) is type(k) is type(v) is Tensor and is_plain()
     if varlen or not plain:
         check_tensor_types(function, tensors, varlen)
-    scheme = _resolved(function, scheme)
-    refuse_gradients(function, q=q, k=k, v=v)
+    if not plain or q.requires_grad or k.requires_grad or v.requires_grad:
+        scheme = _converted(function, *scheme)
+        refuse_gradients(function, q=q, k=k, v=v)
     if not plain and is_traced():
         checked = _checked(tensors, options, scheme)
     else:
-        checked = _checked_once(checked_key_of(function, tensors), options, scheme)
+        key = checked_key_of(function, tensors)
+        try:
+            checked = _checked_once(key, options, *scheme)
+        except TypeError:  # the scheme is not plain, or wrong
+            checked = _checked_once(key, options, *_converted(function, *scheme))
         if varlen and is_checked(q.device):
             check_values(tensors, options, q.shape[0], k.shape[0])
     scheme, of_8_bits, head_dim, scales_q, scales_k = checked
     block, hadamard, qk_dtype, smooth_k = scheme
-    edges = tensors[3:5]
+    edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     longest = of_8_bits.max_seqlen_q, of_8_bits.max_seqlen_k
     from .quantization.dispatch import scaled_qkv  # its custom operators import Triton
 
@@ -85,19 +97,9 @@ def attend_quantized(
             "rows" if head_dim is None else "permuted",
             head_dim,
         ),
-        *tensors[3:],
+        *indices_of(tensors),
     )
     return attend(scaled, of_8_bits)
-
-
-def _resolved(function: str, scheme: Scheme) -> Scheme:
-    """The scheme in plain values."""
-    if not torch.compiler.is_compiling():
-        try:
-            return _resolved_once(function, *scheme)
-        except (TypeError, ValueError):
-            pass  # _converted finds the words for it
-    return _converted(function, *scheme)
 
 
 def _converted(function: str, block, hadamard, qk_dtype, smooth_k) -> Scheme:
@@ -111,14 +113,16 @@ def _converted(function: str, block, hadamard, qk_dtype, smooth_k) -> Scheme:
     return Scheme(block, hadamard, qk_dtype, smooth_k)
 
 
-_resolved_once = once_for_plain_values(_converted)
+@lru_cache(maxsize=4096, typed=True)
+def _checked_once(key: tuple, options: Options, *scheme: object) -> _Checked:
+    """Run _checked and the planner on metadata. The result is cached: a call is checked once.
 
-
-@lru_cache(maxsize=4096)
-def _checked_once(key: tuple, options: Options, scheme: Scheme) -> _Checked:
-    """Run _checked and the planner on metadata. The result is cached: a call is checked once."""
+    TypeError for a scheme that is not plain values: equal ones of other types are other calls.
+    """
+    if not all(value is None or type(value) in _PLAIN for value in scheme):
+        raise TypeError
     tensors = Tensors(*metadata_under(key))
-    checked = _checked(tensors, options, scheme)
+    checked = _checked(tensors, options, _converted(options.function, *scheme))
     dtype = checked.scheme.qk_dtype
     eight_bit = {
         name: getattr(tensors, name)._replace(dtype=to)
@@ -129,9 +133,12 @@ def _checked_once(key: tuple, options: Options, scheme: Scheme) -> _Checked:
     return checked
 
 
+_PLAIN = (int, bool, torch.dtype)
+
+
 def _checked(tensors: Tensors, options: Options, scheme: Scheme) -> _Checked:
     """Check the 16-bit tensors, or their metadata."""
-    q, k, v, edges = tensors[:4]
+    q, k, v, edges = tensors.q, tensors.k, tensors.v, tensors.cu_seqlens_q
     if scheme.qk_dtype is None and q.shape:
         scheme = scheme._replace(qk_dtype=best_qk_dtype(q.shape[-1], scheme.hadamard))
     _check(tensors, options, scheme)

@@ -36,6 +36,7 @@ def test_public_signatures_have_the_fields_and_their_defaults(function):
     parameters = inspect.signature(function).parameters
     options = parameters.keys() - TENSORS - set(Scheme._fields)
     assert options <= spec.FIELD.keys()
+    assert "backend" in options  # its default is the one in force
     required = {"max_seqlen_q", "max_seqlen_k"}
     for name in options - required:
         assert parameters[name].default == spec.FIELD[name].default, name

@@ -75,8 +75,13 @@ NUM_FLAT = len(SIDES) * len(Scaled._fields) + len(Tensors._fields) - len(SIDES)
 
 def flat(tensors: Tensors) -> tuple:
     """The tensors as arguments of the forward operator."""
-    q, k, v, *indices = tensors
-    return (*as_scaled(q), *as_scaled(k), *as_scaled(v), *indices)
+    sides = (*as_scaled(tensors.q), *as_scaled(tensors.k), *as_scaled(tensors.v))
+    return (*sides, *indices_of(tensors))
+
+
+def indices_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """What follows q, k and v; torch 2.8 traces no slice of a NamedTuple."""
+    return tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k
 
 
 def of_flat(values: tuple) -> Tensors:
@@ -120,7 +125,7 @@ def key_of(tensors: Tensors) -> tuple:
             if x is None
             else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT_BYTES == 0)
             if type(x) is not Scaled
-            else Scaled(*key_of(x[:2]), *x[2:6], x.mean if x.mean is None else key_of(x[6:])[0])
+            else (*key_of((x.data, x.descale, x.mean)), *x[2:6])
             for x in tensors
         ]
     )
@@ -140,18 +145,14 @@ TENSORS_OF_8_BITS = ("data", "descale", "mean")
 
 def metadata_under(key: tuple) -> tuple[Metadata | Scaled | None, ...]:
     """The metadata of the tensors with this key; a ``Scaled`` has that of its own tensors."""
-    return tuple(
-        None
-        if x is None
-        else Metadata(*x)
-        if type(x) is not Scaled
-        else x._replace(
-            data=Metadata(*x.data),
-            descale=x.descale and Metadata(*x.descale),
-            mean=x.mean and Metadata(*x.mean),
-        )
-        for x in key
-    )
+    return tuple(map(_metadata_under, key))
+
+
+def _metadata_under(key: tuple | None) -> Metadata | Scaled | None:
+    if key is None or len(key) == len(Metadata._fields):
+        return key and Metadata(*key)
+    data, descale, mean = metadata_under(key[:3])
+    return Scaled(data, descale, *key[3:], mean)
 
 
 def metadata_of(tensor: Tensor | Scaled | None) -> Metadata | Scaled | None:
@@ -169,7 +170,7 @@ def normalised(
         if descales[0] is None and descales[1] is None and descales[2] is None:
             return tensors
         sides = [_with_descale(x, of) for x, of in zip((q, k, v), descales, strict=True)]
-        return Tensors(*sides, *tensors[3:])
+        return Tensors(*sides, *indices_of(tensors))
     scaled = []
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k
     for side, x, descale, given in zip(SIDES, (q, k, v), descales, edges, strict=True):
@@ -184,7 +185,7 @@ def normalised(
         head_dim = x.shape[-1] if x.layout == "permuted" else None
         descale, block = (x.descale, x.block) if tokens else (None, None)
         scaled.append(Scaled(x.data, descale, block, x.hadamard, x.layout, head_dim, x.mean))
-    return Tensors(*scaled, *tensors[3:])
+    return Tensors(*scaled, *indices_of(tensors))
 
 
 def _with_descale(x: Tensor, descale: Tensor | None) -> Tensor | Scaled:
@@ -233,7 +234,8 @@ def _check_edges(function: str, what: str, own: Tensor | None, given: object) ->
 def tensors_by_name(tensors: Tensors) -> dict[str, Tensor | None]:
     """Every tensor under the name that messages use, descales after the others."""
     named = {name: data_of(x) for name, x in zip(Tensors._fields, tensors, strict=True)}
-    for side, x in zip(SIDES, tensors, strict=False):
+    for side in SIDES:
+        x = getattr(tensors, side)
         if type(x) is Scaled:
             named[f"{side}_descale"] = x.descale
             named[f"{side}.mean"] = x.mean

@@ -178,17 +178,19 @@ def check_options(options: Options) -> None:
 
 def convert(function: str, given: dict[str, object]) -> Options:
     """The options of a call. given: arguments by name; the others have their defaults."""
-    found = dict(zip(_NAMES, _DEFAULTS, strict=True))
+    found: dict[str, object] = {}
     for field in FIELDS:
         name = field.name
-        value = field.convert(function, name, given.get(name, field.default))
+        if name not in given:  # Options has the default, which torch.compile would guard here
+            continue
+        value = field.convert(function, name, given[name])
         if not field.type and not field.parts:
             if value is not None if field.default is None else value != field.default:
                 refuse(function, name, field.default, given[name])
         elif not field.parts:
             found[name] = value
         elif len(field.parts) == 1:
-            found[field.parts[0]] = found[field.parts[0]] or value
+            found[field.parts[0]] = found.get(field.parts[0], False) or value
         else:
             found.update(zip(field.parts, value, strict=True))
     return Options(**found, function=function)
