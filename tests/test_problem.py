@@ -29,7 +29,7 @@ def nothing_runs(monkeypatch):
         pytest.fail(f"the {self.name} backend was reached")
 
     for backend in BACKENDS:
-        monkeypatch.setattr(type(backend), "forward", reached)
+        monkeypatch.setattr(type(backend), "prepare", reached)
 
 
 def zeros(*shape, dtype=torch.float16, device="cpu"):
