@@ -1,4 +1,4 @@
-"""Writes the types of the public functions, flashattn3/api.pyi and fp8.pyi, from their sources.
+"""Writes the types of the public functions, flashattn3/api.pyi, from its source.
 
 A function that returns the log-sum-exp on request has an overload for each answer, which would
 stand four times in the source. ``python .ci/stubs.py`` writes; a test compares.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flashattn3"
-STUBBED = ("api", "fp8")
+STUBBED = ("api",)
 FLAGS = ("return_attn_probs", "return_lse")
 PLAIN, WITH_LSE = "Tensor", "tuple[Tensor, Tensor]"
 # The flags that are literal, and what then is returned; the last takes bools known at run time.
@@ -43,6 +43,7 @@ def stub(source: str) -> str:
 def overloads(function: ast.FunctionDef) -> Iterator[ast.FunctionDef]:
     names = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
     if not function.name.startswith("flash_attn_") or "return_lse" not in names:
+        function.decorator_list = []
         yield bodiless(function)
         return
     for literals, returned in OVERLOADS:

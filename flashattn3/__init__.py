@@ -2,21 +2,19 @@
 capability."""
 
 from .api import (
-    Explanation,
-    available_backends,
     explain,
+    flash_attn_fp8_func,
     flash_attn_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    use_backend,
-)
-from .errors import UnsupportedError
-from .fp8 import flash_attn_fp8_func, flash_attn_varlen_fp8_func
-from .packed import (
     flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_fp8_func,
+    flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .dispatch.selection import use_backend
+from .errors import UnsupportedError
+from .explanation import Explanation, available_backends
 from .quantization import BlockScaled, quantize_block_fp8
 
 __version__ = "0.1.0"

@@ -1,28 +1,174 @@
-"""The public functions. Names, order and defaults follow the FlashAttention-3 interface."""
+"""The public functions: signatures and documentation. Names, order and defaults follow the
+FlashAttention-3 interface; the packed forms other than qkvpacked are FlashAttention-2's.
+
+``public`` (call/spec.py) makes the functions: it reads the options by their fields and passes them
+on to the form below that takes the tensors.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import ops
-from .autograd import attention
-from .backends import BACKENDS
-from .call.arguments import boolean, expect_strided, integer, length, real, window
-from .call.inputs import resolved, with_mean_of_keys
-from .call.problem import Options, Tensors, refuse
-from .dispatch.device import describe_device
-from .dispatch.planner import decline_reason
+from .autograd import attend
+from .call.arguments import expect_strided, integer, length
+from .call.inputs import Tensors, check_tensor_types, normalised, with_keys_in_rows
+from .call.spec import Options, public
 from .errors import expect, shown, type_error, value_error
+from .explanation import Explanation, explained
 from .quantization import BlockScaled
+from .quantized import Scheme, attend_quantized
 
 
+def _dense(options: Options, q, k, v, q_descale=None, k_descale=None, v_descale=None):
+    tensors = normalised(options.function, Tensors(q, k, v), (q_descale, k_descale, v_descale))
+    return attend(tensors, options)
+
+
+def _varlen(
+    options: Options,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q=None,
+    seqused_k=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+):
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    tensors, options = with_keys_in_rows(tensors, options)
+    tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
+    if cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        check_tensor_types(options.function, tensors, varlen=True)
+    return attend(tensors, options)
+
+
+def _qkv(options: Options, qkv, num_heads_q, q_descale, k_descale, v_descale):
+    parts = _unpacked(options.function, qkv, num_heads_q)
+    return _dense(options, *parts, q_descale, k_descale, v_descale)
+
+
+def _kv(options: Options, q, kv):
+    axes = "(batch, seqlen_k, 2, num_heads_kv, head_dim)"
+    return _dense(options, q, *_parts(options.function, "kv", kv, axes))
+
+
+def _varlen_qkv(options: Options, qkv, cu_seqlens, max_seqlen):
+    function = options.function
+    parts = _parts(function, "qkv", qkv, "(total, 3, heads, head_dim)")
+    edges = _tensor(function, "cu_seqlens", cu_seqlens)
+    longest = length(function, "max_seqlen_q", max_seqlen)
+    options = options._replace(max_seqlen_q=longest, max_seqlen_k=longest)
+    return _varlen(options, *parts, edges, edges)
+
+
+def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k):
+    function = options.function
+    parts = _parts(function, "kv", kv, "(total_k, 2, num_heads_kv, head_dim)")
+    edges_q = _tensor(function, "cu_seqlens_q", cu_seqlens_q)
+    edges_k = _tensor(function, "cu_seqlens_k", cu_seqlens_k)
+    return _varlen(options, q, *parts, edges_q, edges_k)
+
+
+def _quantized(options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k):
+    scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
+    return attend_quantized(options, Tensors(q, k, v), scheme, varlen=False)
+
+
+def _varlen_quantized(
+    options: Options,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    block,
+    hadamard,
+    qk_dtype,
+    smooth_k,
+):
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
+    return attend_quantized(options, tensors, scheme, varlen=True)
+
+
+def _explained(
+    options: Options,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q,
+    seqused_k,
+    q_descale,
+    k_descale,
+    v_descale,
+    device,
+):
+    function, varlen = options.function, cu_seqlens_q is not None
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    options = options._replace(**{name: length(function, name, x) for name, x in lengths.items()})
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if varlen:
+        tensors, options = with_keys_in_rows(tensors, options)
+    else:
+        for name, value in {"cu_seqlens_k": cu_seqlens_k, **lengths}.items():
+            expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
+    tensors = normalised(function, tensors, (q_descale, k_descale, v_descale))
+    return explained(options, tensors, varlen, device)
+
+
+def _unpacked(function: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    if not isinstance(qkv, Tensor):
+        raise type_error(function, "qkv", "a torch.Tensor", shown(qkv))
+    expect_strided(function, "qkv", qkv)
+    if num_heads_q is None:
+        if qkv.ndim != 5 or qkv.shape[2] != 3:
+            wanted = "(batch, seqlen, 3, heads, head_dim) without num_heads_q"
+            raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
+        return qkv.unbind(dim=2)
+    num_heads_q = integer(function, "num_heads_q", num_heads_q)
+    if qkv.ndim == 5:
+        raise value_error(function, "num_heads_q", "None where qkv has five axes", num_heads_q)
+    if qkv.ndim != 4:
+        wanted = "(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with num_heads_q"
+        raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
+    rest = qkv.shape[2] - num_heads_q
+    if num_heads_q < 1 or rest < 2 or rest % 2:
+        wanted = f"at least 1 and leave an even number of qkv's {qkv.shape[2]} heads for k and v"
+        raise value_error(function, "num_heads_q", wanted, num_heads_q)
+    return qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
+
+
+def _parts(function: str, name: str, packed: Tensor, axes: str) -> tuple[Tensor, ...]:
+    """The views of q, k and v, or of k and v, along the third axis from behind.
+
+    axes: those wanted, in words.
+    """
+    packed, words = _tensor(function, name, packed), axes.split(", ")
+    fits = packed.ndim == len(words) and str(packed.shape[-3]) == words[-3]
+    expect(fits, function, f"{name}.shape", axes, tuple(packed.shape))
+    return packed.unbind(-3)
+
+
+def _tensor(function: str, name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise type_error(function, name, "a torch.Tensor", shown(value))
+    expect_strided(function, name, value)
+    return value
+
+
+@public(_dense)
 def flash_attn_func(
     q: Tensor | BlockScaled,
     k: Tensor | BlockScaled,
@@ -107,26 +253,9 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention-2 (arXiv 2307.08691); Shah et al., FlashAttention-3 (arXiv
         2407.08608).
     """
-    options = options_of(
-        "flash_attn_func",
-        softmax_scale=softmax_scale,
-        causal=causal,
-        qv=qv,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=backend,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
-    tensors = Tensors(q, k, v, None, None, None, None, q_descale, k_descale, v_descale)
-    return attended(tensors, options, False, return_lse, return_attn_probs)
 
 
+@public(_varlen)
 def flash_attn_varlen_func(
     q: Tensor | BlockScaled,
     k: Tensor | BlockScaled,
@@ -185,41 +314,9 @@ def flash_attn_varlen_func(
             FLASHATTN3_CHECK=1, because that reads them on the host; without it wrong values give
             wrong numbers but are never used to read or write outside the tensors.
     """
-    options = options_of(
-        "flash_attn_varlen_func",
-        softmax_scale=softmax_scale,
-        causal=causal,
-        qv=qv,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=backend,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
-    indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
-    return attended(tensors, options, True, return_lse, return_attn_probs)
 
 
-def attended(
-    tensors: Tensors, options: Options, varlen: bool, return_lse: bool, return_attn_probs: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """What a call returns. tensors: as the caller gave them."""
-    with_lse = boolean(options.function, "return_lse", return_lse)
-    with_lse |= boolean(options.function, "return_attn_probs", return_attn_probs)
-    out, lse = attention(*resolved(tensors, options, varlen))
-    if not with_lse:
-        return out
-    return out, with_mean_of_keys(lse, tensors.q, tensors.k, options.softmax_scale)
-
-
+@public(_qkv)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -248,145 +345,183 @@ def flash_attn_qkvpacked_func(
         num_heads_q: query heads of the four-dimensional form; None for the five-dimensional one.
         All other arguments, the result and the errors are those of ``flash_attn_func``.
     """
-    options = options_of(
-        "flash_attn_qkvpacked_func",
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=backend,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
-    q, k, v = _unpacked(options.function, qkv, num_heads_q)
-    descales = q_descale, k_descale, v_descale
-    tensors = Tensors(q, k, v, None, None, None, None, *descales)
-    return attended(tensors, options, False, return_lse, return_attn_probs)
 
 
-def _unpacked(function: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    if not isinstance(qkv, Tensor):
-        raise type_error(function, "qkv", "a torch.Tensor", shown(qkv))
-    expect_strided(function, "qkv", qkv)
-    if num_heads_q is None:
-        if qkv.ndim != 5 or qkv.shape[2] != 3:
-            wanted = "(batch, seqlen, 3, heads, head_dim) without num_heads_q"
-            raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
-        return qkv.unbind(dim=2)
-    num_heads_q = integer(function, "num_heads_q", num_heads_q)
-    if qkv.ndim == 5:
-        raise value_error(function, "num_heads_q", "None where qkv has five axes", num_heads_q)
-    if qkv.ndim != 4:
-        wanted = "(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with num_heads_q"
-        raise value_error(function, "qkv.shape", wanted, tuple(qkv.shape))
-    rest = qkv.shape[2] - num_heads_q
-    if num_heads_q < 1 or rest < 2 or rest % 2:
-        wanted = f"at least 1 and leave an even number of qkv's {qkv.shape[2]} heads for k and v"
-        raise value_error(function, "num_heads_q", wanted, num_heads_q)
-    return qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
-
-
-def options_of(
-    function: str,
+@public(_kv)
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    use_fast_accum=False,
-    backend=None,
-    out_dtype=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-) -> Options:
-    """The arguments that are not tensors as plain Python values, refused by name where they are of
-    the wrong kind or nothing supports them yet."""
-    if qv is not None:
-        _refuse_qv(function, qv)
-    if integer(function, "attention_chunk", attention_chunk) != 0:
-        refuse(function, "attention_chunk", 0, attention_chunk)
-    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
-        raise type_error(function, "out_dtype", "a torch.dtype or None", shown(out_dtype))
-    if softmax_scale is not None:
-        softmax_scale = real(function, "softmax_scale", softmax_scale)
-        if softmax_scale == 0 and not torch.compiler.is_compiling():
-            _warn_of_zero_scale(function)
-    if causal is None:
-        raise type_error(function, "causal", "a bool", f"None{FA2_ORDER}")
-    left, right = window(function, "window_size", window_size)
-    return Options(
-        max_seqlen_q=length(function, "max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=length(function, "max_seqlen_k", max_seqlen_k),
-        softmax_scale=softmax_scale,
-        causal=boolean(function, "causal", causal),
-        window_left=left,
-        window_right=right,
-        softcap=real(function, "softcap", softcap),
-        num_splits=integer(function, "num_splits", num_splits),
-        pack_gqa=None if pack_gqa is None else boolean(function, "pack_gqa", pack_gqa),
-        deterministic=boolean(function, "deterministic", deterministic),
-        sm_margin=integer(function, "sm_margin", sm_margin),
-        use_fast_accum=boolean(function, "use_fast_accum", use_fast_accum),
-        backend=ops.backend_in_force(function, backend),
-        out_dtype=out_dtype,
-        function=function,
-    )
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flash_attn_func`` for keys and values in one tensor, viewed and never copied.
 
-
-FA2_ORDER = (
-    "; after q, k and v FlashAttention-2 has dropout_p, softmax_scale and causal, FlashAttention-3 "
-    "and this function softmax_scale, causal and qv: pass them by name"
-)
-
-
-def _refuse_qv(function: str, qv: object) -> None:
-    if isinstance(qv, Tensor):
-        refuse(function, "qv", None, qv)
-    raise type_error(function, "qv", None, f"{shown(qv)}{FA2_ORDER}")
-
-
-@cache
-def _warn_of_zero_scale(function: str) -> None:
-    """Once for each function."""
-    warnings.warn(
-        f"{function}: softmax_scale is 0, so all keys weigh the same{FA2_ORDER}", stacklevel=4
-    )
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """How a call would run. str() gives it as text.
-
-    declined: every other backend's name and why it does not run the call.
-    unused_hints: name of each hint given that the backend runs without, and why.
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim).
+        kv: (batch, seqlen_k, 2, num_heads_kv, head_dim).
+        dropout_p, alibi_slopes: at FlashAttention-2's places; nothing but 0 and None is supported.
+        All other arguments, the result and the errors are those of ``flash_attn_func``.
     """
 
-    backend: str
-    device: str
-    config: dict[str, object]
-    grid: tuple[int, ...] | None
-    shared_memory_bytes: int | None
-    declined: dict[str, str]
-    unused_hints: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        lines = [f"backend: {self.backend} on {self.device}"]
-        lines += [f"  {name}: {value}" for name, value in self.config.items()]
-        for name, reason in self.unused_hints.items():
-            lines.append(f"  {name} has no effect: {self.backend} {reason}")
-        lines += [f"not {name}: {reason}" for name, reason in self.declined.items()]
-        return "\n".join(lines)
+@public(_varlen_qkv)
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flash_attn_varlen_func`` for queries, keys and values in one tensor, never copied.
+
+    Args:
+        qkv: (total, 3, heads, head_dim).
+        cu_seqlens, max_seqlen: of queries and keys, as for ``flash_attn_varlen_func``.
+        dropout_p, alibi_slopes: at FlashAttention-2's places; nothing but 0 and None is supported.
+        All other arguments, the result and the errors are those of ``flash_attn_varlen_func``.
+    """
 
 
+@public(_varlen_kv)
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flash_attn_varlen_func`` for keys and values in one tensor, viewed and never copied.
+
+    Args:
+        q: (total_q, num_heads_q, head_dim).
+        kv: (total_k, 2, num_heads_kv, head_dim).
+        dropout_p, alibi_slopes: at FlashAttention-2's places; nothing but 0 and None is supported.
+        All other arguments, the result and the errors are those of ``flash_attn_varlen_func``.
+    """
+
+
+@public(_quantized)
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention in 8 bits on 16-bit tensors: quantizes q, k, v in blocks and attends, in one call.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16 or bfloat16.
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim) and (batch, seqlen_k, num_heads_kv,
+            head_dim_v), in q's dtype.
+        block: tokens of a head that share a scale: 64, 128 or 256.
+        hadamard: rotate q and k first, which spreads outliers over the head dim; head_dim must
+            then be a power of two.
+        qk_dtype: of quantized q and k, torch.int8 or torch.float8_e4m3fn; v becomes float8_e4m3fn.
+            None: int8 with hadamard and head dims up to 128, else float8_e4m3fn
+            (``call.dtypes.best_qk_dtype`` says why).
+        smooth_k: subtract from k, before it is rotated, a vector for each head near its mean. No
+            probability changes, and scores are finer where the keys have a large component in
+            common. Not with softcap.
+        out_dtype: float16, bfloat16 or, on the reference backend, float32; None stands for q's.
+        All other arguments are those of ``flash_attn_func``.
+
+    Returns: what ``flash_attn_func`` does, in out_dtype.
+
+    Raises: what ``flash_attn_func`` does; UnsupportedError where a tensor requires a gradient,
+        unless under ``torch.no_grad()``.
+
+    Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3.
+    """
+
+
+@public(_varlen_quantized)
+def flash_attn_varlen_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flash_attn_fp8_func`` over sequences of different lengths, packed one after another.
+
+    Rows beyond seqused do not count in the result, but in the scale of their block and the vectors
+    of smooth_k, one for each sequence and head; one that is not finite makes its block
+    of int8 NaN.
+
+    Args: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·), of 16 bits; the
+        others are those of ``flash_attn_varlen_func`` and ``flash_attn_fp8_func``, as are the
+        results and the errors.
+    """
+
+
+@public(_explained)
 def explain(
     q: Tensor | BlockScaled,
     k: Tensor | BlockScaled,
@@ -427,110 +562,3 @@ def explain(
 
     Raises: what the call would raise.
     """
-    function, varlen = "explain", cu_seqlens_q is not None
-    if not varlen:
-        given = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
-        for name, value in (given | {"max_seqlen_k": max_seqlen_k}).items():
-            expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
-    for name, flag in (("return_lse", return_lse), ("return_attn_probs", return_attn_probs)):
-        boolean(function, name, flag)
-    options = options_of(
-        function,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        qv=qv,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        backend=backend,
-        out_dtype=out_dtype,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        use_fast_accum=use_fast_accum,
-    )
-    indices = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    tensors = Tensors(q, k, v, *indices, q_descale, k_descale, v_descale)
-    tensors, options = resolved(tensors, options, varlen)
-    plan = ops.plan_on(_place(function, tensors.q, device), tensors, options)
-    described = plan.config.describe()
-    declined = dict(plan.declined)
-    for backend in BACKENDS:
-        if backend.name != plan.backend.name and backend.name not in declined:
-            reason = decline_reason(backend, plan.problem, plan.device)
-            declined[backend.name] = reason or f"{plan.backend.name} comes first"
-    return Explanation(
-        backend=plan.backend.name,
-        device=plan.device.name,
-        config=described,
-        grid=described.get("grid"),
-        shared_memory_bytes=described.get("shared_memory_bytes"),
-        declined=declined,
-        unused_hints=plan.unused_hints,
-    )
-
-
-def _place(function: str, q: Tensor, device: object) -> torch.device:
-    """The device of a call; of meta tensors the one that is named, or this machine's first."""
-    if not q.is_meta:
-        expect(device is None, function, "device", "None unless q is on meta", shown(device))
-        return q.device
-    return _device(function, _here() if device is None else device)
-
-
-def _here() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def available_backends(device: torch.device | str | None = None) -> list[str]:
-    """Names of the backends that can run on a device, in the order in which dispatch asks them.
-
-    device: None stands for the current GPU, or the CPU where there is none.
-    """
-    if device is None:
-        device = _here()
-    info = describe_device(_device("available_backends", device))
-    return [backend.name for backend in BACKENDS if backend.unavailable_reason(info) is None]
-
-
-def _device(function: str, device: object) -> torch.device:
-    """A device of this machine; of GPUs the current one where no index is given."""
-    wanted = "a torch.device or its name"
-    if not isinstance(device, (str, torch.device)):
-        raise type_error(function, "device", wanted, shown(device))
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise value_error(function, "device", wanted, shown(device)) from None
-    if found.type != "cuda":
-        return found
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = 0 <= (found.index or 0) < count  # torch reads "cuda:1000" as index -24
-    expect(here, function, "device", f"one of this machine's {count} GPUs or a CPU", shown(device))
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-
-
-@contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Within the block, every call in this thread (or task) that names no backend runs on this one.
-
-    It never falls back: a call that the backend does not take raises UnsupportedError. For a
-    compiled function the block around its run counts, not the one around its compilation; a block
-    inside it counts for the calls there. A gradient runs on the backend of its forward.
-    """
-    ops.known_backend("use_backend", "name", name)
-    if torch.compiler.is_compiling():
-        ops.traced_backends.append(name)
-        try:
-            yield
-        finally:
-            ops.traced_backends.pop()
-        return
-    token = ops.named_backend.set(name)
-    try:
-        yield
-    finally:
-        ops.named_backend.reset(token)

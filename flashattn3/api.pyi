@@ -1,12 +1,10 @@
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from .call.problem import Options, Tensors
+from .explanation import Explanation
 from .quantization import BlockScaled
 
 @overload
@@ -233,9 +231,6 @@ def flash_attn_varlen_func(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-def attended(
-    tensors: Tensors, options: Options, varlen: bool, return_lse: bool, return_attn_probs: bool
-) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
@@ -320,38 +315,380 @@ def flash_attn_qkvpacked_func(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-def options_of(
-    function: str,
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
     *,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    use_fast_accum=False,
-    backend=None,
-    out_dtype=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-) -> Options: ...
-
-@dataclass(frozen=True)
-class Explanation:
-    backend: str
-    device: str
-    config: dict[str, object]
-    grid: tuple[int, ...] | None
-    shared_memory_bytes: int | None
-    declined: dict[str, str]
-    unused_hints: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str: ...
-
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    *,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    *,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: Literal[False] = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: Literal[True],
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: Literal[False] = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: Literal[True],
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def explain(
     q: Tensor | BlockScaled,
     k: Tensor | BlockScaled,
@@ -383,6 +720,3 @@ def explain(
     use_fast_accum: bool = False,
     device: torch.device | str | None = None,
 ) -> Explanation: ...
-def available_backends(device: torch.device | str | None = None) -> list[str]: ...
-@contextmanager
-def use_backend(name: str) -> Iterator[None]: ...

@@ -1,7 +1,7 @@
 """The derivative of attention: for eager calls, for torch.func's transforms, for torch.compile.
 
-Eager calls and transforms use autograd functions, which take the tensors and one Options object;
-the compiler sees the operators, for which the same derivative is registered.
+Eager calls and transforms use autograd functions; the compiler sees the operators, for which the
+same derivative is registered. A call that nothing watches bypasses the dispatcher.
 """
 
 from __future__ import annotations
@@ -11,57 +11,130 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .call.problem import Options, Tensors
-from .modes import has_dual_level, is_transformed, no_tangent
-from .ops import NUM_TENSORS, run_backward, run_forward
+from .call.dtypes import EIGHT_BIT
+from .call.inputs import (
+    NUM_FLAT,
+    Scaled,
+    Tensors,
+    check_tensor_types,
+    data_of,
+    flat,
+    of_flat,
+    tensors_by_name,
+)
+from .call.spec import Options
+from .modes import (
+    has_dual_level,
+    is_plain,
+    is_traced,
+    is_transformed,
+    no_tangent,
+    refuse_gradients,
+)
+from .ops import backward_of, forward_of, forward_operator
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
+NUM_TENSORS = len(Tensors._fields)
 
 
-def attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and lse of one call, differentiably. The public functions call it."""
-    if not torch.compiler.is_compiling() and _is_differentiated(tensors):
-        function = _TransformedAttention if is_transformed() else _Attention
-        return function.apply(*tensors, options)
-    return run_forward(tensors, options)
+def attend(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what a call returns: out, or out and lse. The public functions call it."""
+    out, lse = _attention(tensors, options)
+    return (out, lse) if options.return_lse else out
 
 
-def _is_differentiated(tensors: Tensors) -> bool:
-    wanted = tensors.q.requires_grad or tensors.k.requires_grad or tensors.v.requires_grad
-    return (wanted and torch.is_grad_enabled()) or has_dual_level() or is_transformed()
+def _attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Compute out and lse, differentiably."""
+    q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
+    if type(q) is Scaled:
+        if _is_plain_8_bits(q, k, v):
+            return forward_of(tensors, options)
+        return _watched_or_scaled(tensors, options)
+    if not (type(q) is type(k) is type(v) is Tensor and is_plain() and not q.is_meta):
+        return _watched_or_scaled(tensors, options)
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        if q.dtype in EIGHT_BIT:
+            refuse_gradients(options.function, q=q, k=k, v=v)
+        return _Attention.apply(q, k, v, tensors, options)
+    return forward_of(tensors, options)
 
 
-def _save_for_backward(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
-    ctx.options = inputs[NUM_TENSORS:]
+def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:
+    """Whether q, k and v have 8 bits, and neither need a gradient nor are watched."""
+    for x in sides:
+        if not (type(x) is Scaled and type(x.data) is type(x.descale) is Tensor):
+            return False
+        if x.data.requires_grad or x.descale.requires_grad or x.mean is not None or x.data.is_meta:
+            return False
+    return is_plain()
 
 
-def _differentiate(gradient: Callable, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    *tensors, out, lse = ctx.saved_tensors
-    no_gradient = (None,) * (NUM_TENSORS - 3 + len(ctx.options))
-    if dout is None and dlse is None:
-        return (None, None, None, *no_gradient)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    return (*gradient(dout, dlse, out, lse, *tensors, *ctx.options), *no_gradient)
+def _watched_or_scaled(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """A call with 8-bit inputs, tensors of other classes, a mode, a transform or the compiler."""
+    check_tensor_types(options.function, tensors, tensors.cu_seqlens_q is not None)
+    q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
+    if q.dtype in EIGHT_BIT:
+        refuse_gradients(options.function, **tensors_by_name(tensors))
+    if torch.compiler.is_compiling():
+        return forward_operator(tensors, options)
+    if is_transformed() or has_dual_level():
+        return _TransformedAttention.apply(*flat(tensors), options)
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        return _WatchedAttention.apply(q, k, v, tensors, options)
+    return _run_forward(tensors, options)
 
 
-def _gradient(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
-    if torch.is_grad_enabled() or has_dual_level() or is_transformed():
-        return _AttentionGradient.apply(*arguments)
-    return _run_backward(*arguments)
-
-
-def _run_forward(*arguments) -> tuple[Tensor, Tensor]:
-    *tensors, options = arguments
-    return run_forward(Tensors(*tensors), options)
+def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Compute out and lse, not differentiably."""
+    q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
+    if _operator_is_watched(q, k, v):
+        return forward_operator(tensors, options)
+    return forward_of(tensors, options)
 
 
 def _run_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dq, dk and dv, not differentiably, from the tensors and the options."""
     *tensors, options = arguments
-    return run_backward(dout, dlse, out, lse, Tensors(*tensors), options)
+    if _operator_is_watched(dout, out, tensors[0]):
+        return _backward_operator(dout, dlse, out, lse, *tensors, *options)
+    return backward_of(dout, dlse, out, lse, Tensors(*tensors), options)
+
+
+def _operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the compiler, a torch mode, a tensor subclass or a tensor without data needs the
+    operator.
+
+    If not, the call bypasses the dispatcher, which halves the host time of a small call.
+    """
+    return not type(q) is type(k) is type(v) is Tensor or q.is_meta or is_traced()
+
+
+_backward_operator = torch.ops.flashattn3.backward.default
+
+
+def _save_for_backward(ctx, tensors: Tensors, options: tuple, results: tuple) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*map(data_of, tensors), *results)
+    ctx.options = options
+
+
+def _differentiate(gradient: Callable, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    """dq, dk and dv, or three times None."""
+    if dout is None and dlse is None:
+        return (None, None, None)
+    *tensors, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return gradient(dout, dlse, out, lse, *tensors, *ctx.options)
+
+
+def _gradient(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
+    if type(dout) is type(arguments[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
+        return backward_of(dout, dlse, out, lse, Tensors(*arguments[:-1]), arguments[-1])
+    if torch.is_grad_enabled() or has_dual_level() or is_transformed():
+        return _AttentionGradient.apply(dout, dlse, out, lse, *arguments)
+    return _run_backward(dout, dlse, out, lse, *arguments)
 
 
 def _no_second_derivative(ctx, *gradients):
@@ -71,34 +144,55 @@ def _no_second_derivative(ctx, *gradients):
 
 
 class _Attention(torch.autograd.Function):
-    """Computes out and lse of an eager call from the tensors and the options."""
+    """Computes out and lse of an eager call from q, k and v, all of the tensors and the options."""
 
     @staticmethod
-    def forward(ctx, *arguments):
-        results = _run_forward(*arguments)
-        _save_for_backward(ctx, arguments, results)
+    def forward(ctx, q, k, v, tensors, options):
+        results = forward_of(tensors, options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *results)
+        ctx.options = (options,)
         return results
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return _differentiate(_gradient, ctx, dout, dlse)
+        return (*_differentiate(_gradient, ctx, dout, dlse), None, None)
+
+
+class _WatchedAttention(_Attention):
+    """The same where a mode or a tensor class may need the operator."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, tensors, options):
+        results = _run_forward(tensors, options)
+        _save_for_backward(ctx, tensors, (options,), results)
+        return results
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """The same function of the forward operator's tensors and the options, for torch.func's
+    transforms, which need setup_context and vmap. With setup_context, apply binds its arguments
+    through inspect, which takes longer than a launch, so eager calls use _Attention."""
+
+    @staticmethod
+    def forward(*arguments):
+        return _run_forward(of_flat(arguments[:-1]), arguments[-1])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save_for_backward(ctx, of_flat(inputs[:-1]), inputs[-1:], output)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return (*_in_flat(_differentiate(_gradient, ctx, dout, dlse)), None)
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise no_tangent(ctx.options[0].function)
 
-
-class _TransformedAttention(_Attention):
-    """The same function for torch.func's transforms, which need setup_context and vmap. With
-    setup_context, apply binds its arguments through inspect, which takes longer than a launch, so
-    eager calls use _Attention."""
-
-    forward = staticmethod(_run_forward)
-    setup_context = staticmethod(_save_for_backward)
-
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _mapped(_TransformedAttention.apply, NUM_TENSORS, info, in_dims, arguments)
+        return _mapped(_TransformedAttention.apply, -len(_INDICES) - 1, info, in_dims, arguments)
 
 
 class _AttentionGradient(torch.autograd.Function):
@@ -118,36 +212,57 @@ class _AttentionGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        num_tensors = NUM_GRADIENTS + NUM_TENSORS
-        return _mapped(_AttentionGradient.apply, num_tensors, info, in_dims, arguments)
+        return _mapped(_AttentionGradient.apply, -len(_INDICES) - 1, info, in_dims, arguments)
 
 
-def _mapped(function: Callable, num_tensors: int, info, in_dims, arguments) -> tuple:
+_INDICES = Tensors._fields[3:]
+
+
+def _in_flat(gradients: tuple) -> tuple:
+    """dq, dk and dv at the places of q, k and v in the forward operator's tensors."""
+    others = (None,) * (len(Scaled._fields) - 1)
+    dq, dk, dv = gradients
+    return (dq, *others, dk, *others, dv, *others, *((None,) * len(_INDICES)))
+
+
+def _mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
     """Apply a function to every entry of a mapped axis, which comes first in the results.
 
     Dense calls merge the axis into the batch, the first axis of every tensor. Varlen calls run one
     entry at a time, because entries may have different sequences.
+
+    place: index of cu_seqlens_q among the arguments.
     """
-    size, options = info.batch_size, arguments[num_tensors:]
-    tensors = [
-        x if x is None else (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0))
-        for x, dim in zip(arguments[:num_tensors], in_dims, strict=False)
+    size = info.batch_size
+    batched = [
+        x
+        if not isinstance(x, Tensor)
+        else (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0))
+        for x, dim in zip(arguments, in_dims, strict=True)
     ]
-    varlen = tensors[num_tensors - NUM_TENSORS + Tensors._fields.index("cu_seqlens_q")] is not None
-    if varlen:
-        entries = [
-            function(*(x if x is None else x[i] for x in tensors), *options) for i in range(size)
-        ]
-        results = tuple(torch.stack(of_entries) for of_entries in zip(*entries, strict=True))
+
+    def entries(convert: Callable[[Tensor], Tensor]) -> tuple:
+        return function(*(convert(x) if isinstance(x, Tensor) else x for x in batched))
+
+    if batched[place] is not None:
+        found = [entries(lambda x, i=i: x[i]) for i in range(size)]
+        results = tuple(torch.stack(of_entries) for of_entries in zip(*found, strict=True))
     else:
-        merged = function(*(x if x is None else x.flatten(0, 1) for x in tensors), *options)
+        merged = entries(lambda x: x.flatten(0, 1))
         results = tuple(x.unflatten(0, (size, -1)) for x in merged)
     return results, (0,) * len(results)
 
 
+def _save_for_operator(ctx, inputs, output) -> None:
+    _save_for_backward(ctx, of_flat(inputs[:NUM_FLAT]), inputs[NUM_FLAT:], output)
+
+
+def _differentiate_operator(ctx, dout, dlse) -> tuple:
+    gradients = _differentiate(_backward_operator, ctx, dout, dlse)
+    return (*_in_flat(gradients), *((None,) * len(ctx.options)))
+
+
 torch.library.register_autograd(
-    "flashattn3::forward",
-    lambda *arguments: _differentiate(torch.ops.flashattn3.backward.default, *arguments),
-    setup_context=_save_for_backward,
+    "flashattn3::forward", _differentiate_operator, setup_context=_save_for_operator
 )
 torch.library.register_autograd("flashattn3::backward", _no_second_derivative)

@@ -19,7 +19,9 @@ from . import triton_toolchain
 from .backends import BACKENDS
 from .backends.hopper.library import KernelInfo, find_library, kernel_info
 from .bench.environment import triton_version
-from .call.problem import Metadata, Options, Problem, describe
+from .call.inputs import Metadata
+from .call.problem import Problem, describe
+from .call.spec import Options
 from .dispatch.device import describe_device
 from .dispatch.kernel_configs import all_configs
 from .dispatch.planner import decline_reason

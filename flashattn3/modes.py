@@ -8,19 +8,28 @@ from torch.autograd import forward_ad
 
 from .errors import UnsupportedError, complaint
 
+_num_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
+def is_plain() -> bool:
+    """Whether nothing of torch watches the call: no compiler, mode, transform or dual level."""
+    return not (
+        torch.compiler.is_compiling()
+        or _num_modes()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+    )
+
 
 def is_traced() -> bool:
     """Whether the compiler, a dispatch mode or a function transform is active."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or is_transformed()
-    )
+    return torch.compiler.is_compiling() or _num_modes() > 0 or is_transformed()
 
 
 def is_transformed() -> bool:
     """Whether the call is inside one of torch.func's transforms."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _transforms() is not None
 
 
 def has_dual_level() -> bool:

@@ -15,7 +15,7 @@ import torch
 from flashattn3.backends import BACKENDS, HOPPER
 from flashattn3.backends.hopper.launch_record import LaunchRecord
 from flashattn3.backends.hopper.library import Library
-from flashattn3.call.problem import FULL_PRECISION
+from flashattn3.call.dtypes import FULL_PRECISION
 from flashattn3.dispatch.device import DeviceInfo, default_lowering, describe_device
 from flashattn3.dispatch.kernel_configs import all_configs
 from flashattn3.testing import (

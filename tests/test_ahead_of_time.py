@@ -81,8 +81,10 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
     from flashattn3.backends.triton.backend import BACKEND
     from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
     from flashattn3.backends.triton.launch import all_launches
-    from flashattn3.call.descales import EIGHT_BIT, v_dtype
-    from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+    from flashattn3.call.dtypes import EIGHT_BIT, v_dtype
+    from flashattn3.call.inputs import Scaled, Tensors, metadata_of
+    from flashattn3.call.problem import describe
+    from flashattn3.call.spec import Options
 
     features = dict(features)
     dtype = getattr(torch, dtype_name)
@@ -95,8 +97,7 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
     if dtype in EIGHT_BIT and features:  # the plainest has no descales either
         batch = 1 if tensors.cu_seqlens_q is None else 3
         descale = torch.empty(batch, 8, 32, device="meta")
-        tensors = tensors._replace(q_descale=descale, k_descale=descale, v_descale=descale)
-        features |= {"q_block": 128, "k_block": 128, "v_block": 128}
+        tensors = Tensors(*(Scaled(x, descale, 128) for x in tensors[:3]), *tensors[3:])
     problem = describe(tuple(map(metadata_of, tensors)), Options(**features))
     config = BACKEND.configure(problem, device)
     reports = []

@@ -22,8 +22,10 @@ from flashattn3 import (
     quantize_block_fp8,
 )
 from flashattn3.backends.triton.kernels.fp8 import as_float16
-from flashattn3.call.descales import BLOCKS, EIGHT_BIT, FP8, INT8
-from flashattn3.call.problem import Options, Tensors
+from flashattn3.call.descales import BLOCKS
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8
+from flashattn3.call.inputs import Scaled, Tensors, flat
+from flashattn3.call.spec import Options
 from flashattn3.quantization import block_fp8
 from flashattn3.quantization.hadamard import rotate
 from flashattn3.testing import (
@@ -423,11 +425,9 @@ def test_opcheck(name, form, backend, device):
     q, k, v = (x.float().nan_to_num().to(x.dtype) for x in given[:3])
     descales = [x.unsqueeze(-1) for x in given[-3:]]
     lengths = (case.seqlen_q, case.seqlen_k) if case.varlen else (None, None)
-    options = Options(
-        *lengths, causal=case.causal, backend=backend, out_dtype=torch.float16,
-        q_block=case.seqlen_q, k_block=case.seqlen_k, v_block=case.seqlen_k,
-    )  # fmt: skip
-    arguments = (q, k, v, *given[3:7], *descales, *options)
+    options = Options(*lengths, causal=case.causal, backend=backend, out_dtype=torch.float16)
+    scaled = map(Scaled, (q, k, v), descales)
+    arguments = (*flat(Tensors(*scaled, *given[3:7])), *options)
     # test_schema compares inputs by arithmetic that torch does not have for e4m3.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     operator = torch.ops.flashattn3.forward.default

@@ -10,8 +10,8 @@ import torch
 from helpers import EVERY_BACKEND, GPU, needs_hopper
 
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, quantize_block_fp8
-from flashattn3.call.descales import EIGHT_BIT, FP8
-from flashattn3.call.problem import Tensors
+from flashattn3.call.dtypes import EIGHT_BIT, FP8
+from flashattn3.call.inputs import Tensors
 from flashattn3.testing import FP8_OF_16_BIT, attention
 from flashattn3.testing.distributions import (
     Bounds,

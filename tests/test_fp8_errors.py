@@ -18,9 +18,11 @@ from flashattn3 import (
     flash_attn_varlen_func,
     quantize_block_fp8,
 )
-from flashattn3.call.descales import BLOCKS, EIGHT_BIT, FP8, INT8, OUT_DTYPES
-from flashattn3.call.inputs import resolved
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.descales import BLOCKS, Descales
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, OUT_DTYPES
+from flashattn3.call.inputs import Scaled, Tensors, metadata_of, normalised
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.dispatch.planner import choose
 
 EDGES = torch.tensor([0, 70, 200], dtype=torch.int32)
@@ -294,15 +296,14 @@ def test_what_nothing_supports_is_refused(call):
 
 def test_a_length_on_the_gpu_does_not_tell_the_block():
     """There max_seqlen is not read, so only descales for whole sequences are clear."""
-    rows, edges = [fp8(200, 2, 16)] * 3, (None, None)
-    tensors = Tensors(*rows, EDGES, EDGES, k_descale=ones(2, 2, 3))
+    q, k, v = [fp8(200, 2, 16)] * 3
+    tensors = Tensors(q, Scaled(k, ones(2, 2, 3)), v, EDGES, EDGES)
     with pytest.raises(ValueError) as caught:
-        resolved(tensors, Options(*edges), varlen=True)
+        described(tensors)
     sentence = "max_seqlen_k must be an int where k_descale is per block, got None"
     assert str(caught.value) == f"flash_attn_func: {sentence}"
-    whole = tensors._replace(k_descale=ones(2, 2))
-    found, options = resolved(whole, Options(*edges), varlen=True)
-    assert found.k_descale.shape == (2, 2, 1) and options.k_block == 200
+    whole = normalised("", Tensors(q, k, v, EDGES, EDGES), (None, ones(2, 2), None))
+    assert described(whole).k.descales == Descales(200, 2, 1, (2, 1, 1))
 
 
 def test_contents_of_cu_seqlens_are_compared():
@@ -317,12 +318,15 @@ def test_contents_of_cu_seqlens_are_compared():
         flash_attn_varlen_func(*scaled, others, others, 5, 5)
 
 
+def described(tensors, **options):
+    return describe(tuple(map(metadata_of, tensors)), Options(**options))
+
+
 def problem(block=128, seqlen=4096, dtype=FP8, **options):
     q = torch.empty(1, seqlen, 8, 64, device="meta", dtype=dtype)
     descale = torch.empty(1, 8, -(-seqlen // block), device="meta")
-    tensors = Tensors(q, q, q.to(FP8), None, None, None, None, descale, descale, descale)
-    options |= {"q_block": block, "k_block": block, "v_block": block}
-    return describe(tuple(map(metadata_of, tensors)), Options(**options))
+    tensors = Tensors(*(Scaled(x, descale, block) for x in (q, q, q.to(FP8))))
+    return described(tensors, **options)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
@@ -330,17 +334,17 @@ def problem(block=128, seqlen=4096, dtype=FP8, **options):
 def test_triton_takes_8_bits_on_every_gpu(chip, dtype):
     """e4m3 is multiplied as it is from 8.9 on, where Triton compiles for the chip itself."""
     found = choose(problem(dtype=dtype), chip, WITHOUT_HOPPER)
-    assert found.backend.name == "triton" and not found.unpermutes_v
-    assert found.config.native_fp8 == (chip in (L4, H100, RTX5090))
-    assert found.config.tiles.forward.block_n <= 128
+    assert found.backend.name == "triton"
+    assert found.launch.config.native_fp8 == (chip in (L4, H100, RTX5090))
+    assert found.launch.config.tiles.forward.block_n <= 128
 
 
 def test_a_key_tile_lies_within_one_block():
     chip = replace(RTX3090, shared_memory_bytes=99 * 1024)
     for block, masked in itertools.product(BLOCKS, (False, True)):
-        found = choose(problem(block, causal=masked), chip, WITHOUT_HOPPER).config
+        found = choose(problem(block, causal=masked), chip, WITHOUT_HOPPER).launch.config
         assert block % found.tiles.forward.block_n == 0
-    assert choose(problem(5000), chip, WITHOUT_HOPPER).config.tiles.forward.block_n == 64
+    assert choose(problem(5000), chip, WITHOUT_HOPPER).launch.config.tiles.forward.block_n == 64
 
 
 def test_explain_takes_every_form():

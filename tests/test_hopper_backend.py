@@ -9,6 +9,7 @@ import sysconfig
 import warnings
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,10 +32,11 @@ from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.launch_record import LaunchRecord
 from flashattn3.backends.hopper.library import Library
-from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.backends.triton.backend import TritonBackend
-from flashattn3.call.descales import EIGHT_BIT, FP8, INT8, v_dtype
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, v_dtype
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.dispatch.kernel_configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
@@ -104,7 +106,7 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
     for options, masked in (({}, False), ({"causal": True}, True), ({"window_left": 9}, True)):
         found = plan(qkv(*dims, dtype=dtype), **options)
         assert found.backend.name == "hopper" and found.declined == ()
-        kernel_config = found.config.kernel_config
+        kernel_config = found.launch.config.kernel_config
         assert (kernel_config.head_dim, kernel_config.masked) == (GOLDEN[dims], masked)
         assert kernel_config.dtype == {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
         assert GOLDEN[dims] in HEAD_DIMS[kernel_config.dtype]
@@ -121,7 +123,9 @@ def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_confi
     found = plan(tensors, careful, causal=kernel_config.masked)
     assert found.backend.name == ("hopper" if kernel_config.measured else "triton")
     assert (
-        plan(tensors, careful, causal=kernel_config.masked, backend="hopper").config.kernel_config
+        plan(
+            tensors, careful, causal=kernel_config.masked, backend="hopper"
+        ).launch.config.kernel_config
         == kernel_config
     )
 
@@ -135,7 +139,7 @@ GOLDEN_GRADIENT |= {(192, 128): 256, (64, 136): 256, (256, 256): 256}
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_gradient_gets_a_row_or_triton(dims, dtype):
     for options in ({}, {"causal": True}, {"deterministic": True}, {"sm_margin": 8}):
-        config = plan(qkv(*dims, dtype=dtype), **options).config
+        config = plan(qkv(*dims, dtype=dtype), **options).launch.config
         name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
         kernel_config = select_backward_config(name, max(dims))
         assert (kernel_config.dtype, kernel_config.head_dim) == (name, GOLDEN_GRADIENT[dims])
@@ -160,29 +164,29 @@ def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
         )
         found = plan(tensors, hopper(only_measured=True))
         assert found.backend.name == "hopper"
-        assert found.config.gradient_config == (now if measured else None)
+        assert found.launch.config.gradient_config == (now if measured else None)
         found = plan(tensors, hopper(only_measured=True), backend="hopper")
-        assert found.config.gradient_config == now
+        assert found.launch.config.gradient_config == now
 
 
 def test_a_gradient_whose_row_is_not_in_the_build_runs_on_triton():
     some = hopper(ALL_CONFIGS - {select_backward_config("bf16", 64).name})
-    assert plan(qkv(64), some, backend="hopper").config.gradient_config is None
-    assert plan(qkv(128), some).config.gradient_config is not None
+    assert plan(qkv(64), some, backend="hopper").launch.config.gradient_config is None
+    assert plan(qkv(128), some).launch.config.gradient_config is not None
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_the_gradient_of_a_softcap_too_small_for_the_kernels_runs_on_triton(head_dim):
-    assert plan(qkv(head_dim), softcap=0.02).config.gradient_config is not None
-    assert plan(qkv(head_dim), softcap=0.01).config.gradient_config is None
+    assert plan(qkv(head_dim), softcap=0.02).launch.config.gradient_config is not None
+    assert plan(qkv(head_dim), softcap=0.01).launch.config.gradient_config is None
 
 
 def test_explain_says_which_kernels_leave_sms_free():
     assert (
-        plan(qkv(128), sm_margin=4).config.describe()["sm_margin applies to"]
+        plan(qkv(128), sm_margin=4).launch.config.describe()["sm_margin applies to"]
         == "forward and gradient"
     )
-    assert plan(qkv(256), sm_margin=4).config.describe()["sm_margin applies to"] == "forward"
+    assert plan(qkv(256), sm_margin=4).launch.config.describe()["sm_margin applies to"] == "forward"
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
@@ -196,13 +200,15 @@ def test_more_rows_than_are_counted_in_32_bits_are_refused_by_name(long, backend
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
 def test_8_bits_have_no_gradient_row(dtype):
-    assert plan(qkv(64, dtype=dtype), out_dtype=torch.bfloat16).config.gradient_config is None
+    assert (
+        plan(qkv(64, dtype=dtype), out_dtype=torch.bfloat16).launch.config.gradient_config is None
+    )
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
 def test_int8_gets_the_row_of_its_own(head_dim):
-    kernel_config = plan(qkv(head_dim, dtype=INT8), causal=True).config.kernel_config
-    e4m3 = plan(qkv(head_dim, dtype=FP8), causal=True).config.kernel_config
+    kernel_config = plan(qkv(head_dim, dtype=INT8), causal=True).launch.config.kernel_config
+    e4m3 = plan(qkv(head_dim, dtype=FP8), causal=True).launch.config.kernel_config
     assert (kernel_config.dtype, e4m3.dtype) == ("int8", "e4m3")
     assert (
         kernel_config.head_dim
@@ -228,11 +234,11 @@ def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
     q, k = torch.ones(2, 9, 4, 64, dtype=INT8), torch.ones(2, 9, 4, 64, dtype=INT8)
     tensors = Tensors(q, k, torch.ones(2, 9, 4, 64).to(FP8))
     found = plan(tensors, candidate)
-    found.backend.forward(found, tensors)
+    found.launch.forward(tensors)
     (arguments,) = calls
     launch, *qkv = arguments[:4]
     assert [x.dtype for x in qkv] == [INT8, INT8, FP8]
-    assert launch.config == FORWARD_CONFIGS.index(found.config.kernel_config)
+    assert launch.config == FORWARD_CONFIGS.index(found.launch.config.kernel_config)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
@@ -243,7 +249,7 @@ def test_fast_accumulation_has_a_plan_and_a_call_of_its_own(dtype):
     plans = [plan(tensors, candidate, use_fast_accum=fast) for fast in (False, True)]
     assert plans[0] != plans[1] and not plans[1].unused_hints
     for found in plans:
-        found.backend.forward(found, tensors)
+        found.launch.forward(tensors)
     kept, fast = (arguments[0].record for arguments in calls)
     assert (kept.use_fast_accum, fast.use_fast_accum) == (False, True)
     assert kept._replace(use_fast_accum=True) == fast
@@ -342,7 +348,7 @@ def test_what_it_takes(options):
 
 
 def test_explain_shows_what_the_prepared_launch_holds():
-    described = plan(qkv()).config.describe()
+    described = plan(qkv()).launch.config.describe()
     shown = {name: described[name] for name in ("grid", "shared_memory_bytes", "workspace_bytes")}
     assert shown == {"grid": (11, 1, 1), "shared_memory_bytes": 2048, "workspace_bytes": 16}
 
@@ -376,7 +382,7 @@ def test_explain_says_what_is_copied(name):
     tensors, copied = views()[name]
     if name == "misaligned":
         assert tensors.q.data_ptr() % 16 != 0
-    assert plan(tensors).config.describe()["copied first"] == copied
+    assert plan(tensors).launch.config.describe()["copied first"] == copied
 
 
 RECORD = LaunchRecord(
@@ -417,12 +423,12 @@ def test_one_operator_call_with_the_row_and_the_options():
         softcap=5.0,
         sm_margin=2,
     )
-    out, lse = found.backend.forward(found, tensors)
+    out, lse = found.launch.forward(tensors)
     assert all(map(torch.equal, recorder.qkv, tensors[:3]))
     assert all(given is passed for given, passed in zip(tensors, recorder.qkv, strict=False))
     assert recorder.indices == (None,) * 4
     assert recorder.descales == (None,) * 3
-    assert recorder.launch.config == FORWARD_CONFIGS.index(found.config.kernel_config)
+    assert recorder.launch.config == FORWARD_CONFIGS.index(found.launch.config.kernel_config)
     assert recorder.launch.record == RECORD
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
         (2, 9, 4, 64),
@@ -437,7 +443,7 @@ def test_copies_begin_where_tma_can_read_and_out_is_dense_again():
     recorder = Recorder()
     tensors = Tensors(*(torch.randn(2, 9, 4, d).half() for d in (33, 33, 21)))
     found = plan(tensors, hopper(forward=recorder))
-    out, _ = found.backend.forward(found, tensors)
+    out, _ = found.launch.forward(tensors)
     for given, passed in zip(tensors, recorder.qkv, strict=False):
         assert torch.equal(given, passed)
         assert all(stride % 8 == 0 for stride in passed.stride()[:-1])
@@ -451,7 +457,7 @@ def test_varlen_passes_the_edges_and_the_longest_lengths():
     edges = torch.tensor([0, 4, 6], dtype=torch.int32)
     tensors = tensors._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
     found = plan(tensors, hopper(forward=recorder), max_seqlen_q=4)
-    out, lse = found.backend.forward(found, tensors)
+    out, lse = found.launch.forward(tensors)
     record = recorder.launch.record
     assert recorder.indices == (edges, edges, None, None)
     assert (record.batch, record.varlen, record.seqlen_q, record.seqlen_k) == (2, True, 4, 9)
@@ -472,12 +478,12 @@ def test_one_call_of_the_backward_operator_with_the_row_and_the_options():
             deterministic=deterministic,
             **options,
         )
-        gradients = found.backend.backward(found, dout, dlse, tensors, out, lse)
+        gradients = found.launch.backward(dout, dlse, out, lse, tensors)
         assert all(x is y for x, y in zip(recorder.qkv, tensors, strict=False))
         given = (dout, dlse, out, lse)
         assert all(x is y for x, y in zip(recorder.given, given, strict=True))
         assert recorder.indices == (None,) * 4
-        index = BACKWARD_CONFIGS.index(found.config.gradient_config)
+        index = BACKWARD_CONFIGS.index(found.launch.config.gradient_config)
         assert recorder.launch == (index, RECORD._replace(deterministic=deterministic))
         assert [x.shape for x in gradients] == [x.shape for x in tensors[:3]]
         assert all((x == 1).all() and x.is_contiguous() for x in gradients)
@@ -489,7 +495,7 @@ def test_gradients_are_read_in_whole_rows_and_are_dense_again():
     found = plan(tensors, hopper(backward=recorder))
     out, lse = torch.randn(2, 9, 4, 21).half(), torch.randn(2, 4, 9)
     dout = torch.randn_like(out)
-    gradients = found.backend.backward(found, dout, None, tensors, out, lse)
+    gradients = found.launch.backward(dout, None, out, lse, tensors)
     passed = (*recorder.qkv, recorder.given[0], recorder.given[2])
     for before, after in zip((*tensors[:3], dout, out), passed, strict=True):
         assert torch.equal(before, after)
@@ -515,7 +521,7 @@ def test_only_gradients_that_tma_cannot_read_are_copied():
         (torch.randn(2, 10, 4, 68).half()[..., :64], True),
         (flat[1:-7].view(2, 10, 4, 64), True),
     ):
-        found.backend.backward(found, dout, None, tensors, out, lse)
+        found.launch.backward(dout, None, out, lse, tensors)
         passed = recorder.given[0]
         assert (passed is not dout) == copied
         assert torch.equal(passed, dout) and passed.stride(-1) == 1
@@ -529,7 +535,7 @@ def test_a_gradient_of_varlen_passes_the_edges_and_the_longest_lengths():
     tensors = tensors._replace(cu_seqlens_q=edges, cu_seqlens_k=edges, seqused_k=used)
     found = plan(tensors, hopper(backward=recorder), max_seqlen_q=4)
     out, lse = torch.randn(9, 4, 64).half(), torch.randn(9, 4).T
-    gradients = found.backend.backward(found, out, None, tensors, out, lse)
+    gradients = found.launch.backward(out, None, out, lse, tensors)
     record = recorder.launch.record
     assert recorder.indices == (edges, edges, None, used)
     assert (record.seqlen_q, record.seqlen_k) == (4, 9)
@@ -537,17 +543,21 @@ def test_a_gradient_of_varlen_passes_the_edges_and_the_longest_lengths():
     assert [x.shape for x in gradients] == [(9, 4, 64)] * 3
 
 
-def test_a_gradient_without_a_row_is_planned_on_triton(monkeypatch):
-    seen = []
-    monkeypatch.setattr(TritonBackend, "backward", lambda self, plan, *rest: seen.append(plan))
+def test_a_gradient_without_a_row_runs_on_tritons_launch(monkeypatch):
+    seen, prepared = [], []
+
+    def prepare(self, problem, device):
+        prepared.append((problem, device))
+        return SimpleNamespace(backward=lambda *arguments: seen.append(arguments))
+
+    monkeypatch.setattr(TritonBackend, "prepare", prepare)
     without = hopper(ALL_CONFIGS - {kernel_config.name for kernel_config in BACKWARD_CONFIGS})
     found = plan(qkv(256), without, causal=True)
     tensors = qkv(256)
     for _ in range(2):
-        found.backend.backward(found, None, None, tensors, None, None)
-    assert seen[0] is seen[1]  # planned once
-    assert seen[0].problem == found.problem
-    assert seen[0].config == TRITON.configure(found.problem, H100)
+        found.launch.backward(None, None, None, None, tensors)
+    assert seen == [(None, None, None, None, tensors)] * 2
+    assert prepared == [(found.problem, H100)]  # once
 
 
 @pytest.fixture

@@ -19,8 +19,10 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.launch import Launch, backward_launch, forward_launch
 from flashattn3.backends.hopper.launch_record import LaunchRecord
 from flashattn3.backends.hopper.library import find_library
-from flashattn3.call.descales import FP8
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.dtypes import FP8
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.dispatch.kernel_configs import (
     FORWARD_CONFIGS,
     select_backward_config,
@@ -125,7 +127,7 @@ def test_explain_shows_the_prepared_launch():
     launch = prepared(tensors, causal=True)
     hopper = HopperBackend(library=lambda: LIBRARY, only_measured=False)
     plan = choose(problem_of(tensors, causal=True), H100, (hopper, *WITHOUT_HOPPER))
-    described = plan.config.describe()
+    described = plan.launch.describe()
     assert described["grid"] == (launch.num_ctas, 1, 1)
     assert described["shared_memory_bytes"] == launch.shared_memory_bytes
 

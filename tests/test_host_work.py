@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import H100, WITHOUT_HOPPER, library_double
+from helpers import GPU, H100, WITHOUT_HOPPER, library_double
 
 import flashattn3
-from flashattn3 import flash_attn_fp8_func, flash_attn_func, fp8, ops
+from flashattn3 import flash_attn_fp8_func, flash_attn_func, ops, quantized
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.call.descales import FP8, INT8
+from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.quantization import dispatch
 
 PACKAGE = flashattn3.__path__[0]
@@ -55,18 +55,57 @@ def on_hopper(monkeypatch):
     quantize_qkv = SimpleNamespace(default=operators.pop("quantize_qkv"))
     library = library_double(permute_v=None, **operators)
     hopper = HopperBackend(library=lambda: library, only_measured=False)
-    for module in (ops, fp8):
+    for module in (ops, quantized):
         monkeypatch.setattr(module, "BACKENDS", (hopper, *WITHOUT_HOPPER))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)
     monkeypatch.setattr(dispatch, "_runs_on", lambda name, *device: name == "hopper")
     namespace = SimpleNamespace(quantize_qkv=quantize_qkv)
     monkeypatch.setattr(torch.ops, "flashattn3_hopper", namespace, raising=False)
-    caches = ops._plan, fp8._checked_once
+    caches = ops._plan, quantized._checked_once
     for cache in caches:
         cache.cache_clear()
     yield [torch.randn(2, 128, 4, 64).bfloat16() for _ in range(3)]
     for cache in caches:
         cache.cache_clear()
+
+
+def files_of(call, q) -> set[str]:
+    """The package's files with a function to which a prepared call passes q, or a tuple with it."""
+    for _ in range(3):
+        call()
+    found = set()
+
+    def profile(frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(PACKAGE):
+            values = [*frame.f_locals.values()]
+            values += [x for value in values if isinstance(value, tuple) for x in value]
+            if any(value is q for value in values):
+                found.add(path.removeprefix(PACKAGE + "/"))
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+COMMON = {"api.py", "call/inputs.py", "autograd.py", "ops.py"}
+
+
+def test_files_that_q_crosses_to_the_hopper_operator(on_hopper):
+    found = files_of(lambda: flash_attn_func(*on_hopper, causal=True), on_hopper[0])
+    assert found == COMMON | {"backends/hopper/backend.py", "backends/hopper/launch.py"}
+
+
+@pytest.mark.skipif(GPU, reason="prepared for the interpreter")
+def test_files_that_q_crosses_to_the_triton_kernel():
+    q = torch.randn(1, 16, 1, 16).half()
+    found = files_of(lambda: flash_attn_func(q, q, q, backend="triton"), q)
+    kernels = "backends/triton/kernels/"
+    assert found == COMMON | {"backends/triton/launch.py", kernels + "launch.py"}
+    assert len(found | {kernels + "forward.py"}) <= 7
 
 
 def both_passes(tensors):
@@ -76,7 +115,7 @@ def both_passes(tensors):
 
 
 # Bounds are a quarter above the counts, which vary with the versions of torch and Python.
-FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 75, 105, 200, 160, 105
+FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 42, 58, 142, 142, 65
 
 
 def test_forward_on_hopper(on_hopper):

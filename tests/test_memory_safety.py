@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
-from flashattn3.call.problem import Options, Tensors
+from flashattn3.call.inputs import Tensors
+from flashattn3.call.spec import Options
 from flashattn3.ops import plan_of
 from flashattn3.testing import call, make_inputs, make_output_gradients
 
@@ -80,7 +81,8 @@ def under_guard(plan):
     if plan.backend.name != "hopper":
         return plan
     library = replace(find_library(), forward=forward_into_new, backward=backward_into_new)
-    return replace(plan, backend=HopperBackend(library=lambda: library), launches={})
+    backend = HopperBackend(library=lambda: library)
+    return replace(plan, launch=backend.prepare(plan.problem, plan.device))
 
 
 def guarded_run(backend: str, tensors: Tensors, **options) -> list[torch.Tensor]:
@@ -88,10 +90,10 @@ def guarded_run(backend: str, tensors: Tensors, **options) -> list[torch.Tensor]
     plan = under_guard(plan_of(tensors, Options(backend=backend, **options)))
     guard = Guarded()
     with guard:
-        out, lse = plan.backend.forward(plan, tensors)
+        out, lse = plan.launch.forward(tensors)
         dout = torch.ones_like(out)
         dlse = torch.ones_like(lse)
-        gradients = plan.backend.backward(plan, dout, dlse, tensors, out, lse)
+        gradients = plan.launch.backward(dout, dlse, out, lse, tensors)
     guard.assert_untouched()
     return [out, lse, *gradients]
 

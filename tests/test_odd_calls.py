@@ -22,8 +22,8 @@ from torch import Tensor
 
 import flashattn3
 from flashattn3 import BlockScaled, Explanation, quantize_block_fp8
-from flashattn3.call.descales import FP8, INT8
-from flashattn3.call.problem import Tensors
+from flashattn3.call.dtypes import FP8, INT8
+from flashattn3.call.inputs import Tensors
 from flashattn3.quantization import dispatch
 from flashattn3.testing import attention
 from flashattn3.testing.tolerance import FP8_OF_16_BIT

@@ -29,7 +29,9 @@ import flashattn3
 from flashattn3 import UnsupportedError
 from flashattn3.backends import BACKENDS
 from flashattn3.backends.triton.tile_configs import MAX_HEAD_DIM, TILE_CONFIGS, select_tile_config
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.dispatch.device import SHARED_MEMORY_KIB
 from flashattn3.dispatch.planner import choose
 
@@ -43,6 +45,10 @@ def problem(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_
 
 def plan(device, *args, **kwargs):
     return choose(problem(*args, **kwargs), device, WITHOUT_HOPPER)
+
+
+def tiles(*args, **kwargs):
+    return plan(*args, **kwargs).launch.config.tile_config
 
 
 # Chip → its rows by head dim: (shared memory in KiB, whether it is for wgmma).
@@ -72,25 +78,33 @@ def test_every_gpu_gets_its_row(device, head_dim):
     found = plan(device, head_dim)
     assert found.backend.name == "triton"
     assert found.declined == ()
-    tile_config = found.config.tile_config
+    tile_config = found.launch.config.tile_config
     assert tile_config.head_dim == ROW_OF_HEAD_DIM[head_dim]
     assert (tile_config.shared_memory_kib, tile_config.wgmma) == GOLDEN_ROWS[device][
         tile_config.head_dim
     ]
-    assert found.config.tiles == tile_config.full
-    assert plan(device, head_dim, causal=True).config.tiles == tile_config.masked
-    assert plan(device, head_dim, window_left=9).config.tiles == tile_config.masked
-    assert found.config.grid == (ceil(1024 / tile_config.full.forward.block_m) * 8 * 2, 1, 1)
+    assert found.launch.config.tiles == tile_config.full
+    assert plan(device, head_dim, causal=True).launch.config.tiles == tile_config.masked
+    assert plan(device, head_dim, window_left=9).launch.config.tiles == tile_config.masked
+    assert found.launch.config.grid == (ceil(1024 / tile_config.full.forward.block_m) * 8 * 2, 1, 1)
 
 
 def test_the_wider_head_dim_decides():
-    assert plan(A100, 64, dv=128).config.tile_config == plan(A100, 128).config.tile_config
-    assert plan(A100, 192, dv=128).config.tile_config == plan(A100, 256).config.tile_config
+    assert (
+        plan(A100, 64, dv=128).launch.config.tile_config
+        == plan(A100, 128).launch.config.tile_config
+    )
+    assert (
+        plan(A100, 192, dv=128).launch.config.tile_config
+        == plan(A100, 256).launch.config.tile_config
+    )
 
 
 def test_rows_fit_the_chips_that_choose_them():
     for device in GPUS:
-        for tile_config in {plan(device, d).config.tile_config for d in range(8, MAX_HEAD_DIM + 1)}:
+        for tile_config in {
+            plan(device, d).launch.config.tile_config for d in range(8, MAX_HEAD_DIM + 1)
+        }:
             assert tile_config.shared_memory_kib * 1024 <= device.shared_memory_bytes
             assert tile_config.shared_memory_kib <= SHARED_MEMORY_KIB[device.capability]
 
@@ -144,7 +158,7 @@ def test_a_named_backend_is_taken_although_another_comes_first():
     found = plan(H100, backend="reference")
     assert found.backend.name == "reference"
     assert found.declined == (("triton", "backend='reference' was asked for"),)
-    assert plan(H100, backend="triton").config == plan(H100).config
+    assert plan(H100, backend="triton").launch.config == plan(H100).launch.config
 
 
 def test_little_shared_memory_is_a_reason():
@@ -182,34 +196,34 @@ class Stub:
         self.seen.append(problem)
         return self.declines
 
-    def configure(self, problem, device):
-        return f"{self.name} configured"
+    def prepare(self, problem, device):
+        return f"{self.name} prepared"
 
 
 def test_the_first_that_does_not_decline_is_taken():
     absent, picky = Stub("absent", unavailable="not here"), Stub("picky", declines="too odd")
     taker, last = Stub("taker"), Stub("last")
     found = choose(problem(), H100, (absent, picky, taker, last))
-    assert found.backend is taker and found.config == "taker configured"
+    assert found.backend is taker and found.launch == "taker prepared"
     assert found.declined == (("absent", "not here"), ("picky", "too odd"))
     assert absent.seen == [] and last.seen == []  # never asked
 
 
 def test_one_pass_unless_splits_are_asked_for():
     lonely = {"batch": 1, "seqlen_q": 1, "seqlen_k": 65536}
-    assert plan(H100, **lonely).config.num_splits == 1
-    assert plan(H100, num_splits=5, **lonely).config.num_splits == 5
-    chosen = plan(H100, num_splits=0, **lonely).config
+    assert plan(H100, **lonely).launch.config.num_splits == 1
+    assert plan(H100, num_splits=5, **lonely).launch.config.num_splits == 5
+    chosen = plan(H100, num_splits=0, **lonely).launch.config
     assert chosen.num_splits == 132 // 8  # 8 heads of one work tile each on 132 SMs
     assert chosen.grid == (8 * chosen.num_splits, 1, 1)
-    assert plan(H100, batch=64, num_splits=-1).config.num_splits == 1  # every SM has work
-    assert plan(H100, num_splits=9, seqlen_k=1).config.num_splits == 1  # one key tile
+    assert plan(H100, batch=64, num_splits=-1).launch.config.num_splits == 1  # every SM has work
+    assert plan(H100, num_splits=9, seqlen_k=1).launch.config.num_splits == 1  # one key tile
 
 
 def test_plans_do_not_depend_on_whether_a_gpu_is_here():
     """``choose`` reads nothing but its arguments: the same plan for a GPU that cannot exist."""
     moon = replace(A100, name="moon", capability=199, lowering=199, num_sms=1)
-    assert plan(moon).config.tile_config == plan(A100).config.tile_config
+    assert plan(moon).launch.config.tile_config == plan(A100).launch.config.tile_config
 
 
 def test_explain_shows_the_decision_and_every_reason():

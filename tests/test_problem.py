@@ -16,7 +16,7 @@ from flashattn3 import (
     flash_attn_varlen_func,
 )
 from flashattn3.backends import BACKENDS
-from flashattn3.call.problem import DTYPES
+from flashattn3.call.dtypes import DTYPES
 
 pytestmark = pytest.mark.usefixtures("nothing_runs")
 
@@ -29,7 +29,7 @@ def nothing_runs(monkeypatch):
         pytest.fail(f"the {self.name} backend was reached")
 
     for backend in BACKENDS:
-        monkeypatch.setattr(type(backend), "forward", reached)
+        monkeypatch.setattr(type(backend), "prepare", reached)
 
 
 def zeros(*shape, dtype=torch.float16, device="cpu"):

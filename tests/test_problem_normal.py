@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 
 
 def problem(sq=8, sk=8, heads_q=4, heads_kv=2, d=16, dv=16, **options):
@@ -77,8 +79,8 @@ def test_shapes_and_strides():
     found = problem(sq=3, sk=5, heads_q=6, heads_kv=2, d=24, dv=40)
     assert (found.batch, found.seqlen_q, found.seqlen_k) == (2, 3, 5)
     assert (found.head_dim, found.head_dim_v, found.qhead_per_kvhead) == (24, 40, 3)
-    assert found.q_stride == (3 * 6 * 24, 6 * 24, 24)
-    assert found.v_stride == (5 * 2 * 40, 2 * 40, 40)
+    assert found.q.stride == (3 * 6 * 24, 6 * 24, 24)
+    assert found.v.stride == (5 * 2 * 40, 2 * 40, 40)
     assert not found.varlen
 
 
@@ -86,7 +88,7 @@ def test_varlen_lengths_are_bounded_by_the_rows():
     assert (varlen_problem().seqlen_q, varlen_problem().batch) == (10, 2)
     assert varlen_problem(max_seqlen_q=6).seqlen_q == 6
     assert varlen_problem(max_seqlen_k=600).seqlen_k == 10
-    assert varlen_problem().q_stride == (0, 32, 16)
+    assert varlen_problem().q.stride == (0, 32, 16)
 
 
 def test_a_problem_is_a_value():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flashattn3 import UnsupportedError, flash_attn_varlen_fp8_func
 from flashattn3.backends.triton.kernels.quantize import to_e4m3, to_int8
-from flashattn3.call.descales import EIGHT_BIT, FP8, INT8
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8
 from flashattn3.quantization import (
     BlockScaled,
     dispatch,

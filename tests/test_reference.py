@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn3 import flash_attn_func
 from flashattn3.backends.reference import backend as reference
-from flashattn3.backends.reference.backend import BACKEND, ReferenceConfig
-from flashattn3.call.descales import FP8, INT8
-from flashattn3.call.problem import Options, Tensors, describe, metadata_of
+from flashattn3.backends.reference.backend import BACKEND, ReferenceConfig, ReferenceLaunch
+from flashattn3.call.dtypes import FP8, INT8
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.dispatch.device import DeviceInfo
-from flashattn3.dispatch.planner import Plan
 from flashattn3.ops import plan_of
 from flashattn3.testing import (
     FORWARD_CASES,
@@ -54,32 +55,34 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def plan_for(case: Case, tensors: Tensors, config: ReferenceConfig | None = None) -> Plan:
+def launch_of(
+    case: Case, tensors: Tensors, config: ReferenceConfig | None = None
+) -> ReferenceLaunch:
     options = case.options()
     window_left, window_right = options.pop("window_size")
     if case.varlen:
         options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
     options = Options(window_left=window_left, window_right=window_right, **options)
     problem = describe(tuple(map(metadata_of, tensors)), options)
-    return Plan(problem, CPU, BACKEND, config or BACKEND.configure(problem, CPU))
+    return ReferenceLaunch(problem, config or BACKEND.configure(problem, CPU))
 
 
 def assert_right(case: Case, dtype: torch.dtype, config: ReferenceConfig | None = None) -> None:
     """out, lse, dq, dk and dv, with and without a gradient of lse, hold the tolerance rule."""
     tensors = make_inputs(case, "cpu", dtype)
-    plan = plan_for(case, tensors, config)
-    out, lse = BACKEND.forward(plan, tensors)
+    launch = launch_of(case, tensors, config)
+    out, lse = launch.forward(tensors)
     reference = attention(tensors, **case.reference_options())
     plain = attention(tensors, **case.reference_options(), dtype=dtype)
-    check("out", out, reference[0], plain[0], FORWARD_FACTOR, case, plan.config)
-    check_lse(lse, reference[1], case, plan.config)
+    check("out", out, reference[0], plain[0], FORWARD_FACTOR, case, launch.config)
+    check_lse(lse, reference[1], case, launch.config)
     dout, random_dlse = make_output_gradients(case, tensors)
     for dlse in (random_dlse, None):
-        got = BACKEND.backward(plan, dout, dlse, tensors, out, lse)
+        got = launch.backward(dout, dlse, out, lse, tensors)
         references = gradients(tensors, dout, dlse, **case.reference_options())
         plains = gradients(tensors, dout, dlse, **case.reference_options(), dtype=dtype)
         for name, *values in zip(("dq", "dk", "dv"), got, references, plains, strict=True):
-            check(name, *values, GRADIENT_FACTOR, case, plan.config, score_floor(lse))
+            check(name, *values, GRADIENT_FACTOR, case, launch.config, score_floor(lse))
     for result, like in zip((out, *got), (out, *tensors[:3]), strict=True):
         assert result.dtype == dtype and result.shape == like.shape and result.is_contiguous()
 
@@ -120,17 +123,17 @@ def test_paper_grid_holds_tokens_and_width():
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, lengths, q, k, v):
-        out, lse = BACKEND.forward(plan, Tensors(q, k, v, *lengths))
+    def forward(ctx, launch, lengths, q, k, v):
+        out, lse = launch.forward(Tensors(q, k, v, *lengths))
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.lengths = plan, lengths
+        ctx.launch, ctx.lengths = launch, lengths
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
         tensors = Tensors(q, k, v, *ctx.lengths)
-        return None, None, *BACKEND.backward(ctx.plan, dout, dlse, tensors, out, lse)
+        return None, None, *ctx.launch.backward(dout, dlse, out, lse, tensors)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +147,9 @@ class Attention(torch.autograd.Function):
 )
 def test_gradcheck(case):
     tensors = make_inputs(case, "cpu", torch.float64, requires_grad=True)
-    plan = plan_for(case, tensors, ReferenceConfig(block_m=2, block_n=3))
+    launch = launch_of(case, tensors, ReferenceConfig(block_m=2, block_n=3))
     assert torch.autograd.gradcheck(
-        lambda q, k, v: Attention.apply(plan, tensors[3:], q, k, v), tensors[:3], fast_mode=True
+        lambda q, k, v: Attention.apply(launch, tensors[3:], q, k, v), tensors[:3], fast_mode=True
     )
 
 
@@ -154,39 +157,39 @@ def test_gradcheck(case):
 def test_gradient_of_blind_rows_is_zero_whatever_dlse(value):
     case = BY_NAME["causal-empty-rows"]
     tensors = make_inputs(case, "cpu", torch.float32)
-    plan = plan_for(case, tensors)
-    out, lse = BACKEND.forward(plan, tensors)
+    launch = launch_of(case, tensors)
+    out, lse = launch.forward(tensors)
     dout, dlse = make_output_gradients(case, tensors)
     blind = lse == -math.inf
     assert blind.any()
-    expected = BACKEND.backward(plan, dout, dlse, tensors, out, lse)
-    got = BACKEND.backward(plan, dout, dlse.masked_fill(blind, value), tensors, out, lse)
+    expected = launch.backward(dout, dlse, out, lse, tensors)
+    got = launch.backward(dout, dlse.masked_fill(blind, value), out, lse, tensors)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 def test_inputs_are_left_alone():
     case = BY_NAME["softcap-causal"]
     tensors = make_inputs(replace(case, layout="bhsd"), "cpu", torch.float64)
-    plan = plan_for(case, tensors)
-    out, lse = BACKEND.forward(plan, tensors)
+    launch = launch_of(case, tensors)
+    out, lse = launch.forward(tensors)
     dout, dlse = make_output_gradients(case, tensors)
     arguments = (*tensors[:3], dout, dlse, out, lse)
     copies = [x.clone() for x in arguments]
-    BACKEND.backward(plan, dout, dlse, tensors, out, lse)
+    launch.backward(dout, dlse, out, lse, tensors)
     assert all(torch.equal(x, y) for x, y in zip(arguments, copies, strict=True))
 
 
 def test_autocast_does_not_lower_the_precision():
     case = BY_NAME["causal"]
     tensors = make_inputs(case, "cpu", torch.float32)
-    plan = plan_for(case, tensors)
+    launch = launch_of(case, tensors)
     dout, dlse = make_output_gradients(case, tensors)
-    plain = BACKEND.forward(plan, tensors)
+    plain = launch.forward(tensors)
     with torch.autocast("cpu", torch.bfloat16):
-        cast = BACKEND.forward(plan, tensors)
-        cast_gradients = BACKEND.backward(plan, dout, dlse, tensors, *cast)
+        cast = launch.forward(tensors)
+        cast_gradients = launch.backward(dout, dlse, *cast, tensors)
     assert all(torch.equal(x, y) for x, y in zip(cast, plain, strict=True))
-    plain_gradients = BACKEND.backward(plan, dout, dlse, tensors, *plain)
+    plain_gradients = launch.backward(dout, dlse, *plain, tensors)
     assert all(torch.equal(x, y) for x, y in zip(cast_gradients, plain_gradients, strict=True))
 
 
@@ -200,10 +203,10 @@ def test_corrupt_cu_seqlens_stay_in_bounds(edges, side):
     tensors = make_inputs(case, "cpu", torch.float32)
     corrupt = torch.tensor(edges, dtype=torch.int32)
     tensors = tensors._replace(**{f"cu_seqlens_{side}": corrupt})
-    plan = plan_for(case, tensors)
-    out, lse = BACKEND.forward(plan, tensors)
+    launch = launch_of(case, tensors)
+    out, lse = launch.forward(tensors)
     dout = torch.ones_like(out)
-    for result in (out, *BACKEND.backward(plan, dout, None, tensors, out, lse)):
+    for result in (out, *launch.backward(dout, None, out, lse, tensors)):
         assert result.isfinite().all()
 
 
@@ -242,9 +245,9 @@ def test_memory_is_linear_and_a_graph_can_be_captured(is_varlen, capturing):
     inputs = make_inputs(case, "cpu", torch.float32)
     with FakeTensorMode() as fake, Elements() as elements:
         tensors = Tensors(*(x if x is None else fake.from_tensor(x) for x in inputs))
-        plan = plan_for(case, tensors, ReferenceConfig(block_m=1024, block_n=1024))
-        out, lse = BACKEND.forward(plan, tensors)
-        BACKEND.backward(plan, torch.empty_like(out), torch.empty_like(lse), tensors, out, lse)
+        launch = launch_of(case, tensors, ReferenceConfig(block_m=1024, block_n=1024))
+        out, lse = launch.forward(tensors)
+        launch.backward(torch.empty_like(out), torch.empty_like(lse), out, lse, tensors)
     assert 0 < elements.largest <= 2 * 1024 * 1024
 
 
@@ -266,10 +269,10 @@ RAGGED = {"one-long": (512, *[16] * 31), "alike": (40,) * 30, "different": tuple
 
 def elements_of_call(tensors: Tensors, options: dict) -> Elements:
     """Of a forward and a backward."""
-    plan = plan_of(tensors, Options(window_right=0, **options))
+    launch = plan_of(tensors, Options(window_right=0, **options)).launch
     with Elements() as elements:
-        out, lse = BACKEND.forward(plan, tensors)
-        BACKEND.backward(plan, torch.ones_like(out), None, tensors, out, lse)
+        out, lse = launch.forward(tensors)
+        launch.backward(torch.ones_like(out), None, out, lse, tensors)
     return elements
 
 
@@ -314,10 +317,11 @@ def test_rows_ignore_a_key_that_they_do_not_see(value, options, is_varlen):
         tensors = Tensors(q, keys, v)
         if is_varlen:
             tensors = Tensors(*(x[0] for x in tensors[:3]), *edges)
-        plan = replace(plan_of(tensors, Options(**options)), config=ReferenceConfig(16, 12))
-        out, lse = BACKEND.forward(plan, tensors)
+        launch = plan_of(tensors, Options(**options)).launch
+        launch = replace(launch, config=ReferenceConfig(16, 12))
+        out, lse = launch.forward(tensors)
         given = dout.view_as(out)
-        gradients = BACKEND.backward(plan, given, None, tensors, out, lse)
+        gradients = launch.backward(given, None, out, lse, tensors)
         rows = out, lse.transpose(-1, -2), *gradients
         results.append([x.reshape(length, -1) for x in rows])
     distance = torch.arange(length) - torch.arange(length).unsqueeze(1)  # key - query
@@ -368,7 +372,7 @@ def test_8_bits_without_descales_in_one_tile(dtype, out_dtype):
 
 def test_declines_with_a_sentence():
     tensors = make_inputs(BY_NAME["odd"], "cpu", torch.float32)
-    problem = plan_for(BY_NAME["odd"], tensors).problem
+    problem = launch_of(BY_NAME["odd"], tensors).problem
     assert BACKEND.unavailable_reason(CPU) is None
     assert BACKEND.decline_reason(problem, CPU) is None
     for change, named in (
@@ -387,7 +391,7 @@ def test_tiles_shrink_as_heads_grow():
     def rows(batch: int, device: str) -> int:
         case = dense("any", batch=batch)
         tensors = make_inputs(case, "cpu", torch.float32)
-        config = BACKEND.configure(plan_for(case, tensors).problem, DeviceInfo(device, device))
+        config = BACKEND.configure(launch_of(case, tensors).problem, DeviceInfo(device, device))
         assert config.describe() == {"block_m": config.block_m, "block_n": config.block_n}
         return config.block_m
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashattn3 import BlockScaled
-from flashattn3.call.problem import Tensors
+from flashattn3.call.inputs import Tensors
 from flashattn3.testing import (
     FORMS,
     FORWARD_FACTOR,

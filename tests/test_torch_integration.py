@@ -17,7 +17,8 @@ from flashattn3 import (
     flash_attn_varlen_func,
     use_backend,
 )
-from flashattn3.call.problem import Options, Tensors
+from flashattn3.call.inputs import NUM_FLAT, Tensors, flat, of_flat
+from flashattn3.call.spec import Options
 from flashattn3.testing import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
@@ -35,7 +36,7 @@ def operator_arguments(name, backend, device, requires_grad=True):
     )
     lengths = (case.seqlen_q, case.seqlen_k) if case.varlen else (None, None)
     options = Options(*lengths, causal=case.causal, backend=backend)
-    return (*tensors, *options)
+    return (*flat(tensors), *options)
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -54,8 +55,10 @@ def test_opcheck_backward(name, backend, with_dlse, device):
     arguments = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
     out, lse = torch.ops.flashattn3.forward.default(*arguments)
     dlse = torch.randn_like(lse) if with_dlse else None
+    tensors, options = of_flat(arguments[:NUM_FLAT]), arguments[NUM_FLAT:]
     torch.library.opcheck(
-        torch.ops.flashattn3.backward.default, (torch.randn_like(out), dlse, out, lse, *arguments)
+        torch.ops.flashattn3.backward.default,
+        (torch.randn_like(out), dlse, out, lse, *tensors, *options),
     )
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ..call.problem import FULL_PRECISION, Problem
+from ..call.dtypes import FULL_PRECISION, SIXTEEN_BIT
+from ..call.problem import Problem
 from ..dispatch.backend import score_factor_reason
 
 # Keeps positions of queries and of the keys they see, with tile and window, below 2**31.
 MAX_ROWS = 2**30 - 1024
-DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
     """Why neither backend's kernels take the problem, or None."""
     if problem.dtype in FULL_PRECISION:
         return f"computes in float16 and bfloat16, not in {problem.dtype}"
-    if problem.out_dtype not in DTYPE_NAMES:
+    if problem.out_dtype not in SIXTEEN_BIT:
         return f"writes float16 and bfloat16, not {problem.out_dtype} (out_dtype)"
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > max_head_dim:

@@ -10,7 +10,7 @@ import torch
 
 import flashattn3
 
-from ..call.problem import Tensors
+from ..call.inputs import Tensors
 from ..testing import Case, attention, make_inputs
 from .precision import PRECISIONS, arguments_in, errors
 from .runner import FAILED, OK, Record, Settings, first_line, name_of

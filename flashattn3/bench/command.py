@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ..api import use_backend
 from ..backends import BACKENDS
 from ..command_line import choose_device, folder, integer, make_folder, require_extras
+from ..dispatch.selection import use_backend
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
 from .distributions_suite import SUITE as DISTRIBUTIONS

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashattn3
 
-from ..call.descales import FP8, INT8
+from ..call.dtypes import FP8, INT8
 from ..testing.distributions import (
     DistributionCase,
     Errors,

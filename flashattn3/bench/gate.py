@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..call.problem import Tensors
+from ..call.inputs import Tensors
 from ..testing import (
     FORWARD_FACTOR,
     FP8_OF_16_BIT,

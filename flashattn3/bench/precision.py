@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.descales import FP8, INT8
+from ..call.dtypes import FP8, INT8
 from ..quantization import quantize_block_fp8
 
 Arguments = dict[str, Any]  # of flash_attn_func

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ..call.descales import FP8, INT8
+from ..call.dtypes import FP8, INT8
 from ..quantization import KINDS, BlockScaled, quantize_block_fp8, quantize_qkv, torch_operations
 from ..quantization.dispatch import on_hopper
 from ..quantization.smoothing import sample_mean

@@ -24,7 +24,9 @@ from tqdm import tqdm
 
 from ..backends.triton.backend import TritonConfig
 from ..backends.triton.tile_configs import Tile, TileConfig, Tiles
-from ..call.problem import Metadata, Options, Problem, describe
+from ..call.inputs import Metadata
+from ..call.problem import Problem, describe
+from ..call.spec import Options
 from ..dispatch.device import SHARED_MEMORY_KIB
 
 KERNELS = ("forward", "bwd_dkdv", "bwd_dq")

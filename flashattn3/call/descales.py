@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import expect
+from ..errors import expect, value_error
+from .dtypes import EIGHT_BIT, OUT_DTYPES
 
 if TYPE_CHECKING:
-    from .problem import Metadata, Options, Tensors
+    from .inputs import Metadata, Scaled
+    from .spec import Options
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
-EIGHT_BIT = (FP8, INT8)  # dtypes of q and k that take descales
 BLOCKS = (64, 128, 256)  # tokens per descale; a descale may also cover a whole sequence
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # for 8-bit calls; first is the default
 
 
 class Descales(NamedTuple):
@@ -48,58 +47,99 @@ def num_blocks(seqlen: int, block: int) -> int:
     return max(1, -(-seqlen // block))
 
 
-def out_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """dtype of out. dtype: q's. asked: the out_dtype argument."""
-    return asked or (OUT_DTYPES[0] if dtype in EIGHT_BIT else dtype)
+def check_scaled(
+    function: str, sides: dict[str, Scaled], options: Options, batch: int, varlen: bool
+) -> None:
+    """Raise if what belongs to 8 bits, or out_dtype, does not match q, k and v.
 
-
-def best_qk_dtype(head_dim: int, hadamard: bool) -> torch.dtype:
-    """Default dtype of quantized q and k.
-
-    int8 steps are uniform, finer than e4m3's once the rotation has removed outliers; without the
-    rotation one outlier makes the steps of its whole block coarse. Over more than 128 columns
-    e4m3's errors average out to the same level, and e4m3 is faster.
+    sides: q, k and v by name, of tensors or of their metadata.
     """
-    return INT8 if hadamard and head_dim <= 128 else FP8
-
-
-def v_dtype(dtype: torch.dtype) -> torch.dtype:
-    """dtype of v for q's dtype: v, like P, is e4m3 when q and k have 8 bits."""
-    return FP8 if dtype in EIGHT_BIT else dtype
-
-
-def check_descales(function: str, tensors: Tensors, options: Options, batch: int) -> None:
-    """Raise if descales, block sizes or out_dtype do not match q, k and v."""
-    q, k = tensors[:2]
-    check_out_dtype(function, q.dtype, options.out_dtype)
-    if q.dtype not in EIGHT_BIT:
-        for name in ("q_descale", "k_descale", "v_descale"):
-            given = getattr(tensors, name)
-            expect(given is None, function, name, f"None where q is {q.dtype}", "a tensor")
-        permuted = options.v_permuted
-        expect(permuted == 0, function, "v_permuted", f"0 where q is {q.dtype}", permuted)
-        return
-    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    q, k, v = sides.values()
+    dtype = q.data.dtype
+    check_out_dtype(function, dtype, options.out_dtype)
+    for name, x in sides.items():
+        if dtype not in EIGHT_BIT:
+            wanted = f"None where q is {dtype}"
+            expect(x.descale is None, function, f"{name}_descale", wanted, "a tensor")
+        layouts = ("rows", "permuted") if name == "v" and dtype in EIGHT_BIT else ("rows",)
+        expect(x.layout in layouts, function, f"{name}.layout", f"one of {layouts}", x.layout)
+    expect(k.hadamard == q.hadamard, function, "k.hadamard", f"{q.hadamard} as q's", k.hadamard)
+    expect(not v.hadamard, function, "v.hadamard", "False: out would stay rotated", v.hadamard)
+    _check_means(function, q, k, v, batch)
+    heads_q, heads_kv = q.data.shape[-2], k.data.shape[-2]
     of_k = f"{heads_kv} (k's heads)"
-    for side, x, heads, wanted, longest in (
-        ("q", q, (heads_q, heads_kv), f"{of_k} or {heads_q} (q's)", options.max_seqlen_q),
-        ("k", k, (heads_kv,), of_k, options.max_seqlen_k),
-        ("v", k, (heads_kv,), of_k, options.max_seqlen_k),
+    for name, heads, wanted in (
+        ("q", (heads_q, heads_kv), f"{of_k} or {heads_q} (q's)"),
+        ("k", (heads_kv,), of_k),
+        ("v", (heads_kv,), of_k),
     ):
-        name, block = f"{side}_descale", getattr(options, f"{side}_block")
-        descale = getattr(tensors, name)
+        descale, what = sides[name].descale, f"{name}_descale"
         if descale is None:
-            expect(block == 0, function, f"{side}_block", f"0 without {name}", block)
+            block = sides[name].block
+            expect(not block, function, f"{name}_block", f"0 without {what}", block)
             continue
+        block = block_of(function, name, sides, options, varlen)
         shape = tuple(descale.shape)
-        expect(len(shape) == 3, function, f"{name}.shape", "(batch, heads, blocks)", shape)
-        expect(shape[0] == batch, function, f"{name}.shape[0]", f"{batch} (batch)", shape[0])
-        expect(shape[1] in heads, function, f"{name}.shape[1]", wanted, shape[1])
-        _check_float32(function, name, descale, q)
+        expect(shape[0] == batch, function, f"{what}.shape[0]", f"{batch} (batch)", shape[0])
+        expect(shape[1] in heads, function, f"{what}.shape[1]", wanted, shape[1])
+        _check_float32(function, what, descale, q.data)
+        if block == 0:  # there are no tokens
+            continue
         one = shape[2] == 1 and block >= 1
-        expect(one or block in BLOCKS, function, f"{side}_block", f"one of {BLOCKS}", block)
-        varlen = tensors.cu_seqlens_q is not None
-        _check_num_blocks(function, name, shape[2], block, x.shape[-3], varlen, longest)
+        expect(one or block in BLOCKS, function, f"{name}_block", f"one of {BLOCKS}", block)
+        rows, longest = _tokens(name, sides, options)
+        _check_num_blocks(function, what, shape[2], block, rows, varlen, longest)
+
+
+def _tokens(name: str, sides: dict[str, Scaled], options: Options) -> tuple[int, int | None]:
+    """Rows of q, or of k and v, and the longest sequence of a varlen call."""
+    if name == "q":
+        return sides["q"].data.shape[-3], options.max_seqlen_q
+    return sides["k"].data.shape[-3], options.max_seqlen_k
+
+
+def block_of(
+    function: str, name: str, sides: dict[str, Scaled], options: Options, varlen: bool
+) -> int:
+    """Tokens of a descale; 0 if there are no tokens. A block that is not given is the one with
+    which the tokens take as many blocks as there are descales."""
+    x = sides[name]
+    if x.descale is None:
+        return 0
+    what, shape = f"{name}_descale", tuple(x.descale.shape)
+    axes = "(batch, heads) or (batch, heads, blocks)"
+    expect(len(shape) == 3, function, f"{what}.shape", axes, shape)
+    if x.block is not None:
+        return x.block
+    found = shape[2]
+    rows, longest = _tokens(name, sides, options)
+    if varlen and found != 1:
+        argument = f"max_seqlen_{'q' if name == 'q' else 'k'}"
+        wanted = f"an int where {what} is per block"
+        expect(longest is not None, function, argument, wanted, None)
+    seqlen = rows if longest is None else longest
+    if found == 1:
+        return max(1, seqlen)
+    if found == 0 and seqlen == 0:
+        return 0
+    for block in BLOCKS:
+        if num_blocks(seqlen, block) == found:
+            return block
+    counts = sorted({1, *(num_blocks(seqlen, block) for block in BLOCKS)})
+    wanted = f"one of {counts} (1, or blocks of one of {BLOCKS} for {seqlen} tokens)"
+    raise value_error(function, f"{what}.shape[2]", wanted, found)
+
+
+def _check_means(function: str, q: Scaled, k: Scaled, v: Scaled, batch: int) -> None:
+    """Raise unless k alone has a mean, if any: float32 (batch, heads, head_dim)."""
+    expect(q.mean is None, function, "q.mean", "None: it would change weights", "a tensor")
+    expect(v.mean is None, function, "v.mean", "None: out would lack it", "a tensor")
+    if k.mean is None:
+        return
+    shape = (batch, *k.data.shape[-2:])
+    found, wanted = tuple(k.mean.shape), f"{shape} (batch, heads, head_dim)"
+    expect(found == shape, function, "k.mean.shape", wanted, found)
+    _check_float32(function, "k.mean", k.mean, q.data)
 
 
 def check_out_dtype(function: str, dtype: torch.dtype, asked: torch.dtype | None) -> None:
@@ -108,15 +148,6 @@ def check_out_dtype(function: str, dtype: torch.dtype, asked: torch.dtype | None
     legal = (None, *OUT_DTYPES) if scaled else (None, dtype)
     wanted = f"None or one of {OUT_DTYPES}" if scaled else f"None or {dtype} as q's"
     expect(asked in legal, function, "out_dtype", wanted, asked)
-
-
-def check_mean(
-    function: str, name: str, mean: Metadata, shape: tuple[int, int, int], q: Metadata
-) -> None:
-    """Raise unless mean is float32 of ``shape``: (batch, heads, head_dim)."""
-    found, wanted = tuple(mean.shape), f"{shape} (batch, heads, head_dim)"
-    expect(found == shape, function, f"{name}.shape", wanted, found)
-    _check_float32(function, name, mean, q)
 
 
 def _check_float32(function: str, name: str, x: Metadata, q: Metadata) -> None:

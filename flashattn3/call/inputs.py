@@ -1,55 +1,206 @@
-"""Converts the accepted forms of 8-bit inputs to plain tensors and descales.
+"""The tensors of a call: their forms, normalised, and their metadata, which is the key of a plan.
 
-q, k and v are all ``BlockScaled``, or all plain tensors (q and k float8_e4m3fn or int8, v
-float8_e4m3fn) with separate descales: (batch, heads) as in FlashAttention-3, or (batch, heads,
-blocks).
+q, k and v are tensors, or ``Scaled``, which has what belongs to a tensor of 8 bits. A caller passes
+8 bits as ``BlockScaled`` or as plain tensors with separate descales: (batch, heads) as in
+FlashAttention-3, or (batch, heads, blocks).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import expect, shown, type_error
-from ..modes import is_traced, refuse_gradients
+from ..modes import is_traced
 from ..quantization import BlockScaled
-from ..quantization.torch_operations import of_sequences
-from .descales import BLOCKS, EIGHT_BIT, check_mean, num_blocks
-from .problem import Options, Tensors, check_tensor_types
+from .arguments import expect_strided
+from .spec import Options
 from .value_checks import check_same_values, is_checked
 
+# Address alignment that TMA and 16-byte vector loads need.
+ALIGNMENT_BYTES = 16
 SIDES = ("q", "k", "v")
 
 
-def resolved(tensors: Tensors, options: Options, varlen: bool) -> tuple[Tensors, Options]:
-    """Normalise the inputs of a call; inputs of 16 bits or more are only checked.
+class Scaled(NamedTuple):
+    """q, k or v of 8 bits. A stored value times its descale is the real value.
 
-    tensors: as the caller passed them; q, k and v may be BlockScaled.
+    data: float8_e4m3fn or int8 (batch, seqlen, heads, head_dim), with varlen (total, heads,
+        head_dim); v with layout "permuted" as in ``quantization/permuted_v.py``.
+    descale: float32 (batch, heads, blocks); None: 1.
+    block: tokens of a descale; None: what the number of blocks implies.
+    hadamard: whether q and k are rotated.
+    head_dim: with layout "permuted", which pads it.
+    mean: of k, float32 (batch, heads, head_dim): what was subtracted from every token; lse has it.
     """
-    function = options.function
-    block_scaled = type(tensors.q) is BlockScaled  # faster than isinstance when false
-    if block_scaled:
-        tensors, options = _taken_apart(function, tensors, options)
-    elif varlen and tensors.cu_seqlens_k is None:
-        tensors, options = _with_keys_in_rows(function, tensors, options)
-    if not block_scaled and (type(tensors.k) is BlockScaled or type(tensors.v) is BlockScaled):
-        raise type_error(function, "q", "BlockScaled as k or v is", shown(tensors.q))
-    check_tensor_types(function, tensors, varlen)
-    if tensors.q.dtype not in EIGHT_BIT:
-        return tensors, options
-    if not block_scaled:
-        tensors, options = _with_blocks(function, tensors, options, varlen)
-    refuse_gradients(function, **tensors._asdict())
-    return tensors, options
+
+    data: Tensor
+    descale: Tensor | None = None
+    block: int | None = None
+    hadamard: bool = False
+    layout: str = "rows"
+    head_dim: int | None = None
+    mean: Tensor | None = None
 
 
-def _with_keys_in_rows(
-    function: str, tensors: Tensors, options: Options
-) -> tuple[Tensors, Options]:
-    """Flatten k and v (batch, seqlen_k, heads, ·) to varlen form and build cu_seqlens_k."""
-    k, v, edges = tensors.k, tensors.v, tensors.cu_seqlens_q
-    if not all(isinstance(x, Tensor) for x in (k, v, edges)):
-        return tensors, options  # check_tensor_types raises
+class Tensors(NamedTuple):
+    """The tensors of one call. The last stride of q, k and v is 1 where a kernel receives them.
+
+    Dense: q (batch, seqlen_q, num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, ·).
+    Varlen: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·) with cu_seqlens,
+    int32 (batch + 1,); seqused, int32 (batch,), shortens each sequence and may be None.
+    """
+
+    q: Tensor | Scaled
+    k: Tensor | Scaled
+    v: Tensor | Scaled
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+# Names and types of the tensors in the operators' schemas: ``flat`` has the values in this order.
+_SCHEMA_OF_SIDE = (
+    "Tensor {0}, Tensor? {0}_descale, SymInt? {0}_block, bool {0}_hadamard, str {0}_layout, "
+    "SymInt? {0}_head_dim, Tensor? {0}_mean"
+)
+_SCHEMA_OF_INDICES = ", ".join(f"Tensor? {name}" for name in Tensors._fields[len(SIDES) :])
+SCHEMA = ", ".join((*map(_SCHEMA_OF_SIDE.format, SIDES), _SCHEMA_OF_INDICES))
+UNSCALED_SCHEMA = ", ".join((*(f"Tensor {side}" for side in SIDES), _SCHEMA_OF_INDICES))
+NUM_FLAT = len(SIDES) * len(Scaled._fields) + len(Tensors._fields) - len(SIDES)
+
+
+def flat(tensors: Tensors) -> tuple:
+    """The tensors as arguments of the forward operator."""
+    sides = (*as_scaled(tensors.q), *as_scaled(tensors.k), *as_scaled(tensors.v))
+    return (*sides, *indices_of(tensors))
+
+
+def indices_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """What follows q, k and v; torch 2.8 traces no slice of a NamedTuple."""
+    return tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k
+
+
+def of_flat(values: tuple) -> Tensors:
+    """The inverse of ``flat``; what has nothing but data is a plain tensor again."""
+    size = len(Scaled._fields)
+    sides = [Scaled(*values[i * size : (i + 1) * size]) for i in range(len(SIDES))]
+    return Tensors(*[x.data if _has_only_data(x) else x for x in sides], *values[3 * size :])
+
+
+def _has_only_data(x: Scaled) -> bool:
+    given = any(of is not None for of in (x.descale, x.block, x.mean))
+    return not (given or x.hadamard or x.layout != "rows")
+
+
+def as_scaled(x: Tensor | Scaled) -> Scaled:
+    return x if type(x) is Scaled else Scaled(x)
+
+
+def data_of(x: Tensor | Scaled) -> Tensor:
+    return x.data if type(x) is Scaled else x
+
+
+class Metadata(NamedTuple):
+    """The properties of a tensor that checks and planning read.
+
+    aligned: whether its address is a multiple of 16 bytes.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool = True
+
+
+def key_of(tensors: Tensors) -> tuple:
+    """Read the metadata of the tensors as plain tuples: the key under which a plan is cached."""
+    return tuple(
+        [
+            None
+            if x is None
+            else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT_BYTES == 0)
+            if type(x) is not Scaled
+            else (*key_of((x.data, x.descale, x.mean)), *x[2:6])
+            for x in tensors
+        ]
+    )
+
+
+def checked_key_of(function: str, tensors: Tensors) -> tuple:
+    """``key_of``; TypeError for an argument that is no tensor, or a tensor without strides."""
+    try:
+        return key_of(tensors)
+    except (AttributeError, RuntimeError):
+        check_tensor_types(function, tensors, tensors.cu_seqlens_q is not None)
+        raise
+
+
+TENSORS_OF_8_BITS = ("data", "descale", "mean")
+
+
+def metadata_under(key: tuple) -> tuple[Metadata | Scaled | None, ...]:
+    """The metadata of the tensors with this key; a ``Scaled`` has that of its own tensors."""
+    return tuple(map(_metadata_under, key))
+
+
+def _metadata_under(key: tuple | None) -> Metadata | Scaled | None:
+    if key is None or len(key) == len(Metadata._fields):
+        return key and Metadata(*key)
+    data, descale, mean = metadata_under(key[:3])
+    return Scaled(data, descale, *key[3:], mean)
+
+
+def metadata_of(tensor: Tensor | Scaled | None) -> Metadata | Scaled | None:
+    return metadata_under(key_of((tensor,)))[0]
+
+
+def normalised(
+    function: str, tensors: Tensors, descales: tuple[Tensor | None, ...] = (None, None, None)
+) -> Tensors:
+    """The tensors of a call whose q, k and v may be ``BlockScaled``, or plain with descales."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    if type(q) is not BlockScaled:  # faster than isinstance when false
+        if type(k) is BlockScaled or type(v) is BlockScaled:
+            raise type_error(function, "q", "BlockScaled as k or v is", shown(q))
+        if descales[0] is None and descales[1] is None and descales[2] is None:
+            return tensors
+        sides = [_with_descale(x, of) for x, of in zip((q, k, v), descales, strict=True)]
+        return Tensors(*sides, *indices_of(tensors))
+    scaled = []
+    edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k
+    for side, x, descale, given in zip(SIDES, (q, k, v), descales, edges, strict=True):
+        if not isinstance(x, BlockScaled):
+            raise type_error(function, side, "BlockScaled as q is", shown(x))
+        if descale is not None:
+            wanted = f"None where {side} is BlockScaled"
+            expect(False, function, f"{side}_descale", wanted, shown(descale))
+        if x.cu_seqlens is not given:
+            _check_edges(function, f"{side}.cu_seqlens", x.cu_seqlens, given)
+        tokens = x.descale.numel() > 0
+        head_dim = x.shape[-1] if x.layout == "permuted" else None
+        descale, block = (x.descale, x.block) if tokens else (None, None)
+        scaled.append(Scaled(x.data, descale, block, x.hadamard, x.layout, head_dim, x.mean))
+    return Tensors(*scaled, *indices_of(tensors))
+
+
+def _with_descale(x: Tensor, descale: Tensor | None) -> Tensor | Scaled:
+    if descale is None:
+        return x
+    strided = isinstance(descale, Tensor) and descale.layout is torch.strided
+    return Scaled(x, descale.unsqueeze(-1) if strided and descale.ndim == 2 else descale)
+
+
+def with_keys_in_rows(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
+    """Without cu_seqlens_k: flatten k and v (batch, seqlen_k, heads, ·) to varlen form, build
+    cu_seqlens_k and bound max_seqlen_k."""
+    k, v, edges, function = tensors.k, tensors.v, tensors.cu_seqlens_q, options.function
+    if tensors.cu_seqlens_k is not None or not all(isinstance(x, Tensor) for x in (k, v, edges)):
+        return tensors, options  # check_tensor_types raises for what is no tensor
     axes = "(batch, seqlen_k, heads, head_dim) where cu_seqlens_k is None"
     for name, x in (("k", k), ("v", v)):
         expect(x.ndim == 4, function, f"{name}.shape", axes, tuple(x.shape))
@@ -58,76 +209,16 @@ def _with_keys_in_rows(
     expect(batch == entries, function, "k.shape[0]", f"{entries} (batch)", batch)
     wanted = f"{(batch, seqlen)} as k's"
     expect(v.shape[:2] == k.shape[:2], function, "v.shape[:2]", wanted, tuple(v.shape[:2]))
-    longest = seqlen if options.max_seqlen_k is None else min(seqlen, options.max_seqlen_k)
+    longest = options.max_seqlen_k
+    longest = seqlen if longest is None else min(seqlen, longest)
     edges = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * seqlen
     rows = {"k": k.flatten(0, 1), "v": v.flatten(0, 1), "cu_seqlens_k": edges}
     return tensors._replace(**rows), options._replace(max_seqlen_k=longest)
 
 
-def _taken_apart(function: str, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """Split BlockScaled q, k and v into data, descales and block sizes."""
-    changes, blocks = {}, {}
-    for side in SIDES:
-        x, descale = getattr(tensors, side), getattr(tensors, f"{side}_descale")
-        if not isinstance(x, BlockScaled):
-            raise type_error(function, side, "BlockScaled as q is", shown(x))
-        what, wanted = f"{side}_descale", f"None where {side} is BlockScaled"
-        expect(descale is None, function, what, wanted, shown(descale))
-        edges = tensors.cu_seqlens_q if side == "q" else tensors.cu_seqlens_k
-        _check_edges(function, f"{side}.cu_seqlens", x.cu_seqlens, edges)
-        layouts = ("rows", "permuted") if side == "v" else ("rows",)
-        expect(x.layout in layouts, function, f"{side}.layout", f"one of {layouts}", x.layout)
-        scaled = x.descale.numel() > 0  # False: there are no tokens
-        changes[side] = x.data
-        changes[f"{side}_descale"] = x.descale if scaled else None
-        blocks[f"{side}_block"] = x.block if scaled else 0
-    q, k, v = tensors[:3]
-    expect(k.hadamard == q.hadamard, function, "k.hadamard", f"{q.hadamard} as q's", k.hadamard)
-    expect(not v.hadamard, function, "v.hadamard", "False: out would stay rotated", v.hadamard)
-    _check_means(function, tensors, options.softcap)
-    permuted = v.shape[-1] if v.layout == "permuted" else 0
-    return tensors._replace(**changes), options._replace(**blocks, v_permuted=permuted)
-
-
-def _check_means(function: str, tensors: Tensors, softcap: float) -> None:
-    """Check the mean of BlockScaled inputs: only k may have one."""
-    q, k, v = tensors[:3]
-    expect(q.mean is None, function, "q.mean", "None: it would change weights", "a tensor")
-    expect(v.mean is None, function, "v.mean", "None: out would lack it", "a tensor")
-    if k.mean is None:
-        return
-    wanted = "0 where k has a mean: capped scores do not all move alike"
-    expect(softcap == 0, function, "softcap", wanted, softcap)
-    batch = k.shape[0] if k.cu_seqlens is None else k.cu_seqlens.numel() - 1
-    check_mean(function, "k.mean", k.mean, (batch, *k.shape[-2:]), q.data)
-
-
-def with_mean_of_keys(
-    lse: Tensor, q: Tensor | BlockScaled, k: Tensor | BlockScaled, softmax_scale: float | None
-) -> Tensor:
-    """Correct lse for k's mean, which the kernels leave out.
-
-    The mean adds softmax_scale * (q . mean of the KV head) to every score of a row, so P does not
-    change.
-
-    lse: (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q), -inf where a row sees no key.
-    q, k, softmax_scale: those of the call.
-    """
-    if type(k) is not BlockScaled or k.mean is None:
-        return lse
-    heads, head_dim = k.shape[-2:]
-    values = q.dequantize().unflatten(-2, (heads, -1))
-    # Elementwise instead of a matmul, which autocast or TF32 would round.
-    mean = of_sequences(k.mean, q.token_positions()).unsqueeze(-2)  # one per row of q
-    products = (values * mean).sum(-1)
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    moved = lse + scale * products.flatten(-2).transpose(-1, -2)
-    return torch.where(lse == float("-inf"), lse, moved)
-
-
 def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:
     """Raise if the cu_seqlens of a BlockScaled tensor differ from the call's."""
-    if own is given or not isinstance(given, (Tensor, type(None))):  # a non-tensor raises later
+    if not isinstance(given, (Tensor, type(None))):  # a non-tensor raises later
         return
     if own is None or given is None:
         wanted, got = ("None", "a tensor") if given is None else ("the call's", None)
@@ -140,40 +231,37 @@ def _check_edges(function: str, what: str, own: Tensor | None, given: object) ->
         check_same_values(function, what, own, given)
 
 
-def _with_blocks(
-    function: str, tensors: Tensors, options: Options, varlen: bool
-) -> tuple[Tensors, Options]:
-    """Give plain 8-bit inputs three-axis descales and the block sizes that their shapes imply."""
-    changes, blocks = {}, {}
+def tensors_by_name(tensors: Tensors) -> dict[str, Tensor | None]:
+    """Every tensor under the name that messages use, descales after the others."""
+    named = {name: data_of(x) for name, x in zip(Tensors._fields, tensors, strict=True)}
     for side in SIDES:
-        name = f"{side}_descale"
-        x, descale = getattr(tensors, side), getattr(tensors, name)
-        if descale is None:
+        x = getattr(tensors, side)
+        if type(x) is Scaled:
+            named[f"{side}_descale"] = x.descale
+            named[f"{side}.mean"] = x.mean
+    return named
+
+
+def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
+    """Raise TypeError for a tensor argument that is not a tensor or has no strides."""
+    required = 5 if varlen else 3
+    for index, (name, value) in enumerate(tensors_by_name(tensors).items()):
+        if value is None and index >= required:
             continue
-        if descale.ndim == 2:
-            descale = descale.unsqueeze(-1)
-        wanted = "(batch, heads) or (batch, heads, blocks)"
-        expect(descale.ndim == 3, function, f"{name}.shape", wanted, tuple(descale.shape))
-        longest = f"max_seqlen_{'q' if side == 'q' else 'k'}"
-        rows = x.shape[-3] if x.ndim > 2 else 0  # other ranks raise later
-        seqlen = getattr(options, longest) if varlen else rows
-        if descale.shape[2] != 1:
-            expect(seqlen is not None, function, longest, f"an int where {name} is per block", None)
-        block = _implied_block(function, name, descale.shape[2], rows if seqlen is None else seqlen)
-        changes[name] = descale if block else None
-        blocks[f"{side}_block"] = block
-    return tensors._replace(**changes), options._replace(**blocks)
+        if type(value) is not Tensor:
+            _check_class(function, name, value)
+        if value.layout is not torch.strided or value.is_nested:
+            expect_strided(function, name, value)
 
 
-def _implied_block(function: str, name: str, found: int, seqlen: int) -> int:
-    """Block size in tokens with which seqlen takes ``found`` blocks; 0 if there are no tokens."""
-    if found == 1:
-        return max(1, seqlen)
-    if found == 0 and seqlen == 0:
-        return 0
-    for block in BLOCKS:
-        if num_blocks(seqlen, block) == found:
-            return block
-    counts = sorted({1, *(num_blocks(seqlen, block) for block in BLOCKS)})
-    wanted = f"one of {counts} (1, or blocks of one of {BLOCKS} for {seqlen} tokens)"
-    expect(False, function, f"{name}.shape[2]", wanted, found)
+def _check_class(function: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise type_error(function, name, "a torch.Tensor", shown(value))
+    if _is_distributed(value):
+        wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
+        raise type_error(function, name, wanted, shown(value))
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; the operators have no sharding rule for its placements."""
+    return not torch.compiler.is_compiling() and hasattr(tensor, "device_mesh")

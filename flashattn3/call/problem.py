@@ -8,121 +8,43 @@ values.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, make_dataclass
 
 import torch
 
-from ..errors import UnsupportedError, expect, shown, type_error
-from .arguments import expect_strided
-from .descales import EIGHT_BIT, Descales, check_descales, descales_of, out_dtype, v_dtype
-
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-FULL_PRECISION = (torch.float32, torch.float64)
-DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, *EIGHT_BIT)  # dtypes of q
-CORE_KEYS = 16  # contiguous keys of permuted V (glossary: permuted V)
-MAX_SPLITS = 256  # as in FlashAttention-3
-# Address alignment that TMA and 16-byte vector loads need.
-ALIGNMENT_BYTES = 16
-
-
-class Tensors(NamedTuple):
-    """The data of one call, as the backends receive it. The last stride of q, k and v is 1.
-
-    Dense: q (batch, seqlen_q, num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, ·).
-    Varlen: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·) with cu_seqlens,
-    int32 (batch + 1,); seqused, int32 (batch,), shortens each sequence and may be None.
-    Descales of 8-bit inputs: float32 (batch, heads, num_blocks), see ``Descales``; None means 1.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    seqused_q: torch.Tensor | None = None
-    seqused_k: torch.Tensor | None = None
-    q_descale: torch.Tensor | None = None
-    k_descale: torch.Tensor | None = None
-    v_descale: torch.Tensor | None = None
-
-    @property
-    def without_descales(self) -> tuple[torch.Tensor | None, ...]:
-        return self[:NUM_UNSCALED]
-
-
-class Options(NamedTuple):
-    """The arguments of a call that are not tensors, with the defaults of the public functions.
-
-    max_seqlen_q, max_seqlen_k: for varlen; None means "not known on the host", then the total
-        number of tokens is the bound.
-    q_block, k_block, v_block: tokens per descale; 0 without descales.
-    function: the public function that was called, for errors.
-    v_permuted: head dim of permuted v (batch, heads, keys / 16, columns, 16) or, for varlen,
-        (heads, keys / 16, columns, 16); 0 if v is not permuted.
-    """
-
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    softcap: float = 0.0
-    num_splits: int = 1
-    pack_gqa: bool | None = None
-    deterministic: bool = False
-    sm_margin: int = 0
-    use_fast_accum: bool = False
-    backend: str | None = None
-    out_dtype: torch.dtype | None = None
-    q_block: int = 0
-    k_block: int = 0
-    v_block: int = 0
-    v_permuted: int = 0
-    function: str = "flash_attn_func"
-
-
-NUM_UNSCALED = Tensors._fields.index("q_descale")
-
-
-class Metadata(NamedTuple):
-    """The properties of a tensor that checks and planning read.
-
-    aligned: whether its address is a multiple of 16 bytes.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    aligned: bool = True
-
-
-def key_of(tensors: Tensors) -> tuple[tuple | None, ...]:
-    """Read the metadata of the tensors as plain tuples: the key under which a plan is cached."""
-    return tuple(
-        [
-            None
-            if x is None
-            else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT_BYTES == 0)
-            for x in tensors
-        ]
-    )
-
-
-def metadata_under(key: tuple[tuple | None, ...]) -> tuple[Metadata | None, ...]:
-    return tuple(None if fields is None else Metadata(*fields) for fields in key)
-
-
-def metadata_of(tensor: torch.Tensor | None) -> Metadata | None:
-    return metadata_under(key_of((tensor,)))[0]
+from ..errors import expect
+from ..quantization import permuted_v
+from .descales import Descales, block_of, check_scaled, descales_of
+from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
+from .inputs import SIDES, Metadata, Scaled, Tensors, as_scaled, data_of
+from .spec import TO_BACKEND, Options, check_options
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One attention call, normalised. Lengths in tokens, strides in elements.
+class Operand:
+    """q, k or v of a problem.
+
+    stride: (batch, sequence, head) in elements, as a kernel that reads rows receives it; the batch
+        stride is 0 for varlen.
+    descales: of 8 bits; None means descale 1.
+    permuted: v is permuted, and has ``stride`` once it is in rows.
+    has_mean: k lacks a mean, which lse does not have then.
+    """
+
+    stride: tuple[int, int, int]
+    descales: Descales | None = None
+    permuted: bool = False
+    has_mean: bool = False
+
+
+# The options that backends read, by their names in ``Options``.
+_Asked = make_dataclass("_Asked", TO_BACKEND, frozen=True)
+
+
+@dataclass(frozen=True)
+class Problem(_Asked):
+    """One attention call, normalised, with the options that a field of call/spec.py passes on to
+    the backends. Lengths in tokens, strides in elements.
 
     seqlen_q, seqlen_k: for varlen the upper bounds, max_seqlen_q and max_seqlen_k.
     window_left, window_right: keys visible to the left and right of the bottom-right aligned
@@ -130,11 +52,6 @@ class Problem:
         reaches every key becomes open.
     copied: names of tensors whose last stride is not 1; they are copied before the launch.
     misaligned: names of the other tensors whose address is not a multiple of 16 bytes.
-    q_stride, k_stride, v_stride: (batch, sequence, head), after that copy; the batch stride is 0
-        for varlen.
-    q_descales, k_descales, v_descales: for 8-bit inputs; None means descale 1.
-    v_permuted: v is permuted and must be unpermuted unless the backend reads permuted V; v_stride
-        is that of the unpermuted v.
     """
 
     function: str
@@ -151,27 +68,12 @@ class Problem:
     head_dim_v: int
     copied: tuple[str, ...]
     misaligned: tuple[str, ...]
-    q_stride: tuple[int, int, int]
-    k_stride: tuple[int, int, int]
-    v_stride: tuple[int, int, int]
+    q: Operand
+    k: Operand
+    v: Operand
     varlen: bool
     has_seqused_q: bool
     has_seqused_k: bool
-    softmax_scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    num_splits: int
-    pack_gqa: bool | None
-    deterministic: bool
-    sm_margin: int
-    use_fast_accum: bool
-    backend: str | None
-    out_dtype: torch.dtype
-    q_descales: Descales | None
-    k_descales: Descales | None
-    v_descales: Descales | None
-    v_permuted: bool
 
     @property
     def qhead_per_kvhead(self) -> int:
@@ -179,54 +81,27 @@ class Problem:
         return self.num_heads_q // self.num_heads_kv
 
     @property
+    def score_factors(self) -> dict[str, float]:
+        """The factors of a score, by name: kernels multiply by each."""
+        factors = {"softmax_scale": self.softmax_scale}
+        if self.softcap > 0:
+            factors["softmax_scale / softcap"] = self.softmax_scale / self.softcap
+        return factors
+
+    @property
     def masked(self) -> bool:
         return self.window_left >= 0 or self.window_right >= 0
 
 
-def refuse(function: str, name: str, default: object, value: object) -> None:
-    """Raise UnsupportedError for an argument that no backend supports."""
-    raise UnsupportedError(
-        f"{function}: {name} must be {default}, got {shown(value)}: "
-        "it is not supported yet by any backend"
-    )
-
-
-def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
-    """Raise TypeError for a tensor argument that is not a tensor or has no strides."""
-    required = 5 if varlen else 3
-    for index, value in enumerate(tensors):
-        if value is None and index >= required:
-            continue
-        if type(value) is not torch.Tensor:
-            _check_class(function, Tensors._fields[index], value)
-        if value.layout is not torch.strided or value.is_nested:
-            expect_strided(function, Tensors._fields[index], value)
-
-
-def _check_class(function: str, name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise type_error(function, name, "a torch.Tensor", shown(value))
-    if _is_distributed(value):
-        wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
-        raise type_error(function, name, wanted, shown(value))
-
-
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; the operators have no sharding rule for its placements."""
-    return not torch.compiler.is_compiling() and hasattr(tensor, "device_mesh")
-
-
-def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> None:
+def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Options) -> None:
     """Raise for every invalid combination of shapes, dtypes, devices and options.
 
     tensors: the tensors themselves or their metadata, in the order of ``Tensors``.
     """
-    tensors = Tensors(*tensors)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
+    tensors, function = Tensors(*tensors), options.function
+    q, k, v = in_rows(function, tensors)
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors[3:]
     varlen = cu_seqlens_q is not None
-    function = options.function
-    if options.v_permuted:
-        v = v_as_rows(function, tensors, options.v_permuted)
     _check_qkv(function, q, k, v, varlen)
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_index(function, name, cu_seqlens, q.device, required=varlen)
@@ -242,28 +117,43 @@ def check(tensors: Tensors | tuple[Metadata | None, ...], options: Options) -> N
             got = seqused.shape[0]
             expect(got == entries - 1, function, f"{name}.shape[0]", f"{entries - 1} (batch)", got)
     batch = entries - 1 if varlen else q.shape[0]
-    check_descales(function, tensors, options, batch)
-    _check_options(function, options)
+    sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
+    if sides["k"].mean is not None:
+        wanted = "0 where k has a mean: capped scores do not all move alike"
+        expect(not is_capped(options), function, "softcap", wanted, options.softcap)
+    check_scaled(function, sides, options, batch, varlen)
+    check_options(options)
 
 
-def v_as_rows(function: str, tensors: Tensors, head_dim: int) -> Metadata:
+def is_capped(options: Options) -> bool:
+    """Whether a cap sees what all keys have in common."""
+    return options.softcap > 0
+
+
+def in_rows(function: str, tensors: Tensors) -> tuple[Metadata, Metadata, Metadata]:
+    """q, k and v, or their metadata; of a permuted v the metadata that it has in rows."""
+    q, k, v, _, cu_seqlens_k = tensors[:5]
+    if type(v) is Scaled and v.layout == "permuted" and v.data.dtype in EIGHT_BIT:
+        return data_of(q), data_of(k), _unpermuted(function, data_of(k), v, cu_seqlens_k)
+    return data_of(q), data_of(k), data_of(v)
+
+
+def _unpermuted(function: str, k: Metadata, v: Scaled, edges: Metadata | None) -> Metadata:
     """Metadata of permuted v after it is unpermuted."""
-    k, v, edges = tensors.k, tensors.v, tensors.cu_seqlens_k
-    rank = len(k.shape) + 1
-    axes = f"{'(batch, ' if rank == 5 else '('}heads, keys / {CORE_KEYS}, columns, {CORE_KEYS})"
-    expect(len(v.shape) == rank, function, "v.shape", axes, tuple(v.shape))
-    *lead, heads, groups, columns, width = v.shape
-    expect(width == CORE_KEYS, function, "v.shape[-1]", CORE_KEYS, width)
+    shape, head_dim, rank = v.data.shape, v.head_dim, len(k.shape) + 1
+    run = permuted_v.CORE_ROW_KEYS
+    axes = f"{'(batch, ' if rank == 5 else '('}heads, keys / {run}, columns, {run})"
+    expect(len(shape) == rank, function, "v.shape", axes, tuple(shape))
+    *lead, heads, groups, columns, width = shape
+    expect(width == run, function, "v.shape[-1]", run, width)
     wanted = f"at least {head_dim} (v's head_dim)"
     expect(columns >= head_dim, function, "v.shape[-2]", wanted, columns)
     seqlen = k.shape[-3]
-    # Each sequence takes whole groups of 32 permuted keys; with varlen, one more group each.
-    varlen = edges is not None
-    thirty_twos = seqlen // 32 + edges.shape[0] - 1 if varlen else -(-seqlen // 32)
-    wanted = f"{2 * thirty_twos} (k's seqlen)"
-    expect(groups == 2 * thirty_twos, function, "v.shape[-3]", wanted, groups)
+    expected = permuted_v.num_permuted_keys(seqlen, edges) // run
+    expect(groups == expected, function, "v.shape[-3]", f"{expected} (k's seqlen)", groups)
     stride = (seqlen * heads * head_dim, heads * head_dim, head_dim, 1)
-    return Metadata((*lead, seqlen, heads, head_dim), stride[-rank + 1 :], v.dtype, v.device)
+    of = v.data
+    return Metadata((*lead, seqlen, heads, head_dim), stride[-rank + 1 :], of.dtype, of.device)
 
 
 def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: bool) -> None:
@@ -310,49 +200,40 @@ def _check_index(function: str, name: str, index: Metadata | None, device, requi
     expect(index.device == device, function, f"{name}.device", f"{device} as q's", index.device)
 
 
-def _check_options(function: str, options: Options) -> None:
-    scale = options.softmax_scale
-    expect(scale is None or _finite(scale), function, "softmax_scale", "finite", scale)
-    cap = options.softcap
-    expect(_finite(cap) and cap >= 0, function, "softcap", "finite and >= 0", cap)
-    splits = options.num_splits
-    expect(splits <= MAX_SPLITS, function, "num_splits", f"at most {MAX_SPLITS}", splits)
-    expect(options.sm_margin >= 0, function, "sm_margin", ">= 0", options.sm_margin)
-
-
-def _finite(value: float) -> bool:
-    return not isinstance(value, float) or abs(value) < math.inf
-
-
-def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
+def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) -> Problem:
     """Check the metadata of one call's tensors (in the order of ``Tensors``) and normalise it."""
     check(tensors, options)
-    tensors = Tensors(*tensors)
-    q, k, v, cu_seqlens_q, _, seqused_q, seqused_k = tensors.without_descales
+    tensors, function = Tensors(*tensors), options.function
+    q, k, v = in_rows(function, tensors)
+    cu_seqlens_q, seqused_q, seqused_k = tensors.cu_seqlens_q, *tensors[5:]
     varlen = cu_seqlens_q is not None
-    function = options.function
-    if options.v_permuted:
-        expect(
-            _is_dense(v), function, "v.stride", "that of a dense permuted tensor", tuple(v.stride)
-        )
-        v = v_as_rows(function, tensors, options.v_permuted)
-    batch = cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
+    sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
+    if sides["v"].layout == "permuted":
+        stored = sides["v"].data
+        wanted = "that of a dense permuted tensor"
+        expect(_is_dense(stored), function, "v.stride", wanted, tuple(stored.stride))
     total_q, total_k = q.shape[-3], k.shape[-3]
-    seqlen_q = total_q if options.max_seqlen_q is None else min(options.max_seqlen_q, total_q)
-    seqlen_k = total_k if options.max_seqlen_k is None else min(options.max_seqlen_k, total_k)
-    right = 0 if options.causal else options.window_right
-    scale = options.softmax_scale
-    softmax_scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    operands = {
+        name: Operand(
+            _strides(rows, varlen),
+            descales_of(x.descale, block_of(function, name, sides, options, varlen)),
+            x.layout == "permuted",
+            x.mean is not None,
+        )
+        for (name, x), rows in zip(sides.items(), (q, k, v), strict=True)
+    }
     # Descales need no copy: kernels read them by stride, at any alignment.
-    data = zip(Tensors._fields, tensors._replace(v=v).without_descales, strict=False)
+    data = zip(Tensors._fields, (q, k, v, *tensors[3:]), strict=True)
     given = [(name, t) for name, t in data if t is not None]
+    asked = {name: getattr(options, name) for name in TO_BACKEND}
     return Problem(
+        **(asked | _normalised(options, q, total_q, total_k)),
         function=function,
         dtype=q.dtype,
         device=q.device,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
+        batch=cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0],
+        seqlen_q=total_q if options.max_seqlen_q is None else min(options.max_seqlen_q, total_q),
+        seqlen_k=total_k if options.max_seqlen_k is None else min(options.max_seqlen_k, total_k),
         total_q=total_q,
         total_k=total_k,
         num_heads_q=q.shape[-2],
@@ -361,30 +242,28 @@ def describe(tensors: tuple[Metadata | None, ...], options: Options) -> Problem:
         head_dim_v=v.shape[-1],
         copied=tuple(name for name, t in given if _has_sparse_rows(t)),
         misaligned=tuple(name for name, t in given if not (t.aligned or _has_sparse_rows(t))),
-        q_stride=_strides(q, varlen),
-        k_stride=_strides(k, varlen),
-        v_stride=_strides(v, varlen),
         varlen=varlen,
         has_seqused_q=seqused_q is not None,
         has_seqused_k=seqused_k is not None,
-        softmax_scale=softmax_scale,
+        **operands,
+    )
+
+
+def _normalised(options: Options, q: Metadata, total_q: int, total_k: int) -> dict[str, object]:
+    """The options that a backend does not get as they were given."""
+    right = 0 if options.causal else options.window_right
+    scale = options.softmax_scale
+    softmax_scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return {
+        "softmax_scale": softmax_scale,
         # A side that reaches past every key is open. For varlen only the totals bound the
         # sequence lengths.
-        window_left=-1 if options.window_left >= total_k - 1 else options.window_left,
-        window_right=-1 if right >= total_q - 1 else right,
-        softcap=_effective_cap(float(options.softcap), softmax_scale),
-        num_splits=options.num_splits,
-        pack_gqa=options.pack_gqa,
-        deterministic=options.deterministic,
-        sm_margin=options.sm_margin,
-        use_fast_accum=options.use_fast_accum,
-        backend=options.backend or None,
-        out_dtype=out_dtype(q.dtype, options.out_dtype),
-        q_descales=descales_of(tensors.q_descale, options.q_block),
-        k_descales=descales_of(tensors.k_descale, options.k_block),
-        v_descales=descales_of(tensors.v_descale, options.v_block),
-        v_permuted=options.v_permuted > 0,
-    )
+        "window_left": -1 if options.window_left >= total_k - 1 else options.window_left,
+        "window_right": -1 if right >= total_q - 1 else right,
+        "softcap": _effective_cap(float(options.softcap), softmax_scale),
+        "backend": options.backend or None,
+        "out_dtype": out_dtype(q.dtype, options.out_dtype),
+    }
 
 
 def _effective_cap(cap: float, scale: float) -> float:

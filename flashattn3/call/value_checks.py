@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import expect, value_error
 
 if TYPE_CHECKING:
-    from .problem import Options, Tensors
+    from .inputs import Tensors
+    from .spec import Options
 
 OFF = ("", "0", "false", "no", "off")
 CHECKED = os.environ.get("FLASHATTN3_CHECK", "").lower() not in OFF
@@ -26,15 +27,15 @@ def is_checked(device: torch.device) -> bool:
     return CHECKED or device.type == "cpu"
 
 
-def check_values(tensors: Tensors, options: Options) -> None:
+def check_values(tensors: Tensors, options: Options, total_q: int, total_k: int) -> None:
     """Raise if cu_seqlens decrease, or if cu_seqlens, seqused or max_seqlen are out of bounds."""
     sides = (
-        ("q", tensors.q, tensors.cu_seqlens_q, tensors.seqused_q, options.max_seqlen_q),
-        ("k", tensors.k, tensors.cu_seqlens_k, tensors.seqused_k, options.max_seqlen_k),
+        ("q", total_q, tensors.cu_seqlens_q, tensors.seqused_q, options.max_seqlen_q),
+        ("k", total_k, tensors.cu_seqlens_k, tensors.seqused_k, options.max_seqlen_k),
     )
     function = options.function
     for side, rows, cu_seqlens, seqused, max_seqlen in sides:
-        lengths = check_edges(function, f"cu_seqlens_{side}", cu_seqlens, rows.shape[0])
+        lengths = check_edges(function, f"cu_seqlens_{side}", cu_seqlens, rows)
         for index, used in enumerate(seqused.tolist() if seqused is not None else ()):
             if not 0 <= used <= lengths[index]:
                 wanted = f"between 0 and {lengths[index]}, the sequence's length"

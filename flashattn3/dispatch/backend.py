@@ -8,23 +8,35 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..call.problem import Problem, Tensors
+    from ..call.inputs import Tensors
+    from ..call.problem import Problem
     from .device import DeviceInfo
-    from .planner import Plan
+
+# Of the backends, in the order in which automatic dispatch tries them.
+NAMES = ("hopper", "triton", "reference")
 
 
-class Config(Protocol):
-    """How a backend will run a problem: tiles and the resources they take. Hashable."""
+class Launch(Protocol):
+    """A problem prepared for a device: what a call runs, and what ``explain`` shows."""
 
     def describe(self) -> dict[str, object]:
         """Named values for people: tile sizes, grid, shared memory."""
 
+    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """out in ``problem.out_dtype`` and q's shape, with v's head dim, and lse: new tensors.
+
+        lse: (batch, heads, seqlen_q) or (heads, total_q), float32, float64 for float64 inputs.
+        """
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero. The
+        last stride of dout is 1."""
+
 
 class Backend(Protocol):
-    """reads_permuted_v: whether forward takes permuted V."""
-
     name: str
-    reads_permuted_v: bool
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         """Why this backend can run nothing on the device, or None."""
@@ -35,36 +47,17 @@ class Backend(Protocol):
     def unused_hints(self, problem: Problem) -> dict[str, str]:
         """Names of the hints that this backend ignores, each with the reason."""
 
-    def configure(self, problem: Problem, device: DeviceInfo) -> Config:
-        """Choose the tiles. Pure: no GPU is touched. Called once per plan, which is cached."""
-
-    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """out in ``problem.out_dtype`` and q's shape, with v's head dim, and lse: new tensors.
-
-        lse: (batch, heads, seqlen_q) or (heads, total_q), float32, float64 for float64 inputs.
-        """
-
-    def backward(
-        self,
-        plan: Plan,
-        dout: Tensor,
-        dlse: Tensor | None,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
+    def prepare(self, problem: Problem, device: DeviceInfo) -> Launch:
+        """Choose the tiles. Touches no GPU: kernels are loaded when the launch first runs. Called
+        once per plan, which is cached."""
 
 
 def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> str | None:
     """Why scores computed in dtype would overflow or vanish by the factors of a call, or None.
 
-    exponent: a factor must be 0 or between 2**-exponent and 2**exponent, as softcap itself is.
+    exponent: a factor must be 0 or between 2**-exponent and 2**exponent, as the cap itself is.
     """
-    factors = {"softmax_scale": problem.softmax_scale}
-    if problem.softcap > 0:
-        factors["softmax_scale / softcap"] = problem.softmax_scale / problem.softcap
-    for name, value in factors.items():
+    for name, value in problem.score_factors.items():
         if value != 0 and not 2.0**-exponent <= abs(value) <= 2.0**exponent:
             limits = f"0 or between 2**-{exponent} and 2**{exponent}"
             return f"computes scores in {dtype}: {name} must be {limits}, got {value:g}"

@@ -17,7 +17,7 @@ EIGHT_BIT = (E4M3, INT8)
 DTYPES = (*SIXTEEN_BIT, *EIGHT_BIT)
 HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
 HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = max(HEAD_DIMS["bf16"])
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not compiled
 # For every backward kernel: queries per step, and keys per MMA warpgroup.
 BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64

@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..call.problem import Problem
+from ..call.spec import HINTS
 from ..errors import UnsupportedError, complaint, value_error
-from .backend import Backend, Config
+from .backend import Backend, Launch
 from .device import DeviceInfo
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for one problem, and why the other backends did not get it.
-
-    launches: the backend's cache of what it prepared for this plan (compiled kernels, grids).
-    """
+    """The decision for one problem, and why the other backends did not get it."""
 
     problem: Problem
     device: DeviceInfo
     backend: Backend
-    config: Config
+    launch: Launch
     declined: tuple[tuple[str, str], ...] = ()
-    launches: dict = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def unpermutes_v(self) -> bool:
-        """Whether v is permuted and this backend needs it unpermuted."""
-        return self.problem.v_permuted and not self.backend.reads_permuted_v
 
     @property
     def unused_hints(self) -> dict[str, str]:
         """Names of the call's hints that the backend ignores, each with the reason."""
-        problem, unused = self.problem, self.backend.unused_hints(self.problem)
-        given = {
-            "pack_gqa": problem.pack_gqa,
-            "num_splits": problem.num_splits > 1,
-            "sm_margin": problem.sm_margin > 0,
-            "use_fast_accum": problem.use_fast_accum,
-        }
-        return {name: unused[name] for name, asked in given.items() if asked and name in unused}
+        unused = self.backend.unused_hints(self.problem)
+        given = (field.name for field in HINTS if field.is_asked(getattr(self.problem, field.name)))
+        return {name: unused[name] for name in given if name in unused}
 
 
 def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
@@ -56,8 +43,8 @@ def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) ->
     for backend in backends:
         reason = decline_reason(backend, problem, device)
         if reason is None and problem.backend in (None, backend.name):
-            config = backend.configure(problem, device)
-            return Plan(problem, device, backend, config, tuple(declined))
+            launch = backend.prepare(problem, device)
+            return Plan(problem, device, backend, launch, tuple(declined))
         declined.append((backend.name, reason or f"backend={problem.backend!r} was asked for"))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in declined)
     if problem.backend is None:

@@ -4,16 +4,16 @@ from .block_fp8 import (
     KINDS,
     BlockScaled,
     comes_permuted,
+    lse_with_mean,
     quantize_block_fp8,
     quantize_qkv,
-    scaled_qkv,
 )
 
 __all__ = [
     "KINDS",
     "BlockScaled",
     "comes_permuted",
+    "lse_with_mean",
     "quantize_block_fp8",
     "quantize_qkv",
-    "scaled_qkv",
 ]

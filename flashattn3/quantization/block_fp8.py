@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import boolean, expect_strided, integer, length
-from ..call.descales import BLOCKS, EIGHT_BIT, FP8, INT8
+from ..call.descales import BLOCKS
+from ..call.dtypes import EIGHT_BIT, FP8, INT8
 from ..call.value_checks import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
 from ..modes import is_traced, refuse_gradients
@@ -108,6 +109,24 @@ class BlockScaled:
         return replace(self, data=rows, layout="rows")
 
 
+def lse_with_mean(lse: Tensor, q: BlockScaled, k_mean: Tensor, softmax_scale: float) -> Tensor:
+    """Correct lse for k's mean, which the kernels leave out.
+
+    The mean adds softmax_scale * (q . mean of the KV head) to every score of a row, so P does not
+    change.
+
+    lse: (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q), -inf where a row sees no key.
+    q, k_mean, softmax_scale: those of the call.
+    """
+    heads = k_mean.shape[-2]
+    values = q.dequantize().unflatten(-2, (heads, -1))
+    # Elementwise instead of a matmul, which autocast or TF32 would round.
+    mean = of_sequences(k_mean, q.token_positions()).unsqueeze(-2)  # one per row of q
+    products = (values * mean).sum(-1)
+    moved = lse + softmax_scale * products.flatten(-2).transpose(-1, -2)
+    return torch.where(lse == float("-inf"), lse, moved)
+
+
 def quantize_block_fp8(
     x: Tensor,
     *,
@@ -187,8 +206,10 @@ def quantize_qkv(
     """Quantize q, k and v of one attention call as quantize_block_fp8 does, with its arguments. The
     caller has checked all arguments; q, k and v are 16-bit."""
     how = (block, hadamard, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, qk_dtype)
+    from . import dispatch
+
     with torch.no_grad():
-        *scaled, k_mean = scaled_qkv(q, k, v, *how, smooth_k)
+        *scaled, k_mean = dispatch.scaled_qkv(q, k, v, *how, smooth_k)
     q_data, q_descale, k_data, k_descale, v_data, v_descale = scaled
     layout = "permuted" if comes_permuted(v) else "rows"
     return (
@@ -203,29 +224,6 @@ def comes_permuted(v: Tensor) -> bool:
     from . import dispatch
 
     return dispatch.layout_of_v(v) == "permuted"
-
-
-def scaled_qkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block: int,
-    hadamard: bool,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    qk_dtype: torch.dtype,
-    smooth_k: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Quantize q, k and v; return data and descale of each, and k's mean, as plain tensors. The
-    Hopper library takes one launch, with smooth_k two.
-    """
-    from . import dispatch
-
-    mean = dispatch.sample_mean(k, cu_seqlens_k, max_seqlen_k) if smooth_k else None
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return *dispatch.quantize_qkv(q, k, v, block, hadamard, *lengths, qk_dtype, mean), mean
 
 
 def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:

@@ -9,19 +9,18 @@ from torch import Tensor
 
 from ..backends.hopper.backend import BACKEND as HOPPER
 from ..backends.triton.backend import BACKEND as TRITON
-from ..call.descales import FP8, INT8
-from ..call.problem import SIXTEEN_BIT
+from ..backends.triton.tile_configs import MAX_HEAD_DIM as TRITON_MAX_HEAD_DIM
+from ..call.dtypes import FP8, INT8, SIXTEEN_BIT
 from ..dispatch.device import describe_device
+from ..dispatch.kernel_configs import MAX_HEAD_DIM as HOPPER_MAX_HEAD_DIM
 from ..modes import is_traced
 from . import permuted_v, smoothing, torch_operations
 from .hadamard import signs
 
-MAX_HEAD_DIM = 256  # largest head dim of the Hopper and Triton kernels
-
 
 def on_hopper(x: Tensor) -> bool:
     """Whether the operators of the Hopper library support x's device and head dim."""
-    return x.shape[-1] <= MAX_HEAD_DIM and _runs_on("hopper", x.device.type, x.device.index)
+    return x.shape[-1] <= HOPPER_MAX_HEAD_DIM and _runs_on("hopper", x.device.type, x.device.index)
 
 
 def layout_of_v(v: Tensor) -> str:
@@ -45,6 +44,27 @@ def quantize_qkv(*arguments: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     """Return data and descale of q, k and v, v in layout_of_v; same arguments as _quantize_qkv."""
     run = _opaque_quantize_qkv if _is_opaque(arguments[0]) else _quantize_qkv
     return run(*arguments)
+
+
+def scaled_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    qk_dtype: torch.dtype,
+    smooth_k: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Quantize q, k and v; return data and descale of each, and k's mean, as plain tensors. The
+    Hopper library takes one launch, with smooth_k two.
+    """
+    mean = sample_mean(k, cu_seqlens_k, max_seqlen_k) if smooth_k else None
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return *quantize_qkv(q, k, v, block, hadamard, *lengths, qk_dtype, mean), mean
 
 
 def _is_opaque(x: Tensor) -> bool:
@@ -132,7 +152,7 @@ def _quantize_qkv(
 
 
 def _on_triton(x: Tensor) -> bool:
-    return x.shape[-1] <= MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index)
+    return x.shape[-1] <= TRITON_MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index)
 
 
 def _rows_dense(x: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..dispatch.kernel_configs import E4M3, HEAD_DIMS
 from .token_positions import token_positions
 
 KEY_GROUP = 32  # sequences begin at multiples of this many positions
 CORE_ROW_KEYS = 16  # contiguous positions of a column
-COLUMNS = (64, 128, 256)
+COLUMNS = HEAD_DIMS[E4M3]
 
 
 def permuted_position(position: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def num_permuted_keys(num_tokens: int, cu_seqlens: Tensor | None) -> int:
     """Number of positions per head. num_tokens: as for ``_permuted_positions``."""
     if cu_seqlens is None:
         return -(-num_tokens // KEY_GROUP) * KEY_GROUP
-    return (num_tokens // KEY_GROUP + cu_seqlens.numel() - 1) * KEY_GROUP
+    return (num_tokens // KEY_GROUP + cu_seqlens.shape[0] - 1) * KEY_GROUP
 
 
 def shape_of(rows: tuple[int, ...], cu_seqlens: Tensor | None) -> tuple[int, ...]:

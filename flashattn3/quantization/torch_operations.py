@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.descales import FP8, INT8
+from ..call.dtypes import FP8, INT8
 from . import hadamard as rotation
 from .token_positions import TokenPositions, token_positions
 

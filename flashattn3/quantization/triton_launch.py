@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends.triton.kernels.quantize import mean_of_sample, quantize_block
-from ..call.descales import INT8
+from ..call.dtypes import INT8
 from .hadamard import signs
 from .smoothing import SAMPLE, SIGNIFICANT
 from .torch_operations import LARGEST

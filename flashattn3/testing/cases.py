@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api import flash_attn_func, flash_attn_varlen_func
-from ..call.problem import Tensors
+from ..call.inputs import Tensors
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Case:
 
 def call(case: Case, tensors: Tensors, **more: Any) -> Tensor | tuple[Tensor, Tensor]:
     """The case through the public interface; ``more`` adds or replaces arguments."""
-    descales = {name: getattr(tensors, name) for name in ("q_descale", "k_descale", "v_descale")}
-    options = {**case.options(), **descales, **more}
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *descales = tensors
+    names = ("q_descale", "k_descale", "v_descale")  # where tensors has them (``Given``)
+    options = {**case.options(), **dict(zip(names, descales, strict=False)), **more}
     if not case.varlen:
         return flash_attn_func(q, k, v, **options)
     lengths = cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k, seqused_q, seqused_k

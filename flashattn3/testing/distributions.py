@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.descales import FP8
-from ..call.problem import Tensors
+from ..call.dtypes import FP8
+from ..call.inputs import Tensors
 from ..quantization import BlockScaled, quantize_block_fp8
 from .rounding import E4M3_TRUNCATION, score_rounding
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..call.problem import Tensors
+from ..call.inputs import Tensors
 
 
 def attention(
@@ -125,7 +125,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def heads_of(tensors: Tensors) -> Iterator[tuple[tuple, tuple]]:
     """For every sequence and query head: an index into q (also out, dout) and one into k and v."""
-    q, k, _, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales
+    q, k, _, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors[:7]
     num_heads_q, num_heads_kv = q.shape[-2], k.shape[-2]
     sequences_q = _sequences(q, cu_seqlens_q, seqused_q)
     sequences_k = _sequences(k, cu_seqlens_k, seqused_k)

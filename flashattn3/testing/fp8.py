@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..call.descales import FP8, INT8, num_blocks
-from ..call.problem import Tensors
+from ..call.descales import num_blocks
+from ..call.dtypes import FP8, INT8
+from ..call.inputs import Tensors
 from ..quantization import BlockScaled, quantize_block_fp8
 from .cases import Case
 from .inputs import INT8_STEPS, make_inputs
@@ -18,9 +21,24 @@ FORMS = ("raw", "head", "block", "scaled", "rotated", "int8 block", "int8 rotate
 BLOCKS = {"q": 64, "k": 128, "v": 64}
 
 
+class Given(NamedTuple):
+    """The tensors of a call as its caller passes them, descales beside the others."""
+
+    q: Tensor | BlockScaled
+    k: Tensor | BlockScaled
+    v: Tensor | BlockScaled
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
 def make_fp8_inputs(
     case: Case, device: torch.device | str, form: str, seed: int = 0
-) -> tuple[Tensors, Tensors]:
+) -> tuple[Given, Tensors]:
     """Arguments of a call, and the same problem in float64, of which nothing is quantized further.
 
     Raw data lies among NaN, as from ``make_inputs``. Where q and k are rotated the second has them
@@ -35,7 +53,7 @@ def make_fp8_inputs(
             side: _quantized(case, given, side, **({} if side == "v" else options))
             for side in "qkv"
         }
-        return given._replace(**scaled), given._replace(
+        return Given(*given._replace(**scaled)), given._replace(
             **{side: _values(x.in_rows()) for side, x in scaled.items()}
         )
     given = make_inputs(case, device, dtype, seed)
@@ -52,7 +70,7 @@ def make_fp8_inputs(
             descale = descale.repeat_interleave(x.shape[-2] // descale.shape[1], dim=1)
             edges = given.cu_seqlens_q if side == "q" else given.cu_seqlens_k
             values[side] = _values(BlockScaled(x, descale, block, cu_seqlens=edges))
-    return given._replace(**descales), given._replace(**values)
+    return Given(*given, **descales), given._replace(**values)
 
 
 def _quantized(case: Case, given: Tensors, side: str, **options: object) -> BlockScaled:
@@ -83,7 +101,7 @@ def _values(x: BlockScaled) -> Tensor:
     return x.data.double() * x.token_descale()[..., None].double()
 
 
-def scales_of_v(tensors: Tensors) -> Tensor:
+def scales_of_v(tensors: Given) -> Tensor:
     """What V's stored numbers are multiplied with: float64 (..., seqlen_k, num_heads_kv, 1)."""
     v, descale = tensors.v, tensors.v_descale
     if not isinstance(v, BlockScaled):

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..call.descales import EIGHT_BIT, INT8, v_dtype
-from ..call.problem import Tensors
+from ..call.dtypes import EIGHT_BIT, INT8, v_dtype
+from ..call.inputs import Tensors
 from .cases import Case
 
 # Elements of NaN on each side of a contiguous tensor; a multiple of 16 bytes in every dtype, so

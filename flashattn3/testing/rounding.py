@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..call.problem import Tensors
+from ..call.inputs import Tensors
 from .fp64_reference import heads_of, scores_of_head
 
 DEVIATIONS = 3.0

@@ -6,18 +6,16 @@ A gradient without a kernel config runs on the Triton backend, with this backend
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from ...call.descales import EIGHT_BIT
-from ...call.problem import Problem, Tensors
+from ...call.dtypes import EIGHT_BIT, NAMES
+from ...call.inputs import Tensors, as_scaled
+from ...call.problem import Problem
 from ...dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
 from ...dispatch.kernel_configs import (
-    E4M3,
-    INT8,
     MAX_HEAD_DIM,
     BackwardConfig,
     ForwardConfig,
@@ -27,17 +25,14 @@ from ...dispatch.kernel_configs import (
 )
 from ...errors import UnsupportedError
 from .. import gpu_limits
+from ..conversions import converting, with_dense_rows
 from ..triton.backend import BACKEND as TRITON
 from . import launch as hopper_launch
 from .library import Library, library_for_gpu, mended_by
 
-if TYPE_CHECKING:
-    from ...dispatch.planner import Plan
-
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / softcap.
 SMALLEST_GRADIENT_CAP = 2.0**-6
-DTYPE_NAMES = {**gpu_limits.DTYPE_NAMES, torch.float8_e4m3fn: E4M3, torch.int8: INT8}
 
 
 @dataclass(frozen=True)
@@ -80,6 +75,56 @@ class HopperConfig:
 
 
 @dataclass(frozen=True)
+class HopperLaunch:
+    """See ``Launch``. The operators' arguments are built when a pass first runs."""
+
+    problem: Problem
+    device: DeviceInfo
+    config: HopperConfig
+    library: Library = field(repr=False, compare=False)
+
+    def describe(self) -> dict[str, object]:
+        return self.config.describe()
+
+    @cached_property
+    def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+        run = hopper_launch.prepare_forward(self, self.library)
+        forward = _of_8_bits(run) if self.problem.dtype in EIGHT_BIT else lambda x: run(*x)
+        return converting(self.problem, forward, reads_permuted_v=True)
+
+    @cached_property
+    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        problem = self.problem
+        if self.config.gradient_config is None:
+            return self._backward_on_triton()
+        run = hopper_launch.prepare_backward(self, self.library)
+
+        def backward(dout, dlse, out, lse, tensors):
+            return run(dout, dlse, out, lse, *with_dense_rows(problem, tensors))
+
+        return backward
+
+    def _backward_on_triton(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        """That of Triton's launch for this problem; UnsupportedError if Triton does not take it."""
+        problem, device = self.problem, self.device
+        reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
+        if reason is not None:
+            raise UnsupportedError(
+                f"{problem.function}: this gradient of backend 'hopper' runs on Triton, which does "
+                f"not take the problem (triton: {reason})"
+            )
+        return TRITON.prepare(problem, device).backward
+
+
+def _of_8_bits(run: Callable) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    def forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q, k, v = map(as_scaled, tensors[:3])
+        return run(q.data, k.data, v.data, *tensors[3:], q.descale, k.descale, v.descale)
+
+    return forward
+
+
+@dataclass(frozen=True)
 class HopperBackend:
     """See ``Backend``. library: called only when the device is a Hopper GPU.
 
@@ -89,7 +134,6 @@ class HopperBackend:
     name: str = "hopper"
     library: Callable[[], Library] = field(default=library_for_gpu, repr=False)
     only_measured: bool = True
-    reads_permuted_v: ClassVar[bool] = True
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if device.kind != "cuda":
@@ -127,7 +171,10 @@ class HopperBackend:
             unused["use_fast_accum"] = "accumulates 16-bit products in float32"
         return unused
 
-    def configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
+    def prepare(self, problem: Problem, device: DeviceInfo) -> HopperLaunch:
+        return HopperLaunch(problem, device, self._configure(problem, device), self.library())
+
+    def _configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
         kernel_config = _kernel_config(problem)
         launch = hopper_launch.forward_launch(problem, device, kernel_config, self.library())
         return HopperConfig(
@@ -136,35 +183,10 @@ class HopperBackend:
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
         head_dim = max(problem.head_dim, problem.head_dim_v)
-        kernel_config = select_backward_config(DTYPE_NAMES[problem.dtype], head_dim)
+        kernel_config = select_backward_config(NAMES[problem.dtype], head_dim)
         if kernel_config is None or self._unusable_reason(kernel_config, problem) is not None:
             return None
         return None if 0 < problem.softcap < SMALLEST_GRADIENT_CAP else kernel_config
-
-    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        run = plan.launches.get("forward")
-        if run is None:
-            run = plan.launches["forward"] = hopper_launch.prepare_forward(plan, self.library())
-        return run(*tensors)
-
-    def backward(
-        self,
-        plan: Plan,
-        dout: Tensor,
-        dlse: Tensor | None,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if plan.config.gradient_config is None:
-            triton = plan.launches.get("backward")
-            if triton is None:
-                triton = plan.launches["backward"] = _gradient_plan(plan)
-            return TRITON.backward(triton, dout, dlse, tensors, out, lse)
-        run = plan.launches.get("backward")
-        if run is None:
-            run = plan.launches["backward"] = hopper_launch.prepare_backward(plan, self.library())
-        return run(dout, dlse, out, lse, *tensors)
 
 
 BACKEND = HopperBackend()
@@ -172,9 +194,7 @@ BACKEND = HopperBackend()
 
 def _kernel_config(problem: Problem) -> ForwardConfig:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return select_forward_config(
-        DTYPE_NAMES[problem.dtype], head_dim, problem.masked, problem.seqlen_k
-    )
+    return select_forward_config(NAMES[problem.dtype], head_dim, problem.masked, problem.seqlen_k)
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
@@ -189,21 +209,8 @@ def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
     for name, length in lengths.items():
         heads = problem.num_heads_q if name == "q" else problem.num_heads_kv
         sizes = (1 if problem.varlen else problem.batch, length, heads)
-        strides = getattr(problem, f"{name}_stride")
+        strides = getattr(problem, name).stride
         fits = hopper_launch.fits_tma(sizes, strides, problem.dtype.itemsize)
         if not fits or name in problem.misaligned:
             unfit.append(name)
     return tuple(unfit)
-
-
-def _gradient_plan(plan: Plan) -> Plan:
-    """A plan of the same problem on Triton; UnsupportedError if Triton does not take it."""
-    problem, device = plan.problem, plan.device
-    reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
-    if reason is not None:
-        raise UnsupportedError(
-            f"{problem.function}: this gradient of backend 'hopper' runs on Triton, which does not "
-            f"take the problem (triton: {reason})"
-        )
-    config = TRITON.configure(problem, device)
-    return replace(plan, backend=TRITON, config=config, launches={})

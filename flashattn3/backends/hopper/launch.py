@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...call.descales import EIGHT_BIT
-from ...call.problem import ALIGNMENT_BYTES, Problem
+from ...call.dtypes import EIGHT_BIT
+from ...call.inputs import ALIGNMENT_BYTES
+from ...call.problem import Problem
 from ...dispatch.kernel_configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
@@ -23,9 +24,10 @@ from .launch_record import record_of
 
 if TYPE_CHECKING:
     from ...dispatch.device import DeviceInfo
-    from ...dispatch.planner import Plan
+    from .backend import HopperLaunch
     from .library import Library
 
+NO_DESCALES = (None, None, None)
 OUT_ALIGNMENT = ALIGNMENT_BYTES // 2  # in 16-bit elements: output rows are 16-byte aligned
 
 
@@ -78,29 +80,33 @@ def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
     )
 
 
-def prepare_forward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Build a function of the tensors, in the order of ``Tensors``, that returns (out, lse)."""
-    problem, config, operator = plan.problem, plan.config, library.forward
+def prepare_forward(launch: HopperLaunch, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Build a function that returns (out, lse). It takes the data of q, k and v, the lengths in the
+    order of ``Tensors``, and the descales of 8 bits."""
+    problem, config, operator = launch.problem, launch.config, library.forward
     handle = config.launch.handle
-    copied, with_kernels_v = config.copied, _v_for_kernel(plan, library)
+    copied, with_kernels_v = config.copied, _v_for_kernel(launch, library)
     whole_rows = problem.head_dim_v % OUT_ALIGNMENT == 0
 
-    def run(q, k, v, cu_seqlens_q, cu_seqlens_k, *others):
+    def run(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *descales):
         if with_kernels_v is not None:
             v = with_kernels_v(v, cu_seqlens_k)
         if copied:
             q, k, v = _copied(copied, q, k, v)
-        out, lse = operator(handle, q, k, v, cu_seqlens_q, cu_seqlens_k, *others)
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        out, lse = operator(handle, q, k, v, *lengths, *(descales or NO_DESCALES))
         return (out if whole_rows else out[..., : problem.head_dim_v].contiguous()), lse
 
     return run
 
 
-def prepare_backward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def prepare_backward(
+    launch: HopperLaunch, library: Library
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Build a function of (dout, dlse, out, lse, *Tensors) that returns (dq, dk, dv)."""
-    problem, copied, operator = plan.problem, plan.config.copied, library.backward
-    gradient_config = plan.config.gradient_config
-    handle = backward_launch(problem, plan.device, gradient_config, library).handle
+    problem, copied, operator = launch.problem, launch.config.copied, library.backward
+    gradient_config = launch.config.gradient_config
+    handle = backward_launch(problem, launch.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
 
@@ -119,13 +125,15 @@ def prepare_backward(plan: Plan, library: Library) -> Callable[..., tuple[Tensor
     return run
 
 
-def _v_for_kernel(plan: Plan, library: Library) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+def _v_for_kernel(
+    launch: HopperLaunch, library: Library
+) -> Callable[[Tensor, Tensor | None], Tensor] | None:
     """A function of (v, cu_seqlens_k) that gives 8-bit V its layout; None for 16 bits."""
-    problem, permute_v = plan.problem, library.permute_v
+    problem, permute_v = launch.problem, library.permute_v
     if problem.dtype not in EIGHT_BIT:
         return None
-    permuted, seqlen_k = problem.v_permuted, problem.seqlen_k
-    columns = plan.config.kernel_config.head_dim
+    permuted, seqlen_k = problem.v.permuted, problem.seqlen_k
+    columns = launch.config.kernel_config.head_dim
 
     def with_layout(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
         if not permuted:

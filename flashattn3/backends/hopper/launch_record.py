@@ -45,9 +45,9 @@ def record_of(problem: Problem, device: DeviceInfo) -> LaunchRecord:
     own = {
         "num_sms": device.num_sms,
         "sm_margin": min(problem.sm_margin, device.num_sms),
-        "q_block": _block(problem.q_descales),
-        "k_block": _block(problem.k_descales),
-        "v_block": _block(problem.v_descales),
+        "q_block": _block(problem.q.descales),
+        "k_block": _block(problem.k.descales),
+        "v_block": _block(problem.v.descales),
         "out_is_fp16": problem.out_dtype == torch.float16,
     }
     names = (name for name in LaunchRecord._fields if name not in own)

@@ -16,22 +16,23 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...call.inputs import Scaled, Tensors, data_of
 from ...dispatch.backend import score_factor_reason
+from ..conversions import converting, with_dense_rows
 from .padded_layout import PaddedLayout, padded
 
 if TYPE_CHECKING:
     from ...call.descales import Descales
-    from ...call.problem import Problem, Tensors
+    from ...call.problem import Problem
     from ...dispatch.device import DeviceInfo
-    from ...dispatch.planner import Plan
 
 _LOG2_E = math.log2(math.e)
 _BLOCK_N = 512
@@ -76,7 +77,6 @@ class ReferenceBackend:
     """
 
     name = "reference"
-    reads_permuted_v = False
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
@@ -92,6 +92,9 @@ class ReferenceBackend:
             "use_fast_accum": "accumulates in float32 or float64",
         }
 
+    def prepare(self, problem: Problem, device: DeviceInfo) -> ReferenceLaunch:
+        return ReferenceLaunch(problem, self.configure(problem, device))
+
     def configure(self, problem: Problem, device: DeviceInfo) -> ReferenceConfig:
         scores, largest = _CPU_BUDGET if device.kind == "cpu" else _GPU_BUDGET
         config = ReferenceConfig(largest, _BLOCK_N, scores)
@@ -100,41 +103,44 @@ class ReferenceBackend:
         config = ReferenceConfig(block_m, _BLOCK_N, scores)
         return replace(config, one_tile=_is_one_tile(problem, config))
 
-    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        q, problem = tensors.q, plan.problem
-        if torch.is_autocast_enabled(q.device.type):
-            with _no_autocast(q.device.type):
-                return self.forward(plan, tensors)
-        if plan.config.one_tile:
-            run = plan.launches.get("forward")
-            if run is None:
-                run = plan.launches["forward"] = _prepare_one_tile(problem)
-            return run(q, tensors.k, tensors.v)
+
+@dataclass(frozen=True)
+class ReferenceLaunch:
+    """See ``Launch``."""
+
+    problem: Problem
+    config: ReferenceConfig
+
+    def describe(self) -> dict[str, object]:
+        return self.config.describe()
+
+    @cached_property
+    def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+        run = _prepare_one_tile(self.problem) if self.config.one_tile else self._forward
+        return converting(self.problem, _without_autocast(self.problem, run))
+
+    @cached_property
+    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        return _without_autocast(self.problem, self._backward)
+
+    def _forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q, problem = data_of(tensors.q), self.problem
         dtype = _compute_dtype(problem)
         out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
         lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -math.inf, dtype=dtype)
-        for bucket in _buckets(plan, tensors):
-            _Call(plan, tensors, bucket).forward(out, lse)
+        for bucket in _buckets(self, tensors):
+            _Call(self, tensors, bucket).forward(out, lse)
         return out, lse
 
-    def backward(
-        self,
-        plan: Plan,
-        dout: Tensor,
-        dlse: Tensor | None,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
+    def _backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors
     ) -> tuple[Tensor, Tensor, Tensor]:
-        device_type = tensors.q.device.type
-        if torch.is_autocast_enabled(device_type):
-            with _no_autocast(device_type):
-                return self.backward(plan, dout, dlse, tensors, out, lse)
+        tensors = with_dense_rows(self.problem, tensors)
         gradients = tuple(
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]
         )
-        for bucket in _buckets(plan, tensors):
-            _Call(plan, tensors, bucket).backward(dout, dlse, out, lse, gradients)
+        for bucket in _buckets(self, tensors):
+            _Call(self, tensors, bucket).backward(dout, dlse, out, lse, gradients)
         return gradients
 
 
@@ -151,12 +157,12 @@ def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
         and problem.qhead_per_kvhead == 1
         and not (problem.varlen or problem.masked or problem.softcap)
         and problem.num_splits <= 1
-        and not (problem.q_descales or problem.k_descales or problem.v_descales)
+        and not (problem.q.descales or problem.k.descales or problem.v.descales)
     )
 
 
-def _prepare_one_tile(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Build a function of q, k and v that computes out and lse in few torch operations, because
+def _prepare_one_tile(problem: Problem) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    """Build a function of the tensors that computes out and lse in few torch operations, because
     host time dominates a small call."""
     dtype = _compute_dtype(problem)
     wide, out_is_wide = problem.dtype == dtype, problem.out_dtype == dtype
@@ -164,7 +170,8 @@ def _prepare_one_tile(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
     # A tensor saves 1 us per call, the time that torch takes to convert a Python number.
     scale = torch.tensor(problem.softmax_scale, dtype=dtype, device="cpu")
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q, k, v = tensors[:3] if wide else map(data_of, tensors[:3])
         if not wide:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         q = q.transpose(1, 2).flatten(0, 1).mul(scale)
@@ -185,9 +192,17 @@ def _column(lse: Tensor) -> Tensor:
     return lse.transpose(-1, -2).unsqueeze(-1)
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager:
-    """Disable autocast, which would silently compute the GEMMs in 16 bits."""
-    return torch.autocast(device_type, enabled=False)
+def _without_autocast(problem: Problem, run: Callable) -> Callable:
+    """``run`` without autocast, which would silently compute the GEMMs in 16 bits."""
+    kind = problem.device.type
+
+    def run_without(*arguments):
+        if not torch.is_autocast_enabled(kind):
+            return run(*arguments)
+        with torch.autocast(kind, enabled=False):
+            return run(*arguments)
+
+    return run_without
 
 
 class _Bucket(NamedTuple):
@@ -197,16 +212,16 @@ class _Bucket(NamedTuple):
     keys: PaddedLayout
 
 
-def _buckets(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
+def _buckets(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
     """Yield the sequences of a call: all at once, or, for varlen, those of equal lengths together.
 
     Sequences without queries or without keys are skipped: out and lse already hold 0 and -inf.
     """
-    problem = plan.problem
+    problem = launch.problem
     if problem.varlen and not _is_capturing(problem.device):
-        yield from _buckets_by_length(plan, tensors)
+        yield from _buckets_by_length(launch, tensors)
     elif problem.batch and problem.seqlen_q and problem.seqlen_k:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors.without_descales[3:]
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors[3:]
         if problem.varlen:
             queries = padded(problem.seqlen_q, problem.total_q, cu_seqlens_q, seqused_q)
             keys = padded(problem.seqlen_k, problem.total_k, cu_seqlens_k, seqused_k)
@@ -216,8 +231,8 @@ def _buckets(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
         yield _Bucket(queries, keys)
 
 
-def _buckets_by_length(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
-    problem = plan.problem
+def _buckets_by_length(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
+    problem = launch.problem
     begins_q, lengths_q = _spans(tensors.cu_seqlens_q, tensors.seqused_q, problem.total_q)
     begins_k, lengths_k = _spans(tensors.cu_seqlens_k, tensors.seqused_k, problem.total_k)
     batch_indices_of = defaultdict(list)
@@ -226,7 +241,7 @@ def _buckets_by_length(plan: Plan, tensors: Tensors) -> Iterator[_Bucket]:
     for (seqlen_q, seqlen_k), batch_indices in batch_indices_of.items():
         if seqlen_q == 0 or seqlen_k == 0:
             continue
-        size = plan.config.sequences(seqlen_q, seqlen_k)
+        size = launch.config.sequences(seqlen_q, seqlen_k)
         for some in (batch_indices[i : i + size] for i in range(0, len(batch_indices), size)):
             queries = _together(some, begins_q, seqlen_q, problem.device)
             yield _Bucket(queries, _together(some, begins_k, seqlen_k, problem.device))
@@ -269,31 +284,30 @@ class _Call:
     diagonal: index of the key that query 0 is aligned with.
     """
 
-    def __init__(self, plan: Plan, tensors: Tensors, bucket: _Bucket) -> None:
-        self.problem = problem = plan.problem
+    def __init__(self, launch: ReferenceLaunch, tensors: Tensors, bucket: _Bucket) -> None:
+        self.problem = problem = launch.problem
         self.bucket = bucket
         self.dtype = _compute_dtype(problem)
         self.seqlen_q, self.seqlen_k = bucket.queries.seqlen, bucket.keys.seqlen
-        self.block_m = plan.config.queries(bucket.queries.batch * problem.num_heads_q)
-        self.block_n = plan.config.block_n
+        self.block_m = launch.config.queries(bucket.queries.batch * problem.num_heads_q)
+        self.block_n = launch.config.block_n
         self.unit = problem.softcap or 1.0
         self.diagonal = self.seqlen_k - self.seqlen_q
         queries, keys = bucket
-        q = self.dequantized(queries, tensors.q, tensors.q_descale, problem.q_descales)
+        q = self.dequantized(queries, tensors.q, problem.q.descales)
         q = q * (problem.softmax_scale / self.unit)
         self.q = q.view(-1, problem.qhead_per_kvhead, self.seqlen_q, problem.head_dim)
-        self.k = self.dequantized(keys, tensors.k, tensors.k_descale, problem.k_descales)
-        self.v = self.dequantized(keys, tensors.v, tensors.v_descale, problem.v_descales)
+        self.k = self.dequantized(keys, tensors.k, problem.k.descales)
+        self.v = self.dequantized(keys, tensors.v, problem.v.descales)
 
     def dequantized(
-        self, side: PaddedLayout, x: Tensor, descale: Tensor | None, descales: Descales | None
+        self, side: PaddedLayout, x: Tensor | Scaled, descales: Descales | None
     ) -> Tensor:
-        rows = side.fold(x, self.dtype)
-        return (
-            rows
-            if descale is None
-            else rows.mul_(side.spread(descale, descales.block, x.shape[-2]))
-        )
+        data = data_of(x)
+        rows = side.fold(data, self.dtype)
+        if descales is None:
+            return rows
+        return rows.mul_(side.spread(x.descale, descales.block, data.shape[-2]))
 
     def rows(self, x: Tensor, queries: range) -> Tensor:
         """The rows of a tile: (batch * num_heads_kv, qhead_per_kvhead * len(queries), ·), dense.

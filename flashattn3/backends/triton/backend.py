@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...call.descales import EIGHT_BIT
-from ...call.problem import Problem, Tensors
+from ...call.dtypes import EIGHT_BIT
+from ...call.inputs import Tensors
+from ...call.problem import Problem
 from ...dispatch.device import DeviceInfo
 from .. import gpu_limits
+from ..conversions import converting
 from .tile_configs import (
     MAX_HEAD_DIM,
     MIN_SHARED_MEMORY_KIB,
@@ -22,11 +25,6 @@ from .tile_configs import (
     Tiles,
     select_tile_config,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ...dispatch.planner import Plan
 
 FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
 
@@ -63,11 +61,34 @@ class TritonConfig:
         }
 
 
+@dataclass(frozen=True)
+class TritonLaunch:
+    """See ``Launch``. Triton is imported when a pass first runs."""
+
+    problem: Problem
+    config: TritonConfig
+
+    def describe(self) -> dict[str, object]:
+        return self.config.describe()
+
+    @cached_property
+    def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+        from . import launch
+
+        run = launch.on_device(self.problem, launch.prepare_forward(self.problem, self.config))
+        return converting(self.problem, run)
+
+    @cached_property
+    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        from . import launch
+
+        return launch.on_device(self.problem, launch.prepare_backward(self.problem, self.config))
+
+
 class TritonBackend:
-    """See ``Backend``. Triton is imported when the first kernel is launched."""
+    """See ``Backend``."""
 
     name = "triton"
-    reads_permuted_v = False
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -101,6 +122,9 @@ class TritonBackend:
             "use_fast_accum": "accumulates in float32",
         }
 
+    def prepare(self, problem: Problem, device: DeviceInfo) -> TritonLaunch:
+        return TritonLaunch(problem, self.configure(problem, device))
+
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
         tile_config = select_tile_config(
             problem.head_dim, problem.head_dim_v, device.lowering, device.shared_memory_bytes
@@ -115,39 +139,13 @@ class TritonBackend:
         native_fp8 = problem.dtype in EIGHT_BIT and (device.lowering or 0) >= FIRST_WITH_FP8
         return TritonConfig(tile_config, tiles, num_splits, grid, arch, native_fp8)
 
-    def forward(self, plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        if _elsewhere(tensors.q):
-            with torch.cuda.device(tensors.q.device):
-                return self.forward(plan, tensors)
-        prepared = plan.launches.get("forward") or _prepare(plan, "forward", "prepare_forward")
-        return prepared(*tensors)
-
-    def backward(
-        self,
-        plan: Plan,
-        dout: Tensor,
-        dlse: Tensor | None,
-        tensors: Tensors,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if _elsewhere(tensors.q):
-            with torch.cuda.device(tensors.q.device):
-                return self.backward(plan, dout, dlse, tensors, out, lse)
-        strides = (dout.stride(), None if dlse is None else dlse.stride())
-        prepared = plan.launches.get(strides) or _prepare(
-            plan, strides, "prepare_backward", *strides
-        )
-        rest = tensors.without_descales
-        return prepared(dout, dlse, out.contiguous(), lse.contiguous(), *rest)
-
 
 BACKEND = TritonBackend()
 
 
 def _within_blocks(tile: Tile, problem: Problem) -> Tile:
     """Limit block_n to the smallest descale block, so that a tile's keys share a descale."""
-    descales = (problem.k_descales, problem.v_descales)
+    descales = (problem.k.descales, problem.v.descales)
     blocks = [of.block for of in descales if of is not None and of.num_blocks > 1]
     return replace(tile, block_n=min([tile.block_n, *blocks]))
 
@@ -161,17 +159,3 @@ def _num_splits(problem: Problem, programs: int, block_n: int, num_sms: int) -> 
         return 1
     # With fewer than four n_blocks per split, combine costs more than idle SMs.
     return max(1, min(num_sms // programs, n_blocks // 4))
-
-
-def _elsewhere(tensor: Tensor) -> bool:
-    """Whether the tensor is not on the current device, where Triton launches."""
-    return tensor.is_cuda and tensor.get_device() != torch.cuda.current_device()
-
-
-def _prepare(plan: Plan, key: object, builder: str, *arguments: object) -> Callable:
-    """Build the launches of a plan once. Imports Triton."""
-    from . import launch as triton_launch
-
-    prepared = getattr(triton_launch, builder)(plan.problem, plan.config, *arguments)
-    plan.launches[key] = prepared
-    return prepared

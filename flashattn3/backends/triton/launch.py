@@ -11,15 +11,17 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ...call.descales import EIGHT_BIT, FP8, INT8, Descales, v_dtype
+from ...call.descales import Descales
+from ...call.dtypes import EIGHT_BIT, FP8, INT8, NAMES, v_dtype
+from ...call.inputs import Tensors, as_scaled
 from ...call.problem import Problem
-from ..gpu_limits import DTYPE_NAMES
+from ..conversions import with_dense_rows
 from .backend import TritonConfig
 from .kernels import backward, forward
 from .kernels.launch import Launch
 from .tile_configs import Tile, padded
 
-OPERAND_TYPES = {**DTYPE_NAMES, FP8: "u8", INT8: "i8"}  # forward inputs: e4m3 as bytes
+OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
 LOG2E = 1.4426950408889634
 SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
 LARGEST_EXACT_CAP = 256.0  # at this cap tanh's absolute error is 1e-4 in a score
@@ -30,18 +32,38 @@ ROWS_PER_PROGRAM = 64  # rows per program of the row-wise kernels (combine, prep
 COMBINE_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 
 
-def prepare_forward(problem: Problem, config: TritonConfig) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Build a function of the tensors, in the order of ``Tensors``, that returns (out, lse)."""
+def on_device(problem: Problem, run: Callable) -> Callable:
+    """``run`` with the problem's device as the current one, where Triton launches."""
+    if problem.device.type != "cuda":
+        return run
+    index, current_device = problem.device.index, torch.cuda.current_device
+
+    def run_there(*arguments):
+        if current_device() == index:
+            return run(*arguments)
+        with torch.cuda.device(index):
+            return run(*arguments)
+
+    return run_there
+
+
+def prepare_forward(
+    problem: Problem, config: TritonConfig
+) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    """Build a function of the tensors that returns (out, lse)."""
     launch = forward_launch(problem, config)
     prepare = _prepare_split_forward if config.num_splits > 1 else _prepare_whole_forward
     run = prepare(problem, config, launch)
-    if problem.dtype not in EIGHT_BIT:
-        return run
+    if problem.dtype in EIGHT_BIT:
+        return lambda tensors: run(*_of_8_bits(tensors))
+    return lambda tensors: run(*tensors, None, None, None)
 
-    def run_on_bytes(q, k, v, *rest):
-        return run(*(x.view(torch.uint8) if x.dtype == FP8 else x for x in (q, k, v)), *rest)
 
-    return run_on_bytes
+def _of_8_bits(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """The kernel's tensors: e4m3 as bytes, and the descales."""
+    sides = [as_scaled(x) for x in tensors[:3]]
+    data = (x.data.view(torch.uint8) if x.data.dtype == FP8 else x.data for x in sides)
+    return (*data, *tensors[3:], *(x.descale for x in sides))
 
 
 def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
@@ -101,12 +123,28 @@ def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launc
 
 
 def prepare_backward(
+    problem: Problem, config: TritonConfig
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv)."""
+    prepared: dict[tuple, Callable] = {}  # by the strides of dout and dlse, which a call chooses
+
+    def run(dout, dlse, out, lse, tensors):
+        strides = (dout.stride(), None if dlse is None else dlse.stride())
+        backward = prepared.get(strides)
+        if backward is None:
+            backward = prepared[strides] = _prepare_backward(problem, config, *strides)
+        tensors = with_dense_rows(problem, tensors)
+        return backward(dout, dlse, out.contiguous(), lse.contiguous(), *tensors)
+
+    return run
+
+
+def _prepare_backward(
     problem: Problem,
     config: TritonConfig,
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Build a function of (dout, dlse, out, lse, *tensors without descales): (dq, dk, dv)."""
     bwd_preprocess, bwd_dkdv, bwd_dq = backward_launches(problem, config, dout_stride, dlse_stride)
     shape = lse_delta_shape(problem)
     new_like = torch.zeros if problem.varlen else torch.empty
@@ -133,9 +171,9 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     out_strides = _dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
     lse_strides = _lse_strides(problem)
     scalars = (
-        *problem.q_stride,
-        *problem.k_stride,
-        *problem.v_stride,
+        *problem.q.stride,
+        *problem.k.stride,
+        *problem.v.stride,
         _num_rows(problem) * problem.head_dim_v,
         *out_strides,
         _num_rows(problem),
@@ -160,7 +198,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     if fp8:
         constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])
     dtype, dtype_v = (OPERAND_TYPES[x] for x in (problem.dtype, v_dtype(problem.dtype)))
-    out_type = "fp32" if config.num_splits > 1 else DTYPE_NAMES[problem.out_dtype]
+    out_type = "fp32" if config.num_splits > 1 else NAMES[problem.out_dtype]
     descales = ("fp32" if descales else None for descales in _all_descales(problem))
     types = (dtype, dtype, dtype_v, out_type, "fp32", *_indices(problem), *descales)
     return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
@@ -179,7 +217,7 @@ def combine_launch(problem: Problem, config: TritonConfig) -> Launch:
         config.num_splits,
     )
     constants = _value_row(problem)
-    types = ("fp32", "fp32", DTYPE_NAMES[problem.out_dtype], "fp32")
+    types = ("fp32", "fp32", NAMES[problem.out_dtype], "fp32")
     grid = _row_grid(problem)
     return _launch(forward.combine_kernel, types, grid, scalars, constants, COMBINE_TILE, config)
 
@@ -252,7 +290,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
         "HAS_DLSE": has_dlse,
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
-    dtype = DTYPE_NAMES[problem.dtype]
+    dtype = NAMES[problem.dtype]
     dlse_type = "fp32" if has_dlse else None
     types = (dtype, dtype, "fp32", dlse_type, "fp32", "fp32", *_indices(problem)[::2])
     return _launch(
@@ -278,7 +316,7 @@ def _dkdv_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
     }
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
-    dtype = DTYPE_NAMES[problem.dtype]
+    dtype = NAMES[problem.dtype]
     types = (*(dtype,) * 4, "fp32", "fp32", dtype, dtype, *_indices(problem))
     return _launch(backward.bwd_dkdv_kernel, types, grid, scalars, constants, tile, config)
 
@@ -298,7 +336,7 @@ def _dq_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
-    dtype = DTYPE_NAMES[problem.dtype]
+    dtype = NAMES[problem.dtype]
     types = (*(dtype,) * 4, "fp32", "fp32", dtype, *_indices(problem))
     return _launch(backward.bwd_dq_kernel, types, grid, scalars, constants, tile, config)
 
@@ -317,7 +355,7 @@ def _indices(problem: Problem) -> tuple[str | None, ...]:
 
 
 def _all_descales(problem: Problem) -> tuple[Descales | None, ...]:
-    return problem.q_descales, problem.k_descales, problem.v_descales
+    return problem.q.descales, problem.k.descales, problem.v.descales
 
 
 def _descale_layouts(problem: Problem) -> tuple[int | None, ...]:
@@ -371,9 +409,9 @@ def _lse_delta_strides(problem: Problem) -> tuple[int, int]:
 
 def _input_strides(problem: Problem, dout_strides) -> tuple[int, ...]:
     return (
-        *problem.q_stride,
-        *problem.k_stride,
-        *problem.v_stride,
+        *problem.q.stride,
+        *problem.k.stride,
+        *problem.v.stride,
         *dout_strides,
         *_lse_delta_strides(problem),
     )

@@ -1,0 +1,103 @@
+"""How a call would run: ``explain``, and the backends of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .backends import BACKENDS
+from .call.inputs import Tensors, check_tensor_types, data_of
+from .call.spec import Options
+from .dispatch.device import describe_device
+from .dispatch.planner import decline_reason
+from .errors import expect, shown, type_error, value_error
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call would run. str() gives it as text.
+
+    declined: every other backend's name and why it does not run the call.
+    unused_hints: name of each hint given that the backend runs without, and why.
+    """
+
+    backend: str
+    device: str
+    config: dict[str, object]
+    grid: tuple[int, ...] | None
+    shared_memory_bytes: int | None
+    declined: dict[str, str]
+    unused_hints: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend} on {self.device}"]
+        lines += [f"  {name}: {value}" for name, value in self.config.items()]
+        for name, reason in self.unused_hints.items():
+            lines.append(f"  {name} has no effect: {self.backend} {reason}")
+        lines += [f"not {name}: {reason}" for name, reason in self.declined.items()]
+        return "\n".join(lines)
+
+
+def explained(options: Options, tensors: Tensors, varlen: bool, device: object) -> Explanation:
+    """How the call runs on the device; of tensors that are not on meta None."""
+    function = options.function
+    check_tensor_types(function, tensors, varlen)
+    plan = ops.plan_on(_place(function, data_of(tensors.q), device), tensors, options)
+    described = plan.launch.describe()
+    declined = dict(plan.declined)
+    for backend in BACKENDS:
+        if backend.name != plan.backend.name and backend.name not in declined:
+            reason = decline_reason(backend, plan.problem, plan.device)
+            declined[backend.name] = reason or f"{plan.backend.name} comes first"
+    return Explanation(
+        backend=plan.backend.name,
+        device=plan.device.name,
+        config=described,
+        grid=described.get("grid"),
+        shared_memory_bytes=described.get("shared_memory_bytes"),
+        declined=declined,
+        unused_hints=plan.unused_hints,
+    )
+
+
+def _place(function: str, q: Tensor, device: object) -> torch.device:
+    """The device of a call; of meta tensors the one that is named, or this machine's first."""
+    if not q.is_meta:
+        expect(device is None, function, "device", "None unless q is on meta", shown(device))
+        return q.device
+    return _device(function, _here() if device is None else device)
+
+
+def _here() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def available_backends(device: torch.device | str | None = None) -> list[str]:
+    """Names of the backends that can run on a device, in the order in which dispatch asks them.
+
+    device: None stands for the current GPU, or the CPU where there is none.
+    """
+    if device is None:
+        device = _here()
+    info = describe_device(_device("available_backends", device))
+    return [backend.name for backend in BACKENDS if backend.unavailable_reason(info) is None]
+
+
+def _device(function: str, device: object) -> torch.device:
+    """A device of this machine; of GPUs the current one where no index is given."""
+    wanted = "a torch.device or its name"
+    if not isinstance(device, (str, torch.device)):
+        raise type_error(function, "device", wanted, shown(device))
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise value_error(function, "device", wanted, shown(device)) from None
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = 0 <= (found.index or 0) < count  # torch reads "cuda:1000" as index -24
+    expect(here, function, "device", f"one of this machine's {count} GPUs or a CPU", shown(device))
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)

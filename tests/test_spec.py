@@ -1,0 +1,170 @@
+"""The description of a call stands once: public signatures, operators and problem agree with it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import tokenize
+from dataclasses import fields
+
+import pytest
+import torch
+from helpers import ROOT
+
+import flashattn3
+from flashattn3.call import inputs, spec
+from flashattn3.call.problem import Problem
+from flashattn3.quantized import Scheme
+
+FUNCTIONS = [
+    function
+    for name in flashattn3.__all__
+    if name.startswith("flash_attn_") or name == "explain"
+    for function in (getattr(flashattn3, name),)
+]
+TENSORS = {
+    *("q", "k", "v", "qkv", "kv", "num_heads_q", "cu_seqlens", "max_seqlen", "device"),
+    *inputs.Tensors._fields,
+    *(f"{side}_descale" for side in inputs.SIDES),
+}
+by_name = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+
+
+@by_name
+def test_public_signatures_have_the_fields_and_their_defaults(function):
+    parameters = inspect.signature(function).parameters
+    options = parameters.keys() - TENSORS - set(Scheme._fields)
+    assert options <= spec.FIELD.keys()
+    assert "backend" in options  # its default is the one in force
+    required = {"max_seqlen_q", "max_seqlen_k"}
+    for name in options - required:
+        assert parameters[name].default == spec.FIELD[name].default, name
+
+
+@by_name
+def test_the_compiled_function_has_its_signature(function):
+    """inspect reads that of the described function; this is what Python binds."""
+    compiled = inspect.signature(function, follow_wrapped=False).parameters
+    described = inspect.signature(function).parameters
+    assert [*compiled] == [*described]
+    for name, parameter in compiled.items():
+        assert parameter.kind is described[name].kind
+        assert parameter.default is described[name].default
+
+
+def test_the_whole_interface_has_every_field():
+    whole = inspect.signature(flashattn3.flash_attn_varlen_func).parameters.keys()
+    packed = inspect.signature(flashattn3.flash_attn_varlen_kvpacked_func).parameters.keys()
+    assert spec.FIELD.keys() <= whole | packed
+    explained = inspect.signature(flashattn3.explain).parameters.keys()
+    assert whole - explained == set()
+
+
+def test_the_operators_take_the_fields():
+    """In the order of Tensors and Options, with defaults that their types allow."""
+    forward = torch.ops.flashattn3.forward.default._schema.arguments
+    names = [argument.name for argument in forward]
+    assert len(names) == inputs.NUM_FLAT + len(spec.Options._fields)
+    assert tuple(names[inputs.NUM_FLAT :]) == spec.Options._fields
+    assert {*inputs.Tensors._fields} < {*names}
+    backward = torch.ops.flashattn3.backward.default._schema.arguments
+    names = [argument.name for argument in backward]
+    expected = ["dout", "dlse", "out", "lse", *inputs.Tensors._fields, *spec.Options._fields]
+    assert names == expected
+
+
+def test_a_problem_has_the_fields_for_the_backends():
+    names = {field.name for field in fields(Problem)}
+    assert {*spec.TO_BACKEND} <= names
+    dropped = {*spec.Options._fields} - names
+    assert dropped == {"max_seqlen_q", "max_seqlen_k", "causal"}
+
+
+def test_hints_are_named_as_the_interface_documents_them():
+    hints = {field.name for field in spec.HINTS}
+    assert hints == {"num_splits", "pack_gqa", "sm_margin", "use_fast_accum"}
+
+
+def test_flat_tensors_come_back():
+    q, descale = torch.zeros(2, 3, 4, 5), torch.ones(2, 4, 1)
+    edges = torch.zeros(3, dtype=torch.int32)
+    of_q = inputs.Scaled(q, descale, 64, hadamard=True, mean=descale)
+    of_v = inputs.Scaled(q, None, None, False, "permuted", 5)
+    for tensors in (
+        inputs.Tensors(q, q, q),
+        inputs.Tensors(of_q, q, of_v, edges, edges, None, edges),
+    ):
+        found = inputs.of_flat(inputs.flat(tensors))
+        for side, given in zip(found, tensors, strict=True):
+            assert type(side) is type(given)
+            if type(given) is inputs.Scaled:
+                assert all(x is y for x, y in zip(side, given, strict=True))
+            else:
+                assert side is given
+
+
+def test_a_form_must_take_every_argument():
+    def form(options, q, k):
+        return None
+
+    with pytest.raises(TypeError, match=r"flash: no field and no argument of form: \{'qq'\}"):
+
+        @spec.public(form)
+        def flash(q, k, qq, softmax_scale=None, window_size=(-1, -1)):
+            pass
+
+    with pytest.raises(TypeError, match=r"flash: no field and no argument of form: \{'k'\}"):
+
+        @spec.public(form)
+        def flash(q, softmax_scale=None, window_size=(-1, -1)):
+            pass
+
+
+def test_values_that_are_equal_but_of_another_type_are_other_calls():
+    q = torch.zeros(1, 2, 1, 8)
+    assert flashattn3.flash_attn_func(q, q, q, causal=1, window_size=(1, 0)).shape == q.shape
+    for window in ((True, 0), (1.0, 0)):
+        with pytest.raises(TypeError, match=r"window_size\[0\] must be an int"):
+            flashattn3.flash_attn_func(q, q, q, causal=1, window_size=window)
+    with pytest.raises(TypeError, match="num_splits must be an int, got True"):
+        flashattn3.flash_attn_func(q, q, q, num_splits=True)
+
+
+def test_a_tensor_that_changes_is_read_again():
+    q = torch.randn(1, 4, 1, 8)
+    scale = torch.tensor(1.0)
+    first = flashattn3.flash_attn_func(q, q, q, softmax_scale=scale)
+    scale.fill_(2.0)
+    second = flashattn3.flash_attn_func(q, q, q, softmax_scale=scale)
+    assert torch.equal(first, flashattn3.flash_attn_func(q, q, q, softmax_scale=1.0))
+    assert torch.equal(second, flashattn3.flash_attn_func(q, q, q, softmax_scale=2.0))
+
+
+PRODUCT = [
+    path
+    for path in sorted((ROOT / "flashattn3").rglob("*.py*"))
+    if path.suffix in (".py", ".pyi")
+    and not {"bench", "testing", "demo", "integrations", "inference"} & {*path.parts}
+]
+MOST_FILES = 9
+
+
+def names_in(path) -> set[str]:
+    """Identifiers, and strings that are one identifier, in a file's code; not in its prose."""
+    found = set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            found.add(token.string)
+        elif token.type == tokenize.STRING and token.string[:1] in "\"'":
+            text = ast.literal_eval(token.string)
+            if text.isidentifier():
+                found.add(text)
+    return found
+
+
+@pytest.mark.parametrize("option", ["softcap", "sm_margin", "seqused_k"])
+def test_few_files_name_an_option(option):
+    """A new option is a field of call/spec.py, an argument in api.py, and its use in a backend."""
+    naming = [str(path.relative_to(ROOT)) for path in PRODUCT if option in names_in(path)]
+    assert 1 < len(naming) <= MOST_FILES, naming
