@@ -9,6 +9,7 @@ derivative.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from .dispatch.device import describe_device
 from .dispatch.planner import Plan, choose
 from .dispatch.selection import ANY, FROM_ENVIRONMENT, named_backend
 from .modes import no_fp8_gradient
+
+if TYPE_CHECKING:
+    from .dispatch.backend import Launch
 
 torch.library.define(
     "flashattn3::forward", f"({inputs.SCHEMA}, {spec.SCHEMA}) -> (Tensor out, Tensor lse)"
@@ -68,13 +72,18 @@ def plan_of(tensors: Tensors, options: Options) -> Plan:
     return _plan(checked_key_of(options.function, tensors), options)
 
 
-def forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and lse, not differentiably and without the dispatcher."""
+def launch_of(tensors: Tensors, options: Options) -> Launch:
+    """The prepared launch of a call, whose values have been checked."""
     plan = plan_of(tensors, options)
     problem = plan.problem
     if problem.varlen and is_checked(problem.device):
         check_values(tensors, options, problem.total_q, problem.total_k)
-    return plan.launch.forward(tensors)
+    return plan.launch
+
+
+def forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Compute out and lse, not differentiably and without the dispatcher."""
+    return launch_of(tensors, options).forward(tensors)
 
 
 def backward_of(
@@ -84,9 +93,12 @@ def backward_of(
     plan = plan_of(tensors, options)
     if plan.problem.dtype in EIGHT_BIT:
         raise no_fp8_gradient(plan.problem.function, "q")
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    return plan.launch.backward(dout, dlse, out, lse, tensors)
+    return plan.launch.backward(with_dense_rows(dout), dlse, out, lse, tensors)
+
+
+def with_dense_rows(dout: Tensor) -> Tensor:
+    """dout, copied where its last stride is not 1."""
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
 
 
 def _in_force(options: Options) -> Options:
