@@ -6,8 +6,8 @@
 #include <climits>
 #include <cstdint>
 
-#include "tile/fragment.h"
 #include "ptx/convert_fp8.cuh"
+#include "tile/fragment.h"
 #include "tile/score_accumulator.cuh"
 
 namespace flashattn3 {

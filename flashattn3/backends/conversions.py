@@ -23,7 +23,7 @@ def converting(problem: Problem, forward: Forward, reads_permuted_v: bool = Fals
 
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         given = with_dense_rows(problem, tensors)
-        out, lse = forward(_with_v_in_rows(given) if unpermutes else given)
+        out, lse = forward(_with_unpermuted_v(given) if unpermutes else given)
         return out, _with_mean(lse, given, problem.softmax_scale) if adds_mean else lse
 
     return run
@@ -41,7 +41,7 @@ def with_dense_rows(problem: Problem, tensors: Tensors) -> Tensors:
     return tensors._replace(**copies)
 
 
-def _with_v_in_rows(tensors: Tensors) -> Tensors:
+def _with_unpermuted_v(tensors: Tensors) -> Tensors:
     v, k = tensors.v, data_of(tensors.k)
     rows = permuted_v.unpermute_v(v.data, (*k.shape[:-1], v.head_dim), tensors.cu_seqlens_k)
     return tensors._replace(v=v._replace(data=rows, layout="rows", head_dim=None))
