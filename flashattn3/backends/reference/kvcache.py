@@ -193,7 +193,7 @@ def _decode(
     out.copy_(flat[:-1].view(out.shape))
     flat_lse = flat_lse[:-1]
     if edges is None:
-        flat_lse = flat_lse.view(batch, seqlen_q, -1)
+        flat_lse = flat_lse.view(batch, seqlen_q, problem.num_heads_q)
     lse.copy_(flat_lse.transpose(-1, -2))
 
 

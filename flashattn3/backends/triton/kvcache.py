@@ -83,11 +83,16 @@ class TritonCacheBackend:
         widest = padded(max(problem.head_dim, problem.head_dim_v))
         block_m = min(problem.rows, 64 if widest > 128 else 128)
         block_n = min(128, max(16, TILE_BYTES // (2 * widest)))
+        if block_m > 32:
+            block_n = min(64, block_n)
+        stages = 3 if device.shared_memory_bytes >= THREE_STAGES_KIB * 1024 else 2
+        # Addresses from the page table, which is loaded a stage earlier.
+        indirect = block_m <= 32 and problem.page_size % block_n != 0
         return TritonDecodeConfig(
             block_m=block_m,
-            block_n=block_n if block_m <= 32 else min(64, block_n),
+            block_n=block_n,
             num_warps=8 if block_m > 64 else 4,
-            num_stages=3 if device.shared_memory_bytes >= THREE_STAGES_KIB * 1024 else 2,
+            num_stages=stages + indirect,
             num_ctas=max(1, device.num_sms - problem.sm_margin) * PROGRAMS_PER_SM,
             arch=arch,
         )

@@ -79,6 +79,66 @@ def rotate_columns(
         tl.store(target[:, None] + second[None, :], turned.to(kind), mask=mask)
 
 
+@triton.jit
+def cached_tokens(cache_seqlens, seqlen_k, batch_idx, exists, capacity):
+    """Tokens that the cache of each row's sequence holds."""
+    cached = tl.zeros_like(batch_idx) + seqlen_k
+    if cache_seqlens is not None:
+        cached = tl.load(cache_seqlens + batch_idx, mask=exists, other=0)
+    return tl.minimum(tl.maximum(cached, 0), capacity)
+
+
+@triton.jit
+def rotate_queries(
+    q_head,
+    out_head,
+    rows,
+    columns,
+    cache_seqlens,
+    cu_seqlens_q,
+    rotary_cos,
+    rotary_sin,
+    rotary_seqlens,
+    q_stride_b,
+    q_stride_s,
+    q_out_stride_b,
+    q_out_stride_s,
+    rotary_stride,
+    batch,
+    num_rows_q,
+    seqlen_q,
+    seqlen_k,
+    capacity,
+    num_positions,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ONE_Q_POSITION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of one head of q, rotated; rows of no sequence are copied as they are."""
+    one = tl.full((BLOCK,), 1.0, dtype=tl.float32)
+    batch_idx, token, exists = sequence_of(rows, cu_seqlens_q, seqlen_q, num_rows_q, batch)
+    position = cached_tokens(cache_seqlens, seqlen_k, batch_idx, exists, capacity)
+    if rotary_seqlens is not None:
+        position = tl.load(rotary_seqlens + batch_idx, mask=exists, other=0)
+    if not ONE_Q_POSITION:
+        position += token
+    if cu_seqlens_q is None:
+        row = token.to(tl.int64)
+        source = q_head + batch_idx.to(tl.int64) * q_stride_b + row * q_stride_s
+        target = out_head + batch_idx.to(tl.int64) * q_out_stride_b + row * q_out_stride_s
+    else:
+        source = q_head + rows.to(tl.int64) * q_stride_s
+        target = out_head + rows.to(tl.int64) * q_out_stride_s
+    outside = (rows < num_rows_q) & (exists == 0)
+    copy_columns(source, target, one, outside, columns, 0, HEAD_DIM, HEAD_DIM)
+    rotate_columns(source, target, one, exists, position, columns, rotary_cos, rotary_sin,
+                   rotary_stride, num_positions, HALF, INTERLEAVED)  # fmt: skip
+    copy_columns(source, target, one, exists, columns, 2 * HALF, HEAD_DIM,
+                 HEAD_DIM - 2 * HALF)  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=[
         "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_q", "cu_seqlens_k_new",
@@ -162,30 +222,17 @@ def append_kernel(
     one = tl.full((BLOCK,), 1.0, dtype=tl.float32)
     if head >= 2 * num_heads_kv:
         if q_ptr is not None:
-            head = (head - 2 * num_heads_kv).to(tl.int64)
-            batch_idx, token, exists = sequence_of(rows, cu_seqlens_q, seqlen_q, num_rows_q, batch)
-            offset = cached_tokens(cache_seqlens, seqlen_k, batch_idx, exists, capacity)
-            if rotary_seqlens is not None:
-                offset = tl.load(rotary_seqlens + batch_idx, mask=exists, other=0)
-            position = offset if ONE_Q_POSITION else offset + token
-            row = rows if cu_seqlens_q is not None else token
-            inside = rows < num_rows_q
-            batch_64 = batch_idx.to(tl.int64)
-            source = q_ptr + head * q_stride_h + row.to(tl.int64) * q_stride_s
-            target = q_out + head * q_out_stride_h + row.to(tl.int64) * q_out_stride_s
-            if cu_seqlens_q is None:
-                source += batch_64 * q_stride_b
-                target += batch_64 * q_out_stride_b
-            # Rows of no sequence are copied as they are.
-            copy_columns(source, target, one, inside & (exists == 0), columns, 0, HEAD_DIM,
-                         HEAD_DIM)  # fmt: skip
-            rotate_columns(source, target, one, exists, position, columns, rotary_cos, rotary_sin,
-                           rotary_stride, num_positions, HALF, INTERLEAVED)  # fmt: skip
-            copy_columns(source, target, one, exists, columns, 2 * HALF, HEAD_DIM,
-                         HEAD_DIM - 2 * HALF)  # fmt: skip
+            head_q = (head - 2 * num_heads_kv).to(tl.int64)
+            rotate_queries(
+                q_ptr + head_q * q_stride_h, q_out + head_q * q_out_stride_h, rows, columns,
+                cache_seqlens, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens,
+                q_stride_b, q_stride_s, q_out_stride_b, q_out_stride_s, rotary_stride,
+                batch, num_rows_q, seqlen_q, seqlen_k, capacity, num_positions,
+                HEAD_DIM, HALF, INTERLEAVED, ONE_Q_POSITION, BLOCK,
+            )  # fmt: skip
         return
     of_k = head < num_heads_kv
-    head = (head % num_heads_kv).to(tl.int64)
+    head_kv = (head % num_heads_kv).to(tl.int64)
     batch_idx, token, exists = sequence_of(rows, cu_seqlens_k_new, seqlen_new, num_rows_k, batch)
     cached = cached_tokens(cache_seqlens, seqlen_k, batch_idx, exists, capacity)
     place = cached + token
@@ -203,13 +250,13 @@ def append_kernel(
     row = (rows if cu_seqlens_k_new is not None else token).to(tl.int64)
     scale = one
     if of_k:
-        source = k_ptr + head * k_stride_h + row * k_stride_s
+        source = k_ptr + head_kv * k_stride_h + row * k_stride_s
         if cu_seqlens_k_new is None:
             source += batch_64 * k_stride_b
-        target = k_cache + head * k_cache_stride_h
+        target = k_cache + head_kv * k_cache_stride_h
         target += cache_64 * k_cache_stride_b + place * k_cache_stride_s
         if k_descale is not None:
-            descales = k_descale + batch_64 * k_descale_stride_b + head * k_descale_stride_h
+            descales = k_descale + batch_64 * k_descale_stride_b + head_kv * k_descale_stride_h
             scale = tl.load(descales, mask=exists, other=1.0)
         if HALF > 0:
             offset = cached
@@ -220,21 +267,12 @@ def append_kernel(
         copy_columns(source, target, scale, exists, columns, 2 * HALF, HEAD_DIM,
                      HEAD_DIM - 2 * HALF)  # fmt: skip
     else:
-        source = v_ptr + head * v_stride_h + row * v_stride_s
+        source = v_ptr + head_kv * v_stride_h + row * v_stride_s
         if cu_seqlens_k_new is None:
             source += batch_64 * v_stride_b
-        target = v_cache + head * v_cache_stride_h
+        target = v_cache + head_kv * v_cache_stride_h
         target += cache_64 * v_cache_stride_b + place * v_cache_stride_s
         if v_descale is not None:
-            descales = v_descale + batch_64 * v_descale_stride_b + head * v_descale_stride_h
+            descales = v_descale + batch_64 * v_descale_stride_b + head_kv * v_descale_stride_h
             scale = tl.load(descales, mask=exists, other=1.0)
         copy_columns(source, target, scale, exists, columns, 0, HEAD_DIM_V, HEAD_DIM_V)
-
-
-@triton.jit
-def cached_tokens(cache_seqlens, seqlen_k, batch_idx, exists, capacity):
-    """Tokens that the cache of each row's sequence holds."""
-    cached = tl.zeros_like(batch_idx) + seqlen_k
-    if cache_seqlens is not None:
-        cached = tl.load(cache_seqlens + batch_idx, mask=exists, other=0)
-    return tl.minimum(tl.maximum(cached, 0), capacity)

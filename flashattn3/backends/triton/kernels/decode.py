@@ -132,11 +132,9 @@ def tiles_in_part(
 @triton.jit
 def parts_of(n_blocks, part_tiles, num_splits):
     """n_blocks of a part of each sequence, and its number of parts, at least 1."""
-    tiles = part_tiles
-    if num_splits > 0:
-        tiles = tl.cdiv(n_blocks, num_splits)
-    tiles = tl.maximum(tiles, 1)
-    return tiles + tl.zeros_like(n_blocks), tl.maximum(tl.cdiv(n_blocks, tiles), 1)
+    asked = tl.cdiv(n_blocks, tl.maximum(num_splits, 1))
+    tiles = tl.maximum(tl.where(num_splits > 0, asked, part_tiles), 1)
+    return tiles, tl.maximum(tl.cdiv(n_blocks, tiles), 1)
 
 
 @triton.jit
@@ -347,10 +345,10 @@ def decode_kernel(
     if cache_batch_idx is not None:
         cache_idx = tl.load(cache_batch_idx + batch_idx)
         # A cache that does not exist is not read.
-        exists = (cache_idx >= 0) & (cache_idx < num_caches)
-        poison += tl.where(exists, 0.0, float("nan"))
-        cache_idx = tl.where(exists, cache_idx, 0)
-        readable = tl.where(exists, length_k, 0)
+        has_cache = (cache_idx >= 0) & (cache_idx < num_caches)
+        poison += tl.where(has_cache, 0.0, float("nan"))
+        cache_idx = tl.where(has_cache, cache_idx, 0)
+        readable = tl.where(has_cache, length_k, 0)
     else:
         readable = length_k
     diagonal = length_k - length_q
