@@ -37,7 +37,7 @@ CASES = (
     CacheCase("group-5", LENGTHS, num_heads_q=5, num_heads_kv=1),
     CacheCase("group-7", (17, 40), 3, num_heads_q=7, num_heads_kv=1, options={"causal": True}),
     CacheCase("group-16", LENGTHS, num_heads_q=16, num_heads_kv=1),
-    CacheCase("group-128", (17, 40), num_heads_q=128, num_heads_kv=1),
+    CacheCase("group-128", (40,), num_heads_q=128, num_heads_kv=1),
     CacheCase("ragged", (40, 17, 3, 64, 0), (2, 0, 5, 17, 1), page_size=16,
               options={"causal": True}),
     CacheCase("ragged-dense", (40, 17, 3), (2, 5, 1), options={"causal": True}),
@@ -158,9 +158,8 @@ def test_several_parts_ran(num_splits, device, monkeypatch):
     inputs = make_cache_inputs(SPLIT, device, torch.float16)
     call_cached(inputs, backend="triton", num_splits=num_splits)
     (lse_parts,) = joined
-    # Rows 0 and 1 of a tile are head 0 and 1 of the first query: every part wrote a number there.
-    written = int((~lse_parts[:, 0].isnan()).sum())
-    assert written >= (6 if num_splits == 0 else 3 * 2 + 2 * 2), written
+    # 700 keys are 6 tiles, in 3 parts of each of two heads; the other sequences are one part each.
+    assert int((~lse_parts[:, 0].isnan()).sum()) == 6
 
 
 @interpreted
@@ -241,7 +240,7 @@ def test_wrong_values_stay_inside_the_tensors(backend, device, unchecked):
     case = CacheCase("wrong", (16, 40, 30), page_size=16, capacity=48)
     inputs = make_cache_inputs(case, device, torch.float16)
     wanted = call_cached(inputs, backend=backend)
-    for page in (-1, 1000, 2**31 - 1):
+    for page in (-1, 1000, 2**31 - 1)[: 1 if backend == "triton" and not GPU else 3]:
         table = inputs.arguments["page_table"].clone()
         table[1, 1] = page
         found = call_cached(CacheInputsWith(inputs, page_table=table), backend=backend)
@@ -315,9 +314,16 @@ def test_scheduler_metadata(case, backend, device, unchecked):
     assert torch.equal(out[first], wanted[0][first])
     assert out[1:].isnan().all()
     assert (lse[:, 1:] if case.ragged else lse[1]).isnan().all()
-    for changes in ({"num_heads_q": 8}, {"causal": not case.options.get("causal", False)},
-                    {"window_size": (7, 0)}, {"has_softcap": True}, {"num_splits": 2},
-                    {"page_size": 128}, {"qkv_dtype": torch.bfloat16}):  # fmt: skip
+    others = (
+        {"num_heads_q": 8},
+        {"causal": not case.options.get("causal", False)},
+        {"window_size": (7, 0)},
+        {"has_softcap": True},
+        {"num_splits": 2},
+        {"page_size": 128},
+        {"qkv_dtype": torch.bfloat16},
+    )
+    for changes in others[: 1 if backend == "triton" and not GPU else None]:
         out, lse = call(metadata_of(case, inputs, **changes))
         assert out.isnan().all() and lse.isnan().all(), changes
     out, lse = call(torch.zeros_like(found))

@@ -165,8 +165,7 @@ def flash_attn_with_kvcache(
     if k is not None:
         seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
         lengths = lengths._replace(seqlen_new=seqlen_new)
-        # Everything is checked before the cache is written.
-        check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+        ops.check_call(tensors, lengths, options)
         appended = AppendTensors(
             k, v, k_cache, v_cache, None, None, cache_seqlens, page_table, cache_batch_idx, None,
             cu_seqlens_k_new, **rotary, k_descale=k_descale, v_descale=v_descale,

@@ -117,6 +117,17 @@ def options_hash_of(problem: problems.DecodeProblem, causal: bool, window: tuple
     )
 
 
+def check_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> None:
+    """Raise what ``run_decode`` would, before an append writes the caches; the compiler traces both
+    operators before it runs one."""
+    if torch.compiler.is_compiling():
+        return
+    if is_watched(tensors.q, tensors.k_cache):
+        check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+    else:
+        _checked_decode(key_of(tensors), options, _constant(lengths, options.function))
+
+
 def result_shapes(q: Tensor, v_cache: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out and lse."""
     heads, rows = q.shape[-2], q.shape[-3]
