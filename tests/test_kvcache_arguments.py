@@ -22,6 +22,7 @@ from flashattn3.kvcache.checks import check_decode
 from flashattn3.kvcache.problem import (
     DecodeOptions,
     DecodeTensors,
+    Lengths,
     describe_decode,
     metadata_of,
 )
@@ -75,7 +76,7 @@ REFUSED = {
     "odd tables": (
         {**new(), **tables(rotary_sin=torch.randn(64, 7))},
         ValueError,
-        "rotary_sin must be",
+        "rotary_sin.shape must be",
     ),
     "wide tables": (
         {**new(), "rotary_cos": torch.randn(64, 9), "rotary_sin": torch.randn(64, 9)},
@@ -349,7 +350,8 @@ def test_append_refuses(changes, message):
     ],
 )
 def test_combine_refuses(changes, message):
-    arguments = {"out_partial": torch.randn(2, B, SQ, H, D), "lse_partial": torch.randn(2, B, SQ, H)}
+    parts = torch.randn(2, B, SQ, H, D)
+    arguments = {"out_partial": parts, "lse_partial": parts[..., 0].contiguous()}
     with pytest.raises(ValueError, match=re.escape(f"flash_attn_combine: {message}")):
         flash_attn_combine(**{**arguments, **changes})
 
@@ -360,7 +362,7 @@ def problem_of(dtype=torch.bfloat16, device="cuda", **options):
         None if x is None else metadata_of(x)._replace(device=torch.device(device))
         for x in DecodeTensors(like, like[:, :, :HK], like[:, :, :HK])
     )
-    check_decode(found, DecodeOptions(**options))
+    check_decode(found, DecodeOptions(**options), Lengths())
     return describe_decode(found, DecodeOptions(**options), None)
 
 
@@ -374,7 +376,7 @@ def test_dispatch_without_a_gpu():
     assert choose(problem_of(device="cpu"), CPU, CACHE_BACKENDS).backend.name == "reference"
     plan = choose(problem_of(torch.float32), A100, unlinked)
     assert plan.backend.name == "reference" and "float32" in dict(plan.declined)["triton"]
-    with pytest.raises(UnsupportedError, match="triton: takes torch.float16, torch.bfloat16"):
+    with pytest.raises(UnsupportedError, match=r"triton: takes torch\.float16, torch\.bfloat16"):
         choose(problem_of(torch.float32, backend="triton"), A100, CACHE_BACKENDS)
 
 

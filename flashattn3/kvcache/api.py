@@ -303,8 +303,8 @@ def get_scheduler_metadata(
             expect(x.dtype == torch.int32, function, f"{name}.dtype", torch.int32, x.dtype)
             wanted = cache_seqlens.device
             expect(x.device == wanted, function, f"{name}.device", wanted, x.device)
-    for name, number in {"max_seqlen_k": max_seqlen_k, "max_seqlen_k_new": max_seqlen_k_new}.items():
-        length(function, name, number)
+    length(function, "max_seqlen_k", max_seqlen_k)
+    length(function, "max_seqlen_k_new", max_seqlen_k_new)
     if pack_gqa is not None and not boolean(function, "pack_gqa", pack_gqa):
         raise unsupported(function, "pack_gqa", "None or True", False)
     dim = integer(function, "headdim", headdim)

@@ -34,9 +34,7 @@ def unsupported(function: str, what: str, wanted: object, got: object) -> Unsupp
     return UnsupportedError(f"{sentence}: it is not supported yet by any backend")
 
 
-def check_decode(
-    found: tuple[Found, ...], options: DecodeOptions, lengths: Lengths = Lengths()
-) -> None:
+def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Lengths) -> None:
     """Raise for an invalid cached call. found: in the order of DecodeTensors."""
     tensors, function = DecodeTensors(*found), options.function
     q, k, v = tensors[:3]
@@ -223,12 +221,10 @@ def check_out(function: str, name: str, out: Metadata, shape: tuple, dtype, devi
     expect(out.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(out.stride)[-1])
 
 
-def check_append(
-    found: tuple[Found, ...], options: AppendOptions, lengths: Lengths = Lengths()
-) -> None:
+def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Lengths) -> None:
     """Raise for an invalid append. found: in the order of AppendTensors."""
     tensors, function = AppendTensors(*found), options.function
-    k, v, k_cache, v_cache, q = tensors[:5]
+    k, v, k_cache, v_cache = tensors[:4]
     ragged = tensors.cu_seqlens_k_new is not None
     axes = "(total_new, heads, head_dim)" if ragged else "(batch, seqlen_new, heads, head_dim)"
     for name, x in (("k", k), ("v", v)):
@@ -291,9 +287,10 @@ def _check_rotary(function: str, tensors: AppendTensors) -> None:
         expect(table.dtype in legal, function, f"{name}.dtype", f"one of {legal}", table.dtype)
         _check_device(function, name, table, k.device)
         expect(table.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(table.stride)[-1])
-    wanted = f"{tuple(cos.shape)} as rotary_cos's"
-    same = tuple(sin.shape) == tuple(cos.shape) and sin.dtype == cos.dtype
-    expect(same, function, "rotary_sin", f"{wanted}, {cos.dtype}", f"{tuple(sin.shape)}, {sin.dtype}")
+    found, wanted = tuple(sin.shape), f"{tuple(cos.shape)} as rotary_cos's"
+    expect(found == tuple(cos.shape), function, "rotary_sin.shape", wanted, found)
+    wanted = f"{cos.dtype} as rotary_cos's"
+    expect(sin.dtype == cos.dtype, function, "rotary_sin.dtype", wanted, sin.dtype)
     half, head_dim = cos.shape[1], k.shape[-1]
     wanted = f"between 1 and {head_dim // 2} (half of k's head_dim)"
     expect(1 <= half <= head_dim // 2, function, "rotary_cos.shape[1]", wanted, half)
@@ -301,7 +298,7 @@ def _check_rotary(function: str, tensors: AppendTensors) -> None:
 
 def check_combine(function: str, out_partial: Metadata, lse_partial: Metadata) -> None:
     shape = tuple(out_partial.shape)
-    axes = "(num_splits, batch, seqlen_q, heads, head_dim) or (num_splits, total_q, heads, head_dim)"
+    axes = "(num_splits, batch, seqlen_q, heads, head_dim) or (num_splits, total_q, heads, ·)"
     expect(len(shape) in (4, 5), function, "out_partial.shape", axes, shape)
     dtype = out_partial.dtype
     expect(dtype in DTYPES, function, "out_partial.dtype", f"one of {DTYPES}", dtype)

@@ -132,9 +132,7 @@ def metadata_of(tensor: Tensor | None) -> Metadata | None:
 
 def key_of(tensors: tuple[Tensor | None, ...]) -> tuple[tuple | None, ...]:
     """The metadata of all tensors as plain tuples, the key of a checked call."""
-    return tuple(
-        [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    )
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
 @dataclass(frozen=True)

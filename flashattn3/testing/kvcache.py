@@ -151,9 +151,7 @@ def cache_attention(
 
     of_magnitudes: attention of |v|, the sum of P |v|.
     """
-    given = {
-        name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.arguments.items()
-    }
+    given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.arguments.items()}
     q = given["q"].flatten(0, -3).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     out = q.new_zeros((*q.shape[:2], case.head_dim_v))

@@ -326,9 +326,7 @@ def _rotate(problem, tensors: AppendTensors, x: Tensor, sequence, offset, cached
         return x
     given = tensors.rotary_seqlens
     position = (cached if given is None else given.long())[sequence] + offset
-    return rotated(
-        x, tensors.rotary_cos, tensors.rotary_sin, position, problem.rotary_interleaved
-    )
+    return rotated(x, tensors.rotary_cos, tensors.rotary_sin, position, problem.rotary_interleaved)
 
 
 def _places(

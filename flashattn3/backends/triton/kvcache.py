@@ -18,7 +18,7 @@ from .tile_configs import padded
 
 if TYPE_CHECKING:
     from ...dispatch.planner import Plan
-    from ...kvcache.problem import AppendTensors, DecodeProblem, DecodeTensors, Lengths
+    from ...kvcache.problem import AppendTensors, DecodeTensors, Lengths
 
 MAX_HEAD_DIM = 256
 TILE_BYTES = 16 * 1024  # of K or of V in one stage

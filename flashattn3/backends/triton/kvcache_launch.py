@@ -94,14 +94,14 @@ def prepare_decode(problem: DecodeProblem, config: TritonDecodeConfig) -> Callab
             numbers,
         )
         if slots:
-            lengths_of = (tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q)
+            indices = (tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q)
+            indices += (tensors.cu_seqlens_k_new,)
+            sizes = (*seqlens, capacity, heads_kv, config.num_ctas, num_splits, window_left)
             join(
                 (block_m // rows_per_program * max_m_blocks * heads_kv * batch, 1, 1),
-                (out_parts, lse_parts, out, lse, *lengths_of, tensors.cu_seqlens_k_new)
-                + (tensors.sinks,),
+                (out_parts, lse_parts, out, lse, *indices, tensors.sinks),
                 (),
-                (*places, *seqlens, capacity, heads_kv, config.num_ctas, num_splits, window_left)
-                + (max_m_blocks,),
+                (*places, *sizes, max_m_blocks),
             )
 
     return run
@@ -336,7 +336,5 @@ def sample_launches(
         "combine_parts": combine_parts_launch(problem, config).sample(
             ("fp32", "fp32", of, "fp32", *lengths_of), (), (64,) * 16
         ),
-        "append": append_launch(appended, config).sample(
-            tuple(append_types), wide * 6, (64,) * 18
-        ),
+        "append": append_launch(appended, config).sample(tuple(append_types), wide * 6, (64,) * 18),
     }

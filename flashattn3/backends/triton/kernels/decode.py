@@ -19,7 +19,8 @@ from .forward import LN2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(128)  # sequences in one step of the prefix sum
-MIN_TILES = tl.constexpr(2)  # in a part that was not asked for: shorter ones cost more than idle SMs
+# n_blocks of a part that was not asked for, at least: shorter ones cost more than idle SMs.
+MIN_TILES = tl.constexpr(2)
 # Layout of the scheduler metadata, as in flashattn3/kvcache/metadata.py.
 HEADER = tl.constexpr(2)
 PER_SEQUENCE = tl.constexpr(4)
@@ -27,9 +28,7 @@ MAGIC = tl.constexpr(0x6B763031)
 
 
 @triton.jit
-def key_lengths(
-    cache_seqlens, cu_seqlens_k_new, seqlen_k, seqlen_new, batch_idx, batch, capacity
-):
+def key_lengths(cache_seqlens, cu_seqlens_k_new, seqlen_k, seqlen_new, batch_idx, batch, capacity):
     """Given cached tokens, new tokens, and the length of sequences: of one, or of a vector."""
     inside = batch_idx < batch
     given = seqlen_k
@@ -191,9 +190,7 @@ def with_sink(acc_scale, row_max, row_sum, sink):
 
 
 @triton.jit
-def metadata_poison(
-    metadata, options_hash, batch_idx, given, new, queries, cache_leftpad
-):
+def metadata_poison(metadata, options_hash, batch_idx, given, new, queries, cache_leftpad):
     """NaN if the scheduler metadata was made for another call, else 0."""
     fits = tl.load(metadata) == MAGIC
     fits = fits & (tl.load(metadata + 1) == options_hash)
@@ -454,9 +451,9 @@ def decode_kernel(
     whole = num_parts == 1
     acc_scale = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
     if sinks is not None:
-        if whole:
-            sink = tl.load(sinks + heads, mask=valid, other=0.0)
-            acc_scale, row_max, row_sum = with_sink(acc_scale, row_max, row_sum, sink)
+        # A tile of several parts gets its sink when they are joined.
+        sink = tl.load(sinks + heads, mask=valid & whole, other=float("-inf"))
+        acc_scale, row_max, row_sum = with_sink(acc_scale, row_max, row_sum, sink)
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum)) + poison
     acc_scale = acc_scale * tl.where(empty, 1.0, 1.0 / row_sum)
