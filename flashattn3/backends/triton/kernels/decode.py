@@ -452,7 +452,8 @@ def decode_kernel(
     acc_scale = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
     if sinks is not None:
         # A tile of several parts gets its sink when they are joined.
-        sink = tl.load(sinks + heads, mask=valid & whole, other=float("-inf"))
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
+        sink = tl.where(whole, sink, float("-inf"))
         acc_scale, row_max, row_sum = with_sink(acc_scale, row_max, row_sum, sink)
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum)) + poison
