@@ -378,7 +378,7 @@ def decode_kernel(
     batch_64 = batch_idx.to(tl.int64)
     q_rows = batch_64 * q_stride_b + (start_q + tokens).to(tl.int64) * q_stride_s
     q = tl.load(
-        q_ptr + (q_rows + heads * q_stride_h)[:, None] + columns[None, :],
+        q_ptr + (q_rows + heads.to(tl.int64) * q_stride_h)[:, None] + columns[None, :],
         mask=valid[:, None] & (columns < HEAD_DIM)[None, :],
         other=0.0,
     )
@@ -465,7 +465,7 @@ def decode_kernel(
     out = acc * acc_scale[:, None] + poison
     if whole:
         out_rows = batch_64 * out_stride_b + (start_q + tokens).to(tl.int64) * out_stride_s
-        out_tile = out_ptr + (out_rows + heads * out_stride_h)[:, None] + columns_v[None, :]
+        out_tile = out_ptr + (out_rows + heads.to(tl.int64) * out_stride_h)[:, None] + columns_v[None, :]
         store_tile(out_tile, out, tokens, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
         lse_rows = batch_64 * lse_stride_b + heads.to(tl.int64) * lse_stride_h + start_q + tokens
         tl.store(lse_ptr + lse_rows, lse, mask=valid)
@@ -593,7 +593,7 @@ def combine_parts_kernel(
     out = acc * (acc_scale * tl.where(empty, 1.0, 1.0 / total))[:, None]
     batch_64 = batch_idx.to(tl.int64)
     out_rows = batch_64 * out_stride_b + (start_q + tokens).to(tl.int64) * out_stride_s
-    out_tile = out_ptr + (out_rows + heads * out_stride_h)[:, None] + columns[None, :]
+    out_tile = out_ptr + (out_rows + heads.to(tl.int64) * out_stride_h)[:, None] + columns[None, :]
     store_tile(out_tile, out, tokens, length_q, columns, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
     lse_rows = batch_64 * lse_stride_b + heads.to(tl.int64) * lse_stride_h + start_q + tokens
     tl.store(lse_ptr + lse_rows, lse, mask=valid)
