@@ -1,4 +1,4 @@
-"""A robot's policy: 51 action tokens attend to a prefix of 800 tokens, in every denoising step anew.
+"""A robot's policy: 51 action tokens attend to a prefix of 800 tokens, in every step anew.
 
 The prefix is written into the cache once; each step writes its own keys behind it, over those of
 the step before. 8 query heads share one KV head of dim 256.

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import GPU, TRITON_DTYPES
+from helpers import GPU, ROOT, TRITON_DTYPES
 
 from flashattn3 import (
     flash_attn_combine,
@@ -257,6 +257,9 @@ def test_wrong_values_stay_inside_the_tensors(backend, device, unchecked):
         seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
         found = call_cached(CacheInputsWith(dense, cache_seqlens=seqlens), backend=backend)
         assert all(map(torch.equal, found, wanted))
+    found = CacheInputsWith(inputs, cache_seqlens=torch.full_like(index, 2**30))
+    out, _ = call_cached(found, backend=backend)
+    assert out.isnan().all(), "entries of the table that are no page"
     seqlens = torch.tensor([-5, 40], dtype=torch.int32, device=device)
     out, lse = call_cached(CacheInputsWith(dense, cache_seqlens=seqlens), backend=backend)
     assert not out[0].any() and (lse[0] == -math.inf).all() and torch.equal(out[1], wanted[0][1])
@@ -377,6 +380,39 @@ def test_a_growing_cache_does_not_miss_the_plan(device):
             call_cached(inputs, backend=backend)
             misses.add((page_size, ops.plan_of.cache_info().misses))
     assert len(misses) == len({page_size for page_size, _ in misses}), misses
+
+
+def test_the_shared_prefix_of_the_document(device):
+    """The code of docs/inference.md, run as it stands there."""
+    text = (ROOT / "docs" / "inference.md").read_text()
+    section = text[text.index("## A shared prefix") :]
+    code = section[section.index("```python") + len("```python") : section.index("\n```\n")]
+    case = CacheCase("prefix", (40, 55), 2, page_size=16, options={"causal": True})
+    inputs = make_cache_inputs(case, device, torch.float32)
+    names = {"k_cache", "v_cache", "q", "page_table"}
+    scope = {name: inputs.arguments[name] for name in names}
+    prefix = [torch.randn(1, 30, 2, 32, device=device) for _ in range(2)]
+    scope |= {"torch": torch, "flash_attn_with_kvcache": flash_attn_with_kvcache}
+    scope |= {"flash_attn_combine": flash_attn_combine}
+    scope |= {"lengths": inputs.arguments["cache_seqlens"], "table": scope["page_table"]}
+    scope |= dict(zip(("prefix_k", "prefix_v"), prefix, strict=True))
+    exec(code, scope)
+    for index, of in enumerate(zip(inputs.k, inputs.v, strict=True)):
+        k, v = (torch.cat([p[0].cpu(), x]) for p, x in zip(prefix, of, strict=True))
+        right = flash_attn_with_kvcache(
+            scope["q"][index, None].cpu(), k[None], v[None], causal=True, return_lse=True
+        )
+        torch.testing.assert_close(scope["out"][index].cpu(), right[0][0])
+        torch.testing.assert_close(scope["lse"][index].cpu(), right[1][0].mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [0, 2])
+def test_many_sequences(num_splits):
+    """Over 992, where FlashAttention-3 no longer splits; more than one step of the prefix sum."""
+    case = CacheCase("many", tuple(range(600, 1600)), num_heads_kv=1, num_heads_q=1, page_size=16)
+    inputs = make_cache_inputs(case, "cuda", torch.float16)
+    check_cached(case, inputs, *call_cached(inputs, backend="triton", num_splits=num_splits))
 
 
 @pytest.mark.gpu

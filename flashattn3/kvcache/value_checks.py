@@ -23,14 +23,15 @@ def check_decode_values(
         seqlens_q = check_edges(function, "cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0])
         check_longest(function, "max_seqlen_q", lengths.max_seqlen_q, seqlens_q)
         batch = len(seqlens_q)
-    cached, new = check_lengths(function, tensors, lengths, batch)
+    seqlens_q = seqlens_q or [q.shape[1] if q.ndim == 4 else 0] * batch
+    leftpad = [0] * batch
     if tensors.cache_leftpad is not None:
-        _check_within(function, "cache_leftpad", tensors.cache_leftpad.tolist(), cached)
+        leftpad = tensors.cache_leftpad.tolist()
+    columns = zip(seqlens_q, leftpad, strict=True)
+    seen = [(queries, padding, options.window_left) for queries, padding in columns]
+    cached, new = check_lengths(function, tensors, lengths, batch, seen)
+    _check_within(function, "cache_leftpad", leftpad, cached)
     if tensors.scheduler_metadata is not None:
-        seqlens_q = seqlens_q or [q.shape[1]] * batch
-        leftpad = [0] * batch
-        if tensors.cache_leftpad is not None:
-            leftpad = tensors.cache_leftpad.tolist()
         columns = list(zip(cached, new, seqlens_q, leftpad, strict=True))
         _check_metadata_values(function, tensors.scheduler_metadata, options_hash, columns)
 
@@ -52,9 +53,17 @@ def check_append_values(tensors: AppendTensors, function: str, lengths: Lengths)
 
 
 def check_lengths(
-    function: str, tensors: DecodeTensors | AppendTensors, lengths: Lengths, batch: int
+    function: str,
+    tensors: DecodeTensors | AppendTensors,
+    lengths: Lengths,
+    batch: int,
+    seen: list[tuple[int, int, int]] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Cached and new tokens of every sequence, all of which fit; their pages and rows exist."""
+    """Cached and new tokens of every sequence, all of which fit; their pages and rows exist.
+
+    seen: of each sequence queries, left padding and window_left: pages before need not exist. None:
+        only the new tokens' pages must.
+    """
     table, cache = tensors.page_table, tensors.k_cache
     num_caches, capacity = capacity_of(cache, table)
     cached = [capacity if lengths.seqlen is None else lengths.seqlen] * batch
@@ -75,7 +84,14 @@ def check_lengths(
         rows = tensors.cache_batch_idx.tolist()
         _check_within(function, "cache_batch_idx", rows, [num_caches - 1] * batch)
     if table is not None and batch:
-        _check_pages(function, table[torch.tensor(rows, device=table.device)], totals, cache)
+        begins = cached
+        if seen is not None:
+            begins = [
+                max(leftpad, 0 if window < 0 else total - queries - window)
+                for (queries, leftpad, window), total in zip(seen, totals, strict=True)
+            ]
+        chosen = table[torch.tensor(rows, device=table.device)]
+        _check_pages(function, chosen, begins, totals, cache)
     return cached, new
 
 
@@ -86,10 +102,14 @@ def capacity_of(cache: Tensor, page_table: Tensor | None) -> tuple[int, int]:
     return page_table.shape[0], page_table.shape[1] * cache.shape[1]
 
 
-def _check_pages(function: str, table: Tensor, totals: list[int], cache: Tensor) -> None:
+def _check_pages(
+    function: str, table: Tensor, begins: list[int], totals: list[int], cache: Tensor
+) -> None:
     num_pages, page_size = cache.shape[:2]
     ends = torch.tensor([-(-total // page_size) for total in totals], device=table.device)
-    used = torch.arange(table.shape[1], device=table.device) < ends.unsqueeze(1)
+    begins = torch.tensor([begin // page_size for begin in begins], device=table.device)
+    column = torch.arange(table.shape[1], device=table.device)
+    used = (column >= begins.unsqueeze(1)) & (column < ends.unsqueeze(1))
     wrong = table[used & ((table < 0) | (table >= num_pages))].tolist()
     wanted = f"between 0 and {num_pages - 1} up to each sequence's length"
     expect(not wrong, function, "page_table", wanted, wrong[:4])

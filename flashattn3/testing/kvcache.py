@@ -1,7 +1,7 @@
 """Cases of cached calls, their inputs with NaN around them, and their attention in any precision.
 
-Pages that no sequence has, table entries past a length, and tokens past a length are NaN or no page
-at all, so whatever a backend reads beyond a sequence shows in its result.
+Pages that no sequence has, table entries past a length, tokens past a length and those that no
+query sees are NaN or no page at all, so whatever a backend reads beyond a sequence shows in its result.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def make_cache_inputs(
 
     heads, dims = case.num_heads_kv, (case.head_dim, case.head_dim_v)
     k, v = ([normal(n, heads, dim) for n in case.seqlens] for dim in dims)
+    stored = [[_without_hidden(case, i, x) for i, x in enumerate(of)] for of in (k, v)]
     capacity = case.capacity or max(case.seqlens, default=0) + 3
     rows = torch.randperm(case.batch + case.others, generator=generator)[: case.batch]
     arguments: dict[str, object] = dict(case.options)
@@ -86,11 +87,11 @@ def make_cache_inputs(
         rows = torch.arange(case.batch)
     num_caches = case.batch + case.others
     if case.page_size:
-        table, caches = _paged(case, k, v, rows, num_caches, capacity, generator)
+        table, caches = _paged(case, *stored, rows, num_caches, capacity, generator)
         arguments["page_table"] = table.to(device)
     else:
         caches = _stored(case, num_caches, capacity, k[0] if k else normal(0, heads, 1))
-        for row, *of in zip(rows.tolist(), k, v, strict=True):
+        for row, *of in zip(rows.tolist(), *stored, strict=True):
             for cache, x in zip(caches, of, strict=True):
                 cache[row, : x.shape[0]] = x
     shape = (sum(case.queries),) if case.ragged else (case.batch, case.seqlens_q)
@@ -110,6 +111,17 @@ def make_cache_inputs(
     seqlens = torch.tensor(case.seqlens, dtype=torch.int32, device=device)
     given = {"q": q.to(device), "k_cache": caches[0].to(device), "v_cache": caches[1].to(device)}
     return CacheInputs({**given, "cache_seqlens": seqlens, **arguments}, k, v)
+
+
+def _without_hidden(case: CacheCase, index: int, x: Tensor) -> Tensor:
+    """The tokens of a sequence, NaN before the first that a query sees."""
+    lowest = case.leftpad[index] if case.leftpad else 0
+    left = case.options.get("window_size", (-1, -1))[0]
+    if left >= 0:
+        lowest = max(lowest, case.seqlens[index] - case.queries[index] - left)
+    x = x.clone()
+    x[:lowest] = math.nan
+    return x
 
 
 def _stored(case: CacheCase, lead: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +149,10 @@ def _paged(case, k, v, rows, num_caches: int, capacity: int, generator) -> tuple
     table = torch.full((num_caches, width + 5), UNUSED_PAGE, dtype=torch.int32)[:, :width]
     for row, count, *of in zip(rows.tolist(), needed, k, v, strict=True):
         for index in range(count):
-            table[row, index] = page = pages.pop()
+            page = pages.pop()
+            # A page without a visible token was given back.
+            if not of[0][index * size : (index + 1) * size].isnan().all():
+                table[row, index] = page
             for cache, x in zip(caches, of, strict=True):
                 part = x[index * size : (index + 1) * size]
                 cache[page, : part.shape[0]] = part

@@ -117,7 +117,7 @@ def _spans(cu_seqlens: Tensor | None, batch: int, seqlen: int, total: int, devic
 
 
 class _Keys(NamedTuple):
-    """Keys of one sequence, (keys, heads, ·), 0 past its length.
+    """Keys of one sequence, (keys, heads, ·), 0 where no query sees them.
 
     lost: (keys,), within the length, but of a page that does not exist.
     """
@@ -127,13 +127,16 @@ class _Keys(NamedTuple):
     lost: Tensor
 
 
-def _gather(tensors: DecodeTensors, row: Tensor, row_exists: Tensor, length: Tensor) -> _Keys:
+def _gather(
+    tensors: DecodeTensors, row: Tensor, row_exists: Tensor, lowest: Tensor, length: Tensor
+) -> _Keys:
     table, caches = tensors.page_table, (tensors.k_cache, tensors.v_cache)
     bound = _capacity(caches[0], table)
     if length.device.type == "cpu":
         bound = int(length)
     position = torch.arange(bound, device=length.device)
-    inside = (position < length) & row_exists
+    seen = (position >= lowest) & (position < length)
+    inside = seen & row_exists
     if table is None:
         page, token, exists = row.expand(bound), position, inside
     else:
@@ -145,7 +148,7 @@ def _gather(tensors: DecodeTensors, row: Tensor, row_exists: Tensor, length: Ten
         rows = [x.new_zeros((bound, *x.shape[2:])) for x in caches]
     else:
         rows = [torch.where(exists[:, None, None], x[page, token], 0.0) for x in caches]
-    return _Keys(*rows, (position < length) & ~exists)
+    return _Keys(*rows, seen & ~exists)
 
 
 def _decode(
@@ -178,7 +181,12 @@ def _decode(
             row = tensors.cache_batch_idx[index].long()
         row_exists = (row >= 0) & (row < num_caches)
         row = torch.where(row_exists, row, 0)
-        keys = _gather(tensors, row, row_exists, totals[index])
+        lowest = torch.zeros_like(row)
+        if problem.window_left >= 0:
+            lowest = totals[index] - seqlens_q[index] - problem.window_left
+        if tensors.cache_leftpad is not None:
+            lowest = torch.maximum(lowest, tensors.cache_leftpad[index])
+        keys = _gather(tensors, row, row_exists, lowest, totals[index])
         bound = int(seqlens_q[index]) if device.type == "cpu" else seqlen_q
         chunk = max(1, _MAX_SCORES // max(1, problem.num_heads_q * keys.k.shape[0]))
         for first in range(0, bound, chunk):

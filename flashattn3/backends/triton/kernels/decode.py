@@ -140,15 +140,16 @@ def parts_of(n_blocks, part_tiles, num_splits):
 def locate_keys(
     first_key,
     key_offsets,
+    lowest,
     length,
     table_row,
     num_pages,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Page (64-bit), row in the page, and whether the key exists; dense caches have page 0."""
+    """Page (64-bit), row in the page, and whether a row sees the key; dense caches have page 0."""
     position = first_key + key_offsets
-    exists = position < length
+    exists = (position >= lowest) & (position < length)
     if PAGE_SIZE == 0:
         page = tl.zeros_like(key_offsets)
         row = position
@@ -360,6 +361,10 @@ def decode_kernel(
         begin = tl.maximum(begin, round_down(leftpad, BLOCK_N))
         full_begin = tl.maximum(full_begin, tl.cdiv(leftpad, BLOCK_N) * BLOCK_N)
         full_end = tl.maximum(full_end, full_begin)
+    # What is before the first visible key may be anything: pages given back, padding.
+    lowest = leftpad
+    if LEFT:
+        lowest = tl.maximum(lowest, first_token + diagonal - window_left)
     part_keys = part_tiles * BLOCK_N
     begin += split * part_keys
     end = tl.minimum(begin + part_keys, end)
@@ -408,8 +413,9 @@ def decode_kernel(
         if stage != 0 or LEFT or cache_leftpad is not None:
             for first_key in range(edges[stage], tl.minimum(edges[stage + 1], end), BLOCK_N):
                 page, row, exists = locate_keys(
-                    first_key, key_offsets, readable, table_row, num_pages, PAGE_SIZE, BLOCK_N
-                )
+                    first_key, key_offsets, lowest, readable, table_row, num_pages,
+                    PAGE_SIZE, BLOCK_N,
+                )  # fmt: skip
                 row = row.to(tl.int64)
                 k_rows = page * k_stride_b + row * k_stride_s
                 k = load_rows(
@@ -465,7 +471,9 @@ def decode_kernel(
     out = acc * acc_scale[:, None] + poison
     if whole:
         out_rows = batch_64 * out_stride_b + (start_q + tokens).to(tl.int64) * out_stride_s
-        out_tile = out_ptr + (out_rows + heads.to(tl.int64) * out_stride_h)[:, None] + columns_v[None, :]
+        out_tile = (
+            out_ptr + (out_rows + heads.to(tl.int64) * out_stride_h)[:, None] + columns_v[None, :]
+        )
         store_tile(out_tile, out, tokens, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
         lse_rows = batch_64 * lse_stride_b + heads.to(tl.int64) * lse_stride_h + start_q + tokens
         tl.store(lse_ptr + lse_rows, lse, mask=valid)
