@@ -1,7 +1,8 @@
 """Cases of cached calls, their inputs with NaN around them, and their attention in any precision.
 
 Pages that no sequence has, table entries past a length, tokens past a length and those that no
-query sees are NaN or no page at all, so whatever a backend reads beyond a sequence shows in its result.
+query sees are NaN or no page at all, so whatever a backend reads beyond a sequence shows in its
+result.
 """
 
 from __future__ import annotations
