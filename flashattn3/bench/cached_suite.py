@@ -326,8 +326,8 @@ def run_cached_host(work: str, settings: Settings) -> Iterator[Record]:
     inputs = make_cached_inputs(cell, settings)
     calls = _calls(cell, inputs, settings)
     if work == HOST_WORK[0]:
-        heads_first = [x.transpose(1, 2) for x in (inputs.q, *inputs.dense)]
-        attend = partial(F.scaled_dot_product_attention, *heads_first)
+        transposed = [x.transpose(1, 2) for x in (inputs.q, *inputs.dense)]
+        attend = partial(F.scaled_dot_product_attention, *transposed)
         calls |= {name: attend for name in settings.baselines if name in SDPA_BACKENDS}
     if work.endswith("append"):
         new = torch.zeros_like(inputs.dense[0][:, :1])

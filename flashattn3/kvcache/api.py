@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import boolean, expect_strided, integer, length, real, window
-from ..errors import UnsupportedError, complaint, expect, shown, type_error
+from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
 from ..ops import backend_in_force
 from . import ops
 from .checks import check_combine, check_decode, check_out, unsupported
@@ -195,6 +195,8 @@ def _attended(
     out_shape, lse_shape = ops.result_shapes(q, v_cache)
     if out is None:
         out = q.new_empty(out_shape)
+    else:
+        check_out(options.function, "out", metadata_of(out), out_shape, q.dtype, q.device)
     lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
     ops.run_decode(out, lse, tensors, lengths, options)
     return (out, lse) if with_lse else out
@@ -405,13 +407,15 @@ def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -
 
 def _check_tensors(function: str, required: int, **tensors: object) -> None:
     """All are plain tensors without a gradient; the first ``required`` are given."""
+    wants_gradient = torch.is_grad_enabled()
     for index, (name, x) in enumerate(tensors.items()):
         if x is None and index >= required:
             continue
         if not isinstance(x, Tensor):
             raise type_error(function, name, "a torch.Tensor", shown(x))
-        expect_strided(function, name, x)
-        if x.requires_grad and torch.is_grad_enabled():
+        if x.layout is not torch.strided or x.is_nested:
+            expect_strided(function, name, x)
+        if wants_gradient and x.requires_grad:
             sentence = complaint(function, f"{name}.requires_grad", False, True)
             raise UnsupportedError(
                 f"{sentence}: there is no gradient through a cache; call it under torch.no_grad()"
@@ -425,10 +429,11 @@ def _check_new_tokens(
     cu_seqlens_k_new: Tensor | None,
     rotary: dict[str, Tensor | None],
 ) -> None:
-    for name, given, other in (("v", v, k), ("k", k, v)):
-        both = given is not None or other is None
-        expect(both, function, name, "a tensor: k and v are appended together", None)
-    if k is not None:
+    if k is not None and v is not None:
         return
+    wanted = "a tensor: k and v are appended together"
+    expect(k is None, function, "v", wanted, None)
+    expect(v is None, function, "k", wanted, None)
     for name, given in {"cu_seqlens_k_new": cu_seqlens_k_new, **rotary}.items():
-        expect(given is None, function, name, "None without k and v", "a tensor")
+        if given is not None:
+            raise value_error(function, name, "None without k and v", "a tensor")

@@ -186,9 +186,6 @@ def _decode_of(out, lse, tensors: DecodeTensors, lengths: Lengths, options: Deco
     function = options.function
     plan = _checked_decode(key_of(tensors), options, _constant(lengths, function))
     q = tensors.q
-    shapes, dtypes = result_shapes(q, tensors.v_cache), (q.dtype, lse_dtype(q.dtype))
-    check_out(function, "out", metadata_of(out), shapes[0], dtypes[0], q.device)
-    check_out(function, "lse", metadata_of(lse), shapes[1], dtypes[1], q.device)
     options_hash = 0
     if tensors.scheduler_metadata is not None:
         window = (options.window_left, options.window_right)
@@ -198,6 +195,14 @@ def _decode_of(out, lse, tensors: DecodeTensors, lengths: Lengths, options: Deco
     if q.stride(-1) != 1:
         tensors = tensors._replace(q=q.contiguous())
     plan.backend.decode(plan, out, lse, tensors, lengths, options_hash)
+
+
+def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: str) -> None:
+    """The public function allocates them; a caller of the operator may pass anything."""
+    q = tensors.q
+    shapes = result_shapes(q, tensors.v_cache)
+    check_out(function, "out", metadata_of(out), shapes[0], q.dtype, q.device)
+    check_out(function, "lse", metadata_of(lse), shapes[1], lse_dtype(q.dtype), q.device)
 
 
 def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
@@ -244,6 +249,7 @@ def _unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOp
 def _decode(out, lse, *arguments):
     tensors, lengths, options = _unpacked_decode(arguments)
     options = options._replace(backend=_in_force(options.backend))
+    _check_results(out, lse, tensors, options.function)
     _decode_of(out, lse, tensors, lengths, options)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..gpu_limits import DTYPE_NAMES
-from .kernels import append, combine, decode
+from .kernels import append, cache_parts, combine, decode
 from .kernels.launch import Launch
 from .kernels.variable_launch import VariableLaunch
 from .kvcache import TritonDecodeConfig
@@ -187,7 +187,7 @@ def combine_parts_launch(problem: DecodeProblem, config: TritonDecodeConfig) -> 
         "PARTS": 16 if config.block_m == 16 else 8,
     }
     return VariableLaunch(
-        decode.combine_parts_kernel, 0, constants, {**_options(config), "num_warps": 4}
+        cache_parts.combine_parts_kernel, 0, constants, {**_options(config), "num_warps": 4}
     )
 
 
