@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -106,9 +107,12 @@ SPLIT_CASES = (
 
 
 @interpreted
-@pytest.mark.parametrize("num_splits", [0, 1, 3, 256])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "num_splits"),
+    [*((case, splits) for case in SPLIT_CASES for splits in (0, 3)), (SPLIT, 1), (SPLIT, 256)],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_parts(case, backend, num_splits, device, monkeypatch):
     """Long enough to be cut into parts, which a test shorter than a part would not see."""
     if backend == "triton":
@@ -163,7 +167,7 @@ def test_several_parts_ran(num_splits, device, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SPLIT_CASES if GPU else (SPLIT,), ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["triton"])
 def test_twenty_runs_are_bitwise_the_same(case, backend, device, monkeypatch):
     _several_ctas(monkeypatch)
@@ -172,6 +176,33 @@ def test_twenty_runs_are_bitwise_the_same(case, backend, device, monkeypatch):
     for _ in range(19 if GPU else 1):
         again = call_cached(inputs, backend=backend)
         assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 7])
+def test_the_grid_and_the_workspace_hold_every_part(num_splits):
+    """The bounds that the host computes without a length, against the parts of random lengths."""
+    pytest.importorskip("triton")
+    from flashattn3.backends.triton.kernels.cache_parts import MIN_TILES
+    from flashattn3.backends.triton.kvcache_launch import _parts
+
+    generator = random.Random(0)
+    for _ in range(300):
+        num_ctas, heads = generator.choice((2, 16, 264)), generator.choice((1, 8))
+        batch = generator.choice((1, 5, 300))
+        m_blocks = [generator.choice((0, 1, 4)) for _ in range(batch)]
+        n_blocks = [int(2 ** generator.uniform(0, 12)) - 1 for _ in range(batch)]
+        work = sum(m * n for m, n in zip(m_blocks, n_blocks, strict=True)) * heads
+        part = max(MIN_TILES.value, -(-work // num_ctas))
+        programs = slots = 0
+        for m, n in zip(m_blocks, n_blocks, strict=True):
+            tiles = max(1, -(-n // num_splits) if num_splits else part)
+            parts = max(1, -(-n // tiles))
+            programs += m * heads * parts
+            slots += m * heads * parts * (parts > 1)
+        bound = _parts(max(m_blocks) * heads * batch, num_splits, num_ctas)
+        assert programs <= bound[0] and slots <= bound[1]
+    # The workspace of 132 SMs, 16 rows of 128, at any batch and capacity.
+    assert _parts(10**6, 0, 2 * 132)[1] * 16 * (128 + 1) * 4 <= 9e6
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -404,6 +435,14 @@ def test_the_shared_prefix_of_the_document(device):
         )
         torch.testing.assert_close(scope["out"][index].cpu(), right[0][0])
         torch.testing.assert_close(scope["lse"][index].cpu(), right[1][0].mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [2**10, 2**17, 2**20])
+def test_long_contexts(length):
+    case = CacheCase("long", (length,), num_heads_q=2, num_heads_kv=1, page_size=16)
+    inputs = make_cache_inputs(case, "cuda", torch.bfloat16)
+    check_cached(case, inputs, *call_cached(inputs, backend="triton"))
 
 
 @pytest.mark.gpu
