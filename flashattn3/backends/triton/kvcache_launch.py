@@ -55,7 +55,7 @@ def prepare_decode(problem: DecodeProblem, config: TritonDecodeConfig) -> Callab
         batch, total_q, seqlen_q = _queries(tensors, lengths)
         max_m_blocks = ceil(seqlen_q * group / block_m)
         tiles = batch * max_m_blocks
-        if varlen:
+        if varlen and num_splits == 0:
             tiles = min(tiles, total_q * group // block_m + batch)
         tiles *= heads_kv
         if tiles == 0:

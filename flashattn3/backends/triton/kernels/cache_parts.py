@@ -108,14 +108,15 @@ def tiles_in_part(
     """n_blocks of one part, with which about num_ctas parts do all work; 0: asked by num_splits."""
     tiles = 0
     if num_splits == 0:
+        work = tl.full((), 0, tl.int64)
         for first_sequence in range(0, batch, CHUNK):
             m_blocks, n_blocks = tiles_of(
                 cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q,
                 total_q, seqlen_k, seqlen_new, capacity, window_left, first_sequence,
                 GROUP, BLOCK_M, BLOCK_N, LEFT,
             )  # fmt: skip
-            tiles += tl.sum(m_blocks * n_blocks, 0)
-        tiles = tl.maximum(tl.cdiv(tiles * num_heads_kv, num_ctas), MIN_TILES)
+            work += tl.sum(m_blocks.to(tl.int64) * n_blocks, 0)
+        tiles = tl.maximum(tl.cdiv(work * num_heads_kv, num_ctas), MIN_TILES).to(tl.int32)
     return tiles
 
 
