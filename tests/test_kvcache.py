@@ -148,8 +148,8 @@ def test_several_parts_ran(num_splits, device, monkeypatch):
     joined = []
     build = kvcache_launch.combine_parts_launch
 
-    def recorded(problem, config):
-        launch = build(problem, config)
+    def recorded(problem, tile):
+        launch = build(problem, tile)
 
         def run(grid, tensors, *rest):
             joined.append(tensors[1].clone())

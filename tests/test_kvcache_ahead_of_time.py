@@ -31,7 +31,7 @@ SPILL_BOUND_BYTES = {"chunk": 144, "dim-256-chunk": 112}
 CODE = """
 import json, torch
 from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
-from flashattn3.backends.triton.kvcache import BACKEND
+from flashattn3.backends.triton.kvcache import select_tile
 from flashattn3.backends.triton.kvcache_launch import sample_launches
 from flashattn3.dispatch.device import DeviceInfo
 from flashattn3.kvcache.problem import *
@@ -61,8 +61,8 @@ if every:
     )
 problem = describe_decode(tuple(map(metadata_of, tensors)), options, rows)
 other = describe_append(tuple(map(metadata_of, appended)), AppendOptions())
-config = BACKEND.configure(problem, device)
-for name, launch in sample_launches(problem, other, config).items():
+tile = select_tile(problem, device)
+for name, launch in sample_launches(problem, other, tile).items():
     kernel = compile_kernel(launch, device.capability)
     needs = resources(kernel)
     ptx = kernel.asm["ptx"]

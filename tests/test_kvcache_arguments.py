@@ -371,7 +371,7 @@ def test_dispatch_without_a_gpu():
     unlinked = CACHE_BACKENDS[1:]
     for device in (A100, H100):
         plan = choose(problem_of(), device, unlinked)
-        assert plan.backend.name == "triton" and plan.config.block_m == 16
+        assert plan.backend.name == "triton" and plan.config.tile.block_m == 16
     assert CACHE_BACKENDS[0].decline_reason(problem_of(), H100).startswith("has no kernel for ca")
     assert choose(problem_of(device="cpu"), CPU, CACHE_BACKENDS).backend.name == "reference"
     plan = choose(problem_of(torch.float32), A100, unlinked)

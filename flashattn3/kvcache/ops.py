@@ -194,7 +194,7 @@ def _decode_of(out, lse, tensors: DecodeTensors, lengths: Lengths, options: Deco
         check_decode_values(tensors, options, lengths, options_hash)
     if q.stride(-1) != 1:
         tensors = tensors._replace(q=q.contiguous())
-    plan.backend.decode(plan, out, lse, tensors, lengths, options_hash)
+    plan.config.decode(out, lse, tensors, lengths, options_hash)
 
 
 def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: str) -> None:
@@ -215,7 +215,7 @@ def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions)
     if cos is not None and cos.stride() != sin.stride():  # the kernel has one stride for both
         dense |= {"rotary_cos": cos.contiguous(), "rotary_sin": sin.contiguous()}
     tensors = tensors._replace(**dense)
-    plan.backend.append(plan, tensors, lengths)
+    plan.config.append(tensors, lengths)
 
 
 def _combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> None:
@@ -225,7 +225,7 @@ def _combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> N
         function, dtype, out.dtype, out_partial.device, dim, dim, backend or None
     )
     plan = plan_of(problem)
-    plan.backend.combine(plan, out, lse, out_partial, lse_partial)
+    plan.config.combine(out, lse, out_partial, lse_partial)
 
 
 def _in_force(backend: str | None) -> str:

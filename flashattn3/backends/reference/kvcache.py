@@ -18,21 +18,45 @@ from .rotary import rotated
 
 if TYPE_CHECKING:
     from ...dispatch.device import DeviceInfo
-    from ...dispatch.planner import Plan
     from ...kvcache.problem import AppendTensors, DecodeProblem, DecodeTensors, Lengths
 
 _MAX_SCORES = 2**26  # alive at once
 
 
-class ReferenceCacheConfig(NamedTuple):
-    dtype: torch.dtype
+class ReferenceCachedCall(NamedTuple):
+    """Computes float16 and bfloat16 in float32, float32 and float64 in their own dtype."""
+
+    problem: object
 
     def describe(self) -> dict[str, object]:
-        return {"computes in": self.dtype}
+        return {"computes in": _wide(self.problem.dtype)}
+
+    def decode(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        tensors: DecodeTensors,
+        lengths: Lengths,
+        options_hash: int,
+    ) -> None:
+        with torch.autocast(out.device.type, enabled=False):
+            _decode(self.problem, out, lse, tensors, lengths, options_hash)
+
+    def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
+        with torch.autocast(tensors.k.device.type, enabled=False):
+            _append(self.problem, tensors, lengths)
+
+    def combine(self, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
+        wide = out_partial.to(_wide(out_partial.dtype))
+        total = torch.logsumexp(lse_partial, 0)
+        weights = torch.exp(lse_partial - _finite(total)).unsqueeze(-1)
+        # A part without keys has weight 0, whatever its rows hold.
+        out.copy_(torch.where(weights == 0, 0.0, wide * weights).sum(0))
+        lse.copy_(total)
 
 
 class ReferenceCacheBackend:
-    """Computes float16 and bfloat16 in float32, float32 and float64 in their own dtype."""
+    """Takes every problem of cached calls: decode, append, combine."""
 
     name = "reference"
 
@@ -45,34 +69,8 @@ class ReferenceCacheBackend:
         dtype = _wide(problem.dtype)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
-    def configure(self, problem: object, device: DeviceInfo) -> ReferenceCacheConfig:
-        return ReferenceCacheConfig(_wide(problem.dtype))
-
-    def decode(
-        self,
-        plan: Plan,
-        out: Tensor,
-        lse: Tensor,
-        tensors: DecodeTensors,
-        lengths: Lengths,
-        options_hash: int,
-    ) -> None:
-        with torch.autocast(out.device.type, enabled=False):
-            _decode(plan.problem, out, lse, tensors, lengths, options_hash)
-
-    def append(self, plan: Plan, tensors: AppendTensors, lengths: Lengths) -> None:
-        with torch.autocast(tensors.k.device.type, enabled=False):
-            _append(plan.problem, tensors, lengths)
-
-    def combine(
-        self, plan: Plan, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor
-    ) -> None:
-        wide = out_partial.to(_wide(out_partial.dtype))
-        total = torch.logsumexp(lse_partial, 0)
-        weights = torch.exp(lse_partial - _finite(total)).unsqueeze(-1)
-        # A part without keys has weight 0, whatever its rows hold.
-        out.copy_(torch.where(weights == 0, 0.0, wide * weights).sum(0))
-        lse.copy_(total)
+    def configure(self, problem: object, device: DeviceInfo) -> ReferenceCachedCall:
+        return ReferenceCachedCall(problem)
 
 
 BACKEND = ReferenceCacheBackend()

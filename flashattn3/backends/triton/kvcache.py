@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,6 @@ from .backend import BACKEND as FORWARD
 from .tile_configs import padded
 
 if TYPE_CHECKING:
-    from ...dispatch.planner import Plan
     from ...kvcache.problem import AppendTensors, DecodeTensors, Lengths
 
 MAX_HEAD_DIM = 256
@@ -30,7 +30,7 @@ COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class TritonDecodeConfig:
+class CacheTile:
     """block_m packed rows by block_n keys; num_ctas: parts into which the batch is cut, about.
 
     arch: as in ``TritonConfig``.
@@ -52,8 +52,55 @@ class TritonDecodeConfig:
         }
 
 
+class TritonCachedCall:
+    """The launches of one problem, prepared once. Triton is imported with the first."""
+
+    def __init__(self, problem: object, tile: CacheTile) -> None:
+        self.problem, self.tile = problem, tile
+
+    def describe(self) -> dict[str, object]:
+        return self.tile.describe()
+
+    def decode(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        tensors: DecodeTensors,
+        lengths: Lengths,
+        options_hash: int,
+    ) -> None:
+        with _current(out):
+            self._decode(out, lse, tensors, lengths, options_hash)
+
+    def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
+        with _current(tensors.k):
+            self._append(tensors, lengths)
+
+    def combine(self, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
+        with _current(out):
+            self._combine(out, lse, out_partial, lse_partial)
+
+    @cached_property
+    def _decode(self) -> Callable:
+        from .kvcache_launch import prepare_decode
+
+        return prepare_decode(self.problem, self.tile)
+
+    @cached_property
+    def _append(self) -> Callable:
+        from .kvcache_launch import prepare_append
+
+        return prepare_append(self.problem, self.tile)
+
+    @cached_property
+    def _combine(self) -> Callable:
+        from .kvcache_launch import prepare_combine
+
+        return prepare_combine(self.problem, self.tile)
+
+
 class TritonCacheBackend:
-    """Triton is imported when the first kernel is launched."""
+    """Takes every problem of cached calls: decode, append, combine."""
 
     name = "triton"
 
@@ -76,48 +123,31 @@ class TritonCacheBackend:
             return score_factor_reason(problem, 100, torch.float32)
         return None
 
-    def configure(self, problem: object, device: DeviceInfo) -> TritonDecodeConfig:
-        arch = None if device.lowering == device.capability else f"sm{device.lowering}"
-        if not hasattr(problem, "rows"):
-            return TritonDecodeConfig(0, 0, 4, 2, 0, arch)
-        widest = padded(max(problem.head_dim, problem.head_dim_v))
-        block_m = min(problem.rows, 64 if widest > 128 else 128)
-        block_n = min(128, max(16, TILE_BYTES // (2 * widest)))
-        if block_m > 32:
-            block_n = min(64, block_n)
-        stages = 3 if device.shared_memory_bytes >= THREE_STAGES_KIB * 1024 else 2
-        # Addresses from the page table, which is loaded a stage earlier.
-        indirect = block_m <= 32 and problem.page_size % block_n != 0
-        return TritonDecodeConfig(
-            block_m=block_m,
-            block_n=block_n,
-            num_warps=8 if block_m > 64 else 4,
-            num_stages=stages + indirect,
-            num_ctas=max(1, device.num_sms - problem.sm_margin) * PROGRAMS_PER_SM,
-            arch=arch,
-        )
+    def configure(self, problem: object, device: DeviceInfo) -> TritonCachedCall:
+        return TritonCachedCall(problem, select_tile(problem, device))
 
-    def decode(
-        self,
-        plan: Plan,
-        out: Tensor,
-        lse: Tensor,
-        tensors: DecodeTensors,
-        lengths: Lengths,
-        options_hash: int,
-    ) -> None:
-        with _current(out):
-            _prepared(plan, "prepare_decode")(out, lse, tensors, lengths, options_hash)
 
-    def append(self, plan: Plan, tensors: AppendTensors, lengths: Lengths) -> None:
-        with _current(tensors.k):
-            _prepared(plan, "prepare_append")(tensors, lengths)
-
-    def combine(
-        self, plan: Plan, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor
-    ) -> None:
-        with _current(out):
-            _prepared(plan, "prepare_combine")(out, lse, out_partial, lse_partial)
+def select_tile(problem: object, device: DeviceInfo) -> CacheTile:
+    """By packed rows, head dims, page size and shared memory; only decode has a tile."""
+    arch = None if device.lowering == device.capability else f"sm{device.lowering}"
+    if not hasattr(problem, "rows"):
+        return CacheTile(0, 0, 4, 2, 0, arch)
+    widest = padded(max(problem.head_dim, problem.head_dim_v))
+    block_m = min(problem.rows, 64 if widest > 128 else 128)
+    block_n = min(128, max(16, TILE_BYTES // (2 * widest)))
+    if block_m > 32:
+        block_n = min(64, block_n)
+    stages = 3 if device.shared_memory_bytes >= THREE_STAGES_KIB * 1024 else 2
+    # Addresses from the page table, which is loaded a stage earlier.
+    indirect = block_m <= 32 and problem.page_size % block_n != 0
+    return CacheTile(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=8 if block_m > 64 else 4,
+        num_stages=stages + indirect,
+        num_ctas=max(1, device.num_sms - problem.sm_margin) * PROGRAMS_PER_SM,
+        arch=arch,
+    )
 
 
 BACKEND = TritonCacheBackend()
@@ -129,14 +159,3 @@ def _current(tensor: Tensor) -> AbstractContextManager:
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return _HERE
-
-
-def _prepared(plan: Plan, builder: str) -> Callable:
-    """Build the launches of a plan once. Imports Triton."""
-    run = plan.launches.get(builder)
-    if run is None:
-        from . import kvcache_launch
-
-        run = getattr(kvcache_launch, builder)(plan.problem, plan.config)
-        plan.launches[builder] = run
-    return run

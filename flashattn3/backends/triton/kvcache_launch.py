@@ -16,7 +16,7 @@ from ..gpu_limits import DTYPE_NAMES
 from .kernels import append, cache_parts, combine, decode
 from .kernels.launch import Launch
 from .kernels.variable_launch import VariableLaunch
-from .kvcache import TritonDecodeConfig
+from .kvcache import CacheTile
 from .launch import LARGEST_EXACT_CAP, LOG2E
 from .tile_configs import padded
 
@@ -35,10 +35,10 @@ APPEND_ROWS = 16
 COMBINE_ROWS = 4
 
 
-def prepare_decode(problem: DecodeProblem, config: TritonDecodeConfig) -> Callable:
+def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     """Build a function of (out, lse, tensors, lengths, options_hash)."""
-    launch, join = decode_launch(problem, config), combine_parts_launch(problem, config)
-    block_m, group, heads_kv = config.block_m, problem.qhead_per_kvhead, problem.num_heads_kv
+    launch, join = decode_launch(problem, tile), combine_parts_launch(problem, tile)
+    block_m, group, heads_kv = tile.block_m, problem.qhead_per_kvhead, problem.num_heads_kv
     num_splits, varlen, dim_v = problem.num_splits, problem.varlen, problem.head_dim_v
     rows_per_program = join.constants["ROWS"]
     window_left = min(problem.window_left, LARGEST_WINDOW)
@@ -60,7 +60,7 @@ def prepare_decode(problem: DecodeProblem, config: TritonDecodeConfig) -> Callab
         tiles *= heads_kv
         if tiles == 0:
             return
-        parts, slots = _parts(tiles, num_splits, config.num_ctas)
+        parts, slots = _parts(tiles, num_splits, tile.num_ctas)
         capacity, num_caches, num_pages = sizes_of(tensors.k_cache, tensors.page_table)
         seqlen_k = capacity if lengths.seqlen is None else lengths.seqlen
         if slots:
@@ -82,7 +82,7 @@ def prepare_decode(problem: DecodeProblem, config: TritonDecodeConfig) -> Callab
             num_caches,
             num_pages,
             heads_kv,
-            config.num_ctas,
+            tile.num_ctas,
             num_splits,
             options_hash,
             *factors,
@@ -96,7 +96,7 @@ def prepare_decode(problem: DecodeProblem, config: TritonDecodeConfig) -> Callab
         if slots:
             indices = (tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q)
             indices += (tensors.cu_seqlens_k_new,)
-            sizes = (*seqlens, capacity, heads_kv, config.num_ctas, num_splits, window_left)
+            sizes = (*seqlens, capacity, heads_kv, tile.num_ctas, num_splits, window_left)
             join(
                 (block_m // rows_per_program * max_m_blocks * heads_kv * batch, 1, 1),
                 (out_parts, lse_parts, out, lse, *indices, tensors.sinks),
@@ -156,49 +156,49 @@ def _score_factors(problem: DecodeProblem) -> tuple[float, float]:
     return problem.softmax_scale * LOG2E, 0.0
 
 
-def decode_launch(problem: DecodeProblem, config: TritonDecodeConfig) -> VariableLaunch:
+def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded(problem.head_dim),
         "BLOCK_DV": padded(problem.head_dim_v),
         "GROUP": problem.qhead_per_kvhead,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
         "PAGE_SIZE": problem.page_size,
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
         "SOFTCAP": (problem.softcap > 0) + (problem.softcap > LARGEST_EXACT_CAP),
     }
-    return VariableLaunch(decode.decode_kernel, 4, constants, _options(config))
+    return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile))
 
 
-def combine_parts_launch(problem: DecodeProblem, config: TritonDecodeConfig) -> VariableLaunch:
+def combine_parts_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
     block_dv = padded(problem.head_dim_v)
     constants = {
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_DV": block_dv,
         "GROUP": problem.qhead_per_kvhead,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
         "LEFT": problem.window_left >= 0,
         # All loads of a step are in flight at once: 4096 numbers for 128 threads.
-        "ROWS": 1 if config.block_m == 16 else 2,
-        "PARTS": 16 if config.block_m == 16 else 8,
+        "ROWS": 1 if tile.block_m == 16 else 2,
+        "PARTS": 16 if tile.block_m == 16 else 8,
     }
     return VariableLaunch(
-        cache_parts.combine_parts_kernel, 0, constants, {**_options(config), "num_warps": 4}
+        cache_parts.combine_parts_kernel, 0, constants, {**_options(tile), "num_warps": 4}
     )
 
 
-def _options(config: TritonDecodeConfig) -> dict[str, object]:
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return options if config.arch is None else {**options, "arch": config.arch}
+def _options(tile: CacheTile) -> dict[str, object]:
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return options if tile.arch is None else {**options, "arch": tile.arch}
 
 
-def prepare_append(problem: AppendProblem, config: TritonDecodeConfig) -> Callable:
+def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
     """Build a function of (tensors, lengths)."""
-    launch = append_launch(problem, config)
+    launch = append_launch(problem, tile)
     heads_q, heads_kv = problem.num_heads_q, problem.num_heads_kv
     no_strides = (0, 0, 0)
 
@@ -249,7 +249,7 @@ def prepare_append(problem: AppendProblem, config: TritonDecodeConfig) -> Callab
     return run
 
 
-def append_launch(problem: AppendProblem, config: TritonDecodeConfig) -> VariableLaunch:
+def append_launch(problem: AppendProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -259,12 +259,12 @@ def append_launch(problem: AppendProblem, config: TritonDecodeConfig) -> Variabl
         "PAGE_SIZE": problem.page_size,
         "BLOCK": APPEND_ROWS,
     }
-    return VariableLaunch(append.append_kernel, 6, constants, _options(config))
+    return VariableLaunch(append.append_kernel, 6, constants, _options(tile))
 
 
-def prepare_combine(problem: CombineProblem, config: TritonDecodeConfig) -> Callable:
+def prepare_combine(problem: CombineProblem, tile: CacheTile) -> Callable:
     """Build a function of (out, lse, out_partial, lse_partial)."""
-    launch = combine_rows_launch(problem, config)
+    launch = combine_rows_launch(problem, tile)
 
     def run(out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
         *lead, heads, _ = out.shape
@@ -291,17 +291,17 @@ def _part_strides(x: Tensor) -> tuple[int, ...]:
     return stride if len(stride) == 5 else (stride[0], 0, *stride[1:])
 
 
-def combine_rows_launch(problem: CombineProblem, config: TritonDecodeConfig) -> VariableLaunch:
+def combine_rows_launch(problem: CombineProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": padded(problem.head_dim),
         "ROWS": COMBINE_ROWS,
     }
-    return VariableLaunch(combine.combine_rows_kernel, 4, constants, _options(config))
+    return VariableLaunch(combine.combine_rows_kernel, 4, constants, _options(tile))
 
 
 def sample_launches(
-    problem: DecodeProblem, appended: AppendProblem, config: TritonDecodeConfig
+    problem: DecodeProblem, appended: AppendProblem, tile: CacheTile
 ) -> dict[str, Launch]:
     """Every kernel of a cached call with the numbers of a small one, to compile ahead of time.
 
@@ -328,13 +328,13 @@ def sample_launches(
     append_types += kinds(tables[1], "i32", appended.given)
     append_types += kinds(tables[2], "fp32", appended.given)
     return {
-        "decode": decode_launch(problem, config).sample(
+        "decode": decode_launch(problem, tile).sample(
             (of, of, of, of, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
             wide * 4,
             (64,) * 21 + factors,
         ),
-        "combine_parts": combine_parts_launch(problem, config).sample(
+        "combine_parts": combine_parts_launch(problem, tile).sample(
             ("fp32", "fp32", of, "fp32", *lengths_of), (), (64,) * 16
         ),
-        "append": append_launch(appended, config).sample(tuple(append_types), wide * 6, (64,) * 18),
+        "append": append_launch(appended, tile).sample(tuple(append_types), wide * 6, (64,) * 18),
     }
