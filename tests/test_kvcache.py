@@ -77,7 +77,9 @@ BACKEND_DTYPES = [
     *(("triton", dtype) for dtype in TRITON_DTYPES),
 ]
 interpreted = pytest.mark.interpreted(
-    quick=lambda case, backend, **_: backend != "triton" or case.name in QUICK
+    quick=lambda case, backend, dtype=None, **_: (
+        case.name in QUICK or (backend == "reference" and dtype in (None, torch.float16))
+    )
 )
 
 
@@ -325,6 +327,9 @@ def metadata_of(case, inputs, **changes):
     return get_scheduler_metadata(**{**options, **changes})
 
 
+@pytest.mark.interpreted(
+    quick=lambda case, backend: backend == "reference" or case is METADATA_CASES[1]
+)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("case", METADATA_CASES, ids=lambda case: case.name)
 def test_scheduler_metadata(case, backend, device, unchecked):
