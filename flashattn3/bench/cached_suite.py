@@ -334,6 +334,9 @@ def run_cached_host(work: str, settings: Settings) -> Iterator[Record]:
         last = inputs.seqlens - 1
         attend = partial(flashattn3.flash_attn_with_kvcache, inputs.q, *inputs.dense, new, new)
         calls = {OURS: partial(attend, cache_seqlens=last, causal=True)}
+    found = calls[OURS]()[-1, :, -1:]  # the append, if there is one, comes before what is right
+    expected = [_sample(cell, inputs, dtype) for dtype in (torch.float64, settings.dtype)]
+    check("out", found, *expected, FORWARD_FACTOR, cell.row, OURS)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(settings.rounds):
         for name, call in calls.items():
