@@ -1,4 +1,5 @@
-"""Writes the types of the public functions, flashattn3/api.pyi, from its source.
+"""Writes the types of the public functions, flashattn3/api.pyi and kvcache/api.pyi, from their
+sources.
 
 A function that returns the log-sum-exp on request has an overload for each answer, which would
 stand four times in the source. ``python .ci/stubs.py`` writes; a test compares.
@@ -12,14 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flashattn3"
-STUBBED = ("api",)
-FLAGS = ("return_attn_probs", "return_lse")
+STUBBED = ("api", "kvcache/api")
+POSITIONAL_FLAGS = ("return_attn_probs", "return_softmax_lse")
+FLAGS = (*POSITIONAL_FLAGS, "return_lse")
 PLAIN, WITH_LSE = "Tensor", "tuple[Tensor, Tensor]"
 # The flags that are literal, and what then is returned; the last takes bools known at run time.
 OVERLOADS = (
     (dict.fromkeys(FLAGS, False), PLAIN),
     ({"return_lse": True}, WITH_LSE),
-    ({"return_attn_probs": True}, WITH_LSE),
+    *(({flag: True}, WITH_LSE) for flag in POSITIONAL_FLAGS),
     ({}, f"{PLAIN} | {WITH_LSE}"),
 )
 
@@ -56,8 +58,10 @@ def overload(function: ast.FunctionDef, literals: dict[str, bool], returned: str
     function.decorator_list = [ast.Name("overload")]
     function.returns = ast.parse(returned).body[0].value
     given = function.args
-    if literals.get("return_attn_probs"):
-        position = [argument.arg for argument in given.args].index("return_attn_probs")
+    for flag in POSITIONAL_FLAGS:
+        if not literals.get(flag):
+            continue
+        position = [argument.arg for argument in given.args].index(flag)
         given.kwonlyargs.insert(0, given.args.pop(position))
         given.defaults.pop()
         given.kw_defaults.insert(0, None)

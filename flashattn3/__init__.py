@@ -15,6 +15,12 @@ from .api import (
 from .dispatch.selection import use_backend
 from .errors import UnsupportedError
 from .explanation import Explanation, available_backends
+from .kvcache.api import (
+    append_kvcache,
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 from .quantization import BlockScaled, quantize_block_fp8
 
 __version__ = "0.1.0"
@@ -23,8 +29,10 @@ __all__ = [
     "BlockScaled",
     "Explanation",
     "UnsupportedError",
+    "append_kvcache",
     "available_backends",
     "explain",
+    "flash_attn_combine",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -33,6 +41,8 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
     "quantize_block_fp8",
     "use_backend",
 ]

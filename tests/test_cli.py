@@ -145,7 +145,11 @@ def test_demo_fails_if_attention_is_wrong(wrong, short_demo, monkeypatch, capsys
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["transformer_block", "varlen_packing", "dispatch", "fp8_accuracy"]
+    "name",
+    [
+        *("transformer_block", "varlen_packing", "dispatch", "fp8_accuracy"),
+        *("generate_with_kvcache", "continuous_batching", "policy_loop"),
+    ],
 )
 def test_examples_run(name, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]

@@ -23,6 +23,7 @@ CORE = (
     "quantized",
     "backends",
     "quantization",
+    "kvcache",
 )
 
 # Module or package of flashattn3 → what of flashattn3 it may import when it runs.
@@ -129,6 +130,54 @@ MAY_IMPORT = {
         "backends.triton.kernels",
     },
     "backends.triton.tile_configs": set(),
+    # Cached calls have a backend of their own beside each of the others.
+    "backends.hopper.kvcache": {"backends.hopper.backend", "dispatch.device"},
+    "backends.triton.kvcache": {
+        "backends.triton.backend",
+        "backends.triton.kvcache_launch",
+        "call.dtypes",
+        "backends.triton.tile_configs",
+        "dispatch.backend",
+        "dispatch.device",
+    },
+    "backends.triton.kvcache_launch": {
+        "backends.triton.kernels",
+        "backends.triton.kvcache",
+        "call.dtypes",
+        "backends.triton.launch",
+        "backends.triton.tile_configs",
+    },
+    "backends.reference.kvcache": {
+        "backends.reference.rotary",
+        "dispatch.backend",
+        "kvcache.metadata",
+    },
+    "backends.reference.rotary": set(),
+    "kvcache": set(),
+    "kvcache.problem": {"call.problem"},
+    "kvcache.metadata": set(),
+    "kvcache.checks": {"call.dtypes", "errors", "kvcache.metadata", "kvcache.problem"},
+    "kvcache.value_checks": {
+        "call.value_checks",
+        "errors",
+        "kvcache.metadata",
+        "kvcache.problem",
+    },
+    "kvcache.backends": {
+        "backends.hopper.kvcache",
+        "backends.reference.kvcache",
+        "backends.triton.kvcache",
+    },
+    "kvcache.ops": {
+        "call.value_checks",
+        "dispatch.device",
+        "dispatch.planner",
+        "dispatch.selection",
+        "errors",
+        "kvcache",
+        "modes",
+    },
+    "kvcache.api": {"call.arguments", "dispatch.selection", "errors", "kvcache"},
     "backends.triton.kernels": {"backends.triton.kernels", "backends.triton.tile_configs"},
     "backends": {
         "backends.hopper.backend",
@@ -220,6 +269,8 @@ WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 # Run on a CPU or under FLASHATTN3_CHECK=1; read a number that the caller passed as a tensor; once.
 MAY_WAIT = {
     *("check_values", "check_edges", "check_same_values"),
+    *("check_decode_values", "check_append_values", "check_lengths"),
+    *("_check_pages", "_check_metadata_values"),
     *("_scalar", "_listed"),
     "_kept_signs",
 }

@@ -51,7 +51,18 @@ def source(sdist, tmp_path_factory) -> Path:
     return folder / sdist.name.removesuffix(".tar.gz")
 
 
-NOT_TRACKED = (".git", "build", "dist", "out", "*.egg-info", "_lib", "*.so", ".venv*", "*cache*")
+NOT_TRACKED = (
+    ".git",
+    "build",
+    "dist",
+    "out",
+    "*.egg-info",
+    "_lib",
+    "*.so",
+    ".venv*",
+    "__pycache__",
+    ".*cache*",
+)
 
 
 def build(
@@ -87,7 +98,7 @@ def metadata(wheel: zipfile.ZipFile, name: str = "METADATA") -> str:
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flashattn3").rglob("*.py")}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    types = {"flashattn3/py.typed", "flashattn3/api.pyi"}
+    types = {"flashattn3/py.typed", "flashattn3/api.pyi", "flashattn3/kvcache/api.pyi"}
     assert packed == modules | types
 
 

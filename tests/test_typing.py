@@ -24,6 +24,7 @@ from flashattn3 import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     quantize_block_fp8,
     use_backend,
 )
@@ -43,7 +44,10 @@ def attend(verbose: bool) -> torch.Tensor:
     fused = flash_attn_qkvpacked_func(torch.stack((q, q, q), 2)).sum()
     eight: torch.Tensor = flash_attn_fp8_func(q, q, q)
     eight, lse = flash_attn_fp8_func(q, q, q, return_lse=True)
-    return out + lse.sum() + packed + fused + eight
+    cached: torch.Tensor = flash_attn_with_kvcache(q, q, q, cache_seqlens=3)
+    cached, lse = flash_attn_with_kvcache(q, q, q, return_softmax_lse=True)
+    cached, lse = flash_attn_with_kvcache(q, q, q, cache_seqlens=cu, return_lse=True)
+    return out + lse.sum() + packed + fused + eight + cached.sum()
 
 
 scaled: BlockScaled = quantize_block_fp8(q)

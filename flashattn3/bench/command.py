@@ -14,6 +14,8 @@ from ..command_line import choose_device, folder, integer, make_folder, require_
 from ..dispatch.selection import use_backend
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
+from .cached_suite import HOST_WORK, cached_cells, run_cached, run_cached_host
+from .cached_suite import SUITES as CACHED
 from .distributions_suite import SUITE as DISTRIBUTIONS
 from .distributions_suite import distribution_cases, run_distribution
 from .environment import header
@@ -28,7 +30,7 @@ from .runner import Record, Settings, run_cell
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_varlen
 
-SUITES = (*CASES, ACCURACY, DISTRIBUTIONS, QUANTIZE, "varlen", "memory", "host")
+SUITES = (*CASES, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED, "varlen", "memory", "host")
 ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",)}  # directions of a suite
 # Of ours; elsewhere one.
 OWN = {
@@ -48,6 +50,7 @@ INAPPLICABLE = {
     "varlen": ("head_dim", "seqlen", "baselines"),
     "memory": ("direction", "head_dim"),
     "host": ("direction", "head_dim", "seqlen"),
+    **dict.fromkeys(CACHED, ("direction", "head_dim", "seqlen")),
 }
 ROUND_MS = 15.0
 ENDINGS = ("jsonl", "png")  # of the files of a suite
@@ -181,7 +184,11 @@ def _run_suite(suite: str, work: list, output: Path, about: Record) -> bool:
 def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     """The steps of a suite; each is a function that gives the records of one cell."""
     if suite == "host":
-        return [lambda work=work: run_host(work, settings) for work in WORK]
+        steps = [lambda work=work: run_host(work, settings) for work in WORK]
+        return steps + [lambda work=work: run_cached_host(work, settings) for work in HOST_WORK]
+    if suite in CACHED:
+        chosen = cached_cells(suite, args.quick)
+        return [lambda cell=cell: run_cached(cell, settings) for cell in chosen]
     if suite == "memory":
         lengths = QUICK_SEQLENS if args.quick else SEQLENS
         given_up: set[str] = set()

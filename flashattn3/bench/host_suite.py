@@ -72,8 +72,8 @@ def run_host(work: str, settings: Settings) -> Iterator[Record]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(settings.rounds):
         for name, call in calls.items():
-            with _selected(name):
-                samples[name] += _host_ms(call, settings.device)
+            with selected(name):
+                samples[name] += host_ms(call, settings.device)
     timings = {name: Timing.of(found) for name, found in samples.items()}
     for name in names:
         yield {
@@ -125,12 +125,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def _selected(name: str) -> contextlib.AbstractContextManager:
+def selected(name: str) -> contextlib.AbstractContextManager:
     # Entered once and not per call: the peers are timed without what the selection itself costs.
     return sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else contextlib.nullcontext()
 
 
-def _host_ms(call: Call, device: torch.device) -> list[float]:
+def host_ms(call: Call, device: torch.device) -> list[float]:
     """Milliseconds per call; a sample is over so few calls that the launch queue never fills."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for _ in range(WARM_UP_CALLS):

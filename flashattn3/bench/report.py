@@ -54,6 +54,11 @@ MEASURES = {
     "time": (Measure("TFLOP/s", lambda record: record["tflops"]),),
     "host": (Measure("host time (us)", lambda record: record["median_ms"] * 1e3),),
     "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
+    "latency": (
+        Measure("us", lambda record: record["median_ms"] * 1e3),
+        Measure("GB/s of the visible keys", lambda record: record["gb_per_s"]),
+    ),
+    "chunk": (Measure("TFLOP/s", lambda record: record["tflops"]),),
     "bandwidth": (Measure("GB/s", lambda record: record["gb_per_s"]),),
     "error": (
         Measure("RMSE / RMS of the fp64 reference", lambda record: record["relative_error"]),
@@ -72,6 +77,7 @@ RATIOS_OF = {
     "gqa": (OURS,),
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),
+    **dict.fromkeys(("decode", "paged", "ragged", "chunk"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}

@@ -82,15 +82,19 @@ class Problem(_Asked):
 
     @property
     def score_factors(self) -> dict[str, float]:
-        """The factors of a score, by name: kernels multiply by each."""
-        factors = {"softmax_scale": self.softmax_scale}
-        if self.softcap > 0:
-            factors["softmax_scale / softcap"] = self.softmax_scale / self.softcap
-        return factors
+        return score_factors(self.softmax_scale, self.softcap)
 
     @property
     def masked(self) -> bool:
         return self.window_left >= 0 or self.window_right >= 0
+
+
+def score_factors(softmax_scale: float, softcap: float) -> dict[str, float]:
+    """The factors of a score, by name: kernels multiply by each."""
+    factors = {"softmax_scale": softmax_scale}
+    if softcap > 0:
+        factors["softmax_scale / softcap"] = softmax_scale / softcap
+    return factors
 
 
 def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Options) -> None:

@@ -1,0 +1,369 @@
+"""Cached calls in torch operations, on any device: pages are gathered, scores written out.
+
+No value is read on the host unless it lies there, so a GPU computes every sequence up to the
+cache's capacity. Rows whose metadata or page numbers are wrong become NaN, as in every backend.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dispatch.backend import score_factor_reason
+from ...kvcache.metadata import HEADER, PER_SEQUENCE, make_metadata
+from .rotary import rotated
+
+if TYPE_CHECKING:
+    from ...dispatch.device import DeviceInfo
+    from ...kvcache.problem import AppendTensors, DecodeProblem, DecodeTensors, Lengths
+
+_MAX_SCORES = 2**26  # alive at once
+
+
+class ReferenceCachedCall(NamedTuple):
+    """Computes float16 and bfloat16 in float32, float32 and float64 in their own dtype."""
+
+    problem: object
+
+    def describe(self) -> dict[str, object]:
+        return {"computes in": _wide(self.problem.dtype)}
+
+    def decode(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        tensors: DecodeTensors,
+        lengths: Lengths,
+        options_hash: int,
+    ) -> None:
+        with torch.autocast(out.device.type, enabled=False):
+            _decode(self.problem, out, lse, tensors, lengths, options_hash)
+
+    def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
+        with torch.autocast(tensors.k.device.type, enabled=False):
+            _append(self.problem, tensors, lengths)
+
+    def combine(self, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
+        wide = out_partial.to(_wide(out_partial.dtype))
+        total = torch.logsumexp(lse_partial, 0)
+        weights = torch.exp(lse_partial - _finite(total)).unsqueeze(-1)
+        # A part without keys has weight 0, whatever its rows hold.
+        out.copy_(torch.where(weights == 0, 0.0, wide * weights).sum(0))
+        lse.copy_(total)
+
+
+class ReferenceCacheBackend:
+    """Takes every problem of cached calls: decode, append, combine."""
+
+    name = "reference"
+
+    def unavailable_reason(self, device: DeviceInfo) -> str | None:
+        return None
+
+    def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
+        if not hasattr(problem, "softmax_scale"):
+            return None
+        dtype = _wide(problem.dtype)
+        return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
+
+    def prepare(self, problem: object, device: DeviceInfo) -> ReferenceCachedCall:
+        return ReferenceCachedCall(problem)
+
+
+BACKEND = ReferenceCacheBackend()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """0 for -inf: what exponents of a row without keys are relative to."""
+    return torch.where(x == -math.inf, 0.0, x)
+
+
+def _capacity(cache: Tensor, page_table: Tensor | None) -> int:
+    return cache.shape[1] if page_table is None else page_table.shape[1] * cache.shape[1]
+
+
+def _cached(tensors, lengths: Lengths, batch: int, capacity: int) -> Tensor:
+    """Cached tokens of each sequence, cut to what the cache holds."""
+    seqlen = capacity if lengths.seqlen is None else lengths.seqlen
+    given = tensors.cache_seqlens
+    if given is None:
+        given = torch.full((batch,), min(seqlen, 2**31 - 1), device=tensors.k_cache.device)
+    return given.long().clamp(0, capacity)
+
+
+def _new(tensors, lengths: Lengths, cached: Tensor) -> Tensor:
+    edges = tensors.cu_seqlens_k_new
+    if edges is None:
+        return torch.full_like(cached, lengths.seqlen_new)
+    return edges.long().diff().clamp(min=0)
+
+
+def _spans(cu_seqlens: Tensor | None, batch: int, seqlen: int, total: int, device):
+    """First row and length of each sequence; cut, so that wrong edges stay inside."""
+    if cu_seqlens is None:
+        begins = torch.arange(batch, device=device) * seqlen
+        return begins, torch.full_like(begins, seqlen)
+    edges = cu_seqlens.long().clamp(0, total)
+    return edges[:-1], edges.diff().clamp(min=0)
+
+
+class _Keys(NamedTuple):
+    """Keys of one sequence, (keys, heads, ·), 0 where no query sees them.
+
+    lost: (keys,), within the length, but of a page that does not exist.
+    """
+
+    k: Tensor
+    v: Tensor
+    lost: Tensor
+
+
+def _gather(
+    tensors: DecodeTensors, row: Tensor, row_exists: Tensor, lowest: Tensor, length: Tensor
+) -> _Keys:
+    table, caches = tensors.page_table, (tensors.k_cache, tensors.v_cache)
+    bound = _capacity(caches[0], table)
+    if length.device.type == "cpu":
+        bound = int(length)
+    position = torch.arange(bound, device=length.device)
+    seen = (position >= lowest) & (position < length)
+    inside = seen & row_exists
+    if table is None:
+        page, token, exists = row.expand(bound), position, inside
+    else:
+        num_pages, page_size = caches[0].shape[:2]
+        page = table[row][position // page_size].long()
+        exists = inside & (page >= 0) & (page < num_pages)
+        page, token = torch.where(exists, page, 0), position % page_size
+    if 0 in caches[0].shape[:2]:  # no page exists
+        rows = [x.new_zeros((bound, *x.shape[2:])) for x in caches]
+    else:
+        rows = [torch.where(exists[:, None, None], x[page, token], 0.0) for x in caches]
+    return _Keys(*rows, seen & ~exists)
+
+
+def _decode(
+    problem: DecodeProblem,
+    out: Tensor,
+    lse: Tensor,
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options_hash: int,
+) -> None:
+    q, edges = tensors.q, tensors.cu_seqlens_q
+    device, capacity = q.device, _capacity(tensors.k_cache, tensors.page_table)
+    batch = q.shape[0] if edges is None else edges.shape[0] - 1
+    total_q = q.shape[-3] * (1 if edges is not None else batch)
+    longest = lengths.max_seqlen_q
+    seqlen_q = q.shape[-3] if longest is None else min(longest, q.shape[-3])
+    begins, seqlens_q = _spans(edges, batch, seqlen_q, total_q, device)
+    cached = _cached(tensors, lengths, batch, capacity)
+    totals = (cached + _new(tensors, lengths, cached)).clamp(max=capacity)
+    fits = _metadata_fits(tensors, lengths, options_hash, batch, seqlen_q, device)
+    num_caches = (tensors.k_cache if tensors.page_table is None else tensors.page_table).shape[0]
+    # One more row takes what lies past a sequence's end.
+    shape = (total_q + 1, problem.num_heads_q)
+    flat = q.new_zeros((*shape, problem.head_dim_v), dtype=out.dtype)
+    flat_lse = lse.new_full(shape, -math.inf)
+    rows = q.reshape(-1, *q.shape[-2:])
+    for index in range(batch):
+        row = torch.tensor(index, device=device)
+        if tensors.cache_batch_idx is not None:
+            row = tensors.cache_batch_idx[index].long()
+        row_exists = (row >= 0) & (row < num_caches)
+        row = torch.where(row_exists, row, 0)
+        lowest = torch.zeros_like(row)
+        if problem.window_left >= 0:
+            lowest = totals[index] - seqlens_q[index] - problem.window_left
+        if tensors.cache_leftpad is not None:
+            lowest = torch.maximum(lowest, tensors.cache_leftpad[index])
+        keys = _gather(tensors, row, row_exists, lowest, totals[index])
+        bound = int(seqlens_q[index]) if device.type == "cpu" else seqlen_q
+        chunk = max(1, _MAX_SCORES // max(1, problem.num_heads_q * keys.k.shape[0]))
+        for first in range(0, bound, chunk):
+            token = torch.arange(first, min(first + chunk, bound), device=device)
+            place = torch.where(token < seqlens_q[index], begins[index] + token, total_q)
+            some = rows[place.clamp(max=max(0, total_q - 1))]
+            positions = token + totals[index] - seqlens_q[index]
+            found = _rows(
+                problem, tensors, some, keys, index, totals[index], positions, fits[index]
+            )
+            flat[place], flat_lse[place] = found[0].to(out.dtype), found[1].to(lse.dtype)
+    out.copy_(flat[:-1].view(out.shape))
+    flat_lse = flat_lse[:-1]
+    if edges is None:
+        flat_lse = flat_lse.view(batch, seqlen_q, problem.num_heads_q)
+    lse.copy_(flat_lse.transpose(-1, -2))
+
+
+def _metadata_fits(
+    tensors: DecodeTensors, lengths: Lengths, options_hash: int, batch: int, seqlen_q: int, device
+) -> Tensor:
+    """Whether the scheduler metadata is that of the call, for each sequence."""
+    found = tensors.scheduler_metadata
+    if found is None:
+        return torch.ones(batch, dtype=torch.bool, device=device)
+    seqlen = tensors.cache_seqlens
+    if seqlen is None:
+        capacity = _capacity(tensors.k_cache, tensors.page_table)
+        seqlen = capacity if lengths.seqlen is None else lengths.seqlen
+    wanted = make_metadata(
+        batch,
+        options_hash,
+        seqlen,
+        lengths.seqlen_new,
+        tensors.cu_seqlens_k_new,
+        seqlen_q,
+        tensors.cu_seqlens_q,
+        tensors.cache_leftpad,
+        device,
+    )
+    same = found == wanted
+    return same[HEADER:].view(batch, PER_SEQUENCE).all(1) & same[:HEADER].all()
+
+
+def _rows(
+    problem: DecodeProblem,
+    tensors: DecodeTensors,
+    q: Tensor,
+    keys: _Keys,
+    index: int,
+    length: Tensor,
+    positions: Tensor,
+    fits: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """out (tokens, heads, dv) and lse (tokens, heads) of some queries of one sequence.
+
+    length: keys of the sequence. positions: of the queries, in keys.
+    """
+    wide, heads_kv = _wide(q.dtype), problem.num_heads_kv
+    q = q.to(wide).unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)  # heads_kv, group, tokens, d
+    k, v = (x.to(wide).transpose(0, 1) for x in (keys.k, keys.v))
+    scores = torch.einsum("hgtd,hnd->hgtn", q * problem.softmax_scale, k)
+    for descale in (tensors.q_descale, tensors.k_descale):
+        if descale is not None:
+            scores = scores * descale[index].to(wide)[:, None, None, None]
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    position = torch.arange(k.shape[1], device=q.device)
+    scores = torch.where(keys.lost, math.nan, scores)
+    hidden = _hidden(problem, tensors, index, positions, position) | (position >= length)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if tensors.sinks is not None:
+        sinks = tensors.sinks.to(wide).view(heads_kv, -1, 1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    lse = torch.logsumexp(scores, -1)
+    p = torch.exp(scores - _finite(lse).unsqueeze(-1))[..., : k.shape[1]]
+    out = torch.einsum("hgtn,hnd->thgd", p, v)
+    if tensors.v_descale is not None:
+        out = out * tensors.v_descale[index].to(wide)[:, None, None]
+    poison = torch.where(fits, 0.0, math.nan).to(wide)
+    out, lse = out.flatten(1, 2) + poison, lse.permute(2, 0, 1).flatten(1, 2) + poison
+    return out, lse
+
+
+def _hidden(
+    problem: DecodeProblem, tensors: DecodeTensors, index: int, queries: Tensor, keys: Tensor
+) -> Tensor:
+    """(queries, keys): causal mask, window and left padding."""
+    distance = keys - queries.unsqueeze(1)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if problem.window_left >= 0:
+        hidden |= distance < -problem.window_left
+    if problem.window_right >= 0:
+        hidden |= distance > problem.window_right
+    if tensors.cache_leftpad is not None:
+        hidden |= keys < tensors.cache_leftpad[index]
+    return hidden
+
+
+def _append(problem, tensors: AppendTensors, lengths: Lengths) -> None:
+    k, edges = tensors.k, tensors.cu_seqlens_k_new
+    batch = k.shape[0] if edges is None else edges.shape[0] - 1
+    capacity = _capacity(tensors.k_cache, tensors.page_table)
+    cached = _cached(tensors, lengths, batch, capacity)
+    if tensors.q is not None:
+        sequence, token, exists = _tokens_of(tensors.q, tensors.cu_seqlens_q, batch)
+        offset = 0 if problem.one_q_position else token
+        turned = _rotate(problem, tensors, tensors.q, sequence, offset, cached)
+        kept = tensors.q.reshape(turned.shape)
+        turned = torch.where(exists[:, None, None], turned, kept)
+        tensors.q_out.copy_(turned.view(tensors.q.shape))
+    sequence, token, exists = _tokens_of(k, edges, batch)
+    if 0 in (sequence.numel(), *tensors.k_cache.shape[:2]):
+        return
+    place, exists = _places(tensors, sequence, cached[sequence] + token, exists, capacity)
+    k = _rotate(problem, tensors, k, sequence, token, cached)
+    v = tensors.v.reshape(-1, *tensors.v.shape[-2:]).to(_wide(k.dtype))
+    for x, cache, descale in (
+        (k.to(_wide(k.dtype)), tensors.k_cache, tensors.k_descale),
+        (v, tensors.v_cache, tensors.v_descale),
+    ):
+        if descale is not None:
+            x = x / descale.to(x.dtype)[sequence].unsqueeze(-1)
+        _write(cache, x.to(cache.dtype), place, exists)
+
+
+def _tokens_of(x: Tensor, edges: Tensor | None, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of x: its sequence, its index there, and whether a sequence has it."""
+    total = math.prod(x.shape[:-2])
+    row = torch.arange(total, device=x.device)
+    if edges is None:
+        seqlen = max(1, x.shape[1])
+        return row // seqlen, row % seqlen, torch.ones_like(row, dtype=torch.bool)
+    edges = edges.long()
+    sequence = torch.searchsorted(edges, row, right=True) - 1
+    exists = (sequence >= 0) & (sequence < batch)
+    sequence = sequence.clamp(0, max(0, batch - 1))
+    return sequence, row - edges[sequence], exists
+
+
+def _rotate(problem, tensors: AppendTensors, x: Tensor, sequence, offset, cached: Tensor) -> Tensor:
+    """x as (rows, heads, dim), rotated to its positions where there are tables."""
+    x = x.reshape(-1, *x.shape[-2:])
+    if tensors.rotary_cos is None or x.shape[0] == 0:
+        return x
+    given = tensors.rotary_seqlens
+    position = (cached if given is None else given.long())[sequence] + offset
+    return rotated(x, tensors.rotary_cos, tensors.rotary_sin, position, problem.rotary_interleaved)
+
+
+def _places(
+    tensors: AppendTensors, sequence: Tensor, position: Tensor, exists: Tensor, capacity: int
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Where each token goes, (page or cache, token), and whether such a place exists."""
+    table = tensors.page_table
+    num_rows = (tensors.k_cache if table is None else table).shape[0]
+    row = sequence
+    if tensors.cache_batch_idx is not None:
+        row = tensors.cache_batch_idx[sequence].long()
+    exists = exists & (position < capacity) & (row >= 0) & (row < num_rows)
+    row, position = torch.where(exists, row, 0), torch.where(exists, position, 0)
+    if table is None:
+        return (row, position), exists
+    num_pages, page_size = tensors.k_cache.shape[:2]
+    if capacity == 0:
+        return (row, position), exists
+    page = table[row, position // page_size].long()
+    exists = exists & (page >= 0) & (page < num_pages)
+    return (torch.where(exists, page, 0), position % page_size), exists
+
+
+def _write(cache: Tensor, values: Tensor, place: tuple[Tensor, Tensor], exists: Tensor) -> None:
+    """cache[place] = values where exists, without reading exists on the host.
+
+    Rows that do not exist write what the first existing row writes, to the same place; if there is
+    none, all write back what the cache's first place holds.
+    """
+    first = exists.long().argmax()
+    some = exists.any()
+    page, token = (torch.where(exists, x, torch.where(some, x[first], 0)) for x in place)
+    spare = torch.where(some, values[first], cache[0, 0])
+    cache.index_put_((page, token), torch.where(exists[:, None, None], values, spare))

@@ -1,0 +1,67 @@
+"""Launches a kernel whose sizes and strides change from call to call.
+
+Triton specializes a kernel on properties of its integer arguments: 1, a multiple of 16, 64 bits.
+Sizes are not specialized (do_not_specialize), so only these properties of the strides choose among
+the compiled kernels, and a growing cache launches the same one. As in launch.py, a kernel for
+aligned addresses is launched directly, without Triton's inspection of every argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from triton.compiler import CompiledKernel
+
+from .launch import Launch
+
+
+@dataclass
+class VariableLaunch:
+    """num_specialized: of the first tensors; Triton specializes on whether these are aligned."""
+
+    kernel: object
+    num_specialized: int
+    constants: dict[str, object]
+    options: dict[str, object]
+    _compiled: dict[tuple, CompiledKernel] = field(default_factory=dict, init=False)
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[torch.Tensor | None, ...],
+        strides: tuple[int, ...],
+        numbers: tuple,
+    ) -> None:
+        """Launch on the current stream. numbers: the arguments that are not specialized."""
+        if 0 in grid:
+            return
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        misaligned = 0
+        for address in addresses[: self.num_specialized]:
+            misaligned |= address or 0
+        key = None if misaligned & 15 else tuple(map(_property, strides))
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            values = self.constants.values()
+            compiled[grid](*addresses, *strides, *numbers, *values)
+            return
+        launched = self.kernel[grid](*tensors, *strides, *numbers, **self.constants, **self.options)
+        # The interpreter compiles nothing.
+        if key is not None and isinstance(launched, CompiledKernel):
+            self._compiled[key] = launched
+
+    def sample(
+        self, tensor_types: tuple[str | None, ...], strides: tuple[int, ...], numbers: tuple
+    ) -> Launch:
+        """The same kernel with fixed numbers, to compile it ahead of time."""
+        scalars = (*strides, *numbers)
+        return Launch(
+            self.kernel, tensor_types, (1, 1, 1), scalars, self.constants, dict(self.options)
+        )
+
+
+def _property(stride: int) -> int:
+    """What Triton's specialization sees of an integer."""
+    wide = -1 if stride >= 2**31 else 1
+    return wide * (1 if stride == 1 else 2 if stride & 15 else 16)

@@ -1,0 +1,340 @@
+"""Builds the launches of cached calls: grids, workspace, and the numbers of each call.
+
+The tuples follow the kernel signatures in kernels/. Importing this module imports Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...call.dtypes import NAMES
+from .kernels import append, cache_parts, combine, decode
+from .kernels.launch import Launch
+from .kernels.variable_launch import VariableLaunch
+from .kvcache import CacheTile
+from .launch import LARGEST_EXACT_CAP, LOG2E
+from .tile_configs import padded
+
+if TYPE_CHECKING:
+    from ...kvcache.problem import (
+        AppendProblem,
+        AppendTensors,
+        CombineProblem,
+        DecodeProblem,
+        DecodeTensors,
+        Lengths,
+    )
+
+LARGEST_WINDOW = 2**30  # keys are counted in 32 bits
+APPEND_ROWS = 16
+COMBINE_ROWS = 4
+
+
+def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
+    """Build a function of (out, lse, tensors, lengths, options_hash)."""
+    launch, join = decode_launch(problem, tile), combine_parts_launch(problem, tile)
+    block_m, group, heads_kv = tile.block_m, problem.qhead_per_kvhead, problem.num_heads_kv
+    num_splits, varlen, dim_v = problem.num_splits, problem.varlen, problem.head_dim_v
+    rows_per_program = join.constants["ROWS"]
+    window_left = min(problem.window_left, LARGEST_WINDOW)
+    factors = (
+        window_left,
+        min(problem.window_right, LARGEST_WINDOW),
+        *_score_factors(problem),
+    )
+
+    def run(out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int):
+        if varlen:  # no kernel writes rows of no sequence
+            out.zero_()
+            lse.fill_(-inf)
+        batch, total_q, seqlen_q = _queries(tensors, lengths)
+        max_m_blocks = ceil(seqlen_q * group / block_m)
+        tiles = batch * max_m_blocks
+        if varlen and num_splits == 0:
+            tiles = min(tiles, total_q * group // block_m + batch)
+        tiles *= heads_kv
+        if tiles == 0:
+            return
+        parts, slots = _parts(tiles, num_splits, tile.num_ctas)
+        capacity, num_caches, num_pages = sizes_of(tensors.k_cache, tensors.page_table)
+        seqlen_k = capacity if lengths.seqlen is None else lengths.seqlen
+        if slots:
+            out_parts = out.new_empty((slots, block_m, dim_v), dtype=torch.float32)
+            lse_parts = out.new_empty((slots, block_m), dtype=torch.float32)
+        else:
+            out_parts = lse_parts = lse
+        q, k, v = tensors[:3]
+        places = (*_strides(out, varlen), *_lse_strides(lse, varlen))
+        seqlens = (batch, seqlen_q, total_q, min(seqlen_k, capacity + 1), lengths.seqlen_new)
+        numbers = (
+            *places[3:],
+            0 if tensors.page_table is None else tensors.page_table.stride(0),
+            *_pair_strides(tensors.q_descale),
+            *_pair_strides(tensors.k_descale),
+            *_pair_strides(tensors.v_descale),
+            *seqlens,
+            capacity,
+            num_caches,
+            num_pages,
+            heads_kv,
+            tile.num_ctas,
+            num_splits,
+            options_hash,
+            *factors,
+        )
+        launch(
+            (parts, 1, 1),
+            (q, k, v, out, lse, out_parts, lse_parts, *tensors[3:]),
+            (*_strides(q, varlen), *_strides(k), *_strides(v), *places[:3]),
+            numbers,
+        )
+        if slots:
+            indices = (tensors.cache_seqlens, tensors.cache_leftpad, tensors.cu_seqlens_q)
+            indices += (tensors.cu_seqlens_k_new,)
+            sizes = (*seqlens, capacity, heads_kv, tile.num_ctas, num_splits, window_left)
+            join(
+                (block_m // rows_per_program * max_m_blocks * heads_kv * batch, 1, 1),
+                (out_parts, lse_parts, out, lse, *indices, tensors.sinks),
+                (),
+                (*places, *sizes, max_m_blocks),
+            )
+
+    return run
+
+
+def _parts(tiles: int, num_splits: int, num_ctas: int) -> tuple[int, int]:
+    """Programs that there can be, and slots of the workspace that they can need.
+
+    Parts have at least the num_ctas-th part of all work. So there are no more than num_ctas of
+    them and one for each tile, and tiles of several parts have no more than 2 * num_ctas.
+    """
+    if num_splits > 0:
+        return tiles * num_splits, tiles * num_splits if num_splits > 1 else 0
+    return tiles + num_ctas, min(tiles + num_ctas, 2 * num_ctas)
+
+
+def _queries(tensors: DecodeTensors, lengths: Lengths) -> tuple[int, int, int]:
+    """batch, number of rows, and the longest sequence of queries."""
+    q, edges = tensors.q, tensors.cu_seqlens_q
+    if edges is None:
+        return q.shape[0], q.shape[1], q.shape[1]
+    total_q, longest = q.shape[0], lengths.max_seqlen_q
+    return edges.shape[0] - 1, total_q, total_q if longest is None else min(longest, total_q)
+
+
+def sizes_of(cache: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
+    """Capacity of a cache in tokens, number of caches, number of pages."""
+    if page_table is None:
+        return cache.shape[1], cache.shape[0], 0
+    num_pages, page_size = cache.shape[:2]
+    # Without pages every entry of the table is wrong, and none may be looked up in a cache.
+    return page_table.shape[1] * page_size, page_table.shape[0], num_pages
+
+
+def _strides(x: Tensor, varlen: bool = False) -> tuple[int, ...]:
+    """(batch, sequence, head)."""
+    return (0, *x.stride()[:2]) if varlen else x.stride()[:3]
+
+
+def _lse_strides(lse: Tensor, varlen: bool) -> tuple[int, int]:
+    return (0, lse.stride(0)) if varlen else lse.stride()[:2]
+
+
+def _pair_strides(descale: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if descale is None else descale.stride()
+
+
+def _score_factors(problem: DecodeProblem) -> tuple[float, float]:
+    """(scale_log2, cap_log2), as in the forward."""
+    if problem.softcap > 0:
+        return problem.softmax_scale / problem.softcap, problem.softcap * LOG2E
+    return problem.softmax_scale * LOG2E, 0.0
+
+
+def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
+    constants = {
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "GROUP": problem.qhead_per_kvhead,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "PAGE_SIZE": problem.page_size,
+        "LEFT": problem.window_left >= 0,
+        "RIGHT": problem.window_right >= 0,
+        "SOFTCAP": (problem.softcap > 0) + (problem.softcap > LARGEST_EXACT_CAP),
+    }
+    return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile))
+
+
+def combine_parts_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
+    block_dv = padded(problem.head_dim_v)
+    constants = {
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_DV": block_dv,
+        "GROUP": problem.qhead_per_kvhead,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "LEFT": problem.window_left >= 0,
+        # All loads of a step are in flight at once: 4096 numbers for 128 threads.
+        "ROWS": 1 if tile.block_m == 16 else 2,
+        "PARTS": 16 if tile.block_m == 16 else 8,
+    }
+    return VariableLaunch(
+        cache_parts.combine_parts_kernel, 0, constants, {**_options(tile), "num_warps": 4}
+    )
+
+
+def _options(tile: CacheTile) -> dict[str, object]:
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return options if tile.arch is None else {**options, "arch": tile.arch}
+
+
+def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
+    """Build a function of (tensors, lengths)."""
+    launch = append_launch(problem, tile)
+    heads_q, heads_kv = problem.num_heads_q, problem.num_heads_kv
+    no_strides = (0, 0, 0)
+
+    def run(tensors: AppendTensors, lengths: Lengths) -> None:
+        k, v, k_cache, v_cache, q, q_out = tensors[:6]
+        ragged = tensors.cu_seqlens_k_new is not None
+        ragged_q = tensors.cu_seqlens_q is not None
+        batch = tensors.cu_seqlens_k_new.shape[0] - 1 if ragged else k.shape[0]
+        num_rows_k = k.shape[0] * (1 if ragged else k.shape[1])
+        num_rows_q, seqlen_q = 0, 0
+        if q is not None:
+            seqlen_q = q.shape[-3]
+            num_rows_q = seqlen_q * (1 if ragged_q else q.shape[0])
+        capacity, num_caches, num_pages = sizes_of(k_cache, tensors.page_table)
+        seqlen_k = capacity if lengths.seqlen is None else lengths.seqlen
+        cos = tensors.rotary_cos
+        launch(
+            (ceil(max(num_rows_k, num_rows_q) / APPEND_ROWS), 2 * heads_kv + heads_q, 1),
+            tensors,
+            (
+                *_strides(k, ragged),
+                *_strides(v, ragged),
+                *_strides(k_cache),
+                *_strides(v_cache),
+                *(no_strides if q is None else _strides(q, ragged_q)),
+                *(no_strides if q is None else _strides(q_out, ragged_q)),
+            ),
+            (
+                0 if tensors.page_table is None else tensors.page_table.stride(0),
+                0 if cos is None else cos.stride(0),
+                *_pair_strides(tensors.k_descale),
+                *_pair_strides(tensors.v_descale),
+                batch,
+                num_rows_q,
+                num_rows_k,
+                seqlen_q,
+                min(seqlen_k, capacity + 1),
+                0 if ragged else k.shape[1],
+                capacity,
+                num_caches,
+                num_pages,
+                0 if cos is None else cos.shape[0],
+                heads_q,
+                heads_kv,
+            ),
+        )
+
+    return run
+
+
+def append_launch(problem: AppendProblem, tile: CacheTile) -> VariableLaunch:
+    constants = {
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "HALF": problem.rotary_dim // 2,
+        "INTERLEAVED": problem.rotary_interleaved,
+        "ONE_Q_POSITION": problem.one_q_position,
+        "PAGE_SIZE": problem.page_size,
+        "BLOCK": APPEND_ROWS,
+    }
+    return VariableLaunch(append.append_kernel, 6, constants, _options(tile))
+
+
+def prepare_combine(problem: CombineProblem, tile: CacheTile) -> Callable:
+    """Build a function of (out, lse, out_partial, lse_partial)."""
+    launch = combine_rows_launch(problem, tile)
+
+    def run(out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
+        *lead, heads, _ = out.shape
+        seqlen_q = lead[-1]
+        num_rows = out.numel() // problem.head_dim
+        launch(
+            (ceil(num_rows / COMBINE_ROWS), 1, 1),
+            (out_partial, lse_partial, out, lse),
+            (
+                *_part_strides(out_partial)[:4],
+                *_part_strides(lse_partial.unsqueeze(-1))[:4],
+                *_part_strides(out.unsqueeze(0))[1:4],
+                *_part_strides(lse.unsqueeze(0).unsqueeze(-1))[1:4],
+            ),
+            (num_rows, out_partial.shape[0], seqlen_q, heads),
+        )
+
+    return run
+
+
+def _part_strides(x: Tensor) -> tuple[int, ...]:
+    """(part, batch, sequence, head, dim); without a batch its stride is 0."""
+    stride = x.stride()
+    return stride if len(stride) == 5 else (stride[0], 0, *stride[1:])
+
+
+def combine_rows_launch(problem: CombineProblem, tile: CacheTile) -> VariableLaunch:
+    constants = {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": padded(problem.head_dim),
+        "ROWS": COMBINE_ROWS,
+    }
+    return VariableLaunch(combine.combine_rows_kernel, 4, constants, _options(tile))
+
+
+def sample_launches(
+    problem: DecodeProblem, appended: AppendProblem, tile: CacheTile
+) -> dict[str, Launch]:
+    """Every kernel of a cached call with the numbers of a small one, to compile ahead of time.
+
+    The sinks are float32.
+    """
+    of = NAMES[problem.dtype]
+    index_names = ("cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad")
+    index_names += ("cu_seqlens_q", "cu_seqlens_k_new")
+    float_names = ("q_descale", "k_descale", "v_descale", "sinks")
+
+    def kinds(names: tuple[str, ...], kind: str, given: frozenset[str]) -> list[str | None]:
+        return [kind if name in given else None for name in names]
+
+    given = problem.given
+    indices, floats = kinds(index_names, "i32", given), kinds(float_names, "fp32", given)
+    metadata = kinds(("scheduler_metadata",), "i32", given)
+    wide = (2**20, 16 * problem.head_dim, problem.head_dim)
+    factors = (problem.window_left, problem.window_right, *_score_factors(problem))
+    lengths_of = (indices[0], *indices[3:], floats[3])
+    index_names = ("cache_seqlens", "page_table", "cache_batch_idx", *index_names[4:])
+    tables = ("rotary_cos", "rotary_sin"), ("rotary_seqlens",), ("k_descale", "v_descale")
+    append_types = [of] * 6 + kinds(index_names, "i32", appended.given)
+    append_types += kinds(tables[0], "fp32", appended.given)
+    append_types += kinds(tables[1], "i32", appended.given)
+    append_types += kinds(tables[2], "fp32", appended.given)
+    return {
+        "decode": decode_launch(problem, tile).sample(
+            (of, of, of, of, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
+            wide * 4,
+            (64,) * 21 + factors,
+        ),
+        "combine_parts": combine_parts_launch(problem, tile).sample(
+            ("fp32", "fp32", of, "fp32", *lengths_of), (), (64,) * 16
+        ),
+        "append": append_launch(appended, tile).sample(tuple(append_types), wide * 6, (64,) * 18),
+    }

@@ -1,0 +1,360 @@
+"""Cached calls: a few queries that read a cache, dense, paged and ragged; chunks of a prompt.
+
+Every provider runs as a CUDA graph on a GPU, so no time of the host is in a number. "read" is a
+kernel that only reads as many bytes as the visible keys and values have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+import flashattn3
+
+from ..testing import FORWARD_FACTOR, check
+from .host_suite import host_ms, selected
+from .providers import BASELINES, OURS, SDPA_BACKENDS
+from .read_kernel import prepare_read
+from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
+from .timing import Timing, interleave, make_clock
+
+READ, DENSE = "read", "dense"
+SUITES = ("decode", "paged", "ragged", "chunk")
+QUICK_LENGTH = 40
+
+
+@dataclass(frozen=True)
+class CachedCell:
+    """One measurement. page_size: 0 for a dense cache. heads, heads_kv: of queries and keys."""
+
+    suite: str
+    row: str
+    lengths: tuple[int, ...]
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    seqlen_q: int = 1
+    page_size: int = 0
+    window: int = -1
+    sinks: bool = False
+
+    @property
+    def visible(self) -> int:
+        """Keys that are read, of all sequences."""
+        if self.window < 0:
+            return sum(self.lengths)
+        return sum(min(n, self.window + self.seqlen_q) for n in self.lengths)
+
+    def num_bytes(self, itemsize: int) -> int:
+        return 2 * self.visible * self.heads_kv * self.head_dim * itemsize
+
+    @property
+    def flops(self) -> float:
+        hidden = self.seqlen_q * (self.seqlen_q - 1) // 2
+        scores = sum(self.seqlen_q * n - hidden for n in self.lengths)
+        return 4 * scores * self.heads * self.head_dim
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {"causal": True, "window_size": (self.window, -1)}
+
+
+# sequences x keys of 32 query and 8 KV heads, then of others.
+SIZES = ((1, 1024), (1, 4096), (1, 16384), (1, 131072), (8, 4096), (32, 4096), (128, 1024))
+SIZES += ((64, 16384),)
+ONE_HEAD = ((1, 4096), (1, 131072), (32, 8192), (128, 8192))
+ALL_HEADS = ((1, 4096), (16, 4096))
+PAGES = (1, 16, 64, 256)
+CHUNKS = ((1, 2048, 16384), (4, 2048, 8192), (8, 256, 4096))  # sequences, queries, keys
+# 64 lengths from 64 to 32k, evenly spaced in their logarithm.
+RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
+
+
+def _named(keys: int) -> str:
+    return f"{keys // 1024}k" if keys % 1024 == 0 else str(keys)
+
+
+def _dense_cells() -> Iterator[CachedCell]:
+    for heads, heads_kv, sizes in ((32, 8, SIZES), (8, 1, ONE_HEAD), (32, 32, ALL_HEADS)):
+        for batch, keys in sizes:
+            row = f"{heads}/{heads_kv} heads, {batch} x {_named(keys)}"
+            yield CachedCell("decode", row, (keys,) * batch, heads, heads_kv)
+    yield CachedCell("decode", "64/8 heads, 1 x 512k", (524288,), 64, 8)
+    yield CachedCell("decode", "4 queries, 32 x 4k", (4096,) * 32, seqlen_q=4)
+    yield CachedCell(
+        "decode", "d64, window 128, sinks, 64/8, 32 x 8k", (8192,) * 32, 64, 8, 64, window=127,
+        sinks=True,
+    )  # fmt: skip
+    yield CachedCell("decode", "d256, 8/1 heads, 32 x 4k", (4096,) * 32, 8, 1, 256)
+    # A policy: 51 queries over a prefix of 800 tokens.
+    yield CachedCell("decode", "51 queries, d256, 8/1, 1 x 851", (851,), 8, 1, 256, 51)
+
+
+def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
+    """The cells of one of SUITES. quick: the same problems, cut down to a CPU's size."""
+    if suite == "decode":
+        cells = list(_dense_cells())
+    elif suite == "paged":
+        cells = [
+            replace(cell, suite=suite, row=f"page {size}, {cell.row}", page_size=size)
+            for cell in list(_dense_cells())[:15]
+            for size in PAGES
+        ]
+    elif suite == "ragged":
+        cells = [
+            CachedCell(suite, f"{name}, page {size}", lengths, page_size=size)
+            for name, lengths in (("64 of 64 to 32k", RAGGED), ("one 64k", (65536, *(512,) * 31)))
+            for size in (16, 128)
+        ]
+    else:
+        cells = [
+            CachedCell(suite, f"{batch} x {new} of {_named(keys)}, page {size}", (keys,) * batch,
+                       seqlen_q=new, page_size=size)
+            for batch, new, keys in CHUNKS
+            for size in (16, 128)
+        ]  # fmt: skip
+    if not quick:
+        return cells
+    return list(dict.fromkeys(map(_cut_down, cells)))
+
+
+def _cut_down(cell: CachedCell) -> CachedCell:
+    lengths = tuple(max(5, min(n, QUICK_LENGTH)) for n in cell.lengths[:2])
+    group = min(2, cell.heads // cell.heads_kv)
+    new = min(cell.seqlen_q, 5)
+    name = f"quick {len(lengths)} x {lengths[0]}, d{cell.head_dim}, {new} queries"
+    name += f", page {cell.page_size}" * (cell.page_size > 0)
+    return replace(cell, row=name, lengths=lengths, heads=group, heads_kv=1, seqlen_q=new)
+
+
+@dataclass
+class CachedInputs:
+    """k, v: of each sequence, (length, heads_kv, head_dim), dense: views of one cache.
+
+    pages: (k_cache, v_cache, page_table) of the same tokens, where the cell has pages.
+    """
+
+    q: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
+    dense: tuple[Tensor, Tensor] | None
+    pages: tuple[Tensor, Tensor, Tensor] | None
+    seqlens: Tensor
+    sinks: Tensor | None
+
+
+def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
+    device, lengths = settings.device, cell.lengths
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        of = {"generator": generator, "device": device, "dtype": settings.dtype}
+        return torch.randn(*shape, **of)
+
+    batch, heads_kv, dim = len(lengths), cell.heads_kv, cell.head_dim
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q = normal(batch, cell.seqlen_q, cell.heads, dim)
+    sinks = torch.randn(cell.heads, device=device) if cell.sinks else None
+    if not cell.page_size:
+        k_cache, v_cache = (normal(batch, max(lengths), heads_kv, dim) for _ in range(2))
+        k, v = ([x[i, :n] for i, n in enumerate(lengths)] for x in (k_cache, v_cache))
+        return CachedInputs(q, k, v, (k_cache, v_cache), None, seqlens, sinks)
+    size = cell.page_size
+    needed = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(needed), device=device, generator=generator).int()
+    caches = [normal(sum(needed), size, heads_kv, dim) for _ in range(2)]
+    table = torch.full((batch, max(needed)), -1, dtype=torch.int32, device=device)
+    k, v = [], []
+    for index, (begin, count) in enumerate(zip(accumulate([0, *needed]), needed, strict=False)):
+        pages = order[begin : begin + count]
+        table[index, :count] = pages
+        k.append(caches[0][pages.long()].flatten(0, 1)[: lengths[index]])
+        v.append(caches[1][pages.long()].flatten(0, 1)[: lengths[index]])
+    dense = None
+    if len(set(lengths)) == 1:
+        dense = torch.stack(k), torch.stack(v)
+        k, v = (list(x) for x in dense)
+    return CachedInputs(q, k, v, dense, (*caches, table), seqlens, sinks)
+
+
+Call = Callable[[], Tensor]
+
+
+def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[str, Call]:
+    """Provider → its call, which returns out (batch, seqlen_q, heads, head_dim)."""
+    q, options = inputs.q, {**cell.options, "sinks": inputs.sinks}
+    cached = partial(flashattn3.flash_attn_with_kvcache, q, cache_seqlens=inputs.seqlens, **options)
+    calls: dict[str, Call] = {}
+    if inputs.pages:
+        k_cache, v_cache, table = inputs.pages
+        calls[OURS] = partial(cached, k_cache, v_cache, page_table=table)
+    elif inputs.dense:
+        calls[OURS] = partial(cached, *inputs.dense)
+    if cell.suite == "chunk":
+        calls[DENSE] = partial(flashattn3.flash_attn_func, q, *inputs.dense, causal=True)
+    elif cell.suite == "paged":
+        calls[DENSE] = partial(cached, *inputs.dense)
+    plain = cell.window < 0 and not cell.sinks and cell.seqlen_q == 1
+    if cell.suite == "decode" and plain:
+        for name in settings.baselines:
+            if name in SDPA_BACKENDS:
+                calls[name] = partial(_sdpa, name, q, *inputs.dense)
+    return calls
+
+
+def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPA_BACKENDS[name]):
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def run_cached(cell: CachedCell, settings: Settings) -> list[Record]:
+    """A record for each provider, with the bytes of the visible keys and what they take."""
+    inputs = make_cached_inputs(cell, settings)
+    expected = [_sample(cell, inputs, dtype) for dtype in (torch.float64, settings.dtype)]
+    calls: dict[str, Call] = {}
+    refused: dict[str, tuple[str, str]] = {}
+    for name, call in _calls(cell, inputs, settings).items():
+        try:
+            group = cell.heads // cell.heads_kv
+            check("out", call()[-1, :, -group:], *expected, FORWARD_FACTOR, cell.row, name)
+            calls[name] = _captured(call, settings.device)
+        except AssertionError as error:
+            refused[name] = (FAILED, str(error))
+        except Exception as error:  # whatever it is, the other providers and cells go on
+            refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
+    num_bytes = cell.num_bytes(settings.dtype.itemsize)
+    if cell.suite != "chunk":
+        read = prepare_read(num_bytes, settings.device)
+        calls[READ] = _captured(read, settings.device)
+    clock = make_clock(settings.device, num_bytes)
+    timings = interleave(calls, clock, settings.rounds, settings.round_ms)
+    return [_record(cell, name, settings, timings, refused) for name in (*timings, *refused)]
+
+
+def _captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """A call as the replay of a CUDA graph; on a CPU the call itself."""
+    if device.type != "cuda":
+        return call
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        call()  # compiles what is not compiled yet
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = call()
+    # The result's memory belongs to the graph, so it lives as long.
+    return lambda: (graph.replay(), kept)
+
+
+def _sample(cell: CachedCell, inputs: CachedInputs, dtype: torch.dtype) -> Tensor:
+    """out of the last sequence and KV head, (seqlen_q, group, head_dim), computed in ``dtype``."""
+    length, group = cell.lengths[-1], cell.heads // cell.heads_kv
+    q, k, v = inputs.q[-1, :, -group:], inputs.k[-1][:, -1], inputs.v[-1][:, -1]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    rows = torch.arange(cell.seqlen_q, device=q.device) + length - cell.seqlen_q
+    distance = torch.arange(length, device=q.device) - rows.unsqueeze(1)
+    hidden = (distance > 0) | ((distance < -cell.window) & (cell.window >= 0))
+    wide = torch.promote_types(dtype, torch.float32)
+    out = []
+    for head in range(group):
+        scores = ((q[:, head] * cell.head_dim**-0.5) @ k.T).to(wide)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if inputs.sinks is not None:
+            sink = inputs.sinks[head - group].to(wide).expand(len(scores), 1)
+            scores = torch.cat([scores, sink], 1)
+        out.append(scores.softmax(1)[:, :length].to(dtype) @ v)
+    return torch.stack(out, 1)
+
+
+def _record(
+    cell: CachedCell,
+    name: str,
+    settings: Settings,
+    timings: dict[str, Timing],
+    refused: dict[str, tuple[str, str]],
+) -> Record:
+    record = {
+        "record": "latency",
+        "suite": cell.suite,
+        "row": cell.row,
+        "column": "",
+        "direction": "",
+        "dtype": settings.dtype_name,
+        "case": cell.row,
+        "batch": len(cell.lengths),
+        "seqlen_q": cell.seqlen_q,
+        "num_heads_q": cell.heads,
+        "num_heads_kv": cell.heads_kv,
+        "head_dim": cell.head_dim,
+        "page_size": cell.page_size,
+        "num_bytes": cell.num_bytes(settings.dtype.itemsize),
+        "provider": name,
+    }
+    if name in refused:
+        status, reason = refused[name]
+        return {**record, "status": status, "reason": reason}
+    timing = timings[name]
+    ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
+    return {
+        **record,
+        "status": OK,
+        **asdict(timing),
+        "tflops": cell.flops / timing.median_ms / 1e9,
+        "gb_per_s": record["num_bytes"] / timing.median_ms / 1e6,
+        "speed_ratio": ratios,
+    }
+
+
+HOST_WORK = ("cached call", "cached call, paged", "cached call, append")
+
+
+def run_cached_host(work: str, settings: Settings) -> Iterator[Record]:
+    """Host time of one small cached call; torch's attention reads the dense cache."""
+    on_gpu = settings.device.type == "cuda"
+    lengths, dim = ((256,), 128) if on_gpu else ((8,), 8)
+    page = 16 if work.endswith("paged") else 0
+    cell = CachedCell("host", work, lengths, 8 if on_gpu else 1, 8 if on_gpu else 1, dim, 1, page)
+    inputs = make_cached_inputs(cell, settings)
+    calls = _calls(cell, inputs, settings)
+    if work == HOST_WORK[0]:
+        transposed = [x.transpose(1, 2) for x in (inputs.q, *inputs.dense)]
+        attend = partial(F.scaled_dot_product_attention, *transposed)
+        calls |= {name: attend for name in settings.baselines if name in SDPA_BACKENDS}
+    if work.endswith("append"):
+        new = torch.zeros_like(inputs.dense[0][:, :1])
+        last = inputs.seqlens - 1
+        attend = partial(flashattn3.flash_attn_with_kvcache, inputs.q, *inputs.dense, new, new)
+        calls = {OURS: partial(attend, cache_seqlens=last, causal=True)}
+    found = calls[OURS]()[-1, :, -1:]  # the append, if there is one, comes before what is right
+    expected = [_sample(cell, inputs, dtype) for dtype in (torch.float64, settings.dtype)]
+    check("out", found, *expected, FORWARD_FACTOR, cell.row, OURS)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(settings.rounds):
+        for name, call in calls.items():
+            with selected(name):
+                samples[name] += host_ms(call, settings.device)
+    timings = {name: Timing.of(found) for name, found in samples.items()}
+    for name, timing in timings.items():
+        ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
+        yield {
+            "record": "time",
+            "suite": "host",
+            "row": f"host time: {work}",
+            "column": "",
+            "direction": work,
+            "dtype": settings.dtype_name,
+            "case": f"{lengths[0]} keys",
+            "provider": name,
+            "status": OK,
+            **asdict(timing),
+            "speed_ratio": ratios,
+        }

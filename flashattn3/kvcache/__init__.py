@@ -1,0 +1,1 @@
+"""Attention to cached keys and values: contract, checks, operators and public functions."""

@@ -1,0 +1,440 @@
+"""The public functions of inference: attention to a cache of keys and values, and its upkeep.
+
+Names, order and defaults follow the FlashAttention-3 interface; what is ours is keyword-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..call.arguments import boolean, expect_strided, integer, length, real, window
+from ..dispatch.selection import backend_in_force
+from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
+from . import ops
+from .checks import check_combine, check_decode, check_out, unsupported
+from .metadata import hash_of_options, make_metadata
+from .problem import (
+    AppendOptions,
+    AppendTensors,
+    DecodeOptions,
+    DecodeTensors,
+    Lengths,
+    metadata_of,
+)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    split_tokens: int | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a few queries to keys and values in a cache, to which new ones may be added.
+
+    The queries of a sequence are its last positions. Nothing waits for the device, and nothing on
+    the host depends on a length, so a CUDA graph of a call serves other lengths and page tables.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim), or (total_q, num_heads_q, head_dim) with
+            cu_seqlens_q; float16 or bfloat16, on the reference backend also float32 and float64.
+        k_cache, v_cache: (num_caches, capacity, num_heads_kv, ·) in q's dtype, or, with page_table,
+            (num_pages, page_size, num_heads_kv, ·). Any strides but the last, which is 1, so heads
+            may come first and both caches may lie in one tensor. Head dims are at most 256.
+        k, v: new tokens (batch, seqlen_new, num_heads_kv, ·), or (total_new, ...) with
+            cu_seqlens_k_new: written behind the cached ones, then attended to. Tokens that do not
+            fit are dropped.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or in q's dtype: k and q are
+            rotated, k from the position that it is written to. Without causal and window all
+            queries of a sequence have the position of the first new token. A position outside the
+            tables gives NaN.
+        cache_seqlens: cached tokens, before k: an int or int32 (batch,); None: the capacity. Cut to
+            the capacity; keys and page numbers past it are never read.
+        cache_batch_idx: int32 (batch,), the row of the caches, or of page_table, of each sequence.
+        cache_leftpad: int32 (batch,); keys before it are hidden, positions count them.
+        page_table: int32 (batch, max_pages), any row stride: the pages of each sequence in order.
+        cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,), as in ``flash_attn_varlen_func``.
+        max_seqlen_q: with cu_seqlens_q, at least its longest sequence; one on a GPU is not read.
+        rotary_seqlens: int32 (batch,), positions of the first new tokens, instead of cache_seqlens.
+        q_descale, k_descale, v_descale: float32 (batch, num_heads_kv), any strides: a stored value
+            times its descale is the real one. New k and v are divided by theirs.
+        softmax_scale: None stands for head_dim ** -0.5.
+        causal, window_size, softcap: as in ``flash_attn_func``; the window counts from the queries'
+            positions, and only its part of the cache is read.
+        rotary_interleaved: rotated pairs are columns (2i, 2i + 1); else (i, i + rotary_dim / 2).
+        scheduler_metadata: from ``get_scheduler_metadata`` for the same lengths and options; of
+            others, every row is NaN.
+        num_splits: 0: the keys of the whole batch are cut into equal parts, which depend on the
+            lengths in the batch; 1: no sequence is cut, and a row's bits do not depend on the
+            others; n up to 256: n equal parts of each sequence, fewer where it has fewer tiles.
+        pack_gqa: None or True: query heads that share a KV head share a tile.
+        sm_margin: streaming multiprocessors for which no part is cut. A hint.
+        return_softmax_lse: FlashAttention-3's name for return_lse.
+        sinks: (num_heads_q,), float32 or q's dtype: one more logit for each row, which takes
+            weight and has no value (gpt-oss). lse holds it. Of calls whose results
+            ``flash_attn_combine`` joins, one alone may have it.
+        out: where the result is written, of the shape and dtype below.
+        out_dtype: None or q's.
+        return_lse: also return the log-sum-exp.
+        backend: name of the only backend that may run this call.
+        qv, attention_chunk, tree_mask, split_tokens: not supported yet, an error if given.
+
+    Returns:
+        out in q's shape with v_cache's head dim, in q's dtype; with return_lse also lse (batch,
+        num_heads_q, seqlen_q) or (num_heads_q, total_q), float32, of float64 float64. Two values,
+        where FlashAttention-3 returns four. A row without keys has out 0 and lse -inf (its sink's
+        value, if there is one), and so has a row of no sequence.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; all are checked from metadata, before
+            anything runs. With FLASHATTN3_CHECK=1 and on a CPU, values too: lengths, page numbers,
+            tokens that do not fit, cache_batch_idx and scheduler_metadata. Unchecked, such values
+            give wrong or NaN rows, but nothing is read or written outside the tensors.
+        UnsupportedError: no backend takes the call, or a gradient would be needed.
+
+    Source: Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (arXiv 2309.06180).
+    """
+    function = "flash_attn_with_kvcache"
+    _refuse(function, qv=qv, tree_mask=tree_mask, split_tokens=split_tokens)
+    chunk = integer(function, "attention_chunk", attention_chunk)
+    if chunk != 0:
+        raise unsupported(function, "attention_chunk", 0, chunk)
+    left, right = window(function, "window_size", window_size)
+    options = DecodeOptions(
+        softmax_scale=None
+        if softmax_scale is None
+        else real(function, "softmax_scale", softmax_scale),
+        causal=boolean(function, "causal", causal),
+        window_left=left,
+        window_right=right,
+        softcap=real(function, "softcap", softcap),
+        num_splits=integer(function, "num_splits", num_splits),
+        pack_gqa=None if pack_gqa is None else boolean(function, "pack_gqa", pack_gqa),
+        sm_margin=integer(function, "sm_margin", sm_margin),
+        out_dtype=_dtype(function, out_dtype),
+        backend=backend_in_force(function, "backend", backend),
+        function=function,
+    )
+    with_lse = boolean(function, "return_softmax_lse", return_softmax_lse)
+    with_lse |= boolean(function, "return_lse", return_lse)
+    seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
+    tensors = DecodeTensors(
+        q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
+        cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
+    )  # fmt: skip
+    rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": rotary_seqlens}
+    _check_tensors(function, 3, **tensors._asdict(), **rotary, k=k, v=v, out=out)
+    lengths = Lengths(seqlen, 0, _longest(function, cu_seqlens_q, max_seqlen_q))
+    _check_new_tokens(function, k, v, cu_seqlens_k_new, rotary)
+    if k is not None:
+        seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
+        lengths = lengths._replace(seqlen_new=seqlen_new)
+        ops.check_call(tensors, lengths, options)
+        appended = AppendTensors(
+            k, v, k_cache, v_cache, None, None, cache_seqlens, page_table, cache_batch_idx, None,
+            cu_seqlens_k_new, **rotary, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        one_position = not options.causal and left < 0 and right < 0
+        how = AppendOptions(
+            boolean(function, "rotary_interleaved", rotary_interleaved),
+            one_position,
+            options.backend,
+            function,
+        )
+        if rotary_cos is not None:
+            rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+            appended = appended._replace(q=q, q_out=rotated, cu_seqlens_q=cu_seqlens_q)
+            tensors = tensors._replace(q=rotated)
+        ops.run_append(appended, lengths, how)
+    return _attended(tensors, lengths, options, out, with_lse)
+
+
+def _attended(
+    tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions, out: Tensor | None, with_lse
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Allocate the results and run the operator."""
+    q, v_cache = tensors.q, tensors.v_cache
+    if q.ndim not in (3, 4) or v_cache.ndim != 4:  # the check names the tensor
+        check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+    out_shape, lse_shape = ops.result_shapes(q, v_cache)
+    if out is None:
+        out = q.new_empty(out_shape)
+    else:
+        check_out(options.function, "out", metadata_of(out), out_shape, q.dtype, q.device)
+    lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
+    ops.run_decode(out, lse, tensors, lengths, options)
+    return (out, lse) if with_lse else out
+
+
+def append_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: int | Tensor,
+    cache_batch_idx: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    q: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | None:
+    """Write new keys and values into a cache, in place, rotated on the way where tables are given.
+
+    Args:
+        k, v, k_cache, v_cache and all others: as in ``flash_attn_with_kvcache``. Token i of a
+            sequence is written to position cache_seqlens + i; one that has no place in the cache,
+            or whose page does not exist, is dropped.
+        q: queries to be rotated beside the keys, query i to position cache_seqlens + i (or
+            rotary_seqlens + i); (batch, seqlen_q, num_heads_q, head_dim), or (total_q, ...) with
+            cu_seqlens_q.
+
+    Returns:
+        the rotated q, contiguous, or None without q.
+
+    Raises: as ``flash_attn_with_kvcache``.
+    """
+    function = "append_kvcache"
+    seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
+    tensors = AppendTensors(
+        k, v, k_cache, v_cache, q, None, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
+        cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
+    )  # fmt: skip
+    _check_tensors(function, 4, **tensors._asdict())
+    if q is not None:
+        rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+        tensors = tensors._replace(q_out=rotated)
+    seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
+    interleaved = boolean(function, "rotary_interleaved", rotary_interleaved)
+    named = backend_in_force(function, "backend", backend)
+    options = AppendOptions(interleaved, False, named, function)
+    ops.run_append(tensors, Lengths(seqlen, seqlen_new), options)
+    return tensors.q_out
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """What a ``flash_attn_with_kvcache`` of these lengths and options is prepared with.
+
+    A server may copy it into a buffer of a CUDA graph. It holds the lengths and options, so that a
+    call with others returns NaN rows and never plausible numbers.
+
+    Args: those of the call; batch_size, head counts, headdim and headdim_v (None: headdim) of its
+        tensors. max_seqlen_q: queries of each sequence where cu_seqlens_q is None. max_seqlen_k:
+        not needed. page_size: None for a dense cache. max_seqlen_k_new: new tokens of each sequence
+        where cu_seqlens_k_new is None. has_softcap: whether softcap is positive.
+
+    Returns:
+        int32, one-dimensional, on cache_seqlens' device; its size depends on batch_size alone.
+
+    Raises: TypeError, ValueError: an argument is invalid.
+    """
+    function = "get_scheduler_metadata"
+    _refuse(function, attention_chunk=attention_chunk or None)
+    tensors = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
+    tensors |= {"cu_seqlens_k_new": cu_seqlens_k_new, "cache_leftpad": cache_leftpad}
+    _check_tensors(function, 1, **tensors)
+    batch = integer(function, "batch_size", batch_size)
+    for name, x in tensors.items():
+        if x is not None:
+            entries = (batch + name.startswith("cu_"),)
+            expect(tuple(x.shape) == entries, function, f"{name}.shape", entries, tuple(x.shape))
+            expect(x.dtype == torch.int32, function, f"{name}.dtype", torch.int32, x.dtype)
+            wanted = cache_seqlens.device
+            expect(x.device == wanted, function, f"{name}.device", wanted, x.device)
+    length(function, "max_seqlen_k", max_seqlen_k)
+    length(function, "max_seqlen_k_new", max_seqlen_k_new)
+    if pack_gqa is not None and not boolean(function, "pack_gqa", pack_gqa):
+        raise unsupported(function, "pack_gqa", "None or True", False)
+    dim = integer(function, "headdim", headdim)
+    options_hash = hash_of_options(
+        integer(function, "num_heads_q", num_heads_q),
+        integer(function, "num_heads_kv", num_heads_kv),
+        dim,
+        dim if headdim_v is None else integer(function, "headdim_v", headdim_v),
+        qkv_dtype,
+        0 if page_size is None else integer(function, "page_size", page_size),
+        boolean(function, "causal", causal),
+        window(function, "window_size", window_size),
+        boolean(function, "has_softcap", has_softcap),
+        max(0, integer(function, "num_splits", num_splits)),
+        integer(function, "sm_margin", sm_margin),
+    )
+    return make_metadata(
+        batch,
+        options_hash,
+        cache_seqlens,
+        integer(function, "max_seqlen_k_new", max_seqlen_k_new),
+        cu_seqlens_k_new,
+        integer(function, "max_seqlen_q", max_seqlen_q),
+        cu_seqlens_q,
+        cache_leftpad,
+        cache_seqlens.device,
+    )
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Join the results of calls over disjoint parts of the keys, exactly.
+
+    Args:
+        out_partial: (parts, batch, seqlen_q, num_heads_q, head_dim_v) or (parts, total_q,
+            num_heads_q, head_dim_v), float32, float16 or bfloat16 (float64 on the reference
+            backend); any strides, if the last is not 1 it is copied.
+        lse_partial: (parts, batch, seqlen_q, num_heads_q) or (parts, total_q, num_heads_q),
+            float32, any strides: ``torch.stack(lses).transpose(-1, -2)`` of what calls return.
+        out: where the result is written; out_dtype: its dtype; None: out_partial's.
+
+    Returns:
+        out and lse, of one part's shape. A row without keys in every part has out 0 and lse -inf.
+
+    Raises: TypeError, ValueError: an argument is invalid.
+    """
+    function = "flash_attn_combine"
+    _check_tensors(function, 2, out_partial=out_partial, lse_partial=lse_partial, out=out)
+    found = metadata_of(out_partial)
+    check_combine(function, found, metadata_of(lse_partial))
+    dtype = _dtype(function, out_dtype)
+    if out is None:
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype or out_partial.dtype)
+    else:
+        expect(dtype in (None, out.dtype), function, "out_dtype", f"{out.dtype} as out's", dtype)
+        shape, device = out_partial.shape[1:], out_partial.device
+        check_out(function, "out", metadata_of(out), shape, out.dtype, device)
+    # Rows of a head lie side by side, as in the lse of a call.
+    *lead, rows, heads = lse_partial.shape[1:]
+    lse = lse_partial.new_empty((*lead, heads, rows)).transpose(-1, -2)
+    backend = backend_in_force(function, "backend", None)
+    ops.run_combine(out, lse, ops.dense_rows(out_partial), lse_partial, backend, function)
+    return out, lse
+
+
+def _refuse(function: str, **arguments: object) -> None:
+    """Raise UnsupportedError for arguments that no backend has yet."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise unsupported(function, name, "None", shown(value))
+
+
+def _dtype(function: str, dtype: object) -> torch.dtype | None:
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise type_error(function, "out_dtype", "a torch.dtype or None", shown(dtype))
+    return dtype
+
+
+def _seqlens(function: str, cache_seqlens: object) -> tuple[int | None, Tensor | None]:
+    """(int, None) or (None, tensor)."""
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return None, cache_seqlens
+    return integer(function, "cache_seqlens", cache_seqlens), None
+
+
+def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -> int | None:
+    if cu_seqlens_q is None:
+        wanted = "None without cu_seqlens_q"
+        expect(max_seqlen_q is None, function, "max_seqlen_q", wanted, shown(max_seqlen_q))
+        return None
+    expect(max_seqlen_q is not None, function, "max_seqlen_q", "an int with cu_seqlens_q", None)
+    return length(function, "max_seqlen_q", max_seqlen_q)
+
+
+def _check_tensors(function: str, required: int, **tensors: object) -> None:
+    """All are plain tensors without a gradient; the first ``required`` are given."""
+    wants_gradient = torch.is_grad_enabled()
+    for index, (name, x) in enumerate(tensors.items()):
+        if x is None and index >= required:
+            continue
+        if not isinstance(x, Tensor):
+            raise type_error(function, name, "a torch.Tensor", shown(x))
+        if x.layout is not torch.strided or x.is_nested:
+            expect_strided(function, name, x)
+        if wants_gradient and x.requires_grad:
+            sentence = complaint(function, f"{name}.requires_grad", False, True)
+            raise UnsupportedError(
+                f"{sentence}: there is no gradient through a cache; call it under torch.no_grad()"
+            )
+
+
+def _check_new_tokens(
+    function: str,
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    rotary: dict[str, Tensor | None],
+) -> None:
+    if k is not None and v is not None:
+        return
+    wanted = "a tensor: k and v are appended together"
+    expect(k is None, function, "v", wanted, None)
+    expect(v is None, function, "k", wanted, None)
+    for name, given in {"cu_seqlens_k_new": cu_seqlens_k_new, **rotary}.items():
+        if given is not None:
+            raise value_error(function, name, "None without k and v", "a tensor")

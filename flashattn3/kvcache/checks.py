@@ -1,0 +1,311 @@
+"""Every error that the metadata of a cached call shows. Nothing here waits for a device.
+
+The checks read shapes, strides, dtypes and devices, so they also run on fake tensors.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..call.dtypes import FULL_PRECISION, SIXTEEN_BIT
+from ..errors import UnsupportedError, complaint, expect
+from .metadata import metadata_size
+from .problem import (
+    MAX_HEAD_DIM,
+    AppendOptions,
+    AppendTensors,
+    DecodeOptions,
+    DecodeTensors,
+    Lengths,
+    Metadata,
+)
+
+DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION)
+EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
+MAX_SPLITS = 256
+MAX_CAPACITY = 2**30  # keys of one sequence
+Found = Metadata | None
+
+
+def unsupported(function: str, what: str, wanted: object, got: object) -> UnsupportedError:
+    sentence = complaint(function, what, wanted, got)
+    return UnsupportedError(f"{sentence}: it is not supported yet by any backend")
+
+
+def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Lengths) -> None:
+    """Raise for an invalid cached call. found: in the order of DecodeTensors."""
+    tensors, function = DecodeTensors(*found), options.function
+    q, k, v = tensors[:3]
+    ragged = tensors.cu_seqlens_q is not None
+    batch = check_queries(function, q, tensors.cu_seqlens_q)
+    _check_dtypes(function, q, k, v, tensors)
+    _check_cache(function, tensors, batch)
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    wanted = f"a multiple of k_cache's {heads_kv} heads"
+    expect(heads_q % heads_kv == 0 and heads_q > 0, function, "q.shape[-2]", wanted, heads_q)
+    wanted = f"{q.shape[-1]} (q's head_dim)"
+    expect(k.shape[-1] == q.shape[-1], function, "k_cache.shape[-1]", wanted, k.shape[-1])
+    _check_indices(function, tensors, batch, ("cache_seqlens", "cache_batch_idx", "cache_leftpad"))
+    check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, batch, q.device)
+    for name in ("q_descale", "k_descale", "v_descale"):
+        check_descale(function, name, getattr(tensors, name), (batch, heads_kv), q)
+    _check_sinks(function, tensors.sinks, q)
+    _check_metadata(function, tensors.scheduler_metadata, batch, q.device)
+    given = lengths.max_seqlen_q
+    if given is not None:
+        expect(ragged, function, "max_seqlen_q", "None without cu_seqlens_q", given)
+        expect(given >= 0, function, "max_seqlen_q", ">= 0", given)
+    check_seqlen(function, tensors.cache_seqlens, lengths)
+    _check_options(function, options, q)
+
+
+def check_queries(function: str, q: Metadata, cu_seqlens_q: Found) -> int:
+    """The batch of q. Its last stride may be anything: q is copied."""
+    ragged = cu_seqlens_q is not None
+    axes = "(total_q, heads, head_dim)" if ragged else "(batch, seqlen_q, heads, head_dim)"
+    expect(len(q.shape) == 4 - ragged, function, "q.shape", axes, tuple(q.shape))
+    expect(q.shape[-1] >= 1, function, "q.shape[-1]", "at least 1", q.shape[-1])
+    if not ragged:
+        return q.shape[0]
+    check_edges(function, "cu_seqlens_q", cu_seqlens_q, None, q.device)
+    return cu_seqlens_q.shape[0] - 1
+
+
+def check_edges(function: str, name: str, edges: Found, batch: int | None, device) -> None:
+    """cu_seqlens: int32 (batch + 1,). batch: None where these edges determine it."""
+    if edges is None:
+        return
+    _check_int32(function, name, edges, 1, device)
+    entries = edges.shape[0]
+    expect(entries >= 1, function, f"{name}.shape[0]", "batch + 1 >= 1", entries)
+    if batch is not None:
+        wanted = f"{batch + 1} (batch + 1)"
+        expect(entries == batch + 1, function, f"{name}.shape[0]", wanted, entries)
+
+
+def check_seqlen(function: str, cache_seqlens: Found, lengths: Lengths) -> None:
+    expect(lengths.seqlen_new >= 0, function, "k.shape[1]", ">= 0", lengths.seqlen_new)
+    if lengths.seqlen is None:
+        return
+    expect(cache_seqlens is None, function, "cache_seqlens", "one int or one tensor", "both")
+    expect(lengths.seqlen >= 0, function, "cache_seqlens", ">= 0", lengths.seqlen)
+
+
+def _check_dtypes(function: str, q: Metadata, k: Metadata, v: Metadata, tensors) -> None:
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        if cache.dtype in EIGHT_BIT or q.dtype in EIGHT_BIT:
+            raise unsupported(function, f"{name}.dtype", f"one of {SIXTEEN_BIT}", cache.dtype)
+    expect(q.dtype in DTYPES, function, "q.dtype", f"one of {DTYPES}", q.dtype)
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        wanted = f"{q.dtype} as q's"
+        expect(cache.dtype == q.dtype, function, f"{name}.dtype", wanted, cache.dtype)
+
+
+def _check_cache(function: str, tensors: DecodeTensors | AppendTensors, batch: int) -> None:
+    """The caches, the page table, and that every sequence has a row of them."""
+    k, v, table = tensors.k_cache, tensors.v_cache, tensors.page_table
+    lead = "num_caches, capacity" if table is None else "num_pages, page_size"
+    device = (tensors.q if isinstance(tensors, DecodeTensors) else tensors.k).device
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        axes = f"({lead}, num_heads_kv, head_dim)"
+        expect(len(cache.shape) == 4, function, f"{name}.shape", axes, tuple(cache.shape))
+        _check_device(function, name, cache, device)
+        dense, stride = cache.rows_are_dense, tuple(cache.stride)
+        expect(dense, function, f"{name}.stride(-1)", "1: a cache is not copied", stride[-1])
+        size = cache.shape[-1]
+        if size > MAX_HEAD_DIM:
+            raise unsupported(function, f"{name}.shape[-1]", f"at most {MAX_HEAD_DIM}", size)
+        expect(size >= 1, function, f"{name}.shape[-1]", "at least 1", size)
+    wanted = f"{tuple(k.shape[:3])} as k_cache's"
+    expect(v.shape[:3] == k.shape[:3], function, "v_cache.shape[:3]", wanted, tuple(v.shape[:3]))
+    expect(k.shape[2] >= 1, function, "k_cache.shape[2]", "at least 1 head", k.shape[2])
+    rows, holder, capacity = k.shape[0], "k_cache", k.shape[1]
+    if table is not None:
+        _check_int32(function, "page_table", table, 2, device)
+        wanted = "1: any row stride, dense rows"
+        expect(table.rows_are_dense, function, "page_table.stride(-1)", wanted, table.stride[-1])
+        expect(k.shape[1] >= 1, function, "k_cache.shape[1]", "a page_size >= 1", k.shape[1])
+        rows, holder, capacity = table.shape[0], "page_table", table.shape[1] * k.shape[1]
+    wanted = f"at most {MAX_CAPACITY}: keys are counted in 32 bits"
+    expect(capacity <= MAX_CAPACITY, function, "the capacity of a cache", wanted, capacity)
+    if tensors.cache_batch_idx is None:
+        wanted = f"{batch} (batch) without cache_batch_idx"
+        expect(rows == batch, function, f"{holder}.shape[0]", wanted, rows)
+
+
+def _check_indices(function: str, tensors, batch: int, names: tuple[str, ...]) -> None:
+    device = tensors.k_cache.device
+    for name in names:
+        index = getattr(tensors, name)
+        if index is None:
+            continue
+        _check_int32(function, name, index, 1, device)
+        found, wanted = index.shape[0], f"{batch} (batch)"
+        expect(found == batch, function, f"{name}.shape[0]", wanted, found)
+        expect(index.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(index.stride)[-1])
+
+
+def _check_int32(function: str, name: str, x: Metadata, ndim: int, device) -> None:
+    wanted = ("one-dimensional", "two-dimensional: (batch, max_pages)")[ndim - 1]
+    expect(len(x.shape) == ndim, function, f"{name}.shape", wanted, tuple(x.shape))
+    expect(x.dtype == torch.int32, function, f"{name}.dtype", torch.int32, x.dtype)
+    _check_device(function, name, x, device)
+
+
+def _check_device(function: str, name: str, x: Metadata, device: torch.device) -> None:
+    expect(x.device == device, function, f"{name}.device", f"{device} as q's", x.device)
+
+
+def check_descale(
+    function: str, name: str, descale: Found, wanted: tuple[int, int], q: Metadata
+) -> None:
+    """(batch, num_heads_kv). A descale for each token or page belongs to 8-bit caches."""
+    if descale is None:
+        return
+    shape, axes = tuple(descale.shape), "(batch, num_heads_kv)"
+    if len(shape) == 3 and name != "q_descale":
+        raise unsupported(function, f"{name}.shape", axes, shape)
+    expect(shape == wanted, function, f"{name}.shape", f"{wanted} {axes}", shape)
+    dtype = descale.dtype
+    expect(dtype == torch.float32, function, f"{name}.dtype", torch.float32, dtype)
+    _check_device(function, name, descale, q.device)
+
+
+def _check_sinks(function: str, sinks: Found, q: Metadata) -> None:
+    if sinks is None:
+        return
+    wanted, found = (q.shape[-2],), tuple(sinks.shape)
+    expect(found == wanted, function, "sinks.shape", f"{wanted} (num_heads_q)", found)
+    legal = (torch.float32, q.dtype)
+    expect(sinks.dtype in legal, function, "sinks.dtype", f"one of {legal}", sinks.dtype)
+    _check_device(function, "sinks", sinks, q.device)
+    stride = tuple(sinks.stride)
+    expect(sinks.rows_are_dense, function, "sinks.stride(-1)", 1, stride[-1])
+
+
+def _check_metadata(function: str, metadata: Found, batch: int, device) -> None:
+    if metadata is None:
+        return
+    name = "scheduler_metadata"
+    _check_int32(function, name, metadata, 1, device)
+    size, found = metadata_size(batch), metadata.shape[0]
+    wanted = f"{size}, from get_scheduler_metadata with batch_size={batch}"
+    expect(found == size, function, f"{name}.shape[0]", wanted, found)
+    expect(metadata.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(metadata.stride)[-1])
+
+
+def _check_options(function: str, options: DecodeOptions, q: Metadata) -> None:
+    scale, cap, splits = options.softmax_scale, options.softcap, options.num_splits
+    expect(scale is None or _finite(scale), function, "softmax_scale", "finite", scale)
+    expect(_finite(cap) and cap >= 0, function, "softcap", "finite and >= 0", cap)
+    expect(splits <= MAX_SPLITS, function, "num_splits", f"at most {MAX_SPLITS}", splits)
+    expect(options.sm_margin >= 0, function, "sm_margin", ">= 0", options.sm_margin)
+    asked = options.out_dtype
+    expect(asked in (None, q.dtype), function, "out_dtype", f"None or {q.dtype} as q's", asked)
+    if options.pack_gqa is False:
+        raise unsupported(function, "pack_gqa", "None or True", False)
+
+
+def _finite(value: float) -> bool:
+    return not isinstance(value, float) or abs(value) < math.inf
+
+
+def check_out(function: str, name: str, out: Metadata, shape: tuple, dtype, device) -> None:
+    """A tensor that the caller allocated for a result."""
+    found = tuple(out.shape)
+    expect(found == tuple(shape), function, f"{name}.shape", tuple(shape), found)
+    expect(out.dtype == dtype, function, f"{name}.dtype", dtype, out.dtype)
+    _check_device(function, name, out, device)
+    expect(out.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(out.stride)[-1])
+
+
+def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Lengths) -> None:
+    """Raise for an invalid append. found: in the order of AppendTensors."""
+    tensors, function = AppendTensors(*found), options.function
+    k, v, k_cache, v_cache = tensors[:4]
+    ragged = tensors.cu_seqlens_k_new is not None
+    axes = "(total_new, heads, head_dim)" if ragged else "(batch, seqlen_new, heads, head_dim)"
+    for name, x in (("k", k), ("v", v)):
+        expect(len(x.shape) == 4 - ragged, function, f"{name}.shape", axes, tuple(x.shape))
+        _check_device(function, name, x, k.device)
+    check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, None, k.device)
+    batch = tensors.cu_seqlens_k_new.shape[0] - 1 if ragged else k.shape[0]
+    _check_dtypes(function, k, k_cache, v_cache, tensors)
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        expect(x.dtype == k.dtype, function, f"{name}.dtype", f"{k.dtype} as k's", x.dtype)
+        wanted = f"{tuple(cache.shape[2:])} as {name}_cache's"
+        got = tuple(x.shape[-2:])
+        expect(got == tuple(cache.shape[2:]), function, f"{name}.shape[-2:]", wanted, got)
+    wanted = f"{tuple(k.shape[:-1])} as k's"
+    same = v.shape[:-1] == k.shape[:-1]
+    expect(same, function, "v.shape[:-1]", wanted, tuple(v.shape[:-1]))
+    _check_cache(function, tensors, batch)
+    _check_indices(function, tensors, batch, ("cache_seqlens", "cache_batch_idx", "rotary_seqlens"))
+    for name in ("k_descale", "v_descale"):
+        check_descale(function, name, getattr(tensors, name), (batch, k.shape[-2]), k)
+    check_seqlen(function, tensors.cache_seqlens, lengths)
+    _check_rotary(function, tensors)
+    _check_rotated_q(function, tensors, batch)
+    missing = lengths.seqlen is None and tensors.cache_seqlens is None
+    wanted = "an int or an int32 tensor where new tokens are written"
+    expect(not missing, function, "cache_seqlens", wanted, None)
+
+
+def _check_rotated_q(function: str, tensors: AppendTensors, batch: int) -> None:
+    q, k = tensors.q, tensors.k
+    if q is None:
+        edges = tensors.cu_seqlens_q
+        expect(edges is None, function, "cu_seqlens_q", "None without q", "a tensor")
+        return
+    wanted = "None without rotary_cos: there is nothing to do with it"
+    expect(tensors.rotary_cos is not None, function, "q", wanted, "a tensor")
+    found = check_queries(function, q, tensors.cu_seqlens_q)
+    expect(found == batch, function, "q's batch", f"{batch} as k's", found)
+    expect(q.dtype == k.dtype, function, "q.dtype", f"{k.dtype} as k's", q.dtype)
+    _check_device(function, "q", q, k.device)
+    wanted = f"{k.shape[-1]} (k's head_dim)"
+    expect(q.shape[-1] == k.shape[-1], function, "q.shape[-1]", wanted, q.shape[-1])
+    expect(q.shape[-2] >= 1, function, "q.shape[-2]", "at least 1 head", q.shape[-2])
+
+
+def _check_rotary(function: str, tensors: AppendTensors) -> None:
+    cos, sin, k = tensors.rotary_cos, tensors.rotary_sin, tensors.k
+    for name, given, other in (("rotary_sin", sin, cos), ("rotary_cos", cos, sin)):
+        both = given is not None or other is None
+        expect(both, function, name, "a tensor: rotary takes both tables", None)
+    if cos is None:
+        given = tensors.rotary_seqlens
+        expect(given is None, function, "rotary_seqlens", "None without rotary_cos", "a tensor")
+        return
+    legal = tuple(dict.fromkeys((torch.float32, k.dtype)))
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        shape = tuple(table.shape)
+        axes = "(positions, rotary_dim / 2)"
+        expect(len(shape) == 2, function, f"{name}.shape", axes, shape)
+        expect(table.dtype in legal, function, f"{name}.dtype", f"one of {legal}", table.dtype)
+        _check_device(function, name, table, k.device)
+        expect(table.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(table.stride)[-1])
+    found, wanted = tuple(sin.shape), f"{tuple(cos.shape)} as rotary_cos's"
+    expect(found == tuple(cos.shape), function, "rotary_sin.shape", wanted, found)
+    wanted = f"{cos.dtype} as rotary_cos's"
+    expect(sin.dtype == cos.dtype, function, "rotary_sin.dtype", wanted, sin.dtype)
+    half, head_dim = cos.shape[1], k.shape[-1]
+    wanted = f"between 1 and {head_dim // 2} (half of k's head_dim)"
+    expect(1 <= half <= head_dim // 2, function, "rotary_cos.shape[1]", wanted, half)
+
+
+def check_combine(function: str, out_partial: Metadata, lse_partial: Metadata) -> None:
+    shape = tuple(out_partial.shape)
+    axes = "(num_splits, batch, seqlen_q, heads, head_dim) or (num_splits, total_q, heads, ·)"
+    expect(len(shape) in (4, 5), function, "out_partial.shape", axes, shape)
+    dtype = out_partial.dtype
+    expect(dtype in DTYPES, function, "out_partial.dtype", f"one of {DTYPES}", dtype)
+    expect(shape[0] >= 1, function, "out_partial.shape[0]", "at least 1 part", shape[0])
+    expect(shape[-1] >= 1, function, "out_partial.shape[-1]", "at least 1", shape[-1])
+    found, wanted = tuple(lse_partial.shape), shape[:-1]
+    expect(found == wanted, function, "lse_partial.shape", f"{wanted} as out_partial's", found)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expect(lse_partial.dtype == wide, function, "lse_partial.dtype", wide, lse_partial.dtype)
+    _check_device(function, "lse_partial", lse_partial, out_partial.device)

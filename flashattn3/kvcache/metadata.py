@@ -1,0 +1,63 @@
+"""Scheduler metadata: the lengths and options that a cached call was prepared for.
+
+An int32 tensor of metadata_size(batch): HEADER words (magic number, hash of the options), then
+PER_SEQUENCE words for each sequence: cached tokens, new tokens, queries, left padding. A call whose
+own numbers differ returns NaN rows, so stale metadata never gives plausible numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HEADER, PER_SEQUENCE = 2, 4
+MAGIC = 0x6B763031
+_LARGEST_HASH = 2**31 - 1
+
+
+def metadata_size(batch: int) -> int:
+    return HEADER + PER_SEQUENCE * batch
+
+
+def hash_of_options(
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    page_size: int,
+    causal: bool,
+    window: tuple[int, int],
+    has_softcap: bool,
+    num_splits: int,
+    sm_margin: int,
+) -> int:
+    """The same in every process, unlike Python's hash of a string. page_size: 0 for dense."""
+    numbers = (num_heads_q, num_heads_kv, head_dim, head_dim_v, page_size, num_splits, sm_margin)
+    numbers += (causal, window[0], 0 if causal else window[1], has_softcap)
+    total = sum(str(dtype).encode())
+    for number in numbers:
+        total = (total * 1_000_003 + int(number) + 2) % _LARGEST_HASH
+    return total
+
+
+def make_metadata(
+    batch: int,
+    options_hash: int,
+    cache_seqlens: Tensor | int,
+    seqlen_new: int,
+    cu_seqlens_k_new: Tensor | None,
+    seqlen_q: int,
+    cu_seqlens_q: Tensor | None,
+    cache_leftpad: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Fill a metadata tensor on the device; nothing is read on the host."""
+    found = torch.empty(metadata_size(batch), dtype=torch.int32, device=device)
+    found[0], found[1] = MAGIC, options_hash
+    columns = found[HEADER:].view(batch, PER_SEQUENCE)
+    columns[:, 0] = cache_seqlens
+    columns[:, 1] = seqlen_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+    columns[:, 2] = seqlen_q if cu_seqlens_q is None else cu_seqlens_q.diff()
+    columns[:, 3] = 0 if cache_leftpad is None else cache_leftpad
+    return found

@@ -1,0 +1,281 @@
+"""The torch operators of cached calls: ``flashattn3::decode``, ``append`` and ``combine``.
+
+Each writes to tensors that its schema declares as mutated: out and lse, the caches, the rotated q.
+A call is checked once for its metadata; the plan under it is cached by the problem, which has no
+size that grows from step to step.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..call.value_checks import is_checked
+from ..dispatch.device import describe_device
+from ..dispatch.planner import Plan, choose
+from ..dispatch.selection import ANY, named_backend
+from ..errors import expect
+from ..modes import is_traced
+from . import problem as problems
+from .backends import CACHE_BACKENDS
+from .checks import check_append, check_combine, check_decode, check_out
+from .metadata import hash_of_options
+from .problem import (
+    AppendOptions,
+    AppendTensors,
+    CombineProblem,
+    DecodeOptions,
+    DecodeTensors,
+    Lengths,
+    Metadata,
+    key_of,
+    metadata_of,
+)
+from .value_checks import check_append_values, check_decode_values
+
+_LENGTHS = "SymInt? seqlen, SymInt seqlen_new, SymInt? max_seqlen_q"
+_DECODE_OPTIONS = (
+    "float? softmax_scale, bool causal, SymInt window_left, "
+    "SymInt window_right, float softcap, int num_splits, bool? pack_gqa, int sm_margin, "
+    "ScalarType? out_dtype, str? backend, str function"
+)
+_NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields)
+
+
+def _tensors(fields: tuple[str, ...], required: int, mutated: dict[str, str]) -> str:
+    """A schema's tensors; mutated: name → letter of its alias set."""
+    parts = []
+    for index, name in enumerate(fields):
+        alias = f"({mutated[name]}!)" if name in mutated else ""
+        parts.append(f"Tensor{alias}{'' if index < required else '?'} {name}")
+    return ", ".join(parts)
+
+
+torch.library.define(
+    "flashattn3::decode",
+    f"(Tensor(a!) out, Tensor(b!) lse, {_tensors(DecodeTensors._fields, 3, {})}, {_LENGTHS}, "
+    f"{_DECODE_OPTIONS}) -> ()",
+)
+_WRITTEN = {"k_cache": "a", "v_cache": "b", "q_out": "c"}
+torch.library.define(
+    "flashattn3::append",
+    f"({_tensors(AppendTensors._fields, 4, _WRITTEN)}, {_LENGTHS}, "
+    "bool rotary_interleaved, bool one_q_position, str? backend, str function) -> ()",
+)
+torch.library.define(
+    "flashattn3::combine",
+    "(Tensor(a!) out, Tensor(b!) lse, Tensor out_partial, Tensor lse_partial, str? backend, "
+    "str function) -> ()",
+)
+
+
+@lru_cache(maxsize=4096)
+def plan_of(problem) -> Plan:
+    """The backend of a problem and its tiles."""
+    return choose(problem, describe_device(problem.device), CACHE_BACKENDS)
+
+
+# The length as an int changes in every step: these caches know only whether there is one.
+@lru_cache(maxsize=4096)
+def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Plan:
+    found = tuple(None if fields is None else Metadata(*fields) for fields in key)
+    check_decode(found, options, lengths)
+    return plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
+
+
+@lru_cache(maxsize=4096)
+def _checked_append(key: tuple, options: AppendOptions, lengths: Lengths) -> Plan:
+    found = tuple(None if fields is None else Metadata(*fields) for fields in key)
+    check_append(found, options, lengths)
+    return plan_of(problems.describe_append(found, options))
+
+
+def _constant(lengths: Lengths, function: str) -> Lengths:
+    if lengths.seqlen is None:
+        return lengths
+    expect(lengths.seqlen >= 0, function, "cache_seqlens", ">= 0", lengths.seqlen)
+    return lengths._replace(seqlen=0)
+
+
+@lru_cache(maxsize=4096)
+def options_hash_of(problem: problems.DecodeProblem, causal: bool, window: tuple[int, int]) -> int:
+    """What the scheduler metadata of a call must hold."""
+    return hash_of_options(
+        problem.num_heads_q,
+        problem.num_heads_kv,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.dtype,
+        problem.page_size,
+        causal,
+        window,
+        problem.softcap > 0,
+        problem.num_splits,
+        problem.sm_margin,
+    )
+
+
+def check_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> None:
+    """Raise what ``run_decode`` would, before an append writes the caches; the compiler traces both
+    operators before it runs one."""
+    if torch.compiler.is_compiling():
+        return
+    if is_watched(tensors.q, tensors.k_cache):
+        check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+    else:
+        _checked_decode(key_of(tensors), options, _constant(lengths, options.function))
+
+
+def result_shapes(q: Tensor, v_cache: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and lse."""
+    heads, rows = q.shape[-2], q.shape[-3]
+    return (*q.shape[:-1], v_cache.shape[-1]), (*q.shape[:-3], heads, rows)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def run_decode(
+    out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
+) -> None:
+    if is_watched(tensors.q, tensors.k_cache):
+        torch.ops.flashattn3.decode.default(out, lse, *tensors, *lengths, *options)
+    else:
+        _decode_of(out, lse, tensors, lengths, options)
+        _count_writes(out)
+
+
+def run_append(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
+    if is_watched(tensors.k, tensors.k_cache):
+        torch.ops.flashattn3.append.default(*tensors, *lengths, *options)
+    else:
+        _append_of(tensors, lengths, options)
+        _count_writes(tensors.k_cache, tensors.v_cache)
+
+
+def run_combine(
+    out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor, backend, function: str
+) -> None:
+    if is_watched(out_partial, out):
+        torch.ops.flashattn3.combine.default(out, lse, out_partial, lse_partial, backend, function)
+    else:
+        _combine_of(out, lse, out_partial, lse_partial, backend, function)
+        _count_writes(out)
+
+
+def is_watched(x: Tensor, other: Tensor) -> bool:
+    """Whether the compiler, a torch mode or a tensor subclass must see the operator."""
+    return not type(x) is type(other) is Tensor or x.is_meta or is_traced()
+
+
+def dense_rows(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _count_writes(*written: Tensor) -> None:
+    """What autograd saved of these tensors is stale; the dispatcher would count the write."""
+    for x in written:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def _decode_of(out, lse, tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> None:
+    function = options.function
+    plan = _checked_decode(key_of(tensors), options, _constant(lengths, function))
+    q = tensors.q
+    options_hash = 0
+    if tensors.scheduler_metadata is not None:
+        window = (options.window_left, options.window_right)
+        options_hash = options_hash_of(plan.problem, options.causal, window)
+    if is_checked(q.device):
+        check_decode_values(tensors, options, lengths, options_hash)
+    if q.stride(-1) != 1:
+        tensors = tensors._replace(q=q.contiguous())
+    plan.launch.decode(out, lse, tensors, lengths, options_hash)
+
+
+def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: str) -> None:
+    """The public function allocates them; a caller of the operator may pass anything."""
+    q = tensors.q
+    shapes = result_shapes(q, tensors.v_cache)
+    check_out(function, "out", metadata_of(out), shapes[0], q.dtype, q.device)
+    check_out(function, "lse", metadata_of(lse), shapes[1], lse_dtype(q.dtype), q.device)
+
+
+def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
+    function = options.function
+    plan = _checked_append(key_of(tensors), options, _constant(lengths, function))
+    if is_checked(tensors.k.device):
+        check_append_values(tensors, function, lengths)
+    dense = {name: dense_rows(getattr(tensors, name)) for name in ("k", "v", "q")}
+    cos, sin = tensors.rotary_cos, tensors.rotary_sin
+    if cos is not None and cos.stride() != sin.stride():  # the kernel has one stride for both
+        dense |= {"rotary_cos": cos.contiguous(), "rotary_sin": sin.contiguous()}
+    tensors = tensors._replace(**dense)
+    plan.launch.append(tensors, lengths)
+
+
+def _combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> None:
+    check_combine(function, metadata_of(out_partial), metadata_of(lse_partial))
+    dim, dtype = out_partial.shape[-1], out_partial.dtype
+    problem = CombineProblem(
+        function, dtype, out.dtype, out_partial.device, dim, dim, backend or None
+    )
+    plan = plan_of(problem)
+    plan.launch.combine(out, lse, out_partial, lse_partial)
+
+
+def _in_force(backend: str | None) -> str:
+    """The backend of a compiled call that names none is known only when it runs."""
+    return (named_backend.get() or ANY) if backend is None else backend
+
+
+def _unpacked_decode(arguments: tuple) -> tuple[DecodeTensors, Lengths, DecodeOptions]:
+    end = _NUM_DECODE + len(Lengths._fields)
+    tensors = DecodeTensors(*arguments[:_NUM_DECODE])
+    return tensors, Lengths(*arguments[_NUM_DECODE:end]), DecodeOptions(*arguments[end:])
+
+
+def _unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOptions]:
+    end = _NUM_APPEND + len(Lengths._fields)
+    tensors = AppendTensors(*arguments[:_NUM_APPEND])
+    return tensors, Lengths(*arguments[_NUM_APPEND:end]), AppendOptions(*arguments[end:])
+
+
+@torch.library.impl("flashattn3::decode", "CompositeExplicitAutograd")
+def _decode(out, lse, *arguments):
+    tensors, lengths, options = _unpacked_decode(arguments)
+    options = options._replace(backend=_in_force(options.backend))
+    _check_results(out, lse, tensors, options.function)
+    _decode_of(out, lse, tensors, lengths, options)
+
+
+@torch.library.impl("flashattn3::append", "CompositeExplicitAutograd")
+def _append(*arguments):
+    tensors, lengths, options = _unpacked_append(arguments)
+    _append_of(tensors, lengths, options._replace(backend=_in_force(options.backend)))
+
+
+@torch.library.impl("flashattn3::combine", "CompositeExplicitAutograd")
+def _combine(out, lse, out_partial, lse_partial, backend, function):
+    _combine_of(out, lse, out_partial, lse_partial, _in_force(backend), function)
+
+
+@torch.library.register_fake("flashattn3::decode")
+def _decode_fake(out, lse, *arguments):
+    tensors, lengths, options = _unpacked_decode(arguments)
+    check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+
+
+@torch.library.register_fake("flashattn3::append")
+def _append_fake(*arguments):
+    tensors, lengths, options = _unpacked_append(arguments)
+    check_append(tuple(map(metadata_of, tensors)), options, lengths)
+
+
+@torch.library.register_fake("flashattn3::combine")
+def _combine_fake(out, lse, out_partial, lse_partial, backend, function):
+    check_combine(function, metadata_of(out_partial), metadata_of(lse_partial))

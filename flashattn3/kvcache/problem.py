@@ -1,0 +1,280 @@
+"""The problems of the cached calls: their arguments, normalised, without tensor data.
+
+A problem has no size that grows while a model generates: neither batch, nor capacity, nor the width
+of the page table, nor a length. So a plan made for it serves every later step. ``checks.py`` raises
+the errors; it reads the sizes too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.problem import score_factors
+
+MAX_HEAD_DIM = 256
+# Packed query rows (token-major, qhead_per_kvhead rows for a token) of one tile.
+MIN_ROWS, MAX_ROWS = 16, 128
+
+
+class DecodeTensors(NamedTuple):
+    """The tensors of one cached call, as the backends receive them. Their last stride is 1.
+
+    q: (batch, seqlen_q, num_heads_q, head_dim), or (total_q, ...) with cu_seqlens_q.
+    k_cache, v_cache: (num_caches, capacity, num_heads_kv, ·), or (num_pages, page_size, ...) with
+        page_table, int32 (num_caches, max_pages).
+    cache_seqlens, cache_batch_idx, cache_leftpad: int32 (batch,).
+    cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,). The new tokens are in the cache already.
+    q_descale, k_descale, v_descale: float32 (batch, num_heads_kv). sinks: (num_heads_q,).
+    scheduler_metadata: see metadata.py.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor | None = None
+    page_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    sinks: Tensor | None = None
+    scheduler_metadata: Tensor | None = None
+
+
+class DecodeOptions(NamedTuple):
+    """The arguments of a cached call that are not tensors."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    num_splits: int = 0
+    pack_gqa: bool | None = None
+    sm_margin: int = 0
+    out_dtype: torch.dtype | None = None
+    backend: str | None = None
+    function: str = "flash_attn_with_kvcache"
+
+
+class Lengths(NamedTuple):
+    """Lengths of a call that change from step to step, so that no problem has them.
+
+    seqlen: cached tokens of every sequence where cache_seqlens is None; None: the capacity.
+    seqlen_new: new tokens of every sequence where cu_seqlens_k_new is None.
+    max_seqlen_q: with cu_seqlens_q; None: the number of rows is the bound.
+    """
+
+    seqlen: int | None = None
+    seqlen_new: int = 0
+    max_seqlen_q: int | None = None
+
+
+class AppendTensors(NamedTuple):
+    """The tensors of one append. k, v (batch, seqlen_new, num_heads_kv, ·), or (total_new, ...)
+    with cu_seqlens_k_new; q, which is rotated into q_out, as in DecodeTensors; rotary_cos and
+    rotary_sin (positions, rotary_dim / 2); the rest as in DecodeTensors."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    q: Tensor | None = None
+    q_out: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    page_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_seqlens: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
+class AppendOptions(NamedTuple):
+    """The arguments of an append that are not tensors.
+
+    one_q_position: every query of a sequence has the position of the first new token, as without
+        causal and window in FlashAttention-3; else query i is i tokens behind it.
+    """
+
+    rotary_interleaved: bool = True
+    one_q_position: bool = False
+    backend: str | None = None
+    function: str = "append_kvcache"
+
+
+class Metadata(NamedTuple):
+    """What the checks read of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def rows_are_dense(self) -> bool:
+        return not self.shape or self.shape[-1] <= 1 or self.stride[-1] == 1
+
+
+def metadata_of(tensor: Tensor | None) -> Metadata | None:
+    if tensor is None:
+        return None
+    return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def key_of(tensors: tuple[Tensor | None, ...]) -> tuple[tuple | None, ...]:
+    """The metadata of all tensors as plain tuples, the key of a checked call."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """One cached call, normalised.
+
+    page_size: 0 for a dense cache.
+    rows: packed query rows, qhead_per_kvhead * seqlen_q, as a power of two from MIN_ROWS to
+        MAX_ROWS.
+    given: names of the optional tensors of the call.
+    window_left, window_right: as in ``Problem``; causal is window_right = 0, and one query, which
+        is the last position, has no right side.
+    """
+
+    function: str
+    dtype: torch.dtype
+    device: torch.device
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    rows: int
+    given: frozenset[str]
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    num_splits: int
+    pack_gqa: bool | None
+    sm_margin: int
+    out_dtype: torch.dtype
+    backend: str | None
+
+    @property
+    def qhead_per_kvhead(self) -> int:
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def varlen(self) -> bool:
+        return "cu_seqlens_q" in self.given
+
+    @property
+    def score_factors(self) -> dict[str, float]:
+        return score_factors(self.softmax_scale, self.softcap)
+
+
+@dataclass(frozen=True)
+class AppendProblem:
+    """One append, normalised. num_heads_q: 0 without q. rotary_dim: 0 without tables."""
+
+    function: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    device: torch.device
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    rotary_dim: int
+    rotary_interleaved: bool
+    one_q_position: bool
+    given: frozenset[str]
+    backend: str | None
+
+
+@dataclass(frozen=True)
+class CombineProblem:
+    """One combination of partial results: out_dtype from parts in dtype."""
+
+    function: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    device: torch.device
+    head_dim: int
+    head_dim_v: int
+    backend: str | None
+
+
+def describe_decode(
+    found: tuple[Metadata | None, ...], options: DecodeOptions, max_seqlen_q: int | None
+) -> DecodeProblem:
+    """Normalise a call that ``checks.check_decode`` accepted."""
+    tensors = DecodeTensors(*found)
+    q, k, v = tensors[:3]
+    seqlen_q = q.shape[-3] if max_seqlen_q is None else min(max_seqlen_q, q.shape[-3])
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    right = 0 if options.causal else options.window_right
+    scale = options.softmax_scale
+    return DecodeProblem(
+        function=options.function,
+        dtype=q.dtype,
+        device=q.device,
+        num_heads_q=heads_q,
+        num_heads_kv=heads_kv,
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        page_size=0 if tensors.page_table is None else k.shape[1],
+        rows=_rows_of(seqlen_q * (heads_q // heads_kv)),
+        given=_given(tensors, 3),
+        softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        window_left=options.window_left,
+        window_right=-1 if seqlen_q <= 1 else right,
+        softcap=float(options.softcap),
+        num_splits=max(0, options.num_splits),
+        pack_gqa=options.pack_gqa,
+        sm_margin=options.sm_margin,
+        out_dtype=options.out_dtype or q.dtype,
+        backend=options.backend or None,
+    )
+
+
+def _rows_of(rows: int) -> int:
+    return min(MAX_ROWS, max(MIN_ROWS, 1 << max(0, rows - 1).bit_length()))
+
+
+def _given(tensors: tuple, required: int) -> frozenset[str]:
+    names = zip(tensors._fields, tensors, strict=True)
+    return frozenset(name for name, x in list(names)[required:] if x is not None)
+
+
+def describe_append(found: tuple[Metadata | None, ...], options: AppendOptions) -> AppendProblem:
+    """Normalise an append that ``checks.check_append`` accepted."""
+    tensors = AppendTensors(*found)
+    k, v, k_cache = tensors[:3]
+    cos = tensors.rotary_cos
+    return AppendProblem(
+        function=options.function,
+        dtype=k.dtype,
+        out_dtype=k.dtype,
+        device=k.device,
+        num_heads_q=0 if tensors.q is None else tensors.q.shape[-2],
+        num_heads_kv=k.shape[-2],
+        head_dim=k.shape[-1],
+        head_dim_v=v.shape[-1],
+        page_size=0 if tensors.page_table is None else k_cache.shape[1],
+        rotary_dim=0 if cos is None else 2 * cos.shape[1],
+        rotary_interleaved=options.rotary_interleaved,
+        one_q_position=options.one_q_position,
+        given=_given(tensors, 4),
+        backend=options.backend or None,
+    )

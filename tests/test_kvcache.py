@@ -1,0 +1,501 @@
+"""Cached attention of every backend against float64, and what it must never read or write."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from helpers import GPU, ROOT, TRITON_DTYPES
+
+from flashattn3 import (
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+from flashattn3.kvcache import ops
+from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
+
+LENGTHS = (0, 1, 17, 40)
+CASES = (
+    CacheCase("dense", LENGTHS),
+    CacheCase("dense-hnd", LENGTHS, layout="hnd"),
+    CacheCase("dense-one-tensor", LENGTHS, layout="one"),
+    CacheCase("dense-full", (40, 40), capacity=40),
+    *(
+        CacheCase(f"page-{size}", (0, 1, size - 1, size, size + 1, 40)[:: 2 - (size > 1)],
+                  page_size=size)
+        for size in (1, 3, 8, 16, 64)
+    ),
+    CacheCase("page-256", (1, 255, 256, 257), page_size=256),
+    CacheCase("page-8-hnd", LENGTHS, page_size=8, layout="hnd"),
+    CacheCase("page-16-one-tensor", LENGTHS, page_size=16, layout="one"),
+    CacheCase("page-16-two-queries", (2, 19, 40), 2, page_size=16, options={"causal": True}),
+    CacheCase("causal-more-queries-than-keys", (0, 2, 9), 5, options={"causal": True}),
+    CacheCase("group-1", LENGTHS, num_heads_q=2),
+    CacheCase("group-5", LENGTHS, num_heads_q=5, num_heads_kv=1),
+    CacheCase("group-7", (17, 40), 3, num_heads_q=7, num_heads_kv=1, options={"causal": True}),
+    CacheCase("group-16", LENGTHS, num_heads_q=16, num_heads_kv=1),
+    CacheCase("group-128", (40,), num_heads_q=128, num_heads_kv=1),
+    CacheCase("ragged", (40, 17, 3, 64, 0), (2, 0, 5, 17, 1), page_size=16,
+              options={"causal": True}),
+    CacheCase("ragged-dense", (40, 17, 3), (2, 5, 1), options={"causal": True}),
+    CacheCase("sixty-four-queries", (64, 90), 64, page_size=16, options={"causal": True}),
+    CacheCase("many-queries", (300, 333), 300, page_size=16, num_heads_kv=1,
+              num_heads_q=2, options={"causal": True}),
+    CacheCase("window", (0, 1, 17, 40, 200), options={"window_size": (16, 0)}, page_size=8),
+    CacheCase("window-both", (40, 200), 7, options={"window_size": (20, 3)}),
+    CacheCase("window-causal", (40, 200), 7, options={"window_size": (9, -1), "causal": True}),
+    CacheCase("softcap", LENGTHS, options={"softcap": 2.0}),
+    CacheCase("softcap-high", LENGTHS, options={"softcap": 500.0}),
+    CacheCase("scale-negative", LENGTHS, options={"softmax_scale": -0.3}),
+    CacheCase("scale-zero", LENGTHS, options={"softmax_scale": 0.0}),
+    CacheCase("leftpad", (9, 40, 200), leftpad=(0, 7, 130), page_size=16),
+    CacheCase("leftpad-all", (9, 40), leftpad=(9, 40)),
+    CacheCase("batch-idx", LENGTHS, others=3),
+    CacheCase("batch-idx-paged", LENGTHS, others=3, page_size=16),
+    CacheCase("sinks", LENGTHS, sinks=True),
+    CacheCase("descales", LENGTHS, descales=True),
+    CacheCase("dim-40-24", LENGTHS, head_dim=40, head_dim_v=24),
+    CacheCase("dim-24-56", LENGTHS, head_dim=24, head_dim_v=56, page_size=3),
+    CacheCase("dim-256", (1, 40), head_dim=256, head_dim_v=256, page_size=16),
+    CacheCase("every-option", (40, 17, 130), (3, 1, 5), page_size=16, others=2, sinks=True,
+              descales=True, leftpad=(3, 0, 20), layout="hnd",
+              options={"causal": True, "window_size": (60, 0), "softcap": 3.0}),
+    CacheCase("no-batch", (), capacity=8),
+    CacheCase("no-queries", (9,), 0),
+)  # fmt: skip
+# The interpreter takes a second for what a GPU does in a microsecond: one of each kind is quick.
+QUICK = (
+    *("dense", "page-3", "page-64", "group-5", "ragged", "window", "leftpad", "every-option"),
+    *("no-batch", "no-queries", "dim-40-24"),
+)
+BACKEND_DTYPES = [
+    *(("reference", dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)),
+    *(("triton", dtype) for dtype in TRITON_DTYPES),
+]
+interpreted = pytest.mark.interpreted(
+    quick=lambda case, backend, dtype=None, **_: (
+        case.name in QUICK or (backend == "reference" and dtype in (None, torch.float16))
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_unwritten(poisoned_memory):
+    """out, lse and the workspace are NaN first."""
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("backend", "dtype"), BACKEND_DTYPES, ids=lambda x: str(x).removeprefix("torch.")
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_against_float64(case, backend, dtype, device):
+    inputs = make_cache_inputs(case, device, dtype)
+    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
+
+
+SPLIT = CacheCase("split", (700, 1, 90, 0), 2, page_size=16, options={"causal": True})
+SPLIT_CASES = (
+    SPLIT,
+    CacheCase("split-dense-sinks", (700, 90), sinks=True),
+    CacheCase("split-ragged", (700, 3, 200), (2, 1, 20), page_size=16, options={"causal": True}),
+    CacheCase("split-window", (700, 90), 3, options={"window_size": (300, 0)}),
+    CacheCase("split-leftpad", (700, 90), leftpad=(650, 3), sinks=True),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("case", "num_splits"),
+    [*((case, splits) for case in SPLIT_CASES for splits in (0, 3)), (SPLIT, 1), (SPLIT, 256)],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_parts(case, backend, num_splits, device, monkeypatch):
+    """Long enough to be cut into parts, which a test shorter than a part would not see."""
+    if backend == "triton":
+        _several_ctas(monkeypatch)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    options = {"backend": backend, "num_splits": num_splits}
+    check_cached(case, inputs, *call_cached(inputs, **options), options)
+
+
+def _several_ctas(monkeypatch):
+    """A CPU counts as one SM: cut the batch into parts all the same."""
+    from flashattn3.backends.triton import kvcache
+
+    monkeypatch.setattr(kvcache, "PROGRAMS_PER_SM", 2 if GPU else 24)
+    ops.plan_of.cache_clear()
+    ops._checked_decode.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def plans_of_this_test():
+    yield
+    ops.plan_of.cache_clear()
+    ops._checked_decode.cache_clear()
+
+
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_several_parts_ran(num_splits, device, monkeypatch):
+    """What the workspace holds afterwards shows how many parts there were."""
+    pytest.importorskip("triton")
+    _several_ctas(monkeypatch)
+    from flashattn3.backends.triton import kvcache_launch
+
+    joined = []
+    build = kvcache_launch.combine_parts_launch
+
+    def recorded(problem, tile):
+        launch = build(problem, tile)
+
+        def run(grid, tensors, *rest):
+            joined.append(tensors[1].clone())
+            launch(grid, tensors, *rest)
+
+        run.constants = launch.constants
+        return run
+
+    monkeypatch.setattr(kvcache_launch, "combine_parts_launch", recorded)
+    inputs = make_cache_inputs(SPLIT, device, torch.float16)
+    call_cached(inputs, backend="triton", num_splits=num_splits)
+    (lse_parts,) = joined
+    # 700 keys are 6 tiles, in 3 parts of each of two heads; the other sequences are one part each.
+    assert int((~lse_parts[:, 0].isnan()).sum()) == 6
+
+
+@interpreted
+@pytest.mark.parametrize("case", SPLIT_CASES if GPU else (SPLIT,), ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", ["triton"])
+def test_twenty_runs_are_bitwise_the_same(case, backend, device, monkeypatch):
+    _several_ctas(monkeypatch)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    first = call_cached(inputs, backend=backend)
+    for _ in range(19 if GPU else 1):
+        again = call_cached(inputs, backend=backend)
+        assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 7])
+def test_the_grid_and_the_workspace_hold_every_part(num_splits):
+    """The bounds that the host computes without a length, against the parts of random lengths."""
+    pytest.importorskip("triton")
+    from flashattn3.backends.triton.kernels.cache_parts import MIN_TILES
+    from flashattn3.backends.triton.kvcache_launch import _parts
+
+    generator = random.Random(0)
+    for _ in range(300):
+        num_ctas, heads = generator.choice((2, 16, 264)), generator.choice((1, 8))
+        batch = generator.choice((1, 5, 300))
+        m_blocks = [generator.choice((0, 1, 4)) for _ in range(batch)]
+        n_blocks = [int(2 ** generator.uniform(0, 12)) - 1 for _ in range(batch)]
+        work = sum(m * n for m, n in zip(m_blocks, n_blocks, strict=True)) * heads
+        part = max(MIN_TILES.value, -(-work // num_ctas))
+        programs = slots = 0
+        for m, n in zip(m_blocks, n_blocks, strict=True):
+            tiles = max(1, -(-n // num_splits) if num_splits else part)
+            parts = max(1, -(-n // tiles))
+            programs += m * heads * parts
+            slots += m * heads * parts * (parts > 1)
+        bound = _parts(max(m_blocks) * heads * batch, num_splits, num_ctas)
+        assert programs <= bound[0] and slots <= bound[1]
+    # The workspace of 132 SMs, 16 rows of 128, at any batch and capacity.
+    assert _parts(10**6, 0, 2 * 132)[1] * 16 * (128 + 1) * 4 <= 9e6
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_one_split_does_not_depend_on_the_batch(backend, device):
+    """num_splits=1: a sequence's bits are the same alone and in a batch, in pages and dense."""
+    case = CacheCase("batch", (90, 3, 33), 2, page_size=16, options={"causal": True})
+    inputs = make_cache_inputs(case, device, torch.float16)
+    out, lse = call_cached(inputs, backend=backend, num_splits=1)
+    for index, (k, v) in enumerate(zip(inputs.k, inputs.v, strict=True)):
+        alone = flash_attn_with_kvcache(
+            inputs.arguments["q"][index, None],
+            k[None].to(device),
+            v[None].to(device),
+            causal=True,
+            num_splits=1,
+            return_lse=True,
+            backend=backend,
+        )
+        assert torch.equal(alone[0][0], out[index]) and torch.equal(alone[1][0], lse[index])
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_capacity_does_not_change_the_bits(backend, device, monkeypatch):
+    _several_ctas(monkeypatch)
+    results = []
+    for capacity in (300, 1000):
+        case = CacheCase("capacity", (300, 90), page_size=16, capacity=capacity)
+        inputs = make_cache_inputs(case, device, torch.float16)
+        results.append(call_cached(inputs, backend=backend))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_seqlen_as_an_int_and_as_none(backend, device):
+    case = CacheCase("int", (20, 20), capacity=20)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    wanted = call_cached(inputs, backend=backend)
+    for seqlen in (20, None):
+        inputs.arguments["cache_seqlens"] = seqlen
+        assert all(map(torch.equal, call_cached(inputs, backend=backend), wanted))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_out_of_the_caller_and_any_strides_of_q(backend, device):
+    case = CacheCase("out", (20, 33), 2)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    wanted = call_cached(inputs, backend=backend)
+    out = torch.full((2, 3, 4, 40), 7.0, device=device, dtype=torch.float16)[:, :2, :, :32]
+    assert call_cached(inputs, backend=backend, out=out)[0] is out
+    assert torch.equal(out, wanted[0])
+    q = inputs.arguments["q"]
+    inputs.arguments["q"] = q.transpose(1, 3).contiguous().transpose(1, 3)
+    assert inputs.arguments["q"].stride(-1) != 1
+    assert all(map(torch.equal, call_cached(inputs, backend=backend), wanted))
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """As on a GPU without FLASHATTN3_CHECK."""
+    monkeypatch.setattr(ops, "is_checked", lambda device: False)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_wrong_values_stay_inside_the_tensors(backend, device, unchecked):
+    """A length over the capacity is cut; rows of a missing page or cache are NaN, others right."""
+    case = CacheCase("wrong", (16, 40, 30), page_size=16, capacity=48)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    wanted = call_cached(inputs, backend=backend)
+    for page in (-1, 1000, 2**31 - 1)[: 1 if backend == "triton" and not GPU else 3]:
+        table = inputs.arguments["page_table"].clone()
+        table[1, 1] = page
+        found = call_cached(CacheInputsWith(inputs, page_table=table), backend=backend)
+        for got, right in zip(found, wanted, strict=True):
+            assert got[1].isnan().all()
+            assert torch.equal(got[::2], right[::2])
+    index = torch.tensor([0, -1, 7], dtype=torch.int32, device=device)
+    found = call_cached(CacheInputsWith(inputs, cache_batch_idx=index), backend=backend)
+    for got, right in zip(found, wanted, strict=True):
+        assert torch.equal(got[0], right[0]) and got[1:].isnan().all()
+    dense = make_cache_inputs(CacheCase("cut", (40, 40), capacity=40), device, torch.float16)
+    wanted = call_cached(dense, backend=backend)
+    for lengths in ((41, 2**31 - 1), (2**30, 40)):
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        found = call_cached(CacheInputsWith(dense, cache_seqlens=seqlens), backend=backend)
+        assert all(map(torch.equal, found, wanted))
+    found = CacheInputsWith(inputs, cache_seqlens=torch.full_like(index, 2**30))
+    out, _ = call_cached(found, backend=backend)
+    assert out.isnan().all(), "entries of the table that are no page"
+    seqlens = torch.tensor([-5, 40], dtype=torch.int32, device=device)
+    out, lse = call_cached(CacheInputsWith(dense, cache_seqlens=seqlens), backend=backend)
+    assert not out[0].any() and (lse[0] == -math.inf).all() and torch.equal(out[1], wanted[0][1])
+
+
+def CacheInputsWith(inputs, **changes):
+    return type(inputs)({**inputs.arguments, **changes}, inputs.k, inputs.v)
+
+
+METADATA_CASES = (
+    CacheCase("metadata", (20, 33), 2, page_size=16, options={"causal": True}),
+    CacheCase("metadata-ragged", (20, 33), (1, 2), leftpad=(0, 3)),
+)
+
+
+def metadata_of(case, inputs, **changes):
+    given = inputs.arguments
+    options = {
+        "batch_size": case.batch,
+        "max_seqlen_q": max(case.queries),
+        "max_seqlen_k": 48,
+        "num_heads_q": case.num_heads_q,
+        "num_heads_kv": case.num_heads_kv,
+        "headdim": case.head_dim,
+        "cache_seqlens": given["cache_seqlens"],
+        "qkv_dtype": given["q"].dtype,
+        "cu_seqlens_q": given.get("cu_seqlens_q"),
+        "cache_leftpad": given.get("cache_leftpad"),
+        "page_size": case.page_size or None,
+        **case.options,
+    }
+    return get_scheduler_metadata(**{**options, **changes})
+
+
+@pytest.mark.interpreted(
+    quick=lambda case, backend: backend == "reference" or case is METADATA_CASES[1]
+)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("case", METADATA_CASES, ids=lambda case: case.name)
+def test_scheduler_metadata(case, backend, device, unchecked):
+    """Metadata of the call changes nothing; of other lengths, its rows are NaN; of other options,
+    all are."""
+    inputs = make_cache_inputs(case, device, torch.float16)
+    wanted = call_cached(inputs, backend=backend)
+    found = metadata_of(case, inputs)
+    assert found.dtype == torch.int32 and found.device == inputs.arguments["q"].device
+
+    def call(metadata):
+        return call_cached(inputs, backend=backend, scheduler_metadata=metadata)
+
+    assert all(map(torch.equal, call(found), wanted))
+    buffer = torch.full((40,), 99, dtype=torch.int32, device=device)
+    buffer[: found.numel()] = found
+    assert all(map(torch.equal, call(buffer[: found.numel()]), wanted))
+    stale = metadata_of(case, inputs, cache_seqlens=torch.tensor([20, 32], device=device).int())
+    out, lse = call(stale)
+    first = (slice(0, 1), slice(None)) if case.ragged else (0, slice(None))
+    assert torch.equal(out[first], wanted[0][first])
+    assert out[1:].isnan().all()
+    assert (lse[:, 1:] if case.ragged else lse[1]).isnan().all()
+    others = (
+        {"num_heads_q": 8},
+        {"causal": not case.options.get("causal", False)},
+        {"window_size": (7, 0)},
+        {"has_softcap": True},
+        {"num_splits": 2},
+        {"page_size": 128},
+        {"qkv_dtype": torch.bfloat16},
+    )
+    for changes in others[: 1 if backend == "triton" and not GPU else None]:
+        out, lse = call(metadata_of(case, inputs, **changes))
+        assert out.isnan().all() and lse.isnan().all(), changes
+    out, lse = call(torch.zeros_like(found))
+    assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_combine_joins_calls_over_parts_of_the_keys(ragged, backend, device):
+    """A prefix in one call, the rest in another; the sink in one of them alone."""
+    case = CacheCase("combine", (50, 60), (2, 3) if ragged else 2, sinks=True)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    parts = []
+    for span, sink in ((slice(0, 30), True), (slice(30, None), False)):
+        k, v = ([x[span] for x in of] for of in (inputs.k, inputs.v))
+        lengths = tuple(x.shape[0] for x in k)
+        of = make_cache_inputs(CacheCase("part", lengths, case.seqlens_q), device, torch.float16)
+        for name, rows in (("k_cache", k), ("v_cache", v)):
+            for index, x in enumerate(rows):
+                of.arguments[name][index, : x.shape[0]] = x.to(device)
+        of.arguments["q"] = inputs.arguments["q"]
+        if sink:
+            of.arguments["sinks"] = inputs.arguments["sinks"]
+        parts.append(call_cached(of, backend=backend))
+    outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
+    out, lse = flash_attn_combine(outs.float(), lses.transpose(-1, -2), out_dtype=torch.float16)
+    check_cached(case, inputs, out, lse.transpose(-1, -2), "combine")
+    given = torch.empty_like(out)
+    assert flash_attn_combine(outs.float(), lses.transpose(-1, -2), out=given)[0] is given
+    assert torch.equal(given, out)
+    empty = torch.full_like(lses, -math.inf).transpose(-1, -2)
+    out, lse = flash_attn_combine(torch.full_like(outs, math.nan), empty)
+    assert not out.any() and (lse == -math.inf).all()
+
+
+def test_a_growing_cache_does_not_miss_the_plan(device):
+    """Neither batch, capacity, table width, page count nor length is in the key of a plan."""
+    pytest.importorskip("triton")
+    backend = "triton" if GPU else "reference"
+    sizes = itertools.product((2, 3), (16, 33), (0, 4))
+    misses = set()
+    for page_size in (0, 16):
+        for batch, capacity, others in sizes:
+            case = CacheCase("grow", (9,) * batch, page_size=page_size, capacity=capacity + others)
+            inputs = make_cache_inputs(case, device, torch.float16)
+            call_cached(inputs, backend=backend)
+            inputs.arguments["cache_seqlens"] = None
+            inputs.arguments["cache_seqlens"] = torch.full_like(
+                inputs.arguments["q"][:, 0, 0, 0], 8, dtype=torch.int32
+            )
+            call_cached(inputs, backend=backend)
+            misses.add((page_size, ops.plan_of.cache_info().misses))
+    assert len(misses) == len({page_size for page_size, _ in misses}), misses
+
+
+def test_the_shared_prefix_of_the_document(device):
+    """The code of docs/inference.md, run as it stands there."""
+    text = (ROOT / "docs" / "inference.md").read_text()
+    section = text[text.index("## A shared prefix") :]
+    code = section[section.index("```python") + len("```python") : section.index("\n```\n")]
+    case = CacheCase("prefix", (40, 55), 2, page_size=16, options={"causal": True})
+    inputs = make_cache_inputs(case, device, torch.float32)
+    names = {"k_cache", "v_cache", "q", "page_table"}
+    scope = {name: inputs.arguments[name] for name in names}
+    prefix = [torch.randn(1, 30, 2, 32, device=device) for _ in range(2)]
+    scope |= {"torch": torch, "flash_attn_with_kvcache": flash_attn_with_kvcache}
+    scope |= {"flash_attn_combine": flash_attn_combine}
+    scope |= {"lengths": inputs.arguments["cache_seqlens"], "table": scope["page_table"]}
+    scope |= dict(zip(("prefix_k", "prefix_v"), prefix, strict=True))
+    exec(code, scope)
+    for index, of in enumerate(zip(inputs.k, inputs.v, strict=True)):
+        k, v = (torch.cat([p[0].cpu(), x]) for p, x in zip(prefix, of, strict=True))
+        right = flash_attn_with_kvcache(
+            scope["q"][index, None].cpu(), k[None], v[None], causal=True, return_lse=True
+        )
+        torch.testing.assert_close(scope["out"][index].cpu(), right[0][0])
+        torch.testing.assert_close(scope["lse"][index].cpu(), right[1][0].mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [2**10, 2**17, 2**20])
+def test_long_contexts(length):
+    case = CacheCase("long", (length,), num_heads_q=2, num_heads_kv=1, page_size=16)
+    inputs = make_cache_inputs(case, "cuda", torch.bfloat16)
+    check_cached(case, inputs, *call_cached(inputs, backend="triton"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [0, 2])
+def test_many_sequences(num_splits):
+    """Over 992, where FlashAttention-3 no longer splits; more than one step of the prefix sum."""
+    case = CacheCase("many", tuple(range(600, 1600)), num_heads_kv=1, num_heads_q=1, page_size=16)
+    inputs = make_cache_inputs(case, "cuda", torch.float16)
+    check_cached(case, inputs, *call_cached(inputs, backend="triton", num_splits=num_splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_captured_call_is_right_for_other_lengths(page_size):
+    """Captured at length 1; replayed at the capacity, with other tables and a smaller batch."""
+    lengths = (1000, 1, 700, 0)
+    case = CacheCase("graph", lengths, page_size=page_size, capacity=1000)
+    inputs = make_cache_inputs(case, "cuda", torch.float16)
+    given = inputs.arguments
+    seqlens = given["cache_seqlens"].clone()
+    call_cached(inputs, backend="triton")
+    given["cache_seqlens"] = torch.ones_like(seqlens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call_cached(inputs, backend="triton")
+    given["cache_seqlens"].copy_(seqlens)
+    graph.replay()
+    check_cached(case, inputs, out, lse, "replayed")
+    if page_size:
+        order = torch.randperm(given["k_cache"].shape[0], device="cuda")
+        for name in ("k_cache", "v_cache"):
+            given[name].copy_(given[name][order.argsort()])
+        table = given["page_table"]
+        table.copy_(torch.where(table >= 0, order[table.clamp(min=0)].int(), table))
+        graph.replay()
+        check_cached(case, inputs, out, lse, "replayed with another table")
+    given["cache_seqlens"][2:] = 0
+    graph.replay()
+    assert not out[2:].any() and (lse[2:] == -math.inf).all()
+
+
+@pytest.mark.gpu
+def test_a_cache_of_more_than_two_to_the_31_elements():
+    pages, size, heads, dim = 2**31 // (16 * 8 * 64) + 4, 16, 8, 64
+    cache = torch.zeros(pages, size, heads, dim, device="cuda", dtype=torch.float16)
+    cache[-1] = torch.randn_like(cache[-1])
+    q = torch.randn(1, 1, 8, dim, device="cuda", dtype=torch.float16)
+    table = torch.tensor([[pages - 1]], dtype=torch.int32, device="cuda")
+    found = flash_attn_with_kvcache(q, cache, cache, page_table=table, backend="triton")
+    alone = cache[-1:].clone()
+    assert torch.equal(found, flash_attn_with_kvcache(q, alone, alone, backend="triton"))

@@ -1,0 +1,390 @@
+"""What a cached call refuses, from metadata alone, and what it checks of values."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from helpers import A100, CPU, H100
+
+from flashattn3 import (
+    UnsupportedError,
+    append_kvcache,
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+from flashattn3.dispatch.planner import choose
+from flashattn3.kvcache import ops
+from flashattn3.kvcache.backends import CACHE_BACKENDS
+from flashattn3.kvcache.checks import check_decode
+from flashattn3.kvcache.problem import (
+    DecodeOptions,
+    DecodeTensors,
+    Lengths,
+    describe_decode,
+    metadata_of,
+)
+
+B, SQ, H, HK, D, CAP, PAGE = 2, 3, 4, 2, 16, 32, 8
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def call(**changes):
+    """A legal call with changes; None leaves an argument out."""
+    of = changes.pop("dtype", torch.float32)
+    arguments = {
+        "q": torch.randn(B, SQ, H, D, dtype=of),
+        "k_cache": torch.randn(B, CAP, HK, D, dtype=of),
+        "v_cache": torch.randn(B, CAP, HK, D, dtype=of),
+        "cache_seqlens": ints(5, 7),
+        **changes,
+    }
+    arguments = {name: x for name, x in arguments.items() if x is not None}
+    return flash_attn_with_kvcache(**arguments)
+
+
+def new(tokens=1, dtype=torch.float32):
+    return {name: torch.randn(B, tokens, HK, D, dtype=dtype) for name in ("k", "v")}
+
+
+def paged(**changes):
+    caches = {f"{x}_cache": torch.randn(9, PAGE, HK, D) for x in ("k", "v")}
+    return {**caches, "page_table": torch.arange(8, dtype=torch.int32).view(2, 4), **changes}
+
+
+def tables(**changes):
+    return {f"rotary_{x}": torch.randn(64, D // 2) for x in ("cos", "sin")} | changes
+
+
+RAGGED_Q = {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 2, 6)}
+FP8 = torch.randn(B, CAP, HK, D).to(torch.float8_e4m3fn)
+# Each: changes to a legal call, the error's type and what its message must hold.
+REFUSED = {
+    "k without v": ({"k": new()["k"]}, ValueError, "v must be a tensor"),
+    "v without k": ({"v": new()["v"]}, ValueError, "k must be a tensor"),
+    "rotary without k": (tables(), ValueError, "rotary_cos must be None without k and v"),
+    "one table": (
+        {**new(), "rotary_cos": torch.randn(64, 8)},
+        ValueError,
+        "rotary_sin must be a tensor",
+    ),
+    "odd tables": (
+        {**new(), **tables(rotary_sin=torch.randn(64, 7))},
+        ValueError,
+        "rotary_sin.shape must be",
+    ),
+    "wide tables": (
+        {**new(), "rotary_cos": torch.randn(64, 9), "rotary_sin": torch.randn(64, 9)},
+        ValueError,
+        "rotary_cos.shape[1] must be between 1 and 8",
+    ),
+    "dtype of tables": (
+        {**new(), **{name: x.half() for name, x in tables().items()}},
+        ValueError,
+        "rotary_cos.dtype must be one of",
+    ),
+    "k without cache_seqlens": (
+        {**new(), "cache_seqlens": None},
+        ValueError,
+        "cache_seqlens must be an int or an int32 tensor",
+    ),
+    "k's heads": (
+        {"k": torch.randn(B, 1, 3, D), "v": torch.randn(B, 1, 3, D)},
+        ValueError,
+        "k.shape[-2:] must be",
+    ),
+    "k's dtype": (new(dtype=torch.float16), ValueError, "k_cache.dtype must be"),
+    "cache's dtype": (
+        {"k_cache": torch.randn(B, CAP, HK, D).half()},
+        ValueError,
+        "k_cache.dtype must be torch.float32",
+    ),
+    "q's dtype": ({"q": torch.ones(B, SQ, H, D).int()}, ValueError, "q.dtype must be one of"),
+    "8-bit cache": (
+        {"k_cache": FP8, "v_cache": FP8},
+        UnsupportedError,
+        "k_cache.dtype must be one of (torch.float16, torch.bfloat16)",
+    ),
+    "q's rank": ({"q": torch.randn(B, H, D)}, ValueError, "q.shape must be (batch, seqlen_q"),
+    "heads": ({"q": torch.randn(B, SQ, 3, D)}, ValueError, "q.shape[-2] must be a multiple of"),
+    "head dim": ({"q": torch.randn(B, SQ, H, 8)}, ValueError, "k_cache.shape[-1] must be 8"),
+    "v's capacity": (
+        {"v_cache": torch.randn(B, 9, HK, D)},
+        ValueError,
+        "v_cache.shape[:3] must be (2, 32, 2)",
+    ),
+    "cache's rows": (
+        {"k_cache": torch.randn(3, CAP, HK, D), "v_cache": torch.randn(3, CAP, HK, D)},
+        ValueError,
+        "k_cache.shape[0] must be 2 (batch) without cache_batch_idx",
+    ),
+    "cache's last stride": (
+        {"k_cache": torch.randn(B, CAP, HK, 2 * D)[..., ::2]},
+        ValueError,
+        "k_cache.stride(-1) must be 1",
+    ),
+    "MLA": (
+        {
+            "q": torch.randn(1, 1, 4, 576),
+            "k_cache": torch.randn(1, 8, 1, 576),
+            "v_cache": torch.randn(1, 8, 1, 512),
+            "cache_seqlens": 3,
+        },
+        UnsupportedError,
+        "k_cache.shape[-1] must be at most 256, got 576",
+    ),
+    "table's dtype": (
+        paged(page_table=torch.zeros(2, 4, dtype=torch.int64)),
+        ValueError,
+        "page_table.dtype must be torch.int32",
+    ),
+    "table's rank": (paged(page_table=ints(0, 1)), ValueError, "page_table.shape must be two-"),
+    "table's rows": (
+        paged(page_table=torch.zeros(3, 4, dtype=torch.int32)),
+        ValueError,
+        "page_table.shape[0] must be 2",
+    ),
+    "table's last stride": (
+        paged(page_table=torch.zeros(2, 8, dtype=torch.int32)[:, ::2]),
+        ValueError,
+        "page_table.stride(-1) must be 1",
+    ),
+    "table's device": (
+        paged(page_table=torch.zeros(2, 4, dtype=torch.int32, device="meta")),
+        ValueError,
+        "page_table.device must be cpu",
+    ),
+    "lengths' dtype": (
+        {"cache_seqlens": ints(5, 7, dtype=torch.int64)},
+        ValueError,
+        "cache_seqlens.dtype must be torch.int32",
+    ),
+    "lengths' shape": ({"cache_seqlens": ints(5)}, ValueError, "cache_seqlens.shape[0] must be 2"),
+    "lengths' rank": (
+        {"cache_seqlens": torch.tensor(5, dtype=torch.int32)},
+        ValueError,
+        "cache_seqlens.shape must be one-dimensional",
+    ),
+    "lengths' type": ({"cache_seqlens": [5, 7]}, TypeError, "cache_seqlens must be an int"),
+    "negative length": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be >= 0"),
+    "leftpad": ({"cache_leftpad": ints(1)}, ValueError, "cache_leftpad.shape[0] must be 2"),
+    "batch idx": (
+        {"cache_batch_idx": ints(0, 1, dtype=torch.int64)},
+        ValueError,
+        "cache_batch_idx.dtype must be torch.int32",
+    ),
+    "descale": ({"k_descale": torch.ones(B)}, ValueError, "k_descale.shape must be (2, 2)"),
+    "descale's dtype": (
+        {"q_descale": torch.ones(B, HK).half()},
+        ValueError,
+        "q_descale.dtype must be torch.float32",
+    ),
+    "descale of tokens": (
+        {"v_descale": torch.ones(B, CAP, HK)},
+        UnsupportedError,
+        "v_descale.shape must be (batch, num_heads_kv)",
+    ),
+    "sinks": ({"sinks": torch.ones(3)}, ValueError, "sinks.shape must be (4,)"),
+    "sinks' dtype": ({"sinks": torch.ones(4).half()}, ValueError, "sinks.dtype must be one of"),
+    "out": ({"out": torch.empty(B, SQ, H, 8)}, ValueError, "out.shape must be (2, 3, 4, 16)"),
+    "out's dtype": (
+        {"out": torch.empty(B, SQ, H, D).half()},
+        ValueError,
+        "out.dtype must be torch.float32",
+    ),
+    "out's stride": (
+        {"out": torch.empty(B, SQ, H, 2 * D)[..., ::2]},
+        ValueError,
+        "out.stride(-1) must be 1",
+    ),
+    "out_dtype": ({"out_dtype": torch.float16}, ValueError, "out_dtype must be None or"),
+    "cu_seqlens_q without max": (RAGGED_Q, ValueError, "max_seqlen_q must be an int"),
+    "max without cu_seqlens_q": (
+        {"max_seqlen_q": 3},
+        ValueError,
+        "max_seqlen_q must be None without cu_seqlens_q",
+    ),
+    "cu_seqlens_k_new without k": (
+        {"cu_seqlens_k_new": ints(0, 1, 2)},
+        ValueError,
+        "cu_seqlens_k_new must be None without k and v",
+    ),
+    "metadata's size": (
+        {"scheduler_metadata": ints(1, 2, 3)},
+        ValueError,
+        "scheduler_metadata.shape[0] must be 10",
+    ),
+    "num_splits": ({"num_splits": 257}, ValueError, "num_splits must be at most 256"),
+    "sm_margin": ({"sm_margin": -1}, ValueError, "sm_margin must be >= 0"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap must be finite and >= 0"),
+    "scale": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
+    "qv": ({"qv": torch.ones(1)}, UnsupportedError, "qv must be None"),
+    "attention_chunk": ({"attention_chunk": 8}, UnsupportedError, "attention_chunk must be 0"),
+    "tree_mask": ({"tree_mask": ints(1)}, UnsupportedError, "tree_mask must be None"),
+    "split_tokens": ({"split_tokens": 128}, UnsupportedError, "split_tokens must be None"),
+    "pack_gqa": ({"pack_gqa": False}, UnsupportedError, "pack_gqa must be None or True"),
+    "backend": ({"backend": "nobody"}, ValueError, "backend must be one of"),
+    "gradient": (
+        {"q": torch.randn(B, SQ, H, D, requires_grad=True)},
+        UnsupportedError,
+        "q.requires_grad must be False, got True",
+    ),
+    "gradient of k": (
+        {**new(), "v": torch.randn(B, 1, HK, D, requires_grad=True)},
+        UnsupportedError,
+        "v.requires_grad must be False, got True",
+    ),
+    "not a tensor": ({"k_cache": [1.0]}, TypeError, "k_cache must be a torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    changes, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=re.escape(f"flash_attn_with_kvcache: {message}")) as caught:
+        call(**changes)
+    assert type(caught.value) is kind
+
+
+def test_a_legal_call_of_each_form():
+    call()
+    call(**paged())
+    call(**RAGGED_Q, max_seqlen_q=4)
+    call(**new(2), **tables(), cache_seqlens=3)
+    call(pack_gqa=True, num_splits=-1, sm_margin=4, causal=1)
+    with torch.no_grad():
+        call(q=torch.randn(B, SQ, H, D, requires_grad=True))
+
+
+def test_nothing_is_written_before_all_is_checked():
+    """An invalid option of attention leaves the cache as it was."""
+    caches = {f"{x}_cache": torch.zeros(B, CAP, HK, D) for x in ("k", "v")}
+    for changes in ({"num_splits": 300}, {"sinks": torch.ones(3)}, {"softcap": -1.0}):
+        with pytest.raises(ValueError):
+            call(**caches, **new(), **changes)
+    assert not any(cache.any() for cache in caches.values())
+
+
+VALUES = {
+    "length over the capacity": ({"cache_seqlens": ints(5, 33)}, "cache_seqlens[1] must be"),
+    "negative length": ({"cache_seqlens": ints(-1, 3)}, "cache_seqlens[0] must be"),
+    "no room": ({**new(3), "cache_seqlens": ints(5, 30)}, "cache_seqlens[1] must be at most"),
+    "page": (
+        paged(page_table=ints(0, 9, 1, 1, 1, 1, 1, 1).view(2, 4), cache_seqlens=ints(9, 1)),
+        "page_table must be between 0 and 8",
+    ),
+    "leftpad": ({"cache_leftpad": ints(0, 8)}, "cache_leftpad[1] must be 0 to 7"),
+    "batch idx": ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx[1] must be 0 to 1"),
+    "doubled batch idx": (
+        {**new(), "cache_batch_idx": ints(1, 1)},
+        "cache_batch_idx must be without duplicates",
+    ),
+    "edges": (
+        {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 4, 3), "max_seqlen_q": 6},
+        "cu_seqlens_q must be non-decreasing",
+    ),
+    "longest": (
+        {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 2, 6), "max_seqlen_q": 3},
+        "max_seqlen_q must be >= 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_are_checked_on_a_cpu(name):
+    changes, message = VALUES[name]
+    with pytest.raises(ValueError, match=re.escape(f"flash_attn_with_kvcache: {message}")):
+        call(**changes)
+
+
+def test_a_page_past_the_length_is_not_looked_at():
+    call(**paged(page_table=ints(0, 1, -1, 99, 2, -7, 9, 9).view(2, 4), cache_seqlens=ints(9, 8)))
+
+
+def metadata(**changes):
+    arguments = (B, SQ, CAP, H, HK, D, ints(5, 7), torch.float32)
+    return get_scheduler_metadata(*arguments, **changes)
+
+
+def test_stale_metadata_is_an_error_where_values_are_checked():
+    call(scheduler_metadata=metadata())
+    for changes, message in (
+        ({"causal": True}, "scheduler_metadata must be that of these options"),
+        ({"max_seqlen_k_new": 1}, "scheduler_metadata of sequence 0 must be (5, 0, 3, 0)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call(scheduler_metadata=metadata(**changes))
+    with pytest.raises(ValueError, match=re.escape("batch_size")):
+        call(scheduler_metadata=get_scheduler_metadata(3, SQ, CAP, H, HK, D, ints(1, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.randn(B, 1, H, D)}, "q must be None without rotary_cos"),
+        ({"k": torch.randn(B, HK, D)}, "k.shape must be (batch, seqlen_new"),
+        ({"cu_seqlens_q": ints(0, 1, 2)}, "cu_seqlens_q must be None without q"),
+        ({"rotary_seqlens": ints(0, 1)}, "rotary_seqlens must be None without rotary_cos"),
+        ({"cache_seqlens": None}, "cache_seqlens must be an int or an int32 tensor"),
+    ],
+)
+def test_append_refuses(changes, message):
+    caches = {f"{x}_cache": torch.zeros(B, CAP, HK, D) for x in ("k", "v")}
+    arguments = {**new(), **caches, "cache_seqlens": 3, **changes}
+    with pytest.raises(ValueError, match=re.escape(f"append_kvcache: {message}")):
+        append_kvcache(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out_partial": torch.randn(2, 3, 4)}, "out_partial.shape must be (num_splits"),
+        ({"lse_partial": torch.randn(2, B, H, SQ)}, "lse_partial.shape must be (2, 2, 3, 4)"),
+        ({"lse_partial": torch.randn(2, B, SQ, H).half()}, "lse_partial.dtype must be"),
+        ({"out": torch.empty(B, SQ, H, 3)}, "out.shape must be (2, 3, 4, 16)"),
+    ],
+)
+def test_combine_refuses(changes, message):
+    parts = torch.randn(2, B, SQ, H, D)
+    arguments = {"out_partial": parts, "lse_partial": parts[..., 0].contiguous()}
+    with pytest.raises(ValueError, match=re.escape(f"flash_attn_combine: {message}")):
+        flash_attn_combine(**{**arguments, **changes})
+
+
+def problem_of(dtype=torch.bfloat16, device="cuda", **options):
+    like = torch.empty(B, 1, H, 128, dtype=dtype, device="meta")
+    found = tuple(
+        None if x is None else metadata_of(x)._replace(device=torch.device(device))
+        for x in DecodeTensors(like, like[:, :, :HK], like[:, :, :HK])
+    )
+    check_decode(found, DecodeOptions(**options), Lengths())
+    return describe_decode(found, DecodeOptions(**options), None)
+
+
+def test_dispatch_without_a_gpu():
+    """Triton serves Hopper too; the reference backend runs elsewhere; each says why it does not."""
+    unlinked = CACHE_BACKENDS[1:]
+    for device in (A100, H100):
+        plan = choose(problem_of(), device, unlinked)
+        assert plan.backend.name == "triton" and plan.launch.tile.block_m == 16
+    assert CACHE_BACKENDS[0].decline_reason(problem_of(), H100).startswith("has no kernel for ca")
+    assert choose(problem_of(device="cpu"), CPU, CACHE_BACKENDS).backend.name == "reference"
+    plan = choose(problem_of(torch.float32), A100, unlinked)
+    assert plan.backend.name == "reference" and "float32" in dict(plan.declined)["triton"]
+    with pytest.raises(UnsupportedError, match=r"triton: takes torch\.float16, torch\.bfloat16"):
+        choose(problem_of(torch.float32, backend="triton"), A100, CACHE_BACKENDS)
+
+
+def test_use_backend_holds_for_cached_calls():
+    from flashattn3 import use_backend
+
+    with use_backend("hopper"), pytest.raises(UnsupportedError, match="hopper: needs an NVIDIA"):
+        call(dtype=torch.bfloat16)
+    with use_backend("reference"):
+        call()
+    assert ops.CACHE_BACKENDS is CACHE_BACKENDS

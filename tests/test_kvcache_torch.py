@@ -1,0 +1,174 @@
+"""torch's own machinery around cached calls: operators, fake tensors, the compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import GPU
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashattn3 import append_kvcache, flash_attn_combine, flash_attn_with_kvcache
+from flashattn3.kvcache.problem import (
+    AppendOptions,
+    AppendTensors,
+    DecodeOptions,
+    DecodeTensors,
+    Lengths,
+)
+from flashattn3.testing.kvcache import CacheCase, call_cached, make_cache_inputs
+
+CASES = (
+    CacheCase("opcheck", (9, 17), 2, page_size=8, options={"causal": True}),
+    CacheCase("opcheck-ragged", (9, 17), (2, 1), sinks=True, descales=True, leftpad=(1, 2)),
+)
+BACKENDS = ("reference", pytest.param("triton", marks=() if GPU else pytest.mark.slow))
+
+
+def operands(case, device):
+    inputs = make_cache_inputs(case, device, torch.float16)
+    given = {name: x for name, x in inputs.arguments.items() if name in DecodeTensors._fields}
+    given["k_cache"], given["v_cache"] = (given[x].nan_to_num() for x in ("k_cache", "v_cache"))
+    return inputs, DecodeTensors(**given)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_opcheck_decode(case, backend, device):
+    inputs, tensors = operands(case, device)
+    options = DecodeOptions(causal=True, backend=backend)
+    lengths = Lengths(None, 0, inputs.arguments.get("max_seqlen_q"))
+    out, lse = (torch.zeros_like(x) for x in call_cached(inputs))
+    arguments = (out, lse, *tensors, *lengths, *options)
+    torch.library.opcheck(torch.ops.flashattn3.decode.default, arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rotary", [False, True])
+def test_opcheck_append(rotary, backend, device):
+    def normal(*shape, dtype=torch.float16):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    seqlens = torch.tensor([0, 5], dtype=torch.int32, device=device)
+    table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    tensors = AppendTensors(
+        normal(2, 3, 2, 16),
+        normal(2, 3, 2, 16),
+        normal(6, 4, 2, 16),
+        normal(6, 4, 2, 16),
+        cache_seqlens=seqlens,
+        page_table=table,
+    )
+    if rotary:
+        cos, sin = (normal(32, 8, dtype=torch.float32) for _ in range(2))
+        q = normal(2, 3, 4, 16)
+        tensors = tensors._replace(q=q, q_out=torch.zeros_like(q), rotary_cos=cos, rotary_sin=sin)
+    arguments = (*tensors, *Lengths(None, 3), *AppendOptions(backend=backend))
+    torch.library.opcheck(torch.ops.flashattn3.append.default, arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck_combine(backend, device):
+    parts = torch.randn(3, 2, 4, 2, 16, device=device), torch.randn(3, 2, 4, 2, device=device)
+    out, lse = torch.zeros_like(parts[0][0]), torch.zeros_like(parts[1][0])
+    operator = torch.ops.flashattn3.combine.default
+    torch.library.opcheck(operator, (out, lse, *parts, backend, "flash_attn_combine"))
+
+
+def test_append_declares_what_it_writes():
+    written = [x.name for x in torch.ops.flashattn3.append.default._schema.arguments if x.is_write]
+    assert written == ["k_cache", "v_cache", "q_out"]
+
+
+def test_a_write_counts_for_autograd(device):
+    cache = torch.zeros(1, 4, 1, 16, device=device)
+    other = torch.ones_like(cache).requires_grad_()
+    product = (other * cache).sum()
+    new = torch.ones(1, 1, 1, 16, device=device)
+    append_kvcache(new, new, cache, cache.clone(), cache_seqlens=0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_fake_tensors_need_no_gpu(kind):
+    with FakeTensorMode():
+
+        def fake(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device=kind)
+
+        ints = torch.int32
+        q, caches = fake(2, 3, 4, 64), (fake(9, 16, 2, 64), fake(9, 16, 2, 32))
+        table, seqlens = fake(2, 4, dtype=ints), fake(2, dtype=ints)
+        out, lse = flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=seqlens, page_table=table, return_lse=True
+        )
+        assert (out.shape, out.dtype, out.device.type) == ((2, 3, 4, 32), torch.bfloat16, kind)
+        assert (lse.shape, lse.dtype) == ((2, 4, 3), torch.float32)
+        rows, edges = fake(6, 4, 64), fake(3, dtype=ints)
+        out, lse = flash_attn_with_kvcache(
+            rows, *caches, cache_seqlens=seqlens, page_table=table, cu_seqlens_q=edges,
+            max_seqlen_q=4, return_softmax_lse=True,
+        )  # fmt: skip
+        assert (out.shape, lse.shape) == ((6, 4, 32), (4, 6))
+        new = fake(2, 1, 2, 64), fake(2, 1, 2, 32)
+        tables = fake(32, 16), fake(32, 16)
+        turned = append_kvcache(
+            *new, *caches, cache_seqlens=seqlens, page_table=table, rotary_cos=tables[0],
+            rotary_sin=tables[1], q=q,
+        )  # fmt: skip
+        assert turned.shape == q.shape
+        with pytest.raises(ValueError, match=r"page_table\.shape\[0\] must be 2"):
+            flash_attn_with_kvcache(q, *caches, page_table=fake(3, 4, dtype=ints))
+        parts = fake(3, 2, 5, 4, 32, dtype=torch.float32), fake(3, 2, 5, 4, dtype=torch.float32)
+        out, lse = flash_attn_combine(*parts, out_dtype=torch.bfloat16)
+        assert (out.shape, lse.shape, out.dtype) == ((2, 5, 4, 32), (2, 5, 4), torch.bfloat16)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.8 compiles a second graph")
+def test_a_compiled_step_has_one_graph_for_all_steps(device, fresh_dynamo):
+    """Append with rotary and attention, without a break; the caches are written in place."""
+
+    def step(q, k, v, k_cache, v_cache, seqlens, table, cos, sin):
+        out, lse = flash_attn_with_kvcache(
+            q * 1.5, k_cache, v_cache, k, v, None, cos, sin, seqlens, page_table=table,
+            causal=True, return_lse=True,
+        )  # fmt: skip
+        return out * 2, lse
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    torch.manual_seed(0)
+    for batch, pages, width in ((5, 19, 3), (6, 31, 4), (7, 45, 6)):
+
+        def normal(*shape):
+            return torch.randn(shape, device=device)
+
+        caches = [normal(pages, 4, 2, 16) for _ in range(2)]
+        copies = [x.clone() for x in caches]
+        seqlens = torch.arange(batch, dtype=torch.int32, device=device) + 1
+        table = torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width)
+        rest = seqlens, table, normal(32, 8), normal(32, 8)
+        given = normal(batch, 2, 4, 16), normal(batch, 2, 2, 16), normal(batch, 2, 2, 16)
+        wanted = step(*given, *caches, *rest)
+        found = compiled(*given, *copies, *rest)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(copies, caches)
+    graphs = [graph for graph in counter.graphs if "flashattn3" in graph.code]
+    assert len(graphs) == 1, f"{len(graphs)} graphs"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode, device):
+    case = CacheCase("mode", (9, 17))
+    wanted = call_cached(make_cache_inputs(case, device, torch.float16))
+    with mode():
+        found = call_cached(make_cache_inputs(case, device, torch.float16))
+    assert all(map(torch.equal, found, wanted))
