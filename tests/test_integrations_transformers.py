@@ -34,6 +34,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 LAYERS = ["sliding_attention", "full_attention"]
 MLA = {
     "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
     "n_routed_experts": 4,
     "n_group": 1,
     "topk_group": 1,
@@ -80,6 +81,10 @@ ROWS = 21
 @pytest.fixture(autouse=True)
 def registered():
     fa3.register()
+
+
+if not NEW:
+    del DECODERS["Qwen2Moe"]  # transformers 4.57 does not ask its attention interface there
 
 
 def configured(name, **changes):
@@ -186,6 +191,8 @@ def generated(model, ids, **options):
 def test_generate(name, cache, side):
     if name == "GPT2" and cache == "static" and not NEW:
         pytest.skip("GPT-2 of transformers 4.57 supports no static cache")
+    if name == "DeepseekV3" and cache == "static" and not NEW:
+        pytest.skip("the static cache of transformers 4.57 needs values of the keys' head_dim")
     options = {} if cache == "dynamic" else {"cache_implementation": "static"}
     ids = tokens()
     if side is not None:
@@ -203,7 +210,7 @@ def test_generate(name, cache, side):
 def test_other_ways_to_generate(name, options):
     batch = 1 if "prompt_lookup_num_tokens" in options else 2
     ids = tokens(batch)
-    ids[:, 10:] = ids[:, :11]  # something to look up
+    ids[:, 10:] = ids[:, :11].clone()  # something to look up
     mask = None if batch == 1 else padded("left")
     found, wanted = (
         generated(m, ids, attention_mask=mask, **options) for m in pair(configured(name))
@@ -249,19 +256,25 @@ def test_training_step(name, checkpointing):
         assert error <= 1e-5 * largest, (parameter, error / largest)
 
 
-@pytest.mark.parametrize("given", ["padding", "nothing", "packed"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss", "Llama4Text"])
+COMPILED = [
+    *(("padding", name) for name in ("Llama", "Mistral", "Gemma2", "GptOss", "Llama4Text")),
+    *(("nothing", name) for name in ("Llama", "Mistral", "GptOss")),
+    *(("packed", name) for name in ("Mistral", "Llama4Text")),
+]
+
+
+@pytest.mark.parametrize(("given", "name"), COMPILED)
 def test_compiled(name, given):
     if name == "GptOss" and not NEW:
         pytest.skip("transformers 4.57 does not compile its experts")
+    if name == "Llama4Text" and given == "packed" and not NEW:
+        pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
     torch._dynamo.reset()
     model, eager = pair(configured(name))
     ids, mask, positions = tokens(), None, None
     if given == "padding":
         mask = padded("left")
     elif given == "packed":
-        if name in ("GptOss", "Llama4Text") and not (NEW and name == "Llama4Text"):
-            pytest.skip("eager attention of this model does not divide packed sequences")
         positions = torch.cat((torch.arange(9), torch.arange(12)))[None].expand(2, -1)
     options = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -306,10 +306,16 @@ def _refuse_unknown_functions(mask_function: Callable, use_vmap: bool) -> None:
     """Raise if the mask is not composed of transformers' own functions for causal masks, windows,
     chunks and packed sequences. The compiler cannot read closures; there the outermost function
     and ``AHEAD`` decide."""
-    names = {_name(mask_function)}
-    if not torch.compiler.is_compiling():
-        names = set(_names_in(mask_function))
-    unknown = names.difference(KNOWN)
+    from transformers import masking_utils
+
+    if mask_function is masking_utils.causal_mask_function:
+        return
+    if torch.compiler.is_compiling():
+        plain = getattr(masking_utils, "bidirectional_mask_function", None)
+        names = [] if mask_function is plain else [mask_function.__qualname__.split(".")[0]]
+    else:
+        names = _names_in(mask_function)
+    unknown = set(names).difference(KNOWN)
     if use_vmap:
         unknown.add("the model's own mask function")
     if unknown:
@@ -319,13 +325,9 @@ def _refuse_unknown_functions(mask_function: Callable, use_vmap: bool) -> None:
         )
 
 
-def _name(function: Callable) -> str:
-    return function.__qualname__.split(".")[0]
-
-
 def _names_in(function: Callable) -> list[str]:
     """Names of a mask function and of all functions in its closure."""
-    names = [_name(function)]
+    names = [function.__qualname__.split(".")[0]]
     for cell in function.__closure__ or ():
         contents = cell.cell_contents
         for inner in contents if isinstance(contents, (tuple, list)) else (contents,):
