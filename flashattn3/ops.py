@@ -41,7 +41,9 @@ torch.library.define(
 
 @lru_cache(maxsize=4096)
 def _plan(key: tuple, options: Options) -> Plan:
-    return _chosen(metadata_under(key), options)
+    plan = _chosen(metadata_under(key), options)
+    warn_of_reference(plan)
+    return plan
 
 
 def _chosen(metadata: tuple, options: Options) -> Plan:

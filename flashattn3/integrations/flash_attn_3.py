@@ -47,7 +47,9 @@ def install_as_flash_attn_3() -> None:
 class _Interface(ModuleType):
     def __init__(self, name: str):
         super().__init__(name, "flashattn3 under the names of FlashAttention-3.")
-        self.__spec__ = ModuleSpec(name, None, origin="flashattn3", is_package=name == "flash_attn_3")
+        self.__spec__ = ModuleSpec(
+            name, None, origin="flashattn3", is_package=name == "flash_attn_3"
+        )
 
 
 def _origin(name: str) -> str:
