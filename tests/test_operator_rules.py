@@ -15,7 +15,10 @@ from flashattn3.integrations.flop_counter import register_flop_formulas
 
 def flops(function, *tensors, **options):
     register_flop_formulas()
-    leaves = [x.requires_grad_() if x.is_floating_point() else x for x in tensors]
+    leaves = [
+        x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in tensors
+    ]
     with FlopCounterMode(display=False) as forward:
         out = function(*leaves, **options)
     with FlopCounterMode(display=False) as backward:
