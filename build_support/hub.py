@@ -1,5 +1,5 @@
-"""``python -m build_support.hub OUT`` writes flashattn3 in the layout that Hugging Face's ``kernels``
-package loads: OUT/build/torch-cpu and OUT/build/torch-cuda, each the package with metadata.json.
+"""``python -m build_support.hub OUT`` writes flashattn3 as Hugging Face's ``kernels`` loads it:
+OUT/build/torch-cpu and OUT/build/torch-cuda, each the package with metadata.json.
 
     LOCAL_KERNELS=flashattn3=OUT python -c "import kernels; kernels.get_kernel('flashattn3', ...)"
 
