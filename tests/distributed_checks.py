@@ -41,7 +41,10 @@ def check_ring(mesh) -> None:
     replaces, so it is called here by name, as scaled_dot_product_attention does on a GPU.
     """
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    from torch.distributed.tensor.experimental._attention import (
+        _cp_options,
+        context_parallel_unshard,
+    )
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
     calls = []
@@ -50,19 +53,20 @@ def check_ring(mesh) -> None:
         spy = lambda *a, f=function, n=name, **k: (calls.append(n), f(*a, **k))[1]  # noqa: E731
         setattr(provider, name, spy)
     operator = torch.ops.aten._scaled_dot_product_flash_attention
-    torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, is_causal=False: operator(
-        q, k, v, 0.0, is_causal
-    )[0]
+
+    def scaled_dot_product_attention(q, k, v, is_causal=False):
+        return operator(q, k, v, 0.0, is_causal)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     activate_flash_attention_impl(provider.register(device="cpu"))
     for causal in (False, True):
+        _cp_options.enable_load_balance = causal  # the other order of rows is for causal masks
         q, k, v = (x.transpose(1, 2).contiguous() for x in inputs())
         wanted, gradients = exact(q, k, v, causal)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
+        buffers = [q, k, v]
         calls.clear()
-        with context_parallel(
-            mesh, buffers=tuple(x.data for x in leaves), buffer_seq_dims=(2,) * 3
-        ):
-            parts = [x.data.detach().requires_grad_() for x in leaves]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+            parts = [x.detach().requires_grad_() for x in buffers]
             out = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=causal)
             found = torch.autograd.grad(out.square().sum(), parts)
         assert {"flash_attn_func", "run_backward"} <= set(calls), calls

@@ -129,7 +129,7 @@ def _with_key_mask(
     """
     batch, rows = query.shape[:2]
     counts = counts.expand(batch, -1)
-    order = counts.int().argsort(-1, descending=True, stable=True)[:, :, None, None]
+    order = counts.int().argsort(dim=-1, descending=True, stable=True)[:, :, None, None]
     key, value = (x.take_along_dim(order, 1) for x in (key, value))
     edges = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * rows
     used = counts.sum(-1, dtype=torch.int32)
