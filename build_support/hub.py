@@ -5,7 +5,7 @@ OUT/build/torch-cpu and OUT/build/torch-cuda, each the package with metadata.jso
 
 The copy has the Triton kernels and the reference backend; the Hopper library is not in it. Its
 operators have a namespace of their own, since torch knows one operator of a name in a process: a
-copy loads beside an installed flashattn3 and beside another version of itself.
+copy loads beside an installed flashattn3 and beside a copy that was written elsewhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def write(out: Path) -> list[Path]:
     """Write both variants into out and return their folders. Files that are there already are
     replaced."""
     sources = _sources()
-    digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:12]
+    identity = json.dumps([sources, str(out.resolve())], sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     namespace = f"flashattn3_{digest}"
     folders = []
     for backend in BACKENDS:
