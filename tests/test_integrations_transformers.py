@@ -613,3 +613,27 @@ def test_sinks(reach):
     gradients = (torch.autograd.grad((x * weights).sum(), leaves) for x in (found, wanted))
     for gradient, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_benchmark_of_models(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import json
+
+    from flashattn3.bench import models_suite
+    from flashattn3.cli import main
+
+    monkeypatch.setattr(models_suite, "STEPS_PER_SAMPLE", 1)
+    monkeypatch.setattr(models_suite, "NEW_TOKENS", 4)
+    options = ("--suite", "models", "--quick", "--rounds", "2", "--device", "cpu")
+    arguments = ["bench", *options, "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    _, *records = map(json.loads, (tmp_path / "models.jsonl").read_text().splitlines())
+    found = {(r["direction"], r["provider"]): r for r in records if r["status"] == "ok"}
+    for work in ("train", "prefill", "decode"):
+        for name in ("flashattn3", "sdpa"):
+            assert found[work, name]["tokens_per_second"] > 0
+    assert found["padding", "flashattn3"]["waits"] == 0
+    assert "tokens/s: flashattn3 / sdpa" in capsys.readouterr().out
+    monkeypatch.setattr(fa3, "attention", lambda *a, **k: (torch.zeros_like(a[1]).mT, None))
+    monkeypatch.setattr(models_suite, "QUICK_CASES", models_suite.QUICK_CASES[:1])
+    assert main(arguments) == 1  # the gate

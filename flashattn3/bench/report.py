@@ -54,6 +54,8 @@ MEASURES = {
     "time": (Measure("TFLOP/s", lambda record: record["tflops"]),),
     "host": (Measure("host time (us)", lambda record: record["median_ms"] * 1e3),),
     "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
+    "tokens": (Measure("tokens/s", lambda record: record["tokens_per_second"]),),
+    "waits": (Measure("waits for the GPU in a forward pass", lambda record: record["waits"]),),
     "bandwidth": (Measure("GB/s", lambda record: record["gb_per_s"]),),
     "error": (
         Measure("RMSE / RMS of the fp64 reference", lambda record: record["relative_error"]),
