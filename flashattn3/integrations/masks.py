@@ -1,8 +1,8 @@
 """The masks of transformers as segments: sequences of queries and keys in a row of the batch.
 
 Left and right padding, the unused rows of a static cache, chunked attention and packed sequences
-all divide the rows of a batch into consecutive segments within which attention is plain causal (or
-windowed). The mask function returns their limits as cu_seqlens; runs of padding are segments of
+all divide the rows of a batch into consecutive segments within which attention is plain causal, or
+has a window. The mask function returns their limits as cu_seqlens; runs of padding are segments of
 their own, so no token is moved and none is dropped.
 
 A mask passes through transformers as a tensor, whose *shape* carries what is not data:
@@ -214,7 +214,7 @@ def _mask_of_function(
     ends_early: bool,
     limit: int,
 ) -> Tensor | None:
-    """Segments where queries and keys are aligned: causal or windowed self-attention.
+    """Segments where queries and keys are aligned: self-attention that is causal or has a window.
 
     The mask function itself is asked where they begin: a key that does not see the key before it
     begins one. limit: most segments that the batch can have, for compiled functions.
