@@ -6,6 +6,7 @@ No network: every model is made from a config.
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -317,6 +318,6 @@ def test_register(monkeypatch):
     monkeypatch.delattr(attention_dispatch, "_AttentionBackendRegistry")
     with pytest.raises(UnsupportedError, match="without AttentionBackendName and _AttentionBack"):
         fa3.register()
-    monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(UnsupportedError, match="diffusers is not installed; pip install"):
         fa3.register()

@@ -6,6 +6,7 @@ No network: every model is made from a config.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from unittest import mock
 
@@ -480,10 +481,11 @@ def test_registering_twice_has_no_effect():
 
 
 def test_library_missing_or_of_an_untested_version(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    # transformers replaces its own module while it loads its parts.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.0")
     with pytest.warns(UserWarning, match=r"transformers must be 4\.57 to 5\.\d+, got 5\.99\.0"):
         fa3.register()
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedError, match=r"transformers is not installed; pip install"):
         fa3.register()
 
