@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .call.problem import Tensors
+    from .call.inputs import Tensors
     from .dispatch.planner import Plan
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -18,12 +18,15 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 def under_autocast(tensors: Tensors) -> Tensors:
     """Cast q, k and v to autocast's dtype where autocast is enabled for their device, as
     ``F.scaled_dot_product_attention`` does. float64 and 8-bit tensors stay as they are."""
-    kind = tensors.q.device.type
-    if not torch.is_autocast_enabled(kind):
+    q, k, v = tensors.q, tensors.k, tensors.v
+    if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x.to(dtype) if x.dtype in _CAST else x for x in tensors[:3])
-    return tensors._replace(q=q, k=k, v=v)
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tensors._replace(q=_cast(q, dtype), k=_cast(k, dtype), v=_cast(v, dtype))
+
+
+def _cast(x: object, dtype: torch.dtype) -> object:
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CAST else x
 
 
 def warn_of_reference(plan: Plan) -> None:

@@ -25,6 +25,7 @@ from .dispatch.device import describe_device
 from .dispatch.planner import Plan, choose
 from .dispatch.selection import ANY, FROM_ENVIRONMENT, named_backend
 from .modes import no_fp8_gradient
+from .operator_rules import warn_of_reference
 
 if TYPE_CHECKING:
     from .dispatch.backend import Launch

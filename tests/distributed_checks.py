@@ -48,7 +48,7 @@ def check_ring(mesh) -> None:
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
     calls = []
-    for name in ("flash_attn_func", "run_backward"):
+    for name in ("flash_attn_func", "backward_of"):
         function = getattr(provider, name)
         spy = lambda *a, f=function, n=name, **k: (calls.append(n), f(*a, **k))[1]  # noqa: E731
         setattr(provider, name, spy)
@@ -69,7 +69,7 @@ def check_ring(mesh) -> None:
             parts = [x.detach().requires_grad_() for x in buffers]
             out = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=causal)
             found = torch.autograd.grad(out.square().sum(), parts)
-        assert {"flash_attn_func", "run_backward"} <= set(calls), calls
+        assert {"flash_attn_func", "backward_of"} <= set(calls), calls
         assert calls.count("flash_attn_func") == mesh.size(), calls
         whole = context_parallel_unshard(mesh, [out.detach(), *found], [2] * 4)
         torch.testing.assert_close(whole[0], wanted.detach(), rtol=1e-4, atol=1e-5)

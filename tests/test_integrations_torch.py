@@ -45,7 +45,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(provider, name, spy)
 
-    for name in ("flash_attn_func", "flash_attn_varlen_func", "run_backward"):
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "backward_of"):
         spied(name)
     activate_flash_attention_impl(provider.register(device="cpu"))
     yield found
@@ -84,14 +84,14 @@ def test_scaled_dot_product_attention(heads, causal, calls):
     visible = torch.ones(33, 33).tril().bool() if causal else None
     out = scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=heads[1] != heads[0])
     assert_same_function(out, exact(*tensors, visible), tensors)
-    assert calls == ["flash_attn_func", "run_backward"]
+    assert calls == ["flash_attn_func", "backward_of"]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_lengths_that_differ(lengths, calls):
     tensors = leaves(2, lengths=lengths)
     assert_same_function(scaled_dot_product_attention(*tensors), exact(*tensors), tensors)
-    assert calls == ["flash_attn_func", "run_backward"]
+    assert calls == ["flash_attn_func", "backward_of"]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -106,7 +106,7 @@ def test_causal_is_aligned_as_torch_documents_it(lengths, calls):
     calls.clear()
     found = torch.ops.aten._scaled_dot_product_flash_attention(*tensors, 0.0, True)[0]
     assert_same_function(found, exact(*tensors, ones.tril(keys - rows).bool()), tensors)
-    assert calls == ["flash_attn_func", "run_backward"]
+    assert calls == ["flash_attn_func", "backward_of"]
 
 
 @pytest.mark.parametrize("layout", ["heads first", "rows first", "packed"])
@@ -145,7 +145,7 @@ def test_modules(training, calls):
     if training:
         assert calls == ["flash_attn_func"] * 2
         found[1].sum().backward()
-        assert calls[-1] == "run_backward"
+        assert calls[-1] == "backward_of"
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
@@ -165,7 +165,7 @@ def test_compiled(compiler, calls):
     tensors = leaves(2)
     visible = torch.ones(33, 33).tril().bool()
     assert_same_function(run(*tensors), exact(*tensors, visible), tensors)
-    assert calls == ["flash_attn_func", "run_backward"]
+    assert calls == ["flash_attn_func", "backward_of"]
 
 
 def test_what_flashattn3_does_not_have_goes_to_the_former_kernel(calls):
@@ -210,7 +210,7 @@ def test_restore_brings_the_former_kernels_back_bit_for_bit(calls):
         assert not torch.equal(results()[0], before[0])
         restore_flash_attention_impl()
         assert all(torch.equal(x, y) for x, y in zip(results(), before, strict=True))
-    assert calls == ["flash_attn_func", "run_backward"] * 2
+    assert calls == ["flash_attn_func", "backward_of"] * 2
 
 
 def test_another_provider_replaces_this_one(calls):
@@ -222,9 +222,9 @@ def test_another_provider_replaces_this_one(calls):
 
 def test_deterministic_algorithms(monkeypatch, calls):
     found = []
-    forward = provider.run_backward
+    forward = provider.backward_of
     monkeypatch.setattr(
-        provider, "run_backward", lambda *a: (found.append(a[-1].deterministic), forward(*a))[1]
+        provider, "backward_of", lambda *a: (found.append(a[-1].deterministic), forward(*a))[1]
     )
     for flag in (True, False):
         torch.use_deterministic_algorithms(flag)
@@ -267,7 +267,7 @@ def test_varlen_attn(window, compiled, calls):
         wanted.append(piece[0].transpose(0, 1))
     assert_same_function(out, torch.cat(wanted), (q, k, v))
     assert lse.shape == (4, 33)
-    assert calls == ["flash_attn_varlen_func", "run_backward"]
+    assert calls == ["flash_attn_varlen_func", "backward_of"]
 
 
 @VARLEN

@@ -210,6 +210,8 @@ def test_generate(name, cache, side):
 )
 def test_other_ways_to_generate(name, options):
     batch = 1 if "prompt_lookup_num_tokens" in options else 2
+    if batch == 1:
+        options = options | {"eos_token_id": 96}  # transformers 4.57 needs one here
     ids = tokens(batch)
     ids[:, 10:] = ids[:, :11].clone()  # something to look up
     mask = None if batch == 1 else padded("left")

@@ -158,7 +158,9 @@ MAY_IMPORT = {
         "call.dtypes",
     },
     "quantization.triton_launch": {"quantization", "call.dtypes", "backends.triton.kernels"},
+    "operator_rules": set(),
     "ops": {
+        "operator_rules",
         "backends",
         "call",
         "call.value_checks",
@@ -172,7 +174,7 @@ MAY_IMPORT = {
         "call.descales",
         "call.dtypes",
     },
-    "autograd": {"modes", "ops", "call.inputs", "call.spec", "call.dtypes"},
+    "autograd": {"modes", "operator_rules", "ops", "call.inputs", "call.spec", "call.dtypes"},
     "explanation": {
         "backends",
         "call.arguments",

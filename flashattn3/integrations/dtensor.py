@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..call import problem
+from ..call import inputs as checks
 from ..errors import UnsupportedError
 
 
@@ -19,12 +19,12 @@ def register() -> None:
     """
     from torch.distributed.tensor.experimental import register_sharding
 
-    if problem.check_dtensor is not None:
+    if checks.check_dtensor is not None:
         return
     operators = torch.ops.flashattn3
     register_sharding(operators.forward.default)(_forward_shardings)
     register_sharding(operators.backward.default)(_backward_shardings)
-    problem.check_dtensor = _check
+    checks.check_dtensor = _check
 
 
 def _check(function: str, name: str, tensor: torch.Tensor) -> None:

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from ..api import flash_attn_func, flash_attn_varlen_func
-from ..call.problem import Options, Tensors
+from ..call.inputs import Tensors
+from ..call.spec import Options
+from ..dispatch.selection import backend_in_force
 from ..errors import UnsupportedError, expect
-from ..ops import backend_in_force, run_backward
+from ..ops import backward_of
 from .libraries import release
 
 OLDEST = "2.10"  # the first release with a registry
@@ -271,11 +273,11 @@ def _gradients(
         window_left=left,
         window_right=right,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        backend=backend_in_force(function, None),
+        backend=backend_in_force(function, "backend", None),
         function=function,
     )
     tensors = Tensors(query, key, value, cum_seq_q, cum_seq_k)
-    return run_backward(grad_out, None, out, logsumexp, tensors, options)
+    return backward_of(grad_out, None, out, logsumexp, tensors, options)
 
 
 def _sdpa_forward(query, key, value, *arguments, **options):
