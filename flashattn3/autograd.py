@@ -24,6 +24,7 @@ from .call.inputs import (
 )
 from .call.spec import Options
 from .modes import (
+    has_autocast,
     has_dual_level,
     is_plain,
     is_traced,
@@ -31,6 +32,7 @@ from .modes import (
     no_tangent,
     refuse_gradients,
 )
+from .operator_rules import under_autocast
 from .ops import backward_of, forward_of, forward_operator, launch_of, with_dense_rows
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
@@ -45,6 +47,8 @@ def attend(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]
 
 def _attention(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Compute out and lse, differentiably."""
+    if has_autocast():
+        tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
     if type(q) is Scaled:
         if _is_plain_8_bits(q, k, v):

@@ -22,6 +22,11 @@ def is_plain() -> bool:
     )
 
 
+def has_autocast() -> bool:
+    """Whether autocast is enabled for a GPU or the CPU."""
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
 def is_traced() -> bool:
     """Whether the compiler, a dispatch mode or a function transform is active."""
     return torch.compiler.is_compiling() or _num_modes() > 0 or is_transformed()

@@ -25,6 +25,7 @@ from .dispatch.device import describe_device
 from .dispatch.planner import Plan, choose
 from .dispatch.selection import ANY, FROM_ENVIRONMENT, named_backend
 from .modes import no_fp8_gradient
+from .operator_rules import warn_of_reference
 
 if TYPE_CHECKING:
     from .dispatch.backend import Launch
@@ -41,7 +42,9 @@ torch.library.define(
 
 @lru_cache(maxsize=4096)
 def _plan(key: tuple, options: Options) -> Plan:
-    return _chosen(metadata_under(key), options)
+    plan = _chosen(metadata_under(key), options)
+    warn_of_reference(plan)
+    return plan
 
 
 def _chosen(metadata: tuple, options: Options) -> Plan:

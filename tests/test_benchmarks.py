@@ -13,7 +13,7 @@ from flashattn3 import BlockScaled, flash_attn_func
 from flashattn3.bench import gate, host_suite, providers, quantize_suite, timing
 from flashattn3.bench.accuracy_suite import accuracy_cases, findings
 from flashattn3.bench.cached_suite import HOST_WORK
-from flashattn3.bench.command import SUITES
+from flashattn3.bench.command import ALL
 from flashattn3.bench.inputs import make_inputs, prepare, quantized
 from flashattn3.bench.memory import peak_bytes
 from flashattn3.bench.memory_suite import training_step
@@ -505,7 +505,7 @@ def test_a_baseline_that_refuses_is_absent(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", ALL)
 def test_quick_suites_on_a_gpu(suite, tmp_path):
     assert (
         main(["bench", "--quick", "--rounds", "2", "--suite", suite, "--output", str(tmp_path)])

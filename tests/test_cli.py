@@ -109,7 +109,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(
 
 
 def test_lengths_that_a_suite_lacks_are_refused_before_another_suite_runs(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "SUITES", ("memory", "grid"))
+    monkeypatch.setattr(bench, "ALL", ("memory", "grid"))
     monkeypatch.setattr(bench, "_run_suite", lambda *_: pytest.fail("ran the memory suite"))
     line = refusal(capsys, "bench", "--device", "cpu", "--quick", "--suite", "all", "--seqlen=256")
     assert "--suite grid: no case has the asked head dims and lengths" in line

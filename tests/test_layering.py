@@ -16,6 +16,7 @@ CORE = (
     "modes",
     "call",
     "dispatch",
+    "operator_rules",
     "ops",
     "autograd",
     "api",
@@ -206,7 +207,9 @@ MAY_IMPORT = {
         "call.dtypes",
     },
     "quantization.triton_launch": {"quantization", "call.dtypes", "backends.triton.kernels"},
+    "operator_rules": set(),
     "ops": {
+        "operator_rules",
         "backends",
         "call",
         "call.value_checks",
@@ -220,7 +223,7 @@ MAY_IMPORT = {
         "call.descales",
         "call.dtypes",
     },
-    "autograd": {"modes", "ops", "call.inputs", "call.spec", "call.dtypes"},
+    "autograd": {"modes", "operator_rules", "ops", "call.inputs", "call.spec", "call.dtypes"},
     "explanation": {
         "backends",
         "call.arguments",
@@ -377,10 +380,13 @@ def test_the_build_needs_the_standard_library_alone(path):
 
 
 def test_only_the_command_line_draws_or_measures():
-    """Attention itself imports neither the tests nor the benchmarks nor the command line."""
+    """Attention itself imports neither the tests nor the benchmarks nor the command line, and no
+    integration of another library."""
     for name in CORE_MODULES:
         outside = {
-            module for module in imports(name) if re.match(r"\.(testing|bench|demo|cli)", module)
+            module
+            for module in imports(name)
+            if re.match(r"\.(testing|bench|demo|cli|integrations)", module)
         }
         assert not outside, f"{name} imports {outside}"
     for name in MODULES:
@@ -469,3 +475,18 @@ def test_csrc_includes_follow_the_arrows(tmp_path):
         "attention/mask.h includes forward/kernel.cuh",
         "attention/mask.h includes torch/all.h",
     ]
+
+
+INTEGRATIONS = [name for name in MODULES if name.startswith("integrations.")]
+
+
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_integrations_import_their_library_only_when_called(name):
+    tree = ast.parse(MODULES[name].read_text())
+    roots = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            roots.add(node.module.split(".")[0])
+    assert roots <= {"torch", "__future__", *sys.stdlib_module_names}

@@ -235,13 +235,20 @@ def test_fake_tensors_need_no_gpu(kind):
         assert (out.shape, lse.shape) == ((16, 4, 32), (4, 16))
 
 
-def test_autocast_does_not_change_the_numbers(device):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_casts_as_torch_s_attention_does(device, compiled, fresh_dynamo):
     q, k, v = leaves(9, 9, device)
-    wanted = flash_attn_func(q, k, v, causal=True)
+    run = flash_attn_func
+    if compiled:
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        found = flash_attn_func(q, k, v, causal=True)
-        gradients = torch.autograd.grad(found.sum(), (q, k, v))
+        found = run(q, k.bfloat16(), v, causal=True)
+        in_float64 = flash_attn_func(*(x.double() for x in (q, k, v)))
+    wanted = flash_attn_func(*(x.bfloat16() for x in (q, k, v)), causal=True)
+    assert found.dtype == torch.bfloat16 and in_float64.dtype == torch.float64
     assert torch.equal(found, wanted)
+    gradients = torch.autograd.grad(found.sum(), (q, k, v))
+    assert all(x.dtype == torch.float32 for x in gradients)
     assert all(map(torch.equal, gradients, torch.autograd.grad(wanted.sum(), (q, k, v))))
 
 

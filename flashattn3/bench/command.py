@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,9 @@ from .environment import header
 from .figure import draw
 from .host_suite import WORK, run_host
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
+from .models_suite import CASES as MODELS
+from .models_suite import QUICK_CASES as QUICK_MODELS
+from .models_suite import run_model
 from .providers import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
 from .quantize_suite import SUITE as QUANTIZE
 from .quantize_suite import quantize_work, run_quantize
@@ -30,7 +34,8 @@ from .runner import Record, Settings, run_cell
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_varlen
 
-SUITES = (*CASES, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED, "varlen", "memory", "host")
+SUITES = (*CASES, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED, "varlen", "memory", "host", "models")
+ALL = SUITES[:-1]  # the last needs transformers
 ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",)}  # directions of a suite
 # Of ours; elsewhere one.
 OWN = {
@@ -51,6 +56,7 @@ INAPPLICABLE = {
     "memory": ("direction", "head_dim"),
     "host": ("direction", "head_dim", "seqlen"),
     **dict.fromkeys(CACHED, ("direction", "head_dim", "seqlen")),
+    "models": ("direction", "head_dim", "seqlen"),
 }
 ROUND_MS = 15.0
 ENDINGS = ("jsonl", "png")  # of the files of a suite
@@ -64,7 +70,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "the baselines in turn. Writes PATH/SUITE.jsonl and PATH/SUITE.png and prints a table. "
         "Exit status 1 if a result of flashattn3 is wrong.",
     )
-    parser.add_argument("--suite", choices=(*SUITES, "all"), default="grid", help="default: grid")
+    parser.add_argument(
+        "--suite",
+        choices=(*SUITES, "all"),
+        default="grid",
+        help="default: grid; all: without models",
+    )
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), help="default: both")
     parser.add_argument("--head-dim", type=_integers, help="only these, as in 64,128")
     parser.add_argument("--seqlen", type=_integers, help="only these, as in 512,4096")
@@ -131,13 +142,15 @@ def run(args: argparse.Namespace) -> int:
 def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
     """The suites that were asked for; no option is silently ignored."""
     error = args.parser.error
-    suites = SUITES if args.suite == "all" else (args.suite,)
+    suites = ALL if args.suite == "all" else (args.suite,)
     for suite in suites:
         for option in INAPPLICABLE.get(suite, ()):
             if getattr(args, option) is not None:
                 error(f"--{option.replace('_', '-')} says nothing to the {suite} suite")
         if suite in OF_16_BIT and args.dtype == "float32":
             error(f"--dtype must have 16 bits for the {suite} suite, got float32")
+    if "models" in suites and importlib.util.find_spec("transformers") is None:
+        error("the models suite needs transformers: pip install 'flashattn3[transformers]'")
     if device.type == "cuda":
         return suites
     if not args.quick and args.suite != "host":
@@ -189,6 +202,9 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     if suite in CACHED:
         chosen = cached_cells(suite, args.quick)
         return [lambda cell=cell: run_cached(cell, settings) for cell in chosen]
+    if suite == "models":
+        models = QUICK_MODELS if args.quick else MODELS
+        return [lambda case=case: run_model(case, settings) for case in models]
     if suite == "memory":
         lengths = QUICK_SEQLENS if args.quick else SEQLENS
         given_up: set[str] = set()

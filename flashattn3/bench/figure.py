@@ -25,6 +25,8 @@ COLORS = {
     "cudnn": "tab:orange",
     "math": "tab:purple",
     "naive": "tab:red",
+    "sdpa": "tab:gray",
+    "fa3 package": "tab:purple",
     "flashattn3 int8": "tab:green",
     "flashattn3 e4m3": "tab:olive",
     "honest int8": "tab:gray",

@@ -59,6 +59,8 @@ MEASURES = {
         Measure("GB/s of the visible keys", lambda record: record["gb_per_s"]),
     ),
     "chunk": (Measure("TFLOP/s", lambda record: record["tflops"]),),
+    "tokens": (Measure("tokens/s", lambda record: record["tokens_per_second"]),),
+    "waits": (Measure("waits for the GPU in a forward pass", lambda record: record["waits"]),),
     "bandwidth": (Measure("GB/s", lambda record: record["gb_per_s"]),),
     "error": (
         Measure("RMSE / RMS of the fp64 reference", lambda record: record["relative_error"]),

@@ -7,6 +7,7 @@ FlashAttention-3, or (batch, heads, blocks).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -258,10 +259,15 @@ def _check_class(function: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise type_error(function, name, "a torch.Tensor", shown(value))
     if _is_distributed(value):
+        if check_dtensor is not None:
+            return check_dtensor(function, name, value)
         wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
         raise type_error(function, name, wanted, shown(value))
 
 
+# Checks a DTensor where integrations.dtensor gave the operators sharding rules.
+check_dtensor: Callable[[str, str, Tensor], None] | None = None
+
+
 def _is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; the operators have no sharding rule for its placements."""
     return not torch.compiler.is_compiling() and hasattr(tensor, "device_mesh")

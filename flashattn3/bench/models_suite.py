@@ -1,0 +1,250 @@
+"""Whole transformers models: tokens per second of training, of a prompt and of decoding, and how
+often a forward pass with padding waits for the GPU. Weights are random; nothing is downloaded.
+
+The gate: the logits of the first tokens, or their gradient at the embedding, may differ from those
+of a float32 copy of the model with eager attention by at most twice (gradients three times) what
+eager attention differs in the model's own precision, plus a floor.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from ..integrations import transformers as integration
+from ..testing import FORWARD_FACTOR, GRADIENT_FACTOR
+from .providers import OURS, SDPA_BACKENDS
+from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
+from .timing import Timing
+
+SUITE = "models"
+CHOSEN_BY_TORCH, FA3 = "sdpa", "fa3 package"  # torch's own choice; the flash-attn-3 distribution
+IMPLEMENTATIONS = {OURS: "fa3", FA3: "flash_attention_3"}  # of others: "sdpa"
+GATE_TOKENS, FLOOR = 256, 1e-3
+STEPS_PER_SAMPLE = 5
+NEW_TOKENS = 64
+
+Model = torch.nn.Module
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """work: "train" (forward, backward and the optimizer's step), "prefill" (a prompt without
+    gradients), "decode" (NEW_TOKENS after a prompt, with a cache) or "padding" (counts waits)."""
+
+    name: str
+    work: str
+    batch: int
+    seqlen: int
+    layers: int
+    hidden: int
+    heads: int
+    heads_kv: int
+    intermediate: int
+    vocabulary: int = 32000
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * (NEW_TOKENS if self.work == "decode" else self.seqlen)
+
+
+_1B = (16, 2048, 32, 8, 8192, 128256)
+CASES = (
+    ModelCase("12x768", "train", 8, 1024, 12, 768, 12, 12, 2048),
+    ModelCase("6x384", "train", 4, 256, 6, 384, 6, 6, 1024),
+    ModelCase("16x2048", "train", 1, 8192, 16, 2048, 16, 16, 5504),
+    ModelCase("llama-1b", "train", 4, 4096, *_1B),
+    ModelCase("llama-1b", "prefill", 1, 8192, *_1B),
+    ModelCase("llama-1b", "decode", 1, 4096, *_1B),
+    ModelCase("12x768", "padding", 8, 1024, 12, 768, 12, 12, 2048),
+)
+QUICK_CASES = tuple(
+    ModelCase(f"quick-{work}", work, 2, 32, 2, 32, 4, 2, 48, 97)
+    for work in ("train", "prefill", "decode", "padding")
+)
+
+
+def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
+    """A record per provider."""
+    integration.register()
+    names = [OURS, CHOSEN_BY_TORCH, *(x for x in settings.baselines if x in SDPA_BACKENDS)]
+    names += [FA3] if settings.device.type == "cuda" else []
+    eager = _model(case, "eager", settings)
+    ids = torch.randint(1, case.vocabulary, (case.batch, case.seqlen), device=settings.device)
+    models: dict[str, Model] = {}
+    refused: dict[str, tuple[str, str]] = {}
+    errors = _Gate(case, eager, ids)
+    for name in names:
+        try:
+            models[name] = _model(case, IMPLEMENTATIONS.get(name, "sdpa"), settings)
+            with _selected(name):
+                errors.check(models[name])
+        except Exception as error:  # whatever it is, the other providers go on
+            refused[name] = (FAILED if name == OURS else ABSENT), first_line(error)
+    del eager
+    working = {name: model for name, model in models.items() if name not in refused}
+    if case.work == "padding":
+        outcomes = {name: _waits(name, model, ids) for name, model in working.items()}
+    else:
+        outcomes = _times(case, working, ids, settings)
+    for name in names:
+        status, reason = refused.get(name, (OK, ""))
+        yield {
+            "record": "waits" if case.work == "padding" else "tokens",
+            "suite": f"{SUITE} {'waits' if case.work == 'padding' else 'tokens'}",
+            "row": f"{case.work} {case.name}",
+            "column": f"{case.batch} x {case.seqlen}",
+            "direction": case.work,
+            "dtype": settings.dtype_name,
+            "case": case.name,
+            **{key: value for key, value in asdict(case).items() if key not in ("name", "work")},
+            "provider": name,
+            "status": status,
+            **({"reason": reason} if reason else outcomes[name]),
+        }
+
+
+def _model(case: ModelCase, implementation: str, settings: Settings) -> Model:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden,
+        intermediate_size=case.intermediate,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.heads_kv,
+        max_position_embeddings=case.seqlen + NEW_TOKENS,
+    )
+    torch.manual_seed(0)
+    with settings.device:
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=implementation, dtype=settings.dtype
+        )
+
+
+class _Gate:
+    """Logits, and for training the embedding's gradient, of the first tokens of the inputs."""
+
+    def __init__(self, case: ModelCase, eager: Model, ids: Tensor) -> None:
+        self.case, self.ids = case, ids[:1, :GATE_TOKENS]
+        # Rotary embeddings keep float32 tables, so the copy is exact but for its own rounding.
+        self.reference = self._results(copy.deepcopy(eager).float())
+        self.baseline = self._results(eager)
+
+    def check(self, model: Model) -> None:
+        factors = {"logits": FORWARD_FACTOR, "gradient": GRADIENT_FACTOR}
+        results = self._results(model)
+        for name, found in results.items():
+            wanted = self.reference[name]
+            error, allowed = (
+                (x.float() - wanted).abs().max().item() for x in (found, self.baseline[name])
+            )
+            bound = factors[name] * allowed + FLOOR * wanted.abs().max().item()
+            assert error <= bound, f"{self.case.name}: {name} differ by {error:.3g} > {bound:.3g}"
+
+    def _results(self, model: Model) -> dict[str, Tensor]:
+        model.train(self.case.work == "train")
+        with torch.set_grad_enabled(self.case.work == "train"):
+            logits = model(self.ids, use_cache=False).logits
+        results = {"logits": logits.detach()}
+        if self.case.work == "train":
+            weight = model.get_input_embeddings().weight
+            loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), self.ids[0, 1:])
+            (results["gradient"],) = torch.autograd.grad(loss, weight)
+        return results
+
+
+def _selected(name: str) -> AbstractContextManager:
+    return sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else nullcontext()
+
+
+def _times(
+    case: ModelCase, models: dict[str, Model], ids: Tensor, settings: Settings
+) -> dict[str, Record]:
+    """Wall time, since small models are limited by the host; providers in turn, round by round."""
+    calls = {name: _work(case, model, ids) for name, model in models.items()}
+    wait = partial(torch.cuda.synchronize, settings.device)
+    if settings.device.type != "cuda":
+        wait = lambda: None  # noqa: E731
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    repetitions = 3 if settings.round_ms > 1 else 1
+    for turn in range(settings.rounds + 1):
+        for name, call in calls.items():
+            with _selected(name):
+                found = [_sample(call, wait) for _ in range(repetitions)]
+            samples[name] += found if turn else []  # the first round warms up
+    timings = {name: Timing.of(found) for name, found in samples.items()}
+    return {
+        name: {
+            **asdict(timing),
+            "tokens_per_second": case.tokens / timing.median_ms * 1e3,
+            "speed_ratio": {
+                other: timings[other].median_ms / timing.median_ms
+                for other in timings
+                if other != name
+            },
+        }
+        for name, timing in timings.items()
+    }
+
+
+def _sample(call: Callable[[], object], wait: Callable[[], None]) -> float:
+    wait()
+    start = time.perf_counter()
+    for _ in range(STEPS_PER_SAMPLE):
+        call()
+    wait()
+    return (time.perf_counter() - start) * 1e3 / STEPS_PER_SAMPLE
+
+
+def _work(case: ModelCase, model: Model, ids: Tensor) -> Callable[[], object]:
+    if case.work == "train":
+        fused = ids.device.type == "cuda"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+        model.train()
+
+        def step() -> None:
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+    model.eval()
+    if case.work == "prefill":
+        return torch.no_grad()(lambda: model(ids, use_cache=False, logits_to_keep=1))
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def _waits(name: str, model: Model, ids: Tensor) -> Record:
+    """Synchronizations with the GPU of one forward pass whose first row has padding on the left.
+    transformers' own are among them."""
+    mask = torch.ones_like(ids)
+    mask[0, : ids.shape[1] // 4] = 0
+    model.eval()
+    with torch.no_grad(), _selected(name):
+        run = partial(model, ids, attention_mask=mask, use_cache=False)
+        run()
+        if ids.device.type != "cuda":
+            return {"waits": 0}
+        former = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode(former)
+    found = [x for x in told if "synchronizing CUDA operation" in str(x.message)]
+    places = sorted({f"{x.filename.rsplit('/', 1)[-1]}:{x.lineno}" for x in found})
+    return {"waits": len(found), "places": places}

@@ -1,0 +1,150 @@
+"""transformers models run on flashattn3: ``attn_implementation="fa3"`` after ``register()``.
+
+    from flashattn3.integrations import transformers as fa3
+    fa3.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa3")
+
+A model asks two functions. The mask function runs once per forward and kind of mask; it describes
+the mask as *segments* (``masks.py``). The attention function runs in every layer and passes the
+segments on as cu_seqlens: no gather, no wait for the GPU, no graph break.
+
+What a model asks and this integration does not have raises UnsupportedError: nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..api import flash_attn_func, flash_attn_varlen_func
+from ..errors import UnsupportedError, shown, value_error
+from .libraries import import_library
+from .masks import Segments, mask
+
+OLDEST, NEWEST = "4.57", "5.23"  # releases of transformers that the tests cover
+TAKEN = ("eager", "sdpa", "flex_attention")
+
+
+def register(name: str = "fa3") -> str:
+    """Make ``attn_implementation=name`` run on flashattn3.
+
+    Args:
+        name: must not contain "flash", "/" or "|": transformers loads such names from its hub.
+
+    Returns: name. Registering twice has no effect.
+
+    Raises:
+        UnsupportedError: transformers is not installed.
+        ValueError: transformers gives the name another meaning.
+    """
+    function = "integrations.transformers.register"
+    import_library(function, "transformers", OLDEST, NEWEST)
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    reserved = any(part in name.lower() for part in ("flash", "/", "|"))
+    if reserved or not name or name in TAKEN:
+        wanted = f"without 'flash', '/' and '|', and none of {TAKEN}"
+        raise value_error(function, "name", wanted, repr(name))
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others,
+) -> tuple[Tensor, None]:
+    """The attention of one layer, as transformers' AttentionInterface calls it.
+
+    Args:
+        query: (batch, heads, seqlen_q, head_dim).
+        key, value: (batch, heads_kv, seqlen_k, ·); value's head_dim may differ.
+        attention_mask: from ``mask``, or None.
+        sliding_window: w: a query sees the w - 1 keys before it, and after it where the mask is not
+            causal. Where ``mask`` describes a window, that one counts.
+        s_aux: (heads,), attention sinks: one more key per head with this score and no value.
+        cu_seq_lens_q, cu_seq_lens_k: sequences packed into one row of the batch.
+        others: arguments that change no number, and those that are refused.
+
+    Returns: out (batch, seqlen_q, heads, head_dim_v) and None in place of the probabilities.
+    """
+    _refuse(dropout, others)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    segments = Segments.of_mask(attention_mask)
+    if segments is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        left = -1 if sliding_window is None else sliding_window - 1
+        segments = Segments(causal, left)
+    lengths = q.shape[1], k.shape[1]
+    if cu_seq_lens_q is not None:
+        segments = segments.cut_at(cu_seq_lens_q, cu_seq_lens_k, lengths)
+    elif segments.causal and segments.cu_seqlens_q is None and position_ids is not None:
+        segments = segments.at_positions(position_ids, q.shape[0], lengths)
+    options = {
+        "softmax_scale": scaling,
+        "causal": segments.causal,
+        "window_size": (segments.left, 0 if segments.causal else segments.left),
+        "softcap": softcap or 0.0,
+        "return_lse": s_aux is not None,
+    }
+    if segments.cu_seqlens_q is None:
+        result = flash_attn_func(q, k, v, **options)
+    else:
+        edges = segments.cu_seqlens_q, segments.cu_seqlens_k
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        result = flash_attn_varlen_func(*rows, *edges, *lengths, **options)
+    if s_aux is not None:
+        result = _with_sinks(*result, s_aux)
+    return result.view(*q.shape[:2], *result.shape[-2:]), None
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Add one key per head whose score is the sink and whose value is 0.
+
+    It changes the sum of a row from exp(lse) to exp(lse) + exp(sink), so out shrinks by
+    sigmoid(lse - sink). Exact, and differentiable through lse.
+
+    sinks: (heads,). out: (..., seqlen, heads, head_dim). lse: (..., heads, seqlen).
+    """
+    if sinks.shape != out.shape[-2:-1]:
+        wanted = f"({out.shape[-2]},), one sink per head"
+        raise value_error("transformers attention", "s_aux.shape", wanted, tuple(sinks.shape))
+    share = torch.sigmoid(lse.transpose(-1, -2) - sinks.float())
+    return (out * share.unsqueeze(-1)).to(out.dtype)
+
+
+# Arguments of some models that the attention here does not have → what to use instead.
+_REFUSED = {
+    "position_bias": "use attn_implementation='sdpa' for this model",
+    "head_mask": "use attn_implementation='eager'",
+    "output_attentions": "use attn_implementation='eager' to read the probabilities",
+    "cache": "continuous batching needs a paged cache, which flashattn3 does not have yet: use "
+    "attn_implementation='sdpa', or this package's Hub layout",
+}
+
+
+def _refuse(dropout: float, others: dict) -> None:
+    if dropout:
+        raise UnsupportedError(
+            f"transformers attention: dropout must be 0, got {dropout}: set attention_dropout=0.0 "
+            "in the model's config, or use attn_implementation='sdpa'"
+        )
+    for name, instead in _REFUSED.items():
+        value = others.get(name)
+        if value is not None and value is not False:
+            raise UnsupportedError(
+                f"transformers attention: {name} must be None, got {shown(value)}: {instead}"
+            )

@@ -1,0 +1,130 @@
+"""What each process of tests/test_integrations_distributed.py runs: gloo on a CPU.
+
+torchrun --nproc-per-node 2 tests/distributed_checks.py ring|dtensor
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_varlen_func
+from flashattn3.integrations import dtensor
+from flashattn3.integrations import torch as provider
+
+
+def inputs(heads=(4, 4, 4), rows=64, batch=2):
+    torch.manual_seed(0)
+    return [torch.randn(batch, rows, h, 16) for h in heads]
+
+
+def exact(q, k, v, causal):
+    """Attention over (batch, heads, seqlen, head_dim) and its gradients, without flashattn3."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].mT / leaves[0].shape[-1] ** 0.5
+    if causal:
+        visible = torch.ones(scores.shape[-2:]).tril().bool()
+        scores = scores.masked_fill(~visible, float("-inf"))
+    out = scores.softmax(-1) @ leaves[2]
+    return out, torch.autograd.grad(out.square().sum(), leaves)
+
+
+def check_ring(mesh) -> None:
+    """torch's context_parallel over the provider, forward and backward.
+
+    On a CPU scaled_dot_product_attention does not choose the operator that the ring attention
+    replaces, so it is called here by name, as scaled_dot_product_attention does on a GPU.
+    """
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import (
+        _cp_options,
+        context_parallel_unshard,
+    )
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    calls = []
+    for name in ("flash_attn_func", "backward_of"):
+        function = getattr(provider, name)
+        spy = lambda *a, f=function, n=name, **k: (calls.append(n), f(*a, **k))[1]  # noqa: E731
+        setattr(provider, name, spy)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+
+    def scaled_dot_product_attention(q, k, v, is_causal=False):
+        return operator(q, k, v, 0.0, is_causal)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+    activate_flash_attention_impl(provider.register(device="cpu"))
+    for causal in (False, True):
+        _cp_options.enable_load_balance = causal  # the other order of rows is for causal masks
+        q, k, v = (x.transpose(1, 2).contiguous() for x in inputs())
+        wanted, gradients = exact(q, k, v, causal)
+        buffers = [q, k, v]
+        calls.clear()
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+            parts = [x.detach().requires_grad_() for x in buffers]
+            out = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=causal)
+            found = torch.autograd.grad(out.square().sum(), parts)
+        assert {"flash_attn_func", "backward_of"} <= set(calls), calls
+        assert calls.count("flash_attn_func") == mesh.size(), calls
+        whole = context_parallel_unshard(mesh, [out.detach(), *found], [2] * 4)
+        torch.testing.assert_close(whole[0], wanted.detach(), rtol=1e-4, atol=1e-5)
+        for x, y in zip(whole[1:], gradients, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    restore_flash_attention_impl()
+
+
+def check_dtensor(mesh) -> None:
+    tensors = inputs((4, 2, 2), rows=24)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    wanted, lse = flash_attn_func(*leaves, causal=True, return_lse=True)
+    gradients = torch.autograd.grad(wanted.square().sum() + lse.sum(), leaves)
+    try:
+        flash_attn_func(*(distribute_tensor(x, mesh, [Shard(0)]) for x in tensors))
+        raise SystemExit("DTensors without sharding rules were taken")
+    except TypeError as error:
+        assert "local_map" in str(error)
+    dtensor.register()
+    dtensor.register()
+    for axis in (0, 2, None):
+        placement = Replicate() if axis is None else Shard(axis)
+        parts = [distribute_tensor(x, mesh, [placement]).requires_grad_() for x in tensors]
+        out, lse_of_parts = flash_attn_func(*parts, causal=True, return_lse=True)
+        assert isinstance(out, DTensor) and out.placements == (placement,), out.placements
+        if axis == 2:
+            assert lse_of_parts.placements == (Shard(1),)
+        loss = out.square().sum() + lse_of_parts.sum()
+        found = torch.autograd.grad(loss, parts)
+        torch.testing.assert_close(out.full_tensor(), wanted)
+        torch.testing.assert_close(lse_of_parts.full_tensor(), lse)
+        for x, y, part in zip(found, gradients, parts, strict=True):
+            assert x.placements == part.placements
+            torch.testing.assert_close(x.full_tensor(), y)
+    one_head = [distribute_tensor(x, mesh, [Shard(2)]) for x in inputs((2, 1, 1), rows=24)]
+    expected = flash_attn_func(*inputs((2, 1, 1), rows=24))
+    torch.testing.assert_close(flash_attn_func(*one_head).full_tensor(), expected)
+    try:
+        flash_attn_func(*(distribute_tensor(x, mesh, [Shard(1)]) for x in tensors))
+        raise SystemExit("a sharded sequence was taken")
+    except UnsupportedError as error:
+        assert "context_parallel" in str(error)
+    rows = [distribute_tensor(x[0], mesh, [Shard(1)]) for x in tensors]
+    edges = distribute_tensor(torch.tensor([0, 24], dtype=torch.int32), mesh, [Replicate()])
+    try:
+        flash_attn_varlen_func(*rows, edges, edges, 24, 24)
+        raise SystemExit("a varlen call with DTensors was taken")
+    except UnsupportedError as error:
+        assert "local_map" in str(error)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    {"ring": check_ring, "dtensor": check_dtensor}[sys.argv[1]](
+        init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+    dist.destroy_process_group()

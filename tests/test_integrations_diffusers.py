@@ -1,0 +1,323 @@
+"""diffusers models with random weights, on flashattn3 against torch's own attention.
+
+No network: every model is made from a config.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+import torch.nn.attention
+
+from flashattn3 import UnsupportedError
+from flashattn3.integrations import diffusers as fa3
+from flashattn3.integrations import torch as provider
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+OLD = diffusers.__version__.startswith("0.35.")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many calls reached flashattn3, and by which function."""
+    found = {"flash_attn_func": 0, "flash_attn_varlen_func": 0}
+
+    def spied(module, name):
+        function = getattr(module, name)
+
+        def spy(*arguments, **options):
+            found[name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, spy)
+
+    for module in (fa3, provider):
+        for name in found:
+            spied(module, name)
+    fa3.register()
+    from diffusers.models.attention_dispatch import attention_backend
+
+    with attention_backend("native"):  # newer releases choose the backend for all models at once
+        yield found
+
+
+def assert_close(found, wanted):
+    error = (found - wanted).abs().max() / wanted.abs().max()
+    assert error <= 1e-5, f"relative error {error:.1e}"
+
+
+def compared(model, inputs, backend=True):
+    """The model's output with torch's attention and with flashattn3."""
+    model.eval()
+    with torch.no_grad():
+        wanted = model(**inputs, return_dict=False)[0]
+        if backend:
+            model.set_attention_backend(fa3.NAME)
+        found = model(**inputs, return_dict=False)[0]
+    assert_close(found, wanted)
+
+
+def made(name, **config):
+    cls = getattr(diffusers, name, None)
+    if cls is None:
+        pytest.skip(f"this diffusers has no {name}")
+    torch.manual_seed(0)
+    return cls(**config)
+
+
+def test_flux(calls):
+    model = made(
+        "FluxTransformer2DModel",
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 16, 4),
+        "encoder_hidden_states": torch.randn(2, 8, 32),
+        "pooled_projections": torch.randn(2, 32),
+        "txt_ids": torch.zeros(8, 3),
+        "img_ids": torch.randn(16, 3),
+        "timestep": torch.tensor([1.0, 1.0]),
+    }
+    compared(model, inputs)
+    assert calls == {"flash_attn_func": 2, "flash_attn_varlen_func": 0}
+
+
+def test_wan(calls):
+    model = made(
+        "WanTransformer3DModel",
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=256,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 2, 16, 16),
+        "timestep": torch.tensor([5]),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+    }
+    compared(model, inputs)
+    assert calls == {"flash_attn_func": 4, "flash_attn_varlen_func": 0}
+
+
+def test_qwen_image_with_a_text_mask(calls):
+    """Text comes before the image, so its padding is a hole between keys that count."""
+    model = made(
+        "QwenImageTransformer2DModel",
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=16,
+        guidance_embeds=False,
+        axes_dims_rope=(8, 4, 4),
+    )
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, 4:] = False
+    inputs = {
+        "hidden_states": torch.randn(2, 16, 16),
+        "encoder_hidden_states": torch.randn(2, 7, 16),
+        "encoder_hidden_states_mask": mask,
+        "timestep": torch.tensor([1.0, 1.0]),
+        "img_shapes": [[(1, 4, 4)]] * 2,
+    }
+    if "txt_seq_lens" in inspect.signature(model.forward).parameters:
+        inputs["txt_seq_lens"] = [7, 7]
+    compared(model, inputs)
+    used = "flash_attn_func" if OLD else "flash_attn_varlen_func"  # 0.35 ignores the mask
+    assert calls == {"flash_attn_func": 0, "flash_attn_varlen_func": 0, used: 2}
+
+
+@pytest.mark.skipif(OLD, reason="HunyuanVideo of diffusers 0.35 calls torch's SDPA itself")
+def test_hunyuan_video_with_a_text_mask(calls):
+    model = made(
+        "HunyuanVideoTransformer3DModel",
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        patch_size_t=1,
+        guidance_embeds=True,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(2, 4, 4),
+    )
+    mask = torch.ones(2, 12)
+    mask[0, 8:] = 0
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 1, 8, 8),
+        "timestep": torch.tensor([5, 5]),
+        "encoder_hidden_states": torch.randn(2, 12, 16),
+        "pooled_projections": torch.randn(2, 8),
+        "encoder_attention_mask": mask,
+        "guidance": torch.tensor([1000.0, 1000.0]),
+    }
+    try:
+        compared(model, inputs)
+    except UnsupportedError as error:  # the text refiner's mask has a row for every query
+        assert "attn_mask must be bool" in str(error)
+        refiner = model.context_embedder
+        for module in refiner.modules():
+            if hasattr(getattr(module, "processor", None), "_attention_backend"):
+                module.processor._attention_backend = None
+        with torch.no_grad():
+            found = model(**inputs, return_dict=False)[0]
+            model.reset_attention_backend()
+            assert_close(found, model(**inputs, return_dict=False)[0])
+    assert calls["flash_attn_varlen_func"] >= 2
+
+
+@pytest.fixture
+def sdpa_provider(calls):
+    """The models below call F.scaled_dot_product_attention themselves."""
+    if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        pytest.skip("torch 2.11 has the first registry of providers that restores")
+    provider.register(device="cpu")
+    yield lambda: torch.nn.attention.activate_flash_attention_impl("FLASHATTN3")
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def compared_by_provider(model, inputs, activate):
+    model.eval()
+    with torch.no_grad():
+        wanted = model(**inputs, return_dict=False)[0]
+        activate()
+        assert_close(model(**inputs, return_dict=False)[0], wanted)
+
+
+def test_unet_by_the_provider_of_torch(sdpa_provider, calls):
+    model = made(
+        "UNet2DConditionModel",
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=2,
+    )
+    inputs = {
+        "sample": torch.randn(1, 4, 16, 16),
+        "timestep": 10,
+        "encoder_hidden_states": torch.randn(1, 7, 16),
+    }
+    compared_by_provider(model, inputs, sdpa_provider)
+    assert calls["flash_attn_func"] == 8
+
+
+def test_stable_diffusion_3_by_the_provider_of_torch(sdpa_provider, calls):
+    model = made(
+        "SD3Transformer2DModel",
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        out_channels=4,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 16, 16),
+        "encoder_hidden_states": torch.randn(2, 7, 32),
+        "pooled_projections": torch.randn(2, 32),
+        "timestep": torch.tensor([5, 5]),
+    }
+    compared_by_provider(model, inputs, sdpa_provider)
+    assert calls["flash_attn_func"] == 2
+
+
+# The function itself.
+
+
+def qkv(rows=5, keys=9, heads_kv=4):
+    torch.manual_seed(0)
+    return [torch.randn(2, n, h, 16) for n, h in ((rows, 4), (keys, heads_kv), (keys, heads_kv))]
+
+
+def exact(q, k, v, mask=None, causal=False):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": k.shape[1] != q.shape[1]}
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_keys_that_do_not_count(batch):
+    mask = torch.rand(batch, 1, 1, 9) > 0.4
+    mask[..., 3] = True
+    q, k, v = qkv()
+    found, lse = fa3.attention(q, k, v, mask, return_lse=True)
+    torch.testing.assert_close(found, exact(q, k, v, mask))
+    scores = (q.transpose(1, 2) @ k.transpose(1, 2).mT / 4).masked_fill(~mask, float("-inf"))
+    torch.testing.assert_close(lse, scores.logsumexp(-1).transpose(1, 2))
+
+
+def test_other_arguments():
+    q, k, v = qkv(9, heads_kv=2)
+    wanted = exact(q, k, v, causal=True)
+    torch.testing.assert_close(fa3.attention(q, k, v, is_causal=True, enable_gqa=True), wanted)
+    out, lse = fa3.attention(q, k, v, enable_gqa=True, return_lse=True)
+    assert (out.shape, lse.shape) == ((2, 9, 4, 16), (2, 9, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dropout_p", {"dropout_p": 0.1}),
+        ("attn_mask", {"attn_mask": torch.zeros(2, 1, 1, 9)}),
+        ("attn_mask", {"attn_mask": torch.ones(5, 9, dtype=torch.bool)}),
+        ("attn_mask", {"attn_mask": torch.ones(2, 1, 5, 9, dtype=torch.bool)}),
+        ("is_causal", {"is_causal": True}),
+        ("parallel_config", {"_parallel_config": object()}),
+        (
+            "window_size",
+            {"window_size": (3, 3), "attn_mask": torch.ones(2, 1, 1, 9, dtype=torch.bool)},
+        ),
+    ],
+)
+def test_refused(name, options):
+    with pytest.raises(UnsupportedError, match=f"diffusers attention: {name} must be"):
+        fa3.attention(*qkv(), **options)
+
+
+def test_register(monkeypatch):
+    from diffusers.models import attention_dispatch
+
+    assert fa3.register() == fa3.register() == "flashattn3"
+    names = attention_dispatch.AttentionBackendName
+    assert names("flashattn3") is names["FLASHATTN3"] and list(names).count("flashattn3") == 1
+    monkeypatch.delattr(attention_dispatch, "_AttentionBackendRegistry")
+    with pytest.raises(UnsupportedError, match="without AttentionBackendName and _AttentionBack"):
+        fa3.register()
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(UnsupportedError, match="diffusers is not installed; pip install"):
+        fa3.register()

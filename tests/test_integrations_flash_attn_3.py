@@ -1,0 +1,58 @@
+"""Code written for FlashAttention-3, in processes of their own: they change sys.modules."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import run_python
+
+INSTALL = """
+from flashattn3.integrations.flash_attn_3 import install_as_flash_attn_3
+install_as_flash_attn_3()
+"""
+
+
+def test_both_names_are_this_package():
+    code = f"""{INSTALL}
+install_as_flash_attn_3()
+import importlib.util, torch, flashattn3
+import flash_attn_interface
+import flash_attn_3.flash_attn_interface as nested
+from flash_attn_3.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+assert flash_attn_interface.flash_attn_qkvpacked_func is flashattn3.flash_attn_qkvpacked_func
+assert flash_attn_func is flashattn3.flash_attn_func is nested.flash_attn_func
+assert importlib.util.find_spec("flash_attn_interface").origin == "flashattn3"
+q = torch.randn(1, 5, 2, 8)
+out, lse = flash_attn_func(q, q, q, causal=True, return_attn_probs=True)
+assert out.shape == q.shape and lse.shape == (1, 2, 5)
+try:
+    from flash_attn_interface import flash_attn_with_kvcache
+except ImportError:
+    print("done")
+import importlib.metadata
+for name in ("flash-attn-3", "flash_attn_3"):
+    try:
+        importlib.metadata.distribution(name)
+        raise SystemExit(f"claims the distribution {{name}}")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+"""
+    assert run_python(code).strip() == "done"
+
+
+@pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn_3"])
+def test_refused_where_the_real_package_is(name, tmp_path):
+    (tmp_path / f"{name}.py").write_text("real = True\n")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from flashattn3 import UnsupportedError
+from flashattn3.integrations.flash_attn_3 import install_as_flash_attn_3
+try:
+    install_as_flash_attn_3()
+except UnsupportedError as error:
+    print(error)
+import {name}
+assert {name}.real
+"""
+    told = run_python(code)
+    assert f"{name} must not be installed, got {name} at {tmp_path}" in told

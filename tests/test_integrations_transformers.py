@@ -1,0 +1,643 @@
+"""transformers models with random weights, on flashattn3 against transformers' own eager attention.
+
+No network: every model is made from a config.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+
+from flashattn3 import UnsupportedError
+from flashattn3.integrations import masks
+from flashattn3.integrations import transformers as fa3
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+NEW = int(transformers.__version__.split(".")[0]) >= 5
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+LAYERS = ["sliding_attention", "full_attention"]
+MLA = {
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
+WINDOW = {"sliding_window": 7}
+DECODERS = {
+    "Llama": {},
+    "Mistral": WINDOW,
+    "Qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    # Its layers pass no sliding_window to their attention.
+    "Qwen2Moe": {
+        **WINDOW,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Qwen3": {"head_dim": 16},
+    "Mixtral": EXPERTS,
+    "Gemma2": {**WINDOW, "head_dim": 8},
+    "Gemma3Text": {**WINDOW, "head_dim": 8, "layer_types": LAYERS},
+    "GptOss": {**WINDOW, **EXPERTS, "head_dim": 8},
+    "DeepseekV3": MLA,
+    "Llama4Text": {
+        "head_dim": 8,
+        "attention_chunk_size": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
+    "GPT2": {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+}
+ROWS = 21
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    fa3.register()
+
+
+if not NEW:
+    del DECODERS["Qwen2Moe"]  # transformers 4.57 does not ask its attention interface there
+
+
+def configured(name, **changes):
+    return getattr(transformers, f"{name}Config")(**SIZES | DECODERS[name] | changes)
+
+
+def pair(config, auto="AutoModelForCausalLM"):
+    """The same model twice: with flashattn3 and with eager attention."""
+    models = []
+    for attention in ("fa3", "eager"):
+        torch.manual_seed(0)
+        factory = getattr(transformers, auto)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            models.append(
+                factory.from_config(copy.deepcopy(config), attn_implementation=attention).eval()
+            )
+    models[0].load_state_dict(models[1].state_dict())
+    return models
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many dense and varlen calls the attention made."""
+    found = {"flash_attn_func": 0, "flash_attn_varlen_func": 0}
+
+    def spied(name):
+        function = getattr(fa3, name)
+
+        def spy(*arguments, **options):
+            found[name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(fa3, name, spy)
+
+    for name in found:
+        spied(name)
+    return found
+
+
+def tokens(batch=2, rows=ROWS):
+    torch.manual_seed(1)
+    return torch.randint(2, 97, (batch, rows))
+
+
+def padded(side, batch=2, rows=ROWS):
+    """A 2-dimensional mask: six tokens of padding in the first row."""
+    found = torch.ones(batch, rows, dtype=torch.long)
+    if side == "left":
+        found[0, :6] = 0
+    elif side == "right":
+        found[0, -6:] = 0
+    elif side == "both":
+        found[0, :3] = found[0, -4:] = 0
+    return found
+
+
+def assert_close(found, wanted, tolerance=1e-5):
+    error = (found - wanted).abs().max() / wanted.abs().max()
+    assert error <= tolerance, f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("side", [None, "all ones", "left", "right", "both"])
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_logits(name, side, calls):
+    model, eager = pair(configured(name))
+    mask = None if side is None else padded(side)
+    found, wanted = (m(tokens(), attention_mask=mask).logits for m in (model, eager))
+    kept = slice(None) if mask is None else mask.bool()
+    assert_close(found[kept], wanted[kept])
+    assert sum(calls.values()) == 2
+
+
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_packed_sequences(name, by, calls):
+    """Against each sequence by itself."""
+    if name == "Llama4Text" and not NEW:
+        pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
+    if name == "Llama4Text" and by == "cu_seq_lens":
+        pytest.skip("Llama 4's chunks are counted from the beginning of a row without position_ids")
+    model, eager = pair(configured(name))
+    ids, lengths = tokens(1), (9, 12)
+    packing = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    if by == "cu_seq_lens":
+        edges = torch.tensor([0, 9, 21], dtype=torch.int32)
+        packing |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+        packing |= {"max_length_q": 12, "max_length_k": 12}
+    found = model(ids, attention_mask=None, use_cache=False, **packing).logits
+    wanted = torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1)
+    assert_close(found, wanted)
+    assert calls["flash_attn_func"] == 0
+
+
+def generated(model, ids, **options):
+    return model.generate(ids, max_new_tokens=16, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate(name, cache, side):
+    if name == "GPT2" and cache == "static" and not NEW:
+        pytest.skip("GPT-2 of transformers 4.57 supports no static cache")
+    if name == "DeepseekV3" and cache == "static" and not NEW:
+        pytest.skip("the static cache of transformers 4.57 needs values of the keys' head_dim")
+    options = {} if cache == "dynamic" else {"cache_implementation": "static"}
+    ids = tokens()
+    if side is not None:
+        options["attention_mask"] = padded(side)
+        ids = ids.masked_fill(options["attention_mask"] == 0, 0)
+    found, wanted = (generated(m, ids, **options) for m in pair(configured(name)))
+    assert torch.equal(found, wanted)
+    assert found.shape[1] == ROWS + 16
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GptOss"])
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "prompt lookup"]
+)
+def test_other_ways_to_generate(name, options):
+    batch = 1 if "prompt_lookup_num_tokens" in options else 2
+    if batch == 1:
+        options = options | {"eos_token_id": 96}  # transformers 4.57 needs one here
+    ids = tokens(batch)
+    ids[:, 10:] = ids[:, :11].clone()  # something to look up
+    mask = None if batch == 1 else padded("left")
+    found, wanted = (
+        generated(m, ids, attention_mask=mask, **options) for m in pair(configured(name))
+    )
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss", "Llama4Text"])
+@pytest.mark.parametrize("side", [None, "left"])
+@torch.no_grad()
+def test_a_cache_continued_by_several_tokens(name, side):
+    logits = []
+    mask = None if side is None else padded(side)
+    for model in pair(configured(name)):
+        first = model(
+            tokens()[:, :13], attention_mask=None if mask is None else mask[:, :13], use_cache=True
+        )
+        second = model(tokens()[:, 13:], attention_mask=mask, past_key_values=first.past_key_values)
+        logits.append(second.logits)
+    assert_close(*logits)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_training_step(name, checkpointing):
+    if checkpointing and name not in ("Llama", "Gemma2", "GptOss"):
+        pytest.skip("checkpointing does not depend on the model")
+    gradients = []
+    for model in pair(configured(name)):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        mask = padded("right")
+        labels = tokens().masked_fill(mask == 0, -100)
+        model(tokens(), attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    found, wanted = gradients
+    assert found.keys() == wanted.keys() and len(found) > 10
+    largest = max(x.abs().max() for x in wanted.values())
+    for parameter, gradient in wanted.items():
+        # Of keys' biases the exact gradient is 0, so its own size says nothing.
+        error = (found[parameter] - gradient).abs().max()
+        assert error <= 1e-5 * largest, (parameter, error / largest)
+
+
+COMPILED = [
+    *(("padding", name) for name in ("Llama", "Mistral", "Gemma2", "GptOss", "Llama4Text")),
+    *(("nothing", name) for name in ("Llama", "Mistral", "GptOss")),
+    *(("packed", name) for name in ("Mistral", "Llama4Text")),
+]
+
+
+@pytest.mark.parametrize(("given", "name"), COMPILED)
+def test_compiled(name, given):
+    if name == "GptOss" and not NEW:
+        pytest.skip("transformers 4.57 does not compile its experts")
+    if name == "Llama4Text" and given == "packed" and not NEW:
+        pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
+    torch._dynamo.reset()
+    model, eager = pair(configured(name))
+    ids, mask, positions = tokens(), None, None
+    if given == "padding":
+        mask = padded("left")
+    elif given == "packed":
+        positions = torch.cat((torch.arange(9), torch.arange(12)))[None].expand(2, -1)
+    options = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found, wanted = compiled(ids, **options).logits, eager(ids, **options).logits
+    kept = slice(None) if mask is None else mask.bool()
+    assert_close(found[kept], wanted[kept])
+    weights = torch.randn_like(wanted[kept])
+    gradients = []
+    for m, logits in ((model, found), (eager, wanted)):
+        (logits[kept] * weights).sum().backward()
+        gradients.append(m.get_input_embeddings().weight.grad)
+    assert_close(*gradients)
+
+
+class Waits:
+    """Counts reads of a tensor's values on the host, which wait for a GPU."""
+
+    READS = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__")
+
+    def __enter__(self):
+        self.count = 0
+        self.patches = [self._counted(name) for name in self.READS]
+        return self
+
+    def __exit__(self, *error):
+        for patch in self.patches:
+            patch.stop()
+
+    def _counted(self, name):
+        function = getattr(torch.Tensor, name)
+
+        def read(tensor, *arguments):
+            self.count += 1
+            return function(tensor, *arguments)
+
+        patch = mock.patch.object(torch.Tensor, name, read)
+        patch.start()
+        return patch
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_waits_for_the_device(side, monkeypatch):
+    """At most one in the mask of a forward, none in a layer."""
+    found = {"mask": 0, "attention": 0}
+
+    def counted(name, function):
+        def count(*arguments, **options):
+            with Waits() as waits:
+                result = function(*arguments, **options)
+            found[name] += waits.count
+            return result
+
+        return count
+
+    monkeypatch.setattr(  # the reference backend reads cu_seqlens
+        fa3, "flash_attn_varlen_func", lambda q, k, v, *_, **__: torch.zeros_like(q)
+    )
+    transformers.AttentionMaskInterface.register("counted", counted("mask", masks.mask))
+    transformers.AttentionInterface.register("counted", counted("attention", fa3.attention))
+    config = configured("Llama", num_hidden_layers=4)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="counted")
+    for _ in range(2):
+        found.update(mask=0, attention=0)
+        model(tokens(), attention_mask=None if side is None else padded(side))
+        assert found["mask"] == (side is not None)
+        assert found["attention"] <= (side is None)  # the positions, once for all layers
+
+
+ENCODERS = {
+    "Bert": ("AutoModelForMaskedLM", {}),
+    "ModernBert": (
+        "AutoModelForMaskedLM",
+        {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1}
+        | {"sep_token_id": 1},
+    ),
+}
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 gives encoders additive masks")
+@pytest.mark.parametrize("side", [None, "left", "right", "both"])
+@pytest.mark.parametrize("name", ENCODERS)
+@torch.no_grad()
+def test_encoders(name, side, calls):
+    auto, changes = ENCODERS[name]
+    config = getattr(transformers, f"{name}Config")(**SIZES | changes)
+    model, eager = pair(config, auto)
+    mask = None if side is None else padded(side)
+    found, wanted = (m(tokens(), attention_mask=mask).logits for m in (model, eager))
+    kept = slice(None) if mask is None else mask.bool()
+    assert_close(found[kept], wanted[kept])
+    assert sum(calls.values()) == 2
+
+
+SEQ2SEQ = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 gives encoders additive masks")
+@pytest.mark.parametrize("side", [None, "right"])
+def test_bart(side):
+    model, eager = pair(transformers.BartConfig(**SEQ2SEQ), "AutoModelForSeq2SeqLM")
+    mask = None if side is None else padded(side)
+    decoder = tokens(rows=11)
+    with torch.no_grad():
+        found, wanted = (
+            m(tokens(), attention_mask=mask, decoder_input_ids=decoder).logits
+            for m in (model, eager)
+        )
+    assert_close(found, wanted)
+    options = {"attention_mask": mask, "eos_token_id": None}
+    assert torch.equal(*(generated(m, tokens(), **options) for m in (model, eager)))
+
+
+def test_whisper():
+    config = transformers.WhisperConfig(
+        **SEQ2SEQ, max_source_positions=20, max_target_positions=64, num_mel_bins=8
+    )
+    config.suppress_tokens = config.begin_suppress_tokens = None
+    model, eager = pair(config, "AutoModelForSpeechSeq2Seq")
+    torch.manual_seed(2)
+    features = torch.randn(2, 8, 40)
+    with torch.no_grad():
+        found, wanted = (
+            m(features, decoder_input_ids=tokens(rows=11)).logits for m in (model, eager)
+        )
+    assert_close(found, wanted)
+
+
+@torch.no_grad()
+def test_siglip():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4}
+    config = transformers.SiglipConfig(
+        text_config={**sizes, "vocab_size": 97, "max_position_embeddings": 32},
+        vision_config={**sizes, "image_size": 32, "patch_size": 8},
+    )
+    model, eager = pair(config, "AutoModel")
+    torch.manual_seed(2)
+    inputs = {"input_ids": tokens(), "pixel_values": torch.randn(2, 3, 32, 32)}
+    found, wanted = model(**inputs), eager(**inputs)
+    assert_close(found.logits_per_image, wanted.logits_per_image)
+    assert_close(found.image_embeds, wanted.image_embeds)
+
+
+@torch.no_grad()
+def test_qwen2_5_vl(calls):
+    text = SIZES | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
+    vision |= {"out_hidden_size": 32, "patch_size": 4, "window_size": 16}
+    vision |= {"fullatt_block_indexes": [1], "spatial_merge_size": 2, "temporal_patch_size": 2}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=95,
+        video_token_id=94,
+        vision_start_token_id=93,
+    )
+    model, eager = pair(config, "AutoModelForImageTextToText")
+    ids = tokens(1, 40).clamp(max=90)
+    ids[0, 3] = 93
+    ids[0, 4:20] = 95  # 8 x 8 patches, merged by 2 x 2
+    torch.manual_seed(2)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(64, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 8, 8]]),
+    }
+    if NEW:
+        inputs["mm_token_type_ids"] = (ids == 95).int()
+    assert_close(model(**inputs).logits, eager(**inputs).logits)
+    assert calls["flash_attn_varlen_func"] + calls["flash_attn_func"] >= 4
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("name", ["flash3", "me/kernel", "paged|fa3", "sdpa", ""])
+def test_names_that_transformers_reads_otherwise(name):
+    with pytest.raises(ValueError, match="register: name must be without 'flash'"):
+        fa3.register(name)
+
+
+def test_registering_twice_has_no_effect():
+    assert fa3.register() == fa3.register() == "fa3"
+    assert transformers.AttentionInterface()["fa3"] is fa3.attention
+
+
+def test_library_missing_or_of_an_untested_version(monkeypatch):
+    # transformers replaces its own module while it loads its parts.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.0")
+    with pytest.warns(UserWarning, match=r"transformers must be 4\.57 to 5\.\d+, got 5\.99\.0"):
+        fa3.register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedError, match=r"transformers is not installed; pip install"):
+        fa3.register()
+
+
+def test_attention_dropout_in_training():
+    model = pair(configured("Llama", attention_dropout=0.1))[0]
+    model(tokens())
+    with pytest.raises(UnsupportedError, match=r"dropout must be 0, got 0\.1: set attention_drop"):
+        model.train()(tokens())
+
+
+def test_mask_with_a_hole():
+    model = pair(configured("Llama"))[0]
+    mask = padded(None)
+    mask[0, 4] = 0
+    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other"):
+        model(tokens(), attention_mask=mask)
+
+
+def test_mask_with_a_hole_in_a_compiled_model():
+    torch._dynamo.reset()
+    model = torch.compile(pair(configured("Llama"))[0], fullgraph=True, backend="aot_eager")
+    mask = padded(None)
+    mask[0, 4] = 0
+    with pytest.raises(RuntimeError, match="tokens of a row must follow each other"):
+        model(tokens(), attention_mask=mask)
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 gives encoders additive masks")
+def test_mask_with_a_hole_in_an_encoder():
+    model = pair(transformers.BertConfig(**SIZES), "AutoModelForMaskedLM")[0]
+    mask = padded(None)
+    mask[0, 4] = 0
+    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other"):
+        model(tokens(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_four_dimensional_masks(dtype):
+    model = pair(configured("Llama"))[0]
+    mask = torch.ones(2, 1, ROWS, ROWS).tril().to(dtype)
+    with pytest.raises(UnsupportedError, match="additive and 4-dimensional masks; use attn_impl"):
+        model(tokens(), attention_mask=mask)
+
+
+def test_position_bias():
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
+    )
+    if not NEW:
+        pytest.skip("T5 of transformers 4.57 has no attention interface")
+    model = pair(config, "AutoModelForSeq2SeqLM")[0]
+    with pytest.raises(UnsupportedError, match="position_bias must be None"):
+        model(tokens(), decoder_input_ids=tokens())
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "cache", "head_mask"])
+def test_arguments_that_are_refused(name):
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UnsupportedError, match=f"transformers attention: {name} must be None"):
+        fa3.attention(torch.nn.Module(), x, x, x, None, **{name: True})
+
+
+@pytest.mark.parametrize("added", ["or_mask_function", "and_mask_function"])
+def test_mask_functions_of_the_model(added):
+    from transformers.masking_utils import create_causal_mask
+
+    config = configured("Llama")
+    config._attn_implementation = "fa3"
+    embeds = torch.randn(2, ROWS, 32)
+    arguments = {"attention_mask": None, "past_key_values": None}
+    if NEW:
+        arguments["inputs_embeds"] = embeds
+    else:
+        arguments |= {"input_embeds": embeds, "cache_position": torch.arange(ROWS)}
+
+    def prefix(batch, head, q, k):
+        return k < 4
+
+    with pytest.raises(UnsupportedError, match=r"use attn_implementation='sdpa'"):
+        create_causal_mask(config, **arguments, **{added: prefix})
+
+
+def test_gemma3_with_images():
+    """Its mask shows the tokens of an image to each other."""
+    from transformers import masking_utils
+
+    if not hasattr(masking_utils, "blockwise_overlay"):
+        pytest.skip("this transformers gives such masks as the model's own function")
+    config = configured("Gemma3Text")
+    config._attn_implementation = "fa3"
+    images = torch.full((2, ROWS), -1)
+    images[:, 4:8] = 0
+    with pytest.raises(UnsupportedError, match="or_masks"):
+        masking_utils.create_causal_mask(
+            config, torch.randn(2, ROWS, 32), None, None, block_sequence_ids=images
+        )
+
+
+def test_a_window_that_is_also_the_chunk():
+    with pytest.raises(UnsupportedError, match="either the config's sliding_window or"):
+        masks.mask(
+            *(1, 8, transformers.masking_utils.causal_mask_function),
+            q_length=8,
+            local_size=4,
+            config=transformers.LlamaConfig(),
+        )
+
+
+@pytest.mark.parametrize("reach", [1, 3])
+def test_sinks(reach):
+    """One more key per head with the sink as its score and value 0, and its gradients."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 8, requires_grad=True) for h in (4, 2, 2))
+    sinks = torch.randn(4, requires_grad=True)
+    module = torch.nn.Module()
+    module.is_causal = True
+    found, _ = fa3.attention(module, q, k, v, None, sliding_window=reach, s_aux=sinks)
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    offset = torch.arange(9) - torch.arange(9)[:, None]
+    scores = scores.masked_fill((offset > 0) | (offset <= -reach), float("-inf"))
+    scores = torch.cat((scores, sinks[None, :, None, None].expand(2, 4, 9, 1)), -1)
+    wanted = (scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    weights = torch.randn_like(wanted)
+    leaves = q, k, v, sinks
+    gradients = (torch.autograd.grad((x * weights).sum(), leaves) for x in (found, wanted))
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_benchmark_of_models(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import json
+
+    from flashattn3.bench import models_suite
+    from flashattn3.cli import main
+
+    monkeypatch.setattr(models_suite, "STEPS_PER_SAMPLE", 1)
+    monkeypatch.setattr(models_suite, "NEW_TOKENS", 4)
+    options = ("--suite", "models", "--quick", "--rounds", "2", "--device", "cpu")
+    arguments = ["bench", *options, "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    _, *records = map(json.loads, (tmp_path / "models.jsonl").read_text().splitlines())
+    found = {(r["direction"], r["provider"]): r for r in records if r["status"] == "ok"}
+    for work in ("train", "prefill", "decode"):
+        for name in ("flashattn3", "sdpa"):
+            assert found[work, name]["tokens_per_second"] > 0
+    assert found["padding", "flashattn3"]["waits"] == 0
+    assert "tokens/s: flashattn3 / sdpa" in capsys.readouterr().out
+    monkeypatch.setattr(fa3, "attention", lambda *a, **k: (torch.zeros_like(a[1]).mT, None))
+    monkeypatch.setattr(models_suite, "QUICK_CASES", models_suite.QUICK_CASES[:1])
+    assert main(arguments) == 1  # the gate

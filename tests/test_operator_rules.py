@@ -1,0 +1,86 @@
+"""FLOP formulas, and the warning where a GPU call runs on the reference backend."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from flashattn3 import flash_attn_func, flash_attn_varlen_func, operator_rules
+from flashattn3.integrations.flop_counter import register_flop_formulas
+
+
+def flops(function, *tensors, **options):
+    register_flop_formulas()
+    leaves = [
+        x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in tensors
+    ]
+    with FlopCounterMode(display=False) as forward:
+        out = function(*leaves, **options)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("heads_kv", [1, 4])
+def test_flops_are_those_of_torch_s_attention(heads_kv):
+    """2 GEMMs forward, 5 backward, of all scores, masked or not."""
+    q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 12, heads_kv, 16)
+    v = torch.randn(2, 12, heads_kv, 16)
+    scores = 2 * 4 * 8 * 12
+    found = flops(flash_attn_func, q, k, v, causal=True)
+    assert found == (2 * 2 * scores * 16, 5 * 2 * scores * 16)
+    wanted = torch.utils.flop_counter.sdpa_flop_count((2, 4, 8, 16), (2, 4, 12, 16), (2, 4, 12, 16))
+    assert found[0] == wanted
+
+
+def test_flops_with_another_head_dim_of_v():
+    q, k, v = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 32)
+    scores = 2 * 8 * 8
+    assert flops(flash_attn_func, q, k, v) == (
+        2 * scores * (16 + 32),
+        2 * scores * (3 * 16 + 2 * 32),
+    )
+
+
+def test_flops_of_sequences():
+    q, k, v = torch.randn(10, 2, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    edges = torch.tensor([0, 3, 10], dtype=torch.int32), torch.tensor([0, 8, 12], dtype=torch.int32)
+    forward, backward = flops(flash_attn_varlen_func, q, k, v, *edges, 7, 8)
+    scores = 2 * (3 * 8 + 7 * 4)
+    assert (forward, backward) == (2 * 2 * scores * 16, 5 * 2 * scores * 16)
+
+
+def plan(kind="cuda", backend="reference", asked=None):
+    return SimpleNamespace(
+        problem=SimpleNamespace(backend=asked, function="flash_attn_func"),
+        device=SimpleNamespace(kind=kind),
+        backend=SimpleNamespace(name=backend),
+        declined=(("triton", "does not take float32"),),
+    )
+
+
+def test_one_warning_where_a_gpu_call_lands_on_reference(monkeypatch):
+    monkeypatch.setattr(operator_rules, "_told", [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operator_rules.warn_of_reference(plan(kind="cpu"))
+        operator_rules.warn_of_reference(plan(backend="triton"))
+        operator_rules.warn_of_reference(plan(asked="reference"))
+    with pytest.warns(UserWarning, match=r"reference backend, slowly \(triton: does not take fl"):
+        operator_rules.warn_of_reference(plan())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operator_rules.warn_of_reference(plan())
+
+
+@pytest.mark.gpu
+def test_a_float32_call_on_a_gpu_warns(monkeypatch):
+    monkeypatch.setattr(operator_rules, "_told", [])
+    q = torch.randn(1, 5, 1, 24, device="cuda")
+    with pytest.warns(UserWarning, match="flash_attn_func: runs on the reference backend"):
+        flash_attn_func(q, q, q, softmax_scale=0.123)
