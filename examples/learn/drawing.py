@@ -4,16 +4,28 @@ import sys
 from pathlib import Path
 
 
-def panels(count: int, width: float = 3.7, height: float = 3.6, **options):
-    """A figure and its panels, left to right."""
+def panels(count: int, width: float = 3.7, height: float = 3.6, down: bool = False, **options):
+    """A figure and its panels, left to right, or down. width, height: inches of a panel."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    size = {"figsize": (width * count, height), "layout": "constrained"}
-    figure, grid = plt.subplots(1, count, squeeze=False, **size, **options)
-    return figure, list(grid[0])
+    rows, columns = (count, 1) if down else (1, count)
+    options |= {"figsize": (width * columns, height * rows), "layout": "constrained"}
+    figure, grid = plt.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(grid.flat)
+
+
+def schedule(panel, tasks: list[dict], title: str) -> None:
+    """A line for each unit, a bar for each task, in the color of the warpgroup that it is for."""
+    lines = [*sorted({t["who"] for t in tasks} - {"copies", "tensor cores"}, reverse=True)]
+    lines += ["tensor cores", "copies"]
+    for task in tasks:
+        color = f"C{task['label']}" if task["label"].isdigit() else "lightgray"
+        bar = (task["begin"], task["end"] - task["begin"])
+        panel.broken_barh([bar], (lines.index(task["who"]) - 0.4, 0.8), color=color, ec="white")
+    panel.set(yticks=range(len(lines)), yticklabels=lines, xlim=(0, 12000), title=title)
 
 
 def save(figure, name: str) -> None:

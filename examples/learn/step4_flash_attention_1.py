@@ -1,6 +1,7 @@
 """Step 4: FlashAttention-1 as a Triton kernel: keys in the outer loop, block-sparse masks.
 
 python examples/learn/step4_flash_attention_1.py     (Triton's interpreter where there is no GPU)
+
 Dao et al. 2022 (arXiv 2205.14135), algorithms 1, 4 and 5: one program for each head.
 """
 
@@ -101,10 +102,8 @@ def backward_kernel(
 
 
 class FlashAttention1(torch.autograd.Function):
-    """q (heads, sq, d), k and v (heads, sk, d): contiguous, 16 bits, d a power of two.
-
-    mask: uint8 (m_blocks, n_blocks), 1 where a block of ``block`` rows and keys is computed.
-    """
+    """q (heads, sq, d), k and v (heads, sk, d): contiguous, 16 bits, d a power of two; mask: uint8
+    (m_blocks, n_blocks), 1 where a block of ``block`` rows and keys is computed."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask, block=64, causal=False):
