@@ -111,10 +111,11 @@ class FlashAttention1(torch.autograd.Function):
         out, row_sum = q.new_zeros(q.shape).float(), q.new_zeros(heads, sq).float()
         row_max = torch.full_like(row_sum, float("-inf"))
         # num_stages=1: the compiler must not load O before the last block's O is stored.
-        ctx.how = {"D": d, "BLOCK": block, "CAUSAL": causal, "num_warps": 4, "num_stages": 1}
+        ctx.how = {"D": d, "BLOCK": block, "CAUSAL": causal, "num_stages": 1}
+        ctx.how["num_warps"] = 4 if d <= 64 else 8
         sizes = sq, sk, d**-0.5
         forward_kernel[(heads,)](q, k, v, out, row_max, row_sum, mask, *sizes, **ctx.how)
-        lse = row_max + row_sum.log()  # all that the backward needs of P; -inf where row_sum is 0
+        lse = row_max + row_sum.log()  # all that the backward needs of P; -inf of an empty row
         ctx.save_for_backward(q, k, v, out, lse, mask)
         return out.to(q.dtype)
 
@@ -131,14 +132,13 @@ class FlashAttention1(torch.autograd.Function):
 
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    length, block, head_dim = (1000, 64, 64) if device == "cuda" else (120, 16, 32)
-    num_blocks = -(-length // block)
+    length, block, d, num_blocks = (1000, 64, 64, 16) if device == "cuda" else (120, 16, 32, 8)
     families = {"dense": lambda n: torch.ones(n, n, dtype=torch.uint8), **FAMILIES}
     for name, family in families.items():
         mask = family(num_blocks)
         for causal in (False, True):
             how = mask.to(device), block, causal
-            given, found = run(FlashAttention1.apply, length, length, head_dim, *how)
+            given, found = run(FlashAttention1.apply, length, length, d, *how)
             error = largest_error(found, reference(*given, *how))
             what = f"{name}{', causal' if causal else ''}"
             print(f"{what:25} density {density(mask):.2f}  error {error:.1e}")

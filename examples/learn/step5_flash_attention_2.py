@@ -96,7 +96,7 @@ class FlashAttention2(torch.autograd.Function):
         out, lse = torch.empty_like(q), torch.empty(heads, sq, device=q.device)
         ctx.how = {"D": d, "BLOCK_M": block, "BLOCK_N": block, "CAUSAL": causal}
         m_block = 2 * block  # O of 128 rows: K and V are read half as often
-        how = ctx.how | {"BLOCK_M": m_block, "num_warps": 4 if d <= 64 else 8, "num_stages": 2}
+        how = ctx.how | {"BLOCK_M": m_block, "num_warps": 8, "num_stages": 2}
         grid = triton.cdiv(sq, m_block), heads
         forward_kernel[grid](q, k, v, out, lse, sq, sk, d**-0.5, **how)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -109,7 +109,7 @@ class FlashAttention2(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=torch.float32)  # programs add to it in any order
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         grid = triton.cdiv(k.shape[1], ctx.how["BLOCK_N"]), len(q)
-        how = ctx.how | {"num_warps": 4 if q.shape[2] <= 64 else 8, "num_stages": 1}
+        how = ctx.how | {"num_warps": 8, "num_stages": 1}
         rest = dk, dv, q.shape[1], k.shape[1], q.shape[2] ** -0.5
         backward_kernel[grid](q, k, v, dout.contiguous(), lse, delta, dq, *rest, **how)
         return dq.to(q.dtype), dk, dv, None, None
