@@ -162,7 +162,7 @@ def test_metadata(wheel):
     assert fields["License-Expression"] == "BSD-3-Clause"
     required = [line for line in fields.get_all("Requires-Dist") if "extra ==" not in line]
     assert required == ["torch>=2.8"]  # a Triton beside it might not fit it
-    assert set(fields.get_all("Provides-Extra")) == {"demo", "test", "triton"}
+    assert set(fields.get_all("Provides-Extra")) == {"demo", "docs", "test", "triton"}
     assert "flashattn3 = flashattn3.cli:main" in metadata(wheel, "entry_points.txt")
 
 
