@@ -1,5 +1,5 @@
-"""Keeps, on the API page, the sentences at the end of a docstring's Args that name no argument, such
-as "All other arguments are those of flash_attn_func": they become a paragraph after the list."""
+"""Keeps, on the API page, the sentences of a docstring's Args that name no argument, such as "All
+other arguments are those of flash_attn_func": they become a paragraph after the list."""
 
 from __future__ import annotations
 

@@ -28,10 +28,7 @@ FORWARD = Figure(
     "Forward: the producer and one consumer (two stages of K and of V)",
     ["producer", "second warp", "tensor cores", "consumer"],
     [
-        *[
-            (0, 0.2 + 1.1 * i, 1, text, "load")
-            for i, text in enumerate(("Q", "K3", "K2", "V3"))
-        ],
+        *[(0, 0.2 + 1.1 * i, 1, text, "load") for i, text in enumerate(("Q", "K3", "K2", "V3"))],
         (0, 5.0, 1, "K1", "load"),
         (0, 6.1, 1, "V2", "load"),
         (0, 11.3, 1, "K0", "load"),
