@@ -29,7 +29,11 @@ PAGES = [
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SLOW = "fp8_accuracy.py"  # minutes on a CPU
+EXAMPLES = [
+    pytest.param(path, marks=pytest.mark.slow if path.name == SLOW else ())
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
 def name_of(path: Path) -> str:
