@@ -47,11 +47,11 @@ def varlen(cu_seqlens: list[int], longest: int) -> None:
     flash_attn_varlen_func(x, x, x, edges, edges, longest, longest)
 
 
-QKV = tensors(*[(2, 512, 8, 128)] * 3)
+QKV = tensors(*[(2, 128, 8, 64)] * 3)
 SECTIONS: dict[str, list[Entry]] = {
     "Shapes and dtypes": [
         Entry(
-            lambda: flash_attn_func(*tensors((2, 512, 8, 128), *[(2, 512, 3, 128)] * 2)),
+            lambda: flash_attn_func(*tensors((2, 128, 8, 64), *[(2, 128, 3, 64)] * 2)),
             "Each KV head serves the same number of query heads (GQA). Check that the tensors are "
             "(batch, seqlen, heads, head_dim): torch's own attention has heads before seqlen.",
         ),
