@@ -176,6 +176,7 @@ def test_metadata(wheel):
     assert set(fields.get_all("Provides-Extra")) == {
         "demo",
         "diffusers",
+        "docs",
         "kernels",
         "test",
         "transformers",
@@ -189,7 +190,7 @@ def test_the_pure_build_asks_for_small_tools_alone():
     assert json.loads(requires[1]) == ["setuptools>=77", PYBIND11]
 
 
-@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", ".ci/run"])
+@pytest.mark.parametrize("path", ["docs/install.md", "CONTRIBUTING.md", ".ci/run"])
 def test_every_list_of_build_tools_names_the_same_versions(path):
     text = (ROOT / path).read_text()
     for wanted in (f"'{PYBIND11}'", "'setuptools>=77'", "ninja", cutlass_headers.PINNED):

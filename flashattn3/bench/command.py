@@ -22,6 +22,9 @@ from .distributions_suite import distribution_cases, run_distribution
 from .environment import header
 from .figure import draw
 from .host_suite import WORK, run_host
+from .ladder_figure import draw_ladder
+from .ladder_suite import RUNGS, run_rung, run_sparse, sparse_work
+from .ladder_suite import SUITE as LADDER
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
 from .models_suite import CASES as MODELS
 from .models_suite import QUICK_CASES as QUICK_MODELS
@@ -43,8 +46,11 @@ OWN = {
     "gqa": (OURS, MHA),
     "deterministic": (DETERMINISTIC, OURS),
 }
-# What they quantize has 16 bits on a CPU too.
-OF_16_BIT = ("fp8", ACCURACY, DISTRIBUTIONS, QUANTIZE)
+# On a CPU too, and there in which dtype: Triton's interpreter multiplies no bfloat16.
+OF_16_BIT = {
+    **dict.fromkeys(("fp8", ACCURACY, DISTRIBUTIONS, QUANTIZE), "bfloat16"),
+    LADDER: "float16",
+}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INAPPLICABLE = {
     "fp8": ("direction",),
@@ -53,11 +59,13 @@ INAPPLICABLE = {
     DISTRIBUTIONS: ("direction", "dtype", "baselines"),
     QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
     "varlen": ("head_dim", "seqlen", "baselines"),
+    LADDER: ("baselines",),
     "memory": ("direction", "head_dim"),
     "host": ("direction", "head_dim", "seqlen"),
     **dict.fromkeys(CACHED, ("direction", "head_dim", "seqlen")),
     "models": ("direction", "head_dim", "seqlen"),
 }
+FIGURES = {LADDER: draw_ladder}
 ROUND_MS = 15.0
 ENDINGS = ("jsonl", "png")  # of the files of a suite
 
@@ -163,9 +171,11 @@ def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Set
     baselines = ("fa2", "cudnn") if on_gpu else ("fa2",) if suite == "host" else ("math",)
     if suite == "deterministic":
         baselines = ()
+    elif suite == LADDER:
+        baselines = RUNGS
     elif suite not in ("fp8", "gqa"):
         baselines += ("naive",)
-    dtype = "bfloat16" if on_gpu or suite in OF_16_BIT else "float32"
+    dtype = "bfloat16" if on_gpu else OF_16_BIT.get(suite, "float32")
     return Settings(
         device=device,
         dtype=DTYPES[args.dtype or dtype],
@@ -183,7 +193,7 @@ def _run_suite(suite: str, work: list, output: Path, about: Record) -> bool:
     for step in tqdm(work, desc=suite, unit="cell"):
         results.add(list(step()))
     figure = output / f"{suite}.png"
-    draw(results.records, about, figure)
+    FIGURES.get(suite, draw)(results.records, about, figure)
     print(summary(results.records))
     if suite == ACCURACY:
         print("\n" + "\n".join(findings(results.records)))
@@ -225,4 +235,8 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
         chosen = quantize_work(args.head_dim)
         return [lambda work=work: run_quantize(work, settings, args.quick) for work in chosen]
     chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
+    if suite == LADDER:
+        rungs = [lambda cell=cell: run_rung(cell, settings) for cell in chosen]
+        sparse = [] if args.head_dim or args.seqlen else sparse_work(directions, args.quick)
+        return rungs + [lambda of=of: run_sparse(*of, settings, args.quick) for of in sparse]
     return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

@@ -35,8 +35,10 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int 
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(seqlen: int, heads: int, dim: int) -> Tensor:
-        shape = (case.batch, seqlen, heads, dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        of = {"generator": generator, "device": device, "dtype": dtype}
+        if case.layout == "bhsd":
+            return torch.randn((case.batch, heads, seqlen, dim), **of).transpose(1, 2)
+        return torch.randn((case.batch, seqlen, heads, dim), **of)
 
     return Inputs(
         normal(case.seqlen_q, case.num_heads_q, case.head_dim),

@@ -4,7 +4,8 @@ An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, head
 int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name, with
 "fast accum" behind the name with use_fast_accum=True; "quantize+int8" and "quantize+e4m3" quantize
 them so, "quantize+int8+smooth_k" after k's mean was subtracted; "mha" takes the heads of k and v
-once for each query head.
+once for each query head; "triton" is our call on that backend, "ladder fa1" and "ladder fa2" are
+kernels of examples/learn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn3
 
+from . import ladder
+
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
@@ -32,6 +35,10 @@ def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def fast_accum(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal, use_fast_accum=True)
+
+
+def on_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal, backend="triton")
 
 
 def _quantize_and_attend(qk_dtype: torch.dtype, smooth_k: bool = False) -> Attention:
@@ -89,7 +96,8 @@ def _with_backend(backend: SDPBackend) -> Attention:
     return attend
 
 
-OURS, DETERMINISTIC, MHA = "flashattn3", "deterministic", "mha"
+OURS, DETERMINISTIC, MHA, TRITON = "flashattn3", "deterministic", "mha", "triton"
+NAIVE, LADDER_FA1, LADDER_FA2 = "naive", "ladder fa1", "ladder fa2"
 FP8_INT8, FP8_E4M3 = "fp8 int8", "fp8 e4m3"
 FAST_INT8, FAST_E4M3 = f"{FP8_INT8} fast accum", f"{FP8_E4M3} fast accum"
 WHOLE_INT8, WHOLE_E4M3 = "quantize+int8", "quantize+e4m3"
@@ -107,6 +115,9 @@ PROVIDERS: dict[str, Attention] = {
     OURS: ours,
     MHA: ours,
     **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
-    "naive": naive,
+    NAIVE: naive,
+    TRITON: on_triton,
+    LADDER_FA1: ladder.fa1,
+    LADDER_FA2: ladder.fa2,
 }
-BASELINES = (*SDPA_BACKENDS, "naive")
+BASELINES = (*SDPA_BACKENDS, NAIVE, TRITON, LADDER_FA1, LADDER_FA2)

@@ -15,6 +15,11 @@ CASES = {
     "gqa": GROUPED_GRID,
     "deterministic": PAPER_GRID,
     "fp8": PAPER_GRID,
+    "ladder": tuple(
+        replace(case, layout="bhsd")
+        for case in PAPER_GRID
+        if case.head_dim <= 128 and case.seqlen_k >= 1024
+    ),
 }
 
 

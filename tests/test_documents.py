@@ -1,0 +1,200 @@
+"""What README and docs show is true: code blocks run, commands parse, links lead somewhere, pages
+that are generated are up to date, numbers are in the results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from helpers import GPU, ROOT
+
+from flashattn3.cli import build_parser
+
+if not (ROOT / "README.md").is_file():
+    pytest.skip("needs a source checkout", allow_module_level=True)
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+SLOW = "fp8_accuracy.py"  # minutes on a CPU
+EXAMPLES = [
+    pytest.param(path, marks=pytest.mark.slow if path.name == SLOW else ())
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [code for found, code in FENCE.findall(path.read_text()) if found == language]
+
+
+def script(name: str) -> ModuleType:
+    """A program of .ci."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+WITH_PYTHON = [path for path in PAGES if blocks(path, "python")]
+
+
+@pytest.mark.parametrize("path", WITH_PYTHON, ids=name_of)
+def test_the_code_blocks_of_a_page_are_one_program_that_runs(path):
+    sybil = pytest.importorskip("sybil")
+    from sybil.parsers.markdown import PythonCodeBlockParser
+
+    torch.manual_seed(0)
+    document = sybil.Sybil([PythonCodeBlockParser()], encoding="utf-8").parse(path)
+    examples = list(document.examples())
+    assert len(examples) == len(blocks(path, "python"))  # none is skipped
+    for example in examples:
+        example.evaluate()
+
+
+def test_the_pages_that_show_calls_are_run():
+    assert {"README.md", "docs/quickstart.md", "docs/fp8.md", "docs/training.md"} <= {
+        name_of(path) for path in WITH_PYTHON
+    }
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_an_example_runs(path, tmp_path):
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+COMMAND = re.compile(
+    r"^(?:[A-Z0-9_]+=\S+ )*(?:python3? -m )?(flashattn3(?: [^#\n]*)?)", re.MULTILINE
+)
+
+
+def commands(path: Path) -> list[str]:
+    return [found for code in blocks(path, "") for found in COMMAND.findall(code)]
+
+
+def test_the_commands_of_the_pages_have_these_options():
+    found = {command.strip(): name_of(path) for path in PAGES for command in commands(path)}
+    assert len(found) > 8
+    parser = build_parser()
+    for command, page in found.items():
+        try:
+            parser.parse_args(shlex.split(command)[1:])
+        except SystemExit:
+            pytest.fail(f"{page}: {command}")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_relative_links_lead_to_files(path):
+    text = FENCE.sub("", path.read_text())
+    links = [link for link in LINK.findall(text) if "://" not in link]
+    missing = [link for link in links if not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name, reason="pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "api" / "index.html").read_text()
+    import flashattn3
+
+    assert all(f'id="flashattn3.{name}"' in api for name in flashattn3.__all__)
+    assert "All other arguments" in api  # sentences of Args that name no argument
+
+
+@pytest.mark.skipif(GPU, reason="the page has the messages of a machine without a GPU")
+def test_the_troubleshooting_page_has_todays_messages():
+    troubleshooting = script("troubleshooting")
+    assert troubleshooting.PAGE.read_text() == troubleshooting.page(), (
+        "run python .ci/troubleshooting.py"
+    )
+
+
+def test_the_schedules_are_drawn_from_their_description():
+    schedules = script("schedules")
+    for name, figure in schedules.FIGURES.items():
+        drawn = (schedules.ASSETS / f"schedule-{name}.svg").read_text()
+        assert drawn == schedules.svg(figure), "run python .ci/schedules.py"
+
+
+def geometric_mean(folder: str, direction: str, baseline: str, *head_dims: int) -> float:
+    lines = (ROOT / "benchmarks" / "results" / folder / "grid.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines[1:]]
+    ratios = [
+        record["speed_ratio"][baseline]
+        for record in records
+        if record.get("provider", record.get("contender")) == "flashattn3"
+        if record["direction"] == direction
+        if not head_dims or record["head_dim"] in head_dims
+    ]
+    assert ratios
+    return statistics.geometric_mean(ratios)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    if not (ROOT / "benchmarks" / "results").is_dir():
+        pytest.skip("the source archive has no results")
+    text = " ".join((ROOT / "README.md").read_text().split())
+    speed = r"forward runs at ([\d.]+) times the speed of cuDNN and ([\d.]+) times that of "
+    speed += r"FlashAttention-2, the backward at ([\d.]+) and ([\d.]+) times"
+    triton = r"reach ([\d.]+) of FlashAttention-2 forward and ([\d.]+) backward"
+    claimed = [float(x) for pattern in (speed, triton) for x in re.search(pattern, text).groups()]
+    measured = [
+        geometric_mean("h100", "fwd", "cudnn"),
+        geometric_mean("h100", "fwd", "fa2"),
+        geometric_mean("h100-backward", "bwd", "cudnn"),
+        geometric_mean("h100-backward", "bwd", "fa2"),
+        geometric_mean("h100-sm80", "fwd", "fa2"),
+        geometric_mean("h100-sm80", "bwd", "fa2"),
+    ]
+    assert claimed == [round(x, 2) for x in measured]
+
+
+def test_no_line_of_the_readme_is_too_long():
+    assert max(map(len, (ROOT / "README.md").read_text().splitlines())) < 120
+
+
+def test_prose_is_under_100_columns():
+    """A table's row may be longer."""
+    too_long = [
+        f"{name_of(path)}: {line}"
+        for path in PAGES
+        for line in FENCE.sub("", path.read_text()).splitlines()
+        if len(line) > 100 and not line.startswith(("|", "!["))
+    ]
+    assert not too_long
+
+
+def test_an_issue_asks_for_the_doctor():
+    template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+    assert "flashattn3 doctor" in template and "required: true" in template
+
+
+def test_the_citation_has_the_version():
+    import flashattn3
+
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {flashattn3.__version__}\n" in citation
