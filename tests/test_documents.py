@@ -34,6 +34,9 @@ EXAMPLES = [
     pytest.param(path, marks=pytest.mark.slow if path.name == SLOW else ())
     for path in sorted((ROOT / "examples").glob("*.py"))
 ]
+# What an example needs besides: a library, which .ci/run has in an environment of its own, or GPUs.
+NEEDED = {"transformers_model.py": "transformers", "diffusers_model.py": "diffusers"}
+TWO_GPUS = "context_parallel.py"
 
 
 def name_of(path: Path) -> str:
@@ -53,6 +56,8 @@ def script(name: str) -> ModuleType:
 
 
 WITH_PYTHON = [path for path in PAGES if blocks(path, "python")]
+# Its programs need a GPU and a library each: tests/test_integrations_*.py make these calls.
+COMPILED = ROOT / "docs" / "integrations.md"
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=name_of)
@@ -65,7 +70,10 @@ def test_the_code_blocks_of_a_page_are_one_program_that_runs(path):
     examples = list(document.examples())
     assert len(examples) == len(blocks(path, "python"))  # none is skipped
     for example in examples:
-        example.evaluate()
+        if path == COMPILED:
+            compile(example.parsed, name_of(path), "exec")
+        else:
+            example.evaluate()
 
 
 def test_the_pages_that_show_calls_are_run():
@@ -76,10 +84,16 @@ def test_the_pages_that_show_calls_are_run():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_an_example_runs(path, tmp_path):
+    if path.name in NEEDED:
+        pytest.importorskip(NEEDED[path.name])
+    command = [sys.executable, str(path)]
+    if path.name == TWO_GPUS:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+        processes = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+        command = [sys.executable, *processes, str(path)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, env=variables, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
