@@ -329,7 +329,7 @@ def test_without_prefer_register_says_that_cudnn_comes_first(monkeypatch):
     with pytest.warns(UserWarning, match=r"cuDNN before flash.*prefer=True"):
         provider.register("warned")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*cuDNN")
         provider.register("warned")
         provider.register("preferring", prefer=True)
 

@@ -556,8 +556,12 @@ def test_there_are_many_odd_calls():
 
 
 def test_every_public_function_is_called():
+    """But cached calls, whose odd arguments are those of tests/test_kvcache_arguments.py."""
     functions = {
-        name for name in flashattn3.__all__ if inspect.isfunction(getattr(flashattn3, name))
+        name
+        for name in flashattn3.__all__
+        if inspect.isfunction(getattr(flashattn3, name))
+        if "kvcache" not in getattr(flashattn3, name).__module__
     }
     assert functions == {call.function.__name__ for call in CALLS.values()}
 

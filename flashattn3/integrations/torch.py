@@ -32,7 +32,7 @@ from ..ops import backward_of
 from .libraries import release
 
 OLDEST = "2.10"  # the first release with a registry
-NEWEST = "2.13"  # the last release that the tests ran with
+NEWEST = "2.15"  # the last release that the tests ran with
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 _registered: dict[str, tuple[str, bool]] = {}
 
