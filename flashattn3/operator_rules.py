@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .call.inputs import Tensors, indices_of
+
 if TYPE_CHECKING:
-    from .call.inputs import Tensors
     from .dispatch.planner import Plan
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,7 +23,7 @@ def under_autocast(tensors: Tensors) -> Tensors:
     if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tensors._replace(q=_cast(q, dtype), k=_cast(k, dtype), v=_cast(v, dtype))
+    return Tensors(_cast(q, dtype), _cast(k, dtype), _cast(v, dtype), *indices_of(tensors))
 
 
 def _cast(x: object, dtype: torch.dtype) -> object:

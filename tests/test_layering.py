@@ -207,7 +207,7 @@ MAY_IMPORT = {
         "call.dtypes",
     },
     "quantization.triton_launch": {"quantization", "call.dtypes", "backends.triton.kernels"},
-    "operator_rules": set(),
+    "operator_rules": {"call.inputs"},
     "ops": {
         "operator_rules",
         "backends",
