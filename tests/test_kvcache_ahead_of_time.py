@@ -26,8 +26,14 @@ SHAPES = {
     "dim-256": (256, 16, 1, True),
     "dim-256-chunk": (256, 0, 300, False),
 }
-# Bytes of local memory for a thread: the largest that was seen, and a quarter; 0 with one query.
-SPILL_BOUND_BYTES = {"chunk": 144, "dim-256-chunk": 112}
+# Bytes of local memory for a thread: the largest that was seen, and a quarter of it with many
+# queries; on 8.0 (pages of 16) and on 8.6 and 8.9 (every option) one query spills a few too.
+SPILL_BOUND_BYTES = {
+    "chunk": 144,
+    "dim-256-chunk": 112,
+    "page-16": 16,
+    "page-256-every-option": 8,
+}
 CODE = """
 import json, torch
 from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources

@@ -134,14 +134,15 @@ class KernelInfo(Protocol):
 
 def kernel_info() -> list[KernelInfo]:
     """The compiled kernels of a usable library; without the module, ImportError with the reason."""
-    try:
-        from ..._kernel_info import kernel_info as ask
-    except ModuleNotFoundError:
+    wanted = f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}"
+    # By file, because Python may find the module of another copy, which would load its library too.
+    if not (PACKAGE / wanted).is_file():
         built = sorted(path.name for path in PACKAGE.glob("_kernel_info.*.so"))
-        wanted = f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}"
         found = f"only {', '.join(built)} is" if built else "it is not"
         raise ImportError(
             f"registers, spills and shared memory are in {wanted}, and {found} in {PACKAGE}; "
             f"attention does not need it; to build it, {mended_by()}"
-        ) from None
+        )
+    from ..._kernel_info import kernel_info as ask
+
     return ask()
