@@ -11,13 +11,13 @@ from types import ModuleType
 
 from .units import HEADER, initializer, load_kernel_configs, write_if_changed
 
-KINDS = {"forward_check": "forward", "backward_check": "backward"}
+KINDS = {"forward_check": "forward", "backward_check": "backward", "decode_check": "decode"}
 
 
 def write_configs(folder: Path, check: str) -> list:
     """Write the program's header into the folder; return its kernel configs."""
     table, kind = load_kernel_configs(), KINDS[check]
-    configs = [config for config in table.all_configs() if config.kind == kind]
+    configs = list(getattr(table, f"{kind.upper()}_CONFIGS"))
     if kind == "forward":
         configs += variants(table)
     write_if_changed(folder / f"{check}_configs.h", header(kind, configs))

@@ -98,7 +98,34 @@ class BackwardConfig:
         return self.head_dim > 128
 
 
-KernelConfig = ForwardConfig | BackwardConfig
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Kernel config of a decode kernel (cached calls), as in csrc/decode/config.h, for every mask,
+    page size and length.
+
+    dtype: of q, k, v and out, 16 bits.
+    head_dim: largest supported; columns past smaller ones are zeros.
+    block_n: keys of a tile.
+    num_stages: K and V tiles in flight for each of the two MMA warpgroups.
+    num_q_buffers: 2: the next part's Q is loaded during the current part.
+    measured: as for ForwardConfig.
+    """
+
+    kind: ClassVar[str] = "decode"
+
+    dtype: str
+    head_dim: int
+    block_n: int
+    num_stages: int
+    num_q_buffers: int
+    measured: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"decode_{self.dtype}_d{self.head_dim}_{self.block_n}x{self.num_stages}"
+
+
+KernelConfig = ForwardConfig | BackwardConfig | DecodeConfig
 
 
 def _forward_configs(
@@ -165,8 +192,16 @@ BACKWARD_CONFIGS = (
     *_backward_configs(256, 2, 2, measured=BACKWARD_MEASURED),
 )
 
+# Compiled by decode_check alone: the library gets them once a GPU has run them.
+DECODE_CONFIGS = tuple(
+    DecodeConfig(dtype, *tile)
+    for tile in ((64, 64, 4, 2), (128, 64, 2, 2), (256, 32, 2, 1))
+    for dtype in SIXTEEN_BIT
+)
+
 
 def all_configs() -> tuple[KernelConfig, ...]:
+    """The configs of the library, in the order of its registry."""
     return (*FORWARD_CONFIGS, *BACKWARD_CONFIGS)
 
 

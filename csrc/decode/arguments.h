@@ -1,0 +1,71 @@
+// Arguments of the decode kernel; launch/decode.cuh builds them from DecodeParams.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include <cstdint>
+
+#include "attention/seqlen.cuh"
+
+namespace flashattn3::decode {
+
+// K and V of the cache. Element strides; `slot` is between tokens of a page, or of a dense cache.
+struct CacheTensor {
+  const uint16_t* data;
+  int64_t page, slot, head;
+};
+
+// The packed rows of a KV head: query tokens x the query heads that share it, token by token. A
+// work tile holds `tokens` tokens of `heads` heads: row r is token r / heads, head r % heads of the
+// tile.
+struct PackedRows {
+  int heads, tokens;
+  int head_tiles;  // tiles that the query heads of a KV head take
+};
+
+struct Arguments {
+  const uint16_t* q;
+  uint16_t* out;
+  float* lse;  // null: not written
+  // Strides in elements. The batch strides are 0 with cu_seqlens_q.
+  int64_t q_batch, q_seq, q_head;
+  int64_t out_batch, out_seq, out_head;
+  int64_t lse_batch, lse_seq, lse_head;
+
+  CacheTensor k, v;
+  const int32_t* page_table;  // (num_caches, max_pages); null: the cache is dense
+  int64_t page_table_stride;  // between its first dimension's entries
+  cutlass::FastDivmod page_size;
+  int num_pages;   // of the cache; dense: num_caches
+  int num_caches;  // entries of the page table or of the dense cache
+  int capacity;    // tokens of one entry
+
+  SequenceTable seqlens_q;
+  const int32_t* cache_seqlens;     // (batch), or null: seqlen_k
+  const int32_t* cu_seqlens_k_new;  // (batch + 1), or null: seqlen_new
+  const int32_t* cache_leftpad;     // (batch), or null
+  const int32_t* cache_batch_idx;   // (batch), or null: batch_idx
+  int seqlen_k, seqlen_new;
+  int batch;
+
+  PackedRows rows;
+  int num_heads_kv, qhead_per_kvhead;
+  int head_dim, head_dim_v;
+  int window_left, window_right;  // INT_MAX: unbounded
+
+  // Factors of the scores in log2 units; tanh_scale 0: no softcap. Descales are float32, (batch,
+  // num_heads_kv), or null.
+  float score_scale, tanh_scale;
+  const float *q_descale, *k_descale, *v_descale;
+  const float* sinks;  // (num_heads_q), natural log, or null
+
+  bool whole_tiles;  // no work tile is split among CTAs
+  // Of 2 * num_ctas slots (workspace.cuh): the parts' O, (slots, kBlockM, head_dim_v), and their
+  // row statistics, (slots, kBlockM). partial_counters: 3 * num_ctas, zero before the launch and
+  // after it.
+  float* partial_out;
+  float2* partial_stats;
+  uint32_t* partial_counters;
+};
+
+}  // namespace flashattn3::decode

@@ -1,0 +1,37 @@
+// Config: the compile-time choices of one decode kernel. A value of Config is a template argument
+// (C++20), so all members are public and the type is an aggregate.
+#pragma once
+
+#include "ptx/element.h"
+
+namespace flashattn3::decode {
+
+struct Config {
+  ElementType dtype;  // of q, k, v and out: fp16 or bf16
+  int head_dim;       // 64, 128 or 256; columns past a smaller head dim are zeros
+  int block_n;        // keys of a KV block, a multiple of 16
+  int num_stages;     // K tiles, and V tiles, of each consumer warpgroup in shared memory
+  int num_q_buffers;  // 2: the next part's Q is loaded while this part is computed
+};
+
+constexpr int kBlockM = 64;    // packed query rows of a work tile
+constexpr int kConsumers = 2;  // warpgroups; they take alternate KV blocks of a part
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kSharedStorageBytes = 1024;
+
+constexpr int row_bytes(const Config& config) { return config.head_dim * 2; }
+constexpr int q_tile_bytes(const Config& config) { return kBlockM * row_bytes(config); }
+constexpr int kv_tile_bytes(const Config& config) { return config.block_n * row_bytes(config); }
+
+// O and the row statistics that one consumer warpgroup hands to the other: 4 bytes per element and
+// 16 bytes per thread.
+constexpr int exchange_bytes(const Config& config) {
+  return kBlockM * config.head_dim * 4 + 128 * 16;
+}
+
+constexpr int smem_bytes(const Config& config) {
+  return kSharedStorageBytes + config.num_q_buffers * q_tile_bytes(config) +
+         2 * kConsumers * config.num_stages * kv_tile_bytes(config) + exchange_bytes(config);
+}
+
+}  // namespace flashattn3::decode

@@ -1,0 +1,67 @@
+// A consumer warpgroup: runs the main loop on its KV blocks of each part. Warpgroup 1 hands its
+// results to warpgroup 0, which stores the work tile or this CTA's part of it.
+#pragma once
+
+#include "decode/combine.cuh"
+#include "decode/epilogue.cuh"
+#include "decode/mainloop.cuh"
+#include "decode/traits.cuh"
+
+namespace flashattn3::decode {
+
+template <Config kConfig>
+class Consumer {
+  using Traits = KernelTraits<kConfig>;
+
+ public:
+  __device__ __forceinline__ Consumer(const Arguments& args, uint8_t* shared, int warpgroup)
+      : args_(args),
+        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        exchange_(shared),
+        mainloop_(args, shared, warpgroup),
+        warpgroup_(warpgroup) {}
+
+  __device__ __forceinline__ void run(PartIterator<Traits::kBlockN> parts) {
+    typename Mainloop<kConfig>::Out o;
+    typename Mainloop<kConfig>::Softmax softmax;
+    PipelineState<1> write(1), read(0);
+    Part part;
+    while (parts.next(part)) {
+      const CachedSequence& sequence = parts.sequence();
+      const PackedTile tile = PackedTile::of(args_, sequence, part);
+      mainloop_.attend(o, softmax, tile, sequence, part);
+      const bool both = part.n_blocks.end - part.n_blocks.begin > 1;
+      if (warpgroup_ == 1) {
+        if (!both) continue;
+        storage_.exchange_empty.wait(write.phase());  // Sync: warpgroup 0 has read the last O.
+        exchange_.write(o, softmax.row);
+        __syncwarp();
+        storage_.exchange_full.arrive_lanes();  // Sync: this warp has written its O.
+        write.advance();
+        continue;
+      }
+      if (both) {
+        storage_.exchange_full.wait(read.phase());  // Sync: warpgroup 1 has written its O.
+        exchange_.add_to(o, softmax.row);
+        __syncwarp();
+        storage_.exchange_empty.arrive_lanes();  // Sync: this warp has read it.
+        read.advance();
+      }
+      const RowStore store(args_, tile, sequence, part);
+      if (part.num_ctas == 1) {
+        store_out<Traits>(args_, tile, store, o, softmax.row);
+      } else {
+        Combine<Traits>(args_, tile, store, storage_.is_last).add(part, o, softmax.row);
+      }
+    }
+  }
+
+ private:
+  const Arguments& args_;
+  SharedStorageOf<kConfig>& storage_;
+  Exchange<Traits> exchange_;
+  Mainloop<kConfig> mainloop_;
+  const int warpgroup_;
+};
+
+}  // namespace flashattn3::decode

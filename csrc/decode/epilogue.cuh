@@ -1,0 +1,85 @@
+// The epilogue: normalises rows of O and stores out and lse.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/packed_tile.cuh"
+#include "decode/softmax.cuh"
+#include "decode/traits.cuh"
+#include "tile/fragment.h"
+#include "tile/gemm.cuh"
+
+namespace flashattn3::decode {
+
+constexpr float kLn2 = 0.693147180559945f;
+constexpr float kLog2OfE = 1.44269504088896f;
+
+// Where the results of a work tile go.
+class RowStore {
+ public:
+  __device__ __forceinline__ RowStore(const Arguments& args, const PackedTile& tile,
+                                      const CachedSequence& sequence, const Part& part)
+      : args_(args), tile_(tile), first_query_(sequence.first_query), batch_idx_(part.batch_idx) {
+    const int at = part.batch_idx * args.num_heads_kv + part.kv_head;
+    v_descale_ = args.v_descale == nullptr ? 1.f : args.v_descale[at];
+  }
+
+  // Returns the factor of a row's O, with the sink in the sum, and stores lse if asked to.
+  __device__ __forceinline__ float finish(int row, RowStats stats, bool stores_lse) const {
+    float factor = v_descale_;
+    if (args_.sinks != nullptr) {
+      const float sink = args_.sinks[tile_.head_of(row)] * kLog2OfE;
+      const float max = fmaxf(stats.max, sink);
+      const float rescale = rescale_factor(stats.max, max);
+      factor *= rescale;
+      stats = {max, stats.sum * rescale + rescale_factor(sink, max)};
+    }
+    if (stores_lse && args_.lse != nullptr) {
+      args_.lse[batch_idx_ * args_.lse_batch + token(row) * args_.lse_seq +
+                tile_.head_of(row) * args_.lse_head] =
+          stats.sum == 0.f ? -INFINITY : (reference_of(stats.max) + __log2f(stats.sum)) * kLn2;
+    }
+    return stats.sum == 0.f ? 0.f : factor / stats.sum;
+  }
+
+  __device__ __forceinline__ uint16_t* row_of_out(int row) const {
+    return args_.out + batch_idx_ * args_.out_batch + token(row) * args_.out_seq +
+           tile_.head_of(row) * args_.out_head;
+  }
+
+ private:
+  __device__ __forceinline__ int64_t token(int row) const {
+    return first_query_ + tile_.query_of(row);
+  }
+
+  const Arguments& args_;
+  const PackedTile& tile_;
+  int first_query_, batch_idx_;
+  float v_descale_;
+};
+
+// Stores a work tile from the accumulators of one warpgroup. stats: of this thread's two rows.
+template <class Traits>
+__device__ __forceinline__ void store_out(const Arguments& args, const PackedTile& tile,
+                                          const RowStore& store,
+                                          const float (&o)[Traits::kOutRegisters],
+                                          const RowStats (&stats)[2]) {
+  const int thread = threadIdx.x % 128, column = thread_column(thread);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = thread_row(thread) + 8 * r;
+    if (!tile.has(row)) continue;
+    const float factor = store.finish(row, stats[r], column == 0);
+    uint16_t* out = store.row_of_out(row);
+#pragma unroll
+    for (int i = 2 * r; i < Traits::kOutRegisters; i += 4) {
+      const int at = column + register_column(i);
+      if (at < args.head_dim_v) {
+        *reinterpret_cast<uint32_t*>(out + at) =
+            pack<Traits::kElement>(o[i] * factor, o[i + 1] * factor);
+      }
+    }
+  }
+}
+
+}  // namespace flashattn3::decode

@@ -1,0 +1,44 @@
+// The decode kernel: attention of few query rows to a cache. One CTA per SM takes an equal share of
+// the KV blocks of the batch (work_share.cuh). Two consumer warpgroups (consumer.cuh) take
+// alternate KV blocks of a part against the same 64 packed rows; the third warpgroup copies
+// (load.cuh).
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "decode/arguments.h"
+#include "decode/consumer.cuh"
+#include "decode/find_share.cuh"
+#include "decode/load.cuh"
+#include "decode/traits.cuh"
+#include "ptx/pdl.cuh"
+
+namespace flashattn3::decode {
+
+// The template argument is a type, not a Config: see forward/kernel.cuh.
+template <class Traits>
+__global__ void __launch_bounds__(kThreads, 1)
+    decode_kernel(const __grid_constant__ Arguments args) {
+  constexpr Config kConfig = Traits::kConfig;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  static_assert(sizeof(SharedStorageOf<kConfig>) <= kSharedStorageBytes);
+
+  auto& storage = *reinterpret_cast<SharedStorageOf<kConfig>*>(shared);
+  if (threadIdx.x == 0) storage.init();
+  launch_dependents();
+  griddepcontrol_wait();  // every thread reads lengths that a kernel before may write
+  // Sync: find_share has CTA barriers, so no thread uses an mbarrier before it is initialised.
+  find_share<Traits::kBlockN>(args, storage);
+  const PartIterator<Traits::kBlockN> parts(args, storage.share);
+
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == kConsumers) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    Producer<kConfig>(args, shared).run(parts);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    Consumer<kConfig>(args, shared, warpgroup).run(parts);
+  }
+}
+
+}  // namespace flashattn3::decode

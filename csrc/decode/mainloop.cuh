@@ -1,0 +1,161 @@
+// The main loop of a consumer warpgroup: from S = Q K^T to O for every other KV block of a part.
+//
+// Each step is in order: wait for K, S = Q K^T, release K, softmax, wait for V, O += P V, release
+// V. The other warpgroup's steps overlap it. A pair of steps computes for about a quarter of the
+// time that its loads take (d128), so nothing overlaps within a warpgroup.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/score_scale.cuh"
+#include "decode/packed_tile.cuh"
+#include "decode/softmax.cuh"
+#include "decode/traits.cuh"
+#include "tile/fragment.h"
+#include "tile/gemm.cuh"
+
+namespace flashattn3::decode {
+
+template <Config kConfig>
+class Mainloop {
+ public:
+  using Traits = KernelTraits<kConfig>;
+  static constexpr ElementType kElement = Traits::kElement;
+  static constexpr int kBlockN = Traits::kBlockN;
+  using Out = float[Traits::kOutRegisters];
+  using Softmax = RowSoftmax<kBlockN>;
+
+  // warpgroup: 0 or 1, the same in all lanes of a warp.
+  __device__ __forceinline__ Mainloop(const Arguments& args, uint8_t* shared, int warpgroup)
+      : args_(args),
+        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        warpgroup_(warpgroup) {
+    const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
+    const uint32_t stages =
+        base + Traits::kKvOffset + warpgroup * (Traits::kStages * 2 * Traits::kKvBytes);
+    q_base_ = smem_desc_low(base + Traits::kQOffset, 16);
+    k_base_ = smem_desc_low(stages, 16);
+    v_base_ = smem_desc_low(stages + Traits::kKvBytes, kBlockN * 128);
+  }
+
+  // Computes O of the part's KV blocks first_block, first_block + 2, ... and its row statistics.
+  __device__ __forceinline__ void attend(Out& o, Softmax& softmax, const PackedTile& tile,
+                                         const CachedSequence& sequence, const Part& part) {
+#pragma unroll
+    for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
+    softmax.reset();
+    const RowMask mask(args_, tile, sequence);
+    const ScoreFactors factors = score_factors(part);
+    storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is loaded.
+    fence_async_proxy();
+    const int first = part.n_blocks.begin + warpgroup_;
+    for (int block = first; block < part.n_blocks.end; block += kConsumers) {
+      step(o, softmax, mask, factors, block);
+    }
+    __syncwarp();
+    storage_.q_empty[q_.index()].arrive_warp();  // Sync: this warp's QK GEMMs are complete.
+    q_.advance();
+    softmax.complete();
+  }
+
+ private:
+  // Keys that this thread's two rows see, and the keys that all rows of the work tile see.
+  struct RowMask {
+    KeyRange row[2];
+    KeyRange all;
+    bool has_rows;  // whether a row of the warp exists
+
+    __device__ __forceinline__ RowMask(const Arguments& args, const PackedTile& tile,
+                                       const CachedSequence& sequence) {
+      const int first = thread_row(static_cast<int>(threadIdx.x % 128));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int query =
+            min(tile.query_of(first + 8 * r), tile.first_query + tile.num_queries - 1);
+        row[r] = visible_keys(args, sequence, query);
+      }
+      all = {visible_keys(args, sequence, tile.first_query + tile.num_queries - 1).begin,
+             visible_keys(args, sequence, tile.first_query).end};
+      has_rows = uniform(threadIdx.x % 128 / 32) * kRowsOfWarp < tile.num_rows();
+    }
+  };
+
+  // Factors of this part's scores in log2 units; tanh: read only with a softcap.
+  struct ScoreFactors {
+    float scale, tanh;
+  };
+
+  __device__ __forceinline__ ScoreFactors score_factors(const Part& part) const {
+    const int at = part.batch_idx * args_.num_heads_kv + part.kv_head;
+    float descale = 1.f;
+    if (args_.q_descale != nullptr) descale *= args_.q_descale[at];
+    if (args_.k_descale != nullptr) descale *= args_.k_descale[at];
+    // With a cap the scale is the cap itself.
+    if (args_.tanh_scale != 0.f) return {args_.score_scale, args_.tanh_scale * descale};
+    return {args_.score_scale * descale, 0.f};
+  }
+
+  __device__ __forceinline__ void step(Out& o, Softmax& softmax, const RowMask& mask,
+                                       const ScoreFactors& factors, int block) {
+    float s[kBlockN / 2];
+    Probabilities<kElement, kBlockN> p;
+    storage_.k_full[warpgroup_][kv_.index()].wait(kv_.phase());  // Sync: K is loaded.
+    fence_async_proxy();
+    gemm_ss<kElement, kBlockM, kBlockN, Traits::kHeadDim>(
+        s, q_base_ + q_.index() * (Traits::kQBytes / 16), stage(k_base_));
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(s);
+    storage_.k_empty[warpgroup_][kv_.index()].arrive_warp();  // Sync: this warp has read K.
+
+    if (mask.has_rows) {
+      float factor[2];
+      convert_scores(s, mask, factors, block);
+      softmax.update(s, factor);
+#pragma unroll
+      for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
+    }
+    pack_probabilities<kElement, kBlockN>(p, s);
+
+    storage_.v_full[warpgroup_][kv_.index()].wait(kv_.phase());  // Sync: V is loaded.
+    fence_async_proxy();
+    gemm_rs<kElement, kBlockN, Traits::kHeadDim>(o, p, stage(v_base_));
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(o);
+    storage_.v_empty[warpgroup_][kv_.index()].arrive_warp();  // Sync: this warp has read V.
+    kv_.advance();
+  }
+
+  // Scales, caps and masks the scores of a KV block.
+  __device__ __forceinline__ void convert_scores(float (&s)[kBlockN / 2], const RowMask& mask,
+                                                 const ScoreFactors& factors, int block) const {
+    if (args_.tanh_scale != 0.f) cap_scores(s, factors.tanh);
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) s[i] *= factors.scale;
+    const int first_key = block * kBlockN;
+    if (first_key >= mask.all.begin && first_key + kBlockN <= mask.all.end) return;
+    const int key = first_key + thread_column(static_cast<int>(threadIdx.x % 32));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int begin = mask.row[r].begin - key, end = mask.row[r].end - key;
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) {
+        const int column = register_column(i);
+        if (row_of(i) == r && (column < begin || column >= end)) s[i] = -INFINITY;
+      }
+    }
+  }
+
+  // Descriptor of this stage's K or V tile.
+  __device__ __forceinline__ uint32_t stage(uint32_t base) const {
+    return base + kv_.index() * (2 * Traits::kKvBytes / 16);
+  }
+
+  const Arguments& args_;
+  SharedStorageOf<kConfig>& storage_;
+  const int warpgroup_;
+  uint32_t q_base_, k_base_, v_base_;
+  PipelineState<Traits::kQBuffers> q_{0};
+  PipelineState<Traits::kStages> kv_{0};
+};
+
+}  // namespace flashattn3::decode

@@ -1,0 +1,63 @@
+// Online softmax (Milakov and Gimelshein 2018) of decode, with the exact running maximum of each
+// row. The forward's lazy rescaling saves instructions, but a row's bits then depend on the other
+// rows of its warp; decode waits for memory, and here a row depends on its own scores alone.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/softmax.cuh"
+#include "tile/fragment.h"
+
+namespace flashattn3::decode {
+
+// What a row's O is relative to: O and sum hold sums of 2^(score - max). max: in log2 units, -inf
+// without a key.
+struct RowStats {
+  float max, sum;
+};
+
+// Exponent's reference for a row: finite, so that a row without keys gives 2^-inf = 0, not NaN.
+__device__ __forceinline__ float reference_of(float max) { return max == -INFINITY ? 0.f : max; }
+
+// Factor of sums relative to `from` that makes them relative to `to`, the larger maximum.
+__device__ __forceinline__ float rescale_factor(float from, float to) {
+  return exp2_approx(from - reference_of(to));
+}
+
+// A thread's two rows; four lanes share a row.
+template <int kBlockN>
+struct RowSoftmax {
+  static constexpr int kCount = kBlockN / 2;
+  RowStats row[2];  // sum: over this thread's columns
+
+  __device__ __forceinline__ void reset() { row[0] = row[1] = {-INFINITY, 0.f}; }
+
+  // Replaces scores in log2 units by probabilities. factor: the caller multiplies O with it.
+  __device__ __forceinline__ void update(float (&s)[kCount], float (&factor)[2]) {
+    float highest[2] = {row[0].max, row[1].max};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) highest[row_of(i)] = fmaxf(highest[row_of(i)], s[i]);
+    float reference[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      highest[r] = quad_max(highest[r]);
+      reference[r] = reference_of(highest[r]);
+      factor[r] = rescale_factor(row[r].max, highest[r]);
+      row[r].max = highest[r];
+      row[r].sum *= factor[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s[i] = exp2_approx(s[i] - reference[row_of(i)]);
+      row[row_of(i)].sum += s[i];
+    }
+  }
+
+  // Adds up the sums of the four lanes of each row.
+  __device__ __forceinline__ void complete() {
+    row[0].sum = quad_sum(row[0].sum);
+    row[1].sum = quad_sum(row[1].sum);
+  }
+};
+
+}  // namespace flashattn3::decode

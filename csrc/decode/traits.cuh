@@ -1,0 +1,89 @@
+// Compile-time properties of a decode kernel, its shared memory, and the barriers with their
+// arrival counts.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/config.h"
+#include "decode/work_share.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace flashattn3::decode {
+
+template <Config kTheConfig>
+struct KernelTraits {
+  static constexpr Config kConfig = kTheConfig;
+  static constexpr ElementType kElement = kConfig.dtype;
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kBlockN = kConfig.block_n;
+  static constexpr int kStages = kConfig.num_stages;
+  static constexpr int kQBuffers = kConfig.num_q_buffers;
+  static constexpr int kOutRegisters = kHeadDim / 2;
+  static constexpr int kVecs = kHeadDim / 8;  // 16-byte vectors of a row
+  static constexpr int kQBytes = q_tile_bytes(kConfig);
+  static constexpr int kKvBytes = kv_tile_bytes(kConfig);
+  // Byte offsets in shared memory: SharedStorage, Q buffers, the stages of each warpgroup with a K
+  // and a V tile each, the exchange buffer.
+  static constexpr int kQOffset = kSharedStorageBytes;
+  static constexpr int kKvOffset = kQOffset + kQBuffers * kQBytes;
+  static constexpr int kExchangeOffset = kKvOffset + 2 * kConsumers * kStages * kKvBytes;
+
+  // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
+
+  static_assert(!is_quantized(kElement));
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256);
+  static_assert(kBlockN % 16 == 0 && kBlockN / 4 <= 32, "a warp loads a quarter of the rows");
+  static_assert(kBlockN / 4 * kVecs % 32 == 0, "a warp copies 32 vectors at a time");
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                (kConsumers + 1) * (65536 / kThreads / 8 * 8));
+  static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
+  static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
+};
+
+// Barriers. Arrivals per phase, and who waits:
+//   q_full      128: each thread of the producer warpgroup, once its copies are complete; all
+//               consumer threads wait
+//   q_empty     1 per consumer warp (8), after its last QK GEMM of the part; the producer waits
+//   k_full, v_full   128, as q_full; the threads of one warpgroup wait
+//   k_empty, v_empty 1 per warp of that warpgroup (4); the producer waits
+//   exchange_full    1 per warp of warpgroup 1 (4), after it has written O and its statistics;
+//                    warpgroup 0 waits
+//   exchange_empty   1 per warp of warpgroup 0 (4), after it has read them; warpgroup 1 waits
+// Every thread that waits for a barrier waits for each of its phases: warpgroup 1 waits for Q and
+// releases it in a part that has no KV block for it too, and parts with one KV block have no phase
+// of the exchange barriers for either side.
+template <int kStages, int kQBuffers>
+struct SharedStorage {
+  Barrier q_full[kQBuffers], q_empty[kQBuffers];
+  Barrier k_full[kConsumers][kStages], k_empty[kConsumers][kStages];
+  Barrier v_full[kConsumers][kStages], v_empty[kConsumers][kStages];
+  Barrier exchange_full, exchange_empty;
+  int warp_sums[kThreads / 32];  // find_share
+  WorkShare share;
+  int is_last;  // whether warpgroup 0 joins the parts that have arrived
+
+  // Called by one thread, before the CTA's first __syncthreads.
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < kQBuffers; ++i) {
+      q_full[i].init(128);
+      q_empty[i].init(4 * kConsumers);
+    }
+    for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+      for (int i = 0; i < kStages; ++i) {
+        k_full[warpgroup][i].init(128);
+        k_empty[warpgroup][i].init(4);
+        v_full[warpgroup][i].init(128);
+        v_empty[warpgroup][i].init(4);
+      }
+    }
+    exchange_full.init(4 * kArrivalsPerWarp);
+    exchange_empty.init(4 * kArrivalsPerWarp);
+  }
+};
+
+template <Config kConfig>
+using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_q_buffers>;
+
+}  // namespace flashattn3::decode

@@ -1,0 +1,172 @@
+// The share of each CTA in the work of a cached call, at most 2^31 - 1 units.
+//
+// A unit of work is one KV block of one work tile (sequence, KV head, tile of packed rows). The
+// units of the batch are numbered in that order, and CTA c of C takes units c * U / C to
+// (c + 1) * U / C - 1: equal shares, however unequal the sequences (the partition of FlashInfer,
+// arXiv 2501.01005). So a CTA ends in the middle of at most one work tile and begins in the middle
+// of at most one. The part of a work tile in one CTA is a Part; the parts of a work tile that
+// several CTAs share are in consecutive CTAs.
+//
+// Lengths are read on the device, so a captured launch is right for other lengths.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/mask.cuh"
+#include "attention/seqlen.cuh"
+#include "decode/arguments.h"
+#include "decode/config.h"
+
+namespace flashattn3::decode {
+
+// One sequence of the batch.
+struct CachedSequence {
+  int cache_idx;        // entry of the page table or of the dense cache; -1: there is no such entry
+  int first_query;      // token in q and out
+  int num_queries;      // they are the last positions of the sequence
+  int num_keys;         // cached and new
+  int first_key;        // no query sees a key before it
+  BlockRange n_blocks;  // that a query may see; at least one, even without keys
+  int num_tiles;        // work tiles: KV heads x tiles of packed rows
+
+  // Position of a query among the keys; negative if there are more queries than keys.
+  __host__ __device__ __forceinline__ int position(int query) const {
+    return num_keys - num_queries + query;
+  }
+};
+
+// Returns a sequence whose keys and queries are inside the tensors, whatever the tables hold.
+template <int kBlockN>
+__host__ __device__ __forceinline__ CachedSequence find_cached_sequence(const Arguments& args,
+                                                                        int batch_idx) {
+  CachedSequence found;
+  const Sequence queries = find_sequence(args.seqlens_q, batch_idx);
+  found.first_query = queries.offset;
+  found.num_queries = queries.length;
+
+  const int given = args.cache_seqlens == nullptr ? args.seqlen_k : args.cache_seqlens[batch_idx];
+  const int cached = min(max(given, 0), args.capacity);
+  int num_new = args.seqlen_new;
+  if (args.cu_seqlens_k_new != nullptr) {
+    num_new = args.cu_seqlens_k_new[batch_idx + 1] - args.cu_seqlens_k_new[batch_idx];
+  }
+  found.num_keys = cached + min(max(num_new, 0), args.capacity - cached);
+
+  const int leftpad = args.cache_leftpad == nullptr ? 0 : args.cache_leftpad[batch_idx];
+  // The first query sees the earliest keys. The subtraction cannot overflow: the left operand is at
+  // least -2^30 (params.h).
+  const int window_begin = args.window_left == INT_MAX ? 0 : found.position(0) - args.window_left;
+  found.first_key = min(max(max(leftpad, window_begin), 0), found.num_keys);
+
+  const int cache_idx =
+      args.cache_batch_idx == nullptr ? batch_idx : args.cache_batch_idx[batch_idx];
+  found.cache_idx = cache_idx >= 0 && cache_idx < args.num_caches ? cache_idx : -1;
+
+  const int begin = found.first_key / kBlockN;
+  found.n_blocks = {begin, max(begin + 1, (found.num_keys + kBlockN - 1) / kBlockN)};
+  const int token_tiles = (found.num_queries + args.rows.tokens - 1) / args.rows.tokens;
+  found.num_tiles = args.num_heads_kv * args.rows.head_tiles * token_tiles;
+  return found;
+}
+
+// Units of one work tile of the sequence.
+__host__ __device__ __forceinline__ int units_of_tile(const Arguments& args,
+                                                      const CachedSequence& sequence) {
+  return args.whole_tiles ? 1 : sequence.n_blocks.end - sequence.n_blocks.begin;
+}
+
+template <int kBlockN>
+__host__ __device__ __forceinline__ int units_of_sequence(const Arguments& args, int batch_idx) {
+  const CachedSequence sequence = find_cached_sequence<kBlockN>(args, batch_idx);
+  return sequence.num_tiles * units_of_tile(args, sequence);
+}
+
+// Units begin to end - 1 of `total` belong to this CTA, one of num_ctas that have any. The first of
+// them is in sequence batch_idx, whose first unit is first_unit; both are unset without units.
+struct WorkShare {
+  int begin, end, total;
+  int num_ctas;
+  int batch_idx, first_unit;
+
+  // grid: CTAs of the launch. With fewer units than CTAs the last CTAs have none, so that the CTAs
+  // that share a work tile follow each other.
+  static __host__ __device__ __forceinline__ WorkShare of(int total, int cta, int grid) {
+    const int num_ctas = max(1, min(grid, total));
+    return {.begin = first_unit_of(total, min(cta, num_ctas), num_ctas),
+            .end = first_unit_of(total, min(cta + 1, num_ctas), num_ctas),
+            .total = total,
+            .num_ctas = num_ctas};
+  }
+  static __host__ __device__ __forceinline__ int first_unit_of(int total, int cta, int num_ctas) {
+    return static_cast<int>(int64_t{total} * cta / num_ctas);
+  }
+  // The CTA that has a unit: the largest c with first_unit_of(total, c, num_ctas) <= unit.
+  __host__ __device__ __forceinline__ int cta_of(int unit) const {
+    return static_cast<int>((int64_t{unit + 1} * num_ctas - 1) / total);
+  }
+};
+
+// The KV blocks of one work tile that one CTA reads.
+struct Part {
+  int batch_idx, kv_head, row_tile;
+  BlockRange n_blocks;
+  int first_cta;  // of the CTAs that share the work tile
+  int num_ctas;   // 1: the part is the whole work tile
+};
+
+// Returns the parts of a share, in order. All threads of a CTA have the same. share: in shared
+// memory, which saves registers; it must outlive the iterator.
+template <int kBlockN>
+class PartIterator {
+ public:
+  __host__ __device__ __forceinline__ PartIterator(const Arguments& args, const WorkShare& share)
+      : args_(args),
+        share_(share),
+        unit_(share.begin),
+        batch_idx_(share.batch_idx),
+        first_unit_(share.first_unit) {
+    if (unit_ < share_.end) sequence_ = find_cached_sequence<kBlockN>(args_, batch_idx_);
+  }
+
+  // Sets part to the next part; returns false if there is none.
+  __host__ __device__ __forceinline__ bool next(Part& part) {
+    if (unit_ >= share_.end) return false;
+    int units = units_of_tile(args_, sequence_);
+    while (unit_ - first_unit_ >= sequence_.num_tiles * units) {
+      first_unit_ += sequence_.num_tiles * units;
+      sequence_ = find_cached_sequence<kBlockN>(args_, ++batch_idx_);
+      units = units_of_tile(args_, sequence_);
+    }
+    const int tile = (unit_ - first_unit_) / units;
+    const int first_of_tile = first_unit_ + tile * units;
+    const int begin = unit_ - first_of_tile;
+    const int count = min(units - begin, share_.end - unit_);
+    const int row_tiles = sequence_.num_tiles / args_.num_heads_kv;
+    part.batch_idx = batch_idx_;
+    part.kv_head = tile / row_tiles;
+    part.row_tile = tile % row_tiles;
+    part.n_blocks = sequence_.n_blocks;
+    if (!args_.whole_tiles) {
+      part.n_blocks.begin += begin;
+      part.n_blocks.end = part.n_blocks.begin + count;
+    }
+    part.first_cta = share_.cta_of(first_of_tile);
+    part.num_ctas = share_.cta_of(first_of_tile + units - 1) - part.first_cta + 1;
+    unit_ += count;
+    return true;
+  }
+
+  // The sequence of the part that next() returned last.
+  __host__ __device__ __forceinline__ const CachedSequence& sequence() const { return sequence_; }
+
+ private:
+  const Arguments& args_;
+  const WorkShare& share_;
+  int unit_;        // first unit of the next part
+  int batch_idx_;   // sequence of the last part
+  int first_unit_;  // of that sequence
+  CachedSequence sequence_;
+};
+
+}  // namespace flashattn3::decode

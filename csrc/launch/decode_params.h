@@ -1,0 +1,65 @@
+// Parameters of one cached call on few query rows. torch_binding (or a test) fills them, and
+// launch_decode reads them. No torch here. All pointers are device pointers.
+#pragma once
+
+#include <cstdint>
+
+#include "launch/params.h"
+
+namespace flashattn3 {
+
+// K or V of the cache: (num_caches, capacity, num_heads_kv, ·), or pages of it, (num_pages,
+// page_size, num_heads_kv, ·). Any strides that are multiples of 16 bytes; the last one is 1.
+struct CacheParams {
+  const void* data;  // a multiple of 16 bytes
+  Strides stride;    // in elements; batch: between pages, or sequences of a dense cache
+};
+
+struct DecodeParams {
+  const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); with cu_seqlens_q (total_q, ...)
+  void* out;      // (batch, seqlen_q, num_heads_q, head_dim_v); else as q
+  float* lse;     // (batch, num_heads_q, seqlen_q), natural log; with cu_seqlens_q (num_heads_q,
+                  // total_q); null: not written
+  Strides q_stride, out_stride;  // multiples of 16 bytes; batch is not read with cu_seqlens_q
+  Strides lse_stride;            // any value
+  CacheParams k, v;
+
+  // int32; values are clamped to the tensors, so no value causes an access outside. Each may be
+  // null but for page_table of a paged cache.
+  const int32_t* page_table;        // (num_caches, max_pages); null: the cache is dense
+  const int32_t* cache_seqlens;     // (batch); null: seqlen_k
+  const int32_t* cu_seqlens_q;      // (batch + 1)
+  const int32_t* cu_seqlens_k_new;  // (batch + 1); null: seqlen_new
+  const int32_t* cache_leftpad;     // (batch); keys before it are hidden
+  const int32_t* cache_batch_idx;   // (batch); null: sequence i has entry i
+  int64_t page_table_stride;        // in elements, between the first dimension's entries
+
+  // float32, dense, or null.
+  const float *q_descale, *k_descale, *v_descale;  // (batch, num_heads_kv)
+  const float* sinks;                              // (num_heads_q)
+
+  int batch;
+  int seqlen_q;    // queries of a sequence; with cu_seqlens_q of the longest
+  int total_q;     // with cu_seqlens_q: tokens of q
+  int seqlen_k;    // cached tokens where cache_seqlens is null
+  int seqlen_new;  // tokens that were appended to every sequence where cu_seqlens_k_new is null
+  int num_heads_q, num_heads_kv;
+  int head_dim, head_dim_v;  // multiples of 8, at most the config's
+  int num_caches;            // first dimension of the page table or of the dense cache
+  int num_pages, page_size;  // of a paged cache
+  int capacity;              // tokens of one of num_caches
+
+  float softmax_scale, softcap;   // as in AttentionProblem
+  int window_left, window_right;  // as in AttentionProblem
+  bool whole_tiles;               // num_splits 1: no work tile is split among CTAs
+  int num_sms, sm_margin;
+
+  // decode_workspace_bytes bytes, a multiple of 16, not initialised.
+  void* workspace;
+  // decode_num_counters uint32, zero before the first launch that uses them; every launch resets
+  // them to zero. Launches that may run concurrently must not share them.
+  uint32_t* counters;
+  bool pdl;  // as in ForwardParams; allowed in a capture, too
+};
+
+}  // namespace flashattn3

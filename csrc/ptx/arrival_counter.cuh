@@ -1,0 +1,19 @@
+// A counter in device memory of the CTAs that have arrived; it returns to 0 with the last one.
+#pragma once
+
+#include <cstdint>
+
+namespace flashattn3 {
+
+// Arrives at the counter and returns whether this was the last of `count` arrivals. What CTAs wrote
+// before their arrival (and a CTA barrier before it) is visible to the last one afterwards.
+__device__ __forceinline__ bool arrive_last(uint32_t* counter, int count) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(count - 1)
+               : "memory");
+  return before == static_cast<uint32_t>(count - 1);
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,442 @@
+// Runs the decode kernels without torch and compares them with fp64 on the host, or times them.
+//   decode_check [--from case] [--only part of a name]
+//       prints one line for each case and config
+//   decode_check --time
+//       prints microseconds of decode steps beside those of a kernel that only reads as many bytes
+// Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
+// prints the --from with which to continue.
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "decode_cases.h"
+#include "decode_configs.h"
+#include "decode_problem.h"
+#include "harness.cuh"
+#include "launch/decode.cuh"
+
+using flashattn3::DecodeParams;
+using flashattn3::ElementType;
+using flashattn3::kCheckConfigNames;
+using flashattn3::kCheckConfigs;
+using flashattn3::kNumCheckConfigs;
+
+using Launch = void (*)(const DecodeParams&, cudaStream_t);
+template <size_t... kIndex>
+static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
+  return {&flashattn3::launch_check_config<kIndex>...};
+}
+static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckConfigs>());
+
+// The config with the smallest sufficient head dim; -1 if there is none.
+static int config_of(bool fp16, int head_dim) {
+  const ElementType type = fp16 ? ElementType::kFloat16 : ElementType::kBFloat16;
+  int best = -1;
+  for (int i = 0; i < kNumCheckConfigs; ++i) {
+    if (kCheckConfigs[i].dtype != type || kCheckConfigs[i].head_dim < head_dim) continue;
+    if (best < 0 || kCheckConfigs[i].head_dim < kCheckConfigs[best].head_dim) best = i;
+  }
+  return best;
+}
+
+// Workspace and counters of launches on up to num_sms CTAs; the workspace is NaN.
+struct Workspace {
+  void* memory = nullptr;
+  uint32_t* counters = nullptr;
+  int num_sms;
+  int64_t bytes;
+
+  explicit Workspace(int num_sms)
+      : num_sms(num_sms), bytes(flashattn3::decode_workspace_bytes(num_sms, 256)) {
+    const size_t counter_bytes = flashattn3::decode::num_counters(num_sms) * sizeof(uint32_t);
+    check(cudaMalloc(&memory, bytes));
+    check(cudaMalloc(&counters, counter_bytes));
+    check(cudaMemset(counters, 0, counter_bytes));
+    poison();
+  }
+  ~Workspace() { cudaFree(memory), cudaFree(counters); }
+  Workspace(const Workspace&) = delete;
+  void poison() { check(cudaMemset(memory, 0xff, bytes)); }
+  bool counters_are_zero() const {
+    std::vector<uint32_t> found(flashattn3::decode::num_counters(num_sms));
+    check(cudaMemcpy(found.data(), counters, found.size() * 4, cudaMemcpyDeviceToHost));
+    return std::all_of(found.begin(), found.end(), [](uint32_t x) { return x == 0; });
+  }
+};
+
+// Device copies of a problem's tables, freed with it.
+struct Tables {
+  std::vector<void*> all;
+  ~Tables() {
+    for (void* each : all) cudaFree(each);
+  }
+  template <class Value>
+  const Value* copy(const std::vector<Value>& values) {
+    all.push_back(device_copy(values));
+    return static_cast<const Value*>(all.back());
+  }
+};
+
+static DecodeParams make_params(DecodeProblem& p, Tables& tables, float* lse,
+                                const Workspace& workspace) {
+  const DecodeCase& c = p.c;
+  return {.q = p.q.data(),
+          .out = p.out.data(),
+          .lse = lse,
+          .q_stride = p.q.stride,
+          .out_stride = p.out.stride,
+          .lse_stride = {int64_t{p.total_q} * c.heads_q, 1, p.total_q},
+          .k = {p.k.data(), p.k.stride},
+          .v = {p.v.data(), p.v.stride},
+          .page_table = tables.copy(p.table),
+          .cache_seqlens = tables.copy(c.seqlens),
+          .cu_seqlens_q = tables.copy(c.cu_q),
+          .cu_seqlens_k_new = tables.copy(c.cu_new),
+          .cache_leftpad = tables.copy(c.leftpad),
+          .cache_batch_idx = tables.copy(c.cache_idx),
+          .page_table_stride = p.max_pages,
+          .q_descale = tables.copy(p.q_descale),
+          .k_descale = tables.copy(p.k_descale),
+          .v_descale = tables.copy(p.v_descale),
+          .sinks = tables.copy(p.sinks),
+          .batch = c.batch,
+          .seqlen_q = c.seqlen_q,
+          .total_q = p.total_q,
+          .seqlen_k = c.capacity,
+          .seqlen_new = c.seqlen_new,
+          .num_heads_q = c.heads_q,
+          .num_heads_kv = c.heads_kv,
+          .head_dim = c.head_dim,
+          .head_dim_v = p.v.dim,
+          .num_caches = p.num_caches,
+          .num_pages = p.num_pages,
+          .page_size = c.page_size,
+          .capacity = c.capacity,
+          .softmax_scale = c.scale != 0.f ? c.scale : 1.f / std::sqrt(float(c.head_dim)),
+          .softcap = c.softcap,
+          .window_left = c.left,
+          .window_right = c.right,
+          .whole_tiles = false,
+          .num_sms = workspace.num_sms,
+          .sm_margin = 0,
+          .workspace = workspace.memory,
+          .counters = workspace.counters,
+          .pdl = false};
+}
+
+// The worst row of a launch: error / bound, and its element; column -1: lse.
+struct Worst {
+  double ratio = -1, wanted = 0, found = 0;
+  int b = -1, query = -1, head = -1, column = -2;
+};
+
+static Worst compare(DecodeProblem& p, const std::vector<DecodeRow>& rows) {
+  Worst worst;
+  for (const DecodeRow& row : rows) {
+    const DecodeSequence s = p.sequence(row.b);
+    const uint16_t* out = p.out.row(p.c.cu_q.empty() ? row.b : 0, s.offset + row.query, row.head);
+    const auto consider = [&](int column, double wanted, double found, double bound) {
+      const bool same = wanted == found || (std::isnan(wanted) && std::isnan(found));
+      const double off = same ? 0 : std::fabs(wanted - found) / bound;
+      const double ratio = std::isnan(off) ? INFINITY : off;
+      if (ratio > worst.ratio) {
+        worst = {ratio, wanted, found, row.b, row.query, row.head, column};
+      }
+    };
+    consider(-1, row.lse, p.lse[p.lse_index(row.b, s, row.query, row.head)], row.lse_bound);
+    for (int i = 0; i < p.v.dim; ++i) {
+      consider(i, row.out[i], to_float(out[i], p.c.fp16), row.bound[i]);
+    }
+  }
+  return worst;
+}
+
+// Elements of out that no row has and that a launch wrote.
+static int64_t count_stray(DecodeProblem& p) {
+  std::vector<bool> owned(p.out.host.size());
+  for (int b = 0; b < p.c.batch; ++b) {
+    const DecodeSequence s = p.sequence(b);
+    for (int query = 0; query < s.num_queries; ++query) {
+      for (int h = 0; h < p.c.heads_q; ++h) {
+        const uint16_t* row = p.out.row(p.c.cu_q.empty() ? b : 0, s.offset + query, h);
+        for (int i = 0; i < p.v.dim; ++i) owned[row + i - p.out.host.data()] = true;
+      }
+    }
+  }
+  int64_t stray = 0;
+  for (size_t i = 0; i < owned.size(); ++i) stray += !owned[i] && p.out.host[i] != kNaN;
+  return stray;
+}
+
+static std::vector<DecodeRow> reference_rows(DecodeProblem& p) {
+  std::vector<DecodeRow> rows;
+  for (int b = 0; b < p.c.batch; b += p.c.batch > 50 ? 13 : 1) {
+    const int queries = p.sequence(b).num_queries;
+    for (int query = 0; query < queries; query += queries > 20 ? 7 : 1) {
+      for (int h = 0; h < p.c.heads_q; h += p.c.heads_q > 32 ? 5 : 1) {
+        rows.push_back({b, query, h, {}, {}, 0, 0});
+      }
+    }
+  }
+  in_parallel(rows.size(), [&](int64_t i) { compute_row(p, rows[i]); });
+  return rows;
+}
+
+// Runs the case on all SMs twice, which must be bitwise equal, then on 1 and 3 SMs, so that each
+// CTA has many parts, and without splits. Returns false on failure.
+static bool run_case(const DecodeCase& c, int index, int num_sms) {
+  struct Turn {
+    const char* name;
+    int num_sms;
+    bool whole_tiles, pdl;
+  };
+  const Turn turns[] = {{"all SMs", num_sms, false, true},
+                        {"again", num_sms, false, false},
+                        {"3 SMs", 3, false, false},
+                        {"1 SM", 1, false, false},
+                        {"whole tiles", num_sms, true, false}};
+  const int config = config_of(c.fp16, std::max(c.head_dim, c.head_dim_v));
+  DecodeProblem problem(c);
+  const std::vector<DecodeRow> rows = reference_rows(problem);
+  float* lse;
+  check(cudaMalloc(&lse, problem.lse.size() * 4));
+  std::vector<uint16_t> first;
+  std::vector<float> first_lse;
+  bool good = true;
+  for (const Turn& turn : turns) {
+    Workspace workspace(turn.num_sms);
+    Tables tables;
+    DecodeParams params = make_params(problem, tables, lse, workspace);
+    params.whole_tiles = turn.whole_tiles, params.pdl = turn.pdl;
+    check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
+    std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
+    problem.out.upload();
+    g_case = index;
+    std::snprintf(g_now, sizeof(g_now), "%2d %-32s %-28s %-11s", index, c.name.c_str(),
+                  kCheckConfigNames[config], turn.name);
+    alarm(30);
+    std::string wrong;
+    try {
+      kLaunch[config](params, nullptr);
+    } catch (const std::exception& error) {
+      wrong = error.what();
+    }
+    check(cudaDeviceSynchronize());
+    alarm(0);
+    problem.out.download();
+    check(cudaMemcpy(problem.lse.data(), lse, problem.lse.size() * 4, cudaMemcpyDeviceToHost));
+    if (!workspace.counters_are_zero()) wrong += " a counter is not 0;";
+    if (const int64_t stray = count_stray(problem)) {
+      wrong += " " + std::to_string(stray) + " elements written outside;";
+    }
+    if (&turn == turns) {
+      first = problem.out.host, first_lse = problem.lse;
+    } else if (turn.num_sms == num_sms && !turn.whole_tiles &&
+               (first != problem.out.host ||
+                std::memcmp(first_lse.data(), problem.lse.data(), first_lse.size() * 4) != 0)) {
+      wrong += " other bits than before;";
+    }
+    const Worst w = compare(problem, rows);
+    const bool pass = wrong.empty() && w.ratio <= 1;
+    good = good && pass;
+    std::printf("%s  %s worst %.3f of the bound", pass ? "PASS" : "FAIL", g_now, w.ratio);
+    if (!pass) {
+      std::printf("\n     %s (batch %d, query %d, head %d) column %d wanted %g found %g",
+                  wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+  cudaFree(lse);
+  return good;
+}
+
+// ------------------------------------------------------------------------------------------ timing
+
+// Reads the memory and stores a word that depends on it.
+__global__ void __launch_bounds__(512)
+    read_kernel(const uint4* data, int64_t count, uint32_t* sum) {
+  uint32_t x = 0;
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  for (; i + 3 * step < count; i += 4 * step) {
+    const uint4 a = __ldcs(data + i), b = __ldcs(data + i + step), c = __ldcs(data + i + 2 * step),
+                d = __ldcs(data + i + 3 * step);
+    x ^= a.x ^ b.y ^ c.z ^ d.w;
+  }
+  for (; i < count; i += step) x ^= __ldcs(data + i).x;
+  if (x == 0x12345678) *sum = x;
+}
+
+struct TimedCell {
+  const char* name;
+  int batch, seqlen, heads_q, heads_kv, head_dim, page_size;
+};
+
+// Microseconds of one call: calls on different copies of the cache, more than L2 holds, one after
+// the other in a CUDA graph.
+template <class Call>
+static float time_calls(Call call, int copies, cudaStream_t stream) {
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int copy = 0; copy < copies; ++copy) call(copy);
+  check(cudaStreamEndCapture(stream, &graph));
+  check(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin));
+  check(cudaEventCreate(&end));
+  std::vector<float> us;
+  for (int round = 0; round < 8; ++round) {
+    check(cudaEventRecord(begin, stream));
+    check(cudaGraphLaunch(executable, stream));
+    check(cudaEventRecord(end, stream));
+    check(cudaEventSynchronize(end));
+    float ms;
+    check(cudaEventElapsedTime(&ms, begin, end));
+    if (round > 0) us.push_back(ms * 1e3f / copies);  // the first is a warm-up
+  }
+  std::sort(us.begin(), us.end());
+  cudaEventDestroy(begin), cudaEventDestroy(end);
+  cudaGraphExecDestroy(executable), cudaGraphDestroy(graph);
+  return us[us.size() / 2];
+}
+
+static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
+  const int64_t row = int64_t{cell.heads_kv} * cell.head_dim;
+  const int64_t elements = cell.batch * int64_t{cell.seqlen} * row;  // of K, and of V
+  const int64_t bytes = 4 * elements;
+  const int copies = static_cast<int>(std::clamp<int64_t>((int64_t{400} << 20) / bytes, 2, 40));
+  std::snprintf(g_now, sizeof(g_now), "timing %s", cell.name);
+  alarm(60);
+  __nv_bfloat16* cache;
+  check(cudaMalloc(&cache, bytes * copies));
+  fill_normal<<<1056, 256>>>(cache, 2 * elements * copies, 1);
+  uint16_t *q, *out;
+  const int64_t q_elements = int64_t{cell.batch} * cell.heads_q * cell.head_dim;
+  check(cudaMalloc(&q, q_elements * 2));
+  check(cudaMalloc(&out, q_elements * 2));
+  fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(q), q_elements, 2);
+  Workspace workspace(num_sms);
+  Tables tables;
+  const std::vector<int> lengths(cell.batch, cell.seqlen);
+  const int page = cell.page_size ? cell.page_size : cell.seqlen;
+  const int max_pages = cell.seqlen / page;
+  std::vector<int> table(cell.page_size ? cell.batch * max_pages : 0);
+  std::mt19937 random(5);
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
+  std::shuffle(table.begin(), table.end(), random);
+  const flashattn3::Strides q_stride{int64_t{cell.heads_q} * cell.head_dim,
+                                     int64_t{cell.heads_q} * cell.head_dim, cell.head_dim};
+  DecodeParams params{.q = q,
+                      .out = out,
+                      .q_stride = q_stride,
+                      .out_stride = q_stride,
+                      .k = {nullptr, {page * row, row, cell.head_dim}},
+                      .v = {nullptr, {page * row, row, cell.head_dim}},
+                      .page_table = tables.copy(table),
+                      .cache_seqlens = tables.copy(lengths),
+                      .page_table_stride = max_pages,
+                      .batch = cell.batch,
+                      .seqlen_q = 1,
+                      .num_heads_q = cell.heads_q,
+                      .num_heads_kv = cell.heads_kv,
+                      .head_dim = cell.head_dim,
+                      .head_dim_v = cell.head_dim,
+                      .num_caches = cell.batch,
+                      .num_pages = cell.batch * max_pages,
+                      .page_size = page,
+                      .capacity = cell.seqlen,
+                      .softmax_scale = 1.f / std::sqrt(float(cell.head_dim)),
+                      .window_left = -1,
+                      .window_right = -1,
+                      .num_sms = num_sms,
+                      .workspace = workspace.memory,
+                      .counters = workspace.counters,
+                      .pdl = false};
+  const int config = config_of(false, cell.head_dim);
+  const auto decode = [&](int copy) {
+    params.k.data = cache + copy * 2 * elements;
+    params.v.data = cache + copy * 2 * elements + elements;
+    kLaunch[config](params, stream);
+  };
+  const auto read = [&](int copy) {
+    read_kernel<<<4 * num_sms, 512, 0, stream>>>(
+        reinterpret_cast<const uint4*>(cache + copy * 2 * elements), bytes / 16,
+        workspace.counters);
+  };
+  decode(0);
+  check(cudaStreamSynchronize(stream));
+  const float of_read = time_calls(read, copies, stream);
+  const float plain = time_calls(decode, copies, stream);
+  params.pdl = true;
+  const float early = time_calls(decode, copies, stream);
+  alarm(0);
+  std::printf(
+      "%-34s %8.1f MB  read %8.2f us  decode %8.2f us (%.3f of read, + %.2f)  pdl %8.2f us\n",
+      cell.name, bytes * 1e-6, of_read, plain, plain / of_read, plain - of_read, early);
+  std::fflush(stdout);
+  cudaFree(cache), cudaFree(q), cudaFree(out);
+}
+
+static void time_cells(int num_sms) {
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream));
+  const TimedCell cells[] = {{"1 x 1k, 32/8", 1, 1024, 32, 8, 128, 0},
+                             {"1 x 4k, 32/8", 1, 4096, 32, 8, 128, 0},
+                             {"1 x 16k, 32/8", 1, 16384, 32, 8, 128, 0},
+                             {"1 x 128k, 32/8", 1, 131072, 32, 8, 128, 0},
+                             {"8 x 4k, 32/8", 8, 4096, 32, 8, 128, 0},
+                             {"32 x 4k, 32/8", 32, 4096, 32, 8, 128, 0},
+                             {"128 x 1k, 32/8", 128, 1024, 32, 8, 128, 0},
+                             {"64 x 16k, 32/8", 64, 16384, 32, 8, 128, 0},
+                             {"1 x 4k, 8/1", 1, 4096, 8, 1, 128, 0},
+                             {"1 x 128k, 8/1", 1, 131072, 8, 1, 128, 0},
+                             {"32 x 8k, 8/1", 32, 8192, 8, 1, 128, 0},
+                             {"128 x 8k, 8/1", 128, 8192, 8, 1, 128, 0},
+                             {"1 x 4k, 32/32", 1, 4096, 32, 32, 128, 0},
+                             {"16 x 4k, 32/32", 16, 4096, 32, 32, 128, 0},
+                             {"1 x 512k, 64/8", 1, 524288, 64, 8, 128, 0},
+                             {"32 x 4k, 32/8, page 1", 32, 4096, 32, 8, 128, 1},
+                             {"32 x 4k, 32/8, page 16", 32, 4096, 32, 8, 128, 16},
+                             {"32 x 4k, 32/8, page 128", 32, 4096, 32, 8, 128, 128},
+                             {"1 x 4k, 32/8, page 16", 1, 4096, 32, 8, 128, 16},
+                             {"32 x 4k, 64/8, d64", 32, 4096, 64, 8, 64, 0},
+                             {"32 x 4k, 8/1, d256", 32, 4096, 8, 1, 256, 0}};
+  for (const TimedCell& cell : cells) time_cell(cell, num_sms, stream);
+}
+
+int main(int argc, char** argv) {
+  int from = 0;
+  const char* part = "";
+  bool timing = false;
+  for (int i = 1; i < argc; ++i) {
+    if (!std::strcmp(argv[i], "--from") && i + 1 < argc) {
+      from = std::atoi(argv[++i]);
+    } else if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
+      part = argv[++i];
+    } else if (!std::strcmp(argv[i], "--time")) {
+      timing = true;
+    } else {
+      std::printf("usage: decode_check [--from case] [--only part of a name] [--time]\n");
+      return 1;
+    }
+  }
+  signal(SIGALRM, on_alarm);
+  int num_sms = 0;
+  check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
+  if (timing) {
+    time_cells(num_sms);
+    return 0;
+  }
+  const std::vector<DecodeCase> cases = decode_cases();
+  int run = 0, failed = 0;
+  for (int i = from; i < static_cast<int>(cases.size()); ++i) {
+    if (cases[i].name.find(part) == std::string::npos) continue;
+    ++run;
+    if (!run_case(cases[i], i, num_sms)) ++failed;
+  }
+  std::printf("%d cases, %d failed\n", run, failed);
+  return failed != 0 || run == 0;
+}

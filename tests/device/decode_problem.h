@@ -1,0 +1,201 @@
+// One cached call of decode_check: tensors, tables, and the fp64 reference, on the host.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tensors.h"
+
+struct DecodeCase {
+  std::string name;
+  bool fp16 = false;
+  int batch = 1, seqlen_q = 1, heads_q = 4, heads_kv = 1, head_dim = 128, head_dim_v = 0;
+  int capacity = 1000, page_size = 0;  // 0: dense
+  std::vector<int> seqlens;            // cache_seqlens; empty: the capacity
+  std::vector<int> cu_q, cu_new;
+  int seqlen_new = 0;
+  std::vector<int> leftpad, cache_idx;
+  int left = -1, right = -1;
+  float softcap = 0.f, scale = 0.f;  // 0: head_dim ^ -0.5
+  bool sinks = false, descales = false;
+  bool head_major = false;  // memory order (pages, heads, slots)
+  int padding = 0;          // NaN elements after each head's columns
+  bool grows = false;       // scores grow towards the last key
+  bool lost_page = false;   // the second page of sequence 0 does not exist
+};
+
+// Keys and queries of a sequence, by the definition in launch/decode_params.h.
+struct DecodeSequence {
+  int cache_idx, offset, num_queries, num_keys, first_key;
+};
+
+struct DecodeProblem {
+  const DecodeCase& c;
+  int total_q, num_caches, max_pages, num_pages;
+  std::vector<int> table;  // (num_caches, max_pages)
+  Tensor q, k, v, out;
+  std::vector<float> lse, sinks, q_descale, k_descale, v_descale;
+
+  explicit DecodeProblem(const DecodeCase& c)
+      : c(c),
+        total_q(c.cu_q.empty() ? c.seqlen_q : c.cu_q.back()),
+        num_caches(c.cache_idx.empty() ? c.batch : c.batch + 2),
+        max_pages(c.page_size ? (c.capacity + c.page_size - 1) / c.page_size : 1),
+        num_pages(c.page_size ? num_caches * max_pages + 3 : num_caches),
+        q(c.cu_q.empty() ? c.batch : 1, total_q, c.heads_q, c.head_dim, false, c.padding),
+        k(num_pages, c.page_size ? c.page_size : c.capacity, c.heads_kv, c.head_dim, c.head_major,
+          c.padding),
+        v(num_pages, k.seq, c.heads_kv, c.head_dim_v ? c.head_dim_v : c.head_dim, c.head_major,
+          c.padding),
+        out(q.batch, q.seq, c.heads_q, v.dim, false, c.padding),
+        lse(static_cast<size_t>(q.batch) * c.heads_q * total_q) {
+    std::mt19937 random(4321);
+    std::normal_distribution<float> normal;
+    std::vector<int> pages(num_pages);
+    for (int i = 0; i < num_pages; ++i) pages[i] = i;
+    std::shuffle(pages.begin(), pages.end(), random);
+    if (c.page_size) table.assign(pages.begin(), pages.begin() + num_caches * max_pages);
+    for (int h = 0; h < c.heads_q && c.sinks; ++h) sinks.push_back(normal(random));
+    for (int i = 0; i < c.batch * c.heads_kv && c.descales; ++i) {
+      q_descale.push_back(0.5f + i % 3);
+      k_descale.push_back(i % 5 == 4 ? 0.f : 0.75f);
+      v_descale.push_back(i % 4 - 1.5f);
+    }
+    std::vector<float> direction(c.head_dim);
+    for (float& x : direction) x = random() % 2 ? 1.f : -1.f;
+    for (int b = 0; b < q.batch; ++b) {
+      for (int s = 0; s < q.seq; ++s) {
+        for (int h = 0; h < c.heads_q; ++h) {
+          uint16_t* at = q.row(b, s, h);
+          for (int i = 0; i < c.head_dim; ++i) {
+            at[i] = to_bits(c.grows ? direction[i] : normal(random), c.fp16);
+          }
+        }
+      }
+    }
+    for (int b = 0; b < c.batch; ++b) {
+      const DecodeSequence s = sequence(b);
+      if (s.cache_idx < 0) continue;
+      for (int key = s.first_key; key < s.num_keys; ++key) {
+        const auto [page, slot] = place(s.cache_idx, key);
+        const float way = 20.f * key / std::max(1, s.num_keys);
+        for (int h = 0; h < c.heads_kv; ++h) {
+          uint16_t *keys = k.row(page, slot, h), *values = v.row(page, slot, h);
+          for (int i = 0; i < k.dim; ++i) {
+            const float x = normal(random);
+            keys[i] = to_bits(c.grows ? way * direction[i] + 0.1f * x : x, c.fp16);
+          }
+          for (int i = 0; i < v.dim; ++i) values[i] = to_bits(normal(random), c.fp16);
+        }
+      }
+    }
+    // Entries that no call may use, and one that makes rows NaN.
+    for (int entry = 0; entry < num_caches && c.page_size; ++entry) {
+      int keys = 0;
+      for (int b = 0; b < c.batch; ++b) {
+        const DecodeSequence s = sequence(b);
+        if (s.cache_idx == entry) keys = std::max(keys, s.num_keys);
+      }
+      for (int page = (keys + c.page_size - 1) / c.page_size; page < max_pages; ++page) {
+        table[entry * max_pages + page] = page % 2 ? -1 : 1 << 30;
+      }
+    }
+    if (c.lost_page) table[sequence(0).cache_idx * max_pages + 1] = num_pages;
+    q.upload(), k.upload(), v.upload(), out.upload();
+  }
+
+  DecodeSequence sequence(int b) const {
+    DecodeSequence s{};
+    s.cache_idx = c.cache_idx.empty() ? b : c.cache_idx[b];
+    if (s.cache_idx < 0 || s.cache_idx >= num_caches) s.cache_idx = -1;
+    s.offset = c.cu_q.empty() ? 0 : c.cu_q[b];
+    s.num_queries = c.cu_q.empty() ? c.seqlen_q : std::min(c.seqlen_q, c.cu_q[b + 1] - c.cu_q[b]);
+    const int cached = c.seqlens.empty() ? c.capacity : std::clamp(c.seqlens[b], 0, c.capacity);
+    const int num_new = c.cu_new.empty() ? c.seqlen_new : c.cu_new[b + 1] - c.cu_new[b];
+    s.num_keys = std::min(cached + num_new, c.capacity);
+    s.first_key = visible(b, 0, s).first;
+    return s;
+  }
+
+  // Keys that a query of a sequence sees: first, and one past the last.
+  std::pair<int, int> visible(int b, int query, const DecodeSequence& s) const {
+    const int position = s.num_keys - s.num_queries + query;
+    int begin = c.leftpad.empty() ? 0 : c.leftpad[b], end = s.num_keys;
+    if (c.left >= 0) begin = std::max(begin, position - c.left);
+    if (c.right >= 0) end = std::min(end, position + c.right + 1);
+    return {std::min(std::max(begin, 0), s.num_keys), end};
+  }
+
+  std::pair<int, int> place(int cache_idx, int key) const {
+    if (!c.page_size) return {cache_idx, key};
+    return {table[cache_idx * max_pages + key / c.page_size], key % c.page_size};
+  }
+
+  int64_t lse_index(int b, const DecodeSequence& s, int query, int h) const {
+    const int64_t batch_coord = c.cu_q.empty() ? b : 0;
+    return (batch_coord * c.heads_q + h) * total_q + s.offset + query;
+  }
+};
+
+// One row's expected values, and their bounds as in forward_problem.h.
+struct DecodeRow {
+  int b, query, head;
+  std::vector<double> out, bound;
+  double lse, lse_bound;
+};
+
+inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
+  const DecodeCase& c = problem.c;
+  const DecodeSequence s = problem.sequence(row.b);
+  const auto [begin, end] = problem.visible(row.b, row.query, s);
+  const int kv = row.head / (c.heads_q / c.heads_kv), at = row.b * c.heads_kv + kv;
+  const auto value = [&](const std::vector<float>& x) { return x.empty() ? 1. : double{x[at]}; };
+  const double scale = (c.scale != 0.f ? c.scale : 1 / std::sqrt(double(c.head_dim))) *
+                       value(problem.q_descale) * value(problem.k_descale);
+  const uint16_t* q = problem.q.row(c.cu_q.empty() ? row.b : 0, s.offset + row.query, row.head);
+  std::vector<double> p(std::max(0, end - begin));
+  double top = problem.sinks.empty() ? -INFINITY : problem.sinks[row.head], largest = 0;
+  for (int key = begin; key < end; ++key) {
+    double x = std::numeric_limits<double>::quiet_NaN();
+    if (s.cache_idx >= 0) {
+      const auto [page, slot] = problem.place(s.cache_idx, key);
+      if (page < problem.num_pages) {
+        const uint16_t* k = problem.k.row(page, slot, kv);
+        x = 0;
+        for (int i = 0; i < c.head_dim; ++i) {
+          x += double{to_float(q[i], c.fp16)} * to_float(k[i], c.fp16);
+        }
+      }
+    }
+    x *= scale;
+    largest = std::max(largest, std::fabs(x));
+    if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
+    p[key - begin] = x;
+    top = std::max(top, x);
+  }
+  const double reference = top == -INFINITY ? 0 : top;
+  double sum = problem.sinks.empty() ? 0 : std::exp(problem.sinks[row.head] - reference);
+  for (double& x : p) sum += x = std::exp(x - reference);
+  row.out.assign(problem.v.dim, 0.), row.bound.assign(problem.v.dim, 0.);
+  for (int key = begin; key < end; ++key) {
+    const double weight = p[key - begin] / sum * value(problem.v_descale);
+    if (std::isnan(weight)) {
+      std::fill(row.out.begin(), row.out.end(), weight);
+      break;
+    }
+    const auto [page, slot] = problem.place(s.cache_idx, key);
+    const uint16_t* v = problem.v.row(page, slot, kv);
+    for (int i = 0; i < problem.v.dim; ++i) {
+      const double x = weight * to_float(v[i], c.fp16);
+      row.out[i] += x, row.bound[i] += std::fabs(x);
+    }
+  }
+  const double rounding = c.fp16 ? 0x1p-11 : 0x1p-8, score_error = 2e-6;
+  for (double& x : row.bound) x = x * (1.5 * rounding + 2 * score_error * largest) + 1e-6;
+  row.lse = sum == 0 ? -INFINITY : reference + std::log(sum);
+  row.lse_bound = 1e-4 + score_error * largest;
+}
