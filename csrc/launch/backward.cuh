@@ -157,7 +157,7 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.window_left = windows.left;
   args.window_right = windows.right;
   args.deterministic = forward.deterministic;
-  const ScoreScales scales = score_scales_of(forward);
+  const ScoreScales scales = score_scales(forward.softmax_scale, forward.softcap);
   args.softmax_scale = forward.softmax_scale;
   args.score_scale = scales.score;
   args.tanh_scale = scales.tanh;

@@ -3,14 +3,9 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <climits>
-#include <cstdint>
-#include <string>
-
 #include "decode/kernel.cuh"
+#include "launch/decode_arguments.h"
 #include "launch/decode_params.h"
-#include "launch/errors.h"
 #include "launch/launch.cuh"
 
 namespace flashattn3 {
@@ -18,116 +13,6 @@ namespace flashattn3 {
 template <decode::Config kConfig>
 constexpr auto decode_kernel() {
   return &decode::decode_kernel<decode::KernelTraits<kConfig>>;
-}
-
-// Tiles of packed rows: all query heads of a KV head, up to 64, and as many tokens as fit beside.
-inline decode::PackedRows packed_rows(const DecodeParams& params) {
-  const int heads = params.num_heads_q / params.num_heads_kv;
-  const int of_tile = std::min(heads, decode::kBlockM);
-  return {.heads = of_tile,
-          .tokens = decode::kBlockM / of_tile,
-          .head_tiles = (heads + of_tile - 1) / of_tile};
-}
-
-// Upper bound on the units of work (decode/work_share.cuh), whatever the lengths are.
-inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
-  const decode::PackedRows rows = packed_rows(params);
-  const int64_t token_tiles = (int64_t{params.seqlen_q} + rows.tokens - 1) / rows.tokens;
-  const int64_t blocks =
-      params.whole_tiles ? 1
-                         : std::max<int64_t>(1, (int64_t{params.capacity} + block_n - 1) / block_n);
-  return int64_t{params.batch} * params.num_heads_kv * rows.head_tiles * token_tiles * blocks;
-}
-
-// CTAs of a launch: one per SM that the call may use, at most one per unit.
-inline int num_decode_ctas(const DecodeParams& params, int block_n) {
-  const int64_t sms = int64_t{params.num_sms} - params.sm_margin;
-  return static_cast<int>(
-      std::clamp<int64_t>(max_decode_units(params, block_n), 1, std::max<int64_t>(1, sms)));
-}
-
-constexpr int64_t decode_stats_bytes(int num_ctas) {
-  // Of the parts, and of the groups of parts.
-  return int64_t{2} * decode::num_slots(num_ctas) * decode::kBlockM * sizeof(float2);
-}
-constexpr int64_t decode_workspace_bytes(int num_ctas, int head_dim_v) {
-  return decode_stats_bytes(num_ctas) +
-         int64_t{decode::num_slots(num_ctas)} * decode::kBlockM * head_dim_v * sizeof(float);
-}
-
-inline decode::CacheTensor cache_tensor(const CacheParams& cache) {
-  return {.data = static_cast<const uint16_t*>(cache.data),
-          .page = cache.stride.batch,
-          .slot = cache.stride.seq,
-          .head = cache.stride.head};
-}
-
-inline void check_decode(const char* name, int head_dim, int block_n, const DecodeParams& params) {
-  const auto check_head_dim = [&](const char* what, int value) {
-    expect(value > 0 && value <= head_dim && value % 8 == 0, "launch", what,
-           "a multiple of 8, at most " + std::to_string(head_dim) + " for " + name, value);
-  };
-  check_head_dim("head_dim", params.head_dim);
-  check_head_dim("head_dim_v", params.head_dim_v);
-  const int64_t units = max_decode_units(params, block_n);
-  expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
-}
-
-inline decode::Arguments make_decode_arguments(const DecodeParams& params, int num_ctas) {
-  const bool varlen = params.cu_seqlens_q != nullptr;
-  const bool paged = params.page_table != nullptr;
-  // No distance of two positions exceeds 2^30 (MAX_ROWS).
-  const auto window = [](int side) { return side < 0 ? INT_MAX : std::min(side, 1 << 30); };
-  AttentionProblem scaled{};
-  scaled.softmax_scale = params.softmax_scale, scaled.softcap = params.softcap;
-  const ScoreScales scales = score_scales_of(scaled);
-  auto* stats = static_cast<float2*>(params.workspace);
-  return {.q = static_cast<const uint16_t*>(params.q),
-          .out = static_cast<uint16_t*>(params.out),
-          .lse = params.lse,
-          .q_batch = varlen ? 0 : params.q_stride.batch,
-          .q_seq = params.q_stride.seq,
-          .q_head = params.q_stride.head,
-          .out_batch = varlen ? 0 : params.out_stride.batch,
-          .out_seq = params.out_stride.seq,
-          .out_head = params.out_stride.head,
-          .lse_batch = varlen ? 0 : params.lse_stride.batch,
-          .lse_seq = params.lse_stride.seq,
-          .lse_head = params.lse_stride.head,
-          .k = cache_tensor(params.k),
-          .v = cache_tensor(params.v),
-          .page_table = params.page_table,
-          .page_table_stride = params.page_table_stride,
-          .page_size = cutlass::FastDivmod(paged ? params.page_size : 1),
-          .num_pages = paged ? params.num_pages : params.num_caches,
-          .num_caches = params.num_caches,
-          .capacity = params.capacity,
-          .seqlens_q = {params.cu_seqlens_q, nullptr, params.seqlen_q, params.total_q},
-          .cache_seqlens = params.cache_seqlens,
-          .cu_seqlens_k_new = params.cu_seqlens_k_new,
-          .cache_leftpad = params.cache_leftpad,
-          .cache_batch_idx = params.cache_batch_idx,
-          .seqlen_k = params.seqlen_k,
-          .seqlen_new = params.seqlen_new,
-          .batch = params.batch,
-          .rows = packed_rows(params),
-          .num_heads_kv = params.num_heads_kv,
-          .qhead_per_kvhead = params.num_heads_q / params.num_heads_kv,
-          .head_dim = params.head_dim,
-          .head_dim_v = params.head_dim_v,
-          .window_left = window(params.window_left),
-          .window_right = window(params.window_right),
-          .score_scale = scales.score,
-          .tanh_scale = scales.tanh,
-          .q_descale = params.q_descale,
-          .k_descale = params.k_descale,
-          .v_descale = params.v_descale,
-          .sinks = params.sinks,
-          .whole_tiles = params.whole_tiles,
-          .partial_out = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) +
-                                                  decode_stats_bytes(num_ctas)),
-          .partial_stats = stats,
-          .partial_counters = params.counters};
 }
 
 // Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a

@@ -123,7 +123,7 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   const Windows windows = windows_of(params);
   args.window_left = windows.left;
   args.window_right = windows.right;
-  const ScoreScales scales = score_scales_of(params);
+  const ScoreScales scales = score_scales(params.softmax_scale, params.softcap);
   args.tanh_scale = scales.tanh;
   args.score_scale = scales.score;
   args.one_over_cap = 0.f;

@@ -12,6 +12,7 @@
 #include "attention/tile_scheduler.cuh"
 #include "launch/errors.h"
 #include "launch/params.h"
+#include "launch/score_scales.h"
 
 namespace flashattn3 {
 
@@ -72,18 +73,6 @@ inline TileSchedulerParams make_scheduler_params(const ForwardParams& params,
           .last_block_first = tiles.last_block_first,
           .varlen = {params.varlen ? params.varlen_schedule : nullptr, params.batch},
           .tile_counter = params.tile_counter};
-}
-
-// Factors that convert scores to log2 units. Softcap's tanh is 2 sigmoid(tanh * score) - 1.
-struct ScoreScales {
-  float score, tanh;  // tanh 0: no cap
-};
-constexpr float kLog2e = 1.44269504088896f;
-inline ScoreScales score_scales_of(const AttentionProblem& params) {
-  // tanh is 0 if the scores are all 0 or too small for the cap to matter.
-  const float tanh =
-      params.softcap > 0.f ? 2.f * kLog2e * params.softmax_scale / params.softcap : 0.f;
-  return {(tanh != 0.f ? params.softcap : params.softmax_scale) * kLog2e, tanh};
 }
 
 // Sets the kernel's limit of dynamic shared memory on the current device, once per device.

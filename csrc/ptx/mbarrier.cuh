@@ -1,10 +1,12 @@
-// Barriers in shared memory (mbarrier), named barriers, and the state of a pipeline. CUTLASS's
-// wrappers lack the "memory" clobber, so the compiler could move plain reads of shared memory
-// across them; these wrappers have it.
+// Barriers in shared memory (mbarrier) and named barriers. CUTLASS's wrappers lack the "memory"
+// clobber, so the compiler could move plain reads of shared memory across them; these wrappers have
+// it.
 #pragma once
 
 #include <cstdint>
 #include <cute/arch/util.hpp>
+
+#include "ptx/pipeline_state.h"
 
 namespace flashattn3 {
 
@@ -116,66 +118,5 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-
-// State of a pipeline of kStages buffers: the index of a buffer, and the phase to wait for. A
-// consumer waits with it at the full barrier and starts with phase 0, which waits for data; a
-// producer waits at the empty barrier and starts with phase 1, as all buffers are free.
-template <int kStages>
-class PipelineState {
- public:
-  __device__ __forceinline__ explicit PipelineState(uint32_t first_phase)
-      : index_(0), phase_(first_phase) {}
-
-  __device__ __forceinline__ uint32_t index() const { return index_; }
-  __device__ __forceinline__ uint32_t phase() const { return phase_; }
-  __device__ __forceinline__ PipelineState next() const {
-    PipelineState position = *this;
-    position.advance();
-    return position;
-  }
-  __device__ __forceinline__ void advance() {
-    const bool wraps = index_ == kStages - 1;
-    index_ = wraps ? 0 : index_ + 1;
-    phase_ ^= wraps;
-  }
-  // Returns the state `steps` steps ago; at most kStages.
-  __device__ __forceinline__ PipelineState before(uint32_t steps) const {
-    PipelineState position = *this;
-    const bool wraps = index_ < steps;
-    position.index_ += (wraps ? kStages : 0) - steps;
-    position.phase_ ^= wraps;
-    return position;
-  }
-
- private:
-  uint32_t index_;
-  uint32_t phase_;
-};
-
-// If kStages is a power of 2, one register that counts the steps holds both index and phase.
-template <int kStages>
-  requires((kStages & (kStages - 1)) == 0)
-class PipelineState<kStages> {
- public:
-  __device__ __forceinline__ explicit PipelineState(uint32_t first_phase)
-      : uses_(first_phase * kStages) {}
-
-  __device__ __forceinline__ uint32_t index() const { return uses_ % kStages; }
-  __device__ __forceinline__ uint32_t phase() const { return uses_ / kStages % 2; }
-  __device__ __forceinline__ PipelineState next() const {
-    PipelineState position = *this;
-    position.advance();
-    return position;
-  }
-  __device__ __forceinline__ void advance() { ++uses_; }
-  __device__ __forceinline__ PipelineState before(uint32_t steps) const {
-    PipelineState position = *this;
-    position.uses_ -= steps;
-    return position;
-  }
-
- private:
-  uint32_t uses_;
-};
 
 }  // namespace flashattn3

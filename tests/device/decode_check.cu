@@ -65,123 +65,19 @@ struct Workspace {
   }
 };
 
-// Device copies of a problem's tables, freed with it.
-struct Tables {
+// Device copies of a problem's tables, freed with it, and its tensors.
+struct DeviceMemory {
   std::vector<void*> all;
-  ~Tables() {
+  ~DeviceMemory() {
     for (void* each : all) cudaFree(each);
   }
   template <class Value>
-  const Value* copy(const std::vector<Value>& values) {
+  const Value* operator()(const std::vector<Value>& values) {
     all.push_back(device_copy(values));
     return static_cast<const Value*>(all.back());
   }
+  uint16_t* operator()(Tensor& tensor) const { return tensor.data(); }
 };
-
-static DecodeParams make_params(DecodeProblem& p, Tables& tables, float* lse,
-                                const Workspace& workspace) {
-  const DecodeCase& c = p.c;
-  return {.q = p.q.data(),
-          .out = p.out.data(),
-          .lse = lse,
-          .q_stride = p.q.stride,
-          .out_stride = p.out.stride,
-          .lse_stride = {int64_t{p.total_q} * c.heads_q, 1, p.total_q},
-          .k = {p.k.data(), p.k.stride},
-          .v = {p.v.data(), p.v.stride},
-          .page_table = tables.copy(p.table),
-          .cache_seqlens = tables.copy(c.seqlens),
-          .cu_seqlens_q = tables.copy(c.cu_q),
-          .cu_seqlens_k_new = tables.copy(c.cu_new),
-          .cache_leftpad = tables.copy(c.leftpad),
-          .cache_batch_idx = tables.copy(c.cache_idx),
-          .page_table_stride = p.max_pages,
-          .q_descale = tables.copy(p.q_descale),
-          .k_descale = tables.copy(p.k_descale),
-          .v_descale = tables.copy(p.v_descale),
-          .sinks = tables.copy(p.sinks),
-          .batch = c.batch,
-          .seqlen_q = c.seqlen_q,
-          .total_q = p.total_q,
-          .seqlen_k = c.capacity,
-          .seqlen_new = c.seqlen_new,
-          .num_heads_q = c.heads_q,
-          .num_heads_kv = c.heads_kv,
-          .head_dim = c.head_dim,
-          .head_dim_v = p.v.dim,
-          .num_caches = p.num_caches,
-          .num_pages = p.num_pages,
-          .page_size = c.page_size,
-          .capacity = c.capacity,
-          .softmax_scale = c.scale != 0.f ? c.scale : 1.f / std::sqrt(float(c.head_dim)),
-          .softcap = c.softcap,
-          .window_left = c.left,
-          .window_right = c.right,
-          .whole_tiles = false,
-          .num_sms = workspace.num_sms,
-          .sm_margin = 0,
-          .workspace = workspace.memory,
-          .counters = workspace.counters,
-          .pdl = false};
-}
-
-// The worst row of a launch: error / bound, and its element; column -1: lse.
-struct Worst {
-  double ratio = -1, wanted = 0, found = 0;
-  int b = -1, query = -1, head = -1, column = -2;
-};
-
-static Worst compare(DecodeProblem& p, const std::vector<DecodeRow>& rows) {
-  Worst worst;
-  for (const DecodeRow& row : rows) {
-    const DecodeSequence s = p.sequence(row.b);
-    const uint16_t* out = p.out.row(p.c.cu_q.empty() ? row.b : 0, s.offset + row.query, row.head);
-    const auto consider = [&](int column, double wanted, double found, double bound) {
-      const bool same = wanted == found || (std::isnan(wanted) && std::isnan(found));
-      const double off = same ? 0 : std::fabs(wanted - found) / bound;
-      const double ratio = std::isnan(off) ? INFINITY : off;
-      if (ratio > worst.ratio) {
-        worst = {ratio, wanted, found, row.b, row.query, row.head, column};
-      }
-    };
-    consider(-1, row.lse, p.lse[p.lse_index(row.b, s, row.query, row.head)], row.lse_bound);
-    for (int i = 0; i < p.v.dim; ++i) {
-      consider(i, row.out[i], to_float(out[i], p.c.fp16), row.bound[i]);
-    }
-  }
-  return worst;
-}
-
-// Elements of out that no row has and that a launch wrote.
-static int64_t count_stray(DecodeProblem& p) {
-  std::vector<bool> owned(p.out.host.size());
-  for (int b = 0; b < p.c.batch; ++b) {
-    const DecodeSequence s = p.sequence(b);
-    for (int query = 0; query < s.num_queries; ++query) {
-      for (int h = 0; h < p.c.heads_q; ++h) {
-        const uint16_t* row = p.out.row(p.c.cu_q.empty() ? b : 0, s.offset + query, h);
-        for (int i = 0; i < p.v.dim; ++i) owned[row + i - p.out.host.data()] = true;
-      }
-    }
-  }
-  int64_t stray = 0;
-  for (size_t i = 0; i < owned.size(); ++i) stray += !owned[i] && p.out.host[i] != kNaN;
-  return stray;
-}
-
-static std::vector<DecodeRow> reference_rows(DecodeProblem& p) {
-  std::vector<DecodeRow> rows;
-  for (int b = 0; b < p.c.batch; b += p.c.batch > 50 ? 13 : 1) {
-    const int queries = p.sequence(b).num_queries;
-    for (int query = 0; query < queries; query += queries > 20 ? 7 : 1) {
-      for (int h = 0; h < p.c.heads_q; h += p.c.heads_q > 32 ? 5 : 1) {
-        rows.push_back({b, query, h, {}, {}, 0, 0});
-      }
-    }
-  }
-  in_parallel(rows.size(), [&](int64_t i) { compute_row(p, rows[i]); });
-  return rows;
-}
 
 // Runs the case on all SMs twice, which must be bitwise equal, then on 1 and 3 SMs, so that each
 // CTA has many parts, and without splits. Returns false on failure.
@@ -198,6 +94,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
                         {"whole tiles", num_sms, true, false}};
   const int config = config_of(c.fp16, std::max(c.head_dim, c.head_dim_v));
   DecodeProblem problem(c);
+  problem.q.upload(), problem.k.upload(), problem.v.upload(), problem.out.upload();
   const std::vector<DecodeRow> rows = reference_rows(problem);
   float* lse;
   check(cudaMalloc(&lse, problem.lse.size() * 4));
@@ -206,8 +103,10 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
   bool good = true;
   for (const Turn& turn : turns) {
     Workspace workspace(turn.num_sms);
-    Tables tables;
-    DecodeParams params = make_params(problem, tables, lse, workspace);
+    DeviceMemory memory;
+    DecodeParams params = make_params(problem, memory, lse);
+    params.num_sms = turn.num_sms, params.workspace = workspace.memory;
+    params.counters = workspace.counters;
     params.whole_tiles = turn.whole_tiles, params.pdl = turn.pdl;
     check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
@@ -319,7 +218,7 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
   check(cudaMalloc(&out, q_elements * 2));
   fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(q), q_elements, 2);
   Workspace workspace(num_sms);
-  Tables tables;
+  DeviceMemory memory;
   const std::vector<int> lengths(cell.batch, cell.seqlen);
   const int page = cell.page_size ? cell.page_size : cell.seqlen;
   const int max_pages = cell.seqlen / page;
@@ -335,8 +234,8 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
                       .out_stride = q_stride,
                       .k = {nullptr, {page * row, row, cell.head_dim}},
                       .v = {nullptr, {page * row, row, cell.head_dim}},
-                      .page_table = tables.copy(table),
-                      .cache_seqlens = tables.copy(lengths),
+                      .page_table = memory(table),
+                      .cache_seqlens = memory(lengths),
                       .page_table_stride = max_pages,
                       .batch = cell.batch,
                       .seqlen_q = 1,

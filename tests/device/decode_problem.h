@@ -1,13 +1,16 @@
-// One cached call of decode_check: tensors, tables, and the fp64 reference, on the host.
+// One cached call of decode_check and decode_emulation: tensors, tables, and the fp64 reference, on the host.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "launch/decode_params.h"
 #include "tensors.h"
 
 struct DecodeCase {
@@ -105,7 +108,6 @@ struct DecodeProblem {
       }
     }
     if (c.lost_page) table[sequence(0).cache_idx * max_pages + 1] = num_pages;
-    q.upload(), k.upload(), v.upload(), out.upload();
   }
 
   DecodeSequence sequence(int b) const {
@@ -198,4 +200,110 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
   for (double& x : row.bound) x = x * (1.5 * rounding + 2 * score_error * largest) + 1e-6;
   row.lse = sum == 0 ? -INFINITY : reference + std::log(sum);
   row.lse_bound = 1e-4 + score_error * largest;
+}
+
+// The worst row of a launch: error / bound, and its element; column -1: lse.
+struct Worst {
+  double ratio = -1, wanted = 0, found = 0;
+  int b = -1, query = -1, head = -1, column = -2;
+};
+
+inline Worst compare(DecodeProblem& p, const std::vector<DecodeRow>& rows) {
+  Worst worst;
+  for (const DecodeRow& row : rows) {
+    const DecodeSequence s = p.sequence(row.b);
+    const uint16_t* out = p.out.row(p.c.cu_q.empty() ? row.b : 0, s.offset + row.query, row.head);
+    const auto consider = [&](int column, double wanted, double found, double bound) {
+      const bool same = wanted == found || (std::isnan(wanted) && std::isnan(found));
+      const double off = same ? 0 : std::fabs(wanted - found) / bound;
+      const double ratio = std::isnan(off) ? INFINITY : off;
+      if (ratio > worst.ratio) {
+        worst = {ratio, wanted, found, row.b, row.query, row.head, column};
+      }
+    };
+    consider(-1, row.lse, p.lse[p.lse_index(row.b, s, row.query, row.head)], row.lse_bound);
+    for (int i = 0; i < p.v.dim; ++i) {
+      consider(i, row.out[i], to_float(out[i], p.c.fp16), row.bound[i]);
+    }
+  }
+  return worst;
+}
+
+// Elements of out that no row has and that a launch wrote.
+inline int64_t count_stray(DecodeProblem& p) {
+  std::vector<bool> owned(p.out.host.size());
+  for (int b = 0; b < p.c.batch; ++b) {
+    const DecodeSequence s = p.sequence(b);
+    for (int query = 0; query < s.num_queries; ++query) {
+      for (int h = 0; h < p.c.heads_q; ++h) {
+        const uint16_t* row = p.out.row(p.c.cu_q.empty() ? b : 0, s.offset + query, h);
+        for (int i = 0; i < p.v.dim; ++i) owned[row + i - p.out.host.data()] = true;
+      }
+    }
+  }
+  int64_t stray = 0;
+  for (size_t i = 0; i < owned.size(); ++i) stray += !owned[i] && p.out.host[i] != kNaN;
+  return stray;
+}
+
+inline std::vector<DecodeRow> reference_rows(DecodeProblem& p) {
+  std::vector<DecodeRow> rows;
+  for (int b = 0; b < p.c.batch; b += p.c.batch > 50 ? 13 : 1) {
+    const int queries = p.sequence(b).num_queries;
+    for (int query = 0; query < queries; query += queries > 20 ? 7 : 1) {
+      for (int h = 0; h < p.c.heads_q; h += p.c.heads_q > 32 ? 5 : 1) {
+        rows.push_back({b, query, h, {}, {}, 0, 0});
+      }
+    }
+  }
+  in_parallel(rows.size(), [&](int64_t i) { compute_row(p, rows[i]); });
+  return rows;
+}
+
+// The parameters of a problem. memory(tensor), memory(table): where the kernel finds it.
+template <class Memory>
+flashattn3::DecodeParams make_params(DecodeProblem& p, Memory&& memory, float* lse) {
+  const DecodeCase& c = p.c;
+  return {.q = memory(p.q),
+          .out = memory(p.out),
+          .lse = lse,
+          .q_stride = p.q.stride,
+          .out_stride = p.out.stride,
+          .lse_stride = {int64_t{p.total_q} * c.heads_q, 1, p.total_q},
+          .k = {memory(p.k), p.k.stride},
+          .v = {memory(p.v), p.v.stride},
+          .page_table = memory(p.table),
+          .cache_seqlens = memory(c.seqlens),
+          .cu_seqlens_q = memory(c.cu_q),
+          .cu_seqlens_k_new = memory(c.cu_new),
+          .cache_leftpad = memory(c.leftpad),
+          .cache_batch_idx = memory(c.cache_idx),
+          .page_table_stride = p.max_pages,
+          .q_descale = memory(p.q_descale),
+          .k_descale = memory(p.k_descale),
+          .v_descale = memory(p.v_descale),
+          .sinks = memory(p.sinks),
+          .batch = c.batch,
+          .seqlen_q = c.seqlen_q,
+          .total_q = p.total_q,
+          .seqlen_k = c.capacity,
+          .seqlen_new = c.seqlen_new,
+          .num_heads_q = c.heads_q,
+          .num_heads_kv = c.heads_kv,
+          .head_dim = c.head_dim,
+          .head_dim_v = p.v.dim,
+          .num_caches = p.num_caches,
+          .num_pages = p.num_pages,
+          .page_size = c.page_size,
+          .capacity = c.capacity,
+          .softmax_scale = c.scale != 0.f ? c.scale : 1.f / std::sqrt(float(c.head_dim)),
+          .softcap = c.softcap,
+          .window_left = c.left,
+          .window_right = c.right,
+          .whole_tiles = false,
+          .num_sms = 0,
+          .sm_margin = 0,
+          .workspace = nullptr,
+          .counters = nullptr,
+          .pdl = false};
 }

@@ -1,4 +1,4 @@
-// decode/work_share.cuh, decode/packed_tile.cuh and the slots of decode/combine.cuh: every KV block
+// decode/work_share.cuh, decode/packed_tile.cuh and decode/workspace.h: every KV block
 // of every work tile is read once, the CTAs that share a work tile know of each other, and no two
 // parts share a slot or a counter.
 #pragma once
@@ -9,10 +9,10 @@
 #include <tuple>
 
 #include "../unit.cuh"
-#include "decode/combine.cuh"
 #include "decode/find_share.cuh"
 #include "decode/packed_tile.cuh"
 #include "decode/work_share.cuh"
+#include "decode/workspace.h"
 
 namespace unit::work_share {
 
@@ -190,7 +190,7 @@ inline void check_visible_keys(Result& result) {
   }
 }
 
-// The groups of combine.cuh: each counter gets as many arrivals as it waits for, and belongs to one
+// The groups of workspace.h: each counter gets as many arrivals as it waits for, and belongs to one
 // group of one work tile.
 inline void check_groups(Result& result) {
   for (const int num_ctas : {1, 16, 17, 132, 256}) {
@@ -258,7 +258,7 @@ inline void check_find_share(Result& result) {
 
 static const Tests kTests = {{"decode/work_share: shares", Where::kHost, check_shares},
                              {"decode/work_share: visible keys", Where::kHost, check_visible_keys},
-                             {"decode/combine: groups", Where::kHost, check_groups},
+                             {"decode/workspace: groups", Where::kHost, check_groups},
                              {"decode/find_share: shares", Where::kGpu, check_find_share}};
 
 }  // namespace unit::work_share

@@ -1,0 +1,135 @@
+// Runs the decode kernels on the CPU (emulation/emulation.h) and compares them with fp64: the
+// problems of decode_check that are short, on few and on many CTAs, which end in a random order.
+//   decode_emulation [--only part of a name]
+// Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
+#include "emulation.h"  // before csrc
+
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+
+#include "decode/kernel.cuh"
+#include "decode_cases.h"
+#include "decode_problem.h"
+#include "launch/decode_arguments.h"
+
+namespace flashattn3::decode {
+alignas(1024) uint8_t shared[emulation::kSharedBytes];  // of the kernel, which declares it
+}  // namespace flashattn3::decode
+
+using namespace flashattn3;
+
+// A config's kernel, with the block size of its tiles.
+struct Kernel {
+  decode::Config config;
+  void (*run)(const decode::Arguments);
+};
+template <decode::Config kConfig>
+Kernel kernel_of() {
+  return {kConfig, decode::decode_kernel<decode::KernelTraits<kConfig>>};
+}
+
+template <ElementType kElement>
+Kernel kernel_of(int head_dim) {
+  if (head_dim <= 64) return kernel_of<decode::Config{kElement, 64, 64, 4, 2}>();
+  if (head_dim <= 128) return kernel_of<decode::Config{kElement, 128, 64, 2, 2}>();
+  return kernel_of<decode::Config{kElement, 256, 32, 2, 1}>();
+}
+
+struct HostMemory {
+  uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
+  template <class Value>
+  const Value* operator()(const std::vector<Value>& values) const {
+    return values.empty() ? nullptr : values.data();
+  }
+};
+
+struct Turn {
+  const char* name;
+  int num_sms;
+  bool whole_tiles;
+  uint32_t seed;
+};
+
+// Runs the CTAs of one launch one after the other. Returns an error message, or "".
+static std::string run(DecodeProblem& problem, const Kernel& kernel, const Turn& turn) {
+  DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
+  params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
+  const int num_ctas = num_decode_ctas(params, kernel.config.block_n);
+  std::vector<uint8_t> workspace(decode_workspace_bytes(num_ctas, params.head_dim_v), 0xff);
+  std::vector<uint32_t> counters(decode::num_counters(num_ctas));
+  params.workspace = workspace.data(), params.counters = counters.data();
+  check_decode("decode", kernel.config.head_dim, kernel.config.block_n, params);
+  const decode::Arguments args = make_decode_arguments(params, num_ctas);
+  emulation::kernel = [&] { kernel.run(args); };
+  std::vector<int> order(num_ctas);
+  std::iota(order.begin(), order.end(), 0);
+  std::mt19937 random(turn.seed);
+  std::shuffle(order.begin(), order.end(), random);
+  for (const int cta : order) {
+    if (!emulation::run_cta(cta, num_ctas, decode::kThreads, turn.seed + cta)) return "deadlock";
+  }
+  for (const uint32_t counter : counters) {
+    if (counter != 0) return "a counter is not 0";
+  }
+  return "";
+}
+
+static bool run_case(const DecodeCase& c) {
+  const Turn turns[] = {{"132 CTAs", 132, false, 1},
+                        {"132 CTAs again", 132, false, 2},
+                        {"5 CTAs", 5, false, 3},
+                        {"1 CTA", 1, false, 4},
+                        {"3 CTAs, whole tiles", 3, true, 5}};
+  DecodeProblem problem(c);
+  const int head_dim = std::max(c.head_dim, c.head_dim_v);
+  const Kernel kernel = c.fp16 ? kernel_of<ElementType::kFloat16>(head_dim)
+                               : kernel_of<ElementType::kBFloat16>(head_dim);
+  const std::vector<DecodeRow> rows = reference_rows(problem);
+  std::vector<uint16_t> first;
+  std::vector<float> first_lse;
+  bool good = true;
+  for (const Turn& turn : turns) {
+    std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
+    std::fill(problem.lse.begin(), problem.lse.end(), NAN);
+    std::string wrong = run(problem, kernel, turn);
+    if (const int64_t stray = count_stray(problem)) {
+      wrong += " " + std::to_string(stray) + " elements written outside";
+    }
+    if (&turn == turns) {
+      first = problem.out.host, first_lse = problem.lse;
+    } else if (&turn == turns + 1 &&
+               (first != problem.out.host ||
+                std::memcmp(first_lse.data(), problem.lse.data(), first_lse.size() * 4) != 0)) {
+      wrong += " other bits than before";
+    }
+    const Worst w = compare(problem, rows);
+    const bool pass = wrong.empty() && w.ratio <= 1;
+    good = good && pass;
+    std::printf("%s  %-32s %-20s worst %.3f of the bound", pass ? "PASS" : "FAIL", c.name.c_str(),
+                turn.name, w.ratio);
+    if (!pass) {
+      std::printf("\n     %s (batch %d, query %d, head %d) column %d wanted %g found %g",
+                  wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+  return good;
+}
+
+int main(int argc, char** argv) {
+  const char* part = argc == 3 && !std::strcmp(argv[1], "--only") ? argv[2] : "";
+  emulation::shared_memory = decode::shared;
+  int run = 0, failed = 0;
+  for (const DecodeCase& c : decode_cases()) {
+    // A KV block takes milliseconds for each tile of packed rows.
+    const int64_t keys = int64_t{c.batch} * c.heads_kv * std::min(c.capacity, 100000);
+    const int64_t tiles = (int64_t{c.seqlen_q} * c.heads_q / c.heads_kv + 63) / 64;
+    if (c.name.find(part) == std::string::npos || keys * tiles > 6000) continue;
+    ++run;
+    if (!run_case(c)) ++failed;
+  }
+  std::printf("%d cases, %d failed\n", run, failed);
+  return failed != 0 || run == 0;
+}

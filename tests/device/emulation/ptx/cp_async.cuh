@@ -1,0 +1,35 @@
+// Emulation of csrc/ptx/cp_async.cuh.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "emulation.h"
+#include "ptx/mbarrier.cuh"
+
+namespace flashattn3 {
+
+inline void copy_async(uint32_t to, const void* from, bool exists) {
+  uint8_t* at = emulation::shared_memory + to;
+  std::memset(at, 0xff, 16);  // NaN until the copy is complete
+  emulation::self().copies.push_back([=] {
+    if (exists) {
+      std::memcpy(at, from, 16);
+    } else {
+      std::memset(at, 0, 16);
+    }
+  });
+}
+
+inline void arrive_when_copied(Barrier& barrier) {
+  auto copies = std::move(emulation::self().copies);
+  emulation::self().copies.clear();
+  emulation::cta.in_flight.push_back([&barrier, copies = std::move(copies)] {
+    for (const auto& copy : copies) copy();
+    barrier.arrive();
+  });
+}
+
+inline void wait_for_copies() {}
+
+}  // namespace flashattn3
