@@ -1,6 +1,6 @@
 // Runs a kernel's source on the CPU: one CTA at a time, each of its threads as a fiber. A wait that
-// can never end is reported instead of hanging, and the order of the warps is random, so that a
-// missing wait shows as wrong values.
+// can never end is reported instead of hanging. Warps run in a random order and sleep at times, so
+// that a missing wait shows as wrong values.
 //
 // The headers in this folder shadow those of csrc that contain PTX: barriers, copies, WGMMA. They
 // behave as the PTX ISA allows at worst: copies complete late and leave NaN behind until then, and
@@ -48,7 +48,10 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   bool done = false;
+  // What a waiting thread waits for, and whether that has come; null: it does not wait.
   const char* waits_for = "";
+  bool (*has_come)(void* condition) = nullptr;
+  void* condition = nullptr;
   std::vector<std::function<void()>> gemms;   // started, not yet waited for
   std::vector<std::function<void()>> copies;  // issued, not yet tied to a barrier
 };
@@ -56,6 +59,13 @@ struct Fiber {
 struct Warp {
   Rendezvous shuffle;
   uint64_t slot[2][32];
+  uint64_t sleeps_until = 0;  // round
+};
+
+// Copies that complete together in some round.
+struct CopyGroup {
+  std::function<void()> complete;
+  uint64_t round;
 };
 
 // The CTA that runs.
@@ -65,9 +75,9 @@ struct Cta {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::map<int, Rendezvous> barriers;  // named barriers; 0: __syncthreads
-  std::vector<std::function<void()>> in_flight;  // copies that complete at some time
+  std::vector<CopyGroup> in_flight;
   ucontext_t scheduler;
-  uint64_t progress = 0;
+  uint64_t progress = 0, round = 0;
   std::mt19937 random;
 };
 inline Cta cta;
@@ -79,11 +89,13 @@ inline void yield() { swapcontext(&self().context, &cta.scheduler); }
 
 template <class Condition>
 void wait_until(Condition condition, const char* what) {
-  while (!condition()) {
-    self().waits_for = what;
-    yield();
-  }
-  self().waits_for = "";
+  if (condition()) return;
+  Fiber& fiber = self();
+  fiber.waits_for = what;
+  fiber.condition = &condition;
+  fiber.has_come = [](void* at) { return (*static_cast<Condition*>(at))(); };
+  yield();
+  fiber.has_come = nullptr;
 }
 
 inline void meet(Rendezvous& at, int count, const char* what) {
@@ -108,6 +120,9 @@ Value shuffle(Value value, int source) {
 }
 
 inline void meet_warp() { shuffle(0, 0); }
+
+// Rounds that something takes: mostly few, sometimes many.
+inline uint64_t random_delay() { return cta.random() % (cta.random() % 4 == 0 ? 200 : 4); }
 
 inline std::function<void()> kernel;
 
@@ -137,6 +152,7 @@ inline bool run_cta(int block, int grid, int num_threads, uint32_t seed) {
   for (Fiber& fiber : cta.fibers) {
     if (fiber.stack == nullptr) fiber.stack = std::make_unique<char[]>(kStackBytes);
     fiber.done = false;
+    fiber.has_come = nullptr;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -146,31 +162,40 @@ inline bool run_cta(int block, int grid, int num_threads, uint32_t seed) {
   const int num_warps = num_threads / 32;
   while (true) {
     const uint64_t before = cta.progress;
-    bool any = false;
+    ++cta.round;
+    bool any = false, sleeps = false;
     const int first = static_cast<int>(cta.random() % num_warps);
     const int step = cta.random() % 2 ? 1 : num_warps - 1;
     for (int i = 0; i < num_warps; ++i) {
       const int warp = (first + i * step) % num_warps;
+      uint64_t& sleeps_until = cta.warps[warp].sleeps_until;
+      if (sleeps_until < cta.round && cta.random() % 32 == 0) {
+        sleeps_until = cta.round + random_delay();
+      }
+      if (sleeps_until >= cta.round) {
+        any = sleeps = true;
+        continue;
+      }
       for (int lane = 0; lane < 32; ++lane) {
         cta.thread = warp * 32 + lane;
-        if (self().done) continue;
+        const Fiber& fiber = self();
+        if (fiber.done) continue;
         any = true;
+        if (fiber.has_come != nullptr && !fiber.has_come(fiber.condition)) continue;
         swapcontext(&cta.scheduler, &self().context);
       }
     }
     if (!any) return true;
-    // Each copy group in flight completes in this round with a probability of 1/4.
-    bool completed = false;
+    const size_t in_flight = cta.in_flight.size();
     for (size_t i = 0; i < cta.in_flight.size();) {
-      if (cta.random() % 4 != 0) {
+      if (cta.in_flight[i].round > cta.round) {
         ++i;
         continue;
       }
-      cta.in_flight[i]();
+      cta.in_flight[i].complete();
       cta.in_flight.erase(cta.in_flight.begin() + i);
-      completed = true;
     }
-    if (cta.progress != before || completed || !cta.in_flight.empty()) continue;
+    if (cta.progress != before || sleeps || in_flight > 0) continue;
     std::printf("CTA %d of %d cannot go on:\n", block, grid);
     for (int i = 0; i < num_threads; i += 32) {
       cta.thread = i;

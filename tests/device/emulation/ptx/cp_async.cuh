@@ -24,10 +24,12 @@ inline void copy_async(uint32_t to, const void* from, bool exists) {
 inline void arrive_when_copied(Barrier& barrier) {
   auto copies = std::move(emulation::self().copies);
   emulation::self().copies.clear();
-  emulation::cta.in_flight.push_back([&barrier, copies = std::move(copies)] {
+  const auto complete = [&barrier, copies = std::move(copies)] {
     for (const auto& copy : copies) copy();
     barrier.arrive();
-  });
+  };
+  emulation::cta.in_flight.push_back(
+      {complete, emulation::cta.round + emulation::random_delay()});
 }
 
 inline void wait_for_copies() {}
