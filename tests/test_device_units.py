@@ -1,7 +1,9 @@
 """The unit tests of csrc/tile and csrc/attention: tests/device/unit_check.cu.
 
 Each header has a file of tests. The program compiles without a GPU, and its tests of block ranges,
-tile order, lengths, descales and register coordinates run on the host.
+tile order, shares of work, lengths, descales and register coordinates run on the host.
+
+And the decode kernels on the CPU: tests/device/decode_emulation.cpp.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ HEADERS = [
     for folder in FOLDERS
     for path in sorted((ROOT / "csrc" / folder).iterdir())
 ]
+HEADERS.append(Path("decode/work_share.cuh"))  # the header of a kernel folder that has tests
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=str)
@@ -53,8 +56,8 @@ def test_every_unit_test_has_a_header():
 
 
 @pytest.fixture(scope="module")
-def unit_check(tmp_path_factory) -> Path:
-    """The program, built in a copy of the checkout: one unit, 15 s of a CPU."""
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the checkout to build in."""
     try:
         find_toolchain()
     except BuildError as error:
@@ -63,10 +66,20 @@ def unit_check(tmp_path_factory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
     for name in ("flashattn3", "build_support", "third_party", "csrc", "tests/device"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    command = [sys.executable, "-m", "build_support", "unit_check"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=500)
+    return copy
+
+
+def build(checkout: Path, program: str) -> Path:
+    command = [sys.executable, "-m", "build_support", program]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    return copy / "build" / "hopper" / "unit_check"
+    return checkout / "build" / "hopper" / program
+
+
+@pytest.fixture(scope="module")
+def unit_check(checkout) -> Path:
+    """One unit, 15 s of a CPU."""
+    return build(checkout, "unit_check")
 
 
 def run(program: Path, *options: str) -> tuple[int, list[str]]:
@@ -101,3 +114,11 @@ def test_all_pass_on_a_hopper_gpu(unit_check):
     code, lines = run(unit_check)
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
     assert lines[-1] == f"{len(names_of('kHost') | names_of('kGpu'))} tests, 0 failed"
+
+
+@pytest.mark.slow
+def test_decode_on_the_cpu(checkout):
+    """One unit, 20 s of a CPU, and a minute to run."""
+    code, lines = run(build(checkout, "decode_emulation"))
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 40

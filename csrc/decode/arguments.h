@@ -60,9 +60,9 @@ struct Arguments {
   const float* sinks;  // (num_heads_q), natural log, or null
 
   bool whole_tiles;  // no work tile is split among CTAs
-  // Of 2 * num_ctas slots (workspace.cuh): the parts' O, (slots, kBlockM, head_dim_v), and their
-  // row statistics, (slots, kBlockM). partial_counters: 3 * num_ctas, zero before the launch and
-  // after it.
+  // Partial results (workspace.h): O of each part, (num_partials, kBlockM, head_dim_v), and its row
+  // statistics, (num_partials, kBlockM), then those of groups of parts. partial_counters: 3 *
+  // num_ctas, zero before the launch and after it.
   float* partial_out;
   float2* partial_stats;
   uint32_t* partial_counters;

@@ -77,10 +77,10 @@ class Combine {
   __device__ __forceinline__ void add(const Part& part, const float (&o)[Traits::kOutRegisters],
                                       const RowStats (&stats)[2]) {
     const int cta = blockIdx.x, first_cta = part.first_cta;
-    store_part(slot_of(cta, first_cta), o, stats);
+    store_part(partial_of(cta, first_cta), o, stats);
     const ArrivalGroup group = ArrivalGroup::of(cta, part);
-    const int leader_slot = slot_of(group.leader, first_cta);
-    if (!arrive(args_.partial_counters + leader_slot, group.num_ctas)) return;
+    const int leader_part = partial_of(group.leader, first_cta);
+    if (!arrive(args_.partial_counters + leader_part, group.num_ctas)) return;
     const bool one_group = part.num_ctas <= kGroup;
     combine(args_.partial_stats, group.leader, 1, group.num_ctas, first_cta,
             [&](const Element& element) {
@@ -88,15 +88,15 @@ class Combine {
                 store_element(element);
                 return;
               }
-              // In place: no other thread reads these columns of the leader's slot. Its statistics
+              // In place: no other thread reads these columns of the leader's part. Its statistics
               // are read by other threads, so those of the group are elsewhere.
-              *part_of_row(leader_slot, element.row, element.column) = element.sum;
+              *part_of_row(leader_part, element.row, element.column) = element.sum;
               if (element.column == 0)
-                group_stats()[leader_slot * kBlockM + element.row] = as_float2(element.stats);
+                group_stats()[leader_part * kBlockM + element.row] = as_float2(element.stats);
             });
     if (one_group) return;
     const int groups = (part.num_ctas + kGroup - 1) / kGroup;
-    if (!arrive(args_.partial_counters + num_slots(gridDim.x) + first_cta, groups)) return;
+    if (!arrive(args_.partial_counters + num_partials(gridDim.x) + first_cta, groups)) return;
     combine(group_stats(), first_cta, kGroup, groups, first_cta,
             [&](const Element& element) { store_element(element); });
   }
@@ -113,22 +113,22 @@ class Combine {
     return make_float2(stats.max, stats.sum);
   }
   __device__ __forceinline__ float2* group_stats() const {
-    return args_.partial_stats + num_slots(gridDim.x) * kBlockM;
+    return args_.partial_stats + num_partials(gridDim.x) * kBlockM;
   }
-  __device__ __forceinline__ float4* part_of_row(int slot, int row, int column) const {
+  __device__ __forceinline__ float4* part_of_row(int partial, int row, int column) const {
     return reinterpret_cast<float4*>(args_.partial_out +
-                                     int64_t{slot * kBlockM + row} * args_.head_dim_v + column);
+                                     int64_t{partial * kBlockM + row} * args_.head_dim_v + column);
   }
 
-  __device__ __forceinline__ void store_part(int slot, const float (&o)[Traits::kOutRegisters],
+  __device__ __forceinline__ void store_part(int partial, const float (&o)[Traits::kOutRegisters],
                                              const RowStats (&stats)[2]) const {
     const int thread = threadIdx.x % 128, column = thread_column(thread);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = thread_row(thread) + 8 * r;
       if (row >= tile_.num_rows()) continue;
-      if (column == 0) args_.partial_stats[slot * kBlockM + row] = as_float2(stats[r]);
-      float* out = reinterpret_cast<float*>(part_of_row(slot, row, 0));
+      if (column == 0) args_.partial_stats[partial * kBlockM + row] = as_float2(stats[r]);
+      float* out = reinterpret_cast<float*>(part_of_row(partial, row, 0));
 #pragma unroll
       for (int i = 2 * r; i < Traits::kOutRegisters; i += 4) {
         const int at = column + register_column(i);
@@ -147,8 +147,8 @@ class Combine {
     return is_last_ != 0;
   }
 
-  // Calls take(element) for every element of the work tile, summed over `count` slots, at most
-  // kGroup: those of CTAs first, first + step, ... All values are loaded before the first is used.
+  // Calls take(element) for every element of the work tile, summed over the parts of `count` CTAs,
+  // at most kGroup: first, first + step, ... All values are loaded before the first is used.
   template <class Take>
   __device__ __forceinline__ void combine(const float2* all_stats, int first, int step, int count,
                                           int first_cta, Take take) const {
@@ -163,10 +163,10 @@ class Combine {
         value[part] = make_float4(0.f, 0.f, 0.f, 0.f);
         stats[part] = make_float2(-INFINITY, 0.f);
         if (part < count) {
-          const int slot = slot_of(first + part * step, first_cta);
+          const int partial = partial_of(first + part * step, first_cta);
           // L2 only: other SMs have written these lines during the kernel.
-          value[part] = __ldcg(part_of_row(slot, row, column));
-          stats[part] = __ldcg(all_stats + slot * kBlockM + row);
+          value[part] = __ldcg(part_of_row(partial, row, column));
+          stats[part] = __ldcg(all_stats + partial * kBlockM + row);
         }
       }
       Element element{row, column, make_float4(0.f, 0.f, 0.f, 0.f), {-INFINITY, 0.f}};

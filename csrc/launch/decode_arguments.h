@@ -1,4 +1,5 @@
-// What a decode launch takes, computed from DecodeParams: CTAs, workspace, and the kernel's arguments.
+// What a decode launch takes, computed from DecodeParams: CTAs, workspace, and arguments of the
+// kernel.
 #pragma once
 
 #include <algorithm>
@@ -43,11 +44,11 @@ inline int num_decode_ctas(const DecodeParams& params, int block_n) {
 
 constexpr int64_t decode_stats_bytes(int num_ctas) {
   // Of the parts, and of the groups of parts.
-  return int64_t{2} * decode::num_slots(num_ctas) * decode::kBlockM * sizeof(float2);
+  return int64_t{2} * decode::num_partials(num_ctas) * decode::kBlockM * sizeof(float2);
 }
 constexpr int64_t decode_workspace_bytes(int num_ctas, int head_dim_v) {
   return decode_stats_bytes(num_ctas) +
-         int64_t{decode::num_slots(num_ctas)} * decode::kBlockM * head_dim_v * sizeof(float);
+         int64_t{decode::num_partials(num_ctas)} * decode::kBlockM * head_dim_v * sizeof(float);
 }
 
 inline decode::CacheTensor cache_tensor(const CacheParams& cache) {

@@ -16,10 +16,9 @@
 #include "harness.cuh"
 #include "launch/decode.cuh"
 
+using flashattn3::config_of;
 using flashattn3::DecodeParams;
-using flashattn3::ElementType;
 using flashattn3::kCheckConfigNames;
-using flashattn3::kCheckConfigs;
 using flashattn3::kNumCheckConfigs;
 
 using Launch = void (*)(const DecodeParams&, cudaStream_t);
@@ -28,17 +27,6 @@ static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
   return {&flashattn3::launch_check_config<kIndex>...};
 }
 static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckConfigs>());
-
-// The config with the smallest sufficient head dim; -1 if there is none.
-static int config_of(bool fp16, int head_dim) {
-  const ElementType type = fp16 ? ElementType::kFloat16 : ElementType::kBFloat16;
-  int best = -1;
-  for (int i = 0; i < kNumCheckConfigs; ++i) {
-    if (kCheckConfigs[i].dtype != type || kCheckConfigs[i].head_dim < head_dim) continue;
-    if (best < 0 || kCheckConfigs[i].head_dim < kCheckConfigs[best].head_dim) best = i;
-  }
-  return best;
-}
 
 // Workspace and counters of launches on up to num_sms CTAs; the workspace is NaN.
 struct Workspace {

@@ -1,5 +1,5 @@
-// The kernel configs that decode_check runs (build_support/device_checks.py writes them).
-// decode_config.cu compiles the one with the index DECODE_CHECK_CONFIG.
+// The kernel configs that decode_check and decode_emulation run (build_support/device_checks.py
+// writes them). decode_config.cu compiles the one with the index DECODE_CHECK_CONFIG.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,6 +8,17 @@
 #include "launch/decode_params.h"
 
 namespace flashattn3 {
+
+// The config with the smallest sufficient head dim; -1 if there is none.
+inline int config_of(bool fp16, int head_dim) {
+  const ElementType type = fp16 ? ElementType::kFloat16 : ElementType::kBFloat16;
+  int best = -1;
+  for (int i = 0; i < kNumCheckConfigs; ++i) {
+    if (kCheckConfigs[i].dtype != type || kCheckConfigs[i].head_dim < head_dim) continue;
+    if (best < 0 || kCheckConfigs[i].head_dim < kCheckConfigs[best].head_dim) best = i;
+  }
+  return best;
+}
 
 template <int kIndex>
 void launch_check_config(const DecodeParams& params, cudaStream_t stream);

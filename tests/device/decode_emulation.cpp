@@ -2,15 +2,16 @@
 // problems of decode_check that are short, on few and on many CTAs, which end in a random order.
 //   decode_emulation [--only part of a name]
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
-#include "emulation.h"  // before csrc
-
 #include <cstdio>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "decode/kernel.cuh"
 #include "decode_cases.h"
+#include "decode_configs.h"
 #include "decode_problem.h"
+#include "emulation.h"
 #include "launch/decode_arguments.h"
 
 namespace flashattn3::decode {
@@ -19,22 +20,12 @@ alignas(1024) uint8_t shared[emulation::kSharedBytes];  // of the kernel, which 
 
 using namespace flashattn3;
 
-// A config's kernel, with the block size of its tiles.
-struct Kernel {
-  decode::Config config;
-  void (*run)(const decode::Arguments);
-};
-template <decode::Config kConfig>
-Kernel kernel_of() {
-  return {kConfig, decode::decode_kernel<decode::KernelTraits<kConfig>>};
+using Kernel = void (*)(const decode::Arguments);
+template <size_t... kIndex>
+static std::vector<Kernel> kernels(std::index_sequence<kIndex...>) {
+  return {&decode::decode_kernel<decode::KernelTraits<kCheckConfigs[kIndex]>>...};
 }
-
-template <ElementType kElement>
-Kernel kernel_of(int head_dim) {
-  if (head_dim <= 64) return kernel_of<decode::Config{kElement, 64, 64, 4, 2}>();
-  if (head_dim <= 128) return kernel_of<decode::Config{kElement, 128, 64, 2, 2}>();
-  return kernel_of<decode::Config{kElement, 256, 32, 2, 1}>();
-}
+static const std::vector<Kernel> kKernels = kernels(std::make_index_sequence<kNumCheckConfigs>());
 
 struct HostMemory {
   uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
@@ -52,16 +43,17 @@ struct Turn {
 };
 
 // Runs the CTAs of one launch one after the other. Returns an error message, or "".
-static std::string run(DecodeProblem& problem, const Kernel& kernel, const Turn& turn) {
+static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
-  const int num_ctas = num_decode_ctas(params, kernel.config.block_n);
+  const int num_ctas = num_decode_ctas(params, kCheckConfigs[config].block_n);
   std::vector<uint8_t> workspace(decode_workspace_bytes(num_ctas, params.head_dim_v), 0xff);
   std::vector<uint32_t> counters(decode::num_counters(num_ctas));
   params.workspace = workspace.data(), params.counters = counters.data();
-  check_decode("decode", kernel.config.head_dim, kernel.config.block_n, params);
+  check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
+               kCheckConfigs[config].block_n, params);
   const decode::Arguments args = make_decode_arguments(params, num_ctas);
-  emulation::kernel = [&] { kernel.run(args); };
+  emulation::kernel = [&] { kKernels[config](args); };
   std::vector<int> order(num_ctas);
   std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(turn.seed);
@@ -82,9 +74,7 @@ static bool run_case(const DecodeCase& c) {
                         {"1 CTA", 1, false, 4},
                         {"3 CTAs, whole tiles", 3, true, 5}};
   DecodeProblem problem(c);
-  const int head_dim = std::max(c.head_dim, c.head_dim_v);
-  const Kernel kernel = c.fp16 ? kernel_of<ElementType::kFloat16>(head_dim)
-                               : kernel_of<ElementType::kBFloat16>(head_dim);
+  const int config = config_of(c.fp16, std::max(c.head_dim, c.head_dim_v));
   const std::vector<DecodeRow> rows = reference_rows(problem);
   std::vector<uint16_t> first;
   std::vector<float> first_lse;
@@ -92,7 +82,7 @@ static bool run_case(const DecodeCase& c) {
   for (const Turn& turn : turns) {
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
     std::fill(problem.lse.begin(), problem.lse.end(), NAN);
-    std::string wrong = run(problem, kernel, turn);
+    std::string wrong = run(problem, config, turn);
     if (const int64_t stray = count_stray(problem)) {
       wrong += " " + std::to_string(stray) + " elements written outside";
     }

@@ -1,4 +1,5 @@
-// One cached call of decode_check and decode_emulation: tensors, tables, and the fp64 reference, on the host.
+// One cached call of decode_check and decode_emulation: tensors, tables, and the fp64 reference, on
+// the host.
 #pragma once
 
 #include <algorithm>

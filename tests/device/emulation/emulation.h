@@ -78,6 +78,7 @@ struct Cta {
   std::vector<CopyGroup> in_flight;
   ucontext_t scheduler;
   uint64_t progress = 0, round = 0;
+  uint32_t seed = 0;
   std::mt19937 random;
 };
 inline Cta cta;
@@ -112,7 +113,7 @@ template <class Value>
 Value shuffle(Value value, int source) {
   static_assert(sizeof(Value) <= 8);
   Warp& warp = cta.warps[cta.thread / 32];
-  uint64_t(&slot)[32] = warp.slot[warp.shuffle.generation % 2];
+  uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
   std::memcpy(&slot[cta.thread % 32], &value, sizeof(value));
   meet(warp.shuffle, 32, "shuffle or __syncwarp");
   std::memcpy(&value, &slot[source], sizeof(value));
@@ -122,7 +123,10 @@ Value shuffle(Value value, int source) {
 inline void meet_warp() { shuffle(0, 0); }
 
 // Rounds that something takes: mostly few, sometimes many.
-inline uint64_t random_delay() { return cta.random() % (cta.random() % 4 == 0 ? 200 : 4); }
+template <class Random>
+uint64_t random_delay(Random&& random) {
+  return random() % (random() % 4 == 0 ? 200 : 4);
+}
 
 inline std::function<void()> kernel;
 
@@ -147,7 +151,7 @@ inline bool run_cta(int block, int grid, int num_threads, uint32_t seed) {
   cta.warps.assign(num_threads / 32, {});
   cta.barriers.clear();
   cta.in_flight.clear();
-  cta.random.seed(seed);
+  cta.random.seed(cta.seed = seed);
   std::memset(shared_memory, 0xff, kSharedBytes);
   for (Fiber& fiber : cta.fibers) {
     if (fiber.stack == nullptr) fiber.stack = std::make_unique<char[]>(kStackBytes);
@@ -170,7 +174,7 @@ inline bool run_cta(int block, int grid, int num_threads, uint32_t seed) {
       const int warp = (first + i * step) % num_warps;
       uint64_t& sleeps_until = cta.warps[warp].sleeps_until;
       if (sleeps_until < cta.round && cta.random() % 32 == 0) {
-        sleeps_until = cta.round + random_delay();
+        sleeps_until = cta.round + random_delay(cta.random);
       }
       if (sleeps_until >= cta.round) {
         any = sleeps = true;

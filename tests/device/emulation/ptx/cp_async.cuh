@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <random>
 
 #include "emulation.h"
 #include "ptx/mbarrier.cuh"
@@ -28,8 +29,12 @@ inline void arrive_when_copied(Barrier& barrier) {
     for (const auto& copy : copies) copy();
     barrier.arrive();
   };
+  // The copies of all threads for one phase of the barrier are late together, or else the latest of
+  // them would never overtake the copies for another barrier.
+  std::seed_seq phase{emulation::cta.seed, barrier.address(), barrier.completed};
+  std::mt19937 random(phase);
   emulation::cta.in_flight.push_back(
-      {complete, emulation::cta.round + emulation::random_delay()});
+      {complete, emulation::cta.round + emulation::random_delay(random)});
 }
 
 inline void wait_for_copies() {}

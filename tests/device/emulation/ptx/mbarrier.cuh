@@ -15,6 +15,7 @@ struct Barrier {
   uint16_t expected, missing;
   uint32_t completed;  // phases
 
+  uint32_t address() const { return cute::cast_smem_ptr_to_uint(this); }
   void init(int count) {
     expected = missing = static_cast<uint16_t>(count);
     completed = 0;

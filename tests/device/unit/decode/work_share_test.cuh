@@ -100,9 +100,9 @@ inline void check_batch(Result& result, const Batch& batch, int num_ctas) {
       found.parts.push_back({cta, part});
       units += args.whole_tiles ? 1 : part.n_blocks.end - part.n_blocks.begin;
       if (part.num_ctas > 1) {
-        const int slot = slot_of(cta, part.first_cta);
+        const int slot = partial_of(cta, part.first_cta);
         result.equal(1, slots.insert(slot).second, "a slot has one part", slot);
-        result.equal(1, slot < num_slots(num_ctas), "slot below their number", slot);
+        result.equal(1, slot < num_partials(num_ctas), "slot below their number", slot);
       }
     }
     result.equal(share.end - share.begin, units, "units of a CTA", cta);
@@ -204,7 +204,7 @@ inline void check_groups(Result& result) {
       while (parts.next(part)) {
         if (part.num_ctas == 1) continue;
         const ArrivalGroup group = ArrivalGroup::of(cta, part);
-        const int counter = slot_of(group.leader, part.first_cta);
+        const int counter = partial_of(group.leader, part.first_cta);
         auto& [count, wanted] = arrivals[counter];
         ++count, wanted = group.num_ctas;
         const std::tuple id{part.batch_idx, part.kv_head, part.row_tile, group.leader};
@@ -258,7 +258,7 @@ inline void check_find_share(Result& result) {
 
 static const Tests kTests = {{"decode/work_share: shares", Where::kHost, check_shares},
                              {"decode/work_share: visible keys", Where::kHost, check_visible_keys},
-                             {"decode/workspace: groups", Where::kHost, check_groups},
-                             {"decode/find_share: shares", Where::kGpu, check_find_share}};
+                             {"decode/work_share: groups of CTAs", Where::kHost, check_groups},
+                             {"decode/work_share: find_share", Where::kGpu, check_find_share}};
 
 }  // namespace unit::work_share
