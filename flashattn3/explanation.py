@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import BACKENDS
-from .call.inputs import Tensors, check_tensor_types, data_of
+from .call.inputs import Tensors, check_tensor_types, data_of, tensors_by_name
 from .call.spec import Options
 from .dispatch.device import describe_device
 from .dispatch.planner import decline_reason
@@ -45,7 +45,9 @@ def explained(options: Options, tensors: Tensors, varlen: bool, device: object) 
     """How the call runs on the device; of tensors that are not on meta None."""
     function = options.function
     check_tensor_types(function, tensors, varlen)
-    plan = ops.plan_on(_place(function, data_of(tensors.q), device), tensors, options)
+    place = _place(function, data_of(tensors.q), device)
+    _check_devices(function, tensors, place)
+    plan = ops.plan_on(place, tensors, options)
     described = plan.launch.describe()
     declined = dict(plan.declined)
     for backend in BACKENDS:
@@ -69,6 +71,16 @@ def _place(function: str, q: Tensor, device: object) -> torch.device:
         expect(device is None, function, "device", "None unless q is on meta", shown(device))
         return q.device
     return _device(function, _here() if device is None else device)
+
+
+def _check_devices(function: str, tensors: Tensors, place: torch.device) -> None:
+    """Where q is on meta, raise for a tensor that is neither there nor on the call's device."""
+    if not data_of(tensors.q).is_meta:
+        return  # the plan compares the devices
+    for name, tensor in tensors_by_name(tensors).items():
+        if tensor is not None and not (tensor.is_meta or tensor.device == place):
+            wanted = f"meta as q's, or {place}, where the call would run"
+            raise value_error(function, f"{name}.device", wanted, tensor.device)
 
 
 def _here() -> str:

@@ -60,6 +60,16 @@ def test_a_device_that_is_not_there_is_refused():
         flashattn3.explain(*[meta()] * 3, device="cuda:99")
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_tensor_on_another_device_than_meta_q_is_refused(name):
+    """The message names the device that q has, not the one for which the call is explained."""
+    tensors = {"q": meta(), "k": meta(), "v": meta(), name: torch.empty(1, 64, 2, 64).half()}
+    said = f"explain: {name}.device must be meta as q's, or xpu, where the call would run, got cpu"
+    with pytest.raises(ValueError, match=said):
+        flashattn3.explain(**tensors, device="xpu")
+    assert flashattn3.explain(**tensors, device="cpu").backend in ("triton", "reference")
+
+
 @pytest.mark.parametrize("name", ["hopper", "bogus"])
 def test_the_error_says_that_the_environment_forces_the_backend(name):
     code = """
