@@ -15,7 +15,8 @@ from torch import Tensor
 from .autograd import attend
 from .call.arguments import expect_strided, integer, length
 from .call.inputs import Tensors, check_tensor_types, normalised, with_keys_in_rows
-from .call.spec import Options, public
+from .call.public import public
+from .call.spec import Options
 from .errors import expect, shown, type_error, value_error
 from .explanation import Explanation, explained
 from .quantization import BlockScaled

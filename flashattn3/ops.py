@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from .dispatch.backend import Launch
 
 torch.library.define(
-    "flashattn3::forward", f"({inputs.SCHEMA}, {spec.SCHEMA}) -> (Tensor out, Tensor lse)"
+    "flashattn3::forward", f"({inputs.SCHEMA}, {spec.CALL.schema}) -> (Tensor out, Tensor lse)"
 )
 torch.library.define(
     "flashattn3::backward",
     "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
-    f"{inputs.UNSCALED_SCHEMA}, {spec.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"{inputs.UNSCALED_SCHEMA}, {spec.CALL.schema}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
 
 

@@ -21,8 +21,8 @@ from .call.inputs import (
     indices_of,
     metadata_under,
 )
-from .call.problem import check, describe, is_capped
-from .call.spec import Options
+from .call.problem import check, describe
+from .call.spec import Options, expect_no_cap
 from .call.value_checks import check_values, is_checked
 from .dispatch.device import describe_device
 from .dispatch.planner import choose
@@ -170,5 +170,5 @@ def _check(tensors: Tensors, options: Options, scheme: Scheme) -> None:
     expect(scheme.block in BLOCKS, function, "block", f"one of {BLOCKS}", scheme.block)
     fits = not scheme.hadamard or is_rotatable(q.shape[-1])
     expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
-    capped = scheme.smooth_k and is_capped(options)
-    expect(not capped, function, "smooth_k", "False with softcap", scheme.smooth_k)
+    if scheme.smooth_k:
+        expect_no_cap(options, "with smooth_k=True")

@@ -52,9 +52,9 @@ def test_windows_become_plain_bounds(options, sq, sk, window):
 
 
 def test_scale_defaults_to_the_root_of_head_dim_and_zero_is_kept():
-    assert problem(d=64).softmax_scale == 0.125
-    assert problem(softmax_scale=0.0).softmax_scale == 0.0
-    assert problem(softmax_scale=-2).softmax_scale == -2.0
+    assert problem(d=64).score_scale.softmax_scale == 0.125
+    assert problem(softmax_scale=0.0).score_scale.softmax_scale == 0.0
+    assert problem(softmax_scale=-2).score_scale.softmax_scale == -2.0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_scale_defaults_to_the_root_of_head_dim_and_zero_is_kept():
     ],
 )
 def test_softcaps_that_float32_does_not_hold_are_brought_into_its_range(softcap, scale, found):
-    assert problem(softcap=softcap, softmax_scale=scale).softcap == found
+    assert problem(softcap=softcap, softmax_scale=scale).score_scale.softcap == found
 
 
 def test_shapes_and_strides():

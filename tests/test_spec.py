@@ -15,6 +15,7 @@ from helpers import ROOT
 import flashattn3
 from flashattn3.call import inputs, spec
 from flashattn3.call.problem import Problem
+from flashattn3.call.public import public
 from flashattn3.quantized import Scheme
 
 FUNCTIONS = [
@@ -36,11 +37,11 @@ by_name = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: fu
 def test_public_signatures_have_the_fields_and_their_defaults(function):
     parameters = inspect.signature(function).parameters
     options = parameters.keys() - TENSORS - set(Scheme._fields)
-    assert options <= spec.FIELD.keys()
+    assert options <= spec.CALL.fields.keys()
     assert "backend" in options  # its default is the one in force
     required = {"max_seqlen_q", "max_seqlen_k"}
     for name in options - required:
-        assert parameters[name].default == spec.FIELD[name].default, name
+        assert parameters[name].default == spec.CALL.fields[name].default, name
 
 
 @by_name
@@ -57,7 +58,7 @@ def test_the_compiled_function_has_its_signature(function):
 def test_the_whole_interface_has_every_field():
     whole = inspect.signature(flashattn3.flash_attn_varlen_func).parameters.keys()
     packed = inspect.signature(flashattn3.flash_attn_varlen_kvpacked_func).parameters.keys()
-    assert spec.FIELD.keys() <= whole | packed
+    assert spec.CALL.fields.keys() <= whole | packed
     explained = inspect.signature(flashattn3.explain).parameters.keys()
     assert whole - explained == set()
 
@@ -77,9 +78,9 @@ def test_the_operators_take_the_fields():
 
 def test_a_problem_has_the_fields_for_the_backends():
     names = {field.name for field in fields(Problem)}
-    assert {*spec.TO_BACKEND} <= names
+    assert {*spec.CALL.to_backend} <= names
     dropped = {*spec.Options._fields} - names
-    assert dropped == {"max_seqlen_q", "max_seqlen_k", "causal"}
+    assert dropped == {"max_seqlen_q", "max_seqlen_k", "causal", *spec.ScoreScale._fields}
 
 
 def test_hints_are_named_as_the_interface_documents_them():
@@ -111,13 +112,13 @@ def test_a_form_must_take_every_argument():
 
     with pytest.raises(TypeError, match=r"flash: no field and no argument of form: \{'qq'\}"):
 
-        @spec.public(form)
+        @public(form)
         def flash(q, k, qq, softmax_scale=None, window_size=(-1, -1)):
             pass
 
     with pytest.raises(TypeError, match=r"flash: no field and no argument of form: \{'k'\}"):
 
-        @spec.public(form)
+        @public(form)
         def flash(q, softmax_scale=None, window_size=(-1, -1)):
             pass
 

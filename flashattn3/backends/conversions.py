@@ -24,7 +24,7 @@ def converting(problem: Problem, forward: Forward, reads_permuted_v: bool = Fals
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         given = with_dense_rows(problem, tensors)
         out, lse = forward(_with_unpermuted_v(given) if unpermutes else given)
-        return out, _with_mean(lse, given, problem.softmax_scale) if adds_mean else lse
+        return out, _with_mean(lse, given, problem.score_scale.softmax_scale) if adds_mean else lse
 
     return run
 

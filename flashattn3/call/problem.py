@@ -17,7 +17,7 @@ from ..quantization import permuted_v
 from .descales import Descales, block_of, check_scaled, descales_of
 from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
 from .inputs import SIDES, Metadata, Scaled, Tensors, as_scaled, data_of
-from .spec import TO_BACKEND, Options, check_options
+from .spec import CALL, Options, ScoreScale, expect_no_cap, score_scale_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Operand:
 
 
 # The options that backends read, by their names in ``Options``.
-_Asked = make_dataclass("_Asked", TO_BACKEND, frozen=True)
+_Asked = make_dataclass("_Asked", CALL.to_backend, frozen=True)
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Problem(_Asked):
     num_heads_kv: int
     head_dim: int
     head_dim_v: int
+    score_scale: ScoreScale
     copied: tuple[str, ...]
     misaligned: tuple[str, ...]
     q: Operand
@@ -81,20 +82,8 @@ class Problem(_Asked):
         return self.num_heads_q // self.num_heads_kv
 
     @property
-    def score_factors(self) -> dict[str, float]:
-        return score_factors(self.softmax_scale, self.softcap)
-
-    @property
     def masked(self) -> bool:
         return self.window_left >= 0 or self.window_right >= 0
-
-
-def score_factors(softmax_scale: float, softcap: float) -> dict[str, float]:
-    """The factors of a score, by name: kernels multiply by each."""
-    factors = {"softmax_scale": softmax_scale}
-    if softcap > 0:
-        factors["softmax_scale / softcap"] = softmax_scale / softcap
-    return factors
 
 
 def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Options) -> None:
@@ -123,15 +112,9 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
     batch = entries - 1 if varlen else q.shape[0]
     sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
     if sides["k"].mean is not None:
-        wanted = "0 where k has a mean: capped scores do not all move alike"
-        expect(not is_capped(options), function, "softcap", wanted, options.softcap)
+        expect_no_cap(options, "where k has a mean")
     check_scaled(function, sides, options, batch, varlen)
-    check_options(options)
-
-
-def is_capped(options: Options) -> bool:
-    """Whether a cap sees what all keys have in common."""
-    return options.softcap > 0
+    CALL.check(options)
 
 
 def in_rows(function: str, tensors: Tensors) -> tuple[Metadata, Metadata, Metadata]:
@@ -229,7 +212,7 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
     # Descales need no copy: kernels read them by stride, at any alignment.
     data = zip(Tensors._fields, (q, k, v, *tensors[3:]), strict=True)
     given = [(name, t) for name, t in data if t is not None]
-    asked = {name: getattr(options, name) for name in TO_BACKEND}
+    asked = {name: getattr(options, name) for name in CALL.to_backend}
     return Problem(
         **(asked | _normalised(options, q, total_q, total_k)),
         function=function,
@@ -244,6 +227,7 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
         num_heads_kv=k.shape[-2],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
+        score_scale=score_scale_of(options, q.shape[-1]),
         copied=tuple(name for name, t in given if _has_sparse_rows(t)),
         misaligned=tuple(name for name, t in given if not (t.aligned or _has_sparse_rows(t))),
         varlen=varlen,
@@ -256,31 +240,14 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
 def _normalised(options: Options, q: Metadata, total_q: int, total_k: int) -> dict[str, object]:
     """The options that a backend does not get as they were given."""
     right = 0 if options.causal else options.window_right
-    scale = options.softmax_scale
-    softmax_scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return {
-        "softmax_scale": softmax_scale,
         # A side that reaches past every key is open. For varlen only the totals bound the
         # sequence lengths.
         "window_left": -1 if options.window_left >= total_k - 1 else options.window_left,
         "window_right": -1 if right >= total_q - 1 else right,
-        "softcap": _effective_cap(float(options.softcap), softmax_scale),
         "backend": options.backend or None,
         "out_dtype": out_dtype(q.dtype, options.out_dtype),
     }
-
-
-def _effective_cap(cap: float, scale: float) -> float:
-    """Clamp softcap so that cap**2 and scale / cap stay in float32's range.
-
-    A cap above the range changes no score with |q kᵀ| < 2**30, so it becomes 0: no cap. Below the
-    lower bound, at most 2**-40, all probabilities of a row are equal, and raising the cap to the
-    bound keeps them so. (A scale above 2**60 may still be too large.)
-    """
-    size = abs(scale)
-    if cap == 0 or cap > 2.0**50 * min(1.0, size):
-        return 0.0
-    return max(cap, 2.0**-50 * max(1.0, min(size, 2.0**10)))
 
 
 def _is_dense(tensor: Metadata) -> bool:

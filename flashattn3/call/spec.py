@@ -1,8 +1,9 @@
 """The description of a call: every argument that is not a tensor stands here once.
 
 From FIELDS follow the conversion of arguments, ``Options``, the checks of single fields, the schema
-of the operators, the list of hints and the fields that a ``Problem`` passes on to the backends. The
-public signatures repeat names and defaults for readers and type checkers; a test compares.
+of the operators, the list of hints and the fields that a ``Problem`` passes on to the backends, and
+the same of cached calls (kvcache/problem.py). The public signatures repeat names and defaults for
+readers and type checkers; a test compares.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache, wraps
-from inspect import signature
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dispatch.selection import backend_in_force, named_backend
+from ..dispatch.selection import backend_in_force
 from ..errors import UnsupportedError, expect, shown, type_error
 from .arguments import boolean, integer, length, real, window
 
+LOG2E = math.log2(math.e)
 MAX_SPLITS = 256  # as in FlashAttention-3
 FA2_ORDER = (
     "; after q, k and v FlashAttention-2 has dropout_p, softmax_scale and causal, FlashAttention-3 "
@@ -38,7 +40,9 @@ class Field:
     convert: (function, name, value) → a plain value; raises TypeError for the wrong kind.
     wanted, legal: the values that are allowed, in words and as a predicate; None: all.
     hint: it changes no result; a backend without a use for it says so.
-    to_backend: a ``Problem`` has it for the backends; other fields end in its lengths and masks.
+    to_backend: a ``Problem`` has it for the backends; other fields end in its lengths, its mask and
+        its ``ScoreScale``.
+    of_cached_calls: whether calls with a cache of keys take it too.
     parts: names of the fields of ``Options`` that a pair becomes; a flag with ``parts`` of one name
         is another name of that flag.
     """
@@ -51,6 +55,7 @@ class Field:
     legal: Callable[[object], bool] | None = None
     hint: bool = False
     to_backend: bool = False
+    of_cached_calls: bool = True
     parts: tuple[str, ...] = ()
 
     def is_asked(self, value: object) -> bool:
@@ -58,7 +63,7 @@ class Field:
         return value is not None and value > (self.default or 0)
 
 
-def _or_none(convert: Convert) -> Convert:
+def or_none(convert: Convert) -> Convert:
     return lambda function, name, value: None if value is None else convert(function, name, value)
 
 
@@ -94,7 +99,7 @@ def _none_for_qv(function: str, name: str, value: object) -> None:
     return value
 
 
-def _as_given(function: str, name: str, value: object) -> object:
+def as_given(function: str, name: str, value: object) -> object:
     return value
 
 
@@ -103,10 +108,10 @@ def _is_finite(value: float) -> bool:
 
 
 FIELDS = (
-    Field("max_seqlen_q", "SymInt?", None, length),
-    Field("max_seqlen_k", "SymInt?", None, length),
+    Field("max_seqlen_q", "SymInt?", None, length, of_cached_calls=False),
+    Field("max_seqlen_k", "SymInt?", None, length, of_cached_calls=False),
     Field(
-        "softmax_scale", "float?", None, _or_none(_scale), to_backend=True,
+        "softmax_scale", "float?", None, or_none(_scale),
         wanted="finite", legal=lambda scale: scale is None or _is_finite(scale),
     ),
     Field("causal", "bool", False, _causal),
@@ -115,85 +120,87 @@ FIELDS = (
         parts=("window_left", "window_right"),
     ),
     Field(
-        "softcap", "float", 0.0, real, to_backend=True,
+        "softcap", "float", 0.0, real,
         wanted="finite and >= 0", legal=lambda cap: _is_finite(cap) and cap >= 0,
     ),
     Field(
         "num_splits", "int", 1, integer, hint=True, to_backend=True,
         wanted=f"at most {MAX_SPLITS}", legal=lambda splits: splits <= MAX_SPLITS,
     ),
-    Field("pack_gqa", "bool?", None, _or_none(boolean), hint=True, to_backend=True),
-    Field("deterministic", "bool", False, boolean, to_backend=True),
+    Field("pack_gqa", "bool?", None, or_none(boolean), hint=True, to_backend=True),
+    Field("deterministic", "bool", False, boolean, to_backend=True, of_cached_calls=False),
     Field(
         "sm_margin", "int", 0, integer, hint=True, to_backend=True,
         wanted=">= 0", legal=lambda sms: sms >= 0,
     ),
-    Field("use_fast_accum", "bool", False, boolean, hint=True, to_backend=True),
+    Field(
+        "use_fast_accum", "bool", False, boolean, hint=True, to_backend=True,
+        of_cached_calls=False,
+    ),
     Field("return_lse", "bool", False, boolean, to_backend=True),
-    Field("return_attn_probs", "", False, boolean, parts=("return_lse",)),
+    Field(
+        "return_attn_probs", "", False, boolean, of_cached_calls=False, parts=("return_lse",)
+    ),
     Field("backend", "str?", None, backend_in_force, to_backend=True),
     Field("out_dtype", "ScalarType?", None, _dtype, to_backend=True),
     Field("qv", "", None, _none_for_qv),
     Field("attention_chunk", "", 0, integer),
-    Field("dropout_p", "", 0, real),
-    Field("alibi_slopes", "", None, _as_given),
+    Field("dropout_p", "", 0, real, of_cached_calls=False),
+    Field("alibi_slopes", "", None, as_given, of_cached_calls=False),
 )  # fmt: skip
-FIELD = {field.name: field for field in FIELDS}
+HINTS = tuple(field for field in FIELDS if field.hint)
+
+
+class Description:
+    """What follows from the fields of a kind of call.
+
+    Options: the options of a call in plain values: the fields that have a type, and the public
+        function that was called, for errors.
+    schema: of the options as arguments of an operator.
+    to_backend: names of the options that a problem has for the backends.
+    """
+
+    def __init__(self, options: str, fields: tuple[Field, ...], function: str) -> None:
+        stored = [field for field in fields if field.type]
+        names = {
+            name: field for field in stored for name in _spread(field, field.parts, field.name)
+        }
+        defaults = [x for field in stored for x in _spread(field, field.default, field.default)]
+        self.fields = {field.name: field for field in fields}
+        self.Options = namedtuple(options, (*names, "function"), defaults=(*defaults, function))
+        schema = [f"{field.type} {name}" for name, field in names.items()]
+        self.schema = ", ".join((*schema, "str function"))
+        self.to_backend = tuple(name for name, field in names.items() if field.to_backend)
+
+    def check(self, options: tuple) -> None:
+        """Raise ValueError for the first field with a value that is not allowed."""
+        for field in self.fields.values():
+            if field.legal is not None:
+                value = getattr(options, field.name)
+                expect(field.legal(value), options.function, field.name, field.wanted, value)
+
+    def convert(self, function: str, given: dict[str, object]) -> tuple:
+        """The options of a call. given: arguments by name; the others have their defaults."""
+        found: dict[str, object] = {}
+        for name, field in self.fields.items():
+            if name not in given:  # Options has the default, which torch.compile would guard here
+                continue
+            value = field.convert(function, name, given[name])
+            if not field.type and not field.parts:
+                if value is not None if field.default is None else value != field.default:
+                    refuse(function, name, field.default, given[name])
+            elif not field.parts:
+                found[name] = value
+            elif len(field.parts) == 1:
+                found[field.parts[0]] = found.get(field.parts[0], False) or value
+            else:
+                found.update(zip(field.parts, value, strict=True))
+        return self.Options(**found, function=function)
 
 
 def _spread(field: Field, of_pair: object, of_other: object) -> tuple:
     """The values of a field's parts, or of the field itself."""
     return tuple(of_pair) if field.parts else (of_other,)
-
-
-_STORED = tuple(field for field in FIELDS if field.type)
-_NAMES = tuple(name for field in _STORED for name in _spread(field, field.parts, field.name))
-_DEFAULTS = tuple(x for field in _STORED for x in _spread(field, field.default, field.default))
-
-# The options of a call in plain values: FIELDS that have a type, and the public function that was
-# called, for errors. max_seqlen None: not known on the host, then all tokens are the bound.
-Options = namedtuple("Options", (*_NAMES, "function"), defaults=(*_DEFAULTS, "flash_attn_func"))
-
-SCHEMA = ", ".join(
-    f"{field.type} {name}" for field in _STORED for name in _spread(field, field.parts, field.name)
-)
-SCHEMA += ", str function"
-HINTS = tuple(field for field in FIELDS if field.hint)
-# Names of the options that a Problem has for the backends.
-TO_BACKEND = tuple(
-    name
-    for field in _STORED
-    if field.to_backend
-    for name in _spread(field, field.parts, field.name)
-)
-
-
-def check_options(options: Options) -> None:
-    """Raise ValueError for the first field with a value that is not allowed."""
-    for field in FIELDS:
-        if field.legal is not None:
-            value = getattr(options, field.name)
-            expect(field.legal(value), options.function, field.name, field.wanted, value)
-
-
-def convert(function: str, given: dict[str, object]) -> Options:
-    """The options of a call. given: arguments by name; the others have their defaults."""
-    found: dict[str, object] = {}
-    for field in FIELDS:
-        name = field.name
-        if name not in given:  # Options has the default, which torch.compile would guard here
-            continue
-        value = field.convert(function, name, given[name])
-        if not field.type and not field.parts:
-            if value is not None if field.default is None else value != field.default:
-                refuse(function, name, field.default, given[name])
-        elif not field.parts:
-            found[name] = value
-        elif len(field.parts) == 1:
-            found[field.parts[0]] = found.get(field.parts[0], False) or value
-        else:
-            found.update(zip(field.parts, value, strict=True))
-    return Options(**found, function=function)
 
 
 def refuse(function: str, name: str, default: object, value: object) -> None:
@@ -204,81 +211,63 @@ def refuse(function: str, name: str, default: object, value: object) -> None:
     )
 
 
-def once_for_plain_values(read: Callable) -> Callable:
-    """Cache the results of ``read`` for plain values: equal values of other types are other calls.
+CALL = Description("Options", FIELDS, "flash_attn_func")
+# max_seqlen None: not known on the host, then all tokens are the bound.
+Options = CALL.Options
 
-    Called with anything else (tensors, numpy, lists) it raises TypeError: ``read`` must then run.
+
+class ScoreScale(NamedTuple):
+    """How a score follows from q kᵀ: it is softmax_scale * q kᵀ, with softcap > 0 softcap *
+    tanh(softmax_scale * q kᵀ / softcap)."""
+
+    softmax_scale: float
+    softcap: float = 0.0
+
+    @property
+    def is_capped(self) -> bool:
+        return self.softcap > 0
+
+    @property
+    def unit(self) -> float:
+        """Tanh gives a capped score in this unit; 1 without a cap."""
+        return self.softcap or 1.0
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The factors of a score, by name: kernels multiply by each."""
+        scale, cap = self
+        factors = {"softmax_scale": scale}
+        return factors | {"softmax_scale / softcap": scale / cap} if self.is_capped else factors
+
+    @property
+    def log2_factors(self) -> tuple[float, float]:
+        """(scale_log2, cap_log2): factors from q kᵀ, or from tanh, to the log2 domain; cap_log2 is
+        0 without a cap, and with one scale_log2 is the factor inside tanh."""
+        if self.is_capped:
+            return self.softmax_scale / self.softcap, self.softcap * LOG2E
+        return self.softmax_scale * LOG2E, 0.0
+
+
+def score_scale_of(options: tuple, head_dim: int) -> ScoreScale:
+    """That of a call, normalised.
+
+    The cap is clamped so that cap**2 and scale / cap stay in float32's range. A cap above the range
+    changes no score with |q kᵀ| < 2**30, so it becomes 0: no cap. Below the lower bound, at most
+    2**-40, all probabilities of a row are equal, and raising the cap to the bound keeps them so. (A
+    scale above 2**60 may still be too large.)
     """
-
-    @lru_cache(maxsize=4096, typed=True)
-    def cached(*values):
-        if not _PLAIN.issuperset(map(type, values)):
-            raise TypeError
-        return read(*values)
-
-    return cached
+    scale = head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale)
+    cap, size = float(options.softcap), abs(scale)
+    if cap == 0 or cap > 2.0**50 * min(1.0, size):
+        return ScoreScale(scale)
+    return ScoreScale(scale, max(cap, 2.0**-50 * max(1.0, min(size, 2.0**10))))
 
 
-_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
+def is_capped(options: tuple) -> bool:
+    return options.softcap > 0
 
 
-def reader(function: str, names: tuple[str, ...]) -> Callable[..., Options]:
-    """Build the function that reads the options ``names``, in this order and window_size first.
-
-    A call with plain values is read once and then found by them.
-    """
-    scale = names.index("softmax_scale") - 1  # its place among the values
-
-    @once_for_plain_values
-    def read_once(left, right, forced, *values) -> Options:
-        if values[scale] == 0:
-            raise TypeError  # a scale of 0 warns, which the function counts, not this cache
-        return convert(function, dict(zip(names, ((left, right), *values), strict=True)))
-
-    def read(window_size, *values) -> Options:
-        if not torch.compiler.is_compiling():
-            try:
-                left, right = window_size
-                return read_once(left, right, named_backend.get(), *values)
-            except (TypeError, ValueError):
-                pass  # convert finds the words for it
-        return convert(function, dict(zip(names, (window_size, *values), strict=True)))
-
-    return read
-
-
-def public(form: Callable) -> Callable[[Callable], Callable]:
-    """Decorator of a public function, which has a signature and a docstring: the call's options are
-    read by FIELDS, its other arguments go to ``form(options, ...)`` by name.
-
-    The function is compiled from its signature, as namedtuple and dataclass do it, so that Python
-    binds the arguments and no call builds a dictionary.
-    """
-
-    def decorate(described: Callable) -> Callable:
-        function, parameters = described.__name__, signature(described).parameters
-        taken = [name for name in signature(form).parameters if name != "options"]
-        names = [name for name in parameters if name in FIELD and name not in taken]
-        names.sort(key=lambda name: name != "window_size")
-        unread = parameters.keys() - {*names, *taken} | set(taken) - parameters.keys()
-        if unread:
-            raise TypeError(f"{function}: no field and no argument of {form.__name__}: {unread}")
-        heads, star = [], False
-        for name, parameter in parameters.items():
-            if parameter.kind is parameter.KEYWORD_ONLY and not star:
-                heads, star = [*heads, "*"], True
-            required = parameter.default is parameter.empty
-            heads.append(name if required else f"{name}=defaults[{name!r}]")
-        source = (
-            "def make(form, read, defaults):\n"
-            f"    def {function}({', '.join(heads)}):\n"
-            f"        return form(read({', '.join(names)}), {', '.join(taken)})\n"
-            f"    return {function}\n"
-        )
-        space = {}
-        exec(compile(source, f"<flashattn3 {function}>", "exec"), space)
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
-        made = space["make"](form, reader(function, tuple(names)), defaults)
-        return wraps(described)(made)
-
-    return decorate
+def expect_no_cap(options: tuple, where: str) -> None:
+    """Raise for a cap on scores that share a component, as scores of a smoothed k do."""
+    wanted = f"0 {where}: capped scores do not all move alike"
+    expect(not is_capped(options), options.function, "softcap", wanted, options.softcap)

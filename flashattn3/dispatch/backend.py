@@ -57,7 +57,7 @@ def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> 
 
     exponent: a factor must be 0 or between 2**-exponent and 2**exponent, as the cap itself is.
     """
-    for name, value in problem.score_factors.items():
+    for name, value in problem.score_scale.factors.items():
         if value != 0 and not 2.0**-exponent <= abs(value) <= 2.0**exponent:
             limits = f"0 or between 2**-{exponent} and 2**{exponent}"
             return f"computes scores in {dtype}: {name} must be {limits}, got {value:g}"

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.arguments import boolean, expect_strided, integer, length, real, window
+from ..call.arguments import boolean, expect_strided, integer, length
+from ..call.public import public
 from ..dispatch.selection import backend_in_force
 from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
 from . import ops
-from .checks import check_combine, check_decode, check_out, unsupported
+from .checks import check_combine, check_decode, check_options, check_out
 from .metadata import hash_of_options, make_metadata
 from .problem import (
+    DECODE,
     AppendOptions,
     AppendTensors,
     DecodeOptions,
@@ -26,6 +28,65 @@ from .problem import (
 )
 
 
+def _with_kvcache(
+    options: DecodeOptions,
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    rotary_cos,
+    rotary_sin,
+    cache_seqlens,
+    cache_batch_idx,
+    cache_leftpad,
+    page_table,
+    cu_seqlens_q,
+    cu_seqlens_k_new,
+    max_seqlen_q,
+    rotary_seqlens,
+    q_descale,
+    k_descale,
+    v_descale,
+    rotary_interleaved,
+    scheduler_metadata,
+    sinks,
+    out,
+) -> Tensor | tuple[Tensor, Tensor]:
+    function = options.function
+    seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
+    tensors = DecodeTensors(
+        q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
+        cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
+    )  # fmt: skip
+    rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": rotary_seqlens}
+    _check_tensors(function, 3, **tensors._asdict(), **rotary, k=k, v=v, out=out)
+    lengths = Lengths(seqlen, 0, _longest(function, cu_seqlens_q, max_seqlen_q))
+    _check_new_tokens(function, k, v, cu_seqlens_k_new, rotary)
+    if k is not None:
+        seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
+        lengths = lengths._replace(seqlen_new=seqlen_new)
+        ops.check_call(tensors, lengths, options)
+        appended = AppendTensors(
+            k, v, k_cache, v_cache, None, None, cache_seqlens, page_table, cache_batch_idx, None,
+            cu_seqlens_k_new, **rotary, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        one_position = not (options.causal or options.window_left >= 0 or options.window_right >= 0)
+        how = AppendOptions(
+            boolean(function, "rotary_interleaved", rotary_interleaved),
+            one_position,
+            options.backend,
+            function,
+        )
+        if rotary_cos is not None:
+            rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+            appended = appended._replace(q=q, q_out=rotated, cu_seqlens_q=cu_seqlens_q)
+            tensors = tensors._replace(q=rotated)
+        ops.run_append(appended, lengths, how)
+    return _attended(tensors, lengths, options, out)
+
+
+@public(_with_kvcache, DECODE)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -130,63 +191,10 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (arXiv 2309.06180).
     """
-    function = "flash_attn_with_kvcache"
-    _refuse(function, qv=qv, tree_mask=tree_mask, split_tokens=split_tokens)
-    chunk = integer(function, "attention_chunk", attention_chunk)
-    if chunk != 0:
-        raise unsupported(function, "attention_chunk", 0, chunk)
-    left, right = window(function, "window_size", window_size)
-    options = DecodeOptions(
-        softmax_scale=None
-        if softmax_scale is None
-        else real(function, "softmax_scale", softmax_scale),
-        causal=boolean(function, "causal", causal),
-        window_left=left,
-        window_right=right,
-        softcap=real(function, "softcap", softcap),
-        num_splits=integer(function, "num_splits", num_splits),
-        pack_gqa=None if pack_gqa is None else boolean(function, "pack_gqa", pack_gqa),
-        sm_margin=integer(function, "sm_margin", sm_margin),
-        out_dtype=_dtype(function, out_dtype),
-        backend=backend_in_force(function, "backend", backend),
-        function=function,
-    )
-    with_lse = boolean(function, "return_softmax_lse", return_softmax_lse)
-    with_lse |= boolean(function, "return_lse", return_lse)
-    seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
-    tensors = DecodeTensors(
-        q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
-        cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
-    )  # fmt: skip
-    rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": rotary_seqlens}
-    _check_tensors(function, 3, **tensors._asdict(), **rotary, k=k, v=v, out=out)
-    lengths = Lengths(seqlen, 0, _longest(function, cu_seqlens_q, max_seqlen_q))
-    _check_new_tokens(function, k, v, cu_seqlens_k_new, rotary)
-    if k is not None:
-        seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
-        lengths = lengths._replace(seqlen_new=seqlen_new)
-        ops.check_call(tensors, lengths, options)
-        appended = AppendTensors(
-            k, v, k_cache, v_cache, None, None, cache_seqlens, page_table, cache_batch_idx, None,
-            cu_seqlens_k_new, **rotary, k_descale=k_descale, v_descale=v_descale,
-        )  # fmt: skip
-        one_position = not options.causal and left < 0 and right < 0
-        how = AppendOptions(
-            boolean(function, "rotary_interleaved", rotary_interleaved),
-            one_position,
-            options.backend,
-            function,
-        )
-        if rotary_cos is not None:
-            rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
-            appended = appended._replace(q=q, q_out=rotated, cu_seqlens_q=cu_seqlens_q)
-            tensors = tensors._replace(q=rotated)
-        ops.run_append(appended, lengths, how)
-    return _attended(tensors, lengths, options, out, with_lse)
 
 
 def _attended(
-    tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions, out: Tensor | None, with_lse
+    tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions, out: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Allocate the results and run the operator."""
     q, v_cache = tensors.q, tensors.v_cache
@@ -199,7 +207,7 @@ def _attended(
         check_out(options.function, "out", metadata_of(out), out_shape, q.dtype, q.device)
     lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
     ops.run_decode(out, lse, tensors, lengths, options)
-    return (out, lse) if with_lse else out
+    return (out, lse) if options.return_lse else out
 
 
 def append_kvcache(
@@ -294,7 +302,18 @@ def get_scheduler_metadata(
     Raises: TypeError, ValueError: an argument is invalid.
     """
     function = "get_scheduler_metadata"
-    _refuse(function, attention_chunk=attention_chunk or None)
+    options = DECODE.convert(
+        function,
+        {
+            "causal": causal,
+            "window_size": window_size,
+            "attention_chunk": attention_chunk,
+            "softcap": float(boolean(function, "has_softcap", has_softcap)),
+            "num_splits": num_splits,
+            "pack_gqa": pack_gqa,
+            "sm_margin": sm_margin,
+        },
+    )
     tensors = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     tensors |= {"cu_seqlens_k_new": cu_seqlens_k_new, "cache_leftpad": cache_leftpad}
     _check_tensors(function, 1, **tensors)
@@ -308,25 +327,18 @@ def get_scheduler_metadata(
             expect(x.device == wanted, function, f"{name}.device", wanted, x.device)
     length(function, "max_seqlen_k", max_seqlen_k)
     length(function, "max_seqlen_k_new", max_seqlen_k_new)
-    if pack_gqa is not None and not boolean(function, "pack_gqa", pack_gqa):
-        raise unsupported(function, "pack_gqa", "None or True", False)
+    check_options(options)
     dim = integer(function, "headdim", headdim)
-    options_hash = hash_of_options(
+    sizes = (
         integer(function, "num_heads_q", num_heads_q),
         integer(function, "num_heads_kv", num_heads_kv),
         dim,
         dim if headdim_v is None else integer(function, "headdim_v", headdim_v),
-        qkv_dtype,
         0 if page_size is None else integer(function, "page_size", page_size),
-        boolean(function, "causal", causal),
-        window(function, "window_size", window_size),
-        boolean(function, "has_softcap", has_softcap),
-        max(0, integer(function, "num_splits", num_splits)),
-        integer(function, "sm_margin", sm_margin),
     )
     return make_metadata(
         batch,
-        options_hash,
+        hash_of_options(sizes, qkv_dtype, options),
         cache_seqlens,
         integer(function, "max_seqlen_k_new", max_seqlen_k_new),
         cu_seqlens_k_new,
@@ -375,13 +387,6 @@ def flash_attn_combine(
     backend = backend_in_force(function, "backend", None)
     ops.run_combine(out, lse, ops.dense_rows(out_partial), lse_partial, backend, function)
     return out, lse
-
-
-def _refuse(function: str, **arguments: object) -> None:
-    """Raise UnsupportedError for arguments that no backend has yet."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise unsupported(function, name, "None", shown(value))
 
 
 def _dtype(function: str, dtype: object) -> torch.dtype | None:

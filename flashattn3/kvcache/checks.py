@@ -5,14 +5,13 @@ The checks read shapes, strides, dtypes and devices, so they also run on fake te
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ..call.dtypes import FULL_PRECISION, SIXTEEN_BIT
 from ..errors import UnsupportedError, complaint, expect
 from .metadata import metadata_size
 from .problem import (
+    DECODE,
     MAX_HEAD_DIM,
     AppendOptions,
     AppendTensors,
@@ -24,7 +23,6 @@ from .problem import (
 
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION)
 EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
-MAX_SPLITS = 256
 MAX_CAPACITY = 2**30  # keys of one sequence
 Found = Metadata | None
 
@@ -58,7 +56,9 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
         expect(ragged, function, "max_seqlen_q", "None without cu_seqlens_q", given)
         expect(given >= 0, function, "max_seqlen_q", ">= 0", given)
     check_seqlen(function, tensors.cache_seqlens, lengths)
-    _check_options(function, options, q)
+    check_options(options)
+    asked = options.out_dtype
+    expect(asked in (None, q.dtype), function, "out_dtype", f"None or {q.dtype} as q's", asked)
 
 
 def check_queries(function: str, q: Metadata, cu_seqlens_q: Found) -> int:
@@ -196,20 +196,11 @@ def _check_metadata(function: str, metadata: Found, batch: int, device) -> None:
     expect(metadata.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(metadata.stride)[-1])
 
 
-def _check_options(function: str, options: DecodeOptions, q: Metadata) -> None:
-    scale, cap, splits = options.softmax_scale, options.softcap, options.num_splits
-    expect(scale is None or _finite(scale), function, "softmax_scale", "finite", scale)
-    expect(_finite(cap) and cap >= 0, function, "softcap", "finite and >= 0", cap)
-    expect(splits <= MAX_SPLITS, function, "num_splits", f"at most {MAX_SPLITS}", splits)
-    expect(options.sm_margin >= 0, function, "sm_margin", ">= 0", options.sm_margin)
-    asked = options.out_dtype
-    expect(asked in (None, q.dtype), function, "out_dtype", f"None or {q.dtype} as q's", asked)
+def check_options(options: DecodeOptions) -> None:
+    """Raise for a value that no cached call may have."""
+    DECODE.check(options)
     if options.pack_gqa is False:
-        raise unsupported(function, "pack_gqa", "None or True", False)
-
-
-def _finite(value: float) -> bool:
-    return not isinstance(value, float) or abs(value) < math.inf
+        raise unsupported(options.function, "pack_gqa", "None or True", False)
 
 
 def check_out(function: str, name: str, out: Metadata, shape: tuple, dtype, device) -> None:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call.spec import ScoreScale, is_capped
+from .problem import DecodeOptions
+
 HEADER, PER_SEQUENCE = 2, 4
 MAGIC = 0x6B763031
 _LARGEST_HASH = 2**31 - 1
@@ -19,24 +22,22 @@ def metadata_size(batch: int) -> int:
     return HEADER + PER_SEQUENCE * batch
 
 
-def hash_of_options(
-    num_heads_q: int,
-    num_heads_kv: int,
-    head_dim: int,
-    head_dim_v: int,
-    dtype: torch.dtype,
-    page_size: int,
-    causal: bool,
-    window: tuple[int, int],
-    has_softcap: bool,
-    num_splits: int,
-    sm_margin: int,
-) -> int:
-    """The same in every process, unlike Python's hash of a string. page_size: 0 for dense."""
-    numbers = (num_heads_q, num_heads_kv, head_dim, head_dim_v, page_size, num_splits, sm_margin)
-    numbers += (causal, window[0], 0 if causal else window[1], has_softcap)
+# Options on which no schedule depends, but that a score may be capped.
+_FREE = {*ScoreScale._fields, "pack_gqa", "return_lse", "backend", "out_dtype", "function"}
+_SCHEDULED = tuple(name for name in DecodeOptions._fields if name not in _FREE)
+
+
+def hash_of_options(sizes: tuple[int, ...], dtype: torch.dtype, options: DecodeOptions) -> int:
+    """The same in every process, unlike Python's hash of a string.
+
+    sizes: numbers of query and of KV heads, head dims of k and of v, page size, 0 for dense.
+    """
+    options = options._replace(
+        window_right=0 if options.causal else options.window_right,
+        num_splits=max(0, options.num_splits),
+    )
     total = sum(str(dtype).encode())
-    for number in numbers:
+    for number in (*sizes, is_capped(options), *(getattr(options, name) for name in _SCHEDULED)):
         total = (total * 1_000_003 + int(number) + 2) % _LARGEST_HASH
     return total
 

@@ -36,11 +36,6 @@ from .problem import (
 from .value_checks import check_append_values, check_decode_values
 
 _LENGTHS = "SymInt? seqlen, SymInt seqlen_new, SymInt? max_seqlen_q"
-_DECODE_OPTIONS = (
-    "float? softmax_scale, bool causal, SymInt window_left, "
-    "SymInt window_right, float softcap, int num_splits, bool? pack_gqa, int sm_margin, "
-    "ScalarType? out_dtype, str? backend, str function"
-)
 _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields)
 
 
@@ -56,7 +51,7 @@ def _tensors(fields: tuple[str, ...], required: int, mutated: dict[str, str]) ->
 torch.library.define(
     "flashattn3::decode",
     f"(Tensor(a!) out, Tensor(b!) lse, {_tensors(DecodeTensors._fields, 3, {})}, {_LENGTHS}, "
-    f"{_DECODE_OPTIONS}) -> ()",
+    f"{problems.DECODE.schema}) -> ()",
 )
 _WRITTEN = {"k_cache": "a", "v_cache": "b", "q_out": "c"}
 torch.library.define(
@@ -100,21 +95,11 @@ def _constant(lengths: Lengths, function: str) -> Lengths:
 
 
 @lru_cache(maxsize=4096)
-def options_hash_of(problem: problems.DecodeProblem, causal: bool, window: tuple[int, int]) -> int:
+def options_hash_of(problem: problems.DecodeProblem, options: DecodeOptions) -> int:
     """What the scheduler metadata of a call must hold."""
-    return hash_of_options(
-        problem.num_heads_q,
-        problem.num_heads_kv,
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.dtype,
-        problem.page_size,
-        causal,
-        window,
-        problem.softcap > 0,
-        problem.num_splits,
-        problem.sm_margin,
-    )
+    heads = problem.num_heads_q, problem.num_heads_kv
+    sizes = (*heads, problem.head_dim, problem.head_dim_v, problem.page_size)
+    return hash_of_options(sizes, problem.dtype, options)
 
 
 def check_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> None:
@@ -188,8 +173,7 @@ def _decode_of(out, lse, tensors: DecodeTensors, lengths: Lengths, options: Deco
     q = tensors.q
     options_hash = 0
     if tensors.scheduler_metadata is not None:
-        window = (options.window_left, options.window_right)
-        options_hash = options_hash_of(plan.problem, options.causal, window)
+        options_hash = options_hash_of(plan.problem, options)
     if is_checked(q.device):
         check_decode_values(tensors, options, lengths, options_hash)
     if q.stride(-1) != 1:

@@ -7,13 +7,22 @@ the errors; it reads the sizes too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call.problem import score_factors
+from ..call.arguments import boolean, real
+from ..call.spec import (
+    CALL,
+    Description,
+    Field,
+    ScoreScale,
+    as_given,
+    or_none,
+    score_scale_of,
+)
 
 MAX_HEAD_DIM = 256
 # Packed query rows (token-major, qhead_per_kvhead rows for a token) of one tile.
@@ -48,20 +57,20 @@ class DecodeTensors(NamedTuple):
     scheduler_metadata: Tensor | None = None
 
 
-class DecodeOptions(NamedTuple):
-    """The arguments of a cached call that are not tensors."""
-
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    softcap: float = 0.0
-    num_splits: int = 0
-    pack_gqa: bool | None = None
-    sm_margin: int = 0
-    out_dtype: torch.dtype | None = None
-    backend: str | None = None
-    function: str = "flash_attn_with_kvcache"
+# Where the options of a cached call differ from those of other calls, or are its own.
+_OWN = (
+    replace(CALL.fields["softmax_scale"], convert=or_none(real)),
+    replace(CALL.fields["causal"], convert=boolean),
+    replace(CALL.fields["num_splits"], default=0),
+    replace(CALL.fields["qv"], convert=as_given),
+    Field("return_softmax_lse", "", False, boolean, parts=("return_lse",)),
+    Field("tree_mask", "", None, as_given),
+    Field("split_tokens", "", None, as_given),
+)
+_FIELDS = {name: field for name, field in CALL.fields.items() if field.of_cached_calls}
+_FIELDS |= {field.name: field for field in _OWN}
+DECODE = Description("DecodeOptions", tuple(_FIELDS.values()), "flash_attn_with_kvcache")
+DecodeOptions = DECODE.Options
 
 
 class Lengths(NamedTuple):
@@ -137,9 +146,13 @@ def key_of(tensors: tuple[Tensor | None, ...]) -> tuple[tuple | None, ...]:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
+# The options that backends read, by their names in ``DecodeOptions``.
+_Asked = make_dataclass("_Asked", DECODE.to_backend, frozen=True)
+
+
 @dataclass(frozen=True)
-class DecodeProblem:
-    """One cached call, normalised.
+class DecodeProblem(_Asked):
+    """One cached call, normalised, with the options that a field passes on to the backends.
 
     page_size: 0 for a dense cache.
     rows: packed query rows, qhead_per_kvhead * seqlen_q, as a power of two from MIN_ROWS to
@@ -159,15 +172,7 @@ class DecodeProblem:
     page_size: int
     rows: int
     given: frozenset[str]
-    softmax_scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    num_splits: int
-    pack_gqa: bool | None
-    sm_margin: int
-    out_dtype: torch.dtype
-    backend: str | None
+    score_scale: ScoreScale
 
     @property
     def qhead_per_kvhead(self) -> int:
@@ -176,10 +181,6 @@ class DecodeProblem:
     @property
     def varlen(self) -> bool:
         return "cu_seqlens_q" in self.given
-
-    @property
-    def score_factors(self) -> dict[str, float]:
-        return score_factors(self.softmax_scale, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -224,8 +225,15 @@ def describe_decode(
     seqlen_q = q.shape[-3] if max_seqlen_q is None else min(max_seqlen_q, q.shape[-3])
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     right = 0 if options.causal else options.window_right
-    scale = options.softmax_scale
+    asked = {name: getattr(options, name) for name in DECODE.to_backend}
+    asked |= {
+        "window_right": -1 if seqlen_q <= 1 else right,
+        "num_splits": max(0, options.num_splits),
+        "out_dtype": options.out_dtype or q.dtype,
+        "backend": options.backend or None,
+    }
     return DecodeProblem(
+        **asked,
         function=options.function,
         dtype=q.dtype,
         device=q.device,
@@ -236,15 +244,7 @@ def describe_decode(
         page_size=0 if tensors.page_table is None else k.shape[1],
         rows=_rows_of(seqlen_q * (heads_q // heads_kv)),
         given=_given(tensors, 3),
-        softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        window_left=options.window_left,
-        window_right=-1 if seqlen_q <= 1 else right,
-        softcap=float(options.softcap),
-        num_splits=max(0, options.num_splits),
-        pack_gqa=options.pack_gqa,
-        sm_margin=options.sm_margin,
-        out_dtype=options.out_dtype or q.dtype,
-        backend=options.backend or None,
+        score_scale=score_scale_of(options, q.shape[-1]),
     )
 
 

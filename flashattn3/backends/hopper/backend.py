@@ -31,7 +31,7 @@ from . import launch as hopper_launch
 from .library import Library, library_for_gpu, mended_by
 
 CAPABILITY = 90
-# The backward recomputes tanh from P and lse, with an error of about 1e-5 / softcap.
+# The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.
 SMALLEST_GRADIENT_CAP = 2.0**-6
 
 
@@ -186,7 +186,8 @@ class HopperBackend:
         kernel_config = select_backward_config(NAMES[problem.dtype], head_dim)
         if kernel_config is None or self._unusable_reason(kernel_config, problem) is not None:
             return None
-        return None if 0 < problem.softcap < SMALLEST_GRADIENT_CAP else kernel_config
+        scale = problem.score_scale
+        return None if scale.is_capped and scale.unit < SMALLEST_GRADIENT_CAP else kernel_config
 
 
 BACKEND = HopperBackend()

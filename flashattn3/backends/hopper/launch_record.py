@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 import torch
+
+from ...call.spec import ScoreScale
 
 if TYPE_CHECKING:
     from ...call.problem import Problem
     from ...dispatch.device import DeviceInfo
 
 
-class LaunchRecord(NamedTuple):
-    """The arguments of prepare_forward and prepare_backward after the index of the kernel config.
-
-    FLASHATTN3_PROBLEM_FIELDS in csrc/launch/params.h has the same fields and says what they mean.
-    """
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    total_q: int
-    total_k: int
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    varlen: bool
-    softmax_scale: float
-    softcap: float
-    window_left: int
-    window_right: int
-    num_sms: int
-    sm_margin: int
-    q_block: int
-    k_block: int
-    v_block: int
-    out_is_fp16: bool
-    use_fast_accum: bool
-    deterministic: bool
+# The arguments of prepare_forward and prepare_backward after the index of the kernel config.
+# FLASHATTN3_PROBLEM_FIELDS in csrc/launch/params.h has the same fields and says what they mean.
+LaunchRecord = NamedTuple(
+    "LaunchRecord",
+    [
+        ("batch", int),
+        ("seqlen_q", int),
+        ("seqlen_k", int),
+        ("total_q", int),
+        ("total_k", int),
+        ("num_heads_q", int),
+        ("num_heads_kv", int),
+        ("head_dim", int),
+        ("head_dim_v", int),
+        ("varlen", bool),
+        *get_type_hints(ScoreScale).items(),
+        ("window_left", int),
+        ("window_right", int),
+        ("num_sms", int),
+        ("sm_margin", int),
+        ("q_block", int),
+        ("k_block", int),
+        ("v_block", int),
+        ("out_is_fp16", bool),
+        ("use_fast_accum", bool),
+        ("deterministic", bool),
+    ],
+)
 
 
 def record_of(problem: Problem, device: DeviceInfo) -> LaunchRecord:
     own = {
+        **problem.score_scale._asdict(),
         "num_sms": device.num_sms,
         "sm_margin": min(problem.sm_margin, device.num_sms),
         "q_block": _block(problem.q.descales),

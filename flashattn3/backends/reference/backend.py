@@ -149,13 +149,13 @@ def _compute_dtype(problem: Problem) -> torch.dtype:
 
 
 def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
-    """Whether a dense call without mask, softcap, GQA, splits and descales fits one tile."""
+    """Whether a dense call without mask, cap, GQA, splits and descales fits one tile."""
     return (
         0 < problem.seqlen_q <= config.block_m
         and problem.batch > 0
         and 0 < problem.seqlen_k <= config.block_n
         and problem.qhead_per_kvhead == 1
-        and not (problem.varlen or problem.masked or problem.softcap)
+        and not (problem.varlen or problem.masked or problem.score_scale.is_capped)
         and problem.num_splits <= 1
         and not (problem.q.descales or problem.k.descales or problem.v.descales)
     )
@@ -168,7 +168,7 @@ def _prepare_one_tile(problem: Problem) -> Callable[[Tensors], tuple[Tensor, Ten
     wide, out_is_wide = problem.dtype == dtype, problem.out_dtype == dtype
     lowest, heads = torch.finfo(dtype).min, (problem.batch, problem.num_heads_q)
     # A tensor saves 1 us per call, the time that torch takes to convert a Python number.
-    scale = torch.tensor(problem.softmax_scale, dtype=dtype, device="cpu")
+    scale = torch.tensor(problem.score_scale.softmax_scale, dtype=dtype, device="cpu")
 
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v = tensors[:3] if wide else map(data_of, tensors[:3])
@@ -279,7 +279,7 @@ class _Call:
     """Attention over one bucket: its inputs with heads first, and its mask.
 
     q: (batch * num_heads_kv, qhead_per_kvhead, seqlen_q, head_dim) in ``dtype``, at least float32,
-        scaled so that q kᵀ is the score divided by ``unit``: the softcap, or 1 without one.
+        scaled so that q kᵀ is the score divided by ``unit``, before tanh where scores are capped.
     k, v: (batch * num_heads_kv, seqlen_k, ·).
     diagonal: index of the key that query 0 is aligned with.
     """
@@ -291,11 +291,11 @@ class _Call:
         self.seqlen_q, self.seqlen_k = bucket.queries.seqlen, bucket.keys.seqlen
         self.block_m = launch.config.queries(bucket.queries.batch * problem.num_heads_q)
         self.block_n = launch.config.block_n
-        self.unit = problem.softcap or 1.0
+        self.unit = problem.score_scale.unit
         self.diagonal = self.seqlen_k - self.seqlen_q
         queries, keys = bucket
         q = self.dequantized(queries, tensors.q, problem.q.descales)
-        q = q * (problem.softmax_scale / self.unit)
+        q = q * (problem.score_scale.softmax_scale / self.unit)
         self.q = q.view(-1, problem.qhead_per_kvhead, self.seqlen_q, problem.head_dim)
         self.k = self.dequantized(keys, tensors.k, problem.k.descales)
         self.v = self.dequantized(keys, tensors.v, problem.v.descales)
@@ -333,7 +333,7 @@ class _Call:
     def scores(self, q: Tensor, keys: range) -> Tensor:
         """The scores of a tile before masking. q: the rows of the tile."""
         scores = torch.bmm(q, self.k[:, keys.start : keys.stop].transpose(1, 2))
-        return scores.tanh_().mul_(self.unit) if self.problem.softcap else scores
+        return scores.tanh_().mul_(self.unit) if self.problem.score_scale.is_capped else scores
 
     def sees_all(self, queries: range, keys: range) -> bool:
         """Whether this is a full block: each query sees each key."""
@@ -467,7 +467,7 @@ class _Call:
                 keys = slice(tile.start, tile.stop)
                 masked = not self.sees_all(queries, tile)
                 p = self.scores(q, tile)
-                slope = 1 - (p / problem.softcap).square_() if problem.softcap else None
+                slope = 1 - (p / self.unit).square_() if problem.score_scale.is_capped else None
                 _exp(p.sub_(lse_rows))
                 ds = torch.bmm(dout_rows, self.v[:, keys].transpose(1, 2))
                 ds.sub_(delta_rows).mul_(p)
@@ -480,7 +480,7 @@ class _Call:
                 dq_rows.baddbmm_(ds, finite_k[:, keys])
                 dk[:, keys].baddbmm_(ds.transpose(1, 2), q)
             self.put(dq_rows, queries, dq)
-        return dq.mul_(problem.softmax_scale), dk.mul_(self.unit), dv
+        return dq.mul_(problem.score_scale.softmax_scale), dk.mul_(self.unit), dv
 
 
 def _blocks(span: range, size: int) -> list[range]:

@@ -246,12 +246,13 @@ def _rows(
     wide, heads_kv = _wide(q.dtype), problem.num_heads_kv
     q = q.to(wide).unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)  # heads_kv, group, tokens, d
     k, v = (x.to(wide).transpose(0, 1) for x in (keys.k, keys.v))
-    scores = torch.einsum("hgtd,hnd->hgtn", q * problem.softmax_scale, k)
+    scale = problem.score_scale
+    scores = torch.einsum("hgtd,hnd->hgtn", q * scale.softmax_scale, k)
     for descale in (tensors.q_descale, tensors.k_descale):
         if descale is not None:
             scores = scores * descale[index].to(wide)[:, None, None, None]
-    if problem.softcap:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if scale.is_capped:
+        scores = scale.unit * torch.tanh(scores / scale.unit)
     position = torch.arange(k.shape[1], device=q.device)
     scores = torch.where(keys.lost, math.nan, scores)
     hidden = _hidden(problem, tensors, index, positions, position) | (position >= length)

@@ -119,7 +119,7 @@ class TritonCacheBackend:
                 return f"takes head dims up to {MAX_HEAD_DIM}, {name} is {getattr(problem, name)}"
         if device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
-        if hasattr(problem, "softmax_scale"):
+        if hasattr(problem, "score_scale"):
             return score_factor_reason(problem, 100, torch.float32)
         return None
 

@@ -17,7 +17,7 @@ from .kernels import append, cache_parts, combine, decode
 from .kernels.launch import Launch
 from .kernels.variable_launch import VariableLaunch
 from .kvcache import CacheTile
-from .launch import LARGEST_EXACT_CAP, LOG2E
+from .launch import capping
 from .tile_configs import padded
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     factors = (
         window_left,
         min(problem.window_right, LARGEST_WINDOW),
-        *_score_factors(problem),
+        *problem.score_scale.log2_factors,
     )
 
     def run(out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int):
@@ -149,13 +149,6 @@ def _pair_strides(descale: Tensor | None) -> tuple[int, int]:
     return (0, 0) if descale is None else descale.stride()
 
 
-def _score_factors(problem: DecodeProblem) -> tuple[float, float]:
-    """(scale_log2, cap_log2), as in the forward."""
-    if problem.softcap > 0:
-        return problem.softmax_scale / problem.softcap, problem.softcap * LOG2E
-    return problem.softmax_scale * LOG2E, 0.0
-
-
 def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
         "HEAD_DIM": problem.head_dim,
@@ -168,7 +161,7 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "PAGE_SIZE": problem.page_size,
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
-        "SOFTCAP": (problem.softcap > 0) + (problem.softcap > LARGEST_EXACT_CAP),
+        "SOFTCAP": capping(problem.score_scale),
     }
     return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile))
 
@@ -319,7 +312,7 @@ def sample_launches(
     indices, floats = kinds(index_names, "i32", given), kinds(float_names, "fp32", given)
     metadata = kinds(("scheduler_metadata",), "i32", given)
     wide = (2**20, 16 * problem.head_dim, problem.head_dim)
-    factors = (problem.window_left, problem.window_right, *_score_factors(problem))
+    factors = (problem.window_left, problem.window_right, *problem.score_scale.log2_factors)
     lengths_of = (indices[0], *indices[3:], floats[3])
     index_names = ("cache_seqlens", "page_table", "cache_batch_idx", *index_names[4:])
     tables = ("rotary_cos", "rotary_sin"), ("rotary_seqlens",), ("k_descale", "v_descale")

@@ -15,6 +15,7 @@ from ...call.descales import Descales
 from ...call.dtypes import EIGHT_BIT, FP8, INT8, NAMES, v_dtype
 from ...call.inputs import Tensors, as_scaled
 from ...call.problem import Problem
+from ...call.spec import LOG2E, ScoreScale
 from ..conversions import with_dense_rows
 from .backend import TritonConfig
 from .kernels import backward, forward
@@ -22,7 +23,6 @@ from .kernels.launch import Launch
 from .tile_configs import Tile, padded
 
 OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
-LOG2E = 1.4426950408889634
 SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
 LARGEST_EXACT_CAP = 256.0  # at this cap tanh's absolute error is 1e-4 in a score
 SMALLEST_DIVISOR = 2.0**-64  # smallest scale that lse is divided by, far from overflow
@@ -166,7 +166,10 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     """Launch of (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, descales)."""
     tile = config.tiles.forward
     fp8 = problem.dtype in EIGHT_BIT
-    scale = problem.softmax_scale if fp8 else abs(problem.softmax_scale) or SMALLEST_SCALE
+    score_scale = problem.score_scale
+    if not fp8:  # q is negated instead
+        positive = abs(score_scale.softmax_scale) or SMALLEST_SCALE
+        score_scale = score_scale._replace(softmax_scale=positive)
     num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
     out_strides = _dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
     lse_strides = _lse_strides(problem)
@@ -185,11 +188,11 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         problem.window_left,
         problem.window_right,
         config.num_splits,
-        *_score_factors(problem, scale),
+        *score_scale.log2_factors,
         *_descale_layouts(problem),
     )
     constants = _features(problem, tile) | {
-        "NEGATIVE_SCALE": not fp8 and problem.softmax_scale < 0,
+        "NEGATIVE_SCALE": not fp8 and problem.score_scale.softmax_scale < 0,
         "SPLIT": config.num_splits > 1,
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
         "FP8": fp8,
@@ -282,7 +285,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
         problem.num_heads_q,
         problem.seqlen_q,
         problem.total_q,
-        -1.0 / problem.softmax_scale if _lse_in_scores(problem) else -LOG2E,
+        -1.0 / problem.score_scale.softmax_scale if _lse_in_scores(problem) else -LOG2E,
     )
     constants = _value_row(problem) | {
         "VARLEN": problem.varlen,
@@ -427,22 +430,21 @@ def _bounds_and_factors(problem: Problem) -> tuple[int | float, ...]:
         *_lengths(problem),
         problem.window_left,
         problem.window_right,
-        problem.softmax_scale,
-        *_score_factors(problem, problem.softmax_scale),
+        problem.score_scale.softmax_scale,
+        *problem.score_scale.log2_factors,
     )
 
 
 def _lse_in_scores(problem: Problem) -> bool:
-    """Whether the backward subtracts lse from raw scores: not with softcap, nor if the scale is too
-    small to divide by."""
-    return problem.softcap == 0 and abs(problem.softmax_scale) >= SMALLEST_DIVISOR
+    """Whether the backward subtracts lse from raw scores: not if they are capped, nor if the scale
+    is too small to divide by."""
+    scale = problem.score_scale
+    return not scale.is_capped and abs(scale.softmax_scale) >= SMALLEST_DIVISOR
 
 
-def _score_factors(problem: Problem, scale: float) -> tuple[float, float]:
-    """(scale_log2, cap_log2): factors from a raw, or a capped, score to the log2 domain."""
-    if problem.softcap > 0:
-        return scale / problem.softcap, problem.softcap * LOG2E
-    return scale * LOG2E, 0.0
+def capping(scale: ScoreScale) -> int:
+    """The kernels' SOFTCAP: 0 without a cap, 2 where ``tanh_exp2`` needs its series."""
+    return scale.is_capped + (scale.unit > LARGEST_EXACT_CAP)
 
 
 def _features(problem: Problem, tile: Tile) -> dict[str, object]:
@@ -459,5 +461,5 @@ def _features(problem: Problem, tile: Tile) -> dict[str, object]:
         "USED_K": problem.has_seqused_k,
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
-        "SOFTCAP": (problem.softcap > 0) + (problem.softcap > LARGEST_EXACT_CAP),
+        "SOFTCAP": capping(problem.score_scale),
     }

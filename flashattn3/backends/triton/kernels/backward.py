@@ -125,7 +125,7 @@ def bwd_preprocess_kernel(
 def _probabilities(
     a, b, minus_lse, scale_log2, cap_log2, SOFTCAP: tl.constexpr, LSE_IN_SCORES: tl.constexpr
 ):
-    """P = exp(scale * a b - lse), and the derivative of softcap at the score.
+    """P = exp(scale * a b - lse), and the derivative of the cap at the score.
 
     LSE_IN_SCORES: minus_lse is in units of a raw score and is the accumulator bias of the GEMM.
     Each exponential then needs one multiply, and no register holds lse.

@@ -1,4 +1,4 @@
-"""Device functions that the forward and backward kernels share: sequences, tiles, masks, softcap.
+"""Device functions that the forward and backward kernels share: sequences, tiles, masks, tanh.
 
 Conventions: scores are in the log2 domain (multiplied by log2(e)), so that the exponential is one
 exp2; offsets within a tensor are 64-bit, so that tensors beyond 2**31 elements work; tile bounds

@@ -170,7 +170,7 @@ def decode_kernel(
     """One part of one tile of packed rows. Grid: as many parts as there can be.
 
     Stride suffixes: b batch (of caches: cache or page), s sequence, h head. seqlen_q: the longest.
-    seqlen_k: where cache_seqlens is None. scale_log2: with softcap the factor inside tanh.
+    seqlen_k: where cache_seqlens is None. scale_log2: with SOFTCAP the factor inside tanh.
     out_parts (slots, BLOCK_M, HEAD_DIM_V), lse_parts (slots, BLOCK_M): the workspace.
     """
     pid = tl.program_id(0)

@@ -132,7 +132,7 @@ def forward_kernel(
     batch.
 
     Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last n_block may be partial.
-    scale_log2 >= 0 (for a negative scale q is negated): with softcap it is the factor inside tanh.
+    scale_log2 >= 0 (for a negative scale q is negated): with SOFTCAP it is the factor inside tanh.
     FP8: v is e4m3 as bytes, q and k are e4m3 bytes or int8, with descales as in ``descale_of``; an
     n_block lies within one descale block. scale_log2 may be negative.
     """
@@ -205,7 +205,7 @@ def forward_kernel(
         v_unit = 0.0
         largest_unit = 0.0
 
-    # With softcap the scores are in the log2 domain before the maximum; else the scale is folded
+    # With SOFTCAP the scores are in the log2 domain before the maximum; else the scale is folded
     # into the argument of exp2. FP8 multiplies each n_block by its own factor.
     factor = 1.0 if SOFTCAP or FP8 else scale_log2
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)

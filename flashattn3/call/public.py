@@ -1,0 +1,99 @@
+"""Makes the public functions from their signatures: reads the options of a call by their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from inspect import signature
+from typing import TypeVar
+
+import torch
+
+from ..dispatch.selection import named_backend
+from .spec import CALL, Description
+
+F = TypeVar("F", bound=Callable)
+
+
+def once_for_plain_values(read: Callable) -> Callable:
+    """Cache the results of ``read`` for plain values: equal values of other types are other calls.
+
+    Called with anything else (tensors, numpy, lists) it raises TypeError: ``read`` must then run.
+    """
+
+    @lru_cache(maxsize=4096, typed=True)
+    def cached(*values):
+        if not _PLAIN.issuperset(map(type, values)):
+            raise TypeError
+        return read(*values)
+
+    return cached
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+
+def reader(description: Description, function: str, names: tuple[str, ...]) -> Callable:
+    """Build the function that reads the options ``names``, in this order and window_size first.
+
+    A call with plain values is read once and then found by them.
+    """
+    scale = names.index("softmax_scale") - 1  # its place among the values
+
+    @once_for_plain_values
+    def read_once(left, right, forced, *values):
+        if values[scale] == 0:
+            raise TypeError  # a scale of 0 warns, which the function counts, not this cache
+        return convert((left, right), *values)
+
+    def convert(*values):
+        return description.convert(function, dict(zip(names, values, strict=True)))
+
+    def read(window_size, *values):
+        if not torch.compiler.is_compiling():
+            try:
+                left, right = window_size
+                return read_once(left, right, named_backend.get(), *values)
+            except (TypeError, ValueError):
+                pass  # the conversion finds the words for it
+        return convert(window_size, *values)
+
+    return read
+
+
+def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
+    """Decorator of a public function, which has a signature and a docstring: the call's options are
+    read by the fields of its description, its other arguments go to ``form(options, ...)``.
+
+    The function is compiled from its signature, as namedtuple and dataclass do it, so that Python
+    binds the arguments and no call builds a dictionary.
+    """
+
+    def decorate(described: F) -> F:
+        function, parameters = described.__name__, signature(described).parameters
+        fields = description.fields
+        taken = [name for name in signature(form).parameters if name != "options"]
+        names = [name for name in parameters if name in fields and name not in taken]
+        names.sort(key=lambda name: name != "window_size")
+        unread = parameters.keys() - {*names, *taken} | set(taken) - parameters.keys()
+        if unread:
+            raise TypeError(f"{function}: no field and no argument of {form.__name__}: {unread}")
+        heads, star = [], False
+        for name, parameter in parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY and not star:
+                heads, star = [*heads, "*"], True
+            required = parameter.default is parameter.empty
+            heads.append(name if required else f"{name}=defaults[{name!r}]")
+        source = (
+            "def make(form, read, defaults):\n"
+            f"    def {function}({', '.join(heads)}):\n"
+            f"        return form(read({', '.join(names)}), {', '.join(taken)})\n"
+            f"    return {function}\n"
+        )
+        space = {}
+        exec(compile(source, f"<flashattn3 {function}>", "exec"), space)
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        made = space["make"](form, reader(description, function, tuple(names)), defaults)
+        return wraps(described)(made)
+
+    return decorate
