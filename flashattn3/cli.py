@@ -12,8 +12,12 @@ import flashattn3
 from . import doctor
 from .bench import command as bench
 from .bench.command import DTYPES
+from .call.spec import CALL
 from .command_line import Parser, choose_device, integer
 from .demo import command as demo
+
+# The options of a call that are flags or numbers, by the fields that describe them.
+_OPTIONS = [x for x in CALL.fields.values() if x.type and isinstance(x.default, (int, float))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +50,6 @@ def _add_explain(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--head-dim", type=integer(1), default=128, help="default: 128")
     parser.add_argument("--head-dim-v", type=integer(1), help="default: as --head-dim")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--causal", action="store_true")
     parser.add_argument(
         "--window",
         type=int,
@@ -55,7 +58,14 @@ def _add_explain(subparsers: argparse._SubParsersAction) -> None:
         metavar=("LEFT", "RIGHT"),
         help="-1 is open; default: -1 -1",
     )
-    parser.add_argument("--softcap", type=float, default=0.0, help="default: 0, none")
+    for field in _OPTIONS:
+        option, default = f"--{field.name.replace('_', '-')}", field.default
+        if isinstance(default, bool):
+            parser.add_argument(option, action="store_true")
+        else:
+            parser.add_argument(
+                option, type=type(default), default=default, help=f"default: {default}"
+            )
     parser.add_argument("--backend", help="only this one; default: chosen by the device")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
     parser.set_defaults(run=explain, parser=parser)
@@ -75,9 +85,8 @@ def explain(args: argparse.Namespace) -> int:
         explained = flashattn3.explain(
             *(torch.empty(shape, dtype=DTYPES[args.dtype], device="meta") for shape in shapes),
             device=device,
-            causal=args.causal,
             window_size=tuple(args.window),
-            softcap=args.softcap,
+            **{field.name: getattr(args, field.name) for field in _OPTIONS},
             backend=args.backend,
         )
     except (TypeError, ValueError) as error:

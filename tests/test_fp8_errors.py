@@ -236,7 +236,10 @@ FP8_ERRORS = [
         sixteen(qk_dtype=torch.uint8),
         f"qk_dtype must be one of {(None, *EIGHT_BIT)}, got torch.uint8",
     ),
-    (sixteen(smooth_k=True, softcap=5.0), "smooth_k must be False with softcap, got True"),
+    (
+        sixteen(smooth_k=True, softcap=5.0),
+        "softcap must be 0 with smooth_k=True: capped scores do not all move alike, got 5.0",
+    ),
     (sixteen(hadamard=True), "q.shape[-1] must be a power of two with hadamard=True, got 48"),
     (sixteen(q=half(8, 2, 48)), "q.shape must be (batch, seqlen, heads, head_dim), got (8, 2, 48)"),
     (

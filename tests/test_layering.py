@@ -74,6 +74,7 @@ MAY_IMPORT = {
         "dispatch.device",
         "call.inputs",
         "call.problem",
+        "call.spec",
         "call.descales",
         "call.dtypes",
     },
@@ -86,6 +87,7 @@ MAY_IMPORT = {
     "backends.gpu_limits": {"dispatch.backend", "call.dtypes", "call.problem"},
     "backends.conversions": {"call.inputs", "call.problem", "quantization"},
     "backends.hopper.launch": {
+        "backends.conversions",
         "backends.hopper.launch_record",
         "call.value_checks",
         "dispatch.kernel_configs",

@@ -46,6 +46,14 @@ class Scaled(NamedTuple):
     mean: Tensor | None = None
 
 
+class SequenceLengths(NamedTuple):
+    """Of q, or of k and v, in a varlen call: the sequences' edges, int32 (batch + 1,), and, where
+    not all rows count, how many do, int32 (batch,)."""
+
+    cu_seqlens: Tensor | None
+    seqused: Tensor | None
+
+
 class Tensors(NamedTuple):
     """The tensors of one call. The last stride of q, k and v is 1 where a kernel receives them.
 
@@ -61,6 +69,14 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
+
+    @property
+    def lengths_q(self) -> SequenceLengths:
+        return SequenceLengths(self.cu_seqlens_q, self.seqused_q)
+
+    @property
+    def lengths_k(self) -> SequenceLengths:
+        return SequenceLengths(self.cu_seqlens_k, self.seqused_k)
 
 
 # Names and types of the tensors in the operators' schemas: ``flat`` has the values in this order.

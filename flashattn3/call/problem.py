@@ -29,12 +29,14 @@ class Operand:
     descales: of 8 bits; None means descale 1.
     permuted: v is permuted, and has ``stride`` once it is in rows.
     has_mean: k lacks a mean, which lse does not have then.
+    has_seqused: whether only some rows of each sequence count.
     """
 
     stride: tuple[int, int, int]
     descales: Descales | None = None
     permuted: bool = False
     has_mean: bool = False
+    has_seqused: bool = False
 
 
 # The options that backends read, by their names in ``Options``.
@@ -73,8 +75,6 @@ class Problem(_Asked):
     k: Operand
     v: Operand
     varlen: bool
-    has_seqused_q: bool
-    has_seqused_k: bool
 
     @property
     def qhead_per_kvhead(self) -> int:
@@ -93,17 +93,18 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
     """
     tensors, function = Tensors(*tensors), options.function
     q, k, v = in_rows(function, tensors)
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors[3:]
-    varlen = cu_seqlens_q is not None
+    varlen = tensors.cu_seqlens_q is not None
     _check_qkv(function, q, k, v, varlen)
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_index(function, name, cu_seqlens, q.device, required=varlen)
+    lengths = {"q": tensors.lengths_q, "k": tensors.lengths_k}
+    for side, (cu_seqlens, _) in lengths.items():
+        _check_index(function, f"cu_seqlens_{side}", cu_seqlens, q.device, required=varlen)
     if varlen:
-        entries = cu_seqlens_q.shape[0]
+        entries = tensors.cu_seqlens_q.shape[0]
         expect(entries >= 1, function, "cu_seqlens_q.shape[0]", "batch + 1 >= 1", entries)
-        got = cu_seqlens_k.shape[0]
+        got = tensors.cu_seqlens_k.shape[0]
         expect(got == entries, function, "cu_seqlens_k.shape[0]", f"{entries} (batch + 1)", got)
-    for name, seqused in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+    for side, (_, seqused) in lengths.items():
+        name = f"seqused_{side}"
         _check_index(function, name, seqused, q.device, required=False)
         if seqused is not None:
             expect(varlen, function, name, "None without cu_seqlens", "a tensor")
@@ -192,8 +193,8 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
     check(tensors, options)
     tensors, function = Tensors(*tensors), options.function
     q, k, v = in_rows(function, tensors)
-    cu_seqlens_q, seqused_q, seqused_k = tensors.cu_seqlens_q, *tensors[5:]
-    varlen = cu_seqlens_q is not None
+    cu_seqlens_q, varlen = tensors.cu_seqlens_q, tensors.cu_seqlens_q is not None
+    lengths = tensors.lengths_q, tensors.lengths_k, tensors.lengths_k
     sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
     if sides["v"].layout == "permuted":
         stored = sides["v"].data
@@ -206,8 +207,9 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
             descales_of(x.descale, block_of(function, name, sides, options, varlen)),
             x.layout == "permuted",
             x.mean is not None,
+            seqused is not None,
         )
-        for (name, x), rows in zip(sides.items(), (q, k, v), strict=True)
+        for (name, x), rows, (_, seqused) in zip(sides.items(), (q, k, v), lengths, strict=True)
     }
     # Descales need no copy: kernels read them by stride, at any alignment.
     data = zip(Tensors._fields, (q, k, v, *tensors[3:]), strict=True)
@@ -231,8 +233,6 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
         copied=tuple(name for name, t in given if _has_sparse_rows(t)),
         misaligned=tuple(name for name, t in given if not (t.aligned or _has_sparse_rows(t))),
         varlen=varlen,
-        has_seqused_q=seqused_q is not None,
-        has_seqused_k=seqused_k is not None,
         **operands,
     )
 

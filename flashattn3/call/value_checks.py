@@ -30,8 +30,8 @@ def is_checked(device: torch.device) -> bool:
 def check_values(tensors: Tensors, options: Options, total_q: int, total_k: int) -> None:
     """Raise if cu_seqlens decrease, or if cu_seqlens, seqused or max_seqlen are out of bounds."""
     sides = (
-        ("q", total_q, tensors.cu_seqlens_q, tensors.seqused_q, options.max_seqlen_q),
-        ("k", total_k, tensors.cu_seqlens_k, tensors.seqused_k, options.max_seqlen_k),
+        ("q", total_q, *tensors.lengths_q, options.max_seqlen_q),
+        ("k", total_k, *tensors.lengths_k, options.max_seqlen_k),
     )
     function = options.function
     for side, rows, cu_seqlens, seqused, max_seqlen in sides:

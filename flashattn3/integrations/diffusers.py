@@ -123,7 +123,7 @@ def _with_key_mask(
     query: Tensor, key: Tensor, value: Tensor, counts: Tensor, options: dict
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Without causality the order of keys does not matter: those that count come first, and
-    seqused_k is their number. Nothing waits for the device.
+    flash_attn_varlen_func gets their number. Nothing waits for the device.
 
     counts: (batch or 1, seqlen_k) bool.
     """

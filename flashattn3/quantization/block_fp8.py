@@ -161,7 +161,7 @@ def quantize_block_fp8(
             "permuted" for v where the Hopper kernels run, else "rows".
         smooth: for k, first subtract from every token a vector near the mean of its sequence and
             head, which attention and dequantize account for (smoothing.py); 0 in columns where a
-            sample of 128 tokens shows no significant mean. Not with softcap.
+            sample of 128 tokens shows no significant mean. Calls that cap scores refuse it.
 
     Blocks with amax below 448 * 2**-126 (int8: 127 * 2**-126), including all-zero blocks, have
     descale 2**-126. In e4m3, NaN and infinite elements become NaN (with hadamard the whole vector

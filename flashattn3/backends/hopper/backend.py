@@ -12,7 +12,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ...call.dtypes import EIGHT_BIT, NAMES
-from ...call.inputs import Tensors, as_scaled
+from ...call.inputs import Tensors
 from ...call.problem import Problem
 from ...dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
 from ...dispatch.kernel_configs import (
@@ -25,7 +25,7 @@ from ...dispatch.kernel_configs import (
 )
 from ...errors import UnsupportedError
 from .. import gpu_limits
-from ..conversions import converting, with_dense_rows
+from ..conversions import converting
 from ..triton.backend import BACKEND as TRITON
 from . import launch as hopper_launch
 from .library import Library, library_for_gpu, mended_by
@@ -89,20 +89,13 @@ class HopperLaunch:
     @cached_property
     def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
         run = hopper_launch.prepare_forward(self, self.library)
-        forward = _of_8_bits(run) if self.problem.dtype in EIGHT_BIT else lambda x: run(*x)
-        return converting(self.problem, forward, reads_permuted_v=True)
+        return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-        problem = self.problem
         if self.config.gradient_config is None:
             return self._backward_on_triton()
-        run = hopper_launch.prepare_backward(self, self.library)
-
-        def backward(dout, dlse, out, lse, tensors):
-            return run(dout, dlse, out, lse, *with_dense_rows(problem, tensors))
-
-        return backward
+        return hopper_launch.prepare_backward(self, self.library)
 
     def _backward_on_triton(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         """That of Triton's launch for this problem; UnsupportedError if Triton does not take it."""
@@ -114,14 +107,6 @@ class HopperLaunch:
                 f"not take the problem (triton: {reason})"
             )
         return TRITON.prepare(problem, device).backward
-
-
-def _of_8_bits(run: Callable) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
-    def forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        q, k, v = map(as_scaled, tensors[:3])
-        return run(q.data, k.data, v.data, *tensors[3:], q.descale, k.descale, v.descale)
-
-    return forward
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.dtypes import EIGHT_BIT
-from ...call.inputs import ALIGNMENT_BYTES
+from ...call.inputs import ALIGNMENT_BYTES, Tensors, as_scaled
 from ...call.problem import Problem
 from ...dispatch.kernel_configs import (
     BACKWARD_CONFIGS,
@@ -20,6 +21,7 @@ from ...dispatch.kernel_configs import (
     BackwardConfig,
     ForwardConfig,
 )
+from ..conversions import with_dense_rows
 from .launch_record import record_of
 
 if TYPE_CHECKING:
@@ -80,44 +82,61 @@ def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
     )
 
 
-def prepare_forward(launch: HopperLaunch, library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Build a function that returns (out, lse). It takes the data of q, k and v, the lengths in the
-    order of ``Tensors``, and the descales of 8 bits."""
-    problem, config, operator = launch.problem, launch.config, library.forward
-    handle = config.launch.handle
-    copied, with_kernels_v = config.copied, _v_for_kernel(launch, library)
-    whole_rows = problem.head_dim_v % OUT_ALIGNMENT == 0
+def prepare_forward(
+    launch: HopperLaunch, library: Library
+) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    """Build a function of the tensors that returns (out, lse)."""
+    problem, config = launch.problem, launch.config
+    run = partial(library.forward, config.launch.handle)
+    if problem.dtype in EIGHT_BIT:
+        run = _with_8_bits(run, config.copied, _v_for_kernel(launch, library))
+    else:
+        run = _with_16_bits(run, config.copied)
+    if problem.head_dim_v % OUT_ALIGNMENT == 0:
+        return run
 
-    def run(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *descales):
-        if with_kernels_v is not None:
-            v = with_kernels_v(v, cu_seqlens_k)
+    def trimmed(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        out, lse = run(tensors)
+        return out[..., : problem.head_dim_v].contiguous(), lse
+
+    return trimmed
+
+
+def _with_16_bits(run: Callable, copied: tuple[str, ...]) -> Callable[[Tensors], tuple]:
+    if not copied:
+        return lambda tensors: run(*tensors, *NO_DESCALES)
+    return lambda tensors: run(*_copied(copied, *tensors[:3]), *tensors[3:], *NO_DESCALES)
+
+
+def _with_8_bits(
+    run: Callable, copied: tuple[str, ...], with_layout: Callable
+) -> Callable[[Tensors], tuple]:
+    def forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q, k, v = map(as_scaled, tensors[:3])
+        data = q.data, k.data, with_layout(v.data, tensors.cu_seqlens_k)
         if copied:
-            q, k, v = _copied(copied, q, k, v)
-        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-        out, lse = operator(handle, q, k, v, *lengths, *(descales or NO_DESCALES))
-        return (out if whole_rows else out[..., : problem.head_dim_v].contiguous()), lse
+            data = _copied(copied, *data)
+        return run(*data, *tensors[3:], q.descale, k.descale, v.descale)
 
-    return run
+    return forward
 
 
 def prepare_backward(
     launch: HopperLaunch, library: Library
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Build a function of (dout, dlse, out, lse, *Tensors) that returns (dq, dk, dv)."""
+    """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv)."""
     problem, copied, operator = launch.problem, launch.config.copied, library.backward
     gradient_config = launch.config.gradient_config
     handle = backward_launch(problem, launch.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
 
-    def run(
-        dout, dlse, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *descales
-    ):
+    def run(dout, dlse, out, lse, tensors):
+        tensors = with_dense_rows(problem, tensors)
         if copied:
-            q, k, v = _copied(copied, q, k, v)
+            tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
-        positions = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        results = operator(handle, dout, dlse, out, lse, q, k, v, *positions)
+        results = operator(handle, dout, dlse, out, lse, *tensors)
         if whole_rows:
             return results
         return tuple(x[..., :d].contiguous() for x, d in zip(results, columns, strict=True))
@@ -127,11 +146,9 @@ def prepare_backward(
 
 def _v_for_kernel(
     launch: HopperLaunch, library: Library
-) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    """A function of (v, cu_seqlens_k) that gives 8-bit V its layout; None for 16 bits."""
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """A function of (v, cu_seqlens_k) that gives 8-bit V its layout."""
     problem, permute_v = launch.problem, library.permute_v
-    if problem.dtype not in EIGHT_BIT:
-        return None
     permuted, seqlen_k = problem.v.permuted, problem.seqlen_k
     columns = launch.config.kernel_config.head_dim
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...call.inputs import Scaled, Tensors, data_of
+from ...call.spec import HINTS
 from ...dispatch.backend import score_factor_reason
 from ..conversions import converting, with_dense_rows
 from .padded_layout import PaddedLayout, padded
@@ -86,11 +87,8 @@ class ReferenceBackend:
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
     def unused_hints(self, problem: Problem) -> dict[str, str]:
-        return {
-            "pack_gqa": "has no packed layout of grouped queries",
-            "sm_margin": "launches no grid of its own, so it cannot leave multiprocessors free",
-            "use_fast_accum": "accumulates in float32 or float64",
-        }
+        unused = "runs in torch operations, which have no such choice"
+        return {field.name: unused for field in HINTS if field.name != "num_splits"}
 
     def prepare(self, problem: Problem, device: DeviceInfo) -> ReferenceLaunch:
         return ReferenceLaunch(problem, self.configure(problem, device))
@@ -221,10 +219,9 @@ def _buckets(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
     if problem.varlen and not _is_capturing(problem.device):
         yield from _buckets_by_length(launch, tensors)
     elif problem.batch and problem.seqlen_q and problem.seqlen_k:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = tensors[3:]
         if problem.varlen:
-            queries = padded(problem.seqlen_q, problem.total_q, cu_seqlens_q, seqused_q)
-            keys = padded(problem.seqlen_k, problem.total_k, cu_seqlens_k, seqused_k)
+            queries = padded(problem.seqlen_q, problem.total_q, *tensors.lengths_q)
+            keys = padded(problem.seqlen_k, problem.total_k, *tensors.lengths_k)
         else:
             queries = PaddedLayout(problem.batch, problem.seqlen_q)
             keys = PaddedLayout(problem.batch, problem.seqlen_k)
@@ -233,8 +230,8 @@ def _buckets(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
 
 def _buckets_by_length(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
     problem = launch.problem
-    begins_q, lengths_q = _spans(tensors.cu_seqlens_q, tensors.seqused_q, problem.total_q)
-    begins_k, lengths_k = _spans(tensors.cu_seqlens_k, tensors.seqused_k, problem.total_k)
+    begins_q, lengths_q = _spans(*tensors.lengths_q, problem.total_q)
+    begins_k, lengths_k = _spans(*tensors.lengths_k, problem.total_k)
     batch_indices_of = defaultdict(list)
     for batch_idx, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
         batch_indices_of[lengths].append(batch_idx)

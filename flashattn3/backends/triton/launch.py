@@ -163,7 +163,7 @@ def _prepare_backward(
 
 
 def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
-    """Launch of (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, descales)."""
+    """Launch of (q, k, v, out, lse, the four of _indices, the descales)."""
     tile = config.tiles.forward
     fp8 = problem.dtype in EIGHT_BIT
     score_scale = problem.score_scale
@@ -289,7 +289,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
     )
     constants = _value_row(problem) | {
         "VARLEN": problem.varlen,
-        "USED_Q": problem.has_seqused_q,
+        "USED_Q": problem.q.has_seqused,
         "HAS_DLSE": has_dlse,
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
@@ -352,8 +352,8 @@ def _launch(kernel, types, grid, scalars, constants, tile: Tile, config: TritonC
 
 
 def _indices(problem: Problem) -> tuple[str | None, ...]:
-    """Types of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
-    present = (problem.varlen, problem.varlen, problem.has_seqused_q, problem.has_seqused_k)
+    """Types of what follows q, k and v in ``Tensors``."""
+    present = (problem.varlen, problem.varlen, problem.q.has_seqused, problem.k.has_seqused)
     return tuple("i32" if given else None for given in present)
 
 
@@ -457,8 +457,8 @@ def _features(problem: Problem, tile: Tile) -> dict[str, object]:
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "VARLEN": problem.varlen,
-        "USED_Q": problem.has_seqused_q,
-        "USED_K": problem.has_seqused_k,
+        "USED_Q": problem.q.has_seqused,
+        "USED_K": problem.k.has_seqused,
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
         "SOFTCAP": capping(problem.score_scale),
