@@ -18,7 +18,7 @@ from flashattn3.backends.reference.backend import BACKEND, ReferenceConfig, Refe
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.inputs import Tensors, metadata_of
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
+from flashattn3.call.spec import Options, ScoreScale
 from flashattn3.dispatch.device import DeviceInfo
 from flashattn3.ops import plan_of
 from flashattn3.testing import (
@@ -375,25 +375,12 @@ def test_declines_with_a_sentence():
     problem = launch_of(BY_NAME["odd"], tensors).problem
     assert BACKEND.unavailable_reason(CPU) is None
     assert BACKEND.decline_reason(problem, CPU) is None
-    for change, named in (
-        ({"softmax_scale": 1e38}, "softmax_scale"),
-        ({"softmax_scale": -1e-40}, "softmax_scale"),
-        ({"softmax_scale": 2.0**90, "softcap": 2.0**-40}, "softmax_scale / softcap"),
-        (
-            {"dtype": torch.float64, "out_dtype": torch.float64, "softmax_scale": 1e300},
-            "softmax_scale",
-        ),
+    of_float64 = {"dtype": torch.float64, "out_dtype": torch.float64}
+    for scale, others, named in (
+        ((1e38,), {}, "softmax_scale"),
+        ((-1e-40,), {}, "softmax_scale"),
+        ((2.0**90, 2.0**-40), {}, "softmax_scale / softcap"),
+        ((1e300,), of_float64, "softmax_scale"),
     ):
-        assert named in BACKEND.decline_reason(replace(problem, **change), CPU)
-
-
-def test_tiles_shrink_as_heads_grow():
-    def rows(batch: int, device: str) -> int:
-        case = dense("any", batch=batch)
-        tensors = make_inputs(case, "cpu", torch.float32)
-        config = BACKEND.configure(launch_of(case, tensors).problem, DeviceInfo(device, device))
-        assert config.describe() == {"block_m": config.block_m, "block_n": config.block_n}
-        return config.block_m
-
-    assert rows(1, "cpu") >= rows(64, "cpu") > rows(512, "cpu") >= 1
-    assert rows(64, "cuda") >= rows(64, "cpu")
+        changed = replace(problem, score_scale=ScoreScale(*scale), **others)
+        assert named in BACKEND.decline_reason(changed, CPU)
