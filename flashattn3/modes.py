@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 from .errors import UnsupportedError, complaint
 
+_is_compiling = torch.compiler.is_compiling
 _num_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
@@ -15,16 +16,15 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 def is_plain() -> bool:
     """Whether nothing of torch watches the call: no compiler, mode, transform or dual level."""
     return not (
-        torch.compiler.is_compiling()
+        _is_compiling()
         or _num_modes()
         or _transforms() is not None
         or forward_ad._current_level >= 0
     )
 
 
-def has_autocast() -> bool:
-    """Whether autocast is enabled for a GPU or the CPU."""
-    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+# Whether autocast is enabled for any kind of device.
+has_autocast = torch._C._is_any_autocast_enabled
 
 
 def is_traced() -> bool:

@@ -77,7 +77,12 @@ def plan_of(tensors: Tensors, options: Options) -> Plan:
 
 def launch_of(tensors: Tensors, options: Options) -> Launch:
     """The prepared launch of a call, whose values have been checked."""
-    plan = plan_of(tensors, options)
+    return launch_under(checked_key_of(options.function, tensors), tensors, options)
+
+
+def launch_under(key: tuple, tensors: Tensors, options: Options) -> Launch:
+    """The same, with the key of the tensors."""
+    plan = _plan(key, options)
     problem = plan.problem
     if problem.varlen and is_checked(problem.device):
         check_values(tensors, options, problem.total_q, problem.total_k)
@@ -96,12 +101,7 @@ def backward_of(
     plan = plan_of(tensors, options)
     if plan.problem.dtype in EIGHT_BIT:
         raise no_fp8_gradient(plan.problem.function, "q")
-    return plan.launch.backward(with_dense_rows(dout), dlse, out, lse, tensors)
-
-
-def with_dense_rows(dout: Tensor) -> Tensor:
-    """dout, copied where its last stride is not 1."""
-    return dout if dout.stride(-1) == 1 else dout.contiguous()
+    return plan.launch.backward(dout, dlse, out, lse, tensors)
 
 
 def _in_force(options: Options) -> Options:

@@ -31,8 +31,7 @@ class Launch(Protocol):
     def backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero. The
-        last stride of dout is 1."""
+        """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
 
 
 class Backend(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from .backend import HopperLaunch
     from .library import Library
 
-NO_DESCALES = (None, None, None)
 OUT_ALIGNMENT = ALIGNMENT_BYTES // 2  # in 16-bit elements: output rows are 16-byte aligned
 
 
@@ -86,12 +84,8 @@ def prepare_forward(
     launch: HopperLaunch, library: Library
 ) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
     """Build a function of the tensors that returns (out, lse)."""
-    problem, config = launch.problem, launch.config
-    run = partial(library.forward, config.launch.handle)
-    if problem.dtype in EIGHT_BIT:
-        run = _with_8_bits(run, config.copied, _v_for_kernel(launch, library))
-    else:
-        run = _with_16_bits(run, config.copied)
+    problem = launch.problem
+    run = (_with_8_bits if problem.dtype in EIGHT_BIT else _with_16_bits)(launch, library)
     if problem.head_dim_v % OUT_ALIGNMENT == 0:
         return run
 
@@ -102,21 +96,25 @@ def prepare_forward(
     return trimmed
 
 
-def _with_16_bits(run: Callable, copied: tuple[str, ...]) -> Callable[[Tensors], tuple]:
+def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:
+    operator, handle, copied = library.forward, launch.config.launch.handle, launch.config.copied
     if not copied:
-        return lambda tensors: run(*tensors, *NO_DESCALES)
-    return lambda tensors: run(*_copied(copied, *tensors[:3]), *tensors[3:], *NO_DESCALES)
+        return lambda tensors: operator(handle, *tensors, None, None, None)
+    return lambda tensors: operator(
+        handle, *_copied(copied, *tensors[:3]), *tensors[3:], None, None, None
+    )
 
 
-def _with_8_bits(
-    run: Callable, copied: tuple[str, ...], with_layout: Callable
-) -> Callable[[Tensors], tuple]:
+def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:
+    operator, handle, copied = library.forward, launch.config.launch.handle, launch.config.copied
+    with_layout = _v_for_kernel(launch, library)
+
     def forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v = map(as_scaled, tensors[:3])
         data = q.data, k.data, with_layout(v.data, tensors.cu_seqlens_k)
         if copied:
             data = _copied(copied, *data)
-        return run(*data, *tensors[3:], q.descale, k.descale, v.descale)
+        return operator(handle, *data, *tensors[3:], q.descale, k.descale, v.descale)
 
     return forward
 
@@ -126,13 +124,15 @@ def prepare_backward(
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv)."""
     problem, copied, operator = launch.problem, launch.config.copied, library.backward
+    sparse = bool(problem.copied)
     gradient_config = launch.config.gradient_config
     handle = backward_launch(problem, launch.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
 
     def run(dout, dlse, out, lse, tensors):
-        tensors = with_dense_rows(problem, tensors)
+        if sparse:
+            tensors = with_dense_rows(problem, tensors)
         if copied:
             tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
@@ -170,9 +170,10 @@ def _copied(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 
 def _in_whole_rows(tensor: Tensor) -> Tensor:
     """dout or out (16 bits) itself if the kernels can read it, else an aligned copy."""
-    *strides, last = tensor.stride()
-    dense = tensor.is_contiguous() and tensor.shape[-1] % OUT_ALIGNMENT == 0
-    fits = dense or (last == 1 and fits_tma(tensor.shape[:-1], strides, tensor.element_size()))
+    fits = tensor.is_contiguous() and tensor.shape[-1] % OUT_ALIGNMENT == 0
+    if not fits:
+        *strides, last = tensor.stride()
+        fits = last == 1 and fits_tma(tensor.shape[:-1], strides, tensor.element_size())
     return tensor if fits and tensor.data_ptr() % ALIGNMENT_BYTES == 0 else _aligned_copy(tensor)
 
 

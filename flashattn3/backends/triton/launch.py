@@ -129,6 +129,7 @@ def prepare_backward(
     prepared: dict[tuple, Callable] = {}  # by the strides of dout and dlse, which a call chooses
 
     def run(dout, dlse, out, lse, tensors):
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         strides = (dout.stride(), None if dlse is None else dlse.stride())
         backward = prepared.get(strides)
         if backward is None:
