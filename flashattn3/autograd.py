@@ -180,7 +180,7 @@ class _Attention(torch.autograd.Function):
 
 
 # What Function.apply calls where no transform is active, as is known here. The rest of apply, which
-# looks for setup_context and for tensors that outlived a transform, takes 1.6 us of a call's 13.
+# looks for setup_context and for tensors that outlived a transform, takes about 1.5 us.
 _attend_with_gradients = super(torch.autograd.Function, _Attention).apply
 
 
