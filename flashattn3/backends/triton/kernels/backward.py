@@ -22,6 +22,7 @@ from .common import (
     round_up,
     sequence,
     store_tile,
+    strides_of,
     tanh_exp2,
     tile_offsets,
     visible,
@@ -69,6 +70,7 @@ def bwd_preprocess_kernel(
     seqlen_q,
     total_q,
     lse_factor,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -82,6 +84,12 @@ def bwd_preprocess_kernel(
     without keys, or outside its sequence, gets lse = +inf, so that its recomputed P is 0.
     Grid: num_m_blocks * num_heads * batch, covering the padded rows.
     """
+    out_stride_b, out_stride_s, out_stride_h = strides_of(
+        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
+    )
+    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
+        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
+    )
     pid = tl.program_id(0)
     first_row = pid % num_m_blocks * BLOCK_M
     head = pid // num_m_blocks
@@ -201,6 +209,7 @@ def bwd_dkdv_kernel(
     softmax_scale,
     scale_log2,
     cap_log2,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -221,6 +230,18 @@ def bwd_dkdv_kernel(
     S and dP are computed transposed, keys by rows, so that P^T and dS^T feed the next GEMM from
     registers. TAIL: the last m_block or the last n_block may be partial.
     """
+    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
+        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
+    )
+    dk_stride_b, dk_stride_s, dk_stride_h = strides_of(
+        dk_stride_b, dk_stride_s, dk_stride_h, STRIDE_UNIT
+    )
+    dv_stride_b, dv_stride_s, dv_stride_h = strides_of(
+        dv_stride_b, dv_stride_s, dv_stride_h, STRIDE_UNIT
+    )
     pid = tl.program_id(0)
     n_block = pid % num_n_blocks
     head_kv = pid // num_n_blocks
@@ -379,6 +400,7 @@ def bwd_dq_kernel(
     softmax_scale,
     scale_log2,
     cap_log2,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -395,6 +417,15 @@ def bwd_dq_kernel(
     TAIL: tl.constexpr,
 ):
     """dQ of one m_block of one head. Grid: num_m_blocks * num_heads * batch."""
+    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
+        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
+    )
+    dq_stride_b, dq_stride_s, dq_stride_h = strides_of(
+        dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT
+    )
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
     head = pid // num_m_blocks

@@ -29,6 +29,20 @@ def sequence(
 
 
 @triton.jit
+def stride_of(stride, UNIT: tl.constexpr):
+    """A stride, known to the compiler as a multiple of UNIT elements (``launch.stride_unit``)."""
+    if UNIT > 1:
+        stride = tl.multiple_of(tl.cast(stride, tl.int64), UNIT)
+    return stride
+
+
+@triton.jit
+def strides_of(batch, row, head, UNIT: tl.constexpr):
+    """``stride_of`` of the three strides of a tensor."""
+    return stride_of(batch, UNIT), stride_of(row, UNIT), stride_of(head, UNIT)
+
+
+@triton.jit
 def tile_offsets(rows, columns, stride):
     """64-bit element offsets of a (rows, columns) tile from its first element."""
     return rows.to(tl.int64)[:, None] * stride + columns[None, :]

@@ -13,7 +13,17 @@ into the rescale. P stays in float16.
 import triton
 import triton.language as tl
 
-from .common import load_tile, n_block_range, sequence, store_tile, tanh_exp2, tile_offsets, visible
+from .common import (
+    load_tile,
+    n_block_range,
+    sequence,
+    store_tile,
+    stride_of,
+    strides_of,
+    tanh_exp2,
+    tile_offsets,
+    visible,
+)
 from .fp8 import SMALLEST_RATIO, as_float16, as_operand, descale_of
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -110,6 +120,7 @@ def forward_kernel(
     v_scale_group,
     v_block,
     num_v_blocks,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -170,6 +181,13 @@ def forward_kernel(
         full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(begin, end))
         full_end = tl.maximum(tl.minimum(full_end, begin + part), full_begin)
 
+    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
+    out_stride_b, out_stride_s, out_stride_h = strides_of(
+        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
+    )
     head_kv = (head // qhead_per_kvhead).to(tl.int64)
     head = head.to(tl.int64)
     row_offsets = tl.arange(0, BLOCK_M)
@@ -324,6 +342,7 @@ def combine_kernel(
     num_heads,
     num_rows,
     num_splits,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -333,6 +352,10 @@ def combine_kernel(
     out and each part of out_parts share their strides; lse is (batch, heads, rows), contiguous.
     Grid: num_m_blocks * num_heads * batch.
     """
+    out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
+    out_stride_b, out_stride_s, out_stride_h = strides_of(
+        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
+    )
     pid = tl.program_id(0)
     head = (pid // num_m_blocks).to(tl.int64)
     first_row = pid % num_m_blocks * BLOCK_M
