@@ -8,6 +8,8 @@ are in rows or keys, not in tile indices.
 import triton
 import triton.language as tl
 
+FULL = tl.constexpr(1)  # the stage of full blocks, see stage_range
+
 
 @triton.jit
 def sequence(
@@ -129,6 +131,16 @@ def round_down(x, multiple: tl.constexpr):
 @triton.jit
 def round_up(x, multiple: tl.constexpr):
     return (x + multiple - 1) // multiple * multiple
+
+
+@triton.jit
+def stage_range(edges, stage: tl.constexpr):
+    """Begin and end of one of the three stages of a loop over blocks, whose four edges
+    ``n_block_range`` or ``m_block_range`` gives: partial blocks, FULL ones, partial blocks.
+
+    Only partial blocks need a mask. A kernel unrolls the stages that it can have.
+    """
+    return edges[stage], tl.minimum(edges[stage + 1], edges[3])
 
 
 @triton.jit
