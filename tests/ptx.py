@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 # What 9.0 and 10.0 brought: warpgroup products, bulk copies, hardware barriers, register
@@ -63,3 +64,15 @@ def assert_cache_is_lowered_to(lowering: str) -> None:
         for path, ptx in codes.items():
             assert_nothing_newer(ptx, str(path))
         assert any("mma.sync" in ptx and "cp.async" in ptx for ptx in products), "no mma.sync"
+
+
+def memory_widths(ptx: str) -> Counter[tuple[str, int]]:
+    """How many instructions move how many bytes between global memory and a thread, or, by
+    cp.async, shared memory."""
+    found = Counter()
+    for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global\S*\s.*?\],\s*(0x\w+|\d+)", ptx):
+        found["cp.async", int(size, 0)] += 1
+    access = r"\b(ld|st)\.global(?:\.[a-zA-Z]\w*(?:::\w+)*)*?(?:\.v([248]))?\.[bsuf](8|16|32|64)\b"
+    for kind, vector, bits in re.findall(access, ptx):
+        found[kind, int(vector or 1) * int(bits) // 8] += 1
+    return found

@@ -59,6 +59,7 @@ FP8_SPILL_BOUND_BYTES = {
 }
 ROW_KERNELS_BOUND_BYTES = {32: 64, 64: 64, 128: 64, 256: 320}  # of merge and statistics
 PRODUCTS = ("forward", "bwd_dkdv", "bwd_dq")  # kernels that multiply matrices
+HEADS = 5  # odd: strides have no more factors of 2 than the head dim
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class Report:
     ptx: str
 
 
-def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: str) -> list[Report]:
+def compile_all(
+    device: DeviceInfo, head_dim: int, features: dict, dtype_name: str, aligned: bool = True
+) -> list[Report]:
     """Runs in a process of its own. Every kernel that the problem may launch on the device."""
     import torch
 
@@ -88,7 +91,7 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
 
     features = dict(features)
     dtype = getattr(torch, dtype_name)
-    rows = torch.empty(4001, 8, head_dim, device="meta", dtype=dtype)
+    rows = torch.empty(4001, HEADS, head_dim, device="meta", dtype=dtype)
     values = rows.to(v_dtype(dtype))
     tensors = Tensors(rows[None], rows[None], values[None])
     if features.pop("varlen", False):
@@ -96,13 +99,13 @@ def compile_all(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
         tensors = Tensors(rows, rows, values, edges, edges, edges[1:], edges[1:])
     if dtype in EIGHT_BIT and features:  # the plainest has no descales either
         batch = 1 if tensors.cu_seqlens_q is None else 3
-        descale = torch.empty(batch, 8, 32, device="meta")
+        descale = torch.empty(batch, HEADS, 32, device="meta")
         tensors = Tensors(*(Scaled(x, descale, 128) for x in tensors[:3]), *tensors[3:])
     problem = describe(tuple(map(metadata_of, tensors)), Options(**features))
     config = BACKEND.configure(problem, device)
     reports = []
     for name, launch in all_launches(problem, config).items():
-        kernel = compile_kernel(launch, device.capability)
+        kernel = compile_kernel(launch, device.capability, aligned)
         needs = resources(kernel)
         reports.append(
             Report(
@@ -139,8 +142,8 @@ def compiler(request):
 
 
 def submit(pool, arguments):
-    device, head_dim, features, dtype_name = arguments
-    return pool.submit(compile_all, device, head_dim, FEATURES[features], dtype_name)
+    device, head_dim, features, *rest = arguments
+    return pool.submit(compile_all, device, head_dim, FEATURES[features], *rest)
 
 
 HEAD_DIMS = sorted({tile_config.head_dim for tile_config in TILE_CONFIGS})
@@ -197,6 +200,48 @@ def test_kernels_spill_no_more_than_measured(compiled):
         spilled = report.stack_bytes
         bound = spill_bound_bytes(chip, head_dim, dtype_name in EIGHT_BIT, report.kernel)
         assert spilled <= bound, f"{report.kernel}: spills {spilled} bytes, bound {bound}"
+
+
+ODD_MULTIPLES_OF_8 = (40, 56, 72, 88, 104, 120)
+WIDE = [(A100, d, "full") for d in ODD_MULTIPLES_OF_8]
+WIDE += [(H100, 40, "full"), (A100, 72, "varlen-causal-window"), (H100, 72, "softcap-split")]
+WIDE += [(chip, 72, "full") for chip in (RTX3090, ORIN, L4, H100)]
+
+
+@pytest.mark.parametrize(
+    "chip, head_dim, features", WIDE, ids=lambda x: getattr(x, "name", str(x)).replace(" ", "")
+)
+def test_odd_multiples_of_8_load_and_store_as_wide_as_the_next_of_16(
+    compiler, chip, head_dim, features
+):
+    found = compiler((chip, head_dim, features, "bfloat16"))
+    wanted = compiler((chip, head_dim + 8, features, "bfloat16"))
+    for odd, even in zip(found, wanted, strict=True):
+        widths = ptx.memory_widths(odd.ptx)
+        assert widths == ptx.memory_widths(even.ptx), odd.kernel
+        assert widths["ld", 16] + widths["cp.async", 16] > 0, odd.kernel
+        assert ("ld", 2) not in widths and ("st", 2) not in widths, odd.kernel
+        assert odd.ptx.count(";") <= 1.05 * even.ptx.count(";"), odd.kernel
+
+
+@pytest.mark.parametrize("of", EIGHT_BIT)
+@pytest.mark.parametrize("chip", [A100, L4, H100], ids=lambda chip: chip.name)
+def test_odd_multiples_of_8_load_8_bytes_of_8_bit_inputs(compiler, chip, of):
+    """Their rows are multiples of 8 bytes apart. 4 bytes: lse, descales."""
+    for report in compiler((chip, 72, "varlen-causal-window", of)):
+        widths = ptx.memory_widths(report.ptx)
+        assert min(size for _, size in widths) >= 4, report.kernel
+        if report.kernel == "forward":
+            assert widths["cp.async", 8] > 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_no_load_of_an_unaligned_tensor_is_wider_than_an_element(compiler, head_dim):
+    for report in compiler((A100, head_dim, "full", "bfloat16", False)):
+        widths = ptx.memory_widths(report.ptx)
+        assert {size for _, size in widths} <= {2, 4}, report.kernel
+        if report.kernel in PRODUCTS:
+            assert widths["ld", 2] > 0, report.kernel
 
 
 def spill_bound_bytes(chip: DeviceInfo, head_dim: int, fp8: bool, kernel: str) -> int:

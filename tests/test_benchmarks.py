@@ -8,9 +8,12 @@ import re
 
 import pytest
 import torch
+from helpers import H100, library_double
 
 from flashattn3 import BlockScaled, flash_attn_func
-from flashattn3.bench import gate, host_suite, providers, quantize_suite, timing
+from flashattn3.backends import TRITON
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.bench import gate, host_suite, providers, quantize_suite, robot_suite, timing
 from flashattn3.bench.accuracy_suite import accuracy_cases, findings
 from flashattn3.bench.cached_suite import HOST_WORK
 from flashattn3.bench.command import ALL
@@ -27,6 +30,7 @@ from flashattn3.bench.providers import (
     FP8_E4M3,
     FP8_INT8,
     MHA,
+    ON_FEW_SMS,
     OURS,
     PROVIDERS,
     QUANTIZED,
@@ -37,8 +41,13 @@ from flashattn3.bench.providers import (
     sdpa,
 )
 from flashattn3.bench.report import geometric_means, ratios, summary
-from flashattn3.bench.suites import Cell, cells
+from flashattn3.bench.runner import Settings
+from flashattn3.bench.suites import CASES, Cell, cells
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
 from flashattn3.cli import main
+from flashattn3.dispatch.planner import choose
 from flashattn3.testing import Case
 from flashattn3.testing.distributions import cases as distribution_cases
 
@@ -65,15 +74,51 @@ def test_flops_follow_the_convention_of_the_papers():
 
 def test_grouped_cells_have_the_work_of_those_with_all_heads():
     grouped = cells("gqa", ["bwd"])
-    assert len(grouped) == 2 * 2 * 3
+    assert len(grouped) == 2 * 2 * 3 + 4
     for cell in grouped:
-        assert cell.case.num_heads_q == 8 * cell.case.num_heads_kv
+        assert cell.case.num_heads_q in (4 * cell.case.num_heads_kv, 8 * cell.case.num_heads_kv)
         assert cell.with_all_heads.case.num_heads_kv == cell.case.num_heads_q
         assert cell.with_all_heads.flops == cell.flops
 
 
+@pytest.mark.parametrize("suite", CASES)
+def test_each_cell_has_a_place_of_its_own_in_the_table(suite):
+    places = [(cell.row, cell.column) for cell in cells(suite)]
+    assert len(set(places)) == len(places)
+
+
+def test_shapes_of_language_models_are_timed_in_both_directions():
+    """Batch, tokens, query and KV heads, head dims, causal."""
+    found = {
+        (c.direction, c.case.batch, c.case.seqlen_k, c.case.num_heads_q, c.case.num_heads_kv,
+         c.case.head_dim, c.case.head_dim_v, c.case.causal)
+        for suite in ("gqa", "dims") for c in cells(suite)
+    }  # fmt: skip
+    for shape in (
+        (1, 8192, 64, 8, 128, 128, True),
+        (4, 4096, 32, 4, 128, 128, True),
+        (1, 2048, 32, 8, 128, 128, True),
+        (1, 512, 32, 8, 128, 128, True),
+        (4, 4096, 10, 10, 192, 192, True),
+        (4, 4096, 8, 8, 160, 160, False),
+        (2, 4096, 16, 16, 192, 128, True),
+        (2, 4096, 16, 16, 192, 192, True),
+    ):
+        assert {("fwd", *shape), ("bwd", *shape)} <= found
+
+
+def test_odd_head_dims_stand_beside_the_next_multiple_of_16():
+    odd = [cell for cell in cells("odd-dims") if cell.case.head_dim % 16]
+    assert {cell.case.head_dim for cell in odd} == {40, 56, 72, 88, 104, 120}
+    others = {cell.row: cell.case for cell in cells("odd-dims")}
+    for cell in odd:
+        beside = others[cell.row.replace(f"d{cell.case.head_dim}", f"d{cell.case.head_dim + 8}")]
+        assert beside.num_heads_q == cell.case.num_heads_q
+        assert cell.case.layout == "bshd"
+
+
 def test_quick_cells_are_small():
-    for suite in ("grid", "shapes"):
+    for suite in CASES:
         for cell in cells(suite, quick=True):
             assert cell.case.batch * cell.case.num_heads_q * cell.case.seqlen_k <= 4 * 128
 
@@ -466,6 +511,63 @@ def test_quick_gqa_suite(tmp_path, capsys):
     ours, mha, _ = records[:3]
     assert ours["speed_ratio"][MHA] == pytest.approx(ours["tflops"] / mha["tflops"])
     assert "gqa bwd, all cells: mha" in capsys.readouterr().out
+
+
+def test_quick_robot_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "robot", *REFERENCE) == 0
+    _, *records = lines(tmp_path / "robot.jsonl")
+    assert [r["provider"] for r in records] == [OURS, "math", "naive", ON_FEW_SMS] * 4
+    assert [r["column"] for r in records[::4]] == list(robot_suite.TIMES) * 2
+    assert [r["head_dim"] for r in records[::8]] == [64, 256]
+    for r in records:
+        if r["provider"] == ON_FEW_SMS:
+            assert (r["status"], r["reason"]) == ("absent", "a CPU has no SMs")
+        else:
+            assert r["status"] == "ok"
+    printed = capsys.readouterr().out
+    assert "robot fwd, GPU, all cells: math" in printed
+    assert "robot fwd, host + GPU, all cells: math" in printed
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_few_sms_are_timed_where_the_backend_leaves_sms_free(backend, monkeypatch):
+    hopper = HopperBackend(library=library_double, only_measured=False)
+    named = hopper if backend == "hopper" else TRITON
+    margins = []
+
+    def explain(*tensors, causal, sm_margin):
+        margins.append(sm_margin)
+        problem = describe(tuple(map(metadata_of, Tensors(*tensors))), Options(sm_margin=sm_margin))
+        return choose(problem, H100, (named,))
+
+    def empty(case, device, dtype):
+        q, k = (torch.empty(1, n, case.num_heads_q, 64, device="meta", dtype=dtype) for n in (8, 9))
+        return q, k, k, q
+
+    monkeypatch.setattr(robot_suite, "num_sms", lambda device: 132)
+    monkeypatch.setattr(robot_suite, "make_inputs", empty)
+    monkeypatch.setattr(robot_suite.flashattn3, "explain", explain)
+    settings = Settings(torch.device("cuda"), torch.bfloat16, (), rounds=2, round_ms=1.0)
+    reason = robot_suite.whole_device_reason(cells("robot", ["fwd"])[0], settings)
+    assert margins == [132 - 16]
+    assert reason is None if backend == "hopper" else "one program per tile" in reason
+
+
+def test_few_sms_are_asked_for_by_the_margin(monkeypatch):
+    given = {}
+    monkeypatch.setattr(providers, "num_sms", lambda device: 132)
+    monkeypatch.setattr(
+        "flashattn3.flash_attn_func", lambda q, k, v, **options: given.update(options)
+    )
+    PROVIDERS[ON_FEW_SMS](torch.ones(1), None, None, True)
+    assert given == {"causal": True, "sm_margin": 132 - 16}
+
+
+def test_the_whole_time_ends_when_the_work_is_done():
+    clock, order = timing.WallClock(CPU), []
+    clock.wait = lambda: order.append("wait")
+    assert len(clock.samples(lambda: order.append("call"), 2, 0.0)) == 2
+    assert order == ["wait", "call", "wait", "call", "wait"]
 
 
 def test_quick_deterministic_suite(tmp_path, capsys):

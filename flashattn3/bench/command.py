@@ -33,13 +33,15 @@ from .providers import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
 from .quantize_suite import SUITE as QUANTIZE
 from .quantize_suite import quantize_work, run_quantize
 from .report import Results, summary
+from .robot_suite import SUITE as ROBOT
+from .robot_suite import TIMES, run_robot
 from .runner import Record, Settings, run_cell
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_varlen
 
 SUITES = (*CASES, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED, "varlen", "memory", "host", "models")
 ALL = SUITES[:-1]  # the last needs transformers
-ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",)}  # directions of a suite
+ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",), ROBOT: ("fwd",)}  # directions of a suite
 # Of ours; elsewhere one.
 OWN = {
     "fp8": (*EIGHT_BIT, OURS),
@@ -54,6 +56,7 @@ OF_16_BIT = {
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INAPPLICABLE = {
     "fp8": ("direction",),
+    ROBOT: ("direction",),
     "deterministic": ("direction", "baselines"),
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
     DISTRIBUTIONS: ("direction", "dtype", "baselines"),
@@ -239,4 +242,6 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
         rungs = [lambda cell=cell: run_rung(cell, settings) for cell in chosen]
         sparse = [] if args.head_dim or args.seqlen else sparse_work(directions, args.quick)
         return rungs + [lambda of=of: run_sparse(*of, settings, args.quick) for of in sparse]
+    if suite == ROBOT:
+        return [lambda of=of: run_robot(*of, settings) for of in product(chosen, TIMES)]
     return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

@@ -21,6 +21,7 @@ COLORS = {
     "deterministic": "tab:olive",
     "flashattn3": "tab:green",
     "mha": "tab:gray",
+    "on 16 SMs": "tab:olive",
     "fa2": "tab:blue",
     "cudnn": "tab:orange",
     "math": "tab:purple",

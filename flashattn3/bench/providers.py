@@ -4,14 +4,15 @@ An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, head
 int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name, with
 "fast accum" behind the name with use_fast_accum=True; "quantize+int8" and "quantize+e4m3" quantize
 them so, "quantize+int8+smooth_k" after k's mean was subtracted; "mha" takes the heads of k and v
-once for each query head; "triton" is our call on that backend, "ladder fa1" and "ladder fa2" are
-kernels of examples/learn.
+once for each query head; "on 16 SMs" is our call with that ``sm_margin``; "triton" is our call on
+that backend, "ladder fa1" and "ladder fa2" are kernels of examples/learn.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,15 @@ def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def fast_accum(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal, use_fast_accum=True)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_few_sms(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal, sm_margin=num_sms(q.device) - FEW)
 
 
 def on_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -97,6 +107,8 @@ def _with_backend(backend: SDPBackend) -> Attention:
 
 
 OURS, DETERMINISTIC, MHA, TRITON = "flashattn3", "deterministic", "mha", "triton"
+FEW = 16  # SMs of a Jetson Orin
+ON_FEW_SMS = f"on {FEW} SMs"
 NAIVE, LADDER_FA1, LADDER_FA2 = "naive", "ladder fa1", "ladder fa2"
 FP8_INT8, FP8_E4M3 = "fp8 int8", "fp8 e4m3"
 FAST_INT8, FAST_E4M3 = f"{FP8_INT8} fast accum", f"{FP8_E4M3} fast accum"
@@ -114,6 +126,7 @@ PROVIDERS: dict[str, Attention] = {
     DETERMINISTIC: deterministic,
     OURS: ours,
     MHA: ours,
+    ON_FEW_SMS: on_few_sms,
     **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
     NAIVE: naive,
     TRITON: on_triton,

@@ -52,6 +52,7 @@ class Measure(NamedTuple):
 # By suite, else by kind of record: a table for each, the first also as a picture.
 MEASURES = {
     "time": (Measure("TFLOP/s", lambda record: record["tflops"]),),
+    "robot": (Measure("us", lambda record: record["median_ms"] * 1e3),),
     "host": (Measure("host time (us)", lambda record: record["median_ms"] * 1e3),),
     "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
     "latency": (
@@ -79,7 +80,7 @@ RATIOS_OF = {
     "gqa": (OURS,),
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),
-    **dict.fromkeys(("decode", "paged", "ragged", "chunk"), (OURS,)),
+    **dict.fromkeys(("robot", "decode", "paged", "ragged", "chunk"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}

@@ -13,7 +13,7 @@ from .gate import Gate
 from .inputs import Call, Inputs, make_inputs, prepare, quantized, with_all_heads
 from .providers import BASELINES, EIGHT_BIT, MHA, OURS, PROVIDERS, QUANTIZED
 from .suites import Cell
-from .timing import Timing, interleave, make_clock
+from .timing import Clock, Timing, interleave, make_clock
 
 Record = dict[str, Any]
 # MISSED: a number over its bound.
@@ -40,10 +40,11 @@ class Settings:
         return name_of(self.dtype)
 
 
-def run_cell(cell: Cell, settings: Settings) -> list[Record]:
+def run_cell(cell: Cell, settings: Settings, clock: Clock | None = None) -> list[Record]:
     """A record per provider: status "ok" with its times, "FAILED" or "absent" with the reason.
 
     absent: the provider refused the problem or ran out of memory. Our own refusal is FAILED.
+    clock: None for the device's own.
     """
     inputs = make_inputs(cell.case, settings.device, settings.dtype)
     gate = Gate(cell, inputs)
@@ -71,11 +72,11 @@ def run_cell(cell: Cell, settings: Settings) -> list[Record]:
         except Exception as error:  # whatever it is, the other providers and cells go on
             refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
     # FP8 reads half of these bytes and is timed as the others are, whose inputs are not in L2.
-    clock = make_clock(settings.device, inputs.num_bytes)
+    clock = clock or make_clock(settings.device, inputs.num_bytes)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
     return [
         {
-            **_description(cell, name, settings),
+            **description(cell, name, settings),
             **_outcome(cell, name, timings, refused),
             **plans.get(name, {}),
         }
@@ -91,7 +92,7 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _description(cell: Cell, name: str, settings: Settings) -> Record:
+def description(cell: Cell, name: str, settings: Settings) -> Record:
     case = cell.case
     return {
         "record": "time",

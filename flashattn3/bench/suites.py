@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..testing import GROUPED_GRID, NAMED_SHAPES, OTHER_DIMS, PAPER_GRID, Case
+from ..testing import (
+    GROUPED_GRID,
+    NAMED_SHAPES,
+    ODD_DIMS,
+    OTHER_DIMS,
+    PAPER_GRID,
+    ROBOT_SHAPES,
+    Case,
+)
 
 DIRECTIONS = ("fwd", "bwd")
 CASES = {
     "grid": PAPER_GRID,
     "dims": OTHER_DIMS,
+    "odd-dims": ODD_DIMS,
     "shapes": NAMED_SHAPES,
+    "robot": ROBOT_SHAPES,
     "gqa": GROUPED_GRID,
     "deterministic": PAPER_GRID,
     "fp8": PAPER_GRID,
@@ -21,6 +31,8 @@ CASES = {
         if case.head_dim <= 128 and case.seqlen_k >= 1024
     ),
 }
+BY_NAME = ("shapes", "robot")  # suites in which a row of the table is one case
+BY_HEADS = ("dims", "gqa")  # suites whose rows name the heads too
 
 
 @dataclass(frozen=True)
@@ -33,14 +45,16 @@ class Cell:
 
     @property
     def row(self) -> str:
-        if self.suite == "shapes":
-            return f"{self.direction} {self.case.name}"
-        mask = "causal" if self.case.causal else "full"
-        return f"{self.direction} d{self.case.head_dim} {mask}"
+        case = self.case
+        if self.suite in BY_NAME:
+            return f"{self.direction} {case.name}"
+        mask = "causal" if case.causal else "full"
+        heads = f" {case.num_heads_q}/{case.num_heads_kv} heads" * (self.suite in BY_HEADS)
+        return f"{self.direction} d{_dims(case)} {mask}{heads}"
 
     @property
     def column(self) -> str:
-        return "" if self.suite == "shapes" else str(self.case.seqlen_k)
+        return "" if self.suite in BY_NAME else str(self.case.seqlen_k)
 
     @property
     def with_all_heads(self) -> Cell:
@@ -87,10 +101,15 @@ def _cut_down(case: Case) -> Case:
     mask = "causal" if case.causal else "full"
     return replace(
         case,
-        name=f"quick-d{case.head_dim}-{mask}-{seqlen_q}x{seqlen_k}-h{heads_kv * qhead_per_kvhead}",
+        name=f"quick-d{_dims(case)}-{mask}-{seqlen_q}x{seqlen_k}-h{heads_kv * qhead_per_kvhead}",
         batch=1,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         num_heads_q=heads_kv * qhead_per_kvhead,
         num_heads_kv=heads_kv,
     )
+
+
+def _dims(case: Case) -> str:
+    same = case.head_dim == case.head_dim_v
+    return str(case.head_dim) if same else f"{case.head_dim}/{case.head_dim_v}"

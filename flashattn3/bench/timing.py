@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -94,7 +95,26 @@ class CudaClock:
         return [start.elapsed_time(end) for start, end in events]
 
 
-def make_clock(device: torch.device, num_input_bytes: int) -> CpuClock | CudaClock:
+class WallClock(CpuClock):
+    """Time from the call on the host until its work is done; no call overlaps the one before."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.wait = partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
+
+    def samples(self, call: Callable[[], object], repetitions: int, host_ms: float) -> list[float]:
+        def finished() -> None:
+            call()
+            self.wait()
+
+        self.wait()
+        return super().samples(finished, repetitions, host_ms)
+
+
+Clock = CpuClock | CudaClock
+
+
+def make_clock(device: torch.device, num_input_bytes: int) -> Clock:
     if device.type != "cuda":
         return CpuClock()
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -103,7 +123,7 @@ def make_clock(device: torch.device, num_input_bytes: int) -> CpuClock | CudaClo
 
 def interleave(
     calls: dict[str, Callable[[], object]],
-    clock: CpuClock | CudaClock,
+    clock: Clock,
     rounds: int,
     round_ms: float,
 ) -> dict[str, Timing]:

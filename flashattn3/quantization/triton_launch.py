@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from ..backends.triton.kernels.launch import stride_unit
 from ..backends.triton.kernels.quantize import mean_of_sample, quantize_block
 from ..call.dtypes import INT8
 from .hadamard import signs
@@ -37,6 +38,7 @@ def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) ->
             heads,
             seqlen,
             x.shape[0],
+            STRIDE_UNIT=stride_unit(*x.stride()[:-1]),
             SAMPLE=SAMPLE,
             STAGES=SAMPLE.bit_length() - 1,
             SIGNIFICANT=SIGNIFICANT,
@@ -86,6 +88,7 @@ def quantize(
             heads,
             seqlen,
             x.shape[0],
+            STRIDE_UNIT=stride_unit(*x.stride()[:-1]),
             BLOCK_T=block,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,

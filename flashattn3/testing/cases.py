@@ -248,23 +248,60 @@ PAPER_GRID: tuple[Case, ...] = tuple(
     for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
 )
 
-# The same for head dims between those of the paper, with as many heads as fit into 2048.
-OTHER_DIMS: tuple[Case, ...] = tuple(
-    _paper(head_dim, causal, seqlen)
-    for head_dim in (96, 192)
-    for causal in (False, True)
-    for seqlen in (1024, 4096, 16384)
+
+def _trained(
+    seqlen: int, heads: tuple[int, int], dims: tuple[int, int], batch: int, causal: bool = True
+) -> Case:
+    mask = "causal" if causal else "full"
+    name = f"d{dims[0]}-{dims[1]}-{mask}-{batch}x{seqlen}-h{heads[0]}-{heads[1]}"
+    return dense(name, (seqlen, seqlen), heads, dims, batch, causal=causal)
+
+
+# The same for head dims between those of the paper, with as many heads as fit into 2048; then a
+# head dim of 160, and a head dim of V below that of Q and K beside an equal one.
+OTHER_DIMS: tuple[Case, ...] = (
+    *(
+        _paper(head_dim, causal, seqlen)
+        for head_dim in (96, 192)
+        for causal in (False, True)
+        for seqlen in (1024, 4096, 16384)
+    ),
+    _trained(4096, (8, 8), (160, 160), batch=4, causal=False),
+    _trained(4096, (16, 16), (192, 128), batch=2),
+    _trained(4096, (16, 16), (192, 192), batch=2),
 )
 
-# Of the grid, with 8 query heads to each of k and v.
-GROUPED_GRID: tuple[Case, ...] = tuple(
-    replace(case, name=f"{case.name}-gqa8", num_heads_kv=case.num_heads_q // 8)
-    for case in PAPER_GRID
-    if case.head_dim <= 128 and case.seqlen_k in (1024, 4096, 16384)
+# Of the grid, with 8 query heads to each of k and v; then shapes of language models.
+GROUPED_GRID: tuple[Case, ...] = (
+    *(
+        replace(case, name=f"{case.name}-gqa8", num_heads_kv=case.num_heads_q // 8)
+        for case in PAPER_GRID
+        if case.head_dim <= 128 and case.seqlen_k in (1024, 4096, 16384)
+    ),
+    _trained(8192, (64, 8), (128, 128), batch=1),
+    _trained(4096, (32, 4), (128, 128), batch=4),
+    _trained(2048, (32, 8), (128, 128), batch=1),
+    _trained(512, (32, 8), (128, 128), batch=1),
+)
+
+# Head dims that are multiples of 8 and not of 16, each beside the next multiple of 16, with 16
+# heads: diffusion models have 40, SigLIP and other vision towers 72.
+ODD_DIMS: tuple[Case, ...] = tuple(
+    replace(_paper(head_dim, causal, seqlen), num_heads_q=16, num_heads_kv=16)
+    for odd in (40, 56, 72, 88, 104, 120)
+    for head_dim in (odd, odd + 8)
+    for causal in (False, True)
+    for seqlen in (1024, 4096)
+)
+
+# Robot policies: an action chunk that attends to its observation, and two sizes of a joint context.
+ROBOT_SHAPES: tuple[Case, ...] = (
+    dense("cross-512x256", (512, 256), heads=(16, 16), batch=1),
+    dense("self-768", (768, 768), heads=(16, 16), batch=1),
+    dense("self-800", (800, 800), heads=(8, 1), dims=(256, 256), batch=1),
 )
 
 NAMED_SHAPES: tuple[Case, ...] = (
-    dense("cross-512x256", (512, 256), heads=(16, 16), batch=1),  # a robot policy at 50 Hz
-    dense("self-768", (768, 768), heads=(16, 16), batch=1),
+    *ROBOT_SHAPES[:2],
     dense("long-32k", (32768, 32768), heads=(64, 8), dims=(128, 128), batch=1, causal=True),
 )

@@ -19,7 +19,7 @@ from ...call.spec import LOG2E, ScoreScale
 from ..conversions import with_dense_rows
 from .backend import TritonConfig
 from .kernels import backward, forward
-from .kernels.launch import Launch
+from .kernels.launch import Launch, stride_unit
 from .tile_configs import Tile, padded
 
 OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
@@ -220,7 +220,7 @@ def combine_launch(problem: Problem, config: TritonConfig) -> Launch:
         problem.total_q,
         config.num_splits,
     )
-    constants = _value_row(problem)
+    constants = _value_row(problem, ())
     types = ("fp32", "fp32", NAMES[problem.out_dtype], "fp32")
     grid = _row_grid(problem)
     return _launch(forward.combine_kernel, types, grid, scalars, constants, COMBINE_TILE, config)
@@ -288,7 +288,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
         problem.total_q,
         -1.0 / problem.score_scale.softmax_scale if _lse_in_scores(problem) else -LOG2E,
     )
-    constants = _value_row(problem) | {
+    constants = _value_row(problem, dout_strides) | {
         "VARLEN": problem.varlen,
         "USED_Q": problem.q.has_seqused,
         "HAS_DLSE": has_dlse,
@@ -315,7 +315,7 @@ def _dkdv_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch
         *_bounds_and_factors(problem),
     )
     tail_q, tail_k = problem.seqlen_q % tile.block_m, problem.seqlen_k % tile.block_n
-    constants = _features(problem, tile) | {
+    constants = _features(problem, tile, dout_strides) | {
         "LSE_IN_SCORES": _lse_in_scores(problem),
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
     }
@@ -335,7 +335,7 @@ def _dq_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
         problem.num_heads_q,
         *_bounds_and_factors(problem),
     )
-    constants = _features(problem, tile) | {
+    constants = _features(problem, tile, dout_strides) | {
         "LSE_IN_SCORES": _lse_in_scores(problem),
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
     }
@@ -378,8 +378,10 @@ def _row_grid(problem: Problem) -> tuple[int, int, int]:
     return (ceil(problem.total_q / ROWS_PER_PROGRAM) * _num_heads(problem), 1, 1)
 
 
-def _value_row(problem: Problem) -> dict[str, int]:
+def _value_row(problem: Problem, strides: tuple[int, ...]) -> dict[str, int]:
+    """constexpr arguments of a row-wise kernel. strides: of its inputs that are not dense."""
     return {
+        "STRIDE_UNIT": stride_unit(problem.head_dim_v, *strides),
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_DV": padded(problem.head_dim_v),
         "BLOCK_M": ROWS_PER_PROGRAM,
@@ -448,9 +450,13 @@ def capping(scale: ScoreScale) -> int:
     return scale.is_capped + (scale.unit > LARGEST_EXACT_CAP)
 
 
-def _features(problem: Problem, tile: Tile) -> dict[str, object]:
+def _features(
+    problem: Problem, tile: Tile, dout_strides: tuple[int, ...] = ()
+) -> dict[str, object]:
     """constexpr arguments that the forward and the backward kernels share."""
+    strides = (*problem.q.stride, *problem.k.stride, *problem.v.stride, *dout_strides)
     return {
+        "STRIDE_UNIT": stride_unit(problem.head_dim, problem.head_dim_v, *strides),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded(problem.head_dim),

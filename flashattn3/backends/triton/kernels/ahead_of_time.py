@@ -25,10 +25,10 @@ class Resources:
     shared_memory_bytes: int
 
 
-def compile_kernel(launch: Launch, capability: int) -> CompiledKernel:
-    """Compile a launch for a compute capability (90: 9.0) and 16-byte aligned tensors."""
+def compile_kernel(launch: Launch, capability: int, aligned: bool = True) -> CompiledKernel:
+    """Compile a launch for a compute capability (90: 9.0). aligned: tensors are, to 16 bytes."""
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(_source(launch), target=target, options=launch.options)
+    return triton.compile(_source(launch, aligned), target=target, options=launch.options)
 
 
 def resources(kernel: CompiledKernel) -> Resources:
@@ -42,7 +42,7 @@ def resources(kernel: CompiledKernel) -> Resources:
     return Resources(int(usage[1]), int(usage[2]), kernel.metadata.shared)
 
 
-def _source(launch: Launch) -> ASTSource:
+def _source(launch: Launch, aligned: bool) -> ASTSource:
     """The kernel specialized as Triton's own launch would: on 1, on multiples of 16 and on None."""
     signature, constants, attributes = {}, {}, {}
     params = launch.kernel.params
@@ -51,7 +51,7 @@ def _source(launch: Launch) -> ASTSource:
         signature[param.name] = "constexpr" if kind is None else f"*{kind}"
         if kind is None:
             constants[param.name] = None
-        else:
+        elif aligned:
             attributes[(param.num,)] = [["tt.divisibility", 16]]
     for param, value in zip(params[tensors_end:], launch.scalars, strict=False):
         if value is None:

@@ -15,13 +15,16 @@ import triton
 import triton.language as tl
 
 from .common import (
+    FULL,
     load_tile,
     m_block_range,
     n_block_range,
     round_down,
     round_up,
     sequence,
+    stage_range,
     store_tile,
+    strides_of,
     tanh_exp2,
     tile_offsets,
     visible,
@@ -69,6 +72,7 @@ def bwd_preprocess_kernel(
     seqlen_q,
     total_q,
     lse_factor,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -82,6 +86,12 @@ def bwd_preprocess_kernel(
     without keys, or outside its sequence, gets lse = +inf, so that its recomputed P is 0.
     Grid: num_m_blocks * num_heads * batch, covering the padded rows.
     """
+    out_stride_b, out_stride_s, out_stride_h = strides_of(
+        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
+    )
+    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
+        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
+    )
     pid = tl.program_id(0)
     first_row = pid % num_m_blocks * BLOCK_M
     head = pid // num_m_blocks
@@ -201,6 +211,7 @@ def bwd_dkdv_kernel(
     softmax_scale,
     scale_log2,
     cap_log2,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -221,6 +232,18 @@ def bwd_dkdv_kernel(
     S and dP are computed transposed, keys by rows, so that P^T and dS^T feed the next GEMM from
     registers. TAIL: the last m_block or the last n_block may be partial.
     """
+    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
+        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
+    )
+    dk_stride_b, dk_stride_s, dk_stride_h = strides_of(
+        dk_stride_b, dk_stride_s, dk_stride_h, STRIDE_UNIT
+    )
+    dv_stride_b, dv_stride_s, dv_stride_h = strides_of(
+        dv_stride_b, dv_stride_s, dv_stride_h, STRIDE_UNIT
+    )
     pid = tl.program_id(0)
     n_block = pid % num_n_blocks
     head_kv = pid // num_n_blocks
@@ -237,10 +260,9 @@ def bwd_dkdv_kernel(
         return
     last_key = tl.minimum(first_key + BLOCK_N, length_k) - 1
     diagonal = length_k - length_q
-    begin, full_begin, full_end, end = m_block_range(
+    edges = m_block_range(
         first_key, last_key, length_q, diagonal, window_left, window_right, BLOCK_M, LEFT, RIGHT
     )
-    edges = (begin, full_begin, full_end, end)
 
     key_offsets = tl.arange(0, BLOCK_N)
     row_offsets = tl.arange(0, BLOCK_M)
@@ -280,42 +302,41 @@ def bwd_dkdv_kernel(
         )
         lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
         lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
-        # Partial, full, partial m_blocks, as in the forward.
-        for stage in tl.static_range(3):
-            MASKED = stage != 1
-            if stage == 1 or (stage == 0 and RIGHT) or (stage == 2 and (LEFT or TAIL)):
-                for first_row in range(edges[stage], tl.minimum(edges[stage + 1], end), BLOCK_M):
-                    rows = first_row + row_offsets
-                    q = load_tile(
-                        q_head + first_row * q_step,
-                        rows, length_q, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D,
-                    )  # fmt: skip
-                    minus_lse = tl.load(minus_lse_ptr + lse_delta + rows)[None, :]
-                    minus_delta = tl.load(minus_delta_ptr + lse_delta + rows)[None, :]
-                    p, slope = _probabilities(
-                        k, tl.trans(q), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
+        for stage in tl.static_range(0 if RIGHT else FULL, 3 if LEFT or TAIL else 2):
+            MASKED = stage != FULL
+            stage_begin, stage_end = stage_range(edges, stage)
+            for first_row in range(stage_begin, stage_end, BLOCK_M):
+                rows = first_row + row_offsets
+                q = load_tile(
+                    q_head + first_row * q_step,
+                    rows, length_q, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D,
+                )  # fmt: skip
+                minus_lse = tl.load(minus_lse_ptr + lse_delta + rows)[None, :]
+                minus_delta = tl.load(minus_delta_ptr + lse_delta + rows)[None, :]
+                p, slope = _probabilities(
+                    k, tl.trans(q), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
+                )
+                if MASKED:
+                    seen = visible(
+                        rows[None, :],
+                        keys[:, None],
+                        length_k,
+                        diagonal,
+                        window_left,
+                        window_right,
+                        LEFT,
+                        RIGHT,
                     )
-                    if MASKED:
-                        seen = visible(
-                            rows[None, :],
-                            keys[:, None],
-                            length_k,
-                            diagonal,
-                            window_left,
-                            window_right,
-                            LEFT,
-                            RIGHT,
-                        )
-                        p = tl.where(seen, p, 0.0)
-                    dout = load_tile(
-                        dout_head + first_row * dout_step,
-                        rows, length_q, columns_v, HEAD_DIM_V, MASKED and TAIL,
-                        HEAD_DIM_V < BLOCK_DV,
-                    )  # fmt: skip
-                    dv = tl.dot(p.to(dout.dtype), dout, dv)
-                    dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
-                    ds = p * dp * slope
-                    dk = tl.dot(ds.to(q.dtype), q, dk)
+                    p = tl.where(seen, p, 0.0)
+                dout = load_tile(
+                    dout_head + first_row * dout_step,
+                    rows, length_q, columns_v, HEAD_DIM_V, MASKED and TAIL,
+                    HEAD_DIM_V < BLOCK_DV,
+                )  # fmt: skip
+                dv = tl.dot(p.to(dout.dtype), dout, dv)
+                dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
+                ds = p * dp * slope
+                dk = tl.dot(ds.to(q.dtype), q, dk)
 
     dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
     dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
@@ -379,6 +400,7 @@ def bwd_dq_kernel(
     softmax_scale,
     scale_log2,
     cap_log2,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -395,6 +417,15 @@ def bwd_dq_kernel(
     TAIL: tl.constexpr,
 ):
     """dQ of one m_block of one head. Grid: num_m_blocks * num_heads * batch."""
+    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
+        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
+    )
+    dq_stride_b, dq_stride_s, dq_stride_h = strides_of(
+        dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT
+    )
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
     head = pid // num_m_blocks
@@ -448,48 +479,48 @@ def bwd_dq_kernel(
     k_step = tl.cast(k_stride_s, tl.int64)
     v_step = tl.cast(v_stride_s, tl.int64)
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for stage in tl.static_range(3):
-        MASKED = stage != 1
-        if stage == 1 or (stage == 0 and LEFT) or (stage == 2 and (RIGHT or TAIL)):
-            for first_key in range(edges[stage], tl.minimum(edges[stage + 1], edges[3]), BLOCK_N):
-                num_keys = length_k - first_key
-                k = load_tile(
-                    k_tile + first_key * k_step,
-                    keys,
+    for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL else 2):
+        MASKED = stage != FULL
+        stage_begin, stage_end = stage_range(edges, stage)
+        for first_key in range(stage_begin, stage_end, BLOCK_N):
+            num_keys = length_k - first_key
+            k = load_tile(
+                k_tile + first_key * k_step,
+                keys,
+                num_keys,
+                columns,
+                HEAD_DIM,
+                MASKED and TAIL,
+                HEAD_DIM < BLOCK_D,
+            )
+            v = load_tile(
+                v_tile + first_key * v_step,
+                keys,
+                num_keys,
+                columns_v,
+                HEAD_DIM_V,
+                MASKED and TAIL,
+                HEAD_DIM_V < BLOCK_DV,
+            )
+            p, slope = _probabilities(
+                q, tl.trans(k), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
+            )
+            if MASKED:
+                reach = diagonal - first_key
+                seen = visible(
+                    rows[:, None],
+                    keys[None, :],
                     num_keys,
-                    columns,
-                    HEAD_DIM,
-                    MASKED and TAIL,
-                    HEAD_DIM < BLOCK_D,
+                    reach,
+                    window_left,
+                    window_right,
+                    LEFT,
+                    RIGHT,
                 )
-                v = load_tile(
-                    v_tile + first_key * v_step,
-                    keys,
-                    num_keys,
-                    columns_v,
-                    HEAD_DIM_V,
-                    MASKED and TAIL,
-                    HEAD_DIM_V < BLOCK_DV,
-                )
-                p, slope = _probabilities(
-                    q, tl.trans(k), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
-                )
-                if MASKED:
-                    reach = diagonal - first_key
-                    seen = visible(
-                        rows[:, None],
-                        keys[None, :],
-                        num_keys,
-                        reach,
-                        window_left,
-                        window_right,
-                        LEFT,
-                        RIGHT,
-                    )
-                    p = tl.where(seen, p, 0.0)
-                dp = tl.dot(dout, tl.trans(v), tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))
-                ds = p * dp * slope
-                dq = tl.dot(ds.to(k.dtype), k, dq)
+                p = tl.where(seen, p, 0.0)
+            dp = tl.dot(dout, tl.trans(v), tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))
+            ds = p * dp * slope
+            dq = tl.dot(ds.to(k.dtype), k, dq)
 
     dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
     dq_tile += tile_offsets(row_offsets, columns, dq_stride_s)

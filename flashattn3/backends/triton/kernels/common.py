@@ -8,6 +8,8 @@ are in rows or keys, not in tile indices.
 import triton
 import triton.language as tl
 
+FULL = tl.constexpr(1)  # the stage of full blocks, see stage_range
+
 
 @triton.jit
 def sequence(
@@ -26,6 +28,20 @@ def sequence(
         if USED:
             length = tl.minimum(tl.maximum(tl.load(seqused + batch_idx), 0), length)
     return tl.cast(start, tl.int64), length
+
+
+@triton.jit
+def stride_of(stride, UNIT: tl.constexpr):
+    """A stride, known to the compiler as a multiple of UNIT elements (``launch.stride_unit``)."""
+    if UNIT > 1:
+        stride = tl.multiple_of(tl.cast(stride, tl.int64), UNIT)
+    return stride
+
+
+@triton.jit
+def strides_of(batch, row, head, UNIT: tl.constexpr):
+    """``stride_of`` of the three strides of a tensor."""
+    return stride_of(batch, UNIT), stride_of(row, UNIT), stride_of(head, UNIT)
 
 
 @triton.jit
@@ -115,6 +131,16 @@ def round_down(x, multiple: tl.constexpr):
 @triton.jit
 def round_up(x, multiple: tl.constexpr):
     return (x + multiple - 1) // multiple * multiple
+
+
+@triton.jit
+def stage_range(edges, stage: tl.constexpr):
+    """Begin and end of one of the three stages of a loop over blocks, whose four edges
+    ``n_block_range`` or ``m_block_range`` gives: partial blocks, FULL ones, partial blocks.
+
+    Only partial blocks need a mask. A kernel unrolls the stages that it can have.
+    """
+    return edges[stage], tl.minimum(edges[stage + 1], edges[3])
 
 
 @triton.jit

@@ -13,7 +13,19 @@ into the rescale. P stays in float16.
 import triton
 import triton.language as tl
 
-from .common import load_tile, n_block_range, sequence, store_tile, tanh_exp2, tile_offsets, visible
+from .common import (
+    FULL,
+    load_tile,
+    n_block_range,
+    sequence,
+    stage_range,
+    store_tile,
+    stride_of,
+    strides_of,
+    tanh_exp2,
+    tile_offsets,
+    visible,
+)
 from .fp8 import SMALLEST_RATIO, as_float16, as_operand, descale_of
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -110,6 +122,7 @@ def forward_kernel(
     v_scale_group,
     v_block,
     num_v_blocks,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -170,6 +183,13 @@ def forward_kernel(
         full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(begin, end))
         full_end = tl.maximum(tl.minimum(full_end, begin + part), full_begin)
 
+    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
+    out_stride_b, out_stride_s, out_stride_h = strides_of(
+        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
+    )
     head_kv = (head // qhead_per_kvhead).to(tl.int64)
     head = head.to(tl.int64)
     row_offsets = tl.arange(0, BLOCK_M)
@@ -212,82 +232,80 @@ def forward_kernel(
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     edges = (begin, full_begin, full_end, end)
-    # Three stages: left partial blocks, full blocks, right partial blocks. Only the first and the
-    # last compute masks, and a stage that this kernel cannot have is not compiled.
-    for stage in tl.static_range(3):
-        MASKED = stage != 1
-        if stage == 1 or (stage == 0 and LEFT) or (stage == 2 and (RIGHT or TAIL)):
-            for first_key in range(edges[stage], tl.minimum(edges[stage + 1], end), BLOCK_N):
-                num_keys = length_k - first_key
-                k = load_tile(
-                    k_tile + first_key * k_step,
-                    keys,
+    for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL else 2):
+        MASKED = stage != FULL
+        stage_begin, stage_end = stage_range(edges, stage)
+        for first_key in range(stage_begin, stage_end, BLOCK_N):
+            num_keys = length_k - first_key
+            k = load_tile(
+                k_tile + first_key * k_step,
+                keys,
+                num_keys,
+                columns,
+                HEAD_DIM,
+                MASKED and TAIL,
+                HEAD_DIM < BLOCK_D,
+            )
+            if FP8:
+                k = as_operand(k, NATIVE_FP8)
+            scores = tl.dot(q, tl.trans(k))
+            if FP8:
+                k_scale = descale_of(
+                    first_key, head, batch_idx, k_descale,
+                    k_scale_stride_b, k_scale_stride_h, k_scale_stride_n,
+                    k_scale_group, k_block, num_k_blocks,
+                )  # fmt: skip
+                row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
+                scores = scores.to(tl.float32) * row_scale[:, None]  # int8: int32
+            if SOFTCAP:
+                scaled = scores if FP8 else scores * scale_log2
+                scores = cap_log2 * tanh_exp2(scaled, SOFTCAP)
+            if MASKED:
+                reach = diagonal - first_key
+                seen = visible(
+                    rows[:, None],
+                    keys[None, :],
                     num_keys,
-                    columns,
-                    HEAD_DIM,
-                    MASKED and TAIL,
-                    HEAD_DIM < BLOCK_D,
+                    reach,
+                    window_left,
+                    window_right,
+                    LEFT,
+                    RIGHT,
                 )
-                if FP8:
-                    k = as_operand(k, NATIVE_FP8)
-                scores = tl.dot(q, tl.trans(k))
-                if FP8:
-                    k_scale = descale_of(
-                        first_key, head, batch_idx, k_descale,
-                        k_scale_stride_b, k_scale_stride_h, k_scale_stride_n,
-                        k_scale_group, k_block, num_k_blocks,
-                    )  # fmt: skip
-                    row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
-                    scores = scores.to(tl.float32) * row_scale[:, None]  # int8: int32
-                if SOFTCAP:
-                    scaled = scores if FP8 else scores * scale_log2
-                    scores = cap_log2 * tanh_exp2(scaled, SOFTCAP)
-                if MASKED:
-                    reach = diagonal - first_key
-                    seen = visible(
-                        rows[:, None],
-                        keys[None, :],
-                        num_keys,
-                        reach,
-                        window_left,
-                        window_right,
-                        LEFT,
-                        RIGHT,
-                    )
-                    scores = tl.where(seen, scores, float("-inf"))
-                new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-                reference = new_max
-                if MASKED:
-                    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-                    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-                p = tl.math.exp2(scores * factor - reference[:, None])
-                decay = tl.math.exp2(row_max - reference)
-                row_sum = row_sum * decay + tl.sum(p, 1)
-                if FP8:
-                    new_unit = descale_of(
-                        first_key, head, batch_idx, v_descale,
-                        v_scale_stride_b, v_scale_stride_h, v_scale_stride_n,
-                        v_scale_group, v_block, num_v_blocks,
-                    )  # fmt: skip
-                    largest_unit = tl.maximum(largest_unit, tl.abs(new_unit))
-                    smallest = largest_unit * SMALLEST_RATIO
-                    new_unit = tl.where(tl.abs(new_unit) < smallest, smallest, new_unit)
-                    decay = decay * tl.where(new_unit == v_unit, 1.0, v_unit / new_unit)
-                    v_unit = new_unit
-                acc = acc * decay[:, None]
-                v = load_tile(
-                    v_tile + first_key * v_step,
-                    keys,
-                    num_keys,
-                    columns_v,
-                    HEAD_DIM_V,
-                    MASKED and TAIL,
-                    HEAD_DIM_V < BLOCK_DV,
-                )
-                if FP8:
-                    v = as_float16(v, NATIVE_FP8)
-                acc = tl.dot(p.to(v.dtype), v, acc)
-                row_max = new_max
+                scores = tl.where(seen, scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+            reference = new_max
+            if MASKED:
+                # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+                reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.math.exp2(scores * factor - reference[:, None])
+            decay = tl.math.exp2(row_max - reference)
+            row_sum = row_sum * decay + tl.sum(p, 1)
+            if FP8:
+                new_unit = descale_of(
+                    first_key, head, batch_idx, v_descale,
+                    v_scale_stride_b, v_scale_stride_h, v_scale_stride_n,
+                    v_scale_group, v_block, num_v_blocks,
+                )  # fmt: skip
+                largest_unit = tl.maximum(largest_unit, tl.abs(new_unit))
+                smallest = largest_unit * SMALLEST_RATIO
+                new_unit = tl.where(tl.abs(new_unit) < smallest, smallest, new_unit)
+                decay = decay * tl.where(new_unit == v_unit, 1.0, v_unit / new_unit)
+                v_unit = new_unit
+            acc = acc * decay[:, None]
+            v = load_tile(
+                v_tile + first_key * v_step,
+                keys,
+                num_keys,
+                columns_v,
+                HEAD_DIM_V,
+                MASKED and TAIL,
+                HEAD_DIM_V < BLOCK_DV,
+            )
+            if FP8:
+                v = as_float16(v, NATIVE_FP8)
+            acc = tl.dot(p.to(v.dtype), v, acc)
+            row_max = new_max
 
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
@@ -324,6 +342,7 @@ def combine_kernel(
     num_heads,
     num_rows,
     num_splits,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -333,6 +352,10 @@ def combine_kernel(
     out and each part of out_parts share their strides; lse is (batch, heads, rows), contiguous.
     Grid: num_m_blocks * num_heads * batch.
     """
+    out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
+    out_stride_b, out_stride_s, out_stride_h = strides_of(
+        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
+    )
     pid = tl.program_id(0)
     head = (pid // num_m_blocks).to(tl.int64)
     first_row = pid % num_m_blocks * BLOCK_M

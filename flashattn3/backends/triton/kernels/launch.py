@@ -10,9 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import gcd
 
 import torch
 from triton.compiler import CompiledKernel
+
+
+def stride_unit(*strides: int) -> int:
+    """The largest unit, up to 16 elements, of which all strides are multiples; 1 for 16.
+
+    Triton specializes a kernel on strides that are multiples of 16, and knows nothing of others:
+    with head dim 72 it would load single elements, without cp.async. Kernels pass the unit to
+    ``common.stride_of``. The strides of a dense tensor are multiples of its head dim.
+    """
+    unit = gcd(16, *strides)
+    return 1 if unit == 16 else unit
 
 
 @dataclass

@@ -4,7 +4,7 @@ rotation; estimates the mean for smoothing from a sample."""
 import triton
 import triton.language as tl
 
-from .common import load_tile, sequence, tile_offsets
+from .common import load_tile, sequence, strides_of, tile_offsets
 
 SMALLEST_DESCALE = tl.constexpr(2.0**-126)  # see quantization/torch_operations.py
 
@@ -69,6 +69,7 @@ def quantize_block(
     num_heads,
     seqlen,
     total,
+    STRIDE_UNIT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -85,6 +86,7 @@ def quantize_block(
     ROTATE: the head dim is a power of two, STAGES its log2. INT8: the bytes are int8, else e4m3;
     LARGEST is the quantized value of a block's amax.
     """
+    x_stride_b, x_stride_s, x_stride_h = strides_of(x_stride_b, x_stride_s, x_stride_h, STRIDE_UNIT)
     pid = tl.program_id(0)
     block = pid % num_blocks
     head = pid // num_blocks % num_heads
@@ -152,6 +154,7 @@ def mean_of_sample(
     num_heads,
     seqlen,
     total,
+    STRIDE_UNIT: tl.constexpr,
     SAMPLE: tl.constexpr,
     STAGES: tl.constexpr,
     SIGNIFICANT: tl.constexpr,
@@ -163,6 +166,7 @@ def mean_of_sample(
 
     SAMPLE: number of tokens, STAGES its log2. BLOCK_D: columns per program.
     """
+    x_stride_b, x_stride_s, x_stride_h = strides_of(x_stride_b, x_stride_s, x_stride_h, STRIDE_UNIT)
     head = tl.program_id(0) % num_heads
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
     start, length = sequence(cu_seqlens, None, batch, seqlen, total, VARLEN, False)

@@ -1,0 +1,80 @@
+"""The Triton backend's launches, without a GPU: what a kernel is told of strides, and which of its
+two forms takes a tensor that is not aligned."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import A100
+
+from flashattn3.backends import TRITON
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
+
+pytest.importorskip("triton")
+
+from flashattn3.backends.triton.kernels import launch
+from flashattn3.backends.triton.launch import all_launches
+
+
+@pytest.mark.parametrize(
+    "strides, unit",
+    [
+        ((64, 1024, 0), 1),
+        ((16,), 1),
+        ((72, 8 * 72, 4096 * 8 * 72), 8),
+        ((40, 0), 8),
+        ((36, 72), 4),
+        ((33, 66), 1),
+        ((64, 65), 1),
+        ((2**33 + 8,), 8),
+    ],
+)
+def test_strides_have_the_largest_unit_up_to_8(strides, unit):
+    """Triton finds multiples of 16 itself."""
+    assert launch.stride_unit(*strides) == unit
+
+
+def launches(head_dim: int, width: int, head_dim_v: int | None = None, **features) -> dict:
+    """Of q, k and v that are views of rows of ``width`` elements."""
+    rows = torch.empty(1, 64, 3, width, device="meta", dtype=torch.bfloat16)
+    q, v = rows[..., :head_dim], rows[..., : head_dim_v or head_dim]
+    problem = describe(tuple(map(metadata_of, Tensors(q, q, v))), Options(**features))
+    return all_launches(problem, TRITON.configure(problem, A100))
+
+
+@pytest.mark.parametrize(
+    "shape, units",
+    [
+        ({"head_dim": 64, "width": 64}, {1}),
+        ({"head_dim": 72, "width": 72}, {8}),
+        ({"head_dim": 64, "width": 72}, {8, 1}),  # combine and preprocess read dense rows of 64
+        ({"head_dim": 64, "width": 128, "head_dim_v": 40}, {8}),
+        ({"head_dim": 72, "width": 73}, {1, 8}),
+    ],
+)
+def test_kernels_are_told_the_unit_of_all_strides(shape, units):
+    found = {name: of.constants["STRIDE_UNIT"] for name, of in launches(**shape).items()}
+    assert set(found.values()) == units
+    for name in ("forward", "bwd_dkdv", "bwd_dq"):
+        assert found[name] == (8 if 8 in units and shape["width"] != 73 else 1)
+
+
+def test_a_tensor_that_is_not_aligned_takes_tritons_own_specialization(monkeypatch):
+    launched = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append("aligned")
+
+    def inspected(*arguments, **named):
+        launched.append("inspected")
+        return Compiled()
+
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    run = launch.Launch({(1, 1, 1): inspected}, ("bf16",), (1, 1, 1), (), {}, {})
+    aligned, unaligned = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (160, 168))
+    for tensor in (unaligned, aligned, aligned, unaligned, aligned):
+        run(tensor)
+    assert launched == ["inspected", "inspected", "aligned", "inspected", "aligned"]
