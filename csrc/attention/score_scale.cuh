@@ -14,6 +14,16 @@ namespace flashattn3 {
 
 constexpr float kCodesPerOctave = 8.f;
 
+// Converts the scores of a call to log2 units, with its softcap. launch/launch.cuh fills it.
+struct ScoreScale {
+  float factor;      // of scores, after the softcap if there is one
+  float tanh_scale;  // argument of tanh_of_scaled is score * tanh_scale; 0: no softcap
+  // 8 bits: 1 / softcap in log2 units; `factor` is then of scores before the softcap. Else 0.
+  float one_over_cap;
+
+  __device__ __forceinline__ bool caps() const { return tanh_scale != 0.f; }
+};
+
 struct UniformScale {
   float factor[1];
   __device__ __forceinline__ float exponent(float score, int, float row_max) const {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/mask.cuh"
+#include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "backward/config.h"
@@ -74,8 +75,7 @@ struct Arguments {
   Traversal traversal;
   bool deterministic;   // work tiles add to dQ in a fixed order
   float softmax_scale;  // of dq and dk
-  float score_scale;    // scales scores, after any softcap, to log2 units
-  float tanh_scale;     // attention/score_scale.cuh, cap_scores; 0: no softcap
+  ScoreScale score_scale;
 };
 
 // The 64 rows of a head that a CTA of preprocess or postprocess computes: a block of the workspace.

@@ -133,7 +133,7 @@ class Consumer {
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
     load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage_.lse[stage]);
-    exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
+    exponentiate(s, lse, args_.score_scale);
     if (block < full_blocks.begin || block >= full_blocks.end) {
       mask_probabilities<kBlockM>(s, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                   block * kBlockM);
@@ -142,9 +142,7 @@ class Consumer {
     gemm_rs<kElement, kBlockM, kHeadDim>(dv, p, dout);
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
-    if (args_.tanh_scale != 0.f) {
-      differentiate_cap(s, storage_.lse[stage], args_.score_scale, args_.tanh_scale);
-    }
+    if (args_.score_scale.caps()) differentiate_cap(s, storage_.lse[stage], args_.score_scale);
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];
     pack_probabilities<kElement, kBlockM>(ds, s);

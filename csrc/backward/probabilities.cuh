@@ -2,6 +2,7 @@
 // one delta.
 #pragma once
 
+#include "attention/score_scale.cuh"
 #include "attention/softmax.cuh"
 #include "tile/fragment.h"
 
@@ -23,35 +24,34 @@ __device__ __forceinline__ void load_per_column(float (&s)[kCount], const float*
   load_per_column<0, kCount>(s, lse_or_delta);
 }
 
-// Scores become 2^(score * score_scale - lse). lse: of each accumulator's column. tanh_scale:
-// attention/score_scale.cuh, 0: no cap.
+// Scores become 2^(score - lse), capped and in log2 units. lse: of each accumulator's column.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&lse)[kCount],
-                                             float score_scale, float tanh_scale) {
-  if (tanh_scale != 0.f) {
+                                             ScoreScale scale) {
+  if (scale.caps()) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       // This branch never exits; see differentiate_cap.
-      asm volatile("" : "+f"(tanh_scale));
-      if (tanh_scale == 0.f) break;
-      s[i] = tanh_of_scaled(s[i] * tanh_scale);
+      asm volatile("" : "+f"(scale.tanh_scale));
+      if (scale.tanh_scale == 0.f) break;
+      s[i] = tanh_of_scaled(s[i] * scale.tanh_scale);
     }
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], score_scale, -lse[i]));
+  for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], scale.factor, -lse[i]));
 }
 
-// With a softcap: multiplies P by 1 - tanh^2; tanh is recovered from P. tanh_scale: not 0.
+// Multiplies P by the cap's derivative 1 - tanh^2; tanh is recovered from P. scale: with a cap.
 template <int kCount>
 __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const float* lse,
-                                                  float score_scale, float tanh_scale) {
-  const float inverse = 1.f / score_scale;
+                                                  ScoreScale scale) {
+  const float inverse = 1.f / scale.factor;
 #pragma unroll
   for (int i = 0; i < kCount; i += 8) {
     // This branch never exits; it keeps ptxas from starting the next eight early: registers do not
     // suffice for all at once.
-    asm volatile("" : "+f"(tanh_scale));
-    if (tanh_scale == 0.f) break;
+    asm volatile("" : "+f"(scale.tanh_scale));
+    if (scale.tanh_scale == 0.f) break;
     float of_column[8];
     load_per_column(of_column, lse + register_column(i));
 #pragma unroll

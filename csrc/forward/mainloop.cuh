@@ -36,7 +36,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
     int block = mine.end - 1;
-    UniformScale scale{{args_.score_scale}};
+    UniformScale scale{{args_.score_scale.factor}};
     this->release_k(kv_);
     cap(s, scale);
     int highest[2];
@@ -51,7 +51,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     // kv_ is one block behind kv: it is at the stage whose V has yet to be multiplied.
     PipelineState<kStages> kv = kv_.next();
     if (block > mine.begin) storage_.k_full[kv.index()].wait(kv.phase());  // Sync: next K loaded.
-    scale = UniformScale{{args_.score_scale}};
+    scale = UniformScale{{args_.score_scale.factor}};
     --block;
     for (; block >= mine.begin; --block) {
       this->start_gemms(s, o, p, kv);
@@ -88,7 +88,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
                                                  UniformScale scale, PipelineState<kStages> kv,
                                                  int block, BlockRange full_blocks) {
     Change change{false};
-    bool exact = args_.tanh_scale != 0.f;
+    bool exact = args_.score_scale.caps();
     if constexpr (Traits::kMasked) {
       exact = exact || !full_blocks.has(block) || softmax.warp_has_unseen();
     }
@@ -104,7 +104,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     return change;
   }
 
-  // Converts scores to exponents: softcap, row maxima, mask, and rescale if needed.
+  // Converts scores to exponents: cap, row maxima, mask, and rescale if needed.
   __device__ __forceinline__ Change exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
                                                   UniformScale& scale, int block,
                                                   BlockRange full_blocks, bool sum_overflow) {
@@ -126,9 +126,9 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
   }
 
   __device__ __forceinline__ void cap(Scores& s, UniformScale& scale) const {
-    if (args_.tanh_scale == 0.f) return;
-    cap_scores(s, args_.tanh_scale);
-    scale.restart(args_.score_scale);
+    if (!args_.score_scale.caps()) return;
+    cap_scores(s, args_.score_scale.tanh_scale);
+    scale.restart(args_.score_scale.factor);
   }
 
   // Recomputes S of the K tile at this stage; exponentiate_at_once has overwritten it.

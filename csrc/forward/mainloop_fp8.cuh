@@ -38,7 +38,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
-    const bool capped = args_.tanh_scale != 0.f;
+    const bool capped = args_.score_scale.caps();
     num_promotions_ = 0;
     int block = mine.end - 1;
     Scale scale = scale_of(kv_);
@@ -181,8 +181,9 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     float number = static_cast<float>(int8_score<Traits::kBlockM, kBlockN, kHeadDim>(
         base + Traits::kQOffset + q_.index() * Traits::kQBytes,
         base + Traits::kKOffset + kv.index() * Traits::kKBytes, row, key));
-    if (args_.tanh_scale != 0.f) {
-      const float ratio = scale.factor_of(key) * args_.one_over_cap / Traits::kExponentUnit;
+    if (args_.score_scale.caps()) {
+      const float ratio =
+          scale.factor_of(key) * args_.score_scale.one_over_cap / Traits::kExponentUnit;
       number = capped_number(number, ratio, inverse_or_0(ratio));
     }
     return softmax.octaves_above(code, number, scale, key, r);
@@ -192,7 +193,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   __device__ __forceinline__ float q_factor(const WorkTile& tile) const {
     const int row = uniform(tile.first_row) + warpgroup_ * 64;
     const Descale& q = args_.quantized.q;
-    return q.at(q.of(tile.batch_idx, tile.head), row) * args_.score_scale *
+    return q.at(q.of(tile.batch_idx, tile.head), row) * args_.score_scale.factor *
            (Traits::kExponentUnit * Traits::kShiftUnit);
   }
 
@@ -202,8 +203,8 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   }
 
   __device__ __forceinline__ void cap(Scores& s, const Scale& scale) const {
-    if (!__builtin_expect(args_.tanh_scale != 0.f, false)) return;
-    cap_scores(s, scale, args_.one_over_cap / Traits::kExponentUnit);
+    if (!__builtin_expect(args_.score_scale.caps(), false)) return;
+    cap_scores(s, scale, args_.score_scale.one_over_cap / Traits::kExponentUnit);
   }
 
   float q_factor_ = 0.f;  // of this warpgroup's rows of the work tile

@@ -110,11 +110,11 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   args.lse_batch = varlen ? 0 : params.lse_stride.batch;
   args.lse_seq = params.lse_stride.seq;
   args.lse_head = params.lse_stride.head;
-  args.seqlens_q = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
-  // Without keys, kernels load none, whatever cu_seqlens_k and seqused_k hold.
+  args.seqlens_q = seqlens_q_of(params);
+  args.seqlens_k = seqlens_k_of(params);
+  // Without keys, kernels load none, whatever positions_k holds.
   const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
-  args.seqlens_k = {params.cu_seqlens_k, params.seqused_k, no_keys ? 0 : params.seqlen_k,
-                    params.total_k};
+  if (no_keys) args.seqlens_k.longest = 0;
   args.scheduler = make_scheduler_params(params, forward_tiles<kConfig>(params));
   args.num_heads_q = params.num_heads_q;
   args.num_heads_kv = params.num_heads_kv;
@@ -123,14 +123,7 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   const Windows windows = windows_of(params);
   args.window_left = windows.left;
   args.window_right = windows.right;
-  const ScoreScales scales = score_scales(params.softmax_scale, params.softcap);
-  args.tanh_scale = scales.tanh;
-  args.score_scale = scales.score;
-  args.one_over_cap = 0.f;
-  if (kQuantized && scales.tanh != 0.f) {
-    args.score_scale = params.softmax_scale * kLog2e;
-    args.one_over_cap = 1.f / scales.score;
-  }
+  args.score_scale = score_scale_of(params, kQuantized);
   return args;
 }
 
