@@ -70,8 +70,7 @@ struct Arguments {
   int qhead_per_kvhead;  // query heads that share one head of k and v
   int head_dim;
   int head_dim_v;
-  int window_left;  // at most the longest sequence of q or k; never -1 (unbounded) here
-  int window_right;
+  Window window;
   Traversal traversal;
   bool deterministic;   // work tiles add to dQ in a fixed order
   float softmax_scale;  // of dq and dk

@@ -2,8 +2,9 @@
 // one delta.
 #pragma once
 
+#include "attention/mask.cuh"
 #include "attention/score_scale.cuh"
-#include "attention/softmax.cuh"
+#include "ptx/approximations.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3::backward {
@@ -39,6 +40,25 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&l
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], scale.factor, -lse[i]));
+}
+
+// Sets the probabilities of a tile of keys x kM queries to 0 where the query does not see the key.
+// key: of the thread's register 0. first_row: of the tile.
+template <int kM>
+__device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mask& mask, int key,
+                                                   int first_row) {
+  const int row = first_row + thread_column(threadIdx.x);  // the query of register 0
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int begin =
+        key + kRowStride * r < mask.num_keys ? key + kRowStride * r - mask.last - row : kM;
+    const int last = key + kRowStride * r - mask.first - row;
+#pragma unroll
+    for (int i = 0; i < kM / 2; ++i) {
+      const int column = register_column(i);
+      if (row_of(i) == r && (column < begin || column > last)) p[i] = 0.f;
+    }
+  }
 }
 
 // Multiplies P by the cap's derivative 1 - tanh^2; tanh is recovered from P. scale: with a cap.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/descale.cuh"
+#include "attention/mask.cuh"
 #include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
@@ -42,8 +43,7 @@ struct Arguments {
   int num_heads_kv;
   int qhead_per_kvhead;  // query heads that share one head of k and v
   int head_dim_v;
-  int window_left;  // at most the longer of the longest sequences; no value means "open"
-  int window_right;
+  Window window;
   ScoreScale score_scale;
 };
 

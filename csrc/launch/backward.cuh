@@ -153,9 +153,7 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.qhead_per_kvhead = forward.num_heads_q / forward.num_heads_kv;
   args.head_dim = forward.head_dim;
   args.head_dim_v = forward.head_dim_v;
-  const Windows windows = windows_of(forward);
-  args.window_left = windows.left;
-  args.window_right = windows.right;
+  args.window = window_of(forward);
   args.deterministic = forward.deterministic;
   args.softmax_scale = forward.softmax_scale;
   args.score_scale = score_scale_of(forward, false);

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "forward/kernel.cuh"
+#include "forward/kernel_fp8.cuh"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
@@ -19,7 +19,7 @@ namespace flashattn3 {
 
 template <forward::Config kConfig>
 constexpr auto forward_kernel() {
-  return &forward::attention_kernel<forward::KernelTraits<kConfig>>;
+  return &forward::attention_kernel<forward::RolesOf<kConfig>>;
 }
 
 template <forward::Config kConfig>
@@ -120,9 +120,7 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   args.num_heads_kv = params.num_heads_kv;
   args.qhead_per_kvhead = params.num_heads_q / params.num_heads_kv;
   args.head_dim_v = params.head_dim_v;
-  const Windows windows = windows_of(params);
-  args.window_left = windows.left;
-  args.window_right = windows.right;
+  args.window = window_of(params);
   args.score_scale = score_scale_of(params, kQuantized);
   return args;
 }

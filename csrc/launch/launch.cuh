@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "attention/mask.cuh"
 #include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
@@ -18,12 +19,9 @@
 
 namespace flashattn3 {
 
-// Window sizes. An unbounded (negative) side becomes max(seqlen_q, seqlen_k), which no distance of
-// two positions exceeds.
-struct Windows {
-  int left, right;
-};
-inline Windows windows_of(const AttentionProblem& params) {
+// An unbounded (negative) side becomes max(seqlen_q, seqlen_k), which no distance of two positions
+// exceeds.
+inline Window window_of(const AttentionProblem& params) {
   const int widest = std::max(params.seqlen_q, params.seqlen_k);
   return {params.window_left < 0 ? widest : std::min(params.window_left, widest),
           params.window_right < 0 ? widest : std::min(params.window_right, widest)};

@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "forward/promotion.cuh"
 #include "forward_cases.h"
 #include "forward_configs.h"
 #include "forward_problem.h"

@@ -19,6 +19,7 @@
 #include "ptx/cluster.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
+#include "tile/gemm_mn.cuh"
 #include "tile/zero_fill.cuh"
 
 namespace flashattn3::backward::cluster2 {
@@ -59,8 +60,7 @@ class Consumer {
       return;
     }
     const int num_steps = (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
-    full_blocks_ =
-        mask().template full_m_blocks<kBlockM>(first_key_, first_key_ + Traits::kBlockN - 1);
+    full_blocks_ = full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
     scores_block_ = ds_block_ = dq_block_ = start_ = uniform(tile_.start);
     dq_accum_of_head_ = uniform(static_cast<int>(
         args_.workspace.first(args_.seqlens_q, tile_.batch_idx, tile_.head * args_.qhead_per_kvhead,
@@ -332,8 +332,8 @@ class Consumer {
     return warpgroup_ * (Traits::kAtoms / 2) * kAtomStride;
   }
   __device__ __forceinline__ Mask mask() const {
-    return Mask::of(uniform(tile_.num_rows), uniform(tile_.num_keys), args_.window_left,
-                    args_.window_right);
+    return Mask::of(uniform(tile_.num_rows), uniform(tile_.num_keys), args_.window.left,
+                    args_.window.right);
   }
   __device__ __forceinline__ int warp_first_key() const {
     return first_key_ + threadIdx.x % 128 / 32 * kRowsOfWarp;
