@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "tile/fragment.h"
-#include "tile/score_accumulator.cuh"
 
 namespace flashattn3 {
 
@@ -18,14 +17,20 @@ struct BlockRange {
   }
 };
 
+// Number of keys that a query sees before and after its own position. Clipped to the length of the
+// longest sequence of queries or keys, which is as good as open.
+struct Window {
+  int left, right;
+};
+
 // Row i sees the keys from max(0, i + first) to min(num_keys, i + last + 1) - 1.
 struct Mask {
   int num_keys;
   int first;
   int last;
 
-  // window_left, window_right: clipped to the length of the longest sequence of queries or keys,
-  // which is as good as open.
+  // window: clipped to the length of the longest sequence of queries or keys, which is as good as
+  // open.
   static __host__ __device__ __forceinline__ Mask of(int num_rows, int num_keys, int window_left,
                                                      int window_right) {
     const int shift = num_keys - num_rows;  // bottom-right aligned
@@ -47,26 +52,6 @@ struct Mask {
     return low < high ? BlockRange{low, high} : BlockRange{0, 0};
   }
 
-  // Blocks of kM rows, of num_rows rows, in which a row sees a key from first_key to last_key.
-  template <int kM>
-  __host__ __device__ __forceinline__ BlockRange m_block_range(int num_rows, int first_key,
-                                                               int last_key) const {
-    if (last_key < first_key) return {0, 0};
-    const int low = max(0, first_key - last) / kM;
-    const int high = (max(0, min(num_rows, last_key - first + 1)) + kM - 1) / kM;
-    return low < high ? BlockRange{low, high} : BlockRange{0, 0};
-  }
-
-  // Blocks of kM rows in which every row sees every key from first_key to last_key. The range may
-  // end past the last block of the sequence.
-  template <int kM>
-  __host__ __device__ __forceinline__ BlockRange full_m_blocks(int first_key, int last_key) const {
-    if (last_key >= num_keys) return {0, 0};
-    const int low = (max(0, last_key - last) + kM - 1) / kM;
-    const int high = max(0, first_key - first + 1) / kM;
-    return {low, max(low, high)};
-  }
-
   // Blocks of kN keys of which every row from first_row to last_row sees every key.
   template <int kN>
   __host__ __device__ __forceinline__ BlockRange full_n_blocks(int first_row, int last_row) const {
@@ -86,39 +71,21 @@ __device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, in
   const int key = first_key + thread_column(threadIdx.x);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int end = (kMasked ? mask.end(row + 8 * r) : mask.num_keys) - key;
+    const int end = (kMasked ? mask.end(row + kRowStride * r) : mask.num_keys) - key;
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       if (row_of(i) == r && register_column(i) >= end) set(s[i], -INFINITY);
     }
   }
   if constexpr (kMasked) {
-    if (mask.begin(row + 8) <= first_key) return;
+    if (mask.begin(row + kRowStride) <= first_key) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int begin = mask.begin(row + 8 * r) - key;
+      const int begin = mask.begin(row + kRowStride * r) - key;
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
         if (row_of(i) == r && register_column(i) < begin) set(s[i], -INFINITY);
       }
-    }
-  }
-}
-
-// Sets the probabilities of a tile of keys x kM queries to 0 where the query does not see the key.
-// key: of the thread's register 0. first_row: of the tile.
-template <int kM>
-__device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mask& mask, int key,
-                                                   int first_row) {
-  const int row = first_row + thread_column(threadIdx.x);  // the query of register 0
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int begin = key + 8 * r < mask.num_keys ? key + 8 * r - mask.last - row : kM;
-    const int last = key + 8 * r - mask.first - row;
-#pragma unroll
-    for (int i = 0; i < kM / 2; ++i) {
-      const int column = register_column(i);
-      if (row_of(i) == r && (column < begin || column > last)) p[i] = 0.f;
     }
   }
 }

@@ -1,18 +1,22 @@
-// Scales that turn a tile's scores into softmax exponents: one factor for all scores, or for
-// quantized tensors a factor and a shift for each group of keys. Exponents are in log2 units; for
-// quantized tensors in e4m3 codes, 8 per octave (softmax_e4m3.cuh).
+// Scores to softmax exponents in log2 units, with one factor for all of them; block_scale.cuh has
+// those of quantized tensors.
 #pragma once
 
 #include <cstdint>
 
-#include "attention/softmax.cuh"
-#include "tile/fragment.h"
-#include "tile/gemm.cuh"
-#include "tile/score_accumulator.cuh"
+#include "ptx/approximations.cuh"
 
 namespace flashattn3 {
 
-constexpr float kCodesPerOctave = 8.f;
+// Converts the scores of a call to log2 units, with its softcap. launch/launch.cuh fills it.
+struct ScoreScale {
+  float factor;      // of scores, after the softcap if there is one
+  float tanh_scale;  // argument of tanh_of_scaled is score * tanh_scale; 0: no softcap
+  // 8 bits: 1 / softcap in log2 units; `factor` is then of scores before the softcap. Else 0.
+  float one_over_cap;
+
+  __device__ __forceinline__ bool caps() const { return tanh_scale != 0.f; }
+};
 
 struct UniformScale {
   float factor[1];
@@ -24,142 +28,26 @@ struct UniformScale {
   __device__ __forceinline__ void restart(float score_scale) { factor[0] = score_scale; }
 };
 
-// Descales of a K and V tile, for each group of keys that share them. k: K's descale. shift: log2
-// of V's descale over the work tile's v_scale, in codes; the exponent adds it, so it scales the
-// probabilities. The inverse of that factor is the keys' weight in the row sum
-// (row_sum_columns.cuh). If a group's V is far smaller than V before it, its probabilities are too
-// small for that: its weight is 0 and bit g of `special` is set. If its descale has another sign
-// than v_scale, its probabilities and weight are negative and bit g + kGroups is set.
-template <int kGroups>
-struct alignas(16) KvDescales {
-  static_assert(kGroups <= 4);
-  float k[kGroups];
-  float shift[kGroups];  // int8: divided by kInt8Bias
-  uint32_t special;
-};
-
-// Group of accumulator register i: the columns of all lanes of a register are 8 neighbouring ones.
-template <int kGroupKeys>
-__device__ __forceinline__ constexpr int key_group(int i) {
-  return register_column(i) / kGroupKeys;
+// Returns tanh(x) for the argument 2 * log2(e) * x, with a relative error of 2e-6, which matters
+// since a cap may be far above the scores. 1 - 2 / (1 + e^(2 x)) has an absolute error of about
+// 1e-7; small x use the series.
+__device__ __forceinline__ float tanh_of_scaled(float x) {
+  constexpr float kUnit = 0.346573590f;  // ln(2) / 2
+  constexpr float kThird = -kUnit * kUnit * kUnit / 3.f;
+  constexpr float kFifth = -kThird * kUnit * kUnit * 0.4f;
+  const float square = x * x;
+  const float series = x * fmaf(square, fmaf(square, kFifth, kThird), kUnit);
+  const float reciprocal = reciprocal_approx(1.f + exp2_approx(x));
+  return fabsf(x) < 0.5f ? series : fmaf(-2.f, reciprocal, 1.f);
 }
 
-// A thread's copy of the descales for one tile of scores. kBias: accumulator bias of integer
-// scores (gemm_int8.cuh); 0: scores are floats.
-template <int kGroups, int kGroupKeys, int kBias>
-struct BlockScale {
-  static constexpr int kNumGroups = kGroups;
-  static constexpr bool kInteger = kBias != 0;
-  float factor[kGroups];
-  float shift[kGroups];  // integer scores, after complete(): also subtracts the bias
-  uint32_t special;
-
-  __device__ __forceinline__ explicit BlockScale(const KvDescales<kGroups>& keys)
-      : special(keys.special) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      factor[g] = keys.k[g];
-      shift[g] = keys.shift[g];
-    }
-  }
-
-  // Call it once, before any other method, and long after the constructor: its shared memory reads
-  // are slow while WGMMA reads shared memory too. q_factor: for integers multiplied by kBias.
-  __device__ __forceinline__ void complete(float q_factor) {
-    warpgroup_fence_operand(factor);
-    warpgroup_fence_operand(shift);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if constexpr (kInteger) {
-        remove_bias(g, factor[g] * q_factor, shift[g]);
-      } else {
-        factor[g] *= q_factor;
-      }
-    }
-  }
-
-  // Shift of group g, in codes; after complete().
-  __device__ __forceinline__ float codes_of_shift(int g) const {
-    return kInteger ? fmaf(factor[g], kBias, from_denormal(shift[g])) : shift[g];
-  }
-
-  // Factor and shift of the group of a key of the tile, in codes; after complete().
-  __device__ __forceinline__ float factor_of(int key) const {
-    float found = factor[0];
-#pragma unroll
-    for (int g = 1; g < kGroups; ++g) found = key >= g * kGroupKeys ? factor[g] : found;
-    return found;
-  }
-  __device__ __forceinline__ float shift_of(int key) const {
-    float found = codes_of_shift(0);
-#pragma unroll
-    for (int g = 1; g < kGroups; ++g) found = key >= g * kGroupKeys ? codes_of_shift(g) : found;
-    return found;
-  }
-
-  // Whether a group of the tile is summed without the extra columns or has the other sign.
-  __device__ __forceinline__ bool is_special() const { return special != 0; }
-  __device__ __forceinline__ bool sums_apart(int g) const { return special >> g & 1; }
-  __device__ __forceinline__ bool is_negative(int g) const { return special >> (g + kGroups) & 1; }
-  __device__ __forceinline__ float exponent(float score, int i, float row_max) const {
-    return fmaf(score, factor[group(i)], shift[group(i)] - row_max);
-  }
-  static __device__ __forceinline__ constexpr int group(int i) { return key_group<kGroupKeys>(i); }
-
-  // Converts an accumulator value to the score it stands for, and back.
-  static __device__ __forceinline__ float number(float score) {
-    return kInteger ? from_denormal(score) - kBias : score;
-  }
-  static __device__ __forceinline__ float score(float number) {
-    return kInteger ? fmaf(number, kDenormalUnit, kBias * kDenormalUnit) : number;
-  }
-
- private:
-  // Integer codes can only be shifted by integers. So the factor is changed slightly, such that
-  // the bias's share and the shift together are an integer, at most one code away: the largest
-  // score is off by as much, others in proportion.
-  __device__ __forceinline__ void remove_bias(int g, float share, float shift_over_bias) {
-    constexpr float kRound = 1.5f * 0x1p23f;  // adding it rounds to an integer
-    const float codes = __fsub_rn(share + fmaf(shift_over_bias, -kBias, kRound), kRound);
-    factor[g] = fmaf(codes, 1.f / kBias, shift_over_bias);
-    shift[g] = codes * -kDenormalUnit;
-  }
-};
-
 // softcap: scores become tanh(score * tanh_scale); the caller's scale factor must be the cap.
-template <class S, int kCount>
-__device__ __forceinline__ void cap_scores(S (&s)[kCount], float tanh_scale) {
+template <int kCount>
+__device__ __forceinline__ void cap_scores(float (&s)[kCount], float tanh_scale) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (i % 8 == 0) __syncwarp();  // ptxas would start all at once and spill
     s[i] = tanh_of_scaled(s[i] * tanh_scale);
-  }
-}
-
-// Returns cap * tanh(score / cap) in the units of `number`. ratio: score / cap at number = 1;
-// inverse: 1 / ratio. tanh is one instruction with a relative error of 2^-11, far finer than P.
-__device__ __forceinline__ float capped_number(float number, float ratio, float inverse) {
-  float tanh;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(number * ratio));
-  return tanh * inverse;
-}
-
-__device__ __forceinline__ float inverse_or_0(float x) { return x == 0.f ? 0.f : __frcp_rn(x); }
-
-// softcap of quantized tensors; the scale is unchanged. one_over_cap: in the units of exponents.
-template <class S, int kCount, class Scale>
-__device__ __forceinline__ void cap_scores(S (&s)[kCount], const Scale& scale, float one_over_cap) {
-  float ratio[Scale::kNumGroups], inverse[Scale::kNumGroups];
-#pragma unroll
-  for (int g = 0; g < Scale::kNumGroups; ++g) {
-    ratio[g] = scale.factor[g] * one_over_cap;
-    inverse[g] = inverse_or_0(ratio[g]);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (i % 8 == 0) __syncwarp();
-    const int g = Scale::group(i);
-    set(s[i], Scale::score(capped_number(Scale::number(get(s[i])), ratio[g], inverse[g])));
   }
 }
 

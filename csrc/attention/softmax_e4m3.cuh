@@ -20,8 +20,9 @@
 
 #include <cstdint>
 
-#include "attention/score_scale.cuh"
-#include "attention/softmax_state.cuh"
+#include "attention/block_scale.cuh"
+#include "attention/softmax.cuh"
+#include "ptx/approximations.cuh"
 #include "ptx/convert_fp8.cuh"
 #include "ptx/element.h"
 #include "tile/gemm.cuh"
@@ -31,7 +32,7 @@ namespace flashattn3 {
 
 // kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile. kLowest: lower bound
 // of log2 of a row's largest probability when row_max is set. kInteger: codes are the bits of
-// denormals (score_accumulator.cuh), so codes and row_max are integers.
+// denormals (fragment.h), so codes and row_max are integers.
 template <int kN, bool kRowsMayBeEmpty, int kLowest, bool kInteger>
 struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   using Base = SoftmaxState<kN, kRowsMayBeEmpty>;
@@ -164,8 +165,8 @@ struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
                                               const S (&s)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
-      const int at = i / 2 * 8 + i % 2 * 2;  // register i % 4 / 2: 16 keys on; i % 2: 8 rows below
-      p[i / 4][i % 4] = to_uint8(s[at], s[at + 1], s[at + 4], s[at + 5]);
+      const int at = register_at(i % 2, i / 2 * kCoreRowKeys), far = register_at(0, 8);
+      p[i / 4][i % 4] = to_uint8(s[at], s[at + 1], s[at + far], s[at + far + 1]);
     }
   }
 

@@ -80,6 +80,12 @@ __host__ __device__ __forceinline__ TileCoord varlen_tile_coord(const TileSchedu
           head + params.varlen.batch_indices()[low] * num_heads};
 }
 
+__host__ __device__ __forceinline__ TileCoord find_tile(const TileSchedulerParams& params,
+                                                        int index) {
+  return params.varlen.workspace != nullptr ? varlen_tile_coord(params, index)
+                                            : tile_coord(params, index);
+}
+
 // The actual number of tiles; varlen: mostly fewer than params.num_tiles.
 __host__ __device__ __forceinline__ int count_tiles(const TileSchedulerParams& params) {
   if (params.varlen.workspace == nullptr) return params.num_tiles;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/mask.cuh"
+#include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "backward/config.h"
@@ -69,13 +70,11 @@ struct Arguments {
   int qhead_per_kvhead;  // query heads that share one head of k and v
   int head_dim;
   int head_dim_v;
-  int window_left;  // at most the longest sequence of q or k; never -1 (unbounded) here
-  int window_right;
+  Window window;
   Traversal traversal;
   bool deterministic;   // work tiles add to dQ in a fixed order
   float softmax_scale;  // of dq and dk
-  float score_scale;    // scales scores, after any softcap, to log2 units
-  float tanh_scale;     // attention/score_scale.cuh, cap_scores; 0: no softcap
+  ScoreScale score_scale;
 };
 
 // The 64 rows of a head that a CTA of preprocess or postprocess computes: a block of the workspace.

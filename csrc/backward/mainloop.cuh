@@ -17,6 +17,7 @@
 #include "backward/traits.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
+#include "tile/gemm_mn.cuh"
 #include "tile/zero_fill.cuh"
 
 namespace flashattn3::backward {
@@ -68,10 +69,9 @@ class Consumer {
                         uniform(tile().start));
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
-    const BlockRange seen =
-        tile_mask().template m_block_range<kBlockM>(uniform(tile().num_rows), first_key, last_key);
-    const BlockRange full_blocks =
-        tile_mask().template full_m_blocks<kBlockM>(first_key, first_key + 63);
+    const int num_rows = uniform(tile().num_rows);
+    const BlockRange seen = m_block_range<kBlockM>(tile_mask(), num_rows, first_key, last_key);
+    const BlockRange full_blocks = full_m_blocks<kBlockM>(tile_mask(), first_key, first_key + 63);
     Gradient dk, dv;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
@@ -133,7 +133,7 @@ class Consumer {
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
     load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage_.lse[stage]);
-    exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
+    exponentiate(s, lse, args_.score_scale);
     if (block < full_blocks.begin || block >= full_blocks.end) {
       mask_probabilities<kBlockM>(s, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                   block * kBlockM);
@@ -142,9 +142,7 @@ class Consumer {
     gemm_rs<kElement, kBlockM, kHeadDim>(dv, p, dout);
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
-    if (args_.tanh_scale != 0.f) {
-      differentiate_cap(s, storage_.lse[stage], args_.score_scale, args_.tanh_scale);
-    }
+    if (args_.score_scale.caps()) differentiate_cap(s, storage_.lse[stage], args_.score_scale);
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];
     pack_probabilities<kElement, kBlockM>(ds, s);
@@ -270,8 +268,8 @@ class Consumer {
     return tile().first_key + threadIdx.x / 32 * kRowsOfWarp;
   }
   __device__ __forceinline__ Mask tile_mask() const {
-    return Mask::of(uniform(tile().num_rows), uniform(tile().num_keys), args_.window_left,
-                    args_.window_right);
+    return Mask::of(uniform(tile().num_rows), uniform(tile().num_keys), args_.window.left,
+                    args_.window.right);
   }
 
   const Arguments& args_;

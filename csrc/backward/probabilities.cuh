@@ -2,7 +2,9 @@
 // one delta.
 #pragma once
 
-#include "attention/softmax.cuh"
+#include "attention/mask.cuh"
+#include "attention/score_scale.cuh"
+#include "ptx/approximations.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3::backward {
@@ -23,35 +25,53 @@ __device__ __forceinline__ void load_per_column(float (&s)[kCount], const float*
   load_per_column<0, kCount>(s, lse_or_delta);
 }
 
-// Scores become 2^(score * score_scale - lse). lse: of each accumulator's column. tanh_scale:
-// attention/score_scale.cuh, 0: no cap.
+// Scores become 2^(score - lse), capped and in log2 units. lse: of each accumulator's column.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&lse)[kCount],
-                                             float score_scale, float tanh_scale) {
-  if (tanh_scale != 0.f) {
+                                             ScoreScale scale) {
+  if (scale.caps()) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       // This branch never exits; see differentiate_cap.
-      asm volatile("" : "+f"(tanh_scale));
-      if (tanh_scale == 0.f) break;
-      s[i] = tanh_of_scaled(s[i] * tanh_scale);
+      asm volatile("" : "+f"(scale.tanh_scale));
+      if (scale.tanh_scale == 0.f) break;
+      s[i] = tanh_of_scaled(s[i] * scale.tanh_scale);
     }
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], score_scale, -lse[i]));
+  for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], scale.factor, -lse[i]));
 }
 
-// With a softcap: multiplies P by 1 - tanh^2; tanh is recovered from P. tanh_scale: not 0.
+// Sets the probabilities of a tile of keys x kM queries to 0 where the query does not see the key.
+// key: of the thread's register 0. first_row: of the tile.
+template <int kM>
+__device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mask& mask, int key,
+                                                   int first_row) {
+  const int row = first_row + thread_column(threadIdx.x);  // the query of register 0
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int begin =
+        key + kRowStride * r < mask.num_keys ? key + kRowStride * r - mask.last - row : kM;
+    const int last = key + kRowStride * r - mask.first - row;
+#pragma unroll
+    for (int i = 0; i < kM / 2; ++i) {
+      const int column = register_column(i);
+      if (row_of(i) == r && (column < begin || column > last)) p[i] = 0.f;
+    }
+  }
+}
+
+// Multiplies P by the cap's derivative 1 - tanh^2; tanh is recovered from P. scale: with a cap.
 template <int kCount>
 __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const float* lse,
-                                                  float score_scale, float tanh_scale) {
-  const float inverse = 1.f / score_scale;
+                                                  ScoreScale scale) {
+  const float inverse = 1.f / scale.factor;
 #pragma unroll
   for (int i = 0; i < kCount; i += 8) {
     // This branch never exits; it keeps ptxas from starting the next eight early: registers do not
     // suffice for all at once.
-    asm volatile("" : "+f"(tanh_scale));
-    if (tanh_scale == 0.f) break;
+    asm volatile("" : "+f"(scale.tanh_scale));
+    if (scale.tanh_scale == 0.f) break;
     float of_column[8];
     load_per_column(of_column, lse + register_column(i));
 #pragma unroll

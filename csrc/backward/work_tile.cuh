@@ -8,6 +8,27 @@
 
 namespace flashattn3::backward {
 
+// Blocks of kM rows, of num_rows rows, in which a row sees a key from first_key to last_key.
+template <int kM>
+__host__ __device__ __forceinline__ BlockRange m_block_range(const Mask& mask, int num_rows,
+                                                             int first_key, int last_key) {
+  if (last_key < first_key) return {0, 0};
+  const int low = max(0, first_key - mask.last) / kM;
+  const int high = (max(0, min(num_rows, last_key - mask.first + 1)) + kM - 1) / kM;
+  return low < high ? BlockRange{low, high} : BlockRange{0, 0};
+}
+
+// Blocks of kM rows in which every row sees every key from first_key to last_key. The range may
+// end past the last block of the sequence.
+template <int kM>
+__host__ __device__ __forceinline__ BlockRange full_m_blocks(const Mask& mask, int first_key,
+                                                             int last_key) {
+  if (last_key >= mask.num_keys) return {0, 0};
+  const int low = (max(0, last_key - mask.last) + kM - 1) / kM;
+  const int high = max(0, first_key - mask.first + 1) / kM;
+  return {low, max(low, high)};
+}
+
 struct alignas(16) WorkTile {
   int first_key;        // in the sequence; -1: no tile is left
   int head;             // of k and v
@@ -73,9 +94,7 @@ class WorkTileSteps {
 // Work tile of a scheduler index, with kBlockN keys. With varlen it may have no keys.
 template <int kBlockN>
 __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, int index) {
-  const TileCoord coord = args.scheduler.varlen.workspace != nullptr
-                              ? varlen_tile_coord(args.scheduler, index)
-                              : tile_coord(args.scheduler, index);
+  const TileCoord coord = find_tile(args.scheduler, index);
   const int batch_idx = coord.batch_head_idx / args.num_heads_kv;
   const Sequence rows = find_sequence(args.seqlens_q, batch_idx);
   const Sequence keys = find_sequence(args.seqlens_k, batch_idx);
@@ -88,10 +107,9 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   tile.num_keys = keys.length;
   tile.batch_idx = batch_idx;
   tile.row_offset = rows.offset;
-  tile.m_blocks =
-      Mask::of(rows.length, keys.length, args.window_left, args.window_right)
-          .template m_block_range<kBlockM>(rows.length, tile.first_key,
-                                           min(tile.first_key + kBlockN, keys.length) - 1);
+  const Mask mask = Mask::of(rows.length, keys.length, args.window.left, args.window.right);
+  tile.m_blocks = m_block_range<kBlockM>(mask, rows.length, tile.first_key,
+                                         min(tile.first_key + kBlockN, keys.length) - 1);
   const int num_tiles = (keys.length + kBlockN - 1) / kBlockN;
   tile.start = tile.m_blocks.begin;
   tile.first_head = 0;

@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "attention/descale.cuh"
+#include "attention/mask.cuh"
+#include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 
@@ -41,11 +43,8 @@ struct Arguments {
   int num_heads_kv;
   int qhead_per_kvhead;  // query heads that share one head of k and v
   int head_dim_v;
-  int window_left;  // at most the longer of the longest sequences; no value means "open"
-  int window_right;
-  float score_scale;   // from scores, after softcap if any, to log2 units
-  float tanh_scale;    // attention/score_scale.cuh, cap_scores; 0: no softcap
-  float one_over_cap;  // 8 bits, in log2 units: score_scale is then that of scores before softcap
+  Window window;
+  ScoreScale score_scale;
 };
 
 }  // namespace flashattn3::forward

@@ -43,13 +43,6 @@ constexpr bool promotes_in_smem(const Config& config) {
   return is_quantized(config.dtype) && (config.head_dim <= 128 || config.num_q_buffers == 1);
 }
 
-// Whether promotion keeps its bf16 sums in registers. int8 kernel configs would spill them, as
-// three warpgroups at 128 columns would.
-constexpr bool promotes_in_registers(const Config& config) {
-  return config.dtype == ElementType::kE4m3 &&
-         (config.head_dim == 64 || (config.head_dim == 128 && config.num_mma_warpgroups == 2));
-}
-
 // Bytes reserved for SharedStorage before the tiles, which need 1024-byte alignment.
 constexpr int shared_storage_bytes(const Config& config) {
   return is_quantized(config.dtype) && config.head_dim <= 128 ? 2048 : 1024;
@@ -74,16 +67,6 @@ constexpr int smem_bytes(const Config& config) {
          config.num_q_buffers * config.block_m * head_dim_bytes(config) +
          config.num_stages * (config.block_n * head_dim_bytes(config) + v_tile_bytes(config)) +
          staged;
-}
-
-// Promotion workspace of a thread in device memory (promotion.cuh), in units of 16 bytes: fp32
-// sums of its accumulators, the row_max values, and bf16 sums of its accumulators.
-constexpr int promoted_words(int head_dim) { return head_dim / 8 + 1 + head_dim / 16; }
-
-// Promotion workspace of all CTAs in bytes; 0: there are too few keys to promote O.
-constexpr int64_t promoted_bytes(const Config& config, int num_ctas, int seqlen_k) {
-  if (config.promote_keys == 0 || seqlen_k <= 512) return 0;
-  return int64_t{num_ctas} * promoted_words(config.head_dim) * 128 * config.num_mma_warpgroups * 16;
 }
 
 }  // namespace flashattn3::forward

@@ -3,29 +3,24 @@
 // registers of S, while this tile is stored.
 #pragma once
 
-#include <type_traits>
-
+#include "forward/arguments.h"
 #include "forward/epilogue.cuh"
-#include "forward/mainloop.cuh"
-#include "forward/mainloop_fp8.cuh"
+#include "forward/traits.cuh"
+#include "ptx/bulk_copy.cuh"
 
 namespace flashattn3::forward {
 
-template <Config kConfig>
-using MainloopOf =
-    std::conditional_t<is_quantized(kConfig.dtype), MainloopFp8<kConfig>, Mainloop<kConfig>>;
-
-template <Config kConfig>
-class Consumer : MainloopOf<kConfig> {
-  using Base = MainloopOf<kConfig>;
-  using Base::args_, Base::kStages, Base::kv_, Base::q_, Base::shared_, Base::staged_,
-      Base::storage_, Base::tile_, Base::warpgroup_;
-  using typename Base::Out, typename Base::Probabilities, typename Base::Scores;
-  using typename Base::Softmax, typename Base::Traits, typename Base::Work;
+// Mainloop: of 16-bit or of 8-bit inputs.
+template <class Mainloop>
+class Consumer : Mainloop {
+  using Mainloop::args_, Mainloop::kStages, Mainloop::kv_, Mainloop::q_, Mainloop::shared_,
+      Mainloop::staged_, Mainloop::storage_, Mainloop::tile_, Mainloop::warpgroup_;
+  using typename Mainloop::Out, typename Mainloop::Probabilities, typename Mainloop::Scores;
+  using typename Mainloop::Softmax, typename Mainloop::Traits, typename Mainloop::Work;
 
  public:
   __device__ __forceinline__ Consumer(const Arguments& args, uint8_t* shared, int warpgroup)
-      : Base(args, shared, warpgroup) {}
+      : Mainloop(args, shared, warpgroup) {}
 
   __device__ __forceinline__ void run() {
     Scores s;
@@ -36,17 +31,17 @@ class Consumer : MainloopOf<kConfig> {
     bool ahead = false;  // s already holds S of the tile's first block
     while (true) {
       if (!ahead) {
-        work = this->get_next_work();
+        work = get_next_work();
         if (!work.any()) return;
         this->begin_tile(this->tile());
-        this->start_first_qk(s, work, kv_);
+        start_first_qk(s, work, kv_);
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
       }
       this->skip_v(work.above);
       this->attend(s, o, p, softmax, work.blocks);
 
-      storage_.v_full[kv_.index()].wait(kv_.phase());  // Sync: the last V is loaded.
+      this->wait_for_v(kv_);
       this->gemm_pv(o, p, kv_);
       if constexpr (!Traits::kOutOverQ) this->release_q();
       q_.advance();
@@ -60,7 +55,7 @@ class Consumer : MainloopOf<kConfig> {
       ahead = next.any() && next.above <= kStages;
       if (ahead) {
         this->begin_tile(storage_.tile[tile_.next().index()]);
-        this->start_first_qk(s, next, kv_.next());
+        start_first_qk(s, next, kv_.next());
         warpgroup_wait<1>();
         store_tile(o, softmax);
         warpgroup_wait<0>();
@@ -75,11 +70,44 @@ class Consumer : MainloopOf<kConfig> {
   }
 
  private:
+  // Returns the next work with keys and stores zeros for work tiles without; empty: none is left.
+  __device__ __forceinline__ Work get_next_work() {
+    this->release_staged_q();
+    while (true) {
+      // Sync: the producer has written the WorkTile. It stays valid until this warp has stored the
+      // tile; reading it from shared memory where needed costs no registers in the main loop.
+      storage_.tile_full[tile_.index()].wait(tile_.phase());
+      const Work work = this->work_of(this->tile());
+      if (work.any() || uniform(this->tile().first_row) < 0) return work;
+      if (work.above > 0) {  // else the producer loads nothing for this tile, not even Q
+        this->wait_for_q();  // else the warp could arrive twice in one phase of q_empty
+        this->release_q();
+        q_.advance();
+        this->skip_n_blocks(work.above);
+      }
+      store_nothing(args_, this->tile(), this->warp_first_row());
+      this->release_tile();
+    }
+  }
+
+  // Skips work.above K tiles and starts the first QK GEMM. at: stage of the work tile's first K.
+  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
+                                                 PipelineState<kStages> at) {
+    this->wait_for_q();
+    for (int i = 0; i < work.above; ++i) {
+      this->wait_for_k(at);
+      this->release_k(at);
+      at.advance();
+    }
+    this->wait_for_k(at);
+    this->gemm_qk(s, at);
+  }
+
   // Stores the tile. O is complete; q_ is at the next tile's Q.
   __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax) {
     warpgroup_fence_operand(o);
-    if constexpr (Traits::kQuantized) this->finish(o, softmax);
-    storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp has finished reading V.
+    this->finish(o, softmax);
+    this->release_v(kv_);
     kv_.advance();
     if constexpr (Traits::kOutOverQ) {
       const int warp = threadIdx.x / 32;
@@ -94,7 +122,7 @@ class Consumer : MainloopOf<kConfig> {
       if (threadIdx.x % 32 == 0) wait_for_stores();
       __syncwarp();
       constexpr int kAtomStride = kRowsOfWarp * 128;
-      const float scale = Traits::kQuantized ? storage_.out_scale[tile_.index()] : 1.f;
+      const float scale = this->out_scale();
       store_rows<Traits>(args_, this->tile(), this->warp_first_row(), o, softmax, scale,
                          this->staged_out(), kAtomStride);
     }

@@ -1,25 +1,19 @@
 // Base of both main loops: the consumer side of the Q, K, V and work tile pipelines. It waits for
-// stages, starts the GEMMs on them and releases them. A warpgroup owns 64 query rows of each work
-// tile. traits.cuh lists the barriers and their arrivals.
+// stages, releases them and skips those of other warpgroups, and it clips work tiles and the mask
+// to the 64 query rows of its warpgroup. traits.cuh lists the barriers and their arrivals.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/mask.cuh"
-#include "attention/score_scale.cuh"
-#include "attention/softmax.cuh"
-#include "attention/softmax_e4m3.cuh"
 #include "forward/arguments.h"
-#include "forward/epilogue.cuh"
 #include "forward/traits.cuh"
+#include "ptx/bulk_copy.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
-#include "tile/gemm_int8.cuh"
-#include "tile/row_sum_columns.cuh"
 
 namespace flashattn3::forward {
 
-template <Config kConfig>
+// Storage: SharedStorageOf the config, or what 8-bit kernel configs derive from it.
+template <Config kConfig, class Storage = SharedStorageOf<kConfig>>
 class ConsumerPipeline {
  protected:
   using Traits = KernelTraits<kConfig>;
@@ -27,7 +21,6 @@ class ConsumerPipeline {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kStages = Traits::kStages;
-  static constexpr bool kInteger = Traits::kInteger;
   using Scores = ScoreAccumulator<kElement>[kBlockN / 2];
   using Out = float[Traits::kOutRegisters];
   using Probabilities = flashattn3::Probabilities<value_type(kElement), kBlockN>;
@@ -35,15 +28,13 @@ class ConsumerPipeline {
   // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
   __device__ __forceinline__ ConsumerPipeline(const Arguments& args, uint8_t* shared, int warpgroup)
       : args_(args),
-        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        storage_(*reinterpret_cast<Storage*>(shared)),
         shared_(shared),
         warpgroup_(warpgroup) {
-    constexpr int kVAtomStride = Traits::kQuantized ? kCoreBytes : kBlockN * 128;
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     q_base_ = smem_desc_low(base, 16) + (Traits::kQOffset + warpgroup * 64 * 128) / 16;
     k_base_ = smem_desc_low(base, 16) + Traits::kKOffset / 16;
-    v_base_ = smem_desc_low(base, kVAtomStride) + Traits::kVOffset / 16;
-    start_ = cute::cast_smem_ptr_to_uint(storage_.bias_tile);
+    v_base_ = smem_desc_low(base, Traits::kVAtomStride) + Traits::kVOffset / 16;
   }
 
   // This warpgroup's share of a work tile.
@@ -62,27 +53,6 @@ class ConsumerPipeline {
             .template n_block_range<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
     if (mine.begin == mine.end) return {mine, all.end - all.begin, 0};
     return {mine, all.end - mine.end, mine.begin - all.begin};
-  }
-
-  // Returns the next work with keys and stores zeros for work tiles without; empty: none is left.
-  __device__ __forceinline__ Work get_next_work() {
-    release_staged_q();
-    while (true) {
-      // Sync: the producer has written the WorkTile. It stays valid until this warp has stored the
-      // tile; reading it from shared memory where needed costs no registers in the main loop.
-      storage_.tile_full[tile_.index()].wait(tile_.phase());
-      const Work work = work_of(tile());
-      if (work.any() || uniform(tile().first_row) < 0) return work;
-      if (work.above > 0) {  // else the producer loads nothing for this tile, not even Q
-        // Sync: Q is loaded. Without this wait the warp could arrive twice in one phase of q_empty.
-        storage_.q_full[q_.index()].wait(q_.phase());
-        release_q();
-        q_.advance();
-        skip_n_blocks(work.above);
-      }
-      store_nothing(args_, tile(), warp_first_row());
-      release_tile();
-    }
   }
 
   // This warp's staging buffer for rows of out, in kernel configs that do not stage them over Q.
@@ -120,32 +90,41 @@ class ConsumerPipeline {
     tile_.advance();
   }
 
-  // Skips work.above K tiles and starts the first QK GEMM. at: stage of the work tile's first K.
-  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
-                                                 PipelineState<kStages> at) {
+  __device__ __forceinline__ void wait_for_q() const {
     storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is loaded.
-    for (int i = 0; i < work.above; ++i) {
-      storage_.k_full[at.index()].wait(at.phase());
-      __syncwarp();
-      storage_.k_empty[at.index()].arrive_lanes();
-      at.advance();
-    }
-    storage_.k_full[at.index()].wait(at.phase());  // Sync: the first K is loaded.
-    gemm_qk(s, at);
+  }
+  __device__ __forceinline__ void wait_for_k(const PipelineState<kStages>& at) const {
+    storage_.k_full[at.index()].wait(at.phase());  // Sync: K is loaded.
+  }
+  __device__ __forceinline__ void wait_for_v(const PipelineState<kStages>& at) const {
+    storage_.v_full[at.index()].wait(at.phase());  // Sync: V is loaded.
   }
 
-  // Releases a K stage and its descales.
+  // Releases a K stage, and in 8-bit kernel configs its descales.
   __device__ __forceinline__ void release_k(PipelineState<kStages> at) {
     __syncwarp();
     storage_.k_empty[at.index()].arrive_lanes();  // Sync: every lane has read the descales.
   }
+  __device__ __forceinline__ void release_v(const PipelineState<kStages>& at) const {
+    storage_.v_empty[at.index()].arrive_warp();  // Sync: this warp has finished reading V.
+  }
 
-  // Starts S = Q K^T with the K at kv, which is loaded, and O += P V of the block before.
-  __device__ __forceinline__ void start_gemms(Scores& s, Out& o, const Probabilities& p,
-                                              PipelineState<kStages> kv) {
-    gemm_qk(s, kv);
-    storage_.v_full[kv_.index()].wait(kv_.phase());  // Sync: V of the block before is loaded.
-    gemm_pv(o, p, kv_);
+  // Descriptors of this warpgroup's rows of Q, and of the K or V tile at a stage.
+  __device__ __forceinline__ uint32_t q_desc() const {
+    return q_base_ + q_.index() * (Traits::kQBytes / 16);
+  }
+  __device__ __forceinline__ uint32_t k_desc(const PipelineState<kStages>& at) const {
+    return k_base_ + at.index() * (Traits::kKBytes / 16);
+  }
+  __device__ __forceinline__ uint32_t v_desc(const PipelineState<kStages>& at) const {
+    return v_base_ + at.index() * (Traits::kVBytes / 16);
+  }
+  // Addresses of the Q tile and of the K tile at a stage, to recompute scores.
+  __device__ __forceinline__ uint32_t q_address() const {
+    return cute::cast_smem_ptr_to_uint(shared_) + Traits::kQOffset + q_.index() * Traits::kQBytes;
+  }
+  __device__ __forceinline__ uint32_t k_address(const PipelineState<kStages>& at) const {
+    return cute::cast_smem_ptr_to_uint(shared_) + Traits::kKOffset + at.index() * Traits::kKBytes;
   }
 
   static __device__ __forceinline__ void rescale(Out& o, const float (&factor)[2]) {
@@ -153,32 +132,12 @@ class ConsumerPipeline {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
   }
 
-  __device__ __forceinline__ void gemm_qk(Scores& s, PipelineState<kStages> at) {
-    const uint32_t q = q_base_ + q_.index() * (Traits::kQBytes / 16);
-    const uint32_t k = k_base_ + at.index() * (Traits::kKBytes / 16);
-    if constexpr (kInteger) {
-      gemm_ss_int8<Traits::kBlockM, kBlockN, kHeadDim>(s, q, k, start_);
-    } else {
-      gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, q, k);
-    }
-  }
-
-  __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
-                                          PipelineState<kStages> at) {
-    const uint32_t v = v_base_ + at.index() * (Traits::kVBytes / 16);
-    if constexpr (Traits::kQuantized) {
-      gemm_rs_with_row_sum<kBlockN, kHeadDim>(o, p, v);
-    } else {
-      gemm_rs<kElement, kBlockN, kHeadDim>(o, p, v);
-    }
-  }
-
   // Skips V tiles that only other warpgroups need; their K tiles are already skipped.
   __device__ __forceinline__ void skip_v(int count) {
     for (int i = 0; i < count; ++i) {
-      storage_.v_full[kv_.index()].wait(kv_.phase());
+      wait_for_v(kv_);
       __syncwarp();
-      storage_.v_empty[kv_.index()].arrive_warp();
+      release_v(kv_);
       kv_.advance();
     }
   }
@@ -186,9 +145,8 @@ class ConsumerPipeline {
   // Skips K and V tiles that only other warpgroups need.
   __device__ __forceinline__ void skip_n_blocks(int count) {
     for (int i = 0; i < count; ++i) {
-      storage_.k_full[kv_.index()].wait(kv_.phase());
-      __syncwarp();
-      storage_.k_empty[kv_.index()].arrive_lanes();
+      wait_for_k(kv_);
+      release_k(kv_);
       skip_v(1);
     }
   }
@@ -204,7 +162,7 @@ class ConsumerPipeline {
   }
 
   __device__ __forceinline__ Mask tile_mask(int num_rows, int num_keys) const {
-    return Mask::of(num_rows, num_keys, args_.window_left, args_.window_right);
+    return Mask::of(num_rows, num_keys, args_.window.left, args_.window.right);
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, int block) const {
@@ -214,14 +172,14 @@ class ConsumerPipeline {
   }
 
   const Arguments& args_;
-  SharedStorageOf<kConfig>& storage_;
+  Storage& storage_;
   uint8_t* shared_;
   int warpgroup_;
-  uint32_t q_base_, k_base_, v_base_, start_;
-  bool staged_ = false;  // rows of out are staged over the Q buffer before q_
+  uint32_t q_base_, k_base_, v_base_;
   PipelineState<2> tile_{0};
   PipelineState<Traits::kQBuffers> q_{0};
   PipelineState<kStages> kv_{0};  // K and V share one PipelineState
+  bool staged_ = false;           // rows of out are staged over the Q buffer before q_
 };
 
 }  // namespace flashattn3::forward

@@ -1,7 +1,6 @@
 // The epilogue: normalises a warp's 16 rows of O and stores out and lse.
 #pragma once
 
-#include "attention/softmax.cuh"
 #include "forward/arguments.h"
 #include "forward/traits.cuh"
 #include "ptx/element.h"
@@ -40,7 +39,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
     const float sum = softmax.row_sum(r);
     inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
     inverse[r] *= scale;
-    const int row = first_row + thread_row(lane) + 8 * r;
+    const int row = first_row + thread_row(lane) + kRowStride * r;
     if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
       constexpr float kLn2 = 0.693147180559945f;
       args.lse[tile.batch_coord * args.lse_batch + (tile.row_offset + row) * args.lse_seq +

@@ -1,5 +1,5 @@
-// The forward kernel: persistent, one CTA per SM. The last warpgroup is the producer (load.cuh,
-// load_descales.cuh, zero_fill.cuh), the others are consumers (consumer.cuh).
+// The forward kernel: persistent, one CTA per SM. The last warpgroup is the producer (load.cuh),
+// the others are consumers (consumer.cuh). kernel_fp8.cuh has the roles of 8-bit kernel configs.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -9,32 +9,37 @@
 #include "forward/arguments.h"
 #include "forward/consumer.cuh"
 #include "forward/load.cuh"
-#include "forward/load_descales.cuh"
+#include "forward/mainloop.cuh"
 #include "forward/traits.cuh"
-#include "forward/zero_fill.cuh"
 #include "ptx/pdl.cuh"
-#include "tile/row_sum_columns.cuh"
 
 namespace flashattn3::forward {
 
+// What the warps of a CTA run for 16-bit inputs.
+template <Config kConfig>
+struct Roles {
+  using Traits = KernelTraits<kConfig>;
+  using Storage = SharedStorageOf<kConfig>;
+  using Mainloop = forward::Mainloop<kConfig>;
+  using SecondWarp = ZeroFill<kConfig>;  // of the producer warpgroup
+
+  // All threads call it before the CTA's first __syncthreads.
+  static __device__ __forceinline__ void init(uint8_t*) {}
+};
+
 // The template argument is a type, not a Config: the host stub that nvcc 13.0 generates for a
 // kernel with a struct as a template value argument does not compile.
-template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+template <class Roles>
+__global__ void __launch_bounds__(Roles::Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ Arguments args) {
-  constexpr Config kConfig = Traits::kConfig;
+  constexpr Config kConfig = Roles::Traits::kConfig;
+  using Traits = typename Roles::Traits;
   extern __shared__ __align__(1024) uint8_t shared[];
-  static_assert(sizeof(SharedStorageOf<kConfig>) <= shared_storage_bytes(kConfig));
+  static_assert(sizeof(typename Roles::Storage) <= shared_storage_bytes(kConfig));
 
   auto& storage = *reinterpret_cast<SharedStorageOf<kConfig>*>(shared);
   if (threadIdx.x == 0) storage.init(Traits::kConsumerWarps, Traits::kQuantized);
-  if constexpr (Traits::kQuantized) {
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      zero_row_sum_columns<Traits::kBlockN>(shared + Traits::kVOffset + stage * Traits::kVBytes +
-                                            Traits::kRowSumOffset);
-    }
-    if constexpr (Traits::kInteger) write_bias_tile(storage.bias_tile);
-  }
+  Roles::init(shared);
   // Sync: no thread uses a barrier before it is initialised.
   __syncthreads();
 
@@ -53,16 +58,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       griddepcontrol_wait();
       Producer<kConfig>(args, shared).run();
     } else if (warp == 1) {
-      if constexpr (Traits::kQuantized) {
-        griddepcontrol_wait();
-        DescaleLoader<kConfig>(args, shared).run();
-      } else {
-        ZeroFill<kConfig>(args, shared).run();
-      }
+      typename Roles::SecondWarp(args, shared).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<kConfig>(args, shared, warpgroup).run();
+    Consumer<typename Roles::Mainloop>(args, shared, warpgroup).run();
   }
 }
 

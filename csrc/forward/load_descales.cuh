@@ -1,21 +1,22 @@
 // The DescaleLoader warp of 8-bit kernel configs. For each K tile of a published work tile it
 // writes KvDescales for the consumers' softmax; for each V tile it writes the row sum columns, the
 // weights of its keys. k_full and v_full also count its arrivals. It also writes V's zero fill
-// (zero_fill.cuh). It follows the order of the loads, K0, K1, V0, K2, ..., so that it delays no
+// (ZeroFill). It follows the order of the loads, K0, K1, V0, K2, ..., so that it delays no
 // load that the producer could issue.
 #pragma once
 
-#include "attention/softmax_state.cuh"
 #include "forward/arguments.h"
-#include "forward/traits.cuh"
-#include "forward/zero_fill.cuh"
+#include "forward/load.cuh"
+#include "forward/traits_fp8.cuh"
+#include "ptx/approximations.cuh"
+#include "ptx/pdl.cuh"
 #include "tile/row_sum_columns.cuh"
 
 namespace flashattn3::forward {
 
 template <Config kConfig>
 class DescaleLoader {
-  using Traits = KernelTraits<kConfig>;
+  using Traits = QuantizedTraits<kConfig>;
   static constexpr int kGroups = Traits::kDescaleGroups;
   static constexpr int kBlocksAtOnce = 32 / kGroups;  // one lane per scale group of each block
   // Lower bound on log2(descale_v / out_scale); values scaled below it are negligible.
@@ -30,11 +31,12 @@ class DescaleLoader {
  public:
   __device__ __forceinline__ DescaleLoader(const Arguments& args, uint8_t* shared)
       : args_(args),
-        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        storage_(*reinterpret_cast<QuantizedStorageOf<kConfig>*>(shared)),
         shared_(shared),
         zero_fill_(args, shared) {}
 
   __device__ __forceinline__ void run() {
+    griddepcontrol_wait();
     while (true) {
       // Sync: the producer has written the WorkTile, as for the consumers.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
@@ -137,7 +139,7 @@ class DescaleLoader {
   }
 
   const Arguments& args_;
-  SharedStorageOf<kConfig>& storage_;
+  QuantizedStorageOf<kConfig>& storage_;
   uint8_t* shared_;
   ZeroFill<kConfig> zero_fill_;
   PipelineState<2> tile_{0};

@@ -8,7 +8,8 @@
 // (as in FlashAttention-3's ping-pong).
 #pragma once
 
-#include "attention/recompute_scores.cuh"
+#include "attention/score_scale.cuh"
+#include "attention/softmax.cuh"
 #include "forward/consumer_pipeline.cuh"
 
 namespace flashattn3::forward {
@@ -17,16 +18,31 @@ template <Config kConfig>
 class Mainloop : protected ConsumerPipeline<kConfig> {
  protected:
   using Base = ConsumerPipeline<kConfig>;
-  using Base::args_, Base::kBlockN, Base::kElement, Base::kHeadDim, Base::kStages, Base::kv_,
-      Base::q_, Base::shared_, Base::storage_;
+  using Base::args_, Base::kBlockN, Base::kElement, Base::kHeadDim, Base::kStages, Base::kv_;
   using typename Base::Out, typename Base::Probabilities, typename Base::Scores;
   using typename Base::Traits;
 
   using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked>;
+
   using Base::Base;
 
   // Called before the first QK GEMM of a work tile.
   __device__ __forceinline__ void begin_tile(const WorkTile&) {}
+
+  // O is complete, in units of out.
+  __device__ __forceinline__ void finish(Out&, Softmax&) {}
+  static __device__ constexpr float out_scale() { return 1.f; }
+
+  // Starts S = Q K^T with the K at this stage.
+  __device__ __forceinline__ void gemm_qk(Scores& s, PipelineState<kStages> at) {
+    gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at));
+  }
+
+  // Starts O += P V with the V at this stage.
+  __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
+                                          PipelineState<kStages> at) {
+    gemm_rs<kElement, kBlockN, kHeadDim>(o, p, this->v_desc(at));
+  }
 
   // Takes S of the last block; returns P of the first block and O of all blocks after it.
   __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
@@ -36,7 +52,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
     int block = mine.end - 1;
-    UniformScale scale{{args_.score_scale}};
+    UniformScale scale{{args_.score_scale.factor}};
     this->release_k(kv_);
     cap(s, scale);
     int highest[2];
@@ -50,25 +66,25 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
 
     // kv_ is one block behind kv: it is at the stage whose V has yet to be multiplied.
     PipelineState<kStages> kv = kv_.next();
-    if (block > mine.begin) storage_.k_full[kv.index()].wait(kv.phase());  // Sync: next K loaded.
-    scale = UniformScale{{args_.score_scale}};
+    if (block > mine.begin) this->wait_for_k(kv);
+    scale = UniformScale{{args_.score_scale.factor}};
     --block;
     for (; block >= mine.begin; --block) {
-      this->start_gemms(s, o, p, kv);
+      gemm_qk(s, kv);
+      this->wait_for_v(kv_);
+      gemm_pv(o, p, kv_);
       warpgroup_wait<1>();
       warpgroup_fence_operand(s);
       float factor[2];  // rescales O; set only if change.rescaled
       const Change change = softmax_step(s, softmax, factor, scale, kv, block, full_blocks);
       const PipelineState<kStages> next = kv.next();
-      // Sync: the next K is loaded. A branch that depends on the sums of the exponentials keeps the
-      // whole softmax before the wait for O: ptxas would move the wait up or the exponentials down,
-      // and nothing would overlap the PV GEMM. (Those sums are never negative.)
-      if (block > mine.begin || softmax.impossible()) {
-        storage_.k_full[next.index()].wait(next.phase());
-      }
+      // A branch that depends on the sums of the exponentials keeps the whole softmax before the
+      // wait for O: ptxas would move the wait up or the exponentials down, and nothing would
+      // overlap the PV GEMM. (Those sums are never negative.)
+      if (block > mine.begin || softmax.impossible()) this->wait_for_k(next);
       warpgroup_wait<0>();
       warpgroup_fence_operand(o);
-      storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp has finished reading V.
+      this->release_v(kv_);
       if (change.rescaled) this->rescale(o, factor);
       Softmax::pack(p, s);
       kv_ = kv;
@@ -88,7 +104,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
                                                  UniformScale scale, PipelineState<kStages> kv,
                                                  int block, BlockRange full_blocks) {
     Change change{false};
-    bool exact = args_.tanh_scale != 0.f;
+    bool exact = args_.score_scale.caps();
     if constexpr (Traits::kMasked) {
       exact = exact || !full_blocks.has(block) || softmax.warp_has_unseen();
     }
@@ -104,7 +120,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     return change;
   }
 
-  // Converts scores to exponents: softcap, row maxima, mask, and rescale if needed.
+  // Converts scores to exponents: cap, row maxima, mask, and rescale if needed.
   __device__ __forceinline__ Change exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
                                                   UniformScale& scale, int block,
                                                   BlockRange full_blocks, bool sum_overflow) {
@@ -126,18 +142,16 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
   }
 
   __device__ __forceinline__ void cap(Scores& s, UniformScale& scale) const {
-    if (args_.tanh_scale == 0.f) return;
-    cap_scores(s, args_.tanh_scale);
-    scale.restart(args_.score_scale);
+    if (!args_.score_scale.caps()) return;
+    cap_scores(s, args_.score_scale.tanh_scale);
+    scale.restart(args_.score_scale.factor);
   }
 
   // Recomputes S of the K tile at this stage; exponentiate_at_once has overwritten it.
   __device__ __forceinline__ void recompute_lost_scores(Scores& s,
                                                         PipelineState<kStages> at) const {
-    const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
     recompute_scores<kElement, Traits::kBlockM, kBlockN, kHeadDim>(
-        s, base + Traits::kQOffset + q_.index() * Traits::kQBytes,
-        base + Traits::kKOffset + at.index() * Traits::kKBytes, threadIdx.x / 32 * kRowsOfWarp);
+        s, this->q_address(), this->k_address(at), threadIdx.x / 32 * kRowsOfWarp);
   }
 };
 

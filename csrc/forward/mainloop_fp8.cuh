@@ -8,28 +8,59 @@
 // compute-sanitizer's synccheck reports kernels that do not.
 #pragma once
 
+#include "attention/block_scale.cuh"
+#include "attention/softmax_e4m3.cuh"
+#include "forward/arguments.h"
 #include "forward/consumer_pipeline.cuh"
 #include "forward/promotion.cuh"
+#include "forward/traits_fp8.cuh"
+#include "tile/gemm_int8.cuh"
+#include "tile/row_sum_columns.cuh"
 
 namespace flashattn3::forward {
 
 template <Config kConfig>
-class MainloopFp8 : protected ConsumerPipeline<kConfig> {
+class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConfig>> {
  protected:
-  using Base = ConsumerPipeline<kConfig>;
-  using Base::args_, Base::kBlockN, Base::kHeadDim, Base::kInteger, Base::kStages, Base::kv_,
-      Base::q_, Base::shared_, Base::storage_, Base::warpgroup_;
+  using Base = ConsumerPipeline<kConfig, QuantizedStorageOf<kConfig>>;
+  using Base::args_, Base::kBlockN, Base::kElement, Base::kHeadDim, Base::kStages, Base::kv_,
+      Base::storage_, Base::warpgroup_;
   using typename Base::Out, typename Base::Probabilities, typename Base::Scores;
-  using typename Base::Traits;
+  using Traits = QuantizedTraits<kConfig>;
+  static constexpr bool kInteger = Traits::kInteger;
 
   using Scale =
       BlockScale<Traits::kDescaleGroups, Traits::kKeysPerDescale, Traits::kAccumulatorBias>;
 
   using Softmax = SoftmaxE4m3<kBlockN, Traits::kMasked, Traits::kLowest, kInteger>;
-  using Base::Base;
+
+  __device__ __forceinline__ MainloopFp8(const Arguments& args, uint8_t* shared, int warpgroup)
+      : Base(args, shared, warpgroup),
+        bias_tile_(cute::cast_smem_ptr_to_uint(storage_.bias_tile)) {}
 
   // Called before the first QK GEMM of a work tile; loads Q's descale from device memory.
   __device__ __forceinline__ void begin_tile(const WorkTile& tile) { q_factor_ = q_factor(tile); }
+
+  // Factor of out for the tile at tile_; written before the last V is loaded.
+  __device__ __forceinline__ float out_scale() const {
+    return storage_.out_scale[this->tile_.index()];
+  }
+
+  // Starts S = Q K^T with the K at this stage.
+  __device__ __forceinline__ void gemm_qk(Scores& s, PipelineState<kStages> at) {
+    if constexpr (kInteger) {
+      gemm_ss_int8<Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at),
+                                                       bias_tile_);
+    } else {
+      gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at));
+    }
+  }
+
+  // Starts O += P V with the V at this stage.
+  __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
+                                          PipelineState<kStages> at) {
+    gemm_rs_with_row_sum<kBlockN, kHeadDim>(o, p, this->v_desc(at));
+  }
 
   // Takes S of the last block; returns P of the first block and O of all blocks after it.
   __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
@@ -38,7 +69,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
-    const bool capped = args_.tanh_scale != 0.f;
+    const bool capped = args_.score_scale.caps();
     num_promotions_ = 0;
     int block = mine.end - 1;
     Scale scale = scale_of(kv_);
@@ -57,7 +88,9 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     while (block >= mine.begin) {
       int stop = end_of_chunk(block, mine);
       for (; block >= stop; --block) {
-        this->start_gemms(s, o, p, kv);
+        gemm_qk(s, kv);
+        this->wait_for_v(kv_);
+        gemm_pv(o, p, kv_);
         scale.complete(q_factor_);
         warpgroup_wait<1>();
         warpgroup_fence_operand(s);
@@ -108,7 +141,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   __device__ __forceinline__ bool promotes() const { return args_.quantized.promoted != nullptr; }
 
   __device__ __forceinline__ Promotion<kConfig> promotion() {
-    return Promotion<kConfig>(args_, storage_, this->staged_out(), sums_);
+    return Promotion<kConfig>(args_.quantized, storage_, this->staged_out(), sums_);
   }
 
   // Last block of the chunk that starts with `block`; O is promoted after it, if at all.
@@ -119,7 +152,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   // Waits for the K behind kv, if there is `more`, and returns its scale; else the scale is unused.
   __device__ __forceinline__ Scale wait_for_next_k(PipelineState<kStages> kv, bool more) const {
     const PipelineState<kStages> next = kv.next();
-    if (more) storage_.k_full[next.index()].wait(next.phase());  // Sync: next K is loaded.
+    if (more) this->wait_for_k(next);
     return Scale(storage_.kv_descales[more ? next.index() : kStages]);
   }
 
@@ -127,7 +160,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   __device__ __forceinline__ void wait_for_pv(Out& o) {
     warpgroup_wait<0>();
     warpgroup_fence_operand(o);
-    storage_.v_empty[kv_.index()].arrive_warp();  // Sync: this warp has finished reading V.
+    this->release_v(kv_);
   }
 
   // Converts scores to codes relative to row_max; masked scores become -inf.
@@ -176,13 +209,12 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
     int key = max(column_of(s, r, code), 0);
     key = max(key, __shfl_xor_sync(~0u, key, 1));
     key = max(key, __shfl_xor_sync(~0u, key, 2));
-    const int row = threadIdx.x / 32 * kRowsOfWarp + threadIdx.x % 32 / 4 + 8 * r;
-    const uint32_t base = cute::cast_smem_ptr_to_uint(shared_);
+    const int row = thread_row(threadIdx.x) + kRowStride * r;
     float number = static_cast<float>(int8_score<Traits::kBlockM, kBlockN, kHeadDim>(
-        base + Traits::kQOffset + q_.index() * Traits::kQBytes,
-        base + Traits::kKOffset + kv.index() * Traits::kKBytes, row, key));
-    if (args_.tanh_scale != 0.f) {
-      const float ratio = scale.factor_of(key) * args_.one_over_cap / Traits::kExponentUnit;
+        this->q_address(), this->k_address(kv), row, key));
+    if (args_.score_scale.caps()) {
+      const float ratio =
+          scale.factor_of(key) * args_.score_scale.one_over_cap / Traits::kExponentUnit;
       number = capped_number(number, ratio, inverse_or_0(ratio));
     }
     return softmax.octaves_above(code, number, scale, key, r);
@@ -192,7 +224,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   __device__ __forceinline__ float q_factor(const WorkTile& tile) const {
     const int row = uniform(tile.first_row) + warpgroup_ * 64;
     const Descale& q = args_.quantized.q;
-    return q.at(q.of(tile.batch_idx, tile.head), row) * args_.score_scale *
+    return q.at(q.of(tile.batch_idx, tile.head), row) * args_.score_scale.factor *
            (Traits::kExponentUnit * Traits::kShiftUnit);
   }
 
@@ -202,10 +234,11 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig> {
   }
 
   __device__ __forceinline__ void cap(Scores& s, const Scale& scale) const {
-    if (!__builtin_expect(args_.tanh_scale != 0.f, false)) return;
-    cap_scores(s, scale, args_.one_over_cap / Traits::kExponentUnit);
+    if (!__builtin_expect(args_.score_scale.caps(), false)) return;
+    cap_scores(s, scale, args_.score_scale.one_over_cap / Traits::kExponentUnit);
   }
 
+  uint32_t bias_tile_;    // address
   float q_factor_ = 0.f;  // of this warpgroup's rows of the work tile
   PromotedSums<kConfig> sums_;
   int num_promotions_ = 0;  // promotions of O in this work tile, as Promotion::take counts them

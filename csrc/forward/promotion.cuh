@@ -10,12 +10,30 @@
 
 #include <cstdint>
 
-#include "attention/softmax_state.cuh"
 #include "forward/arguments.h"
-#include "forward/traits.cuh"
-#include "tile/tma_store.cuh"
+#include "forward/traits_fp8.cuh"
+#include "ptx/approximations.cuh"
+#include "ptx/bulk_copy.cuh"
+#include "tile/fragment.h"
 
 namespace flashattn3::forward {
+
+// Promotion workspace of a thread in device memory (promotion.cuh), in units of 16 bytes: fp32
+// sums of its accumulators, the row_max values, and bf16 sums of its accumulators.
+constexpr int promoted_words(int head_dim) { return head_dim / 8 + 1 + head_dim / 16; }
+
+// Promotion workspace of all CTAs in bytes; 0: there are too few keys to promote O.
+constexpr int64_t promoted_bytes(const Config& config, int num_ctas, int seqlen_k) {
+  if (config.promote_keys == 0 || seqlen_k <= 512) return 0;
+  return int64_t{num_ctas} * promoted_words(config.head_dim) * 128 * config.num_mma_warpgroups * 16;
+}
+
+// Whether promotion keeps its bf16 sums in registers. int8 kernel configs would spill them, as
+// three warpgroups at 128 columns would.
+constexpr bool promotes_in_registers(const Config& config) {
+  return config.dtype == ElementType::kE4m3 &&
+         (config.head_dim == 64 || (config.head_dim == 128 && config.num_mma_warpgroups == 2));
+}
 
 // Pairs of bf16 in 32 bits; the first element is the low half.
 __device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
@@ -47,7 +65,7 @@ struct PromotedSums {
 // row, and the same again. A step is 16 bytes in bf16 and two float4 in fp32.
 template <Config kConfig>
 class Promotion {
-  using Traits = KernelTraits<kConfig>;
+  using Traits = QuantizedTraits<kConfig>;
   static constexpr int kSteps = Traits::kHeadDim / 16;
   static constexpr int kThreads = 128 * Traits::kConsumers;
   // Where the bf16 sums are; if neither, in device memory (config.h).
@@ -59,8 +77,9 @@ class Promotion {
 
  public:
   // staged: the warp's staging buffer for rows of out.
-  __device__ __forceinline__ Promotion(const Arguments& args, SharedStorageOf<kConfig>& storage,
-                                       uint8_t* staged, PromotedSums<kConfig>& sums)
+  __device__ __forceinline__ Promotion(const QuantizedArguments& args,
+                                       QuantizedStorageOf<kConfig>& storage, uint8_t* staged,
+                                       PromotedSums<kConfig>& sums)
       : args_(args), storage_(storage), staged_(staged), sums_(sums) {}
 
   // Adds O to the bf16 sums and sets it to 0, except its last columns, the row sums.
@@ -193,7 +212,7 @@ class Promotion {
   // row_max of the fp32 sums and of the bf16 sums; the bf16 sums if not in shared memory.
   __device__ __forceinline__ float4* in_fp32() const {
     constexpr int64_t kWords = promoted_words(Traits::kHeadDim);
-    return args_.quantized.promoted + blockIdx.x * kWords * kThreads + threadIdx.x;
+    return args_.promoted + blockIdx.x * kWords * kThreads + threadIdx.x;
   }
   static __device__ __forceinline__ float2 of_fp32(const float4* at) {
     return reinterpret_cast<const float2*>(at + 2 * kSteps * kThreads)[0];
@@ -211,9 +230,8 @@ class Promotion {
     if constexpr (kInRegisters) return sums_.row_max;
     if constexpr (kInShared) {
       __syncwarp();
-      const float* of_row =
-          storage_.promoted_row_max + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-      return make_float2(of_row[0], of_row[8]);
+      const float* of_row = storage_.promoted_row_max + thread_row(threadIdx.x);
+      return make_float2(of_row[0], of_row[kRowStride]);
     }
     return reinterpret_cast<const float2*>(in_fp32() + 2 * kSteps * kThreads)[1];
   }
@@ -224,15 +242,15 @@ class Promotion {
       sums_.row_max = now;
     } else if constexpr (kInShared) {
       __syncwarp();
-      float* of_row = storage_.promoted_row_max + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-      if (threadIdx.x % 4 == 0) of_row[0] = now.x, of_row[8] = now.y;
+      float* of_row = storage_.promoted_row_max + thread_row(threadIdx.x);
+      if (threadIdx.x % 4 == 0) of_row[0] = now.x, of_row[kRowStride] = now.y;
     } else {
       reinterpret_cast<float2*>(in_fp32() + 2 * kSteps * kThreads)[1] = now;
     }
   }
 
-  const Arguments& args_;
-  SharedStorageOf<kConfig>& storage_;
+  const QuantizedArguments& args_;
+  QuantizedStorageOf<kConfig>& storage_;
   uint8_t* staged_;
   PromotedSums<kConfig>& sums_;
 };

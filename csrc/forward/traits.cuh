@@ -1,15 +1,13 @@
 // Compile-time properties of a kernel config: tile sizes, registers, the shared memory layout, and
-// the barriers with their arrival counts.
+// the barriers with their arrival counts. traits_fp8.cuh has what 8-bit kernel configs add.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/mask.cuh"
-#include "attention/score_scale.cuh"
 #include "forward/config.h"
 #include "ptx/mbarrier.cuh"
-#include "tile/gemm_int8.cuh"
-#include "tile/row_sum_columns.cuh"
+#include "tile/permuted_v.h"
 
 namespace flashattn3::forward {
 
@@ -28,25 +26,14 @@ struct KernelTraits {
   static constexpr int kThreads = num_threads(kConfig);
 
   static constexpr bool kQuantized = is_quantized(kElement);
-  // Softmax exponent units per log2 unit.
-  static constexpr float kExponentUnit = kQuantized ? kCodesPerOctave : 1.f;
-  // int8: initial value of the score accumulators; the shifts of the codes are relative to it.
-  static constexpr bool kInteger = kElement == ElementType::kInt8;
-  static constexpr int kAccumulatorBias = kInteger ? kInt8Bias<kHeadDim> : 0;
-  static constexpr int kShiftUnit = kInteger ? kAccumulatorBias : 1;
-  // Lower bound on log2 of a row's largest probability when row_max is set (softmax_e4m3.cuh): as
-  // low as the error on data with outliers allows, because it costs rescaling (docs/fp8.md).
-  static constexpr int kLowest = kHeadDim > 128 && !kInteger ? 7 : 5;
   static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // per row of Q, K or 16-bit V
   static constexpr int kAtomColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
   static constexpr int kVBytes = v_tile_bytes(kConfig);
-  static constexpr int kKeysPerDescale = kConfig.keys_per_descale;
-  static constexpr int kDescaleGroups = kQuantized ? kBlockN / kKeysPerDescale : 1;
+  static constexpr int kVAtomStride = kQuantized ? kCoreBytes : kBlockN * 128;  // smem_desc_low
   // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
   static constexpr int kOutRegisters = (kHeadDim + (kQuantized ? kRowSumColumns : 0)) / 2;
-  static constexpr int kRowSumOffset = kBlockN * kHeadDim;  // row sum columns follow V's columns
   static constexpr bool kOutOverQ = out_over_q(kConfig);
   static constexpr int kOutAtoms = out_columns_staged(kConfig) / 64;  // staged by a warp at once
   // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
@@ -63,10 +50,6 @@ struct KernelTraits {
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
                                             : kConsumers == 2 ? (kTight ? 240 : 232)
                                                               : 248;
-  // KV blocks between promotions of O, and promotions to bf16 before the bf16 sums are added to the
-  // fp32 sums (promotion.cuh).
-  static constexpr int kPromotionBlocks = kConfig.promote_keys / kBlockN;
-  static constexpr int kPromotionsToFp32 = 8;
 
   static_assert(kConsumers >= 1 && kConsumers <= 3);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
@@ -79,9 +62,7 @@ struct KernelTraits {
   static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDim / 2 +
                     (kQuantized ? 20 : 32) <=
                 kConsumerRegisters);
-  static_assert(kQuantized ? kKeysPerDescale % 32 == 0 && kBlockN % kKeysPerDescale == 0
-                           : kKeysPerDescale == 0);
-  static_assert(kConfig.promote_keys % kBlockN == 0);
+  static_assert(kQuantized || (kConfig.keys_per_descale == 0 && kConfig.promote_keys == 0));
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
   // Under a mask the first warpgroup skips this many K tiles before its first one; it releases
   // their V tiles only afterwards.
@@ -121,7 +102,7 @@ struct alignas(16) WorkTile {
 // order, even if it does not use the buffer: a warpgroup that needs no part of a K or V tile still
 // waits for it and releases it. Q has no phase for a work tile without keys; both sides see that in
 // WorkTile::n_blocks.
-template <int kStages, int kQBuffers, int kDescaleGroups, int kSumsRows>
+template <int kStages, int kQBuffers>
 struct SharedStorage {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kStages], k_empty[kStages];
@@ -129,14 +110,6 @@ struct SharedStorage {
   Barrier v_unfilled_full[kStages];  // V stages that still need zero fill
   Barrier tile_full[2], tile_empty[2];
   WorkTile tile[2];
-  // 8-bit kernel configs only. k_full covers kv_descales. out_scale: factor of out, per work tile;
-  // consumers read it after the last V tile. The last of kv_descales is of no stage: it is read,
-  // and not used, where a work tile has no next block. bias_tile: operand of the int8 accumulator
-  // bias.
-  KvDescales<kDescaleGroups> kv_descales[kStages + 1];
-  float out_scale[2];
-  alignas(16) uint8_t bias_tile[kBiasTileBytes];
-  float promoted_row_max[kSumsRows];  // row_max of the bf16 sums, per query row of the work tile
 
   // Called by one thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init(int consumer_warps, bool quantized) {
@@ -160,8 +133,6 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf =
-    SharedStorage<kConfig.num_stages, kConfig.num_q_buffers, KernelTraits<kConfig>::kDescaleGroups,
-                  promotes_in_smem(kConfig) ? kConfig.block_m : 1>;
+using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_q_buffers>;
 
 }  // namespace flashattn3::forward

@@ -130,8 +130,8 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.dv_batch = varlen ? 0 : params.dv_stride.batch;
   args.dv_seq = params.dv_stride.seq;
   args.dv_head = params.dv_stride.head;
-  args.seqlens_q = {forward.cu_seqlens_q, forward.seqused_q, forward.seqlen_q, forward.total_q};
-  args.seqlens_k = {forward.cu_seqlens_k, forward.seqused_k, forward.seqlen_k, forward.total_k};
+  args.seqlens_q = seqlens_q_of(forward);
+  args.seqlens_k = seqlens_k_of(forward);
   args.workspace = make_workspace<kConfig>(params);
   args.lse_delta =
       make_float_map("statistics", args.workspace.lse,
@@ -153,14 +153,10 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.qhead_per_kvhead = forward.num_heads_q / forward.num_heads_kv;
   args.head_dim = forward.head_dim;
   args.head_dim_v = forward.head_dim_v;
-  const Windows windows = windows_of(forward);
-  args.window_left = windows.left;
-  args.window_right = windows.right;
+  args.window = window_of(forward);
   args.deterministic = forward.deterministic;
-  const ScoreScales scales = score_scales(forward.softmax_scale, forward.softcap);
   args.softmax_scale = forward.softmax_scale;
-  args.score_scale = scales.score;
-  args.tanh_scale = scales.tanh;
+  args.score_scale = score_scale_of(forward, false);
   return args;
 }
 
@@ -184,7 +180,7 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardParams& pa
           .dlse_batch = varlen ? 0 : params.dlse_stride.batch,
           .dlse_seq = params.dlse_stride.seq,
           .dlse_head = params.dlse_stride.head,
-          .seqlens_q = {forward.cu_seqlens_q, forward.seqused_q, forward.seqlen_q, forward.total_q},
+          .seqlens_q = seqlens_q_of(forward),
           .workspace = make_workspace<kConfig>(params),
           .batch = forward.batch,
           .num_heads = forward.num_heads_q,

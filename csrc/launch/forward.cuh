@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "forward/kernel.cuh"
+#include "forward/kernel_fp8.cuh"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
@@ -19,7 +19,7 @@ namespace flashattn3 {
 
 template <forward::Config kConfig>
 constexpr auto forward_kernel() {
-  return &forward::attention_kernel<forward::KernelTraits<kConfig>>;
+  return &forward::attention_kernel<forward::RolesOf<kConfig>>;
 }
 
 template <forward::Config kConfig>
@@ -110,27 +110,18 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   args.lse_batch = varlen ? 0 : params.lse_stride.batch;
   args.lse_seq = params.lse_stride.seq;
   args.lse_head = params.lse_stride.head;
-  args.seqlens_q = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
-  // Without keys, kernels load none, whatever cu_seqlens_k and seqused_k hold.
+  args.seqlens_q = seqlens_q_of(params);
+  args.seqlens_k = seqlens_k_of(params);
+  // Without keys, kernels load none, whatever positions_k holds.
   const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
-  args.seqlens_k = {params.cu_seqlens_k, params.seqused_k, no_keys ? 0 : params.seqlen_k,
-                    params.total_k};
+  if (no_keys) args.seqlens_k.longest = 0;
   args.scheduler = make_scheduler_params(params, forward_tiles<kConfig>(params));
   args.num_heads_q = params.num_heads_q;
   args.num_heads_kv = params.num_heads_kv;
   args.qhead_per_kvhead = params.num_heads_q / params.num_heads_kv;
   args.head_dim_v = params.head_dim_v;
-  const Windows windows = windows_of(params);
-  args.window_left = windows.left;
-  args.window_right = windows.right;
-  const ScoreScales scales = score_scales(params.softmax_scale, params.softcap);
-  args.tanh_scale = scales.tanh;
-  args.score_scale = scales.score;
-  args.one_over_cap = 0.f;
-  if (kQuantized && scales.tanh != 0.f) {
-    args.score_scale = params.softmax_scale * kLog2e;
-    args.one_over_cap = 1.f / scales.score;
-  }
+  args.window = window_of(params);
+  args.score_scale = score_scale_of(params, kQuantized);
   return args;
 }
 

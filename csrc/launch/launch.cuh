@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <string>
 
+#include "attention/mask.cuh"
+#include "attention/score_scale.cuh"
+#include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "launch/errors.h"
 #include "launch/params.h"
@@ -16,12 +19,9 @@
 
 namespace flashattn3 {
 
-// Window sizes. An unbounded (negative) side becomes max(seqlen_q, seqlen_k), which no distance of
-// two positions exceeds.
-struct Windows {
-  int left, right;
-};
-inline Windows windows_of(const AttentionProblem& params) {
+// An unbounded (negative) side becomes max(seqlen_q, seqlen_k), which no distance of two positions
+// exceeds.
+inline Window window_of(const AttentionProblem& params) {
   const int widest = std::max(params.seqlen_q, params.seqlen_k);
   return {params.window_left < 0 ? widest : std::min(params.window_left, widest),
           params.window_right < 0 ? widest : std::min(params.window_right, widest)};
@@ -55,6 +55,22 @@ inline int64_t num_tiles(const AttentionProblem& problem, const WorkTiles& tiles
 inline int num_persistent_ctas(const AttentionProblem& problem, int64_t num_tiles) {
   const int64_t sms = int64_t{problem.num_sms} - problem.sm_margin;
   return static_cast<int>(std::max<int64_t>(1, std::min(sms, num_tiles)));
+}
+
+inline ScoreScale score_scale_of(const AttentionProblem& problem, bool quantized) {
+  const ScoreScales scales = score_scales(problem.softmax_scale, problem.softcap);
+  if (!quantized || scales.tanh == 0.f) return {scales.score, scales.tanh, 0.f};
+  return {problem.softmax_scale * kLog2e, scales.tanh, 1.f / scales.score};
+}
+
+// Tokens of q and out, and of k and v.
+inline SequenceTable seqlens_q_of(const ForwardParams& params) {
+  const TokenPositions& positions = params.positions_q;
+  return {positions.cu_seqlens, positions.seqused, params.seqlen_q, params.total_q};
+}
+inline SequenceTable seqlens_k_of(const ForwardParams& params) {
+  const TokenPositions& positions = params.positions_k;
+  return {positions.cu_seqlens, positions.seqused, params.seqlen_k, params.total_k};
 }
 
 inline TileSchedulerParams make_scheduler_params(const ForwardParams& params,

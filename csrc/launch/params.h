@@ -69,6 +69,13 @@ struct Strides {
   int64_t head;
 };
 
+// Where the sequences of a tensor are: int32, on the device. Values are clamped to the tensor, so
+// no value causes an access outside.
+struct TokenPositions {
+  const int32_t* cu_seqlens;  // (batch + 1); null if not varlen
+  const int32_t* seqused;     // (batch), shortens the sequences, or null
+};
+
 // Descales of a quantized tensor, float32, (batch, heads, blocks), any strides (in elements).
 struct BlockDescales {
   const float* data = nullptr;  // null: 1 everywhere
@@ -107,13 +114,10 @@ struct ForwardParams : AttentionProblem {
   Strides out_stride;
   Strides lse_stride;  // in elements, any value; varlen: batch is not read
 
-  // int32, on the device; values are clamped to the tensors, so no value causes an access outside.
-  const int32_t* cu_seqlens_q;  // (batch + 1); null if not varlen
-  const int32_t* cu_seqlens_k;  // (batch + 1); null if not varlen
-  const int32_t* seqused_q;     // (batch), shortens the sequences, or null
-  const int32_t* seqused_k;     // (batch), shortens the sequences, or null
-  // Rows of out and lse that belong to no sequence (gaps, beyond seqused_q): varlen: out becomes 0
-  // and lse -inf, else they are not written.
+  // Rows of out and lse that belong to no sequence (gaps, past a used length): varlen: out becomes
+  // 0 and lse -inf, else they are not written.
+  TokenPositions positions_q;  // of q and out
+  TokenPositions positions_k;  // of k and v
 
   // Varlen: workspace of 2 * batch + 1 int32, which every launch fills.
   int32_t* varlen_schedule;

@@ -1,4 +1,5 @@
 #include "launch/errors.h"
+#include "launch/launch.cuh"
 #include "launch/varlen.h"
 #include "varlen/prepare.cuh"
 
@@ -6,8 +7,8 @@ namespace flashattn3 {
 
 void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_t stream) {
   varlen::Arguments args{};
-  args.seqlens_q = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
-  args.seqlens_k = {params.cu_seqlens_k, params.seqused_k, params.seqlen_k, params.total_k};
+  args.seqlens_q = seqlens_q_of(params);
+  args.seqlens_k = seqlens_k_of(params);
   args.batch = params.batch;
   args.block_m = block_m;
   args.schedule = {params.varlen_schedule, params.batch};
@@ -26,8 +27,8 @@ void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_
 void launch_varlen_backward(const ForwardParams& params, int block_n, cudaStream_t stream) {
   // The backward's work tiles are n_blocks, so keys take the place of the kernel's queries.
   varlen::Arguments args{};
-  args.seqlens_q = {params.cu_seqlens_k, params.seqused_k, params.seqlen_k, params.total_k};
-  args.seqlens_k = {params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.total_q};
+  args.seqlens_q = seqlens_k_of(params);
+  args.seqlens_k = seqlens_q_of(params);
   args.batch = params.batch;
   args.block_m = block_n;
   args.schedule = {params.varlen_schedule, params.batch};

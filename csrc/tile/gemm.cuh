@@ -3,20 +3,18 @@
 // A tile of rows x columns is stored as atoms of 128 bytes of columns: atom c holds all R rows,
 // 128 bytes each, in the 128-byte swizzle that TMA writes, R * 128 bytes in total. Atoms, and the
 // 64-row slabs of Q in them, start at multiples of 1024 bytes.
-//
-// 8-bit V is stored permuted (permuted_v.h, row_sum_columns.cuh), because WGMMA takes 8-bit B
-// operands K-major only.
+// gemm_int8.cuh, row_sum_columns.cuh and gemm_mn.cuh have the others.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/arch/util.hpp>
 
+#include "ptx/convert_16bit.cuh"
+#include "ptx/load_shared.cuh"
+#include "ptx/mma_sync.cuh"
 #include "ptx/wgmma.cuh"
-#include "tile/permuted_v.h"
+#include "tile/fragment.h"
 
 namespace flashattn3 {
 
@@ -30,14 +28,6 @@ __device__ __forceinline__ uint32_t smem_desc_low(uint32_t address, int atom_str
 // The high word is constant: 1024 bytes between groups of 8 rows, 128-byte swizzle.
 __device__ __forceinline__ uint64_t smem_desc(uint32_t low) {
   constexpr uint32_t kHigh = (1024 >> 4) | 1u << 30;
-  return static_cast<uint64_t>(kHigh) << 32 | low;
-}
-
-// Matrix descriptor of a K-major, unswizzled permuted V tile of kN keys. Stride byte offset:
-// between groups of 8 columns. atom_stride of smem_desc_low: between groups of 16 keys.
-template <int kN>
-__device__ __forceinline__ uint64_t permuted_v_desc(uint32_t low) {
-  constexpr uint32_t kHigh = kN / kCoreRowKeys * kCoreBytes >> 4;
   return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
@@ -86,72 +76,10 @@ __device__ __forceinline__ void gemm_rs(float (&o)[kHeadDim / 2],
   cute::warpgroup_commit_batch();
 }
 
-// Starts o += p * v. p: 64 rows of 64 columns; v: 64 rows of kColumns columns.
-template <ElementType kElement, int kColumns>
-__device__ __forceinline__ void gemm_ss_mn_b(float (&o)[kColumns / 2], uint32_t p, uint32_t v) {
-  warpgroup_fence_operand(o);
-  cute::warpgroup_arrive();
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {  // 32 bytes of columns; 16 rows of 128 bytes
-    Wgmma<kElement, kColumns>::ss_mn_b(o, smem_desc(p + step * 2), smem_desc(v + step * 128));
-  }
-  cute::warpgroup_commit_batch();
-}
-
-template <ElementType kElement, int kDepth, int kColumns>
-__device__ __forceinline__ void add_gemm_ss_mn_ab(float (&o)[kColumns / 2], uint32_t s, uint32_t k,
-                                                  bool add) {
-#pragma unroll
-  for (int step = 0; step < kDepth / 16; ++step) {  // 16 rows of 128 bytes
-    Wgmma<kElement, kColumns>::ss_mn_ab(o, smem_desc(s + step * 128), smem_desc(k + step * 128),
-                                        add || step > 0);
-  }
-}
-
-// Starts o = s^T * k. s: kDepth rows x 64 columns (o's rows); k: kDepth rows x kColumns columns.
-template <ElementType kElement, int kDepth, int kColumns>
-__device__ __forceinline__ void gemm_ss_mn_ab(float (&o)[kColumns / 2], uint32_t s, uint32_t k) {
-  warpgroup_fence_operand(o);
-  cute::warpgroup_arrive();
-  add_gemm_ss_mn_ab<kElement, kDepth, kColumns>(o, s, k, false);
-  cute::warpgroup_commit_batch();
-}
-
-// Starts o = s^T * k + other_s^T * other_k.
-template <ElementType kElement, int kDepth, int kColumns>
-__device__ __forceinline__ void gemm_ss_mn_ab(float (&o)[kColumns / 2], uint32_t s, uint32_t k,
-                                              uint32_t other_s, uint32_t other_k) {
-  warpgroup_fence_operand(o);
-  cute::warpgroup_arrive();
-  add_gemm_ss_mn_ab<kElement, kDepth, kColumns>(o, s, k, false);
-  add_gemm_ss_mn_ab<kElement, kDepth, kColumns>(o, other_s, other_k, true);
-  cute::warpgroup_commit_batch();
-}
-
 // Waits until at most kPending WGMMA groups committed above are in flight.
 template <int kPending>
 __device__ __forceinline__ void warpgroup_wait() {
   cute::warpgroup_wait<kPending>();
-}
-
-template <ElementType kElement>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  uint32_t packed;
-  if constexpr (kElement == ElementType::kBFloat16) {
-    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
-template <ElementType kElement>
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (kElement == ElementType::kBFloat16) {
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
-  } else {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  }
 }
 
 // Packs the accumulators of S as the A operand of PV without shuffles: an accumulator pair is in
@@ -162,6 +90,37 @@ __device__ __forceinline__ void pack_probabilities(Probabilities<kElement, kN>& 
                                                    const float (&s)[kN / 2]) {
 #pragma unroll
   for (int i = 0; i < kN / 4; ++i) p[i / 4][i % 4] = pack<kElement>(s[2 * i], s[2 * i + 1]);
+}
+
+// Computes S of one warp's 16 rows once more, from tiles that are still in shared memory: for the
+// rare case that overflowing exponentials have overwritten it; no other warp takes part. q: address
+// of a tile of kBlockM rows, first_row the warp's first in it; k: of kN rows. s: as gemm_ss leaves
+// it; mma.sync has the same fragments, 8 columns at a time. The swizzle exchanges vectors of 16
+// bytes by the row modulo 8, here that of register 0.
+template <ElementType kElement, int kBlockM, int kN, int kHeadDim>
+__device__ __forceinline__ void recompute_scores(float (&s)[kN / 2], uint32_t q, uint32_t k,
+                                                 int first_row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) s[i] = 0.f;
+  const int row = thread_row(lane);
+  q += (first_row + row) * 128 + thread_column(lane) * element_bytes(kElement);
+  k += row * 128 + thread_column(lane) * element_bytes(kElement);
+#pragma unroll 1
+  for (int step = 0; step < kHeadDim * element_bytes(kElement) / 32; ++step) {
+    const uint32_t vecs[2] = {static_cast<uint32_t>((step % 4 * 2) ^ row) * 16,
+                              static_cast<uint32_t>((step % 4 * 2 + 1) ^ row) * 16};
+    const uint32_t q_atom = q + step / 4 * kBlockM * 128, k_atom = k + step / 4 * kN * 128;
+    const uint32_t a[4] = {
+        load_shared(q_atom + vecs[0]), load_shared(q_atom + vecs[0] + kRowStride * 128),
+        load_shared(q_atom + vecs[1]), load_shared(q_atom + vecs[1] + kRowStride * 128)};
+#pragma unroll
+    for (int group = 0; group < kN / 8; ++group) {
+      const uint32_t b[2] = {load_shared(k_atom + group * (8 * 128) + vecs[0]),
+                             load_shared(k_atom + group * (8 * 128) + vecs[1])};
+      mma_fragment<kElement>(reinterpret_cast<float (&)[4]>(s[4 * group]), a, b);
+    }
+  }
 }
 
 }  // namespace flashattn3

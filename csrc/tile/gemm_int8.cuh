@@ -3,13 +3,15 @@
 
 #include <cstdint>
 
+#include "ptx/load_shared.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
+#include "tile/fragment.h"
 #include "tile/gemm.cuh"
 
 namespace flashattn3 {
 
-// Accumulator bias of int8 scores, so that none is negative (score_accumulator.cuh): 32 * 255^2
+// Accumulator bias of int8 scores, so that none is negative (fragment.h): 32 * 255^2
 // for each 128 columns, each of whose products is at least -128 * 127.
 template <int kHeadDim>
 constexpr int kInt8Bias = (kHeadDim + 127) / 128 * 32 * 255 * 255;
@@ -23,15 +25,6 @@ constexpr int kBiasTileBytes = 128;
 __device__ __forceinline__ void write_bias_tile(uint8_t* bias_tile) {
   for (int i = threadIdx.x; i < kBiasTileBytes; i += blockDim.x) bias_tile[i] = 255;
   fence_async_proxy();
-}
-
-__device__ __forceinline__ uint4 load_shared_unit(uint32_t address) {
-  uint4 vec;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(vec.x), "=r"(vec.y), "=r"(vec.z), "=r"(vec.w)
-               : "r"(address)
-               : "memory");
-  return vec;
 }
 
 // Starts s = kInt8Bias + q * k^T, with q and k as in gemm_ss. bias_tile: address of the tile that
@@ -53,6 +46,17 @@ __device__ __forceinline__ void gemm_ss_int8(uint32_t (&s)[kN / 2], uint32_t q, 
                 true);
   }
   cute::warpgroup_commit_batch();
+}
+
+// Returns the tile column of a score of row r that equals `value`; -1 if this thread holds none.
+template <class S, int kCount>
+__device__ __forceinline__ int column_of(const S (&s)[kCount], int r, float value) {
+  int column = -1;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (row_of(i) == r && get(s[i]) == value) column = register_column(i);
+  }
+  return column < 0 ? -1 : column + thread_column(threadIdx.x);
 }
 
 // Recomputes the score of one query row and one key from the tiles in shared memory and returns it

@@ -16,8 +16,6 @@
 
 #include <cstdint>
 
-#include "tile/fragment.h"
-
 namespace flashattn3 {
 
 constexpr int kCoreRowKeys = 16;  // keys, and bytes, of a row of a core matrix
@@ -32,8 +30,6 @@ constexpr int padded_columns(int head_dim) {
 
 // Key, among 16, at position 4 * quad + i. quad: lane in a quad; i: 0 to 3.
 constexpr int permuted_key(int quad, int i) { return 2 * quad + i % 2 + i / 2 * 8; }
-static_assert(permuted_key(3, 1) == thread_column(3) + register_column(1) &&
-              permuted_key(3, 2) == thread_column(3) + register_column(4));
 
 constexpr int64_t padded_keys(int64_t keys) {
   return (keys + kKeyGroup - 1) / kKeyGroup * kKeyGroup;

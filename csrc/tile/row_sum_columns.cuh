@@ -3,7 +3,7 @@
 // move to a register of their own after every tile (accumulator promotion, DeepSeek-V3, arXiv
 // 2412.19437): WGMMA truncates additions to a large sum (9 % lost over 4096 keys).
 //
-// A key's weight is the inverse of a factor of its probability, any float (score_scale.cuh).
+// A key's weight is the inverse of a factor of its probability, any float (block_scale.cuh).
 // Column c holds the remainder that the columns before it leave, times 2^(4c), in e4m3, whose four
 // significant bits leave a sixteenth. A weight of 1 is stored as 2^kLog2KeyWeight, so that the
 // largest weight is below 448.
@@ -19,6 +19,9 @@
 #include "tile/permuted_v.h"
 
 namespace flashattn3 {
+
+static_assert(permuted_key(3, 1) == thread_column(3) + register_column(1) &&
+              permuted_key(3, 2) == thread_column(3) + register_column(4));
 
 constexpr int kLog2KeyWeight = 6;
 // WGMMA truncates the sum of a tile by about 1.1 % for normally distributed scores, by nothing if
@@ -62,6 +65,14 @@ __device__ __forceinline__ void write_row_sum_columns(uint8_t* weights, uint32_t
   const uint32_t bytes = __byte_perm(columns, 0, column * 0x1111);
   *reinterpret_cast<uint4*>(weights + row_sum_key(lane) * kRowSumColumns + column * kCoreRowKeys) =
       make_uint4(bytes, bytes, bytes, bytes);
+}
+
+// Matrix descriptor of a K-major, unswizzled permuted V tile of kN keys. Stride byte offset:
+// between groups of 8 columns. atom_stride of smem_desc_low: between groups of 16 keys.
+template <int kN>
+__device__ __forceinline__ uint64_t permuted_v_desc(uint32_t low) {
+  constexpr uint32_t kHigh = kN / kCoreRowKeys * kCoreBytes >> 4;
+  return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
 // Starts out += p * v, with the row sums as out's last columns. v: permuted V tile of kN keys x

@@ -7,6 +7,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/util.hpp>
 
+#include "ptx/bulk_copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "tile/fragment.h"
 
@@ -66,12 +67,6 @@ __device__ __forceinline__ void start_store(const void* tensor_map, const uint8_
       "l"(static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST))
       : "memory");
 }
-__device__ __forceinline__ void commit_stores() { cute::tma_store_arrive(); }
-// The same thread calls it: waits until the copies have read shared memory.
-__device__ __forceinline__ void wait_for_stores() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 // Destination of a warp's 16 rows.
 struct RowTarget {
   const void* tensor_map;      // boxes of 64 columns x kRowsOfWarp rows

@@ -132,10 +132,8 @@ ForwardParams make_params(const AttentionProblem& problem, const CallTensors& te
   params.out_stride = row_strides(out, varlen);
   const int64_t rows = problem.total_q;
   params.lse_stride = {.batch = varlen ? 0 : problem.num_heads_q * rows, .seq = 1, .head = rows};
-  params.cu_seqlens_q = indices(tensors.cu_seqlens_q);
-  params.cu_seqlens_k = indices(tensors.cu_seqlens_k);
-  params.seqused_q = indices(tensors.seqused_q);
-  params.seqused_k = indices(tensors.seqused_k);
+  params.positions_q = {indices(tensors.cu_seqlens_q), indices(tensors.seqused_q)};
+  params.positions_k = {indices(tensors.cu_seqlens_k), indices(tensors.seqused_k)};
   if (varlen_schedule) {
     params.varlen_schedule = static_cast<int32_t*>(varlen_schedule->data_ptr());
   }

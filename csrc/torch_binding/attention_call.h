@@ -30,6 +30,8 @@ struct CallTensors {
   std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
 
   static CallTensors take(Arguments& arguments);
+  // Whether used lengths shorten the sequences.
+  bool shortened() const { return seqused_q || seqused_k; }
 };
 
 // Throws "function: name.shape must be wanted, got found".

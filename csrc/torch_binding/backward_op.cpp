@@ -108,8 +108,7 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
   };
   params.forward.v_stride = row_strides(call.tensors.v, varlen);
   // The kernels write only the rows of sequences, and none if there is no query or no key.
-  if (varlen || call.tensors.seqused_q || call.tensors.seqused_k || problem.seqlen_q == 0 ||
-      problem.seqlen_k == 0) {
+  if (varlen || call.tensors.shortened() || problem.seqlen_q == 0 || problem.seqlen_k == 0) {
     for (const Tensor* gradient : {&dq, &dk, &dv}) clear(*gradient, stream);
   }
   kernel.launch(kernel.info.name, params, stream);

@@ -140,7 +140,7 @@ struct DeviceProblem {
     f.num_heads_q = c.heads_q, f.num_heads_kv = c.heads_kv;
     f.head_dim = c.head_dim, f.head_dim_v = c.head_dim_v;
     f.varlen = !c.cu_q.empty();
-    f.cu_seqlens_q = cu_q, f.cu_seqlens_k = cu_k, f.seqused_q = used_q, f.seqused_k = used_k;
+    f.positions_q = {cu_q, used_q}, f.positions_k = {cu_k, used_k};
     f.varlen_schedule = varlen_schedule;
     f.softmax_scale = c.scale, f.softcap = c.softcap;
     f.window_left = c.left, f.window_right = c.right;

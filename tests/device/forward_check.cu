@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "forward/promotion.cuh"
 #include "forward_cases.h"
 #include "forward_configs.h"
 #include "forward_problem.h"
@@ -52,8 +53,8 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   params.num_heads_q = c.heads_q, params.num_heads_kv = c.heads_kv;
   params.head_dim = c.head_dim, params.head_dim_v = c.head_dim_v;
   params.varlen = !c.cu_q.empty();
-  params.cu_seqlens_q = device_copy(c.cu_q), params.cu_seqlens_k = device_copy(c.cu_k);
-  params.seqused_q = device_copy(c.used_q), params.seqused_k = device_copy(c.used_k);
+  params.positions_q = {device_copy(c.cu_q), device_copy(c.used_q)};
+  params.positions_k = {device_copy(c.cu_k), device_copy(c.used_k)};
   params.varlen_schedule = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1));
   params.softmax_scale = c.scale, params.softcap = c.softcap;
   params.window_left = c.left, params.window_right = c.right;
@@ -108,10 +109,10 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
     }
   }
   cudaFree(lse), cudaFree(promoted);
-  for (const int* table : {params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q,
-                           params.seqused_k, static_cast<const int*>(params.varlen_schedule)}) {
-    cudaFree(const_cast<int*>(table));
+  for (const flashattn3::TokenPositions& positions : {params.positions_q, params.positions_k}) {
+    cudaFree(const_cast<int*>(positions.cu_seqlens)), cudaFree(const_cast<int*>(positions.seqused));
   }
+  cudaFree(params.varlen_schedule);
   return wrong;
 }
 

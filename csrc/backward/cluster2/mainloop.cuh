@@ -19,6 +19,7 @@
 #include "ptx/cluster.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
+#include "tile/gemm_mn.cuh"
 #include "tile/zero_fill.cuh"
 
 namespace flashattn3::backward::cluster2 {
@@ -59,8 +60,7 @@ class Consumer {
       return;
     }
     const int num_steps = (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
-    full_blocks_ =
-        mask().template full_m_blocks<kBlockM>(first_key_, first_key_ + Traits::kBlockN - 1);
+    full_blocks_ = full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
     scores_block_ = ds_block_ = dq_block_ = start_ = uniform(tile_.start);
     dq_accum_of_head_ = uniform(static_cast<int>(
         args_.workspace.first(args_.seqlens_q, tile_.batch_idx, tile_.head * args_.qhead_per_kvhead,
@@ -175,11 +175,11 @@ class Consumer {
   }
 
   // Computes P of the step at ds_at_ and stores it to a buffer that all warps have read: a warp
-  // writes dS of the previous step after its GEMM with P of the step before that. p: P, with a
-  // softcap times the cap's derivative.
+  // writes dS of the previous step after its GEMM with P of the step before that. p: P,
+  // times the cap's derivative if there is a cap.
   __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse,
                                                      uint32_t (&p)[kQueries / 4]) {
-    exponentiate(s, lse, args_.score_scale, args_.tanh_scale);
+    exponentiate(s, lse, args_.score_scale);
     const int block = ds_block_;
     if (block < full_blocks_.begin || block >= full_blocks_.end) {
       mask_probabilities<kQueries>(s, mask(), warp_first_key() + thread_row(threadIdx.x % 32),
@@ -188,10 +188,9 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
     stage_rows(rows_of_warp(Traits::kPOffset), p, warpgroup_ * 2);
-    if (args_.tanh_scale == 0.f) return;
+    if (!args_.score_scale.caps()) return;
     // Apply the cap's derivative now: tanh cannot be recovered later from 16 bits of P.
-    differentiate_cap(s, storage_.lse[ds_at_.index()] + warpgroup_ * kQueries, args_.score_scale,
-                      args_.tanh_scale);
+    differentiate_cap(s, storage_.lse[ds_at_.index()] + warpgroup_ * kQueries, args_.score_scale);
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
   }
@@ -333,8 +332,8 @@ class Consumer {
     return warpgroup_ * (Traits::kAtoms / 2) * kAtomStride;
   }
   __device__ __forceinline__ Mask mask() const {
-    return Mask::of(uniform(tile_.num_rows), uniform(tile_.num_keys), args_.window_left,
-                    args_.window_right);
+    return Mask::of(uniform(tile_.num_rows), uniform(tile_.num_keys), args_.window.left,
+                    args_.window.right);
   }
   __device__ __forceinline__ int warp_first_key() const {
     return first_key_ + threadIdx.x % 128 / 32 * kRowsOfWarp;

@@ -5,6 +5,8 @@
 
 #include "../unit.cuh"
 #include "attention/mask.cuh"
+#include "backward/probabilities.cuh"
+#include "backward/work_tile.cuh"
 #include "tile/fragment.h"
 
 namespace unit::mask {
@@ -122,11 +124,11 @@ inline void check_m_blocks(Result& result) {
         return true;
       };
       compare_range(result, name("m_block_range", c), num_blocks, seen,
-                    mask.m_block_range<kBlockM>(c.num_rows, first, last), first, last);
+                    backward::m_block_range<kBlockM>(mask, c.num_rows, first, last), first, last);
       compare_range(result, name("full_m_blocks", c), 16, full,
-                    mask.full_m_blocks<kBlockM>(first, first + kKeys - 1), first, last);
+                    backward::full_m_blocks<kBlockM>(mask, first, first + kKeys - 1), first, last);
     }
-    const BlockRange none = mask.m_block_range<kBlockM>(c.num_rows, 5, 4);
+    const BlockRange none = backward::m_block_range<kBlockM>(mask, c.num_rows, 5, 4);
     result.equal(0, none.end - none.begin, name("m_block_range of no keys", c));
   }
 }
@@ -177,7 +179,7 @@ __global__ void mask_all_probabilities(Mask mask, int num_m_blocks, float* found
     float p[kM / 2];
     for (int i = 0; i < kM / 2; ++i) p[i] = 1.f + i;
     const int key = 64 * static_cast<int>(blockIdx.x) + thread_row(threadIdx.x);
-    mask_probabilities<kM>(p, mask, key, block * kM);
+    backward::mask_probabilities<kM>(p, mask, key, block * kM);
     for (int i = 0; i < kM / 2; ++i) {
       const int row = block * kM + thread_column(threadIdx.x) + register_column(i);
       found[(key + register_row(i)) * (num_m_blocks * kM) + row] = p[i];

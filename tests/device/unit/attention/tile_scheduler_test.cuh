@@ -90,7 +90,7 @@ inline void check_varlen_order(Result& result) {
         const int blocks = batch.num_blocks[i];
         for (int head = 0; head < kHeads; ++head) {
           for (int block = 0; block < blocks; ++block, ++index) {
-            const TileCoord found = varlen_tile_coord(params, index);
+            const TileCoord found = find_tile(params, index);
             result.equal(last_first ? blocks - 1 - block : block, found.block, "block", index);
             result.equal(head + kHeads * batch.batch_indices[i], found.batch_head_idx,
                          "batch_head_idx", index);

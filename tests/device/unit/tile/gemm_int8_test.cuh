@@ -70,7 +70,35 @@ static_assert(kInt8Bias<64> == kInt8Bias<128> && kInt8Bias<256> == 2 * kInt8Bias
 static_assert(kInt8Bias<128> >= 128 * 128 * 127, "no sum of 128 products is below -bias");
 static_assert(kInt8Bias<256> + 256 * 128 * 128 < 1 << 23, "sums are denormal floats");
 
+constexpr int kColumns = 80;
+
+// column_of finds the value in the thread that holds it, in the given row alone.
+__global__ void store_columns(float value, int* found) {
+  float s[kColumns / 2];
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const int row = thread_row(threadIdx.x) + register_row(i);
+    s[i] = static_cast<float>(row * kColumns + thread_column(threadIdx.x) + register_column(i));
+  }
+  for (int r = 0; r < 2; ++r) found[2 * threadIdx.x + r] = column_of(s, r, value);
+}
+
+inline void check_columns(Result& result) {
+  for (const int at : {0, 1, 79, 80 * 8 + 5, 80 * 63 + 78, 80 * 20 + 33}) {
+    Array<int> found(256);
+    launch(store_columns, 1, 128, 0, static_cast<float>(at), found.device());
+    const int row = at / kColumns, column = at % kColumns;
+    for (int thread = 0; thread < 128; ++thread) {
+      for (int r = 0; r < 2; ++r) {
+        const bool holds =
+            thread_row(thread) + 8 * r == row && thread_column(thread) == column % 8 / 2 * 2;
+        result.equal(holds ? column : -1, found.download()[2 * thread + r], "column_of", thread, r);
+      }
+    }
+  }
+}
+
 static const Tests kTests = {
+    {"tile/gemm_int8: columns", Where::kGpu, check_columns},
     {"tile/gemm_int8: 128 keys, d64", Where::kGpu, check_scores<128, 64>},
     {"tile/gemm_int8: 96 keys, d128", Where::kGpu, check_scores<96, 128>},
     {"tile/gemm_int8: 128 keys, d256", Where::kGpu, check_scores<128, 256>}};

@@ -110,68 +110,6 @@ void check_rs(Result& result) {
   compare_product(result, p, false, v, 7, found.download());
 }
 
-// O = 7 + P V with both in shared memory.
-template <ElementType kElement, int kColumns>
-__global__ void store_ss_mn_b(const uint8_t* p, const uint8_t* v, float* found) {
-  uint8_t* p_tile = shared_memory();
-  uint8_t* v_tile = p_tile + tile_bytes(64, 128);
-  fill_tile(p_tile, p, 64, 128);
-  fill_tile(v_tile, v, 64, kColumns * 2);
-  __syncthreads();
-  float o[kColumns / 2];
-  for (int i = 0; i < kColumns / 2; ++i) o[i] = 7.f;
-  gemm_ss_mn_b<kElement, kColumns>(o, desc_low(p_tile, 64 * 128), desc_low(v_tile, 64 * 128));
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(o);
-  store_fragment<kColumns>(o, found);
-}
-
-template <ElementType kElement, int kColumns>
-void check_ss_mn_b(Result& result) {
-  const Matrix p(64, 64, 4, 5), v(64, kColumns, 4, 6);
-  Array<uint8_t> p_bytes(p.bytes(kElement)), v_bytes(v.bytes(kElement));
-  Array<float> found(64 * kColumns);
-  launch(store_ss_mn_b<kElement, kColumns>, 1, 128, tile_bytes(64, 128 + kColumns * 2),
-         p_bytes.device(), v_bytes.device(), found.device());
-  compare_product(result, p, false, v, 7, found.download());
-}
-
-// O = S^T K, or with kTwice O = S^T K + S^T K.
-template <ElementType kElement, int kDepth, int kColumns, bool kTwice>
-__global__ void store_ss_mn_ab(const uint8_t* s, const uint8_t* k, float* found) {
-  uint8_t* s_tile = shared_memory();
-  uint8_t* k_tile = s_tile + tile_bytes(kDepth, 128);
-  fill_tile(s_tile, s, kDepth, 128);
-  fill_tile(k_tile, k, kDepth, kColumns * 2);
-  __syncthreads();
-  float o[kColumns / 2];
-  for (int i = 0; i < kColumns / 2; ++i) o[i] = NAN;  // not read
-  const uint32_t s_low = desc_low(s_tile, 16), k_low = desc_low(k_tile, kDepth * 128);
-  if constexpr (kTwice) {
-    gemm_ss_mn_ab<kElement, kDepth, kColumns>(o, s_low, k_low, s_low, k_low);
-  } else {
-    gemm_ss_mn_ab<kElement, kDepth, kColumns>(o, s_low, k_low);
-  }
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(o);
-  store_fragment<kColumns>(o, found);
-}
-
-template <ElementType kElement, int kDepth, int kColumns, bool kTwice>
-void check_ss_mn_ab(Result& result) {
-  const Matrix s(kDepth, 64, 4, 7), k(kDepth, kColumns, 4, 8);
-  Array<uint8_t> s_bytes(s.bytes(kElement)), k_bytes(k.bytes(kElement));
-  Array<float> found(64 * kColumns);
-  launch(store_ss_mn_ab<kElement, kDepth, kColumns, kTwice>, 1, 128,
-         tile_bytes(kDepth, 128 + kColumns * 2), s_bytes.device(), k_bytes.device(),
-         found.device());
-  std::vector<float> product = found.download();
-  if (kTwice) {
-    for (float& x : product) x /= 2.f;
-  }
-  compare_product(result, s, true, k, 0, product);
-}
-
 // pack rounds to nearest, the low half first; unpack returns both halves.
 template <ElementType kElement>
 __global__ void store_packed(const float* values, uint32_t* packed, float2* unpacked) {
@@ -205,6 +143,49 @@ void check_pack(Result& result) {
   }
 }
 
+// S of one warp's rows from the tiles in shared memory, exact for small integers. All eight warps
+// of two warpgroups, one after the other: no other warp takes part.
+template <ElementType kElement, int kN, int kHeadDim>
+__global__ void store_recomputed(const uint8_t* q, const uint8_t* k, float* found) {
+  constexpr int kBlockM = 128;
+  uint8_t* q_tile = shared_memory();
+  uint8_t* k_tile = q_tile + tile_bytes(kBlockM, kHeadDim * 2);
+  fill_tile(q_tile, q, kBlockM, kHeadDim * 2);
+  fill_tile(k_tile, k, kN, kHeadDim * 2);
+  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  for (int turn = 0; turn < 8; ++turn) {
+    if (warp == turn) {
+      float s[kN / 2];
+      recompute_scores<kElement, kBlockM, kN, kHeadDim>(s, cute::cast_smem_ptr_to_uint(q_tile),
+                                                        cute::cast_smem_ptr_to_uint(k_tile),
+                                                        warp * kRowsOfWarp);
+      for (int i = 0; i < kN / 2; ++i) {
+        const int row = thread_row(threadIdx.x) + register_row(i);
+        found[row * kN + thread_column(threadIdx.x) + register_column(i)] = s[i];
+      }
+    }
+    __syncthreads();
+  }
+}
+
+template <ElementType kElement, int kN, int kHeadDim>
+void check_recomputed(Result& result) {
+  const Matrix q(128, kHeadDim, 4, 31), k(kN, kHeadDim, 4, 32);
+  Array<uint8_t> q_bytes(q.bytes(kElement)), k_bytes(k.bytes(kElement));
+  Array<float> found(128 * kN);
+  launch(store_recomputed<kElement, kN, kHeadDim>, 1, 256, tile_bytes(128 + kN, kHeadDim * 2),
+         q_bytes.device(), k_bytes.device(), found.device());
+  const std::vector<float>& s = found.download();
+  for (int row = 0; row < 128; ++row) {
+    for (int key = 0; key < kN; ++key) {
+      int wanted = 0;
+      for (int i = 0; i < kHeadDim; ++i) wanted += q.at(row, i) * k.at(key, i);
+      result.equal(wanted, s[row * kN + key], "S", row, key);
+    }
+  }
+}
+
 constexpr ElementType kBf16 = ElementType::kBFloat16, kFp16 = ElementType::kFloat16;
 constexpr ElementType kE4m3 = ElementType::kE4m3;
 
@@ -218,11 +199,8 @@ static const Tests kTests = {
     {"tile/gemm: rs bf16, 64 keys, d64", Where::kGpu, check_rs<kBf16, 64, 64>},
     {"tile/gemm: rs fp16, 80 keys, d192", Where::kGpu, check_rs<kFp16, 80, 192>},
     {"tile/gemm: rs bf16, 96 keys, d96", Where::kGpu, check_rs<kBf16, 96, 96>},
-    {"tile/gemm: ss_mn_b bf16, d128", Where::kGpu, check_ss_mn_b<kBf16, 128>},
-    {"tile/gemm: ss_mn_b fp16, d96", Where::kGpu, check_ss_mn_b<kFp16, 96>},
-    {"tile/gemm: ss_mn_ab bf16, 128 x d128", Where::kGpu, check_ss_mn_ab<kBf16, 128, 128, false>},
-    {"tile/gemm: ss_mn_ab fp16, 64 x d256", Where::kGpu, check_ss_mn_ab<kFp16, 64, 256, false>},
-    {"tile/gemm: ss_mn_ab of two tiles", Where::kGpu, check_ss_mn_ab<kBf16, 64, 128, true>},
+    {"tile/gemm: recompute bf16, 64 keys, d64", Where::kGpu, check_recomputed<kBf16, 64, 64>},
+    {"tile/gemm: recompute fp16, 80 keys, d192", Where::kGpu, check_recomputed<kFp16, 80, 192>},
     {"tile/gemm: pack bf16", Where::kGpu, check_pack<kBf16>},
     {"tile/gemm: pack fp16", Where::kGpu, check_pack<kFp16>}};
 
