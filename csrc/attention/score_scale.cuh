@@ -8,13 +8,23 @@
 
 namespace flashattn3 {
 
-// Converts the scores of a call to log2 units, with its softcap. launch/launch.cuh fills it.
+// Converts the scores of a call to log2 units, with its softcap. The launch computes it once.
 struct ScoreScale {
   float factor;      // of scores, after the softcap if there is one
   float tanh_scale;  // argument of tanh_of_scaled is score * tanh_scale; 0: no softcap
   // 8 bits: 1 / softcap in log2 units; `factor` is then of scores before the softcap. Else 0.
   float one_over_cap;
 
+  static ScoreScale of(float softmax_scale, float softcap, bool quantized) {
+    constexpr float kLog2e = 1.44269504088896f;
+    // 2 sigmoid(tanh_scale * score) - 1 is the tanh. tanh_scale is 0 if the scores are all 0 or too
+    // small for the softcap to matter.
+    const float tanh_scale = softcap > 0.f ? 2.f * kLog2e * softmax_scale / softcap : 0.f;
+    const float uncapped = softmax_scale * kLog2e, capped = softcap * kLog2e;
+    if (tanh_scale == 0.f) return {uncapped, 0.f, 0.f};
+    if (quantized) return {uncapped, tanh_scale, 1.f / capped};
+    return {capped, tanh_scale, 0.f};
+  }
   __device__ __forceinline__ bool caps() const { return tanh_scale != 0.f; }
 };
 
@@ -41,13 +51,13 @@ __device__ __forceinline__ float tanh_of_scaled(float x) {
   return fabsf(x) < 0.5f ? series : fmaf(-2.f, reciprocal, 1.f);
 }
 
-// softcap: scores become tanh(score * tanh_scale); the caller's scale factor must be the cap.
+// Scores become tanh(score / softcap), to which scale.factor applies.
 template <int kCount>
-__device__ __forceinline__ void cap_scores(float (&s)[kCount], float tanh_scale) {
+__device__ __forceinline__ void cap_scores(float (&s)[kCount], ScoreScale scale) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (i % 8 == 0) __syncwarp();  // ptxas would start all at once and spill
-    s[i] = tanh_of_scaled(s[i] * tanh_scale);
+    s[i] = tanh_of_scaled(s[i] * scale.tanh_scale);
   }
 }
 

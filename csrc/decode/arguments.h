@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 
 namespace flashattn3::decode {
@@ -53,9 +54,8 @@ struct Arguments {
   int head_dim, head_dim_v;
   int window_left, window_right;  // INT_MAX: unbounded
 
-  // Factors of the scores in log2 units; tanh_scale 0: no softcap. Descales are float32, (batch,
-  // num_heads_kv), or null.
-  float score_scale, tanh_scale;
+  ScoreScale score_scale;
+  // float32, (batch, num_heads_kv), or null.
   const float *q_descale, *k_descale, *v_descale;
   const float* sinks;  // (num_heads_q), natural log, or null
 

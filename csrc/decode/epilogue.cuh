@@ -6,8 +6,8 @@
 #include "decode/packed_tile.cuh"
 #include "decode/softmax.cuh"
 #include "decode/traits.cuh"
+#include "ptx/convert_16bit.cuh"
 #include "tile/fragment.h"
-#include "tile/gemm.cuh"
 
 namespace flashattn3::decode {
 

@@ -45,12 +45,12 @@ class Mainloop {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
     const RowMask mask(args_, tile, sequence);
-    const ScoreFactors factors = score_factors(part);
+    const ScoreScale scale = scale_of(part);
     storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is loaded.
     fence_async_proxy();
     const int first = part.n_blocks.begin + warpgroup_;
     for (int block = first; block < part.n_blocks.end; block += kConsumers) {
-      step(o, softmax, mask, factors, block);
+      step(o, softmax, mask, scale, block);
     }
     __syncwarp();
     storage_.q_empty[q_.index()].arrive_warp();  // Sync: this warp's QK GEMMs are complete.
@@ -80,23 +80,19 @@ class Mainloop {
     }
   };
 
-  // Factors of this part's scores in log2 units; tanh: read only with a softcap.
-  struct ScoreFactors {
-    float scale, tanh;
-  };
-
-  __device__ __forceinline__ ScoreFactors score_factors(const Part& part) const {
+  // The scale of this part's scores, with its descales.
+  __device__ __forceinline__ ScoreScale scale_of(const Part& part) const {
     const int at = part.batch_idx * args_.num_heads_kv + part.kv_head;
     float descale = 1.f;
     if (args_.q_descale != nullptr) descale *= args_.q_descale[at];
     if (args_.k_descale != nullptr) descale *= args_.k_descale[at];
-    // With a cap the scale is the cap itself.
-    if (args_.tanh_scale != 0.f) return {args_.score_scale, args_.tanh_scale * descale};
-    return {args_.score_scale * descale, 0.f};
+    ScoreScale scale = args_.score_scale;
+    (scale.caps() ? scale.tanh_scale : scale.factor) *= descale;
+    return scale;
   }
 
   __device__ __forceinline__ void step(Out& o, Softmax& softmax, const RowMask& mask,
-                                       const ScoreFactors& factors, int block) {
+                                       const ScoreScale& scale, int block) {
     float s[kBlockN / 2];
     Probabilities<kElement, kBlockN> p;
     storage_.k_full[warpgroup_][kv_.index()].wait(kv_.phase());  // Sync: K is loaded.
@@ -109,7 +105,7 @@ class Mainloop {
 
     if (mask.has_rows) {
       float factor[2];
-      convert_scores(s, mask, factors, block);
+      convert_scores(s, mask, scale, block);
       softmax.update(s, factor);
 #pragma unroll
       for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
@@ -127,10 +123,10 @@ class Mainloop {
 
   // Scales, caps and masks the scores of a KV block.
   __device__ __forceinline__ void convert_scores(float (&s)[kBlockN / 2], const RowMask& mask,
-                                                 const ScoreFactors& factors, int block) const {
-    if (args_.tanh_scale != 0.f) cap_scores(s, factors.tanh);
+                                                 const ScoreScale& scale, int block) const {
+    if (args_.score_scale.caps()) cap_scores(s, scale);
 #pragma unroll
-    for (int i = 0; i < kBlockN / 2; ++i) s[i] *= factors.scale;
+    for (int i = 0; i < kBlockN / 2; ++i) s[i] *= scale.factor;
     const int first_key = block * kBlockN;
     if (first_key >= mask.all.begin && first_key + kBlockN <= mask.all.end) return;
     const int key = first_key + thread_column(static_cast<int>(threadIdx.x % 32));

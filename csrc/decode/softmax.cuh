@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/softmax.cuh"
+#include "ptx/approximations.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3::decode {

@@ -143,7 +143,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
 
   __device__ __forceinline__ void cap(Scores& s, UniformScale& scale) const {
     if (!args_.score_scale.caps()) return;
-    cap_scores(s, args_.score_scale.tanh_scale);
+    cap_scores(s, args_.score_scale);
     scale.restart(args_.score_scale.factor);
   }
 

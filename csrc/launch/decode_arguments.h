@@ -12,7 +12,6 @@
 #include "decode/workspace.h"
 #include "launch/decode_params.h"
 #include "launch/errors.h"
-#include "launch/score_scales.h"
 
 namespace flashattn3 {
 
@@ -74,7 +73,6 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
   const bool paged = params.page_table != nullptr;
   // No distance of two positions exceeds 2^30 (MAX_ROWS).
   const auto window = [](int side) { return side < 0 ? INT_MAX : std::min(side, 1 << 30); };
-  const ScoreScales scales = score_scales(params.softmax_scale, params.softcap);
   auto* stats = static_cast<float2*>(params.workspace);
   return {.q = static_cast<const uint16_t*>(params.q),
           .out = static_cast<uint16_t*>(params.out),
@@ -111,8 +109,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
           .head_dim_v = params.head_dim_v,
           .window_left = window(params.window_left),
           .window_right = window(params.window_right),
-          .score_scale = scales.score,
-          .tanh_scale = scales.tanh,
+          .score_scale = params.score_scale,
           .q_descale = params.q_descale,
           .k_descale = params.k_descale,
           .v_descale = params.v_descale,

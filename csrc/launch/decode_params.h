@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/score_scale.cuh"
 #include "launch/params.h"
 
 namespace flashattn3 {
@@ -49,7 +50,7 @@ struct DecodeParams {
   int num_pages, page_size;  // of a paged cache
   int capacity;              // tokens of one of num_caches
 
-  float softmax_scale, softcap;   // as in AttentionProblem
+  ScoreScale score_scale;         // ScoreScale::of
   int window_left, window_right;  // as in AttentionProblem
   bool whole_tiles;               // num_splits 1: no work tile is split among CTAs
   int num_sms, sm_margin;

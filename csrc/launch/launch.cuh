@@ -15,7 +15,6 @@
 #include "attention/tile_scheduler.cuh"
 #include "launch/errors.h"
 #include "launch/params.h"
-#include "launch/score_scales.h"
 
 namespace flashattn3 {
 
@@ -58,9 +57,7 @@ inline int num_persistent_ctas(const AttentionProblem& problem, int64_t num_tile
 }
 
 inline ScoreScale score_scale_of(const AttentionProblem& problem, bool quantized) {
-  const ScoreScales scales = score_scales(problem.softmax_scale, problem.softcap);
-  if (!quantized || scales.tanh == 0.f) return {scales.score, scales.tanh, 0.f};
-  return {problem.softmax_scale * kLog2e, scales.tanh, 1.f / scales.score};
+  return ScoreScale::of(problem.softmax_scale, problem.softcap, quantized);
 }
 
 // Tokens of q and out, and of k and v.

@@ -7,7 +7,6 @@
 
 namespace flashattn3 {
 
-inline float exp2_approx(float x) { return std::exp2(x); }
 inline float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);

@@ -2,15 +2,13 @@
 // through the swizzle of the hardware: address bits 4 to 6 are XORed with bits 7 to 9.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
 #include "cute/arch/util.hpp"
 #include "emulation.h"
+#include "ptx/convert_16bit.cuh"
 #include "ptx/element.h"
 #include "tile/fragment.h"
 
@@ -22,15 +20,6 @@ inline uint32_t smem_desc_low(uint32_t address, int atom_stride) {
 
 template <class Register, int kCount>
 void warpgroup_fence_operand(Register (&)[kCount]) {}
-
-template <ElementType kElement>
-float element_of(uint16_t bits) {
-  if constexpr (kElement == ElementType::kBFloat16) {
-    return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
-  } else {
-    return __half2float(std::bit_cast<__half>(bits));
-  }
-}
 
 // Column of a row of a tile whose matrix descriptor has this low word. Atoms of 64 columns are
 // atom_stride bytes from each other.
@@ -99,18 +88,6 @@ void warpgroup_wait() {
   for (const auto& gemm : emulation::self().gemms) gemm();
   emulation::self().gemms.clear();
   emulation::meet_warp();
-}
-
-template <ElementType kElement>
-uint32_t pack(float low, float high) {
-  const auto bits = [](float x) -> uint32_t {
-    if constexpr (kElement == ElementType::kBFloat16) {
-      return std::bit_cast<uint16_t>(__float2bfloat16_rn(x));
-    } else {
-      return std::bit_cast<uint16_t>(__float2half_rn(x));
-    }
-  };
-  return bits(low) | bits(high) << 16;
 }
 
 template <ElementType kElement, int kN>

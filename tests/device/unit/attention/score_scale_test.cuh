@@ -11,8 +11,33 @@ using namespace flashattn3;
 constexpr int kCount = 64;
 constexpr float kLog2E = 1.44269504f;
 
+// The factors give softcap * tanh(score * softmax_scale / softcap), in log2 units; without a
+// softcap, and where it is too far above the scores to matter, score * softmax_scale.
+inline void check_record(Result& result) {
+  for (const float softmax_scale : {0.125f, -0.3f, 0.f}) {
+    for (const float softcap : {0.f, 0.5f, 30.f, 1e30f}) {
+      const ScoreScale plain = ScoreScale::of(softmax_scale, softcap, false);
+      const ScoreScale quantized = ScoreScale::of(softmax_scale, softcap, true);
+      const double uncapped = static_cast<double>(softmax_scale) * kLog2E;
+      const double tanh_scale = softcap == 0.f ? 0. : 2. * uncapped / softcap;
+      const bool caps = static_cast<float>(tanh_scale) != 0.f;
+      const double cap = static_cast<double>(softcap) * kLog2E;
+      const auto compare = [&](double wanted, float found, const char* name) {
+        result.compare(wanted, found, std::abs(wanted) * 1e-6, name, softmax_scale < 0,
+                       softcap > 1);
+      };
+      compare(caps ? cap : uncapped, plain.factor, "factor");
+      compare(uncapped, quantized.factor, "factor, 8 bits");
+      compare(tanh_scale, plain.tanh_scale, "tanh_scale");
+      compare(tanh_scale, quantized.tanh_scale, "tanh_scale, 8 bits");
+      compare(0., plain.one_over_cap, "one_over_cap");
+      compare(caps ? 1. / cap : 0., quantized.one_over_cap, "one_over_cap, 8 bits");
+    }
+  }
+}
+
 // found: exponents, then capped scores.
-__global__ void store_uniform(const float* scores, float* found) {
+__global__ void store_uniform(const float* scores, ScoreScale score_scale, float* found) {
   UniformScale scale{{99.f}};
   scale.complete(5.f);  // changes nothing
   scale.restart(0.75f);
@@ -21,7 +46,7 @@ __global__ void store_uniform(const float* scores, float* found) {
     found[i] = scale.exponent(scores[i], i, 2.f);
     s[i] = scores[i];
   }
-  cap_scores(s, 2.f * kLog2E / 50.f);
+  cap_scores(s, score_scale);
   for (int i = 0; i < kCount; ++i) found[kCount + i] = s[i];
 }
 
@@ -29,7 +54,7 @@ inline void check_uniform(Result& result) {
   std::vector<float> scores(kCount);
   for (int i = 0; i < kCount; ++i) scores[i] = 3.f * (i - 30);
   Array<float> given(scores), found(2 * kCount);
-  launch(store_uniform, 1, 1, 0, given.device(), found.device());
+  launch(store_uniform, 1, 1, 0, given.device(), ScoreScale::of(1.f, 50.f, false), found.device());
   const std::vector<float>& at = found.download();
   for (int i = 0; i < kCount; ++i) {
     result.equal(scores[i] * 0.75 - 2., at[i], "exponent", i);
@@ -55,7 +80,8 @@ inline void check_tanh(Result& result) {
   }
 }
 
-static const Tests kTests = {{"attention/score_scale: one factor", Where::kGpu, check_uniform},
+static const Tests kTests = {{"attention/score_scale: record", Where::kHost, check_record},
+                             {"attention/score_scale: one factor", Where::kGpu, check_uniform},
                              {"attention/score_scale: tanh", Where::kGpu, check_tanh}};
 
 }  // namespace unit::score_scale

@@ -1,0 +1,35 @@
+// Emulation of csrc/ptx/convert_16bit.cuh.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <bit>
+#include <cstdint>
+
+#include "ptx/element.h"
+
+namespace flashattn3 {
+
+template <ElementType kElement>
+uint32_t pack(float low, float high) {
+  const auto bits = [](float x) -> uint32_t {
+    if constexpr (kElement == ElementType::kBFloat16) {
+      return std::bit_cast<uint16_t>(__float2bfloat16_rn(x));
+    } else {
+      return std::bit_cast<uint16_t>(__float2half_rn(x));
+    }
+  };
+  return bits(low) | bits(high) << 16;
+}
+
+template <ElementType kElement>
+float element_of(uint16_t bits) {
+  if constexpr (kElement == ElementType::kBFloat16) {
+    return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+  } else {
+    return __half2float(std::bit_cast<__half>(bits));
+  }
+}
+
+}  // namespace flashattn3
