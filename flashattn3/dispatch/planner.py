@@ -25,7 +25,7 @@ class Plan:
     @property
     def unused_hints(self) -> dict[str, str]:
         """Names of the call's hints that the backend ignores, each with the reason."""
-        unused = self.backend.unused_hints(self.problem)
+        unused = self.backend.unused_hints(self.problem, self.device)
         given = (field.name for field in HINTS if field.is_asked(getattr(self.problem, field.name)))
         return {name: unused[name] for name in given if name in unused}
 

@@ -85,7 +85,7 @@ class ReferenceBackend:
         dtype = _compute_dtype(problem)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
-    def unused_hints(self, problem: Problem) -> dict[str, str]:
+    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
         return {
             "pack_gqa": "has no packed layout of grouped queries",
             "sm_margin": "launches no grid of its own, so it cannot leave multiprocessors free",
