@@ -191,6 +191,12 @@ MAY_IMPORT = {
         "kvcache",
         "modes",
     },
+    "kvcache.explanation": {
+        "dispatch.device",
+        "dispatch.planner",
+        "explanation",
+        "kvcache",
+    },
     "kvcache.api": {"call.arguments", "dispatch.selection", "errors", "kvcache"},
     "backends.triton.kernels": {"backends.triton.kernels", "backends.triton.tile_configs"},
     "backends": {

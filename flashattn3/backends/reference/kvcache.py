@@ -31,6 +31,9 @@ class ReferenceCachedCall(NamedTuple):
     def describe(self) -> dict[str, object]:
         return {"computes in": _wide(self.problem.dtype)}
 
+    def describe_sizes(self, batch: int, total_q: int, seqlen_q: int) -> dict[str, object]:
+        return {}
+
     def decode(
         self,
         out: Tensor,
@@ -62,6 +65,12 @@ class ReferenceCacheBackend:
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
+
+    def unused_hints(self, problem: object, device: DeviceInfo) -> dict[str, str]:
+        return {
+            "pack_gqa": "has no packed layout of grouped queries",
+            "sm_margin": "does not choose multiprocessors",
+        }
 
     def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
         if not hasattr(problem, "softmax_scale"):

@@ -32,6 +32,12 @@ class TritonCachedCall:
     def describe(self) -> dict[str, object]:
         return self.tile.describe()
 
+    def describe_sizes(self, batch: int, total_q: int, seqlen_q: int) -> dict[str, object]:
+        """What a call of the problem launches and allocates, at any lengths of its cache."""
+        _, programs, slots = self.tile.grid(self.problem, batch, total_q, seqlen_q)
+        workspace = self.tile.workspace_bytes(slots, self.problem.head_dim_v)
+        return {"grid": (programs, 1, 1), "workspace_bytes": workspace}
+
     def decode(
         self,
         out: Tensor,
@@ -77,6 +83,9 @@ class TritonCacheBackend:
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return FORWARD.unavailable_reason(device)
+
+    def unused_hints(self, problem: object, device: DeviceInfo) -> dict[str, str]:
+        return {}
 
     def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
         combines = not hasattr(problem, "num_heads_kv")

@@ -7,6 +7,7 @@ cut the keys into parts where the call asks for splits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from torch import Tensor
 
@@ -43,27 +44,15 @@ def is_packed(problem: Problem, device: DeviceInfo, programs: int) -> bool:
 
 def as_cached(problem: Problem) -> DecodeProblem:
     """The same attention as a problem of cached calls: its keys are a full dense cache."""
-    return DecodeProblem(
-        function=problem.function,
-        dtype=problem.dtype,
-        device=problem.device,
-        num_heads_q=problem.num_heads_q,
-        num_heads_kv=problem.num_heads_kv,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        page_size=0,
-        rows=packed_rows(problem.qhead_per_kvhead * problem.seqlen_q),
-        given=frozenset(),
-        softmax_scale=problem.softmax_scale,
-        window_left=problem.window_left,
-        window_right=problem.window_right,
-        softcap=problem.softcap,
-        num_splits=max(0, problem.num_splits),
-        pack_gqa=problem.pack_gqa,
-        sm_margin=problem.sm_margin,
-        out_dtype=problem.out_dtype,
-        backend=problem.backend,
-    )
+    names = (field.name for field in fields(DecodeProblem))
+    common = {name: getattr(problem, name) for name in names if hasattr(problem, name)}
+    common |= {
+        "page_size": 0,
+        "rows": packed_rows(problem.qhead_per_kvhead * problem.seqlen_q),
+        "given": frozenset(),
+        "num_splits": max(0, problem.num_splits),
+    }
+    return DecodeProblem(**common)
 
 
 def prepare_forward(problem: Problem, tile: CacheTile) -> Callable:
