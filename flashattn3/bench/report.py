@@ -79,7 +79,7 @@ RATIOS_OF = {
     "gqa": (OURS,),
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),
-    **dict.fromkeys(("decode", "paged", "ragged", "chunk"), (OURS,)),
+    **dict.fromkeys(("decode", "latency", "paged", "ragged", "chunk", "mixed"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}
