@@ -244,6 +244,18 @@ def test_the_capacity_does_not_change_the_bits(backend, device, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_descales_of_any_sign(backend, device):
+    case = CacheCase("descales", (17, 40, 9), descales=True)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    inputs.arguments["k_descale"] *= torch.tensor([[-1.0], [0.0], [1.0]], device=device)
+    inputs.arguments["v_descale"] *= torch.tensor([[-1.0], [1.0], [0.0]], device=device)
+    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
+    inputs.arguments["k_descale"][1] = math.nan
+    out, lse = call_cached(inputs, backend=backend)
+    assert out[1].isnan().all() and lse[1].isnan().all() and out[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_seqlen_as_an_int_and_as_none(backend, device):
     case = CacheCase("int", (20, 20), capacity=20)
     inputs = make_cache_inputs(case, device, torch.float16)
@@ -493,6 +505,27 @@ def test_a_captured_call_is_right_for_other_lengths(page_size):
     given["cache_seqlens"][2:] = 0
     graph.replay()
     assert not out[2:].any() and (lse[2:] == -math.inf).all()
+
+
+@pytest.mark.gpu
+def test_two_captured_calls_run_side_by_side():
+    """Each graph has its own workspace: replayed on two streams at once they do not disturb."""
+    cases = [CacheCase("first", (1000, 3)), CacheCase("second", (900, 700), 2, page_size=16)]
+    streams, graphs, kept = [torch.cuda.Stream() for _ in cases], [], []
+    for case, stream in zip(cases, streams, strict=True):
+        inputs = make_cache_inputs(case, "cuda", torch.float16)
+        call_cached(inputs, backend="triton")
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            kept.append((case, inputs, call_cached(inputs, backend="triton")))
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for case, inputs, found in kept:
+        check_cached(case, inputs, *found, "side by side")
 
 
 @pytest.mark.gpu
