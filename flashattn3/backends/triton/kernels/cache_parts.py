@@ -113,10 +113,11 @@ def parts_of(units, share, num_splits):
 @triton.jit
 def keys_of_part(part, num_parts, units, UNIT: tl.constexpr):
     """First and end of the keys of one of num_parts parts, which differ by at most a unit."""
-    units = units.to(tl.int64)
-    begin = part * units // num_parts
-    end = (part + 1) * units // num_parts
-    return begin.to(tl.int32) * UNIT, end.to(tl.int32) * UNIT
+    own = units // num_parts
+    longer = units % num_parts
+    begin = part * own + tl.minimum(part, longer)
+    end = begin + own + (part < longer).to(tl.int32)
+    return begin * UNIT, end * UNIT
 
 
 @triton.jit
