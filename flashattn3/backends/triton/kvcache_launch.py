@@ -40,6 +40,8 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     launch, join = decode_launch(problem, tile), combine_parts_launch(problem, tile)
     block_m, heads_kv = tile.block_m, problem.num_heads_kv
     num_splits, varlen, dim_v = problem.num_splits, problem.varlen, problem.head_dim_v
+    has_descales = any(name.endswith("descale") for name in problem.given)
+    no_strides = (0,) * 6  # of q_descale, k_descale and v_descale
     programs_per_tile = block_m // join.constants["ROWS"]
     window_left = min(problem.window_left, LARGEST_WINDOW)
     factors = (
@@ -69,9 +71,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
         numbers = (
             *places[3:],
             0 if tensors.page_table is None else tensors.page_table.stride(0),
-            *_pair_strides(tensors.q_descale),
-            *_pair_strides(tensors.k_descale),
-            *_pair_strides(tensors.v_descale),
+            *(_pair_strides(*tensors[9:12]) if has_descales else no_strides),
             *seqlens,
             capacity,
             num_caches,
@@ -129,8 +129,9 @@ def _lse_strides(lse: Tensor, varlen: bool) -> tuple[int, int]:
     return (0, lse.stride(0)) if varlen else lse.stride()[:2]
 
 
-def _pair_strides(descale: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if descale is None else descale.stride()
+def _pair_strides(*descales: Tensor | None) -> tuple[int, ...]:
+    """(batch, head) strides of descales."""
+    return tuple(step for x in descales for step in ((0, 0) if x is None else x.stride()))
 
 
 def _score_factors(problem: DecodeProblem) -> tuple[float, float]:
@@ -218,8 +219,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
             (
                 0 if tensors.page_table is None else tensors.page_table.stride(0),
                 0 if cos is None else cos.stride(0),
-                *_pair_strides(tensors.k_descale),
-                *_pair_strides(tensors.v_descale),
+                *_pair_strides(tensors.k_descale, tensors.v_descale),
                 batch,
                 num_rows_q,
                 num_rows_k,
