@@ -21,6 +21,7 @@ from .kvcache.api import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
+from .kvcache.explanation import explain_with_kvcache
 from .quantization import BlockScaled, quantize_block_fp8
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "append_kvcache",
     "available_backends",
     "explain",
+    "explain_with_kvcache",
     "flash_attn_combine",
     "flash_attn_fp8_func",
     "flash_attn_func",

@@ -22,9 +22,11 @@ from .bench.environment import triton_version
 from .call.inputs import Metadata
 from .call.problem import Problem, describe
 from .call.spec import Options
-from .dispatch.device import describe_device
+from .dispatch.device import DeviceInfo, describe_device
 from .dispatch.kernel_configs import all_configs
-from .dispatch.planner import decline_reason
+from .dispatch.planner import choose, decline_reason
+from .kvcache.backends import CACHE_BACKENDS
+from .kvcache.problem import DecodeOptions, DecodeTensors, describe_decode, metadata_of
 
 SHAPE = (1, 128, 2, 128)  # of q, k and v in _ordinary_problem and _probe
 FORCED_BY = "FLASHATTN3_BACKEND"
@@ -150,9 +152,20 @@ def _backends(device: torch.device, forced: str | None) -> str:
         for name, reason in reasons.items()
         if name != first
     ]
+    lines.append(f"  cached calls: {_cached(device, info)}")
     if forced and reasons.get(forced, "unknown") is not None:
         lines.append(f"  {FORCED_BY}={forced}: calls here fail unless they name a backend")
     return "\n".join(lines)
+
+
+def _cached(device: torch.device, info: DeviceInfo) -> str:
+    """The backend that runs an ordinary bfloat16 call with a KV cache, and why not the first."""
+    like = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
+    x = metadata_of(like)._replace(device=device)
+    tensors = (x, x, x, *[None] * (len(DecodeTensors._fields) - 3))
+    plan = choose(describe_decode(tensors, DecodeOptions(), None), info, CACHE_BACKENDS)
+    declined = "; ".join(f"{name}: {reason}" for name, reason in plan.declined)
+    return f"{plan.backend.name} ({declined})" if declined else plan.backend.name
 
 
 def _ordinary_problem(device: torch.device) -> Problem:

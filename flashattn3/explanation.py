@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,8 +14,11 @@ from .backends import BACKENDS
 from .call.inputs import Tensors, check_tensor_types, data_of, tensors_by_name
 from .call.spec import Options
 from .dispatch.device import describe_device
-from .dispatch.planner import decline_reason
+from .dispatch.planner import Plan, decline_reason
 from .errors import expect, shown, type_error, value_error
+
+if TYPE_CHECKING:
+    from .dispatch.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,18 @@ def explained(options: Options, tensors: Tensors, varlen: bool, device: object) 
     """How the call runs on the device; of tensors that are not on meta None."""
     function = options.function
     check_tensor_types(function, tensors, varlen)
-    place = _place(function, data_of(tensors.q), device)
+    place = place_of(function, data_of(tensors.q), device)
     _check_devices(function, tensors, place)
     plan = ops.plan_on(place, tensors, options)
-    described = plan.launch.describe()
+    return explanation_of(plan, BACKENDS, plan.launch.describe())
+
+
+def explanation_of(
+    plan: Plan, backends: Sequence[Backend], described: dict[str, object]
+) -> Explanation:
+    """What a plan decides, with the reason of every backend that does not run the call."""
     declined = dict(plan.declined)
-    for backend in BACKENDS:
+    for backend in backends:
         if backend.name != plan.backend.name and backend.name not in declined:
             reason = decline_reason(backend, plan.problem, plan.device)
             declined[backend.name] = reason or f"{plan.backend.name} comes first"
@@ -65,7 +76,7 @@ def explained(options: Options, tensors: Tensors, varlen: bool, device: object) 
     )
 
 
-def _place(function: str, q: Tensor, device: object) -> torch.device:
+def place_of(function: str, q: Tensor, device: object) -> torch.device:
     """The device of a call; of meta tensors the one that is named, or this machine's first."""
     if not q.is_meta:
         expect(device is None, function, "device", "None unless q is on meta", shown(device))

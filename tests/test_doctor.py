@@ -47,6 +47,7 @@ def test_a_forced_backend_is_reported_and_forces_nothing_here(name, said):
     printed = run_python(code, FLASHATTN3_BACKEND=name, TRITON_INTERPRET=None)
     assert said in printed
     assert "  reference: runs a bfloat16 problem" in printed
+    assert "  cached calls: reference (hopper: needs an NVIDIA GPU" in printed
     assert f"  FLASHATTN3_BACKEND={name}: calls here fail unless they name a backend" in printed
 
 
@@ -56,6 +57,7 @@ def test_a_forced_backend_fails_only_where_it_declines(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "describe_device", lambda of: CPU if of.type == "cpu" else A100)
     on_gpu, on_cpu = printed_by_doctor(capsys).split("\ncpu:")
     assert "  triton: runs a bfloat16 problem" in on_gpu
+    assert "  cached calls: triton (hopper: " in on_gpu
     assert "calls here fail" not in on_gpu
     assert "calls here fail" in on_cpu
 

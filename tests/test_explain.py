@@ -9,6 +9,7 @@ from helpers import A100, run_python
 import flashattn3
 from flashattn3 import ops
 from flashattn3.cli import main
+from flashattn3.kvcache import explanation
 
 
 def meta(seqlen: int = 64, heads: int = 2) -> torch.Tensor:
@@ -88,3 +89,41 @@ except ValueError as error:
     assert len(forced) == 2
     assert all(line.endswith(f"; FLASHATTN3_BACKEND={name} is set") for line in forced)
     assert "FLASHATTN3_BACKEND" not in named
+
+
+def cached_call(**changes):
+    """A paged call of meta tensors: a chunk of 300 tokens beside single ones."""
+    q, cache = meta(303, 8)[0], torch.empty(99, 16, 2, 64, dtype=torch.float16, device="meta")
+    ints = {"dtype": torch.int32, "device": "meta"}
+    given = {"q": q, "k_cache": cache, "v_cache": cache, "page_table": torch.empty(4, 64, **ints)}
+    given |= {"cache_seqlens": torch.empty(4, **ints), "cu_seqlens_q": torch.empty(5, **ints)}
+    return {**given, "max_seqlen_q": 300, "causal": True, **changes}
+
+
+def test_a_cached_call_is_explained(monkeypatch):
+    monkeypatch.setattr(explanation, "describe_device", lambda device: A100)
+    found = flashattn3.explain_with_kvcache(**cached_call(), device="cpu")
+    assert found.backend == "triton" and set(found.declined) == {"hopper", "reference"}
+    assert found.config["tile"] == "128 packed rows x 64 keys, short sequences 16 x 128"
+    # 2 KV heads, 1212 rows in tiles of 128, up to 4 started ones; parts for two programs on an SM.
+    assert found.grid == (2 * (1212 // 128 + 4) + 2 * 108, 1, 1)
+    assert found.config["workspace_bytes"] == 2 * 108 * 128 * (64 + 1) * 4
+    short = cached_call(max_seqlen_q=1, num_splits=1)
+    found = flashattn3.explain_with_kvcache(**short, device="cpu")
+    assert found.config["tile"].startswith("16 packed") and not found.config["workspace_bytes"]
+    assert "workspace_bytes: 0" in str(found)
+
+
+def test_explaining_a_cached_call_runs_nothing():
+    q, cache = torch.ones(1, 1, 2, 16), torch.zeros(1, 8, 2, 16)
+    found = flashattn3.explain_with_kvcache(q, cache, cache, q, q, cache_seqlens=3)
+    assert found.backend == "reference" and not cache.any()
+    with pytest.raises(ValueError, match="flash_attn_with_kvcache: v must be a tensor"):
+        flashattn3.explain_with_kvcache(q, cache, cache, q, cache_seqlens=3)
+    with pytest.raises(ValueError, match=r"flash_attn_with_kvcache: page_table\.shape\[0\] must"):
+        wrong = torch.empty(3, 64, dtype=torch.int32, device="meta")
+        flashattn3.explain_with_kvcache(**cached_call(page_table=wrong))
+    with pytest.raises(ValueError, match="explain_with_kvcache: device must be None unless q"):
+        flashattn3.explain_with_kvcache(q, cache, cache, device="cpu")
+    with flashattn3.use_backend("triton"), pytest.raises(flashattn3.UnsupportedError):
+        flashattn3.explain_with_kvcache(q, cache, cache)  # float32

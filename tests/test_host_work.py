@@ -4,6 +4,7 @@ depend on the machine. Stubs replace the Hopper GPU and its operators.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -12,9 +13,16 @@ import torch
 from helpers import GPU, H100, WITHOUT_HOPPER, library_double
 
 import flashattn3
-from flashattn3 import flash_attn_fp8_func, flash_attn_func, ops, quantized
+from flashattn3 import (
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    ops,
+    quantized,
+)
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.call.dtypes import FP8, INT8
+from flashattn3.kvcache import ops as kvcache
 from flashattn3.quantization import dispatch
 
 PACKAGE = flashattn3.__path__[0]
@@ -116,6 +124,7 @@ def both_passes(tensors):
 
 # Bounds are a quarter above the counts, which vary with the versions of torch and Python.
 FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 41, 44, 109, 134, 66
+CACHED = 142
 
 
 def test_forward_on_hopper(on_hopper):
@@ -133,6 +142,44 @@ def test_forward_and_backward_on_hopper(on_hopper):
 
 def test_8_bits_from_16_on_hopper(on_hopper):
     assert work_of(lambda: flash_attn_fp8_func(*on_hopper, causal=True)) <= FROM_16_BITS
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Plan cached calls on CPU tensors for an H100, with compiled kernels that do nothing."""
+    pytest.importorskip("triton")
+    from flashattn3.backends.triton.kernels import variable_launch
+
+    class Compiled(dict):
+        def get(self, key):
+            return {(parts, 1, 1): lambda *_: None for parts in range(2048)}
+
+    def prepared(*arguments):
+        launch = variable_launch.VariableLaunch(*arguments)
+        launch._compiled = Compiled()
+        return launch
+
+    from flashattn3.backends.triton import kvcache_launch
+
+    monkeypatch.setattr(kvcache_launch, "VariableLaunch", prepared)
+    monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
+    monkeypatch.setattr(kvcache, "CACHE_BACKENDS", kvcache.CACHE_BACKENDS[1:])
+    monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
+    caches = kvcache.plan_of, kvcache._checked_decode
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("length", ["tensor", "int"])
+def test_a_cached_call_on_triton(length, compiled):
+    """A length as an int, which grows from call to call, costs no more."""
+    q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
+    given = itertools.count(1) if length == "int" else itertools.repeat(torch.tensor([9]).int())
+    call = flash_attn_with_kvcache
+    assert work_of(lambda: call(q, cache, cache, cache_seqlens=next(given))) <= CACHED
 
 
 def test_a_tiny_call_on_a_cpu():

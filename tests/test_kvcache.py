@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,9 +127,9 @@ def test_parts(case, backend, num_splits, device, monkeypatch):
 
 def _several_ctas(monkeypatch):
     """A CPU counts as one SM: cut the batch into parts all the same."""
-    from flashattn3.backends.triton import kvcache
+    from flashattn3.backends.triton import cache_tiles
 
-    monkeypatch.setattr(kvcache, "PROGRAMS_PER_SM", 2 if GPU else 24)
+    monkeypatch.setattr(cache_tiles, "PROGRAMS_PER_SM", 2 if GPU else 24)
     ops.plan_of.cache_clear()
     ops._checked_decode.cache_clear()
 
@@ -184,8 +185,8 @@ def test_twenty_runs_are_bitwise_the_same(case, backend, device, monkeypatch):
 def test_the_grid_and_the_workspace_hold_every_part(num_splits):
     """The bounds that the host computes without a length, against the parts of random lengths."""
     pytest.importorskip("triton")
-    from flashattn3.backends.triton.kernels.cache_parts import MIN_TILES
-    from flashattn3.backends.triton.kvcache_launch import _parts
+    from flashattn3.backends.triton.cache_tiles import CacheTile
+    from flashattn3.backends.triton.kernels.cache_parts import MIN_UNITS
 
     generator = random.Random(0)
     for _ in range(300):
@@ -194,17 +195,22 @@ def test_the_grid_and_the_workspace_hold_every_part(num_splits):
         m_blocks = [generator.choice((0, 1, 4)) for _ in range(batch)]
         n_blocks = [int(2 ** generator.uniform(0, 12)) - 1 for _ in range(batch)]
         work = sum(m * n for m, n in zip(m_blocks, n_blocks, strict=True)) * heads
-        part = max(MIN_TILES.value, -(-work // num_ctas))
+        share = max(MIN_UNITS.value, -(-work // num_ctas))
         programs = slots = 0
         for m, n in zip(m_blocks, n_blocks, strict=True):
-            tiles = max(1, -(-n // num_splits) if num_splits else part)
-            parts = max(1, -(-n // tiles))
+            parts = max(1, min(n, num_splits or n // share))
             programs += m * heads * parts
             slots += m * heads * parts * (parts > 1)
-        bound = _parts(max(m_blocks) * heads * batch, num_splits, num_ctas)
+        problem = SimpleNamespace(
+            qhead_per_kvhead=1, num_heads_kv=heads, num_splits=num_splits, varlen=True
+        )
+        tile = CacheTile(16, 64, 4, 3, num_ctas)
+        _, *bound = tile.grid(problem, batch, 16 * sum(m_blocks), 16 * max(m_blocks))
         assert programs <= bound[0] and slots <= bound[1]
-    # The workspace of 132 SMs, 16 rows of 128, at any batch and capacity.
-    assert _parts(10**6, 0, 2 * 132)[1] * 16 * (128 + 1) * 4 <= 9e6
+    # The workspace of 132 SMs, 64 rows of 128, at any batch and capacity.
+    tile, problem.num_splits = CacheTile(64, 64, 4, 3, 2 * 132), 0
+    slots = tile.grid(problem, 10**6, 10**7, 64)[2]
+    assert tile.workspace_bytes(slots, 128) <= 9e6
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -235,6 +241,18 @@ def test_the_capacity_does_not_change_the_bits(backend, device, monkeypatch):
         inputs = make_cache_inputs(case, device, torch.float16)
         results.append(call_cached(inputs, backend=backend))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_descales_of_any_sign(backend, device):
+    case = CacheCase("descales", (17, 40, 9), descales=True)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    inputs.arguments["k_descale"] *= torch.tensor([[-1.0], [0.0], [1.0]], device=device)
+    inputs.arguments["v_descale"] *= torch.tensor([[-1.0], [1.0], [0.0]], device=device)
+    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
+    inputs.arguments["k_descale"][1] = math.nan
+    out, lse = call_cached(inputs, backend=backend)
+    assert out[1].isnan().all() and lse[1].isnan().all() and out[::2].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -487,6 +505,27 @@ def test_a_captured_call_is_right_for_other_lengths(page_size):
     given["cache_seqlens"][2:] = 0
     graph.replay()
     assert not out[2:].any() and (lse[2:] == -math.inf).all()
+
+
+@pytest.mark.gpu
+def test_two_captured_calls_run_side_by_side():
+    """Each graph has its own workspace: replayed on two streams at once they do not disturb."""
+    cases = [CacheCase("first", (1000, 3)), CacheCase("second", (900, 700), 2, page_size=16)]
+    streams, graphs, kept = [torch.cuda.Stream() for _ in cases], [], []
+    for case, stream in zip(cases, streams, strict=True):
+        inputs = make_cache_inputs(case, "cuda", torch.float16)
+        call_cached(inputs, backend="triton")
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            kept.append((case, inputs, call_cached(inputs, backend="triton")))
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for case, inputs, found in kept:
+        check_cached(case, inputs, *found, "side by side")
 
 
 @pytest.mark.gpu

@@ -17,27 +17,29 @@ if importlib.util.find_spec("triton") is None:
 pytestmark = pytest.mark.slow
 
 CHIPS = (A100, RTX3090, ORIN, L4, H100, B200)
-# head dim, page size, queries of a sequence, every option: one query and a chunk of a prompt.
+# head dim, page size, queries of a sequence, options ("ragged": cu_seqlens_q): one query, a chunk
+# of a prompt, and both in one call.
 SHAPES = {
-    "dense": (128, 0, 1, False),
-    "page-16": (128, 16, 1, False),
-    "page-256-every-option": (64, 256, 4, True),
-    "chunk": (128, 16, 300, False),
-    "dim-256": (256, 16, 1, True),
-    "dim-256-chunk": (256, 0, 300, False),
+    "dense": (128, 0, 1, ""),
+    "page-16": (128, 16, 1, ""),
+    "page-256-every-option": (64, 256, 4, "every"),
+    "chunk": (128, 16, 300, ""),
+    "mixed": (128, 16, 300, "ragged"),
+    "dim-256": (256, 16, 1, "every"),
+    "dim-256-chunk": (256, 0, 300, ""),
 }
 # Bytes of local memory for a thread: the largest that was seen, and a quarter of it with many
-# queries; on 8.0 (pages of 16) and on 8.6 and 8.9 (every option) one query spills a few too.
+# queries; on 8.6 and 8.9 one query with every option spills a few too.
 SPILL_BOUND_BYTES = {
-    "chunk": 144,
-    "dim-256-chunk": 112,
-    "page-16": 16,
+    "chunk": 100,
+    "mixed": 104,
+    "dim-256-chunk": 90,
     "page-256-every-option": 8,
 }
 CODE = """
-import json, torch
+import dataclasses, json, re, torch
 from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
-from flashattn3.backends.triton.kvcache import select_tile
+from flashattn3.backends.triton.cache_tiles import select_tile
 from flashattn3.backends.triton.kvcache_launch import sample_launches
 from flashattn3.dispatch.device import DeviceInfo
 from flashattn3.kvcache.problem import *
@@ -46,7 +48,7 @@ def of(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 device = DeviceInfo(**{device})
-dim, page, rows, every = {shape}
+dim, page, rows, kind = {shape}
 b, heads, heads_kv, ints = 4, 32, 8, torch.int32
 cache = of(99, page or 4096, heads_kv, dim)
 q, indices = of(b, rows, heads, dim), of(b, dtype=ints)
@@ -57,8 +59,11 @@ new = q[:, :1, :heads_kv]
 appended = AppendTensors(new, new, cache, cache, q, q, indices, table,
                          rotary_cos=angles, rotary_sin=angles)
 options = DecodeOptions(causal=True)
-if every:
-    edges, factors = of(b + 1, dtype=ints), of(b, heads_kv, dtype=torch.float32)
+edges = of(b + 1, dtype=ints)
+if kind == "ragged":
+    tensors = tensors._replace(q=q.flatten(0, 1), cu_seqlens_q=edges)
+if kind == "every":
+    factors = of(b, heads_kv, dtype=torch.float32)
     options = options._replace(window_left=500, softcap=30.0)
     tensors = tensors._replace(
         q=q.flatten(0, 1), cache_batch_idx=indices, cache_leftpad=indices, cu_seqlens_q=edges,
@@ -68,12 +73,16 @@ if every:
 problem = describe_decode(tuple(map(metadata_of, tensors)), options, rows)
 other = describe_append(tuple(map(metadata_of, appended)), AppendOptions())
 tile = select_tile(problem, device)
+dense = select_tile(dataclasses.replace(problem, page_size=0), device)
+loaded_ahead = (dense.num_stages - 1) * tile.block_n * 2 * dim * 2
 for name, launch in sample_launches(problem, other, tile).items():
     kernel = compile_kernel(launch, device.capability)
     needs = resources(kernel)
     ptx = kernel.asm["ptx"]
+    widths = re.findall(r"cp[.]async[.]c[ag][.]shared[.]global[^;]*?, (0x[0-9a-f]+)", ptx)
     print(json.dumps([name, needs.stack_bytes, needs.shared_memory_bytes, "trap;" in ptx,
-                      "cp.async" in ptx, "mma" in ptx]))
+                      "mma" in ptx, sorted({int(x, 16) for x in widths}), loaded_ahead,
+                      tile.few_m]))
 """
 
 
@@ -85,9 +94,14 @@ def test_kernels_fit_their_chip(chip, shape):
     reports = [json.loads(line) for line in told.splitlines() if line.startswith("[")]
     assert [report[0] for report in reports] == ["decode", "combine_parts", "append"]
     budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
-    for name, stack_bytes, shared_memory_bytes, traps, loads_ahead, multiplies in reports:
+    for name, stack_bytes, shared_memory_bytes, traps, multiplies, *loads in reports:
         assert not traps, name
         assert shared_memory_bytes <= budget, name
         assert stack_bytes <= SPILL_BOUND_BYTES.get(shape, 0) * (name == "decode"), name
         if name == "decode":
-            assert loads_ahead and multiplies
+            widths, loaded_ahead, few_rows = loads
+            assert multiplies
+            # Keys 16 bytes at once, as many stages ahead as of a dense cache; entries of the table.
+            assert widths == [4, 16][SHAPES[shape][1] == 0 :]
+            assert shared_memory_bytes >= loaded_ahead
+            assert few_rows == (16 if shape == "mixed" else 0)

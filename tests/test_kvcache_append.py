@@ -269,3 +269,24 @@ def test_generation_is_equal_to_recomputation(backend, device):
     ]
     whole = flash_attn_with_kvcache(q, k, v, causal=True, backend=backend)
     torch.testing.assert_close(torch.cat(found, 1), whole, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_have_64_bits(backend, page_size, device):
+    """The second of two caches, or pages, begins 2**31 elements behind the first."""
+    memory = [torch.empty(2**31 + 1024, dtype=torch.float16, device=device) for _ in range(2)]
+    tokens = page_size or 8
+    caches = [x.as_strided((2, tokens, 1, 16), (2**31, 16, 16, 1)) for x in memory]
+    for cache in caches:
+        cache[:] = torch.randn(cache.shape, device=device)
+    new = torch.randn(1, 1, 1, 16, device=device).half()
+    index = torch.tensor([1], dtype=torch.int32, device=device)
+    where = {"page_table": index[None]} if page_size else {"cache_batch_idx": index}
+    found = flash_attn_with_kvcache(
+        new, *caches, new, new, cache_seqlens=3, **where, causal=True, backend=backend
+    )
+    assert torch.equal(caches[0][1, 3], new[0, 0]) and not torch.equal(caches[0][0, 3], new[0, 0])
+    alone = [cache[1:].clone() for cache in caches]
+    wanted = flash_attn_with_kvcache(new, *alone, cache_seqlens=4, causal=True, backend=backend)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)

@@ -171,6 +171,16 @@ REFUSED = {
         "cache_seqlens.shape must be one-dimensional",
     ),
     "lengths' type": ({"cache_seqlens": [5, 7]}, TypeError, "cache_seqlens must be an int"),
+    "lengths' device": (
+        {"cache_seqlens": ints(5, 7).to("meta")},
+        ValueError,
+        "cache_seqlens.device must be cpu",
+    ),
+    "lengths' last stride": (
+        {"cache_seqlens": ints(5, 0, 7, 0)[::2]},
+        ValueError,
+        "cache_seqlens.stride(-1) must be 1",
+    ),
     "negative length": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be >= 0"),
     "leftpad": ({"cache_leftpad": ints(1)}, ValueError, "cache_leftpad.shape[0] must be 2"),
     "batch idx": (
@@ -184,6 +194,11 @@ REFUSED = {
         ValueError,
         "q_descale.dtype must be torch.float32",
     ),
+    "descale's device": (
+        {"k_descale": torch.ones(B, HK, device="meta")},
+        ValueError,
+        "k_descale.device must be cpu",
+    ),
     "descale of tokens": (
         {"v_descale": torch.ones(B, CAP, HK)},
         UnsupportedError,
@@ -191,6 +206,21 @@ REFUSED = {
     ),
     "sinks": ({"sinks": torch.ones(3)}, ValueError, "sinks.shape must be (4,)"),
     "sinks' dtype": ({"sinks": torch.ones(4).half()}, ValueError, "sinks.dtype must be one of"),
+    "sinks' device": (
+        {"sinks": torch.ones(4, device="meta")},
+        ValueError,
+        "sinks.device must be cpu",
+    ),
+    "sinks' last stride": (
+        {"sinks": torch.ones(8)[::2]},
+        ValueError,
+        "sinks.stride(-1) must be 1",
+    ),
+    "v_cache's device": (
+        {"v_cache": torch.randn(B, CAP, HK, D, device="meta")},
+        ValueError,
+        "v_cache.device must be cpu",
+    ),
     "out": ({"out": torch.empty(B, SQ, H, 8)}, ValueError, "out.shape must be (2, 3, 4, 16)"),
     "out's dtype": (
         {"out": torch.empty(B, SQ, H, D).half()},
@@ -201,6 +231,11 @@ REFUSED = {
         {"out": torch.empty(B, SQ, H, 2 * D)[..., ::2]},
         ValueError,
         "out.stride(-1) must be 1",
+    ),
+    "out's device": (
+        {"out": torch.empty(B, SQ, H, D, device="meta")},
+        ValueError,
+        "out.device must be cpu",
     ),
     "out_dtype": ({"out_dtype": torch.float16}, ValueError, "out_dtype must be None or"),
     "cu_seqlens_q without max": (RAGGED_Q, ValueError, "max_seqlen_q must be an int"),
@@ -218,6 +253,29 @@ REFUSED = {
         {"scheduler_metadata": ints(1, 2, 3)},
         ValueError,
         "scheduler_metadata.shape[0] must be 10",
+    ),
+    "metadata's dtype": (
+        {"scheduler_metadata": torch.zeros(10)},
+        ValueError,
+        "scheduler_metadata.dtype must be torch.int32",
+    ),
+    "metadata's device": (
+        {"scheduler_metadata": torch.zeros(10, dtype=torch.int32, device="meta")},
+        ValueError,
+        "scheduler_metadata.device must be cpu",
+    ),
+    "edges' dtype": (
+        {**RAGGED_Q, "cu_seqlens_q": ints(0, 2, 6).long(), "max_seqlen_q": 4},
+        ValueError,
+        "cu_seqlens_q.dtype must be torch.int32",
+    ),
+    "edges of new tokens": (
+        {
+            **{name: torch.randn(3, HK, D) for name in ("k", "v")},
+            "cu_seqlens_k_new": ints(0, 3),
+        },
+        ValueError,
+        "cu_seqlens_k_new.shape[0] must be 3",
     ),
     "num_splits": ({"num_splits": 257}, ValueError, "num_splits must be at most 256"),
     "sm_margin": ({"sm_margin": -1}, ValueError, "sm_margin must be >= 0"),

@@ -36,9 +36,8 @@ inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
 
 // CTAs of a launch: one per SM that the call may use, at most one per unit.
 inline int num_decode_ctas(const DecodeParams& params, int block_n) {
-  const int64_t sms = int64_t{params.num_sms} - params.sm_margin;
-  return static_cast<int>(
-      std::clamp<int64_t>(max_decode_units(params, block_n), 1, std::max<int64_t>(1, sms)));
+  const int64_t units = std::max<int64_t>(1, max_decode_units(params, block_n));
+  return static_cast<int>(std::min<int64_t>(units, params.num_sms));
 }
 
 constexpr int64_t decode_stats_bytes(int num_ctas) {

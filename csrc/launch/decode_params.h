@@ -53,7 +53,7 @@ struct DecodeParams {
   ScoreScale score_scale;         // ScoreScale::of
   int window_left, window_right;  // as in AttentionProblem
   bool whole_tiles;               // num_splits 1: no work tile is split among CTAs
-  int num_sms, sm_margin;
+  int num_sms;                    // that the call may use, at least 1
 
   // decode_workspace_bytes bytes, a multiple of 16, not initialised.
   void* workspace;

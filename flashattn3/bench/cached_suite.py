@@ -25,14 +25,18 @@ from .read_kernel import prepare_read
 from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
 from .timing import Timing, interleave, make_clock
 
-READ, DENSE = "read", "dense"
-SUITES = ("decode", "paged", "ragged", "chunk")
+READ, DENSE, APART = "read", "dense", "apart"
+SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed")
 QUICK_LENGTH = 40
 
 
 @dataclass(frozen=True)
 class CachedCell:
-    """One measurement. page_size: 0 for a dense cache. heads, heads_kv: of queries and keys."""
+    """One measurement. page_size: 0 for a dense cache. heads, heads_kv: of queries and keys.
+
+    seqlen_q: queries of each sequence; ragged: with cu_seqlens_q, one query of each sequence but
+    the last, which has seqlen_q.
+    """
 
     suite: str
     row: str
@@ -44,21 +48,32 @@ class CachedCell:
     page_size: int = 0
     window: int = -1
     sinks: bool = False
+    ragged: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.heads_kv
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        others = len(self.lengths) - 1
+        return (1 if self.ragged else self.seqlen_q,) * others + (self.seqlen_q,)
 
     @property
     def visible(self) -> int:
         """Keys that are read, of all sequences."""
         if self.window < 0:
             return sum(self.lengths)
-        return sum(min(n, self.window + self.seqlen_q) for n in self.lengths)
+        pairs = zip(self.lengths, self.queries, strict=True)
+        return sum(min(n, self.window + queries) for n, queries in pairs)
 
     def num_bytes(self, itemsize: int) -> int:
         return 2 * self.visible * self.heads_kv * self.head_dim * itemsize
 
     @property
     def flops(self) -> float:
-        hidden = self.seqlen_q * (self.seqlen_q - 1) // 2
-        scores = sum(self.seqlen_q * n - hidden for n in self.lengths)
+        pairs = zip(self.lengths, self.queries, strict=True)
+        scores = sum(queries * n - queries * (queries - 1) // 2 for n, queries in pairs)
         return 4 * scores * self.heads * self.head_dim
 
     @property
@@ -72,6 +87,7 @@ SIZES += ((64, 16384),)
 ONE_HEAD = ((1, 4096), (1, 131072), (32, 8192), (128, 8192))
 ALL_HEADS = ((1, 4096), (16, 4096))
 PAGES = (1, 16, 64, 256)
+SHORT = (128, 256, 512, 1024, 2048, 4096, 8192)  # of a sequence alone
 CHUNKS = ((1, 2048, 16384), (4, 2048, 8192), (8, 256, 4096))  # sequences, queries, keys
 # 64 lengths from 64 to 32k, evenly spaced in their logarithm.
 RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
@@ -101,6 +117,16 @@ def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
     """The cells of one of SUITES. quick: the same problems, cut down to a CPU's size."""
     if suite == "decode":
         cells = list(_dense_cells())
+    elif suite == "latency":
+        cells = [
+            CachedCell(suite, f"{heads}/{heads_kv} heads, {_named(n)}", (n,), heads, heads_kv)
+            for heads, heads_kv in ((32, 8), (8, 1))
+            for n in SHORT
+        ]
+    elif suite == "mixed":
+        row = "63 x 8k decoded, 2048 of 8k, page"
+        of = {"lengths": (8192,) * 64, "seqlen_q": 2048, "ragged": True}
+        cells = [CachedCell(suite, f"{row} {size}", **of, page_size=size) for size in (16, 128)]
     elif suite == "paged":
         cells = [
             replace(cell, suite=suite, row=f"page {size}, {cell.row}", page_size=size)
@@ -127,16 +153,17 @@ def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
 
 def _cut_down(cell: CachedCell) -> CachedCell:
     lengths = tuple(max(5, min(n, QUICK_LENGTH)) for n in cell.lengths[:2])
-    group = min(2, cell.heads // cell.heads_kv)
+    group = min(2, cell.group)
     new = min(cell.seqlen_q, 5)
     name = f"quick {len(lengths)} x {lengths[0]}, d{cell.head_dim}, {new} queries"
-    name += f", page {cell.page_size}" * (cell.page_size > 0)
+    name += f", page {cell.page_size}" * (cell.page_size > 0) + ", ragged" * cell.ragged
     return replace(cell, row=name, lengths=lengths, heads=group, heads_kv=1, seqlen_q=new)
 
 
 @dataclass
 class CachedInputs:
-    """k, v: of each sequence, (length, heads_kv, head_dim), dense: views of one cache.
+    """q: (batch, seqlen_q, heads, head_dim), of a ragged cell (total_q, heads, head_dim). k, v: of
+    each sequence, (length, heads_kv, head_dim), dense: views of one cache.
 
     pages: (k_cache, v_cache, page_table) of the same tokens, where the cell has pages.
     """
@@ -160,7 +187,8 @@ def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
 
     batch, heads_kv, dim = len(lengths), cell.heads_kv, cell.head_dim
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    q = normal(batch, cell.seqlen_q, cell.heads, dim)
+    lead = (sum(cell.queries),) if cell.ragged else (batch, cell.seqlen_q)
+    q = normal(*lead, cell.heads, dim)
     sinks = torch.randn(cell.heads, device=device) if cell.sinks else None
     if not cell.page_size:
         k_cache, v_cache = (normal(batch, max(lengths), heads_kv, dim) for _ in range(2))
@@ -188,7 +216,9 @@ Call = Callable[[], Tensor]
 
 
 def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[str, Call]:
-    """Provider → its call, which returns out (batch, seqlen_q, heads, head_dim)."""
+    """Provider → its call, which returns out in q's shape."""
+    if cell.ragged:
+        return _mixed_calls(cell, inputs)
     q, options = inputs.q, {**cell.options, "sinks": inputs.sinks}
     cached = partial(flashattn3.flash_attn_with_kvcache, q, cache_seqlens=inputs.seqlens, **options)
     calls: dict[str, Call] = {}
@@ -202,11 +232,31 @@ def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[s
     elif cell.suite == "paged":
         calls[DENSE] = partial(cached, *inputs.dense)
     plain = cell.window < 0 and not cell.sinks and cell.seqlen_q == 1
-    if cell.suite == "decode" and plain:
+    if cell.suite in ("decode", "latency") and plain:
         for name in settings.baselines:
             if name in SDPA_BACKENDS:
                 calls[name] = partial(_sdpa, name, q, *inputs.dense)
     return calls
+
+
+def _mixed_calls(cell: CachedCell, inputs: CachedInputs) -> dict[str, Call]:
+    """All sequences in one call; the single tokens and the chunk in a call each."""
+    q, (k_cache, v_cache, table), seqlens = inputs.q, inputs.pages, inputs.seqlens
+    edges = torch.tensor([0, *accumulate(cell.queries)], dtype=torch.int32, device=q.device)
+    attend = partial(flashattn3.flash_attn_with_kvcache, causal=True)
+    whole = {"cu_seqlens_q": edges, "max_seqlen_q": cell.seqlen_q}
+    whole |= {"cache_seqlens": seqlens, "page_table": table}
+    out, others = torch.empty_like(q), len(cell.lengths) - 1
+
+    def apart() -> Tensor:
+        for lead, rows in (((others, 1), slice(others)), ((1, -1), slice(others, None))):
+            attend(
+                q[rows].unflatten(0, lead), k_cache, v_cache, cache_seqlens=seqlens[rows],
+                page_table=table[rows], out=out[rows].unflatten(0, lead),
+            )  # fmt: skip
+        return out
+
+    return {OURS: partial(attend, q, k_cache, v_cache, **whole), APART: apart}
 
 
 def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -219,13 +269,11 @@ def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def run_cached(cell: CachedCell, settings: Settings) -> list[Record]:
     """A record for each provider, with the bytes of the visible keys and what they take."""
     inputs = make_cached_inputs(cell, settings)
-    expected = [_sample(cell, inputs, dtype) for dtype in (torch.float64, settings.dtype)]
     calls: dict[str, Call] = {}
     refused: dict[str, tuple[str, str]] = {}
     for name, call in _calls(cell, inputs, settings).items():
         try:
-            group = cell.heads // cell.heads_kv
-            check("out", call()[-1, :, -group:], *expected, FORWARD_FACTOR, cell.row, name)
+            _check(cell, inputs, call(), name)
             calls[name] = _captured(call, settings.device)
         except AssertionError as error:
             refused[name] = (FAILED, str(error))
@@ -238,6 +286,20 @@ def run_cached(cell: CachedCell, settings: Settings) -> list[Record]:
     clock = make_clock(settings.device, num_bytes)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
     return [_record(cell, name, settings, timings, refused) for name in (*timings, *refused)]
+
+
+def _check(cell: CachedCell, inputs: CachedInputs, out: Tensor, name: str) -> None:
+    """Hold the last KV head of the first and the last sequence to the tolerance rule."""
+    for index in {0, len(cell.lengths) - 1}:
+        expected = [_sample(cell, inputs, dtype, index) for dtype in (torch.float64, out.dtype)]
+        found = _rows(cell, out, index)
+        check("out", found, *expected, FORWARD_FACTOR, cell.row, name)
+
+
+def _rows(cell: CachedCell, x: Tensor, index: int) -> Tensor:
+    """Queries of a sequence with the query heads of the last KV head, of q or of out."""
+    begin = sum(cell.queries[:index])
+    return x.view(-1, *x.shape[-2:])[begin : begin + cell.queries[index], -cell.group :]
 
 
 def _captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -255,12 +317,12 @@ def _captured(call: Callable[[], object], device: torch.device) -> Callable[[], 
     return lambda: (graph.replay(), kept)
 
 
-def _sample(cell: CachedCell, inputs: CachedInputs, dtype: torch.dtype) -> Tensor:
-    """out of the last sequence and KV head, (seqlen_q, group, head_dim), computed in ``dtype``."""
-    length, group = cell.lengths[-1], cell.heads // cell.heads_kv
-    q, k, v = inputs.q[-1, :, -group:], inputs.k[-1][:, -1], inputs.v[-1][:, -1]
+def _sample(cell: CachedCell, inputs: CachedInputs, dtype: torch.dtype, index: int) -> Tensor:
+    """out of a sequence and the last KV head, (queries, group, head_dim), computed in ``dtype``."""
+    length, group, queries = cell.lengths[index], cell.group, cell.queries[index]
+    q, k, v = _rows(cell, inputs.q, index), inputs.k[index][:, -1], inputs.v[index][:, -1]
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    rows = torch.arange(cell.seqlen_q, device=q.device) + length - cell.seqlen_q
+    rows = torch.arange(queries, device=q.device) + length - queries
     distance = torch.arange(length, device=q.device) - rows.unsqueeze(1)
     hidden = (distance > 0) | ((distance < -cell.window) & (cell.window >= 0))
     wide = torch.promote_types(dtype, torch.float32)
@@ -334,9 +396,8 @@ def run_cached_host(work: str, settings: Settings) -> Iterator[Record]:
         last = inputs.seqlens - 1
         attend = partial(flashattn3.flash_attn_with_kvcache, inputs.q, *inputs.dense, new, new)
         calls = {OURS: partial(attend, cache_seqlens=last, causal=True)}
-    found = calls[OURS]()[-1, :, -1:]  # the append, if there is one, comes before what is right
-    expected = [_sample(cell, inputs, dtype) for dtype in (torch.float64, settings.dtype)]
-    check("out", found, *expected, FORWARD_FACTOR, cell.row, OURS)
+    out = calls[OURS]()  # the append, if there is one, comes before what is right
+    _check(cell, inputs, out, OURS)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(settings.rounds):
         for name, call in calls.items():

@@ -80,7 +80,7 @@ RATIOS_OF = {
     "gqa": (OURS,),
     "deterministic": (DETERMINISTIC,),
     "quantize": (OURS,),
-    **dict.fromkeys(("robot", "decode", "paged", "ragged", "chunk"), (OURS,)),
+    **dict.fromkeys(("robot", "decode", "latency", "paged", "ragged", "chunk", "mixed"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}

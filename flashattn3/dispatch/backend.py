@@ -43,7 +43,7 @@ class Backend(Protocol):
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
         """Why this backend does not take the problem on a device where it is available, or None."""
 
-    def unused_hints(self, problem: Problem) -> dict[str, str]:
+    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
         """Names of the hints that this backend ignores, each with the reason."""
 
     def prepare(self, problem: Problem, device: DeviceInfo) -> Launch:

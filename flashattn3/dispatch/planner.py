@@ -25,9 +25,13 @@ class Plan:
     @property
     def unused_hints(self) -> dict[str, str]:
         """Names of the call's hints that the backend ignores, each with the reason."""
-        unused = self.backend.unused_hints(self.problem)
-        given = (field.name for field in HINTS if field.is_asked(getattr(self.problem, field.name)))
-        return {name: unused[name] for name in given if name in unused}
+        unused = self.backend.unused_hints(self.problem, self.device)
+        asked = {field.name: field.is_asked(self._hint(field.name)) for field in HINTS}
+        return {name: reason for name, reason in unused.items() if asked[name]}
+
+    def _hint(self, name: str) -> object:
+        """The problem of a cached call has fewer hints."""
+        return getattr(self.problem, name, None)
 
 
 def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:

@@ -163,7 +163,8 @@ def flash_attn_with_kvcache(
             others, every row is NaN.
         num_splits: 0: the keys of the whole batch are cut into equal parts, which depend on the
             lengths in the batch; 1: no sequence is cut, and a row's bits do not depend on the
-            others; n up to 256: n equal parts of each sequence, fewer where it has fewer tiles.
+            other lengths; n up to 256: n equal parts of each sequence, fewer where it has fewer
+            tiles.
         pack_gqa: None or True: query heads that share a KV head share a tile.
         sm_margin: streaming multiprocessors for which no part is cut. A hint.
         return_softmax_lse: FlashAttention-3's name for return_lse.

@@ -217,7 +217,7 @@ def _in_force(backend: str | None) -> str:
     return (named_backend.get() or ANY) if backend is None else backend
 
 
-def _unpacked_decode(arguments: tuple) -> tuple[DecodeTensors, Lengths, DecodeOptions]:
+def unpacked_decode(arguments: tuple) -> tuple[DecodeTensors, Lengths, DecodeOptions]:
     end = _NUM_DECODE + len(Lengths._fields)
     tensors = DecodeTensors(*arguments[:_NUM_DECODE])
     return tensors, Lengths(*arguments[_NUM_DECODE:end]), DecodeOptions(*arguments[end:])
@@ -231,7 +231,7 @@ def _unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOp
 
 @torch.library.impl("flashattn3::decode", "CompositeExplicitAutograd")
 def _decode(out, lse, *arguments):
-    tensors, lengths, options = _unpacked_decode(arguments)
+    tensors, lengths, options = unpacked_decode(arguments)
     options = options._replace(backend=_in_force(options.backend))
     _check_results(out, lse, tensors, options.function)
     _decode_of(out, lse, tensors, lengths, options)
@@ -250,7 +250,7 @@ def _combine(out, lse, out_partial, lse_partial, backend, function):
 
 @torch.library.register_fake("flashattn3::decode")
 def _decode_fake(out, lse, *arguments):
-    tensors, lengths, options = _unpacked_decode(arguments)
+    tensors, lengths, options = unpacked_decode(arguments)
     check_decode(tuple(map(metadata_of, tensors)), options, lengths)
 
 

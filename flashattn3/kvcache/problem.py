@@ -179,6 +179,10 @@ class DecodeProblem(_Asked):
         return self.num_heads_q // self.num_heads_kv
 
     @property
+    def rows_of_one_query(self) -> int:
+        return packed_rows(self.qhead_per_kvhead)
+
+    @property
     def varlen(self) -> bool:
         return "cu_seqlens_q" in self.given
 
@@ -242,13 +246,14 @@ def describe_decode(
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
         page_size=0 if tensors.page_table is None else k.shape[1],
-        rows=_rows_of(seqlen_q * (heads_q // heads_kv)),
+        rows=packed_rows(seqlen_q * (heads_q // heads_kv)),
         given=_given(tensors, 3),
         score_scale=score_scale_of(options, q.shape[-1]),
     )
 
 
-def _rows_of(rows: int) -> int:
+def packed_rows(rows: int) -> int:
+    """Rows as a power of two from MIN_ROWS to MAX_ROWS."""
     return min(MAX_ROWS, max(MIN_ROWS, 1 << max(0, rows - 1).bit_length()))
 
 

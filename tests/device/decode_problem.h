@@ -303,7 +303,6 @@ flashattn3::DecodeParams make_params(DecodeProblem& p, Memory&& memory, float* l
           .window_right = c.right,
           .whole_tiles = false,
           .num_sms = 0,
-          .sm_margin = 0,
           .workspace = nullptr,
           .counters = nullptr,
           .pdl = false};

@@ -147,7 +147,7 @@ class HopperBackend:
             )
         return None
 
-    def unused_hints(self, problem: Problem) -> dict[str, str]:
+    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
         unused = {
             "pack_gqa": "has no packed layout of grouped queries",
             "num_splits": "computes all keys in one pass",

@@ -86,7 +86,7 @@ class ReferenceBackend:
         dtype = _compute_dtype(problem)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
-    def unused_hints(self, problem: Problem) -> dict[str, str]:
+    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
         unused = "runs in torch operations, which have no such choice"
         return {field.name: unused for field in HINTS if field.name != "num_splits"}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.spec import HINTS
 from ...dispatch.backend import score_factor_reason
 from ...kvcache.metadata import HEADER, PER_SEQUENCE, make_metadata
 from .rotary import rotated
@@ -30,6 +31,9 @@ class ReferenceCachedCall(NamedTuple):
 
     def describe(self) -> dict[str, object]:
         return {"computes in": _wide(self.problem.dtype)}
+
+    def describe_sizes(self, batch: int, total_q: int, seqlen_q: int) -> dict[str, object]:
+        return {}
 
     def decode(
         self,
@@ -63,8 +67,12 @@ class ReferenceCacheBackend:
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
 
+    def unused_hints(self, problem: object, device: DeviceInfo) -> dict[str, str]:
+        unused = "runs in torch operations, which have no such choice"
+        return {field.name: unused for field in HINTS if field.name != "num_splits"}
+
     def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
-        if not hasattr(problem, "softmax_scale"):
+        if not hasattr(problem, "score_scale"):
             return None
         dtype = _wide(problem.dtype)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)

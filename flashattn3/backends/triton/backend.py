@@ -17,6 +17,8 @@ from ...call.problem import Problem
 from ...dispatch.device import DeviceInfo
 from .. import gpu_limits
 from ..conversions import converting
+from . import packed
+from .cache_tiles import CacheTile, select_tile
 from .tile_configs import (
     MAX_HEAD_DIM,
     MIN_SHARED_MEMORY_KIB,
@@ -37,6 +39,7 @@ class TritonConfig:
     arch: target architecture for Triton, such as "sm80"; None for the GPU's own.
     native_fp8: whether it multiplies e4m3; if not, the kernel converts e4m3 to float16. int8 is
         always native.
+    packed: the tile of a forward that the kernels of cached calls run; None: forward.py runs it.
     """
 
     tile_config: TileConfig
@@ -45,8 +48,12 @@ class TritonConfig:
     grid: tuple[int, int, int]
     arch: str | None = None
     native_fp8: bool = False
+    packed: CacheTile | None = None
 
     def describe(self) -> dict[str, object]:
+        if self.packed is not None:
+            described = self.packed.describe() | {"num_splits": self.num_splits or "chosen"}
+            return described | {"grid": self.grid}
         forward = self.tiles.forward
         return {
             "tile": f"{forward.block_m} rows x {forward.block_n} keys",
@@ -75,7 +82,11 @@ class TritonLaunch:
     def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
         from . import launch
 
-        run = launch.on_device(self.problem, launch.prepare_forward(self.problem, self.config))
+        if self.config.packed is None:
+            run = launch.prepare_forward(self.problem, self.config)
+        else:
+            run = packed.prepare_forward(self.problem, self.config.packed)
+        run = launch.on_device(self.problem, run)
         return converting(self.problem, run)
 
     @cached_property
@@ -115,12 +126,12 @@ class TritonBackend:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return None
 
-    def unused_hints(self, problem: Problem) -> dict[str, str]:
-        return {
-            "pack_gqa": "has no packed layout of grouped queries",
-            "sm_margin": "launches one program per tile, so it cannot leave multiprocessors free",
-            "use_fast_accum": "accumulates in float32",
-        }
+    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
+        unused = {"use_fast_accum": "accumulates in float32"}
+        if self.configure(problem, device).packed is None:
+            unused["pack_gqa"] = "packs the query heads of dense 16-bit calls alone"
+            unused["sm_margin"] = "launches one program per tile, which leaves no SM free"
+        return unused
 
     def prepare(self, problem: Problem, device: DeviceInfo) -> TritonLaunch:
         return TritonLaunch(problem, self.configure(problem, device))
@@ -133,8 +144,13 @@ class TritonBackend:
         tiles = replace(tiles, forward=_within_blocks(tiles.forward, problem))
         m_blocks = ceil(problem.seqlen_q / tiles.forward.block_m)
         programs = m_blocks * problem.num_heads_q * problem.batch
-        num_splits = _num_splits(problem, programs, tiles.forward.block_n, device.num_sms)
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
+        if packed.is_packed(problem, device, programs):
+            cached = packed.as_cached(problem)
+            tile, sizes = select_tile(cached, device), (problem.batch, problem.total_q)
+            grid = (tile.grid(cached, *sizes, problem.seqlen_q)[1], 1, 1)
+            return TritonConfig(tile_config, tiles, cached.num_splits, grid, arch, packed=tile)
+        num_splits = _num_splits(problem, programs, tiles.forward.block_n, device.num_sms)
         grid = (programs * num_splits, 1, 1)
         native_fp8 = problem.dtype in EIGHT_BIT and (device.lowering or 0) >= FIRST_WITH_FP8
         return TritonConfig(tile_config, tiles, num_splits, grid, arch, native_fp8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,41 +14,13 @@ from ...call.dtypes import SIXTEEN_BIT
 from ...dispatch.backend import score_factor_reason
 from ...dispatch.device import DeviceInfo
 from .backend import BACKEND as FORWARD
-from .tile_configs import padded
+from .cache_tiles import CacheTile, select_tile
 
 if TYPE_CHECKING:
     from ...kvcache.problem import AppendTensors, DecodeTensors, Lengths
 
 MAX_HEAD_DIM = 256
-TILE_BYTES = 16 * 1024  # of K or of V in one stage
-# With three stages of K and V two programs share the 227 KiB of a Hopper SM, one has the 163 of an
-# A100; 99 KiB hold two stages.
-THREE_STAGES_KIB = 163
-PROGRAMS_PER_SM = 2
 COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class CacheTile:
-    """block_m packed rows by block_n keys; num_ctas: parts into which the batch is cut, about.
-
-    arch: as in ``TritonConfig``.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    num_ctas: int
-    arch: str | None = None
-
-    def describe(self) -> dict[str, object]:
-        return {
-            "tile": f"{self.block_m} packed rows x {self.block_n} keys",
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "parts": f"about {self.num_ctas}",
-        }
 
 
 class TritonCachedCall:
@@ -60,6 +31,12 @@ class TritonCachedCall:
 
     def describe(self) -> dict[str, object]:
         return self.tile.describe()
+
+    def describe_sizes(self, batch: int, total_q: int, seqlen_q: int) -> dict[str, object]:
+        """What a call of the problem launches and allocates, at any lengths of its cache."""
+        _, programs, slots = self.tile.grid(self.problem, batch, total_q, seqlen_q)
+        workspace = self.tile.workspace_bytes(slots, self.problem.head_dim_v)
+        return {"grid": (programs, 1, 1), "workspace_bytes": workspace}
 
     def decode(
         self,
@@ -107,6 +84,9 @@ class TritonCacheBackend:
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return FORWARD.unavailable_reason(device)
 
+    def unused_hints(self, problem: object, device: DeviceInfo) -> dict[str, str]:
+        return {}
+
     def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
         combines = not hasattr(problem, "num_heads_kv")
         legal = COMBINE_DTYPES if combines else SIXTEEN_BIT
@@ -125,29 +105,6 @@ class TritonCacheBackend:
 
     def prepare(self, problem: object, device: DeviceInfo) -> TritonCachedCall:
         return TritonCachedCall(problem, select_tile(problem, device))
-
-
-def select_tile(problem: object, device: DeviceInfo) -> CacheTile:
-    """By packed rows, head dims, page size and shared memory; only decode has a tile."""
-    arch = None if device.lowering == device.capability else f"sm{device.lowering}"
-    if not hasattr(problem, "rows"):
-        return CacheTile(0, 0, 4, 2, 0, arch)
-    widest = padded(max(problem.head_dim, problem.head_dim_v))
-    block_m = min(problem.rows, 64 if widest > 128 else 128)
-    block_n = min(128, max(16, TILE_BYTES // (2 * widest)))
-    if block_m > 32:
-        block_n = min(64, block_n)
-    stages = 3 if device.shared_memory_bytes >= THREE_STAGES_KIB * 1024 else 2
-    # Addresses from the page table, which is loaded a stage earlier.
-    indirect = block_m <= 32 and problem.page_size % block_n != 0
-    return CacheTile(
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=8 if block_m > 64 else 4,
-        num_stages=stages + indirect,
-        num_ctas=max(1, device.num_sms - problem.sm_margin) * PROGRAMS_PER_SM,
-        arch=arch,
-    )
 
 
 BACKEND = TritonCacheBackend()

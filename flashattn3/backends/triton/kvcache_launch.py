@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...call.dtypes import NAMES
+from .cache_tiles import CacheTile
 from .kernels import append, cache_parts, combine, decode
 from .kernels.launch import Launch
 from .kernels.variable_launch import VariableLaunch
-from .kvcache import CacheTile
 from .launch import capping
 from .tile_configs import padded
 
@@ -38,9 +38,11 @@ COMBINE_ROWS = 4
 def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     """Build a function of (out, lse, tensors, lengths, options_hash)."""
     launch, join = decode_launch(problem, tile), combine_parts_launch(problem, tile)
-    block_m, group, heads_kv = tile.block_m, problem.qhead_per_kvhead, problem.num_heads_kv
+    block_m, heads_kv = tile.block_m, problem.num_heads_kv
     num_splits, varlen, dim_v = problem.num_splits, problem.varlen, problem.head_dim_v
-    rows_per_program = join.constants["ROWS"]
+    has_descales = any(name.endswith("descale") for name in problem.given)
+    no_strides = (0,) * 6  # of q_descale, k_descale and v_descale
+    programs_per_tile = block_m // join.constants["ROWS"]
     window_left = min(problem.window_left, LARGEST_WINDOW)
     factors = (
         window_left,
@@ -53,14 +55,9 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
             out.zero_()
             lse.fill_(-inf)
         batch, total_q, seqlen_q = _queries(tensors, lengths)
-        max_m_blocks = ceil(seqlen_q * group / block_m)
-        tiles = batch * max_m_blocks
-        if varlen and num_splits == 0:
-            tiles = min(tiles, total_q * group // block_m + batch)
-        tiles *= heads_kv
+        tiles, parts, slots = tile.grid(problem, batch, total_q, seqlen_q)
         if tiles == 0:
             return
-        parts, slots = _parts(tiles, num_splits, tile.num_ctas)
         capacity, num_caches, num_pages = sizes_of(tensors.k_cache, tensors.page_table)
         seqlen_k = capacity if lengths.seqlen is None else lengths.seqlen
         if slots:
@@ -74,9 +71,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
         numbers = (
             *places[3:],
             0 if tensors.page_table is None else tensors.page_table.stride(0),
-            *_pair_strides(tensors.q_descale),
-            *_pair_strides(tensors.k_descale),
-            *_pair_strides(tensors.v_descale),
+            *(_pair_strides(*tensors[9:12]) if has_descales else no_strides),
             *seqlens,
             capacity,
             num_caches,
@@ -98,24 +93,13 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
             indices += (tensors.cu_seqlens_k_new,)
             sizes = (*seqlens, capacity, heads_kv, tile.num_ctas, num_splits, window_left)
             join(
-                (block_m // rows_per_program * max_m_blocks * heads_kv * batch, 1, 1),
+                (programs_per_tile * min(tiles, slots // 2), 1, 1),
                 (out_parts, lse_parts, out, lse, *indices, tensors.sinks),
                 (),
-                (*places, *sizes, max_m_blocks),
+                (*places, *sizes, slots),
             )
 
     return run
-
-
-def _parts(tiles: int, num_splits: int, num_ctas: int) -> tuple[int, int]:
-    """Programs that there can be, and slots of the workspace that they can need.
-
-    Parts have at least the num_ctas-th part of all work. So there are no more than num_ctas of
-    them and one for each tile, and tiles of several parts have no more than 2 * num_ctas.
-    """
-    if num_splits > 0:
-        return tiles * num_splits, tiles * num_splits if num_splits > 1 else 0
-    return tiles + num_ctas, min(tiles + num_ctas, 2 * num_ctas)
 
 
 def _queries(tensors: DecodeTensors, lengths: Lengths) -> tuple[int, int, int]:
@@ -145,8 +129,9 @@ def _lse_strides(lse: Tensor, varlen: bool) -> tuple[int, int]:
     return (0, lse.stride(0)) if varlen else lse.stride()[:2]
 
 
-def _pair_strides(descale: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if descale is None else descale.stride()
+def _pair_strides(*descales: Tensor | None) -> tuple[int, ...]:
+    """(batch, head) strides of descales."""
+    return tuple(step for x in descales for step in ((0, 0) if x is None else x.stride()))
 
 
 def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
@@ -158,6 +143,9 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "GROUP": problem.qhead_per_kvhead,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
+        "FEW_M": tile.few_m,
+        "FEW_N": tile.few_n,
+        "UNIT": max(tile.block_n, tile.few_n),
         "PAGE_SIZE": problem.page_size,
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
@@ -173,8 +161,10 @@ def combine_parts_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLau
         "BLOCK_DV": block_dv,
         "GROUP": problem.qhead_per_kvhead,
         "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
+        "FEW_M": tile.few_m,
+        "UNIT": max(tile.block_n, tile.few_n),
         "LEFT": problem.window_left >= 0,
+        "RIGHT": problem.window_right >= 0,
         # All loads of a step are in flight at once: 4096 numbers for 128 threads.
         "ROWS": 1 if tile.block_m == 16 else 2,
         "PARTS": 16 if tile.block_m == 16 else 8,
@@ -222,8 +212,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
             (
                 0 if tensors.page_table is None else tensors.page_table.stride(0),
                 0 if cos is None else cos.stride(0),
-                *_pair_strides(tensors.k_descale),
-                *_pair_strides(tensors.v_descale),
+                *_pair_strides(tensors.k_descale, tensors.v_descale),
                 batch,
                 num_rows_q,
                 num_rows_k,

@@ -67,7 +67,7 @@ def _of_8_bits(tensors: Tensors) -> tuple[Tensor | None, ...]:
 
 
 def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
-    allocate = _result_allocator(problem)
+    allocate = result_allocator(problem)
 
     def run(q, k, v, *rest):
         out, lse = allocate(q)
@@ -84,7 +84,7 @@ def _result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*lead, problem.total_q, heads, problem.head_dim_v), (*lead, heads, problem.total_q)
 
 
-def _result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Build a function that allocates out and lse on q's device.
 
     For varlen they are initialised, because no kernel writes rows outside the sequences.

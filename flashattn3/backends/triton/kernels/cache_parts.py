@@ -1,9 +1,13 @@
 """The parts into which the keys of a batch are cut, found from the lengths on the device, and their
 join: what every program of a cached call computes before it reads a key.
 
-The tiles of keys of the whole batch are cut into parts of one length, so that about num_ctas
+The keys of all tiles of the batch are cut into parts of about one length, so that about num_ctas
 programs have equal shares, however unequal the sequences (Flash-Decoding with the work partition of
 FlashInfer, arXiv 2501.01005). Parts of a tile are joined in the order of their keys.
+
+A batch may mix chunks of a prompt with single tokens: a sequence of at most FEW_M packed rows has a
+tile of FEW_M rows, others have tiles of BLOCK_M; FEW_M is 0 where all have BLOCK_M. A key costs a
+part as much in either tile: with few rows it is read as long as many rows compute with it.
 """
 
 import triton
@@ -14,8 +18,8 @@ from .forward import LN2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(128)  # sequences in one step of the prefix sum
-# n_blocks of a part that was not asked for, at least: shorter ones cost more than idle SMs.
-MIN_TILES = tl.constexpr(2)
+# Units of a part that was not asked for, at least: shorter ones cost more than idle SMs.
+MIN_UNITS = tl.constexpr(2)
 
 
 @triton.jit
@@ -49,6 +53,16 @@ def query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch):
 
 
 @triton.jit
+def m_blocks_of(queries, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, FEW_M: tl.constexpr):
+    """m_blocks of sequences: their packed rows in tiles of BLOCK_M or in one of FEW_M."""
+    rows = queries * GROUP
+    m_blocks = tl.cdiv(rows, BLOCK_M)
+    if FEW_M > 0:
+        m_blocks = tl.where((rows > 0) & (rows <= FEW_M), 1, m_blocks)
+    return m_blocks
+
+
+@triton.jit
 def tiles_of(
     cache_seqlens,
     cache_leftpad,
@@ -64,10 +78,12 @@ def tiles_of(
     first_sequence,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FEW_M: tl.constexpr,
+    UNIT: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """m_blocks and n_blocks of CHUNK sequences: of an m_block at most, whatever its rows see."""
+    """m_blocks of CHUNK sequences, and units of UNIT keys of each of their tiles at most, whatever
+    its rows see."""
     batch_idx = first_sequence + tl.arange(0, CHUNK)
     inside = batch_idx < batch
     _, _, length = key_lengths(
@@ -79,13 +95,34 @@ def tiles_of(
         begin = tl.maximum(length - queries - window_left, 0)
     if cache_leftpad is not None:
         begin = tl.maximum(begin, tl.load(cache_leftpad + batch_idx, mask=inside, other=0))
-    n_blocks = tl.cdiv(tl.maximum(length - round_down(begin, BLOCK_N), 0), BLOCK_N)
-    m_blocks = tl.where(inside, tl.cdiv(queries * GROUP, BLOCK_M), 0)
-    return m_blocks, n_blocks
+    units = tl.cdiv(tl.maximum(length - round_down(begin, UNIT), 0), UNIT)
+    return tl.where(inside, m_blocks_of(queries, GROUP, BLOCK_M, FEW_M), 0), units
 
 
 @triton.jit
-def tiles_in_part(
+def parts_of(units, share, num_splits):
+    """Number of parts of a tile of each sequence, at least 1 and at most its units.
+
+    share: units of a program. A tile of less than two shares is not cut, so tiles that are cut have
+    no more parts than there are shares.
+    """
+    parts = tl.where(num_splits > 0, num_splits, units // share)
+    return tl.maximum(tl.minimum(parts, units), 1)
+
+
+@triton.jit
+def keys_of_part(part, num_parts, units, UNIT: tl.constexpr):
+    """First and end of the keys of one of num_parts parts, which differ by at most a unit."""
+    own = units // num_parts
+    longer = units % num_parts
+    begin = part * own + tl.minimum(part, longer)
+    end = begin + own + (part < longer).to(tl.int32)
+    return begin * UNIT, end * UNIT
+
+
+@triton.jit
+def find_work(
+    index,
     cache_seqlens,
     cache_leftpad,
     cu_seqlens_q,
@@ -100,32 +137,71 @@ def tiles_in_part(
     num_heads_kv,
     num_ctas,
     num_splits,
+    JOINED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FEW_M: tl.constexpr,
+    UNIT: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """n_blocks of one part, with which about num_ctas parts do all work; 0: asked by num_splits."""
-    tiles = 0
+    """Find a part by its index in the batch or, with JOINED, a tile by its index among the tiles of
+    several parts.
+
+    Returns its sequence, -1 if there is none, the index in the sequence, the units and the parts of
+    a tile there, and the sequence's first slot of the workspace, which has one for each part of
+    tiles that are cut. The order is sequence, m_block, KV head, part.
+    """
+    share = tl.full((), 1, tl.int32)
     if num_splits == 0:
         work = tl.full((), 0, tl.int64)
         for first_sequence in range(0, batch, CHUNK):
-            m_blocks, n_blocks = tiles_of(
+            m_blocks, units = tiles_of(
                 cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q,
                 total_q, seqlen_k, seqlen_new, capacity, window_left, first_sequence,
-                GROUP, BLOCK_M, BLOCK_N, LEFT,
+                GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
             )  # fmt: skip
-            work += tl.sum(m_blocks.to(tl.int64) * n_blocks, 0)
-        tiles = tl.maximum(tl.cdiv(work * num_heads_kv, num_ctas), MIN_TILES).to(tl.int32)
-    return tiles
+            work += tl.sum(m_blocks.to(tl.int64) * units, 0)
+        share = tl.maximum(tl.cdiv(work * num_heads_kv, num_ctas), MIN_UNITS).to(tl.int32)
+    batch_idx = -1
+    own_index = 0
+    own_units = 0
+    num_parts = 0
+    slot = 0
+    before = 0
+    slots_before = 0
+    for first_sequence in range(0, batch, CHUNK):
+        m_blocks, units = tiles_of(
+            cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q,
+            total_q, seqlen_k, seqlen_new, capacity, window_left, first_sequence,
+            GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
+        )  # fmt: skip
+        parts = parts_of(units, share, num_splits)
+        tiles = m_blocks * num_heads_kv
+        slots = tl.where(parts > 1, tiles * parts, 0)
+        counted = tiles * parts
+        if JOINED:
+            counted = tl.where(parts > 1, tiles, 0)
+        ends = before + tl.cumsum(counted, 0)
+        here = (index < ends) & (index >= ends - counted)
+        slot_begins = slots_before + tl.cumsum(slots, 0) - slots
+        indices = first_sequence + tl.arange(0, CHUNK)
+        batch_idx += tl.sum(tl.where(here, indices + 1, 0), 0)
+        own_index += tl.sum(tl.where(here, index - (ends - counted), 0), 0)
+        own_units += tl.sum(tl.where(here, units, 0), 0)
+        num_parts += tl.sum(tl.where(here, parts, 0), 0)
+        slot += tl.sum(tl.where(here, slot_begins, 0), 0)
+        before += tl.sum(counted, 0)
+        slots_before += tl.sum(slots, 0)
+    return batch_idx, own_index, own_units, num_parts, slot
 
 
 @triton.jit
-def parts_of(n_blocks, part_tiles, num_splits):
-    """n_blocks of a part of each sequence, and its number of parts, at least 1."""
-    asked = tl.cdiv(n_blocks, tl.maximum(num_splits, 1))
-    tiles = tl.maximum(tl.where(num_splits > 0, asked, part_tiles), 1)
-    return tiles, tl.maximum(tl.cdiv(n_blocks, tiles), 1)
+def m_block_at(index, queries, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, RIGHT: tl.constexpr):
+    """The index-th m_block of a sequence: with a causal mask the longest first."""
+    m_block = index
+    if RIGHT:
+        m_block = tl.cdiv(queries * GROUP, BLOCK_M) - 1 - index
+    return m_block
 
 
 @triton.jit
@@ -145,7 +221,7 @@ def with_sink(acc_scale, row_max, row_sum, sink):
         "cu_seqlens_q", "cu_seqlens_k_new", "sinks", "out_stride_b", "out_stride_s",
         "out_stride_h", "lse_stride_b", "lse_stride_h", "batch", "seqlen_q", "total_q", "seqlen_k",
         "seqlen_new", "capacity", "num_heads_kv", "num_ctas", "num_splits", "window_left",
-        "max_m_blocks",
+        "workspace_slots",
     ]
 )  # fmt: skip
 def combine_parts_kernel(
@@ -173,51 +249,38 @@ def combine_parts_kernel(
     num_ctas,
     num_splits,
     window_left,
-    max_m_blocks,
+    workspace_slots,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FEW_M: tl.constexpr,
+    UNIT: tl.constexpr,
     LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Join the parts of ROWS packed rows, PARTS at a time, in the order of their keys.
 
-    Grid: BLOCK_M / ROWS * max_m_blocks * num_heads_kv * batch. A tile in one part has nothing to
-    join. The numbers before max_m_blocks are those of ``decode_kernel``.
+    Grid: BLOCK_M / ROWS for each tile of several parts that there can be. The numbers before
+    workspace_slots are those of ``decode_kernel``.
     """
     pid = tl.program_id(0)
-    first_row = pid % (BLOCK_M // ROWS) * ROWS
-    pid = pid // (BLOCK_M // ROWS)
-    m_block = pid % max_m_blocks
-    head_kv = pid // max_m_blocks % num_heads_kv
-    batch_idx = pid // max_m_blocks // num_heads_kv
+    batch_idx, tile, _, num_parts, slot = find_work(
+        pid // (BLOCK_M // ROWS), cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
+        batch, seqlen_q, total_q, seqlen_k, seqlen_new, capacity, window_left, num_heads_kv,
+        num_ctas, num_splits, True, GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
+    )  # fmt: skip
+    slot += tile * num_parts
+    if (batch_idx < 0) | (slot + num_parts > workspace_slots):  # wrong cu_seqlens_q may overlap
+        return
     start_q, length_q = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
+    head_kv = tile % num_heads_kv
+    m_block = m_block_at(tile // num_heads_kv, length_q, GROUP, BLOCK_M, RIGHT)
+    first_row = pid % (BLOCK_M // ROWS) * ROWS
     if (m_block * BLOCK_M + first_row) // GROUP >= length_q:
         return
-    part_tiles = tiles_in_part(
-        cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q, total_q,
-        seqlen_k, seqlen_new, capacity, window_left, num_heads_kv, num_ctas, num_splits,
-        GROUP, BLOCK_M, BLOCK_N, LEFT,
-    )  # fmt: skip
-    num_parts = 0
-    slot = 0
-    for first_sequence in range(0, batch_idx + 1, CHUNK):
-        m_blocks, n_blocks = tiles_of(
-            cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q,
-            total_q, seqlen_k, seqlen_new, capacity, window_left, first_sequence,
-            GROUP, BLOCK_M, BLOCK_N, LEFT,
-        )  # fmt: skip
-        _, parts = parts_of(n_blocks, part_tiles, num_splits)
-        slots = tl.where(parts > 1, m_blocks * num_heads_kv * parts, 0)
-        indices = first_sequence + tl.arange(0, CHUNK)
-        num_parts += tl.sum(tl.where(indices == batch_idx, parts, 0), 0)
-        slot += tl.sum(tl.where(indices < batch_idx, slots, 0), 0)
-    if num_parts == 1:
-        return
-    slot += (m_block * num_heads_kv + head_kv) * num_parts
 
     part_offsets = tl.arange(0, PARTS)
     columns = tl.arange(0, BLOCK_DV)

@@ -4,23 +4,16 @@ A tile holds BLOCK_M packed rows of one KV head: row r is query token r // GROUP
 r % GROUP, so K and V are read once for all query heads that share them.
 
 The grid is fixed by what the host knows, the work by the lengths on the device: every program finds
-its part by a prefix sum over the batch (cache_parts.py). A tile in one part writes out and lse;
-parts of others go to a workspace, which ``combine_parts_kernel`` joins. Neither depends on the
-capacity of the cache, so a CUDA graph stays right for other lengths.
+its part by a prefix sum over the batch (cache_parts.py), and whether its sequence has few rows. A
+tile in one part writes out and lse; parts of others go to a workspace, which
+``combine_parts_kernel`` joins. Neither depends on the capacity of the cache, so a CUDA graph stays
+right for other lengths.
 """
 
 import triton
 import triton.language as tl
 
-from .cache_parts import (
-    CHUNK,
-    key_lengths,
-    parts_of,
-    query_span,
-    tiles_in_part,
-    tiles_of,
-    with_sink,
-)
+from .cache_parts import find_work, key_lengths, keys_of_part, m_block_at, query_span, with_sink
 from .common import n_block_range, round_down, store_tile, tanh_exp2, tile_offsets, visible
 from .forward import LN2
 
@@ -28,6 +21,8 @@ from .forward import LN2
 HEADER = tl.constexpr(2)
 PER_SEQUENCE = tl.constexpr(4)
 MAGIC = tl.constexpr(0x6B763031)
+# Replaces a score factor of 0, with which -inf would become NaN.
+SMALLEST_FACTOR = tl.constexpr(2.0**-100)
 
 
 @triton.jit
@@ -41,22 +36,27 @@ def locate_keys(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Page (64-bit), row in the page, and whether a row sees the key; dense caches have page 0."""
+    """Page and row in the page of keys (64-bit), which of them exist, and which are lost: a row may
+    see them, and their page does not exist. Dense caches have page 0.
+    """
     position = first_key + key_offsets
     exists = (position >= lowest) & (position < length)
-    if PAGE_SIZE == 0:
-        page = tl.zeros_like(key_offsets)
-        row = position
-    elif PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table_row + first_key // PAGE_SIZE) + tl.zeros_like(key_offsets)
-        row = first_key % PAGE_SIZE + key_offsets
-    else:
-        page = tl.load(table_row + position // PAGE_SIZE, mask=exists, other=0)
-        row = position % PAGE_SIZE
+    page = tl.zeros((), tl.int32)
+    lost = tl.zeros((), tl.int32)
+    row = position
     if PAGE_SIZE > 0:
-        exists = exists & (page >= 0) & (page < num_pages)
-        page = tl.where(exists, page, 0)
-    return page.to(tl.int64), row, exists
+        row = position % PAGE_SIZE
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(table_row + first_key // PAGE_SIZE)
+            has_page = (page >= 0) & (page < num_pages)
+            lost = (has_page == 0).to(tl.int32)
+        else:
+            page = tl.load(table_row + position // PAGE_SIZE, mask=exists, other=0)
+            has_page = (page >= 0) & (page < num_pages)
+            lost = (exists & (has_page == 0)).to(tl.int32)
+        exists = exists & has_page
+        page = tl.where(has_page, page, 0)
+    return page.to(tl.int64), row.to(tl.int64), exists, lost
 
 
 @triton.jit
@@ -86,6 +86,246 @@ def metadata_poison(metadata, options_hash, batch_idx, given, new, queries, cach
         leftpad = tl.load(cache_leftpad + batch_idx)
     fits = fits & (tl.load(own + 3) == leftpad)
     return tl.where(fits, 0.0, float("nan"))
+
+
+@triton.jit
+def attend_part(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    out_parts,
+    lse_parts,
+    cache_seqlens,
+    page_table,
+    cache_batch_idx,
+    cache_leftpad,
+    cu_seqlens_q,
+    cu_seqlens_k_new,
+    q_descale,
+    k_descale,
+    v_descale,
+    sinks,
+    metadata,
+    q_stride_b,
+    q_stride_s,
+    q_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    out_stride_b,
+    out_stride_s,
+    out_stride_h,
+    lse_stride_b,
+    lse_stride_h,
+    table_stride,
+    q_descale_stride_b,
+    q_descale_stride_h,
+    k_descale_stride_b,
+    k_descale_stride_h,
+    v_descale_stride_b,
+    v_descale_stride_h,
+    batch,
+    seqlen_q,
+    total_q,
+    seqlen_k,
+    seqlen_new,
+    capacity,
+    num_caches,
+    num_pages,
+    num_heads_kv,
+    options_hash,
+    window_left,
+    window_right,
+    scale_log2,
+    cap_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    batch_idx,
+    part,
+    units,
+    num_parts,
+    slot,
+):
+    """One part of one tile of ROWS packed rows, KEYS keys in a step, of a sequence."""
+    slot = (slot + part).to(tl.int64)
+    split = part % num_parts
+    head_kv = part // num_parts % num_heads_kv
+    m_block = part // num_parts // num_heads_kv
+    given, new, length_k = key_lengths(
+        cache_seqlens, cu_seqlens_k_new, seqlen_k, seqlen_new, batch_idx, batch, capacity
+    )
+    start_q, length_q = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
+    poison = 0.0
+    if metadata is not None:
+        poison += metadata_poison(
+            metadata, options_hash, batch_idx, given, new, length_q, cache_leftpad
+        )
+    cache_idx = batch_idx
+    if cache_batch_idx is not None:
+        cache_idx = tl.load(cache_batch_idx + batch_idx)
+        # A cache that does not exist is not read.
+        has_cache = (cache_idx >= 0) & (cache_idx < num_caches)
+        poison += tl.where(has_cache, 0.0, float("nan"))
+        cache_idx = tl.where(has_cache, cache_idx, 0)
+        readable = tl.where(has_cache, length_k, 0)
+    else:
+        readable = length_k
+    first_row = m_block_at(m_block, length_q, GROUP, ROWS, RIGHT) * ROWS
+    diagonal = length_k - length_q
+    first_token = first_row // GROUP
+    last_token = tl.minimum((first_row + ROWS - 1) // GROUP, length_q - 1)
+    begin, full_begin, full_end, end = n_block_range(
+        first_token, last_token, readable, diagonal, window_left, window_right, KEYS, LEFT, RIGHT
+    )
+    leftpad = 0
+    if cache_leftpad is not None:
+        leftpad = tl.maximum(tl.load(cache_leftpad + batch_idx), 0)
+        begin = tl.maximum(begin, round_down(leftpad, KEYS))
+        full_begin = tl.maximum(full_begin, tl.cdiv(leftpad, KEYS) * KEYS)
+        full_end = tl.maximum(full_end, full_begin)
+    # What is before the first visible key may be anything: pages given back, padding.
+    lowest = leftpad
+    if LEFT:
+        lowest = tl.maximum(lowest, first_token + diagonal - window_left)
+    part_begin, part_end = keys_of_part(split, num_parts, units, UNIT)
+    end = tl.minimum(begin + part_end, end)
+    begin += part_begin
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(begin, end))
+    full_end = tl.minimum(full_end, tl.maximum(begin, round_down(end, KEYS)))
+    full_end = tl.maximum(full_end, full_begin)
+
+    row_offsets = tl.arange(0, ROWS)
+    key_offsets = tl.arange(0, KEYS)
+    columns = tl.arange(0, BLOCK_D)
+    columns_v = tl.arange(0, BLOCK_DV)
+    rows = first_row + row_offsets
+    tokens = rows // GROUP
+    heads = head_kv * GROUP + rows % GROUP
+    valid = tokens < length_q
+    batch_64 = batch_idx.to(tl.int64)
+    q_rows = batch_64 * q_stride_b + (start_q + tokens).to(tl.int64) * q_stride_s
+    q = tl.load(
+        q_ptr + (q_rows + heads.to(tl.int64) * q_stride_h)[:, None] + columns[None, :],
+        mask=valid[:, None] & (columns < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    if q_descale is not None:
+        scale_log2 *= tl.load(
+            q_descale + batch_64 * q_descale_stride_b + head_kv * q_descale_stride_h
+        )
+    if k_descale is not None:
+        scale_log2 *= tl.load(
+            k_descale + batch_64 * k_descale_stride_b + head_kv * k_descale_stride_h
+        )
+    # A negative factor is that of -q, so that the maximum may be taken of raw scores.
+    q = tl.where(scale_log2 < 0, -q, q)
+    factor = tl.where(scale_log2 == 0, SMALLEST_FACTOR, tl.abs(scale_log2))
+    k_head = k_ptr + head_kv.to(tl.int64) * k_stride_h
+    v_head = v_ptr + head_kv.to(tl.int64) * v_stride_h
+    table_row = page_table
+    if PAGE_SIZE == 0:
+        k_head += cache_idx.to(tl.int64) * k_stride_b
+        v_head += cache_idx.to(tl.int64) * v_stride_b
+    else:
+        table_row += cache_idx.to(tl.int64) * table_stride
+
+    acc = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
+    row_sum = tl.zeros((ROWS,), dtype=tl.float32)
+    row_max = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    any_lost = tl.zeros((), tl.int32)
+    if PAGE_SIZE % KEYS != 0:
+        any_lost = tl.zeros((KEYS,), tl.int32)
+    edges = (begin, full_begin, full_end, end)
+    for stage in tl.static_range(3):
+        MASKED = stage != 1
+        if stage != 0 or LEFT or cache_leftpad is not None:
+            for first_key in range(edges[stage], tl.minimum(edges[stage + 1], end), KEYS):
+                page, row, exists, lost = locate_keys(
+                    first_key, key_offsets, lowest, readable, table_row, num_pages,
+                    PAGE_SIZE, KEYS,
+                )  # fmt: skip
+                any_lost |= lost
+                k_rows = page * k_stride_b + row * k_stride_s
+                k = load_rows(
+                    k_head + k_rows[:, None] + columns[None, :],
+                    exists, columns, HEAD_DIM, MASKED or PAGE_SIZE > 0, HEAD_DIM < BLOCK_D,
+                )  # fmt: skip
+                scores = tl.dot(q, tl.trans(k))
+                if SOFTCAP:
+                    scores = cap_log2 * tanh_exp2(scores * factor, SOFTCAP)
+                if MASKED:
+                    seen = visible(
+                        tokens[:, None], key_offsets[None, :], length_k - first_key,
+                        diagonal - first_key, window_left, window_right, LEFT, RIGHT,
+                    )  # fmt: skip
+                    if cache_leftpad is not None:
+                        seen = seen & (first_key + key_offsets >= leftpad)[None, :]
+                    scores = tl.where(seen, scores, float("-inf"))
+                step = 1.0 if SOFTCAP else factor
+                new_max = tl.maximum(row_max, tl.max(scores, 1) * step)
+                reference = new_max
+                if MASKED:
+                    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+                    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+                p = tl.math.exp2(scores * step - reference[:, None])
+                decay = tl.math.exp2(row_max - reference)
+                row_sum = row_sum * decay + tl.sum(p, 1)
+                v_rows = page * v_stride_b + row * v_stride_s
+                v = load_rows(
+                    v_head + v_rows[:, None] + columns_v[None, :],
+                    exists, columns_v, HEAD_DIM_V, MASKED or PAGE_SIZE > 0, HEAD_DIM_V < BLOCK_DV,
+                )  # fmt: skip
+                acc = acc * decay[:, None]
+                acc = tl.dot(p.to(v.dtype), v, acc)
+                row_max = new_max
+
+    if PAGE_SIZE % KEYS != 0:
+        any_lost = tl.max(any_lost, 0)
+    poison += tl.where(any_lost > 0, float("nan"), 0.0)
+    whole = num_parts == 1
+    acc_scale = tl.full((ROWS,), 1.0, dtype=tl.float32)
+    if sinks is not None:
+        # A tile of several parts gets its sink when they are joined.
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
+        sink = tl.where(whole, sink, float("-inf"))
+        acc_scale, row_max, row_sum = with_sink(acc_scale, row_max, row_sum, sink)
+    empty = row_sum == 0.0
+    lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum)) + poison
+    acc_scale = acc_scale * tl.where(empty, 1.0, 1.0 / row_sum)
+    if v_descale is not None:
+        acc_scale *= tl.load(
+            v_descale + batch_64 * v_descale_stride_b + head_kv * v_descale_stride_h
+        )
+    out = acc * acc_scale[:, None] + poison
+    if whole:
+        out_rows = batch_64 * out_stride_b + (start_q + tokens).to(tl.int64) * out_stride_s
+        out_tile = (
+            out_ptr + (out_rows + heads.to(tl.int64) * out_stride_h)[:, None] + columns_v[None, :]
+        )
+        store_tile(out_tile, out, tokens, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+        lse_rows = batch_64 * lse_stride_b + heads.to(tl.int64) * lse_stride_h + start_q + tokens
+        tl.store(lse_ptr + lse_rows, lse, mask=valid)
+    else:
+        tile = out_parts + slot * BLOCK_M * HEAD_DIM_V
+        tile += tile_offsets(row_offsets, columns_v, HEAD_DIM_V)
+        store_tile(tile, out, row_offsets, ROWS, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+        tl.store(lse_parts + slot * BLOCK_M + row_offsets, lse)
 
 
 @triton.jit(
@@ -162,6 +402,9 @@ def decode_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FEW_M: tl.constexpr,
+    FEW_N: tl.constexpr,
+    UNIT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -172,196 +415,30 @@ def decode_kernel(
     Stride suffixes: b batch (of caches: cache or page), s sequence, h head. seqlen_q: the longest.
     seqlen_k: where cache_seqlens is None. scale_log2: with SOFTCAP the factor inside tanh.
     out_parts (slots, BLOCK_M, HEAD_DIM_V), lse_parts (slots, BLOCK_M): the workspace.
+    Sequences of at most FEW_M packed rows have tiles of FEW_M rows by FEW_N keys; FEW_M 0: none
+    has. UNIT: keys in which parts are counted, a multiple of BLOCK_N and FEW_N.
     """
-    pid = tl.program_id(0)
-    part_tiles = tiles_in_part(
-        cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q, total_q,
-        seqlen_k, seqlen_new, capacity, window_left, num_heads_kv, num_ctas, num_splits,
-        GROUP, BLOCK_M, BLOCK_N, LEFT,
+    batch_idx, part, units, num_parts, slot = find_work(
+        tl.program_id(0), cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch,
+        seqlen_q, total_q, seqlen_k, seqlen_new, capacity, window_left, num_heads_kv, num_ctas,
+        num_splits, False, GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
     )  # fmt: skip
-    batch_idx = -1
-    part = 0
-    num_parts = 1
-    slot = 0
-    before = 0
-    slots_before = 0
-    for first_sequence in range(0, batch, CHUNK):
-        m_blocks, n_blocks = tiles_of(
-            cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q,
-            total_q, seqlen_k, seqlen_new, capacity, window_left, first_sequence,
-            GROUP, BLOCK_M, BLOCK_N, LEFT,
-        )  # fmt: skip
-        tiles, parts = parts_of(n_blocks, part_tiles, num_splits)
-        programs = m_blocks * num_heads_kv * parts
-        slots = tl.where(parts > 1, programs, 0)
-        ends = before + tl.cumsum(programs, 0)
-        here = (pid < ends) & (pid >= ends - programs)
-        slot_begins = slots_before + tl.cumsum(slots, 0) - slots
-        indices = first_sequence + tl.arange(0, CHUNK)
-        found = tl.sum(here.to(tl.int32), 0)
-        batch_idx += found + tl.sum(tl.where(here, indices, 0), 0)
-        part += tl.sum(tl.where(here, pid - (ends - programs), 0), 0)
-        slot += tl.sum(tl.where(here, slot_begins, 0), 0)
-        num_parts += tl.sum(tl.where(here, parts - 1, 0), 0)
-        part_tiles = tl.where(found > 0, tl.sum(tl.where(here, tiles, 0), 0), part_tiles)
-        before += tl.sum(programs, 0)
-        slots_before += tl.sum(slots, 0)
     if batch_idx < 0:
         return
-    slot = (slot + part).to(tl.int64)
-    split = part % num_parts
-    head_kv = part // num_parts % num_heads_kv
-    first_row = part // num_parts // num_heads_kv * BLOCK_M
-
-    given, new, length_k = key_lengths(
-        cache_seqlens, cu_seqlens_k_new, seqlen_k, seqlen_new, batch_idx, batch, capacity
-    )
-    start_q, length_q = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
-    poison = 0.0
-    if metadata is not None:
-        poison += metadata_poison(
-            metadata, options_hash, batch_idx, given, new, length_q, cache_leftpad
-        )
-    cache_idx = batch_idx
-    if cache_batch_idx is not None:
-        cache_idx = tl.load(cache_batch_idx + batch_idx)
-        # A cache that does not exist is not read.
-        has_cache = (cache_idx >= 0) & (cache_idx < num_caches)
-        poison += tl.where(has_cache, 0.0, float("nan"))
-        cache_idx = tl.where(has_cache, cache_idx, 0)
-        readable = tl.where(has_cache, length_k, 0)
-    else:
-        readable = length_k
-    diagonal = length_k - length_q
-    first_token = first_row // GROUP
-    last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, length_q - 1)
-    begin, full_begin, full_end, end = n_block_range(
-        first_token, last_token, readable, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT
-    )
-    leftpad = 0
-    if cache_leftpad is not None:
-        leftpad = tl.maximum(tl.load(cache_leftpad + batch_idx), 0)
-        begin = tl.maximum(begin, round_down(leftpad, BLOCK_N))
-        full_begin = tl.maximum(full_begin, tl.cdiv(leftpad, BLOCK_N) * BLOCK_N)
-        full_end = tl.maximum(full_end, full_begin)
-    # What is before the first visible key may be anything: pages given back, padding.
-    lowest = leftpad
-    if LEFT:
-        lowest = tl.maximum(lowest, first_token + diagonal - window_left)
-    part_keys = part_tiles * BLOCK_N
-    begin += split * part_keys
-    end = tl.minimum(begin + part_keys, end)
-    full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(begin, end))
-    full_end = tl.minimum(full_end, tl.maximum(begin, round_down(end, BLOCK_N)))
-    full_end = tl.maximum(full_end, full_begin)
-
-    row_offsets = tl.arange(0, BLOCK_M)
-    key_offsets = tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, BLOCK_D)
-    columns_v = tl.arange(0, BLOCK_DV)
-    rows = first_row + row_offsets
-    tokens = rows // GROUP
-    heads = head_kv * GROUP + rows % GROUP
-    valid = tokens < length_q
-    batch_64 = batch_idx.to(tl.int64)
-    q_rows = batch_64 * q_stride_b + (start_q + tokens).to(tl.int64) * q_stride_s
-    q = tl.load(
-        q_ptr + (q_rows + heads.to(tl.int64) * q_stride_h)[:, None] + columns[None, :],
-        mask=valid[:, None] & (columns < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    if q_descale is not None:
-        scale_log2 *= tl.load(
-            q_descale + batch_64 * q_descale_stride_b + head_kv * q_descale_stride_h
-        )
-    if k_descale is not None:
-        scale_log2 *= tl.load(
-            k_descale + batch_64 * k_descale_stride_b + head_kv * k_descale_stride_h
-        )
-    k_head = k_ptr + head_kv.to(tl.int64) * k_stride_h
-    v_head = v_ptr + head_kv.to(tl.int64) * v_stride_h
-    table_row = page_table
-    if PAGE_SIZE == 0:
-        k_head += cache_idx.to(tl.int64) * k_stride_b
-        v_head += cache_idx.to(tl.int64) * v_stride_b
-    else:
-        table_row += cache_idx.to(tl.int64) * table_stride
-
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    edges = (begin, full_begin, full_end, end)
-    for stage in tl.static_range(3):
-        MASKED = stage != 1
-        if stage != 0 or LEFT or cache_leftpad is not None:
-            for first_key in range(edges[stage], tl.minimum(edges[stage + 1], end), BLOCK_N):
-                page, row, exists = locate_keys(
-                    first_key, key_offsets, lowest, readable, table_row, num_pages,
-                    PAGE_SIZE, BLOCK_N,
-                )  # fmt: skip
-                row = row.to(tl.int64)
-                k_rows = page * k_stride_b + row * k_stride_s
-                k = load_rows(
-                    k_head + k_rows[:, None] + columns[None, :],
-                    exists, columns, HEAD_DIM, MASKED or PAGE_SIZE > 0, HEAD_DIM < BLOCK_D,
-                )  # fmt: skip
-                scores = tl.dot(q, tl.trans(k)) * scale_log2
-                if SOFTCAP:
-                    scores = cap_log2 * tanh_exp2(scores, SOFTCAP)
-                num_keys = length_k - first_key
-                if PAGE_SIZE > 0:
-                    lost = (key_offsets < num_keys) & (exists == 0)
-                    scores = tl.where(lost[None, :], float("nan"), scores)
-                if MASKED:
-                    seen = visible(
-                        tokens[:, None], key_offsets[None, :], num_keys, diagonal - first_key,
-                        window_left, window_right, LEFT, RIGHT,
-                    )  # fmt: skip
-                    if cache_leftpad is not None:
-                        seen = seen & (first_key + key_offsets >= leftpad)[None, :]
-                    scores = tl.where(seen, scores, float("-inf"))
-                new_max = tl.maximum(row_max, tl.max(scores, 1))
-                reference = new_max
-                if MASKED:
-                    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-                    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-                p = tl.math.exp2(scores - reference[:, None])
-                decay = tl.math.exp2(row_max - reference)
-                row_sum = row_sum * decay + tl.sum(p, 1)
-                v_rows = page * v_stride_b + row * v_stride_s
-                v = load_rows(
-                    v_head + v_rows[:, None] + columns_v[None, :],
-                    exists, columns_v, HEAD_DIM_V, MASKED or PAGE_SIZE > 0, HEAD_DIM_V < BLOCK_DV,
-                )  # fmt: skip
-                acc = acc * decay[:, None]
-                acc = tl.dot(p.to(v.dtype), v, acc)
-                row_max = new_max
-
-    whole = num_parts == 1
-    acc_scale = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
-    if sinks is not None:
-        # A tile of several parts gets its sink when they are joined.
-        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
-        sink = tl.where(whole, sink, float("-inf"))
-        acc_scale, row_max, row_sum = with_sink(acc_scale, row_max, row_sum, sink)
-    empty = row_sum == 0.0
-    lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum)) + poison
-    acc_scale = acc_scale * tl.where(empty, 1.0, 1.0 / row_sum)
-    if v_descale is not None:
-        acc_scale *= tl.load(
-            v_descale + batch_64 * v_descale_stride_b + head_kv * v_descale_stride_h
-        )
-    out = acc * acc_scale[:, None] + poison
-    if whole:
-        out_rows = batch_64 * out_stride_b + (start_q + tokens).to(tl.int64) * out_stride_s
-        out_tile = (
-            out_ptr + (out_rows + heads.to(tl.int64) * out_stride_h)[:, None] + columns_v[None, :]
-        )
-        store_tile(out_tile, out, tokens, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
-        lse_rows = batch_64 * lse_stride_b + heads.to(tl.int64) * lse_stride_h + start_q + tokens
-        tl.store(lse_ptr + lse_rows, lse, mask=valid)
-    else:
-        tile = out_parts + slot * BLOCK_M * HEAD_DIM_V
-        tile += tile_offsets(row_offsets, columns_v, HEAD_DIM_V)
-        store_tile(tile, out, row_offsets, BLOCK_M, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
-        tl.store(lse_parts + slot * BLOCK_M + row_offsets, lse)
+    _, length_q = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
+    for kind in tl.static_range(1 + (FEW_M > 0)):
+        if (length_q * GROUP <= FEW_M) == (kind == 1):
+            attend_part(
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, out_parts, lse_parts, cache_seqlens,
+                page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
+                q_descale, k_descale, v_descale, sinks, metadata, q_stride_b, q_stride_s,
+                q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+                v_stride_h, out_stride_b, out_stride_s, out_stride_h, lse_stride_b,
+                lse_stride_h, table_stride, q_descale_stride_b, q_descale_stride_h,
+                k_descale_stride_b, k_descale_stride_h, v_descale_stride_b, v_descale_stride_h,
+                batch, seqlen_q, total_q, seqlen_k, seqlen_new, capacity, num_caches, num_pages,
+                num_heads_kv, options_hash, window_left, window_right, scale_log2, cap_log2,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, GROUP, BLOCK_M,
+                FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N, UNIT,
+                PAGE_SIZE, LEFT, RIGHT, SOFTCAP, batch_idx, part, units, num_parts, slot,
+            )  # fmt: skip

@@ -9,6 +9,8 @@ aligned addresses is launched directly, without Triton's inspection of every arg
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import mul
 
 import torch
 from triton.compiler import CompiledKernel
@@ -40,7 +42,7 @@ class VariableLaunch:
         misaligned = 0
         for address in addresses[: self.num_specialized]:
             misaligned |= address or 0
-        key = None if misaligned & 15 else tuple(map(_property, strides))
+        key = None if misaligned & 15 else _properties(strides)
         compiled = self._compiled.get(key)
         if compiled is not None:
             values = self.constants.values()
@@ -61,7 +63,9 @@ class VariableLaunch:
         )
 
 
-def _property(stride: int) -> int:
-    """What Triton's specialization sees of an integer."""
-    wide = -1 if stride >= 2**31 else 1
-    return wide * (1 if stride == 1 else 2 if stride & 15 else 16)
+@lru_cache(maxsize=4096)
+def _properties(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """What Triton's specialization sees of integers."""
+    wide = (-1 if stride >= 2**31 else 1 for stride in strides)
+    units = (1 if stride == 1 else 2 if stride & 15 else 16 for stride in strides)
+    return tuple(map(mul, wide, units))

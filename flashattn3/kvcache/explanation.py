@@ -1,0 +1,66 @@
+"""How a cached call would run: ``explain_with_kvcache``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..dispatch.device import describe_device
+from ..dispatch.planner import Plan, choose
+from ..explanation import Explanation, explanation_of, place_of
+from . import ops
+from .api import flash_attn_with_kvcache
+from .backends import CACHE_BACKENDS
+from .checks import check_decode
+from .problem import DecodeTensors, Lengths, describe_decode, metadata_of
+
+
+class _Watched(TorchDispatchMode):
+    """Keeps the arguments of the operators of a cached call, which do not run."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.flashattn3.decode.default:
+            self.decode = ops.unpacked_decode(args[2:])
+        elif func is not torch.ops.flashattn3.append.default:
+            return func(*args, **(kwargs or {}))
+
+
+def explain_with_kvcache(
+    *arguments: object, device: torch.device | str | None = None, **named: object
+) -> Explanation:
+    """Say how a ``flash_attn_with_kvcache`` with these arguments would run: backend, tile, grid,
+    workspace, and why the other backends do not run it. Nothing is launched.
+
+    Args:
+        arguments, named: those of ``flash_attn_with_kvcache``. The tensors may lie on the meta
+            device, where they take no memory.
+        device: where the call of meta tensors would run; None stands for the current GPU, or the
+            CPU where there is none.
+
+    Raises: what the call would raise.
+    """
+    with _Watched() as watched:
+        flash_attn_with_kvcache(*arguments, **named)
+    tensors, lengths, options = watched.decode
+    place = place_of("explain_with_kvcache", tensors.q, device)
+    found = tuple(metadata_of(x) for x in tensors)
+    found = tuple(x and x._replace(device=_moved(x.device, place)) for x in found)
+    check_decode(found, options, lengths)
+    problem = describe_decode(found, options, lengths.max_seqlen_q)
+    plan = choose(problem, describe_device(place), CACHE_BACKENDS)
+    return explanation_of(plan, CACHE_BACKENDS, _described(plan, tensors, lengths))
+
+
+def _moved(device: torch.device, place: torch.device) -> torch.device:
+    return place if device.type == "meta" else device
+
+
+def _described(plan: Plan, tensors: DecodeTensors, lengths: Lengths) -> dict[str, object]:
+    q: Tensor = tensors.q
+    if tensors.cu_seqlens_q is None:
+        batch, total_q, seqlen_q = q.shape[0], q.shape[1], q.shape[1]
+    else:
+        batch, total_q = tensors.cu_seqlens_q.shape[0] - 1, q.shape[0]
+        seqlen_q = min(lengths.max_seqlen_q, total_q)
+    return plan.launch.describe() | plan.launch.describe_sizes(batch, total_q, seqlen_q)
