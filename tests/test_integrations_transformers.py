@@ -536,6 +536,12 @@ def test_arguments_that_are_refused(name):
         fa3.attention(torch.nn.Module(), x, x, x, None, **{name: True})
 
 
+def test_output_attentions():
+    model = pair(configured("Llama"))[0]
+    with pytest.raises(UnsupportedError, match="output_attentions must be None, got True"):
+        model(tokens(), output_attentions=True)
+
+
 @pytest.mark.parametrize("added", ["or_mask_function", "and_mask_function"])
 def test_mask_functions_of_the_model(added):
     from transformers.masking_utils import create_causal_mask
