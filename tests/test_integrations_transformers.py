@@ -277,7 +277,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("given", "name"), COMPILED)
 def test_compiled(name, given):
-    if name == "GptOss" and not NEW:
+    if name in ("DeepseekV3", "GptOss", "Mixtral") and not NEW:
         pytest.skip("transformers 4.57 does not compile its experts")
     if name == "Llama4Text" and given == "packed" and not NEW:
         pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
