@@ -57,8 +57,7 @@ SECTIONS: dict[str, list[Entry]] = {
         ),
         Entry(
             lambda: flash_attn_func(QKV[0], QKV[1].bfloat16(), QKV[2]),
-            "q, k and v have one dtype. Under torch.autocast a tensor that no linear layer made "
-            "may still be float32: convert it.",
+            "q, k and v have one dtype: convert the others. torch.autocast converts all three.",
         ),
         Entry(
             lambda: flash_attn_func(QKV[0], QKV[1], QKV[2][:, :100]),

@@ -24,8 +24,14 @@ assert importlib.util.find_spec("flash_attn_interface").origin == "flashattn3"
 q = torch.randn(1, 5, 2, 8)
 out, lse = flash_attn_func(q, q, q, causal=True, return_attn_probs=True)
 assert out.shape == q.shape and lse.shape == (1, 2, 5)
+cache = torch.randn(1, 9, 2, 8)
+lengths = torch.tensor([7], dtype=torch.int32)
+out = nested.flash_attn_with_kvcache(q[:, -1:], cache, cache, cache_seqlens=lengths, causal=True)
+torch.testing.assert_close(out, flash_attn_func(q[:, -1:], cache[:, :7], cache[:, :7]))
+assert nested.flash_attn_combine is flashattn3.flash_attn_combine
+assert nested.get_scheduler_metadata is flashattn3.get_scheduler_metadata
 try:
-    from flash_attn_interface import flash_attn_with_kvcache
+    from flash_attn_interface import _flash_attn_forward
 except ImportError:
     print("done")
 import importlib.metadata

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from helpers import run_python
 
-from build_support.hub import LEFT_OUT, write
+from build_support import hub
+from build_support.hub import LEFT_OUT, OPS_LIBRARY, PACKAGE, write
+from flashattn3.backends.hopper.library import find_library
+
+LIBRARY = find_library()
+if (PACKAGE / OPS_LIBRARY).is_file() and LIBRARY.error is not None:
+    pytest.skip(LIBRARY.error, allow_module_level=True)  # `write` refuses it too
+NEEDS_LIBRARY = pytest.mark.skipif(LIBRARY.error is not None, reason=str(LIBRARY.error))
 
 COPY = """
 import importlib.util, json, sys
@@ -27,12 +35,14 @@ def load(folder):
 
 def test_what_is_written(tmp_path):
     folders = write(tmp_path)
-    assert [folder.name for folder in folders] == ["torch-cpu", "torch-cuda"]
+    assert [folder.name for folder in folders[:2]] == ["torch-cpu", "torch-cuda"]
+    assert len(folders) == 2 + (PACKAGE / OPS_LIBRARY).is_file()
     write(tmp_path)  # a second time, over the first
     for folder in folders:
+        assert (folder / OPS_LIBRARY).is_file() == folder.name.startswith("torch-stable-abi")
         metadata = json.loads((folder / "metadata.json").read_text())
         assert metadata["name"] == "flashattn3"
-        assert metadata["backend"] == {"type": folder.name.removeprefix("torch-")}
+        assert metadata["backend"] == {"type": "cpu" if folder.name == "torch-cpu" else "cuda"}
         assert not any((folder / name).exists() for name in LEFT_OUT)
         for path in folder.rglob("*.py"):
             text = path.read_text()
@@ -59,6 +69,69 @@ print(sorted(name for name in dir(torch.ops) if name.startswith("flashattn3")))
 """
     printed = run_python(code)
     assert printed.count("flashattn3_") == 2 and "'flashattn3'" in printed
+
+
+@NEEDS_LIBRARY
+def test_hopper_libraries_of_two_copies_beside_the_package(tmp_path):
+    """Each loads its own, from wherever the copy lies."""
+    for name in ("first", "second"):
+        write(tmp_path / name)[2].rename(tmp_path / f"{name} moved")
+    code = f"""{COPY}
+import importlib
+import flashattn3
+copies = [load({str(tmp_path)!r} + f"/{{name}} moved") for name in ("first", "second")]
+found = set()
+for module in (flashattn3, *copies):
+    library = importlib.import_module(module.__name__ + ".backends.hopper.library").find_library()
+    assert library.error is None, library.error
+    assert library.configs == frozenset({sorted(LIBRARY.configs)!r})
+    operators = (library.prepare_forward, library.forward, library.backward, library.permute_v)
+    (namespace,) = {{operator.namespace for operator in operators}}
+    quantize = getattr(torch.ops, namespace).quantize.default
+    assert len(quantize._schema.arguments) > 3
+    found.add(namespace)
+assert "flashattn3_hopper" in found
+print(len(found), {{len(name) for name in found}})
+"""
+    assert run_python(code).strip() == "3 {17}"
+
+
+@NEEDS_LIBRARY
+def test_the_loader_takes_the_hopper_library_where_cuda_is_as_new(tmp_path):
+    pytest.importorskip("kernels")
+    from kernels.backends import CUDA
+    from kernels.variants import Version, _resolve_variant_for_system, get_variants_local
+
+    compiled = write(tmp_path)[2].name
+    major, minor = map(int, LIBRARY.cuda_version.split("."))
+
+    def taken(cuda, torch="2.13", machine=None):
+        variants, _ = _resolve_variant_for_system(
+            variants=get_variants_local(tmp_path / "build"),
+            selected_backend=CUDA(version=Version(cuda)),
+            cpu=machine or platform.machine(),
+            os="linux",
+            torch_version=Version(torch),
+            torch_cxx11_abi=True,
+            tvm_ffi_version=None,
+            macos_version=None,
+        )
+        return variants[0].variant_str
+
+    assert taken(f"{major}.{minor}") == taken(f"{major}.{minor + 1}") == compiled
+    assert taken(f"{major - 1}.9") == taken(f"{major + 1}.9") == "torch-cuda"
+    assert taken(f"{major}.{minor}", torch="2.8") == "torch-cuda"
+    assert taken(f"{major}.{minor}", machine="s390x") == "torch-cuda"
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "PACKAGE", tmp_path)
+    (tmp_path / "_lib").mkdir()
+    (tmp_path / OPS_LIBRARY).write_bytes(b"another library")
+    monkeypatch.setattr(hub, "_cuda_version", lambda: "13.0")
+    (tmp_path / "__init__.py").write_text('__version__ = "0.1.0"')
+    with pytest.raises(ValueError, match="flashattn3_hopper must be there once, got 0"):
+        write(tmp_path / "out")
 
 
 LLAMA = """

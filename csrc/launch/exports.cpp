@@ -21,6 +21,11 @@ FLASHATTN3_EXPORT const char* flashattn3_compiled_configs() {
   return names.c_str();
 }
 
+FLASHATTN3_EXPORT const char* flashattn3_cuda_version() {
+  static const std::string version = flashattn3::cuda_version();
+  return version.c_str();
+}
+
 // Why this CUDA driver cannot run the library; empty if it can or if there is none.
 FLASHATTN3_EXPORT const char* flashattn3_driver_error() {
   static const std::string error = [] {

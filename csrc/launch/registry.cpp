@@ -55,6 +55,10 @@ void ask_device(const KernelInstance& kernel, KernelInfo& info) {
       kernel.name);
 }
 
+std::string dotted(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
 }  // namespace
 
 const ForwardKernel& forward_kernel(int64_t config) { return kernel_of(forward_entries(), config); }
@@ -64,14 +68,13 @@ const BackwardKernel& backward_kernel(int64_t config) {
 
 const char* configs_hash() { return kConfigsHash; }
 
+std::string cuda_version() { return dotted(CUDART_VERSION); }
+
 std::string driver_error() {
   int driver = 0;
   check_cuda(cudaDriverGetVersion(&driver), "asking for the version of the driver");
   // A driver runs code built with its own or an older major version of CUDA.
   if (driver == 0 || driver / 1000 >= CUDART_VERSION / 1000) return "";
-  const auto dotted = [](int version) {
-    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-  };
   return "built with CUDA " + dotted(CUDART_VERSION) + ", and this driver runs CUDA " +
          dotted(driver) + " at most";
 }

@@ -72,6 +72,8 @@ struct KernelInfo {
 
 // Hash of the kernel configs from which the library was built.
 const char* configs_hash();
+// Version of the CUDA runtime inside the library, such as "13.0".
+std::string cuda_version();
 // Error message if this CUDA driver cannot run the library; empty if it can or if there is none.
 std::string driver_error();
 std::vector<std::string> compiled_configs();

@@ -9,18 +9,27 @@ from types import ModuleType
 
 from .. import api
 from ..errors import UnsupportedError
+from ..kvcache import api as cached
 
 NAMES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
-FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func")
+FUNCTIONS = {
+    name: getattr(module, name)
+    for module, names in (
+        (api, ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func")),
+        (cached, ("flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata")),
+    )
+    for name in names
+}
 
 
 def install_as_flash_attn_3() -> None:
     """Make ``import flash_attn_interface`` and ``import flash_attn_3.flash_attn_interface`` find
     flashattn3 in this process.
 
-    The modules have ``FUNCTIONS``; FlashAttention-3's other functions are missing from them, so
-    importing one fails. No file is written, and no installed distribution is claimed: code that
-    asks ``importlib.metadata`` for flash-attn-3 does not find it. Calling again has no effect.
+    The modules have ``FUNCTIONS``, which are all public functions of FlashAttention-3; those that
+    begin with an underscore are missing, so importing one fails. No file is written, and no
+    installed distribution is claimed: code that asks ``importlib.metadata`` for flash-attn-3 does
+    not find it. Calling again has no effect.
 
     Raises:
         UnsupportedError: the real package is installed or imported.
@@ -38,8 +47,8 @@ def install_as_flash_attn_3() -> None:
     parent.flash_attn_interface = interface = _Interface(NAMES[1])
     top = _Interface(NAMES[0])
     for module in (interface, top):
-        for function in FUNCTIONS:
-            setattr(module, function, getattr(api, function))
+        for name, function in FUNCTIONS.items():
+            setattr(module, name, function)
     for module in (parent, interface, top):
         sys.modules[module.__name__] = module
 

@@ -1,19 +1,14 @@
-"""The masks of transformers as segments: sequences of queries and keys in a row of the batch.
+"""The mask function of transformers: which segments a mask consists of.
 
 Left and right padding, the unused rows of a static cache, chunked attention and packed sequences
 all divide the rows of a batch into consecutive segments within which attention is plain causal, or
-has a window. The mask function returns their limits as cu_seqlens; runs of padding are segments of
-their own, so no token is moved and none is dropped.
-
-A mask passes through transformers as a tensor, whose *shape* carries what is not data:
-(2, 1 + causal, left + 2, 1 + number of segments), int32: cu_seqlens of the queries and of the keys,
-expanded along axes 1 and 2; left is the reach of a window in keys, -1 where there is none. No
-segment stands for one dense call. Four axes, because transformers leaves only such masks alone.
+has a window. The mask function finds their limits on the device and waits for nothing; runs of
+padding are segments of their own, so no token is moved and none is dropped. ``segments.py`` has
+the tensor that carries them to the layers.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, shown
+from .segments import AHEAD, HOLES, INSTEAD, Segments, edges_of
 
-INSTEAD = "use attn_implementation='sdpa' or 'flex_attention' for this part of the model"
 KNOWN = (
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -33,74 +28,6 @@ KNOWN = (
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 )
-
-
-class Segments(NamedTuple):
-    """How the rows of one call are divided, and the mask within a segment.
-
-    left: keys visible before the diagonal, and after it if not causal; -1: all.
-    cu_seqlens_q, cu_seqlens_k: int32 (segments + 1,) over the flattened batch; None: every row of
-        the batch is one segment.
-    """
-
-    causal: bool
-    left: int = -1
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-
-    @staticmethod
-    def of_mask(mask: Tensor | None) -> Segments | None:
-        """Read what ``as_mask`` returned. None stays None; another mask raises."""
-        if mask is None:
-            return None
-        if mask.dtype != torch.int32 or mask.ndim != 4 or mask.shape[0] != 2:
-            raise UnsupportedError(
-                "transformers attention: attention_mask must be None, or 2-dimensional where the "
-                f"model takes it, got {shown(mask)}: flashattn3 does not support additive and "
-                f"4-dimensional masks; {INSTEAD}"
-            )
-        segments = Segments(mask.shape[1] == 2, mask.shape[2] - 2)
-        if mask.shape[3] == 1:
-            return segments
-        return segments._replace(cu_seqlens_q=mask[0, 0, 0], cu_seqlens_k=mask[1, 0, 0])
-
-    def as_mask(self, device: torch.device) -> Tensor:
-        if self.cu_seqlens_q is None:
-            edges = torch.zeros(2, 1, 1, 1, dtype=torch.int32, device=device)
-        else:
-            edges = torch.stack((self.cu_seqlens_q, self.cu_seqlens_k))[:, None, None]
-        return edges.expand(2, 1 + self.causal, 2 + self.left, edges.shape[-1])
-
-    def cut_at(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, lengths: tuple) -> Segments:
-        """Divide the segments further at the limits of packed sequences.
-
-        lengths: (seqlen_q, seqlen_k) of the call.
-        """
-        new = cu_seqlens_q.int(), cu_seqlens_k.int()
-        if self.cu_seqlens_q is None:
-            return self._replace(cu_seqlens_q=new[0], cu_seqlens_k=new[1])
-        if not self.causal or lengths[0] != lengths[1]:
-            raise UnsupportedError(
-                "transformers attention: cu_seq_lens_q must be None where attention_mask masks "
-                f"tokens too, unless queries and keys are the same tokens; {INSTEAD}"
-            )
-        # A limit that both have becomes an empty segment.
-        old = self.cu_seqlens_q, self.cu_seqlens_k
-        merged = (torch.cat(pair).sort().values for pair in zip(old, new, strict=True))
-        return Segments(self.causal, self.left, *merged)
-
-    def at_positions(self, position_ids: Tensor, batch: int, lengths: tuple) -> Segments:
-        """Divide rows where position 0 begins a sequence, for models that give their mask function
-        no positions.
-
-        lengths: (seqlen_q, seqlen_k) of the call; only where they are equal can rows be packed.
-        """
-        length = lengths[0]
-        packable = length == lengths[1] and length > 1
-        if not packable or position_ids.shape not in ((1, length), (batch, length)):
-            return self
-        edges = _edges_of_positions(position_ids, batch)
-        return self._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
 
 
 def mask(
@@ -134,8 +61,8 @@ def mask(
 
     Returns: None for plain attention, or ``Segments.as_mask()``.
 
-    Raises: UnsupportedError: the mask is of another kind. To see a hole between tokens its values
-        are read, once; a compiled function checks them on the device instead.
+    Raises: UnsupportedError: the mask is of another kind. A hole between tokens is in its values,
+        which the first layer reads.
     """
     _refuse_unknown_functions(mask_function, use_vmap)
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -161,9 +88,14 @@ def mask(
     packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
     if valid is None and chunk is None and not ends_early and not packed:
         return None if plain.left < 0 else plain.as_mask(positions.device)
-    limit = batch_size * kv_length
-    if not packed:  # padding on both sides, unused rows, chunks
-        limit = batch_size * (4 + (0 if chunk is None else kv_length // chunk + 2))
+    per_row = 1 + ends_early
+    if valid is not None:
+        per_row += 2  # padding on both sides
+    if chunk is not None:
+        per_row += kv_length // chunk + 2
+    if packed or left == 0:
+        per_row = kv_length
+    limit = batch_size * per_row
     return _mask_of_function(plain, rows, mask_function, positions, valid, ends_early, limit)
 
 
@@ -176,25 +108,19 @@ class _Rows(NamedTuple):
     first_query: int | Tensor
 
 
-def _mask_of_rows(plain: Segments, rows: _Rows, valid: Tensor) -> Tensor | None:
+def _mask_of_rows(plain: Segments, rows: _Rows, valid: Tensor) -> Tensor:
     """Segments where every query sees all tokens of its row: padding, tokens, padding."""
     starts = valid & ~valid.roll(1, -1)
     starts[:, 0] = valid[:, 0]
-    if torch.compiler.is_compiling():
-        torch._assert_async((starts.sum(-1) <= 1).all(), HOLES)
-    else:
-        holes, padding = torch.stack(((starts.sum(-1) > 1).any(), ~valid.all())).tolist()
-        if holes:
-            raise UnsupportedError(HOLES)
-        if not padding:
-            return None
+    faults = {HOLES: (starts.sum(-1) > 1).any()}
     begin = starts.int().argmax(-1)
     end = begin + valid.sum(-1)
     zero, all_keys = torch.zeros_like(begin), torch.full_like(begin, rows.kv_length)
     all_queries = torch.full_like(begin, rows.q_length)
     keys = _flattened(torch.stack((zero, begin, end), -1), rows.kv_length, all_keys)
     queries = _flattened(torch.stack((zero, zero, all_queries), -1), rows.q_length, all_queries)
-    return plain._replace(cu_seqlens_q=queries, cu_seqlens_k=keys).as_mask(valid.device)
+    segments = plain._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
+    return segments.as_mask(valid.device, faults)
 
 
 def _flattened(limits: Tensor, length: int, last: Tensor) -> Tensor:
@@ -217,66 +143,34 @@ def _mask_of_function(
     """Segments where queries and keys are aligned: self-attention that is causal or has a window.
 
     The mask function itself is asked where they begin: a key that does not see the key before it
-    begins one. limit: most segments that the batch can have, for compiled functions.
+    begins one. limit: most segments that the batch can have; the last ones are empty if it has
+    fewer.
     """
     batch = torch.arange(rows.batch, device=positions.device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=positions.device)
     later, earlier = positions[None, 1:], positions[None, :-1]
     begins = positions.new_ones((rows.batch, rows.kv_length), dtype=torch.bool)
     begins[:, 1:] = ~mask_function(batch, head, later, earlier)
-    faults = []
-    if plain.causal:
-        ahead = mask_function(batch, head, earlier, later)
-        faults.append((ahead.any(), AHEAD))
+    faults = {}
+    if plain.causal and torch.compiler.is_compiling():  # which does not see all of the function
+        faults[AHEAD] = mask_function(batch, head, earlier, later).any()
     if valid is not None:
         begins[:, 1:] |= valid[:, 1:] != valid[:, :-1]
         runs = (valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0]
-        faults.append(((runs > 1).any(), HOLES))
+        faults[HOLES] = (runs > 1).any()
     if ends_early:
         end = rows.first_query + rows.q_length
         begins |= torch.arange(rows.kv_length, device=positions.device) == end
-    count = _checked_count(begins, faults, limit)
-    if count == rows.batch:
-        return None if plain.left < 0 else plain.as_mask(positions.device)
-    keys = _edges(begins, count)
+    keys = edges_of(begins, limit)
     if rows.q_length == rows.kv_length:
         queries = keys
     else:
         within = (keys % rows.kv_length - rows.first_query).clamp(0, rows.q_length)
         queries = (keys // rows.kv_length * rows.q_length + within).int()
-    return plain._replace(cu_seqlens_q=queries, cu_seqlens_k=keys).as_mask(positions.device)
-
-
-HOLES = (
-    "transformers mask: the tokens of a row must follow each other, got padding between them; "
-    + INSTEAD
-)
-AHEAD = "transformers mask: a causal mask must not show the next token; " + INSTEAD
-
-
-def _checked_count(begins: Tensor, faults: list[tuple[Tensor, str]], limit: int) -> int:
-    """Number of segments; the one place that waits for the device, once for all faults.
-
-    A compiled function neither waits nor knows the number: it takes limit, with empty segments at
-    the end, and checks the faults on the device.
-    """
-    if torch.compiler.is_compiling():
-        for found, message in faults:
-            torch._assert_async(~found, message)
-        return limit
-    flags = [found.long() for found, _ in faults]
-    count, *found = torch.stack([begins.sum(), *flags]).tolist()
-    for fault, (_, message) in zip(found, faults, strict=True):
-        if fault:
-            raise UnsupportedError(message)
-    return count
-
-
-def _edges(begins: Tensor, count: int) -> Tensor:
-    """cu_seqlens, int32 (count + 1,), of the segments that begin at the True elements."""
-    total = begins.numel()
-    found = torch.nonzero_static(begins.flatten(), size=count, fill_value=total)
-    return torch.nn.functional.pad(found.flatten(), (0, 1), value=total).int()
+    segments = plain._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
+    # The unused rows of a static cache alone need no reading.
+    known = limit == rows.batch * (1 + ends_early)
+    return segments.as_mask(positions.device, None if known else faults)
 
 
 def _valid(attention_mask: Tensor, positions: Tensor, batch: int) -> Tensor:
@@ -334,30 +228,3 @@ def _names_in(function: Callable) -> list[str]:
             if callable(inner) and hasattr(inner, "__qualname__"):
                 names += _names_in(inner)
     return names
-
-
-# The latest position_ids, their version and their cu_seqlens.
-_last_positions: list = [lambda: None, None, None]
-
-
-def _edges_of_positions(position_ids: Tensor, batch: int) -> Tensor | None:
-    """cu_seqlens of the sequences, None if every row is one.
-
-    The positions are read once for all layers of a forward, which pass the same tensor. A compiled
-    function cannot read them: there every token may be a sequence.
-    """
-    if torch.compiler.is_compiling():
-        return _edges(_begins(position_ids, batch), batch * position_ids.shape[1])
-    version = None if position_ids.is_inference() else position_ids._version
-    if _last_positions[0]() is not position_ids or _last_positions[1] != version:
-        begins = _begins(position_ids, batch)
-        count = int(begins.sum())
-        edges = _edges(begins, count) if count > batch else None
-        _last_positions[:] = weakref.ref(position_ids), version, edges
-    return _last_positions[2]
-
-
-def _begins(position_ids: Tensor, batch: int) -> Tensor:
-    begins = (position_ids == 0).expand(batch, -1).clone()
-    begins[:, 0] = True
-    return begins

@@ -5,8 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa3")
 
 A model asks two functions. The mask function runs once per forward and kind of mask; it describes
-the mask as *segments* (``masks.py``). The attention function runs in every layer and passes the
-segments on as cu_seqlens: no gather, no wait for the GPU, no graph break.
+the mask as *segments* (``masks.py``, ``segments.py``). The attention function runs in every layer
+and passes the segments on as cu_seqlens: no gather, no graph break, and one wait for the GPU in the
+first layer, which checks all masks.
 
 What a model asks and this integration does not have raises UnsupportedError: nothing is ignored.
 """
@@ -19,7 +20,8 @@ from torch import Tensor
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ..errors import UnsupportedError, shown, value_error
 from .libraries import import_library
-from .masks import Segments, mask
+from .masks import mask
+from .segments import Segments
 
 OLDEST, NEWEST = "4.57", "5.23"  # releases of transformers that the tests cover
 TAKEN = ("eager", "sdpa", "flex_attention")
@@ -83,7 +85,8 @@ def attention(
     """
     _refuse(dropout, others)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    segments = Segments.of_mask(attention_mask)
+    segments = Segments.of_mask(attention_mask, query.shape[0])
+    divided = attention_mask is not None and attention_mask.shape[-1] > 1
     if segments is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = -1 if sliding_window is None else sliding_window - 1
@@ -91,8 +94,8 @@ def attention(
     lengths = q.shape[1], k.shape[1]
     if cu_seq_lens_q is not None:
         segments = segments.cut_at(cu_seq_lens_q, cu_seq_lens_k, lengths)
-    elif segments.causal and segments.cu_seqlens_q is None and position_ids is not None:
-        segments = segments.at_positions(position_ids, q.shape[0], lengths)
+    elif segments.causal and not divided and position_ids is not None:
+        segments = segments.at_positions(position_ids, q.shape[0], lengths, module)
     options = {
         "softmax_scale": scaling,
         "causal": segments.causal,
@@ -131,8 +134,8 @@ _REFUSED = {
     "position_bias": "use attn_implementation='sdpa' for this model",
     "head_mask": "use attn_implementation='eager'",
     "output_attentions": "use attn_implementation='eager' to read the probabilities",
-    "cache": "continuous batching needs a paged cache, which flashattn3 does not have yet: use "
-    "attn_implementation='sdpa', or this package's Hub layout",
+    "cache": "it is the paged cache of continuous batching: use attn_implementation='sdpa', or the "
+    "Hub layout of this package",
 }
 
 

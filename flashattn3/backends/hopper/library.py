@@ -33,11 +33,13 @@ class Library:
     """The compiled library. configs: names of the compiled kernel configs.
 
     error: why the library cannot be used; None if it can.
+    cuda_version: of the CUDA runtime inside it, such as "13.0".
     The others: operators of torch.ops.flashattn3_hopper.
     """
 
     configs: frozenset[str] = frozenset()
     error: str | None = None
+    cuda_version: str = ""
     prepare_forward: Callable | None = None
     forward: Callable | None = None
     permute_v: Callable | None = None
@@ -80,6 +82,7 @@ def find_library() -> Library:
         return Library(error="the Hopper kernels were built from other sources")
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
+        cuda_version=_text(loaded, "cuda_version"),
         prepare_forward=preparing[0],
         forward=operators.forward.default,
         permute_v=operators.permute_v.default,

@@ -1,0 +1,215 @@
+"""Segments: sequences of queries and keys in the rows of a batch, and the tensor that carries them
+from transformers' mask function to its layers.
+
+A mask passes through transformers as a tensor, whose *shape* carries what is not data:
+(2 or 3, 1 + causal, left + 2, 1 + number of segments), int32: cu_seqlens of the queries and of the
+keys, expanded along axes 1 and 2; left is the reach of a window in keys, -1 where there is none. No
+segment stands for one dense call. A third row says which fault the mask has, so it is not checked
+yet. Four axes, because transformers leaves only such masks alone.
+
+The first layer that meets an unchecked mask reads it, with all others of its forward: one wait for
+the device, whatever the number of masks and layers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import UnsupportedError, shown
+
+INSTEAD = "use attn_implementation='sdpa' or 'flex_attention' for this part of the model"
+HOLES = (
+    "transformers mask: the tokens of a row must follow each other, got padding between them; "
+    + INSTEAD
+)
+AHEAD = "transformers mask: a causal mask must not show the next token; " + INSTEAD
+FAULTS = HOLES, AHEAD
+
+
+class Segments(NamedTuple):
+    """How the rows of one call are divided, and the mask within a segment.
+
+    left: keys visible before the diagonal, and after it if not causal; -1: all.
+    cu_seqlens_q, cu_seqlens_k: int32 (segments + 1,) over the flattened batch; None: every row of
+        the batch is one segment.
+    """
+
+    causal: bool
+    left: int = -1
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+    @staticmethod
+    def of_mask(mask: Tensor | None, batch: int) -> Segments | None:
+        """Read what ``as_mask`` returned. None stays None; another mask raises, and so does one
+        with a fault. batch: number of rows of the call."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.int32 or mask.ndim != 4 or mask.shape[0] not in (2, 3):
+            raise UnsupportedError(
+                "transformers attention: attention_mask must be None, or 2-dimensional where the "
+                f"model takes it, got {shown(mask)}: flashattn3 does not support additive and "
+                f"4-dimensional masks; {INSTEAD}"
+            )
+        segments = _segments(mask, mask[:2, 0, 0] if mask.shape[3] > 1 else ())
+        if mask.shape[0] == 2:
+            return segments
+        checked = None if torch.compiler.is_compiling() else _checked(mask, batch)
+        if checked is None:
+            torch._assert_async(mask[2, 0, 0, 0] == 0, " or ".join(FAULTS))
+            return segments
+        return checked
+
+    def as_mask(self, device: torch.device, faults: dict[str, Tensor] | None = None) -> Tensor:
+        """The tensor for transformers.
+
+        faults: a bool tensor for each of FAULTS that the mask may have: whether it does. None: the
+            mask has none, and nothing in it must be read. A compiled function asserts on the device
+            that it has none.
+        """
+        if self.cu_seqlens_q is None:
+            rows = [torch.zeros(1, dtype=torch.int32, device=device)] * 2
+        else:
+            rows = [self.cu_seqlens_q, self.cu_seqlens_k]
+        to_read = faults is not None and not torch.compiler.is_compiling()
+        if to_read:
+            found = torch.zeros_like(rows[0])
+            for message, flag in faults.items():
+                found |= flag.int() << FAULTS.index(message)
+            rows.append(found)
+        elif faults:
+            for message, flag in faults.items():
+                torch._assert_async(~flag, message)
+        edges = torch.stack(rows)[:, None, None]
+        mask = edges.expand(-1, 1 + self.causal, 2 + self.left, -1)
+        if to_read:
+            _readings[mask] = None
+        return mask
+
+    def cut_at(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, lengths: tuple) -> Segments:
+        """Divide the segments further at the limits of packed sequences.
+
+        lengths: (seqlen_q, seqlen_k) of the call.
+        """
+        new = cu_seqlens_q.int(), cu_seqlens_k.int()
+        if self.cu_seqlens_q is None:
+            return self._replace(cu_seqlens_q=new[0], cu_seqlens_k=new[1])
+        if not self.causal or lengths[0] != lengths[1]:
+            raise UnsupportedError(
+                "transformers attention: cu_seq_lens_q must be None where attention_mask masks "
+                f"tokens too, unless queries and keys are the same tokens; {INSTEAD}"
+            )
+        # A limit that both have becomes an empty segment.
+        old = self.cu_seqlens_q, self.cu_seqlens_k
+        merged = (torch.cat(pair).sort().values for pair in zip(old, new, strict=True))
+        return Segments(self.causal, self.left, *merged)
+
+    def at_positions(
+        self, position_ids: Tensor, batch: int, lengths: tuple, layer: torch.nn.Module
+    ) -> Segments:
+        """Divide rows where position 0 begins a sequence, for models that give their mask function
+        no positions.
+
+        lengths: (seqlen_q, seqlen_k) of the call; only where they are equal can rows be packed.
+        """
+        length = lengths[0]
+        packable = length == lengths[1] and length > 1
+        if not packable or position_ids.shape not in ((1, length), (batch, length)):
+            return self
+        edges = _edges_of_positions(position_ids, batch, layer)
+        return self._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
+
+
+def _segments(mask: Tensor, edges: Iterable[Tensor]) -> Segments:
+    """edges: cu_seqlens of the queries and of the keys, or nothing."""
+    return Segments(mask.shape[1] == 2, mask.shape[2] - 2, *edges)
+
+
+class _Reading(NamedTuple):
+    """What a mask says. fault: its message, or None. segments: without the empty ones at the end.
+    filled: number of segments with keys."""
+
+    fault: str | None
+    segments: Segments
+    filled: int
+
+
+# Masks of eager forwards, and what a layer has read in them, None before. An entry goes with its
+# mask, so it serves no other one.
+_readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _checked(mask: Tensor, batch: int) -> Segments | None:
+    """The segments of a mask, none if every row of the batch is one; None if the mask is a copy of
+    one that was read, such as the copies for layers on other devices."""
+    if mask not in _readings:
+        if any(reading and other.shape == mask.shape for other, reading in _readings.items()):
+            return None
+        _readings[mask] = None
+    if _readings[mask] is None:
+        _read_masks(mask.device)
+    fault, segments, filled = _readings[mask]
+    if fault:
+        raise UnsupportedError(fault)
+    return Segments(segments.causal, segments.left) if filled == batch else segments
+
+
+def _read_masks(device: torch.device) -> None:
+    """Read all masks on the device that no layer has read, in one wait for it."""
+    unread = [m for m, reading in _readings.items() if reading is None and m.device == device]
+    numbers = torch.stack([_numbers_of(mask) for mask in unread]).tolist()
+    for mask, (fault, end, filled) in zip(unread, numbers, strict=True):
+        message = next((text for i, text in enumerate(FAULTS) if fault >> i & 1), None)
+        edges = mask[:2, 0, 0, : end + 1].clone()  # a view would keep the mask
+        _readings[mask] = _Reading(message, _segments(mask, edges), filled)
+
+
+def _numbers_of(mask: Tensor) -> Tensor:
+    """(3,): the fault, the number of segments before the empty ones at the end, and the number of
+    segments with keys."""
+    edges = mask[:2, 0, 0]
+    inside = (edges < edges[:, -1:]).any(0)
+    return torch.stack((mask[2, 0, 0, 0].long(), inside.sum(), edges[1].diff().count_nonzero()))
+
+
+def edges_of(begins: Tensor, count: int) -> Tensor:
+    """cu_seqlens, int32 (count + 1,), of the segments that begin at the True elements; the last
+    ones are empty if there are fewer than count."""
+    total = begins.numel()
+    found = torch.nonzero_static(begins.flatten(), size=count, fill_value=total)
+    return torch.nn.functional.pad(found.flatten(), (0, 1), value=total).int()
+
+
+# The latest position_ids, their version, the layer that read them, and their cu_seqlens.
+_last_positions: list = [lambda: None, None, lambda: None, None]
+
+
+def _edges_of_positions(position_ids: Tensor, batch: int, layer: torch.nn.Module) -> Tensor | None:
+    """cu_seqlens of the sequences, None if every row is one.
+
+    The first layer of a forward reads the positions for all, which get the same tensor. It comes
+    again in the next forward, when their values may have changed. A compiled function cannot read
+    them: there every token may be a sequence.
+    """
+    if torch.compiler.is_compiling():
+        return edges_of(_begins(position_ids, batch), batch * position_ids.shape[1])
+    last, read_at, reader, edges = _last_positions
+    version = None if position_ids.is_inference() else position_ids._version
+    if last() is not position_ids or read_at != version or reader() in (layer, None):
+        begins = _begins(position_ids, batch)
+        count = int(begins.sum())
+        edges = edges_of(begins, count) if count > batch else None
+        _last_positions[:] = weakref.ref(position_ids), version, weakref.ref(layer), edges
+    return edges
+
+
+def _begins(position_ids: Tensor, batch: int) -> Tensor:
+    begins = (position_ids == 0).expand(batch, -1).clone()
+    begins[:, 0] = True
+    return begins

@@ -1,0 +1,295 @@
+"""Masks of transformers as segments: when they are read, and that a reading serves one mask."""
+
+from __future__ import annotations
+
+import gc
+from unittest import mock
+
+import pytest
+import torch
+
+from flashattn3 import UnsupportedError
+from flashattn3.integrations import segments
+from flashattn3.integrations import transformers as fa3
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from test_integrations_transformers import (  # noqa: E402
+    NEW,
+    OLD_ENCODERS,
+    ROWS,
+    SIZES,
+    assert_close,
+    configured,
+    padded,
+    pair,
+    tokens,
+)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    fa3.register()
+    segments._readings.clear()  # errors of other tests may keep masks alive
+
+
+class Waits:
+    """Counts reads of a tensor's values on the host by this package, which wait for a GPU."""
+
+    READS = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__")
+
+    def __enter__(self):
+        self.count = 0
+        self.patches = [self._counted(name) for name in self.READS]
+        return self
+
+    def __exit__(self, *error):
+        for patch in self.patches:
+            patch.stop()
+
+    def _counted(self, name):
+        function = getattr(torch.Tensor, name)
+
+        def read(tensor, *arguments):
+            self.count += 1
+            return function(tensor, *arguments)
+
+        patch = mock.patch.object(torch.Tensor, name, read)
+        patch.start()
+        return patch
+
+
+def without_reading(q, k, v, *lengths, return_lse=False, **options):
+    out = torch.zeros_like(q)
+    return (out, out[..., 0].T.float()) if return_lse else out
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Waits in each call of the mask function and of a layer, in their order."""
+    found = []
+
+    def counted(function):
+        def count(*arguments, **options):
+            with Waits() as here:
+                result = function(*arguments, **options)
+            found.append(here.count)
+            return result
+
+        return count
+
+    monkeypatch.setattr(  # the reference backend reads cu_seqlens
+        fa3, "flash_attn_varlen_func", without_reading
+    )
+    name = "counted"
+    transformers.AttentionMaskInterface.register(name, counted(fa3.mask))
+    transformers.AttentionInterface.register(name, counted(fa3.attention))
+    return found
+
+
+@pytest.mark.parametrize("side", [None, "all ones", "left", "right"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3Text", "GptOss", "Llama4Text"])
+def test_one_wait_in_a_forward(name, side, waits):
+    """In the first layer, for all masks: those of windows, of chunks and of all tokens."""
+    config = configured(name, num_hidden_layers=4, layer_types=None)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="counted")
+    for _ in range(2):
+        waits.clear()
+        model(tokens(), attention_mask=None if side is None else padded(side))
+        masks = len(waits) - 4
+        assert masks == (1 if name == "Llama" else 2)
+        assert waits[:masks] == [0] * masks
+        assert waits[masks] == 1  # without attention_mask the first layer reads position_ids
+        assert not any(waits[masks + 1 :])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_one_wait_in_a_step_of_generate(name, cache, waits):
+    model = transformers.AutoModelForCausalLM.from_config(
+        configured(name), attn_implementation="counted"
+    )
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    model.generate(tokens(), attention_mask=padded("left"), **options)
+    masks = 1 if name == "Llama" else 2
+    size = masks + 2
+    steps = [sum(waits[i : i + size]) for i in range(0, len(waits), size)]
+    assert len(steps) == 6
+    # generate copies the masks of a static cache, so each kind of layer reads its own.
+    assert max(steps) <= (masks if cache == "static" else 1)
+
+
+@pytest.mark.skipif(not NEW, reason="generate of transformers 4.57 passes a mask of ones")
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_no_wait_for_a_static_cache_without_padding(name, waits):
+    """After the first step, where a layer reads position_ids."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        configured(name), attn_implementation="counted"
+    )
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    model.generate(tokens(), cache_implementation="static", **options)
+    size = 2 + (1 if name == "Llama" else 2)
+    assert len(waits) == 6 * size and not any(waits[size:])
+
+
+@pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)
+def test_one_wait_in_an_encoder(waits):
+    config = transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0)
+    model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="counted")
+    model(tokens(), attention_mask=padded("right"))
+    assert waits == [0, 1, 0]
+
+
+def assert_equal_logits(model, eager, mask, tolerance=1e-5):
+    found, wanted = (m(tokens(), attention_mask=mask).logits for m in (model, eager))
+    assert_close(found[mask.bool()], wanted[mask.bool()], tolerance)
+
+
+@torch.no_grad()
+def test_a_mask_that_is_changed_in_place():
+    model, eager = pair(configured("Gemma2"))
+    mask = padded("left").bool()  # bool, so that transformers passes the tensor itself
+    for start in (6, 0, 9):
+        mask[0] = torch.arange(ROWS) >= start
+        assert_equal_logits(model, eager, mask)
+
+
+@torch.no_grad()
+def test_masks_that_follow_each_other_at_one_address():
+    model, eager = pair(configured("Gemma2"))
+    for side in ("left", "all ones", "right", "both", "left"):
+        assert_equal_logits(model, eager, padded(side).bool())
+
+
+@torch.no_grad()
+def test_no_mask_outlives_its_forward():
+    model = pair(configured("Gemma2"))[0]
+    model(tokens(), attention_mask=padded("left"))
+    gc.collect()
+    assert len(segments._readings) == 0
+    model.generate(tokens(), attention_mask=padded("left"), cache_implementation="static")
+    gc.collect()
+    assert len(segments._readings) == 0
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@torch.no_grad()
+def test_mask_with_a_hole(name):
+    model, eager = pair(configured(name))
+    mask = padded(None)
+    mask[0, 4] = 0
+    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other") as error:
+        model(tokens(), attention_mask=mask)
+    # The masks of the failed forward, which the error keeps, say nothing about the next one.
+    assert_equal_logits(model, eager, padded("left"))
+    assert error.traceback
+
+
+def test_mask_with_a_hole_in_a_compiled_model():
+    torch._dynamo.reset()
+    model = torch.compile(pair(configured("Llama"))[0], fullgraph=True, backend="aot_eager")
+    mask = padded(None)
+    mask[0, 4] = 0
+    with pytest.raises(RuntimeError, match="tokens of a row must follow each other"):
+        model(tokens(), attention_mask=mask)
+
+
+@pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)
+def test_mask_with_a_hole_in_an_encoder():
+    model = pair(transformers.BertConfig(**SIZES), "AutoModelForMaskedLM")[0]
+    mask = padded(None)
+    mask[0, 4] = 0
+    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other"):
+        model(tokens(), attention_mask=mask)
+
+
+def layer_and_mask(hole=False):
+    """A layer's arguments and the mask that an eager mask function made for it."""
+    mask = padded("left")
+    if hole:
+        mask[0, 10] = 0
+    config = configured("Llama")
+    config._attn_implementation = "fa3"
+    from transformers.masking_utils import create_causal_mask
+
+    arguments = {"attention_mask": mask, "past_key_values": None}
+    if NEW:
+        arguments["inputs_embeds"] = torch.randn(2, ROWS, 32)
+    else:
+        arguments["input_embeds"] = torch.randn(2, ROWS, 32)
+        arguments["cache_position"] = torch.arange(ROWS)
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, ROWS, 8)
+    return torch.nn.Module(), (q, q, q), create_causal_mask(config, **arguments)
+
+
+@pytest.mark.parametrize("elsewhere", ["a copy", "a compiled layer"])
+def test_a_mask_that_its_layer_does_not_read(elsewhere):
+    """Empty segments at its end change nothing, and a fault is an assertion on the device."""
+    module, qkv, mask = layer_and_mask()
+    wanted, _ = fa3.attention(module, *qkv, mask)
+    run = fa3.attention
+    if elsewhere == "a compiled layer":
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    copy = mask.clone()  # beside the mask that was read, as layers on other devices get it
+    torch.testing.assert_close(run(module, *qkv, copy)[0], wanted)
+    copy[2] = 1
+    with pytest.raises(RuntimeError, match="tokens of a row must follow each other"):
+        run(module, *qkv, copy)
+
+
+def test_a_copy_alone_is_read():
+    module, qkv, mask = layer_and_mask()
+    wanted, _ = fa3.attention(module, *qkv, mask)
+    mask = mask.clone()  # as generate makes it of the masks of a static cache
+    gc.collect()
+    with Waits() as waits:
+        found = [segments.Segments.of_mask(mask, 2) for _ in range(2)]
+    assert found[0] is found[1]
+    assert waits.count == 1
+    torch.testing.assert_close(fa3.attention(module, *qkv, mask)[0], wanted)
+    del mask, found
+    gc.collect()
+    mask = layer_and_mask(hole=True)[2].clone()
+    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other"):
+        fa3.attention(module, *qkv, mask)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@torch.no_grad()
+def test_the_narrowest_windows(window):
+    """With a window of 1 every token is a segment of its own."""
+    model, eager = pair(configured("Mistral", sliding_window=window))
+    assert_equal_logits(model, eager, padded("both"))
+
+
+PACKED = torch.cat((torch.arange(9), torch.arange(12)))[None]
+
+
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+@torch.no_grad()
+def test_positions_pack_only_without_a_mask(name):
+    """As with transformers' own attention."""
+    found, wanted = (
+        m(tokens(1), attention_mask=padded("all ones", 1), position_ids=PACKED).logits
+        for m in pair(configured(name))
+    )
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_positions_that_are_changed_in_place(mode):
+    """Tensors of inference mode have no version, so the first layer reads them in each forward."""
+    model = pair(configured("GptOss"))[0]
+    with mode():
+        positions = PACKED.clone()
+        logits = []
+        for _ in range(2):
+            logits.append(model(tokens(1), position_ids=positions, use_cache=False).logits)
+            positions.copy_(torch.arange(ROWS))
+        wanted = model(tokens(1), position_ids=positions.clone(), use_cache=False).logits
+    assert_close(logits[1], wanted)
+    assert (logits[0] - wanted).abs().max() > 1e-3
