@@ -1,6 +1,9 @@
 // The problems that decode_check runs.
 #pragma once
 
+#include <initializer_list>
+#include <random>
+#include <string>
 #include <vector>
 
 #include "decode_problem.h"
@@ -150,4 +153,52 @@ inline std::vector<DecodeCase> decode_cases() {
       {.name = "fp16 d64", .fp16 = true, .heads_q = 8, .head_dim = 64, .page_size = 16},
       {.name = "fp16 d256", .fp16 = true, .heads_q = 8, .head_dim = 256, .capacity = 3000},
   };
+}
+
+// A problem with every option at random, alone and with others. It has at most `most` KV blocks of
+// work tiles, so that the emulation computes it in seconds.
+inline DecodeCase random_decode_case(uint32_t seed, int most) {
+  std::mt19937 random(seed);
+  const auto below = [&](int bound) { return static_cast<int>(random() % bound); };
+  const auto pick = [&](std::initializer_list<int> of) { return of.begin()[below(of.size())]; };
+  const auto one_in = [&](int n) { return below(n) == 0; };
+  while (true) {
+    DecodeCase c{.name = "random " + std::to_string(seed), .fp16 = one_in(2)};
+    c.batch = 1 + below(5), c.heads_kv = 1 + below(3);
+    c.heads_q = c.heads_kv * pick({1, 2, 3, 4, 5, 7, 8, 16, 64, 72});
+    c.head_dim = one_in(2) ? pick({64, 128, 256}) : 8 * (1 + below(32));
+    c.head_dim_v = one_in(2) ? c.head_dim : 8 * (1 + below(c.head_dim / 8));
+    c.seqlen_q = pick({1, 1, 1, 2, 3, 5, 17, 64});
+    c.page_size = pick({0, 0, 1, 2, 3, 8, 16, 17, 64, 100, 128});
+    const int pages = 1 + below(700) / std::max(1, c.page_size);
+    c.capacity = c.page_size ? pages * c.page_size : 1 + below(700);
+    for (int b = 0; b < c.batch && !one_in(5); ++b) c.seqlens.push_back(below(c.capacity + 9) - 4);
+    if (static_cast<int>(c.seqlens.size()) != c.batch) c.seqlens.clear();
+    if (one_in(3)) {
+      c.cu_q.push_back(0);
+      for (int b = 0; b < c.batch; ++b) c.cu_q.push_back(c.cu_q.back() + below(c.seqlen_q + 1));
+      if (c.cu_q.back() == 0) continue;
+    }
+    if (one_in(4)) c.seqlen_new = below(4);
+    if (one_in(4)) {
+      c.cu_new.push_back(0);
+      for (int b = 0; b < c.batch; ++b) c.cu_new.push_back(c.cu_new.back() + below(4));
+    }
+    for (int b = 0, given = one_in(4); b < c.batch * given; ++b) {
+      c.leftpad.push_back(below(c.capacity));
+    }
+    for (int b = 0, given = one_in(4); b < c.batch * given; ++b) {
+      c.cache_idx.push_back(below(c.batch + 3));  // the last entry does not exist
+    }
+    if (one_in(3)) c.left = below(c.capacity + 5);
+    if (one_in(2)) c.right = one_in(3) ? below(9) : 0;
+    if (one_in(4)) c.softcap = 1.f + below(20);
+    if (one_in(4)) c.scale = 0.01f * (below(61) - 30.5f);
+    c.sinks = one_in(4), c.descales = one_in(4), c.head_major = one_in(3), c.grows = one_in(6);
+    c.padding = 8 * one_in(3);
+    c.lost_page = c.page_size > 0 && pages > 1 && c.cache_idx.empty() && one_in(6);
+    const int tiles = (c.seqlen_q * (c.heads_q / c.heads_kv) + 63) / 64;
+    const int blocks = (c.capacity + 63) / 64 * c.batch * c.heads_kv * tiles;
+    if (blocks <= most) return c;
+  }
 }

@@ -1,6 +1,8 @@
 // Runs the decode kernels without torch and compares them with fp64 on the host, or times them.
 //   decode_check [--from case] [--only part of a name]
-//       prints one line for each case and config
+//       prints one line for each case and number of SMs
+//   decode_check --random count [--from seed]
+//       random problems instead
 //   decode_check --time
 //       prints microseconds of decode steps beside those of a kernel that only reads as many bytes
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
@@ -296,7 +298,7 @@ static void time_cells(int num_sms) {
 }
 
 int main(int argc, char** argv) {
-  int from = 0;
+  int from = 0, random = 0;
   const char* part = "";
   bool timing = false;
   for (int i = 1; i < argc; ++i) {
@@ -304,10 +306,12 @@ int main(int argc, char** argv) {
       from = std::atoi(argv[++i]);
     } else if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
       part = argv[++i];
+    } else if (!std::strcmp(argv[i], "--random") && i + 1 < argc) {
+      random = std::atoi(argv[++i]);
     } else if (!std::strcmp(argv[i], "--time")) {
       timing = true;
     } else {
-      std::printf("usage: decode_check [--from case] [--only part of a name] [--time]\n");
+      std::printf("usage: decode_check [--random count] [--from case] [--only name] [--time]\n");
       return 1;
     }
   }
@@ -318,12 +322,14 @@ int main(int argc, char** argv) {
     time_cells(num_sms);
     return 0;
   }
-  const std::vector<DecodeCase> cases = decode_cases();
+  const std::vector<DecodeCase> named = random > 0 ? std::vector<DecodeCase>() : decode_cases();
+  const int count = random > 0 ? from + random : static_cast<int>(named.size());
   int run = 0, failed = 0;
-  for (int i = from; i < static_cast<int>(cases.size()); ++i) {
-    if (cases[i].name.find(part) == std::string::npos) continue;
+  for (int i = from; i < count; ++i) {
+    const DecodeCase c = random > 0 ? random_decode_case(i, 5000) : named[i];
+    if (c.name.find(part) == std::string::npos) continue;
     ++run;
-    if (!run_case(cases[i], i, num_sms)) ++failed;
+    if (!run_case(c, i, num_sms)) ++failed;
   }
   std::printf("%d cases, %d failed\n", run, failed);
   return failed != 0 || run == 0;

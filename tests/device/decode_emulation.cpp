@@ -1,6 +1,8 @@
 // Runs the decode kernels on the CPU (emulation/emulation.h) and compares them with fp64: the
 // problems of decode_check that are short, on few and on many CTAs, which end in a random order.
 //   decode_emulation [--only part of a name]
+//   decode_emulation --random count [first]
+//       random problems instead, with seeds from `first` on
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
 #include <cstring>
@@ -108,18 +110,28 @@ static bool run_case(const DecodeCase& c) {
   return good;
 }
 
-int main(int argc, char** argv) {
-  const char* part = argc == 3 && !std::strcmp(argv[1], "--only") ? argv[2] : "";
-  emulation::shared_memory = decode::shared;
-  int run = 0, failed = 0;
+// The problems that take seconds: a KV block takes milliseconds for each tile of packed rows.
+static std::vector<DecodeCase> short_cases(const char* part) {
+  std::vector<DecodeCase> cases;
   for (const DecodeCase& c : decode_cases()) {
-    // A KV block takes milliseconds for each tile of packed rows.
     const int64_t keys = int64_t{c.batch} * c.heads_kv * std::min(c.capacity, 100000);
     const int64_t tiles = (int64_t{c.seqlen_q} * c.heads_q / c.heads_kv + 63) / 64;
-    if (c.name.find(part) == std::string::npos || keys * tiles > 6000) continue;
-    ++run;
-    if (!run_case(c)) ++failed;
+    if (c.name.find(part) != std::string::npos && keys * tiles <= 6000) cases.push_back(c);
   }
-  std::printf("%d cases, %d failed\n", run, failed);
-  return failed != 0 || run == 0;
+  return cases;
+}
+
+int main(int argc, char** argv) {
+  std::vector<DecodeCase> cases;
+  if (argc >= 3 && !std::strcmp(argv[1], "--random")) {
+    const int first = argc > 3 ? std::atoi(argv[3]) : 0;
+    for (int i = 0; i < std::atoi(argv[2]); ++i) cases.push_back(random_decode_case(first + i, 60));
+  } else {
+    cases = short_cases(argc == 3 && !std::strcmp(argv[1], "--only") ? argv[2] : "");
+  }
+  emulation::shared_memory = decode::shared;
+  int failed = 0;
+  for (const DecodeCase& c : cases) failed += !run_case(c);
+  std::printf("%zu cases, %d failed\n", cases.size(), failed);
+  return failed != 0 || cases.empty();
 }

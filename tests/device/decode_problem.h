@@ -144,7 +144,8 @@ struct DecodeProblem {
   }
 };
 
-// One row's expected values, and their bounds as in forward_problem.h.
+// One row's expected values and their bounds: the errors of rounding P and out to 16 bits, and of
+// fp32 scores, which grow with the scores.
 struct DecodeRow {
   int b, query, head;
   std::vector<double> out, bound;
@@ -198,7 +199,11 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
     }
   }
   const double rounding = c.fp16 ? 0x1p-11 : 0x1p-8, score_error = 2e-6;
-  for (double& x : row.bound) x = x * (1.5 * rounding + 2 * score_error * largest) + 1e-6;
+  for (size_t i = 0; i < row.bound.size(); ++i) {
+    const double& sum = row.bound[i];                                 // of |p v|
+    const double rounded = rounding * (sum + std::fabs(row.out[i]));  // each P, then out
+    row.bound[i] = rounded + 2 * score_error * largest * sum + 1e-6;
+  }
   row.lse = sum == 0 ? -INFINITY : reference + std::log(sum);
   row.lse_bound = 1e-4 + score_error * largest;
 }
