@@ -50,11 +50,13 @@ def locate_keys(
             page = tl.load(table_row + first_key // PAGE_SIZE)
             has_page = (page >= 0) & (page < num_pages)
             lost = (has_page == 0).to(tl.int32)
+            # Triton's interpreter has no "and" of a block and a scalar that stays a mask.
+            exists = exists & (position < tl.where(has_page, length, 0))
         else:
             page = tl.load(table_row + position // PAGE_SIZE, mask=exists, other=0)
             has_page = (page >= 0) & (page < num_pages)
             lost = (exists & (has_page == 0)).to(tl.int32)
-        exists = exists & has_page
+            exists = exists & has_page
         page = tl.where(has_page, page, 0)
     return page.to(tl.int64), row.to(tl.int64), exists, lost
 
