@@ -125,7 +125,7 @@ class Combine {
     const int thread = threadIdx.x % 128, column = thread_column(thread);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = thread_row(thread) + 8 * r;
+      const int row = thread_row(thread) + kRowStride * r;
       if (row >= tile_.num_rows()) continue;
       if (column == 0) args_.partial_stats[partial * kBlockM + row] = as_float2(stats[r]);
       float* out = reinterpret_cast<float*>(part_of_row(partial, row, 0));

@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_out(const Arguments& args, const PackedTil
   const int thread = threadIdx.x % 128, column = thread_column(thread);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = thread_row(thread) + 8 * r;
+    const int row = thread_row(thread) + kRowStride * r;
     if (!tile.has(row)) continue;
     const float factor = store.finish(row, stats[r], column == 0);
     uint16_t* out = store.row_of_out(row);

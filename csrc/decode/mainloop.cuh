@@ -71,7 +71,7 @@ class Mainloop {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int query =
-            min(tile.query_of(first + 8 * r), tile.first_query + tile.num_queries - 1);
+            min(tile.query_of(first + kRowStride * r), tile.first_query + tile.num_queries - 1);
         row[r] = visible_keys(args, sequence, query);
       }
       all = {visible_keys(args, sequence, tile.first_query + tile.num_queries - 1).begin,

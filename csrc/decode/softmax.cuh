@@ -11,7 +11,7 @@
 
 namespace flashattn3::decode {
 
-// What a row's O is relative to: O and sum hold sums of 2^(score - max). max: in log2 units, -inf
+// Statistics of a row. O and sum hold sums of 2^(score - max). max: in log2 units, -inf
 // without a key.
 struct RowStats {
   float max, sum;

@@ -15,7 +15,7 @@
 
 namespace flashattn3::forward {
 
-// What the warps of a CTA run for 16-bit inputs.
+// The roles of the warps of a CTA for 16-bit inputs.
 template <Config kConfig>
 struct Roles {
   using Traits = KernelTraits<kConfig>;

@@ -1,4 +1,4 @@
-// What kernel configs with 8-bit inputs have besides KernelTraits and SharedStorage.
+// Additional traits and shared storage of kernel configs with 8-bit inputs.
 #pragma once
 
 #include <cstdint>

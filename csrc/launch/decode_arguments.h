@@ -1,5 +1,5 @@
-// What a decode launch takes, computed from DecodeParams: CTAs, workspace, and arguments of the
-// kernel.
+// Computes the number of CTAs, the workspace and the kernel's arguments of a decode launch from
+// DecodeParams.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ inline int num_decode_ctas(const DecodeParams& params, int block_n) {
 }
 
 constexpr int64_t decode_stats_bytes(int num_ctas) {
-  // Of the parts, and of the groups of parts.
+  // The parts have statistics, and so do the groups of parts.
   return int64_t{2} * decode::num_partials(num_ctas) * decode::kBlockM * sizeof(float2);
 }
 constexpr int64_t decode_workspace_bytes(int num_ctas, int head_dim_v) {
