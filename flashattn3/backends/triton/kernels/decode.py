@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 
 from .cache_parts import find_work, key_lengths, keys_of_part, m_block_at, query_span, with_sink
-from .common import n_block_range, round_down, store_tile, tanh_exp2, tile_offsets, visible
+from .common import (
+    FULL,
+    n_block_range,
+    round_down,
+    stage_range,
+    store_tile,
+    tanh_exp2,
+    tile_offsets,
+    visible,
+)
 from .forward import LN2
 
 # Layout of the scheduler metadata, as in flashattn3/kvcache/metadata.py.
@@ -255,9 +264,10 @@ def attend_part(
         any_lost = tl.zeros((KEYS,), tl.int32)
     edges = (begin, full_begin, full_end, end)
     for stage in tl.static_range(3):
-        MASKED = stage != 1
+        MASKED = stage != FULL
         if stage != 0 or LEFT or cache_leftpad is not None:
-            for first_key in range(edges[stage], tl.minimum(edges[stage + 1], end), KEYS):
+            first, last = stage_range(edges, stage)
+            for first_key in range(first, last, KEYS):
                 page, row, exists, lost = locate_keys(
                     first_key, key_offsets, lowest, readable, table_row, num_pages,
                     PAGE_SIZE, KEYS,
