@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dispatch.device import describe_device
@@ -57,10 +56,5 @@ def _moved(device: torch.device, place: torch.device) -> torch.device:
 
 
 def _described(plan: Plan, tensors: DecodeTensors, lengths: Lengths) -> dict[str, object]:
-    q: Tensor = tensors.q
-    if tensors.cu_seqlens_q is None:
-        batch, total_q, seqlen_q = q.shape[0], q.shape[1], q.shape[1]
-    else:
-        batch, total_q = tensors.cu_seqlens_q.shape[0] - 1, q.shape[0]
-        seqlen_q = min(lengths.max_seqlen_q, total_q)
-    return plan.launch.describe() | plan.launch.describe_sizes(batch, total_q, seqlen_q)
+    sizes = tensors.query_sizes(lengths.max_seqlen_q)
+    return plan.launch.describe() | plan.launch.describe_sizes(*sizes)

@@ -56,6 +56,15 @@ class DecodeTensors(NamedTuple):
     sinks: Tensor | None = None
     scheduler_metadata: Tensor | None = None
 
+    def query_sizes(self, max_seqlen_q: int | None) -> tuple[int, int, int]:
+        """batch, number of rows, and a bound on the queries of a sequence."""
+        q, edges = self.q, self.cu_seqlens_q
+        if edges is None:
+            return q.shape[0], q.shape[1], q.shape[1]
+        total_q = q.shape[0]
+        longest = total_q if max_seqlen_q is None else min(max_seqlen_q, total_q)
+        return edges.shape[0] - 1, total_q, longest
+
 
 # Where the options of a cached call differ from those of other calls, or are its own.
 _OWN = (

@@ -54,7 +54,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
         if varlen:  # no kernel writes rows of no sequence
             out.zero_()
             lse.fill_(-inf)
-        batch, total_q, seqlen_q = _queries(tensors, lengths)
+        batch, total_q, seqlen_q = tensors.query_sizes(lengths.max_seqlen_q)
         tiles, parts, slots = tile.grid(problem, batch, total_q, seqlen_q)
         if tiles == 0:
             return
@@ -71,7 +71,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
         numbers = (
             *places[3:],
             0 if tensors.page_table is None else tensors.page_table.stride(0),
-            *(_pair_strides(*tensors[9:12]) if has_descales else no_strides),
+            *(_pair_strides(*_descales(tensors)) if has_descales else no_strides),
             *seqlens,
             capacity,
             num_caches,
@@ -102,13 +102,8 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     return run
 
 
-def _queries(tensors: DecodeTensors, lengths: Lengths) -> tuple[int, int, int]:
-    """batch, number of rows, and the longest sequence of queries."""
-    q, edges = tensors.q, tensors.cu_seqlens_q
-    if edges is None:
-        return q.shape[0], q.shape[1], q.shape[1]
-    total_q, longest = q.shape[0], lengths.max_seqlen_q
-    return edges.shape[0] - 1, total_q, total_q if longest is None else min(longest, total_q)
+def _descales(tensors: DecodeTensors) -> tuple[Tensor | None, ...]:
+    return tensors.q_descale, tensors.k_descale, tensors.v_descale
 
 
 def sizes_of(cache: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
