@@ -19,6 +19,7 @@ def write_configs(folder: Path, check: str) -> list:
     table, kind = load_kernel_configs(), KINDS[check]
     configs = list(getattr(table, f"{kind.upper()}_CONFIGS"))
     if kind == "forward":
+        configs += table.CACHED_FORWARD_CONFIGS
         configs += variants(table)
     write_if_changed(folder / f"{check}_configs.h", header(kind, configs))
     return configs

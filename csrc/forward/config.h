@@ -21,6 +21,7 @@ struct Config {
   int keys_per_descale = 0;  // 8 bits: keys that share their descales, a divisor of block_n
   int promote_keys = 0;      // 8 bits: keys between promotions of O (promotion.cuh); a multiple
                              // of block_n
+  bool cached = false;       // K and V are in a paged or dense cache (load_cached.cuh)
 };
 
 // Threads of a CTA: the consumer warpgroups and the producer warpgroup.

@@ -24,6 +24,7 @@ class ConsumerPipeline {
   using Scores = ScoreAccumulator<kElement>[kBlockN / 2];
   using Out = float[Traits::kOutRegisters];
   using Probabilities = flashattn3::Probabilities<value_type(kElement), kBlockN>;
+  using Tile = WorkTileOf<kConfig>;
 
   // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
   __device__ __forceinline__ ConsumerPipeline(const Arguments& args, uint8_t* shared, int warpgroup)
@@ -44,12 +45,12 @@ class ConsumerPipeline {
     __device__ __forceinline__ bool any() const { return blocks.begin < blocks.end; }
   };
 
-  __device__ __forceinline__ Work work_of(const WorkTile& tile) const {
+  __device__ __forceinline__ Work work_of(const Tile& tile) const {
     const int first_row = uniform(tile.first_row) + warpgroup_ * 64;
     const int num_rows = uniform(tile.num_rows);
     const BlockRange all{uniform(tile.n_blocks.begin), uniform(tile.n_blocks.end)};
     const BlockRange mine =
-        tile_mask(num_rows, uniform(tile.num_keys))
+        tile_mask(tile, num_rows, uniform(tile.num_keys))
             .template n_block_range<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
     if (mine.begin == mine.end) return {mine, all.end - all.begin, 0};
     return {mine, all.end - mine.end, mine.begin - all.begin};
@@ -151,24 +152,30 @@ class ConsumerPipeline {
     }
   }
 
-  __device__ __forceinline__ const WorkTile& tile() const { return storage_.tile[tile_.index()]; }
+  __device__ __forceinline__ const Tile& tile() const { return storage_.tile[tile_.index()]; }
 
   // Blocks in which every row of the warpgroup sees every key.
   __device__ __forceinline__ BlockRange full_n_blocks() const {
     const int first_row = uniform(tile().first_row) + warpgroup_ * 64;
     const int num_rows = uniform(tile().num_rows);
-    return tile_mask(num_rows, uniform(tile().num_keys))
+    return tile_mask(tile(), num_rows, uniform(tile().num_keys))
         .template full_n_blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
   }
 
-  __device__ __forceinline__ Mask tile_mask(int num_rows, int num_keys) const {
-    return Mask::of(num_rows, num_keys, args_.window.left, args_.window.right);
+  // num_rows, num_keys: of the tile; the callers differ in where they read them.
+  __device__ __forceinline__ auto tile_mask(const Tile& tile, int num_rows, int num_keys) const {
+    if constexpr (Traits::kConfig.cached) {
+      return CachedMask::of(num_rows, num_keys, args_.window.left, args_.window.right,
+                            {uniform(tile.first_key)});
+    } else {
+      return Mask::of(num_rows, num_keys, args_.window.left, args_.window.right);
+    }
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, int block) const {
     const int row = warp_first_row() + thread_row(threadIdx.x % 32);
-    mask_scores<kBlockN, Traits::kMasked>(s, tile_mask(tile().num_rows, tile().num_keys), row,
-                                          block * kBlockN);
+    mask_scores<kBlockN, Traits::kMasked>(s, tile_mask(tile(), tile().num_rows, tile().num_keys),
+                                          row, block * kBlockN);
   }
 
   const Arguments& args_;

@@ -1,8 +1,6 @@
 // The roles of the forward kernel for 8-bit inputs.
 #pragma once
 
-#include <type_traits>
-
 #include "forward/kernel.cuh"
 #include "forward/load_descales.cuh"
 #include "forward/mainloop_fp8.cuh"
@@ -17,7 +15,7 @@ struct QuantizedRoles {
   using Traits = QuantizedTraits<kConfig>;
   using Storage = QuantizedStorageOf<kConfig>;
   using Mainloop = MainloopFp8<kConfig>;
-  using SecondWarp = DescaleLoader<kConfig>;
+  using Arguments = forward::Arguments;
 
   static __device__ __forceinline__ void init(uint8_t* shared) {
     for (int stage = 0; stage < Traits::kStages; ++stage) {
@@ -28,10 +26,11 @@ struct QuantizedRoles {
       write_bias_tile(reinterpret_cast<Storage*>(shared)->bias_tile);
     }
   }
-};
 
-template <Config kConfig>
-using RolesOf =
-    std::conditional_t<is_quantized(kConfig.dtype), QuantizedRoles<kConfig>, Roles<kConfig>>;
+  static __device__ __forceinline__ void run_producer(const Arguments& args, uint8_t* shared,
+                                                      int warp) {
+    run_producer_warp<kConfig, DescaleLoader<kConfig>>(args, shared, warp);
+  }
+};
 
 }  // namespace flashattn3::forward

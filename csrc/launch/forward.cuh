@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "forward/kernel_fp8.cuh"
+#include "forward/roles.cuh"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
@@ -73,29 +73,15 @@ inline forward::QuantizedArguments quantized_arguments(const ForwardParams& para
           .promoted = static_cast<float4*>(given.promoted)};
 }
 
+// Sets what does not depend on where K and V are.
 template <forward::Config kConfig>
-forward::Arguments make_forward_arguments(const ForwardParams& params) {
+void set_query_arguments(forward::Arguments& args, const ForwardParams& params) {
   const bool varlen = params.varlen;
-  const int sequences = varlen ? 1 : params.batch;
-  const TensorMapShape q_shape{params.head_dim, varlen ? params.total_q : params.seqlen_q,
-                               params.num_heads_q, sequences};
-  const TensorMapShape k_shape{params.head_dim, varlen ? params.total_k : params.seqlen_k,
-                               params.num_heads_kv, sequences};
-  const TensorMapShape v_shape{params.head_dim_v, k_shape.seq, k_shape.heads, k_shape.batch};
   constexpr bool kQuantized = is_quantized(kConfig.dtype);
-  forward::Arguments args;
+  const TensorMapShape q_shape{params.head_dim, varlen ? params.total_q : params.seqlen_q,
+                               params.num_heads_q, varlen ? 1 : params.batch};
   args.q = make_tensor_map("q", kConfig.dtype, params.q, params.q, q_shape, params.q_stride,
                            kConfig.block_m);
-  args.k = make_tensor_map("k", kConfig.dtype, params.k, params.q, k_shape, params.k_stride,
-                           kConfig.block_n);
-  if constexpr (kQuantized) {
-    args.v = make_permuted_v_map(params.v, params.q, params.quantized.num_permuted_keys,
-                                 k_shape.heads * k_shape.batch, kConfig.head_dim, kConfig.block_n);
-    args.quantized = quantized_arguments(params);
-  } else {
-    args.v = make_tensor_map("v", kConfig.dtype, params.v, params.q, v_shape, params.v_stride,
-                             kConfig.block_n);
-  }
   const TensorMapShape out_shape{params.head_dim_v, q_shape.seq, q_shape.heads, q_shape.batch};
   const ElementType out_type = !kQuantized          ? kConfig.dtype
                                : params.out_is_fp16 ? ElementType::kFloat16
@@ -111,16 +97,36 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   args.lse_seq = params.lse_stride.seq;
   args.lse_head = params.lse_stride.head;
   args.seqlens_q = seqlens_q_of(params);
-  args.seqlens_k = seqlens_k_of(params);
-  // Without keys, kernels load none, whatever positions_k holds.
-  const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
-  if (no_keys) args.seqlens_k.longest = 0;
   args.scheduler = make_scheduler_params(params, forward_tiles<kConfig>(params));
   args.num_heads_q = params.num_heads_q;
   args.num_heads_kv = params.num_heads_kv;
   args.qhead_per_kvhead = params.num_heads_q / params.num_heads_kv;
   args.head_dim_v = params.head_dim_v;
   args.window = window_of(params);
+}
+
+template <forward::Config kConfig>
+forward::Arguments make_forward_arguments(const ForwardParams& params) {
+  const TensorMapShape k_shape{params.head_dim, params.varlen ? params.total_k : params.seqlen_k,
+                               params.num_heads_kv, params.varlen ? 1 : params.batch};
+  const TensorMapShape v_shape{params.head_dim_v, k_shape.seq, k_shape.heads, k_shape.batch};
+  constexpr bool kQuantized = is_quantized(kConfig.dtype);
+  forward::Arguments args;
+  set_query_arguments<kConfig>(args, params);
+  args.k = make_tensor_map("k", kConfig.dtype, params.k, params.q, k_shape, params.k_stride,
+                           kConfig.block_n);
+  if constexpr (kQuantized) {
+    args.v = make_permuted_v_map(params.v, params.q, params.quantized.num_permuted_keys,
+                                 k_shape.heads * k_shape.batch, kConfig.head_dim, kConfig.block_n);
+    args.quantized = quantized_arguments(params);
+  } else {
+    args.v = make_tensor_map("v", kConfig.dtype, params.v, params.q, v_shape, params.v_stride,
+                             kConfig.block_n);
+  }
+  args.seqlens_k = seqlens_k_of(params);
+  // Without keys, kernels load none, whatever positions_k holds.
+  const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
+  if (no_keys) args.seqlens_k.longest = 0;
   args.score_scale = score_scale_of(params, kQuantized);
   return args;
 }

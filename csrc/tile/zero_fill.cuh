@@ -1,4 +1,4 @@
-// Zero fill of the keys of a V tile that are past the end of a sequence.
+// Zero fill of the keys of a V tile that are past the end of a sequence, or before its first key.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,21 @@ __device__ __forceinline__ void zero_fill_rows(uint8_t* values, int used, uint32
   // Eight threads write the 128 bytes of a row; the swizzle permutes bytes within a row.
   const uint32_t offset = thread % 8 * 16;
   for (int row = used + static_cast<int>(thread / 8); row < kRows; row += num_threads / 8) {
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+      *reinterpret_cast<uint4*>(values + (atom * kRows + row) * 128 + offset) =
+          make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// The same for the rows before `begin` and from `end` on.
+template <int kRows, int kAtoms>
+__device__ __forceinline__ void zero_fill_rows_outside(uint8_t* values, int begin, int end,
+                                                       uint32_t thread, int num_threads) {
+  const uint32_t offset = thread % 8 * 16;
+  for (int row = static_cast<int>(thread / 8); row < kRows; row += num_threads / 8) {
+    if (row >= begin && row < end) continue;
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
       *reinterpret_cast<uint4*>(values + (atom * kRows + row) * 128 + offset) =

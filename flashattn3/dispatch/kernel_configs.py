@@ -36,6 +36,7 @@ class ForwardConfig:
     num_q_buffers: 2: the next tile's Q is loaded during the current tile.
     keys_per_descale: 8 bits: keys that must share a descale of K and one of V.
     promote_keys: 8 bits: keys between accumulator promotions (DeepSeek-V3, arXiv 2412.19437).
+    cached: whether k and v are in a paged or dense cache; such a config is masked.
     max_seqlen_k: for the planner: longest seqlen_k that selects this config; None: any.
     measured: "GPU, case, date" of the measurement that chose the tile; empty: not measured.
     """
@@ -52,12 +53,13 @@ class ForwardConfig:
     num_q_buffers: int = 1
     keys_per_descale: int = 0
     promote_keys: int = 0
+    cached: bool = False
     max_seqlen_k: int | None = None
     measured: str = ""
 
     @property
     def name(self) -> str:
-        mask = "masked" if self.masked else "full"
+        mask = "cached" if self.cached else "masked" if self.masked else "full"
         tile = f"{self.block_m}x{self.block_n}x{self.num_stages}"
         buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
         return f"forward_{self.dtype}_d{self.head_dim}_{mask}_{tile}{buffers}"
@@ -190,6 +192,14 @@ BACKWARD_CONFIGS = (
     *_backward_configs(96, 2, 2, measured=BACKWARD_MEASURED),
     *_backward_configs(128, 2, 2, measured=BACKWARD_MEASURED),
     *_backward_configs(256, 2, 2, measured=BACKWARD_MEASURED),
+)
+
+# For cached calls of many query rows. Compiled by forward_check alone: the library gets them once a
+# GPU has run them.
+CACHED_FORWARD_CONFIGS = tuple(
+    ForwardConfig(dtype, head_dim, True, *tile, cached=True)
+    for head_dim, *tile in ((64, 192, 128, 4, 3, 2), (128, 192, 64, 4, 3, 2), (256, 128, 64, 2, 2))
+    for dtype in SIXTEEN_BIT
 )
 
 # Compiled by decode_check alone: the library gets them once a GPU has run them.

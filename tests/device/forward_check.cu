@@ -1,8 +1,13 @@
 // Runs the forward kernels without torch and compares them with fp64 on the host, or times them.
 //   forward_check [--from case] [--only part of a name]
 //       prints one line for each case and config
+//   forward_check --cached [--from case] [--only part of a name]
+//   forward_check --cached --random count [--from seed]
+//       the same for cached calls
 //   forward_check [--fast] --time [part of a config name [length]]
 //       prints TFLOP/s of the benchmark grid; --fast: 8 bits without accumulator promotion
+//   forward_check --time cached
+//       prints TFLOP/s of chunks of prompts, dense and paged, beside the dense forward
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
 // prints the --from with which to continue.
 #include <chrono>
@@ -13,8 +18,9 @@
 #include <utility>
 
 #include "forward/promotion.cuh"
+#include "forward_cached.h"
 #include "forward_cases.h"
-#include "forward_configs.h"
+#include "forward_launches.h"
 #include "forward_problem.h"
 #include "forward_quantized.h"
 #include "harness.cuh"
@@ -30,13 +36,6 @@ using flashattn3::kE4m3;
 using flashattn3::kFp16;
 using flashattn3::kInt8;
 using flashattn3::kNumCheckConfigs;
-
-using Launch = void (*)(const ForwardParams&, cudaStream_t);
-template <size_t... kIndex>
-static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
-  return {&flashattn3::launch_check_config<kIndex>...};
-}
-static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckConfigs>());
 
 static std::string config_name(int i) { return kCheckConfigNames[i]; }
 
@@ -169,7 +168,9 @@ static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
 
 // Runs the case on every kernel config of a dtype. Returns false on failure.
 static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
-  const auto fits = [&](const flashattn3::forward::Config& r) { return r.dtype == type; };
+  const auto fits = [&](const flashattn3::forward::Config& r) {
+    return r.dtype == type && !r.cached;
+  };
   int head_dim = 1 << 30;
   const int wanted = std::max(c.head_dim, c.head_dim_v);
   for (const flashattn3::forward::Config& r : kCheckConfigs) {
@@ -262,7 +263,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
       std::vector<int> configs;
       for (int config = 0; config < kNumCheckConfigs; ++config) {
         const flashattn3::forward::Config& r = kCheckConfigs[config];
-        if (r.head_dim != d || r.masked != causal || r.dtype == kFp16) continue;
+        if (r.head_dim != d || r.masked != causal || r.dtype == kFp16 || r.cached) continue;
         if (part == nullptr || config_name(config).find(part) != std::string::npos)
           configs.push_back(config);
       }
@@ -368,13 +369,18 @@ static bool check_counters() {
 
 int main(int argc, char** argv) {
   int from = 0, length = 0;
-  bool timing = false, fast = false;
+  int random = 0;
+  bool timing = false, fast = false, cached = false;
   const char* part = nullptr;
   for (int i = 1; i < argc; ++i) {
     if (!std::strcmp(argv[i], "--from") && i + 1 < argc) {
       from = std::atoi(argv[++i]);
     } else if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
       part = argv[++i];
+    } else if (!std::strcmp(argv[i], "--cached")) {
+      cached = true;
+    } else if (!std::strcmp(argv[i], "--random") && i + 1 < argc) {
+      random = std::atoi(argv[++i]);
     } else if (!std::strcmp(argv[i], "--fast")) {
       fast = true;
     } else if (!std::strcmp(argv[i], "--time")) {
@@ -388,11 +394,16 @@ int main(int argc, char** argv) {
   check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
   check(cudaMalloc(&counter, 8));
   check(cudaMemset(counter, 0, 8));
+  if (timing && part != nullptr && !std::strcmp(part, "cached")) {
+    time_cached(num_sms, counter);
+    return 0;
+  }
   if (timing) {
     time_grid(part, length, fast, num_sms, counter);
     time_host(num_sms, counter);
     return 0;
   }
+  if (cached) return check_cached(from, random, part == nullptr ? "" : part, num_sms, counter);
   const std::vector<Case> cases = forward_cases();
   int failed = part == nullptr && from == 0 && !check_counters(), run = 0;
   for (int i = from; i < static_cast<int>(cases.size()); ++i) {

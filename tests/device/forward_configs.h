@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "forward_check_configs.h"
+#include "launch/decode_params.h"
 #include "launch/params.h"
 
 namespace flashattn3 {
@@ -16,5 +17,7 @@ constexpr ElementType kInt8 = ElementType::kInt8;
 
 template <int kIndex>
 void launch_check_config(const ForwardParams& params, cudaStream_t stream);
+template <int kIndex>
+void launch_cached_check_config(const DecodeParams& params, cudaStream_t stream);
 
 }  // namespace flashattn3

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "unit/attention/block_scale_test.cuh"
+#include "unit/attention/cached_keys_test.cuh"
 #include "unit/attention/descale_test.cuh"
 #include "unit/attention/mask_test.cuh"
 #include "unit/attention/score_scale_test.cuh"

@@ -98,6 +98,43 @@ inline void check_n_blocks(Result& result) {
   }
 }
 
+// The same where the first keys are hidden: the range holds all blocks that are seen, and those
+// that need no mask are exact.
+inline void check_hidden_keys(Result& result) {
+  for (const Case& c : all_cases()) {
+    for (const int hidden : {0, 1, 79, 80, 130, c.num_keys}) {
+      const int first_key = std::min(hidden, c.num_keys);
+      const CachedMask mask = CachedMask::of(c.num_rows, c.num_keys, c.left, c.right, {first_key});
+      const auto visible = [&](int row, int key) {
+        return key >= first_key && c.visible(row, key);
+      };
+      const std::string what = name("hidden keys", c) + " from " + std::to_string(first_key);
+      for (int first = 0; first < c.num_rows; first += kBlockM) {
+        const int last = std::min(first + kBlockM, c.num_rows) - 1;
+        const BlockRange range = mask.n_block_range<kBlockN>(first, last);
+        const BlockRange full = mask.full_n_blocks<kBlockN>(first, last);
+        for (int block = 0; block * kBlockN < c.num_keys; ++block) {
+          bool any = false, all = true;
+          for (int row = first; row <= last; ++row) {
+            for (int key = block * kBlockN; key < (block + 1) * kBlockN; ++key) {
+              const bool seen = visible(row, key);
+              any = any || seen, all = all && seen;
+            }
+          }
+          if (any) result.equal(true, range.has(block), what + ", range", first, block);
+          result.equal(all, full.has(block), what + ", full", first, block);
+        }
+      }
+      for (int row = 0; row < c.num_rows; ++row) {
+        for (int key = 0; key < c.num_keys; ++key) {
+          const bool in = key >= mask.begin(row) && key < mask.end(row);
+          result.equal(visible(row, key), in, what + ", row", row, key);
+        }
+      }
+    }
+  }
+}
+
 // Which blocks of rows a block of keys visits, and which of them need no mask.
 inline void check_m_blocks(Result& result) {
   constexpr int kKeys = 64;
@@ -207,6 +244,7 @@ void check_probabilities(Result& result) {
 
 static const Tests kTests = {
     {"attention/mask: blocks of keys", Where::kHost, check_n_blocks},
+    {"attention/mask: hidden keys", Where::kHost, check_hidden_keys},
     {"attention/mask: blocks of queries", Where::kHost, check_m_blocks},
     {"attention/mask: scores, 64 keys", Where::kGpu, check_scores<64, true>},
     {"attention/mask: scores, 80 keys", Where::kGpu, check_scores<80, true>},

@@ -1,4 +1,5 @@
-// tile/zero_fill.cuh on tiles of NaN: zeros from a key on, and not one byte before it changed.
+// tile/zero_fill.cuh on tiles of NaN: zeros from a key on, or before one, and no other byte
+// changed.
 #pragma once
 
 #include "../unit.cuh"
@@ -48,6 +49,33 @@ void check_rows(Result& result) {
   }
 }
 
+template <int kRows, int kAtoms>
+__global__ void fill_rows_outside(int begin, int end, uint8_t* found) {
+  store_filled<kRows * kAtoms * 128>(found, [&](uint8_t* tile) {
+    zero_fill_rows_outside<kRows, kAtoms>(tile, begin, end, threadIdx.x, blockDim.x);
+  });
+}
+
+template <int kRows, int kAtoms>
+void check_rows_outside(Result& result) {
+  constexpr int kBytes = kRows * kAtoms * 128;
+  for (const int begin : {-100, 0, 1, 15, 31, kRows - 1, kRows, kRows + 100}) {
+    for (const int end : {-1, 0, 1, 15, 16, 33, kRows - 1, kRows, kRows + 100}) {
+      Array<uint8_t> found(kBytes + kMargin);
+      launch(fill_rows_outside<kRows, kAtoms>, 1, 32, kBytes + kMargin, begin, end, found.device());
+      const std::vector<uint8_t>& bytes = found.download();
+      const std::string name = "V from " + std::to_string(begin) + " to " + std::to_string(end);
+      for (int row = 0; row < kRows; ++row) {
+        for (int byte = 0; byte < kAtoms * 128; ++byte) {
+          result.equal(row >= begin && row < end ? 0xff : 0, bytes[tile_offset(kRows, row, byte)],
+                       name, row, byte);
+        }
+      }
+      for (int i = 0; i < kMargin; ++i) result.equal(0xff, bytes[kBytes + i], name, kRows, i);
+    }
+  }
+}
+
 template <int kKeys, int kHeadDim>
 __global__ void fill_permuted(int used, uint8_t* found) {
   store_filled<kKeys * kHeadDim>(found, [&](uint8_t* tile) {
@@ -87,6 +115,7 @@ void check_permuted(Result& result) {
 static const Tests kTests = {
     {"tile/zero_fill: 64 rows of 128 bytes", Where::kGpu, check_rows<64, 1>},
     {"tile/zero_fill: 80 rows of 384 bytes", Where::kGpu, check_rows<80, 3>},
+    {"tile/zero_fill: 64 rows of 256 bytes, both ends", Where::kGpu, check_rows_outside<64, 2>},
     {"tile/zero_fill: permuted V, 96 x 64", Where::kGpu, check_permuted<96, 64>},
     {"tile/zero_fill: permuted V, 128 x 128", Where::kGpu, check_permuted<128, 128>}};
 

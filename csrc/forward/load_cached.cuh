@@ -1,0 +1,289 @@
+// The producer warpgroup of cached kernel configs, whose K and V are in a paged or dense cache. One
+// thread of its first warp publishes the CTA's work tiles and loads Q, the second warp writes V's
+// zero fill, the third loads K and the fourth V.
+//
+// A K or V tile arrives as TMA boxes of one swizzle atom x so many keys that no box crosses a page.
+// The 32 lanes of a warp issue them: of one thread a box takes an SM 200 cycles, of 32 lanes 64
+// (H100). The warps wait for the consumers and for published work tiles, never for each other's
+// loads, so no order of the loads can deadlock. Q has a buffer besides the one in use or, with one
+// buffer, is loaded once the consumers have released it.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "attention/tile_scheduler.cuh"
+#include "forward/arguments.h"
+#include "forward/traits.cuh"
+#include "tile/tma_load.cuh"
+#include "tile/zero_fill.cuh"
+
+namespace flashattn3::forward {
+
+// Rows of a V tile whose keys some query of the sequence sees. The others are stale and may be NaN,
+// and 0 * NaN is NaN, so they become zeros.
+struct SeenRows {
+  int begin, end;
+
+  template <int kBlockN>
+  static __device__ __forceinline__ SeenRows of(const CachedWorkTile& tile, int block) {
+    return {tile.first_key - block * kBlockN, tile.num_keys - block * kBlockN};
+  }
+  template <int kBlockN>
+  __device__ __forceinline__ bool all() const {
+    return begin <= 0 && end >= kBlockN;
+  }
+};
+
+// Loads the K or V tiles of cached sequences; the 32 lanes of a warp call it.
+template <Config kConfig>
+class PageLoader {
+  using Traits = KernelTraits<kConfig>;
+
+ public:
+  __device__ __forceinline__ PageLoader(const CachedArguments& args, const void* tensor_map)
+      : args_(args), tensor_map_(tensor_map) {}
+
+  // Waits for a free stage and loads a KV block of the work tile into it. full: its phase ends when
+  // the tile has arrived; one arrival. kMarksLost: keys that a query may see but whose page does
+  // not exist become NaN instead of zeros.
+  template <bool kMarksLost>
+  __device__ __forceinline__ void load(const CachedWorkTile& tile, int block, uint8_t* stage,
+                                       const Barrier& empty, uint32_t phase, Barrier& full) const {
+    const int lane = threadIdx.x % 32;
+    const int log2_rows = args_.log2_box_rows;
+    const int num_boxes = (Traits::kBlockN >> log2_rows) * Traits::kAtoms;
+    const int first_key = block * Traits::kBlockN;
+    const int box_bytes = 128 << log2_rows;
+    const auto row_of_box = [&](int box) { return box / Traits::kAtoms << log2_rows; };
+    // The table is read before the wait, which hides the latency.
+    int page = kHidden, slot = 0;
+    if (lane < num_boxes) find(tile, first_key + row_of_box(lane), page, slot);
+    empty.wait(phase);  // Sync: every consumer warp has released the stage.
+    int bytes = 0;
+    for (int box = lane; box < num_boxes; box += 32) {
+      const int row = row_of_box(box), atom = box % Traits::kAtoms;
+      if (box != lane) find(tile, first_key + row, page, slot);
+      uint8_t* const to = stage + (atom * Traits::kBlockN + row) * 128;
+      if (kMarksLost && page == kLost) {
+        mark_lost(to, 1 << log2_rows);
+      } else {
+        // Hidden and lost keys are outside the tensor and arrive as zeros.
+        cute::SM90_TMA_LOAD_4D::copy(tensor_map_, &full.word, kReadAgain, to,
+                                     atom * Traits::kAtomColumns, slot, tile.kv_head, page);
+        bytes += box_bytes;
+      }
+    }
+    __syncwarp();
+    // V's boxes are always all of them.
+    bytes = kMarksLost ? __reduce_add_sync(~0u, bytes) : Traits::kVBytes;
+    // Sync: the phase cannot end before this arrival, so bytes may have arrived before it.
+    if (lane == 0) full.arrive_and_expect(bytes);
+  }
+
+ private:
+  static constexpr int kHidden = -1;  // no query sees the keys of the box
+  static constexpr int kLost = -2;    // their page does not exist
+
+  __device__ __forceinline__ void find(const CachedWorkTile& tile, int key, int& page,
+                                       int& slot) const {
+    page = kHidden, slot = 0;
+    if (key >= tile.num_keys) return;  // the table has no entry for it
+    args_.keys.find(tile.cache_idx, key, page, slot);
+    if (page < 0) page = kLost;
+  }
+
+  // A NaN in a row of K makes all of its scores NaN.
+  static __device__ __forceinline__ void mark_lost(uint8_t* rows, int num_rows) {
+    for (int row = 0; row < num_rows; ++row) {
+      *reinterpret_cast<uint4*>(rows + row * 128) =
+          make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
+    }
+    fence_async_proxy();
+  }
+
+  const CachedArguments& args_;
+  const void* tensor_map_;
+};
+
+// The first warp, one thread of it: publishes the CTA's work tiles, after the last one a tile with
+// first_row -1, and loads Q of each.
+template <Config kConfig>
+class CachedTiles {
+  using Traits = KernelTraits<kConfig>;
+  using Storage = CachedStorageOf<kConfig>;
+
+ public:
+  __device__ __forceinline__ CachedTiles(const CachedArguments& args, uint8_t* shared)
+      : args_(args),
+        storage_(*reinterpret_cast<Storage*>(shared)),
+        shared_(shared),
+        tiles_(args.scheduler) {}
+
+  __device__ __forceinline__ void run() {
+    CachedWorkTile tile;
+    for (uint32_t phase = 0; next_valid_tile(tile); phase ^= 1) {
+      load_q(tile);
+      publish(tile);
+      // Sync: the last K tiles of this work tile are being loaded. The CTA that is ready first gets
+      // the next one.
+      storage_.tile_ends.wait(phase);
+      tiles_.request();
+      tiles_.advance();
+    }
+    tile.first_row = -1;
+    publish(tile);
+    tiles_.reset();
+  }
+
+ private:
+  // Finds the next tile that has rows; in a varlen batch some have none. false: no tile is left.
+  __device__ __forceinline__ bool next_valid_tile(CachedWorkTile& tile) {
+    while (!tiles_.done()) {
+      describe(tile, tiles_.index());
+      if (tile.first_row < tile.num_rows) return true;
+      tiles_.request();
+      tiles_.advance();
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ void describe(CachedWorkTile& tile, int index) const {
+    const TileCoord coord = find_tile(args_.scheduler, index);
+    const int batch_idx = coord.batch_head_idx / args_.num_heads_q;
+    const Sequence rows = find_sequence(args_.seqlens_q, batch_idx);
+    tile.first_row = coord.block * Traits::kBlockM;
+    tile.head = coord.batch_head_idx - batch_idx * args_.num_heads_q;
+    tile.batch_coord = args_.seqlens_q.cu_seqlens != nullptr ? 0 : batch_idx;
+    tile.row_offset = rows.offset;
+    tile.num_rows = rows.length;
+    tile.num_keys = args_.keys.num_keys(batch_idx);
+    tile.batch_idx = batch_idx;
+    tile.cache_idx = args_.keys.cache_idx(batch_idx);
+    tile.kv_head = tile.head / args_.qhead_per_kvhead;
+    const int padding = args_.keys.first_key(batch_idx, tile.num_keys);
+    const CachedMask mask = CachedMask::of(rows.length, tile.num_keys, args_.window.left,
+                                           args_.window.right, {padding});
+    tile.first_key = min(mask.begin(0), tile.num_keys);  // the first query sees the earliest keys
+    const int last_row = min(tile.first_row + Traits::kBlockM, rows.length) - 1;
+    tile.n_blocks = mask.template n_block_range<Traits::kBlockN>(tile.first_row, last_row);
+  }
+
+  __device__ __forceinline__ void load_q(const CachedWorkTile& tile) {
+    if (tile.n_blocks.begin == tile.n_blocks.end) return;
+    // Sync: every consumer warp has released this buffer.
+    storage_.q_empty[q_.index()].wait(q_.phase());
+    load_tile<Traits::kBlockM, Traits::kAtoms, Traits::kAtomColumns>(
+        shared_ + Traits::kQOffset + q_.index() * Traits::kQBytes, &args_.q,
+        storage_.q_full[q_.index()], kReadOnce, tile.row_offset + tile.first_row, tile.head,
+        tile.batch_coord);
+    q_.advance();
+  }
+
+  // Sync: this WorkTile buffer is free once every reader has released the tile before last.
+  __device__ __forceinline__ void publish(const CachedWorkTile& tile) {
+    storage_.tile_empty[tile_.index()].wait(tile_.phase());
+    storage_.tile[tile_.index()] = tile;
+    storage_.tile_full[tile_.index()].arrive();
+    tile_.advance();
+  }
+
+  const CachedArguments& args_;
+  Storage& storage_;
+  uint8_t* shared_;
+  TileScheduler tiles_;
+  PipelineState<2> tile_{1};
+  PipelineState<Traits::kQBuffers> q_{1};
+};
+
+// Iterates over the published work tiles as the consumers do: calls visit(tile) for each, by a
+// whole warp.
+template <Config kConfig, class Visit>
+__device__ __forceinline__ void for_each_tile(SharedStorageOf<kConfig>& storage, Visit visit) {
+  PipelineState<2> at(0);
+  while (true) {
+    // Sync: the first warp has written the WorkTile.
+    storage.tile_full[at.index()].wait(at.phase());
+    const CachedWorkTile& tile = storage.tile[at.index()];
+    if (uniform(tile.first_row) < 0) return;
+    visit(tile);
+    storage.tile_empty[at.index()].arrive();  // Sync: this lane has finished reading it.
+    at.advance();
+  }
+}
+
+// The third warp: K.
+template <Config kConfig>
+__device__ __forceinline__ void load_cached_k(const CachedArguments& args, uint8_t* shared) {
+  using Traits = KernelTraits<kConfig>;
+  // K tiles before the end of a work tile at which the first warp looks for the next one: late, so
+  // that the CTA that is ready first gets it; early enough to hide both latencies.
+  constexpr int kEndBlocks = 5;
+  auto& storage = *reinterpret_cast<CachedStorageOf<kConfig>*>(shared);
+  const PageLoader<kConfig> loader(args, &args.k);
+  PipelineState<Traits::kStages> at(1);
+  for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
+    const int begin = uniform(tile.n_blocks.begin), end = uniform(tile.n_blocks.end);
+    const int end_at = min(end - 1, begin + kEndBlocks);
+    for (int block = end - 1; block >= begin; --block) {
+      if (block == end_at) storage.tile_ends.arrive_warp();
+      loader.template load<true>(
+          tile, block, shared + Traits::kKOffset + at.index() * Traits::kKBytes,
+          storage.k_empty[at.index()], at.phase(), storage.k_full[at.index()]);
+      at.advance();
+    }
+    if (begin == end) storage.tile_ends.arrive_warp();
+  });
+}
+
+// The fourth warp: V.
+template <Config kConfig>
+__device__ __forceinline__ void load_cached_v(const CachedArguments& args, uint8_t* shared) {
+  using Traits = KernelTraits<kConfig>;
+  auto& storage = *reinterpret_cast<SharedStorageOf<kConfig>*>(shared);
+  const PageLoader<kConfig> loader(args, &args.v);
+  PipelineState<Traits::kStages> at(1);
+  for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
+    const int begin = uniform(tile.n_blocks.begin);
+    for (int block = uniform(tile.n_blocks.end) - 1; block >= begin; --block) {
+      const bool all = SeenRows::of<Traits::kBlockN>(tile, block).template all<Traits::kBlockN>();
+      // Sync: v_full, or the barrier that the zero fill warp waits for before it arrives at v_full.
+      Barrier& full = all ? storage.v_full[at.index()] : storage.v_unfilled_full[at.index()];
+      loader.template load<false>(tile, block,
+                                  shared + Traits::kVOffset + at.index() * Traits::kVBytes,
+                                  storage.v_empty[at.index()], at.phase(), full);
+      at.advance();
+    }
+  });
+}
+
+// The second warp: zero fill of V's rows that no query sees, before the first key and past the last
+// one. Only the first and the last V tile of a work tile have such rows. The warp waits only for
+// published work tiles and for copies in flight.
+template <Config kConfig>
+__device__ __forceinline__ void zero_fill_cached_v(uint8_t* shared) {
+  using Traits = KernelTraits<kConfig>;
+  auto& storage = *reinterpret_cast<SharedStorageOf<kConfig>*>(shared);
+  int first_stage = 0;  // of the work tile
+  uint32_t phases = 0;  // of v_unfilled_full, one bit per stage
+  const auto fill = [&](const CachedWorkTile& tile, int block, int stage) {
+    const SeenRows rows = SeenRows::of<Traits::kBlockN>(tile, block);
+    if (rows.template all<Traits::kBlockN>()) return;
+    storage.v_unfilled_full[stage].wait(phases >> stage & 1);  // Sync: V is loaded.
+    phases ^= 1u << stage;
+    uint8_t* values = shared + Traits::kVOffset + stage * Traits::kVBytes;
+    zero_fill_rows_outside<Traits::kBlockN, Traits::kAtoms>(values, rows.begin, rows.end,
+                                                            threadIdx.x % 32, 32);
+    fence_async_proxy();
+    __syncwarp();
+    storage.v_full[stage].arrive_warp();  // Sync: every lane has written its zeros and fenced.
+  };
+  for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
+    const int last = uniform(tile.n_blocks.end) - 1, first = uniform(tile.n_blocks.begin);
+    const int num_blocks = last + 1 - first;
+    if (num_blocks > 0) fill(tile, last, first_stage);
+    first_stage = (first_stage + num_blocks) % Traits::kStages;
+    if (num_blocks > 1) fill(tile, first, (first_stage + Traits::kStages - 1) % Traits::kStages);
+  });
+}
+
+}  // namespace flashattn3::forward

@@ -1,0 +1,16 @@
+// The roles of the warps of each kernel config.
+#pragma once
+
+#include <type_traits>
+
+#include "forward/kernel_cached.cuh"
+#include "forward/kernel_fp8.cuh"
+
+namespace flashattn3::forward {
+
+template <Config kConfig>
+using RolesOf =
+    std::conditional_t<is_quantized(kConfig.dtype), QuantizedRoles<kConfig>,
+                       std::conditional_t<kConfig.cached, CachedRoles<kConfig>, Roles<kConfig>>>;
+
+}  // namespace flashattn3::forward

@@ -1,0 +1,131 @@
+// Launch of one forward kernel for cached calls of many query rows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+#include <cstdint>
+#include <numeric>
+#include <string>
+
+#include "launch/decode_params.h"
+#include "launch/errors.h"
+#include "launch/forward.cuh"
+
+namespace flashattn3 {
+
+// The queries and results of a cached call; its sequences have `capacity` keys.
+inline ForwardParams forward_params_of(const DecodeParams& params) {
+  ForwardParams forward{};
+  forward.batch = params.batch;
+  forward.seqlen_q = params.seqlen_q;
+  forward.seqlen_k = params.capacity;
+  forward.total_q = params.total_q;
+  forward.num_heads_q = params.num_heads_q;
+  forward.num_heads_kv = params.num_heads_kv;
+  forward.head_dim = params.head_dim;
+  forward.head_dim_v = params.head_dim_v;
+  forward.varlen = params.cu_seqlens_q != nullptr;
+  forward.window_left = params.window_left;
+  forward.window_right = params.window_right;
+  forward.num_sms = params.num_sms;
+  forward.q = params.q;
+  forward.out = params.out;
+  forward.lse = params.lse;
+  forward.q_stride = params.q_stride;
+  forward.out_stride = params.out_stride;
+  forward.lse_stride = params.lse_stride;
+  forward.positions_q = {params.cu_seqlens_q, nullptr};
+  forward.positions_k = {nullptr, params.cache_seqlens};  // for the order of the sequences alone
+  forward.varlen_schedule = static_cast<int32_t*>(params.workspace);
+  forward.tile_counter = reinterpret_cast<int32_t*>(params.counters);
+  forward.pdl = params.pdl;
+  return forward;
+}
+
+// Slots of a TMA box: the largest number that divides the page and the KV block. A dense cache has
+// pages of any size, but a box that crosses the end of one has no keys beyond it.
+inline int box_rows_of(const DecodeParams& params, int block_n) {
+  return params.page_table == nullptr ? block_n : std::gcd(params.page_size, block_n);
+}
+
+template <forward::Config kConfig>
+void check_cached_forward(const char* name, const DecodeParams& params) {
+  check_fits(name, kConfig.head_dim, forward_params_of(params));
+  const bool scaled =
+      params.q_descale != nullptr || params.k_descale != nullptr || params.v_descale != nullptr;
+  const std::string none = std::string("none for ") + name;
+  expect(!scaled, "launch", "descales", none, "some");
+  expect(params.sinks == nullptr, "launch", "sinks", none, "some");
+}
+
+// What a launch takes at any lengths.
+template <forward::Config kConfig>
+LaunchSize cached_forward_size(const char* name, const DecodeParams& params) {
+  check_cached_forward<kConfig>(name, params);
+  const ForwardParams forward = forward_params_of(params);
+  const int64_t tiles = num_tiles(forward, forward_tiles<kConfig>(forward));
+  const int64_t schedule = forward.varlen ? (int64_t{2} * params.batch + 1) * sizeof(int32_t) : 0;
+  return {.num_ctas = num_persistent_ctas(forward, tiles), .workspace_bytes = schedule};
+}
+
+template <forward::Config kConfig>
+forward::CachedArguments make_cached_arguments(const DecodeParams& params,
+                                               const ForwardParams& forward) {
+  const bool paged = params.page_table != nullptr;
+  const int pages = paged ? params.num_pages : params.num_caches;
+  const int slots = paged ? params.page_size : params.capacity;
+  const bool no_keys = pages == 0 || params.k.data == nullptr || params.v.data == nullptr;
+  const int box_rows = box_rows_of(params, kConfig.block_n);
+  forward::CachedArguments args;
+  set_query_arguments<kConfig>(args, forward);
+  const auto cache_map = [&](const char* what, const CacheParams& cache, int head_dim) {
+    const TensorMapShape shape{head_dim, no_keys ? 0 : slots, params.num_heads_kv,
+                               std::max(pages, 1)};
+    return make_tensor_map(what, kConfig.dtype, cache.data, params.q, shape, cache.stride,
+                           box_rows);
+  };
+  args.k = cache_map("k_cache", params.k, params.head_dim);
+  args.v = cache_map("v_cache", params.v, params.head_dim_v);
+  args.seqlens_k = {};
+  args.score_scale = params.score_scale;
+  args.keys = {.page_table = params.page_table,
+               .page_table_stride = params.page_table_stride,
+               .page_size = cutlass::FastDivmod(std::max(slots, 1)),
+               .num_pages = pages,
+               .num_caches = params.num_caches,
+               .capacity = no_keys ? 0 : params.capacity,
+               .cache_seqlens = params.cache_seqlens,
+               .cu_seqlens_k_new = params.cu_seqlens_k_new,
+               .cache_leftpad = params.cache_leftpad,
+               .cache_batch_idx = params.cache_batch_idx,
+               .seqlen_k = params.seqlen_k,
+               .seqlen_new = params.seqlen_new};
+  args.log2_box_rows = std::bit_width(static_cast<unsigned>(box_rows)) - 1;
+  return args;
+}
+
+// Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a
+// problem that the kernel does not take and for a failed launch. With cu_seqlens_q rows of no
+// sequence become out 0 and lse -inf. params: workspace has cached_forward_size's workspace_bytes;
+// the first two counters are used, or none if counters is null.
+template <forward::Config kConfig>
+void launch_cached_forward(const char* name, const DecodeParams& params, cudaStream_t stream) {
+  static_assert(kConfig.cached && std::has_single_bit(static_cast<unsigned>(kConfig.block_n)));
+  check_cached_forward<kConfig>(name, params);
+  const ForwardParams forward = forward_params_of(params);
+  if (forward.num_heads_q <= 0 || (forward.varlen && forward.total_q <= 0)) return;
+  if (forward.varlen) launch_varlen_forward(forward, kConfig.block_m, stream);
+  if (forward.batch <= 0 || forward.seqlen_q <= 0) return;
+  const forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
+  constexpr auto kKernel = forward_kernel<kConfig>();
+  constexpr int kSharedBytes = forward::smem_bytes(kConfig);
+  allow_shared_memory<kKernel>(kSharedBytes);
+  const unsigned num_ctas = num_persistent_ctas(forward, args.scheduler.num_tiles);
+  launch_kernel(name, "", kKernel, {num_ctas, forward::num_threads(kConfig), kSharedBytes}, stream,
+                params.pdl, args);
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,249 @@
+// Cached calls of forward_check: chunks of prompts on a paged or dense cache. The problems and the
+// fp64 reference are those of decode_check.
+#pragma once
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forward_cached_cases.h"
+#include "forward_launches.h"
+#include "harness.cuh"
+
+// The kernel config with the smallest sufficient head dim; -1: none.
+inline int cached_config(bool fp16, int head_dim) {
+  int found = -1;
+  for (int i = 0; i < flashattn3::kNumCheckConfigs; ++i) {
+    const flashattn3::forward::Config& r = flashattn3::kCheckConfigs[i];
+    if (!r.cached || (r.dtype == flashattn3::kFp16) != fp16 || r.head_dim < head_dim) continue;
+    if (found < 0 || r.head_dim < flashattn3::kCheckConfigs[found].head_dim) found = i;
+  }
+  return found;
+}
+
+// Device copies of a problem's tables, freed with it, and its tensors.
+struct CachedMemory {
+  std::vector<void*> all;
+  ~CachedMemory() {
+    for (void* each : all) cudaFree(each);
+  }
+  template <class Value>
+  const Value* operator()(const std::vector<Value>& values) {
+    all.push_back(device_copy(values));
+    return static_cast<const Value*>(all.back());
+  }
+  uint16_t* operator()(Tensor& tensor) const { return tensor.data(); }
+};
+
+// Runs the case three times, which must be bitwise equal: tiles from a counter, in fixed order, and
+// on 3 SMs, so that each CTA has many tiles. Returns false on failure.
+static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* counter) {
+  const int config = cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v));
+  const char* turns[] = {"counted", "fixed order", "3 SMs"};
+  DecodeProblem problem(c);
+  problem.q.upload(), problem.k.upload(), problem.v.upload(), problem.out.upload();
+  const std::vector<DecodeRow> rows = reference_rows(problem);
+  float* lse;
+  check(cudaMalloc(&lse, problem.lse.size() * 4));
+  std::vector<uint16_t> first;
+  std::vector<float> first_lse;
+  bool good = true;
+  Worst worst;
+  for (int turn = 0; turn < 3; ++turn) {
+    CachedMemory memory;
+    flashattn3::DecodeParams params = make_params(problem, memory, lse);
+    params.num_sms = turn == 2 ? 3 : num_sms;
+    params.pdl = turn == 0;
+    params.counters = turn == 0 ? reinterpret_cast<uint32_t*>(counter) : nullptr;
+    params.workspace = const_cast<int*>(memory(std::vector<int>(2 * c.batch + 1, -1)));
+    check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
+    std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
+    problem.out.upload();
+    g_case = index;
+    std::snprintf(g_now, sizeof(g_now), "%3d %-36s %-40s %-11s", index, c.name.c_str(),
+                  flashattn3::kCheckConfigNames[config], turns[turn]);
+    alarm(30);
+    std::string wrong;
+    try {
+      kCachedLaunch[config](params, nullptr);
+    } catch (const std::exception& error) {
+      wrong = error.what();
+    }
+    check(cudaDeviceSynchronize());
+    alarm(0);
+    problem.out.download();
+    check(cudaMemcpy(problem.lse.data(), lse, problem.lse.size() * 4, cudaMemcpyDeviceToHost));
+    int counts[2];
+    check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
+    if (counts[0] != 0 || counts[1] != 0) wrong += " the tile counter was not put back;";
+    if (const int64_t stray = count_stray(problem)) {
+      wrong += " " + std::to_string(stray) + " elements written outside;";
+    }
+    if (turn == 0) {
+      first = problem.out.host, first_lse = problem.lse;
+    } else if (first != problem.out.host ||
+               std::memcmp(first_lse.data(), problem.lse.data(), first_lse.size() * 4) != 0) {
+      wrong += " other bits than before;";
+    }
+    const Worst w = compare(problem, rows);
+    if (w.ratio > worst.ratio) worst = w;
+    if (wrong.empty() && w.ratio <= 1) continue;
+    good = false;
+    std::printf(
+        "FAIL  %s worst %.3f of the bound\n     %s (batch %d, query %d, head %d) column %d "
+        "wanted %g found %g\n",
+        g_now, w.ratio, wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
+  }
+  cudaFree(lse);
+  if (good) std::printf("PASS  %.81s worst %.3f of the bound\n", g_now, worst.ratio);
+  std::fflush(stdout);
+  return good;
+}
+
+// random: that many random problems instead of the named ones. Returns the exit code.
+static int check_cached(int from, int random, const std::string& part, int num_sms, int* counter) {
+  const std::vector<DecodeCase> named = random > 0 ? std::vector<DecodeCase>() : cached_cases();
+  const int count = random > 0 ? from + random : static_cast<int>(named.size());
+  int run = 0, failed = 0;
+  for (int i = from; i < count; ++i) {
+    const DecodeCase c = random > 0 ? random_cached_case(i) : named[i];
+    if (c.name.find(part) == std::string::npos) continue;
+    ++run;
+    if (!run_cached_case(c, i, num_sms, counter)) ++failed;
+  }
+  std::printf("%d cached cases, %d failed\n", run, failed);
+  return failed != 0 || run == 0;
+}
+
+// ------------------------------------------------------------------------------------------ timing
+
+struct ChunkCell {
+  const char* name;
+  int batch, chunk, length, heads_q, heads_kv, head_dim;
+};
+
+// Prints TFLOP/s of the dense forward and, in the same rounds, of cached calls on the same scores.
+static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
+  using flashattn3::DecodeParams;
+  using flashattn3::ForwardParams;
+  constexpr int kRounds = 9;
+  const int d = cell.head_dim;
+  const int64_t row = int64_t{cell.heads_kv} * d, q_row = int64_t{cell.heads_q} * d;
+  const int64_t cache_elements = cell.batch * int64_t{cell.length} * row;
+  const int64_t q_elements = cell.batch * int64_t{cell.chunk} * q_row;
+  uint16_t *k, *v, *q, *out;
+  check(cudaMalloc(&k, cache_elements * 2));
+  check(cudaMalloc(&v, cache_elements * 2));
+  check(cudaMalloc(&q, q_elements * 2));
+  check(cudaMalloc(&out, q_elements * 2));
+  fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(k), cache_elements, 1);
+  fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(v), cache_elements, 2);
+  fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(q), q_elements, 3);
+  const flashattn3::Strides q_stride{cell.chunk * q_row, q_row, d};
+
+  ForwardParams dense{};
+  dense.q = q, dense.k = k, dense.v = v, dense.out = out;
+  dense.q_stride = dense.out_stride = q_stride;
+  dense.k_stride = dense.v_stride = {cell.length * row, row, d};
+  dense.batch = cell.batch, dense.seqlen_q = cell.chunk, dense.seqlen_k = cell.length;
+  dense.num_heads_q = cell.heads_q, dense.num_heads_kv = cell.heads_kv;
+  dense.head_dim = dense.head_dim_v = d;
+  dense.softmax_scale = 1.f / std::sqrt(static_cast<float>(d));
+  dense.window_left = -1, dense.window_right = 0;
+  dense.num_sms = num_sms, dense.tile_counter = counter, dense.pdl = true;
+  int of_dense = 0;
+  const auto is_dense = [&](const flashattn3::forward::Config& r) {
+    return r.dtype == flashattn3::kBf16 && r.head_dim == d && r.masked && !r.cached &&
+           (d != 64 || r.block_n == 128);
+  };
+  while (!is_dense(flashattn3::kCheckConfigs[of_dense])) ++of_dense;
+
+  struct Turn {
+    int page;
+    std::vector<float> ms;
+  };
+  std::vector<Turn> turns = {{-1, {}}, {0, {}}, {1, {}}, {8, {}}, {16, {}}, {64, {}}, {128, {}}};
+  CachedMemory memory;
+  std::vector<DecodeParams> params;
+  const int* lengths = memory(std::vector<int>(cell.batch, cell.length));
+  for (const Turn& turn : turns) {
+    const int page = turn.page > 0 ? turn.page : cell.length;
+    const int max_pages = cell.length / page;
+    std::vector<int> table(turn.page > 0 ? cell.batch * max_pages : 0);
+    for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
+    std::mt19937 random(5);
+    std::shuffle(table.begin(), table.end(), random);
+    params.push_back({.q = q,
+                      .out = out,
+                      .q_stride = q_stride,
+                      .out_stride = q_stride,
+                      .k = {k, {page * row, row, d}},
+                      .v = {v, {page * row, row, d}},
+                      .page_table = memory(table),
+                      .cache_seqlens = lengths,
+                      .page_table_stride = max_pages,
+                      .batch = cell.batch,
+                      .seqlen_q = cell.chunk,
+                      .num_heads_q = cell.heads_q,
+                      .num_heads_kv = cell.heads_kv,
+                      .head_dim = d,
+                      .head_dim_v = d,
+                      .num_caches = cell.batch,
+                      .num_pages = cell.batch * max_pages,
+                      .page_size = page,
+                      .capacity = cell.length,
+                      .score_scale = flashattn3::ScoreScale::of(dense.softmax_scale, 0.f, false),
+                      .window_left = -1,
+                      .window_right = 0,
+                      .num_sms = num_sms,
+                      .counters = reinterpret_cast<uint32_t*>(counter),
+                      .pdl = true});
+  }
+  const int of_cached = cached_config(false, d);
+  const double keys = cell.length - 0.5 * (cell.chunk - 1);  // of a query, on average
+  const double flop = 4.0 * cell.batch * cell.chunk * keys * q_row;
+  const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 5e14)));
+  for (int round = 0; round < kRounds; ++round) {
+    for (size_t i = 0; i < turns.size(); ++i) {
+      std::snprintf(g_now, sizeof(g_now), "timing %s, page %d", cell.name, turns[i].page);
+      alarm(60);
+      usleep(3000);
+      const auto launch = [&] {
+        if (turns[i].page < 0) {
+          kLaunch[of_dense](dense, nullptr);
+        } else {
+          kCachedLaunch[of_cached](params[i], nullptr);
+        }
+      };
+      if (round == 0) time_launch(launch, 2);
+      turns[i].ms.push_back(time_launch(launch, repeats));
+      alarm(0);
+    }
+  }
+  std::printf("%-44s", cell.name);
+  double of_forward = 0;
+  for (Turn& turn : turns) {
+    std::sort(turn.ms.begin(), turn.ms.end());
+    const double rate = flop / turn.ms[kRounds / 2] * 1e-9;
+    if (turn.page < 0) of_forward = rate;
+    std::printf("  %5.0f (%.3f)", rate, rate / of_forward);
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+  cudaFree(k), cudaFree(v), cudaFree(q), cudaFree(out);
+}
+
+static void time_cached(int num_sms, int* counter) {
+  std::printf(
+      "TFLOP/s and part of the dense forward's: dense forward, dense cache, pages of 1, 8, "
+      "16, 64, 128\n");
+  const ChunkCell cells[] = {{"2048 of 16k, 32/8 heads of 128", 1, 2048, 16384, 32, 8, 128},
+                             {"4 x 2048 of 8k, 32/8 heads of 128", 4, 2048, 8192, 32, 8, 128},
+                             {"8 x 256 of 4k, 32/8 heads of 128", 8, 256, 4096, 32, 8, 128},
+                             {"1 x 4096 of 4k, 32/8 heads of 128", 1, 4096, 4096, 32, 8, 128},
+                             {"4 x 2048 of 8k, 64/8 heads of 64", 4, 2048, 8192, 64, 8, 64},
+                             {"4 x 2048 of 8k, 16/2 heads of 256", 4, 2048, 8192, 16, 2, 256}};
+  for (const ChunkCell& cell : cells) time_chunk(cell, num_sms, counter);
+}
