@@ -29,9 +29,9 @@ from .problem import (
     DecodeOptions,
     DecodeTensors,
     Lengths,
-    Metadata,
     key_of,
     metadata_of,
+    metadata_under,
 )
 from .value_checks import check_append_values, check_decode_values
 
@@ -75,14 +75,14 @@ def plan_of(problem) -> Plan:
 # The length as an int changes in every step: these caches know only whether there is one.
 @lru_cache(maxsize=4096)
 def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Plan:
-    found = tuple(None if fields is None else Metadata(*fields) for fields in key)
+    found = metadata_under(key)
     check_decode(found, options, lengths)
     return plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
 
 
 @lru_cache(maxsize=4096)
 def _checked_append(key: tuple, options: AppendOptions, lengths: Lengths) -> Plan:
-    found = tuple(None if fields is None else Metadata(*fields) for fields in key)
+    found = metadata_under(key)
     check_append(found, options, lengths)
     return plan_of(problems.describe_append(found, options))
 

@@ -32,7 +32,9 @@ class ReferenceCachedCall(NamedTuple):
     def describe(self) -> dict[str, object]:
         return {"computes in": _wide(self.problem.dtype)}
 
-    def describe_sizes(self, batch: int, total_q: int, seqlen_q: int) -> dict[str, object]:
+    def describe_sizes(
+        self, batch: int, total_q: int, seqlen_q: int, capacity: int
+    ) -> dict[str, object]:
         return {}
 
     def decode(

@@ -32,7 +32,9 @@ class TritonCachedCall:
     def describe(self) -> dict[str, object]:
         return self.tile.describe()
 
-    def describe_sizes(self, batch: int, total_q: int, seqlen_q: int) -> dict[str, object]:
+    def describe_sizes(
+        self, batch: int, total_q: int, seqlen_q: int, capacity: int
+    ) -> dict[str, object]:
         """What a call of the problem launches and allocates, at any lengths of its cache."""
         _, programs, slots = self.tile.grid(self.problem, batch, total_q, seqlen_q)
         workspace = self.tile.workspace_bytes(slots, self.problem.head_dim_v)

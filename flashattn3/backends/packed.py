@@ -11,11 +11,11 @@ from dataclasses import fields
 
 from torch import Tensor
 
-from ...call.dtypes import SIXTEEN_BIT
-from ...call.problem import Problem
-from ...dispatch.device import DeviceInfo
-from ...kvcache.problem import DecodeProblem, DecodeTensors, Lengths, packed_rows
-from .cache_tiles import CacheTile
+from ..call.dtypes import SIXTEEN_BIT
+from ..call.problem import Problem
+from ..dispatch.device import DeviceInfo
+from ..kvcache.problem import DecodeProblem, DecodeTensors, Lengths, packed_rows
+from .results import result_allocator
 
 FEW_ROWS = 64  # packed rows that one tile of the forward would have too
 LONG_KEYS = 1024  # below, the forward's one launch ends sooner
@@ -50,17 +50,15 @@ def as_cached(problem: Problem) -> DecodeProblem:
         "page_size": 0,
         "rows": packed_rows(problem.qhead_per_kvhead * problem.seqlen_q),
         "given": frozenset(),
+        "misaligned": frozenset(),
         "num_splits": max(0, problem.num_splits),
     }
     return DecodeProblem(**common)
 
 
-def prepare_forward(problem: Problem, tile: CacheTile) -> Callable:
-    """Build a function of the tensors that returns (out, lse)."""
-    from .kvcache_launch import prepare_decode
-    from .launch import result_allocator
-
-    decode, allocate = prepare_decode(as_cached(problem), tile), result_allocator(problem)
+def prepare_packed(problem: Problem, decode: Callable) -> Callable:
+    """Build a function of the tensors that returns (out, lse). decode: of the cached problem."""
+    allocate = result_allocator(problem)
 
     def run(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
         out, lse = allocate(tensors[0])
