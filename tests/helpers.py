@@ -118,6 +118,7 @@ HOPPER_IS_MISSING = _hopper_is_missing()
 needs_hopper = pytest.mark.skipif(
     HOPPER_IS_MISSING is not None, reason=f"hopper: {HOPPER_IS_MISSING}"
 )
+CACHE_BACKENDS = ("reference", "triton", pytest.param("hopper", marks=needs_hopper))
 EVERY_BACKEND = (pytest.param("hopper", marks=needs_hopper), "triton", "reference")
 
 # One case of FORWARD_CASES for each feature; the others are its sizes, heads and head dims.

@@ -36,19 +36,18 @@ struct FillArguments {
 
 constexpr int kFillThreads = 256;
 
-// Writes all heads of the tokens begin to end - 1 of q.
-__device__ __forceinline__ void fill(const FillArguments& args, int batch_idx, int64_t begin,
-                                     int64_t end, uint16_t value, float lse) {
-  const int64_t row_elements = int64_t{args.num_heads_q} * args.head_dim_v;
-  const int64_t count = (end - begin) * row_elements;
-  for (int64_t i = threadIdx.x; i < count; i += kFillThreads) {
-    const int64_t token = begin + i / row_elements;
-    const int at = static_cast<int>(i % row_elements);
-    const int head = at / args.head_dim_v, column = at % args.head_dim_v;
-    args.out[batch_idx * args.out_batch + token * args.out_seq + head * args.out_head + column] =
-        value;
-    if (column == 0 && args.lse != nullptr) {
-      args.lse[batch_idx * args.lse_batch + token * args.lse_seq + head * args.lse_head] = lse;
+// Writes all heads of the tokens begin to end - 1 of q; each warp takes whole tokens.
+__device__ __forceinline__ void fill(const FillArguments& args, int batch_idx, int begin, int end,
+                                     uint16_t value, float lse) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int64_t token = begin + warp; token < end; token += kFillThreads / 32) {
+    for (int head = 0; head < args.num_heads_q; ++head) {
+      uint16_t* out =
+          args.out + batch_idx * args.out_batch + token * args.out_seq + head * args.out_head;
+      for (int column = lane; column < args.head_dim_v; column += 32) out[column] = value;
+      if (lane == 0 && args.lse != nullptr) {
+        args.lse[batch_idx * args.lse_batch + token * args.lse_seq + head * args.lse_head] = lse;
+      }
     }
   }
 }
