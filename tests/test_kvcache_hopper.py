@@ -423,7 +423,13 @@ def test_what_a_call_passes_to_the_operator(on_hopper):
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
     (given,) = on_hopper
-    assert given[0] is out and given[2] is q and given[3] is k and given[5] is lengths
+    assert (
+        given[0] is out
+        and given[1] is None
+        and given[2] is q
+        and given[3] is k
+        and given[5] is lengths
+    )
     assert given[-4:] == (-1, 0, -1, 0)
     flash_attn_with_kvcache(q, k, v, cache_seqlens=7)
     assert on_hopper[-1][5] is None and on_hopper[-1][-4:] == (7, 0, -1, 0)

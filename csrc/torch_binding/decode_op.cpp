@@ -33,7 +33,9 @@ constexpr char kName[] = "decode";
 // flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is null; -1: the
 // capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the metadata holds.
 struct DecodeCall {
-  Tensor launch, out, lse, q, k_cache, v_cache;
+  Tensor launch, out;
+  std::optional<Tensor> lse;
+  Tensor q, k_cache, v_cache;
   std::optional<Tensor> cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
       cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata;
   int64_t seqlen, seqlen_new, max_seqlen_q, options_hash;
@@ -42,7 +44,7 @@ struct DecodeCall {
     using Optional = std::optional<Tensor>;
     return {.launch = arguments.take<Tensor>(),
             .out = arguments.take<Tensor>(),
-            .lse = arguments.take<Tensor>(),
+            .lse = arguments.take<Optional>(),
             .q = arguments.take<Tensor>(),
             .k_cache = arguments.take<Tensor>(),
             .v_cache = arguments.take<Tensor>(),
@@ -79,7 +81,7 @@ int device_of(const DecodeCall& call) {
   check("k_cache.device", call.k_cache);
   check("v_cache.device", call.v_cache);
   check("out.device", call.out);
-  check("lse.device", call.lse);
+  if (call.lse) check("lse.device", *call.lse);
   return device;
 }
 
@@ -130,9 +132,11 @@ void check_call(const CachedProblem& problem, ElementType dtype, const DecodeCal
   };
   check_rows("q", call.q, dtype, rows(problem.head_dim));
   check_rows("out", call.out, dtype, rows(problem.head_dim_v));
-  expect_shape(kName, "lse", call.lse,
-               varlen ? Shape{2, {heads_q, total}} : Shape{3, {batch, heads_q, total}});
-  expect_dtype("lse.dtype", call.lse, fp32, "float32");
+  if (call.lse) {
+    expect_shape(kName, "lse", *call.lse,
+                 varlen ? Shape{2, {heads_q, total}} : Shape{3, {batch, heads_q, total}});
+    expect_dtype("lse.dtype", *call.lse, fp32, "float32");
+  }
 
   expect(call.k_cache.dim() == 4, kName, "the number of axes of k_cache", 4, call.k_cache.dim());
   const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
@@ -183,12 +187,14 @@ DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call) {
   DecodeParams params = decode_params_of(problem);
   params.q = call.q.data_ptr();
   params.out = call.out.data_ptr();
-  params.lse = static_cast<float*>(call.lse.data_ptr());
   params.q_stride = row_strides(call.q, varlen);
   params.out_stride = row_strides(call.out, varlen);
-  params.lse_stride = {.batch = varlen ? 0 : call.lse.stride(0),
-                       .seq = call.lse.stride(varlen ? 1 : 2),
-                       .head = call.lse.stride(varlen ? 0 : 1)};
+  if (call.lse) {
+    params.lse = static_cast<float*>(call.lse->data_ptr());
+    params.lse_stride = {.batch = varlen ? 0 : call.lse->stride(0),
+                         .seq = call.lse->stride(varlen ? 1 : 2),
+                         .head = call.lse->stride(varlen ? 0 : 1)};
+  }
   params.k = {call.k_cache.data_ptr(), row_strides(call.k_cache, false)};
   params.v = {call.v_cache.data_ptr(), row_strides(call.v_cache, false)};
   params.page_table = indices(call.page_table);
@@ -278,7 +284,7 @@ std::tuple<int64_t, int64_t> decode_size(Tensor launch, int64_t batch, int64_t s
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
-      "decode(Tensor launch, Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k_cache, "
+      "decode(Tensor launch, Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, "
       "Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, "
       "Tensor? cache_leftpad, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k_new, Tensor? q_descale, "
       "Tensor? k_descale, Tensor? v_descale, Tensor? sinks, Tensor? scheduler_metadata, "

@@ -17,7 +17,9 @@ from .backend import HopperBackend
 
 
 class HopperCachedCall:
-    """The launch of one cached call, prepared once."""
+    """The launch of one cached call, prepared once. needs_lse: lse may be None."""
+
+    needs_lse = False
 
     def __init__(self, launch: decode_launch.DecodeLaunch) -> None:
         self._launch = launch

@@ -28,6 +28,7 @@ class ReferenceCachedCall(NamedTuple):
     """Computes float16 and bfloat16 in float32, float32 and float64 in their own dtype."""
 
     problem: object
+    needs_lse = True
 
     def describe(self) -> dict[str, object]:
         return {"computes in": _wide(self.problem.dtype)}

@@ -24,7 +24,12 @@ COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TritonCachedCall:
-    """The launches of one problem, prepared once. Triton is imported with the first."""
+    """The launches of one problem, prepared once. Triton is imported with the first.
+
+    needs_lse: whether a call that does not return lse needs its memory all the same.
+    """
+
+    needs_lse = True
 
     def __init__(self, problem: object, tile: CacheTile) -> None:
         self.problem, self.tile = problem, tile

@@ -17,7 +17,7 @@ from ...call.inputs import Tensors, as_scaled
 from ...call.problem import Problem
 from ...call.spec import LOG2E, ScoreScale
 from ..conversions import with_dense_rows
-from ..results import result_allocator, result_shapes
+from ..results import result_shapes
 from .backend import TritonConfig
 from .kernels import backward, forward
 from .kernels.launch import Launch, stride_unit
@@ -76,6 +76,26 @@ def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launc
         return out, lse
 
     return run
+
+
+def result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Build a function that allocates out and lse on q's device.
+
+    For varlen they are initialised, because no kernel writes rows outside the sequences.
+    """
+    out_shape, lse_shape = result_shapes(problem)
+    varlen, out_dtype = problem.varlen, problem.out_dtype
+
+    def allocate(q: Tensor) -> tuple[Tensor, Tensor]:
+        # q.new_empty instead of torch.empty avoids reading q.device in Python.
+        out = q.new_empty(out_shape, dtype=out_dtype)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if varlen:
+            out.zero_()
+            lse.fill_(float("-inf"))
+        return out, lse
+
+    return allocate
 
 
 def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
