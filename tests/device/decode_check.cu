@@ -244,7 +244,8 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
       .num_sms = num_sms,
       .workspace = workspace.memory,
       .counters = workspace.counters,
-      .pdl = false};
+      .pdl = false,
+  };
   const int config = config_of(false, cell.head_dim);
   const auto decode = [&](int copy) {
     params.k.data = cache + copy * 2 * elements;
