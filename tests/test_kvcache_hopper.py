@@ -30,7 +30,6 @@ from flashattn3 import (
     flash_attn_with_kvcache,
 )
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.decode_launch import MAX_ROWS
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.launch_record import DecodeRecord
 from flashattn3.backends.hopper.library import find_library
@@ -96,8 +95,8 @@ def plan_of(device=H100, options=None, max_seqlen_q=None, **of):
         {"page_size": 256, "d": 64},
         {"d": 40, "dv": 24, "dtype": torch.float16},
         {"d": 256, "heads": (8, 1)},
-        {"heads": (128, 1), "d": 192, "dv": 128, "seqlen_q": 2},
-        {"seqlen_q": 64},
+        {"heads": (96, 1), "d": 192, "dv": 128, "seqlen_q": 2},
+        {"seqlen_q": 48},
         {"options": {"causal": True, "window_size": (127, 0)}} | {"seqlen_q": 3},
     ],
     ids=str,
@@ -125,7 +124,6 @@ DECLINED = {
         {"options": {"softmax_scale": 2.0**101}},
         "softmax_scale must be 0 or between 2**-100 and 2**100",
     ),
-    "rows": ({"seqlen_q": 65}, "reads the keys again for every 64 rows, over 256 only with"),
 }
 
 
@@ -136,9 +134,6 @@ def test_what_is_declined_by_name(name):
     of = {key: value for key, value in of.items() if key != "options"}
     assert reason in HOPPER.decline_reason(problem_of(tensors_of(**of), **options), H100)
     options = {**options, "backend": "hopper"}
-    if name == "rows":
-        assert plan_of(options=options, **of).backend.name == "hopper"
-        return
     with pytest.raises(UnsupportedError, match=re.escape(reason)):
         plan_of(options=options, **of)
 
@@ -172,15 +167,6 @@ def test_without_the_library_triton_serves_hopper():
     few = HopperBackend(library=lambda: library_double(configs=frozenset()))
     reason = HopperCacheBackend(few).decline_reason(problem_of(tensors_of()), H100)
     assert reason == "kernel config decode_bf16_d128_64x2 is not in this build (FLASHATTN3_KERNELS)"
-
-
-def test_ragged_calls_are_chosen_by_their_longest_sequence():
-    edges = torch.empty(5, dtype=torch.int32, device="meta")
-    q = torch.empty(300, 32, 128, dtype=torch.bfloat16, device="meta")
-    for longest, name in ((1, "hopper"), (64, "hopper"), (65, "triton"), (300, "triton")):
-        tensors = tensors_of()._replace(q=q, cu_seqlens_q=edges)
-        assert choose(problem_of(tensors, longest), H100, BACKENDS).backend.name == name
-    assert MAX_ROWS == 256
 
 
 def test_appends_and_combinations_run_on_triton():

@@ -163,6 +163,7 @@ MAY_IMPORT = {
         "backends.hopper.decode_launch",
         "backends.triton.kvcache",
         "dispatch.device",
+        "dispatch.kernel_configs",
     },
     "backends.triton.kvcache": {
         "backends.triton.backend",

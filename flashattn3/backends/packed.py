@@ -52,6 +52,7 @@ def as_cached(problem: Problem) -> DecodeProblem:
         "rows": packed_rows(problem.qhead_per_kvhead * problem.seqlen_q),
         "given": frozenset(),
         "misaligned": frozenset(),
+        "expanded": frozenset(),
         "num_splits": max(0, problem.num_splits),
     }
     return DecodeProblem(**common)

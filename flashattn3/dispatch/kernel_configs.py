@@ -203,11 +203,16 @@ DECODE_CONFIGS = tuple(
     for dtype in SIXTEEN_BIT
 )
 
-# Forward kernels of cached calls: head dim, block_m, block_n, num_stages, num_mma_warpgroups and,
-# up to head dim 128, num_q_buffers
+CACHED_FORWARD_MEASURED = ""
+# Forward kernels of cached calls: head dim, block_m, block_n, num_stages, num_mma_warpgroups,
+# num_q_buffers
 CACHED_FORWARD_CONFIGS = tuple(
-    ForwardConfig(dtype, head_dim, True, *tile, cached=True)
-    for head_dim, *tile in ((64, 192, 128, 4, 3, 2), (128, 192, 64, 4, 3, 2), (256, 128, 64, 2, 2))
+    ForwardConfig(dtype, head_dim, True, *tile, cached=True, measured=CACHED_FORWARD_MEASURED)
+    for head_dim, *tile in (
+        (64, 192, 128, 4, 3, 2),
+        (128, 192, 64, 4, 3, 2),
+        (256, 128, 64, 2, 2, 1),
+    )
     for dtype in SIXTEEN_BIT
 )
 # All kernels of cached calls, in the order of the registry.
@@ -251,6 +256,16 @@ def select_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:
     """The config with the smallest sufficient head dim; None if there is none."""
     fitting = [
         config for config in DECODE_CONFIGS if config.dtype == dtype and config.head_dim >= head_dim
+    ]
+    return min(fitting, key=lambda config: config.head_dim, default=None)
+
+
+def select_cached_forward_config(dtype: str, head_dim: int) -> ForwardConfig | None:
+    """The config with the smallest sufficient head dim; None if there is none."""
+    fitting = [
+        config
+        for config in CACHED_FORWARD_CONFIGS
+        if config.dtype == dtype and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 

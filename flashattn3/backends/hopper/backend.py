@@ -196,7 +196,9 @@ class HopperBackend:
     def _configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
         kernel_config, gradient_config = _kernel_config(problem), self._gradient_config(problem)
         if self._packs(problem, device):
-            launch = decode_launch(_as_cached(problem), device, self.library())
+            cached = _as_cached(problem)
+            config, reason = config_of(cached), "few query rows of many keys"
+            launch = decode_launch(cached, device, self.library(), config, reason)
             return HopperConfig(kernel_config, None, gradient_config, packed=launch)
         launch = hopper_launch.forward_launch(problem, device, kernel_config, self.library())
         return HopperConfig(kernel_config, launch, gradient_config, _unfit_for_tma(problem))

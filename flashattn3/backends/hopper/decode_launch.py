@@ -1,4 +1,4 @@
-"""Prepares calls of the compiled decode kernels, for cached calls and for packed forwards."""
+"""Prepares calls of the compiled kernels of cached calls, for these and for packed forwards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...call.dtypes import NAMES, SIXTEEN_BIT
 from ...dispatch.backend import score_factor_reason
 from ...dispatch.kernel_configs import (
-    DECODE_CONFIGS,
+    CACHED_CONFIGS,
     DECODE_TILE_ROWS,
     MAX_HEAD_DIM,
     DecodeConfig,
+    ForwardConfig,
+    select_cached_forward_config,
     select_decode_config,
 )
 from .launch_record import decode_record_of
@@ -27,9 +29,14 @@ if TYPE_CHECKING:
     from .library import Library
 
 ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
-# Packed rows up to which dispatch takes a decode kernel: every DECODE_TILE_ROWS rows read the keys
-# again.
+# Packed rows up to which a forward without a cache runs on a decode kernel: every DECODE_TILE_ROWS
+# rows read the keys again.
 MAX_ROWS = 256
+# Packed rows up to which a cached call runs on a decode kernel, which reads K and V once for each
+# DECODE_TILE_ROWS rows, of all heads of a KV head. Reading them takes longer than multiplying up to
+# about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth
+# and 1024 of its tensor cores for each 64 rows.
+DECODE_ROWS = 192
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 
 
@@ -43,33 +50,50 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """The launch of one problem of cached calls on a decode kernel."""
+    """The launch of one problem of cached calls on a decode kernel or a cached forward kernel.
+
+    reason: why on this kind of kernel.
+    """
 
     problem: DecodeProblem
-    kernel_config: DecodeConfig
+    kernel_config: DecodeConfig | ForwardConfig
+    reason: str
     prepared: Prepared = field(compare=False, repr=False)
     library: Library = field(compare=False, repr=False)
     num_sms: int
 
     def describe(self) -> dict[str, object]:
         config = self.kernel_config
-        whole = self.problem.num_splits == 1
+        if config.kind == "decode":
+            rows, multiply = f"{DECODE_TILE_ROWS} packed rows", 2
+            whole = self.problem.num_splits == 1
+        else:
+            rows, multiply = f"{config.block_m} rows of a head", config.num_mma_warpgroups
+            whole = True
         return {
             "kernel config": config.name,
-            "tile": f"{DECODE_TILE_ROWS} packed rows x {config.block_n} keys",
+            "kernel": f"{config.kind}: {self.reason}",
+            "tile": f"{rows} x {config.block_n} keys",
             "num_stages": config.num_stages,
-            "warpgroups": "1 loads, 2 multiply",
+            "warpgroups": f"1 loads, {multiply} multiply",
             "parts": "none: whole tiles" if whole else f"an equal share for each of {self.num_sms}",
             "shared_memory_bytes": self.prepared.shared_memory_bytes,
             "tile measured": config.measured or "not yet",
-            "copied first": "q" if "q" in self.problem.misaligned else "nothing",
+            "copied first": "q" if self.copies_q else "nothing",
         }
+
+    @property
+    def copies_q(self) -> bool:
+        """A forward kernel reads q by TMA, which has no stride of 0."""
+        expanded = self.kernel_config.kind == "forward" and "q" in self.problem.expanded
+        return expanded or "q" in self.problem.misaligned
 
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
     ) -> dict[str, object]:
         """What a call of the problem launches and allocates, at any lengths of its cache."""
-        sizes = self.library.decode_size(self.prepared.handle, batch, seqlen_q, capacity)
+        ragged = total_q if self.problem.varlen else -1
+        sizes = self.library.decode_size(self.prepared.handle, batch, seqlen_q, capacity, ragged)
         return {"grid": (sizes[0], 1, 1), "workspace_bytes": sizes[1]}
 
 
@@ -92,23 +116,48 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
 
 
 def config_of(problem: DecodeProblem) -> DecodeConfig:
-    """The kernel config of a problem that is not unfit."""
+    """The decode kernel of a problem that is not unfit."""
     return select_decode_config(NAMES[problem.dtype], max(problem.head_dim, problem.head_dim_v))
 
 
-def decode_launch(problem: DecodeProblem, device: DeviceInfo, library: Library) -> DecodeLaunch:
+def forward_config_of(problem: DecodeProblem) -> ForwardConfig:
+    """The cached forward kernel of a problem that has neither unfit_reason nor forward_reason."""
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    return select_cached_forward_config(NAMES[problem.dtype], head_dim)
+
+
+def forward_reason(problem: DecodeProblem) -> str | None:
+    """Why a problem that is not unfit runs on a decode kernel, not on a forward kernel; or None."""
+    if problem.rows <= DECODE_ROWS:
+        return f"up to {DECODE_ROWS} packed rows"
+    given = sorted(problem.given & _NAMES_TO_CONVERT)
+    if given:
+        return f"forward kernels take no {given[0]}"
+    expanded = sorted(problem.expanded - {"q"})
+    if expanded:
+        return f"forward kernels need strides that are not 0: {expanded[0]} is expanded"
+    return None
+
+
+def decode_launch(
+    problem: DecodeProblem,
+    device: DeviceInfo,
+    library: Library,
+    config: DecodeConfig | ForwardConfig,
+    reason: str,
+) -> DecodeLaunch:
     """Check the problem's numbers in the library, once. RuntimeError if the kernel refuses it."""
-    config = config_of(problem)
     record = decode_record_of(problem, device)
     with _disable_current_modes():  # the plan outlives the call
-        prepared = Prepared(*library.prepare_decode(DECODE_CONFIGS.index(config), *record))
-    return DecodeLaunch(problem, config, prepared, library, record.num_sms)
+        prepared = Prepared(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
+    return DecodeLaunch(problem, config, reason, prepared, library, record.num_sms)
 
 
 def prepare_decode(launch: DecodeLaunch) -> Callable:
     """Build a function of (out, lse, tensors, lengths, options_hash)."""
     operator, handle, problem = launch.library.decode, launch.prepared.handle, launch.problem
-    converts = "q" in problem.misaligned or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
+    copies_q = launch.copies_q
+    converts = copies_q or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
 
     def run(
         out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int
@@ -119,7 +168,7 @@ def prepare_decode(launch: DecodeLaunch) -> Callable:
             out.copy_(aligned)
             return
         if converts:
-            tensors = _converted(problem, tensors)
+            tensors = _converted(problem, tensors, copies_q)
         seqlen, seqlen_new, longest = lengths
         if seqlen is None:
             seqlen = -1
@@ -136,10 +185,10 @@ def _is_aligned(out: Tensor) -> bool:
     return out.is_contiguous() or not any(step % ALIGNED for step in out.stride()[:-1])
 
 
-def _converted(problem: DecodeProblem, tensors: DecodeTensors) -> DecodeTensors:
+def _converted(problem: DecodeProblem, tensors: DecodeTensors, copies_q: bool) -> DecodeTensors:
     """The tensors as the kernel reads them: aligned q, dense descales, sinks in float32."""
     changed = {}
-    if "q" in problem.misaligned:
+    if copies_q:
         changed["q"] = tensors.q.clone(memory_format=torch.contiguous_format)
     for name in _NAMES_TO_CONVERT & problem.given:
         changed[name] = getattr(tensors, name).float().contiguous()

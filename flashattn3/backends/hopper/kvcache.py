@@ -1,7 +1,7 @@
-"""The Hopper backend of cached calls: few query rows run on the decode kernels.
+"""The Hopper backend of cached calls: few query rows run on the decode kernels, many on the cached
+forward kernels where these take the call.
 
-Appends and combinations run on Triton's kernels, in the same stream. Calls of many query rows are
-left to Triton until the forward kernels read a page table.
+Appends and combinations run on Triton's kernels, in the same stream.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 from ...dispatch.device import DeviceInfo
+from ...dispatch.kernel_configs import KernelConfig
 from ..triton.kvcache import BACKEND as TRITON
 from . import decode_launch
 from .backend import BACKEND as FORWARD
@@ -55,17 +56,24 @@ class HopperCacheBackend:
         reason = decode_launch.unfit_reason(problem)
         if reason is not None:
             return reason
-        if problem.rows > decode_launch.MAX_ROWS and problem.backend != self.name:
-            few = f"reads the keys again for every {decode_launch.DECODE_TILE_ROWS} rows"
-            return f"{few}, over {decode_launch.MAX_ROWS} only with backend='hopper'"
-        config = decode_launch.config_of(problem)
+        config, _ = self._choose(problem)
         return self._forward.unusable_reason(config, problem.backend)
 
     def prepare(self, problem: object, device: DeviceInfo) -> object:
         if not _is_decode(problem):
             return TRITON.prepare(problem, device)
-        library = self._forward.library()
-        return HopperCachedCall(decode_launch.decode_launch(problem, device, library))
+        chosen, library = self._choose(problem), self._forward.library()
+        return HopperCachedCall(decode_launch.decode_launch(problem, device, library, *chosen))
+
+    def _choose(self, problem: object) -> tuple[KernelConfig, str]:
+        """The kernel config of a problem that is not unfit, and why of this kind."""
+        reason = decode_launch.forward_reason(problem)
+        if reason is None:
+            config = decode_launch.forward_config_of(problem)
+            reason = self._forward.unusable_reason(config, problem.backend)
+            if reason is None:
+                return config, f"over {decode_launch.DECODE_ROWS} packed rows"
+        return decode_launch.config_of(problem), reason
 
 
 def _is_decode(problem: object) -> bool:
