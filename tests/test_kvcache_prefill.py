@@ -29,6 +29,7 @@ from flashattn3.dispatch.kernel_configs import (
 )
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
+from flashattn3.kvcache.problem import Lengths
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 pytest.importorskip("triton")
@@ -119,6 +120,25 @@ def test_an_expanded_cache_runs_on_a_decode_kernel_and_an_expanded_q_is_copied()
     few = plan_of(q=q[:, :1]).launch.describe()
     assert (few["kernel"], few["copied first"]) == (FEW, "nothing")
     assert not problem_of(tensors_of(batch=1)).expanded, "an axis of one row"
+
+
+def test_what_a_call_passes_to_the_operator():
+    """The same as of a decode kernel; an expanded q as a copy."""
+    received = []
+    library = library_double(decode=lambda *given: received.append(given))
+    hopper = HopperCacheBackend(HopperBackend(library=lambda: library, only_measured=False))
+    like = tensors_of(seqlen_q=300, page_size=16)
+    out = torch.empty_like(like.q)
+    for q in (like.q, like.q[:1].expand(4, -1, -1, -1)):
+        tensors = like._replace(q=q)
+        plan = choose(problem_of(tensors), H100, backends(hopper))
+        plan.launch.decode(out, None, tensors, Lengths(7, 2, None), 5)
+        handle, *given = received.pop()
+        assert CACHED_CONFIGS[handle.config].kind == "forward"
+        assert given[0] is out and given[1] is None and given[-4:] == [7, 2, -1, 5]
+        assert given[2] is q or (given[2].is_contiguous() and given[2].shape == q.shape)
+        assert all(a is b for a, b in zip(given[3:-4], tensors[1:], strict=True))
+    assert given[2] is not q
 
 
 def test_a_forward_kernel_that_is_not_there_leaves_the_call_to_a_decode_kernel(monkeypatch):
