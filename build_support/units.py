@@ -66,9 +66,12 @@ const {kind}Kernel {config.name} = compiled_{config.kind}<kConfig>("{config.name
 
 
 def _checks(config) -> str:
-    """What Python says of a backward kernel besides its config holds in C++."""
+    """What Python says of a kernel besides its config holds in C++."""
     if config.kind == "forward":
         return ""
+    if config.kind == "decode":
+        rows = load_kernel_configs().DECODE_TILE_ROWS
+        return f"static_assert(decode::kBlockM == {rows});\n"
     block_m = load_kernel_configs().BACKWARD_BLOCK_M
     return (
         f"static_assert(backward::kBlockM == {block_m});\n"
@@ -102,6 +105,7 @@ def registry(table: ModuleType, compiled) -> str:
         for kind, configs in (
             ("Forward", table.FORWARD_CONFIGS),
             ("Backward", table.BACKWARD_CONFIGS),
+            ("Decode", table.DECODE_CONFIGS),
         )
     )
     return f"""{HEADER}

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers import CACHE_BACKENDS as BACKENDS
 from helpers import GPU
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.kvcache import ops
 from flashattn3.testing.kvcache import CacheCase, CacheInputs, check_cached
 
-BACKENDS = ("reference", "triton")
 HEADS, DIM = 2, 24
 
 

@@ -41,6 +41,8 @@ inline int num_decode_ctas(const DecodeParams& params, int block_n) {
   return static_cast<int>(std::min<int64_t>(units, params.num_sms));
 }
 
+static_assert(decode::num_counters(100) == 100 * kPartialCountersPerCta);
+
 constexpr int64_t decode_stats_bytes(int num_ctas) {
   // The parts have statistics, and so do the groups of parts.
   return int64_t{2} * decode::num_partials(num_ctas) * decode::kBlockM * sizeof(float2);
@@ -111,7 +113,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
           .head_dim_v = params.head_dim_v,
           .window_left = window(params.window_left),
           .window_right = window(params.window_right),
-          .score_scale = params.score_scale,
+          .score_scale = ScoreScale::of(params.softmax_scale, params.softcap, false),
           .q_descale = params.q_descale,
           .k_descale = params.k_descale,
           .v_descale = params.v_descale,

@@ -1,4 +1,4 @@
-// The compiled kernels, in the order of FORWARD_CONFIGS and BACKWARD_CONFIGS in
+// The compiled kernels, in the order of FORWARD_CONFIGS, BACKWARD_CONFIGS and DECODE_CONFIGS in
 // flashattn3/dispatch/kernel_configs.py. The build generates the constants below and one unit per
 // kernel config.
 #pragma once
@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/decode_params.h"
 #include "launch/params.h"
 #include "ptx/element.h"
 
@@ -29,34 +30,40 @@ struct KernelInstance {
 
 // size: what a launch of the problem takes. Throws if the kernel does not take the problem.
 // launch: enqueues the kernels; throws if a launch fails. The first argument is info.name.
-template <class Params>
+// Sized: what size reads.
+template <class Params, class Sized = AttentionProblem>
 struct Kernel {
   KernelInstance info;
-  LaunchSize (*size)(const char*, const AttentionProblem&);
+  LaunchSize (*size)(const char*, const Sized&);
   void (*launch)(const char*, const Params&, cudaStream_t);
 };
 using ForwardKernel = Kernel<ForwardParams>;
 using BackwardKernel = Kernel<BackwardParams>;
+using DecodeKernel = Kernel<DecodeParams, DecodeParams>;
 
 // A kernel config and its kernel; null if FLASHATTN3_KERNELS excluded it from the build.
-template <class Params>
+template <class Kernel>
 struct TableEntry {
   const char* name;
-  const Kernel<Params>* kernel;
+  const Kernel* kernel;
 };
-using ForwardEntry = TableEntry<ForwardParams>;
-using BackwardEntry = TableEntry<BackwardParams>;
+using ForwardEntry = TableEntry<ForwardKernel>;
+using BackwardEntry = TableEntry<BackwardKernel>;
+using DecodeEntry = TableEntry<DecodeKernel>;
 
 extern const char* const kConfigsHash;
 extern const int kNumForwardEntries;
 extern const ForwardEntry kForwardEntries[];
 extern const int kNumBackwardEntries;
 extern const BackwardEntry kBackwardEntries[];
+extern const int kNumDecodeEntries;
+extern const DecodeEntry kDecodeEntries[];
 
-// config: index into FORWARD_CONFIGS, or BACKWARD_CONFIGS. Throws for an index outside the table
-// and for a kernel config that is not in this build, naming it.
+// config: index into FORWARD_CONFIGS, BACKWARD_CONFIGS or DECODE_CONFIGS. Throws for an index
+// outside the table and for a kernel config that is not in this build, naming it.
 const ForwardKernel& forward_kernel(int64_t config);
 const BackwardKernel& backward_kernel(int64_t config);
+const DecodeKernel& decode_kernel(int64_t config);
 
 // Properties of one compiled kernel. The last four are -1 without a GPU that can run it.
 // local_bytes: spills and arrays in local memory, per thread.

@@ -21,6 +21,7 @@ MAX_HEAD_DIM = max(HEAD_DIMS["bf16"])
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not compiled
 # For every backward kernel: queries per step, and keys per MMA warpgroup.
 BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
+DECODE_TILE_ROWS = 64  # packed query rows of a tile, for every decode kernel
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,10 @@ BACKWARD_CONFIGS = (
     *_backward_configs(256, 2, 2, measured=BACKWARD_MEASURED),
 )
 
-# Compiled by decode_check alone: the library gets them once a GPU has run them.
+DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
+# head dim, block_n, num_stages, num_q_buffers
 DECODE_CONFIGS = tuple(
-    DecodeConfig(dtype, *tile)
+    DecodeConfig(dtype, *tile, measured=DECODE_MEASURED)
     for tile in ((64, 64, 4, 2), (128, 64, 2, 2), (256, 32, 2, 1))
     for dtype in SIXTEEN_BIT
 )
@@ -202,7 +204,7 @@ DECODE_CONFIGS = tuple(
 
 def all_configs() -> tuple[KernelConfig, ...]:
     """The configs of the library, in the order of its registry."""
-    return (*FORWARD_CONFIGS, *BACKWARD_CONFIGS)
+    return (*FORWARD_CONFIGS, *BACKWARD_CONFIGS, *DECODE_CONFIGS)
 
 
 def select_forward_config(
@@ -229,6 +231,14 @@ def select_backward_config(dtype: str, head_dim: int) -> BackwardConfig | None:
         config
         for config in BACKWARD_CONFIGS
         if config.dtype == dtype and config.head_dim >= head_dim
+    ]
+    return min(fitting, key=lambda config: config.head_dim, default=None)
+
+
+def select_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:
+    """The config with the smallest sufficient head dim; None if there is none."""
+    fitting = [
+        config for config in DECODE_CONFIGS if config.dtype == dtype and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 

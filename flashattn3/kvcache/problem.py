@@ -25,8 +25,9 @@ from ..call.spec import (
 )
 
 MAX_HEAD_DIM = 256
-# Packed query rows (token-major, qhead_per_kvhead rows for a token) of one tile.
-MIN_ROWS, MAX_ROWS = 16, 128
+# Packed query rows (token-major, qhead_per_kvhead rows for a token) that plans distinguish.
+MIN_ROWS, MAX_ROWS = 16, 512
+ALIGNMENT_BYTES = 16  # of addresses and strides that kernels copy whole vectors from
 
 
 class DecodeTensors(NamedTuple):
@@ -132,19 +133,28 @@ class AppendOptions(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """What the checks read of a tensor."""
+    """What the checks read of a tensor. aligned: whether its address is a multiple of 16 bytes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    aligned: bool = True
 
     @property
     def rows_are_dense(self) -> bool:
         return not self.shape or self.shape[-1] <= 1 or self.stride[-1] == 1
 
+    @property
+    def rows_are_aligned(self) -> bool:
+        """Whether every row begins at a multiple of 16 bytes."""
+        step = ALIGNMENT_BYTES // self.dtype.itemsize
+        axes = zip(self.shape[:-1], self.stride, strict=False)
+        return self.aligned and all(size <= 1 or stride % step == 0 for size, stride in axes)
+
 
 def metadata_of(tensor: Tensor | None) -> Metadata | None:
+    """The metadata of a tensor that may have no memory."""
     if tensor is None:
         return None
     return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -152,7 +162,19 @@ def metadata_of(tensor: Tensor | None) -> Metadata | None:
 
 def key_of(tensors: tuple[Tensor | None, ...]) -> tuple[tuple | None, ...]:
     """The metadata of all tensors as plain tuples, the key of a checked call."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    return tuple(
+        [
+            None
+            if x is None
+            else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT_BYTES == 0)
+            for x in tensors
+        ]
+    )
+
+
+def metadata_under(key: tuple[tuple | None, ...]) -> tuple[Metadata | None, ...]:
+    """The metadata of the tensors with this key."""
+    return tuple([None if fields is None else Metadata(*fields) for fields in key])
 
 
 # The options that backends read, by their names in ``DecodeOptions``.
@@ -167,6 +189,8 @@ class DecodeProblem(_Asked):
     rows: packed query rows, qhead_per_kvhead * seqlen_q, as a power of two from MIN_ROWS to
         MAX_ROWS.
     given: names of the optional tensors of the call.
+    misaligned: names of those of q, k_cache and v_cache of which a row may begin elsewhere than at
+        a multiple of 16 bytes.
     window_left, window_right: as in ``Problem``; causal is window_right = 0, and one query, which
         is the last position, has no right side.
     """
@@ -181,6 +205,7 @@ class DecodeProblem(_Asked):
     page_size: int
     rows: int
     given: frozenset[str]
+    misaligned: frozenset[str]
     score_scale: ScoreScale
 
     @property
@@ -257,6 +282,11 @@ def describe_decode(
         page_size=0 if tensors.page_table is None else k.shape[1],
         rows=packed_rows(seqlen_q * (heads_q // heads_kv)),
         given=_given(tensors, 3),
+        misaligned=frozenset(
+            name
+            for name in ("q", "k_cache", "v_cache")
+            if not getattr(tensors, name).rows_are_aligned
+        ),
         score_scale=score_scale_of(options, q.shape[-1]),
     )
 
