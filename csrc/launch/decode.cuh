@@ -40,7 +40,7 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   const int num_ctas = num_decode_ctas(params, kConfig.block_n);
   launch_kernel(name, "", kKernel,
                 {static_cast<unsigned>(num_ctas), decode::kThreads, kSharedBytes}, stream,
-                params.pdl, make_decode_arguments(params, num_ctas));
+                params.pdl, make_decode_arguments(params, num_ctas, kConfig.block_n));
 }
 
 }  // namespace flashattn3

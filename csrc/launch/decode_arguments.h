@@ -20,14 +20,15 @@ inline decode::PackedRows packed_rows(const DecodeParams& params) {
   const int heads = params.num_heads_q / params.num_heads_kv;
   const int of_tile = std::min(heads, decode::kBlockM);
   return {.heads = of_tile,
-          .tokens = decode::kBlockM / of_tile,
+          .tokens = cutlass::FastDivmod(decode::kBlockM / of_tile),
           .head_tiles = (heads + of_tile - 1) / of_tile};
 }
 
 // Upper bound on the units of work (decode/work_share.cuh), whatever the lengths are.
 inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
   const decode::PackedRows rows = packed_rows(params);
-  const int64_t token_tiles = (int64_t{params.seqlen_q} + rows.tokens - 1) / rows.tokens;
+  const int tokens = rows.tokens;
+  const int64_t token_tiles = (int64_t{params.seqlen_q} + tokens - 1) / tokens;
   const int64_t blocks =
       params.whole_tiles ? 1
                          : std::max<int64_t>(1, (int64_t{params.capacity} + block_n - 1) / block_n);
@@ -69,7 +70,8 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 
-inline decode::Arguments make_decode_arguments(const DecodeParams& params, int num_ctas) {
+inline decode::Arguments make_decode_arguments(const DecodeParams& params, int num_ctas,
+                                               int block_n) {
   const bool varlen = params.cu_seqlens_q != nullptr;
   const bool paged = params.page_table != nullptr;
   // No distance of two positions exceeds 2^30 (MAX_ROWS).
@@ -92,6 +94,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
           .page_table = params.page_table,
           .page_table_stride = params.page_table_stride,
           .page_size = cutlass::FastDivmod(paged ? params.page_size : 1),
+          .even_blocks = !paged || params.page_size % block_n == 0,
           .num_pages = paged ? params.num_pages : params.num_caches,
           .num_caches = params.num_caches,
           .capacity = params.capacity,

@@ -1,5 +1,6 @@
 #include "launch/tile_counters.h"
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -28,10 +29,7 @@ void* new_counters(size_t bytes, cudaStream_t stream) {
 class Counters {
  public:
   void* of(int device, cudaStream_t stream, unsigned long long capture, size_t bytes) {
-    // CUDA reuses the handle of a destroyed stream, whose kernels may still be running, but not its
-    // ID.
-    unsigned long long number;
-    check_cuda(cudaStreamGetId(stream, &number), "asking for the stream's number");
+    const unsigned long long number = number_of(stream, capture);
     const std::lock_guard lock(mutex_);
     void*& counters = counters_[{device, number, capture}];
     if (counters == nullptr) counters = new_counters(bytes, stream);
@@ -39,6 +37,15 @@ class Counters {
   }
 
  private:
+  // CUDA reuses the handle of a destroyed stream, whose kernels may still be running, but not its
+  // ID. A captured stream tells no ID, and its handle lasts as long as the capture.
+  static unsigned long long number_of(cudaStream_t stream, unsigned long long capture) {
+    if (capture != 0) return reinterpret_cast<uintptr_t>(stream);
+    unsigned long long number;
+    check_cuda(cudaStreamGetId(stream, &number), "asking for the stream's number");
+    return number;
+  }
+
   std::mutex mutex_;
   std::map<std::tuple<int, unsigned long long, unsigned long long>, void*> counters_;
 };
