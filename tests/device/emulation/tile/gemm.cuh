@@ -2,6 +2,7 @@
 // through the swizzle of the hardware: address bits 4 to 6 are XORed with bits 7 to 9.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -35,6 +36,11 @@ float tile_element(uint32_t low, int atom_stride, int row, int column) {
 template <ElementType kElement, int kN>
 using Probabilities = uint32_t[kN * element_bytes(kElement) / 32][4];
 
+// A GPU's NaN has one value, whatever NaN it comes from.
+inline float with_canonical_nan(float x) {
+  return std::isnan(x) ? __uint_as_float(0x7fffffffu) : x;
+}
+
 // A thread's scores; row: of its register 0.
 template <ElementType kElement, int kBlockM, int kN, int kHeadDim>
 void multiply_rows(float (&s)[kN / 2], uint32_t q, uint32_t k, int row) {
@@ -51,7 +57,7 @@ void multiply_rows(float (&s)[kN / 2], uint32_t q, uint32_t k, int row) {
     for (int r = 0; r < 2; ++r) {
       float sum = 0.f;
       for (int d = 0; d < kHeadDim; ++d) sum += rows[r][d] * keys[d];
-      s[register_at(r, column)] = sum;
+      s[register_at(r, column)] = with_canonical_nan(sum);
     }
   }
 }
@@ -103,6 +109,7 @@ void gemm_rs(float (&o)[kHeadDim / 2], const Probabilities<kElement, kN>& p, uin
         upper += rows[key] * value;
         lower += rows[kN + key] * value;
       }
+      upper = with_canonical_nan(upper), lower = with_canonical_nan(lower);
     }
   });
 }
