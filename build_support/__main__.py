@@ -1,8 +1,8 @@
 """``python -m build_support`` builds the libraries in the checkout, as an editable install does.
 
 ``python -m build_support forward_check`` builds a program of tests/device and prints its path:
-forward_check, backward_check and decode_check run the kernels without torch, decode_emulation runs
-the decode kernels on the CPU, unit_check tests the primitives.
+forward_check, backward_check and decode_check run the kernels without torch, decode_emulation and
+forward_emulation run those of cached calls on the CPU, unit_check tests the primitives.
 """
 
 import sys

@@ -16,8 +16,8 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, written to the build folder, built only on request.
 KERNEL_CHECKS = tuple(KINDS)
 UNIT_CHECK = "unit_check"
-EMULATION = "decode_emulation"
-DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, EMULATION)
+EMULATIONS = ("decode_emulation", "forward_emulation")
+DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, *EMULATIONS)
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 COUNTERS = "launch/tile_counters.cpp.o"  # which the checks link too
 # The suffix names the Python version: pybind11 has no stable ABI.
@@ -83,7 +83,7 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
             _kernel_check(lines, check, flags, [*shared, COUNTERS], num_configs)
         unit_check = _compile(lines, DEVICE_TESTS / f"{UNIT_CHECK}.cu", device)
         _link(lines, Path(UNIT_CHECK), [unit_check], ["-cudart=static"])
-        _emulation(lines, tools, units[0].parent)
+        _emulations(lines, tools, units[0].parent)
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 
@@ -101,8 +101,8 @@ def _kernel_check(
     _link(lines, Path(name), objects, ["-cudart=static", "-lpthread"])
 
 
-def _emulation(lines: list[str], tools: Toolchain, configs: Path) -> None:
-    """Append the steps that build the program that runs kernels on the CPU.
+def _emulations(lines: list[str], tools: Toolchain, configs: Path) -> None:
+    """Append the steps that build the programs that run kernels on the CPU.
 
     configs: folder of the headers with the kernel configs.
     """
@@ -110,8 +110,9 @@ def _emulation(lines: list[str], tools: Toolchain, configs: Path) -> None:
     before = f"-Xcompiler=-iquote,{shadows},-include,{shadows / 'emulation.h'}"
     flags = [f"{before},-Wno-unknown-pragmas", f"-I{shadows}", f"-I{configs}"]
     flags.append(f"-isystem={tools.cutlass_include}")
-    program = _compile(lines, DEVICE_TESTS / f"{EMULATION}.cpp", flags)
-    _link(lines, Path(EMULATION), [program], ["-cudart=static", "-lpthread"])
+    for name in EMULATIONS:
+        program = _compile(lines, DEVICE_TESTS / f"{name}.cpp", flags)
+        _link(lines, Path(name), [program], ["-cudart=static", "-lpthread"])
 
 
 def _compile(

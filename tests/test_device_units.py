@@ -3,7 +3,8 @@
 Each header has a file of tests. The program compiles without a GPU, and its tests of block ranges,
 tile order, shares of work, lengths, descales and register coordinates run on the host.
 
-And the decode kernels on the CPU: tests/device/decode_emulation.cpp.
+And the kernels of cached calls on the CPU: tests/device/decode_emulation.cpp and
+forward_emulation.cpp.
 """
 
 from __future__ import annotations
@@ -130,3 +131,13 @@ def test_decode_on_the_cpu(decode_emulation, options):
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
     cases = int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1])
     assert cases == 15 if options else cases > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--random", "30")], ids=["named", "random"])
+def test_cached_forward_on_the_cpu(checkout, options):
+    """Minutes of a CPU; random problems that would take longer are left out."""
+    code, lines = run(build(checkout, "forward_emulation"), *options)
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    cases = int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1])
+    assert cases > (8 if options else 40)

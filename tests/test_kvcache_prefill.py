@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import H100, Prepared, library_double, needs_hopper
+from helpers import H100, HOPPER_IS_MISSING, Prepared, library_double
 from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, tensors_of
 
 from flashattn3 import doctor, explain_with_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
@@ -24,6 +24,7 @@ from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.dispatch.kernel_configs import (
     CACHED_CONFIGS,
+    CACHED_FORWARD_MEASURED,
     select_cached_forward_config,
     select_decode_config,
 )
@@ -34,6 +35,10 @@ from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, mak
 
 pytest.importorskip("triton")
 HOPPER = HopperCacheBackend(HopperBackend(library=library_double, only_measured=False))
+needs_hopper = pytest.mark.skipif(
+    HOPPER_IS_MISSING is not None or not CACHED_FORWARD_MEASURED,
+    reason=f"hopper: {HOPPER_IS_MISSING or 'the cached forward kernels were never run on a GPU'}",
+)
 
 
 def backends(hopper=HOPPER):

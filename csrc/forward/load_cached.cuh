@@ -130,8 +130,9 @@ class CachedTiles {
       tiles_.request();
       tiles_.advance();
     }
-    tile.first_row = -1;
-    publish(tile);
+    CachedWorkTile end{};  // without rows and keys: the consumers stop at a tile without work
+    end.first_row = -1;
+    publish(end);
     tiles_.reset();
   }
 

@@ -12,17 +12,6 @@
 #include "forward_launches.h"
 #include "harness.cuh"
 
-// The kernel config with the smallest sufficient head dim; -1: none.
-inline int cached_config(bool fp16, int head_dim) {
-  int found = -1;
-  for (int i = 0; i < flashattn3::kNumCheckConfigs; ++i) {
-    const flashattn3::forward::Config& r = flashattn3::kCheckConfigs[i];
-    if (!r.cached || (r.dtype == flashattn3::kFp16) != fp16 || r.head_dim < head_dim) continue;
-    if (found < 0 || r.head_dim < flashattn3::kCheckConfigs[found].head_dim) found = i;
-  }
-  return found;
-}
-
 // Device copies of a problem's tables, freed with it, and its tensors.
 struct CachedMemory {
   std::vector<void*> all;
@@ -40,7 +29,7 @@ struct CachedMemory {
 // Runs the case three times, which must be bitwise equal: tiles from a counter, in fixed order, and
 // on 3 SMs, so that each CTA has many tiles. Returns false on failure.
 static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* counter) {
-  const int config = cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v));
+  const int config = flashattn3::cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v));
   const char* turns[] = {"counted", "fixed order", "3 SMs"};
   DecodeProblem problem(c);
   problem.q.upload(), problem.k.upload(), problem.v.upload(), problem.out.upload();
@@ -201,7 +190,7 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
                       .counters = reinterpret_cast<uint32_t*>(counter),
                       .pdl = true});
   }
-  const int of_cached = cached_config(false, d);
+  const int of_cached = flashattn3::cached_config(false, d);
   const double keys = cell.length - 0.5 * (cell.chunk - 1);  // of a query, on average
   const double flop = 4.0 * cell.batch * cell.chunk * keys * q_row;
   const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 5e14)));

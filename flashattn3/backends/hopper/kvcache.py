@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 from ...dispatch.device import DeviceInfo
-from ...dispatch.kernel_configs import KernelConfig
+from ...dispatch.kernel_configs import DecodeConfig, KernelConfig
 from ..triton.kvcache import BACKEND as TRITON
 from . import decode_launch
 from .backend import BACKEND as FORWARD
@@ -56,7 +56,13 @@ class HopperCacheBackend:
         reason = decode_launch.unfit_reason(problem)
         if reason is not None:
             return reason
-        config, _ = self._choose(problem)
+        config, why = self._choose(problem)
+        limit = decode_launch.DECODE_ROWS
+        if problem.rows > limit and isinstance(config, DecodeConfig) and problem.backend != self.name:
+            return (
+                f"decode kernels read the keys again for every {decode_launch.DECODE_TILE_ROWS} rows, "
+                f"over {limit} only with backend='hopper'; {why}"
+            )
         return self._forward.unusable_reason(config, problem.backend)
 
     def prepare(self, problem: object, device: DeviceInfo) -> object:
@@ -70,7 +76,10 @@ class HopperCacheBackend:
         reason = decode_launch.forward_reason(problem)
         if reason is None:
             config = decode_launch.forward_config_of(problem)
-            reason = self._forward.unusable_reason(config, problem.backend)
+            reason = self._forward.unusable_reason(config, self.name)
+            if self._forward.only_measured and not config.measured:
+                # Not for backend="hopper" either: decode kernels, which have run, take the call.
+                reason = f"kernel config {config.name} was never run on a GPU"
             if reason is None:
                 return config, f"over {decode_launch.DECODE_ROWS} packed rows"
         return decode_launch.config_of(problem), reason

@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 using std::max;
@@ -28,8 +29,10 @@ using std::min;
 
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __log2f(float x) { return std::log2(x); }
 
+#undef __grid_constant__
 #define __launch_bounds__(...)
 #undef __grid_constant__
 #define __grid_constant__
@@ -51,6 +54,7 @@ struct Fiber {
   bool done = false;
   // What a waiting thread waits for, and whether that has come; null: it does not wait.
   const char* waits_for = "";
+  uint32_t address = 0;  // of an mbarrier
   bool (*has_come)(void* condition) = nullptr;
   void* condition = nullptr;
   std::vector<std::function<void()>> gemms;   // started, not yet waited for
@@ -90,10 +94,10 @@ inline Fiber& self() { return cta.fibers[cta.thread]; }
 inline void yield() { swapcontext(&self().context, &cta.scheduler); }
 
 template <class Condition>
-void wait_until(Condition condition, const char* what) {
+void wait_until(Condition condition, const char* what, uint32_t address = 0) {
   if (condition()) return;
   Fiber& fiber = self();
-  fiber.waits_for = what;
+  fiber.waits_for = what, fiber.address = address;
   fiber.condition = &condition;
   fiber.has_come = [](void* at) { return (*static_cast<Condition*>(at))(); };
   yield();
@@ -204,8 +208,11 @@ inline bool run_cta(int block, int grid, int num_threads, uint32_t seed) {
     std::printf("CTA %d of %d cannot go on:\n", block, grid);
     for (int i = 0; i < num_threads; i += 32) {
       cta.thread = i;
-      std::printf("  thread %d %s %s\n", i, self().done ? "has ended" : "waits for",
-                  self().waits_for);
+      if (self().done) {
+        std::printf("  thread %d has ended\n", i);
+      } else {
+        std::printf("  thread %d waits for %s at %u\n", i, self().waits_for, self().address);
+      }
     }
     return false;
   }
@@ -215,7 +222,7 @@ inline bool run_cta(int block, int grid, int num_threads, uint32_t seed) {
 
 #define threadIdx (uint3{static_cast<unsigned>(emulation::cta.thread), 0, 0})
 #define blockIdx emulation::cta.block
-#define gridDim emulation::cta.grid
+inline const uint3& gridDim = emulation::cta.grid;  // no macro: a member of another type
 
 inline void __syncthreads() {
   emulation::meet(emulation::cta.barriers[0], emulation::cta.num_threads, "__syncthreads");
@@ -234,6 +241,29 @@ Value __shfl_up_sync(uint32_t, Value value, int distance) {
   const int lane = emulation::cta.thread % 32;
   return emulation::shuffle(value, lane < distance ? lane : lane - distance);
 }
+inline uint32_t __ballot_sync(uint32_t, bool condition) {
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    bits |= static_cast<uint32_t>(emulation::shuffle(condition, lane)) << lane;
+  }
+  return bits;
+}
+inline bool __any_sync(uint32_t mask, bool condition) {
+  return __ballot_sync(mask, condition) != 0;
+}
+inline bool __all_sync(uint32_t mask, bool condition) {
+  return __ballot_sync(mask, condition) == ~0u;
+}
+inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
+inline int __reduce_add_sync(uint32_t, int value) {
+  int sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += emulation::shuffle(value, lane);
+  return sum;
+}
+// CTAs run one after the other.
+inline int atomicAdd(int* at, int value) { return std::exchange(*at, *at + value); }
+inline int atomicExch(int* at, int value) { return std::exchange(*at, value); }
+inline void __threadfence() {}
 template <class Value>
 Value __ldcg(const Value* at) {
   return *at;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 
 #include "cute/arch/util.hpp"
 #include "emulation.h"
@@ -12,30 +14,59 @@ namespace flashattn3 {
 constexpr int kArrivalsPerWarp = 1;
 
 struct Barrier {
-  uint16_t expected, missing;
-  uint32_t completed;  // phases
+  union {
+    uint64_t word;
+    struct {
+      uint32_t expected : 10, missing : 10;
+      uint32_t completed : 12;  // phases
+      int32_t missing_bytes;    // below 0: copied before they were expected
+    };
+  };
 
-  uint32_t address() const { return cute::cast_smem_ptr_to_uint(this); }
+  uint32_t address() const { return cute::cast_smem_ptr_to_uint(&word); }
   void init(int count) {
-    expected = missing = static_cast<uint16_t>(count);
-    completed = 0;
+    expected = missing = static_cast<uint32_t>(count);
+    completed = 0, missing_bytes = 0;
+    if (expected != static_cast<uint32_t>(count)) fail("counts too many arrivals");
   }
   void wait(uint32_t phase) const {
-    emulation::wait_until([&] { return completed % 2 != phase; }, "mbarrier");
+    emulation::wait_until([&] { return completed % 2 != phase; }, "mbarrier", address());
   }
   void arrive() {
-    ++emulation::cta.progress;
-    if (--missing != 0) return;
-    missing = expected, ++completed;
+    if (missing == 0) fail("has one arrival too many in a phase");
+    --missing;
+    complete();
+  }
+  void arrive_and_expect(uint32_t bytes) {
+    missing_bytes += static_cast<int32_t>(bytes);
+    arrive();
   }
   void arrive_warp() {
     if (threadIdx.x % 32 == 0) arrive();
   }
   void arrive_lanes() { arrive_warp(); }
+
+  // Bytes of a bulk copy have arrived.
+  void complete_bytes(uint32_t bytes) {
+    missing_bytes -= static_cast<int32_t>(bytes);
+    complete();
+  }
+
+ private:
+  void complete() {
+    ++emulation::cta.progress;
+    if (missing != 0 || missing_bytes != 0) return;
+    missing = expected, ++completed;
+  }
+  void fail(const char* what) const {
+    std::printf("the mbarrier at %u %s (thread %d)\n", address(), what, emulation::cta.thread);
+    std::abort();
+  }
 };
 
+inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
-inline int uniform(int x) { return x; }
+inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 inline void named_barrier_sync(int id, int num_threads) {
   emulation::meet(emulation::cta.barriers[id], num_threads, "named barrier");
 }

@@ -2,6 +2,7 @@
 // through the swizzle of the hardware: address bits 4 to 6 are XORed with bits 7 to 9.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -35,21 +36,47 @@ float tile_element(uint32_t low, int atom_stride, int row, int column) {
 template <ElementType kElement, int kN>
 using Probabilities = uint32_t[kN * element_bytes(kElement) / 32][4];
 
+// A GPU's NaN has one value, whatever NaN it comes from.
+inline float with_canonical_nan(float x) {
+  return std::isnan(x) ? __uint_as_float(0x7fffffffu) : x;
+}
+
+// A thread's scores; row: of its register 0.
+template <ElementType kElement, int kBlockM, int kN, int kHeadDim>
+void multiply_rows(float (&s)[kN / 2], uint32_t q, uint32_t k, int row) {
+  float rows[2][kHeadDim], keys[kHeadDim];
+  for (int r = 0; r < 2; ++r) {
+    for (int d = 0; d < kHeadDim; ++d) {
+      rows[r][d] = tile_element<kElement>(q, kBlockM * 128, row + kRowStride * r, d);
+    }
+  }
+  for (int column = 0; column < kN; column = column % 2 ? column + 7 : column + 1) {
+    for (int d = 0; d < kHeadDim; ++d) {
+      keys[d] = tile_element<kElement>(k, kN * 128, thread_column(threadIdx.x % 4) + column, d);
+    }
+    for (int r = 0; r < 2; ++r) {
+      float sum = 0.f;
+      for (int d = 0; d < kHeadDim; ++d) sum += rows[r][d] * keys[d];
+      s[register_at(r, column)] = with_canonical_nan(sum);
+    }
+  }
+}
+
 template <ElementType kElement, int kBlockM, int kN, int kHeadDim>
 void gemm_ss(float (&s)[kN / 2], uint32_t q, uint32_t k) {
   for (float& x : s) x = std::numeric_limits<float>::quiet_NaN();
   emulation::self().gemms.push_back([&s, q, k] {
     const int thread = threadIdx.x % 128;
-    for (int i = 0; i < kN / 2; ++i) {
-      const int row = thread_row(thread) + register_row(i);
-      const int column = thread_column(thread) + register_column(i);
-      s[i] = 0.f;
-      for (int d = 0; d < kHeadDim; ++d) {
-        s[i] += tile_element<kElement>(q, kBlockM * 128, row, d) *
-                tile_element<kElement>(k, kN * 128, column, d);
-      }
-    }
+    multiply_rows<kElement, kBlockM, kN, kHeadDim>(s, q, k, thread_row(thread));
   });
+}
+
+// first_row: the warp's first one in the tile of kBlockM rows.
+template <ElementType kElement, int kBlockM, int kN, int kHeadDim>
+void recompute_scores(float (&s)[kN / 2], uint32_t q, uint32_t k, int first_row) {
+  emulation::meet_warp();
+  multiply_rows<kElement, kBlockM, kN, kHeadDim>(s, q >> 4, k >> 4,
+                                                 first_row + thread_row(threadIdx.x % 32));
 }
 
 // p: the A fragments of a warpgroup; a thread's row needs those of its quad.
@@ -74,19 +101,26 @@ void gemm_rs(float (&o)[kHeadDim / 2], const Probabilities<kElement, kN>& p, uin
   emulation::self().gemms.push_back([&o, rows = std::move(rows), v] {
     const int atom_stride = static_cast<int>(v >> 16 << 4);
     for (int i = 0; i < kHeadDim / 2; ++i) {
+      if (row_of(i) == 1) continue;
       const int column = thread_column(static_cast<int>(threadIdx.x % 128)) + register_column(i);
+      float &upper = o[i], &lower = o[i + 2];
       for (int key = 0; key < kN; ++key) {
-        o[i] += rows[row_of(i) * kN + key] * tile_element<kElement>(v, atom_stride, key, column);
+        const float value = tile_element<kElement>(v, atom_stride, key, column);
+        upper += rows[key] * value;
+        lower += rows[kN + key] * value;
       }
+      upper = with_canonical_nan(upper), lower = with_canonical_nan(lower);
     }
   });
 }
 
 template <int kPending>
 void warpgroup_wait() {
-  static_assert(kPending == 0);
-  for (const auto& gemm : emulation::self().gemms) gemm();
-  emulation::self().gemms.clear();
+  auto& gemms = emulation::self().gemms;
+  while (gemms.size() > kPending) {
+    gemms.front()();
+    gemms.erase(gemms.begin());
+  }
   emulation::meet_warp();
 }
 

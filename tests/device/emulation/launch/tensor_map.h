@@ -1,0 +1,29 @@
+// Emulation of csrc/launch/tensor_map.h.
+#pragma once
+
+#include "launch/params.h"
+#include "ptx/element.h"
+#include "tensor_map.h"
+
+namespace flashattn3 {
+
+struct TensorMapShape {
+  int64_t head_dim, seq, heads, batch;
+};
+
+inline CUtensorMap make_tensor_map(const char*, ElementType, const void* address,
+                                   const void* unused, const TensorMapShape& shape,
+                                   const Strides& strides, int box_rows) {
+  const bool empty = shape.seq == 0 || address == nullptr;
+  return emulation::TensorMap{static_cast<const uint8_t*>(empty ? unused : address),
+                              {shape.head_dim, empty ? 1 : shape.seq, shape.heads, shape.batch},
+                              {strides.seq * 2, strides.head * 2, strides.batch * 2},
+                              {64, box_rows}}
+      .pack();
+}
+
+// Of 8-bit kernel configs, which are not emulated.
+CUtensorMap make_permuted_v_map(const void* address, const void* unused, int64_t num_permuted_keys,
+                                int64_t heads, int columns, int box_keys);
+
+}  // namespace flashattn3

@@ -1,0 +1,38 @@
+// A TMA descriptor as plain numbers, in the place of the driver's.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace emulation {
+
+// Of 16-bit elements. bytes: strides of all dimensions but the innermost one.
+struct TensorMap {
+  const uint8_t* address;
+  int64_t extent[4], bytes[3];
+  int box[2];
+
+  CUtensorMap pack() const {
+    static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
+    CUtensorMap map{};
+    std::memcpy(&map, this, sizeof(*this));
+    return map;
+  }
+  static TensorMap unpack(const void* map) {
+    TensorMap unpacked;
+    std::memcpy(&unpacked, map, sizeof(unpacked));
+    return unpacked;
+  }
+
+  // An element at these coordinates; null: outside.
+  const uint8_t* find(const int (&at)[4]) const {
+    for (int i = 0; i < 4; ++i) {
+      if (at[i] < 0 || at[i] >= extent[i]) return nullptr;
+    }
+    return address + at[0] * 2 + at[1] * bytes[0] + at[2] * bytes[1] + at[3] * bytes[2];
+  }
+};
+
+}  // namespace emulation

@@ -1,0 +1,174 @@
+// Runs the cached forward kernels on the CPU (emulation/emulation.h) and compares them with fp64:
+// the problems of forward_check --cached that are short, on few and on many CTAs, one after the
+// other.
+//   forward_emulation [--only part of a name]
+//   forward_emulation --random count [first]
+//       random problems instead, with seeds from `first` on
+// Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "emulation.h"
+#include "forward_cached_cases.h"
+#include "forward_configs.h"
+#include "launch/forward_cached.cuh"
+
+namespace flashattn3::forward {
+alignas(1024) uint8_t shared[emulation::kSharedBytes];  // of the kernel, which declares it
+}  // namespace flashattn3::forward
+
+using namespace flashattn3;
+
+// CTAs of a launch, and how to run one.
+struct Launch {
+  int num_ctas, num_threads;
+  std::function<void()> kernel;
+};
+
+template <forward::Config kConfig>
+static Launch prepare(const char* name, const DecodeParams& params) {
+  if constexpr (kConfig.cached) {
+    check_cached_forward<kConfig>(name, params);
+    const ForwardParams forward = forward_params_of(params);
+    const forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
+    return {num_persistent_ctas(forward, args.scheduler.num_tiles), forward::num_threads(kConfig),
+            [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); }};
+  } else {
+    return {};
+  }
+}
+
+using Prepare = Launch (*)(const char*, const DecodeParams&);
+template <size_t... kIndex>
+static std::vector<Prepare> prepares(std::index_sequence<kIndex...>) {
+  return {&prepare<kCheckConfigs[kIndex]>...};
+}
+static const std::vector<Prepare> kPrepare = prepares(std::make_index_sequence<kNumCheckConfigs>());
+
+struct HostMemory {
+  uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
+  template <class Value>
+  const Value* operator()(const std::vector<Value>& values) const {
+    return values.empty() ? nullptr : values.data();
+  }
+};
+
+struct Turn {
+  const char* name;
+  int num_sms;
+  bool counted;
+  uint32_t seed;
+};
+
+// What varlen/prepare.cuh does: the order of the sequences, and rows of no sequence.
+static void prepare_varlen(DecodeProblem& problem, const DecodeParams& params, int block_m) {
+  const VarlenSchedule schedule{static_cast<int32_t*>(params.workspace), params.batch};
+  std::vector<int> keys(params.batch);
+  for (int b = 0; b < params.batch; ++b) keys[b] = problem.sequence(b).num_keys;
+  int32_t* const order = schedule.batch_indices();
+  std::iota(order, order + params.batch, 0);
+  std::stable_sort(order, order + params.batch, [&](int a, int b) { return keys[a] > keys[b]; });
+  schedule.first_blocks()[0] = 0;
+  for (int i = 0; i < params.batch; ++i) {
+    const int rows = problem.sequence(order[i]).num_queries;
+    schedule.first_blocks()[i + 1] = schedule.first_blocks()[i] + (rows + block_m - 1) / block_m;
+  }
+}
+
+// Runs the CTAs of one launch one after the other. Returns an error message, or "".
+static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
+  DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
+  std::vector<int32_t> schedule(2 * params.batch + 1, -1);
+  uint32_t counters[2] = {};
+  params.num_sms = turn.num_sms, params.workspace = schedule.data();
+  params.counters = turn.counted ? counters : nullptr;
+  if (params.cu_seqlens_q != nullptr) {
+    prepare_varlen(problem, params, kCheckConfigs[config].block_m);
+  }
+  const Launch launch = kPrepare[config](kCheckConfigNames[config], params);
+  emulation::kernel = launch.kernel;
+  std::vector<int> order(launch.num_ctas);
+  std::iota(order.begin(), order.end(), 0);
+  std::mt19937 random(turn.seed);
+  std::shuffle(order.begin(), order.end(), random);
+  for (const int cta : order) {
+    if (!emulation::run_cta(cta, launch.num_ctas, launch.num_threads, turn.seed + cta)) {
+      return "deadlock";
+    }
+  }
+  if (counters[0] != 0 || counters[1] != 0) return "the tile counter was not put back";
+  return "";
+}
+
+static bool run_case(const DecodeCase& c) {
+  const Turn turns[] = {{"counted", 132, true, 1},
+                        {"fixed order", 132, false, 2},
+                        {"3 SMs", 3, false, 3},
+                        {"1 SM, counted", 1, true, 4}};
+  DecodeProblem problem(c);
+  const int config = cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v));
+  const std::vector<DecodeRow> rows = reference_rows(problem);
+  std::vector<uint16_t> first;
+  std::vector<float> first_lse;
+  bool good = true;
+  for (const Turn& turn : turns) {
+    std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
+    std::fill(problem.lse.begin(), problem.lse.end(), NAN);
+    std::string wrong = run(problem, config, turn);
+    if (const int64_t stray = count_stray(problem)) {
+      wrong += " " + std::to_string(stray) + " elements written outside";
+    }
+    if (&turn == turns) {
+      first = problem.out.host, first_lse = problem.lse;
+    } else if (first != problem.out.host ||
+               std::memcmp(first_lse.data(), problem.lse.data(), first_lse.size() * 4) != 0) {
+      wrong += " other bits than before";
+    }
+    const Worst w = compare(problem, rows);
+    const bool pass = wrong.empty() && w.ratio <= 1;
+    good = good && pass;
+    std::printf("%s  %-44s %-14s worst %.3f of the bound", pass ? "PASS" : "FAIL", c.name.c_str(),
+                turn.name, w.ratio);
+    if (!pass) {
+      std::printf("\n     %s (batch %d, query %d, head %d) column %d wanted %g found %g",
+                  wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+    if (!pass) break;
+  }
+  return good;
+}
+
+// Whether a problem takes seconds: a KV block of a work tile takes about 10 milliseconds.
+static bool is_short(const DecodeCase& c) {
+  int64_t blocks = 0;
+  for (int b = 0; b < c.batch; ++b) {
+    const int keys = c.seqlens.empty() ? c.capacity : std::clamp(c.seqlens[b], 0, c.capacity);
+    blocks += keys / 64 + 1;
+  }
+  return blocks * c.heads_q * ((c.seqlen_q + 191) / 192) * c.head_dim / 64 <= 400;
+}
+
+int main(int argc, char** argv) {
+  std::vector<DecodeCase> cases;
+  if (argc >= 3 && !std::strcmp(argv[1], "--random")) {
+    const int first = argc > 3 ? std::atoi(argv[3]) : 0;
+    for (int i = first; i < first + std::atoi(argv[2]); ++i) {
+      const DecodeCase c = random_cached_case(i);
+      if (is_short(c)) cases.push_back(c);
+    }
+  } else {
+    const char* part = argc == 3 && !std::strcmp(argv[1], "--only") ? argv[2] : "";
+    for (const DecodeCase& c : cached_cases()) {
+      if (c.name.find(part) != std::string::npos && is_short(c)) cases.push_back(c);
+    }
+  }
+  emulation::shared_memory = forward::shared;
+  int failed = 0;
+  for (const DecodeCase& c : cases) failed += !run_case(c);
+  std::printf("%zu cases, %d failed\n", cases.size(), failed);
+  return failed != 0 || cases.empty();
+}
