@@ -50,25 +50,38 @@ def write_if_changed(path: Path, text: str) -> None:
 
 def unit(config) -> str:
     """A unit with the config as template argument."""
-    kind = config.kind.title()
+    launch = "forward_cached" if _is_cached_forward(config) else config.kind
+    kernel = _kernel_type(config)
     return f"""{HEADER}
-#include "launch/compiled_{config.kind}.cuh"
+#include "launch/compiled_{launch}.cuh"
 
 namespace flashattn3 {{
 
 constexpr {config.kind}::Config kConfig = {initializer(config)};
 {_checks(config)}
-extern const {kind}Kernel {config.name};
-const {kind}Kernel {config.name} = compiled_{config.kind}<kConfig>("{config.name}");
+extern const {kernel} {config.name};
+const {kernel} {config.name} = compiled_{launch}<kConfig>("{config.name}");
 
 }}  // namespace flashattn3
 """
 
 
+def _is_cached_forward(config) -> bool:
+    return config.kind == "forward" and config.cached
+
+
+def _kernel_type(config) -> str:
+    """The C++ type of the registry's entry: both kinds of cached calls have one."""
+    return f"{'Decode' if _is_cached_forward(config) else config.kind.title()}Kernel"
+
+
 def _checks(config) -> str:
-    """What Python says of a backward kernel besides its config holds in C++."""
+    """What Python says of a kernel besides its config holds in C++."""
     if config.kind == "forward":
         return ""
+    if config.kind == "decode":
+        rows = load_kernel_configs().DECODE_TILE_ROWS
+        return f"static_assert(decode::kBlockM == {rows});\n"
     block_m = load_kernel_configs().BACKWARD_BLOCK_M
     return (
         f"static_assert(backward::kBlockM == {block_m});\n"
@@ -95,13 +108,14 @@ def _literal(value: object) -> str:
 def registry(table: ModuleType, compiled) -> str:
     """The registry of all kernel configs in order; null: not compiled."""
     declarations = "".join(
-        f"extern const {config.kind.title()}Kernel {config.name};\n" for config in compiled
+        f"extern const {_kernel_type(config)} {config.name};\n" for config in compiled
     )
     entries = "".join(
         _entries(kind, configs, compiled)
         for kind, configs in (
             ("Forward", table.FORWARD_CONFIGS),
             ("Backward", table.BACKWARD_CONFIGS),
+            ("Decode", table.CACHED_CONFIGS),
         )
     )
     return f"""{HEADER}

@@ -29,6 +29,7 @@ from .kvcache.backends import CACHE_BACKENDS
 from .kvcache.problem import DecodeOptions, DecodeTensors, describe_decode, metadata_of
 
 SHAPE = (1, 128, 2, 128)  # of q, k and v in _ordinary_problem and _probe
+CACHED_CALLS = {"cached calls": 1, "cached chunks": 2048}  # queries of a sequence
 FORCED_BY = "FLASHATTN3_BACKEND"
 
 
@@ -152,20 +153,24 @@ def _backends(device: torch.device, forced: str | None) -> str:
         for name, reason in reasons.items()
         if name != first
     ]
-    lines.append(f"  cached calls: {_cached(device, info)}")
+    lines += [f"  {calls}: {_cached(device, info, n)}" for calls, n in CACHED_CALLS.items()]
     if forced and reasons.get(forced, "unknown") is not None:
         lines.append(f"  {FORCED_BY}={forced}: calls here fail unless they name a backend")
     return "\n".join(lines)
 
 
-def _cached(device: torch.device, info: DeviceInfo) -> str:
-    """The backend that runs an ordinary bfloat16 call with a KV cache, and why not the first."""
+def _cached(device: torch.device, info: DeviceInfo, seqlen_q: int) -> str:
+    """The backend that runs an ordinary bfloat16 call of seqlen_q queries with a KV cache, which of
+    its kernels, and why not the first backend."""
     like = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
     x = metadata_of(like)._replace(device=device)
-    tensors = (x, x, x, *[None] * (len(DecodeTensors._fields) - 3))
+    q = x._replace(shape=(SHAPE[0], seqlen_q, *SHAPE[2:]))
+    tensors = (q, x, x, *[None] * (len(DecodeTensors._fields) - 3))
     plan = choose(describe_decode(tensors, DecodeOptions(), None), info, CACHE_BACKENDS)
-    declined = "; ".join(f"{name}: {reason}" for name, reason in plan.declined)
-    return f"{plan.backend.name} ({declined})" if declined else plan.backend.name
+    notes = [f"{name}: {reason}" for name, reason in plan.declined]
+    if plan.backend.name == "hopper":
+        notes.append(str(plan.launch.describe()["kernel"]))
+    return f"{plan.backend.name} ({'; '.join(notes)})" if notes else plan.backend.name
 
 
 def _ordinary_problem(device: torch.device) -> Problem:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flashattn3.backends import BACKENDS, HOPPER
-from flashattn3.backends.hopper.launch_record import LaunchRecord
+from flashattn3.backends.hopper.launch_record import DecodeRecord, LaunchRecord
 from flashattn3.backends.hopper.library import Library
 from flashattn3.call.dtypes import FULL_PRECISION
 from flashattn3.dispatch.device import DeviceInfo, default_lowering, describe_device
@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
     """Stands in for the handle of a prepared launch of the Hopper library."""
 
     config: int
-    record: LaunchRecord
+    record: LaunchRecord | DecodeRecord
 
 
 def _prepare(config: int, *record: object) -> tuple:
@@ -77,9 +77,19 @@ def _prepare(config: int, *record: object) -> tuple:
     return Prepared(config, LaunchRecord(*record)), 11, 384, 2048, 16
 
 
+def _prepare_decode(config: int, *record: object) -> tuple:
+    return Prepared(config, DecodeRecord(*record)), 384, 2048
+
+
 def library_double(configs=ALL_CONFIGS, error: str | None = None, **operators) -> Library:
     """A Hopper library whose launches are prepared without it."""
-    return Library(configs, error, prepare_forward=_prepare, prepare_backward=_prepare, **operators)
+    prepared = {
+        "prepare_forward": _prepare,
+        "prepare_backward": _prepare,
+        "prepare_decode": _prepare_decode,
+        "decode_size": lambda handle, *sizes: (11, 16),
+    }
+    return Library(configs, error, **prepared, **operators)
 
 
 def run_python(code: str, **environment: str | None) -> str:
@@ -108,6 +118,7 @@ HOPPER_IS_MISSING = _hopper_is_missing()
 needs_hopper = pytest.mark.skipif(
     HOPPER_IS_MISSING is not None, reason=f"hopper: {HOPPER_IS_MISSING}"
 )
+CACHE_BACKENDS = ("reference", "triton", pytest.param("hopper", marks=needs_hopper))
 EVERY_BACKEND = (pytest.param("hopper", marks=needs_hopper), "triton", "reference")
 
 # One case of FORWARD_CASES for each feature; the others are its sizes, heads and head dims.

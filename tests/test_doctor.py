@@ -48,6 +48,7 @@ def test_a_forced_backend_is_reported_and_forces_nothing_here(name, said):
     assert said in printed
     assert "  reference: runs a bfloat16 problem" in printed
     assert "  cached calls: reference (hopper: needs an NVIDIA GPU" in printed
+    assert "  cached chunks: reference (hopper: needs an NVIDIA GPU" in printed
     assert f"  FLASHATTN3_BACKEND={name}: calls here fail unless they name a backend" in printed
 
 
@@ -58,6 +59,7 @@ def test_a_forced_backend_fails_only_where_it_declines(capsys, monkeypatch):
     on_gpu, on_cpu = printed_by_doctor(capsys).split("\ncpu:")
     assert "  triton: runs a bfloat16 problem" in on_gpu
     assert "  cached calls: triton (hopper: " in on_gpu
+    assert "  cached chunks: triton (hopper: " in on_gpu
     assert "calls here fail" not in on_gpu
     assert "calls here fail" in on_cpu
 

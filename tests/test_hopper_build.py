@@ -23,7 +23,12 @@ from build_support import device_checks, ptxas, toolchain, units
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
 from flashattn3.backends.hopper.library import find_library, kernel_info
 from flashattn3.dispatch.device import SHARED_MEMORY_KIB
-from flashattn3.dispatch.kernel_configs import FORWARD_CONFIGS, all_configs, configs_hash
+from flashattn3.dispatch.kernel_configs import (
+    CACHED_FORWARD_CONFIGS,
+    FORWARD_CONFIGS,
+    all_configs,
+    configs_hash,
+)
 
 ROW = "forward_bf16_d64_full"
 
@@ -69,7 +74,8 @@ def test_units_name_every_field_of_their_row(tmp_path):
     assert [path.name for path in paths] == [*(f"{name}.cu" for name in names), "registry.cpp"]
     for config, path in zip(all_configs(), paths, strict=False):
         text = path.read_text()
-        assert f'#include "launch/compiled_{config.kind}.cuh"' in text
+        launch = "forward_cached" if config in CACHED_FORWARD_CONFIGS else config.kind
+        assert f'#include "launch/compiled_{launch}.cuh"' in text
         assert f"constexpr {config.kind}::Config kConfig = {{" in text
         assert f".head_dim = {config.head_dim}," in text
         if config.kind == "forward":

@@ -21,6 +21,7 @@ from flashattn3 import (
     quantized,
 )
 from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.kvcache import ops as kvcache
 from flashattn3.quantization import dispatch
@@ -124,7 +125,7 @@ def both_passes(tensors):
 
 # Bounds are a quarter above the counts, which vary with the versions of torch and Python.
 FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 41, 44, 109, 134, 66
-CACHED = 142
+CACHED, CACHED_ON_HOPPER = 115, 60
 
 
 def test_forward_on_hopper(on_hopper):
@@ -180,6 +181,32 @@ def test_a_cached_call_on_triton(length, compiled):
     given = itertools.count(1) if length == "int" else itertools.repeat(torch.tensor([9]).int())
     call = flash_attn_with_kvcache
     assert work_of(lambda: call(q, cache, cache, cache_seqlens=next(given))) <= CACHED
+
+
+@pytest.fixture
+def cached_on_hopper(monkeypatch):
+    """Plan cached calls on CPU tensors for an H100, with an operator that does nothing."""
+    library = library_double(decode=lambda *_: None)
+    hopper = HopperCacheBackend(HopperBackend(library=lambda: library))
+    backends = (hopper, *kvcache.CACHE_BACKENDS[1:])
+    monkeypatch.setattr(kvcache, "CACHE_BACKENDS", backends)
+    monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
+    monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
+    caches = kvcache.plan_of, kvcache._checked_decode
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("length", ["tensor", "int"])
+def test_a_cached_call_on_hopper(length, cached_on_hopper):
+    q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
+    given = itertools.count(1) if length == "int" else itertools.repeat(torch.tensor([9]).int())
+    call = flash_attn_with_kvcache
+    work = work_of(lambda: call(q, cache, cache, cache_seqlens=next(given)))
+    assert work <= CACHED_ON_HOPPER
 
 
 def test_a_tiny_call_on_a_cpu():

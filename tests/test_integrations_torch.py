@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from importlib.util import find_spec
@@ -232,6 +233,11 @@ def test_deterministic_algorithms(monkeypatch, calls):
     assert found == [True, False]
 
 
+def takes(function, argument):
+    """Whether the installed torch's function has the argument."""
+    return argument in inspect.signature(function).parameters
+
+
 def edges(*lengths):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
@@ -242,8 +248,9 @@ def edges(*lengths):
 def test_varlen_attn(window, compiled, calls):
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+    groups = {"enable_gqa": True} if takes(varlen_attn, "enable_gqa") else {}
     q = torch.randn(33, 4, 32, requires_grad=True)
-    k, v = (torch.randn(40, 2, 32, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(40, 2 if groups else 4, 32, requires_grad=True) for _ in range(2))
     cu_q, cu_k = edges(7, 13, 13), edges(9, 13, 18)
     run = varlen_attn
     if compiled:
@@ -252,8 +259,8 @@ def test_varlen_attn(window, compiled, calls):
     out, lse = run(
         *(q, k, v, cu_q, cu_k, 13, 18),
         window_size=window,
-        enable_gqa=True,
         return_aux=AuxRequest(lse=True),
+        **groups,
     )
     wanted = []
     for i in range(3):
@@ -276,6 +283,8 @@ def test_varlen_attn_with_keys_that_do_not_count_and_into_a_given_tensor(calls):
 
     q, k, v = torch.randn(6, 2, 32), torch.randn(40, 2, 32), torch.randn(40, 2, 32)
     used = torch.tensor([5, 20], dtype=torch.int32)
+    if not takes(varlen.varlen_attn, "seqused_k"):
+        pytest.skip("this torch's varlen_attn has no seqused_k")
     arguments = q, k, v, edges(3, 3), edges(15, 25), 3, 25
     wanted = flash_attn_varlen_func(*arguments, seqused_k=used)
     found = varlen.varlen_attn(*arguments, seqused_k=used)

@@ -13,6 +13,9 @@ from flashattn3.dispatch import kernel_configs
 from flashattn3.dispatch.device import SHARED_MEMORY_KIB
 from flashattn3.dispatch.kernel_configs import (
     BACKWARD_CONFIGS,
+    CACHED_CONFIGS,
+    CACHED_FORWARD_CONFIGS,
+    DECODE_CONFIGS,
     DTYPES,
     EIGHT_BIT,
     FORWARD_CONFIGS,
@@ -20,12 +23,15 @@ from flashattn3.dispatch.kernel_configs import (
     MAX_HEAD_DIM,
     SIXTEEN_BIT,
     BackwardConfig,
+    DecodeConfig,
     ForwardConfig,
     all_configs,
     compiled_fields,
     configs_hash,
     matching,
     select_backward_config,
+    select_cached_forward_config,
+    select_decode_config,
     select_forward_config,
 )
 
@@ -39,7 +45,7 @@ def test_names_are_unique_and_c_identifiers():
     assert all(name.isidentifier() for name in names)
 
 
-@pytest.mark.parametrize("config", FORWARD_CONFIGS, **ids)
+@pytest.mark.parametrize("config", FORWARD_CONFIGS + CACHED_FORWARD_CONFIGS, **ids)
 def test_rows_fit_the_budgets_of_an_sm(config):
     assert config.block_m == 64 * config.num_mma_warpgroups
     assert config.block_n % 16 == 0
@@ -106,6 +112,34 @@ def test_gradients_of_16_bits_find_the_smallest_row(dtype):
     assert select_backward_config(dtype, largest + 1) is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("select", "configs"),
+    [
+        (select_decode_config, DECODE_CONFIGS),
+        (select_cached_forward_config, CACHED_FORWARD_CONFIGS),
+    ],
+    ids=["decode", "forward"],
+)
+def test_cached_calls_of_16_bits_find_the_smallest_row(select, configs, dtype):
+    for head_dim in range(1, MAX_HEAD_DIM + 1):
+        config = select(dtype, head_dim)
+        if dtype in EIGHT_BIT:
+            assert config is None
+            continue
+        kin = [r.head_dim for r in configs if r.dtype == dtype]
+        assert (config.dtype, config.head_dim) == (dtype, min(d for d in kin if d >= head_dim))
+        assert kin.count(config.head_dim) == 1
+    assert select(dtype, MAX_HEAD_DIM + 1) is None
+
+
+def test_only_forward_rows_of_cached_calls_are_cached():
+    assert all(config.cached and config.masked for config in CACHED_FORWARD_CONFIGS)
+    assert not any(config.cached for config in FORWARD_CONFIGS)
+    # The largest TMA box that divides the page and the tile is found by shifts.
+    assert all(config.block_n.bit_count() == 1 for config in CACHED_FORWARD_CONFIGS)
+
+
 def test_a_row_for_short_sequences_goes_before_one_for_all():
     short = next(config for config in FORWARD_CONFIGS if config.max_seqlen_k is not None)
     of = (short.dtype, short.head_dim, short.masked)
@@ -113,7 +147,7 @@ def test_a_row_for_short_sequences_goes_before_one_for_all():
     assert select_forward_config(*of, short.max_seqlen_k + 1).max_seqlen_k is None
 
 
-@pytest.mark.parametrize("kind", [ForwardConfig, BackwardConfig])
+@pytest.mark.parametrize("kind", [ForwardConfig, BackwardConfig, DecodeConfig])
 def test_rows_have_the_fields_of_the_struct_in_cpp(kind):
     header = ROOT / "csrc" / kind.kind / "config.h"
     if not header.is_file():
@@ -125,16 +159,18 @@ def test_rows_have_the_fields_of_the_struct_in_cpp(kind):
 
 
 def test_a_glob_names_rows():
-    assert matching("*") == all_configs() == (*FORWARD_CONFIGS, *BACKWARD_CONFIGS)
+    assert matching("*") == all_configs() == (*FORWARD_CONFIGS, *BACKWARD_CONFIGS, *CACHED_CONFIGS)
     assert {config.head_dim for config in matching("*_d64_*")} == {64}
     assert matching("backward_*") == BACKWARD_CONFIGS
+    assert matching("decode_*") == DECODE_CONFIGS
+    assert matching("forward_*_cached_*") == CACHED_FORWARD_CONFIGS
     with pytest.raises(
         ValueError, match="no kernel config matches 'fast'; the kernel configs are forward_fp16"
     ):
         matching("fast")
 
 
-@pytest.mark.parametrize("table", ["FORWARD_CONFIGS", "BACKWARD_CONFIGS"])
+@pytest.mark.parametrize("table", ["FORWARD_CONFIGS", "BACKWARD_CONFIGS", "CACHED_CONFIGS"])
 def test_the_hash_follows_what_is_compiled(table, monkeypatch):
     before, configs = configs_hash(), getattr(kernel_configs, table)
     measured = tuple(replace(config, measured="H100, full, 16k") for config in configs)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import GPU, ROOT, TRITON_DTYPES
+from helpers import CACHE_BACKENDS, GPU, ROOT, SIXTEEN_BIT, TRITON_DTYPES, needs_hopper
 
 from flashattn3 import (
     flash_attn_combine,
@@ -76,7 +76,9 @@ QUICK = (
 BACKEND_DTYPES = [
     *(("reference", dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)),
     *(("triton", dtype) for dtype in TRITON_DTYPES),
+    *(pytest.param("hopper", dtype, marks=needs_hopper) for dtype in SIXTEEN_BIT),
 ]
+GPU_BACKENDS = CACHE_BACKENDS[1:]
 interpreted = pytest.mark.interpreted(
     quick=lambda case, backend, dtype=None, **_: (
         case.name in QUICK or (backend == "reference" and dtype in (None, torch.float16))
@@ -110,7 +112,7 @@ SPLIT_CASES = (
 
 
 @interpreted
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 @pytest.mark.parametrize(
     ("case", "num_splits"),
     [*((case, splits) for case in SPLIT_CASES for splits in (0, 3)), (SPLIT, 1), (SPLIT, 256)],
@@ -118,6 +120,8 @@ SPLIT_CASES = (
 )
 def test_parts(case, backend, num_splits, device, monkeypatch):
     """Long enough to be cut into parts, which a test shorter than a part would not see."""
+    if backend == "hopper" and num_splits > 1:
+        num_splits = 0
     if backend == "triton":
         _several_ctas(monkeypatch)
     inputs = make_cache_inputs(case, device, torch.float16)
@@ -171,7 +175,7 @@ def test_several_parts_ran(num_splits, device, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("case", SPLIT_CASES if GPU else (SPLIT,), ids=lambda case: case.name)
-@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_twenty_runs_are_bitwise_the_same(case, backend, device, monkeypatch):
     _several_ctas(monkeypatch)
     inputs = make_cache_inputs(case, device, torch.float16)
@@ -213,7 +217,7 @@ def test_the_grid_and_the_workspace_hold_every_part(num_splits):
     assert tile.workspace_bytes(slots, 128) <= 9e6
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 def test_one_split_does_not_depend_on_the_batch(backend, device):
     """num_splits=1: a sequence's bits are the same alone and in a batch, in pages and dense."""
     case = CacheCase("batch", (90, 3, 33), 2, page_size=16, options={"causal": True})
@@ -232,7 +236,7 @@ def test_one_split_does_not_depend_on_the_batch(backend, device):
         assert torch.equal(alone[0][0], out[index]) and torch.equal(alone[1][0], lse[index])
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 def test_the_capacity_does_not_change_the_bits(backend, device, monkeypatch):
     _several_ctas(monkeypatch)
     results = []
@@ -243,7 +247,7 @@ def test_the_capacity_does_not_change_the_bits(backend, device, monkeypatch):
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 def test_descales_of_any_sign(backend, device):
     case = CacheCase("descales", (17, 40, 9), descales=True)
     inputs = make_cache_inputs(case, device, torch.float16)
@@ -255,7 +259,7 @@ def test_descales_of_any_sign(backend, device):
     assert out[1].isnan().all() and lse[1].isnan().all() and out[::2].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 def test_seqlen_as_an_int_and_as_none(backend, device):
     case = CacheCase("int", (20, 20), capacity=20)
     inputs = make_cache_inputs(case, device, torch.float16)
@@ -265,7 +269,7 @@ def test_seqlen_as_an_int_and_as_none(backend, device):
         assert all(map(torch.equal, call_cached(inputs, backend=backend), wanted))
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 def test_out_of_the_caller_and_any_strides_of_q(backend, device):
     case = CacheCase("out", (20, 33), 2)
     inputs = make_cache_inputs(case, device, torch.float16)
@@ -285,7 +289,7 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 def test_wrong_values_stay_inside_the_tensors(backend, device, unchecked):
     """A length over the capacity is cut; rows of a missing page or cache are NaN, others right."""
     case = CacheCase("wrong", (16, 40, 30), page_size=16, capacity=48)
@@ -348,7 +352,7 @@ def metadata_of(case, inputs, **changes):
 @pytest.mark.interpreted(
     quick=lambda case, backend: backend == "reference" or case is METADATA_CASES[1]
 )
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 @pytest.mark.parametrize("case", METADATA_CASES, ids=lambda case: case.name)
 def test_scheduler_metadata(case, backend, device, unchecked):
     """Metadata of the call changes nothing; of other lengths, its rows are NaN; of other options,
@@ -387,7 +391,7 @@ def test_scheduler_metadata(case, backend, device, unchecked):
     assert out.isnan().all() and lse.isnan().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_combine_joins_calls_over_parts_of_the_keys(ragged, backend, device):
     """A prefix in one call, the rest in another; the sink in one of them alone."""
@@ -416,10 +420,12 @@ def test_combine_joins_calls_over_parts_of_the_keys(ragged, backend, device):
     assert not out.any() and (lse == -math.inf).all()
 
 
-def test_a_growing_cache_does_not_miss_the_plan(device):
+@pytest.mark.parametrize(
+    "backend", ["triton" if GPU else "reference", pytest.param("hopper", marks=needs_hopper)]
+)
+def test_a_growing_cache_does_not_miss_the_plan(backend, device):
     """Neither batch, capacity, table width, page count nor length is in the key of a plan."""
     pytest.importorskip("triton")
-    backend = "triton" if GPU else "reference"
     sizes = itertools.product((2, 3), (16, 33), (0, 4))
     misses = set()
     for page_size in (0, 16):
@@ -461,36 +467,42 @@ def test_the_shared_prefix_of_the_document(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("length", [2**10, 2**17, 2**20])
-def test_long_contexts(length):
+def test_long_contexts(length, backend):
     case = CacheCase("long", (length,), num_heads_q=2, num_heads_kv=1, page_size=16)
     inputs = make_cache_inputs(case, "cuda", torch.bfloat16)
-    check_cached(case, inputs, *call_cached(inputs, backend="triton"))
+    check_cached(case, inputs, *call_cached(inputs, backend=backend))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", [0, 2])
-def test_many_sequences(num_splits):
+@pytest.mark.parametrize(
+    ("backend", "num_splits"),
+    [("triton", 0), ("triton", 2)]
+    + [pytest.param("hopper", splits, marks=needs_hopper) for splits in (0, 1)],
+)
+def test_many_sequences(backend, num_splits):
     """Over 992, where FlashAttention-3 no longer splits; more than one step of the prefix sum."""
     case = CacheCase("many", tuple(range(600, 1600)), num_heads_kv=1, num_heads_q=1, page_size=16)
     inputs = make_cache_inputs(case, "cuda", torch.float16)
-    check_cached(case, inputs, *call_cached(inputs, backend="triton", num_splits=num_splits))
+    check_cached(case, inputs, *call_cached(inputs, backend=backend, num_splits=num_splits))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_a_captured_call_is_right_for_other_lengths(page_size):
+def test_a_captured_call_is_right_for_other_lengths(page_size, backend):
     """Captured at length 1; replayed at the capacity, with other tables and a smaller batch."""
     lengths = (1000, 1, 700, 0)
     case = CacheCase("graph", lengths, page_size=page_size, capacity=1000)
     inputs = make_cache_inputs(case, "cuda", torch.float16)
     given = inputs.arguments
     seqlens = given["cache_seqlens"].clone()
-    call_cached(inputs, backend="triton")
+    call_cached(inputs, backend=backend)
     given["cache_seqlens"] = torch.ones_like(seqlens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = call_cached(inputs, backend="triton")
+        out, lse = call_cached(inputs, backend=backend)
     given["cache_seqlens"].copy_(seqlens)
     graph.replay()
     check_cached(case, inputs, out, lse, "replayed")
@@ -508,17 +520,20 @@ def test_a_captured_call_is_right_for_other_lengths(page_size):
 
 
 @pytest.mark.gpu
-def test_two_captured_calls_run_side_by_side():
-    """Each graph has its own workspace: replayed on two streams at once they do not disturb."""
+@pytest.mark.parametrize("one_stream", [False, True])
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_two_captured_calls_run_side_by_side(backend, one_stream):
+    """Each graph has its own workspace and counters: replayed on two streams at once they do not
+    disturb, although they were captured on one."""
     cases = [CacheCase("first", (1000, 3)), CacheCase("second", (900, 700), 2, page_size=16)]
     streams, graphs, kept = [torch.cuda.Stream() for _ in cases], [], []
     for case, stream in zip(cases, streams, strict=True):
         inputs = make_cache_inputs(case, "cuda", torch.float16)
-        call_cached(inputs, backend="triton")
+        call_cached(inputs, backend=backend)
         torch.cuda.synchronize()
         graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], stream=stream):
-            kept.append((case, inputs, call_cached(inputs, backend="triton")))
+        with torch.cuda.graph(graphs[-1], stream=streams[0] if one_stream else stream):
+            kept.append((case, inputs, call_cached(inputs, backend=backend)))
     for _ in range(20):
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
@@ -529,12 +544,13 @@ def test_two_captured_calls_run_side_by_side():
 
 
 @pytest.mark.gpu
-def test_a_cache_of_more_than_two_to_the_31_elements():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_a_cache_of_more_than_two_to_the_31_elements(backend):
     pages, size, heads, dim = 2**31 // (16 * 8 * 64) + 4, 16, 8, 64
     cache = torch.zeros(pages, size, heads, dim, device="cuda", dtype=torch.float16)
     cache[-1] = torch.randn_like(cache[-1])
     q = torch.randn(1, 1, 8, dim, device="cuda", dtype=torch.float16)
     table = torch.tensor([[pages - 1]], dtype=torch.int32, device="cuda")
-    found = flash_attn_with_kvcache(q, cache, cache, page_table=table, backend="triton")
+    found = flash_attn_with_kvcache(q, cache, cache, page_table=table, backend=backend)
     alone = cache[-1:].clone()
-    assert torch.equal(found, flash_attn_with_kvcache(q, alone, alone, backend="triton"))
+    assert torch.equal(found, flash_attn_with_kvcache(q, alone, alone, backend=backend))

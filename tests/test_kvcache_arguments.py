@@ -425,12 +425,11 @@ def problem_of(dtype=torch.bfloat16, device="cuda", **options):
 
 
 def test_dispatch_without_a_gpu():
-    """Triton serves Hopper too; the reference backend runs elsewhere; each says why it does not."""
+    """The reference backend runs where Triton does not; each says why it does not."""
     unlinked = CACHE_BACKENDS[1:]
     for device in (A100, H100):
         plan = choose(problem_of(), device, unlinked)
         assert plan.backend.name == "triton" and plan.launch.tile.block_m == 16
-    assert CACHE_BACKENDS[0].decline_reason(problem_of(), H100).startswith("has no kernel for ca")
     assert choose(problem_of(device="cpu"), CPU, CACHE_BACKENDS).backend.name == "reference"
     plan = choose(problem_of(torch.float32), A100, unlinked)
     assert plan.backend.name == "reference" and "float32" in dict(plan.declined)["triton"]

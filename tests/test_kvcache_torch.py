@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import GPU
+from helpers import GPU, needs_hopper
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,7 +22,11 @@ CASES = (
     CacheCase("opcheck", (9, 17), 2, page_size=8, options={"causal": True}),
     CacheCase("opcheck-ragged", (9, 17), (2, 1), sinks=True, descales=True, leftpad=(1, 2)),
 )
-BACKENDS = ("reference", pytest.param("triton", marks=() if GPU else pytest.mark.slow))
+BACKENDS = (
+    "reference",
+    pytest.param("triton", marks=() if GPU else pytest.mark.slow),
+    pytest.param("hopper", marks=needs_hopper),
+)
 
 
 def operands(case, device):

@@ -79,6 +79,21 @@ MAY_IMPORT = {
         "call.dtypes",
     },
     "backends.hopper.launch_record": {"call.spec"},
+    # Shared by the backends whose kernels of cached calls run forwards of few query rows.
+    "backends.results": {"call.problem"},
+    "backends.packed": {
+        "backends.results",
+        "call.dtypes",
+        "call.problem",
+        "dispatch.device",
+        "kvcache.problem",
+    },
+    "backends.hopper.decode_launch": {
+        "backends.hopper.launch_record",
+        "call.dtypes",
+        "dispatch.backend",
+        "dispatch.kernel_configs",
+    },
     "backends.hopper.library": {
         "backends.hopper.launch_record",
         "dispatch.kernel_configs",
@@ -98,7 +113,9 @@ MAY_IMPORT = {
     },
     "backends.hopper.backend": {
         "backends.conversions",
+        "backends.hopper.decode_launch",
         "backends.hopper.launch",
+        "backends.packed",
         "backends.hopper.library",
         "backends.gpu_limits",
         "backends.triton.backend",
@@ -121,22 +138,14 @@ MAY_IMPORT = {
         "call.descales",
         "call.dtypes",
         "backends.triton.cache_tiles",
-        "backends.triton.packed",
-        "backends.triton.tile_configs",
-    },
-    # A call without a cache whose forward is a cached call's.
-    "backends.triton.packed": {
-        "backends.triton.cache_tiles",
+        "backends.packed",
         "backends.triton.kvcache_launch",
-        "backends.triton.launch",
-        "call.dtypes",
-        "call.problem",
-        "dispatch.device",
-        "kvcache.problem",
+        "backends.triton.tile_configs",
     },
     "backends.triton.cache_tiles": {"backends.triton.tile_configs", "dispatch.device"},
     "backends.triton.launch": {
         "backends.conversions",
+        "backends.results",
         "backends.triton.tile_configs",
         "backends.gpu_limits",
         "backends.triton.backend",
@@ -149,7 +158,13 @@ MAY_IMPORT = {
     },
     "backends.triton.tile_configs": set(),
     # Cached calls have a backend of their own beside each of the others.
-    "backends.hopper.kvcache": {"backends.hopper.backend", "dispatch.device"},
+    "backends.hopper.kvcache": {
+        "backends.hopper.backend",
+        "backends.hopper.decode_launch",
+        "backends.triton.kvcache",
+        "dispatch.device",
+        "dispatch.kernel_configs",
+    },
     "backends.triton.kvcache": {
         "backends.triton.backend",
         "backends.triton.cache_tiles",

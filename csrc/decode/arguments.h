@@ -20,7 +20,8 @@ struct CacheTensor {
 // work tile holds `tokens` tokens of `heads` heads: row r is token r / heads, head r % heads of the
 // tile.
 struct PackedRows {
-  int heads, tokens;
+  int heads;
+  cutlass::FastDivmod tokens;
   int head_tiles;  // tiles that the query heads of a KV head take
 };
 
@@ -37,9 +38,10 @@ struct Arguments {
   const int32_t* page_table;  // (num_caches, max_pages); null: the cache is dense
   int64_t page_table_stride;  // between its first dimension's entries
   cutlass::FastDivmod page_size;
-  int num_pages;   // of the cache; dense: num_caches
-  int num_caches;  // entries of the page table or of the dense cache
-  int capacity;    // tokens of one entry
+  bool even_blocks;  // all keys of a KV block are in one page
+  int num_pages;     // of the cache; dense: num_caches
+  int num_caches;    // entries of the page table or of the dense cache
+  int capacity;      // tokens of one entry
 
   SequenceTable seqlens_q;
   const int32_t* cache_seqlens;     // (batch), or null: seqlen_k

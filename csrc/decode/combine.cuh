@@ -64,69 +64,30 @@ class Exchange {
   float4* vectors_;
 };
 
-// Combines the parts of one work tile across CTAs. The 128 threads of warpgroup 0 use it.
-template <class Traits>
+// Combines the parts of the work tiles that this CTA shares with others. There are at most two: the
+// first and the last of its share. They arrive together, after the last KV block, so that no part
+// waits for the memory fence of an arrival. All consumer threads take part.
+template <class Traits, class Storage>
 class Combine {
+  static constexpr int kCombineThreads = 128 * kConsumers;
+
  public:
-  // is_last: an int in shared memory for this class alone.
-  __device__ __forceinline__ Combine(const Arguments& args, const PackedTile& tile,
-                                     const RowStore& store, int& is_last)
-      : args_(args), tile_(tile), store_(store), is_last_(is_last) {}
+  __device__ __forceinline__ Combine(const Arguments& args, Storage& storage)
+      : args_(args), storage_(storage) {}
 
-  // Stores this CTA's part and combines what is complete with it.
-  __device__ __forceinline__ void add(const Part& part, const float (&o)[Traits::kOutRegisters],
-                                      const RowStats (&stats)[2]) {
-    const int cta = blockIdx.x, first_cta = part.first_cta;
-    store_part(partial_of(cta, first_cta), o, stats);
-    const ArrivalGroup group = ArrivalGroup::of(cta, part);
-    const int leader_part = partial_of(group.leader, first_cta);
-    if (!arrive(args_.partial_counters + leader_part, group.num_ctas)) return;
-    const bool one_group = part.num_ctas <= kGroup;
-    combine(args_.partial_stats, group.leader, 1, group.num_ctas, first_cta,
-            [&](const Element& element) {
-              if (one_group) {
-                store_element(element);
-                return;
-              }
-              // In place: no other thread reads these columns of the leader's part. Its statistics
-              // are read by other threads, so those of the group are elsewhere.
-              *part_of_row(leader_part, element.row, element.column) = element.sum;
-              if (element.column == 0)
-                group_stats()[leader_part * kBlockM + element.row] = as_float2(element.stats);
-            });
-    if (one_group) return;
-    const int groups = (part.num_ctas + kGroup - 1) / kGroup;
-    if (!arrive(args_.partial_counters + num_partials(gridDim.x) + first_cta, groups)) return;
-    combine(group_stats(), first_cta, kGroup, groups, first_cta,
-            [&](const Element& element) { store_element(element); });
-  }
-
- private:
-  // Four columns of a row: sums relative to the row's statistics.
-  struct Element {
-    int row, column;
-    float4 sum;
-    RowStats stats;
-  };
-
-  static __device__ __forceinline__ float2 as_float2(RowStats stats) {
-    return make_float2(stats.max, stats.sum);
-  }
-  __device__ __forceinline__ float2* group_stats() const {
-    return args_.partial_stats + num_partials(gridDim.x) * kBlockM;
-  }
-  __device__ __forceinline__ float4* part_of_row(int partial, int row, int column) const {
-    return reinterpret_cast<float4*>(args_.partial_out +
-                                     int64_t{partial * kBlockM + row} * args_.head_dim_v + column);
-  }
-
-  __device__ __forceinline__ void store_part(int partial, const float (&o)[Traits::kOutRegisters],
+  // Stores the results of pending part `index`, from the accumulators of warpgroup 0.
+  __device__ __forceinline__ void store_part(int index, const Part& part,
+                                             const CachedSequence& sequence,
+                                             const float (&o)[Traits::kOutRegisters],
                                              const RowStats (&stats)[2]) const {
     const int thread = threadIdx.x % 128, column = thread_column(thread);
+    if (thread == 0) storage_.pending[index] = {part, sequence};
+    const int num_rows = PackedTile::of(args_, sequence, part).num_rows();
+    const int partial = partial_of(blockIdx.x, part.first_cta);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = thread_row(thread) + kRowStride * r;
-      if (row >= tile_.num_rows()) continue;
+      if (row >= num_rows) continue;
       if (column == 0) args_.partial_stats[partial * kBlockM + row] = as_float2(stats[r]);
       float* out = reinterpret_cast<float*>(part_of_row(partial, row, 0));
 #pragma unroll
@@ -139,67 +100,119 @@ class Combine {
     }
   }
 
-  // Arrives for the warpgroup and returns whether it is the last of `count`.
-  __device__ __forceinline__ bool arrive(uint32_t* counter, int count) {
-    named_barrier_sync(1, 128);  // Sync: all threads have stored, and have read is_last.
-    if (threadIdx.x % 128 == 0) is_last_ = arrive_last(counter, count);
-    named_barrier_sync(1, 128);  // Sync: is_last is written.
-    return is_last_ != 0;
+  // Combines the work tiles of pending parts 0 to count - 1 of which no part is missing.
+  __device__ __forceinline__ void run(int count) const {
+    if (count == 0) return;
+    named_barrier_sync(1, kCombineThreads);  // Sync: all threads have stored the parts.
+    const int warp = threadIdx.x / 32;
+    if (warp < count && threadIdx.x % 32 == 0) {
+      const Part& part = storage_.pending[warp].part;
+      const ArrivalGroup group = ArrivalGroup::of(blockIdx.x, part);
+      storage_.is_last[warp] = arrive_last(
+          args_.partial_counters + partial_of(group.leader, part.first_cta), group.num_ctas);
+    }
+    named_barrier_sync(1, kCombineThreads);  // Sync: is_last is written.
+    for (int i = 0; i < count; ++i) {
+      if (storage_.is_last[i]) combine_tile(storage_.pending[i], storage_.is_last[i]);
+    }
   }
 
-  // Calls take(element) for every element of the work tile, summed over the parts of `count` CTAs,
-  // at most kGroup: first, first + step, ... All values are loaded before the first is used.
-  template <class Take>
-  __device__ __forceinline__ void combine(const float2* all_stats, int first, int step, int count,
-                                          int first_cta, Take take) const {
+ private:
+  static __device__ __forceinline__ float2 as_float2(RowStats stats) {
+    return make_float2(stats.max, stats.sum);
+  }
+  __device__ __forceinline__ float2* group_stats() const {
+    return args_.partial_stats + num_partials(gridDim.x) * kBlockM;
+  }
+  __device__ __forceinline__ float4* part_of_row(int partial, int row, int column) const {
+    return reinterpret_cast<float4*>(args_.partial_out +
+                                     int64_t{partial * kBlockM + row} * args_.head_dim_v + column);
+  }
+
+  // Combines this CTA's group of parts, which is complete, then the groups if they are.
+  __device__ __forceinline__ void combine_tile(const PendingPart& pending, int& is_last) const {
+    const Part& part = pending.part;
+    const PackedTile tile = PackedTile::of(args_, pending.sequence, part);
+    const RowStore store(args_, tile, pending.sequence, part);
+    const ArrivalGroup group = ArrivalGroup::of(blockIdx.x, part);
+    const int groups = (part.num_ctas + kGroup - 1) / kGroup;
+    Parts parts{args_.partial_stats, group.leader, 1, group.num_ctas, part.first_cta};
+    bool is_whole = groups == 1;
+    while (true) {
+      combine(parts, tile, store, is_whole);
+      if (is_whole) return;
+      named_barrier_sync(1, kCombineThreads);  // Sync: the group is stored, and is_last was read.
+      if (threadIdx.x == 0) {
+        is_last =
+            arrive_last(args_.partial_counters + num_partials(gridDim.x) + part.first_cta, groups);
+      }
+      named_barrier_sync(1, kCombineThreads);  // Sync: is_last is written.
+      if (!is_last) return;
+      parts = {group_stats(), part.first_cta, kGroup, groups, part.first_cta};
+      is_whole = true;
+    }
+  }
+
+  // The parts of `count` CTAs, at most kGroup: first, first + step, ...
+  struct Parts {
+    const float2* stats;
+    int first, step, count, first_cta;
+    __device__ __forceinline__ int partial(int i) const {
+      return partial_of(first + i * step, first_cta);
+    }
+  };
+
+  // Sums all elements over the parts. They become rows of out if they are the whole work tile, else
+  // the result of the group, in place of its first part. All values are loaded before the first is
+  // used.
+  __device__ __forceinline__ void combine(const Parts& parts, const PackedTile& tile,
+                                          const RowStore& store, bool is_whole) const {
     static_assert(kGroup == 16);
     const int vectors = args_.head_dim_v / 4;
-    for (int i = threadIdx.x % 128; i < tile_.num_rows() * vectors; i += 128) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tile.num_rows() * vectors; i += kCombineThreads) {
       const int row = i / vectors, column = i % vectors * 4;
       float4 value[kGroup];
       float2 stats[kGroup];
 #pragma unroll
-      for (int part = 0; part < kGroup; ++part) {
-        value[part] = make_float4(0.f, 0.f, 0.f, 0.f);
-        stats[part] = make_float2(-INFINITY, 0.f);
-        if (part < count) {
-          const int partial = partial_of(first + part * step, first_cta);
+      for (int k = 0; k < kGroup; ++k) {
+        value[k] = make_float4(0.f, 0.f, 0.f, 0.f);
+        stats[k] = make_float2(-INFINITY, 0.f);
+        if (k < parts.count) {
           // L2 only: other SMs have written these lines during the kernel.
-          value[part] = __ldcg(part_of_row(partial, row, column));
-          stats[part] = __ldcg(all_stats + partial * kBlockM + row);
+          value[k] = __ldcg(part_of_row(parts.partial(k), row, column));
+          stats[k] = __ldcg(parts.stats + parts.partial(k) * kBlockM + row);
         }
       }
-      Element element{row, column, make_float4(0.f, 0.f, 0.f, 0.f), {-INFINITY, 0.f}};
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+      RowStats all{-INFINITY, 0.f};
 #pragma unroll
-      for (int part = 0; part < kGroup; ++part) {
-        element.stats.max = fmaxf(element.stats.max, stats[part].x);
-      }
+      for (int k = 0; k < kGroup; ++k) all.max = fmaxf(all.max, stats[k].x);
 #pragma unroll
-      for (int part = 0; part < kGroup; ++part) {
-        const float factor = rescale_factor(stats[part].x, element.stats.max);
-        element.stats.sum += stats[part].y * factor;
-        element.sum.x += value[part].x * factor;
-        element.sum.y += value[part].y * factor;
-        element.sum.z += value[part].z * factor;
-        element.sum.w += value[part].w * factor;
+      for (int k = 0; k < kGroup; ++k) {
+        const float factor = rescale_factor(stats[k].x, all.max);
+        all.sum += stats[k].y * factor;
+        sum.x += value[k].x * factor;
+        sum.y += value[k].y * factor;
+        sum.z += value[k].z * factor;
+        sum.w += value[k].w * factor;
       }
-      take(element);
+      if (!is_whole) {
+        // In place: no other thread reads these columns of the first part. Its statistics are read
+        // by other threads, so those of the group are elsewhere.
+        *part_of_row(parts.partial(0), row, column) = sum;
+        if (column == 0) group_stats()[parts.partial(0) * kBlockM + row] = as_float2(all);
+      } else if (tile.has(row)) {
+        const float factor = store.finish(row, all, column == 0);
+        *reinterpret_cast<uint2*>(store.row_of_out(row) + column) =
+            make_uint2(pack<Traits::kElement>(sum.x * factor, sum.y * factor),
+                       pack<Traits::kElement>(sum.z * factor, sum.w * factor));
+      }
     }
   }
 
-  __device__ __forceinline__ void store_element(const Element& element) const {
-    if (!tile_.has(element.row)) return;
-    const float factor = store_.finish(element.row, element.stats, element.column == 0);
-    const uint2 packed =
-        make_uint2(pack<Traits::kElement>(element.sum.x * factor, element.sum.y * factor),
-                   pack<Traits::kElement>(element.sum.z * factor, element.sum.w * factor));
-    *reinterpret_cast<uint2*>(store_.row_of_out(element.row) + element.column) = packed;
-  }
-
   const Arguments& args_;
-  const PackedTile& tile_;
-  const RowStore& store_;
-  int& is_last_;
+  Storage& storage_;
 };
 
 }  // namespace flashattn3::decode

@@ -24,36 +24,37 @@ class Consumer {
   __device__ __forceinline__ void run(PartIterator<Traits::kBlockN> parts) {
     typename Mainloop<kConfig>::Out o;
     typename Mainloop<kConfig>::Softmax softmax;
+    const Combine<Traits, SharedStorageOf<kConfig>> combine(args_, storage_);
     PipelineState<1> write(1), read(0);
+    int num_pending = 0;
     Part part;
     while (parts.next(part)) {
       const CachedSequence& sequence = parts.sequence();
       const PackedTile tile = PackedTile::of(args_, sequence, part);
       mainloop_.attend(o, softmax, tile, sequence, part);
       const bool both = part.n_blocks.end - part.n_blocks.begin > 1;
-      if (warpgroup_ == 1) {
-        if (!both) continue;
+      if (both && warpgroup_ == 1) {
         storage_.exchange_empty.wait(write.phase());  // Sync: warpgroup 0 has read the last O.
         exchange_.write(o, softmax.row);
         __syncwarp();
         storage_.exchange_full.arrive_lanes();  // Sync: this warp has written its O.
         write.advance();
-        continue;
-      }
-      if (both) {
+      } else if (both) {
         storage_.exchange_full.wait(read.phase());  // Sync: warpgroup 1 has written its O.
         exchange_.add_to(o, softmax.row);
         __syncwarp();
         storage_.exchange_empty.arrive_lanes();  // Sync: this warp has read it.
         read.advance();
       }
-      const RowStore store(args_, tile, sequence, part);
-      if (part.num_ctas == 1) {
-        store_out<Traits>(args_, tile, store, o, softmax.row);
-      } else {
-        Combine<Traits>(args_, tile, store, storage_.is_last).add(part, o, softmax.row);
+      const bool is_shared = part.num_ctas > 1;
+      if (warpgroup_ == 0 && is_shared) {
+        combine.store_part(num_pending, part, sequence, o, softmax.row);
+      } else if (warpgroup_ == 0) {
+        store_out<Traits>(args_, tile, RowStore(args_, tile, sequence, part), o, softmax.row);
       }
+      num_pending += is_shared;
     }
+    combine.run(num_pending);
   }
 
  private:

@@ -28,28 +28,33 @@ __device__ __forceinline__ int inclusive_sum(int x, int (&warp_sums)[kThreads / 
   return x;
 }
 
-// Sets storage.share to the units of this CTA. All threads call it.
+// Sets storage.share to the units of this CTA. All threads call it. Each thread sums the units of
+// neighbouring sequences; the one that has the share's first unit looks for its sequence.
 template <int kBlockN, class Storage>
 __device__ __forceinline__ void find_share(const Arguments& args, Storage& storage) {
-  int mine = 0, total;
-  for (int b = threadIdx.x; b < args.batch; b += kThreads) {
-    mine += units_of_sequence<kBlockN>(args, b);
+  const int count = (args.batch + kThreads - 1) / kThreads;
+  const int first = threadIdx.x * count, last = min(first + count, args.batch);
+  WorkShare share;
+  int units = 0, total;
+  for (int b = first; b < last; ++b) {
+    share.sequence = find_cached_sequence<kBlockN>(args, b);
+    units += units_of_sequence(args, share.sequence);
   }
-  inclusive_sum(mine, storage.warp_sums, total);
-  const WorkShare share = WorkShare::of(total, blockIdx.x, gridDim.x);
-  if (threadIdx.x == 0) storage.share = share;
-  int before = 0;  // units of the sequences of earlier rounds
-  for (int first = 0; share.begin < share.end && before <= share.begin; first += kThreads) {
-    __syncthreads();  // all threads have read warp_sums, and thread 0 has written the share
-    const int b = first + threadIdx.x;
-    const int units = b < args.batch ? units_of_sequence<kBlockN>(args, b) : 0;
-    int of_round;
-    const int end = before + inclusive_sum(units, storage.warp_sums, of_round);
-    if (end - units <= share.begin && share.begin < end) {
-      storage.share.batch_idx = b;
-      storage.share.first_unit = end - units;
+  const int end = inclusive_sum(units, storage.warp_sums, total);
+  share.set(total, blockIdx.x, gridDim.x);
+  if (share.begin == share.end) {
+    if (threadIdx.x == 0) storage.share = share;
+  } else if (end - units <= share.begin && share.begin < end) {
+    share.batch_idx = first;
+    share.first_unit = end - units;
+    for (int b = first; count > 1 && b < last; ++b) {
+      share.batch_idx = b;
+      share.sequence = find_cached_sequence<kBlockN>(args, b);
+      units = units_of_sequence(args, share.sequence);
+      if (share.begin < share.first_unit + units) break;
+      share.first_unit += units;
     }
-    before += of_round;
+    storage.share = share;
   }
   __syncthreads();
 }

@@ -29,15 +29,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   griddepcontrol_wait();  // every thread reads lengths that a kernel before may write
   // Sync: find_share has CTA barriers, so no thread uses an mbarrier before it is initialised.
   find_share<Traits::kBlockN>(args, storage);
-  const PartIterator<Traits::kBlockN> parts(args, storage.share);
 
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    Producer<kConfig>(args, shared).run(parts);
+    Producer<kConfig>(args, shared).run({args, storage.share});
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<kConfig>(args, shared, warpgroup).run(parts);
+    Consumer<kConfig>(args, shared, warpgroup).run({args, storage.share});
   }
 }
 

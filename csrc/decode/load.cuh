@@ -3,7 +3,7 @@
 // as 0 * NaN.
 //
 // With 16-byte cp.async pages of any size take the same path, at 2.7 to 2.9 TB/s; TMA is no faster
-// from 64 tokens a page on and far slower below (H100, loads alone, docs/log/decode.md).
+// from 64 tokens a page on and far slower below (H100, loads alone, docs/log/hopper-decode.md).
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,10 @@ namespace flashattn3::decode {
 
 // Copied in place of K where the page table or cache_batch_idx is wrong: a row that sees the key
 // becomes NaN.
-static __device__ const uint4 kNaNs = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
+constexpr uint4 kNaN = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
+static __device__ const uint4 kNaNs[] = {
+    kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN,
+    kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN};
 
 // Address in shared memory of a 16-byte vector of a row, in the layout of tile/gemm.cuh.
 template <int kRows>
@@ -31,105 +34,151 @@ class Producer {
   using Traits = KernelTraits<kConfig>;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kVecs = Traits::kVecs;
-  static constexpr int kRowsOfLoader = kBlockN / 4;  // keys of a KV block that a warp copies
+  // The warpgroup copies kStep rows of a tile at a time, a thread one vector of row_ + i * kStep.
+  static constexpr int kStep = 128 / kVecs;
+  static constexpr int kRowsOfWarp = 32 / kVecs;  // of each step
 
  public:
   __device__ __forceinline__ Producer(const Arguments& args, uint8_t* shared)
       : args_(args),
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
-        shared_(cute::cast_smem_ptr_to_uint(shared)) {}
+        shared_(cute::cast_smem_ptr_to_uint(shared)),
+        row_(threadIdx.x % 128 / kVecs),
+        vec_(threadIdx.x % kVecs) {}
 
   __device__ __forceinline__ void run(PartIterator<kBlockN> parts) {
     Part part;
     while (parts.next(part)) {
       const CachedSequence& sequence = parts.sequence();
+      BlockRows rows = find_rows(sequence, part, part.n_blocks.begin);
       load_q(PackedTile::of(args_, sequence, part), sequence, part);
-      for (int block = part.n_blocks.begin; block < part.n_blocks.end; block += kConsumers) {
-        load_kv(sequence, part, block, 0, kv_0_);
-        if (block + 1 < part.n_blocks.end) load_kv(sequence, part, block + 1, 1, kv_1_);
+      int warpgroup = 0;
+#pragma unroll 1
+      for (int block = part.n_blocks.begin; block < part.n_blocks.end; ++block) {
+        rows = load_kv(sequence, part, block, rows, warpgroup);
+        warpgroup ^= 1;
       }
     }
     wait_for_copies();  // no thread exits with a copy in flight
   }
 
  private:
-  // Where a key is. page: of the paged or dense cache, kHidden or kLost.
-  struct KeyPlace {
-    int page, slot;
+  // Where the keys of a KV block are. With even_blocks: its first row, in all threads; null: its
+  // page does not exist. Else lane i has its warp's row i, in the order in which the warp copies
+  // them; null: no query sees the key.
+  struct BlockRows {
+    const uint16_t *k, *v;
   };
-  static constexpr int kHidden = -1;  // no query sees it
-  static constexpr int kLost = -2;    // its page does not exist
 
   __device__ __forceinline__ void load_q(const PackedTile& tile, const CachedSequence& sequence,
                                          const Part& part) {
     // Sync: all QK GEMMs of the part that had this buffer are complete.
     storage_.q_empty[q_.index()].wait(q_.phase());
     const uint32_t to = shared_ + Traits::kQOffset + q_.index() * Traits::kQBytes;
-    const uint16_t* q = args_.q + part.batch_idx * args_.q_batch;
-#pragma unroll 4
-    for (int i = threadIdx.x % 128; i < kBlockM * kVecs; i += 128) {
-      const int row = i / kVecs, vec = i % kVecs;
-      const bool exists = tile.has(row) && vec * 8 < args_.head_dim;
-      const int64_t offset = exists ? (sequence.first_query + tile.query_of(row)) * args_.q_seq +
-                                          tile.head_of(row) * args_.q_head + vec * 8
-                                    : 0;
-      copy_async(swizzled<kBlockM>(to, row, vec), q + offset, exists);
+    const uint16_t* q = args_.q + part.batch_idx * args_.q_batch + vec_ * 8;
+    const int num_rows = tile.num_rows();
+#pragma unroll 2
+    for (int i = 0; i < kBlockM / kStep; ++i) {
+      const int row = row_ + i * kStep;
+      const uint16_t* from = args_.q;
+      bool exists = false;
+      if (i * kStep < num_rows) {  // nearly always false but for the first
+        exists = tile.has(row) && vec_ * 8 < args_.head_dim;
+        if (exists) {
+          from = q + (sequence.first_query + tile.query_of(row)) * args_.q_seq +
+                 tile.head_of(row) * args_.q_head;
+        }
+      }
+      copy_async(swizzled<kBlockM>(to, row, vec_), from, exists);
     }
     arrive_when_copied(storage_.q_full[q_.index()]);
     q_.advance();
   }
 
-  __device__ __forceinline__ void load_kv(const CachedSequence& sequence, const Part& part,
-                                          int block, int warpgroup,
-                                          PipelineState<Traits::kStages>& at) {
-    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    // Lane i finds the place of the warp's key i % kRowsOfLoader.
-    const KeyPlace place =
-        find_key(sequence, block * kBlockN + warp * kRowsOfLoader + lane % kRowsOfLoader);
+  // Copies a KV block and returns where the rows of the next one are: the page table is read before
+  // the thread waits for a stage.
+  __device__ __forceinline__ BlockRows load_kv(const CachedSequence& sequence, const Part& part,
+                                               int block, const BlockRows& rows, int warpgroup) {
+    const PipelineState<Traits::kStages> at = warpgroup == 0 ? kv_0_ : kv_1_;
+    BlockRows next{};
+    if (block + 1 < part.n_blocks.end) next = find_rows(sequence, part, block + 1);
     const uint32_t tiles = shared_ + Traits::kKvOffset +
                            (warpgroup * Traits::kStages + at.index()) * (2 * Traits::kKvBytes);
+    // Rows of the block before `first` and from `last` on are hidden.
+    const int first = sequence.first_key - block * kBlockN;
+    const int last = sequence.num_keys - block * kBlockN;
     // Sync: the warpgroup has finished reading the K tile, and below the V tile, of this stage.
     storage_.k_empty[warpgroup][at.index()].wait(at.phase());
-    copy_tile(args_.k, place, part.kv_head, args_.head_dim, tiles, &kNaNs);
+    copy_tile(args_.k, rows.k, first, last, args_.head_dim, tiles, kNaNs);
     arrive_when_copied(storage_.k_full[warpgroup][at.index()]);
     storage_.v_empty[warpgroup][at.index()].wait(at.phase());
-    copy_tile(args_.v, place, part.kv_head, args_.head_dim_v, tiles + Traits::kKvBytes, nullptr);
+    copy_tile(args_.v, rows.v, first, last, args_.head_dim_v, tiles + Traits::kKvBytes, nullptr);
     arrive_when_copied(storage_.v_full[warpgroup][at.index()]);
-    at.advance();
+    if (warpgroup == 0) {
+      kv_0_.advance();
+    } else {
+      kv_1_.advance();
+    }
+    return next;
   }
 
-  __device__ __forceinline__ KeyPlace find_key(const CachedSequence& sequence, int key) const {
-    if (key < sequence.first_key || key >= sequence.num_keys) return {kHidden, 0};
-    if (sequence.cache_idx < 0) return {kLost, 0};
-    if (args_.page_table == nullptr) return {sequence.cache_idx, key};
-    int index, slot;
-    args_.page_size(index, slot, key);
-    const int page = args_.page_table[sequence.cache_idx * args_.page_table_stride + index];
-    return {page >= 0 && page < args_.num_pages ? page : kLost, slot};
+  __device__ __forceinline__ BlockRows find_rows(const CachedSequence& sequence, const Part& part,
+                                                 int block) const {
+    int key = block * kBlockN;
+    if (!args_.even_blocks) {
+      const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+      key += lane / kRowsOfWarp * kStep + warp * kRowsOfWarp + lane % kRowsOfWarp;
+      if (key < sequence.first_key) return {};
+    }
+    if (key >= sequence.num_keys) return {};
+    int page = sequence.cache_idx, slot = key;
+    if (args_.page_table != nullptr && page >= 0) {
+      int index;
+      args_.page_size(index, slot, key);
+      page = args_.page_table[page * args_.page_table_stride + index];
+    }
+    if (page < 0 || page >= args_.num_pages) {
+      return {args_.even_blocks ? nullptr : reinterpret_cast<const uint16_t*>(kNaNs), nullptr};
+    }
+    const auto row_of = [&](const CacheTensor& cache) {
+      return cache.data + page * cache.page + part.kv_head * cache.head + slot * cache.slot;
+    };
+    return {row_of(args_.k), row_of(args_.v)};
   }
 
-  // Copies the warp's rows of a K or V tile. place: of the key of this lane. lost: 16 bytes that
-  // fill the rows of lost keys; null: zeros.
-  __device__ __forceinline__ void copy_tile(const CacheTensor& from, KeyPlace place, int kv_head,
-                                            int head_dim, uint32_t tile, const uint4* lost) {
-    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    const uint16_t* head = from.data + kv_head * from.head;
+  // Copies this thread's vectors of a K or V tile. first, last: rows before and from there on are
+  // hidden. lost: a row that stands for those of a page that does not exist; null: zeros.
+  __device__ __forceinline__ void copy_tile(const CacheTensor& cache, const uint16_t* rows,
+                                            int first, int last, int head_dim, uint32_t tile,
+                                            const uint4* lost) const {
+    const bool has_column = vec_ * 8 < head_dim;
+    if (args_.even_blocks) {
+      const uint16_t* from = rows + row_ * cache.slot + vec_ * 8;
+      int64_t step = kStep * cache.slot;
+      if (rows == nullptr) from = reinterpret_cast<const uint16_t*>(lost), step = 0;
+      const bool exists = has_column && from != nullptr;
 #pragma unroll
-    for (int i = 0; i < kRowsOfLoader * kVecs / 32; ++i) {
-      const int row = (i * 32 + lane) / kVecs, vec = (i * 32 + lane) % kVecs;
-      const int page = __shfl_sync(~0u, place.page, row);
-      const int slot = __shfl_sync(~0u, place.slot, row);
-      const bool is_lost = lost != nullptr && page == kLost;
-      const bool exists = is_lost || (page >= 0 && vec * 8 < head_dim);
-      const uint16_t* at = head + (page >= 0 ? page * from.page + slot * from.slot + vec * 8 : 0);
-      copy_async(swizzled<kBlockN>(tile, warp * kRowsOfLoader + row, vec),
-                 is_lost ? static_cast<const void*>(lost) : at, exists);
+      for (int i = 0; i < kBlockN / kStep; ++i) {
+        const int row = row_ + i * kStep;
+        copy_async(swizzled<kBlockN>(tile, row, vec_), from + i * step,
+                   exists && row >= first && row < last);
+      }
+    } else {
+      const int lane = threadIdx.x % 32;
+#pragma unroll
+      for (int i = 0; i < kBlockN / kStep; ++i) {
+        const auto row = reinterpret_cast<const uint16_t*>(
+            __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows), i * kRowsOfWarp + lane / kVecs));
+        copy_async(swizzled<kBlockN>(tile, row_ + i * kStep, vec_), row + vec_ * 8,
+                   has_column && row != nullptr);
+      }
     }
   }
 
   const Arguments& args_;
   SharedStorageOf<kConfig>& storage_;
   uint32_t shared_;
+  const int row_, vec_;
   PipelineState<Traits::kQBuffers> q_{1};
   PipelineState<Traits::kStages> kv_0_{1}, kv_1_{1};  // stages of each consumer warpgroup
 };

@@ -14,6 +14,7 @@ namespace flashattn3::decode {
 
 struct PackedTile {
   int heads_per_tile;
+  int reciprocal;                // of heads_per_tile, times 2^16, rounded up
   int first_query, num_queries;  // of the sequence
   int first_head, num_heads;     // of q and out
 
@@ -21,11 +22,18 @@ struct PackedTile {
                                                            const CachedSequence& sequence,
                                                            const Part& part) {
     const PackedRows& rows = args.rows;
-    const int query = part.row_tile / rows.head_tiles * rows.tokens;
-    const int head = part.row_tile % rows.head_tiles * rows.heads;  // among those of the KV head
+    int token_tile = part.row_tile, head_tile = 0;
+    if (rows.head_tiles > 1) {  // rarely; a division takes about 30 instructions
+      token_tile = part.row_tile / rows.head_tiles;
+      head_tile = part.row_tile % rows.head_tiles;
+    }
+    const int tokens = rows.tokens;
+    const int query = token_tile * tokens;
+    const int head = head_tile * rows.heads;  // among those of the KV head
     return {.heads_per_tile = rows.heads,
+            .reciprocal = (1 << 16) / rows.heads + 1,
             .first_query = query,
-            .num_queries = min(rows.tokens, sequence.num_queries - query),
+            .num_queries = min(tokens, sequence.num_queries - query),
             .first_head = part.kv_head * args.qhead_per_kvhead + head,
             .num_heads = min(rows.heads, args.qhead_per_kvhead - head)};
   }
@@ -33,13 +41,22 @@ struct PackedTile {
   // One past the last row that exists. Rows before it may not exist in the last tile of heads.
   __host__ __device__ __forceinline__ int num_rows() const { return num_queries * heads_per_tile; }
   __host__ __device__ __forceinline__ bool has(int row) const {
-    return row < num_rows() && row % heads_per_tile < num_heads;
+    return row < num_rows() && head_in_tile(row) < num_heads;
   }
   __host__ __device__ __forceinline__ int query_of(int row) const {
-    return first_query + row / heads_per_tile;
+    return first_query + token_in_tile(row);
   }
   __host__ __device__ __forceinline__ int head_of(int row) const {
-    return first_head + row % heads_per_tile;
+    return first_head + head_in_tile(row);
+  }
+
+ private:
+  // Exact for rows up to kBlockM.
+  __host__ __device__ __forceinline__ int token_in_tile(int row) const {
+    return row * reciprocal >> 16;
+  }
+  __host__ __device__ __forceinline__ int head_in_tile(int row) const {
+    return row - token_in_tile(row) * heads_per_tile;
   }
 };
 

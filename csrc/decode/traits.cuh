@@ -29,8 +29,8 @@ struct KernelTraits {
   static constexpr int kExchangeOffset = kKvOffset + 2 * kConsumers * kStages * kKvBytes;
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
-  static constexpr int kProducerRegisters = 72;
-  static constexpr int kConsumerRegisters = 216;
+  static constexpr int kProducerRegisters = 80;
+  static constexpr int kConsumerRegisters = 208;
 
   static_assert(!is_quantized(kElement));
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256);
@@ -40,6 +40,12 @@ struct KernelTraits {
                 (kConsumers + 1) * (65536 / kThreads / 8 * 8));
   static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
+};
+
+// A part of a work tile that other CTAs share, and its sequence.
+struct PendingPart {
+  Part part;
+  CachedSequence sequence;
 };
 
 // Barriers. Arrivals per phase, and who waits:
@@ -62,7 +68,8 @@ struct SharedStorage {
   Barrier exchange_full, exchange_empty;
   int warp_sums[kThreads / 32];  // find_share
   WorkShare share;
-  int is_last;  // whether warpgroup 0 joins the parts that have arrived
+  PendingPart pending[2];  // the parts whose work tiles other CTAs share (combine.cuh)
+  int is_last[2];          // whether this CTA combines them
 
   // Called by one thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init() {

@@ -1,8 +1,8 @@
 // The share of each CTA in the work of a cached call, at most 2^31 - 1 units.
 //
 // A unit of work is one KV block of one work tile (sequence, KV head, tile of packed rows). The
-// units of the batch are numbered in that order, and CTA c of C takes units c * U / C to
-// (c + 1) * U / C - 1: equal shares, however unequal the sequences (the partition of FlashInfer,
+// units of the batch are numbered in that order, and each CTA takes U / C of them, or one more, in
+// the order of the CTAs: equal shares, however unequal the sequences (the partition of FlashInfer,
 // arXiv 2501.01005). So a CTA ends in the middle of at most one work tile and begins in the middle
 // of at most one. The part of a work tile in one CTA is a Part; the parts of a work tile that
 // several CTAs share are in consecutive CTAs.
@@ -28,7 +28,8 @@ struct CachedSequence {
   int num_keys;         // cached and new
   int first_key;        // no query sees a key before it
   BlockRange n_blocks;  // that a query may see; at least one, even without keys
-  int num_tiles;        // work tiles: KV heads x tiles of packed rows
+  int row_tiles;        // tiles of packed rows of a KV head
+  int num_tiles;        // work tiles: KV heads x row_tiles
 
   // Position of a query among the keys; negative if there are more queries than keys.
   __host__ __device__ __forceinline__ int position(int query) const {
@@ -65,8 +66,9 @@ __host__ __device__ __forceinline__ CachedSequence find_cached_sequence(const Ar
 
   const int begin = found.first_key / kBlockN;
   found.n_blocks = {begin, max(begin + 1, (found.num_keys + kBlockN - 1) / kBlockN)};
-  const int token_tiles = (found.num_queries + args.rows.tokens - 1) / args.rows.tokens;
-  found.num_tiles = args.num_heads_kv * args.rows.head_tiles * token_tiles;
+  const int tokens = args.rows.tokens;
+  found.row_tiles = args.rows.tokens.div(found.num_queries + tokens - 1) * args.rows.head_tiles;
+  found.num_tiles = args.num_heads_kv * found.row_tiles;
   return found;
 }
 
@@ -76,34 +78,35 @@ __host__ __device__ __forceinline__ int units_of_tile(const Arguments& args,
   return args.whole_tiles ? 1 : sequence.n_blocks.end - sequence.n_blocks.begin;
 }
 
-template <int kBlockN>
-__host__ __device__ __forceinline__ int units_of_sequence(const Arguments& args, int batch_idx) {
-  const CachedSequence sequence = find_cached_sequence<kBlockN>(args, batch_idx);
+__host__ __device__ __forceinline__ int units_of_sequence(const Arguments& args,
+                                                          const CachedSequence& sequence) {
   return sequence.num_tiles * units_of_tile(args, sequence);
 }
 
-// Units begin to end - 1 of `total` belong to this CTA, one of num_ctas that have any. The first of
-// them is in sequence batch_idx, whose first unit is first_unit; both are unset without units.
+// Units begin to end - 1 belong to this CTA. The first of them is in sequence batch_idx, whose
+// first unit is first_unit; these are unset without units.
 struct WorkShare {
-  int begin, end, total;
-  int num_ctas;
+  int begin, end;
+  unsigned units, rest;  // of each CTA; the first `rest` CTAs have one more
   int batch_idx, first_unit;
+  CachedSequence sequence;  // batch_idx
 
   // grid: CTAs of the launch. With fewer units than CTAs the last CTAs have none, so that the CTAs
   // that share a work tile follow each other.
-  static __host__ __device__ __forceinline__ WorkShare of(int total, int cta, int grid) {
-    const int num_ctas = max(1, min(grid, total));
-    return {.begin = first_unit_of(total, min(cta, num_ctas), num_ctas),
-            .end = first_unit_of(total, min(cta + 1, num_ctas), num_ctas),
-            .total = total,
-            .num_ctas = num_ctas};
+  __host__ __device__ __forceinline__ void set(int total, int cta, int grid) {
+    const unsigned num_ctas = max(1, min(grid, total)), mine = cta;
+    units = static_cast<unsigned>(total) / num_ctas;
+    rest = total - units * num_ctas;
+    begin = end = 0;
+    if (mine >= num_ctas) return;
+    begin = mine * units + min(mine, rest);
+    end = begin + units + (mine < rest ? 1 : 0);
   }
-  static __host__ __device__ __forceinline__ int first_unit_of(int total, int cta, int num_ctas) {
-    return static_cast<int>(int64_t{total} * cta / num_ctas);
-  }
-  // The CTA that has a unit: the largest c with first_unit_of(total, c, num_ctas) <= unit.
+  // The CTA that has a unit.
   __host__ __device__ __forceinline__ int cta_of(int unit) const {
-    return static_cast<int>((int64_t{unit + 1} * num_ctas - 1) / total);
+    const unsigned of_longer = rest * (units + 1);  // units of the first `rest` CTAs
+    const unsigned at = unit;
+    return at < of_longer ? at / (units + 1) : rest + (at - of_longer) / units;
   }
 };
 
@@ -125,9 +128,8 @@ class PartIterator {
         share_(share),
         unit_(share.begin),
         batch_idx_(share.batch_idx),
-        first_unit_(share.first_unit) {
-    if (unit_ < share_.end) sequence_ = find_cached_sequence<kBlockN>(args_, batch_idx_);
-  }
+        first_unit_(share.first_unit),
+        sequence_(share.sequence) {}
 
   // Sets part to the next part; returns false if there is none.
   __host__ __device__ __forceinline__ bool next(Part& part) {
@@ -142,10 +144,10 @@ class PartIterator {
     const int first_of_tile = first_unit_ + tile * units;
     const int begin = unit_ - first_of_tile;
     const int count = min(units - begin, share_.end - unit_);
-    const int row_tiles = sequence_.num_tiles / args_.num_heads_kv;
+    const int row_tiles = sequence_.row_tiles;
     part.batch_idx = batch_idx_;
-    part.kv_head = tile / row_tiles;
-    part.row_tile = tile % row_tiles;
+    part.kv_head = row_tiles == 1 ? tile : tile / row_tiles;
+    part.row_tile = tile - part.kv_head * row_tiles;
     part.n_blocks = sequence_.n_blocks;
     if (!args_.whole_tiles) {
       part.n_blocks.begin += begin;

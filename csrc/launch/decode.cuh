@@ -15,6 +15,18 @@ constexpr auto decode_kernel() {
   return &decode::decode_kernel<decode::KernelTraits<kConfig>>;
 }
 
+// What a launch takes at any lengths: of params, tensors and lengths are not read. Without split
+// work tiles there is no workspace.
+template <decode::Config kConfig>
+LaunchSize decode_size(const char* name, const DecodeParams& params) {
+  check_decode(name, kConfig.head_dim, kConfig.block_n, params);
+  const int num_ctas = num_decode_ctas(params, kConfig.block_n);
+  return {.num_ctas = num_ctas,
+          .workspace_bytes =
+              params.whole_tiles ? 0 : decode_workspace_bytes(num_ctas, params.head_dim_v),
+          .num_counters = params.whole_tiles ? 0 : num_ctas * kPartialCountersPerCta};
+}
+
 // Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a
 // problem that the kernel does not take and for a failed launch. Nothing is launched without rows.
 template <decode::Config kConfig>
@@ -28,7 +40,7 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   const int num_ctas = num_decode_ctas(params, kConfig.block_n);
   launch_kernel(name, "", kKernel,
                 {static_cast<unsigned>(num_ctas), decode::kThreads, kSharedBytes}, stream,
-                params.pdl, make_decode_arguments(params, num_ctas));
+                params.pdl, make_decode_arguments(params, num_ctas, kConfig.block_n));
 }
 
 }  // namespace flashattn3

@@ -20,14 +20,15 @@ inline decode::PackedRows packed_rows(const DecodeParams& params) {
   const int heads = params.num_heads_q / params.num_heads_kv;
   const int of_tile = std::min(heads, decode::kBlockM);
   return {.heads = of_tile,
-          .tokens = decode::kBlockM / of_tile,
+          .tokens = cutlass::FastDivmod(decode::kBlockM / of_tile),
           .head_tiles = (heads + of_tile - 1) / of_tile};
 }
 
 // Upper bound on the units of work (decode/work_share.cuh), whatever the lengths are.
 inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
   const decode::PackedRows rows = packed_rows(params);
-  const int64_t token_tiles = (int64_t{params.seqlen_q} + rows.tokens - 1) / rows.tokens;
+  const int tokens = rows.tokens;
+  const int64_t token_tiles = (int64_t{params.seqlen_q} + tokens - 1) / tokens;
   const int64_t blocks =
       params.whole_tiles ? 1
                          : std::max<int64_t>(1, (int64_t{params.capacity} + block_n - 1) / block_n);
@@ -39,6 +40,8 @@ inline int num_decode_ctas(const DecodeParams& params, int block_n) {
   const int64_t units = std::max<int64_t>(1, max_decode_units(params, block_n));
   return static_cast<int>(std::min<int64_t>(units, params.num_sms));
 }
+
+static_assert(decode::num_counters(100) == 100 * kPartialCountersPerCta);
 
 constexpr int64_t decode_stats_bytes(int num_ctas) {
   // The parts have statistics, and so do the groups of parts.
@@ -67,7 +70,8 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 
-inline decode::Arguments make_decode_arguments(const DecodeParams& params, int num_ctas) {
+inline decode::Arguments make_decode_arguments(const DecodeParams& params, int num_ctas,
+                                               int block_n) {
   const bool varlen = params.cu_seqlens_q != nullptr;
   const bool paged = params.page_table != nullptr;
   // No distance of two positions exceeds 2^30 (MAX_ROWS).
@@ -90,6 +94,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
           .page_table = params.page_table,
           .page_table_stride = params.page_table_stride,
           .page_size = cutlass::FastDivmod(paged ? params.page_size : 1),
+          .even_blocks = !paged || params.page_size % block_n == 0,
           .num_pages = paged ? params.num_pages : params.num_caches,
           .num_caches = params.num_caches,
           .capacity = params.capacity,
@@ -108,7 +113,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
           .head_dim_v = params.head_dim_v,
           .window_left = window(params.window_left),
           .window_right = window(params.window_right),
-          .score_scale = params.score_scale,
+          .score_scale = ScoreScale::of(params.softmax_scale, params.softcap, false),
           .q_descale = params.q_descale,
           .k_descale = params.k_descale,
           .v_descale = params.v_descale,

@@ -1,13 +1,36 @@
-// Parameters of one cached call on few query rows. torch_binding (or a test) fills them, and
-// launch_decode reads them. No torch here. All pointers are device pointers.
+// Parameters of one cached call. torch_binding (or a test) fills them, and launch_decode or
+// launch_cached_forward reads them. No torch here. All pointers are device pointers.
 #pragma once
 
 #include <cstdint>
 
-#include "attention/score_scale.cuh"
 #include "launch/params.h"
 
 namespace flashattn3 {
+
+// The numbers of a cached call that do not change from step to step: FIELD(type, name) for each, in
+// the order of the operator prepare_decode. flashattn3/backends/hopper/launch_record.py has the
+// same. DecodeParams says what they mean; further:
+//
+//   page_size: 0: the cache is dense
+#define FLASHATTN3_CACHED_FIELDS(FIELD) \
+  FIELD(int, num_heads_q)               \
+  FIELD(int, num_heads_kv)              \
+  FIELD(int, head_dim)                  \
+  FIELD(int, head_dim_v)                \
+  FIELD(int, page_size)                 \
+  FIELD(float, softmax_scale)           \
+  FIELD(float, softcap)                 \
+  FIELD(int, window_left)               \
+  FIELD(int, window_right)              \
+  FIELD(bool, whole_tiles)              \
+  FIELD(int, num_sms)
+
+struct CachedProblem {
+#define FLASHATTN3_MEMBER(type, name) type name;
+  FLASHATTN3_CACHED_FIELDS(FLASHATTN3_MEMBER)
+#undef FLASHATTN3_MEMBER
+};
 
 // K or V of the cache: (num_caches, capacity, num_heads_kv, ·), or pages of it, (num_pages,
 // page_size, num_heads_kv, ·). Any strides that are multiples of 16 bytes; the last one is 1.
@@ -15,6 +38,8 @@ struct CacheParams {
   const void* data;  // a multiple of 16 bytes
   Strides stride;    // in elements; batch: between pages, or sequences of a dense cache
 };
+
+constexpr int kPartialCountersPerCta = 3;  // decode::num_counters
 
 struct DecodeParams {
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); with cu_seqlens_q (total_q, ...)
@@ -50,17 +75,35 @@ struct DecodeParams {
   int num_pages, page_size;  // of a paged cache
   int capacity;              // tokens of one of num_caches
 
-  ScoreScale score_scale;         // ScoreScale::of
+  float softmax_scale, softcap;   // as in AttentionProblem
   int window_left, window_right;  // as in AttentionProblem
-  bool whole_tiles;               // num_splits 1: no work tile is split among CTAs
+  bool whole_tiles;               // num_splits 1: no work tile is split among CTAs; the work tiles
+                                  // of cached forward kernels never are
   int num_sms;                    // that the call may use, at least 1
 
-  // decode_workspace_bytes bytes, a multiple of 16, not initialised.
+  // LaunchSize::workspace_bytes, an address that is a multiple of 16, not initialised; null if
+  // there are none.
   void* workspace;
-  // decode_num_counters uint32, zero before the first launch that uses them; every launch resets
-  // them to zero. Launches that may run concurrently must not share them.
+  // LaunchSize::num_counters, at most kPartialCountersPerCta for each SM and zero before the first
+  // launch that uses them; every launch resets them to zero. Launches that may run concurrently
+  // must not share them. Of a cached forward kernel: as ForwardParams::tile_counter, or null.
   uint32_t* counters;
   bool pdl;  // as in ForwardParams; allowed in a capture, too
 };
+
+// The parameters of a problem without tensors, lengths and sizes.
+inline DecodeParams decode_params_of(const CachedProblem& problem) {
+  return {.num_heads_q = problem.num_heads_q,
+          .num_heads_kv = problem.num_heads_kv,
+          .head_dim = problem.head_dim,
+          .head_dim_v = problem.head_dim_v,
+          .page_size = problem.page_size,
+          .softmax_scale = problem.softmax_scale,
+          .softcap = problem.softcap,
+          .window_left = problem.window_left,
+          .window_right = problem.window_right,
+          .whole_tiles = problem.whole_tiles,
+          .num_sms = problem.num_sms};
+}
 
 }  // namespace flashattn3

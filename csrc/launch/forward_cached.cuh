@@ -28,6 +28,8 @@ inline ForwardParams forward_params_of(const DecodeParams& params) {
   forward.head_dim = params.head_dim;
   forward.head_dim_v = params.head_dim_v;
   forward.varlen = params.cu_seqlens_q != nullptr;
+  forward.softmax_scale = params.softmax_scale;
+  forward.softcap = params.softcap;
   forward.window_left = params.window_left;
   forward.window_right = params.window_right;
   forward.num_sms = params.num_sms;
@@ -44,6 +46,8 @@ inline ForwardParams forward_params_of(const DecodeParams& params) {
   forward.pdl = params.pdl;
   return forward;
 }
+
+constexpr int kTileCounters = 2;  // ForwardParams::tile_counter
 
 // Slots of a TMA box: the largest number that divides the page and the KV block. A dense cache has
 // pages of any size, but a box that crosses the end of one has no keys beyond it.
@@ -68,7 +72,9 @@ LaunchSize cached_forward_size(const char* name, const DecodeParams& params) {
   const ForwardParams forward = forward_params_of(params);
   const int64_t tiles = num_tiles(forward, forward_tiles<kConfig>(forward));
   const int64_t schedule = forward.varlen ? (int64_t{2} * params.batch + 1) * sizeof(int32_t) : 0;
-  return {.num_ctas = num_persistent_ctas(forward, tiles), .workspace_bytes = schedule};
+  return {.num_ctas = num_persistent_ctas(forward, tiles),
+          .workspace_bytes = schedule,
+          .num_counters = kTileCounters};
 }
 
 template <forward::Config kConfig>
@@ -90,7 +96,7 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
   args.k = cache_map("k_cache", params.k, params.head_dim);
   args.v = cache_map("v_cache", params.v, params.head_dim_v);
   args.seqlens_k = {};
-  args.score_scale = params.score_scale;
+  args.score_scale = score_scale_of(forward, false);
   args.keys = {.page_table = params.page_table,
                .page_table_stride = params.page_table_stride,
                .page_size = cutlass::FastDivmod(std::max(slots, 1)),
@@ -109,8 +115,7 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
 
 // Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a
 // problem that the kernel does not take and for a failed launch. With cu_seqlens_q rows of no
-// sequence become out 0 and lse -inf. params: workspace has cached_forward_size's workspace_bytes;
-// the first two counters are used, or none if counters is null.
+// sequence become out 0 and lse -inf.
 template <forward::Config kConfig>
 void launch_cached_forward(const char* name, const DecodeParams& params, cudaStream_t stream) {
   static_assert(kConfig.cached && std::has_single_bit(static_cast<unsigned>(kConfig.block_n)));

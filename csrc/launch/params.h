@@ -155,6 +155,7 @@ struct BackwardParams {
 struct LaunchSize {
   int num_ctas;             // of the main kernel, a one-dimensional grid
   int64_t workspace_bytes;  // device memory for the duration of the launch
+  int num_counters = 0;     // of DecodeParams::counters
 };
 
 }  // namespace flashattn3

@@ -13,13 +13,16 @@ std::span<const ForwardEntry> forward_entries() {
 std::span<const BackwardEntry> backward_entries() {
   return {kBackwardEntries, static_cast<size_t>(kNumBackwardEntries)};
 }
+std::span<const DecodeEntry> decode_entries() {
+  return {kDecodeEntries, static_cast<size_t>(kNumDecodeEntries)};
+}
 
-template <class Params>
-const Kernel<Params>& kernel_of(std::span<const TableEntry<Params>> entries, int64_t config) {
+template <class Kernel>
+const Kernel& kernel_of(std::span<const TableEntry<Kernel>> entries, int64_t config) {
   const int64_t count = static_cast<int64_t>(entries.size());
   expect(config >= 0 && config < count, "kernel", "config", "below " + std::to_string(count),
          config);
-  const TableEntry<Params>& entry = entries[config];
+  const TableEntry<Kernel>& entry = entries[config];
   expect(entry.kernel != nullptr, "kernel", "config", "in this build (FLASHATTN3_KERNELS)",
          entry.name);
   return *entry.kernel;
@@ -32,6 +35,9 @@ void for_each_compiled(Function function) {
     if (entry.kernel != nullptr) function(entry.kernel->info);
   }
   for (const BackwardEntry& entry : backward_entries()) {
+    if (entry.kernel != nullptr) function(entry.kernel->info);
+  }
+  for (const DecodeEntry& entry : decode_entries()) {
     if (entry.kernel != nullptr) function(entry.kernel->info);
   }
 }
@@ -65,6 +71,7 @@ const ForwardKernel& forward_kernel(int64_t config) { return kernel_of(forward_e
 const BackwardKernel& backward_kernel(int64_t config) {
   return kernel_of(backward_entries(), config);
 }
+const DecodeKernel& decode_kernel(int64_t config) { return kernel_of(decode_entries(), config); }
 
 const char* configs_hash() { return kConfigsHash; }
 

@@ -1,4 +1,4 @@
-// The compiled kernels, in the order of FORWARD_CONFIGS and BACKWARD_CONFIGS in
+// The compiled kernels, in the order of FORWARD_CONFIGS, BACKWARD_CONFIGS and CACHED_CONFIGS in
 // flashattn3/dispatch/kernel_configs.py. The build generates the constants below and one unit per
 // kernel config.
 #pragma once
@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/decode_params.h"
 #include "launch/params.h"
 #include "ptx/element.h"
 
@@ -38,25 +39,39 @@ struct Kernel {
 using ForwardKernel = Kernel<ForwardParams>;
 using BackwardKernel = Kernel<BackwardParams>;
 
+// A kernel of cached calls: a decode kernel or a cached forward kernel. clears_rows: with
+// cu_seqlens_q its launch sets rows of no sequence to out 0 and lse -inf; else launch_fill_rows
+// must.
+struct DecodeKernel {
+  KernelInstance info;
+  LaunchSize (*size)(const char*, const DecodeParams&);
+  void (*launch)(const char*, const DecodeParams&, cudaStream_t);
+  bool clears_rows;
+};
+
 // A kernel config and its kernel; null if FLASHATTN3_KERNELS excluded it from the build.
-template <class Params>
+template <class Kernel>
 struct TableEntry {
   const char* name;
-  const Kernel<Params>* kernel;
+  const Kernel* kernel;
 };
-using ForwardEntry = TableEntry<ForwardParams>;
-using BackwardEntry = TableEntry<BackwardParams>;
+using ForwardEntry = TableEntry<ForwardKernel>;
+using BackwardEntry = TableEntry<BackwardKernel>;
+using DecodeEntry = TableEntry<DecodeKernel>;
 
 extern const char* const kConfigsHash;
 extern const int kNumForwardEntries;
 extern const ForwardEntry kForwardEntries[];
 extern const int kNumBackwardEntries;
 extern const BackwardEntry kBackwardEntries[];
+extern const int kNumDecodeEntries;
+extern const DecodeEntry kDecodeEntries[];
 
-// config: index into FORWARD_CONFIGS, or BACKWARD_CONFIGS. Throws for an index outside the table
-// and for a kernel config that is not in this build, naming it.
+// config: index into FORWARD_CONFIGS, BACKWARD_CONFIGS or CACHED_CONFIGS. Throws for an index
+// outside the table and for a kernel config that is not in this build, naming it.
 const ForwardKernel& forward_kernel(int64_t config);
 const BackwardKernel& backward_kernel(int64_t config);
+const DecodeKernel& decode_kernel(int64_t config);
 
 // Properties of one compiled kernel. The last four are -1 without a GPU that can run it.
 // local_bytes: spills and arrays in local memory, per thread.

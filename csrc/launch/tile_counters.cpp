@@ -1,43 +1,72 @@
 #include "launch/tile_counters.h"
 
+#include <cstdint>
 #include <map>
 #include <mutex>
-#include <utility>
+#include <tuple>
 
+#include "launch/capture.h"
+#include "launch/decode_params.h"
 #include "launch/errors.h"
 
 namespace flashattn3 {
 namespace {
 
-int32_t* new_counter(cudaStream_t stream) {
-  constexpr size_t kBytes = 2 * sizeof(int32_t);
-  void* counter = nullptr;
+// The memset becomes a node of the graph if the stream is captured.
+void* new_counters(size_t bytes, cudaStream_t stream) {
+  void* counters = nullptr;
   // In another capture mode cudaMalloc would invalidate a capture that another thread has begun.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
-  const cudaError_t allocated = cudaMalloc(&counter, kBytes);
+  const cudaError_t allocated = cudaMalloc(&counters, bytes);
   check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "restoring the capture mode");
-  check_cuda(allocated, "allocating a tile counter");
-  check_cuda(cudaMemsetAsync(counter, 0, kBytes, stream), "clearing a tile counter");
-  return static_cast<int32_t*>(counter);
+  check_cuda(allocated, "allocating counters");
+  check_cuda(cudaMemsetAsync(counters, 0, bytes, stream), "clearing counters");
+  return counters;
 }
+
+// The counters of each device, stream and capture (0: the stream is not captured).
+class Counters {
+ public:
+  void* of(int device, cudaStream_t stream, unsigned long long capture, size_t bytes) {
+    const unsigned long long number = number_of(stream, capture);
+    const std::lock_guard lock(mutex_);
+    void*& counters = counters_[{device, number, capture}];
+    if (counters == nullptr) counters = new_counters(bytes, stream);
+    return counters;
+  }
+
+ private:
+  // CUDA reuses the handle of a destroyed stream, whose kernels may still be running, but not its
+  // ID. A captured stream tells no ID, and its handle lasts as long as the capture.
+  static unsigned long long number_of(cudaStream_t stream, unsigned long long capture) {
+    if (capture != 0) return reinterpret_cast<uintptr_t>(stream);
+    unsigned long long number;
+    check_cuda(cudaStreamGetId(stream, &number), "asking for the stream's number");
+    return number;
+  }
+
+  std::mutex mutex_;
+  std::map<std::tuple<int, unsigned long long, unsigned long long>, void*> counters_;
+};
 
 }  // namespace
 
 int32_t* tile_counter(int device, cudaStream_t stream) {
   if (stream == cudaStreamPerThread) return nullptr;
+  static Counters counters;
+  return static_cast<int32_t*>(counters.of(device, stream, 0, 2 * sizeof(int32_t)));
+}
 
-  // CUDA reuses the handle of a destroyed stream, whose kernels may still be running, but not its
-  // ID.
-  unsigned long long number;
-  check_cuda(cudaStreamGetId(stream, &number), "asking for the stream's number");
-
-  static std::mutex mutex;
-  static std::map<std::pair<int, unsigned long long>, int32_t*> counters;
-  const std::lock_guard lock(mutex);
-  int32_t*& counter = counters[{device, number}];
-  if (counter == nullptr) counter = new_counter(stream);
-  return counter;
+uint32_t* partial_counters(int device, cudaStream_t stream, int num_ctas) {
+  int num_sms;
+  check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device),
+             "asking for the number of SMs");
+  expect(num_ctas <= num_sms, "launch", "the number of CTAs", "at most the GPU's SMs", num_ctas);
+  if (stream == cudaStreamPerThread) return nullptr;
+  static Counters counters;
+  const size_t bytes = num_sms * kPartialCountersPerCta * sizeof(uint32_t);
+  return static_cast<uint32_t*>(counters.of(device, stream, capture_of(stream), bytes));
 }
 
 }  // namespace flashattn3

@@ -1,4 +1,6 @@
-// Counters from which persistent CTAs draw work tiles (ForwardParams::tile_counter).
+// Counters in device memory that launches of a stream share: tile counters, from which persistent
+// CTAs draw work tiles (ForwardParams::tile_counter), and those of cached calls
+// (DecodeParams::counters), by which the CTAs of a decode launch find the last one to arrive.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,5 +18,12 @@ namespace flashattn3 {
 //
 // The stream's device must be the current one.
 int32_t* tile_counter(int device, cudaStream_t stream);
+
+// The same for launches of cached calls on num_ctas, which is at most the number of SMs:
+// kPartialCountersPerCta uint32 for each SM, of which a launch uses the first
+// LaunchSize::num_counters. A captured stream gets counters of the capture: its
+// launches run one after the other in every replay, and no other graph has these counters. A replay
+// sets them to zero before the first of the launches.
+uint32_t* partial_counters(int device, cudaStream_t stream, int num_ctas);
 
 }  // namespace flashattn3

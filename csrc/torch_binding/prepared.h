@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "launch/decode_params.h"
 #include "launch/params.h"
 #include "launch/registry.h"
 #include "torch_binding/boxed.h"
@@ -13,16 +14,25 @@
 
 namespace flashattn3 {
 
-enum class Pass : int64_t { kForward = 0x6677640a, kBackward = 0x6277640a };
-
-struct PreparedLaunch {
-  Pass pass;
-  int64_t config;  // index into FORWARD_CONFIGS or BACKWARD_CONFIGS
-  AttentionProblem problem;
+enum class Pass : int64_t {
+  kForward = 0x6677640a,
+  kBackward = 0x6277640a,
+  kDecode = 0x6465630a,
 };
+
+template <class Problem>
+struct Prepared {
+  Pass pass;
+  int64_t config;  // index into FORWARD_CONFIGS, BACKWARD_CONFIGS or CACHED_CONFIGS
+  Problem problem;
+};
+using PreparedLaunch = Prepared<AttentionProblem>;
+using PreparedDecode = Prepared<CachedProblem>;
 
 // The prepared launch in `tensor`. Throws for a tensor that prepare_forward (or prepare_backward,
 // as the pass says) did not return.
 const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor);
+// The same of prepare_decode.
+const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor);
 
 }  // namespace flashattn3

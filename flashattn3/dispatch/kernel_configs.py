@@ -21,6 +21,7 @@ MAX_HEAD_DIM = max(HEAD_DIMS["bf16"])
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not compiled
 # For every backward kernel: queries per step, and keys per MMA warpgroup.
 BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
+DECODE_TILE_ROWS = 64  # packed query rows of a tile, for every decode kernel
 
 
 @dataclass(frozen=True)
@@ -194,25 +195,33 @@ BACKWARD_CONFIGS = (
     *_backward_configs(256, 2, 2, measured=BACKWARD_MEASURED),
 )
 
-# For cached calls of many query rows. Compiled by forward_check alone: the library gets them once a
-# GPU has run them.
-CACHED_FORWARD_CONFIGS = tuple(
-    ForwardConfig(dtype, head_dim, True, *tile, cached=True)
-    for head_dim, *tile in ((64, 192, 128, 4, 3, 2), (128, 192, 64, 4, 3, 2), (256, 128, 64, 2, 2))
+DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
+# head dim, block_n, num_stages, num_q_buffers
+DECODE_CONFIGS = tuple(
+    DecodeConfig(dtype, *tile, measured=DECODE_MEASURED)
+    for tile in ((64, 64, 4, 2), (128, 64, 1, 2), (256, 32, 2, 1))
     for dtype in SIXTEEN_BIT
 )
 
-# Compiled by decode_check alone: the library gets them once a GPU has run them.
-DECODE_CONFIGS = tuple(
-    DecodeConfig(dtype, *tile)
-    for tile in ((64, 64, 4, 2), (128, 64, 2, 2), (256, 32, 2, 1))
+CACHED_FORWARD_MEASURED = ""
+# Forward kernels of cached calls: head dim, block_m, block_n, num_stages, num_mma_warpgroups,
+# num_q_buffers
+CACHED_FORWARD_CONFIGS = tuple(
+    ForwardConfig(dtype, head_dim, True, *tile, cached=True, measured=CACHED_FORWARD_MEASURED)
+    for head_dim, *tile in (
+        (64, 192, 128, 4, 3, 2),
+        (128, 192, 64, 4, 3, 2),
+        (256, 128, 64, 2, 2, 1),
+    )
     for dtype in SIXTEEN_BIT
 )
+# All kernels of cached calls, in the order of the registry.
+CACHED_CONFIGS = (*DECODE_CONFIGS, *CACHED_FORWARD_CONFIGS)
 
 
 def all_configs() -> tuple[KernelConfig, ...]:
     """The configs of the library, in the order of its registry."""
-    return (*FORWARD_CONFIGS, *BACKWARD_CONFIGS)
+    return (*FORWARD_CONFIGS, *BACKWARD_CONFIGS, *CACHED_CONFIGS)
 
 
 def select_forward_config(
@@ -238,6 +247,24 @@ def select_backward_config(dtype: str, head_dim: int) -> BackwardConfig | None:
     fitting = [
         config
         for config in BACKWARD_CONFIGS
+        if config.dtype == dtype and config.head_dim >= head_dim
+    ]
+    return min(fitting, key=lambda config: config.head_dim, default=None)
+
+
+def select_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:
+    """The config with the smallest sufficient head dim; None if there is none."""
+    fitting = [
+        config for config in DECODE_CONFIGS if config.dtype == dtype and config.head_dim >= head_dim
+    ]
+    return min(fitting, key=lambda config: config.head_dim, default=None)
+
+
+def select_cached_forward_config(dtype: str, head_dim: int) -> ForwardConfig | None:
+    """The config with the smallest sufficient head dim; None if there is none."""
+    fitting = [
+        config
+        for config in CACHED_FORWARD_CONFIGS
         if config.dtype == dtype and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)

@@ -59,11 +59,17 @@ def _with_kvcache(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
     )  # fmt: skip
-    rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": rotary_seqlens}
-    _check_tensors(function, 3, **tensors._asdict(), **rotary, k=k, v=v, out=out)
+    appends = not (k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None)
+    if appends or out is not None or not _are_plain(tensors):
+        rotary = {
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "rotary_seqlens": rotary_seqlens,
+        }
+        _check_tensors(function, 3, **tensors._asdict(), **rotary, k=k, v=v, out=out)
+        _check_new_tokens(function, k, v, cu_seqlens_k_new, rotary)
     lengths = Lengths(seqlen, 0, _longest(function, cu_seqlens_q, max_seqlen_q))
-    _check_new_tokens(function, k, v, cu_seqlens_k_new, rotary)
-    if k is not None:
+    if appends:
         seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
         lengths = lengths._replace(seqlen_new=seqlen_new)
         ops.check_call(tensors, lengths, options)
@@ -197,18 +203,32 @@ def flash_attn_with_kvcache(
 def _attended(
     tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions, out: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Allocate the results and run the operator."""
-    q, v_cache = tensors.q, tensors.v_cache
-    if q.ndim not in (3, 4) or v_cache.ndim != 4:  # the check names the tensor
-        check_decode(tuple(map(metadata_of, tensors)), options, lengths)
-    out_shape, lse_shape = ops.result_shapes(q, v_cache)
-    if out is None:
-        out = q.new_empty(out_shape)
+    """Allocate the results and run the call."""
+    q = tensors.q
+    if ops.is_watched(q, tensors.k_cache):
+        if q.ndim not in (3, 4) or tensors.v_cache.ndim != 4:  # the check names the tensor
+            check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+        out_shape, lse_shape = ops.result_shapes(q, tensors.v_cache)
+        out = _out_of(out, q, out_shape, options)
+        lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
+        ops.decode_operator(out, lse, tensors, lengths, options)
     else:
-        check_out(options.function, "out", metadata_of(out), out_shape, q.dtype, q.device)
-    lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
-    ops.run_decode(out, lse, tensors, lengths, options)
+        plan, out_shape, lse_shape, lse_dtype = ops.checked_call(tensors, lengths, options)
+        given, out = out, _out_of(out, q, out_shape, options)
+        lse = None if lse_shape is None else q.new_empty(lse_shape, dtype=lse_dtype)
+        ops.run_checked(plan, out, lse, tensors, lengths, options)
+        if given is not None:
+            ops.count_writes(out)
     return (out, lse) if options.return_lse else out
+
+
+def _out_of(
+    out: Tensor | None, q: Tensor, shape: tuple[int, ...], options: DecodeOptions
+) -> Tensor:
+    if out is None:
+        return q.new_empty(shape)
+    check_out(options.function, "out", metadata_of(out), shape, q.dtype, q.device)
+    return out
 
 
 def append_kvcache(
@@ -410,6 +430,21 @@ def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -
         return None
     expect(max_seqlen_q is not None, function, "max_seqlen_q", "an int with cu_seqlens_q", None)
     return length(function, "max_seqlen_q", max_seqlen_q)
+
+
+def _are_plain(tensors: DecodeTensors) -> bool:
+    """Whether ``_check_tensors`` has nothing to refuse, as in nearly every call."""
+    if tensors.q is None or tensors.k_cache is None or tensors.v_cache is None:
+        return False
+    wants_gradient = torch.is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
+            return False
+        if wants_gradient and x.requires_grad:
+            return False
+    return True
 
 
 def _check_tensors(function: str, required: int, **tensors: object) -> None:

@@ -80,6 +80,7 @@ def check_edges(function: str, name: str, edges: Found, batch: int | None, devic
     _check_int32(function, name, edges, 1, device)
     entries = edges.shape[0]
     expect(entries >= 1, function, f"{name}.shape[0]", "batch + 1 >= 1", entries)
+    expect(edges.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(edges.stride)[-1])
     if batch is not None:
         wanted = f"{batch + 1} (batch + 1)"
         expect(entries == batch + 1, function, f"{name}.shape[0]", wanted, entries)

@@ -12,7 +12,16 @@ from . import ops
 from .api import flash_attn_with_kvcache
 from .backends import CACHE_BACKENDS
 from .checks import check_decode
-from .problem import DecodeTensors, Lengths, describe_decode, metadata_of
+from .problem import (
+    DecodeTensors,
+    Lengths,
+    Metadata,
+    describe_decode,
+    key_of,
+    metadata_of,
+    metadata_under,
+)
+from .value_checks import capacity_of
 
 
 class _Watched(TorchDispatchMode):
@@ -43,12 +52,17 @@ def explain_with_kvcache(
         flash_attn_with_kvcache(*arguments, **named)
     tensors, lengths, options = watched.decode
     place = place_of("explain_with_kvcache", tensors.q, device)
-    found = tuple(metadata_of(x) for x in tensors)
+    found = tuple(map(_metadata_of, tensors))
     found = tuple(x and x._replace(device=_moved(x.device, place)) for x in found)
     check_decode(found, options, lengths)
     problem = describe_decode(found, options, lengths.max_seqlen_q)
     plan = choose(problem, describe_device(place), CACHE_BACKENDS)
     return explanation_of(plan, CACHE_BACKENDS, _described(plan, tensors, lengths))
+
+
+def _metadata_of(x: torch.Tensor | None) -> Metadata | None:
+    """With the alignment of a tensor that has memory."""
+    return metadata_under(key_of((x,)))[0] if type(x) is torch.Tensor else metadata_of(x)
 
 
 def _moved(device: torch.device, place: torch.device) -> torch.device:
@@ -57,4 +71,5 @@ def _moved(device: torch.device, place: torch.device) -> torch.device:
 
 def _described(plan: Plan, tensors: DecodeTensors, lengths: Lengths) -> dict[str, object]:
     sizes = tensors.query_sizes(lengths.max_seqlen_q)
-    return plan.launch.describe() | plan.launch.describe_sizes(*sizes)
+    _, capacity = capacity_of(tensors.k_cache, tensors.page_table)
+    return plan.launch.describe() | plan.launch.describe_sizes(*sizes, capacity)

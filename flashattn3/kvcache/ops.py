@@ -8,6 +8,7 @@ size that grows from step to step.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from .problem import (
     Metadata,
     key_of,
     metadata_of,
+    metadata_under,
 )
 from .value_checks import check_append_values, check_decode_values
 
@@ -72,17 +74,33 @@ def plan_of(problem) -> Plan:
     return choose(problem, describe_device(problem.device), CACHE_BACKENDS)
 
 
+class CheckedCall(NamedTuple):
+    """A cached call whose metadata was checked: its plan, and shapes and dtype of its results.
+
+    lse_shape: None where lse is neither asked for nor needed by the launch.
+    """
+
+    plan: Plan
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...] | None
+    lse_dtype: torch.dtype
+
+
 # The length as an int changes in every step: these caches know only whether there is one.
 @lru_cache(maxsize=4096)
-def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Plan:
-    found = tuple(None if fields is None else Metadata(*fields) for fields in key)
+def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> CheckedCall:
+    found = metadata_under(key)
     check_decode(found, options, lengths)
-    return plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
+    plan = plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
+    q, _, v_cache = found[:3]
+    out_shape, lse_shape = result_shapes(q, v_cache)
+    wanted = options.return_lse or plan.launch.needs_lse
+    return CheckedCall(plan, out_shape, lse_shape if wanted else None, lse_dtype(q.dtype))
 
 
 @lru_cache(maxsize=4096)
 def _checked_append(key: tuple, options: AppendOptions, lengths: Lengths) -> Plan:
-    found = tuple(None if fields is None else Metadata(*fields) for fields in key)
+    found = metadata_under(key)
     check_append(found, options, lengths)
     return plan_of(problems.describe_append(found, options))
 
@@ -110,10 +128,17 @@ def check_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions)
     if is_watched(tensors.q, tensors.k_cache):
         check_decode(tuple(map(metadata_of, tensors)), options, lengths)
     else:
-        _checked_decode(key_of(tensors), options, _constant(lengths, options.function))
+        checked_call(tensors, lengths, options)
 
 
-def result_shapes(q: Tensor, v_cache: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def checked_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> CheckedCall:
+    """The checks and the plan of a call that nothing watches."""
+    return _checked_decode(key_of(tensors), options, _constant(lengths, options.function))
+
+
+def result_shapes(
+    q: Tensor | Metadata, v_cache: Tensor | Metadata
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out and lse."""
     heads, rows = q.shape[-2], q.shape[-3]
     return (*q.shape[:-1], v_cache.shape[-1]), (*q.shape[:-3], heads, rows)
@@ -123,14 +148,10 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def run_decode(
+def decode_operator(
     out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
 ) -> None:
-    if is_watched(tensors.q, tensors.k_cache):
-        torch.ops.flashattn3.decode.default(out, lse, *tensors, *lengths, *options)
-    else:
-        _decode_of(out, lse, tensors, lengths, options)
-        _count_writes(out)
+    torch.ops.flashattn3.decode.default(out, lse, *tensors, *lengths, *options)
 
 
 def run_append(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
@@ -138,7 +159,7 @@ def run_append(tensors: AppendTensors, lengths: Lengths, options: AppendOptions)
         torch.ops.flashattn3.append.default(*tensors, *lengths, *options)
     else:
         _append_of(tensors, lengths, options)
-        _count_writes(tensors.k_cache, tensors.v_cache)
+        count_writes(tensors.k_cache, tensors.v_cache)
 
 
 def run_combine(
@@ -148,7 +169,7 @@ def run_combine(
         torch.ops.flashattn3.combine.default(out, lse, out_partial, lse_partial, backend, function)
     else:
         _combine_of(out, lse, out_partial, lse_partial, backend, function)
-        _count_writes(out)
+        count_writes(out)
 
 
 def is_watched(x: Tensor, other: Tensor) -> bool:
@@ -160,16 +181,23 @@ def dense_rows(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def _count_writes(*written: Tensor) -> None:
+def count_writes(*written: Tensor) -> None:
     """What autograd saved of these tensors is stale; the dispatcher would count the write."""
     for x in written:
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)
 
 
-def _decode_of(out, lse, tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> None:
-    function = options.function
-    plan = _checked_decode(key_of(tensors), options, _constant(lengths, function))
+def run_checked(
+    plan: Plan,
+    out: Tensor,
+    lse: Tensor | None,
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options: DecodeOptions,
+) -> None:
+    """Run a call without the dispatcher. plan: of ``checked_call``, which says whether lse
+    may be None."""
     q = tensors.q
     options_hash = 0
     if tensors.scheduler_metadata is not None:
@@ -234,7 +262,8 @@ def _decode(out, lse, *arguments):
     tensors, lengths, options = unpacked_decode(arguments)
     options = options._replace(backend=_in_force(options.backend))
     _check_results(out, lse, tensors, options.function)
-    _decode_of(out, lse, tensors, lengths, options)
+    plan = checked_call(tensors, lengths, options).plan
+    run_checked(plan, out, lse, tensors, lengths, options)
 
 
 @torch.library.impl("flashattn3::append", "CompositeExplicitAutograd")

@@ -25,8 +25,9 @@ from ..call.spec import (
 )
 
 MAX_HEAD_DIM = 256
-# Packed query rows (token-major, qhead_per_kvhead rows for a token) of one tile.
-MIN_ROWS, MAX_ROWS = 16, 128
+# Packed query rows (token-major, qhead_per_kvhead rows for a token) that plans distinguish.
+PLANNED_ROWS = (16, 32, 64, 128, 192, 256)
+ALIGNMENT_BYTES = 16  # of addresses and strides that kernels copy whole vectors from
 
 
 class DecodeTensors(NamedTuple):
@@ -132,19 +133,34 @@ class AppendOptions(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """What the checks read of a tensor."""
+    """What the checks read of a tensor. aligned: whether its address is a multiple of 16 bytes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    aligned: bool = True
 
     @property
     def rows_are_dense(self) -> bool:
         return not self.shape or self.shape[-1] <= 1 or self.stride[-1] == 1
 
+    @property
+    def rows_are_aligned(self) -> bool:
+        """Whether every row begins at a multiple of 16 bytes."""
+        step = ALIGNMENT_BYTES // self.dtype.itemsize
+        axes = zip(self.shape[:-1], self.stride, strict=False)
+        return self.aligned and all(size <= 1 or stride % step == 0 for size, stride in axes)
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether several rows have one address."""
+        axes = zip(self.shape[:-1], self.stride, strict=False)
+        return any(size > 1 and stride == 0 for size, stride in axes)
+
 
 def metadata_of(tensor: Tensor | None) -> Metadata | None:
+    """The metadata of a tensor that may have no memory."""
     if tensor is None:
         return None
     return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -152,7 +168,19 @@ def metadata_of(tensor: Tensor | None) -> Metadata | None:
 
 def key_of(tensors: tuple[Tensor | None, ...]) -> tuple[tuple | None, ...]:
     """The metadata of all tensors as plain tuples, the key of a checked call."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    return tuple(
+        [
+            None
+            if x is None
+            else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT_BYTES == 0)
+            for x in tensors
+        ]
+    )
+
+
+def metadata_under(key: tuple[tuple | None, ...]) -> tuple[Metadata | None, ...]:
+    """The metadata of the tensors with this key."""
+    return tuple([None if fields is None else Metadata(*fields) for fields in key])
 
 
 # The options that backends read, by their names in ``DecodeOptions``.
@@ -164,9 +192,12 @@ class DecodeProblem(_Asked):
     """One cached call, normalised, with the options that a field passes on to the backends.
 
     page_size: 0 for a dense cache.
-    rows: packed query rows, qhead_per_kvhead * seqlen_q, as a power of two from MIN_ROWS to
-        MAX_ROWS.
+    rows: packed query rows, qhead_per_kvhead * seqlen_q, rounded up to one of PLANNED_ROWS; the
+        last of them stands for all larger numbers.
     given: names of the optional tensors of the call.
+    misaligned: names of those of q, k_cache and v_cache of which a row may begin elsewhere than at
+        a multiple of 16 bytes.
+    expanded: names of those of q, k_cache and v_cache with a stride of 0 between rows.
     window_left, window_right: as in ``Problem``; causal is window_right = 0, and one query, which
         is the last position, has no right side.
     """
@@ -181,6 +212,8 @@ class DecodeProblem(_Asked):
     page_size: int
     rows: int
     given: frozenset[str]
+    misaligned: frozenset[str]
+    expanded: frozenset[str]
     score_scale: ScoreScale
 
     @property
@@ -238,6 +271,7 @@ def describe_decode(
     seqlen_q = q.shape[-3] if max_seqlen_q is None else min(max_seqlen_q, q.shape[-3])
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     right = 0 if options.causal else options.window_right
+    read = "q", "k_cache", "v_cache"
     asked = {name: getattr(options, name) for name in DECODE.to_backend}
     asked |= {
         "window_right": -1 if seqlen_q <= 1 else right,
@@ -257,13 +291,15 @@ def describe_decode(
         page_size=0 if tensors.page_table is None else k.shape[1],
         rows=packed_rows(seqlen_q * (heads_q // heads_kv)),
         given=_given(tensors, 3),
+        misaligned=frozenset(name for name in read if not getattr(tensors, name).rows_are_aligned),
+        expanded=frozenset(name for name in read if getattr(tensors, name).is_expanded),
         score_scale=score_scale_of(options, q.shape[-1]),
     )
 
 
 def packed_rows(rows: int) -> int:
-    """Rows as a power of two from MIN_ROWS to MAX_ROWS."""
-    return min(MAX_ROWS, max(MIN_ROWS, 1 << max(0, rows - 1).bit_length()))
+    """Rows rounded up to one of PLANNED_ROWS, or the last of them."""
+    return next((planned for planned in PLANNED_ROWS if rows <= planned), PLANNED_ROWS[-1])
 
 
 def _given(tensors: tuple, required: int) -> frozenset[str]:

@@ -238,13 +238,14 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
       .num_pages = cell.batch * max_pages,
       .page_size = page,
       .capacity = cell.seqlen,
-      .score_scale = flashattn3::ScoreScale::of(1.f / std::sqrt(float(cell.head_dim)), 0.f, false),
+      .softmax_scale = 1.f / std::sqrt(float(cell.head_dim)),
       .window_left = -1,
       .window_right = -1,
       .num_sms = num_sms,
       .workspace = workspace.memory,
       .counters = workspace.counters,
-      .pdl = false};
+      .pdl = false,
+  };
   const int config = config_of(false, cell.head_dim);
   const auto decode = [&](int copy) {
     params.k.data = cache + copy * 2 * elements;

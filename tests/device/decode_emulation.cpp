@@ -54,7 +54,8 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   params.workspace = workspace.data(), params.counters = counters.data();
   check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
                kCheckConfigs[config].block_n, params);
-  const decode::Arguments args = make_decode_arguments(params, num_ctas);
+  const decode::Arguments args =
+      make_decode_arguments(params, num_ctas, kCheckConfigs[config].block_n);
   emulation::kernel = [&] { kKernels[config](args); };
   std::vector<int> order(num_ctas);
   std::iota(order.begin(), order.end(), 0);

@@ -302,8 +302,8 @@ flashattn3::DecodeParams make_params(DecodeProblem& p, Memory&& memory, float* l
           .num_pages = p.num_pages,
           .page_size = c.page_size,
           .capacity = c.capacity,
-          .score_scale = flashattn3::ScoreScale::of(
-              c.scale != 0.f ? c.scale : 1.f / std::sqrt(float(c.head_dim)), c.softcap, false),
+          .softmax_scale = c.scale != 0.f ? c.scale : 1.f / std::sqrt(float(c.head_dim)),
+          .softcap = c.softcap,
           .window_left = c.left,
           .window_right = c.right,
           .whole_tiles = false,

@@ -183,7 +183,7 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
                       .num_pages = cell.batch * max_pages,
                       .page_size = page,
                       .capacity = cell.length,
-                      .score_scale = flashattn3::ScoreScale::of(dense.softmax_scale, 0.f, false),
+                      .softmax_scale = dense.softmax_scale,
                       .window_left = -1,
                       .window_right = 0,
                       .num_sms = num_sms,

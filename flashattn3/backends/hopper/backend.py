@@ -6,8 +6,10 @@ A gradient without a kernel config runs on the Triton backend, with this backend
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,11 +26,22 @@ from ...dispatch.kernel_configs import (
     select_forward_config,
 )
 from ...errors import UnsupportedError
-from .. import gpu_limits
+from .. import gpu_limits, packed
 from ..conversions import converting
 from ..triton.backend import BACKEND as TRITON
 from . import launch as hopper_launch
+from .decode_launch import (
+    MAX_ROWS,
+    DecodeLaunch,
+    config_of,
+    decode_launch,
+    prepare_decode,
+    unfit_reason,
+)
 from .library import Library, library_for_gpu, mended_by
+
+if TYPE_CHECKING:
+    from ...kvcache.problem import DecodeProblem
 
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.
@@ -42,15 +55,27 @@ class HopperConfig:
     gradient_config: None if the gradient runs on Triton.
     copied: names of tensors that are copied because TMA cannot read them: it needs addresses and
         strides in multiples of 16 bytes.
-    launch: the prepared launch of the forward.
+    launch: the prepared launch of the forward; None where it is packed.
+    packed: that of a decode kernel, which runs the forward of few query rows; None: kernel_config.
     """
 
     kernel_config: ForwardConfig
-    launch: hopper_launch.Launch = field(compare=False, repr=False)
+    launch: hopper_launch.Launch | None = field(compare=False, repr=False)
     gradient_config: BackwardConfig | None = None
     copied: tuple[str, ...] = ()
+    packed: DecodeLaunch | None = None
 
     def describe(self) -> dict[str, object]:
+        return self._describe_forward() | {
+            "gradient": "triton" if self.gradient_config is None else self.gradient_config.name,
+            "sm_margin applies to": "forward and gradient"
+            if self._gradient_is_persistent
+            else "forward",
+        }
+
+    def _describe_forward(self) -> dict[str, object]:
+        if self.packed is not None:
+            return self.packed.describe()
         kernel_config = self.kernel_config
         return {
             "kernel config": kernel_config.name,
@@ -62,10 +87,6 @@ class HopperConfig:
             "workspace_bytes": self.launch.workspace_bytes,
             "tile measured": kernel_config.measured or "not yet",
             "copied first": ", ".join(self.copied) or "nothing",
-            "gradient": "triton" if self.gradient_config is None else self.gradient_config.name,
-            "sm_margin applies to": "forward and gradient"
-            if self._gradient_is_persistent
-            else "forward",
         }
 
     @property
@@ -84,11 +105,18 @@ class HopperLaunch:
     library: Library = field(repr=False, compare=False)
 
     def describe(self) -> dict[str, object]:
-        return self.config.describe()
+        described, launch, problem = self.config.describe(), self.config.packed, self.problem
+        if launch is not None:
+            sizes = problem.batch, problem.total_q, problem.seqlen_q, problem.seqlen_k
+            described |= launch.describe_sizes(*sizes)
+        return described
 
     @cached_property
     def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
-        run = hopper_launch.prepare_forward(self, self.library)
+        if self.config.packed is None:
+            run = hopper_launch.prepare_forward(self, self.library)
+        else:
+            run = packed.prepare_packed(self.problem, prepare_decode(self.config.packed))
         return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
@@ -135,12 +163,13 @@ class HopperBackend:
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
         reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
-        return reason or self._unusable_reason(_kernel_config(problem), problem)
+        return reason or self.unusable_reason(_kernel_config(problem), problem.backend)
 
-    def _unusable_reason(self, kernel_config: KernelConfig, problem: Problem) -> str | None:
+    def unusable_reason(self, kernel_config: KernelConfig, backend: str | None) -> str | None:
+        """Why a call that names this backend, or None, gets no kernel of the config; or None."""
         if kernel_config.name not in self.library().configs:
             return f"kernel config {kernel_config.name} is not in this build (FLASHATTN3_KERNELS)"
-        if self.only_measured and not kernel_config.measured and problem.backend != self.name:
+        if self.only_measured and not kernel_config.measured and backend != self.name:
             return (
                 f"kernel config {kernel_config.name} was never run on a GPU; "
                 "backend='hopper' would run it"
@@ -148,10 +177,15 @@ class HopperBackend:
         return None
 
     def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
-        unused = {
-            "pack_gqa": "has no packed layout of grouped queries",
-            "num_splits": "computes all keys in one pass",
-        }
+        if self._packs(problem, device):
+            unused = {}
+            if problem.num_splits > 1:
+                unused["num_splits"] = "gives every SM an equal share of the keys"
+        else:
+            unused = {
+                "pack_gqa": f"packs up to {MAX_ROWS} grouped query rows of dense 16-bit calls",
+                "num_splits": "computes all keys in one pass",
+            }
         if problem.dtype not in EIGHT_BIT:
             unused["use_fast_accum"] = "accumulates 16-bit products in float32"
         return unused
@@ -160,22 +194,44 @@ class HopperBackend:
         return HopperLaunch(problem, device, self._configure(problem, device), self.library())
 
     def _configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
-        kernel_config = _kernel_config(problem)
+        kernel_config, gradient_config = _kernel_config(problem), self._gradient_config(problem)
+        if self._packs(problem, device):
+            cached = _as_cached(problem)
+            config, reason = config_of(cached), "few query rows of many keys"
+            launch = decode_launch(cached, device, self.library(), config, reason)
+            return HopperConfig(kernel_config, None, gradient_config, packed=launch)
         launch = hopper_launch.forward_launch(problem, device, kernel_config, self.library())
-        return HopperConfig(
-            kernel_config, launch, self._gradient_config(problem), _unfit_for_tma(problem)
-        )
+        return HopperConfig(kernel_config, launch, gradient_config, _unfit_for_tma(problem))
+
+    def _packs(self, problem: Problem, device: DeviceInfo) -> bool:
+        """Whether a decode kernel runs the forward."""
+        if problem.dtype in EIGHT_BIT or problem.copied or _unfit_for_tma(problem):
+            return False
+        m_blocks = ceil(problem.seqlen_q / _kernel_config(problem).block_m)
+        programs = m_blocks * problem.num_heads_q * problem.batch
+        rows = problem.qhead_per_kvhead * problem.seqlen_q
+        if rows > MAX_ROWS or not packed.is_packed(problem, device, programs):
+            return False
+        cached = _as_cached(problem)
+        reason = unfit_reason(cached)
+        return reason is None and not self.unusable_reason(config_of(cached), problem.backend)
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
         head_dim = max(problem.head_dim, problem.head_dim_v)
         kernel_config = select_backward_config(NAMES[problem.dtype], head_dim)
-        if kernel_config is None or self._unusable_reason(kernel_config, problem) is not None:
+        if kernel_config is None or self.unusable_reason(kernel_config, problem.backend):
             return None
         scale = problem.score_scale
         return None if scale.is_capped and scale.unit < SMALLEST_GRADIENT_CAP else kernel_config
 
 
 BACKEND = HopperBackend()
+
+
+def _as_cached(problem: Problem) -> DecodeProblem:
+    """The problem of the decode kernels, which have no splits of each sequence."""
+    cached = packed.as_cached(problem)
+    return replace(cached, num_splits=0) if cached.num_splits > 1 else cached
 
 
 def _kernel_config(problem: Problem) -> ForwardConfig:

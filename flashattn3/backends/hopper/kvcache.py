@@ -1,21 +1,83 @@
-"""The Hopper backend of cached calls: it has no kernel yet, and says so."""
+"""The Hopper backend of cached calls: few query rows run on the decode kernels, many on the cached
+forward kernels where these take the call.
+
+Appends and combinations run on Triton's kernels, in the same stream.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 from ...dispatch.device import DeviceInfo
+from ...dispatch.kernel_configs import KernelConfig
+from ..triton.kvcache import BACKEND as TRITON
+from . import decode_launch
 from .backend import BACKEND as FORWARD
+from .backend import HopperBackend
+
+
+class HopperCachedCall:
+    """The launch of one cached call, prepared once. needs_lse: lse may be None."""
+
+    needs_lse = False
+
+    def __init__(self, launch: decode_launch.DecodeLaunch) -> None:
+        self._launch = launch
+        self.describe, self.describe_sizes = launch.describe, launch.describe_sizes
+
+    @cached_property
+    def decode(self) -> Callable[..., None]:
+        """A function of (out, lse, tensors, lengths, options_hash)."""
+        return decode_launch.prepare_decode(self._launch)
 
 
 class HopperCacheBackend:
-    """Declines every cached call, so that Triton serves a Hopper GPU too."""
+    """Takes decode problems itself, appends and combinations as Triton's backend does.
+
+    forward: the backend of calls without a cache, which has the library.
+    """
 
     name = "hopper"
 
+    def __init__(self, forward: HopperBackend = FORWARD) -> None:
+        self._forward = forward
+
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
-        return FORWARD.unavailable_reason(device)
+        return self._forward.unavailable_reason(device)
+
+    def unused_hints(self, problem: object, device: DeviceInfo) -> dict[str, str]:
+        return {}
 
     def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
-        return "has no kernel for cached keys yet"
+        if not _is_decode(problem):
+            reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
+            return reason and f"runs Triton's kernel for this: {reason}"
+        reason = decode_launch.unfit_reason(problem)
+        if reason is not None:
+            return reason
+        config, _ = self._choose(problem)
+        return self._forward.unusable_reason(config, problem.backend)
+
+    def prepare(self, problem: object, device: DeviceInfo) -> object:
+        if not _is_decode(problem):
+            return TRITON.prepare(problem, device)
+        chosen, library = self._choose(problem), self._forward.library()
+        return HopperCachedCall(decode_launch.decode_launch(problem, device, library, *chosen))
+
+    def _choose(self, problem: object) -> tuple[KernelConfig, str]:
+        """The kernel config of a problem that is not unfit, and why of this kind."""
+        reason = decode_launch.forward_reason(problem)
+        if reason is None:
+            config = decode_launch.forward_config_of(problem)
+            reason = self._forward.unusable_reason(config, problem.backend)
+            if reason is None:
+                return config, f"over {decode_launch.DECODE_ROWS} packed rows"
+        return decode_launch.config_of(problem), reason
+
+
+def _is_decode(problem: object) -> bool:
+    return hasattr(problem, "rows")
 
 
 BACKEND = HopperCacheBackend()

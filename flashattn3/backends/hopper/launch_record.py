@@ -11,6 +11,7 @@ from ...call.spec import ScoreScale
 if TYPE_CHECKING:
     from ...call.problem import Problem
     from ...dispatch.device import DeviceInfo
+    from ...kvcache.problem import DecodeProblem
 
 
 # The arguments of prepare_forward and prepare_backward after the index of the kernel config.
@@ -41,6 +42,37 @@ LaunchRecord = NamedTuple(
         ("deterministic", bool),
     ],
 )
+
+# The arguments of prepare_decode after the index of the kernel config: FLASHATTN3_CACHED_FIELDS in
+# csrc/launch/decode_params.h.
+DecodeRecord = NamedTuple(
+    "DecodeRecord",
+    [
+        ("num_heads_q", int),
+        ("num_heads_kv", int),
+        ("head_dim", int),
+        ("head_dim_v", int),
+        ("page_size", int),
+        *get_type_hints(ScoreScale).items(),
+        ("window_left", int),
+        ("window_right", int),
+        ("whole_tiles", bool),
+        ("num_sms", int),
+    ],
+)
+LARGEST_WINDOW = 2**30  # no distance of two positions is larger
+
+
+def decode_record_of(problem: DecodeProblem, device: DeviceInfo) -> DecodeRecord:
+    own = {
+        **problem.score_scale._asdict(),
+        "window_left": min(problem.window_left, LARGEST_WINDOW),
+        "window_right": min(problem.window_right, LARGEST_WINDOW),
+        "whole_tiles": problem.num_splits == 1,
+        "num_sms": max(1, device.num_sms - problem.sm_margin),
+    }
+    names = (name for name in DecodeRecord._fields if name not in own)
+    return DecodeRecord(**own, **{name: getattr(problem, name) for name in names})
 
 
 def record_of(problem: Problem, device: DeviceInfo) -> LaunchRecord:

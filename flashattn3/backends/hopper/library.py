@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from ...dispatch.kernel_configs import configs_hash
-from .launch_record import LaunchRecord
+from .launch_record import DecodeRecord, LaunchRecord
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PROJECT = PACKAGE.parent  # repository root, or site-packages if installed
@@ -45,6 +45,9 @@ class Library:
     permute_v: Callable | None = None
     prepare_backward: Callable | None = None
     backward: Callable | None = None
+    prepare_decode: Callable | None = None
+    decode_size: Callable | None = None
+    decode: Callable | None = None
 
 
 @cache
@@ -77,17 +80,23 @@ def find_library() -> Library:
     if driver_error:
         return Library(error=f"the Hopper kernels were {driver_error}")
     operators = torch.ops.flashattn3_hopper
-    preparing = operators.prepare_forward.default, operators.prepare_backward.default
-    if any(_record_of(prepare) != LaunchRecord._fields for prepare in preparing):
+    records = {
+        "prepare_forward": LaunchRecord,
+        "prepare_backward": LaunchRecord,
+        "prepare_decode": DecodeRecord,
+    }
+    preparing = {name: getattr(operators, name).default for name in records}
+    if any(_record_of(preparing[name]) != records[name]._fields for name in records):
         return Library(error="the Hopper kernels were built from other sources")
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
         cuda_version=_text(loaded, "cuda_version"),
-        prepare_forward=preparing[0],
+        **preparing,
         forward=operators.forward.default,
         permute_v=operators.permute_v.default,
-        prepare_backward=preparing[1],
         backward=operators.backward.default,
+        decode_size=operators.decode_size.default,
+        decode=operators.decode.default,
     )
 
 

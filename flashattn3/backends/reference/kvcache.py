@@ -28,11 +28,14 @@ class ReferenceCachedCall(NamedTuple):
     """Computes float16 and bfloat16 in float32, float32 and float64 in their own dtype."""
 
     problem: object
+    needs_lse = True
 
     def describe(self) -> dict[str, object]:
         return {"computes in": _wide(self.problem.dtype)}
 
-    def describe_sizes(self, batch: int, total_q: int, seqlen_q: int) -> dict[str, object]:
+    def describe_sizes(
+        self, batch: int, total_q: int, seqlen_q: int, capacity: int
+    ) -> dict[str, object]:
         return {}
 
     def decode(

@@ -15,9 +15,8 @@ from ...call.dtypes import EIGHT_BIT
 from ...call.inputs import Tensors
 from ...call.problem import Problem
 from ...dispatch.device import DeviceInfo
-from .. import gpu_limits
+from .. import gpu_limits, packed
 from ..conversions import converting
-from . import packed
 from .cache_tiles import CacheTile, select_tile
 from .tile_configs import (
     MAX_HEAD_DIM,
@@ -85,9 +84,14 @@ class TritonLaunch:
         if self.config.packed is None:
             run = launch.prepare_forward(self.problem, self.config)
         else:
-            run = packed.prepare_forward(self.problem, self.config.packed)
+            run = packed.prepare_packed(self.problem, self._decode())
         run = launch.on_device(self.problem, run)
         return converting(self.problem, run)
+
+    def _decode(self) -> Callable:
+        from .kvcache_launch import prepare_decode
+
+        return prepare_decode(packed.as_cached(self.problem), self.config.packed)
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

@@ -24,7 +24,12 @@ COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TritonCachedCall:
-    """The launches of one problem, prepared once. Triton is imported with the first."""
+    """The launches of one problem, prepared once. Triton is imported with the first.
+
+    needs_lse: whether a call that does not return lse needs its memory all the same.
+    """
+
+    needs_lse = True
 
     def __init__(self, problem: object, tile: CacheTile) -> None:
         self.problem, self.tile = problem, tile
@@ -32,7 +37,9 @@ class TritonCachedCall:
     def describe(self) -> dict[str, object]:
         return self.tile.describe()
 
-    def describe_sizes(self, batch: int, total_q: int, seqlen_q: int) -> dict[str, object]:
+    def describe_sizes(
+        self, batch: int, total_q: int, seqlen_q: int, capacity: int
+    ) -> dict[str, object]:
         """What a call of the problem launches and allocates, at any lengths of its cache."""
         _, programs, slots = self.tile.grid(self.problem, batch, total_q, seqlen_q)
         workspace = self.tile.workspace_bytes(slots, self.problem.head_dim_v)

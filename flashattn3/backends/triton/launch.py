@@ -17,6 +17,7 @@ from ...call.inputs import Tensors, as_scaled
 from ...call.problem import Problem
 from ...call.spec import LOG2E, ScoreScale
 from ..conversions import with_dense_rows
+from ..results import result_shapes
 from .backend import TritonConfig
 from .kernels import backward, forward
 from .kernels.launch import Launch, stride_unit
@@ -77,19 +78,12 @@ def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launc
     return run
 
 
-def _result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of out and lse."""
-    lead = () if problem.varlen else (problem.batch,)
-    heads = problem.num_heads_q
-    return (*lead, problem.total_q, heads, problem.head_dim_v), (*lead, heads, problem.total_q)
-
-
 def result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Build a function that allocates out and lse on q's device.
 
     For varlen they are initialised, because no kernel writes rows outside the sequences.
     """
-    out_shape, lse_shape = _result_shapes(problem)
+    out_shape, lse_shape = result_shapes(problem)
     varlen, out_dtype = problem.varlen, problem.out_dtype
 
     def allocate(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +100,7 @@ def result_allocator(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tenso
 
 def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
     combine = combine_launch(problem, config)
-    out_size, lse_size = _result_shapes(problem)
+    out_size, lse_size = result_shapes(problem)
     blank = torch.zeros if problem.varlen else torch.empty
     of = {"dtype": torch.float32, "device": problem.device}
 

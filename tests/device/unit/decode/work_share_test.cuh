@@ -60,13 +60,15 @@ struct Batch {
 // The share of a CTA as find_share computes it, by a loop over the sequences.
 inline WorkShare share_of(const Arguments& args, int cta, int num_ctas) {
   int total = 0;
-  for (int b = 0; b < args.batch; ++b) total += units_of_sequence<kBlockN>(args, b);
-  WorkShare share = WorkShare::of(total, cta, num_ctas);
+  const auto sequence = [&](int b) { return find_cached_sequence<kBlockN>(args, b); };
+  for (int b = 0; b < args.batch; ++b) total += units_of_sequence(args, sequence(b));
+  WorkShare share{};
+  share.set(total, cta, num_ctas);
   int first = 0;
   for (int b = 0; b < args.batch; ++b) {
-    const int units = units_of_sequence<kBlockN>(args, b);
+    const int units = units_of_sequence(args, sequence(b));
     if (first <= share.begin && share.begin < first + units) {
-      share.batch_idx = b, share.first_unit = first;
+      share.batch_idx = b, share.first_unit = first, share.sequence = sequence(b);
     }
     first += units;
   }

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
+import torch
 from torch import Tensor
 
-from ...call.dtypes import SIXTEEN_BIT
-from ...call.problem import Problem
-from ...dispatch.device import DeviceInfo
-from ...kvcache.problem import DecodeProblem, DecodeTensors, Lengths, packed_rows
-from .cache_tiles import CacheTile
+from ..call.dtypes import SIXTEEN_BIT
+from ..call.problem import Problem
+from ..dispatch.device import DeviceInfo
+from ..kvcache.problem import DecodeProblem, DecodeTensors, Lengths, packed_rows
+from .results import result_shapes
 
 FEW_ROWS = 64  # packed rows that one tile of the forward would have too
 LONG_KEYS = 1024  # below, the forward's one launch ends sooner
@@ -50,20 +51,20 @@ def as_cached(problem: Problem) -> DecodeProblem:
         "page_size": 0,
         "rows": packed_rows(problem.qhead_per_kvhead * problem.seqlen_q),
         "given": frozenset(),
+        "misaligned": frozenset(),
+        "expanded": frozenset(),
         "num_splits": max(0, problem.num_splits),
     }
     return DecodeProblem(**common)
 
 
-def prepare_forward(problem: Problem, tile: CacheTile) -> Callable:
-    """Build a function of the tensors that returns (out, lse)."""
-    from .kvcache_launch import prepare_decode
-    from .launch import result_allocator
-
-    decode, allocate = prepare_decode(as_cached(problem), tile), result_allocator(problem)
+def prepare_packed(problem: Problem, decode: Callable) -> Callable:
+    """Build a function of the tensors that returns (out, lse). decode: of the cached problem."""
+    out_shape, lse_shape = result_shapes(problem)
 
     def run(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-        out, lse = allocate(tensors[0])
+        q = tensors[0]
+        out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
         decode(out, lse, DecodeTensors(*tensors[:3]), Lengths(), 0)
         return out, lse
 

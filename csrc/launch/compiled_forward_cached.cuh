@@ -1,0 +1,23 @@
+// One entry of the registry. Only the generated unit of each cached forward config includes this
+// file.
+#pragma once
+
+#include "launch/forward_cached.cuh"
+#include "launch/registry.h"
+
+namespace flashattn3 {
+
+template <forward::Config kConfig>
+DecodeKernel compiled_forward_cached(const char* name) {
+  return {.info = {.name = name,
+                   .dtype = kConfig.dtype,
+                   .head_dim = kConfig.head_dim,
+                   .kernel = reinterpret_cast<const void*>(forward_kernel<kConfig>()),
+                   .num_threads = forward::num_threads(kConfig),
+                   .shared_memory_bytes = forward::smem_bytes(kConfig)},
+          .size = cached_forward_size<kConfig>,
+          .launch = launch_cached_forward<kConfig>,
+          .clears_rows = true};
+}
+
+}  // namespace flashattn3

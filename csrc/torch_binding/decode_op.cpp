@@ -1,0 +1,311 @@
+// flashattn3_hopper::decode and decode_size: fill DecodeParams from a prepared launch and the
+// tensors of a cached call, and launch on torch's current stream. The notes in forward_op.cpp
+// apply.
+//
+// Nothing depends on a length on the host, so a captured call is right for other lengths. The
+// workspace is torch's, in a capture of the graph's pool.
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "launch/decode_params.h"
+#include "launch/errors.h"
+#include "launch/fill_rows.h"
+#include "launch/registry.h"
+#include "launch/tile_counters.h"
+#include "torch_binding/attention_call.h"
+#include "torch_binding/boxed.h"
+#include "torch_binding/prepared.h"
+#include "torch_binding/tensors.h"
+
+namespace flashattn3 {
+namespace {
+
+constexpr char kName[] = "decode";
+
+// Arguments of a cached call, in the order of the schema. The tensors are those of DecodeTensors in
+// flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is null; -1: the
+// capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the metadata holds.
+struct DecodeCall {
+  Tensor launch, out;
+  std::optional<Tensor> lse;
+  Tensor q, k_cache, v_cache;
+  std::optional<Tensor> cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
+      cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata;
+  int64_t seqlen, seqlen_new, max_seqlen_q, options_hash;
+
+  static DecodeCall take(Arguments& arguments) {
+    using Optional = std::optional<Tensor>;
+    return {.launch = arguments.take<Tensor>(),
+            .out = arguments.take<Tensor>(),
+            .lse = arguments.take<Optional>(),
+            .q = arguments.take<Tensor>(),
+            .k_cache = arguments.take<Tensor>(),
+            .v_cache = arguments.take<Tensor>(),
+            .cache_seqlens = arguments.take<Optional>(),
+            .page_table = arguments.take<Optional>(),
+            .cache_batch_idx = arguments.take<Optional>(),
+            .cache_leftpad = arguments.take<Optional>(),
+            .cu_seqlens_q = arguments.take<Optional>(),
+            .cu_seqlens_k_new = arguments.take<Optional>(),
+            .q_descale = arguments.take<Optional>(),
+            .k_descale = arguments.take<Optional>(),
+            .v_descale = arguments.take<Optional>(),
+            .sinks = arguments.take<Optional>(),
+            .scheduler_metadata = arguments.take<Optional>(),
+            .seqlen = arguments.take<int64_t>(),
+            .seqlen_new = arguments.take<int64_t>(),
+            .max_seqlen_q = arguments.take<int64_t>(),
+            .options_hash = arguments.take<int64_t>()};
+  }
+  bool varlen() const { return cu_seqlens_q.has_value(); }
+  int64_t batch() const { return varlen() ? cu_seqlens_q->size(0) - 1 : q.size(0); }
+  // Tokens of q, with varlen of all sequences.
+  int64_t total_q() const { return q.size(varlen() ? 0 : 1); }
+};
+
+// Throws for a tensor that is not on a GPU, or on another one than q.
+int device_of(const DecodeCall& call) {
+  const int device = call.q.get_device_index();
+  const auto check = [&](const char* name, const Tensor& tensor) {
+    expect(tensor.is_cuda(), kName, name, "a GPU", "another device");
+    expect(tensor.get_device_index() == device, kName, name, "the GPU of q", "another GPU");
+  };
+  check("q.device", call.q);
+  check("k_cache.device", call.k_cache);
+  check("v_cache.device", call.v_cache);
+  check("out.device", call.out);
+  if (call.lse) check("lse.device", *call.lse);
+  return device;
+}
+
+void expect_dtype(const char* name, const Tensor& tensor, int32_t wanted, const char* text) {
+  expect(dtype_of(tensor) == wanted, kName, name, text, "another dtype");
+}
+
+// Rows of 16-bit elements, which the kernel copies 16 bytes at a time.
+void check_rows(const char* name, const Tensor& tensor, ElementType dtype, const Shape& shape) {
+  const std::string start = name;
+  expect_shape(kName, name, tensor, shape);
+  const bool fp16 = dtype == ElementType::kFloat16;
+  expect_dtype((start + ".dtype").c_str(), tensor,
+               fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16(),
+               fp16 ? "fp16" : "bf16");
+  const int last = shape.rank - 1;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
+                 (shape.size[last] <= 1 || tensor.stride(last) == 1);
+  for (int axis = 0; axis < last; ++axis) {
+    aligned = aligned && (shape.size[axis] <= 1 || tensor.stride(axis) % 8 == 0);
+  }
+  expect(aligned, kName, name, "of rows at multiples of 16 bytes", "another layout");
+}
+
+// An optional tensor of int32 or float32, dense.
+void check_dense(const char* name, const std::optional<Tensor>& tensor, int32_t dtype,
+                 const Shape& shape) {
+  if (!tensor) return;
+  expect_shape(kName, name, *tensor, shape);
+  expect(dtype_of(*tensor) == dtype, kName, name,
+         dtype == aoti_torch_dtype_int32() ? "int32" : "float32", "another dtype");
+  expect(tensor->is_contiguous(), kName, name, "contiguous", "another layout");
+}
+
+void check_call(const CachedProblem& problem, ElementType dtype, const DecodeCall& call) {
+  const bool varlen = call.varlen();
+  expect(call.q.dim() == (varlen ? 3 : 4), kName, "the number of axes of q", varlen ? 3 : 4,
+         call.q.dim());
+  const int32_t int32 = aoti_torch_dtype_int32(), fp32 = aoti_torch_dtype_float32();
+  if (varlen) {
+    expect(call.cu_seqlens_q->numel() >= 1, kName, "cu_seqlens_q.shape[0]", "at least 1", 0);
+  }
+  const int64_t batch = call.batch(), total = call.total_q();
+  const int64_t heads_q = problem.num_heads_q, heads_kv = problem.num_heads_kv;
+  const auto rows = [&](int64_t columns) {
+    return varlen ? Shape{3, {total, heads_q, columns}}
+                  : Shape{4, {batch, total, heads_q, columns}};
+  };
+  check_rows("q", call.q, dtype, rows(problem.head_dim));
+  check_rows("out", call.out, dtype, rows(problem.head_dim_v));
+  if (call.lse) {
+    expect_shape(kName, "lse", *call.lse,
+                 varlen ? Shape{2, {heads_q, total}} : Shape{3, {batch, heads_q, total}});
+    expect_dtype("lse.dtype", *call.lse, fp32, "float32");
+  }
+
+  expect(call.k_cache.dim() == 4, kName, "the number of axes of k_cache", 4, call.k_cache.dim());
+  const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
+  check_rows("k_cache", call.k_cache, dtype, {4, {caches, tokens, heads_kv, problem.head_dim}});
+  check_rows("v_cache", call.v_cache, dtype, {4, {caches, tokens, heads_kv, problem.head_dim_v}});
+  const bool paged = problem.page_size > 0;
+  expect(call.page_table.has_value() == paged, kName, "page_table",
+         paged ? "a tensor of a paged launch" : "None of a dense launch",
+         paged ? "None" : "a tensor");
+  int64_t entries = caches;
+  if (paged) {
+    const Tensor& table = *call.page_table;
+    expect(tokens == problem.page_size, kName, "k_cache.shape[1]", problem.page_size, tokens);
+    expect(table.dim() == 2, kName, "the number of axes of page_table", 2, table.dim());
+    expect_dtype("page_table.dtype", table, int32, "int32");
+    expect(table.size(1) <= 1 || table.stride(1) == 1, kName, "page_table.stride(-1)", 1,
+           table.stride(1));
+    entries = table.size(0);
+  }
+  if (!call.cache_batch_idx) {
+    expect(entries == batch, kName, "the number of caches", batch, entries);
+  }
+  check_dense("cache_seqlens", call.cache_seqlens, int32, {1, {batch}});
+  check_dense("cache_batch_idx", call.cache_batch_idx, int32, {1, {batch}});
+  check_dense("cache_leftpad", call.cache_leftpad, int32, {1, {batch}});
+  check_dense("cu_seqlens_q", call.cu_seqlens_q, int32, {1, {batch + 1}});
+  check_dense("cu_seqlens_k_new", call.cu_seqlens_k_new, int32, {1, {batch + 1}});
+  check_dense("q_descale", call.q_descale, fp32, {2, {batch, heads_kv}});
+  check_dense("k_descale", call.k_descale, fp32, {2, {batch, heads_kv}});
+  check_dense("v_descale", call.v_descale, fp32, {2, {batch, heads_kv}});
+  check_dense("sinks", call.sinks, fp32, {1, {heads_q}});
+  check_dense("scheduler_metadata", call.scheduler_metadata, int32, {1, {2 + 4 * batch}});
+}
+
+int to_int(const char* name, int64_t number) {
+  // Positions of queries and keys, with window and tile, stay below 2^31.
+  expect(number >= 0 && number <= int64_t{1} << 30, kName, name, "between 0 and 2^30", number);
+  return static_cast<int>(number);
+}
+
+const float* floats(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const float*>(tensor->data_ptr()) : nullptr;
+}
+
+// Sizes and pointers of a call that check_call accepted; workspace, counters and pdl are unset.
+DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call) {
+  const bool varlen = call.varlen(), paged = call.page_table.has_value();
+  DecodeParams params = decode_params_of(problem);
+  params.q = call.q.data_ptr();
+  params.out = call.out.data_ptr();
+  params.q_stride = row_strides(call.q, varlen);
+  params.out_stride = row_strides(call.out, varlen);
+  if (call.lse) {
+    params.lse = static_cast<float*>(call.lse->data_ptr());
+    params.lse_stride = {.batch = varlen ? 0 : call.lse->stride(0),
+                         .seq = call.lse->stride(varlen ? 1 : 2),
+                         .head = call.lse->stride(varlen ? 0 : 1)};
+  }
+  params.k = {call.k_cache.data_ptr(), row_strides(call.k_cache, false)};
+  params.v = {call.v_cache.data_ptr(), row_strides(call.v_cache, false)};
+  params.page_table = indices(call.page_table);
+  params.cache_seqlens = indices(call.cache_seqlens);
+  params.cu_seqlens_q = indices(call.cu_seqlens_q);
+  params.cu_seqlens_k_new = indices(call.cu_seqlens_k_new);
+  params.cache_leftpad = indices(call.cache_leftpad);
+  params.cache_batch_idx = indices(call.cache_batch_idx);
+  params.page_table_stride = paged ? call.page_table->stride(0) : 0;
+  params.q_descale = floats(call.q_descale);
+  params.k_descale = floats(call.k_descale);
+  params.v_descale = floats(call.v_descale);
+  params.sinks = floats(call.sinks);
+
+  const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
+  const int64_t total = call.total_q();
+  params.batch = to_int("the batch", call.batch());
+  params.total_q = to_int("the tokens of q", total);
+  params.seqlen_q =
+      to_int("max_seqlen_q",
+             varlen && call.max_seqlen_q >= 0 ? std::min(call.max_seqlen_q, total) : total);
+  params.num_caches = to_int("the number of caches", paged ? call.page_table->size(0) : caches);
+  params.num_pages = to_int("the number of pages", paged ? caches : 0);
+  params.capacity = to_int("the capacity of a cache",
+                           paged ? call.page_table->size(1) * problem.page_size : tokens);
+  // One more than the capacity, so that metadata of a length that was cut does not fit.
+  params.seqlen_k =
+      call.seqlen < 0
+          ? params.capacity
+          : static_cast<int>(std::min<int64_t>(call.seqlen, int64_t{params.capacity} + 1));
+  params.seqlen_new = to_int("the number of new tokens", call.seqlen_new);
+  return params;
+}
+
+// Counters of a call whose stream has none of its own.
+Tensor new_counters(int64_t count, int device, cudaStream_t stream) {
+  const Tensor counters = new_tensor<1>({count}, aoti_torch_dtype_int32(), device);
+  check_cuda(cudaMemsetAsync(counters.data_ptr(), 0, count * sizeof(uint32_t), stream),
+             "clearing counters");
+  return counters;
+}
+
+void decode(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const DecodeCall call = DecodeCall::take(arguments);
+  const PreparedDecode& launch = prepared_decode(kName, call.launch);
+  const DecodeKernel& kernel = decode_kernel(launch.config);
+  check_call(launch.problem, kernel.info.dtype, call);
+  const int device = device_of(call);
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  DecodeParams params = make_params(launch.problem, call);
+  const LaunchSize size = kernel.size(kernel.info.name, params);
+  const std::optional<Tensor> workspace = new_workspace(size.workspace_bytes, device);
+  if (workspace) params.workspace = workspace->data_ptr();
+  std::optional<Tensor> counters;
+  if (size.num_counters > 0) {
+    params.counters = partial_counters(device, stream, size.num_ctas);
+    if (params.counters == nullptr) {
+      counters = new_counters(size.num_counters, device, stream);
+      params.counters = static_cast<uint32_t*>(counters->data_ptr());
+    }
+  }
+  params.pdl = true;
+  kernel.launch(kernel.info.name, params, stream);
+  if (kernel.clears_rows && !call.scheduler_metadata) return;
+  launch_fill_rows(params,
+                   {.data = indices(call.scheduler_metadata),
+                    .options_hash = static_cast<int>(call.options_hash)},
+                   stream);
+}
+
+// The grid and the workspace of calls of these sizes. total_q: of ragged queries, else -1.
+std::tuple<int64_t, int64_t> decode_size(Tensor launch, int64_t batch, int64_t seqlen_q,
+                                         int64_t capacity, int64_t total_q) {
+  const PreparedDecode& prepared = prepared_decode("decode_size", launch);
+  const DecodeKernel& kernel = decode_kernel(prepared.config);
+  DecodeParams params = decode_params_of(prepared.problem);
+  params.batch = to_int("the batch", batch);
+  params.seqlen_q = to_int("seqlen_q", seqlen_q);
+  params.capacity = to_int("the capacity of a cache", capacity);
+  const int32_t unread = 0;  // a size depends on whether there are cu_seqlens_q
+  if (total_q >= 0) {
+    params.total_q = to_int("the tokens of q", total_q);
+    params.cu_seqlens_q = &unread;
+  }
+  const LaunchSize size = kernel.size(kernel.info.name, params);
+  return {size.num_ctas, size.workspace_bytes};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
+  library.def(
+      "decode(Tensor launch, Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, "
+      "Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, "
+      "Tensor? cache_leftpad, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k_new, Tensor? q_descale, "
+      "Tensor? k_descale, Tensor? v_descale, Tensor? sinks, Tensor? scheduler_metadata, "
+      "int seqlen, int seqlen_new, int max_seqlen_q, int options_hash) -> ()");
+  library.def(
+      "decode_size(Tensor launch, int batch, int seqlen_q, int capacity, int total_q=-1) -> "
+      "(int num_ctas, int workspace_bytes)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {
+  library.impl("decode_size", boxed<decode_size>);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) { library.impl("decode", decode); }
+
+// Tensors on the CPU get an error that names them.
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) { library.impl("decode", decode); }
+
+}  // namespace flashattn3

@@ -1,0 +1,195 @@
+"""Prepares calls of the compiled kernels of cached calls, for these and for packed forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...call.dtypes import NAMES, SIXTEEN_BIT
+from ...dispatch.backend import score_factor_reason
+from ...dispatch.kernel_configs import (
+    CACHED_CONFIGS,
+    DECODE_TILE_ROWS,
+    MAX_HEAD_DIM,
+    DecodeConfig,
+    ForwardConfig,
+    select_cached_forward_config,
+    select_decode_config,
+)
+from .launch_record import decode_record_of
+
+if TYPE_CHECKING:
+    from ...dispatch.device import DeviceInfo
+    from ...kvcache.problem import DecodeProblem, DecodeTensors, Lengths
+    from .library import Library
+
+ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
+# Packed rows up to which a forward without a cache runs on a decode kernel: every DECODE_TILE_ROWS
+# rows read the keys again.
+MAX_ROWS = 256
+# Packed rows up to which a cached call runs on a decode kernel, which reads K and V once for each
+# DECODE_TILE_ROWS rows, of all heads of a KV head. Reading them takes longer than multiplying up to
+# about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth
+# and 1024 of its tensor cores for each 64 rows.
+DECODE_ROWS = 192
+_NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
+
+
+class Prepared(NamedTuple):
+    """What prepare_decode returns. handle: the prepared launch, as in ``Launch``."""
+
+    handle: Tensor
+    num_threads: int
+    shared_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """The launch of one problem of cached calls on a decode kernel or a cached forward kernel.
+
+    reason: why on this kind of kernel.
+    """
+
+    problem: DecodeProblem
+    kernel_config: DecodeConfig | ForwardConfig
+    reason: str
+    prepared: Prepared = field(compare=False, repr=False)
+    library: Library = field(compare=False, repr=False)
+    num_sms: int
+
+    def describe(self) -> dict[str, object]:
+        config = self.kernel_config
+        if config.kind == "decode":
+            rows, multiply = f"{DECODE_TILE_ROWS} packed rows", 2
+            whole = self.problem.num_splits == 1
+        else:
+            rows, multiply = f"{config.block_m} rows of a head", config.num_mma_warpgroups
+            whole = True
+        return {
+            "kernel config": config.name,
+            "kernel": f"{config.kind}: {self.reason}",
+            "tile": f"{rows} x {config.block_n} keys",
+            "num_stages": config.num_stages,
+            "warpgroups": f"1 loads, {multiply} multiply",
+            "parts": "none: whole tiles" if whole else f"an equal share for each of {self.num_sms}",
+            "shared_memory_bytes": self.prepared.shared_memory_bytes,
+            "tile measured": config.measured or "not yet",
+            "copied first": "q" if self.copies_q else "nothing",
+        }
+
+    @property
+    def copies_q(self) -> bool:
+        """A forward kernel reads q by TMA, which has no stride of 0."""
+        expanded = self.kernel_config.kind == "forward" and "q" in self.problem.expanded
+        return expanded or "q" in self.problem.misaligned
+
+    def describe_sizes(
+        self, batch: int, total_q: int, seqlen_q: int, capacity: int
+    ) -> dict[str, object]:
+        """What a call of the problem launches and allocates, at any lengths of its cache."""
+        ragged = total_q if self.problem.varlen else -1
+        sizes = self.library.decode_size(self.prepared.handle, batch, seqlen_q, capacity, ragged)
+        return {"grid": (sizes[0], 1, 1), "workspace_bytes": sizes[1]}
+
+
+def unfit_reason(problem: DecodeProblem) -> str | None:
+    """Why no decode kernel takes the problem, or None."""
+    if problem.dtype not in SIXTEEN_BIT:
+        return f"computes in float16 and bfloat16, not in {problem.dtype}"
+    for name in ("head_dim", "head_dim_v"):
+        size = getattr(problem, name)
+        if size > MAX_HEAD_DIM or size % ALIGNED:
+            limits = f"multiples of {ALIGNED} up to {MAX_HEAD_DIM}"
+            return f"takes head dims that are {limits}, {name} is {size}"
+    caches = sorted(problem.misaligned - {"q"})
+    if caches:
+        return f"copies 16 bytes at once: rows of {caches[0]} begin at other addresses"
+    if problem.num_splits > 1:
+        parts = "cuts the batch into equal shares (num_splits=0) or no sequence (1)"
+        return f"{parts}, num_splits is {problem.num_splits}"
+    return score_factor_reason(problem, 100, torch.float32)
+
+
+def config_of(problem: DecodeProblem) -> DecodeConfig:
+    """The decode kernel of a problem that is not unfit."""
+    return select_decode_config(NAMES[problem.dtype], max(problem.head_dim, problem.head_dim_v))
+
+
+def forward_config_of(problem: DecodeProblem) -> ForwardConfig:
+    """The cached forward kernel of a problem that has neither unfit_reason nor forward_reason."""
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    return select_cached_forward_config(NAMES[problem.dtype], head_dim)
+
+
+def forward_reason(problem: DecodeProblem) -> str | None:
+    """Why a problem that is not unfit runs on a decode kernel, not on a forward kernel; or None."""
+    if problem.rows <= DECODE_ROWS:
+        return f"up to {DECODE_ROWS} packed rows"
+    given = sorted(problem.given & _NAMES_TO_CONVERT)
+    if given:
+        return f"forward kernels take no {given[0]}"
+    expanded = sorted(problem.expanded - {"q"})
+    if expanded:
+        return f"forward kernels need strides that are not 0: {expanded[0]} is expanded"
+    return None
+
+
+def decode_launch(
+    problem: DecodeProblem,
+    device: DeviceInfo,
+    library: Library,
+    config: DecodeConfig | ForwardConfig,
+    reason: str,
+) -> DecodeLaunch:
+    """Check the problem's numbers in the library, once. RuntimeError if the kernel refuses it."""
+    record = decode_record_of(problem, device)
+    with _disable_current_modes():  # the plan outlives the call
+        prepared = Prepared(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
+    return DecodeLaunch(problem, config, reason, prepared, library, record.num_sms)
+
+
+def prepare_decode(launch: DecodeLaunch) -> Callable:
+    """Build a function of (out, lse, tensors, lengths, options_hash)."""
+    operator, handle, problem = launch.library.decode, launch.prepared.handle, launch.problem
+    copies_q = launch.copies_q
+    converts = copies_q or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
+
+    def run(
+        out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int
+    ) -> None:
+        if not _is_aligned(out):
+            aligned = out.new_empty(out.shape)
+            run(aligned, lse, tensors, lengths, options_hash)
+            out.copy_(aligned)
+            return
+        if converts:
+            tensors = _converted(problem, tensors, copies_q)
+        seqlen, seqlen_new, longest = lengths
+        if seqlen is None:
+            seqlen = -1
+        if longest is None:
+            longest = -1
+        operator(handle, out, lse, *tensors, seqlen, seqlen_new, longest, options_hash)
+
+    return run
+
+
+def _is_aligned(out: Tensor) -> bool:
+    if out.data_ptr() % (2 * ALIGNED):
+        return False
+    return out.is_contiguous() or not any(step % ALIGNED for step in out.stride()[:-1])
+
+
+def _converted(problem: DecodeProblem, tensors: DecodeTensors, copies_q: bool) -> DecodeTensors:
+    """The tensors as the kernel reads them: aligned q, dense descales, sinks in float32."""
+    changed = {}
+    if copies_q:
+        changed["q"] = tensors.q.clone(memory_format=torch.contiguous_format)
+    for name in _NAMES_TO_CONVERT & problem.given:
+        changed[name] = getattr(tensors, name).float().contiguous()
+    return tensors._replace(**changed)

@@ -1,0 +1,620 @@
+"""The Hopper backend of cached calls: which it takes, how it prepares them, what it passes on.
+
+The parts about planning need no GPU: launches are prepared without one, and the operator checks its
+tensors before it looks for one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import get_type_hints
+
+import pytest
+import torch
+from helpers import (
+    A100,
+    GPU,
+    H100,
+    ROOT,
+    WITHOUT_HOPPER,
+    Prepared,
+    library_double,
+    needs_hopper,
+)
+
+from flashattn3 import (
+    UnsupportedError,
+    explain_with_kvcache,
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+)
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.kvcache import HopperCacheBackend
+from flashattn3.backends.hopper.launch_record import DecodeRecord
+from flashattn3.backends.hopper.library import find_library
+from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
+from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.call.inputs import Tensors
+from flashattn3.call.inputs import metadata_of as metadata_of_input
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
+from flashattn3.dispatch.kernel_configs import DECODE_CONFIGS, select_decode_config
+from flashattn3.dispatch.planner import choose
+from flashattn3.kvcache import explanation, ops
+from flashattn3.kvcache.metadata import HEADER, MAGIC, PER_SEQUENCE
+from flashattn3.kvcache.problem import (
+    AppendOptions,
+    AppendTensors,
+    CombineProblem,
+    DecodeOptions,
+    DecodeTensors,
+    describe_append,
+    describe_decode,
+    metadata_of,
+)
+from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
+
+LIBRARY = find_library()
+HOPPER = HopperCacheBackend(HopperBackend(library=library_double))
+BACKENDS = (HOPPER, TRITON, REFERENCE)
+pytest.importorskip("triton")
+
+
+def tensors_of(
+    batch=4, seqlen_q=1, heads=(32, 8), d=128, dv=None, page_size=0, dtype=torch.bfloat16, **more
+):
+    """Tensors without memory."""
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    tokens = page_size or 4096
+    caches = [empty(99 if page_size else batch, tokens, heads[1], x) for x in (d, dv or d)]
+    given = {}
+    if page_size:
+        given["page_table"] = empty(batch, 16, dtype=torch.int32)
+    q = empty(batch, seqlen_q, heads[0], d)
+    return DecodeTensors(q, *caches, **given)._replace(**more)
+
+
+def problem_of(tensors, max_seqlen_q=None, **options):
+    found = tuple(x and x._replace(device=torch.device("cuda")) for x in map(metadata_of, tensors))
+    return describe_decode(found, DecodeOptions(**options), max_seqlen_q)
+
+
+def plan_of(device=H100, options=None, max_seqlen_q=None, **of):
+    return choose(problem_of(tensors_of(**of), max_seqlen_q, **options or {}), device, BACKENDS)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        {},
+        {"page_size": 1},
+        {"page_size": 256, "d": 64},
+        {"d": 40, "dv": 24, "dtype": torch.float16},
+        {"d": 256, "heads": (8, 1)},
+        {"heads": (96, 1), "d": 192, "dv": 128, "seqlen_q": 2},
+        {"seqlen_q": 48},
+        {"options": {"causal": True, "window_size": (127, 0)}} | {"seqlen_q": 3},
+    ],
+    ids=str,
+)
+def test_few_rows_run_on_a_decode_kernel(of):
+    options = of.pop("options", {})
+    if "window_size" in options:
+        left, right = options.pop("window_size")
+        options |= {"window_left": left, "window_right": right}
+    plan = plan_of(options=options, **of)
+    assert plan.backend.name == "hopper" and not plan.unused_hints
+    described = plan.launch.describe()
+    dtype = "fp16" if of.get("dtype") == torch.float16 else "bf16"
+    widest = max(of.get("d", 128), of.get("dv", 0))
+    assert described["kernel config"] == select_decode_config(dtype, widest).name
+    assert plan_of(A100, options, **of).backend.name == "triton"
+
+
+DECLINED = {
+    "float32": ({"dtype": torch.float32}, "computes in float16 and bfloat16, not in torch.float32"),
+    "head_dim": ({"d": 36}, "takes head dims that are multiples of 8 up to 256, head_dim is 36"),
+    "head_dim_v": ({"dv": 36}, "multiples of 8 up to 256, head_dim_v is 36"),
+    "parts": ({"options": {"num_splits": 3}}, "(num_splits=0) or no sequence (1), num_splits is 3"),
+    "scale": (
+        {"options": {"softmax_scale": 2.0**101}},
+        "softmax_scale must be 0 or between 2**-100 and 2**100",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_is_declined_by_name(name):
+    of, reason = DECLINED[name]
+    options = of.get("options", {})
+    of = {key: value for key, value in of.items() if key != "options"}
+    assert reason in HOPPER.decline_reason(problem_of(tensors_of(**of), **options), H100)
+    options = {**options, "backend": "hopper"}
+    with pytest.raises(UnsupportedError, match=re.escape(reason)):
+        plan_of(options=options, **of)
+
+
+def test_misaligned_caches_are_declined_and_a_misaligned_q_is_copied():
+    like = tensors_of()
+    wide = torch.empty(4, 4096, 8, 132, dtype=torch.bfloat16, device="meta")[..., :128]
+    plan = choose(problem_of(like._replace(k_cache=wide)), H100, BACKENDS)
+    assert plan.backend.name == "triton"
+    reason = "copies 16 bytes at once: rows of k_cache begin at other addresses"
+    assert dict(plan.declined)["hopper"] == reason
+    q = torch.empty(4, 1, 32, 132, dtype=torch.bfloat16, device="meta")[..., :128]
+    plan = choose(problem_of(like._replace(q=q)), H100, BACKENDS)
+    assert plan.backend.name == "hopper" and plan.launch.describe()["copied first"] == "q"
+    found = list(map(metadata_of, like))
+    found[2] = found[2]._replace(aligned=False)
+    problem = describe_decode(tuple(found), DecodeOptions(), None)
+    assert problem.misaligned == {"v_cache"}
+
+
+def test_the_strides_of_an_axis_of_one_do_not_matter():
+    like = tensors_of(batch=1)
+    q = like.q.as_strided(like.q.shape, (3, 5, 128, 1))
+    assert not problem_of(like._replace(q=q)).misaligned
+
+
+def test_without_the_library_triton_serves_hopper():
+    absent = HopperCacheBackend(HopperBackend(library=lambda: library_double(error="not built")))
+    plan = choose(problem_of(tensors_of()), H100, (absent, TRITON, REFERENCE))
+    assert plan.backend.name == "triton" and "not built" in dict(plan.declined)["hopper"]
+    few = HopperBackend(library=lambda: library_double(configs=frozenset()))
+    reason = HopperCacheBackend(few).decline_reason(problem_of(tensors_of()), H100)
+    assert reason == "kernel config decode_bf16_d128_64x1 is not in this build (FLASHATTN3_KERNELS)"
+
+
+def test_appends_and_combinations_run_on_triton():
+    like = tensors_of(seqlen_q=1)
+    new = like.q[:, :, :8]
+    appended = AppendTensors(new, new, like.k_cache, like.v_cache, cache_seqlens=like.q[:, 0, 0, 0])
+    found = tuple(map(metadata_of, appended))
+    problem = describe_append(found, AppendOptions(backend="hopper"))
+    plan = choose(problem, H100, BACKENDS)
+    assert plan.backend.name == "hopper"
+    assert type(plan.launch) is type(TRITON.prepare(problem, H100))
+    wide = CombineProblem("f", torch.float64, torch.float64, torch.device("cuda"), 8, 8, None)
+    said = HOPPER.decline_reason(wide, H100)
+    assert said.startswith("runs Triton's kernel for this: takes torch.float16")
+
+
+def test_a_launch_without_triton_appends_nothing(monkeypatch):
+    monkeypatch.setattr(TRITON, "unavailable_reason", lambda device: "Triton is not installed")
+    problem = CombineProblem("f", torch.float16, torch.float16, torch.device("cuda"), 8, 8, None)
+    said = HOPPER.decline_reason(problem, H100)
+    assert said == "runs Triton's kernel for this: Triton is not installed"
+    assert choose(problem_of(tensors_of()), H100, BACKENDS).backend.name == "hopper"
+
+
+def test_the_record_has_the_fields_of_the_struct_in_cpp():
+    header = ROOT / "csrc" / "launch" / "decode_params.h"
+    if not header.is_file():
+        pytest.skip("needs a source checkout")
+    fields = re.findall(r"^  FIELD\((\w+), (\w+)\)", header.read_text(), re.MULTILINE)
+    types = {name: kind.__name__ for name, kind in get_type_hints(DecodeRecord).items()}
+    assert [(name, kind) for kind, name in fields] == [*types.items()]
+
+
+def test_the_layout_of_the_metadata_is_that_of_the_kernel():
+    source = ROOT / "csrc" / "decode" / "fill_rows.cuh"
+    if not source.is_file():
+        pytest.skip("needs a source checkout")
+    text = source.read_text()
+    assert f"kMetadataMagic = {hex(MAGIC)};" in text
+    assert f"kMetadataHeader = {HEADER}, kMetadataPerSequence = {PER_SEQUENCE};" in text
+
+
+def handle_of(plan) -> Prepared:
+    return plan.launch._launch.prepared.handle
+
+
+def test_what_a_plan_passes_to_the_library():
+    handle = handle_of(plan_of(seqlen_q=2, options={"causal": True, "sm_margin": 20}))
+    assert DECODE_CONFIGS[handle.config].name == "decode_bf16_d128_64x1"
+    record = DecodeRecord(32, 8, 128, 128, 0, 128**-0.5, 0.0, -1, 0, False, 112)
+    assert handle.record == record
+    options = {"num_splits": 1, "softcap": 3.0, "window_left": 2**40, "sm_margin": 10**9}
+    record = handle_of(plan_of(page_size=16, options=options)).record
+    assert (record.page_size, record.whole_tiles, record.num_sms) == (16, True, 1)
+    assert (record.softcap, record.window_left, record.window_right) == (3.0, 2**30, -1)
+
+
+def built(config):
+    if LIBRARY.error is not None:
+        pytest.skip(LIBRARY.error)
+    if config.name not in LIBRARY.configs:
+        pytest.skip(f"{config.name} is not in this build")
+    return config
+
+
+RECORD = DecodeRecord(32, 8, 128, 128, 0, 0.1, 0.0, -1, -1, False, 132)
+
+
+def prepared(**changes):
+    config = built(select_decode_config("bf16", 128))
+    return LIBRARY.prepare_decode(DECODE_CONFIGS.index(config), *RECORD._replace(**changes))
+
+
+def test_the_grid_and_the_workspace_at_any_length():
+    """At most one CTA for each SM; the workspace has a limit, whatever batch and capacity are."""
+    handle, threads, _ = prepared()
+    assert threads == 384
+    size = LIBRARY.decode_size
+    assert size(handle, 1, 1, 64)[0] == 8  # KV heads
+    assert size(handle, 1, 1, 65)[0] == 16
+    assert size(handle, 1, 17, 64)[0] == 16  # 4 heads of 17 tokens are two tiles
+    full = size(handle, 10**6, 1, 64)
+    assert full == size(handle, 1, 64, 2**20) and full[0] == 132
+    # Of each CTA two parts of 64 rows: columns and twice (max, sum), the groups' among them.
+    assert full[1] == 132 * 2 * 64 * (128 + 4) * 4 <= 9e6
+    assert size(handle, 0, 0, 0) == (1, 2 * 64 * (128 + 4) * 4)
+    whole = prepared(whole_tiles=True)[0]
+    assert size(whole, 1, 1, 2**20) == (8, 0) and size(whole, 64, 1, 64) == (132, 0)
+    assert size(prepared(num_sms=5)[0], 64, 1, 64)[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head_dim": 136}, "launch: head_dim must be a multiple of 8, at most 128 for decode_bf"),
+        ({"head_dim_v": 100}, "launch: head_dim_v must be a multiple of 8, at most 128 for decode"),
+        ({"num_heads_q": 9}, "prepare_decode: num_heads_q must be a multiple of num_heads_kv, got"),
+        ({"num_heads_kv": 0}, "prepare_decode: num_heads_kv must be at least 1, got 0"),
+        ({"page_size": -1}, "prepare_decode: page_size must be at least 0, got -1"),
+        ({"num_sms": 0}, "prepare_decode: num_sms must be at least 1, got 0"),
+        ({"window_left": 2**31}, "prepare_decode: window_left must be a number of 32 bits, got"),
+    ],
+    ids=str,
+)
+def test_what_a_kernel_does_not_take_is_refused_once(changes, said):
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        prepared(**changes)
+
+
+def test_sizes_beyond_32_bits_are_refused():
+    handle = prepared()[0]
+    with pytest.raises(RuntimeError, match="decode: the batch must be between 0 and 2\\^30"):
+        LIBRARY.decode_size(handle, 2**31, 1, 1)
+    said = re.escape("launch: the number of units of work must be below 2^31 - 1, got")
+    with pytest.raises(RuntimeError, match=said):
+        LIBRARY.decode_size(handle, 2**20, 1, 2**20)
+
+
+B, SQ, CAP, PAGE = 2, 3, 128, 16
+
+
+def call_of(**changes):
+    """The operator's arguments of a call on a CPU, which the checks refuse at last."""
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.zeros(shape, dtype=dtype)
+
+    given = {
+        "out": empty(B, SQ, 32, 128),
+        "lse": empty(B, 32, SQ, dtype=torch.float32),
+        "q": empty(B, SQ, 32, 128),
+        "k_cache": empty(B, CAP, 8, 128),
+        "v_cache": empty(B, CAP, 8, 128),
+        **changes,
+    }
+    names = ("out", "lse", *DecodeTensors._fields)
+    return [given.get(name) for name in names] + [-1, 0, -1, 0]
+
+
+INTS = torch.zeros(B, dtype=torch.int32)
+WIDE = torch.zeros(B, CAP, 8, 132, dtype=torch.bfloat16)[..., :128]
+OFF = torch.zeros(B * SQ * 32 * 128 + 1, dtype=torch.bfloat16)[1:].view(B, SQ, 32, 128)
+CALLS = [
+    ({}, "q.device must be a GPU, got another device"),
+    ({"q": torch.zeros(B, SQ, 32, 64).bfloat16()}, "q.shape must be (2, 3, 32, 128), got (2, 3, 3"),
+    ({"q": torch.zeros(B, 32, 128).bfloat16()}, "the number of axes of q must be 4, got 3"),
+    ({"q": torch.zeros(B, SQ, 32, 128).half()}, "q.dtype must be bf16, got another dtype"),
+    ({"q": OFF}, "q must be of rows at multiples of 16 bytes, got another layout"),
+    ({"out": OFF}, "out must be of rows at multiples of 16 bytes"),
+    ({"out": OFF[:, :2]}, "out.shape must be (2, 3, 32, 128), got (2, 2, 32, 128)"),
+    ({"lse": torch.zeros(B, SQ, 32)}, "lse.shape must be (2, 32, 3), got (2, 3, 32)"),
+    ({"lse": torch.zeros(B, 32, SQ).half()}, "lse.dtype must be float32"),
+    ({"k_cache": WIDE}, "k_cache must be of rows at multiples of 16 bytes"),
+    ({"v_cache": WIDE[:, 1:]}, "v_cache.shape must be (2, 128, 8, 128), got (2, 127, 8, 128)"),
+    ({"page_table": INTS.view(B, 1)}, "page_table must be None of a dense launch, got a tensor"),
+    ({"cache_seqlens": INTS[:1]}, "cache_seqlens.shape must be (2,), got (1,)"),
+    ({"cache_seqlens": INTS.long()}, "cache_seqlens must be int32, got another dtype"),
+    ({"cache_leftpad": torch.zeros(B, 2).int()[:, 0]}, "cache_leftpad must be contiguous"),
+    ({"sinks": torch.zeros(32).bfloat16()}, "sinks must be float32, got another dtype"),
+    ({"k_descale": torch.ones(1, 8).expand(B, 8)}, "k_descale must be contiguous"),
+    ({"scheduler_metadata": INTS}, "scheduler_metadata.shape must be (10,), got (2,)"),
+    ({"k_cache": torch.zeros(5, CAP, 8, 128).bfloat16(),
+      "v_cache": torch.zeros(5, CAP, 8, 128).bfloat16()}, "the number of caches must be 2, got 5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), CALLS, ids=[said for _, said in CALLS])
+def test_tensors_of_another_call_are_named(changes, said):
+    handle = prepared()[0]
+    with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
+        LIBRARY.decode(handle, *call_of(**changes))
+
+
+def test_a_paged_launch_takes_pages_of_its_size_alone():
+    handle = prepared(page_size=PAGE)[0]
+    pages = torch.zeros(9, PAGE, 8, 128).bfloat16()
+    table = torch.zeros(B, 7, dtype=torch.int32)
+    right = {"k_cache": pages, "v_cache": pages, "page_table": table}
+    for changes, said in (
+        ({}, "q.device must be a GPU"),
+        ({"page_table": None}, "page_table must be a tensor of a paged launch, got None"),
+        ({"page_table": table.long()}, "page_table.dtype must be int32"),
+        ({"page_table": table.mT.contiguous().mT}, "page_table.stride(-1) must be 1, got 2"),
+        ({"page_table": table[0]}, "the number of axes of page_table must be 2, got 1"),
+        ({"page_table": table[:1]}, "the number of caches must be 2, got 1"),
+        ({"k_cache": pages[:, :8], "v_cache": pages[:, :8]}, "k_cache.shape[1] must be 16, got 8"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
+            LIBRARY.decode(handle, *call_of(**right, **{}) if not changes else call_of(
+                **{**right, **changes}
+            ))  # fmt: skip
+
+
+def test_ragged_queries_have_edges():
+    handle = prepared()[0]
+    q, out = (torch.zeros(5, 32, 128).bfloat16() for _ in range(2))
+    edges, lse = torch.zeros(B + 1, dtype=torch.int32), torch.zeros(32, 5)
+    for changes, said in (
+        ({}, "q.device must be a GPU"),
+        ({"lse": torch.zeros(B, 32, SQ)}, "lse.shape must be (32, 5), got (2, 32, 3)"),
+        ({"cu_seqlens_q": edges[1:]}, "the number of caches must be 1, got 2"),
+        ({"q": torch.zeros(B, SQ, 32, 128).bfloat16()}, "the number of axes of q must be 3, got 4"),
+    ):
+        given = {"q": q, "out": out, "lse": lse, "cu_seqlens_q": edges, **changes}
+        with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
+            LIBRARY.decode(handle, *call_of(**given))
+
+
+def test_only_a_prepared_decode_launch_is_taken():
+    handle = prepared()[0]
+    for other in (torch.zeros_like(handle), handle.int(), handle[:3], torch.zeros(3)):
+        said = "decode: launch must be a result of prepare_decode, got another tensor"
+        with pytest.raises(RuntimeError, match=said):
+            LIBRARY.decode(other, *call_of())
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Plan cached calls on CPU tensors for an H100; keeps what the operator receives."""
+    received = []
+
+    def decode(handle, out, lse, *arguments):
+        received.append((out, lse, *arguments))
+        out.fill_(1.0)
+
+    hopper = HopperCacheBackend(HopperBackend(library=lambda: library_double(decode=decode)))
+    for module in (ops, explanation):
+        monkeypatch.setattr(module, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
+        monkeypatch.setattr(module, "describe_device", lambda device: H100)
+    monkeypatch.setattr(ops, "is_checked", lambda device: False)
+    for cache in (ops.plan_of, ops._checked_decode):
+        cache.cache_clear()
+    yield received
+    for cache in (ops.plan_of, ops._checked_decode):
+        cache.cache_clear()
+
+
+def test_what_a_call_passes_to_the_operator(on_hopper):
+    q, k, v = (torch.randn(2, n, h, 64).half() for n, h in ((1, 4), (32, 2), (32, 2)))
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+    (given,) = on_hopper
+    assert (
+        given[0] is out
+        and given[1] is None
+        and given[2] is q
+        and given[3] is k
+        and given[5] is lengths
+    )
+    assert given[-4:] == (-1, 0, -1, 0)
+    flash_attn_with_kvcache(q, k, v, cache_seqlens=7)
+    assert on_hopper[-1][5] is None and on_hopper[-1][-4:] == (7, 0, -1, 0)
+    edges = torch.tensor([0, 1, 2], dtype=torch.int32)
+    flash_attn_with_kvcache(q[:, 0], k, v, cu_seqlens_q=edges, max_seqlen_q=1)
+    assert on_hopper[-1][-4:] == (-1, 0, 1, 0)
+
+
+def test_what_is_converted_first(on_hopper):
+    """q and out to aligned rows, descales to dense ones, sinks to float32."""
+    q, k, v = (torch.randn(2, n, h, 64).half() for n, h in ((1, 4), (32, 2), (32, 2)))
+    sinks, scale = torch.randn(4).half(), torch.ones(1).expand(2, 2)
+    skewed = torch.zeros(2, 1, 4, 68).half()[..., :64].copy_(q)
+    out = torch.zeros(2, 1, 4, 68).half()[..., :64]
+    named = {"sinks": sinks, "k_descale": scale, "v_descale": scale}
+    found = flash_attn_with_kvcache(skewed, k, v, out=out, **named)
+    (given,) = on_hopper
+    tensors = DecodeTensors(*given[2:-4])
+    assert found is out and given[0] is not out and torch.equal(out, torch.ones_like(out))
+    assert torch.equal(tensors.q, q) and tensors.q.is_contiguous()
+    assert tensors.sinks.dtype == torch.float32 and tensors.k_descale.is_contiguous()
+    assert tensors.q_descale is None
+
+
+def test_explain_shows_the_launch(on_hopper):
+    q, k, v = (
+        torch.empty(2, n, h, 64, device="meta").half() for n, h in ((1, 4), (32, 2), (32, 2))
+    )
+    shown = explain_with_kvcache(q, k, v, device="cpu", sm_margin=8)
+    assert shown.backend == "hopper" and not shown.unused_hints
+    assert shown.config["tile"] == "64 packed rows x 64 keys"
+    assert shown.config["parts"] == "an equal share for each of 124"
+    assert (shown.grid, shown.config["workspace_bytes"]) == ((11, 1, 1), 16)
+    whole = explain_with_kvcache(q, k, v, device="cpu", num_splits=1)
+    assert whole.config["parts"] == "none: whole tiles"
+    skewed = torch.zeros(2, 32, 2, 68).half()[..., :64]
+    q = torch.zeros(2, 1, 4, 64).half()
+    shown = explain_with_kvcache(q, skewed, skewed)
+    assert shown.backend == "triton" and "k_cache" in shown.declined["hopper"]
+
+
+FORWARD = HopperBackend(library=library_double)
+
+
+def forward_plan(batch, seqlen_q, seqlen_k, heads=32, heads_kv=8, d=128, **options):
+    shapes = (seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
+    like = [torch.empty(batch, *of, d, device="meta", dtype=torch.bfloat16) for of in shapes]
+    problem = describe(tuple(map(metadata_of_input, Tensors(*like))), Options(**options))
+    return choose(problem, H100, (FORWARD, *WITHOUT_HOPPER))
+
+
+def test_forwards_of_few_query_rows_run_on_a_decode_kernel():
+    for shape in ((16, 1, 8192), (64, 1, 2048), (1, 1, 65536)):
+        for num_splits in (0, 1, 3):
+            plan = forward_plan(*shape, num_splits=num_splits)
+            packed = plan.launch.config.packed
+            assert packed.kernel_config.name == "decode_bf16_d128_64x1"
+            assert packed.prepared.handle.record.whole_tiles == (num_splits == 1)
+            assert set(plan.unused_hints) == ({"num_splits"} if num_splits > 1 else set())
+    chunk = 1, 64, 16384
+    assert forward_plan(*chunk, num_splits=0).launch.config.packed is not None
+    assert forward_plan(*chunk).launch.config.packed is None
+    for others in (
+        {"seqlen_k": 512},
+        {"seqlen_q": 65, "num_splits": 0},
+        {"pack_gqa": False, "num_splits": 0},
+        {"d": 132},
+    ):
+        of = {"batch": 1, "seqlen_q": 1, "seqlen_k": 8192, **others}
+        assert forward_plan(**of).launch.config.packed is None, others
+    described = forward_plan(*chunk, num_splits=0, causal=True).launch.describe()
+    assert described["grid"] == (11, 1, 1) and described["workspace_bytes"] == 16
+    assert described["gradient"].startswith("backward_bf16_d128")
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_splits", [0, 1])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((3, 1, 5000), {}),
+        ((1, 16, 3000), {"causal": True}),
+        ((2, 7, 2000), {"window_size": (300, 0), "softcap": 5.0}),
+    ],
+    ids=str,
+)
+def test_a_packed_forward_equals_the_cached_call(shape, options, num_splits, poisoned_memory):
+    """Bit for bit, and its gradient is that of the forward kernel's result."""
+    batch, seqlen_q, seqlen_k = shape
+    q = torch.randn(batch, seqlen_q, 32, 128, device="cuda").bfloat16()
+    k, v = (torch.randn(batch, seqlen_k, 8, 128, device="cuda").bfloat16() for _ in range(2))
+    options = {**options, "num_splits": num_splits, "backend": "hopper", "return_lse": True}
+    found = flash_attn_func(q, k, v, **options)
+    wanted = flash_attn_with_kvcache(q, k, v, **options)
+    assert all(map(torch.equal, found, wanted))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    dout = torch.randn_like(q)
+    gradients = []
+    for pack_gqa in (None, False):
+        out, _ = flash_attn_func(*leaves, **options, pack_gqa=pack_gqa)
+        gradients.append(torch.autograd.grad(out, leaves, dout))
+    for got, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, right, atol=2e-2, rtol=2e-2)
+
+
+@needs_hopper
+def test_hopper_is_the_default_for_few_rows():
+    case = CacheCase("default", (700, 90), 2, page_size=16)
+    inputs = make_cache_inputs(case, "cuda", torch.bfloat16)
+    wanted = call_cached(inputs, backend="hopper")
+    assert all(map(torch.equal, call_cached(inputs), wanted))
+
+
+@needs_hopper
+@pytest.mark.parametrize("before", ["kernel", "copy", "memset"])
+def test_capture_after_any_kind_of_node(before):
+    """The decode kernel may start early behind a kernel; a graph may have other nodes there."""
+    case = CacheCase("capture", (2000, 30), 1, page_size=16)
+    inputs = make_cache_inputs(case, "cuda", torch.float16)
+    call_cached(inputs, backend="hopper")
+    q = inputs.arguments["q"]
+    source = q.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            if before == "kernel":
+                torch.mul(source, 1.0, out=q)
+            elif before == "copy":
+                q.copy_(source)
+            else:
+                torch.empty(1 << 20, device="cuda", dtype=torch.uint8).zero_()
+            found = call_cached(inputs, backend="hopper")
+    if before != "memset":
+        q.fill_(float("nan"))
+    for _ in range(3):
+        graph.replay()
+    check_cached(case, inputs, *found, before)
+
+
+@needs_hopper
+def test_a_replay_allocates_nothing():
+    case = CacheCase("replay", (5000, 300), 1, page_size=16)
+    inputs = make_cache_inputs(case, "cuda", torch.float16)
+    call_cached(inputs, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call_cached(inputs, backend="hopper")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
+    for _ in range(10):
+        graph.replay()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
+    assert before == after
+    check_cached(case, inputs, *found, "replay")
+
+
+@needs_hopper
+def test_calls_on_several_streams_at_once():
+    """Every stream has counters of its own."""
+    case = CacheCase("streams", (3000, 40), 1, page_size=16)
+    inputs = make_cache_inputs(case, "cuda", torch.float16)
+    wanted = call_cached(inputs, backend="hopper")
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(call_cached(inputs, backend="hopper"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for results in found for a, b in zip(results, wanted, strict=True))
+
+
+@needs_hopper
+def test_rows_of_no_sequence_and_an_early_end(poisoned_memory):
+    """Rows before, between and after the sequences, and those past max_seqlen_q, are cleared."""
+    k, v = (torch.randn(2, 100, 2, 64, device="cuda").half() for _ in range(2))
+    q = torch.randn(12, 4, 64, device="cuda").half()
+    edges = torch.tensor([2, 5, 9], dtype=torch.int32, device="cuda")
+    out, lse = flash_attn_with_kvcache(
+        q, k, v, cu_seqlens_q=edges, max_seqlen_q=3, return_lse=True, backend="hopper"
+    )
+    unowned = [0, 1, 8, 9, 10, 11]
+    assert not out[unowned].any() and (lse[:, unowned] == float("-inf")).all()
+    for index, rows in ((0, slice(2, 5)), (1, slice(5, 8))):
+        alone = flash_attn_with_kvcache(
+            q[None, rows], k[index, None], v[index, None], return_lse=True, backend="hopper"
+        )
+        torch.testing.assert_close(out[rows], alone[0][0], atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(lse[:, rows], alone[1][0], atol=2e-3, rtol=2e-3)
+
+
+@needs_hopper
+def test_parts_are_combined_on_hopper():
+    parts = torch.randn(3, 2, 4, 2, 16, device="cuda"), torch.randn(3, 2, 4, 2, device="cuda")
+    wanted = flash_attn_combine(*parts)
+    from flashattn3 import use_backend
+
+    with use_backend("hopper"):
+        assert all(map(torch.equal, flash_attn_combine(*parts), wanted))
+    assert GPU

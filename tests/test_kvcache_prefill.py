@@ -1,0 +1,624 @@
+"""Cached calls of many query rows: which kernels of the Hopper backend run them, and that chunks of
+prompts are right on every backend.
+
+The parts about the choice need no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import H100, Prepared, library_double, needs_hopper
+from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, tensors_of
+
+from flashattn3 import doctor, explain_with_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
+from flashattn3.backends.hopper import decode_launch
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.decode_launch import DECODE_ROWS
+from flashattn3.backends.hopper.kvcache import HopperCacheBackend
+from flashattn3.backends.hopper.launch_record import DecodeRecord
+from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
+from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.dispatch.kernel_configs import (
+    CACHED_CONFIGS,
+    select_cached_forward_config,
+    select_decode_config,
+)
+from flashattn3.dispatch.planner import choose
+from flashattn3.kvcache import ops
+from flashattn3.kvcache.problem import Lengths
+from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
+
+pytest.importorskip("triton")
+HOPPER = HopperCacheBackend(HopperBackend(library=library_double, only_measured=False))
+
+
+def backends(hopper=HOPPER):
+    return hopper, TRITON, REFERENCE
+
+
+def plan_of(options=None, max_seqlen_q=None, hopper=HOPPER, **of):
+    problem = problem_of(tensors_of(**of), max_seqlen_q, **options or {})
+    return choose(problem, H100, backends(hopper))
+
+
+def floats(*shape):
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+DESCALE = floats(4, 8)
+FEW = f"decode: up to {DECODE_ROWS} packed rows"
+MANY = f"forward: over {DECODE_ROWS} packed rows"
+CHOICES = [
+    ({}, FEW),
+    ({"seqlen_q": 48}, FEW),
+    ({"seqlen_q": 49}, MANY),
+    ({"seqlen_q": 2048, "page_size": 16}, MANY),
+    ({"seqlen_q": 64, "heads": (8, 1), "page_size": 1}, MANY),
+    ({"seqlen_q": 192, "heads": (8, 8)}, FEW),
+    ({"seqlen_q": 193, "heads": (8, 8)}, MANY),
+    ({"seqlen_q": 300, "d": 40, "dv": 24, "dtype": torch.float16}, MANY),
+    ({"seqlen_q": 300, "d": 192, "dv": 128}, MANY),
+    ({"seqlen_q": 300, "options": {"num_splits": 1, "softcap": 3.0, "sm_margin": 8}}, MANY),
+    ({"seqlen_q": 300, "options": {"causal": True, "window_left": 99}}, MANY),
+    ({"seqlen_q": 300, "sinks": floats(32)}, "decode: forward kernels take no sinks"),
+    ({"seqlen_q": 300, "k_descale": DESCALE}, "decode: forward kernels take no k_descale"),
+    ({"seqlen_q": 3, "q_descale": DESCALE}, FEW),
+]
+
+
+@pytest.mark.parametrize(("of", "said"), CHOICES, ids=str)
+def test_which_kernels_run_a_call(of, said):
+    options = of.get("options", {})
+    of = {name: x for name, x in of.items() if name != "options"}
+    plan = plan_of(options, **of)
+    assert plan.backend.name == "hopper" and not plan.unused_hints
+    described = plan.launch.describe()
+    assert described["kernel"] == said
+    select = select_decode_config if said.startswith("decode") else select_cached_forward_config
+    dtype = "fp16" if of.get("dtype") == torch.float16 else "bf16"
+    config = select(dtype, max(of.get("d", 128), of.get("dv", 0)))
+    assert described["kernel config"] == config.name
+    handle = plan.launch._launch.prepared.handle
+    assert CACHED_CONFIGS[handle.config] is config
+    if config.kind == "forward":
+        assert described["tile"] == f"{config.block_m} rows of a head x {config.block_n} keys"
+        assert described["parts"] == "none: whole tiles"
+        assert described["warpgroups"] == f"1 loads, {config.num_mma_warpgroups} multiply"
+    assert handle.record.num_sms == 132 - options.get("sm_margin", 0)
+
+
+def test_ragged_calls_are_chosen_by_their_longest_sequence():
+    edges = torch.empty(5, dtype=torch.int32, device="meta")
+    q = torch.empty(300, 32, 128, dtype=torch.bfloat16, device="meta")
+    for longest, said in ((1, FEW), (48, FEW), (49, MANY), (300, MANY), (None, MANY)):
+        plan = plan_of(max_seqlen_q=longest, q=q, cu_seqlens_q=edges)
+        assert plan.launch.describe()["kernel"] == said
+
+
+def test_sizes_that_change_from_step_to_step_do_not_change_the_choice():
+    problems = {
+        problem_of(tensors_of(batch=batch, seqlen_q=rows, page_size=16))
+        for batch in (1, 7)
+        for rows in (65, 300, 2048)
+    }
+    assert len(problems) == 1
+
+
+def test_an_expanded_cache_runs_on_a_decode_kernel_and_an_expanded_q_is_copied():
+    like = tensors_of(seqlen_q=300)
+    wide = like.k_cache[:1].expand(4, -1, -1, -1)
+    plan = plan_of(seqlen_q=300, k_cache=wide)
+    said = "decode: forward kernels need strides that are not 0: k_cache is expanded"
+    assert plan.launch.describe()["kernel"] == said
+    q = like.q[:1].expand(4, -1, -1, -1)
+    described = plan_of(seqlen_q=300, q=q).launch.describe()
+    assert (described["kernel"], described["copied first"]) == (MANY, "q")
+    few = plan_of(q=q[:, :1]).launch.describe()
+    assert (few["kernel"], few["copied first"]) == (FEW, "nothing")
+    assert not problem_of(tensors_of(batch=1)).expanded, "an axis of one row"
+
+
+def test_what_a_call_passes_to_the_operator():
+    """The same as of a decode kernel; an expanded q as a copy."""
+    received = []
+    library = library_double(decode=lambda *given: received.append(given))
+    hopper = HopperCacheBackend(HopperBackend(library=lambda: library, only_measured=False))
+    like = tensors_of(seqlen_q=300, page_size=16)
+    out = torch.empty_like(like.q)
+    for q in (like.q, like.q[:1].expand(4, -1, -1, -1)):
+        tensors = like._replace(q=q)
+        plan = choose(problem_of(tensors), H100, backends(hopper))
+        plan.launch.decode(out, None, tensors, Lengths(7, 2, None), 5)
+        handle, *given = received.pop()
+        assert CACHED_CONFIGS[handle.config].kind == "forward"
+        assert given[0] is out and given[1] is None and given[-4:] == [7, 2, -1, 5]
+        assert given[2] is q or (given[2].is_contiguous() and given[2].shape == q.shape)
+        assert all(a is b for a, b in zip(given[3:-4], tensors[1:], strict=True))
+    assert given[2] is not q
+
+
+def test_a_forward_kernel_that_is_not_there_leaves_the_call_to_a_decode_kernel(monkeypatch):
+    name = select_cached_forward_config("bf16", 128).name
+    decode = frozenset({select_decode_config("bf16", 128).name})
+    few = HopperBackend(library=lambda: library_double(configs=decode))
+    described = plan_of(hopper=HopperCacheBackend(few), seqlen_q=300).launch.describe()
+    absent = f"decode: kernel config {name} is not in this build (FLASHATTN3_KERNELS)"
+    assert described["kernel"] == absent
+
+    def unmeasured(*of):
+        return replace(select_cached_forward_config(*of), measured="")
+
+    monkeypatch.setattr(decode_launch, "select_cached_forward_config", unmeasured)
+    careful = HopperCacheBackend(HopperBackend(library=library_double))
+    described = plan_of(hopper=careful, seqlen_q=300).launch.describe()
+    assert described["kernel"].startswith(f"decode: kernel config {name} was never run on a GPU")
+    assert HopperBackend(library=library_double, only_measured=False).only_measured is False
+
+
+def test_doctor_names_the_kernels(monkeypatch):
+    monkeypatch.setattr(doctor, "CACHE_BACKENDS", backends())
+    device = torch.device("cuda", 0)
+    assert doctor._cached(device, H100, 1) == f"hopper ({FEW})"
+    assert doctor._cached(device, H100, 2048) == f"hopper ({MANY})"
+
+
+RECORD = DecodeRecord(32, 8, 128, 128, 0, 0.1, 0.0, -1, 0, False, 132)
+
+
+def prepared(**changes):
+    config = built(select_cached_forward_config("bf16", 128))
+    return LIBRARY.prepare_decode(CACHED_CONFIGS.index(config), *RECORD._replace(**changes))
+
+
+def test_the_grid_and_the_workspace_of_forward_rows():
+    """A CTA for each SM, at most one for each work tile; only ragged batches have a workspace."""
+    handle, threads, _ = prepared()
+    assert threads == 512
+    size = LIBRARY.decode_size
+    assert size(handle, 1, 192, 64) == (32, 0) and size(handle, 1, 193, 64) == (64, 0)
+    assert size(handle, 4, 2048, 2**20) == (132, 0)
+    assert size(prepared(num_sms=5)[0], 4, 2048, 64) == (5, 0)
+    # The order of the sequences: 2 batch + 1 numbers.
+    assert size(handle, 4, 2048, 2**20, 2051) == (132, 36)
+    assert size(handle, 4, 2048, 2**20, 4)[0] == 128
+    assert prepared(page_size=3)[0] is not None
+
+
+def test_what_a_forward_kernel_refuses():
+    with pytest.raises(RuntimeError, match="launch: head_dim must be at most 128 for forward_bf16"):
+        prepared(head_dim=136)
+    handle = prepared()[0]
+    with pytest.raises(RuntimeError, match=r"decode: q\.device must be a GPU"):
+        LIBRARY.decode(handle, *call_of())
+    with pytest.raises(RuntimeError, match="decode: k_cache must be of rows at multiples of 16"):
+        wide = torch.zeros(2, 128, 8, 132, dtype=torch.bfloat16)[..., :128]
+        LIBRARY.decode(handle, *call_of(k_cache=wide))
+    assert isinstance(plan_of(seqlen_q=300).launch._launch.prepared.handle, Prepared)
+
+
+G8 = {"num_heads_q": 8, "num_heads_kv": 1, "head_dim": 64, "head_dim_v": 64}
+CAUSAL, WINDOW = {"causal": True}, {"causal": True, "window_size": (100, 0)}
+LONG = (700, 64, 65, 331)
+CHUNKS = (
+    *(
+        CacheCase(f"chunk-{name}-page-{page}", LONG, 64, page_size=page, **G8, options=options)
+        for page in (0, 1, 3, 16, 64, 128)
+        for name, options in (("causal", CAUSAL), ("window", WINDOW))
+    ),
+    *(
+        CacheCase(f"long-{page}", (300, 900), 300, page_size=page, options=CAUSAL)
+        for page in (0, 3, 48, 256)
+    ),
+    *(
+        CacheCase(f"ragged-{page}", (40, 900, 64, 1000, 9, 700), (1, 700, 64, 300, 0, 5),
+                  page_size=page, options=CAUSAL)
+        for page in (0, 16, 128)
+    ),
+    CacheCase("no-mask", LONG, 64, page_size=16, **G8),
+    CacheCase("more-queries-than-keys", (0, 2, 100, 299), 300, page_size=16, options=CAUSAL),
+    CacheCase("window-both", (300, 700), 200, page_size=16, options={"window_size": (130, 40)}),
+    CacheCase("window-narrow", (900, 900), 300, options={"window_size": (0, 0)}),
+    CacheCase("leftpad", (300, 700, 650), 200, page_size=16, leftpad=(0, 299, 400), options=CAUSAL),
+    CacheCase("leftpad-all", (300, 40), 200, leftpad=(300, 40)),
+    CacheCase("batch-idx", LONG, 64, others=3, **G8, options=CAUSAL),
+    CacheCase("batch-idx-paged", LONG, 64, others=3, page_size=16, **G8, options=CAUSAL),
+    CacheCase("hnd", LONG, 64, page_size=16, layout="hnd", **G8, options=CAUSAL),
+    CacheCase("hnd-dense", LONG, 64, layout="hnd", **G8, options=CAUSAL),
+    CacheCase("one-tensor", LONG, 64, page_size=16, layout="one", **G8, options=CAUSAL),
+    CacheCase("one-tensor-dense", LONG, 64, layout="one", **G8, options=CAUSAL),
+    CacheCase("softcap", LONG, 64, page_size=64, **G8, options={"softcap": 2.0, **CAUSAL}),
+    CacheCase("scale-negative", LONG, 64, **G8, options={"softmax_scale": -0.3}),
+    CacheCase("scale-zero", LONG, 64, **G8, options={"softmax_scale": 0.0}),
+    CacheCase("group-1", (300, 700), 300, num_heads_q=2, page_size=16, options=CAUSAL),
+    CacheCase("group-5", (300, 700), 50, num_heads_q=5, num_heads_kv=1, options=CAUSAL),
+    CacheCase("dim-40-24", LONG, 100, head_dim=40, head_dim_v=24, page_size=16, options=CAUSAL),
+    CacheCase("dim-24-56", LONG, 100, head_dim=24, head_dim_v=56, page_size=3, options=CAUSAL),
+    CacheCase("dim-128", LONG, 100, head_dim=128, head_dim_v=128, page_size=16, options=CAUSAL),
+    CacheCase("dim-192-128", LONG, 100, head_dim=192, head_dim_v=128, page_size=16, options=CAUSAL),
+    CacheCase("dim-256", LONG, 100, head_dim=256, head_dim_v=256, page_size=16, options=CAUSAL),
+    CacheCase("every-option", (700, 300, 400), (3, 300, 90), page_size=16, others=2,
+              leftpad=(30, 0, 320), layout="hnd",
+              options={"causal": True, "window_size": (60, 0), "softcap": 3.0}),
+)  # fmt: skip
+# Only decode kernels take these, at any number of rows.
+DECODE_CHUNKS = (
+    CacheCase("sinks", LONG, 64, page_size=16, sinks=True, **G8, options=CAUSAL),
+    CacheCase("descales", (700, 300), (300, 64), page_size=16, descales=True, options=CAUSAL),
+)
+CHUNK_BACKENDS = (
+    "reference",
+    pytest.param("triton", marks=pytest.mark.gpu),
+    pytest.param("hopper", marks=needs_hopper),
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_unwritten(poisoned_memory):
+    """out, lse and the workspace are NaN first."""
+
+
+def kernel_of(inputs, **options) -> str:
+    return explain_with_kvcache(**inputs.arguments, **options).config.get("kernel", "")
+
+
+@pytest.mark.interpreted(quick=lambda case, backend, dtype: dtype == torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", CHUNK_BACKENDS)
+@pytest.mark.parametrize("case", CHUNKS + DECODE_CHUNKS, ids=lambda case: case.name)
+def test_chunks_against_float64(case, backend, dtype, device):
+    inputs = make_cache_inputs(case, device, dtype)
+    if backend == "hopper":
+        kind = "decode" if case in DECODE_CHUNKS else "forward"
+        assert kernel_of(inputs, backend=backend).startswith(kind)
+    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
+
+
+PAGED = CacheCase("paged", (700, 64, 331), 64, page_size=16, **G8, options=CAUSAL)
+RAGGED = CacheCase("ragged", (40, 900, 64), (1, 700, 64), page_size=16, options=CAUSAL)
+BOTH = pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
+
+
+def hopper_inputs(case, dtype=torch.float16, **options):
+    inputs = make_cache_inputs(case, "cuda", dtype)
+    assert kernel_of(inputs, backend="hopper", **options).startswith("forward")
+    return inputs
+
+
+@needs_hopper
+@BOTH
+def test_twenty_runs_are_bitwise_the_same(case):
+    inputs = hopper_inputs(case)
+    first = call_cached(inputs, backend="hopper")
+    for options in 19 * ({},) + ({"num_splits": 1}, {"sm_margin": 129}, {"sm_margin": 1}):
+        again = call_cached(inputs, backend="hopper", **options)
+        assert all(map(torch.equal, first, again)), options
+
+
+@needs_hopper
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
+    case = CacheCase("batch", (400, 203, 900), 200, page_size=16, options=CAUSAL)
+    inputs = hopper_inputs(case)
+    out, lse = call_cached(inputs, backend="hopper")
+    for index, (k, v) in enumerate(zip(inputs.k, inputs.v, strict=True)):
+        alone = flash_attn_with_kvcache(
+            inputs.arguments["q"][index, None], k[None].cuda(), v[None].cuda(), causal=True,
+            return_lse=True, backend="hopper",
+        )  # fmt: skip
+        assert torch.equal(alone[0][0], out[index]) and torch.equal(alone[1][0], lse[index])
+
+
+@needs_hopper
+def test_the_capacity_does_not_change_the_bits():
+    results = []
+    for capacity in (300, 1000):
+        case = CacheCase("capacity", (300, 90), 200, page_size=16, capacity=capacity)
+        results.append(call_cached(hopper_inputs(case), backend="hopper"))
+    assert all(map(torch.equal, *results))
+
+
+@needs_hopper
+def test_out_of_the_caller_and_any_strides_of_q():
+    inputs = hopper_inputs(PAGED)
+    wanted = call_cached(inputs, backend="hopper")
+    for width in (64, 68, 72):  # rows of out at multiples of 16 bytes, or not
+        out = torch.full((3, 70, 8, width), 7.0, device="cuda", dtype=torch.float16)
+        part = out[:, 3:67, :, :64]
+        assert call_cached(inputs, backend="hopper", out=part)[0] is part
+        assert torch.equal(part, wanted[0])
+        assert (out[:, :3] == 7).all() and (out[:, 67:] == 7).all() and (out[..., 64:] == 7).all()
+    only_out = flash_attn_with_kvcache(**inputs.arguments, backend="hopper")
+    assert torch.equal(only_out, wanted[0])
+    q = inputs.arguments["q"]
+    wide = torch.full((3, 64, 8, 68), math.nan, device="cuda", dtype=torch.float16)[..., :64]
+    for other in (q.transpose(1, 3).contiguous().transpose(1, 3), wide.copy_(q)):
+        inputs.arguments["q"] = other
+        assert all(map(torch.equal, call_cached(inputs, backend="hopper"), wanted))
+    inputs.arguments["q"] = q[:1].expand(3, -1, -1, -1)
+    found = call_cached(inputs, backend="hopper")
+    inputs.arguments["q"] = q[:1].repeat(3, 1, 1, 1)
+    assert all(map(torch.equal, call_cached(inputs, backend="hopper"), found))
+
+
+@needs_hopper
+def test_wrong_values_stay_inside_the_tensors():
+    """A length over the capacity is cut; rows of a missing page or cache are NaN, others right."""
+    case = CacheCase("wrong", (316, 240, 330), 200, page_size=16, capacity=352)
+    inputs = hopper_inputs(case)
+    given = inputs.arguments
+    wanted = call_cached(inputs, backend="hopper")
+    table = given["page_table"]
+    for page in (-1, 1000, 2**31 - 1, -(2**31)):
+        given["page_table"] = table.clone()
+        given["page_table"][1, 3] = page
+        for got, right in zip(call_cached(inputs, backend="hopper"), wanted, strict=True):
+            assert got[1].isnan().all() and torch.equal(got[::2], right[::2])
+    given["page_table"] = table
+    index = torch.tensor([0, -1, 7], dtype=torch.int32, device="cuda")
+    found = call_cached(inputs, backend="hopper", cache_batch_idx=index)
+    for got, right in zip(found, wanted, strict=True):
+        assert torch.equal(got[0], right[0]) and got[1:].isnan().all()
+    given["cache_seqlens"] = torch.full_like(index, 2**30)
+    assert call_cached(inputs, backend="hopper")[0].isnan().all(), "entries that are no page"
+    dense = hopper_inputs(CacheCase("cut", (240, 240), 200, capacity=240))
+    wanted = call_cached(dense, backend="hopper")
+    for lengths in ((241, 2**31 - 1), (2**30, 240), (-5, 240)):
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        dense.arguments["cache_seqlens"] = seqlens
+        out, lse = call_cached(dense, backend="hopper")
+        assert torch.equal(out[1], wanted[0][1]) and torch.equal(lse[1], wanted[1][1])
+        if lengths[0] < 0:
+            assert not out[0].any() and (lse[0] == -math.inf).all()
+        else:
+            assert torch.equal(out[0], wanted[0][0])
+
+
+@needs_hopper
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_new_tokens_are_written_and_then_attended_to(page_size):
+    """Chunked prefill: the call with new tokens equals one on a cache that has them already."""
+    case = CacheCase("append", (500, 331), 200, page_size=page_size, options=CAUSAL, capacity=512)
+    full = hopper_inputs(case)
+    wanted = call_cached(full, backend="hopper")
+    given = make_cache_inputs(case, "cuda", torch.float16).arguments
+    new = [torch.stack([x[-200:] for x in of]).cuda() for of in (full.k, full.v)]
+    for index, length in enumerate(case.seqlens):  # forget them
+        for cache in (given["k_cache"], given["v_cache"]):
+            if page_size:
+                tokens = torch.arange(length - 200, length, device="cuda")
+                pages = given["page_table"][index, tokens // page_size].long()
+                cache[pages, tokens % page_size] = math.nan
+            else:
+                cache[index, length - 200 : length] = math.nan
+    given["cache_seqlens"] = given["cache_seqlens"] - 200
+    found = flash_attn_with_kvcache(k=new[0], v=new[1], **given, return_lse=True, backend="hopper")
+    assert all(map(torch.equal, found, wanted))
+
+
+@needs_hopper
+@BOTH
+def test_stale_metadata_gives_nan_rows(case):
+    inputs = hopper_inputs(case)
+    given = inputs.arguments
+    wanted = call_cached(inputs, backend="hopper")
+
+    def call(**changes):
+        of = {
+            "batch_size": case.batch,
+            "max_seqlen_q": max(case.queries),
+            "max_seqlen_k": 1000,
+            "num_heads_q": case.num_heads_q,
+            "num_heads_kv": case.num_heads_kv,
+            "headdim": case.head_dim,
+            "cache_seqlens": given["cache_seqlens"],
+            "qkv_dtype": torch.float16,
+            "cu_seqlens_q": given.get("cu_seqlens_q"),
+            "page_size": case.page_size,
+            "causal": True,
+        }
+        metadata = get_scheduler_metadata(**{**of, **changes})
+        return call_cached(inputs, backend="hopper", scheduler_metadata=metadata)
+
+    assert all(map(torch.equal, call(), wanted))
+    stale = given["cache_seqlens"].clone()
+    stale[1] += 1
+    out, lse = call(cache_seqlens=stale)
+    if case.ragged:
+        assert torch.equal(out[:1], wanted[0][:1]) and out[1:701].isnan().all()
+        assert torch.equal(out[701:], wanted[0][701:]) and lse[:, 1:701].isnan().all()
+    else:
+        assert torch.equal(out[::2], wanted[0][::2]) and out[1].isnan().all()
+        assert lse[1].isnan().all()
+    out, lse = call(causal=False)
+    assert out.isnan().all() and lse.isnan().all()
+
+
+@needs_hopper
+def test_rows_of_no_sequence_and_an_early_end():
+    """Rows before, between and after the sequences, and those past max_seqlen_q, are cleared."""
+    k, v = (torch.randn(2, 700, 2, 64, device="cuda").half() for _ in range(2))
+    q = torch.randn(1200, 4, 64, device="cuda").half()
+    edges = torch.tensor([200, 500, 900], dtype=torch.int32, device="cuda")
+    given = {"cu_seqlens_q": edges, "max_seqlen_q": 300, "backend": "hopper"}
+    assert explain_with_kvcache(q, k, v, **given).config["kernel"] == MANY
+    out, lse = flash_attn_with_kvcache(q, k, v, **given, return_lse=True)
+    unowned = [*range(200), *range(800, 1200)]
+    assert not out[unowned].any() and (lse[:, unowned] == -math.inf).all()
+    for index, rows in ((0, slice(200, 500)), (1, slice(500, 800))):
+        alone = flash_attn_with_kvcache(
+            q[None, rows], k[index, None], v[index, None], return_lse=True, backend="hopper"
+        )
+        torch.testing.assert_close(out[rows], alone[0][0], atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(lse[:, rows], alone[1][0], atol=2e-3, rtol=2e-3)
+    none = torch.zeros(1, dtype=torch.int32, device="cuda")
+    out, lse = flash_attn_with_kvcache(
+        q, k[:0], v[:0], cu_seqlens_q=none, return_lse=True, backend="hopper"
+    )
+    assert not out.any() and (lse == -math.inf).all()
+
+
+def replayed(call, before: int = 0):
+    """A graph of the call and its results; `before` other calls are in it first."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(before):
+            call()
+        found = call()
+    return graph, found
+
+
+@needs_hopper
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_captured_chunk_is_right_for_other_lengths(page_size):
+    """Captured at length 1; replayed at the capacity, with other tables and a smaller batch."""
+    case = CacheCase("graph", (1000, 1, 700, 0), 200, page_size=page_size, capacity=1000)
+    inputs = hopper_inputs(case)
+    given = inputs.arguments
+    seqlens = given["cache_seqlens"].clone()
+    given["cache_seqlens"] = torch.ones_like(seqlens)
+    graph, (out, lse) = replayed(lambda: call_cached(inputs, backend="hopper"), before=2)
+    given["cache_seqlens"].copy_(seqlens)
+    for _ in range(3):
+        out.fill_(math.nan)
+        graph.replay()
+        check_cached(case, inputs, out, lse, "replayed")
+    if page_size:
+        order = torch.randperm(given["k_cache"].shape[0], device="cuda")
+        for name in ("k_cache", "v_cache"):
+            given[name].copy_(given[name][order.argsort()])
+        table = given["page_table"]
+        table.copy_(torch.where(table >= 0, order[table.clamp(min=0)].int(), table))
+        graph.replay()
+        check_cached(case, inputs, out, lse, "replayed with another table")
+    given["cache_seqlens"][2:] = 0
+    graph.replay()
+    assert not out[2:].any() and (lse[2:] == -math.inf).all()
+
+
+@needs_hopper
+def test_a_captured_ragged_chunk_is_right_for_other_edges():
+    """A mixed batch of a server: the replay has other queries in each sequence."""
+    inputs = hopper_inputs(RAGGED)
+    given = inputs.arguments
+    given["max_seqlen_q"] = 765  # of all later steps
+    edges, seqlens = given["cu_seqlens_q"].clone(), given["cache_seqlens"].clone()
+    given["cu_seqlens_q"] = torch.tensor([0, 3, 4, 5], dtype=torch.int32, device="cuda")
+    given["cache_seqlens"] = torch.ones_like(seqlens)
+    graph, (out, lse) = replayed(lambda: call_cached(inputs, backend="hopper"), before=1)
+    for _ in range(3):
+        given["cu_seqlens_q"].copy_(edges)
+        given["cache_seqlens"].copy_(seqlens)
+        out.fill_(math.nan)
+        graph.replay()
+        check_cached(RAGGED, inputs, out, lse, "replayed")
+        given["cu_seqlens_q"].copy_(torch.tensor([0, 0, 9, 9], device="cuda"))
+        given["cache_seqlens"].copy_(torch.tensor([5, 9, 0], device="cuda"))
+        graph.replay()
+        assert not out[9:].any() and (lse[:, 9:] == -math.inf).all()
+        assert out[:9].isfinite().all() and out[:9].any()
+
+
+@needs_hopper
+def test_captured_chunks_run_side_by_side():
+    """Each graph has its own workspace and counters, also of graphs captured on one stream."""
+    cases = [PAGED, RAGGED, CacheCase("dense", (900, 700), 300, options=CAUSAL)]
+    streams, graphs, kept = [torch.cuda.Stream() for _ in cases], [], []
+    for case in cases:
+        inputs = hopper_inputs(case)
+        call_cached(inputs, backend="hopper")
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=streams[0]):
+            kept.append((case, inputs, call_cached(inputs, backend="hopper")))
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for case, inputs, found in kept:
+        check_cached(case, inputs, *found, "side by side")
+
+
+@needs_hopper
+@pytest.mark.parametrize("before", ["kernel", "copy", "memset"])
+@BOTH
+def test_capture_after_any_kind_of_node(case, before):
+    """The kernel may start early behind a kernel; a graph may have other nodes there."""
+    inputs = hopper_inputs(case)
+    call_cached(inputs, backend="hopper")
+    q = inputs.arguments["q"]
+    source = q.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            if before == "kernel":
+                torch.mul(source, 1.0, out=q)
+            elif before == "copy":
+                q.copy_(source)
+            else:
+                torch.empty(1 << 20, device="cuda", dtype=torch.uint8).zero_()
+            found = call_cached(inputs, backend="hopper")
+    if before != "memset":
+        q.fill_(math.nan)
+    for _ in range(3):
+        graph.replay()
+    check_cached(case, inputs, *found, before)
+
+
+@needs_hopper
+def test_few_and_many_rows_in_turn_on_several_streams():
+    """Decode and forward kernels share the counters of a stream."""
+    many = hopper_inputs(PAGED)
+    few = make_cache_inputs(CacheCase("few", (3000, 40), page_size=16), "cuda", torch.float16)
+    assert kernel_of(few, backend="hopper").startswith("decode")
+    ragged = hopper_inputs(RAGGED)
+    wanted = [call_cached(inputs, backend="hopper") for inputs in (many, few, ragged)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append([call_cached(x, backend="hopper") for x in (many, few, ragged)])
+    torch.cuda.synchronize()
+    for results in found:
+        for got, right in zip(results, wanted, strict=True):
+            assert all(map(torch.equal, got, right))
+
+
+@needs_hopper
+def test_a_cache_of_more_than_two_to_the_31_elements():
+    pages, size, heads, dim = 2**31 // (16 * 8 * 64) + 30, 16, 8, 64
+    cache = torch.zeros(pages, size, heads, dim, device="cuda", dtype=torch.float16)
+    cache[-20:] = torch.randn_like(cache[-20:])
+    q = torch.randn(1, 300, 8, dim, device="cuda", dtype=torch.float16)
+    table = torch.arange(pages - 20, pages, dtype=torch.int32, device="cuda")[None]
+    found = flash_attn_with_kvcache(q, cache, cache, page_table=table, backend="hopper")
+    alone = cache[-20:].clone().view(1, 320, heads, dim)
+    assert torch.equal(found, flash_attn_with_kvcache(q, alone, alone, backend="hopper"))
+
+
+@needs_hopper
+def test_triton_and_hopper_agree_on_a_long_prompt():
+    """Many work tiles for each CTA, and a cache that L2 does not hold."""
+    lengths = (9000, 16000, 300)
+    case = CacheCase(
+        "long", lengths, 2048, num_heads_q=8, num_heads_kv=2, head_dim=128, head_dim_v=128,
+        page_size=16, options=CAUSAL,
+    )  # fmt: skip
+    inputs = hopper_inputs(case, torch.bfloat16)
+    found = call_cached(inputs, backend="hopper")
+    wanted = call_cached(inputs, backend="triton")
+    torch.testing.assert_close(found[0], wanted[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def plans_of_this_test():
+    yield
+    ops.plan_of.cache_clear()
+    ops._checked_decode.cache_clear()
