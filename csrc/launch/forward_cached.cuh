@@ -28,6 +28,8 @@ inline ForwardParams forward_params_of(const DecodeParams& params) {
   forward.head_dim = params.head_dim;
   forward.head_dim_v = params.head_dim_v;
   forward.varlen = params.cu_seqlens_q != nullptr;
+  forward.softmax_scale = params.softmax_scale;
+  forward.softcap = params.softcap;
   forward.window_left = params.window_left;
   forward.window_right = params.window_right;
   forward.num_sms = params.num_sms;

@@ -32,7 +32,6 @@ inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __log2f(float x) { return std::log2(x); }
 
-#undef __grid_constant__
 #define __launch_bounds__(...)
 #undef __grid_constant__
 #define __grid_constant__
