@@ -55,6 +55,7 @@ def floats(*shape):
 
 
 DESCALE = floats(4, 8)
+NAMED = {"backend": "hopper"}
 FEW = f"decode: up to {DECODE_ROWS} packed rows"
 MANY = f"forward: over {DECODE_ROWS} packed rows"
 CHOICES = [
@@ -69,8 +70,14 @@ CHOICES = [
     ({"seqlen_q": 300, "d": 192, "dv": 128}, MANY),
     ({"seqlen_q": 300, "options": {"num_splits": 1, "softcap": 3.0, "sm_margin": 8}}, MANY),
     ({"seqlen_q": 300, "options": {"causal": True, "window_left": 99}}, MANY),
-    ({"seqlen_q": 300, "sinks": floats(32)}, "decode: forward kernels take no sinks"),
-    ({"seqlen_q": 300, "k_descale": DESCALE}, "decode: forward kernels take no k_descale"),
+    (
+        {"seqlen_q": 300, "sinks": floats(32), "options": NAMED},
+        "decode: forward kernels take no sinks",
+    ),
+    (
+        {"seqlen_q": 300, "k_descale": DESCALE, "options": NAMED},
+        "decode: forward kernels take no k_descale",
+    ),
     ({"seqlen_q": 3, "q_descale": DESCALE}, FEW),
 ]
 
@@ -116,7 +123,7 @@ def test_sizes_that_change_from_step_to_step_do_not_change_the_choice():
 def test_an_expanded_cache_runs_on_a_decode_kernel_and_an_expanded_q_is_copied():
     like = tensors_of(seqlen_q=300)
     wide = like.k_cache[:1].expand(4, -1, -1, -1)
-    plan = plan_of(seqlen_q=300, k_cache=wide)
+    plan = plan_of(NAMED, seqlen_q=300, k_cache=wide)
     said = "decode: forward kernels need strides that are not 0: k_cache is expanded"
     assert plan.launch.describe()["kernel"] == said
     q = like.q[:1].expand(4, -1, -1, -1)
@@ -146,22 +153,28 @@ def test_what_a_call_passes_to_the_operator():
     assert given[2] is not q
 
 
-def test_a_forward_kernel_that_is_not_there_leaves_the_call_to_a_decode_kernel(monkeypatch):
+def test_a_forward_kernel_that_is_not_there_or_was_never_run_serves_no_call(monkeypatch):
+    """Triton does, or a decode kernel for a call that names the backend."""
     name = select_cached_forward_config("bf16", 128).name
     decode = frozenset({select_decode_config("bf16", 128).name})
-    few = HopperBackend(library=lambda: library_double(configs=decode))
-    described = plan_of(hopper=HopperCacheBackend(few), seqlen_q=300).launch.describe()
-    absent = f"decode: kernel config {name} is not in this build (FLASHATTN3_KERNELS)"
-    assert described["kernel"] == absent
 
     def unmeasured(*of):
         return replace(select_cached_forward_config(*of), measured="")
 
     monkeypatch.setattr(decode_launch, "select_cached_forward_config", unmeasured)
-    careful = HopperCacheBackend(HopperBackend(library=library_double))
-    described = plan_of(hopper=careful, seqlen_q=300).launch.describe()
-    assert described["kernel"].startswith(f"decode: kernel config {name} was never run on a GPU")
-    assert HopperBackend(library=library_double, only_measured=False).only_measured is False
+    absent = HopperBackend(library=lambda: library_double(configs=decode), only_measured=False)
+    careful = HopperBackend(library=library_double)
+    for backend, said in (
+        (absent, f"kernel config {name} is not in this build (FLASHATTN3_KERNELS)"),
+        (careful, f"kernel config {name} was never run on a GPU"),
+    ):
+        hopper = HopperCacheBackend(backend)
+        plan = plan_of(hopper=hopper, seqlen_q=300)
+        assert plan.backend.name == "triton" and said in dict(plan.declined)["hopper"]
+        assert plan_of(NAMED, hopper=hopper, seqlen_q=300).launch.describe()["kernel"] == (
+            f"decode: {said}"
+        )
+        assert plan_of(hopper=hopper).launch.describe()["kernel"] == FEW
 
 
 def test_doctor_names_the_kernels(monkeypatch):

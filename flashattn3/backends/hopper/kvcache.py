@@ -58,11 +58,10 @@ class HopperCacheBackend:
             return reason
         config, why = self._choose(problem)
         limit = decode_launch.DECODE_ROWS
-        if problem.rows > limit and isinstance(config, DecodeConfig) and problem.backend != self.name:
-            return (
-                f"decode kernels read the keys again for every {decode_launch.DECODE_TILE_ROWS} rows, "
-                f"over {limit} only with backend='hopper'; {why}"
-            )
+        many = problem.rows > limit and problem.backend != self.name
+        if many and isinstance(config, DecodeConfig):
+            again = f"reads the keys again for every {decode_launch.DECODE_TILE_ROWS} rows"
+            return f"{again}, over {limit} only with backend='hopper'; {why}"
         return self._forward.unusable_reason(config, problem.backend)
 
     def prepare(self, problem: object, device: DeviceInfo) -> object:
