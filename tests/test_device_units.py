@@ -134,10 +134,12 @@ def test_decode_on_the_cpu(decode_emulation, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--random", "30")], ids=["named", "random"])
+@pytest.mark.parametrize(
+    "options", [("--only", "lost"), ("--random", "12")], ids=["named", "random"]
+)
 def test_cached_forward_on_the_cpu(checkout, options):
-    """Minutes of a CPU; random problems that would take longer are left out."""
+    """A few problems. All that the program has take it some ten minutes; it leaves out random ones
+    that would take longer."""
     code, lines = run(build(checkout, "forward_emulation"), *options)
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
-    cases = int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1])
-    assert cases > (8 if options else 40)
+    assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 1
