@@ -153,7 +153,7 @@ template <Config kConfig>
 using SharedStorageOf =
     SharedStorage<kConfig.num_stages, kConfig.num_q_buffers, WorkTileOf<kConfig>>;
 
-// What cached kernel configs add.
+// The storage that cached kernel configs add.
 template <Config kConfig>
 struct CachedStorageOf : SharedStorageOf<kConfig> {
   Barrier tile_ends;

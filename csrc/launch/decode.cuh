@@ -15,7 +15,7 @@ constexpr auto decode_kernel() {
   return &decode::decode_kernel<decode::KernelTraits<kConfig>>;
 }
 
-// What a launch takes at any lengths: of params, tensors and lengths are not read. Without split
+// Returns the size of a launch at any lengths: tensors and lengths are not read. Without split
 // work tiles there is no workspace.
 template <decode::Config kConfig>
 LaunchSize decode_size(const char* name, const DecodeParams& params) {

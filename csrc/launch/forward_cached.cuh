@@ -65,7 +65,7 @@ void check_cached_forward(const char* name, const DecodeParams& params) {
   expect(params.sinks == nullptr, "launch", "sinks", none, "some");
 }
 
-// What a launch takes at any lengths.
+// Returns the size of a launch at any lengths.
 template <forward::Config kConfig>
 LaunchSize cached_forward_size(const char* name, const DecodeParams& params) {
   check_cached_forward<kConfig>(name, params);

@@ -41,7 +41,7 @@ _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 
 
 class Prepared(NamedTuple):
-    """What prepare_decode returns. handle: the prepared launch, as in ``Launch``."""
+    """A prepared launch and its sizes. handle: the prepared launch, as in ``Launch``."""
 
     handle: Tensor
     num_threads: int
@@ -91,7 +91,7 @@ class DecodeLaunch:
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
     ) -> dict[str, object]:
-        """What a call of the problem launches and allocates, at any lengths of its cache."""
+        """The grid and the workspace of a call of the problem, at any lengths of its cache."""
         ragged = total_q if self.problem.varlen else -1
         sizes = self.library.decode_size(self.prepared.handle, batch, seqlen_q, capacity, ragged)
         return {"grid": (sizes[0], 1, 1), "workspace_bytes": sizes[1]}

@@ -40,7 +40,7 @@ class TritonCachedCall:
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
     ) -> dict[str, object]:
-        """What a call of the problem launches and allocates, at any lengths of its cache."""
+        """The grid and the workspace of a call of the problem, at any lengths of its cache."""
         _, programs, slots = self.tile.grid(self.problem, batch, total_q, seqlen_q)
         workspace = self.tile.workspace_bytes(slots, self.problem.head_dim_v)
         return {"grid": (programs, 1, 1), "workspace_bytes": workspace}
