@@ -17,7 +17,9 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 KERNEL_CHECKS = tuple(KINDS)
 UNIT_CHECK = "unit_check"
 EMULATIONS = ("decode_emulation", "forward_emulation")
-DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, *EMULATIONS)
+# The operator library over tests/device/host, a CUDA runtime without a GPU.
+HOST_LIBRARY = "libflashattn3_host.so"
+DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, *EMULATIONS, HOST_LIBRARY)
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 COUNTERS = "launch/tile_counters.cpp.o"  # which the checks link too
 # The suffix names the Python version: pybind11 has no stable ABI.
@@ -84,6 +86,9 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
         unit_check = _compile(lines, DEVICE_TESTS / f"{UNIT_CHECK}.cu", device)
         _link(lines, Path(UNIT_CHECK), [unit_check], ["-cudart=static"])
         _emulations(lines, tools, units[0].parent)
+        runtime = _compile(lines, DEVICE_TESTS / "host" / "cuda_runtime.cpp", torch)
+        flags = ["-shared", "-cudart=none", "-Xlinker=-Bsymbolic", f"-L{tools.torch_lib}"]
+        _link(lines, Path(HOST_LIBRARY), [*objects, runtime], [*flags, *TORCH_LINK_FLAGS])
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 

@@ -53,9 +53,19 @@ def attend(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]
         if needs_gradient and torch.is_grad_enabled():
             if q.dtype in EIGHT_BIT:
                 refuse_gradients(options.function, q=q, k=k, v=v)
-            return _attend_with_gradients(q, k, v, tensors, options)
+            return _attend_with_gradients(tensors, options)
     out, lse = (forward_of if plain else _watched_or_scaled)(tensors, options)
     return (out, lse) if options.return_lse else out
+
+
+def _attend_with_gradients(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]:
+    """An eager call that nothing watches, with a node in C++ where the backend has one."""
+    key = checked_key_of(options.function, tensors)
+    launch = launch_under(key, tensors, options)
+    differentiable = launch.differentiable
+    if differentiable is not None and not options.return_lse:  # its lse has no gradient
+        return differentiable(tensors)[0]
+    return _apply(tensors.q, tensors.k, tensors.v, tensors, options, key, launch)
 
 
 def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:
@@ -145,15 +155,14 @@ def _no_second_derivative(ctx, *gradients):
 
 
 class _Attention(torch.autograd.Function):
-    """Computes what an eager call returns from q, k and v, all of the tensors and the options.
+    """Computes what an eager call returns from q, k and v, all of the tensors, the options, the key
+    of the tensors and the launch.
 
     Without return_lse autograd does not see lse, one result less to wrap.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, tensors, options):
-        key = checked_key_of(options.function, tensors)
-        launch = launch_under(key, tensors, options)
+    def forward(ctx, q, k, v, tensors, options, key, launch):
         out, lse = launch.forward(tensors)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.call = launch, key, options
@@ -172,16 +181,16 @@ class _Attention(torch.autograd.Function):
             q, k, v = tensors[:3]
             if q.stride() == key[0][1] and k.stride() == key[1][1] and v.stride() == key[2][1]:
                 dq, dk, dv = launch.backward(dout, dlse, out, lse, Tensors(*tensors))
-                return dq, dk, dv, None, None
+                return dq, dk, dv, None, None, None, None
         if dout is None and dlse is None:
-            return (None,) * 5
+            return (None,) * 7
         dq, dk, dv = _gradient(_given(dout, out), dlse, out, lse, *tensors, options)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None, None
 
 
 # What Function.apply calls where no transform is active, as is known here. The rest of apply, which
 # looks for setup_context and for tensors that outlived a transform, takes about 1.5 us.
-_attend_with_gradients = super(torch.autograd.Function, _Attention).apply
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 class _WatchedAttention(torch.autograd.Function):

@@ -166,9 +166,8 @@ def test_the_second_derivative_is_an_error(device):
     q, k, v = leaves(5, 7, device)
     out = flash_attn_func(q, k, v)
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(
-        NotImplementedError, match="second derivative of attention is not implemented"
-    ):
+    # On Hopper torch's own error, of its node; elsewhere a NotImplementedError of ours.
+    with pytest.raises(RuntimeError, match="is not implemented"):
         gradient.sum().backward()
 
 

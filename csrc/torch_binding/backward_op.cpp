@@ -12,35 +12,20 @@
 #include "launch/registry.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/passes.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 namespace {
 
-// dout: rows and heads of out. dlse: shape of lse; none: 0. lse: dense. q, k, v, out, dout:
-// addresses and strides are multiples of 16 bytes, the last stride is 1.
-struct BackwardCall {
-  Tensor launch;
-  Tensor dout;
-  std::optional<Tensor> dlse;
-  Tensor out, lse;
-  CallTensors tensors;
-
-  static BackwardCall take(Arguments& arguments) {
-    return {.launch = arguments.take<Tensor>(),
-            .dout = arguments.take<Tensor>(),
-            .dlse = arguments.take<std::optional<Tensor>>(),
-            .out = arguments.take<Tensor>(),
-            .lse = arguments.take<Tensor>(),
-            .tensors = CallTensors::take(arguments)};
-  }
-};
-
-// Dense, in the rows of q, k and v, columns rounded up to a multiple of 8 (16 bytes).
-struct Gradients {
-  Tensor dq, dk, dv;
-};
+BackwardCall take_call(Arguments& arguments) {
+  return {.dout = arguments.take<Tensor>(),
+          .dlse = arguments.take<std::optional<Tensor>>(),
+          .out = arguments.take<Tensor>(),
+          .lse = arguments.take<Tensor>(),
+          .tensors = CallTensors::take(arguments)};
+}
 
 void check_call(const char* function, const AttentionProblem& problem, const BackwardCall& call) {
   check_tensors(function, problem, call.tensors, false);
@@ -114,15 +99,39 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
   kernel.launch(kernel.info.name, params, stream);
 }
 
-// Allocates dq, dk and dv.
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr char kName[] = "backward";
   Arguments arguments(stack);
-  const BackwardCall call = BackwardCall::take(arguments);
-  const PreparedLaunch& launch = prepared_launch(kName, Pass::kBackward, call.launch);
-  const AttentionProblem& problem = launch.problem;
-  check_call(kName, problem, call);
+  const Tensor launch = arguments.take<Tensor>();
+  const BackwardCall call = take_call(arguments);
+  const auto [dq, dk, dv] =
+      run_backward(kName, prepared_launch(kName, Pass::kBackward, launch), call);
+  return_results(stack, std::tuple(dq, dk, dv));
+}
+
+void backward_into(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr char kName[] = "backward_into";
+  Arguments arguments(stack);
+  const Tensor handle = arguments.take<Tensor>();
+  const BackwardCall call = take_call(arguments);
+  const Gradients gradients{.dq = arguments.take<Tensor>(),
+                            .dk = arguments.take<Tensor>(),
+                            .dv = arguments.take<Tensor>()};
+  const PreparedLaunch& launch = prepared_launch(kName, Pass::kBackward, handle);
+  check_call(kName, launch.problem, call);
+  check_gradients(kName, launch.problem, gradients);
   const int device = device_of(kName, call.tensors);
+  const DeviceGuard guard(device);
+  run(backward_kernel(launch.config), launch.problem, call, gradients, device);
+}
+
+}  // namespace
+
+Gradients run_backward(const char* function, const PreparedLaunch& launch,
+                       const BackwardCall& call) {
+  const AttentionProblem& problem = launch.problem;
+  check_call(function, problem, call);
+  const int device = device_of(function, call.tensors);
   const DeviceGuard guard(device);
   const int32_t dtype = dtype_of(call.tensors.q);
   const auto gradient_of = [&](int64_t tokens, int64_t heads, int64_t columns) {
@@ -133,25 +142,8 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
       .dk = gradient_of(problem.total_k, problem.num_heads_kv, problem.head_dim),
       .dv = gradient_of(problem.total_k, problem.num_heads_kv, problem.head_dim_v)};
   run(backward_kernel(launch.config), problem, call, gradients, device);
-  return_results(stack, std::tuple(gradients.dq, gradients.dk, gradients.dv));
+  return gradients;
 }
-
-void backward_into(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr char kName[] = "backward_into";
-  Arguments arguments(stack);
-  const BackwardCall call = BackwardCall::take(arguments);
-  const Gradients gradients{.dq = arguments.take<Tensor>(),
-                            .dk = arguments.take<Tensor>(),
-                            .dv = arguments.take<Tensor>()};
-  const PreparedLaunch& launch = prepared_launch(kName, Pass::kBackward, call.launch);
-  check_call(kName, launch.problem, call);
-  check_gradients(kName, launch.problem, gradients);
-  const int device = device_of(kName, call.tensors);
-  const DeviceGuard guard(device);
-  run(backward_kernel(launch.config), launch.problem, call, gradients, device);
-}
-
-}  // namespace
 
 #define FA3_CALL "Tensor launch, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " FA3_TENSORS
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {

@@ -18,28 +18,20 @@
 #include "launch/registry.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/passes.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 namespace {
 
-// Arguments of a forward. Descales, only of 8-bit inputs: fp32 (batch, heads of the tensor,
-// blocks), for q also (batch, heads of k, blocks); none: 1 everywhere.
-struct ForwardCall {
-  Tensor launch;
-  CallTensors tensors;
-  std::optional<Tensor> q_descale, k_descale, v_descale;
-
-  static ForwardCall take(Arguments& arguments) {
-    using Optional = std::optional<Tensor>;
-    return {.launch = arguments.take<Tensor>(),
-            .tensors = CallTensors::take(arguments),
-            .q_descale = arguments.take<Optional>(),
-            .k_descale = arguments.take<Optional>(),
-            .v_descale = arguments.take<Optional>()};
-  }
-};
+ForwardCall take_call(Arguments& arguments) {
+  using Optional = std::optional<Tensor>;
+  return {.tensors = CallTensors::take(arguments),
+          .q_descale = arguments.take<Optional>(),
+          .k_descale = arguments.take<Optional>(),
+          .v_descale = arguments.take<Optional>()};
+}
 
 // Permuted e4m3 V: (batch, num_heads_kv, keys / 16, the config's head_dim, 16), with varlen without
 // the batch (tile/permuted_v.h).
@@ -108,16 +100,39 @@ void run(const ForwardKernel& kernel, const AttentionProblem& problem, const For
   kernel.launch(kernel.info.name, params, stream);
 }
 
-// Allocates out, with head_dim_v columns rounded up to a multiple of 8, and lse.
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr char kName[] = "forward";
   Arguments arguments(stack);
-  const ForwardCall call = ForwardCall::take(arguments);
-  const PreparedLaunch& launch = prepared_launch(kName, Pass::kForward, call.launch);
+  const Tensor launch = arguments.take<Tensor>();
+  const ForwardCall call = take_call(arguments);
+  const auto [out, lse] = run_forward(kName, prepared_launch(kName, Pass::kForward, launch), call);
+  return_results(stack, std::tuple(out, lse));
+}
+
+// out: at least v's columns; rows are at multiples of 16 bytes.
+void forward_into(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr char kName[] = "forward_into";
+  Arguments arguments(stack);
+  const Tensor handle = arguments.take<Tensor>();
+  const ForwardCall call = take_call(arguments);
+  const Tensor out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
+  const PreparedLaunch& launch = prepared_launch(kName, Pass::kForward, handle);
+  const ForwardKernel& kernel = forward_kernel(launch.config);
+  check_call(kName, launch.problem, kernel.info, call);
+  check_results(kName, launch.problem, out, lse);
+  const int device = device_of(kName, call.tensors);
+  const DeviceGuard guard(device);
+  run(kernel, launch.problem, call, out, lse, device);
+}
+
+}  // namespace
+
+ForwardResults run_forward(const char* function, const PreparedLaunch& launch,
+                           const ForwardCall& call) {
   const AttentionProblem& problem = launch.problem;
   const ForwardKernel& kernel = forward_kernel(launch.config);
-  check_call(kName, problem, kernel.info, call);
-  const int device = device_of(kName, call.tensors);
+  check_call(function, problem, kernel.info, call);
+  const int device = device_of(function, call.tensors);
   const DeviceGuard guard(device);
   const int32_t dtype = !is_quantized(kernel.info.dtype) ? dtype_of(call.tensors.q)
                         : problem.out_is_fp16            ? aoti_torch_dtype_float16()
@@ -128,25 +143,8 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
                                     : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
   run(kernel, problem, call, out, lse, device);
-  return_results(stack, std::tuple(out, lse));
+  return {out, lse};
 }
-
-// out: at least v's columns; rows are at multiples of 16 bytes.
-void forward_into(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr char kName[] = "forward_into";
-  Arguments arguments(stack);
-  const ForwardCall call = ForwardCall::take(arguments);
-  const Tensor out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
-  const PreparedLaunch& launch = prepared_launch(kName, Pass::kForward, call.launch);
-  const ForwardKernel& kernel = forward_kernel(launch.config);
-  check_call(kName, launch.problem, kernel.info, call);
-  check_results(kName, launch.problem, out, lse);
-  const int device = device_of(kName, call.tensors);
-  const DeviceGuard guard(device);
-  run(kernel, launch.problem, call, out, lse, device);
-}
-
-}  // namespace
 
 #define FA3_CALL \
   "Tensor launch, " FA3_TENSORS ", Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"

@@ -98,16 +98,21 @@ Tensor kept(const Launch& launch) {
   return tensor;
 }
 
+// The record in a tensor; null if the tensor cannot hold one.
+template <class Record>
+const Record* record_in(const Tensor& tensor) {
+  int32_t device;
+  check_torch(aoti_torch_get_device_type(tensor.get(), &device), "asking for a device");
+  const bool fits = device == aoti_torch_device_type_cpu() && tensor.numel() == kWords<Record> &&
+                    dtype_of(tensor) == aoti_torch_dtype_int64() && tensor.is_contiguous();
+  return fits ? static_cast<const Record*>(tensor.data_ptr()) : nullptr;
+}
+
 // wanted: the operator whose result the tensor must be.
 template <class Launch>
 const Launch& found(const char* function, Pass pass, const char* wanted, const Tensor& tensor) {
-  int32_t device;
-  check_torch(aoti_torch_get_device_type(tensor.get(), &device), "asking for a device");
-  const bool fits = device == aoti_torch_device_type_cpu() && tensor.numel() == kWords<Launch> &&
-                    dtype_of(tensor) == aoti_torch_dtype_int64() && tensor.is_contiguous();
-  expect(fits, function, "launch", wanted, "another tensor");
-  const auto* launch = static_cast<const Launch*>(tensor.data_ptr());
-  expect(launch->pass == pass, function, "launch", wanted, "another tensor");
+  const Launch* launch = record_in<Launch>(tensor);
+  expect(launch != nullptr && launch->pass == pass, function, "launch", wanted, "another tensor");
   return *launch;
 }
 
@@ -145,6 +150,14 @@ const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Ten
   const char* wanted =
       pass == Pass::kForward ? "a result of prepare_forward" : "a result of prepare_backward";
   return found<PreparedLaunch>(function, pass, wanted, tensor);
+}
+
+const PreparedLaunches& prepared_launches(const char* function, const Tensor& tensor) {
+  const auto* launches = record_in<PreparedLaunches>(tensor);
+  const bool fits = launches != nullptr && launches->forward.pass == Pass::kForward &&
+                    launches->backward.pass == Pass::kBackward;
+  expect(fits, function, "launches", "those of a forward and a backward", "another tensor");
+  return *launches;
 }
 
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor) {

@@ -27,11 +27,16 @@ struct Prepared {
   Problem problem;
 };
 using PreparedLaunch = Prepared<AttentionProblem>;
+// Both passes of one call, as torch.cat joins their tensors.
+struct PreparedLaunches {
+  PreparedLaunch forward, backward;
+};
 using PreparedDecode = Prepared<CachedProblem>;
 
 // The prepared launch in `tensor`. Throws for a tensor that prepare_forward (or prepare_backward,
 // as the pass says) did not return.
 const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor);
+const PreparedLaunches& prepared_launches(const char* function, const Tensor& tensor);
 // The same of prepare_decode.
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor);
 

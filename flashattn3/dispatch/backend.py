@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
 
@@ -32,6 +34,10 @@ class Launch(Protocol):
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
+
+    @property
+    def differentiable(self) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
+        """``forward`` with an autograd node of its own behind out; None: autograd.py makes one."""
 
 
 class Backend(Protocol):

@@ -120,6 +120,10 @@ class HopperLaunch:
         return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
+    def differentiable(self) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
+        return hopper_launch.prepare_differentiable(self, self.library)
+
+    @cached_property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         if self.config.gradient_config is None:
             return self._backward_on_triton()

@@ -105,6 +105,24 @@ def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors],
     )
 
 
+def prepare_differentiable(
+    launch: HopperLaunch, library: Library
+) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
+    """Build a function of the tensors that returns (out, lse), of which out is differentiable: its
+    autograd node runs in C++. None where a pass needs a copy first, another backend or more tensors
+    than q, k and v."""
+    problem, config, operator = launch.problem, launch.config, library.differentiable
+    aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
+    copied = problem.copied or config.copied
+    if operator is None or config.launch is None or config.gradient_config is None:
+        return None
+    if problem.varlen or problem.dtype in EIGHT_BIT or copied or not aligned:
+        return None
+    backward = backward_launch(problem, launch.device, config.gradient_config, library)
+    launches = torch.cat((config.launch.handle, backward.handle))
+    return lambda tensors: operator(tensors.q, tensors.k, tensors.v, attn_mask=launches)
+
+
 def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:
     operator, handle, copied = library.forward, launch.config.launch.handle, launch.config.copied
     with_layout = _v_for_kernel(launch, library)

@@ -34,6 +34,8 @@ class Library:
 
     error: why the library cannot be used; None if it can.
     cuda_version: of the CUDA runtime inside it, such as "13.0".
+    differentiable: attention with an autograd node in C++ (csrc/torch_binding/autograd_node.cpp);
+        None if another copy of the library has registered its own in this process.
     The others: operators of torch.ops.flashattn3_hopper.
     """
 
@@ -45,6 +47,7 @@ class Library:
     permute_v: Callable | None = None
     prepare_backward: Callable | None = None
     backward: Callable | None = None
+    differentiable: Callable | None = None
     prepare_decode: Callable | None = None
     decode_size: Callable | None = None
     decode: Callable | None = None
@@ -95,9 +98,19 @@ def find_library() -> Library:
         forward=operators.forward.default,
         permute_v=operators.permute_v.default,
         backward=operators.backward.default,
+        differentiable=_registered_node(operators),
         decode_size=operators.decode_size.default,
         decode=operators.decode.default,
     )
+
+
+def _registered_node(operators: object) -> Callable | None:
+    """The operator with the autograd node, whose CUDA kernels are this library's from now on."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+        return None
+    operators.register_autograd_node.default()
+    return getattr(torch, name)
 
 
 def _record_of(prepare: torch._ops.OpOverload) -> tuple[str, ...]:

@@ -106,6 +106,8 @@ class ReferenceBackend:
 class ReferenceLaunch:
     """See ``Launch``."""
 
+    differentiable = None
+
     problem: Problem
     config: ReferenceConfig
 

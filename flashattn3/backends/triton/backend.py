@@ -71,6 +71,8 @@ class TritonConfig:
 class TritonLaunch:
     """See ``Launch``. Triton is imported when a pass first runs."""
 
+    differentiable = None
+
     problem: Problem
     config: TritonConfig
 

@@ -1,0 +1,139 @@
+// A CUDA runtime without a GPU, for the operator library on a machine that has none: tensors of the
+// CPU count as a GPU's, launches do nothing. With it a test sees what an operator passes to the
+// driver, and a profiler sees the host's work of a call without the driver's.
+//
+// Linked into the library in place of libcudart_static; its definitions of torch's functions come
+// before torch's own (-Bsymbolic).
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "torch_binding/autograd_node.h"
+
+namespace {
+
+// One line for each TMA descriptor and each launch, while it is on.
+bool logging = false;
+std::string events;
+
+template <class... Values>
+void log(const char* format, Values... values) {
+  if (!logging) return;
+  char line[160];
+  std::snprintf(line, sizeof line, format, values...);
+  events += line;
+}
+
+CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
+                const cuuint64_t* extent, const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                CUtensorMapFloatOOBfill) {
+  *map = {};
+  log("descriptor %ju %ju", uintmax_t{reinterpret_cast<uintptr_t>(address)}, uintmax_t{extent[0]});
+  for (cuuint32_t i = 1; i < rank; ++i) log(" %ju", uintmax_t{extent[i]});
+  log("\n");
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+#define EXPORTED __attribute__((visibility("default")))
+
+EXPORTED void host_log(bool on) {
+  logging = on;
+  events.clear();
+}
+EXPORTED const char* host_events() { return events.c_str(); }
+EXPORTED void host_register_node() { flashattn3::register_autograd_node("CPU"); }
+
+int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return AOTI_TORCH_SUCCESS;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 132;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  *function = reinterpret_cast<void*>(&encode);
+  if (found != nullptr) *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t) { return "no GPU"; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = std::malloc(bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* data, int, size_t bytes, cudaStream_t) {
+  log("memset %ju %zu\n", uintmax_t{reinterpret_cast<uintptr_t>(data)}, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
+  log("launch %u %u %zu\n", config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t, unsigned long long* number) {
+  *number = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                     unsigned long long* number, cudaGraph_t*,
+                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  *status = cudaStreamCaptureStatusNone;
+  if (number != nullptr) *number = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+
+// What nvcc's host code calls when the library is loaded.
+void** __cudaRegisterFatBinary(void*) {
+  static void* none = nullptr;
+  return &none;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*, uint3*, dim3*,
+                            dim3*, int*) {}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, cudaStream_t) { return 0; }
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaSuccess; }
+cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) { return cudaSuccess; }
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
+  log("launch\n");
+  return cudaSuccess;
+}
+}

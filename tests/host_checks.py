@@ -1,0 +1,227 @@
+"""What tests/test_host_library.py runs: eager calls with gradients over the operator library that
+is linked with a CUDA runtime without a GPU. CPU tensors count as a GPU's. No kernel runs, so the
+checks read what an operator passes to the driver, never a result.
+
+python tests/host_checks.py LIBRARY [--time]
+
+--time prints the host's time of calls, without the driver. Tensors on a CPU come from malloc:
+MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=1000000000 keeps it from asking the system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from timeit import repeat
+
+import pytest
+import torch
+from helpers import H100, WITHOUT_HOPPER
+from test_host_work import work_of
+from torch.utils.checkpoint import checkpoint
+
+from flashattn3 import flash_attn_func, flash_attn_varlen_func, ops
+from flashattn3.backends.hopper import library as hopper_library
+from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
+
+NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+OWN_NODE = "_AttentionBackward"
+
+
+def use(path: Path) -> ctypes.CDLL:
+    """Plan CPU tensors for an H100 whose operators are the library's."""
+    hopper_library.OPS_LIBRARY = path
+    hopper_library._registered_node = lambda operators: (
+        torch._scaled_dot_product_flash_attention_for_cpu
+    )
+    library = hopper_library.find_library()
+    assert library.error is None, library.error
+    host = ctypes.CDLL(str(path))
+    host.host_events.restype = ctypes.c_char_p
+    host.host_register_node()
+    backend = HopperBackend(library=lambda: library, only_measured=False)
+    ops.BACKENDS, ops.describe_device = (backend, *WITHOUT_HOPPER), lambda device: H100
+    return host
+
+
+def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfloat16):
+    """q, k and v of a length that no other check uses: descriptors are cached by their sizes."""
+    shapes = ((seqlen_q, heads[0], d), (seqlen_k or seqlen_q, heads[1], d))
+    shapes = (*shapes, (seqlen_k or seqlen_q, heads[1], dv or d))
+    return [torch.randn(2, *shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def recorded(host: ctypes.CDLL, call) -> tuple[object, list[list[int]], int]:
+    """The result of a call; address and extents of its TMA descriptors; its number of launches."""
+    host.host_log(True)
+    result = call()
+    events = [line.split() for line in host.host_events().decode().splitlines()]
+    host.host_log(False)
+    descriptors = [list(map(int, words[1:])) for words in events if words[0] == "descriptor"]
+    return result, descriptors, sum(words[0] == "launch" for words in events)
+
+
+def extents(x):
+    """Of a TMA descriptor: head_dim, tokens, heads, batch."""
+    return [x.shape[3], x.shape[1], x.shape[2], x.shape[0]]
+
+
+def expect_descriptors(descriptors, *tensors):
+    assert descriptors[: len(tensors)] == [[x.data_ptr(), *extents(x)] for x in tensors]
+
+
+def check_both_passes(host):
+    q, k, v = inputs(72, 88, dv=32)
+    out, descriptors, launches = recorded(host, lambda: flash_attn_func(q, k, v, causal=True))
+    assert type(out.grad_fn).__name__ == NODE and launches == 1
+    assert out.shape == (2, 72, 4, 32) and out.is_contiguous()
+    expect_descriptors(descriptors, q, out, k, v)
+    dout = torch.randn_like(out)
+    gradients, descriptors, launches = recorded(
+        host, lambda: torch.autograd.grad(out, (q, k, v), dout)
+    )
+    assert launches == 3
+    dq, dk, dv = gradients
+    expect_descriptors([x for x in descriptors if x[0] in (dk.data_ptr(), dv.data_ptr())], dk, dv)
+    expect_descriptors([x for x in descriptors if x[0] == dout.data_ptr()], dout)
+    for x, gradient in ((q, dq), (k, dk), (v, dv)):
+        assert gradient.shape == x.shape and gradient.dtype == x.dtype
+
+
+def check_gradients_that_tma_cannot_read(host):
+    q, k, v = inputs(40)
+    flash_attn_func(q, k, v).sum().backward()  # an expanded gradient
+    assert q.grad.shape == q.shape
+    out = flash_attn_func(q, k, v)
+    unaligned = torch.randn(out.numel() + 1).bfloat16()[1:].view_as(out)
+    _, descriptors, launches = recorded(host, lambda: out.backward(unaligned))
+    assert launches == 3 and unaligned.data_ptr() not in [x[0] for x in descriptors]
+
+
+def check_hooks_on_saved_tensors(host):
+    def other_memory(x):
+        return x if x.dtype == torch.int64 else x.mT.contiguous().mT
+
+    q, k, v = inputs(56)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, other_memory):
+        out = flash_attn_func(q, k, v)
+    _, descriptors, launches = recorded(host, lambda: out.backward(torch.ones_like(out)))
+    assert launches == 3
+    given = {x.data_ptr() for x in (q, k, v)}
+    assert not given & {x[0] for x in descriptors}  # copies with rows that TMA reads
+
+
+def check_autograd_rules(host):
+    q, k, v = inputs(104)
+    out = flash_attn_func(q, k, v)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+    out = flash_attn_func(q, k, v)
+    with torch.no_grad():
+        k.add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        out.sum().backward()
+    out = flash_attn_func(q, k, v)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad(dq.sum(), q)
+    checkpoint(flash_attn_func, q, k, v, use_reentrant=False).sum().backward()
+    only_k = [x.detach().requires_grad_(x is k) for x in (q, k, v)]
+    flash_attn_func(*only_k).sum().backward()
+    assert [x.grad is None for x in only_k] == [True, False, True]
+    with torch.no_grad():
+        assert flash_attn_func(q, k, v).grad_fn is None
+
+
+def check_calls_without_the_node(host):
+    q, k, v = inputs(48)
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    assert type(out.grad_fn).__name__ == type(lse.grad_fn).__name__ == OWN_NODE
+    edges = torch.tensor([0, 48, 96], dtype=torch.int32)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    out = flash_attn_varlen_func(*rows, edges, edges, 48, 48)
+    assert type(out.grad_fn).__name__ == OWN_NODE
+    for options in ({"d": 20}, {"dv": 36}):
+        out = flash_attn_func(*inputs(48, **options))
+        assert type(out.grad_fn).__name__ == OWN_NODE
+    shifted = torch.randn(q.numel() + 1).bfloat16()[1:].view_as(q).requires_grad_()
+    assert type(flash_attn_func(shifted, k, v).grad_fn).__name__ == OWN_NODE
+
+
+def check_refusals(host):
+    q, k, v = inputs(32)
+    operator = torch._scaled_dot_product_flash_attention_for_cpu
+    with pytest.raises(RuntimeError, match="attn_mask must be prepared launches, got None"):
+        operator(q, k, v)
+    with pytest.raises(RuntimeError, match="launches must be those of a forward and a backward"):
+        operator(q, k, v, attn_mask=torch.zeros(4, dtype=torch.int64))
+    out = flash_attn_func(q, k, v)
+    (launches,) = [x for x in vars_saved(out.grad_fn) if x.dtype == torch.int64]
+    with pytest.raises(RuntimeError, match="must be unset: launches hold the options"):
+        operator(q, k, v, is_causal=True, attn_mask=launches)
+    with pytest.raises(RuntimeError, match=r"forward: k.shape must be \(2, 32, 2, 64\)"):
+        operator(q, k[:, :31], v, attn_mask=launches)
+
+
+def check_python_work(host):
+    """As in tests/test_host_work.py. The backward is all C++."""
+    leaves = inputs(24)
+    dout = torch.randn_like(leaves[0])
+    assert work_of(lambda: flash_attn_func(*leaves, causal=True)) <= 40
+
+    def work_of_backward(out):
+        return work_of(lambda: out.backward(dout, retain_graph=True))
+
+    out = flash_attn_func(*leaves, causal=True)
+    assert work_of_backward(out) <= work_of_backward(leaves[0] + leaves[1].sum()) + 1
+
+
+def vars_saved(node):
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    return [x for x in (getattr(node, name) for name in names) if isinstance(x, torch.Tensor)]
+
+
+def times_of_calls() -> dict[str, float]:
+    """Microseconds of the fastest of 40 samples of 50 calls."""
+    q, k, v = inputs(64, heads=(2, 2))
+    plain = [x.detach() for x in (q, k, v)]
+    dout = torch.ones_like(q)
+
+    def both():
+        torch.autograd.grad(flash_attn_func(q, k, v), (q, k, v), dout)
+
+    calls = {
+        "forward": lambda: flash_attn_func(*plain),
+        "forward with gradients": lambda: flash_attn_func(q, k, v),
+        "forward and backward": both,
+    }
+    return {name: min(repeat(call, repeat=40, number=50)) * 2e4 for name, call in calls.items()}
+
+
+def print_times() -> None:
+    """Times of calls with this autograd node and with the one in Python."""
+    torch.set_num_threads(1)
+    with_node = times_of_calls()
+    HopperLaunch.differentiable = None
+    ops._plan.cache_clear()
+    without = times_of_calls()
+    for name, time in with_node.items():
+        print(f"{name}: {time:.1f} us, without the node in C++ {without[name]:.1f}")
+
+
+def main() -> None:
+    host = use(Path(sys.argv[1]).resolve())
+    if sys.argv[2:] == ["--time"]:
+        return print_times()
+    torch.manual_seed(0)
+    checks = [check for name, check in globals().items() if name.startswith("check_")]
+    for check in checks:
+        check(host)
+        print(check.__name__)
+
+
+if __name__ == "__main__":
+    main()
