@@ -136,6 +136,16 @@ def check_autograd_rules(host):
         assert flash_attn_func(q, k, v).grad_fn is None
 
 
+def check_a_plan_made_for_inference(host):
+    q, k, v = inputs(120)
+    with torch.inference_mode():
+        flash_attn_func(q, k, v)
+    with torch.autograd.graph.save_on_cpu():
+        out = flash_attn_func(q, k, v)
+    assert type(out.grad_fn).__name__ == NODE
+    out.sum().backward()
+
+
 def check_calls_without_the_node(host):
     q, k, v = inputs(48)
     out, lse = flash_attn_func(q, k, v, return_lse=True)
