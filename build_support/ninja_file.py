@@ -16,7 +16,7 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, written to the build folder, built only on request.
 KERNEL_CHECKS = tuple(KINDS)
 UNIT_CHECK = "unit_check"
-EMULATIONS = ("decode_emulation", "forward_emulation")
+EMULATIONS = ("decode_emulation", "forward_emulation", "backward_emulation")
 # The operator library over tests/device/host, a CUDA runtime without a GPU.
 HOST_LIBRARY = "libflashattn3_host.so"
 DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, *EMULATIONS, HOST_LIBRARY)
@@ -113,7 +113,8 @@ def _emulations(lines: list[str], tools: Toolchain, configs: Path) -> None:
     """
     shadows = DEVICE_TESTS / "emulation"  # found before the headers of csrc and CUTLASS
     before = f"-Xcompiler=-iquote,{shadows},-include,{shadows / 'emulation.h'}"
-    flags = [f"{before},-Wno-unknown-pragmas", f"-I{shadows}", f"-I{configs}"]
+    before += ",-Wno-unknown-pragmas,-fno-extern-tls-init"  # __shared__ becomes thread_local
+    flags = [before, f"-I{shadows}", f"-I{configs}"]
     flags.append(f"-isystem={tools.cutlass_include}")
     for name in EMULATIONS:
         program = _compile(lines, DEVICE_TESTS / f"{name}.cpp", flags)

@@ -3,8 +3,8 @@
 Each header has a file of tests. The program compiles without a GPU, and its tests of block ranges,
 tile order, shares of work, lengths, descales and register coordinates run on the host.
 
-And the kernels of cached calls on the CPU: tests/device/decode_emulation.cpp and
-forward_emulation.cpp.
+And kernels on the CPU: tests/device/decode_emulation.cpp, forward_emulation.cpp (of cached calls)
+and backward_emulation.cpp.
 """
 
 from __future__ import annotations
@@ -143,3 +143,11 @@ def test_cached_forward_on_the_cpu(checkout, options):
     code, lines = run(build(checkout, "forward_emulation"), *options)
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
     assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 1
+
+
+@pytest.mark.slow
+def test_backward_on_the_cpu(checkout):
+    """Short problems of every kernel config."""
+    code, lines = run(build(checkout, "backward_emulation"), "--steps", "16")
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 5

@@ -7,6 +7,7 @@
 #include "backward/arguments.h"
 #include "backward/dq_semaphore.cuh"
 #include "backward/traits.cuh"
+#include "ptx/bulk_copy.cuh"
 
 namespace flashattn3::backward {
 
@@ -57,18 +58,12 @@ class DqWriter {
     fence_global_proxies();
     float* dq_accum = args_.workspace.dq_accum + row * Traits::kHeadDim;
     if (first) {
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dq_accum),
-                   "r"(dq_smem_), "r"(Traits::kDqBytes)
-                   : "memory");
+      store_floats(dq_accum, dq_smem_, Traits::kDqBytes);
     } else {
-      asm volatile(
-          "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-              dq_accum),
-          "r"(dq_smem_), "r"(Traits::kDqBytes)
-          : "memory");
+      add_floats(dq_accum, dq_smem_, Traits::kDqBytes);
     }
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    commit_stores();
+    wait_for_stores();
     storage_.dq_empty[warpgroup_].arrive();  // Sync: the dQ buffer has been read.
     dq_.advance();
     if (first || args_.deterministic) {
@@ -80,7 +75,7 @@ class DqWriter {
 
   // Waits until all bulk copies of this thread are in memory.
   __device__ __forceinline__ static void wait_for_memory() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    wait_until_stored();
     fence_global_proxies();
   }
 

@@ -5,6 +5,7 @@
 #include "attention/mask.cuh"
 #include "attention/score_scale.cuh"
 #include "ptx/approximations.cuh"
+#include "ptx/opaque.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3::backward {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&l
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       // This branch never exits; see differentiate_cap.
-      asm volatile("" : "+f"(scale.tanh_scale));
+      make_opaque(scale.tanh_scale);
       if (scale.tanh_scale == 0.f) break;
       s[i] = tanh_of_scaled(s[i] * scale.tanh_scale);
     }
@@ -70,7 +71,7 @@ __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const floa
   for (int i = 0; i < kCount; i += 8) {
     // This branch never exits; it keeps ptxas from starting the next eight early: registers do not
     // suffice for all at once.
-    asm volatile("" : "+f"(scale.tanh_scale));
+    make_opaque(scale.tanh_scale);
     if (scale.tanh_scale == 0.f) break;
     float of_column[8];
     load_per_column(of_column, lse + register_column(i));

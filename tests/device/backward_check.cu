@@ -17,6 +17,7 @@
 
 #include "backward_cases.h"
 #include "backward_configs.h"
+#include "backward_params.h"
 #include "backward_problem.h"
 #include "backward_self.h"
 #include "harness.cuh"
@@ -128,84 +129,14 @@ struct DeviceProblem {
   }
 
   BackwardParams params(int num_sms) {
-    const Case& c = p.c;
-    BackwardParams params{};
-    ForwardParams& f = params.forward;
-    f.q = p.q.data(), f.k = p.k.data(), f.v = p.v.data(), f.out = p.out.data();
-    f.lse = lse.device;
-    f.q_stride = p.q.stride, f.k_stride = p.k.stride, f.v_stride = p.v.stride;
-    f.out_stride = p.out.stride, f.lse_stride = lse.stride;
-    f.batch = c.batch, f.seqlen_q = c.seqlen_q, f.seqlen_k = c.seqlen_k;
-    f.total_q = c.total_q, f.total_k = c.total_k;
-    f.num_heads_q = c.heads_q, f.num_heads_kv = c.heads_kv;
-    f.head_dim = c.head_dim, f.head_dim_v = c.head_dim_v;
-    f.varlen = !c.cu_q.empty();
-    f.positions_q = {cu_q, used_q}, f.positions_k = {cu_k, used_k};
-    f.varlen_schedule = varlen_schedule;
-    f.softmax_scale = c.scale, f.softcap = c.softcap;
-    f.window_left = c.left, f.window_right = c.right;
-    f.num_sms = num_sms;
-    params.dout = p.dout.data(), params.dlse = c.dlse ? dlse.device : nullptr;
-    params.dq = p.dq.data(), params.dk = p.dk.data(), params.dv = p.dv.data();
-    params.dout_stride = p.dout.stride, params.dlse_stride = dlse.stride;
-    params.dq_stride = p.dq.stride, params.dk_stride = p.dk.stride, params.dv_stride = p.dv.stride;
+    BackwardParams params = make_params(
+        p, {lse.device, dlse.device, lse.stride, dlse.stride, cu_q, cu_k, used_q, used_k},
+        [](Tensor& tensor) { return tensor.data(); });
+    params.forward.varlen_schedule = varlen_schedule;
+    params.forward.num_sms = num_sms;
     return params;
   }
 };
-
-// Checks that the rows of sequences are written, and nothing else except padding columns up to a
-// multiple of 8. Returns an error message, or "".
-static std::string check_coverage(BackwardProblem& p, const Gradient& g) {
-  Tensor& tensor = p.tensor(g);
-  std::vector<bool> owned(tensor.host.size()), padding(tensor.host.size());
-  for (int b = 0; b < p.c.batch; ++b) {
-    const Rows rows = p.rows_of(g, b);
-    for (int s = 0; s < rows.length; ++s) {
-      for (int h = 0; h < tensor.heads; ++h) {
-        const int64_t at = tensor.row(rows.batch_coord, rows.offset + s, h) - tensor.host.data();
-        std::fill_n(padding.begin() + at, (tensor.dim + 7) / 8 * 8, true);
-        std::fill_n(owned.begin() + at, tensor.dim, true);
-      }
-    }
-  }
-  int64_t missing = 0, outside = 0;
-  for (size_t i = 0; i < owned.size(); ++i) {
-    const uint16_t found = tensor.host[i];
-    if (owned[i] && !std::isfinite(to_float(found, p.c.fp16))) ++missing;
-    if (!padding[i] && found != kNaN) ++outside;
-  }
-  if (missing == 0 && outside == 0) return "";
-  return std::string(g.name) + ": " + std::to_string(missing) + " elements not finite, " +
-         std::to_string(outside) + " written outside";
-}
-
-// Describes how two results differ; "" if they do not.
-static std::string difference(const char* what, const Gradient& g, const Tensor& tensor,
-                              const std::vector<uint16_t>& first, bool fp16) {
-  if (first == tensor.host) return "";
-  int64_t count = 0, where = -1;
-  for (size_t i = 0; i < first.size(); ++i) {
-    if (first[i] == tensor.host[i]) continue;
-    ++count;
-    if (where < 0) where = i;
-  }
-  const int64_t at = where - kGuard;
-  const int64_t in_entry = at % tensor.stride.batch;
-  const bool head_major = tensor.stride.head > tensor.stride.seq;
-  const int64_t outer = head_major ? tensor.stride.head : tensor.stride.seq;
-  const int64_t inner = head_major ? tensor.stride.seq : tensor.stride.head;
-  const int64_t i = in_entry / outer, j = in_entry % outer / inner;
-  char text[320];
-  std::snprintf(
-      text, sizeof(text),
-      "%s: %lld elements of %s differ, the first at (entry %lld, head %lld, row %lld, "
-      "column %lld): %g, here %g",
-      what, static_cast<long long>(count), g.name, static_cast<long long>(at / tensor.stride.batch),
-      static_cast<long long>(head_major ? i : j), static_cast<long long>(head_major ? j : i),
-      static_cast<long long>(in_entry % inner), to_float(first[where], fp16),
-      to_float(tensor.host[where], fp16));
-  return text;
-}
 
 // A deterministic work tile may wait for the tiles before it, and CTAs may start in any order, so
 // tile_semaphore must hand out every tile. Returns an error message, or "".
@@ -303,19 +234,8 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
 // Runs the case on every kernel config of its dtype with the smallest sufficient head dim. Returns
 // false on failure.
 static bool run_case(const Case& c, int index, const Options& options, int num_sms, int* counter) {
-  int head_dim = 1 << 30;
-  const auto fits = [&](const flashattn3::backward::Config& r) {
-    return (r.dtype == flashattn3::kFp16) == c.fp16 &&
-           r.head_dim >= std::max(c.head_dim, c.head_dim_v);
-  };
-  for (const flashattn3::backward::Config& r : kCheckConfigs) {
-    if (fits(r)) head_dim = std::min(head_dim, r.head_dim);
-  }
-  std::vector<int> rows;
-  for (int i = 0; i < kNumCheckConfigs; ++i) {
-    const flashattn3::backward::Config& r = kCheckConfigs[i];
-    if (fits(r) && r.head_dim == head_dim && options.wants(i)) rows.push_back(i);
-  }
+  std::vector<int> rows = configs_of(c);
+  std::erase_if(rows, [&](int i) { return !options.wants(i); });
   if (rows.empty()) {
     if (!options.quiet) std::printf("no row for %3d %s\n", index, c.name.c_str());
     return true;

@@ -13,11 +13,12 @@
 #include "decode_cases.h"
 #include "decode_configs.h"
 #include "decode_problem.h"
-#include "emulation.h"
 #include "launch/decode_arguments.h"
+#include "run_grid.h"
 
 namespace flashattn3::decode {
-alignas(1024) uint8_t shared[emulation::kSharedBytes];  // of the kernel, which declares it
+alignas(
+    1024) thread_local uint8_t shared[emulation::kSharedBytes];  // of the kernel, which declares it
 }  // namespace flashattn3::decode
 
 using namespace flashattn3;
@@ -61,9 +62,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(turn.seed);
   std::shuffle(order.begin(), order.end(), random);
-  for (const int cta : order) {
-    if (!emulation::run_cta(cta, num_ctas, decode::kThreads, turn.seed + cta)) return "deadlock";
-  }
+  if (!emulation::run_ctas(order, decode::kThreads, turn.seed)) return "deadlock";
   for (const uint32_t counter : counters) {
     if (counter != 0) return "a counter is not 0";
   }

@@ -10,13 +10,14 @@
 #include <numeric>
 #include <utility>
 
-#include "emulation.h"
 #include "forward_cached_cases.h"
 #include "forward_configs.h"
 #include "launch/forward_cached.cuh"
+#include "run_grid.h"
 
 namespace flashattn3::forward {
-alignas(1024) uint8_t shared[emulation::kSharedBytes];  // of the kernel, which declares it
+alignas(
+    1024) thread_local uint8_t shared[emulation::kSharedBytes];  // of the kernel, which declares it
 }  // namespace flashattn3::forward
 
 using namespace flashattn3;
@@ -93,11 +94,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(turn.seed);
   std::shuffle(order.begin(), order.end(), random);
-  for (const int cta : order) {
-    if (!emulation::run_cta(cta, launch.num_ctas, launch.num_threads, turn.seed + cta)) {
-      return "deadlock";
-    }
-  }
+  if (!emulation::run_ctas(order, launch.num_threads, turn.seed)) return "deadlock";
   if (counters[0] != 0 || counters[1] != 0) return "the tile counter was not put back";
   return "";
 }

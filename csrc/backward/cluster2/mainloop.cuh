@@ -17,6 +17,7 @@
 #include "backward/probabilities.cuh"
 #include "backward/work_tile.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/opaque.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/gemm_mn.cuh"
@@ -325,7 +326,7 @@ class Consumer {
   // at: smem matrix descriptor of a tile. half: byte offset of this warpgroup's columns of a tile.
   __device__ __forceinline__ uint32_t at(int offset) const {
     uint32_t low = low_;
-    asm volatile("" : "+r"(low));  // or ptxas would keep all tiles' descriptors, and spill
+    make_opaque(low);  // or ptxas would keep all tiles' descriptors, and spill
     return low + offset / 16;
   }
   __device__ __forceinline__ int half() const {

@@ -1,6 +1,7 @@
-// Runs a kernel's source on the CPU: one CTA at a time, each of its threads as a fiber. A wait that
-// can never end is reported instead of hanging. Warps run in a random order and sleep at times, so
-// that a missing wait shows as wrong values.
+// Runs a kernel's source on the CPU: each thread of a CTA as a fiber. Some CTAs are resident at a
+// time and take turns; all CTAs of a cluster are. A wait that can never end is reported instead of
+// hanging. Warps run in a random order and sleep at times, so that a missing wait shows as wrong
+// values.
 //
 // The headers in this folder shadow those of csrc that contain PTX: barriers, copies, WGMMA. They
 // behave as the PTX ISA allows at worst: copies complete late and leave NaN behind until then, and
@@ -11,6 +12,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -33,6 +35,10 @@ inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __log2f(float x) { return std::log2(x); }
 
 #define __launch_bounds__(...)
+#undef __cluster_dims__
+#define __cluster_dims__(...)
+#undef __shared__
+#define __shared__ thread_local  // one variable for all fibers
 #undef __grid_constant__
 #define __grid_constant__
 
@@ -40,6 +46,8 @@ namespace emulation {
 
 constexpr int kStackBytes = 256 << 10;
 constexpr int kSharedBytes = 232448;
+// A GPU's NaN has one value, whatever NaN it comes from.
+const float kCanonicalNan = __uint_as_float(0x7fffffffu);
 
 // Threads that wait for each other.
 struct Rendezvous {
@@ -56,8 +64,12 @@ struct Fiber {
   uint32_t address = 0;  // of an mbarrier
   bool (*has_come)(void* condition) = nullptr;
   void* condition = nullptr;
-  std::vector<std::function<void()>> gemms;   // started, not yet waited for
-  std::vector<std::function<void()>> copies;  // issued, not yet tied to a barrier
+  std::vector<std::function<void()>> wgmmas;              // started, not yet committed
+  std::vector<std::vector<std::function<void()>>> gemms;  // committed, not yet waited for
+  std::vector<std::function<void()>> copies;              // issued, not yet tied to a barrier
+  // Bulk copies to global memory: that have not read shared memory; that have not written.
+  std::vector<std::function<void()>> reads, writes;
+  uint32_t cluster_generation = 0;  // of its last arrival at the cluster's barrier
 };
 
 struct Warp {
@@ -72,7 +84,15 @@ struct CopyGroup {
   uint64_t round;
 };
 
-// The CTA that runs.
+struct Cta;
+
+// The CTAs of a cluster.
+struct Cluster {
+  std::vector<Cta*> ctas;
+  Rendezvous barrier;
+};
+
+// While a CTA does not run, `memory` holds its shared memory.
 struct Cta {
   uint3 block{}, grid{1, 1, 1};
   int num_threads = 0, thread = 0;
@@ -80,17 +100,22 @@ struct Cta {
   std::vector<Warp> warps;
   std::map<int, Rendezvous> barriers;  // named barriers; 0: __syncthreads
   std::vector<CopyGroup> in_flight;
-  ucontext_t scheduler;
-  uint64_t progress = 0, round = 0;
+  uint64_t round = 0;
   uint32_t seed = 0;
   std::mt19937 random;
+  int slow_warp = 0;  // sleeps more often than others
+  Cluster* cluster = nullptr;
+  uint32_t rank = 0;  // in the cluster
+  std::vector<uint8_t> memory;
 };
-inline Cta cta;
-inline uint8_t* shared_memory;  // kSharedBytes, at a multiple of 1024
+inline Cta* running;
+inline uint64_t progress = 0;  // of all resident CTAs
+inline ucontext_t scheduler;
+inline uint8_t* shared_memory;  // kSharedBytes, at a multiple of 1024; of the CTA that runs
 
-inline Fiber& self() { return cta.fibers[cta.thread]; }
+inline Fiber& self() { return running->fibers[running->thread]; }
 
-inline void yield() { swapcontext(&self().context, &cta.scheduler); }
+inline void yield() { swapcontext(&self().context, &scheduler); }
 
 template <class Condition>
 void wait_until(Condition condition, const char* what, uint32_t address = 0) {
@@ -106,7 +131,7 @@ void wait_until(Condition condition, const char* what, uint32_t address = 0) {
 inline void meet(Rendezvous& at, int count, const char* what) {
   const uint32_t generation = at.generation;
   if (++at.arrived == count) {
-    at.arrived = 0, ++at.generation, ++cta.progress;
+    at.arrived = 0, ++at.generation, ++progress;
   } else {
     wait_until([&] { return at.generation != generation; }, what);
   }
@@ -116,9 +141,9 @@ inline void meet(Rendezvous& at, int count, const char* what) {
 template <class Value>
 Value shuffle(Value value, int source) {
   static_assert(sizeof(Value) <= 8);
-  Warp& warp = cta.warps[cta.thread / 32];
+  Warp& warp = running->warps[running->thread / 32];
   uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
-  std::memcpy(&slot[cta.thread % 32], &value, sizeof(value));
+  std::memcpy(&slot[running->thread % 32], &value, sizeof(value));
   meet(warp.shuffle, 32, "shuffle or __syncwarp");
   std::memcpy(&value, &slot[source], sizeof(value));
   return value;
@@ -126,105 +151,74 @@ Value shuffle(Value value, int source) {
 
 inline void meet_warp() { shuffle(0, 0); }
 
+// Returns the values of the calling lane's quad.
+inline std::array<uint64_t, 4> of_quad(uint64_t value) {
+  Warp& warp = running->warps[running->thread / 32];
+  uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
+  const int lane = running->thread % 32;
+  slot[lane] = value;
+  meet(warp.shuffle, 32, "shuffle or __syncwarp");
+  const uint64_t* quad = slot + lane / 4 * 4;
+  return {quad[0], quad[1], quad[2], quad[3]};
+}
+
 // Rounds that something takes: mostly few, sometimes many.
 template <class Random>
 uint64_t random_delay(Random&& random) {
   return random() % (random() % 4 == 0 ? 200 : 4);
 }
 
-inline std::function<void()> kernel;
-
-inline void run_fiber() {
-  kernel();
-  if (!self().gemms.empty() || !self().copies.empty()) {
-    std::printf("thread %d ended with a GEMM or a copy in flight\n", cta.thread);
-    std::abort();
-  }
-  self().done = true;
-  ++cta.progress;
+// The calling warp sometimes sleeps here.
+inline void linger() {
+  const bool sleeps = running->random() % 8 == 0;
+  const uint64_t delay = shuffle(sleeps ? random_delay(running->random) : 0, 0);
+  if (delay == 0) return;
+  running->warps[running->thread / 32].sleeps_until = running->round + delay;
   yield();
 }
 
-// Runs one CTA to its end. Returns false, after a list of the waits, if none of its threads can go
-// on.
-inline bool run_cta(int block, int grid, int num_threads, uint32_t seed) {
-  cta.block = {static_cast<unsigned>(block), 0, 0};
-  cta.grid = {static_cast<unsigned>(grid), 1, 1};
-  cta.num_threads = num_threads;
-  cta.fibers.resize(num_threads);
-  cta.warps.assign(num_threads / 32, {});
-  cta.barriers.clear();
-  cta.in_flight.clear();
-  cta.random.seed(cta.seed = seed);
-  std::memset(shared_memory, 0xff, kSharedBytes);
-  for (Fiber& fiber : cta.fibers) {
-    if (fiber.stack == nullptr) fiber.stack = std::make_unique<char[]>(kStackBytes);
-    fiber.done = false;
-    fiber.has_come = nullptr;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, run_fiber, 0);
+// A CTA of the running CTA's cluster, and its shared memory.
+inline Cta& cta_of_rank(uint32_t rank) {
+  Cta* const cta = running->cluster->ctas[rank];
+  if (cta == nullptr) {
+    std::printf("access to CTA %u of the cluster, which has ended\n", rank);
+    std::abort();
   }
-  const int num_warps = num_threads / 32;
-  while (true) {
-    const uint64_t before = cta.progress;
-    ++cta.round;
-    bool any = false, sleeps = false;
-    const int first = static_cast<int>(cta.random() % num_warps);
-    const int step = cta.random() % 2 ? 1 : num_warps - 1;
-    for (int i = 0; i < num_warps; ++i) {
-      const int warp = (first + i * step) % num_warps;
-      uint64_t& sleeps_until = cta.warps[warp].sleeps_until;
-      if (sleeps_until < cta.round && cta.random() % 32 == 0) {
-        sleeps_until = cta.round + random_delay(cta.random);
-      }
-      if (sleeps_until >= cta.round) {
-        any = sleeps = true;
-        continue;
-      }
-      for (int lane = 0; lane < 32; ++lane) {
-        cta.thread = warp * 32 + lane;
-        const Fiber& fiber = self();
-        if (fiber.done) continue;
-        any = true;
-        if (fiber.has_come != nullptr && !fiber.has_come(fiber.condition)) continue;
-        swapcontext(&cta.scheduler, &self().context);
-      }
-    }
-    if (!any) return true;
-    const size_t in_flight = cta.in_flight.size();
-    for (size_t i = 0; i < cta.in_flight.size();) {
-      if (cta.in_flight[i].round > cta.round) {
-        ++i;
-        continue;
-      }
-      cta.in_flight[i].complete();
-      cta.in_flight.erase(cta.in_flight.begin() + i);
-    }
-    if (cta.progress != before || sleeps || in_flight > 0) continue;
-    std::printf("CTA %d of %d cannot go on:\n", block, grid);
-    for (int i = 0; i < num_threads; i += 32) {
-      cta.thread = i;
-      if (self().done) {
-        std::printf("  thread %d has ended\n", i);
-      } else {
-        std::printf("  thread %d waits for %s at %u\n", i, self().waits_for, self().address);
-      }
-    }
-    return false;
+  return *cta;
+}
+inline uint8_t* memory_of(uint32_t rank) {
+  return rank == running->rank ? shared_memory : cta_of_rank(rank).memory.data();
+}
+
+// The cluster's barrier.
+inline void arrive_at_cluster() {
+  Rendezvous& barrier = running->cluster->barrier;
+  self().cluster_generation = barrier.generation;
+  if (++barrier.arrived < running->num_threads * static_cast<int>(running->cluster->ctas.size())) {
+    return;
   }
+  barrier.arrived = 0, ++barrier.generation, ++progress;
+}
+inline void wait_for_cluster() {
+  const Rendezvous& barrier = running->cluster->barrier;
+  const uint32_t generation = self().cluster_generation;
+  wait_until([&] { return barrier.generation != generation; }, "cluster barrier");
 }
 
 }  // namespace emulation
 
-#define threadIdx (uint3{static_cast<unsigned>(emulation::cta.thread), 0, 0})
-#define blockIdx emulation::cta.block
-inline const uint3& gridDim = emulation::cta.grid;  // no macro: a member of another type
+#define threadIdx (uint3{static_cast<unsigned>(emulation::running->thread), 0, 0})
+#define blockIdx emulation::running->block
+// No macro: a member of another type has this name.
+inline struct {
+  struct X {
+    operator unsigned() const { return emulation::running->grid.x; }
+  } x;
+} gridDim;
 
 inline void __syncthreads() {
-  emulation::meet(emulation::cta.barriers[0], emulation::cta.num_threads, "__syncthreads");
+  emulation::meet(emulation::running->barriers[0], emulation::running->num_threads,
+                  "__syncthreads");
 }
 inline void __syncwarp() { emulation::meet_warp(); }
 template <class Value>
@@ -233,11 +227,11 @@ Value __shfl_sync(uint32_t, Value value, int lane) {
 }
 template <class Value>
 Value __shfl_xor_sync(uint32_t, Value value, int mask) {
-  return emulation::shuffle(value, emulation::cta.thread % 32 ^ mask);
+  return emulation::shuffle(value, emulation::running->thread % 32 ^ mask);
 }
 template <class Value>
 Value __shfl_up_sync(uint32_t, Value value, int distance) {
-  const int lane = emulation::cta.thread % 32;
+  const int lane = emulation::running->thread % 32;
   return emulation::shuffle(value, lane < distance ? lane : lane - distance);
 }
 inline uint32_t __ballot_sync(uint32_t, bool condition) {
@@ -267,3 +261,9 @@ template <class Value>
 Value __ldcg(const Value* at) {
   return *at;
 }
+template <class Value>
+Value __ldcs(const Value* at) {
+  return *at;
+}
+inline int __popc(uint32_t bits) { return std::popcount(bits); }
+inline void __nanosleep(unsigned) { emulation::yield(); }

@@ -35,4 +35,22 @@ struct TensorMap {
   }
 };
 
+// Of a dense matrix of floats; a box is part of a row.
+struct FloatMap {
+  const float* address;
+  int64_t columns, rows;
+  int box;
+
+  CUtensorMap pack() const {
+    CUtensorMap map{};
+    std::memcpy(&map, this, sizeof(*this));
+    return map;
+  }
+  static FloatMap unpack(const void* map) {
+    FloatMap unpacked;
+    std::memcpy(&unpacked, map, sizeof(unpacked));
+    return unpacked;
+  }
+};
+
 }  // namespace emulation

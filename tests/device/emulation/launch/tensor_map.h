@@ -22,6 +22,11 @@ inline CUtensorMap make_tensor_map(const char*, ElementType, const void* address
       .pack();
 }
 
+inline CUtensorMap make_float_map(const char*, const float* address, int64_t columns, int64_t rows,
+                                  int box_columns) {
+  return emulation::FloatMap{address, columns, rows, box_columns}.pack();
+}
+
 // Of 8-bit kernel configs, which are not emulated.
 CUtensorMap make_permuted_v_map(const void* address, const void* unused, int64_t num_permuted_keys,
                                 int64_t heads, int columns, int box_keys);

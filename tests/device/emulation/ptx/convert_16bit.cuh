@@ -32,4 +32,10 @@ float element_of(uint16_t bits) {
   }
 }
 
+template <ElementType kElement>
+float2 unpack(uint32_t pair) {
+  return make_float2(element_of<kElement>(static_cast<uint16_t>(pair)),
+                     element_of<kElement>(static_cast<uint16_t>(pair >> 16)));
+}
+
 }  // namespace flashattn3

@@ -31,10 +31,10 @@ inline void arrive_when_copied(Barrier& barrier) {
   };
   // The copies of all threads for one phase of the barrier are late together, or else the latest of
   // them would never overtake the copies for another barrier.
-  std::seed_seq phase{emulation::cta.seed, barrier.address(), uint32_t{barrier.completed}};
+  std::seed_seq phase{emulation::running->seed, barrier.address(), uint32_t{barrier.completed}};
   std::mt19937 random(phase);
-  emulation::cta.in_flight.push_back(
-      {complete, emulation::cta.round + emulation::random_delay(random)});
+  emulation::running->in_flight.push_back(
+      {complete, emulation::running->round + emulation::random_delay(random)});
 }
 
 inline void wait_for_copies() {}

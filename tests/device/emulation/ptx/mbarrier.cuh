@@ -43,6 +43,7 @@ struct Barrier {
   }
   void arrive_warp() {
     if (threadIdx.x % 32 == 0) arrive();
+    emulation::linger();
   }
   void arrive_lanes() { arrive_warp(); }
 
@@ -54,12 +55,12 @@ struct Barrier {
 
  private:
   void complete() {
-    ++emulation::cta.progress;
+    ++emulation::progress;
     if (missing != 0 || missing_bytes != 0) return;
     missing = expected, ++completed;
   }
   void fail(const char* what) const {
-    std::printf("the mbarrier at %u %s (thread %d)\n", address(), what, emulation::cta.thread);
+    std::printf("the mbarrier at %u %s (thread %d)\n", address(), what, emulation::running->thread);
     std::abort();
   }
 };
@@ -68,7 +69,7 @@ inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
 inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 inline void named_barrier_sync(int id, int num_threads) {
-  emulation::meet(emulation::cta.barriers[id], num_threads, "named barrier");
+  emulation::meet(emulation::running->barriers[id], num_threads, "named barrier");
 }
 
 }  // namespace flashattn3

@@ -27,6 +27,12 @@ void stage_rows(uint8_t* tile, const uint32_t (&word)[kWords], int first = 0) {
   __syncwarp();
 }
 
+inline uint4 staged_columns(const uint8_t* tile, int row, int vec) {
+  uint4 columns;
+  std::memcpy(&columns, tile + row * 128 + (vec ^ row % 8) * 16, sizeof(columns));
+  return columns;
+}
+
 inline void store_columns(uint16_t* row, int column, int num_columns, uint4 elements) {
   std::memcpy(row + column, &elements, 2 * std::min(8, num_columns - column));
 }

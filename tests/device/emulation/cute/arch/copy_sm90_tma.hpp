@@ -45,13 +45,31 @@ struct SM90_TMA_LOAD_4D {
       }
       full->complete_bytes(size);
     };
-    emulation::cta.in_flight.push_back(
-        {complete, emulation::cta.round + emulation::random_delay(emulation::cta.random)});
+    emulation::running->in_flight.push_back(
+        {complete,
+         emulation::running->round + emulation::random_delay(emulation::running->random)});
   }
 };
 
+// Floats, without a swizzle.
 struct SM90_TMA_LOAD_2D {
-  static void copy(const void*, uint64_t*, uint64_t, void*, int, int) { std::abort(); }
+  static void copy(const void* tensor_map, uint64_t* barrier, uint64_t, void* to, int column,
+                   int row) {
+    const auto map = emulation::FloatMap::unpack(tensor_map);
+    const uint32_t size = static_cast<uint32_t>(map.box * sizeof(float));
+    std::memset(to, 0xff, size);  // NaN until the copy is complete
+    auto* const full = reinterpret_cast<flashattn3::Barrier*>(barrier);
+    const auto complete = [=] {
+      for (int x = 0; x < map.box; ++x) {
+        const bool inside = column + x < map.columns && row < map.rows;
+        static_cast<float*>(to)[x] = inside ? map.address[row * map.columns + column + x] : 0.f;
+      }
+      full->complete_bytes(size);
+    };
+    emulation::running->in_flight.push_back(
+        {complete,
+         emulation::running->round + emulation::random_delay(emulation::running->random)});
+  }
 };
 
 }  // namespace cute

@@ -1,0 +1,204 @@
+// Runs the backward kernels on the CPU (emulation/emulation.h) and compares them with fp64: the
+// problems of backward_check that are short, with several orders of the CTAs.
+//   backward_emulation [--only part of a name] [--config part of a config name] [--steps number]
+//       --steps: runs problems of at most so many steps (64 queries x 64 keys x 64 columns)
+// Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "backward_cases.h"
+#include "backward_configs.h"
+#include "backward_params.h"
+#include "launch/backward.cuh"
+#include "run_grid.h"
+
+// Of the kernels, which declare it.
+namespace flashattn3::backward {
+alignas(1024) thread_local uint8_t shared[emulation::kSharedBytes];
+}
+namespace flashattn3::backward::cluster2 {
+alignas(1024) thread_local uint8_t shared[emulation::kSharedBytes];
+}
+
+using namespace flashattn3;
+
+// The three launches of a backward.
+struct Launches {
+  std::function<void()> preprocess, main, postprocess;
+  emulation::Grid grid;  // of the main kernel
+  int num_m_blocks;
+  uint8_t* shared;
+};
+
+template <backward::Config kConfig>
+static Launches prepare(const BackwardParams& params) {
+  check_problem<kConfig>("emulation", params.forward);
+  const backward::Arguments args = make_backward_arguments<kConfig>(params);
+  const backward::PreprocessArguments before = make_preprocess_arguments<kConfig>(params);
+  const int num_ctas = backward_num_ctas<kConfig>(params.forward, args.scheduler.num_tiles);
+  const int64_t rows = workspace_rows(params.forward) * workspace_heads(params.forward);
+  const bool cluster = backward::uses_cluster2(kConfig);
+  return {[before] { backward::preprocess_kernel<kConfig.dtype>(before); },
+          [args] { backward_kernel<kConfig>()(args); },
+          [args] { backward::postprocess_kernel<BackwardTraitsOf<kConfig>>(args); },
+          {num_ctas, backward::num_threads(kConfig), cluster ? 2 : 1},
+          static_cast<int>(rows / backward::kBlockM),
+          cluster ? backward::cluster2::shared : backward::shared};
+}
+
+struct ConfigFunctions {
+  Launches (*prepare)(const BackwardParams&);
+  int64_t (*workspace_bytes)(const AttentionProblem&);
+};
+template <size_t... kIndex>
+static std::vector<ConfigFunctions> config_functions(std::index_sequence<kIndex...>) {
+  return {{&prepare<kCheckConfigs[kIndex]>, &backward_workspace_bytes<kCheckConfigs[kIndex]>}...};
+}
+static const std::vector<ConfigFunctions> kFunctions =
+    config_functions(std::make_index_sequence<kNumCheckConfigs>());
+
+struct Turn {
+  const char* name;
+  bool deterministic;
+  int num_sms, resident;
+  uint32_t seed;
+};
+constexpr Turn kTurns[] = {{"one cluster after the other", false, 132, 1, 1},
+                           {"3 SMs", false, 3, 3, 2},
+                           {"deterministic", true, 132, 2, 3},
+                           {"deterministic, 3 SMs", true, 3, 3, 4}};
+
+// What varlen/prepare.cuh does for sequences of keys.
+static void prepare_varlen(const BackwardProblem& p, int32_t* workspace, int block_n) {
+  const int batch = p.c.batch;
+  const VarlenSchedule schedule{workspace, batch};
+  int32_t* const order = schedule.batch_indices();
+  std::iota(order, order + batch, 0);
+  std::stable_sort(order, order + batch,
+                   [&](int a, int b) { return p.queries(a).length > p.queries(b).length; });
+  schedule.first_blocks()[0] = 0;
+  for (int i = 0; i < batch; ++i) {
+    schedule.first_blocks()[i + 1] =
+        schedule.first_blocks()[i] + (p.keys(order[i]).length + block_n - 1) / block_n;
+  }
+}
+
+static bool run_in_order(const std::function<void()>& kernel, int num_ctas, int num_threads,
+                         uint32_t seed) {
+  std::vector<int> order(num_ctas);
+  std::iota(order.begin(), order.end(), 0);
+  emulation::kernel = kernel;
+  return emulation::run_ctas(order, num_threads, seed);
+}
+
+// Runs the three kernels. Returns an error message, or "".
+static std::string run(BackwardProblem& p, int config, const Turn& turn) {
+  const Case& c = p.c;
+  const auto table = [](const std::vector<int>& values) {
+    return values.empty() ? nullptr : values.data();
+  };
+  const int64_t seq = p.q.seq;
+  const Strides stride{seq * c.heads_q, 1, seq};
+  BackwardParams params = make_params(p,
+                                      {p.lse.data(), p.dlse.data(), stride, stride, table(c.cu_q),
+                                       table(c.cu_k), table(c.used_q), table(c.used_k)},
+                                      [](Tensor& tensor) { return tensor.host.data() + kGuard; });
+  std::vector<int32_t> schedule(2 * c.batch + 1, -1);
+  params.forward.varlen_schedule = schedule.data();
+  params.forward.num_sms = turn.num_sms;
+  params.forward.deterministic = turn.deterministic;
+  if (params.forward.varlen) {
+    prepare_varlen(p, schedule.data(), backward::block_n(kCheckConfigs[config]));
+  }
+  constexpr int64_t kGuardBytes = 1024;
+  const int64_t bytes = kFunctions[config].workspace_bytes(params.forward);
+  std::vector<uint8_t> workspace(bytes + 2 * kGuardBytes, 0xff);
+  params.workspace = workspace.data() + kGuardBytes;
+  Launches launches = kFunctions[config].prepare(params);
+  emulation::shared_memory = launches.shared;
+  if (!run_in_order(launches.preprocess, launches.num_m_blocks, backward::kPreprocessThreads,
+                    turn.seed)) {
+    return "deadlock in preprocess";
+  }
+  std::vector<int> order(launches.grid.num_ctas / launches.grid.cluster_size);
+  std::iota(order.begin(), order.end(), 0);
+  std::mt19937 random(turn.seed);
+  std::shuffle(order.begin(), order.end(), random);
+  launches.grid.resident = turn.resident;
+  emulation::kernel = launches.main;
+  if (!emulation::run_grid(launches.grid, order, turn.seed)) return "deadlock";
+  if (!run_in_order(launches.postprocess, launches.num_m_blocks, 128, turn.seed)) {
+    return "deadlock in postprocess";
+  }
+  const auto touched = [](uint8_t x) { return x != 0xff; };
+  if (std::any_of(workspace.begin(), workspace.begin() + kGuardBytes, touched) ||
+      std::any_of(workspace.end() - kGuardBytes, workspace.end(), touched)) {
+    return "written outside the workspace";
+  }
+  return "";
+}
+
+// dk and dv must have the same bits in all turns that are not deterministic, all gradients in those
+// that are.
+static bool run_case(const Case& c, int config) {
+  BackwardProblem p(c);
+  Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv};
+  std::vector<uint16_t> first[3];
+  bool good = true;
+  for (const Turn& turn : kTurns) {
+    for (Tensor* t : {&p.dq, &p.dk, &p.dv}) std::fill(t->host.begin(), t->host.end(), kNaN);
+    std::string wrong = run(p, config, turn);
+    double ratio[3] = {};
+    for (int i = 0; i < 3 && wrong.empty(); ++i) {
+      Gradient& g = *gradients[i];
+      if (first[i].empty() || &turn == kTurns + 2) first[i] = p.tensor(g).host;
+      if (i > 0 || turn.deterministic) {
+        wrong += difference("other bits", g, p.tensor(g), first[i], c.fp16);
+      }
+      wrong += check_coverage(p, g);
+      const Worst worst = compare(p, g);
+      ratio[i] = worst.ratio;
+      if (worst.wrong > 0) wrong += describe(g, worst);
+    }
+    good = good && wrong.empty();
+    std::printf("%s  %-40s %-28s %-27s of the bounds: dq %.2f dk %.2f dv %.2f\n",
+                wrong.empty() ? "PASS" : "FAIL", c.name.c_str(), kCheckConfigNames[config],
+                turn.name, ratio[0], ratio[1], ratio[2]);
+    if (!wrong.empty()) std::printf("      %s\n", wrong.c_str());
+    std::fflush(stdout);
+    if (!wrong.empty()) break;
+  }
+  return good;
+}
+
+static int64_t num_steps(const Case& c, int head_dim) {
+  int64_t steps = 0;
+  for (int b = 0; b < c.batch; ++b) {
+    steps += int64_t{c.seqlen_q / 64 + 1} * (c.seqlen_k / 64 + 1) * c.heads_q;
+  }
+  return steps * head_dim / 64;
+}
+
+int main(int argc, char** argv) {
+  const char *part = "", *config_part = "";
+  int64_t steps = 100;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (!std::strcmp(argv[i], "--only")) part = argv[i + 1];
+    if (!std::strcmp(argv[i], "--config")) config_part = argv[i + 1];
+    if (!std::strcmp(argv[i], "--steps")) steps = std::atoi(argv[i + 1]);
+  }
+  int run = 0, failed = 0;
+  for (const Case& c : backward_cases()) {
+    if (c.name.find(part) == std::string::npos) continue;
+    for (const int config : configs_of(c)) {
+      if (std::strstr(kCheckConfigNames[config], config_part) == nullptr) continue;
+      if (num_steps(c, kCheckConfigs[config].head_dim) > steps) continue;
+      ++run;
+      failed += !run_case(c, config);
+    }
+  }
+  std::printf("%d cases, %d failed\n", run, failed);
+  return failed != 0 || run == 0;
+}
