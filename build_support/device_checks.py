@@ -1,7 +1,7 @@
 """The kernel configs of the programs in tests/device, written as a header for each.
 
-Each program checks every kernel config of flashattn3/dispatch/kernel_configs.py; forward_check also
-times variants, which no plan selects.
+Each program checks every kernel config of flashattn3/dispatch/kernel_configs.py, and variants,
+which no plan selects.
 """
 
 from __future__ import annotations
@@ -20,18 +20,29 @@ def write_configs(folder: Path, check: str) -> list:
     configs = list(getattr(table, f"{kind.upper()}_CONFIGS"))
     if kind == "forward":
         configs += table.CACHED_FORWARD_CONFIGS
-        configs += variants(table)
+        configs += forward_variants(table)
+    if kind == "backward":
+        configs += backward_variants(table)
     write_if_changed(folder / f"{check}_configs.h", header(kind, configs))
     return configs
 
 
-def variants(table: ModuleType) -> list:
+def forward_variants(table: ModuleType) -> list:
     """Forward configs that were slower than the ones of the table, to time beside them."""
     make = table.ForwardConfig
     return [
         *(make(dtype, 128, False, 192, 96, 5, 3, 2, 32, 768) for dtype in table.EIGHT_BIT),
         *(make("bf16", 128, masked, 192, 80, 3, 3, 2) for masked in (False, True)),
         *(make("bf16", 192, masked, 128, 96, 2, 2, 1) for masked in (False, True)),
+    ]
+
+
+def backward_variants(table: ModuleType) -> list:
+    """Backward configs for head dims 129 to 192, until a GPU has measured them."""
+    return [
+        table.BackwardConfig(dtype, 192, head_dim_v, 2, 2)
+        for head_dim_v in (192, 128)
+        for dtype in table.SIXTEEN_BIT
     ]
 
 

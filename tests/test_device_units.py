@@ -146,8 +146,11 @@ def test_cached_forward_on_the_cpu(checkout, options):
 
 
 @pytest.mark.slow
-def test_backward_on_the_cpu(checkout):
-    """Short problems of every kernel config."""
-    code, lines = run(build(checkout, "backward_emulation"), "--steps", "16")
+@pytest.mark.parametrize(
+    "options", [("--steps", "16"), ("--only", "d192", "--steps", "100")], ids=["all", "d192"]
+)
+def test_backward_on_the_cpu(checkout, options):
+    """Short problems of every kernel config, and longer ones of 192 columns."""
+    code, lines = run(build(checkout, "backward_emulation"), *options)
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
     assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 5

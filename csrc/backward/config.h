@@ -10,7 +10,8 @@ namespace flashattn3::backward {
 
 struct Config {
   ElementType dtype;       // of q, k, v, out and their gradients: 16 bits
-  int head_dim;            // 64, 96, 128 or 256; TMA fills smaller heads with zeros
+  int head_dim;            // 64, 96, 128, 192 or 256; TMA fills smaller heads with zeros
+  int head_dim_v;          // of v, out and dout: head_dim; with head_dim 192 also 128
   int num_stages;          // tiles of Q (and of dO) in shared memory, at least 2
   int num_mma_warpgroups;  // of a CTA, 64 keys each; with cluster2 2
 };
@@ -20,6 +21,10 @@ constexpr int kBlockM = 64;  // queries of a step
 // Up to 128 columns a warpgroup keeps dK and dV of 64 keys in registers; beyond 128, half of their
 // columns, and a 2-CTA cluster computes a tile (cluster2/kernel.cuh).
 constexpr bool uses_cluster2(const Config& config) { return config.head_dim > 128; }
+
+// At 192 columns the two consumer warpgroups of a CTA have roles of their own
+// (specialized/roles.cuh).
+constexpr bool is_specialized(const Config& config) { return config.head_dim == 192; }
 
 // Keys of a tile.
 constexpr int block_n(const Config& config) {
@@ -33,13 +38,19 @@ constexpr int num_threads(const Config& config) { return 128 * (config.num_mma_w
 // 1024-byte alignment.
 constexpr int kSharedStorageBytes = 3072;
 
-constexpr int head_dim_bytes(const Config& config) { return (config.head_dim + 63) / 64 * 128; }
+constexpr int head_dim_bytes(int head_dim) { return (head_dim + 63) / 64 * 128; }
+constexpr int head_dim_bytes(const Config& config) { return head_dim_bytes(config.head_dim); }
 
-// K, V; stages of Q and dO; two tiles of dS, keys x queries of a step; for each warpgroup 64 rows
-// of dQ in fp32. cluster2: 64 keys of K, of V and of half the columns of the other CTA's K; two Q,
-// one dO; two tiles each of P, dS and the other CTA's dS.
+// K, V; stages of Q and of dO; two tiles of dS, keys x queries of a step; for each warpgroup 64
+// rows of dQ in fp32. cluster2: 64 keys of K, of V and of half the columns of the other CTA's K;
+// two Q, one dO; two tiles each of P, dS and the other CTA's dS. Specialized: two dO, and of both
+// CTAs' K a second time half the columns, in two atoms.
 constexpr int smem_bytes(const Config& config) {
   const int bytes = head_dim_bytes(config), keys = block_n(config);
+  if (is_specialized(config)) {
+    return kSharedStorageBytes + (64 + 2 * kBlockM) * (bytes + head_dim_bytes(config.head_dim_v)) +
+           2 * 64 * 2 * 128 + 6 * 64 * kBlockM * 2;
+  }
   if (uses_cluster2(config)) {
     return kSharedStorageBytes + 5 * 64 * bytes / 2 + 3 * kBlockM * bytes + 6 * 64 * kBlockM * 2;
   }

@@ -47,6 +47,7 @@ struct KernelTraits {
 
   static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kStages >= 2);
+  static_assert(kConfig.head_dim_v == kHeadDim);
   static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dK and dV are kept in registers");
   static_assert(kDqOffset + kConsumers * kDqBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA");

@@ -82,6 +82,8 @@ int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles) {
 template <backward::Config kConfig>
 void check_problem(const char* name, const AttentionProblem& problem) {
   check_fits(name, kConfig.head_dim, problem);
+  expect(problem.head_dim_v <= kConfig.head_dim_v, "launch", "head_dim_v",
+         "at most " + std::to_string(kConfig.head_dim_v) + " for " + name, problem.head_dim_v);
   const int64_t rows = workspace_rows(problem) * workspace_heads(problem);
   expect(rows <= INT_MAX, "launch", "rows of queries of all heads", "below 2^31", rows);
 }
@@ -191,16 +193,17 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardParams& pa
 }
 
 template <backward::Config kConfig>
-using BackwardTraitsOf =
+using BackwardTraitsOf = std::conditional_t<
+    backward::is_specialized(kConfig), backward::specialized::KernelTraits<kConfig>,
     std::conditional_t<backward::uses_cluster2(kConfig), backward::cluster2::KernelTraits<kConfig>,
-                       backward::KernelTraits<kConfig>>;
+                       backward::KernelTraits<kConfig>>>;
 
 template <backward::Config kConfig>
 constexpr auto backward_kernel() {
   if constexpr (backward::uses_cluster2(kConfig)) {
-    return &backward::cluster2::attention_kernel<backward::cluster2::KernelTraits<kConfig>>;
+    return &backward::cluster2::attention_kernel<BackwardTraitsOf<kConfig>>;
   } else {
-    return &backward::attention_kernel<backward::KernelTraits<kConfig>>;
+    return &backward::attention_kernel<BackwardTraitsOf<kConfig>>;
   }
 }
 

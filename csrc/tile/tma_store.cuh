@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/util.hpp>
@@ -30,6 +31,22 @@ __device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)
         reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * (first + i))) * 16);
     cute::SM90_U32x4_STSM_N::copy(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3],
                                   *at);
+  }
+}
+
+// Loads what stage_rows has staged to the registers that it came from.
+template <int kWords>
+__device__ __forceinline__ void load_staged_rows(uint32_t (&word)[kWords], const uint8_t* tile,
+                                                 int first = 0) {
+  const int lane = threadIdx.x % 32;
+  const int row = lane % 16;
+  const int vec = (lane / 16) ^ (row % 8);
+#pragma unroll
+  for (int i = 0; i < kWords / 4; ++i) {
+    const auto* at =
+        reinterpret_cast<const cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * (first + i))) * 16);
+    cute::SM75_U32x4_LDSM_N::copy(*at, word[4 * i], word[4 * i + 1], word[4 * i + 2],
+                                  word[4 * i + 3]);
   }
 }
 

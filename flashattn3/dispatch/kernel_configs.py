@@ -71,7 +71,7 @@ class BackwardConfig:
     """Kernel config of a compiled backward kernel, as in csrc/backward/config.h, for every mask.
 
     dtype: of q, k, v, out and their gradients, 16 bits.
-    head_dim: largest supported; TMA fills smaller ones with zeros.
+    head_dim, head_dim_v: largest supported of q and k, and of v; TMA fills smaller ones with zeros.
     num_stages: Q and dO tiles in flight; unused with 2-CTA clusters.
     num_mma_warpgroups: consumer warpgroups of a CTA; one more warpgroup loads and writes dQ.
     measured: as for ForwardConfig.
@@ -81,6 +81,7 @@ class BackwardConfig:
 
     dtype: str
     head_dim: int
+    head_dim_v: int
     num_stages: int
     num_mma_warpgroups: int
     measured: str = ""
@@ -88,7 +89,8 @@ class BackwardConfig:
     @property
     def name(self) -> str:
         tile = f"{BACKWARD_BLOCK_M}x{self.block_n}x{self.num_stages}"
-        return f"backward_{self.dtype}_d{self.head_dim}_{tile}"
+        values = f"_v{self.head_dim_v}" * (self.head_dim_v != self.head_dim)
+        return f"backward_{self.dtype}_d{self.head_dim}{values}_{tile}"
 
     @property
     def block_n(self) -> int:
@@ -148,7 +150,9 @@ def _forward_configs(
 
 def _backward_configs(head_dim: int, *tile: int, measured: str = "") -> tuple[BackwardConfig, ...]:
     """One backward config per 16-bit dtype."""
-    return tuple(BackwardConfig(dtype, head_dim, *tile, measured=measured) for dtype in SIXTEEN_BIT)
+    return tuple(
+        BackwardConfig(dtype, head_dim, head_dim, *tile, measured=measured) for dtype in SIXTEEN_BIT
+    )
 
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"

@@ -1,8 +1,9 @@
 // Runs the backward kernels without torch and compares them with fp64 on the host, or times them.
 //   backward_check [--from case] [--only part of a name] [--config part of a config name] [--quiet]
 //       prints one line for each case and config; --quiet: only for those that fail
-//   backward_check --time [part of a config name [length]] [--deterministic]
-//       prints TFLOP/s of the benchmark grid; --deterministic: also with deterministic dq sums
+//   backward_check --time [part of a config name [length]] [--deterministic] [--head-dim d]
+//       prints TFLOP/s of the benchmark grid; --deterministic: also with deterministic dq sums;
+//       --head-dim: of the problems, instead of the config's
 //   backward_check --repeat times [part of a config name [length]]
 //       runs one causal problem many times and reports results that change in any bit
 //   backward_check --self [part of a name]
@@ -44,7 +45,7 @@ static const std::vector<ConfigFunctions> kRows =
 static std::string config_name(int i) { return flashattn3::kCheckConfigNames[i]; }
 
 struct Options {
-  int from = 0, length = 0, repeats = 0;
+  int from = 0, length = 0, repeats = 0, head_dim = 0;
   bool quiet = false, time = false, deterministic = false, self = false;
   const char* part = nullptr;    // part of a case's name
   const char* config = nullptr;  // part of a kernel config's name
@@ -288,15 +289,18 @@ struct GridData {
   }
 
   // For scores of variance 1, lse is about log(number of keys) + 1/2.
-  BackwardParams params(int config, int seqlen, bool causal) {
+  BackwardParams params(int config, int head_dim, int seqlen, bool causal) {
     BackwardParams params{};
     ForwardParams& f = params.forward;
-    f = grid_params(tensor, lse, kCheckConfigs[config].head_dim, seqlen, causal);
+    f = grid_params(tensor, lse, head_dim, seqlen, causal);
+    const int64_t dim_v = f.head_dim_v = std::min(head_dim, kCheckConfigs[config].head_dim_v);
+    f.v_stride = f.out_stride = {seqlen * f.num_heads_q * dim_v, f.num_heads_q * dim_v, dim_v};
     const std::vector<float> values(16384 * f.num_heads_q, std::log(1.f * seqlen) + 0.5f);
     check(cudaMemcpy(lse, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
     params.dout = tensor[4];
     params.dq = gradient[0], params.dk = gradient[1], params.dv = gradient[2];
-    params.dout_stride = params.dq_stride = params.dk_stride = params.dv_stride = f.q_stride;
+    params.dq_stride = params.dk_stride = f.q_stride;
+    params.dout_stride = params.dv_stride = f.v_stride;
     const int64_t bytes = kRows[config].workspace_bytes(f);
     if (bytes > workspace_bytes) {
       cudaFree(workspace);
@@ -323,15 +327,18 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
             config_name(config) + (causal ? " causal" : "") + (deterministic ? " ordered" : "");
         double rate[kLengths] = {}, spent[kLengths] = {};
         for (int length = 0; length < kLengths; ++length) {
-          const int seqlen = 512 << length, head_dim = kCheckConfigs[config].head_dim;
+          const int seqlen = 512 << length;
+          const int largest = kCheckConfigs[config].head_dim;
+          const int head_dim = options.head_dim != 0 ? options.head_dim : largest;
           if (options.length != 0 && seqlen != options.length) continue;
-          BackwardParams params = data.params(config, seqlen, causal);
+          BackwardParams params = data.params(config, head_dim, seqlen, causal);
           params.forward.deterministic = deterministic;
           params.forward.num_sms = num_sms;
           params.forward.tile_counter = counter;
           params.forward.pdl = true;
+          const double columns = 3.0 * head_dim + 2.0 * params.forward.head_dim_v;
           const double flop =
-              10.0 * 16384 * (2048 / head_dim * head_dim) * seqlen * (causal ? 0.5 : 1.0);
+              2.0 * 16384 * (2048 / head_dim) * columns * seqlen * (causal ? 0.5 : 1.0);
           const int repeats = std::max(2, static_cast<int>(3e-3 / (flop / 5e14)));
           std::vector<float> ms;
           for (int round = 0; round < kRounds; ++round) {
@@ -393,28 +400,30 @@ static bool repeat(const Options& options, int num_sms, int* counter) {
     const bool fp16 = kCheckConfigs[config].dtype == flashattn3::kFp16;
     GridData& data = grids[fp16];
     for (const bool deterministic : {false, true}) {
+      const int head_dim = kCheckConfigs[config].head_dim;
       BackwardParams params =
-          data.params(config, options.length != 0 ? options.length : 2048, true);
+          data.params(config, head_dim, options.length != 0 ? options.length : 2048, true);
       params.forward.deterministic = deterministic;
       params.forward.num_sms = num_sms;
       params.forward.tile_counter = counter;
       params.forward.pdl = true;
-      const int head_dim = kCheckConfigs[config].head_dim;
-      const int64_t count = int64_t{16384} * (2048 / head_dim) * head_dim;
+      const int64_t rows = int64_t{16384} * params.forward.num_heads_q;
+      const int64_t counts[3] = {rows * head_dim, rows * head_dim,
+                                 rows * params.forward.head_dim_v};
       check(cudaMemset(found, 0, 3 * sizeof(Change)));
       for (int time = 0; time < options.repeats; ++time) {
         std::snprintf(g_now, sizeof(g_now), "repeating %s, time %d", config_name(config).c_str(),
                       time);
         alarm(15);
-        for (uint16_t* gradient : data.gradient) check(cudaMemset(gradient, 0xff, count * 2));
+        for (int i = 0; i < 3; ++i) check(cudaMemset(data.gradient[i], 0xff, counts[i] * 2));
         check(cudaMemset(data.workspace, 0xff, data.workspace_bytes));
         kRows[config].launch(params, nullptr);
         for (int i = 0; i < 3; ++i) {
           if (time == 0) {
-            check(cudaMemcpy(kept[i], data.gradient[i], count * 2, cudaMemcpyDeviceToDevice));
+            check(cudaMemcpy(kept[i], data.gradient[i], counts[i] * 2, cudaMemcpyDeviceToDevice));
           }
           const auto find = fp16 ? find_changes<true> : find_changes<false>;
-          find<<<1056, 256>>>(kept[i], data.gradient[i], count, found + i);
+          find<<<1056, 256>>>(kept[i], data.gradient[i], counts[i], found + i);
         }
         check(cudaDeviceSynchronize());
         alarm(0);
@@ -463,6 +472,8 @@ static Options read_options(int argc, char** argv) {
       o.quiet = true;
     } else if (name == "--deterministic") {
       o.deterministic = true;
+    } else if (name == "--head-dim") {
+      o.head_dim = next_number();
     } else if (name == "--self") {
       o.self = true;
       o.part = next();

@@ -48,8 +48,8 @@ flashattn3::BackwardParams make_params(BackwardProblem& p, const RowMemory& rows
 inline std::vector<int> configs_of(const Case& c) {
   using flashattn3::kCheckConfigs;
   const auto fits = [&](const flashattn3::backward::Config& config) {
-    return (config.dtype == flashattn3::kFp16) == c.fp16 &&
-           config.head_dim >= std::max(c.head_dim, c.head_dim_v);
+    return (config.dtype == flashattn3::kFp16) == c.fp16 && config.head_dim >= c.head_dim &&
+           config.head_dim_v >= c.head_dim_v;
   };
   int head_dim = 1 << 30;
   for (const auto& config : kCheckConfigs) {

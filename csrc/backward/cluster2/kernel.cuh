@@ -1,6 +1,7 @@
 // Backward kernel for more than 128 columns: one 2-CTA cluster per n_block. Each CTA has two
-// consumer warpgroups (cluster2/mainloop.cuh) and a producer warpgroup (cluster2/load.cuh): one
-// thread loads, one sends dS to the other CTA and, if deterministic, one polls dq_semaphore.
+// consumer warpgroups (cluster2/mainloop.cuh; specialized/roles.cuh) and a producer warpgroup
+// (cluster2/load.cuh): one thread loads, one sends dS to the other CTA and, if deterministic, one
+// polls dq_semaphore.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -11,6 +12,8 @@
 #include "backward/cluster2/load.cuh"
 #include "backward/cluster2/mainloop.cuh"
 #include "backward/cluster2/traits.cuh"
+#include "backward/specialized/load.cuh"
+#include "backward/specialized/roles.cuh"
 #include "backward/work_tile.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
@@ -20,7 +23,8 @@ namespace flashattn3::backward::cluster2 {
 // Deterministic: draws the cluster's tile index, because tiles wait for earlier tiles and clusters
 // may start in any order. All threads of both CTAs call it; the first thread of each CTA gets the
 // index, the others 0. A cluster barrier must follow.
-__device__ __forceinline__ int draw_tile(const Arguments& args, SharedStorage& storage) {
+template <class Storage>
+__device__ __forceinline__ int draw_tile(const Arguments& args, Storage& storage) {
   if (cluster_rank() == 0 && threadIdx.x == 0)
     storage.tile_index = atomicAdd(args.scheduler.tile_semaphore, 1);
   cluster_arrive_release();
@@ -33,10 +37,11 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
     attention_kernel(const __grid_constant__ Arguments args) {
   constexpr Config kConfig = Traits::kConfig;
+  using Storage = typename Traits::Storage;
   extern __shared__ __align__(1024) uint8_t shared[];
-  static_assert(sizeof(SharedStorage) <= kSharedStorageBytes);
+  static_assert(sizeof(Storage) <= kSharedStorageBytes);
 
-  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  Storage& storage = *reinterpret_cast<Storage*>(shared);
   const int rank = static_cast<int>(cluster_rank());
   // Early launch is harmless: the next kernel's CTAs do not fit on an SM until these exit.
   launch_dependents();
@@ -66,16 +71,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
     const int warp = uniform(threadIdx.x % 128 / 32);
     if (num_steps > 0 && warp < 3 && cute::elect_one_sync()) {
       if (warp == 2) {
-        if (args.deterministic) poll_dq_semaphore<kConfig>(args, tile, shared, num_steps, rank);
+        if (args.deterministic) poll_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
       } else if (warp == 0) {
-        load<kConfig>(args, tile, shared, num_steps, rank);
+        if constexpr (is_specialized(kConfig)) {
+          specialized::load<kConfig>(args, tile, shared, num_steps, rank);
+        } else {
+          load<kConfig>(args, tile, shared, num_steps, rank);
+        }
       } else {
-        exchange_ds<kConfig>(shared, num_steps, 1 - rank);
+        exchange_ds<Traits>(shared, num_steps, 1 - rank);
       }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<kConfig>(args, tile, shared, warpgroup, rank).run();
+    if constexpr (is_specialized(kConfig)) {
+      specialized::consume<kConfig>(args, tile, shared, warpgroup, rank);
+    } else {
+      Consumer<kConfig>(args, tile, shared, warpgroup, rank).run();
+    }
   }
   // Sync: until it is done, the other CTA arrives at this CTA's barriers and sends to it.
   cluster_arrive();

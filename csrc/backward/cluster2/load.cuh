@@ -56,10 +56,9 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
 }
 
 // Copies dS of each step to the other CTA. peer: the other CTA's rank.
-template <Config kConfig>
+template <class Traits>
 __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint32_t peer) {
-  using Traits = KernelTraits<kConfig>;
-  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
   const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
   PipelineState<2> at{0};
   for (int i = 0; i < num_steps; ++i) {
@@ -76,10 +75,10 @@ __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint
 }
 
 // Deterministic: tells the consumers when this tile may add a step's dQ to dq_accum.
-template <Config kConfig>
+template <class Traits>
 __device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const WorkTile& tile,
                                                   uint8_t* shared, int num_steps, int rank) {
-  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
   constexpr int kWarps = 4;  // that add a quarter of dQ; each increments dq_semaphore
   PipelineState<2> at{0};
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
@@ -88,7 +87,7 @@ __device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const W
     storage.ds_full[at.index()].wait(at.phase());
     const int64_t row = workspace_row(args, tile, head, block);
     const int32_t* dq_semaphore = args.workspace.dq_semaphore + row / kBlockM * 4 + rank * 2;
-    const int before = kWarps * tiles_before<block_n(kConfig)>(args, tile, block);
+    const int before = kWarps * tiles_before<block_n(Traits::kConfig)>(args, tile, block);
     while (load_acquire(dq_semaphore) < before || load_acquire(dq_semaphore + 1) < before) {
     }
     storage.dq_ready[at.index()].arrive();

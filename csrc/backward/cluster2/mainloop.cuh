@@ -11,8 +11,8 @@
 
 #include "attention/mask.cuh"
 #include "backward/arguments.h"
+#include "backward/cluster2/dq_adder.cuh"
 #include "backward/cluster2/traits.cuh"
-#include "backward/dq_semaphore.cuh"
 #include "backward/epilogue.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/work_tile.cuh"
@@ -46,7 +46,8 @@ class Consumer {
         shared_(shared),
         warpgroup_(warpgroup),
         rank_(rank),
-        first_key_(tile.first_key + rank * Traits::kBlockN) {
+        first_key_(tile.first_key + rank * Traits::kBlockN),
+        adder_(args, tile, storage_, warpgroup, rank) {
     low_ = smem_desc_low(cute::cast_smem_ptr_to_uint(shared), 64 * 128);
   }
 
@@ -62,11 +63,8 @@ class Consumer {
     }
     const int num_steps = (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
     full_blocks_ = full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
-    scores_block_ = ds_block_ = dq_block_ = start_ = uniform(tile_.start);
-    dq_accum_of_head_ = uniform(static_cast<int>(
-        args_.workspace.first(args_.seqlens_q, tile_.batch_idx, tile_.head * args_.qhead_per_kvhead,
-                              args_.num_heads_q, tile_.row_offset) /
-        kBlockM));
+    scores_block_ = ds_block_ = uniform(tile_.start);
+    adder_.begin(rows_, scores_block_);
     KeyGradient dk, dv;
     // dQ of the previous step, copied out of WGMMA's accumulators: ptxas would serialize the GEMMs
     // of a step in which accumulators are read.
@@ -80,9 +78,9 @@ class Consumer {
     for (int i = 0; i + 2 < num_steps; ++i) step<2>(dk, dv, finished, s, i > 0);
     if (num_steps > 1) step<1>(dk, dv, finished, s, num_steps > 2);
     step<0>(dk, dv, finished, s, num_steps > 1);
-    add_dq<true>(finished);
-    add_dq<false>(finished);
-    release_dq_semaphore();
+    adder_.template add<true>(finished, dq_at_);
+    adder_.template add<false>(finished, dq_at_);
+    adder_.release();
     store(dk, dv);
   }
 
@@ -132,9 +130,9 @@ class Consumer {
     storage_.q_empty[b].arrive_warp();  // Sync: this warp is done with Q.
     if constexpr (kMore > 0) {
       Scores dp;
-      if (others) add_dq<true>(finished);
+      if (others) adder_.template add<true>(finished, dq_at_);
       start_dp(dp);
-      if (others) add_dq<false>(finished);
+      if (others) adder_.template add<false>(finished, dq_at_);
       if constexpr (kMore > 1) start_next_qk(s);
       warpgroup_wait<(kMore > 1)>();
       warpgroup_fence_operand(dp);
@@ -144,8 +142,8 @@ class Consumer {
         warpgroup_fence_operand(s);
       }
     } else if (others) {
-      add_dq<true>(finished);
-      add_dq<false>(finished);
+      adder_.template add<true>(finished, dq_at_);
+      adder_.template add<false>(finished, dq_at_);
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(dv);
@@ -248,43 +246,6 @@ class Consumer {
         at(Traits::kOtherKOffset + warpgroup_ * kAtomStride));
   }
 
-  // Adds the first or second half of this warpgroup's quarter of dQ to dq_accum, the first half
-  // first. The warp's later memory accesses, also to shared memory, wait until these are issued.
-  template <bool kFirst>
-  __device__ __forceinline__ void add_dq(const QueryGradient& dq) {
-    const int64_t block = dq_accum_of_head_ + dq_block_;
-    const int quarter = rank_ * 2 + warpgroup_;
-    if (kFirst && args_.deterministic) {
-      release_dq_semaphore();
-      // Sync: all earlier tiles have added their dQ.
-      storage_.dq_ready[dq_at_.index()].wait(dq_at_.phase());
-      semaphore_ = args_.workspace.dq_semaphore + block * 4 + quarter;
-    }
-    float* dq_accum = args_.workspace.dq_accum + block * (kBlockM * Traits::kHeadDim) +
-                      (quarter * (Traits::kQuarter / 8) * 128 + threadIdx.x % 128) * 4;
-    constexpr int kHalfOfParts = Traits::kQuarter / 16;
-    constexpr int kBegin = kFirst ? 0 : kHalfOfParts;
-#pragma unroll
-    for (int i = kBegin; i < kBegin + kHalfOfParts; ++i) {
-      add_to_memory(dq_accum + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-    }
-    if (kFirst) return;
-    dq_at_.advance();
-    dq_block_ = next_block(rows_, dq_block_);
-    if (dq_block_ == start_) {
-      dq_accum_of_head_ += static_cast<int>(args_.workspace.num_rows / kBlockM);
-    }
-  }
-
-  // Deterministic: increments dq_semaphore for this warp's last additions. It runs one step later,
-  // when the additions are complete; otherwise the fence would wait for them.
-  __device__ __forceinline__ void release_dq_semaphore() {
-    if (semaphore_ == nullptr) return;
-    __syncwarp();
-    // Sync: this warp has added. The release covers all lanes, because of __syncwarp.
-    if (threadIdx.x % 32 == 0) add_release(semaphore_, 1);
-  }
-
   __device__ __forceinline__ void store(const KeyGradient& dk, const KeyGradient& dv) {
     // V's buffer is free: both warpgroups' last dP was complete before the last dS was.
     uint8_t* staged =
@@ -345,15 +306,12 @@ class Consumer {
   SharedStorage& storage_;
   uint8_t* shared_;
   int warpgroup_, rank_;
-  int first_key_;           // of the CTA
-  uint32_t low_;            // descriptor of the start of shared memory
-  BlockRange full_blocks_;  // m_blocks that see all of the CTA's keys
-  BlockRange rows_;         // m_blocks that see any key of the tile
-  int start_;               // the m_block that the tile starts with
-  // m_blocks of the next S, the next dS and the next addition to dq_accum.
-  int scores_block_, ds_block_, dq_block_;
-  int dq_accum_of_head_;          // first m_block of dq_block_'s head in the workspace
-  int32_t* semaphore_ = nullptr;  // deterministic: dq_semaphore of the last additions
+  int first_key_;                // of the CTA
+  uint32_t low_;                 // descriptor of the start of shared memory
+  BlockRange full_blocks_;       // m_blocks that see all of the CTA's keys
+  BlockRange rows_;              // m_blocks that see any key of the tile
+  int scores_block_, ds_block_;  // m_blocks of the next S and of the next dS
+  DqAdder<Traits> adder_;
   PipelineState<2> step_{0};
   PipelineState<2> q_at_{0};     // Q of the next S
   PipelineState<2> ds_at_{0};    // buffer of the next dS

@@ -10,40 +10,6 @@
 
 namespace flashattn3::backward::cluster2 {
 
-template <Config kTheConfig>
-struct KernelTraits {
-  static constexpr Config kConfig = kTheConfig;
-  static constexpr ElementType kElement = kConfig.dtype;
-  static constexpr int kHeadDim = kConfig.head_dim;
-  static constexpr int kConsumers = kConfig.num_mma_warpgroups;
-  static constexpr int kThreads = num_threads(kConfig);
-  static constexpr int kBlockN = block_n(kConfig) / 2;  // of a CTA
-  static constexpr int kHalf = kHeadDim / 2;  // columns of dK and dV that a warpgroup accumulates
-  static constexpr int kQuarter = kHeadDim / 4;                 // and of dQ
-  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // 64 columns each
-  static constexpr int kNBlockBytes = kBlockN * kAtoms * 128;
-  static constexpr int kMBlockBytes = kBlockM * kAtoms * 128;
-  static constexpr int kDsBytes = kBlockN * kBlockM * 2;
-  // Shared memory, in bytes: SharedStorage, K, V, half of the columns of the other CTA's K, two
-  // tiles of Q, one of dO, two each of P, dS and the other CTA's dS.
-  static constexpr int kKOffset = kSharedStorageBytes;
-  static constexpr int kVOffset = kKOffset + kNBlockBytes;
-  static constexpr int kOtherKOffset = kVOffset + kNBlockBytes;
-  static constexpr int kQOffset = kOtherKOffset + kNBlockBytes / 2;
-  static constexpr int kDoutOffset = kQOffset + 2 * kMBlockBytes;
-  static constexpr int kPOffset = kDoutOffset + kMBlockBytes;
-  static constexpr int kDsOffset = kPOffset + 2 * kDsBytes;
-  static constexpr int kOtherDsOffset = kDsOffset + 2 * kDsBytes;
-
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
-
-  static_assert(kConsumers == 2 && kConfig.num_stages == 2);
-  static_assert(kHeadDim == 256, "halves and quarters are whole chunks");
-  static_assert(kOtherDsOffset + 2 * kDsBytes == smem_bytes(kConfig));
-  static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA");
-};
-
 // Barriers, and the arrivals for each phase:
 //   keys_full    1: the producer, and the bytes of K, V and the other CTA's K; one phase
 //   q_full[b], dout_full    1: the producer, and the bytes of the copies
@@ -78,6 +44,42 @@ struct SharedStorage {
     }
     fence_barrier_init();
   }
+};
+
+template <Config kTheConfig>
+struct KernelTraits {
+  using Storage = SharedStorage;
+  static constexpr Config kConfig = kTheConfig;
+  static constexpr ElementType kElement = kConfig.dtype;
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kConsumers = kConfig.num_mma_warpgroups;
+  static constexpr int kThreads = num_threads(kConfig);
+  static constexpr int kBlockN = block_n(kConfig) / 2;  // of a CTA
+  static constexpr int kHalf = kHeadDim / 2;  // columns of dK and dV that a warpgroup accumulates
+  static constexpr int kQuarter = kHeadDim / 4;                 // and of dQ
+  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // 64 columns each
+  static constexpr int kNBlockBytes = kBlockN * kAtoms * 128;
+  static constexpr int kMBlockBytes = kBlockM * kAtoms * 128;
+  static constexpr int kDsBytes = kBlockN * kBlockM * 2;
+  // Shared memory, in bytes: SharedStorage, K, V, half of the columns of the other CTA's K, two
+  // tiles of Q, one of dO, two each of P, dS and the other CTA's dS.
+  static constexpr int kKOffset = kSharedStorageBytes;
+  static constexpr int kVOffset = kKOffset + kNBlockBytes;
+  static constexpr int kOtherKOffset = kVOffset + kNBlockBytes;
+  static constexpr int kQOffset = kOtherKOffset + kNBlockBytes / 2;
+  static constexpr int kDoutOffset = kQOffset + 2 * kMBlockBytes;
+  static constexpr int kPOffset = kDoutOffset + kMBlockBytes;
+  static constexpr int kDsOffset = kPOffset + 2 * kDsBytes;
+  static constexpr int kOtherDsOffset = kDsOffset + 2 * kDsBytes;
+
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+
+  static_assert(kConsumers == 2 && kConfig.num_stages == 2);
+  static_assert(kConfig.head_dim_v == kHeadDim);
+  static_assert(kHeadDim == 256, "halves and quarters are whole chunks");
+  static_assert(kOtherDsOffset + 2 * kDsBytes == smem_bytes(kConfig));
+  static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA");
 };
 
 }  // namespace flashattn3::backward::cluster2

@@ -75,9 +75,12 @@ void check_ss_mn_ab(Result& result) {
 static const Tests kTests = {
     {"tile/gemm_mn: ss_mn_b bf16, d128", Where::kGpu, check_ss_mn_b<kBf16, 128>},
     {"tile/gemm_mn: ss_mn_b fp16, d96", Where::kGpu, check_ss_mn_b<kFp16, 96>},
+    {"tile/gemm_mn: ss_mn_b bf16, d192", Where::kGpu, check_ss_mn_b<kBf16, 192>},
     {"tile/gemm_mn: ss_mn_ab bf16, 128 x d128", Where::kGpu,
      check_ss_mn_ab<kBf16, 128, 128, false>},
     {"tile/gemm_mn: ss_mn_ab fp16, 64 x d256", Where::kGpu, check_ss_mn_ab<kFp16, 64, 256, false>},
-    {"tile/gemm_mn: ss_mn_ab of two tiles", Where::kGpu, check_ss_mn_ab<kBf16, 64, 128, true>}};
+    {"tile/gemm_mn: ss_mn_ab of two tiles", Where::kGpu, check_ss_mn_ab<kBf16, 64, 128, true>},
+    {"tile/gemm_mn: ss_mn_ab of two tiles, 48 columns", Where::kGpu,
+     check_ss_mn_ab<kFp16, 64, 48, true>}};
 
 }  // namespace unit::gemm_mn

@@ -1,0 +1,80 @@
+// Adds a warpgroup's quarter of dQ's columns to dq_accum, in a 2-CTA cluster.
+#pragma once
+
+#include "backward/arguments.h"
+#include "backward/dq_semaphore.cuh"
+#include "backward/work_tile.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace flashattn3::backward::cluster2 {
+
+template <class Traits>
+class DqAdder {
+ public:
+  using Quarter = float[Traits::kQuarter / 2];
+
+  __device__ __forceinline__ DqAdder(const Arguments& args, const WorkTile& tile,
+                                     typename Traits::Storage& storage, int warpgroup, int rank)
+      : args_(args), tile_(tile), storage_(storage), warpgroup_(warpgroup), rank_(rank) {}
+
+  // rows: m_blocks of the tile, which has at least one. start: the one that it starts with.
+  __device__ __forceinline__ void begin(const BlockRange& rows, int start) {
+    rows_ = rows;
+    block_ = start_ = start;
+    dq_accum_of_head_ = uniform(static_cast<int>(
+        args_.workspace.first(args_.seqlens_q, tile_.batch_idx, tile_.head * args_.qhead_per_kvhead,
+                              args_.num_heads_q, tile_.row_offset) /
+        kBlockM));
+  }
+
+  // Adds the first or second half of a step's quarter, the first half first. The warp's later
+  // memory accesses, also to shared memory, wait until these are issued. at: the step; the second
+  // half advances it. (As a member it would change the machine code of the d256 kernel.)
+  template <bool kFirst>
+  __device__ __forceinline__ void add(const Quarter& dq, PipelineState<2>& at) {
+    const int64_t block = dq_accum_of_head_ + block_;
+    const int quarter = rank_ * 2 + warpgroup_;
+    if (kFirst && args_.deterministic) {
+      release();
+      // Sync: all earlier tiles have added their dQ.
+      storage_.dq_ready[at.index()].wait(at.phase());
+      semaphore_ = args_.workspace.dq_semaphore + block * 4 + quarter;
+    }
+    float* dq_accum = args_.workspace.dq_accum + block * (kBlockM * Traits::kHeadDim) +
+                      (quarter * (Traits::kQuarter / 8) * 128 + threadIdx.x % 128) * 4;
+    constexpr int kHalfOfParts = Traits::kQuarter / 16;
+    constexpr int kBegin = kFirst ? 0 : kHalfOfParts;
+#pragma unroll
+    for (int i = kBegin; i < kBegin + kHalfOfParts; ++i) {
+      add_to_memory(dq_accum + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+    if (kFirst) return;
+    at.advance();
+    block_ = next_block(rows_, block_);
+    if (block_ == start_) {
+      dq_accum_of_head_ += static_cast<int>(args_.workspace.num_rows / kBlockM);
+    }
+  }
+
+  // Deterministic: increments dq_semaphore for this warp's last additions. It runs one step later,
+  // when the additions are complete; otherwise the fence would wait for them.
+  __device__ __forceinline__ void release() {
+    if (semaphore_ == nullptr) return;
+    __syncwarp();
+    // Sync: this warp has added. The release covers all lanes, because of __syncwarp.
+    if (threadIdx.x % 32 == 0) add_release(semaphore_, 1);
+  }
+
+ private:
+  const Arguments& args_;
+  const WorkTile& tile_;
+  typename Traits::Storage& storage_;
+  int warpgroup_, rank_;
+  BlockRange rows_;
+  int start_;
+  int block_;                     // m_block of the next addition
+  int dq_accum_of_head_;          // first m_block of its head in the workspace
+  int32_t* semaphore_ = nullptr;  // deterministic: dq_semaphore of the last additions
+};
+
+}  // namespace flashattn3::backward::cluster2
