@@ -1,7 +1,9 @@
 // Runs the backward kernels on the CPU (emulation/emulation.h) and compares them with fp64: the
 // problems of backward_check that are short, with several orders of the CTAs.
 //   backward_emulation [--only part of a name] [--config part of a config name] [--steps number]
+//                      [--seed number]
 //       --steps: runs problems of at most so many steps (64 queries x 64 keys x 64 columns)
+//       --seed: of other schedules
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
 #include <cstring>
@@ -94,7 +96,7 @@ static bool run_in_order(const std::function<void()>& kernel, int num_ctas, int 
 }
 
 // Runs the three kernels. Returns an error message, or "".
-static std::string run(BackwardProblem& p, int config, const Turn& turn) {
+static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_t seed) {
   const Case& c = p.c;
   const auto table = [](const std::vector<int>& values) {
     return values.empty() ? nullptr : values.data();
@@ -119,17 +121,17 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn) {
   Launches launches = kFunctions[config].prepare(params);
   emulation::shared_memory = launches.shared;
   if (!run_in_order(launches.preprocess, launches.num_m_blocks, backward::kPreprocessThreads,
-                    turn.seed)) {
+                    seed)) {
     return "deadlock in preprocess";
   }
   std::vector<int> order(launches.grid.num_ctas / launches.grid.cluster_size);
   std::iota(order.begin(), order.end(), 0);
-  std::mt19937 random(turn.seed);
+  std::mt19937 random(seed);
   std::shuffle(order.begin(), order.end(), random);
   launches.grid.resident = turn.resident;
   emulation::kernel = launches.main;
-  if (!emulation::run_grid(launches.grid, order, turn.seed)) return "deadlock";
-  if (!run_in_order(launches.postprocess, launches.num_m_blocks, 128, turn.seed)) {
+  if (!emulation::run_grid(launches.grid, order, seed)) return "deadlock";
+  if (!run_in_order(launches.postprocess, launches.num_m_blocks, 128, seed)) {
     return "deadlock in postprocess";
   }
   const auto touched = [](uint8_t x) { return x != 0xff; };
@@ -142,14 +144,14 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn) {
 
 // dk and dv must have the same bits in all turns that are not deterministic, all gradients in those
 // that are.
-static bool run_case(const Case& c, int config) {
+static bool run_case(const Case& c, int config, uint32_t seed) {
   BackwardProblem p(c);
   Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv};
   std::vector<uint16_t> first[3];
   bool good = true;
   for (const Turn& turn : kTurns) {
     for (Tensor* t : {&p.dq, &p.dk, &p.dv}) std::fill(t->host.begin(), t->host.end(), kNaN);
-    std::string wrong = run(p, config, turn);
+    std::string wrong = run(p, config, turn, seed + turn.seed);
     double ratio[3] = {};
     for (int i = 0; i < 3 && wrong.empty(); ++i) {
       Gradient& g = *gradients[i];
@@ -184,10 +186,12 @@ static int64_t num_steps(const Case& c, int head_dim) {
 int main(int argc, char** argv) {
   const char *part = "", *config_part = "";
   int64_t steps = 100;
+  uint32_t seed = 0;
   for (int i = 1; i + 1 < argc; i += 2) {
     if (!std::strcmp(argv[i], "--only")) part = argv[i + 1];
     if (!std::strcmp(argv[i], "--config")) config_part = argv[i + 1];
     if (!std::strcmp(argv[i], "--steps")) steps = std::atoi(argv[i + 1]);
+    if (!std::strcmp(argv[i], "--seed")) seed = std::atoi(argv[i + 1]);
   }
   int run = 0, failed = 0;
   for (const Case& c : backward_cases()) {
@@ -196,7 +200,7 @@ int main(int argc, char** argv) {
       if (std::strstr(kCheckConfigNames[config], config_part) == nullptr) continue;
       if (num_steps(c, kCheckConfigs[config].head_dim) > steps) continue;
       ++run;
-      failed += !run_case(c, config);
+      failed += !run_case(c, config, seed);
     }
   }
   std::printf("%d cases, %d failed\n", run, failed);
