@@ -16,6 +16,7 @@ if not (ROOT / "build_support").is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)
 if not (ROOT / "build" / "hopper" / "build.ninja").is_file() or find_library().error is not None:
     pytest.skip("the Hopper kernels are not built in this checkout", allow_module_level=True)
+sys.path.insert(0, str(ROOT))
 
 from build_support.ninja_file import HOST_LIBRARY
 
