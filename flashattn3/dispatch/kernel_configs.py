@@ -207,7 +207,7 @@ DECODE_CONFIGS = tuple(
     for dtype in SIXTEEN_BIT
 )
 
-CACHED_FORWARD_MEASURED = ""
+CACHED_FORWARD_MEASURED = "H100 80GB HBM3, forward_check --time cached, 2026-11-24"
 # Forward kernels of cached calls: head dim, block_m, block_n, num_stages, num_mma_warpgroups,
 # num_q_buffers
 CACHED_FORWARD_CONFIGS = tuple(
