@@ -30,7 +30,7 @@ SUITE = "models"
 CHOSEN_BY_TORCH, FA3 = "sdpa", "fa3 package"  # torch's own choice; the flash-attn-3 distribution
 IMPLEMENTATIONS = {OURS: "fa3", FA3: "flash_attention_3"}  # of others: "sdpa"
 GATE_TOKENS, FLOOR = 256, 1e-3
-STEPS_PER_SAMPLE = 5
+STEPS_PER_SAMPLE, TURNS = 3, 4  # TURNS: samples of a provider in each round
 NEW_TOKENS = 64
 
 Model = torch.nn.Module
@@ -74,28 +74,18 @@ QUICK_CASES = tuple(
 
 
 def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
-    """A record per provider."""
+    """A record per provider. One model, and in training one optimizer, serves them all."""
     integration.register()
     names = [OURS, CHOSEN_BY_TORCH, *(x for x in settings.baselines if x in SDPA_BACKENDS)]
     names += [FA3] if settings.device.type == "cuda" else []
-    eager = _model(case, "eager", settings)
+    model = _model(case, settings)
     ids = torch.randint(1, case.vocabulary, (case.batch, case.seqlen), device=settings.device)
-    models: dict[str, Model] = {}
-    refused: dict[str, tuple[str, str]] = {}
-    errors = _Gate(case, eager, ids)
-    for name in names:
-        try:
-            models[name] = _model(case, IMPLEMENTATIONS.get(name, "sdpa"), settings)
-            with _selected(name):
-                errors.check(models[name])
-        except Exception as error:  # whatever it is, the other providers go on
-            refused[name] = (FAILED if name == OURS else ABSENT), first_line(error)
-    del eager
-    working = {name: model for name, model in models.items() if name not in refused}
+    refused = _refused(case, model, ids, names)
+    working = [name for name in names if name not in refused]
     if case.work == "padding":
-        outcomes = {name: _waits(name, model, ids) for name, model in working.items()}
+        outcomes = {name: _waits(name, model, ids) for name in working}
     else:
-        outcomes = _times(case, working, ids, settings)
+        outcomes = _times(case, model, working, ids, settings)
     for name in names:
         status, reason = refused.get(name, (OK, ""))
         yield {
@@ -113,7 +103,22 @@ def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
         }
 
 
-def _model(case: ModelCase, implementation: str, settings: Settings) -> Model:
+def _refused(
+    case: ModelCase, model: Model, ids: Tensor, names: list[str]
+) -> dict[str, tuple[str, str]]:
+    """Status and reason of the providers that do not run or do not pass the gate."""
+    refused = {}
+    gate = _Gate(case, model, ids)
+    for name in names:
+        try:
+            with _selected(name, model):
+                gate.check(model)
+        except Exception as error:  # whatever it is, the other providers go on
+            refused[name] = (FAILED if name == OURS else ABSENT), first_line(error)
+    return refused
+
+
+def _model(case: ModelCase, settings: Settings) -> Model:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -128,7 +133,7 @@ def _model(case: ModelCase, implementation: str, settings: Settings) -> Model:
     torch.manual_seed(0)
     with settings.device:
         return AutoModelForCausalLM.from_config(
-            config, attn_implementation=implementation, dtype=settings.dtype
+            config, attn_implementation="eager", dtype=settings.dtype
         )
 
 
@@ -164,25 +169,28 @@ class _Gate:
         return results
 
 
-def _selected(name: str) -> AbstractContextManager:
+def _selected(name: str, model: Model) -> AbstractContextManager:
+    """Makes the model use a provider; within the context also torch."""
+    model.set_attn_implementation(IMPLEMENTATIONS.get(name, "sdpa"))
     return sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else nullcontext()
 
 
 def _times(
-    case: ModelCase, models: dict[str, Model], ids: Tensor, settings: Settings
+    case: ModelCase, model: Model, names: list[str], ids: Tensor, settings: Settings
 ) -> dict[str, Record]:
-    """Wall time, since small models are limited by the host; providers in turn, round by round."""
-    calls = {name: _work(case, model, ids) for name, model in models.items()}
+    """Wall time, since small models are limited by the host. Each sample is a few steps; providers
+    take turns, in another order each time, because the host's speed changes within seconds."""
+    call = _work(case, model, ids)
     wait = partial(torch.cuda.synchronize, settings.device)
     if settings.device.type != "cuda":
         wait = lambda: None  # noqa: E731
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    repetitions = 3 if settings.round_ms > 1 else 1
-    for turn in range(settings.rounds + 1):
-        for name, call in calls.items():
-            with _selected(name):
-                found = [_sample(call, wait) for _ in range(repetitions)]
-            samples[name] += found if turn else []  # the first round warms up
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    turns = settings.rounds * (TURNS if settings.round_ms > 1 else 1)
+    for turn in range(turns + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            with _selected(name, model):
+                found = _sample(call, wait)
+            samples[name] += [found] if turn else []  # the first turn warms up
     timings = {name: Timing.of(found) for name, found in samples.items()}
     return {
         name: {
@@ -232,7 +240,7 @@ def _waits(name: str, model: Model, ids: Tensor) -> Record:
     mask = torch.ones_like(ids)
     mask[0, : ids.shape[1] // 4] = 0
     model.eval()
-    with torch.no_grad(), _selected(name):
+    with torch.no_grad(), _selected(name, model):
         run = partial(model, ids, attention_mask=mask, use_cache=False)
         run()
         if ids.device.type != "cuda":
