@@ -176,7 +176,7 @@ def test_work_goes_to_the_current_stream(case, backend):
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         fill(fresh[:3], [torch.zeros_like(x) for x in values])
-        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        torch.cuda._sleep(1_000_000_000)  # about 0.6 s: the reference takes over 0.1 on a busy host
         fill(fresh[:3], values)
         found = run(case, fresh, backend, dout, dlse)
         assert not side.query(), "the stream was waited for"
