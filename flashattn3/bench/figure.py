@@ -10,6 +10,7 @@ from .runner import MISSED, OK, Record
 COLORS = {
     "dense": "tab:gray",
     "copy": "tab:gray",
+    "apart": "tab:gray",
     "read": "tab:gray",
     "fp8 int8": "tab:olive",
     "fp8 int8 fast accum": "gold",
