@@ -170,8 +170,7 @@ static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
 // sufficient one of V. Returns false on failure.
 static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
   const auto fits = [&](const flashattn3::forward::Config& r) {
-    return r.dtype == type && !r.cached && r.head_dim >= c.head_dim &&
-           r.head_dim_v >= c.head_dim_v;
+    return r.dtype == type && !r.cached && r.head_dim >= c.head_dim && r.head_dim_v >= c.head_dim_v;
   };
   int head_dim = 1 << 30;
   for (const flashattn3::forward::Config& r : kCheckConfigs) {
@@ -302,8 +301,8 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
             const ElementType type = kCheckConfigs[configs[i]].dtype;
             const int64_t dim_v = kCheckConfigs[configs[i]].head_dim_v;
             narrower.head_dim_v = static_cast<int>(dim_v);
-            narrower.v_stride = narrower.out_stride = {seqlen * (2048 / d) * dim_v,
-                                                       (2048 / d) * dim_v, dim_v};
+            narrower.v_stride =
+                narrower.out_stride = {seqlen * (2048 / d) * dim_v, (2048 / d) * dim_v, dim_v};
             const ForwardParams& given = type == kE4m3   ? quantized
                                          : type == kInt8 ? integers
                                          : dim_v < d     ? narrower
