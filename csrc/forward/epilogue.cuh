@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
                          .row_stride = args.out_seq,
                          .num_rows = uniform(min(kRowsOfWarp, tile.num_rows - first_row)),
                          .num_columns = args.head_dim_v};
-  constexpr int kAtoms = (Traits::kHeadDim + 63) / 64;
+  constexpr int kAtoms = (Traits::kHeadDimV + 63) / 64;
 #pragma unroll
   for (int first = 0; first < kAtoms; first += Traits::kOutAtoms) {
     if (first > 0) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int at = 32 * atom + 2 * i;
-        if (at < Traits::kHeadDim / 2) {
+        if (at < Traits::kHeadDimV / 2) {
           word[i] =
               pack_out<Traits>(args, o[at] * inverse[row_of(at)], o[at + 1] * inverse[row_of(at)]);
         }

@@ -170,7 +170,7 @@ class Producer {
       load_permuted_v<Traits::kBlockN, Traits::kHeadDim>(stage, &args_.v, full, kReadAgain,
                                                          permuted_key, head);
     } else {
-      load_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
+      load_tile<Traits::kBlockN, Traits::kAtomsV, Traits::kAtomColumns>(
           stage, &args_.v, full, kReadAgain, load.kv_row - i * Traits::kBlockN, load.kv_head,
           load.kv_batch_coord);
     }
@@ -230,7 +230,7 @@ class ZeroFill {
     if constexpr (Traits::kQuantized) {
       zero_fill_permuted_v<Traits::kBlockN, Traits::kHeadDim>(values, keys, lane, 32);
     } else {
-      zero_fill_rows<Traits::kBlockN, Traits::kAtoms>(values, keys, lane, 32);
+      zero_fill_rows<Traits::kBlockN, Traits::kAtomsV>(values, keys, lane, 32);
     }
     fence_async_proxy();
     __syncwarp();

@@ -41,7 +41,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
   // Starts O += P V with the V at this stage.
   __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
                                           PipelineState<kStages> at) {
-    gemm_rs<kElement, kBlockN, kHeadDim>(o, p, this->v_desc(at));
+    gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, this->v_desc(at));
   }
 
   // Takes S of the last block; returns P of the first block and O of all blocks after it.

@@ -18,6 +18,7 @@ struct KernelTraits {
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr bool kMasked = kConfig.masked;
   static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.num_stages;
@@ -27,14 +28,15 @@ struct KernelTraits {
   static constexpr int kThreads = num_threads(kConfig);
 
   static constexpr bool kQuantized = is_quantized(kElement);
-  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // per row of Q, K or 16-bit V
+  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;     // per row of Q or K
+  static constexpr int kAtomsV = head_dim_v_bytes(kConfig) / 128;  // per row of 16-bit V
   static constexpr int kAtomColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
   static constexpr int kVBytes = v_tile_bytes(kConfig);
   static constexpr int kVAtomStride = kQuantized ? kCoreBytes : kBlockN * 128;  // smem_desc_low
   // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
-  static constexpr int kOutRegisters = (kHeadDim + (kQuantized ? kRowSumColumns : 0)) / 2;
+  static constexpr int kOutRegisters = (kHeadDimV + (kQuantized ? kRowSumColumns : 0)) / 2;
   static constexpr bool kOutOverQ = out_over_q(kConfig);
   static constexpr int kOutAtoms = out_columns_staged(kConfig) / 64;  // staged by a warp at once
   // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
@@ -58,9 +60,11 @@ struct KernelTraits {
   static_assert(kBlockM == 64 * kConsumers, "each warpgroup multiplies 64 rows");
   static_assert(kBlockM <= 256 && kBlockN <= 256, "a TMA box has at most 256 rows");
   static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");
-  static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "quads store groups of 32 columns");
+  static_assert(kHeadDimV % 32 == 0 && kHeadDim <= 256, "quads store groups of 32 columns");
+  static_assert(kHeadDimV <= kHeadDim, "out is staged over Q");
+  static_assert(kHeadDimV == kHeadDim || (!kQuantized && !kConfig.cached));
   // Registers hold S, P and O, and about 32 other values.
-  static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDim / 2 +
+  static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDimV / 2 +
                     (kQuantized ? 20 : 32) <=
                 kConsumerRegisters);
   static_assert(kQuantized || (kConfig.keys_per_descale == 0 && kConfig.promote_keys == 0));

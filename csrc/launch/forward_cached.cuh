@@ -57,7 +57,7 @@ inline int box_rows_of(const DecodeParams& params, int block_n) {
 
 template <forward::Config kConfig>
 void check_cached_forward(const char* name, const DecodeParams& params) {
-  check_fits(name, kConfig.head_dim, forward_params_of(params));
+  check_fits(name, kConfig, forward_params_of(params));
   const bool scaled =
       params.q_descale != nullptr || params.k_descale != nullptr || params.v_descale != nullptr;
   const std::string none = std::string("none for ") + name;

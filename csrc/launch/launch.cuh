@@ -102,11 +102,14 @@ void allow_shared_memory(int bytes) {
 }
 
 // Throws if a head dim is larger than the kernel config's.
-inline void check_fits(const char* name, int head_dim, const AttentionProblem& problem) {
-  if (std::max(problem.head_dim, problem.head_dim_v) <= head_dim) return;
-  const std::string wanted = "at most " + std::to_string(head_dim) + " for " + name;
-  expect(problem.head_dim <= head_dim, "launch", "head_dim", wanted, problem.head_dim);
-  expect(problem.head_dim_v <= head_dim, "launch", "head_dim_v", wanted, problem.head_dim_v);
+template <class Config>
+void check_fits(const char* name, const Config& config, const AttentionProblem& problem) {
+  const auto check = [&](const char* field, int largest, int found) {
+    if (found <= largest) return;
+    expect(false, "launch", field, "at most " + std::to_string(largest) + " for " + name, found);
+  };
+  check("head_dim", config.head_dim, problem.head_dim);
+  check("head_dim_v", config.head_dim_v, problem.head_dim_v);
 }
 
 struct KernelGrid {
