@@ -481,7 +481,7 @@ def test_no_core_module_waits_for_a_device_or_leaves_the_process(name):
 # csrc: ptx ← tile ← attention ← the kernels' folders ← launch ← torch_binding, and torch's headers
 # only in the last.
 CSRC_PRIMITIVES = {"ptx", "tile", "attention"}
-CSRC_KERNELS = ("forward", "backward", "decode", "quantize", "varlen")
+CSRC_KERNELS = ("forward", "backward", "decode", "append", "quantize", "varlen")
 CSRC_MAY_INCLUDE = {
     "ptx": {"ptx"},
     "tile": {"ptx", "tile"},
