@@ -94,6 +94,7 @@ MAY_IMPORT = {
         "dispatch.backend",
         "dispatch.kernel_configs",
     },
+    "backends.hopper.append_launch": {"call.dtypes", "dispatch.kernel_configs"},
     "backends.hopper.library": {
         "backends.hopper.launch_record",
         "dispatch.kernel_configs",
@@ -159,6 +160,7 @@ MAY_IMPORT = {
     "backends.triton.tile_configs": set(),
     # Cached calls have a backend of their own beside each of the others.
     "backends.hopper.kvcache": {
+        "backends.hopper.append_launch",
         "backends.hopper.backend",
         "backends.hopper.decode_launch",
         "backends.triton.kvcache",
