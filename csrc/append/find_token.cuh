@@ -40,10 +40,12 @@ __host__ __device__ __forceinline__ TokenPlace find_place(const Tensor& tensor, 
 constexpr int kNoPosition = -1;  // the tables lack it: rotated columns become NaN
 constexpr int kUnrotated = -2;   // all columns stay as they are
 
+// Offsets of a token in elements of Tensor::from, to and descale. They are no addresses, because
+// the compiler does not know what memory an address in shared memory points to.
 struct Token {
-  const uint16_t* from;
-  uint16_t* to;          // null: the token has no place in the cache
-  const float* descale;  // of the sequence, or null
+  int64_t from;
+  int64_t to;  // -1: the token has no place in the cache
+  int64_t descale;
   int position;
 };
 
@@ -54,9 +56,8 @@ __host__ __device__ __forceinline__ Token find_token(const Arguments& args, cons
   const int64_t in_batch = tensor.cu_seqlens == nullptr ? place.token : index;
   const bool exists = place.batch_idx >= 0;
   const int batch_idx = exists ? place.batch_idx : 0;
-  Token token{tensor.from + batch_idx * tensor.from_batch + in_batch * tensor.from_seq, nullptr,
-              nullptr, kUnrotated};
-  if (of_q) token.to = tensor.to + batch_idx * tensor.to_batch + in_batch * tensor.to_seq;
+  Token token{batch_idx * tensor.from_batch + in_batch * tensor.from_seq, -1, 0, kUnrotated};
+  if (of_q) token.to = batch_idx * tensor.to_batch + in_batch * tensor.to_seq;
   if (!exists) return token;
   const int cached = args.keys.num_cached(batch_idx);
   const int cache_idx = of_q ? -1 : args.keys.cache_idx(batch_idx);
@@ -67,12 +68,12 @@ __host__ __device__ __forceinline__ Token find_token(const Arguments& args, cons
     token.position = known ? static_cast<int>(position) : kNoPosition;
   }
   if (of_q) return token;
-  if (tensor.descale != nullptr) token.descale = tensor.descale + batch_idx * tensor.descale_batch;
+  token.descale = batch_idx * tensor.descale_batch;
   const int key = cached + place.token;
   if (key >= args.keys.capacity) return token;
   int page, slot;
   args.keys.find(cache_idx, key, page, slot);
-  if (page >= 0) token.to = tensor.to + page * tensor.to_batch + slot * tensor.to_seq;
+  if (page >= 0) token.to = page * tensor.to_batch + slot * tensor.to_seq;
   return token;
 }
 

@@ -1,7 +1,7 @@
 // The append kernel: writes new keys and values into a cache, dense or paged, with rotary position
 // embedding on the way, and the rotated queries beside them. A CTA takes some tokens of one tensor,
-// all heads of them: a thread finds the place of each token, then all threads move items
-// (arguments.h), several at a time.
+// all heads of them: a thread finds the place of each token, then every thread moves an item
+// (arguments.h) of several heads of its token, for which it loads cos and sin once.
 //
 // A token without a place in the cache is not written, whatever the tables hold.
 #pragma once
@@ -17,38 +17,22 @@
 
 namespace flashattn3::append {
 
-// The tokens of a CTA.
-struct CtaTokens {
+// What a thread moves: the item `number` of the heads first_head, first_head + head_groups, ...
+struct ThreadItems {
   const Tensor& tensor;
   const RotaryTables& tables;
-  const Token* tokens;
-  int num_items;
-};
+  Token token;
+  int first_head, number;
 
-// An item of a CTA, found by its index among them.
-struct Item {
-  const uint16_t* from;  // of the head
-  uint16_t* to;          // of the head; null: there is no such item, or it has no place
-  ItemColumns columns;
-  int position;
-  float descale;
-
-  template <bool kVectors>
-  static __device__ __forceinline__ Item find(const CtaTokens& cta, int index) {
-    Item item{};
-    if (index >= cta.num_items) return item;
-    const Tensor& tensor = cta.tensor;
-    int place, number, token_idx, head;
-    tensor.items(place, number, index);
-    tensor.heads(token_idx, head, place);
-    const Token& token = cta.tokens[token_idx];
-    if (token.to == nullptr) return item;
-    item.from = token.from + head * tensor.from_head;
-    item.to = token.to + head * tensor.to_head;
-    item.columns = find_columns<kVectors>(number, tensor.half, cta.tables.interleaved);
-    item.position = item.columns.rotated ? token.position : kUnrotated;
-    item.descale = token.descale == nullptr ? 1.f : token.descale[head * tensor.descale_head];
-    return item;
+  __device__ __forceinline__ const uint16_t* from(int head) const {
+    return tensor.from + token.from + head * tensor.from_head;
+  }
+  __device__ __forceinline__ uint16_t* to(int head) const {
+    return tensor.to + token.to + head * tensor.to_head;
+  }
+  __device__ __forceinline__ float descale(int head) const {
+    if (tensor.descale == nullptr) return 1.f;
+    return tensor.descale[token.descale + head * tensor.descale_head];
   }
 };
 
@@ -59,82 +43,71 @@ union Vector {
 
 // kHalves: an item that is rotated has a vector of each half.
 template <ElementType kElement, bool kHalves>
-__device__ __forceinline__ void move_vectors(const CtaTokens& cta) {
-  constexpr int kInFlight = kHalves ? 2 : 4;  // items of a thread that are loaded together
+__device__ __forceinline__ void move_vectors(const ThreadItems& items) {
+  constexpr int kInFlight = kHeadsInFlight<kHalves>;
+  const Tensor& tensor = items.tensor;
+  const ItemColumns columns = find_columns<true>(items.number, tensor.half, !kHalves);
+  const bool both = kHalves && columns.rotated;
+  const bool rotates = columns.rotated && items.token.position != kUnrotated;
+  Angles<kElement, kHalves ? 8 : 4> angles;
+  if (rotates) {
+    angles.load(items.tables, items.token.position, kHalves ? columns.first : columns.first / 2);
+  }
+  const int step = tensor.head_groups.divisor;
 #pragma unroll 1
-  for (int begin = threadIdx.x; begin < cta.num_items; begin += kInFlight * kThreads) {
-    Item items[kInFlight];
-    Vector first[kInFlight], second[kInFlight];
+  for (int head = items.first_head; head < tensor.num_heads; head += kInFlight * step) {
+    Vector first[kInFlight], second[kHalves ? kInFlight : 1];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const Item item = Item::find<true>(cta, begin + i * kThreads);
-      if (item.to != nullptr) {
-        first[i].all = load_vector<uint4>(item.from + item.columns.first);
-        // A query of no sequence has both vectors, too.
-        if (kHalves && item.columns.rotated) {
-          second[i].all = load_vector<uint4>(item.from + item.columns.second);
-        }
-      }
-      items[i] = item;
+      if (head + i * step >= tensor.num_heads) break;
+      const uint16_t* from = items.from(head + i * step);
+      first[i].all = load_vector<uint4>(from + columns.first);
+      if (both) second[i].all = load_vector<uint4>(from + columns.second);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const Item& item = items[i];
-      if (item.to == nullptr) continue;
-      const bool both = kHalves && item.columns.rotated;
-      if (item.position == kUnrotated) {
-        divide_vector<kElement>(first[i].words, item.descale);
-        if (both) divide_vector<kElement>(second[i].words, item.descale);
-      } else if (kHalves) {
-        rotate_halves<kElement>(cta.tables, item.position, item.columns.first, item.descale,
-                                first[i].words, second[i].words);
+      if (head + i * step >= tensor.num_heads) break;
+      const float descale = items.descale(head + i * step);
+      if (!rotates) {
+        divide_vector<kElement>(first[i].words, descale);
+      } else if constexpr (kHalves) {
+        rotate_halves(angles, descale, first[i].words, second[i].words);
       } else {
-        rotate_interleaved<kElement>(cta.tables, item.position, item.columns.first / 2,
-                                     item.descale, first[i].words);
+        rotate_interleaved(angles, descale, first[i].words);
       }
-      store_vector(item.to + item.columns.first, first[i].all);
-      if (both) store_vector(item.to + item.columns.second, second[i].all);
+      uint16_t* to = items.to(head + i * step);
+      store_vector(to + columns.first, first[i].all);
+      if (both) store_vector(to + columns.second, second[i].all);
     }
   }
 }
 
-// For head dims, rotated columns, addresses and strides that have no 16-byte vectors.
+// For head dims, rotated columns, addresses and strides that have no vectors.
 template <ElementType kElement>
-__device__ __forceinline__ void move_elements(const CtaTokens& cta) {
-  constexpr int kInFlight = 4;
-  const RotaryTables& tables = cta.tables;
-#pragma unroll 1
-  for (int begin = threadIdx.x; begin < cta.num_items; begin += kInFlight * kThreads) {
-    Item items[kInFlight];
-    uint16_t first[kInFlight], second[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      items[i] = Item::find<false>(cta, begin + i * kThreads);
-      if (items[i].to == nullptr) continue;
-      first[i] = items[i].from[items[i].columns.first];
-      second[i] = items[i].from[items[i].columns.second];
+__device__ __forceinline__ void move_elements(const ThreadItems& items) {
+  const Tensor& tensor = items.tensor;
+  const bool interleaved = items.tables.interleaved;
+  const ItemColumns columns = find_columns<false>(items.number, tensor.half, interleaved);
+  const bool rotates = columns.rotated && items.token.position != kUnrotated;
+  Angles<kElement, 1> angles;
+  if (rotates) {
+    const int pair = interleaved ? columns.first / 2 : columns.first;
+    angles.load(items.tables, items.token.position, pair);
+  }
+#pragma unroll 4
+  for (int head = items.first_head; head < tensor.num_heads; head += tensor.head_groups.divisor) {
+    const uint16_t* from = items.from(head);
+    uint16_t first = from[columns.first], second = from[columns.second];
+    const float descale = items.descale(head);
+    if (rotates || descale != 1.f) {
+      float2 x = make_float2(to_float<kElement>(first), to_float<kElement>(second));
+      if (rotates) x = rotate(x.x, x.y, angles.cos[0], angles.sin[0]);
+      const uint32_t turned = pack_divided<kElement>(x.x, x.y, descale);
+      first = static_cast<uint16_t>(turned), second = static_cast<uint16_t>(turned >> 16);
     }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      const Item& item = items[i];
-      if (item.to == nullptr) continue;
-      const ItemColumns& columns = item.columns;
-      if (item.position != kUnrotated || item.descale != 1.f) {
-        float2 x = make_float2(to_float<kElement>(first[i]), to_float<kElement>(second[i]));
-        if (item.position == kNoPosition) {
-          x = make_float2(NAN, NAN);
-        } else if (item.position != kUnrotated) {
-          const int pair = tables.interleaved ? columns.first / 2 : columns.first;
-          const int64_t at = item.position * tables.stride + pair;
-          x = rotate(x.x, x.y, load_angle<kElement>(tables.cos, tables.is_fp32, at),
-                     load_angle<kElement>(tables.sin, tables.is_fp32, at));
-        }
-        const uint32_t turned = pack_divided<kElement>(x.x, x.y, item.descale);
-        first[i] = static_cast<uint16_t>(turned), second[i] = static_cast<uint16_t>(turned >> 16);
-      }
-      item.to[columns.first] = first[i];
-      if (columns.rotated) item.to[columns.second] = second[i];
-    }
+    uint16_t* to = items.to(head);
+    to[columns.first] = first;
+    if (columns.rotated) to[columns.second] = second;
   }
 }
 
@@ -142,7 +115,7 @@ __device__ __forceinline__ void move_elements(const CtaTokens& cta) {
 // rotary tables where they are not fp32.
 template <ElementType kElement>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ Arguments args) {
-  __shared__ Token tokens[kMaxTokensPerCta];
+  __shared__ Token tokens[kThreads];
   launch_dependents();
   // A kernel before may write what this one reads, and may still read the cache that it writes.
   griddepcontrol_wait();
@@ -156,15 +129,19 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   const int num_tokens = min(tensor.tokens_per_cta, tensor.num_tokens - first);
   const int thread = threadIdx.x;
   if (thread < num_tokens) tokens[thread] = find_token(args, tensor, which == kQ, first + thread);
+  int group, number, token_idx, first_head;
+  tensor.items(group, number, thread);
+  tensor.head_groups(token_idx, first_head, group);
   __syncthreads();
-  const CtaTokens cta{tensor, args.rotary, tokens,
-                      num_tokens * tensor.heads.divisor * tensor.items.divisor};
+  if (token_idx >= num_tokens) return;
+  const ThreadItems items{tensor, args.rotary, tokens[token_idx], first_head, number};
+  if (items.token.to < 0) return;
   if (!tensor.vectors) {
-    move_elements<kElement>(cta);
+    move_elements<kElement>(items);
   } else if (tensor.half > 0 && !args.rotary.interleaved) {
-    move_vectors<kElement, true>(cta);
+    move_vectors<kElement, true>(items);
   } else {
-    move_vectors<kElement, false>(cta);
+    move_vectors<kElement, false>(items);
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "append/arguments.h"
 #include "append/find_token.cuh"
+#include "ptx/approximations.cuh"
 #include "ptx/convert_16bit.cuh"
 #include "ptx/vector_access.cuh"
 
@@ -28,14 +29,10 @@ __device__ __forceinline__ float load_angle(const void* table, bool is_fp32, int
   return to_float<kElement>(static_cast<const uint16_t*>(table)[at]);
 }
 
-// Four elements of a table, from `at` on.
+// Four elements of a table, from `at` on, a multiple of four.
 template <ElementType kElement>
-__device__ __forceinline__ void load_four(const void* table, const RotaryTables& tables, int64_t at,
-                                          float (&x)[4]) {
-  if (!tables.vectors) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = load_angle<kElement>(table, tables.is_fp32, at + i);
-  } else if (tables.is_fp32) {
+__device__ __forceinline__ void load_four(const void* table, bool is_fp32, int64_t at, float* x) {
+  if (is_fp32) {
     const float4 all = load_vector<float4>(static_cast<const float*>(table) + at);
     x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
   } else {
@@ -45,20 +42,29 @@ __device__ __forceinline__ void load_four(const void* table, const RotaryTables&
   }
 }
 
-// cos and sin of four pairs of columns, from `pair` on, at a position that the tables have or lack.
-template <ElementType kElement>
-struct FourAngles {
-  float cos[4], sin[4];
+// cos and sin of neighbouring pairs of columns.
+template <ElementType kElement, int kPairs>
+struct Angles {
+  float cos[kPairs], sin[kPairs];
 
-  __device__ __forceinline__ FourAngles(const RotaryTables& tables, int position, int pair) {
+  // pair: the first one. position: kNoPosition: NaN.
+  __device__ __forceinline__ void load(const RotaryTables& tables, int position, int pair) {
     if (position == kNoPosition) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) cos[i] = sin[i] = NAN;
+      for (int i = 0; i < kPairs; ++i) cos[i] = sin[i] = NAN;
       return;
     }
     const int64_t at = position * tables.stride + pair;
-    load_four<kElement>(tables.cos, tables, at, cos);
-    load_four<kElement>(tables.sin, tables, at, sin);
+    if constexpr (kPairs == 1) {
+      cos[0] = load_angle<kElement>(tables.cos, tables.is_fp32, at);
+      sin[0] = load_angle<kElement>(tables.sin, tables.is_fp32, at);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; i += 4) {
+        load_four<kElement>(tables.cos, tables.is_fp32, at + i, cos + i);
+        load_four<kElement>(tables.sin, tables.is_fp32, at + i, sin + i);
+      }
+    }
   }
 };
 
@@ -69,7 +75,7 @@ __device__ __forceinline__ float2 rotate(float x, float y, float cos, float sin)
 // A pair of neighbouring elements, divided by a descale.
 template <ElementType kElement>
 __device__ __forceinline__ uint32_t pack_divided(float low, float high, float descale) {
-  if (descale != 1.f) low /= descale, high /= descale;
+  if (descale != 1.f) low = divide(low, descale), high = divide(high, descale);
   return pack<kElement>(low, high);
 }
 
@@ -83,11 +89,10 @@ __device__ __forceinline__ void divide_vector(uint32_t (&words)[4], float descal
   }
 }
 
-// A vector of four pairs of columns. pair: the first of them.
+// A vector of four pairs of columns.
 template <ElementType kElement>
-__device__ __forceinline__ void rotate_interleaved(const RotaryTables& tables, int position,
-                                                   int pair, float descale, uint32_t (&words)[4]) {
-  const FourAngles<kElement> angles(tables, position, pair);
+__device__ __forceinline__ void rotate_interleaved(const Angles<kElement, 4>& angles, float descale,
+                                                   uint32_t (&words)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 x = unpack<kElement>(words[i]);
@@ -98,20 +103,15 @@ __device__ __forceinline__ void rotate_interleaved(const RotaryTables& tables, i
 
 // Eight pairs of columns, whose first columns are in one vector and the second in another.
 template <ElementType kElement>
-__device__ __forceinline__ void rotate_halves(const RotaryTables& tables, int position, int pair,
-                                              float descale, uint32_t (&first)[4],
-                                              uint32_t (&second)[4]) {
+__device__ __forceinline__ void rotate_halves(const Angles<kElement, 8>& angles, float descale,
+                                              uint32_t (&first)[4], uint32_t (&second)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const FourAngles<kElement> angles(tables, position, pair + 2 * i);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float2 x = unpack<kElement>(first[i + j]), y = unpack<kElement>(second[i + j]);
-      const float2 low = rotate(x.x, y.x, angles.cos[2 * j], angles.sin[2 * j]);
-      const float2 high = rotate(x.y, y.y, angles.cos[2 * j + 1], angles.sin[2 * j + 1]);
-      first[i + j] = pack_divided<kElement>(low.x, high.x, descale);
-      second[i + j] = pack_divided<kElement>(low.y, high.y, descale);
-    }
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = unpack<kElement>(first[i]), y = unpack<kElement>(second[i]);
+    const float2 low = rotate(x.x, y.x, angles.cos[2 * i], angles.sin[2 * i]);
+    const float2 high = rotate(x.y, y.y, angles.cos[2 * i + 1], angles.sin[2 * i + 1]);
+    first[i] = pack_divided<kElement>(low.x, high.x, descale);
+    second[i] = pack_divided<kElement>(low.y, high.y, descale);
   }
 }
 

@@ -12,10 +12,17 @@
 
 namespace flashattn3 {
 
-// 16-byte vectors that a CTA moves where there are many: four for each thread.
-constexpr int kAppendVecsPerCta = 4 * append::kThreads;
-// CTAs of a tensor below which they take fewer tokens, down to one.
+// CTAs of a tensor below which a thread moves one head and a CTA fewer tokens, down to one.
 constexpr int kAppendFewCtas = 128;
+constexpr int kAppendMaxHeadDim = append::kThreads;
+
+// Whether the kernel loads four neighbouring elements of the rotary tables at once.
+inline bool rotary_has_vectors(const AppendParams& params) {
+  const int bytes = 4 * (params.rotary_is_fp32 ? sizeof(float) : sizeof(uint16_t));
+  return reinterpret_cast<uintptr_t>(params.rotary_cos) % bytes == 0 &&
+         reinterpret_cast<uintptr_t>(params.rotary_sin) % bytes == 0 &&
+         params.rotary_stride % 4 == 0;
+}
 
 // Whether every item of a tensor is 16-byte vectors.
 inline bool append_has_vectors(const AppendTensor& tensor, int half, bool interleaved) {
@@ -28,26 +35,36 @@ inline bool append_has_vectors(const AppendTensor& tensor, int half, bool interl
          aligned(tensor.from, tensor.from_stride) && aligned(tensor.to, tensor.to_stride);
 }
 
-// half: half of the rotated columns. tokens: of all sequences. of_q: `to` has the shape of `from`.
-inline append::Tensor make_append_tensor(AppendTensor tensor, int64_t tokens, int half,
-                                         bool interleaved, bool of_q) {
+inline append::Tensor make_append_tensor(const AppendParams& params, AppendTensor tensor,
+                                         append::TensorIndex which) {
+  const bool rotated = which != append::kV && params.rotary_cos != nullptr;
+  const int half = rotated ? params.rotary_dim / 2 : 0;
+  const bool interleaved = params.rotary_interleaved;
+  const int64_t tokens = int64_t{tensor.cu_seqlens == nullptr ? params.batch : 1} * tensor.seqlen;
   if (tensor.cu_seqlens != nullptr) {
     tensor.from_stride.batch = 0;
-    if (of_q) tensor.to_stride.batch = 0;
+    if (which == append::kQ) tensor.to_stride.batch = 0;
   }
-  const bool vectors = append_has_vectors(tensor, half, interleaved);
+  const bool vectors =
+      append_has_vectors(tensor, half, interleaved) && (!rotated || rotary_has_vectors(params));
   const int items = vectors ? append::num_items<true>(tensor.head_dim, half, interleaved)
                             : append::num_items<false>(tensor.head_dim, half, interleaved);
-  const int64_t items_of_token = int64_t{items} * tensor.num_heads;
-  const bool some = tokens > 0 && items_of_token > 0;
-  expect(items_of_token < INT_MAX / 2 && tokens < INT_MAX / 2, "launch", "the size of an append",
-         "below 2^30 tokens of 2^30 elements", "more");
-  const int per_cta =
-      vectors && half > 0 && !interleaved ? kAppendVecsPerCta / 2 : kAppendVecsPerCta;
-  const int64_t fitting = std::clamp<int64_t>(per_cta / std::max<int64_t>(items_of_token, 1), 1,
-                                              append::kMaxTokensPerCta);
-  const int64_t shared = std::max<int64_t>((tokens + kAppendFewCtas - 1) / kAppendFewCtas, 1);
-  const int64_t tokens_per_cta = std::min(fitting, shared);
+  const int heads = std::max(tensor.num_heads, 1);
+  const bool some = tokens > 0 && tensor.num_heads > 0;
+  expect(!some || (items >= 1 && tensor.head_dim <= kAppendMaxHeadDim), "launch", "head_dim",
+         "1 to 256", tensor.head_dim);
+  expect(tokens < INT_MAX / 2, "launch", "the number of new tokens", "below 2^30", tokens);
+  // As many heads for a thread as it loads together; where there are few tokens, one.
+  const bool halves = vectors && half > 0 && !interleaved;
+  const int in_flight = halves ? append::kHeadsInFlight<true> : append::kHeadsInFlight<false>;
+  const int groups = append::kThreads / std::max(items, 1);
+  int head_groups = std::min((heads + in_flight - 1) / in_flight, groups);
+  int64_t tokens_per_cta = groups / head_groups;
+  if (tokens < kAppendFewCtas * tokens_per_cta) {
+    head_groups = std::min(heads, groups);
+    tokens_per_cta = std::clamp<int64_t>((tokens + kAppendFewCtas - 1) / kAppendFewCtas, 1,
+                                         groups / head_groups);
+  }
   return {.from = static_cast<const uint16_t*>(tensor.from),
           .to = static_cast<uint16_t*>(tensor.to),
           .from_batch = tensor.from_stride.batch,
@@ -61,8 +78,9 @@ inline append::Tensor make_append_tensor(AppendTensor tensor, int64_t tokens, in
           .descale_head = tensor.descale_head,
           .cu_seqlens = tensor.cu_seqlens,
           .seqlen = cutlass::FastDivmod(std::max(tensor.seqlen, 1)),
-          .heads = cutlass::FastDivmod(std::max(tensor.num_heads, 1)),
           .items = cutlass::FastDivmod(std::max(items, 1)),
+          .head_groups = cutlass::FastDivmod(head_groups),
+          .num_heads = tensor.num_heads,
           .num_tokens = static_cast<int>(tokens),
           .tokens_per_cta = static_cast<int>(tokens_per_cta),
           .num_ctas = some ? static_cast<int>((tokens + tokens_per_cta - 1) / tokens_per_cta) : 0,
@@ -72,19 +90,10 @@ inline append::Tensor make_append_tensor(AppendTensor tensor, int64_t tokens, in
 
 inline append::Arguments make_append_arguments(const AppendParams& params) {
   const bool paged = params.page_table != nullptr;
-  const int half = params.rotary_cos == nullptr ? 0 : params.rotary_dim / 2;
-  const auto tensor = [&](const AppendTensor& of, int rotated, bool of_q) {
-    const int64_t sequences = of.cu_seqlens == nullptr ? params.batch : 1;
-    return make_append_tensor(of, sequences * of.seqlen, rotated, params.rotary_interleaved, of_q);
-  };
-  const int element = params.rotary_is_fp32 ? sizeof(float) : sizeof(uint16_t);
-  const auto fours = [&](const void* table) {
-    return reinterpret_cast<uintptr_t>(table) % (4 * element) == 0;
-  };
   append::Arguments args{};
-  args.tensors[append::kK] = tensor(params.k, half, false);
-  args.tensors[append::kV] = tensor(params.v, 0, false);
-  args.tensors[append::kQ] = tensor(params.q, half, true);
+  args.tensors[append::kK] = make_append_tensor(params, params.k, append::kK);
+  args.tensors[append::kV] = make_append_tensor(params, params.v, append::kV);
+  args.tensors[append::kQ] = make_append_tensor(params, params.q, append::kQ);
   args.keys = {
       .page_table = params.page_table,
       .page_table_stride = params.page_table_stride,
@@ -101,8 +110,6 @@ inline append::Arguments make_append_arguments(const AppendParams& params) {
                  .stride = params.rotary_stride,
                  .num_positions = params.num_positions,
                  .is_fp32 = params.rotary_is_fp32,
-                 .vectors = fours(params.rotary_cos) && fours(params.rotary_sin) &&
-                            params.rotary_stride % 4 == 0,
                  .interleaved = params.rotary_interleaved};
   args.rotary_seqlens = params.rotary_seqlens;
   args.one_q_position = params.one_q_position;

@@ -83,7 +83,7 @@ struct Problem {
   explicit Problem(uint32_t seed) : random(seed) {
     fp16 = one_in(2), paged = one_in(2), ragged = one_in(3), ragged_q = one_in(3);
     batch = one_in(20) ? 0 : 1 + below(6);
-    heads_kv = 1 + below(3);
+    heads_kv = one_in(4) ? 1 + below(9) : 1 + below(3);
     dim = one_of({8, 16, 24, 64, 64, 128, 128, 256, 36, 10});
     dim_v = one_in(2) ? dim : one_of({8, 40, 128, 17});
     page_size = one_of({1, 3, 8, 16});
@@ -346,9 +346,12 @@ struct Problem {
 
   std::string run() {
     append::Arguments args = make_append_arguments(params);
-    for (append::Tensor& tensor : args.tensors) {  // CTAs of many tokens, which few tokens lack
-      if (tensor.num_ctas == 0 || one_in(2)) continue;
-      tensor.tokens_per_cta = 1 + below(append::kMaxTokensPerCta);
+    for (append::Tensor& tensor : args.tensors) {  // as with many tokens
+      if (tensor.num_ctas == 0 || one_in(3)) continue;
+      const int groups = append::kThreads / tensor.items.divisor;
+      const int head_groups = 1 + below(std::min(groups, tensor.num_heads));
+      tensor.head_groups = cutlass::FastDivmod(head_groups);
+      tensor.tokens_per_cta = one_in(2) ? groups / head_groups : 1 + below(groups / head_groups);
       tensor.num_ctas = (tensor.num_tokens + tensor.tokens_per_cta - 1) / tensor.tokens_per_cta;
     }
     const std::vector<uint16_t> before[] = {k_cache.bits, v_cache.bits, q_out.bits};
