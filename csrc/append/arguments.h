@@ -10,7 +10,8 @@
 namespace flashattn3::append {
 
 constexpr int kThreads = 256;
-constexpr int kVec = 8;  // 16-bit elements of a 16-byte vector
+constexpr int kCtasPerSm = 3;  // up to 85 registers for a thread; 64 spill 20 bytes
+constexpr int kVec = 8;        // 16-bit elements of a 16-byte vector
 
 // Heads whose vectors a thread loads together. kHalves: two vectors of each.
 template <bool kHalves>

@@ -40,13 +40,13 @@ __host__ __device__ __forceinline__ TokenPlace find_place(const Tensor& tensor, 
 constexpr int kNoPosition = -1;  // the tables lack it: rotated columns become NaN
 constexpr int kUnrotated = -2;   // all columns stay as they are
 
-// Offsets of a token in elements of Tensor::from, to and descale. They are no addresses, because
-// the compiler does not know what memory an address in shared memory points to.
+// A token and its offsets in elements of Tensor::from and to. They are no addresses, because the
+// compiler does not know to what kind of memory an address in shared memory points.
 struct Token {
   int64_t from;
-  int64_t to;  // -1: the token has no place in the cache
-  int64_t descale;
-  int position;
+  int64_t to;    // -1: the token has no place in the cache
+  int position;  // of the rotary tables
+  int batch_idx;
 };
 
 // of_q: queries of no sequence are copied as they are; new keys and values of none are dropped.
@@ -56,7 +56,8 @@ __host__ __device__ __forceinline__ Token find_token(const Arguments& args, cons
   const int64_t in_batch = tensor.cu_seqlens == nullptr ? place.token : index;
   const bool exists = place.batch_idx >= 0;
   const int batch_idx = exists ? place.batch_idx : 0;
-  Token token{batch_idx * tensor.from_batch + in_batch * tensor.from_seq, -1, 0, kUnrotated};
+  Token token{batch_idx * tensor.from_batch + in_batch * tensor.from_seq, -1, kUnrotated,
+              batch_idx};
   if (of_q) token.to = batch_idx * tensor.to_batch + in_batch * tensor.to_seq;
   if (!exists) return token;
   const int cached = args.keys.num_cached(batch_idx);
@@ -68,7 +69,6 @@ __host__ __device__ __forceinline__ Token find_token(const Arguments& args, cons
     token.position = known ? static_cast<int>(position) : kNoPosition;
   }
   if (of_q) return token;
-  token.descale = batch_idx * tensor.descale_batch;
   const int key = cached + place.token;
   if (key >= args.keys.capacity) return token;
   int page, slot;

@@ -32,7 +32,7 @@ struct ThreadItems {
   }
   __device__ __forceinline__ float descale(int head) const {
     if (tensor.descale == nullptr) return 1.f;
-    return tensor.descale[token.descale + head * tensor.descale_head];
+    return tensor.descale[token.batch_idx * tensor.descale_batch + head * tensor.descale_head];
   }
 };
 
@@ -50,9 +50,7 @@ __device__ __forceinline__ void move_vectors(const ThreadItems& items) {
   const bool both = kHalves && columns.rotated;
   const bool rotates = columns.rotated && items.token.position != kUnrotated;
   Angles<kElement, kHalves ? 8 : 4> angles;
-  if (rotates) {
-    angles.load(items.tables, items.token.position, kHalves ? columns.first : columns.first / 2);
-  }
+  bool loads_angles = rotates;
   const int step = tensor.head_groups.divisor;
 #pragma unroll 1
   for (int head = items.first_head; head < tensor.num_heads; head += kInFlight * step) {
@@ -63,6 +61,11 @@ __device__ __forceinline__ void move_vectors(const ThreadItems& items) {
       const uint16_t* from = items.from(head + i * step);
       first[i].all = load_vector<uint4>(from + columns.first);
       if (both) second[i].all = load_vector<uint4>(from + columns.second);
+    }
+    // After the first loads of vectors, which do not wait for those of the tables.
+    if (loads_angles) {
+      angles.load(items.tables, items.token.position, kHalves ? columns.first : columns.first / 2);
+      loads_angles = false;
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
@@ -114,7 +117,8 @@ __device__ __forceinline__ void move_elements(const ThreadItems& items) {
 // CTAs take the tokens of K, then those of V, then those of Q. kElement: of all tensors, and of the
 // rotary tables where they are not fp32.
 template <ElementType kElement>
-__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
+    append_kernel(const __grid_constant__ Arguments args) {
   __shared__ Token tokens[kThreads];
   launch_dependents();
   // A kernel before may write what this one reads, and may still read the cache that it writes.
