@@ -213,17 +213,17 @@ def check_the_grid_of_an_append(host):
         call = partial(append_kvcache, k, v, k_cache, v_cache, cache_seqlens=5, **named)
         return launches_of(call)
 
-    # A CTA takes as many tokens as make 1024 vectors, but fewer where a tensor has few.
+    # A CTA takes tokens of 1024 vectors, four heads for a thread; where a tensor has few, one token.
     assert append(*tensors(64, 1, 128)) == [[64 + 64, 256, 0]]
     assert append(*tensors(8, 1024, 128)) == [[2 * 8192 // 8, 256, 0]]
-    assert append(*tensors(2, 4096, 36, 1)) == [[2 * 293, 256, 0]]  # of 28 tokens: columns
+    assert append(*tensors(2, 4096, 36, 1)) == [[2 * 1171, 256, 0]]  # of 7 tokens
     assert append(*tensors(3, 0, 64)) == append(*tensors(0, 2, 64)) == []
     table = torch.zeros(99, 64)
     q = torch.zeros(64, 1, 32, 128).bfloat16()
     new = tensors(64, 1, 128)
     rotary = {"rotary_cos": table, "rotary_sin": table}
     assert append(*new, **rotary, q=q) == [[3 * 64, 256, 0]]
-    # In halves an item is two vectors: 512 of them.
+    # In halves a thread takes two vectors of each of two heads.
     whole = tensors(1, 8192, 128)
     assert append(*whole, **rotary, rotary_interleaved=False) == [[2048, 256, 0]]
     assert append(*tensors(1, 8192, 128, 16), **rotary, rotary_interleaved=False) == [
