@@ -213,7 +213,7 @@ def check_the_grid_of_an_append(host):
         call = partial(append_kvcache, k, v, k_cache, v_cache, cache_seqlens=5, **named)
         return launches_of(call)
 
-    # A CTA takes tokens of 1024 vectors, four heads for a thread; where a tensor has few, one token.
+    # A CTA takes tokens of 1024 vectors; where a tensor has few tokens, one.
     assert append(*tensors(64, 1, 128)) == [[64 + 64, 256, 0]]
     assert append(*tensors(8, 1024, 128)) == [[2 * 8192 // 8, 256, 0]]
     assert append(*tensors(2, 4096, 36, 1)) == [[2 * 1171, 256, 0]]  # of 7 tokens

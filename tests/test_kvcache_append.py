@@ -182,7 +182,7 @@ SHAPES = (
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_appends_of_every_layout(shape, backend, dtype, tables, device):
-    """Ragged keys and queries of many heads, against the same append in float64."""
+    """Varlen keys and queries of many heads, against the same append in float64."""
     dim, dim_v, interleaved, rotary_dim, page_size, gaps = shape
     new = (700, 0, 1, 2048, 33) if GPU else (3, 0, 1)
     heads, capacity = (4, 2304) if GPU else (2, 128)

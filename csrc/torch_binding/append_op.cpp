@@ -208,7 +208,7 @@ void expect_axes(const char* what, const Tensor& tensor, int64_t axes) {
 }
 
 // Checks q and q_out and fills params.q.
-void add_queries(const Checks& checks, const AppendCall& call, AppendParams& params) {
+void fill_q(const Checks& checks, const AppendCall& call, AppendParams& params) {
   expect(call.q.has_value() == call.q_out.has_value(), kName, "q_out",
          call.q ? "a tensor beside q" : "None without q", call.q ? "None" : "a tensor");
   if (!call.q) return;
@@ -224,7 +224,7 @@ void add_queries(const Checks& checks, const AppendCall& call, AppendParams& par
 }
 
 // Checks k, v and the caches and fills what params says of them.
-void add_cache(const Checks& checks, const AppendCall& call, AppendParams& params) {
+void fill_cache(const Checks& checks, const AppendCall& call, AppendParams& params) {
   const bool varlen = call.cu_seqlens_k_new.has_value(), paged = call.page_table.has_value();
   expect_axes("the number of axes of k", call.k, varlen ? 3 : 4);
   expect_axes("the number of axes of k_cache", call.k_cache, 4);
@@ -268,7 +268,7 @@ void add_cache(const Checks& checks, const AppendCall& call, AppendParams& param
                         : static_cast<int>(std::min<int64_t>(call.seqlen, params.capacity));
 }
 
-void add_rotary(const Checks& checks, const AppendCall& call, AppendParams& params) {
+void fill_rotary(const Checks& checks, const AppendCall& call, AppendParams& params) {
   checks.rotary_tables(call);
   checks.indices("rotary_seqlens", call.rotary_seqlens, params.batch);
   params.one_q_position = call.one_q_position;
@@ -290,9 +290,9 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   const Checks checks(call);
   AppendParams params{};
   params.dtype = checks.is_fp16() ? ElementType::kFloat16 : ElementType::kBFloat16;
-  add_cache(checks, call, params);
-  add_queries(checks, call, params);
-  add_rotary(checks, call, params);
+  fill_cache(checks, call, params);
+  fill_q(checks, call, params);
+  fill_rotary(checks, call, params);
   const int device = device_of(call);
   const DeviceGuard guard(device);
   launch_append(params, current_stream(device));
