@@ -94,6 +94,7 @@ MAY_IMPORT = {
         "dispatch.backend",
         "dispatch.kernel_configs",
     },
+    "backends.hopper.append_launch": {"call.dtypes", "dispatch.kernel_configs"},
     "backends.hopper.library": {
         "backends.hopper.launch_record",
         "dispatch.kernel_configs",
@@ -159,6 +160,7 @@ MAY_IMPORT = {
     "backends.triton.tile_configs": set(),
     # Cached calls have a backend of their own beside each of the others.
     "backends.hopper.kvcache": {
+        "backends.hopper.append_launch",
         "backends.hopper.backend",
         "backends.hopper.decode_launch",
         "backends.triton.kvcache",
@@ -481,7 +483,7 @@ def test_no_core_module_waits_for_a_device_or_leaves_the_process(name):
 # csrc: ptx ← tile ← attention ← the kernels' folders ← launch ← torch_binding, and torch's headers
 # only in the last.
 CSRC_PRIMITIVES = {"ptx", "tile", "attention"}
-CSRC_KERNELS = ("forward", "backward", "decode", "quantize", "varlen")
+CSRC_KERNELS = ("forward", "backward", "decode", "append", "quantize", "varlen")
 CSRC_MAY_INCLUDE = {
     "ptx": {"ptx"},
     "tile": {"ptx", "tile"},

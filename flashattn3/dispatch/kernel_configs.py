@@ -237,6 +237,9 @@ CACHED_FORWARD_CONFIGS = tuple(
     )
     for dtype in SIXTEEN_BIT
 )
+# "GPU, case, date" of the measurement of the append kernel, which has no kernel configs; empty: no
+# GPU has run it yet, and only calls with backend="hopper" do.
+APPEND_MEASURED = ""
 # All kernels of cached calls, in the order of the registry.
 CACHED_CONFIGS = (*DECODE_CONFIGS, *CACHED_FORWARD_CONFIGS)
 
