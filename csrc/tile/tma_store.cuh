@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/util.hpp>
 
 #include "ptx/bulk_copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -14,39 +12,35 @@
 
 namespace flashattn3 {
 
+// The 16 bytes at which a lane gives stmatrix or ldmatrix a row of the 16 columns from 16 * group
+// on. These instructions move four 8 x 8 matrices, and 8 lanes give the addresses of each matrix's
+// rows: the upper and lower 8 rows of 8 columns, then those of the next 8 columns.
+__device__ __forceinline__ cute::uint128_t* staged_matrix_row(uint8_t* tile, int group) {
+  const int lane = threadIdx.x % 32, row = lane % 16, vec = (lane / 16) ^ (row % 8);
+  return reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * group)) * 16);
+}
+
 // Stages a warp's 16 rows x 4 * kWords columns, from column 16 * first on, in a tile of 64 columns
 // with the 128-byte swizzle, 128 bytes per row, at a multiple of 1024 bytes. word[i]: the 16-bit
 // values of accumulator registers 2 * i and 2 * i + 1, two neighbouring columns (fragment.h).
 template <int kWords>
 __device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)[kWords],
                                            int first = 0) {
-  const int lane = threadIdx.x % 32;
-  // stmatrix stores four 8 x 8 matrices, and 8 lanes give the addresses of each matrix's rows: the
-  // upper and lower 8 rows of 8 columns, then those of the next 8 columns.
-  const int row = lane % 16;
-  const int vec = (lane / 16) ^ (row % 8);
 #pragma unroll
-  for (int i = 0; i < kWords / 4; ++i) {
-    auto* at =
-        reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * (first + i))) * 16);
-    cute::SM90_U32x4_STSM_N::copy(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3],
-                                  *at);
+  for (int i = 0; i < kWords; i += 4) {
+    cute::SM90_U32x4_STSM_N::copy(word[i], word[i + 1], word[i + 2], word[i + 3],
+                                  *staged_matrix_row(tile, first + i / 4));
   }
 }
 
 // Loads what stage_rows has staged to the registers that it came from.
 template <int kWords>
-__device__ __forceinline__ void load_staged_rows(uint32_t (&word)[kWords], const uint8_t* tile,
+__device__ __forceinline__ void load_staged_rows(uint32_t (&word)[kWords], uint8_t* tile,
                                                  int first = 0) {
-  const int lane = threadIdx.x % 32;
-  const int row = lane % 16;
-  const int vec = (lane / 16) ^ (row % 8);
 #pragma unroll
-  for (int i = 0; i < kWords / 4; ++i) {
-    const auto* at =
-        reinterpret_cast<const cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * (first + i))) * 16);
-    cute::SM75_U32x4_LDSM_N::copy(*at, word[4 * i], word[4 * i + 1], word[4 * i + 2],
-                                  word[4 * i + 3]);
+  for (int i = 0; i < kWords; i += 4) {
+    cute::SM75_U32x4_LDSM_N::copy(*staged_matrix_row(tile, first + i / 4), word[i], word[i + 1],
+                                  word[i + 2], word[i + 3]);
   }
 }
 
@@ -72,18 +66,6 @@ __device__ __forceinline__ void store_columns(uint16_t* row, int column, int num
   }
 }
 
-// Starts the TMA store of a staged box; elements outside the tensor are not written. One thread
-// calls it. L2 need not keep the lines: that hint saves 1 % of the time of memory-bound calls.
-__device__ __forceinline__ void start_store(const void* tensor_map, const uint8_t* tile, int column,
-                                            int row, int head, int batch_coord) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, "
-      "%5}], "
-      "[%1], %6;" ::"l"(tensor_map),
-      "r"(cute::cast_smem_ptr_to_uint(tile)), "r"(column), "r"(row), "r"(head), "r"(batch_coord),
-      "l"(static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST))
-      : "memory");
-}
 // Destination of a warp's 16 rows.
 struct RowTarget {
   const void* tensor_map;      // boxes of 64 columns x kRowsOfWarp rows

@@ -142,6 +142,46 @@ __device__ inline void fill_tile(uint8_t* tile, const uint8_t* matrix, int rows,
   flashattn3::fence_async_proxy();
 }
 
+constexpr int kTileOffset = 1024;  // of a loaded tile; the barrier is before it
+
+// Runs load(tile, full) in thread 0 over poisoned bytes, waits, and stores the bytes.
+template <int kBytes, class Load>
+__device__ void store_loaded(uint8_t* found, Load load) {
+  auto& full = *reinterpret_cast<flashattn3::Barrier*>(shared_memory());
+  uint8_t* tile = shared_memory() + kTileOffset;
+  for (int i = threadIdx.x; i < kBytes; i += blockDim.x) tile[i] = 0xff;
+  flashattn3::fence_async_proxy();
+  if (threadIdx.x == 0) {
+    full.init(1);
+    flashattn3::fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) load(tile, full);
+  full.wait(0);
+  for (int i = threadIdx.x; i < kBytes; i += blockDim.x) found[i] = tile[i];
+}
+
+// Any bytes that differ from their neighbours.
+inline std::vector<uint8_t> some_bytes(size_t count) {
+  std::mt19937 random(11);
+  std::vector<uint8_t> bytes(count);
+  for (uint8_t& x : bytes) x = static_cast<uint8_t>(random());
+  return bytes;
+}
+
+constexpr int kMargin = 128;  // bytes after a filled tile
+
+// Poisons a tile and the bytes after it with 0xff, fills it, and stores them.
+template <int kBytes, class Fill>
+__device__ void store_filled(uint8_t* found, Fill fill) {
+  uint8_t* tile = shared_memory();
+  for (int i = threadIdx.x; i < kBytes + kMargin; i += blockDim.x) tile[i] = 0xff;
+  __syncthreads();
+  fill(tile);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBytes + kMargin; i += blockDim.x) found[i] = tile[i];
+}
+
 // A dense matrix of small integers, which every element type and every GEMM represents exactly.
 struct Matrix {
   int rows, columns;
