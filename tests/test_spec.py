@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import GPU, ROOT
 
 import flashattn3
 from flashattn3.call import inputs, spec
@@ -178,14 +178,23 @@ def test_few_files_name_an_option(option):
         assert paths is CSRC or "flashattn3/api.py" in names
 
 
-def test_q_crosses_five_files_of_python():
-    """From flash_attn_func to the backend, here the reference's in the place of Hopper's launch."""
+# After autograd.py and ops.py: the reference stands for Hopper's launch.py; Triton's kernel follows
+# in backends/triton/kernels/forward.py, the seventh file.
+LAST_FILES = {
+    "reference": ["backends/reference/backend.py"],
+    "triton": ["backends/triton/launch.py", "backends/triton/kernels/launch.py"],
+}
+
+
+@pytest.mark.parametrize("backend", LAST_FILES)
+def test_q_crosses_few_files_of_python(backend):
     if not (ROOT / "build_support").is_dir():
         pytest.skip("needs a checkout")
     sys.path.insert(0, str(ROOT))
     from build_support.reading import PATH_IN_PYTHON
 
-    q = torch.randn(1, 8, 2, 16)
+    device = "cuda" if GPU and backend == "triton" else "cpu"  # else Triton interprets
+    q = torch.randn(1, 8, 2, 16, dtype=torch.float16, device=device)
     package = Path(flashattn3.__file__).parent
     crossed = []
 
@@ -196,10 +205,10 @@ def test_q_crosses_five_files_of_python():
         if event == "call" and path.is_relative_to(package) and any(x is q for x in values):
             crossed.append(str(path.relative_to(package)))
 
-    flashattn3.flash_attn_func(q, q, q)  # the plan
+    flashattn3.flash_attn_func(q, q, q, backend=backend)  # the plan, the compiled kernel
     sys.setprofile(note)
     try:
-        flashattn3.flash_attn_func(q, q, q)
+        flashattn3.flash_attn_func(q, q, q, backend=backend)
     finally:
         sys.setprofile(None)
-    assert list(dict.fromkeys(crossed)) == [*PATH_IN_PYTHON[:-1], "backends/reference/backend.py"]
+    assert list(dict.fromkeys(crossed)) == [*PATH_IN_PYTHON[:-1], *LAST_FILES[backend]]
