@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 
 #include "ptx/bulk_copy.cuh"
@@ -12,35 +11,23 @@
 
 namespace flashattn3 {
 
-// The 16 bytes at which a lane gives stmatrix or ldmatrix a row of the 16 columns from 16 * group
-// on. These instructions move four 8 x 8 matrices, and 8 lanes give the addresses of each matrix's
-// rows: the upper and lower 8 rows of 8 columns, then those of the next 8 columns.
-__device__ __forceinline__ cute::uint128_t* staged_matrix_row(uint8_t* tile, int group) {
-  const int lane = threadIdx.x % 32, row = lane % 16, vec = (lane / 16) ^ (row % 8);
-  return reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * group)) * 16);
-}
-
 // Stages a warp's 16 rows x 4 * kWords columns, from column 16 * first on, in a tile of 64 columns
 // with the 128-byte swizzle, 128 bytes per row, at a multiple of 1024 bytes. word[i]: the 16-bit
 // values of accumulator registers 2 * i and 2 * i + 1, two neighbouring columns (fragment.h).
 template <int kWords>
 __device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)[kWords],
                                            int first = 0) {
+  const int lane = threadIdx.x % 32;
+  // stmatrix stores four 8 x 8 matrices, and 8 lanes give the addresses of each matrix's rows: the
+  // upper and lower 8 rows of 8 columns, then those of the next 8 columns.
+  const int row = lane % 16;
+  const int vec = (lane / 16) ^ (row % 8);
 #pragma unroll
-  for (int i = 0; i < kWords; i += 4) {
-    cute::SM90_U32x4_STSM_N::copy(word[i], word[i + 1], word[i + 2], word[i + 3],
-                                  *staged_matrix_row(tile, first + i / 4));
-  }
-}
-
-// Loads what stage_rows has staged to the registers that it came from.
-template <int kWords>
-__device__ __forceinline__ void load_staged_rows(uint32_t (&word)[kWords], uint8_t* tile,
-                                                 int first = 0) {
-#pragma unroll
-  for (int i = 0; i < kWords; i += 4) {
-    cute::SM75_U32x4_LDSM_N::copy(*staged_matrix_row(tile, first + i / 4), word[i], word[i + 1],
-                                  word[i + 2], word[i + 3]);
+  for (int i = 0; i < kWords / 4; ++i) {
+    auto* at =
+        reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * (first + i))) * 16);
+    cute::SM90_U32x4_STSM_N::copy(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3],
+                                  *at);
   }
 }
 

@@ -19,6 +19,7 @@
 #include "../harness.cuh"
 #include "ptx/element.h"
 #include "ptx/mbarrier.cuh"
+#include "tile/fragment.h"
 
 namespace unit {
 
@@ -167,6 +168,20 @@ inline std::vector<uint8_t> some_bytes(size_t count) {
   std::vector<uint8_t> bytes(count);
   for (uint8_t& x : bytes) x = static_cast<uint8_t>(random());
   return bytes;
+}
+
+// The 16-bit element of a row and column of a warp's 16 rows; never the poison 0xffff.
+__host__ __device__ constexpr uint16_t element(int row, int column) {
+  return static_cast<uint16_t>(row * 256 + column);
+}
+
+// The pair of elements in accumulator registers 2 * i and 2 * i + 1.
+__device__ inline uint32_t element_pair(int i, int first_column) {
+  const int lane = threadIdx.x % 32;
+  const int row = flashattn3::thread_row(lane) + flashattn3::register_row(2 * i);
+  const int column =
+      first_column + flashattn3::thread_column(lane) + flashattn3::register_column(2 * i);
+  return element(row, column) | static_cast<uint32_t>(element(row, column + 1)) << 16;
 }
 
 constexpr int kMargin = 128;  // bytes after a filled tile
