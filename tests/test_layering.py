@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "call.spec": {"call.arguments", "dispatch.selection", "errors"},
     "call.public": {"call.spec", "dispatch.selection"},
     "call.dtypes": {"dispatch.kernel_configs"},
-    "call.descales": {"errors", "call.dtypes"},
+    "call.quantization_limits": set(),
+    "call.descales": {"errors", "call.dtypes", "call.quantization_limits"},
     "call.value_checks": {"errors"},
     "call.inputs": {
         "call.arguments",
@@ -241,6 +242,7 @@ MAY_IMPORT = {
         "quantization",
         "call.descales",
         "call.dtypes",
+        "call.quantization_limits",
         "dispatch.kernel_configs",
     },
     "quantization.dispatch": {
@@ -253,7 +255,12 @@ MAY_IMPORT = {
         "call.descales",
         "call.dtypes",
     },
-    "quantization.triton_launch": {"quantization", "call.dtypes", "backends.triton.kernels"},
+    "quantization.triton_launch": {
+        "quantization",
+        "call.dtypes",
+        "call.quantization_limits",
+        "backends.triton.kernels",
+    },
     "operator_rules": {"call.inputs"},
     "ops": {
         "operator_rules",
@@ -314,6 +321,7 @@ TORCH_FREE = (
     "dispatch.planner",
     "dispatch.kernel_configs",
     "dispatch.backend",
+    "call.quantization_limits",
     "backends.triton.tile_configs",
 )
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}

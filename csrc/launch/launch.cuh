@@ -56,7 +56,9 @@ inline int num_persistent_ctas(const AttentionProblem& problem, int64_t num_tile
   return static_cast<int>(std::max<int64_t>(1, std::min(sms, num_tiles)));
 }
 
-inline ScoreScale score_scale_of(const AttentionProblem& problem, bool quantized) {
+// problem: AttentionProblem or CachedProblem.
+template <class Problem>
+ScoreScale score_scale_of(const Problem& problem, bool quantized) {
   return ScoreScale::of(problem.softmax_scale, problem.softcap, quantized);
 }
 

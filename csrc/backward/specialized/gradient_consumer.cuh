@@ -9,6 +9,7 @@
 #include "backward/epilogue.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/specialized/consumer.cuh"
+#include "tile/load_staged.cuh"
 #include "tile/tma_store.cuh"
 
 namespace flashattn3::backward::specialized {
