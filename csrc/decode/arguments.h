@@ -61,10 +61,13 @@ struct Arguments {
   const float *q_descale, *k_descale, *v_descale;
   const float* sinks;  // (num_heads_q), natural log, or null
 
-  bool whole_tiles;  // no work tile is split among CTAs
-  // Partial results (workspace.h): O of each part, (num_partials, kBlockM, head_dim_v), and its row
-  // statistics, (num_partials, kBlockM), then those of groups of parts. partial_counters: 3 *
-  // num_ctas, zero before the launch and after it.
+  bool whole_tiles;   // no work tile is split among CTAs
+  int resident_ctas;  // CTAs that run at a time
+  // Partial results (workspace.h): O of each part, (num_partials, partial_rows, head_dim_v), and
+  // its row statistics, (num_partials, partial_rows), then those of groups of parts. partial_rows:
+  // rows of a work tile that there can be, at most kBlockM. partial_counters: 3 * num_ctas, zero
+  // before the launch and after it.
+  int partial_rows;
   float* partial_out;
   float2* partial_stats;
   uint32_t* partial_counters;

@@ -3,9 +3,10 @@
 // A unit of work is one KV block of one work tile (sequence, KV head, tile of packed rows). The
 // units of the batch are numbered in that order, and each CTA takes U / C of them, or one more, in
 // the order of the CTAs: equal shares, however unequal the sequences (the partition of FlashInfer,
-// arXiv 2501.01005). So a CTA ends in the middle of at most one work tile and begins in the middle
-// of at most one. The part of a work tile in one CTA is a Part; the parts of a work tile that
-// several CTAs share are in consecutive CTAs.
+// arXiv 2501.01005). A long batch has more CTAs than run at a time: SMs do not read equally fast,
+// and the fast ones take more CTAs. A CTA ends in the middle of at most one work tile and begins in
+// the middle of at most one. The part of a work tile in one CTA is a Part; the parts of a work tile
+// that several CTAs share are in consecutive CTAs.
 //
 // Lengths are read on the device, so a captured launch is right for other lengths.
 #pragma once
@@ -83,6 +84,9 @@ __host__ __device__ __forceinline__ int units_of_sequence(const Arguments& args,
   return sequence.num_tiles * units_of_tile(args, sequence);
 }
 
+// Units of a CTA in a batch that has more CTAs than run at a time.
+constexpr int kLeastUnits = 16;
+
 // Units begin to end - 1 belong to this CTA. The first of them is in sequence batch_idx, whose
 // first unit is first_unit; these are unset without units.
 struct WorkShare {
@@ -91,10 +95,12 @@ struct WorkShare {
   int batch_idx, first_unit;
   CachedSequence sequence;  // batch_idx
 
-  // grid: CTAs of the launch. With fewer units than CTAs the last CTAs have none, so that the CTAs
-  // that share a work tile follow each other.
-  __host__ __device__ __forceinline__ void set(int total, int cta, int grid) {
-    const unsigned num_ctas = max(1, min(grid, total)), mine = cta;
+  // grid: CTAs of the launch; resident: those that run at a time. Where the sequences are shorter
+  // than the grid allows for, the last CTAs have no units, so that the CTAs that share a work tile
+  // follow each other.
+  __host__ __device__ __forceinline__ void set(int total, int cta, int grid, int resident) {
+    const int wanted = min(grid, max(resident, total / kLeastUnits));
+    const unsigned num_ctas = max(1, min(wanted, total)), mine = cta;
     units = static_cast<unsigned>(total) / num_ctas;
     rest = total - units * num_ctas;
     begin = end = 0;

@@ -35,22 +35,42 @@ inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
   return int64_t{params.batch} * params.num_heads_kv * rows.head_tiles * token_tiles * blocks;
 }
 
-// CTAs of a launch: one per SM that the call may use, at most one per unit.
-inline int num_decode_ctas(const DecodeParams& params, int block_n) {
-  const int64_t units = std::max<int64_t>(1, max_decode_units(params, block_n));
-  return static_cast<int>(std::min<int64_t>(units, params.num_sms));
-}
+// The CTAs and the workspace of a launch, whatever the lengths are.
+struct DecodeGrid {
+  static constexpr int kMostCtasPerSm = 8;  // one after the other, two at a time
 
-static_assert(decode::num_counters(100) == 100 * kPartialCountersPerCta);
+  int num_ctas;
+  int resident_ctas;  // CTAs that run at a time
+  int partial_rows;   // rows of a work tile that there can be
 
-constexpr int64_t decode_stats_bytes(int num_ctas) {
+  // Each CTA has an SM, or the half of one, and a long batch has more CTAs than run at a time.
+  // Their partial results have at most num_sms * kBlockM rows for each of the two work tiles of a
+  // CTA. A call that leaves SMs free has one CTA for each SM that it may use.
+  static DecodeGrid of(const DecodeParams& params, const decode::Config& config) {
+    const decode::PackedRows rows = packed_rows(params);
+    const int tokens = std::min<int>(rows.tokens, std::max(params.seqlen_q, 1));
+    const int partial_rows = tokens * rows.heads;
+    const int64_t units = std::max<int64_t>(1, max_decode_units(params, config.block_n));
+    const bool shares_sm = decode::ctas_per_sm(config) == 2 && !params.leaves_sms;
+    const int per_sm = shares_sm ? std::min(decode::kBlockM / partial_rows, kMostCtasPerSm) : 1;
+    const int most = per_sm * params.num_sms;
+    const int resident = std::min(most, (shares_sm ? 2 : 1) * params.num_sms);
+    const int64_t wanted = std::max<int64_t>(resident, units / decode::kLeastUnits);
+    const int64_t num_ctas = std::min({units, wanted, int64_t{most}});
+    return {static_cast<int>(num_ctas), resident, partial_rows};
+  }
+
+  int num_partials() const { return decode::num_partials(num_ctas); }
   // The parts have statistics, and so do the groups of parts.
-  return int64_t{2} * decode::num_partials(num_ctas) * decode::kBlockM * sizeof(float2);
-}
-constexpr int64_t decode_workspace_bytes(int num_ctas, int head_dim_v) {
-  return decode_stats_bytes(num_ctas) +
-         int64_t{decode::num_partials(num_ctas)} * decode::kBlockM * head_dim_v * sizeof(float);
-}
+  int64_t stats_bytes() const {
+    return int64_t{2} * num_partials() * partial_rows * sizeof(float2);
+  }
+  int64_t workspace_bytes(int head_dim_v) const {
+    return stats_bytes() + int64_t{num_partials()} * partial_rows * head_dim_v * sizeof(float);
+  }
+};
+
+static_assert(decode::num_counters(DecodeGrid::kMostCtasPerSm) == kPartialCountersPerSm);
 
 inline decode::CacheTensor cache_tensor(const CacheParams& cache) {
   return {.data = static_cast<const uint16_t*>(cache.data),
@@ -70,7 +90,7 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 
-inline decode::Arguments make_decode_arguments(const DecodeParams& params, int num_ctas,
+inline decode::Arguments make_decode_arguments(const DecodeParams& params, const DecodeGrid& grid,
                                                int block_n) {
   const bool varlen = params.cu_seqlens_q != nullptr;
   const bool paged = params.page_table != nullptr;
@@ -119,8 +139,10 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
           .v_descale = params.v_descale,
           .sinks = params.sinks,
           .whole_tiles = params.whole_tiles,
+          .resident_ctas = grid.resident_ctas,
+          .partial_rows = grid.partial_rows,
           .partial_out = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) +
-                                                  decode_stats_bytes(num_ctas)),
+                                                  grid.stats_bytes()),
           .partial_stats = stats,
           .partial_counters = params.counters};
 }

@@ -24,6 +24,7 @@ namespace flashattn3 {
   FIELD(int, window_left)               \
   FIELD(int, window_right)              \
   FIELD(bool, whole_tiles)              \
+  FIELD(bool, leaves_sms)               \
   FIELD(int, num_sms)
 
 struct CachedProblem {
@@ -39,7 +40,7 @@ struct CacheParams {
   Strides stride;    // in elements; batch: between pages, or sequences of a dense cache
 };
 
-constexpr int kPartialCountersPerCta = 3;  // decode::num_counters
+constexpr int kPartialCountersPerSm = 24;  // decode::num_counters of as many CTAs as an SM may get
 
 struct DecodeParams {
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); with cu_seqlens_q (total_q, ...)
@@ -79,12 +80,13 @@ struct DecodeParams {
   int window_left, window_right;  // as in AttentionProblem
   bool whole_tiles;               // num_splits 1: no work tile is split among CTAs; the work tiles
                                   // of cached forward kernels never are
+  bool leaves_sms;                // num_sms is less than the GPU has
   int num_sms;                    // that the call may use, at least 1
 
   // LaunchSize::workspace_bytes, an address that is a multiple of 16, not initialised; null if
   // there are none.
   void* workspace;
-  // LaunchSize::num_counters, at most kPartialCountersPerCta for each SM and zero before the first
+  // LaunchSize::num_counters, at most kPartialCountersPerSm for each SM and zero before the first
   // launch that uses them; every launch resets them to zero. Launches that may run concurrently
   // must not share them. Of a cached forward kernel: as ForwardParams::tile_counter, or null.
   uint32_t* counters;
@@ -103,6 +105,7 @@ inline DecodeParams decode_params_of(const CachedProblem& problem) {
           .window_left = problem.window_left,
           .window_right = problem.window_right,
           .whole_tiles = problem.whole_tiles,
+          .leaves_sms = problem.leaves_sms,
           .num_sms = problem.num_sms};
 }
 

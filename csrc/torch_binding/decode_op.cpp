@@ -252,7 +252,7 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
   if (workspace) params.workspace = workspace->data_ptr();
   std::optional<Tensor> counters;
   if (size.num_counters > 0) {
-    params.counters = partial_counters(device, stream, size.num_ctas);
+    params.counters = partial_counters(device, stream, size.num_counters);
     if (params.counters == nullptr) {
       counters = new_counters(size.num_counters, device, stream);
       params.counters = static_cast<uint32_t*>(counters->data_ptr());

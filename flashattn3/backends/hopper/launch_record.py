@@ -57,6 +57,7 @@ DecodeRecord = NamedTuple(
         ("window_left", int),
         ("window_right", int),
         ("whole_tiles", bool),
+        ("leaves_sms", bool),
         ("num_sms", int),
     ],
 )
@@ -69,6 +70,7 @@ def decode_record_of(problem: DecodeProblem, device: DeviceInfo) -> DecodeRecord
         "window_left": min(problem.window_left, LARGEST_WINDOW),
         "window_right": min(problem.window_right, LARGEST_WINDOW),
         "whole_tiles": problem.num_splits == 1,
+        "leaves_sms": problem.sm_margin > 0,
         "num_sms": max(1, device.num_sms - problem.sm_margin),
     }
     names = (name for name in DecodeRecord._fields if name not in own)
