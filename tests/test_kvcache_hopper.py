@@ -216,7 +216,7 @@ def handle_of(plan) -> Prepared:
 def test_what_a_plan_passes_to_the_library():
     handle = handle_of(plan_of(seqlen_q=2, options={"causal": True, "sm_margin": 20}))
     assert DECODE_CONFIGS[handle.config].name == "decode_bf16_d128_64x1"
-    record = DecodeRecord(32, 8, 128, 128, 0, 128**-0.5, 0.0, -1, 0, False, 112)
+    record = DecodeRecord(32, 8, 128, 128, 0, 128**-0.5, 0.0, -1, 0, False, True, 112)
     assert handle.record == record
     options = {"num_splits": 1, "softcap": 3.0, "window_left": 2**40, "sm_margin": 10**9}
     record = handle_of(plan_of(page_size=16, options=options)).record
@@ -232,7 +232,7 @@ def built(config):
     return config
 
 
-RECORD = DecodeRecord(32, 8, 128, 128, 0, 0.1, 0.0, -1, -1, False, 132)
+RECORD = DecodeRecord(32, 8, 128, 128, 0, 0.1, 0.0, -1, -1, False, False, 132)
 
 
 def prepared(**changes):
@@ -447,7 +447,7 @@ def test_explain_shows_the_launch(on_hopper):
     shown = explain_with_kvcache(q, k, v, device="cpu", sm_margin=8)
     assert shown.backend == "hopper" and not shown.unused_hints
     assert shown.config["tile"] == "64 packed rows x 64 keys"
-    assert shown.config["parts"] == "an equal share for each of 124"
+    assert shown.config["parts"] == "equal shares on 124 SMs"
     assert (shown.grid, shown.config["workspace_bytes"]) == ((11, 1, 1), 16)
     whole = explain_with_kvcache(q, k, v, device="cpu", num_splits=1)
     assert whole.config["parts"] == "none: whole tiles"

@@ -37,7 +37,7 @@ inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
 
 // The CTAs and the workspace of a launch, whatever the lengths are.
 struct DecodeGrid {
-  static constexpr int kMostCtasPerSm = 8;  // one after the other, two at a time
+  static constexpr int kMostCtasPerSm = 4;  // two waves of two
 
   int num_ctas;
   int resident_ctas;  // CTAs that run at a time
@@ -55,8 +55,8 @@ struct DecodeGrid {
     const int per_sm = shares_sm ? std::min(decode::kBlockM / partial_rows, kMostCtasPerSm) : 1;
     const int most = per_sm * params.num_sms;
     const int resident = std::min(most, (shares_sm ? 2 : 1) * params.num_sms);
-    const int64_t wanted = std::max<int64_t>(resident, units / decode::kLeastUnits);
-    const int64_t num_ctas = std::min({units, wanted, int64_t{most}});
+    const bool two_waves = units / resident >= decode::kLeastUnits;
+    const int64_t num_ctas = std::min<int64_t>(units, two_waves ? most : resident);
     return {static_cast<int>(num_ctas), resident, partial_rows};
   }
 

@@ -40,7 +40,7 @@ struct CacheParams {
   Strides stride;    // in elements; batch: between pages, or sequences of a dense cache
 };
 
-constexpr int kPartialCountersPerSm = 24;  // decode::num_counters of as many CTAs as an SM may get
+constexpr int kPartialCountersPerSm = 12;  // decode::num_counters of as many CTAs as an SM may get
 
 struct DecodeParams {
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); with cu_seqlens_q (total_q, ...)

@@ -205,7 +205,7 @@ DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
 # head dim, block_n, num_stages, num_q_buffers, num_consumers
 DECODE_CONFIGS = tuple(
     DecodeConfig(dtype, *tile, measured=DECODE_MEASURED)
-    for tile in ((64, 64, 4, 2, 1), (128, 64, 2, 2, 1), (256, 32, 2, 1, 2))
+    for tile in ((64, 64, 4, 2, 1), (128, 64, 1, 2, 1), (256, 32, 2, 1, 2))
     for dtype in SIXTEEN_BIT
 )
 

@@ -65,7 +65,7 @@ class DecodeLaunch:
     def describe(self) -> dict[str, object]:
         config = self.kernel_config
         if config.kind == "decode":
-            rows, multiply = f"{DECODE_TILE_ROWS} packed rows", 2
+            rows, multiply = f"{DECODE_TILE_ROWS} packed rows", config.num_consumers
             whole = self.problem.num_splits == 1
         else:
             rows, multiply = f"{config.block_m} rows of a head", config.num_mma_warpgroups
@@ -76,7 +76,7 @@ class DecodeLaunch:
             "tile": f"{rows} x {config.block_n} keys",
             "num_stages": config.num_stages,
             "warpgroups": f"1 loads, {multiply} multiply",
-            "parts": "none: whole tiles" if whole else f"an equal share for each of {self.num_sms}",
+            "parts": "none: whole tiles" if whole else f"equal shares on {self.num_sms} SMs",
             "shared_memory_bytes": self.prepared.shared_memory_bytes,
             "tile measured": config.measured or "not yet",
             "copied first": "q" if self.copies_q else "nothing",
