@@ -16,7 +16,7 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, written to the build folder, built only on request.
 KERNEL_CHECKS = tuple(KINDS)
 UNIT_CHECK = "unit_check"
-EMULATIONS = ("decode_emulation", "forward_emulation", "backward_emulation")
+EMULATIONS = ("append_emulation", "decode_emulation", "forward_emulation", "backward_emulation")
 # The operator library over tests/device/host, a CUDA runtime without a GPU.
 HOST_LIBRARY = "libflashattn3_host.so"
 DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, *EMULATIONS, HOST_LIBRARY)
@@ -62,7 +62,10 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
     torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
     objects = [_compile(lines, unit, device if unit.suffix == ".cu" else ()) for unit in units]
     objects += [_compile(lines, source) for source in sorted((CSRC / "launch").glob("*.cpp"))]
-    shared = [_compile(lines, source, device) for source in sorted((CSRC / "launch").glob("*.cu"))]
+    generated = [*device, f"-I{units[0].parent}"]  # with the headers that the build writes
+    shared = [
+        _compile(lines, source, generated) for source in sorted((CSRC / "launch").glob("*.cu"))
+    ]
     objects += shared
     objects += [
         _compile(lines, source, torch) for source in sorted((CSRC / "torch_binding").glob("*.cpp"))
@@ -81,8 +84,7 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
     if DEVICE_TESTS.is_dir():  # absent where the kernels are built without tests
         for check in KERNEL_CHECKS:
             num_configs = len(write_configs(units[0].parent, check))
-            flags = [*device, f"-I{units[0].parent}"]
-            _kernel_check(lines, check, flags, [*shared, COUNTERS], num_configs)
+            _kernel_check(lines, check, generated, [*shared, COUNTERS], num_configs)
         unit_check = _compile(lines, DEVICE_TESTS / f"{UNIT_CHECK}.cu", device)
         _link(lines, Path(UNIT_CHECK), [unit_check], ["-cudart=static"])
         _emulations(lines, tools, units[0].parent)

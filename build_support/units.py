@@ -12,13 +12,18 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp16": "kFloat16", "bf16": "kBFloat16", "e4m3": "kE4m3", "int8": "kInt8"}
+LIMITS_HEADER = "quantize_limits.h"
 HEADER = "// Written by the build from flashattn3/dispatch/kernel_configs.py.\n"
 
 
 def load_kernel_configs() -> ModuleType:
-    """flashattn3.dispatch.kernel_configs without flashattn3, whose __init__ imports torch."""
-    path = ROOT / "flashattn3" / "dispatch" / "kernel_configs.py"
-    spec = importlib.util.spec_from_file_location("flashattn3_kernel_configs", path)
+    return _load("dispatch", "kernel_configs")
+
+
+def _load(folder: str, name: str) -> ModuleType:
+    """A module of flashattn3 without flashattn3, whose __init__ imports torch."""
+    path = ROOT / "flashattn3" / folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"flashattn3_{name}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses looks for it
     spec.loader.exec_module(module)
@@ -28,7 +33,8 @@ def load_kernel_configs() -> ModuleType:
 def write_units(folder: Path, pattern: str) -> list[Path]:
     """Write the units of the configs that match the glob, and the registry; return their paths.
 
-    Units of other configs are deleted; their objects stay for the next build.
+    Units of other configs are deleted; their objects stay for the next build. LIMITS_HEADER is
+    written beside the units.
     """
     table = load_kernel_configs()
     configs = table.matching(pattern)
@@ -40,12 +46,35 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
             present.unlink()
     for name, text in texts.items():
         write_if_changed(folder / name, text)
+    write_if_changed(folder / LIMITS_HEADER, limits_header(table.MAX_HEAD_DIM))
     return [folder / name for name in texts]
 
 
 def write_if_changed(path: Path, text: str) -> None:
     if not path.is_file() or path.read_text() != text:
         path.write_text(text)
+
+
+def limits_header(max_head_dim: int) -> str:
+    """The limits of block quantization as C++ constants."""
+    limits = _load("call", "quantization_limits")
+    *first, last = map(str, limits.BLOCKS)
+    return f"""// Written by the build from flashattn3/call/quantization_limits.py.
+#pragma once
+
+namespace flashattn3::quantize {{
+
+constexpr float kLargestE4m3 = {limits.LARGEST["e4m3"]}f;
+constexpr float kLargestInt8 = {limits.LARGEST["int8"]}f;
+constexpr float kSmallestScale = {limits.SMALLEST_DESCALE.hex()}f;
+constexpr int kBlocks[] = {{{", ".join([*first, last])}}};
+constexpr char kBlocksText[] = "{", ".join(first)} or {last}";
+constexpr int kSample = {limits.SAMPLE};
+constexpr float kSignificant = {float(limits.SIGNIFICANT)}f;
+constexpr int kMaxHeadDim = {max_head_dim};
+
+}}  // namespace flashattn3::quantize
+"""
 
 
 def unit(config) -> str:

@@ -1,6 +1,6 @@
-"""What tests/test_host_library.py runs: eager calls with gradients over the operator library that
-is linked with a CUDA runtime without a GPU. CPU tensors count as a GPU's. No kernel runs, so the
-checks read what an operator passes to the driver, never a result.
+"""What tests/test_host_library.py runs: eager calls with gradients, and appends, over the operator
+library that is linked with a CUDA runtime without a GPU. CPU tensors count as a GPU's. No kernel
+runs, so the checks read what an operator passes to the driver, never a result.
 
 python tests/host_checks.py LIBRARY [--time]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import partial
 from pathlib import Path
 from timeit import repeat
 
@@ -21,9 +22,12 @@ from helpers import H100, WITHOUT_HOPPER
 from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
-from flashattn3 import flash_attn_func, flash_attn_varlen_func, ops
+from flashattn3 import append_kvcache, flash_attn_func, flash_attn_varlen_func, ops
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
+from flashattn3.backends.hopper.kvcache import HopperCacheBackend
+from flashattn3.backends.hopper.library import find_library
+from flashattn3.kvcache import ops as kvcache
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 OWN_NODE = "_AttentionBackward"
@@ -187,6 +191,44 @@ def check_python_work(host):
 
     out = flash_attn_func(*leaves, causal=True)
     assert work_of_backward(out) <= work_of_backward(leaves[0] + leaves[1].sum()) + 1
+
+
+def check_the_grid_of_an_append(host):
+    """A kernel without shared memory of its choice: CTAs of K, V and q, then of attention."""
+    backend = HopperCacheBackend(HopperBackend(library=find_library, only_measured=False))
+    kvcache.CACHE_BACKENDS, kvcache.describe_device = (backend,), lambda device: H100
+    kvcache.is_checked = lambda device: False
+
+    def launches_of(call):
+        host.host_log(True)
+        call()
+        events = [line.split() for line in host.host_events().decode().splitlines()]
+        host.host_log(False)
+        return [list(map(int, words[1:])) for words in events if words[0] == "launch"]
+
+    def tensors(batch, seqlen, d, heads=8):
+        return [torch.zeros(batch, n, heads, d).bfloat16() for n in (seqlen, seqlen, 99, 99)]
+
+    def append(k, v, k_cache, v_cache, **named):
+        call = partial(append_kvcache, k, v, k_cache, v_cache, cache_seqlens=5, **named)
+        return launches_of(call)
+
+    # A CTA takes tokens of 1024 vectors; where a tensor has few tokens, one.
+    assert append(*tensors(64, 1, 128)) == [[64 + 64, 256, 0]]
+    assert append(*tensors(8, 1024, 128)) == [[2 * 8192 // 8, 256, 0]]
+    assert append(*tensors(2, 4096, 36, 1)) == [[2 * 1171, 256, 0]]  # of 7 tokens
+    assert append(*tensors(3, 0, 64)) == append(*tensors(0, 2, 64)) == []
+    table = torch.zeros(99, 64)
+    q = torch.zeros(64, 1, 32, 128).bfloat16()
+    new = tensors(64, 1, 128)
+    rotary = {"rotary_cos": table, "rotary_sin": table}
+    assert append(*new, **rotary, q=q) == [[3 * 64, 256, 0]]
+    # In halves a thread takes two vectors of each of two heads.
+    whole = tensors(1, 8192, 128)
+    assert append(*whole, **rotary, rotary_interleaved=False) == [[2048, 256, 0]]
+    assert append(*tensors(1, 8192, 128, 16), **rotary, rotary_interleaved=False) == [
+        [4096, 256, 0]
+    ]
 
 
 def vars_saved(node):

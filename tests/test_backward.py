@@ -59,7 +59,13 @@ def test_gradient_of_one_output_alone(name, backend, which, device):
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("name", ["gqa-2", "dim-72-40", "varlen-causal-cross", "layout-bhsd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gqa-2", "dim-72-40", "varlen-causal-cross", "layout-bhsd"),
+        *("dim-192", "dim-192-64", "dim-136-128", "varlen-dim-192", "varlen-dim-192-128"),
+    ],
+)
 def test_deterministic_gradients_are_right_too(name, backend, device):
     case = case_named(name)
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)

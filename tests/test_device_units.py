@@ -3,8 +3,8 @@
 Each header has a file of tests. The program compiles without a GPU, and its tests of block ranges,
 tile order, shares of work, lengths, descales and register coordinates run on the host.
 
-And kernels on the CPU: tests/device/decode_emulation.cpp, forward_emulation.cpp (of cached calls)
-and backward_emulation.cpp.
+And kernels on the CPU: tests/device/append_emulation.cpp, decode_emulation.cpp,
+forward_emulation.cpp (of cached calls) and backward_emulation.cpp.
 """
 
 from __future__ import annotations
@@ -131,6 +131,15 @@ def test_decode_on_the_cpu(decode_emulation, options):
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
     cases = int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1])
     assert cases == 15 if options else cases > 40
+
+
+@pytest.mark.slow
+def test_appends_on_the_cpu(checkout):
+    """Random problems, ten seconds of them and of the compiler."""
+    code, lines = run(build(checkout, "append_emulation"), "1000")
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    assert lines[-1] == "1000 cases, 0 failed"
+    assert int(re.fullmatch(r"(\d+) with vectors of K", lines[-2])[1]) > 300
 
 
 @pytest.mark.slow

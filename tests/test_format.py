@@ -11,6 +11,12 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+if not (ROOT / "build_support").is_dir():
+    pytest.skip("needs a checkout", allow_module_level=True)
+sys.path.insert(0, str(ROOT))
+
+from build_support import reading
+
 SOURCES = [
     path
     for folder in ("csrc", "tests/device")
@@ -72,3 +78,27 @@ def test_sources_have_the_sizes_that_the_readme_promises():
         too_long += [f"{name}:{at}: {n} lines" for at, n in lengths.items() if n >= int(function)]
     assert functions > 300
     assert too_long == []
+
+
+def test_the_forward_is_read_in_the_sizes_that_the_readme_promises():
+    readme = " ".join((ROOT / "csrc" / "README.md").read_text().split())
+    sizes = r"at most (\d+) files and ([\d,]+) lines"
+    promised = re.search(
+        rf"the main loop for 16-bit inputs is read in {sizes}, the whole 16-bit forward in {sizes}",
+        readme,
+    ).groups()
+    most = [int(number.replace(",", "")) for number in promised]
+    loop, whole = reading.main_loop(), reading.whole_forward()
+    assert "tile/gemm.cuh" in loop and loop.keys() < whole.keys()
+    found = [len(loop), sum(loop.values()), len(whole), sum(whole.values())]
+    assert all(n <= bound for n, bound in zip(found, most, strict=True)), (found, most)
+
+
+def test_q_crosses_the_files_that_the_readme_lists():
+    """Each file of the path names q, and the table has them in order."""
+    table = re.findall(r"^\| `(\S+)` \| .*$", (ROOT / "csrc" / "README.md").read_text(), re.M)
+    listed = [name for name in table if "." in name]
+    assert tuple(listed) == reading.PATH_IN_CSRC
+    for name in reading.PATH_IN_CSRC[:-1]:
+        assert re.search(r"\b\w*[._]?q(_desc)?\b", (ROOT / "csrc" / name).read_text()), name
+    assert len(reading.PATH_IN_PYTHON) + len(reading.PATH_IN_CSRC) <= 12

@@ -90,6 +90,7 @@ LONG = {
         ),
         dense("window", (2000, 2000), (4, 1), window=(300, 100)),
         dense("softcap", (1500, 1500), (2, 2), (128, 128), softcap=20.0),
+        dense("d192-128", (1500, 1900), (4, 2), (192, 128), causal=True),
         dense("narrow", (1300, 1300), (2, 2), (72, 40), causal=True),
         varlen("ragged", (1900, 700, 33), (1500, 900, 700), heads=(4, 2), dims=(128, 128)),
         varlen("ragged-causal", (900, 1, 700), (1500, 900, 700), heads=(4, 2), causal=True),

@@ -118,7 +118,7 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_config):
     dtype = DTYPES[kernel_config.dtype]
     longest = kernel_config.max_seqlen_k or 4096
-    tensors = qkv(kernel_config.head_dim, dtype=dtype, seqlen_k=longest)
+    tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype, seqlen_k=longest)
     careful = hopper(only_measured=True)
     found = plan(tensors, careful, causal=kernel_config.masked)
     assert found.backend.name == ("hopper" if kernel_config.measured else "triton")
@@ -132,7 +132,8 @@ def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_confi
 
 # Head dims of q and v → that of the gradient's row.
 GOLDEN_GRADIENT = {(8, 8): 64, (64, 64): 64, (65, 65): 96, (128, 64): 128, (64, 128): 128}
-GOLDEN_GRADIENT |= {(192, 128): 256, (64, 136): 256, (256, 256): 256}
+GOLDEN_GRADIENT |= {(136, 64): 192, (192, 128): 192, (192, 136): 192, (64, 136): 192}
+GOLDEN_GRADIENT |= {(192, 192): 192, (200, 64): 256, (64, 200): 256, (256, 256): 256}
 
 
 @pytest.mark.parametrize("dims", GOLDEN_GRADIENT, ids=str)
@@ -141,7 +142,7 @@ def test_the_gradient_gets_a_row_or_triton(dims, dtype):
     for options in ({}, {"causal": True}, {"deterministic": True}, {"sm_margin": 8}):
         config = plan(qkv(*dims, dtype=dtype), **options).launch.config
         name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        kernel_config = select_backward_config(name, max(dims))
+        kernel_config = select_backward_config(name, *dims)
         assert (kernel_config.dtype, kernel_config.head_dim) == (name, GOLDEN_GRADIENT[dims])
         assert (
             config.gradient_config == kernel_config
@@ -156,7 +157,7 @@ def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
     kernel_config, monkeypatch
 ):
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kernel_config.dtype]
-    tensors = qkv(kernel_config.head_dim, dtype=dtype)
+    tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype)
     for measured in ("", "H100, 2026-11-22"):
         now = replace(kernel_config, measured=measured)
         monkeypatch.setattr(
@@ -170,12 +171,12 @@ def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
 
 
 def test_a_gradient_whose_row_is_not_in_the_build_runs_on_triton():
-    some = hopper(ALL_CONFIGS - {select_backward_config("bf16", 64).name})
+    some = hopper(ALL_CONFIGS - {select_backward_config("bf16", 64, 64).name})
     assert plan(qkv(64), some, backend="hopper").launch.config.gradient_config is None
     assert plan(qkv(128), some).launch.config.gradient_config is not None
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
 def test_the_gradient_of_a_softcap_too_small_for_the_kernels_runs_on_triton(head_dim):
     assert plan(qkv(head_dim), softcap=0.02).launch.config.gradient_config is not None
     assert plan(qkv(head_dim), softcap=0.01).launch.config.gradient_config is None
@@ -186,7 +187,9 @@ def test_explain_says_which_kernels_leave_sms_free():
         plan(qkv(128), sm_margin=4).launch.config.describe()["sm_margin applies to"]
         == "forward and gradient"
     )
-    assert plan(qkv(256), sm_margin=4).launch.config.describe()["sm_margin applies to"] == "forward"
+    for dims in ((192, 128), (192, 192), (256, 256)):
+        described = plan(qkv(*dims), sm_margin=4).launch.config.describe()
+        assert described["sm_margin applies to"] == "forward"
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
@@ -280,7 +283,7 @@ def test_a_row_that_was_left_out_of_the_build_is_named():
         kernel_config.name for kernel_config in all_configs() if kernel_config.head_dim == 128
     )
     found = plan(qkv(64), hopper(some), causal=True)
-    kernel_config = select_forward_config("bf16", 64, True, seqlen_k=1024)
+    kernel_config = select_forward_config("bf16", 64, 64, True, seqlen_k=1024)
     assert found.backend.name == "triton"
     assert found.declined == (
         ("hopper", f"kernel config {kernel_config.name} is not in this build (FLASHATTN3_KERNELS)"),
@@ -666,9 +669,10 @@ def test_a_gradient_that_has_a_row_does_not_touch_triton(kernel_config, monkeypa
 
     monkeypatch.setattr(TritonBackend, "backward", never)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kernel_config.dtype]
+    d, dv = kernel_config.head_dim, kernel_config.head_dim_v
     tensors = [
-        torch.randn(2, 300, 4, kernel_config.head_dim, device="cuda", dtype=dtype).requires_grad_()
-        for _ in range(3)
+        torch.randn(2, 300, 4, columns, device="cuda", dtype=dtype).requires_grad_()
+        for columns in (d, d, dv)
     ]
     assert explain(*tensors, backend="hopper").config["gradient"] == kernel_config.name
     out = flash_attn_func(*tensors, backend="hopper")

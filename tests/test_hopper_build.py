@@ -6,6 +6,7 @@ Nothing here needs a GPU. The tests of a real build need nvcc, ninja and the CUT
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))  # an installed package does not bring the build a
 from build_support import device_checks, ptxas, toolchain, units
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
 from flashattn3.backends.hopper.library import find_library, kernel_info
+from flashattn3.call import quantization_limits
 from flashattn3.dispatch.device import SHARED_MEMORY_KIB
 from flashattn3.dispatch.kernel_configs import (
     CACHED_FORWARD_CONFIGS,
@@ -95,9 +97,28 @@ def test_a_subset_keeps_the_places_and_untouched_files_their_time(tmp_path):
     kept = tmp_path / f"{FORWARD_CONFIGS[0].name}.cu"
     before = kept.stat().st_mtime_ns
     paths = units.write_units(tmp_path, FORWARD_CONFIGS[0].name)
-    assert {path.name for path in tmp_path.iterdir()} == {kept.name, "registry.cpp"}
+    written = {kept.name, "registry.cpp", units.LIMITS_HEADER}
+    assert {path.name for path in tmp_path.iterdir()} == written
     assert kept.stat().st_mtime_ns == before
     assert paths[-1].read_text().count("nullptr") == len(all_configs()) - 1
+
+
+def test_the_limits_of_quantization_stand_in_python_alone(tmp_path):
+    units.write_units(tmp_path, FORWARD_CONFIGS[0].name)
+    header = (tmp_path / units.LIMITS_HEADER).read_text()
+    found = dict(re.findall(r"constexpr \w+ (\w+)(?:\[\])? = (.+);", header))
+    largest = quantization_limits.LARGEST
+    assert float(found["kLargestE4m3"].rstrip("f")) == largest["e4m3"] == 448
+    assert float(found["kLargestInt8"].rstrip("f")) == largest["int8"] == 127
+    smallest = float.fromhex(found["kSmallestScale"].rstrip("f"))
+    assert smallest == quantization_limits.SMALLEST_DESCALE == 2.0**-126
+    assert found["kBlocks"] == "{64, 128, 256}" and found["kBlocksText"] == '"64, 128 or 256"'
+    csrc = ROOT / "csrc"
+    sources = [*(csrc / "quantize").iterdir(), csrc / "launch" / "quantize.cu"]
+    text = "".join(path.read_text() for path in sources)
+    for name in found:
+        assert re.search(rf"\b{name}\b", text), name
+        assert not re.search(rf"\b(float|int|char) {name}\b", text), name
 
 
 @pytest.mark.parametrize("check", device_checks.KINDS)

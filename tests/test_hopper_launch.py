@@ -48,20 +48,20 @@ def built(config):
     return config
 
 
-def qkv(batch=2, seqlen_q=512, seqlen_k=512, heads=(8, 4), d=64, dtype=torch.bfloat16):
+def qkv(batch=2, seqlen_q=512, seqlen_k=512, heads=(8, 4), d=64, dv=None, dtype=torch.bfloat16):
     q = torch.zeros(batch, seqlen_q, heads[0], d, dtype=dtype)
-    k, v = (torch.zeros(batch, seqlen_k, heads[1], d, dtype=dtype) for _ in range(2))
+    k, v = (torch.zeros(batch, seqlen_k, heads[1], n, dtype=dtype) for n in (d, dv or d))
     return Tensors(q, k, v)
 
 
 def prepared(tensors, prepare=forward_launch, device=H100, **options):
     problem = problem_of(tensors, **options)
-    name = DTYPES[problem.dtype]
+    name, dims = DTYPES[problem.dtype], (problem.head_dim, problem.head_dim_v)
     if prepare is forward_launch:
         seqlen_k = problem.seqlen_k
-        config = select_forward_config(name, problem.head_dim, problem.masked, seqlen_k)
+        config = select_forward_config(name, *dims, problem.masked, seqlen_k)
     else:
-        config = select_backward_config(name, problem.head_dim)
+        config = select_backward_config(name, *dims)
     return prepare(problem, device, built(config), LIBRARY)
 
 
@@ -114,6 +114,20 @@ def test_a_gradient_tells_its_workspace():
     assert launch.shared_memory_bytes == 3072 + inputs + scores + dq
 
 
+@pytest.mark.parametrize("dv", [64, 128, 160, 192])
+@pytest.mark.parametrize("d", [136, 192])
+def test_a_gradient_of_192_columns_tells_its_workspace(d, dv):
+    for options in ({}, {"deterministic": True}, {"causal": True, "sm_margin": 20}):
+        launch = prepared(qkv(d=d, dv=dv), backward_launch, **options)
+        rows, columns = 2 * 8 * 512, 192 + 2  # dq_accum, lse, delta
+        counters = 4 * rows // 64 + 1 + 2 * 4  # dq_semaphore, tile_semaphore, tiles_done
+        assert launch.workspace_bytes == 4 * (rows * columns + counters)
+        assert launch.num_ctas == 2 * 2 * 4 * 4  # two for each block of 128 keys
+        # SharedStorage; K and two Q; V and two dO; quarters of K; two P, dS and other dS
+        q, v, scores = 3 * 64 * 384, 3 * 64 * (256 if dv <= 128 else 384), 6 * 64 * 64 * 2
+        assert launch.shared_memory_bytes == 3072 + q + v + 4 * 8192 + scores
+
+
 def test_8_bits_promote_in_a_workspace_only_where_they_promote():
     long, short = (qkv(seqlen_k=n, dtype=FP8) for n in (4096, 512))
     thread = 16 * (64 // 8 + 1 + 64 // 16)
@@ -150,14 +164,15 @@ RECORD = LaunchRecord(2, *[512] * 4, 8, 4, 64, 64, False, 0.125, 0.0, -1, -1, 13
     ids=str,
 )
 def test_what_a_kernel_does_not_take_is_refused_once(changes, said):
-    config = built(select_forward_config("bf16", 64, False, 512))
+    config = built(select_forward_config("bf16", 64, 64, False, 512))
     with pytest.raises(RuntimeError, match=re.escape(said)):
         LIBRARY.prepare_forward(FORWARD_CONFIGS.index(config), *RECORD._replace(**changes))
 
 
 def test_a_config_that_is_not_there_is_refused():
-    built(select_forward_config("bf16", 64, False, 512))
-    with pytest.raises(RuntimeError, match="kernel: config must be below 40, got 40"):
+    built(select_forward_config("bf16", 64, 64, False, 512))
+    count = len(FORWARD_CONFIGS)
+    with pytest.raises(RuntimeError, match=f"kernel: config must be below {count}, got {count}"):
         LIBRARY.prepare_forward(len(FORWARD_CONFIGS), *RECORD)
     absent = [c.name for c in FORWARD_CONFIGS if c.name not in LIBRARY.configs]
     if absent:

@@ -1,4 +1,5 @@
-"""Eager calls with gradients over the compiled operators, without a GPU: tests/host_checks.py."""
+"""Eager calls with gradients, and appends, over the compiled operators, without a GPU:
+tests/host_checks.py."""
 
 from __future__ import annotations
 
@@ -35,4 +36,4 @@ def run(*command: object) -> subprocess.CompletedProcess:
 def test_calls_reach_the_driver():
     built = run("-m", "build_support", HOST_LIBRARY).stdout.splitlines()[-1]
     done = run(ROOT / "tests" / "host_checks.py", built)
-    assert done.stdout.count("check_") == 8
+    assert done.stdout.count("check_") == 9

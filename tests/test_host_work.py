@@ -125,7 +125,7 @@ def both_passes(tensors):
 
 # Bounds are a quarter above the counts, which vary with the versions of torch and Python.
 FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 41, 44, 109, 134, 66
-CACHED, CACHED_ON_HOPPER = 115, 60
+CACHED, CACHED_ON_HOPPER, APPEND_ON_HOPPER = 115, 60, 126
 
 
 def test_forward_on_hopper(on_hopper):
@@ -186,8 +186,8 @@ def test_a_cached_call_on_triton(length, compiled):
 @pytest.fixture
 def cached_on_hopper(monkeypatch):
     """Plan cached calls on CPU tensors for an H100, with an operator that does nothing."""
-    library = library_double(decode=lambda *_: None)
-    hopper = HopperCacheBackend(HopperBackend(library=lambda: library))
+    library = library_double(decode=lambda *_: None, append=lambda *_: None)
+    hopper = HopperCacheBackend(HopperBackend(library=lambda: library, only_measured=False))
     backends = (hopper, *kvcache.CACHE_BACKENDS[1:])
     monkeypatch.setattr(kvcache, "CACHE_BACKENDS", backends)
     monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
@@ -207,6 +207,18 @@ def test_a_cached_call_on_hopper(length, cached_on_hopper):
     call = flash_attn_with_kvcache
     work = work_of(lambda: call(q, cache, cache, cache_seqlens=next(given)))
     assert work <= CACHED_ON_HOPPER
+
+
+def test_a_cached_call_that_appends_on_hopper(cached_on_hopper):
+    """With rotary tables: two operators."""
+    q, new, cache = (
+        torch.zeros(1, *n, 128, dtype=torch.bfloat16) for n in ((1, 8), (1, 8), (256, 8))
+    )
+    tables, length = torch.zeros(2, 256, 64), torch.tensor([9]).int()
+    named = {"rotary_cos": tables[0], "rotary_sin": tables[1], "cache_seqlens": length}
+    call = flash_attn_with_kvcache
+    work = work_of(lambda: call(q, cache, cache, new, new, **named, causal=True))
+    assert work <= APPEND_ON_HOPPER
 
 
 def test_a_tiny_call_on_a_cpu():

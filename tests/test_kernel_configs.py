@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import FrozenInstanceError, replace
+from itertools import product
 
 import pytest
 from helpers import ROOT
@@ -54,7 +55,7 @@ def test_rows_fit_the_budgets_of_an_sm(config):
     held = (
         config.block_n // 2
         + config.block_n * (1 if config.dtype in EIGHT_BIT else 2) // 8
-        + config.head_dim // 2
+        + config.head_dim_v // 2
     )
     assert held * 128 * config.num_mma_warpgroups < REGISTERS_OF_AN_SM
 
@@ -63,8 +64,10 @@ def test_rows_fit_the_budgets_of_an_sm(config):
 def test_backward_rows_fit_the_budgets_of_an_sm(config):
     assert config.dtype in SIXTEEN_BIT and config.num_stages >= 2
     # dK and dV of 64 keys in float32, for each warpgroup that multiplies; in pairs half of their
-    # columns.
-    assert 2 * 64 * 2 * config.head_dim // (1 + config.uses_cluster2) < REGISTERS_OF_AN_SM
+    # columns, at head dim 192 one of the two.
+    columns = config.head_dim + config.head_dim_v
+    assert 2 * 64 * columns // (1 + config.uses_cluster2) < REGISTERS_OF_AN_SM
+    assert config.schedule == 0
 
 
 def test_the_kernels_are_held_to_the_shared_memory_that_the_backend_asks_for():
@@ -89,27 +92,56 @@ def test_rows_of_8_bits_take_every_block_of_the_interface():
 def test_every_problem_finds_exactly_one_row(dtype, masked):
     for head_dim in range(1, MAX_HEAD_DIM + 1):
         for seqlen_k in (1, 1024, 1025, 1 << 20):
-            config = select_forward_config(dtype, head_dim, masked, seqlen_k)
+            config = select_forward_config(dtype, head_dim, head_dim, masked, seqlen_k)
             assert (config.dtype, config.masked) == (dtype, masked)
             assert config.head_dim == min(d for d in HEAD_DIMS[dtype] if d >= head_dim)
             assert config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k
-        kin = [(r.dtype, r.head_dim, r.masked, r.max_seqlen_k) for r in FORWARD_CONFIGS]
-        assert kin.count((dtype, config.head_dim, masked, None)) == 1
-    assert select_forward_config(dtype, MAX_HEAD_DIM + 1, masked, 1) is None
+        kin = [
+            (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k) for r in FORWARD_CONFIGS
+        ]
+        assert kin.count((dtype, config.head_dim, config.head_dim_v, masked, None)) == 1
+    assert select_forward_config(dtype, MAX_HEAD_DIM + 1, 1, masked, 1) is None
+    assert select_forward_config(dtype, 1, MAX_HEAD_DIM + 1, masked, 1) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_16_bits_find_the_smallest_row(dtype):
     largest = max(config.head_dim for config in BACKWARD_CONFIGS)
-    for head_dim in range(1, largest + 1):
-        config = select_backward_config(dtype, head_dim)
+    kin = [(r.head_dim, r.head_dim_v) for r in BACKWARD_CONFIGS if r.dtype == dtype]
+    assert len(set(kin)) == len(kin)
+    dims = (1, 8, 64, 65, 96, 97, 128, 129, 136, 160, 191, 192, 193, 256)
+    for d, dv in product(dims, dims):
+        config = select_backward_config(dtype, d, dv)
         if dtype in EIGHT_BIT:
             assert config is None
             continue
-        kin = [r.head_dim for r in BACKWARD_CONFIGS if r.dtype == dtype]
-        assert (config.dtype, config.head_dim) == (dtype, min(d for d in kin if d >= head_dim))
-        assert kin.count(config.head_dim) == 1
-    assert select_backward_config(dtype, largest + 1) is None
+        assert config.dtype == dtype
+        assert (config.head_dim, config.head_dim_v) == min(
+            r for r in kin if r[0] >= d and r[1] >= dv
+        )
+    assert select_backward_config(dtype, largest + 1, 1) is None
+    assert select_backward_config(dtype, 1, largest + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("dims", "of"),
+    [
+        ((129, 128), (192, 128)),
+        ((160, 64), (192, 128)),
+        ((192, 128), (192, 128)),
+        ((160, 160), (192, 192)),
+        ((192, 129), (192, 192)),
+        ((192, 192), (192, 192)),
+        ((64, 136), (192, 192)),
+        ((128, 128), (128, 128)),
+        ((193, 64), (256, 256)),
+        ((64, 193), (256, 256)),
+    ],
+    ids=str,
+)
+def test_gradients_compare_both_head_dims(dims, of):
+    config = select_backward_config("bf16", *dims)
+    assert (config.head_dim, config.head_dim_v) == of and config.measured
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,7 +174,7 @@ def test_only_forward_rows_of_cached_calls_are_cached():
 
 def test_a_row_for_short_sequences_goes_before_one_for_all():
     short = next(config for config in FORWARD_CONFIGS if config.max_seqlen_k is not None)
-    of = (short.dtype, short.head_dim, short.masked)
+    of = (short.dtype, short.head_dim, short.head_dim_v, short.masked)
     assert select_forward_config(*of, short.max_seqlen_k) is short
     assert select_forward_config(*of, short.max_seqlen_k + 1).max_seqlen_k is None
 

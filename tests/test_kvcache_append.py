@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import CACHE_BACKENDS as BACKENDS
-from helpers import GPU
+from helpers import GPU, TRITON_DTYPES
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.kvcache import ops
@@ -161,6 +161,72 @@ def test_append(case, backend, device):
         assert torch.equal(found.cpu()[~written], old.cpu()[~written]), "slots that are not new"
         error = (found.double().cpu() - right).abs()
         assert (error <= right.abs() * 2.0**-11 + 2.0**-20).all(), float(error.max())
+
+
+# head dims of k and v, interleaved pairs, rotated columns, page size, whether tokens have gaps
+# between them: a GPU moves whole vectors or single columns.
+SHAPES = (
+    (128, 128, True, 128, 16, False),
+    (128, 128, False, 128, 0, False),
+    (64, 128, False, 32, 1, False),
+    (64, 32, True, 24, 16, False),
+    (256, 256, False, 256, 64, True),
+    (96, 40, False, 96, 0, False),
+    (80, 80, True, 20, 16, False),
+    (40, 36, False, 40, 3, True),
+)
+
+
+@pytest.mark.parametrize("tables", ["float32", "16 bits"])
+@pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_appends_of_every_layout(shape, backend, dtype, tables, device):
+    """Varlen keys and queries of many heads, against the same append in float64."""
+    dim, dim_v, interleaved, rotary_dim, page_size, gaps = shape
+    new = (700, 0, 1, 2048, 33) if GPU else (3, 0, 1)
+    heads, capacity = (4, 2304) if GPU else (2, 128)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        wide = torch.randn(*shape[:-1], shape[-1] + 4 * gaps, generator=generator)
+        return wide.to(device, dtype)[..., : shape[-1]]
+
+    batch, total = len(new), sum(new)
+    width = capacity // page_size if page_size else 1
+    lead = (batch * width, page_size) if page_size else (batch, capacity)
+    caches = [normal(*lead, heads, d) for d in (dim, dim_v)]
+    k, v, q = (normal(total, h, d) for h, d in ((heads, dim), (heads, dim_v), (3 * heads, dim)))
+    angles = torch.rand(2 * capacity, rotary_dim // 2, generator=generator) * 6
+    cos, sin = (x.to(device, torch.float32) for x in (angles.cos(), angles.sin()))
+    if tables == "16 bits":
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    edges = torch.tensor([0, *new]).cumsum(0).int().to(device)
+    arguments = {
+        "cache_seqlens": torch.tensor([5] * batch, dtype=torch.int32, device=device),
+        "cu_seqlens_k_new": edges,
+        "cu_seqlens_q": edges,
+        "rotary_interleaved": interleaved,
+    }
+    if page_size:
+        pages = torch.randperm(batch * width, generator=generator).int()
+        arguments["page_table"] = pages.view(batch, width).to(device)
+    wanted = [x.double() for x in caches]
+    right = append_kvcache(
+        k.double(), v.double(), *wanted, q=q.double(), rotary_cos=cos.float(),
+        rotary_sin=sin.float(), **arguments, backend="reference",
+    )  # fmt: skip
+    before = [x.clone() for x in caches]
+    found = append_kvcache(
+        k, v, *caches, q=q, rotary_cos=cos, rotary_sin=sin, **arguments, backend=backend
+    )
+    unit = torch.finfo(dtype).eps / 2
+    for got, truth in ((found, right), *zip(caches, wanted, strict=True)):
+        error = (got.double() - truth).abs()
+        assert (error <= truth.abs() * unit + 2.0**-20).all(), float(error.max())
+    for got, truth, old in zip(caches, wanted, before, strict=True):
+        kept = truth == old.double()
+        assert torch.equal(got[kept], old[kept]) and not kept.all(), "slots that are not new"
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -44,12 +44,9 @@ from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import explanation, ops
 from flashattn3.kvcache.metadata import HEADER, MAGIC, PER_SEQUENCE
 from flashattn3.kvcache.problem import (
-    AppendOptions,
-    AppendTensors,
     CombineProblem,
     DecodeOptions,
     DecodeTensors,
-    describe_append,
     describe_decode,
     metadata_of,
 )
@@ -169,15 +166,7 @@ def test_without_the_library_triton_serves_hopper():
     assert reason == "kernel config decode_bf16_d128_64x1 is not in this build (FLASHATTN3_KERNELS)"
 
 
-def test_appends_and_combinations_run_on_triton():
-    like = tensors_of(seqlen_q=1)
-    new = like.q[:, :, :8]
-    appended = AppendTensors(new, new, like.k_cache, like.v_cache, cache_seqlens=like.q[:, 0, 0, 0])
-    found = tuple(map(metadata_of, appended))
-    problem = describe_append(found, AppendOptions(backend="hopper"))
-    plan = choose(problem, H100, BACKENDS)
-    assert plan.backend.name == "hopper"
-    assert type(plan.launch) is type(TRITON.prepare(problem, H100))
+def test_combinations_run_on_triton():
     wide = CombineProblem("f", torch.float64, torch.float64, torch.device("cuda"), 8, 8, None)
     said = HOPPER.decline_reason(wide, H100)
     assert said.startswith("runs Triton's kernel for this: takes torch.float16")

@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "call.spec": {"call.arguments", "dispatch.selection", "errors"},
     "call.public": {"call.spec", "dispatch.selection"},
     "call.dtypes": {"dispatch.kernel_configs"},
-    "call.descales": {"errors", "call.dtypes"},
+    "call.quantization_limits": set(),
+    "call.descales": {"errors", "call.dtypes", "call.quantization_limits"},
     "call.value_checks": {"errors"},
     "call.inputs": {
         "call.arguments",
@@ -94,6 +95,7 @@ MAY_IMPORT = {
         "dispatch.backend",
         "dispatch.kernel_configs",
     },
+    "backends.hopper.append_launch": {"call.dtypes", "dispatch.kernel_configs"},
     "backends.hopper.library": {
         "backends.hopper.launch_record",
         "dispatch.kernel_configs",
@@ -159,6 +161,7 @@ MAY_IMPORT = {
     "backends.triton.tile_configs": set(),
     # Cached calls have a backend of their own beside each of the others.
     "backends.hopper.kvcache": {
+        "backends.hopper.append_launch",
         "backends.hopper.backend",
         "backends.hopper.decode_launch",
         "backends.triton.kvcache",
@@ -239,6 +242,7 @@ MAY_IMPORT = {
         "quantization",
         "call.descales",
         "call.dtypes",
+        "call.quantization_limits",
         "dispatch.kernel_configs",
     },
     "quantization.dispatch": {
@@ -251,7 +255,12 @@ MAY_IMPORT = {
         "call.descales",
         "call.dtypes",
     },
-    "quantization.triton_launch": {"quantization", "call.dtypes", "backends.triton.kernels"},
+    "quantization.triton_launch": {
+        "quantization",
+        "call.dtypes",
+        "call.quantization_limits",
+        "backends.triton.kernels",
+    },
     "operator_rules": {"call.inputs"},
     "ops": {
         "operator_rules",
@@ -312,6 +321,7 @@ TORCH_FREE = (
     "dispatch.planner",
     "dispatch.kernel_configs",
     "dispatch.backend",
+    "call.quantization_limits",
     "backends.triton.tile_configs",
 )
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
@@ -481,7 +491,7 @@ def test_no_core_module_waits_for_a_device_or_leaves_the_process(name):
 # csrc: ptx ← tile ← attention ← the kernels' folders ← launch ← torch_binding, and torch's headers
 # only in the last.
 CSRC_PRIMITIVES = {"ptx", "tile", "attention"}
-CSRC_KERNELS = ("forward", "backward", "decode", "quantize", "varlen")
+CSRC_KERNELS = ("forward", "backward", "decode", "append", "quantize", "varlen")
 CSRC_MAY_INCLUDE = {
     "ptx": {"ptx"},
     "tile": {"ptx", "tile"},

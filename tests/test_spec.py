@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import GPU, ROOT
 
 import flashattn3
 from flashattn3.call import inputs, spec
@@ -160,15 +162,53 @@ PRODUCT = [
     for path in sorted((ROOT / "flashattn3").rglob("*.py"))
     if not {"bench", "testing"} & {*path.relative_to(ROOT).parts}
 ]
-# Together with csrc's 4, 2 and 3 files at most 9 name an option, prose included.
-MOST_FILES = {"softcap": 5, "sm_margin": 7, "seqused_k": 6}
+CSRC = [path for path in sorted((ROOT / "csrc").rglob("*.*")) if path.suffix != ".md"]
+# Files of the package and of csrc that name an option, prose included: at most 9 together.
+MOST_FILES = {"softcap": (5, 4), "sm_margin": (7, 2), "seqused_k": (5, 2)}
 
 
 @pytest.mark.parametrize("option", MOST_FILES)
 def test_few_files_name_an_option(option):
     """A new option is a field of call/spec.py, an argument in api.py, and its use in a backend;
     integrations name what their library names."""
-    naming = [path for path in PRODUCT if re.search(rf"\b{option}\b", path.read_text())]
-    names = [str(path.relative_to(ROOT)) for path in naming]
-    assert {"flashattn3/api.py"} < {*names}
-    assert len(names) <= MOST_FILES[option], names
+    for paths, most in zip((PRODUCT, CSRC), MOST_FILES[option], strict=True):
+        naming = [path for path in paths if re.search(rf"\b{option}\b", path.read_text())]
+        names = [str(path.relative_to(ROOT)) for path in naming]
+        assert len(names) <= most, names
+        assert paths is CSRC or "flashattn3/api.py" in names
+
+
+# After autograd.py and ops.py: the reference stands for Hopper's launch.py; Triton's kernel follows
+# in backends/triton/kernels/forward.py, the seventh file.
+LAST_FILES = {
+    "reference": ["backends/reference/backend.py"],
+    "triton": ["backends/triton/launch.py", "backends/triton/kernels/launch.py"],
+}
+
+
+@pytest.mark.parametrize("backend", LAST_FILES)
+def test_q_crosses_few_files_of_python(backend):
+    if not (ROOT / "build_support").is_dir():
+        pytest.skip("needs a checkout")
+    sys.path.insert(0, str(ROOT))
+    from build_support.reading import PATH_IN_PYTHON
+
+    device = "cuda" if GPU and backend == "triton" else "cpu"  # else Triton interprets
+    q = torch.randn(1, 8, 2, 16, dtype=torch.float16, device=device)
+    package = Path(flashattn3.__file__).parent
+    crossed = []
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        values = [*frame.f_locals.values()]
+        values += [x for value in values if isinstance(value, (tuple, list)) for x in value]
+        if event == "call" and path.is_relative_to(package) and any(x is q for x in values):
+            crossed.append(str(path.relative_to(package)))
+
+    flashattn3.flash_attn_func(q, q, q, backend=backend)  # the plan, the compiled kernel
+    sys.setprofile(note)
+    try:
+        flashattn3.flash_attn_func(q, q, q, backend=backend)
+    finally:
+        sys.setprofile(None)
+    assert list(dict.fromkeys(crossed)) == [*PATH_IN_PYTHON[:-1], *LAST_FILES[backend]]

@@ -5,8 +5,10 @@
 #include <cstdint>
 
 #include "ptx/approximations.cuh"
+#include "ptx/convert_fp8.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
+#include "tile/gemm_int8.cuh"
 
 namespace flashattn3 {
 
@@ -25,6 +27,14 @@ struct alignas(16) KvDescales {
   float shift[kGroups];  // int8: divided by kInt8Bias
   uint32_t special;
 };
+
+// Finds the largest exponent of each row of this thread; exponents may have any sign.
+template <class S, int kCount>
+__device__ __forceinline__ void find_highest(float (&highest)[2], const S (&s)[kCount]) {
+  highest[0] = highest[1] = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], get(s[i]));
+}
 
 // Group of accumulator register i: the columns of all lanes of a register are 8 neighbouring ones.
 template <int kGroupKeys>

@@ -23,10 +23,15 @@ struct CachedKeys {
   const int32_t* cache_batch_idx;   // (batch), or null: batch_idx
   int seqlen_k, seqlen_new;
 
+  // Keys of a sequence without the new ones; at most capacity.
+  __host__ __device__ __forceinline__ int num_cached(int batch_idx) const {
+    const int given = cache_seqlens == nullptr ? seqlen_k : cache_seqlens[batch_idx];
+    return min(max(given, 0), capacity);
+  }
+
   // Keys of a sequence, cached and new; at most capacity.
   __host__ __device__ __forceinline__ int num_keys(int batch_idx) const {
-    const int given = cache_seqlens == nullptr ? seqlen_k : cache_seqlens[batch_idx];
-    const int cached = min(max(given, 0), capacity);
+    const int cached = num_cached(batch_idx);
     int num_new = seqlen_new;
     if (cu_seqlens_k_new != nullptr) {
       num_new = cu_seqlens_k_new[batch_idx + 1] - cu_seqlens_k_new[batch_idx];

@@ -23,33 +23,22 @@ struct Window {
   int left, right;
 };
 
-// Before which key a mask hides all keys: before none, or before one that is known at run time.
-struct NoHiddenKeys {
-  static constexpr int first_key = 0;
-};
-struct HiddenKeys {
-  int first_key;
-};
-
 // Row i sees the keys from max(first_key, i + first) to min(num_keys, i + last + 1) - 1.
-template <class Hidden>
-struct MaskFrom : Hidden {
+struct Mask {
   int num_keys;
   int first;
   int last;
+  int first_key;  // of a cached sequence, whose earlier keys are hidden; else 0
 
-  // window: clipped to the length of the longest sequence of queries or keys, which is as good as
-  // open.
-  static __host__ __device__ __forceinline__ MaskFrom of(int num_rows, int num_keys,
-                                                         int window_left, int window_right,
-                                                         Hidden hidden = {}) {
+  static __host__ __device__ __forceinline__ Mask of(int num_rows, int num_keys,
+                                                     const Window& window, int first_key = 0) {
     const int shift = num_keys - num_rows;  // bottom-right aligned
-    return {hidden, num_keys, shift - window_left, shift + window_right};
+    return {num_keys, shift - window.left, shift + window.right, first_key};
   }
 
   // First key that a row sees, and one past the last.
   __host__ __device__ __forceinline__ int begin(int row) const {
-    return max(Hidden::first_key, row + first);
+    return max(first_key, row + first);
   }
   __host__ __device__ __forceinline__ int end(int row) const {
     return min(num_keys, row + last + 1);
@@ -73,14 +62,11 @@ struct MaskFrom : Hidden {
   }
 };
 
-using Mask = MaskFrom<NoHiddenKeys>;
-using CachedMask = MaskFrom<HiddenKeys>;  // of a cached sequence, whose first keys may be hidden
-
 // Sets the scores of keys that a row does not see to -inf. row: of the thread's register 0
 // (fragment.h). first_key: of the tile. kMasked: false hides only keys past the end of the
 // sequence.
-template <int kN, bool kMasked, class S, class Hidden>
-__device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const MaskFrom<Hidden>& mask, int row,
+template <int kN, bool kMasked, class S>
+__device__ __forceinline__ void mask_scores(S (&s)[kN / 2], const Mask& mask, int row,
                                             int first_key) {
   // The key of register 0; those of other registers are compile-time distances from it.
   const int key = first_key + thread_column(threadIdx.x);

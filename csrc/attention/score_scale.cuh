@@ -29,13 +29,10 @@ struct ScoreScale {
 };
 
 struct UniformScale {
-  float factor[1];
+  float factor;
   __device__ __forceinline__ float exponent(float score, int, float row_max) const {
-    return fmaf(score, factor[0], -row_max);
+    return fmaf(score, factor, -row_max);
   }
-  __device__ __forceinline__ void complete(float) {}
-  static __device__ __forceinline__ constexpr int group(int) { return 0; }
-  __device__ __forceinline__ void restart(float score_scale) { factor[0] = score_scale; }
 };
 
 // Returns tanh(x) for the argument 2 * log2(e) * x, with a relative error of 2e-6, which matters

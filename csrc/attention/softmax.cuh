@@ -13,7 +13,6 @@
 #include <cstdint>
 
 #include "ptx/approximations.cuh"
-#include "ptx/convert_fp8.cuh"
 #include "ptx/element.h"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
@@ -74,14 +73,6 @@ struct SoftmaxState {
       set(s[i], a);
       set(s[i + 1], b);
     }
-  }
-
-  // Finds the largest exponent of each row of this thread; exponents may have any sign.
-  template <class S>
-  static __device__ __forceinline__ void find_highest(float (&highest)[2], const S (&s)[kCount]) {
-    highest[0] = highest[1] = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) highest[row_of(i)] = max_or_nan(highest[row_of(i)], get(s[i]));
   }
 
   // Returns whether an exponent of this thread reaches the threshold or is NaN, or a row may see
@@ -167,12 +158,6 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
       sum[1] += part[1];
     }
     return !all_fit;
-  }
-
-  // Packs probabilities as the A operand of the PV GEMM.
-  static __device__ __forceinline__ void pack(Probabilities<kElement, kN>& p,
-                                              const float (&s)[kCount]) {
-    pack_probabilities<kElement, kN>(p, s);
   }
 
   // O and the sums hold 2^(score - row_max_log2).

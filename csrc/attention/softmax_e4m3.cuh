@@ -32,7 +32,7 @@ namespace flashattn3 {
 
 // kN: keys of a tile. kRowsMayBeEmpty: a row may see no key of the first tile. kLowest: lower bound
 // of log2 of a row's largest probability when row_max is set. kInteger: codes are the bits of
-// denormals (fragment.h), so codes and row_max are integers.
+// denormals (gemm_int8.cuh), so codes and row_max are integers.
 template <int kN, bool kRowsMayBeEmpty, int kLowest, bool kInteger>
 struct SoftmaxE4m3 : SoftmaxState<kN, kRowsMayBeEmpty> {
   using Base = SoftmaxState<kN, kRowsMayBeEmpty>;

@@ -17,10 +17,9 @@ namespace flashattn3 {
 struct VarlenSchedule {
   int32_t* workspace;  // 2 * batch + 1; null: all sequences have num_blocks blocks
   int batch;
+  // Arrays of `batch` and of batch + 1 elements.
   __host__ __device__ __forceinline__ int32_t* batch_indices() const { return workspace; }
-  __host__ __device__ __forceinline__ int32_t* first_blocks() const {
-    return workspace + batch;
-  }  // batch + 1
+  __host__ __device__ __forceinline__ int32_t* first_blocks() const { return workspace + batch; }
 };
 
 struct TileSchedulerParams {

@@ -12,8 +12,9 @@ struct Config {
   ElementType dtype;       // of q, k, v, out and their gradients: 16 bits
   int head_dim;            // 64, 96, 128, 192 or 256; TMA fills smaller heads with zeros
   int head_dim_v;          // of v, out and dout: head_dim; with head_dim 192 also 128
-  int num_stages;          // tiles of Q (and of dO) in shared memory, at least 2
+  int num_stages;          // tiles of Q (and of dO) in shared memory, at least 2; specialized: of Q
   int num_mma_warpgroups;  // of a CTA, 64 keys each; with cluster2 2
+  int schedule = 0;        // specialized: order of the loads and of dQ's additions (Schedule)
 };
 
 constexpr int kBlockM = 64;  // queries of a step
@@ -25,6 +26,13 @@ constexpr bool uses_cluster2(const Config& config) { return config.head_dim > 12
 // At 192 columns the two consumer warpgroups of a CTA have roles of their own
 // (specialized/roles.cuh).
 constexpr bool is_specialized(const Config& config) { return config.head_dim == 192; }
+
+// Bits of Config::schedule, for backward_check: no plan selects a kernel config with one of them.
+//   kDoutFirst  dO of a step is loaded before its Q, whose buffer is released later
+//   kAddLate    dQ of the previous step is added after dQ of this step has started: by gradient
+//               warps all of it, by score warps the second half, before the exponentials
+enum Schedule { kDoutFirst = 1, kAddLate = 2 };
+constexpr bool has(const Config& config, Schedule bit) { return (config.schedule & bit) != 0; }
 
 // Keys of a tile.
 constexpr int block_n(const Config& config) {
@@ -43,13 +51,14 @@ constexpr int head_dim_bytes(const Config& config) { return head_dim_bytes(confi
 
 // K, V; stages of Q and of dO; two tiles of dS, keys x queries of a step; for each warpgroup 64
 // rows of dQ in fp32. cluster2: 64 keys of K, of V and of half the columns of the other CTA's K;
-// two Q, one dO; two tiles each of P, dS and the other CTA's dS. Specialized: two dO, and of both
-// CTAs' K a second time half the columns, in two atoms.
+// two Q, one dO; two tiles each of P, dS and the other CTA's dS. Specialized: num_stages Q, two dO,
+// and of both CTAs' K a second time half the columns, in two atoms.
 constexpr int smem_bytes(const Config& config) {
   const int bytes = head_dim_bytes(config), keys = block_n(config);
   if (is_specialized(config)) {
-    return kSharedStorageBytes + (64 + 2 * kBlockM) * (bytes + head_dim_bytes(config.head_dim_v)) +
-           2 * 64 * 2 * 128 + 6 * 64 * kBlockM * 2;
+    return kSharedStorageBytes + (64 + config.num_stages * kBlockM) * bytes +
+           (64 + 2 * kBlockM) * head_dim_bytes(config.head_dim_v) + 2 * 64 * 2 * 128 +
+           6 * 64 * kBlockM * 2;
   }
   if (uses_cluster2(config)) {
     return kSharedStorageBytes + 5 * 64 * bytes / 2 + 3 * kBlockM * bytes + 6 * 64 * kBlockM * 2;

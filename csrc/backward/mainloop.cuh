@@ -18,7 +18,7 @@
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/gemm_mn.cuh"
-#include "tile/zero_fill.cuh"
+#include "tile/tma_load.cuh"
 
 namespace flashattn3::backward {
 
@@ -268,8 +268,7 @@ class Consumer {
     return tile().first_key + threadIdx.x / 32 * kRowsOfWarp;
   }
   __device__ __forceinline__ Mask tile_mask() const {
-    return Mask::of(uniform(tile().num_rows), uniform(tile().num_keys), args_.window.left,
-                    args_.window.right);
+    return Mask::of(uniform(tile().num_rows), uniform(tile().num_keys), args_.window);
   }
 
   const Arguments& args_;

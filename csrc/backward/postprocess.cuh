@@ -41,7 +41,7 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
   const Sequence rows = block.rows;
   const int num_keys = find_sequence(args.seqlens_k, batch_idx).length;
   const BlockRange seen =
-      Mask::of(rows.length, num_keys, args.window.left, args.window.right)
+      Mask::of(rows.length, num_keys, args.window)
           .template n_block_range<64>(first_row, min(first_row + kBlockM, rows.length) - 1);
   if (!uses_cluster2(kConfig)) wait_for_tiles<kConfig>(args, batch_idx, head, num_keys);
   const float4* dq_accum = reinterpret_cast<const float4*>(args.workspace.dq_accum +

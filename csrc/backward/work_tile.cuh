@@ -107,7 +107,7 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   tile.num_keys = keys.length;
   tile.batch_idx = batch_idx;
   tile.row_offset = rows.offset;
-  const Mask mask = Mask::of(rows.length, keys.length, args.window.left, args.window.right);
+  const Mask mask = Mask::of(rows.length, keys.length, args.window);
   tile.m_blocks = m_block_range<kBlockM>(mask, rows.length, tile.first_key,
                                          min(tile.first_key + kBlockN, keys.length) - 1);
   const int num_tiles = (keys.length + kBlockN - 1) / kBlockN;

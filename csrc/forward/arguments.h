@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "attention/cached_keys.cuh"
 #include "attention/descale.cuh"
 #include "attention/mask.cuh"
 #include "attention/score_scale.cuh"
@@ -46,13 +45,6 @@ struct Arguments {
   int head_dim_v;
   Window window;
   ScoreScale score_scale;
-};
-
-// Arguments of cached kernel configs. k and v: (head_dim, slot, heads, page), boxes of 128 bytes of
-// columns x 2^log2_box_rows slots, which divide the page and block_n. seqlens_k is not read.
-struct CachedArguments : Arguments {
-  CachedKeys keys;
-  int log2_box_rows;
 };
 
 }  // namespace flashattn3::forward

@@ -12,6 +12,7 @@ namespace flashattn3::forward {
 struct Config {
   ElementType dtype;         // of q and k; v has it too or is e4m3; out has it or is 16-bit
   int head_dim;              // 64, 96, 128, 192 or 256; TMA fills smaller heads with zeros
+  int head_dim_v;            // of v and out: head_dim; with head_dim 192 and 16 bits also 128
   bool masked;               // whether causal or a window may mask keys; false: only lengths do
   int block_m;               // query rows of a work tile: 64 per consumer warpgroup
   int block_n;               // keys of a KV block, a multiple of 16
@@ -32,10 +33,15 @@ constexpr int head_dim_bytes(const Config& config) {
   return (config.head_dim * element_bytes(config.dtype) + 127) / 128 * 128;
 }
 
+// Bytes of a row of 16-bit V in shared memory, rounded up to 128.
+constexpr int head_dim_v_bytes(const Config& config) {
+  return (config.head_dim_v * element_bytes(config.dtype) + 127) / 128 * 128;
+}
+
 // Bytes of a V tile: laid out as K, or permuted V with row sum columns (tile/permuted_v.h).
 constexpr int v_tile_bytes(const Config& config) {
-  return config.block_n *
-         (is_quantized(config.dtype) ? config.head_dim + kRowSumColumns : head_dim_bytes(config));
+  return config.block_n * (is_quantized(config.dtype) ? config.head_dim_v + kRowSumColumns
+                                                      : head_dim_v_bytes(config));
 }
 
 // Whether promotion keeps its bf16 sums in the staging buffer of out (forward/promotion.cuh). Not
@@ -55,19 +61,26 @@ constexpr bool out_over_q(const Config& config) {
   return config.num_q_buffers == 2 && !is_quantized(config.dtype);
 }
 
+constexpr int kMaxSmemBytes = 232448;  // 227 KB for a CTA on compute capability 9.0
+
+// SharedStorage, Q, and the stages of K and V: all but what stages out.
+constexpr int input_smem_bytes(const Config& config) {
+  return shared_storage_bytes(config) +
+         config.num_q_buffers * config.block_m * head_dim_bytes(config) +
+         config.num_stages * (config.block_n * head_dim_bytes(config) + v_tile_bytes(config));
+}
+
 // Columns of out, 16 bits each, that a warp stages in shared memory at once: all of them over Q or
-// over bf16 sums, else up to 128.
+// over bf16 sums, else up to 128, or 64 where 128 do not fit.
 constexpr int out_columns_staged(const Config& config) {
-  const int all = (config.head_dim + 63) / 64 * 64;
-  return out_over_q(config) || promotes_in_smem(config) || all < 128 ? all : 128;
+  const int all = (config.head_dim_v + 63) / 64 * 64;
+  if (out_over_q(config) || promotes_in_smem(config) || all < 128) return all;
+  return input_smem_bytes(config) + config.block_m * 128 * 2 <= kMaxSmemBytes ? 128 : 64;
 }
 
 constexpr int smem_bytes(const Config& config) {
   const int staged = out_over_q(config) ? 0 : config.block_m * out_columns_staged(config) * 2;
-  return shared_storage_bytes(config) +
-         config.num_q_buffers * config.block_m * head_dim_bytes(config) +
-         config.num_stages * (config.block_n * head_dim_bytes(config) + v_tile_bytes(config)) +
-         staged;
+  return input_smem_bytes(config) + staged;
 }
 
 }  // namespace flashattn3::forward

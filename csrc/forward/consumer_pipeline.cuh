@@ -12,8 +12,8 @@
 
 namespace flashattn3::forward {
 
-// Storage: SharedStorageOf the config, or what 8-bit kernel configs derive from it.
-template <Config kConfig, class Storage = SharedStorageOf<kConfig>>
+// Storage: SharedStorageOf the config, or what 8-bit or cached kernel configs have in its place.
+template <Config kConfig, class Storage>
 class ConsumerPipeline {
  protected:
   using Traits = KernelTraits<kConfig>;
@@ -21,10 +21,9 @@ class ConsumerPipeline {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kStages = Traits::kStages;
-  using Scores = ScoreAccumulator<kElement>[kBlockN / 2];
   using Out = float[Traits::kOutRegisters];
   using Probabilities = flashattn3::Probabilities<value_type(kElement), kBlockN>;
-  using Tile = WorkTileOf<kConfig>;
+  using Tile = typename Storage::Tile;
 
   // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
   __device__ __forceinline__ ConsumerPipeline(const Arguments& args, uint8_t* shared, int warpgroup)
@@ -50,7 +49,7 @@ class ConsumerPipeline {
     const int num_rows = uniform(tile.num_rows);
     const BlockRange all{uniform(tile.n_blocks.begin), uniform(tile.n_blocks.end)};
     const BlockRange mine =
-        tile_mask(tile, num_rows, uniform(tile.num_keys))
+        tile.mask(num_rows, uniform(tile.num_keys), args_.window)
             .template n_block_range<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
     if (mine.begin == mine.end) return {mine, all.end - all.begin, 0};
     return {mine, all.end - mine.end, mine.begin - all.begin};
@@ -158,24 +157,16 @@ class ConsumerPipeline {
   __device__ __forceinline__ BlockRange full_n_blocks() const {
     const int first_row = uniform(tile().first_row) + warpgroup_ * 64;
     const int num_rows = uniform(tile().num_rows);
-    return tile_mask(tile(), num_rows, uniform(tile().num_keys))
+    return tile()
+        .mask(num_rows, uniform(tile().num_keys), args_.window)
         .template full_n_blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
   }
 
-  // num_rows, num_keys: of the tile; the callers differ in where they read them.
-  __device__ __forceinline__ auto tile_mask(const Tile& tile, int num_rows, int num_keys) const {
-    if constexpr (Traits::kConfig.cached) {
-      return CachedMask::of(num_rows, num_keys, args_.window.left, args_.window.right,
-                            {uniform(tile.first_key)});
-    } else {
-      return Mask::of(num_rows, num_keys, args_.window.left, args_.window.right);
-    }
-  }
-
+  template <class Scores>
   __device__ __forceinline__ void apply_mask(Scores& s, int block) const {
     const int row = warp_first_row() + thread_row(threadIdx.x % 32);
-    mask_scores<kBlockN, Traits::kMasked>(s, tile_mask(tile(), tile().num_rows, tile().num_keys),
-                                          row, block * kBlockN);
+    const Mask mask = tile().mask(tile().num_rows, tile().num_keys, args_.window);
+    mask_scores<kBlockN, Traits::kMasked>(s, mask, row, block * kBlockN);
   }
 
   const Arguments& args_;

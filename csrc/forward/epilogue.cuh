@@ -13,13 +13,9 @@ namespace flashattn3::forward {
 // Packs two elements of out; low is the first.
 template <class Traits>
 __device__ __forceinline__ uint32_t pack_out(const Arguments& args, float low, float high) {
-  if constexpr (!Traits::kQuantized) {
-    return pack<Traits::kElement>(low, high);
-  } else if (args.quantized.out_is_fp16) {
-    return pack<ElementType::kFloat16>(low, high);
-  } else {
-    return pack<ElementType::kBFloat16>(low, high);
-  }
+  constexpr auto kElement = Traits::kQuantized ? ElementType::kBFloat16 : Traits::kElement;
+  const bool fp16 = Traits::kQuantized && args.quantized.out_is_fp16;
+  return fp16 ? pack<ElementType::kFloat16>(low, high) : pack<kElement>(low, high);
 }
 
 // first_row: of the warp, in the sequence; rows past the sequence are not stored. scale: factor of
@@ -37,8 +33,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = softmax.row_sum(r);
-    inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
-    inverse[r] *= scale;
+    inverse[r] = (sum == 0.f ? 0.f : 1.f / sum) * scale;
     const int row = first_row + thread_row(lane) + kRowStride * r;
     if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
       constexpr float kLn2 = 0.693147180559945f;
@@ -58,7 +53,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
                          .row_stride = args.out_seq,
                          .num_rows = uniform(min(kRowsOfWarp, tile.num_rows - first_row)),
                          .num_columns = args.head_dim_v};
-  constexpr int kAtoms = (Traits::kHeadDim + 63) / 64;
+  constexpr int kAtoms = (Traits::kHeadDimV + 63) / 64;
 #pragma unroll
   for (int first = 0; first < kAtoms; first += Traits::kOutAtoms) {
     if (first > 0) {
@@ -71,7 +66,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int at = 32 * atom + 2 * i;
-        if (at < Traits::kHeadDim / 2) {
+        if (at < Traits::kHeadDimV / 2) {
           word[i] =
               pack_out<Traits>(args, o[at] * inverse[row_of(at)], o[at + 1] * inverse[row_of(at)]);
         }

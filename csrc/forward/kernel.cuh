@@ -1,6 +1,6 @@
 // The forward kernel: persistent, one CTA per SM. The last warpgroup is the producer (load.cuh),
-// the others are consumers (consumer.cuh). kernel_fp8.cuh has the roles of 8-bit kernel configs,
-// kernel_cached.cuh those of cached ones.
+// the others are consumers. kernel_fp8.cuh has the roles of 8-bit kernel configs, kernel_cached.cuh
+// those of cached ones.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -8,13 +8,135 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "forward/arguments.h"
-#include "forward/consumer.cuh"
+#include "forward/epilogue.cuh"
 #include "forward/load.cuh"
 #include "forward/mainloop.cuh"
 #include "forward/traits.cuh"
+#include "ptx/bulk_copy.cuh"
 #include "ptx/pdl.cuh"
 
 namespace flashattn3::forward {
+
+// A consumer warpgroup: takes work tiles until none is left, runs the main loop on its 64 query
+// rows of each, and stores them. The tensor cores compute S of the next tile's first block, in the
+// registers of S, while this tile is stored. Mainloop: of 16-bit or of 8-bit inputs.
+template <class Mainloop>
+class Consumer : Mainloop {
+  using Mainloop::args_, Mainloop::kStages, Mainloop::kv_, Mainloop::q_, Mainloop::shared_,
+      Mainloop::staged_, Mainloop::storage_, Mainloop::tile_, Mainloop::warpgroup_;
+  using typename Mainloop::Out, typename Mainloop::Probabilities, typename Mainloop::Scores;
+  using typename Mainloop::Softmax, typename Mainloop::Traits, typename Mainloop::Work;
+
+ public:
+  __device__ __forceinline__ Consumer(const Arguments& args, uint8_t* shared, int warpgroup)
+      : Mainloop(args, shared, warpgroup) {}
+
+  __device__ __forceinline__ void run() {
+    Scores s;
+    Out o;
+    Probabilities p;
+    Softmax softmax;
+    Work work;
+    bool ahead = false;  // s already holds S of the tile's first block
+    while (true) {
+      if (!ahead) {
+        work = get_next_work();
+        if (!work.any()) return;
+        this->begin_tile(this->tile());
+        start_first_qk(s, work, kv_);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+      }
+      this->skip_v(work.above);
+      this->attend(s, o, p, softmax, work.blocks);
+
+      this->wait_for_v(kv_);
+      this->gemm_pv(o, p, kv_);
+      if constexpr (!Traits::kOutOverQ) this->release_q();
+      q_.advance();
+      Work next{};
+      if (work.below == 0) {  // else the producer needs those released before it publishes a tile
+        // Sync: the producer has written the next WorkTile.
+        storage_.tile_full[tile_.next().index()].wait(tile_.next().phase());
+        next = this->work_of(storage_.tile[tile_.next().index()]);
+      }
+      // K tiles skipped here are loaded while V is still held: at most one per stage.
+      ahead = next.any() && next.above <= kStages;
+      if (ahead) {
+        this->begin_tile(storage_.tile[tile_.next().index()]);
+        start_first_qk(s, next, kv_.next());
+        warpgroup_wait<1>();
+        store_tile(o, softmax);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+      } else {
+        warpgroup_wait<0>();
+        store_tile(o, softmax);
+      }
+      this->skip_n_blocks(work.below);
+      work = next;
+    }
+  }
+
+ private:
+  // Returns the next work with keys and stores zeros for work tiles without; empty: none is left.
+  __device__ __forceinline__ Work get_next_work() {
+    this->release_staged_q();
+    while (true) {
+      // Sync: the producer has written the WorkTile. It stays valid until this warp has stored the
+      // tile; reading it from shared memory where needed costs no registers in the main loop.
+      storage_.tile_full[tile_.index()].wait(tile_.phase());
+      const Work work = this->work_of(this->tile());
+      if (work.any() || uniform(this->tile().first_row) < 0) return work;
+      if (work.above > 0) {  // else the producer loads nothing for this tile, not even Q
+        this->wait_for_q();  // else the warp could arrive twice in one phase of q_empty
+        this->release_q();
+        q_.advance();
+        this->skip_n_blocks(work.above);
+      }
+      store_nothing(args_, this->tile(), this->warp_first_row());
+      this->release_tile();
+    }
+  }
+
+  // Skips work.above K tiles and starts the first QK GEMM. at: stage of the work tile's first K.
+  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
+                                                 PipelineState<kStages> at) {
+    this->wait_for_q();
+    for (int i = 0; i < work.above; ++i) {
+      this->wait_for_k(at);
+      this->release_k(at);
+      at.advance();
+    }
+    this->wait_for_k(at);
+    this->gemm_qk(s, at);
+  }
+
+  // Stores the tile. O is complete; q_ is at the next tile's Q.
+  __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax) {
+    warpgroup_fence_operand(o);
+    this->finish(o, softmax);
+    this->release_v(kv_);
+    kv_.advance();
+    if constexpr (Traits::kOutOverQ) {
+      const int warp = threadIdx.x / 32;
+      // Sync: all four warps have finished reading their 64 rows of Q.
+      named_barrier_sync(1 + warpgroup_, 128);
+      uint8_t* rows = shared_ + Traits::kQOffset + q_.next().index() * Traits::kQBytes +
+                      warp * kRowsOfWarp * 128;
+      store_rows<Traits>(args_, this->tile(), this->warp_first_row(), o, softmax, 1.f, rows,
+                         Traits::kBlockM * 128);
+      staged_ = true;
+    } else {
+      if (threadIdx.x % 32 == 0) wait_for_stores();
+      __syncwarp();
+      const float scale = this->out_scale();
+      store_rows<Traits>(args_, this->tile(), this->warp_first_row(), o, softmax, scale,
+                         this->staged_out(), kRowsOfWarp * 128);
+    }
+    this->release_tile();
+  }
+};
 
 __device__ __forceinline__ void prefetch_descriptors(const Arguments& args) {
   cute::prefetch_tma_descriptor(&args.q);
@@ -44,7 +166,7 @@ template <Config kConfig>
 struct Roles {
   using Traits = KernelTraits<kConfig>;
   using Storage = SharedStorageOf<kConfig>;
-  using Mainloop = forward::Mainloop<kConfig>;
+  using Mainloop = forward::Mainloop<kConfig, Storage>;
   using Arguments = forward::Arguments;
 
   // All threads call it before the CTA's first __syncthreads.
@@ -62,12 +184,11 @@ struct Roles {
 template <class Roles>
 __global__ void __launch_bounds__(Roles::Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ typename Roles::Arguments args) {
-  constexpr Config kConfig = Roles::Traits::kConfig;
   using Traits = typename Roles::Traits;
   extern __shared__ __align__(1024) uint8_t shared[];
-  static_assert(sizeof(typename Roles::Storage) <= shared_storage_bytes(kConfig));
+  static_assert(sizeof(typename Roles::Storage) <= shared_storage_bytes(Traits::kConfig));
 
-  auto& storage = *reinterpret_cast<SharedStorageOf<kConfig>*>(shared);
+  auto& storage = *reinterpret_cast<typename Roles::Storage*>(shared);
   if (threadIdx.x == 0) storage.init(Traits::kConsumerWarps, Traits::kQuantized);
   Roles::init(shared);
   // Sync: no thread uses a barrier before it is initialised.

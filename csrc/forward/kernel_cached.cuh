@@ -9,6 +9,7 @@ namespace flashattn3::forward {
 template <Config kConfig>
 struct CachedRoles : Roles<kConfig> {
   using Storage = CachedStorageOf<kConfig>;
+  using Mainloop = forward::Mainloop<kConfig, Storage>;
   using Arguments = CachedArguments;
 
   static __device__ __forceinline__ void init(uint8_t* shared) {

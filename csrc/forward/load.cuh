@@ -15,14 +15,13 @@
 #include "attention/tile_scheduler.cuh"
 #include "forward/arguments.h"
 #include "forward/traits.cuh"
-#include "tile/permuted_v.h"
+#include "tile/permuted_v_tile.cuh"
 #include "tile/tma_load.cuh"
-#include "tile/zero_fill.cuh"
 
 namespace flashattn3::forward {
 
-// Whether the V tile with the sequence's last `keys` keys needs zero fill. TMA writes zeros past
-// the end of a tensor, but not past the end of a sequence in it.
+// Whether the V tile with the sequence's last `keys` keys needs zero fill, as a sequence that may
+// end inside the tensor does (tma_load.cuh).
 template <class Traits>
 __device__ __forceinline__ bool needs_zero_fill(const Arguments& args, int keys) {
   return keys < Traits::kBlockN && (Traits::kQuantized || args.seqlens_k.cu_seqlens != nullptr ||
@@ -95,7 +94,7 @@ class Producer {
     load.tile.num_keys = keys.length;
     const int last_row = min(load.tile.first_row + Traits::kBlockM, rows.length) - 1;
     load.tile.n_blocks =
-        Mask::of(rows.length, keys.length, args_.window.left, args_.window.right)
+        Mask::of(rows.length, keys.length, args_.window)
             .template n_block_range<Traits::kBlockN>(load.tile.first_row, last_row);
     load.q_row = rows.offset + load.tile.first_row;
     load.kv_row = keys.offset + (load.tile.n_blocks.end - 1) * Traits::kBlockN;
@@ -170,7 +169,7 @@ class Producer {
       load_permuted_v<Traits::kBlockN, Traits::kHeadDim>(stage, &args_.v, full, kReadAgain,
                                                          permuted_key, head);
     } else {
-      load_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
+      load_tile<Traits::kBlockN, Traits::kAtomsV, Traits::kAtomColumns>(
           stage, &args_.v, full, kReadAgain, load.kv_row - i * Traits::kBlockN, load.kv_head,
           load.kv_batch_coord);
     }
@@ -230,7 +229,7 @@ class ZeroFill {
     if constexpr (Traits::kQuantized) {
       zero_fill_permuted_v<Traits::kBlockN, Traits::kHeadDim>(values, keys, lane, 32);
     } else {
-      zero_fill_rows<Traits::kBlockN, Traits::kAtoms>(values, keys, lane, 32);
+      zero_fill_rows<Traits::kBlockN, Traits::kAtomsV>(values, keys, lane, 32);
     }
     fence_async_proxy();
     __syncwarp();

@@ -12,10 +12,8 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "attention/tile_scheduler.cuh"
-#include "forward/arguments.h"
-#include "forward/traits.cuh"
+#include "forward/traits_cached.cuh"
 #include "tile/tma_load.cuh"
-#include "tile/zero_fill.cuh"
 
 namespace flashattn3::forward {
 
@@ -33,6 +31,21 @@ struct SeenRows {
     return begin <= 0 && end >= kBlockN;
   }
 };
+
+// Sets the rows of a tile before `begin` and from `end` on to 0, as zero_fill_rows (tma_load.cuh).
+template <int kRows, int kAtoms>
+__device__ __forceinline__ void zero_fill_rows_outside(uint8_t* values, int begin, int end,
+                                                       uint32_t thread, int num_threads) {
+  const uint32_t offset = thread % 8 * 16;
+  for (int row = static_cast<int>(thread / 8); row < kRows; row += num_threads / 8) {
+    if (row >= begin && row < end) continue;
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+      *reinterpret_cast<uint4*>(values + (atom * kRows + row) * 128 + offset) =
+          make_uint4(0, 0, 0, 0);
+    }
+  }
+}
 
 // Loads the K or V tiles of cached sequences; the 32 lanes of a warp call it.
 template <Config kConfig>
@@ -162,8 +175,7 @@ class CachedTiles {
     tile.cache_idx = args_.keys.cache_idx(batch_idx);
     tile.kv_head = tile.head / args_.qhead_per_kvhead;
     const int padding = args_.keys.first_key(batch_idx, tile.num_keys);
-    const CachedMask mask = CachedMask::of(rows.length, tile.num_keys, args_.window.left,
-                                           args_.window.right, {padding});
+    const Mask mask = Mask::of(rows.length, tile.num_keys, args_.window, padding);
     tile.first_key = min(mask.begin(0), tile.num_keys);  // the first query sees the earliest keys
     const int last_row = min(tile.first_row + Traits::kBlockM, rows.length) - 1;
     tile.n_blocks = mask.template n_block_range<Traits::kBlockN>(tile.first_row, last_row);
@@ -199,7 +211,7 @@ class CachedTiles {
 // Iterates over the published work tiles as the consumers do: calls visit(tile) for each, by a
 // whole warp.
 template <Config kConfig, class Visit>
-__device__ __forceinline__ void for_each_tile(SharedStorageOf<kConfig>& storage, Visit visit) {
+__device__ __forceinline__ void for_each_tile(CachedStorageOf<kConfig>& storage, Visit visit) {
   PipelineState<2> at(0);
   while (true) {
     // Sync: the first warp has written the WorkTile.
@@ -240,7 +252,7 @@ __device__ __forceinline__ void load_cached_k(const CachedArguments& args, uint8
 template <Config kConfig>
 __device__ __forceinline__ void load_cached_v(const CachedArguments& args, uint8_t* shared) {
   using Traits = KernelTraits<kConfig>;
-  auto& storage = *reinterpret_cast<SharedStorageOf<kConfig>*>(shared);
+  auto& storage = *reinterpret_cast<CachedStorageOf<kConfig>*>(shared);
   const PageLoader<kConfig> loader(args, &args.v);
   PipelineState<Traits::kStages> at(1);
   for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
@@ -263,7 +275,7 @@ __device__ __forceinline__ void load_cached_v(const CachedArguments& args, uint8
 template <Config kConfig>
 __device__ __forceinline__ void zero_fill_cached_v(uint8_t* shared) {
   using Traits = KernelTraits<kConfig>;
-  auto& storage = *reinterpret_cast<SharedStorageOf<kConfig>*>(shared);
+  auto& storage = *reinterpret_cast<CachedStorageOf<kConfig>*>(shared);
   int first_stage = 0;  // of the work tile
   uint32_t phases = 0;  // of v_unfilled_full, one bit per stage
   const auto fill = [&](const CachedWorkTile& tile, int block, int stage) {

@@ -14,14 +14,14 @@
 
 namespace flashattn3::forward {
 
-template <Config kConfig>
-class Mainloop : protected ConsumerPipeline<kConfig> {
+template <Config kConfig, class Storage>
+class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
  protected:
-  using Base = ConsumerPipeline<kConfig>;
+  using Base = ConsumerPipeline<kConfig, Storage>;
   using Base::args_, Base::kBlockN, Base::kElement, Base::kHeadDim, Base::kStages, Base::kv_;
-  using typename Base::Out, typename Base::Probabilities, typename Base::Scores;
-  using typename Base::Traits;
+  using typename Base::Out, typename Base::Probabilities, typename Base::Traits;
 
+  using Scores = float[kBlockN / 2];
   using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked>;
 
   using Base::Base;
@@ -41,7 +41,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
   // Starts O += P V with the V at this stage.
   __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
                                           PipelineState<kStages> at) {
-    gemm_rs<kElement, kBlockN, kHeadDim>(o, p, this->v_desc(at));
+    gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, this->v_desc(at));
   }
 
   // Takes S of the last block; returns P of the first block and O of all blocks after it.
@@ -52,22 +52,21 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
     int block = mine.end - 1;
-    UniformScale scale{{args_.score_scale.factor}};
+    const UniformScale scale{args_.score_scale.factor};
     this->release_k(kv_);
-    cap(s, scale);
+    cap(s);
     int highest[2];
     softmax.subtract_row_max(s, scale, highest);
     if (!full_blocks.has(block)) this->apply_mask(s, block);
     float unused[2];
     softmax.rescale(s, unused);
     softmax.exponentiate(s);
-    Softmax::pack(p, s);
+    pack_probabilities<kElement, kBlockN>(p, s);
     if constexpr (Traits::kOutOverQ) this->release_staged_q();
 
     // kv_ is one block behind kv: it is at the stage whose V has yet to be multiplied.
     PipelineState<kStages> kv = kv_.next();
     if (block > mine.begin) this->wait_for_k(kv);
-    scale = UniformScale{{args_.score_scale.factor}};
     --block;
     for (; block >= mine.begin; --block) {
       gemm_qk(s, kv);
@@ -86,7 +85,7 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
       warpgroup_fence_operand(o);
       this->release_v(kv_);
       if (change.rescaled) this->rescale(o, factor);
-      Softmax::pack(p, s);
+      pack_probabilities<kElement, kBlockN>(p, s);
       kv_ = kv;
       kv = next;
     }
@@ -110,7 +109,10 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     }
     if (exact || softmax.exponentiate_at_once(s, scale)) {
       warpgroup_fence_operand(s);
-      if (!exact) recompute_lost_scores(s, kv);
+      if (!exact) {  // exponentiate_at_once has overwritten S
+        recompute_scores<kElement, Traits::kBlockM, kBlockN, kHeadDim>(
+            s, this->q_address(), this->k_address(kv), threadIdx.x / 32 * kRowsOfWarp);
+      }
       // If the sums overflowed, row_max rises even if no single score passed the threshold: else
       // the sums of the next block would overflow again.
       change = exact_softmax(s, softmax, factor, scale, block, full_blocks, !exact);
@@ -122,9 +124,9 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
 
   // Converts scores to exponents: cap, row maxima, mask, and rescale if needed.
   __device__ __forceinline__ Change exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                  UniformScale& scale, int block,
+                                                  UniformScale scale, int block,
                                                   BlockRange full_blocks, bool sum_overflow) {
-    cap(s, scale);
+    cap(s);
     int highest[2];
     softmax.subtract_row_max(s, scale, highest);
     const bool rescales =
@@ -141,17 +143,8 @@ class Mainloop : protected ConsumerPipeline<kConfig> {
     return change;
   }
 
-  __device__ __forceinline__ void cap(Scores& s, UniformScale& scale) const {
-    if (!args_.score_scale.caps()) return;
-    cap_scores(s, args_.score_scale);
-    scale.restart(args_.score_scale.factor);
-  }
-
-  // Recomputes S of the K tile at this stage; exponentiate_at_once has overwritten it.
-  __device__ __forceinline__ void recompute_lost_scores(Scores& s,
-                                                        PipelineState<kStages> at) const {
-    recompute_scores<kElement, Traits::kBlockM, kBlockN, kHeadDim>(
-        s, this->q_address(), this->k_address(at), threadIdx.x / 32 * kRowsOfWarp);
+  __device__ __forceinline__ void cap(Scores& s) const {
+    if (args_.score_scale.caps()) cap_scores(s, args_.score_scale);
   }
 };
 

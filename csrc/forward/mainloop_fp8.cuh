@@ -25,10 +25,11 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
   using Base = ConsumerPipeline<kConfig, QuantizedStorageOf<kConfig>>;
   using Base::args_, Base::kBlockN, Base::kElement, Base::kHeadDim, Base::kStages, Base::kv_,
       Base::storage_, Base::warpgroup_;
-  using typename Base::Out, typename Base::Probabilities, typename Base::Scores;
+  using typename Base::Out, typename Base::Probabilities;
   using Traits = QuantizedTraits<kConfig>;
   static constexpr bool kInteger = Traits::kInteger;
 
+  using Scores = ScoreAccumulator<kElement>[kBlockN / 2];
   using Scale =
       BlockScale<Traits::kDescaleGroups, Traits::kKeysPerDescale, Traits::kAccumulatorBias>;
 
@@ -180,9 +181,9 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
     float least[2] = {INFINITY, INFINITY};
     float largest[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
     if (!full) {  // a row may be light only because of the mask
-      Softmax::find_highest(largest, s);
+      find_highest(largest, s);
     } else if (__any_sync(~0u, softmax.is_light(highest))) {
-      Softmax::find_highest(largest, s);
+      find_highest(largest, s);
       softmax.find_least(least, this->tile().num_keys);
     }
     const auto rescaled = softmax.rescale(s, largest, least, factor, full);

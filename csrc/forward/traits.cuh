@@ -1,9 +1,9 @@
 // Compile-time properties of a kernel config: tile sizes, registers, the shared memory layout, and
-// the barriers with their arrival counts. traits_fp8.cuh has what 8-bit kernel configs add.
+// the barriers with their arrival counts. traits_fp8.cuh and traits_cached.cuh have what 8-bit and
+// cached kernel configs add.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "attention/mask.cuh"
 #include "forward/config.h"
@@ -18,6 +18,7 @@ struct KernelTraits {
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr bool kMasked = kConfig.masked;
   static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.num_stages;
@@ -27,14 +28,15 @@ struct KernelTraits {
   static constexpr int kThreads = num_threads(kConfig);
 
   static constexpr bool kQuantized = is_quantized(kElement);
-  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // per row of Q, K or 16-bit V
+  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;     // per row of Q or K
+  static constexpr int kAtomsV = head_dim_v_bytes(kConfig) / 128;  // per row of 16-bit V
   static constexpr int kAtomColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
   static constexpr int kVBytes = v_tile_bytes(kConfig);
   static constexpr int kVAtomStride = kQuantized ? kCoreBytes : kBlockN * 128;  // smem_desc_low
   // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
-  static constexpr int kOutRegisters = (kHeadDim + (kQuantized ? kRowSumColumns : 0)) / 2;
+  static constexpr int kOutRegisters = (kHeadDimV + (kQuantized ? kRowSumColumns : 0)) / 2;
   static constexpr bool kOutOverQ = out_over_q(kConfig);
   static constexpr int kOutAtoms = out_columns_staged(kConfig) / 64;  // staged by a warp at once
   // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
@@ -58,13 +60,14 @@ struct KernelTraits {
   static_assert(kBlockM == 64 * kConsumers, "each warpgroup multiplies 64 rows");
   static_assert(kBlockM <= 256 && kBlockN <= 256, "a TMA box has at most 256 rows");
   static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");
-  static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "quads store groups of 32 columns");
+  static_assert(kHeadDimV % 32 == 0 && kHeadDim <= 256, "quads store groups of 32 columns");
+  static_assert(kHeadDimV <= kHeadDim, "out is staged over Q");
+  static_assert(kHeadDimV == kHeadDim || (!kQuantized && !kConfig.cached));
   // Registers hold S, P and O, and about 32 other values.
-  static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDim / 2 +
+  static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDimV / 2 +
                     (kQuantized ? 20 : 32) <=
                 kConsumerRegisters);
   static_assert(kQuantized || (kConfig.keys_per_descale == 0 && kConfig.promote_keys == 0));
-  static_assert(!kConfig.cached || (kMasked && !kQuantized));
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
   // Under a mask the first warpgroup skips this many K tiles before its first one; it releases
   // their V tiles only afterwards.
@@ -85,31 +88,21 @@ struct alignas(16) WorkTile {
   int num_keys;         // of the sequence
   BlockRange n_blocks;  // K and V tiles that the producer loads, last one first; may be empty
   int batch_idx;        // batch index for descales
-};
 
-// A WorkTile of a cached sequence.
-struct CachedWorkTile : WorkTile {
-  int first_key;  // no query of the sequence sees a key before it
-  int cache_idx;  // entry of the cache (CachedKeys)
-  int kv_head;
+  static constexpr int kProducerReaders = 1;  // warps of the producer warpgroup that read it
+  __device__ __forceinline__ Mask mask(int rows, int keys, const Window& window) const {
+    return Mask::of(rows, keys, window);  // the callers differ in where they read rows and keys
+  }
 };
-
-template <Config kConfig>
-using WorkTileOf = std::conditional_t<kConfig.cached, CachedWorkTile, WorkTile>;
 
 // Barriers. All threads of the consumers wait for full barriers; one thread (the producer) waits
-// for empty barriers, and in 8-bit kernel configs the DescaleLoader warp does too. In cached kernel
-// configs K and V have a warp each, whose lanes all wait for k_empty or v_empty and whose lane 0 is
-// the producer below. Arrivals per phase:
-//   *_full   1: the producer. q, k and v also wait for the bytes of the copy, `tile` for none. In
-//            8-bit kernel configs k and v also count the DescaleLoader warp. Where V needs zero
-//            fill past the end of a sequence, the producer and the bytes complete v_unfilled_full
-//            instead of v_full; the warp that waits for v_unfilled_full and writes the zeros then
-//            arrives at v_full in the producer's place (8-bit kernel configs: the DescaleLoader
-//            warp). This warp, and those that load cached K and V, wait for and release work tiles
-//            as the consumers do
-//   tile_ends  1: the warp that loads cached K, once for each work tile; the producer waits for it
-//              before it publishes the next one
+// for empty barriers. Arrivals per phase:
+//   *_full   1: the producer. q, k and v also wait for the bytes of the copy, `tile` for none.
+//   Where
+//            V needs zero fill past the end of a sequence, the producer and the bytes complete
+//            v_unfilled_full instead of v_full; the warp that waits for v_unfilled_full and writes
+//            the zeros then arrives at v_full in the producer's place. This warp waits for and
+//            releases work tiles as the consumers do
 //   *_empty  1 per consumer warp, after its last read; tile_empty 1 per thread (a WorkTile is read
 //            by plain loads; one arrival per warp would order them too, but racecheck does not
 //            follow that)
@@ -118,8 +111,9 @@ using WorkTileOf = std::conditional_t<kConfig.cached, CachedWorkTile, WorkTile>;
 // order, even if it does not use the buffer: a warpgroup that needs no part of a K or V tile still
 // waits for it and releases it. Q has no phase for a work tile without keys; both sides see that in
 // WorkTile::n_blocks.
-template <int kStages, int kQBuffers, class Tile = WorkTile>
+template <int kStages, int kQBuffers, class TheTile = WorkTile>
 struct SharedStorage {
+  using Tile = TheTile;
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kStages], k_empty[kStages];
   Barrier v_full[kStages], v_empty[kStages];
@@ -129,7 +123,7 @@ struct SharedStorage {
 
   // Called by one thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init(int consumer_warps, bool quantized) {
-    const int tile_readers = consumer_warps + (std::is_same_v<Tile, CachedWorkTile> ? 3 : 1);
+    const int tile_readers = consumer_warps + Tile::kProducerReaders;
     for (int i = 0; i < kQBuffers; ++i) {
       q_full[i].init(1);
       q_empty[i].init(consumer_warps);
@@ -150,13 +144,6 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf =
-    SharedStorage<kConfig.num_stages, kConfig.num_q_buffers, WorkTileOf<kConfig>>;
-
-// The storage that cached kernel configs add.
-template <Config kConfig>
-struct CachedStorageOf : SharedStorageOf<kConfig> {
-  Barrier tile_ends;
-};
+using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_q_buffers>;
 
 }  // namespace flashattn3::forward

@@ -34,6 +34,8 @@ struct QuantizedTraits : KernelTraits<kConfig> {
   static_assert(kConfig.promote_keys % kBlockN == 0);
 };
 
+// Barriers as in SharedStorage. Further, k_full and v_full count an arrival of the DescaleLoader
+// warp, which waits for k_empty and v_empty as the producer does. It also writes V's zero fill.
 template <int kStages, int kQBuffers, int kDescaleGroups, int kSumsRows>
 struct QuantizedStorage : SharedStorage<kStages, kQBuffers> {
   // k_full covers it. The last is of no stage: it is read, and not used, where a work tile has no

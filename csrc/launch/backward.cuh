@@ -81,9 +81,7 @@ int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles) {
 
 template <backward::Config kConfig>
 void check_problem(const char* name, const AttentionProblem& problem) {
-  check_fits(name, kConfig.head_dim, problem);
-  expect(problem.head_dim_v <= kConfig.head_dim_v, "launch", "head_dim_v",
-         "at most " + std::to_string(kConfig.head_dim_v) + " for " + name, problem.head_dim_v);
+  check_fits(name, kConfig, problem);
   const int64_t rows = workspace_rows(problem) * workspace_heads(problem);
   expect(rows <= INT_MAX, "launch", "rows of queries of all heads", "below 2^31", rows);
 }

@@ -12,6 +12,7 @@
 #include "decode/workspace.h"
 #include "launch/decode_params.h"
 #include "launch/errors.h"
+#include "launch/launch.cuh"
 
 namespace flashattn3 {
 
@@ -133,7 +134,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .head_dim_v = params.head_dim_v,
           .window_left = window(params.window_left),
           .window_right = window(params.window_right),
-          .score_scale = ScoreScale::of(params.softmax_scale, params.softcap, false),
+          .score_scale = score_scale_of(params, false),
           .q_descale = params.q_descale,
           .k_descale = params.k_descale,
           .v_descale = params.v_descale,

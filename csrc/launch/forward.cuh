@@ -35,7 +35,7 @@ WorkTiles forward_tiles(const AttentionProblem& problem) {
 
 template <forward::Config kConfig>
 void check_problem(const char* name, const AttentionProblem& problem) {
-  check_fits(name, kConfig.head_dim, problem);
+  check_fits(name, kConfig, problem);
   if (kConfig.masked || !problem.masked()) return;
   const std::string wanted = "-1 for " + std::string(name);
   expect(problem.window_left < 0, "launch", "window_left", wanted, problem.window_left);

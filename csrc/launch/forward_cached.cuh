@@ -16,7 +16,8 @@
 
 namespace flashattn3 {
 
-// The queries and results of a cached call; its sequences have `capacity` keys.
+// The queries and results of a cached call; its sequences have `capacity` keys. Without the scale
+// of scores.
 inline ForwardParams forward_params_of(const DecodeParams& params) {
   ForwardParams forward{};
   forward.batch = params.batch;
@@ -28,8 +29,6 @@ inline ForwardParams forward_params_of(const DecodeParams& params) {
   forward.head_dim = params.head_dim;
   forward.head_dim_v = params.head_dim_v;
   forward.varlen = params.cu_seqlens_q != nullptr;
-  forward.softmax_scale = params.softmax_scale;
-  forward.softcap = params.softcap;
   forward.window_left = params.window_left;
   forward.window_right = params.window_right;
   forward.num_sms = params.num_sms;
@@ -57,7 +56,7 @@ inline int box_rows_of(const DecodeParams& params, int block_n) {
 
 template <forward::Config kConfig>
 void check_cached_forward(const char* name, const DecodeParams& params) {
-  check_fits(name, kConfig.head_dim, forward_params_of(params));
+  check_fits(name, kConfig, forward_params_of(params));
   const bool scaled =
       params.q_descale != nullptr || params.k_descale != nullptr || params.v_descale != nullptr;
   const std::string none = std::string("none for ") + name;
@@ -96,7 +95,7 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
   args.k = cache_map("k_cache", params.k, params.head_dim);
   args.v = cache_map("v_cache", params.v, params.head_dim_v);
   args.seqlens_k = {};
-  args.score_scale = score_scale_of(forward, false);
+  args.score_scale = score_scale_of(params, false);
   args.keys = {.page_table = params.page_table,
                .page_table_stride = params.page_table_stride,
                .page_size = cutlass::FastDivmod(std::max(slots, 1)),

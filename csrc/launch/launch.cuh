@@ -56,7 +56,9 @@ inline int num_persistent_ctas(const AttentionProblem& problem, int64_t num_tile
   return static_cast<int>(std::max<int64_t>(1, std::min(sms, num_tiles)));
 }
 
-inline ScoreScale score_scale_of(const AttentionProblem& problem, bool quantized) {
+// problem: AttentionProblem or CachedProblem.
+template <class Problem>
+ScoreScale score_scale_of(const Problem& problem, bool quantized) {
   return ScoreScale::of(problem.softmax_scale, problem.softcap, quantized);
 }
 
@@ -102,11 +104,14 @@ void allow_shared_memory(int bytes) {
 }
 
 // Throws if a head dim is larger than the kernel config's.
-inline void check_fits(const char* name, int head_dim, const AttentionProblem& problem) {
-  if (std::max(problem.head_dim, problem.head_dim_v) <= head_dim) return;
-  const std::string wanted = "at most " + std::to_string(head_dim) + " for " + name;
-  expect(problem.head_dim <= head_dim, "launch", "head_dim", wanted, problem.head_dim);
-  expect(problem.head_dim_v <= head_dim, "launch", "head_dim_v", wanted, problem.head_dim_v);
+template <class Config>
+void check_fits(const char* name, const Config& config, const AttentionProblem& problem) {
+  const auto check = [&](const char* field, int largest, int found) {
+    if (found <= largest) return;
+    expect(false, "launch", field, "at most " + std::to_string(largest) + " for " + name, found);
+  };
+  check("head_dim", config.head_dim, problem.head_dim);
+  check("head_dim_v", config.head_dim_v, problem.head_dim_v);
 }
 
 struct KernelGrid {

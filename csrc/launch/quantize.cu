@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
+#include <iterator>
+#include <string>
 #include <type_traits>
 
 #include "launch/capture.h"
@@ -8,6 +10,7 @@
 #include "launch/quantize.h"
 #include "quantize/kernel.cuh"
 #include "quantize/sample_mean.cuh"
+#include "quantize_limits.h"
 
 namespace flashattn3 {
 namespace {
@@ -88,7 +91,8 @@ auto for_columns(int head_dim, Choose choose) {
 }
 
 void check_head_dim(const char* name, int head_dim) {
-  expect(head_dim >= 1 && head_dim <= 256, name, "head_dim", "1 to 256", head_dim);
+  expect(head_dim >= 1 && head_dim <= quantize::kMaxHeadDim, name, "head_dim",
+         "1 to " + std::to_string(quantize::kMaxHeadDim), head_dim);
 }
 
 void check_tensor(const char* name, const QuantizeParams& params) {
@@ -123,7 +127,8 @@ quantize::QuantizedTensor kernel_tensor(const QuantizeParams& params, int block)
 void launch_quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int block,
                      cudaStream_t stream) {
   constexpr char kName[] = "quantize";
-  expect(block == 64 || block == 128 || block == 256, kName, "block", "64, 128 or 256", block);
+  const bool of_blocks = std::ranges::find(quantize::kBlocks, block) != std::end(quantize::kBlocks);
+  expect(of_blocks, kName, "block", quantize::kBlocksText, block);
   expect(tensors.size() <= quantize::kMaxTensors, kName, "tensors", "at most three",
          tensors.size());
   for (const QuantizeParams& params : tensors) check_tensor(kName, params);

@@ -1,4 +1,4 @@
-// The approximations of the special function unit, one instruction each.
+// The approximations of the special function unit, one instruction each but for divide.
 #pragma once
 
 namespace flashattn3 {
@@ -14,6 +14,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Returns x / y for any finite y that is not 0, with an error of at most 2 units in the last place.
+__device__ __forceinline__ float divide(float x, float y) {
+  float quotient;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(x), "f"(y));
+  return quotient;
 }
 
 // Returns tanh(x) with a relative error of 2^-11.

@@ -1,6 +1,7 @@
 // Block quantization to e4m3 or int8 in one pass over memory. A cluster quantizes one block of
 // tokens of one head, a CTA 64 tokens of it, in registers from the load to the store; the CTAs
-// exchange their amax. The results equal flashattn3/quantization/torch_operations.py bit for bit.
+// exchange their amax. quantize_limits.h, which the build writes, has the numbers that it shares
+// with Python. The results equal flashattn3/quantization/torch_operations.py bit for bit.
 #pragma once
 
 #include <cmath>
@@ -12,6 +13,7 @@
 #include "quantize/store.cuh"
 #include "quantize/tile.cuh"
 #include "quantize/values.cuh"
+#include "quantize_limits.h"
 
 namespace flashattn3::quantize {
 
@@ -20,7 +22,7 @@ template <ElementType kType>
 struct Narrow;
 template <>
 struct Narrow<ElementType::kE4m3> {
-  static constexpr float kLargest = 448.f;
+  static constexpr float kLargest = kLargestE4m3;
   static constexpr bool kHasNan = true;
   static __device__ __forceinline__ uint32_t bytes(float a, float b, float c, float d) {
     return to_e4m3(a, b, c, d);
@@ -28,15 +30,12 @@ struct Narrow<ElementType::kE4m3> {
 };
 template <>
 struct Narrow<ElementType::kInt8> {
-  static constexpr float kLargest = 127.f;
+  static constexpr float kLargest = kLargestInt8;
   static constexpr bool kHasNan = false;
   static __device__ __forceinline__ uint32_t bytes(float a, float b, float c, float d) {
     return to_int8(a, b, c, d);
   }
 };
-
-// Lower bound of a descale; smaller blocks use it, so that its inverse stays finite.
-constexpr float kSmallestScale = 0x1p-126f;
 
 template <class To, int kColumns, class Values>
 __device__ __forceinline__ void store_rows(const QuantizedTensor& tensor, const WorkTile& tile,

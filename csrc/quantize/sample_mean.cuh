@@ -1,4 +1,4 @@
-// Estimates the mean of a head's tokens from 128 of them, spread evenly over the sequence, for
+// Estimates the mean of a head's tokens from kSample of them, spread evenly over the sequence, for
 // smoothing (SageAttention). It equals flashattn3/quantization/smoothing.py bit for bit: intrinsics
 // round each operation once (no fusion), and the order of the sums is fixed.
 #pragma once
@@ -11,14 +11,12 @@
 #include "quantize/arguments.h"
 #include "quantize/tile.cuh"
 #include "quantize/values.cuh"
+#include "quantize_limits.h"
 
 namespace flashattn3::quantize {
 
-constexpr int kSample = 128;      // tokens
 constexpr int kSampleLanes = 16;  // threads that share the tokens of 8 columns
 constexpr int kTokensOfLane = kSample / kSampleLanes;
-// Three standard errors, squared. A smaller mean is noise, or is due to one outlier in the sample.
-constexpr float kSignificant = 9.f;
 
 constexpr int sample_threads(int columns) { return kSampleLanes * columns / kVec; }
 

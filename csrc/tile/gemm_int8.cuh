@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "ptx/element.h"
 #include "ptx/load_shared.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
@@ -11,8 +13,24 @@
 
 namespace flashattn3 {
 
-// Accumulator bias of int8 scores, so that none is negative (fragment.h): 32 * 255^2
-// for each 128 columns, each of whose products is at least -128 * 127.
+// The type of a score's register. WGMMA accumulates floats as floats and int8 as integers. Integer
+// scores start from kInt8Bias, so that none is negative. The bits of a score n are then those of
+// the denormal float n * 2^-149, and one FMA turns it into a code (softmax_e4m3.cuh) that is a
+// denormal too and whose bits are the code: no instruction converts. For the compiler these
+// registers stay integers throughout: with floats of the same bits beside them ptxas (13.0) spills
+// hundreds of bytes.
+template <ElementType kElement>
+using ScoreAccumulator = std::conditional_t<kElement == ElementType::kInt8, uint32_t, float>;
+
+// The integer n has the bits of the denormal n * kDenormalUnit. from_denormal converts that back
+// to n, in two products since 2^149 is not a float.
+constexpr float kDenormalUnit = 0x1p-149f;
+__device__ __forceinline__ float from_denormal(float integer) {
+  return integer * 0x1p100f * 0x1p49f;
+}
+
+// Accumulator bias of int8 scores: 32 * 255^2 for each 128 columns, each of whose products is at
+// least -128 * 127.
 template <int kHeadDim>
 constexpr int kInt8Bias = (kHeadDim + 127) / 128 * 32 * 255 * 255;
 

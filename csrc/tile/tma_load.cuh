@@ -1,11 +1,11 @@
-// TMA loads of a tile into the swizzled layout of gemm.cuh.
+// TMA loads of a tile into the swizzled layout of gemm.cuh. TMA writes zeros past the end of a
+// tensor, but not past the end of a sequence in it: zero_fill_rows writes those.
 #pragma once
 
 #include <cstdint>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "ptx/mbarrier.cuh"
-#include "tile/permuted_v.h"
 
 namespace flashattn3 {
 
@@ -42,15 +42,20 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map,
                                          batch_coord);
 }
 
-// The same for a tile of permuted V (permuted_v.h), from permuted_key of a head on, a multiple of
-// kCoreRowKeys.
-template <int kKeys, int kColumns>
-__device__ __forceinline__ void load_permuted_v(uint8_t* tile, const void* tensor_map,
-                                                Barrier& full, uint64_t cache_hint,
-                                                int permuted_key, int head) {
-  full.arrive_and_expect(kKeys * kColumns);
-  cute::SM90_TMA_LOAD_4D::copy(tensor_map, &full.word, cache_hint, tile, 0,
-                               permuted_key / kCoreRowKeys, 0, head);
+// Sets the rows of a tile from row `used` on to 0. values: a tile of kRows rows and kAtoms atoms.
+// thread: index of the calling thread, below num_threads.
+template <int kRows, int kAtoms>
+__device__ __forceinline__ void zero_fill_rows(uint8_t* values, int used, uint32_t thread,
+                                               int num_threads) {
+  // Eight threads write the 128 bytes of a row; the swizzle permutes bytes within a row.
+  const uint32_t offset = thread % 8 * 16;
+  for (int row = used + static_cast<int>(thread / 8); row < kRows; row += num_threads / 8) {
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+      *reinterpret_cast<uint4*>(values + (atom * kRows + row) * 128 + offset) =
+          make_uint4(0, 0, 0, 0);
+    }
+  }
 }
 
 }  // namespace flashattn3

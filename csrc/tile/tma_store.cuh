@@ -3,10 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/util.hpp>
 
 #include "ptx/bulk_copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -34,22 +31,6 @@ __device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)
   }
 }
 
-// Loads what stage_rows has staged to the registers that it came from.
-template <int kWords>
-__device__ __forceinline__ void load_staged_rows(uint32_t (&word)[kWords], const uint8_t* tile,
-                                                 int first = 0) {
-  const int lane = threadIdx.x % 32;
-  const int row = lane % 16;
-  const int vec = (lane / 16) ^ (row % 8);
-#pragma unroll
-  for (int i = 0; i < kWords / 4; ++i) {
-    const auto* at =
-        reinterpret_cast<const cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * (first + i))) * 16);
-    cute::SM75_U32x4_LDSM_N::copy(*at, word[4 * i], word[4 * i + 1], word[4 * i + 2],
-                                  word[4 * i + 3]);
-  }
-}
-
 // Returns the 16 bytes of columns 8 * vec to 8 * vec + 7 of a staged row.
 __device__ __forceinline__ uint4 staged_columns(const uint8_t* tile, int row, int vec) {
   return *reinterpret_cast<const uint4*>(tile + row * 128 + (vec ^ (row % 8)) * 16);
@@ -72,18 +53,6 @@ __device__ __forceinline__ void store_columns(uint16_t* row, int column, int num
   }
 }
 
-// Starts the TMA store of a staged box; elements outside the tensor are not written. One thread
-// calls it. L2 need not keep the lines: that hint saves 1 % of the time of memory-bound calls.
-__device__ __forceinline__ void start_store(const void* tensor_map, const uint8_t* tile, int column,
-                                            int row, int head, int batch_coord) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, "
-      "%5}], "
-      "[%1], %6;" ::"l"(tensor_map),
-      "r"(cute::cast_smem_ptr_to_uint(tile)), "r"(column), "r"(row), "r"(head), "r"(batch_coord),
-      "l"(static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST))
-      : "memory");
-}
 // Destination of a warp's 16 rows.
 struct RowTarget {
   const void* tensor_map;      // boxes of 64 columns x kRowsOfWarp rows

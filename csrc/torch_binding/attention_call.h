@@ -1,5 +1,6 @@
-// Shared by the forward and backward operators: the tensors of a call, their checks, and the
-// ForwardParams built from them and a prepared launch.
+// Shared by the forward and backward operators and the autograd node: the tensors of a call, their
+// checks, the ForwardParams built from them and a prepared launch, and the two passes.
+// forward_op.cpp defines all but the backward pass.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -9,6 +10,7 @@
 
 #include "launch/params.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
 // Schema arguments of every attention operator; CallTensors::take reads them.
@@ -76,5 +78,39 @@ std::optional<Tensor> new_workspace(int64_t bytes, int device);
 
 // Index of the GPU of q. Throws for a tensor on another device.
 int device_of(const char* function, const CallTensors& tensors);
+
+// Descales, only of 8-bit inputs: fp32 (batch, heads of the tensor, blocks), for q also (batch,
+// heads of k, blocks); none: 1 everywhere.
+struct ForwardCall {
+  CallTensors tensors;
+  std::optional<Tensor> q_descale, k_descale, v_descale;
+};
+
+// out: head_dim_v columns rounded up to a multiple of 8 (16 bytes).
+struct ForwardResults {
+  Tensor out, lse;
+};
+
+// dout: rows and heads of out. dlse: shape of lse; none: 0. lse: dense. q, k, v, out, dout:
+// addresses and strides are multiples of 16 bytes, the last stride is 1.
+struct BackwardCall {
+  Tensor dout;
+  std::optional<Tensor> dlse;
+  Tensor out, lse;
+  CallTensors tensors;
+};
+
+// Dense, in the rows of q, k and v, columns rounded up to a multiple of 8 (16 bytes).
+struct Gradients {
+  Tensor dq, dk, dv;
+};
+
+// From a prepared launch and the tensors of a call to new results, on torch's current stream of the
+// tensors' device. function: named in the message of the error for tensors that are not those of
+// the launch.
+ForwardResults run_forward(const char* function, const PreparedLaunch& launch,
+                           const ForwardCall& call);
+Gradients run_backward(const char* function, const PreparedLaunch& launch,
+                       const BackwardCall& call);
 
 }  // namespace flashattn3

@@ -16,8 +16,8 @@
 #include <optional>
 #include <tuple>
 
+#include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
-#include "torch_binding/passes.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 

@@ -12,7 +12,6 @@
 #include "launch/registry.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
-#include "torch_binding/passes.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 

@@ -267,7 +267,7 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
                    stream);
 }
 
-// The grid and the workspace of calls of these sizes. total_q: of ragged queries, else -1.
+// The grid and the workspace of calls of these sizes. total_q: with cu_seqlens_q, else -1.
 std::tuple<int64_t, int64_t> decode_size(Tensor launch, int64_t batch, int64_t seqlen_q,
                                          int64_t capacity, int64_t total_q) {
   const PreparedDecode& prepared = prepared_decode("decode_size", launch);

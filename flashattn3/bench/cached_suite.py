@@ -313,8 +313,8 @@ def _captured(call: Callable[[], object], device: torch.device) -> Callable[[], 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kept = call()
-    # The result's memory belongs to the graph, so it lives as long.
-    return lambda: (graph.replay(), kept)
+    # The graph reads the call's tensors and writes the result, so both live as long.
+    return lambda: (graph.replay(), kept, call)
 
 
 def _sample(cell: CachedCell, inputs: CachedInputs, dtype: torch.dtype, index: int) -> Tensor:

@@ -13,12 +13,11 @@ import torch
 
 from ..errors import expect, value_error
 from .dtypes import EIGHT_BIT, OUT_DTYPES
+from .quantization_limits import BLOCKS
 
 if TYPE_CHECKING:
     from .inputs import Metadata, Scaled
     from .spec import Options
-
-BLOCKS = (64, 128, 256)  # tokens per descale; a descale may also cover a whole sequence
 
 
 class Descales(NamedTuple):

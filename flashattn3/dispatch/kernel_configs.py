@@ -29,7 +29,7 @@ class ForwardConfig:
     """Kernel config of a compiled forward kernel, as in csrc/forward/config.h.
 
     dtype: of q, k, v and out; with 8 bits v is e4m3 and out bf16 or fp16.
-    head_dim: largest supported; TMA fills smaller ones with zeros.
+    head_dim, head_dim_v: largest supported of q and k, and of v; TMA fills smaller ones with zeros.
     masked: whether the kernel has a causal mask or window.
     block_m, block_n: query rows and keys of a tile.
     num_stages: K and V tiles in flight.
@@ -46,6 +46,7 @@ class ForwardConfig:
 
     dtype: str
     head_dim: int
+    head_dim_v: int
     masked: bool
     block_m: int
     block_n: int
@@ -63,7 +64,7 @@ class ForwardConfig:
         mask = "cached" if self.cached else "masked" if self.masked else "full"
         tile = f"{self.block_m}x{self.block_n}x{self.num_stages}"
         buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
-        return f"forward_{self.dtype}_d{self.head_dim}_{mask}_{tile}{buffers}"
+        return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}"
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class BackwardConfig:
 
     dtype: of q, k, v, out and their gradients, 16 bits.
     head_dim, head_dim_v: largest supported of q and k, and of v; TMA fills smaller ones with zeros.
-    num_stages: Q and dO tiles in flight; unused with 2-CTA clusters.
+    num_stages: Q and dO tiles in flight; at head dim 192 Q tiles, and unused at 256.
     num_mma_warpgroups: consumer warpgroups of a CTA; one more warpgroup loads and writes dQ.
+    schedule: bits of Schedule in csrc/backward/config.h; 0 in every config that a plan selects.
     measured: as for ForwardConfig.
     """
 
@@ -84,13 +86,14 @@ class BackwardConfig:
     head_dim_v: int
     num_stages: int
     num_mma_warpgroups: int
+    schedule: int = 0
     measured: str = ""
 
     @property
     def name(self) -> str:
         tile = f"{BACKWARD_BLOCK_M}x{self.block_n}x{self.num_stages}"
-        values = f"_v{self.head_dim_v}" * (self.head_dim_v != self.head_dim)
-        return f"backward_{self.dtype}_d{self.head_dim}{values}_{tile}"
+        schedule = f"_s{self.schedule}" * (self.schedule > 0)
+        return f"backward_{self.dtype}_{_dims(self)}_{tile}{schedule}"
 
     @property
     def block_n(self) -> int:
@@ -132,6 +135,12 @@ class DecodeConfig:
         return f"decode_{self.dtype}_d{self.head_dim}_{self.block_n}x{self.num_stages}"
 
 
+def _dims(config: ForwardConfig | BackwardConfig) -> str:
+    """Part of a config's name."""
+    values = f"_v{config.head_dim_v}" * (config.head_dim_v != config.head_dim)
+    return f"d{config.head_dim}{values}"
+
+
 KernelConfig = ForwardConfig | BackwardConfig | DecodeConfig
 
 
@@ -140,20 +149,24 @@ def _forward_configs(
     head_dim: int,
     masked: bool,
     *tile: int,
+    head_dim_v: int | None = None,
     max_seqlen_k: int | None = None,
     measured: str = "",
 ) -> tuple[ForwardConfig, ...]:
-    """One forward config per dtype."""
+    """One forward config per dtype. head_dim_v: None: head_dim."""
+    dims, planned = (head_dim, head_dim_v or head_dim), {"max_seqlen_k": max_seqlen_k}
     return tuple(
-        ForwardConfig(dtype, head_dim, masked, *tile, max_seqlen_k=max_seqlen_k, measured=measured)
-        for dtype in dtypes
+        ForwardConfig(dtype, *dims, masked, *tile, measured=measured, **planned) for dtype in dtypes
     )
 
 
-def _backward_configs(head_dim: int, *tile: int, measured: str = "") -> tuple[BackwardConfig, ...]:
+def _backward_configs(
+    head_dim: int, head_dim_v: int, *tile: int, measured: str = ""
+) -> tuple[BackwardConfig, ...]:
     """One backward config per 16-bit dtype."""
     return tuple(
-        BackwardConfig(dtype, head_dim, head_dim, *tile, measured=measured) for dtype in SIXTEEN_BIT
+        BackwardConfig(dtype, head_dim, head_dim_v, *tile, measured=measured)
+        for dtype in SIXTEEN_BIT
     )
 
 
@@ -193,12 +206,15 @@ FORWARD_CONFIGS = (
 )
 
 BACKWARD_MEASURED = "H100 80GB HBM3, backward_check --time, 2026-11-22"
-# head dim, num_stages, num_mma_warpgroups
+BACKWARD_MEASURED_192 = "H100, backward_check --time, 2026-11-24"
+# head dim, that of V, num_stages, num_mma_warpgroups
 BACKWARD_CONFIGS = (
-    *_backward_configs(64, 4, 3, measured=BACKWARD_MEASURED),
-    *_backward_configs(96, 2, 2, measured=BACKWARD_MEASURED),
-    *_backward_configs(128, 2, 2, measured=BACKWARD_MEASURED),
-    *_backward_configs(256, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_configs(64, 64, 4, 3, measured=BACKWARD_MEASURED),
+    *_backward_configs(96, 96, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_configs(128, 128, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_configs(192, 128, 2, 2, measured=BACKWARD_MEASURED_192),
+    *_backward_configs(192, 192, 2, 2, measured=BACKWARD_MEASURED_192),
+    *_backward_configs(256, 256, 2, 2, measured=BACKWARD_MEASURED),
 )
 
 DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
@@ -213,7 +229,9 @@ CACHED_FORWARD_MEASURED = "H100 80GB HBM3, forward_check --time cached, 2026-11-
 # Forward kernels of cached calls: head dim, block_m, block_n, num_stages, num_mma_warpgroups,
 # num_q_buffers
 CACHED_FORWARD_CONFIGS = tuple(
-    ForwardConfig(dtype, head_dim, True, *tile, cached=True, measured=CACHED_FORWARD_MEASURED)
+    ForwardConfig(
+        dtype, head_dim, head_dim, True, *tile, cached=True, measured=CACHED_FORWARD_MEASURED
+    )
     for head_dim, *tile in (
         (64, 192, 128, 4, 3, 2),
         (128, 192, 64, 4, 3, 2),
@@ -221,6 +239,9 @@ CACHED_FORWARD_CONFIGS = tuple(
     )
     for dtype in SIXTEEN_BIT
 )
+# "GPU, case, date" of the measurement of the append kernel, which has no kernel configs; empty: no
+# GPU has run it yet, and only calls with backend="hopper" do.
+APPEND_MEASURED = ""
 # All kernels of cached calls, in the order of the registry.
 CACHED_CONFIGS = (*DECODE_CONFIGS, *CACHED_FORWARD_CONFIGS)
 
@@ -231,31 +252,36 @@ def all_configs() -> tuple[KernelConfig, ...]:
 
 
 def select_forward_config(
-    dtype: str, head_dim: int, masked: bool, seqlen_k: int
+    dtype: str, head_dim: int, head_dim_v: int, masked: bool, seqlen_k: int
 ) -> ForwardConfig | None:
-    """The config with the smallest sufficient head dim, then the smallest sufficient max_seqlen_k;
-    None if there is none.
+    """The config with the smallest sufficient head dim, head dim of V and max_seqlen_k, in this
+    order; None if there is none.
     """
     fitting = [
         config
         for config in FORWARD_CONFIGS
         if (config.dtype, config.masked) == (dtype, masked)
         and config.head_dim >= head_dim
+        and config.head_dim_v >= head_dim_v
         and (config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k)
     ]
-    return min(
-        fitting, key=lambda config: (config.head_dim, config.max_seqlen_k or math.inf), default=None
-    )
+
+    def size(config: ForwardConfig) -> tuple[float, ...]:
+        return config.head_dim, config.head_dim_v, config.max_seqlen_k or math.inf
+
+    return min(fitting, key=size, default=None)
 
 
-def select_backward_config(dtype: str, head_dim: int) -> BackwardConfig | None:
-    """The config with the smallest sufficient head dim; None if there is none."""
+def select_backward_config(dtype: str, head_dim: int, head_dim_v: int) -> BackwardConfig | None:
+    """The config with the smallest sufficient head dim, then the smallest sufficient head dim of V;
+    None if there is none.
+    """
     fitting = [
         config
         for config in BACKWARD_CONFIGS
-        if config.dtype == dtype and config.head_dim >= head_dim
+        if config.dtype == dtype and config.head_dim >= head_dim and config.head_dim_v >= head_dim_v
     ]
-    return min(fitting, key=lambda config: config.head_dim, default=None)
+    return min(fitting, key=lambda config: (config.head_dim, config.head_dim_v), default=None)
 
 
 def select_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:

@@ -313,35 +313,18 @@ def _dense_forward(
     return (out.transpose(1, 2), lse, None, None, *lengths, *rest)
 
 
-def _sdpa_backward(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
-    cum_seq_q,
-    cum_seq_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    *random_state,
-    scale=None,
-):
-    """cum_seq_q, cum_seq_k: undefined tensors here."""
-    saved = grad_out, query, key, value, out, logsumexp
-    gradients = _dense_gradients(*saved, dropout_p, is_causal, scale)
+def _sdpa_backward(*arguments, scale=None):
+    gradients = _dense_gradients(*arguments, scale=scale)
     if gradients is NotImplemented:
         return gradients
-    return tuple(map(_as_strided_like, gradients, (query, key, value)))
+    return tuple(map(_as_strided_like, gradients, arguments[1:4]))
 
 
-def _dense_gradients(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale):
+def _dense_gradients(grad_out, query, key, value, out, logsumexp, *arguments, scale):
+    """As _gradients, with (batch, heads, seqlen, head_dim); cum_seq_q and cum_seq_k, which are
+    undefined tensors here, are not read."""
     transposed = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    lengths = None, None, query.shape[2], key.shape[2]
-    rest = *lengths, dropout_p, is_causal, None, None
-    gradients = _gradients(*transposed, logsumexp, *rest, scale=scale)
+    gradients = _gradients(*transposed, logsumexp, None, None, *arguments[2:], scale=scale)
     if gradients is NotImplemented:
         return gradients
     return tuple(x.transpose(1, 2) for x in gradients)
@@ -357,23 +340,12 @@ def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask
     return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _cpu_backward(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
-    dropout_p,
-    is_causal,
-    *,
-    attn_mask=None,
-    scale=None,
-):
+def _cpu_backward(grad_out, query, key, *arguments, attn_mask=None, scale=None):
+    *saved, dropout_p, is_causal = arguments
     if attn_mask is not None or (is_causal and query.shape[2] != key.shape[2]):
         return NotImplemented
-    saved = grad_out, query, key, value, out, logsumexp
-    return _dense_gradients(*saved, dropout_p, is_causal, scale)
+    rest = None, None, query.shape[2], key.shape[2], dropout_p, is_causal, None, None
+    return _dense_gradients(grad_out, query, key, *saved, *rest, scale=scale)
 
 
 def _as_strided_like(result: Tensor, source: Tensor) -> Tensor:

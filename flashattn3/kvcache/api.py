@@ -60,22 +60,26 @@ def _with_kvcache(
         cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
     )  # fmt: skip
     appends = not (k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None)
-    if appends or out is not None or not _are_plain(tensors):
-        rotary = {
-            "rotary_cos": rotary_cos,
-            "rotary_sin": rotary_sin,
-            "rotary_seqlens": rotary_seqlens,
-        }
-        _check_tensors(function, 3, **tensors._asdict(), **rotary, k=k, v=v, out=out)
-        _check_new_tokens(function, k, v, cu_seqlens_k_new, rotary)
-    lengths = Lengths(seqlen, 0, _longest(function, cu_seqlens_q, max_seqlen_q))
-    if appends:
+    others = (k, v, rotary_cos, rotary_sin, rotary_seqlens, out)
+    if not _are_plain(tensors, others if appends or out is not None else ()):
+        names = ("k", "v", "rotary_cos", "rotary_sin", "rotary_seqlens", "out")
+        named = zip(names, others, strict=True)
+        _check_tensors(function, 3, **tensors._asdict(), **dict(named))
+    longest, checked = _longest(function, cu_seqlens_q, max_seqlen_q), None
+    if not appends:
+        lengths = Lengths(seqlen, 0, longest)
+    else:
+        _check_new_tokens(function, k, v, cu_seqlens_k_new, others[2:5])
         seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
-        lengths = lengths._replace(seqlen_new=seqlen_new)
-        ops.check_call(tensors, lengths, options)
+        lengths = Lengths(seqlen, seqlen_new, longest)
+        rotated = to_rotate = edges = None
+        if rotary_cos is not None:
+            rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+            to_rotate, edges, tensors = q, cu_seqlens_q, tensors._replace(q=rotated)
+        checked = ops.check_call(tensors, lengths, options)
         appended = AppendTensors(
-            k, v, k_cache, v_cache, None, None, cache_seqlens, page_table, cache_batch_idx, None,
-            cu_seqlens_k_new, **rotary, k_descale=k_descale, v_descale=v_descale,
+            k, v, k_cache, v_cache, to_rotate, rotated, cache_seqlens, page_table, cache_batch_idx,
+            edges, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
         )  # fmt: skip
         one_position = not (options.causal or options.window_left >= 0 or options.window_right >= 0)
         how = AppendOptions(
@@ -84,12 +88,8 @@ def _with_kvcache(
             options.backend,
             function,
         )
-        if rotary_cos is not None:
-            rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
-            appended = appended._replace(q=q, q_out=rotated, cu_seqlens_q=cu_seqlens_q)
-            tensors = tensors._replace(q=rotated)
         ops.run_append(appended, lengths, how)
-    return _attended(tensors, lengths, options, out)
+    return _attended(tensors, lengths, options, out, checked)
 
 
 @public(_with_kvcache, DECODE)
@@ -201,9 +201,13 @@ def flash_attn_with_kvcache(
 
 
 def _attended(
-    tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions, out: Tensor | None
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options: DecodeOptions,
+    out: Tensor | None,
+    checked: ops.CheckedCall | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Allocate the results and run the call."""
+    """Allocate the results and run the call. checked: None: it was not checked yet."""
     q = tensors.q
     if ops.is_watched(q, tensors.k_cache):
         if q.ndim not in (3, 4) or tensors.v_cache.ndim != 4:  # the check names the tensor
@@ -213,7 +217,9 @@ def _attended(
         lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
         ops.decode_operator(out, lse, tensors, lengths, options)
     else:
-        plan, out_shape, lse_shape, lse_dtype = ops.checked_call(tensors, lengths, options)
+        if checked is None:
+            checked = ops.checked_call(tensors, lengths, options)
+        plan, out_shape, lse_shape, lse_dtype = checked
         given, out = out, _out_of(out, q, out_shape, options)
         lse = None if lse_shape is None else q.new_empty(lse_shape, dtype=lse_dtype)
         ops.run_checked(plan, out, lse, tensors, lengths, options)
@@ -432,12 +438,12 @@ def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -
     return length(function, "max_seqlen_q", max_seqlen_q)
 
 
-def _are_plain(tensors: DecodeTensors) -> bool:
+def _are_plain(tensors: DecodeTensors, others: tuple[Tensor | None, ...]) -> bool:
     """Whether ``_check_tensors`` has nothing to refuse, as in nearly every call."""
     if tensors.q is None or tensors.k_cache is None or tensors.v_cache is None:
         return False
     wants_gradient = torch.is_grad_enabled()
-    for x in tensors:
+    for x in (*tensors, *others) if others else tensors:
         if x is None:
             continue
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
@@ -469,13 +475,15 @@ def _check_new_tokens(
     k: Tensor | None,
     v: Tensor | None,
     cu_seqlens_k_new: Tensor | None,
-    rotary: dict[str, Tensor | None],
+    rotary: tuple[Tensor | None, ...],
 ) -> None:
+    """rotary: rotary_cos, rotary_sin and rotary_seqlens."""
     if k is not None and v is not None:
         return
     wanted = "a tensor: k and v are appended together"
     expect(k is None, function, "v", wanted, None)
     expect(v is None, function, "k", wanted, None)
-    for name, given in {"cu_seqlens_k_new": cu_seqlens_k_new, **rotary}.items():
+    names = ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens")
+    for name, given in zip(names, (cu_seqlens_k_new, *rotary), strict=True):
         if given is not None:
             raise value_error(function, name, "None without k and v", "a tensor")

@@ -36,7 +36,7 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
     """Raise for an invalid cached call. found: in the order of DecodeTensors."""
     tensors, function = DecodeTensors(*found), options.function
     q, k, v = tensors[:3]
-    ragged = tensors.cu_seqlens_q is not None
+    varlen = tensors.cu_seqlens_q is not None
     batch = check_queries(function, q, tensors.cu_seqlens_q)
     _check_dtypes(function, q, k, v, tensors)
     _check_cache(function, tensors, batch)
@@ -53,7 +53,7 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
     _check_metadata(function, tensors.scheduler_metadata, batch, q.device)
     given = lengths.max_seqlen_q
     if given is not None:
-        expect(ragged, function, "max_seqlen_q", "None without cu_seqlens_q", given)
+        expect(varlen, function, "max_seqlen_q", "None without cu_seqlens_q", given)
         expect(given >= 0, function, "max_seqlen_q", ">= 0", given)
     check_seqlen(function, tensors.cache_seqlens, lengths)
     check_options(options)
@@ -63,11 +63,11 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
 
 def check_queries(function: str, q: Metadata, cu_seqlens_q: Found) -> int:
     """The batch of q. Its last stride may be anything: q is copied."""
-    ragged = cu_seqlens_q is not None
-    axes = "(total_q, heads, head_dim)" if ragged else "(batch, seqlen_q, heads, head_dim)"
-    expect(len(q.shape) == 4 - ragged, function, "q.shape", axes, tuple(q.shape))
+    varlen = cu_seqlens_q is not None
+    axes = "(total_q, heads, head_dim)" if varlen else "(batch, seqlen_q, heads, head_dim)"
+    expect(len(q.shape) == 4 - varlen, function, "q.shape", axes, tuple(q.shape))
     expect(q.shape[-1] >= 1, function, "q.shape[-1]", "at least 1", q.shape[-1])
-    if not ragged:
+    if not varlen:
         return q.shape[0]
     check_edges(function, "cu_seqlens_q", cu_seqlens_q, None, q.device)
     return cu_seqlens_q.shape[0] - 1
@@ -217,13 +217,13 @@ def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Leng
     """Raise for an invalid append. found: in the order of AppendTensors."""
     tensors, function = AppendTensors(*found), options.function
     k, v, k_cache, v_cache = tensors[:4]
-    ragged = tensors.cu_seqlens_k_new is not None
-    axes = "(total_new, heads, head_dim)" if ragged else "(batch, seqlen_new, heads, head_dim)"
+    varlen = tensors.cu_seqlens_k_new is not None
+    axes = "(total_new, heads, head_dim)" if varlen else "(batch, seqlen_new, heads, head_dim)"
     for name, x in (("k", k), ("v", v)):
-        expect(len(x.shape) == 4 - ragged, function, f"{name}.shape", axes, tuple(x.shape))
+        expect(len(x.shape) == 4 - varlen, function, f"{name}.shape", axes, tuple(x.shape))
         _check_device(function, name, x, k.device)
     check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, None, k.device)
-    batch = tensors.cu_seqlens_k_new.shape[0] - 1 if ragged else k.shape[0]
+    batch = tensors.cu_seqlens_k_new.shape[0] - 1 if varlen else k.shape[0]
     _check_dtypes(function, k, k_cache, v_cache, tensors)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         expect(x.dtype == k.dtype, function, f"{name}.dtype", f"{k.dtype} as k's", x.dtype)

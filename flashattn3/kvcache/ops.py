@@ -98,11 +98,27 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     return CheckedCall(plan, out_shape, lse_shape if wanted else None, lse_dtype(q.dtype))
 
 
+class CheckedAppend(NamedTuple):
+    """An append whose metadata was checked: its plan, and which tensors are copied first: those of
+    k, v and q whose last stride is not 1; both rotary tables if they have not one stride."""
+
+    plan: Plan
+    copied: tuple[str, ...]
+
+
 @lru_cache(maxsize=4096)
-def _checked_append(key: tuple, options: AppendOptions, lengths: Lengths) -> Plan:
+def _checked_append(key: tuple, options: AppendOptions, lengths: Lengths) -> CheckedAppend:
     found = metadata_under(key)
     check_append(found, options, lengths)
-    return plan_of(problems.describe_append(found, options))
+    tensors = AppendTensors(*found)
+    given = {name: x for name, x in tensors._asdict().items() if x is not None}
+    copied = tuple(
+        name for name in ("k", "v", "q") if name in given and not given[name].rows_are_dense
+    )
+    cos, sin = tensors.rotary_cos, tensors.rotary_sin
+    if cos is not None and cos.stride != sin.stride:
+        copied += ("rotary_cos", "rotary_sin")
+    return CheckedAppend(plan_of(problems.describe_append(found, options)), copied)
 
 
 def _constant(lengths: Lengths, function: str) -> Lengths:
@@ -120,15 +136,17 @@ def options_hash_of(problem: problems.DecodeProblem, options: DecodeOptions) -> 
     return hash_of_options(sizes, problem.dtype, options)
 
 
-def check_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> None:
+def check_call(
+    tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
+) -> CheckedCall | None:
     """Raise what ``run_decode`` would, before an append writes the caches; the compiler traces both
-    operators before it runs one."""
+    operators before it runs one. Returns the checked call if nothing watches it."""
     if torch.compiler.is_compiling():
-        return
+        return None
     if is_watched(tensors.q, tensors.k_cache):
         check_decode(tuple(map(metadata_of, tensors)), options, lengths)
-    else:
-        checked_call(tensors, lengths, options)
+        return None
+    return checked_call(tensors, lengths, options)
 
 
 def checked_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> CheckedCall:
@@ -177,8 +195,8 @@ def is_watched(x: Tensor, other: Tensor) -> bool:
     return not type(x) is type(other) is Tensor or x.is_meta or is_traced()
 
 
-def dense_rows(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+def dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def count_writes(*written: Tensor) -> None:
@@ -219,14 +237,12 @@ def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: s
 
 def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
     function = options.function
-    plan = _checked_append(key_of(tensors), options, _constant(lengths, function))
+    plan, copied = _checked_append(key_of(tensors), options, _constant(lengths, function))
     if is_checked(tensors.k.device):
         check_append_values(tensors, function, lengths)
-    dense = {name: dense_rows(getattr(tensors, name)) for name in ("k", "v", "q")}
-    cos, sin = tensors.rotary_cos, tensors.rotary_sin
-    if cos is not None and cos.stride() != sin.stride():  # the kernel has one stride for both
-        dense |= {"rotary_cos": cos.contiguous(), "rotary_sin": sin.contiguous()}
-    tensors = tensors._replace(**dense)
+    if copied:
+        dense = {name: getattr(tensors, name).contiguous() for name in copied}
+        tensors = tensors._replace(**dense)
     plan.launch.append(tensors, lengths)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import boolean, expect_strided, integer, length
-from ..call.descales import BLOCKS
 from ..call.dtypes import EIGHT_BIT, FP8, INT8
+from ..call.quantization_limits import BLOCKS
 from ..call.value_checks import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
 from ..modes import is_traced, refuse_gradients

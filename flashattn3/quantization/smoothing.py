@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SAMPLE = 128  # tokens, spread evenly over the sequence
-# Square of 3 standard errors. A smaller mean is noise; one outlier of the sample stays below too.
-SIGNIFICANT = 9
+from ..call.quantization_limits import SAMPLE, SIGNIFICANT
 
 
 def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call import quantization_limits
 from ..call.dtypes import FP8, INT8
+from ..call.quantization_limits import SMALLEST_DESCALE
 from . import hadamard as rotation
 from .token_positions import TokenPositions, token_positions
 
-LARGEST = {FP8: 448.0, INT8: 127.0}  # quantized value of amax
-# Lower bound of a descale: not subnormal, and its inverse is finite.
-SMALLEST_DESCALE = 2.0**-126
+LARGEST = {FP8: quantization_limits.LARGEST["e4m3"], INT8: quantization_limits.LARGEST["int8"]}
 
 
 def quantize(

@@ -184,6 +184,9 @@ FORWARD_CASES: tuple[Case, ...] = (
     dense("dim-v-wider", dims=(64, 128), causal=True),
     dense("dim-v-narrower", dims=(128, 64)),
     dense("dim-192-128", dims=(192, 128), causal=True),
+    dense("dim-192-64", (129, 257), dims=(192, 64), heads=(4, 2), causal=True),
+    dense("dim-136-128", (193, 129), dims=(136, 128), window=(40, 9)),
+    dense("dim-136-192", (65, 193), dims=(136, 192), batch=1),
     dense("dim-72-40", dims=(72, 40), heads=(4, 2)),
     # scale
     dense("scale-negative", softmax_scale=-0.3, causal=True),
@@ -216,6 +219,8 @@ FORWARD_CASES: tuple[Case, ...] = (
     ),
     varlen("varlen-tail-rows", (33, 65), (65, 33), tail_rows=19, layout="padded", window=(20, 10)),
     varlen("varlen-packed", (33, 70), (33, 70), layout="packed", causal=True, softcap=10.0),
+    varlen("varlen-dim-192", (65, 1, 193), (113, 33, 64), (4, 2), (192, 192), causal=True),
+    varlen("varlen-dim-192-128", (33, 130), (300, 64), (4, 1), (192, 128), seqused_k=(257, 0)),
     varlen("varlen-splits", (5, 70), (130, 257), num_splits=3, causal=True, dims=(72, 40)),
     # nothing to do, and splits
     dense("no-keys", (33, 0)),

@@ -166,15 +166,15 @@ static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
   return references;
 }
 
-// Runs the case on every kernel config of a dtype. Returns false on failure.
+// Runs the case on every kernel config of a dtype with the smallest sufficient head dim and a
+// sufficient one of V. Returns false on failure.
 static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
   const auto fits = [&](const flashattn3::forward::Config& r) {
-    return r.dtype == type && !r.cached;
+    return r.dtype == type && !r.cached && r.head_dim >= c.head_dim && r.head_dim_v >= c.head_dim_v;
   };
   int head_dim = 1 << 30;
-  const int wanted = std::max(c.head_dim, c.head_dim_v);
   for (const flashattn3::forward::Config& r : kCheckConfigs) {
-    if (fits(r) && r.head_dim >= wanted) head_dim = std::min(head_dim, r.head_dim);
+    if (fits(r)) head_dim = std::min(head_dim, r.head_dim);
   }
   if (head_dim == 1 << 30) return true;
   bool good = true;
@@ -229,7 +229,8 @@ static bool run_case(const Case& c, int index, int num_sms, int* counter) {
 // ------------------------------------------------------------------------------------------ timing
 
 // Prints the median of 7 rounds, each over all kernel configs of a cell: 16384 tokens, heads * head
-// dim 2048 or just below, bf16 and e4m3. fast: 8 bits without accumulator promotion.
+// dim 2048 or just below, bf16 and e4m3, the config's head dim of V. fast: 8 bits without
+// accumulator promotion.
 static void time_grid(const char* part, int only_length, bool fast, int num_sms, int* counter) {
   constexpr int64_t kCount = 16384 * int64_t{2048};
   constexpr int kLengths = 6, kRounds = 7;
@@ -257,7 +258,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
   void* promoted = nullptr;
   if (!fast) check(cudaMalloc(&promoted, num_sms * int64_t{49} * 384 * 16));
   check(cudaDeviceSynchronize());
-  std::printf("TFLOP/s at 512, 1024, 2048, 4096, 8192, 16384\n");
+  std::printf("TFLOP/s at 512, 1024, 2048, 4096, 8192, 16384; microseconds\n");
   for (int d : {64, 96, 128, 192, 256}) {
     for (bool causal : {false, true}) {
       std::vector<int> configs;
@@ -268,6 +269,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
           configs.push_back(config);
       }
       std::vector<std::vector<double>> rates(configs.size(), std::vector<double>(kLengths));
+      std::vector<std::vector<double>> spent = rates;
       for (int length = 0; length < kLengths; ++length) {
         const int seqlen = 512 << length;
         if (only_length != 0 && seqlen != only_length) continue;
@@ -284,8 +286,11 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
         ForwardParams integers = quantized;
         integers.q = integer[0], integers.k = integer[1];
         integers.quantized.q.data = integers.quantized.k.data = int8_descale;
-        const double flop = 4.0 * 16384 * (2048 / d * d) * seqlen * (causal ? 0.5 : 1.0);
-        const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 6e14)));
+        ForwardParams narrower = params;  // V of fewer columns
+        const auto flop = [&](int head_dim_v) {
+          return 2.0 * 16384 * (2048 / d) * (d + head_dim_v) * seqlen * (causal ? 0.5 : 1.0);
+        };
+        const int repeats = std::max(2, static_cast<int>(2e-3 / (flop(d) / 6e14)));
         std::vector<std::vector<float>> ms(configs.size());
         for (int round = 0; round < kRounds; ++round) {
           for (size_t i = 0; i < configs.size(); ++i) {
@@ -294,8 +299,13 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
             alarm(30);
             usleep(3000);  // idle, as beside slower providers: not always at the power limit
             const ElementType type = kCheckConfigs[configs[i]].dtype;
+            const int64_t dim_v = kCheckConfigs[configs[i]].head_dim_v;
+            narrower.head_dim_v = static_cast<int>(dim_v);
+            narrower.v_stride =
+                narrower.out_stride = {seqlen * (2048 / d) * dim_v, (2048 / d) * dim_v, dim_v};
             const ForwardParams& given = type == kE4m3   ? quantized
                                          : type == kInt8 ? integers
+                                         : dim_v < d     ? narrower
                                                          : params;
             const auto launch = [&] { kLaunch[configs[i]](given, nullptr); };
             if (round == 0) time_launch(launch, 2);
@@ -305,12 +315,15 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
         }
         for (size_t i = 0; i < configs.size(); ++i) {
           std::sort(ms[i].begin(), ms[i].end());
-          rates[i][length] = flop / ms[i][kRounds / 2] * 1e-9;
+          spent[i][length] = ms[i][kRounds / 2] * 1e3;
+          rates[i][length] = flop(kCheckConfigs[configs[i]].head_dim_v) / spent[i][length] * 1e-6;
         }
       }
       for (size_t i = 0; i < configs.size(); ++i) {
         std::printf("%-48s", config_name(configs[i]).c_str());
         for (double rate : rates[i]) std::printf("%5.0f", rate);
+        std::printf("  |");
+        for (double us : spent[i]) std::printf("%7.0f", us);
         std::printf("\n");
       }
     }

@@ -21,11 +21,12 @@
 #include "unit/tile/gemm_int8_test.cuh"
 #include "unit/tile/gemm_mn_test.cuh"
 #include "unit/tile/gemm_test.cuh"
+#include "unit/tile/load_staged_test.cuh"
 #include "unit/tile/permuted_v_test.cuh"
+#include "unit/tile/permuted_v_tile_test.cuh"
 #include "unit/tile/row_sum_columns_test.cuh"
 #include "unit/tile/tma_load_test.cuh"
 #include "unit/tile/tma_store_test.cuh"
-#include "unit/tile/zero_fill_test.cuh"
 
 int main(int argc, char** argv) {
   bool host_only = false;

@@ -21,7 +21,7 @@
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/gemm_mn.cuh"
-#include "tile/zero_fill.cuh"
+#include "tile/tma_load.cuh"
 
 namespace flashattn3::backward::cluster2 {
 
@@ -294,8 +294,9 @@ class Consumer {
     return warpgroup_ * (Traits::kAtoms / 2) * kAtomStride;
   }
   __device__ __forceinline__ Mask mask() const {
-    return Mask::of(uniform(tile_.num_rows), uniform(tile_.num_keys), args_.window.left,
-                    args_.window.right);
+    // A copy of the window: with a reference ptxas adds in another order.
+    return Mask::of(uniform(tile_.num_rows), uniform(tile_.num_keys),
+                    {args_.window.left, args_.window.right});
   }
   __device__ __forceinline__ int warp_first_key() const {
     return first_key_ + threadIdx.x % 128 / 32 * kRowsOfWarp;

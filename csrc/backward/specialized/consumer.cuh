@@ -11,7 +11,7 @@
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/gemm_mn.cuh"
-#include "tile/zero_fill.cuh"
+#include "tile/tma_load.cuh"
 
 namespace flashattn3::backward::specialized {
 
@@ -19,6 +19,7 @@ template <Config kConfig>
 class Consumer {
  protected:
   using Traits = KernelTraits<kConfig>;
+  using Storage = typename Traits::Storage;
   using Scores = float[kBlockM / 2];  // of 64 keys x 64 queries
   using QueryGradient = float[Traits::kQuarter / 2];
   static constexpr ElementType kElement = Traits::kElement;
@@ -28,7 +29,7 @@ class Consumer {
                                       int warpgroup, int rank)
       : args_(args),
         tile_(tile),
-        storage_(*reinterpret_cast<SharedStorage*>(shared)),
+        storage_(*reinterpret_cast<Storage*>(shared)),
         shared_(shared),
         warpgroup_(warpgroup),
         rank_(rank),
@@ -54,8 +55,12 @@ class Consumer {
   }
 
   __device__ __forceinline__ void add_dq(const QueryGradient& dq) {
-    adder_.template add<true>(dq, dq_at_);
-    adder_.template add<false>(dq, dq_at_);
+    add_half_of_dq<true>(dq);
+    add_half_of_dq<false>(dq);
+  }
+  template <bool kFirst>
+  __device__ __forceinline__ void add_half_of_dq(const QueryGradient& dq) {
+    adder_.template add<kFirst>(dq, dq_at_);
   }
 
   // All GEMMs of the step at step_ are complete. finished: a copy of dq outside of WGMMA's
@@ -112,8 +117,9 @@ class Consumer {
     return low + offset / 16;
   }
   __device__ __forceinline__ Mask mask() const {
-    return Mask::of(uniform(tile_.num_rows), uniform(tile_.num_keys), args_.window.left,
-                    args_.window.right);
+    // A copy of the window: with a reference ptxas adds in another order.
+    return Mask::of(uniform(tile_.num_rows), uniform(tile_.num_keys),
+                    {args_.window.left, args_.window.right});
   }
   __device__ __forceinline__ int warp_first_key() const {
     return first_key_ + threadIdx.x % 128 / 32 * kRowsOfWarp;
@@ -121,7 +127,7 @@ class Consumer {
 
   const Arguments& args_;
   const WorkTile& tile_;
-  SharedStorage& storage_;
+  Storage& storage_;
   uint8_t* shared_;
   int warpgroup_, rank_;
   int first_key_;    // of the CTA

@@ -9,6 +9,7 @@
 #include "backward/epilogue.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/specialized/consumer.cuh"
+#include "tile/load_staged.cuh"
 #include "tile/tma_store.cuh"
 
 namespace flashattn3::backward::specialized {
@@ -21,6 +22,7 @@ class GradientConsumer : Consumer<kConfig> {
   using typename Base::Traits;
   static constexpr ElementType kElement = Traits::kElement;
   static constexpr int kDoutBytes = Traits::kAtomsV * Traits::kAtomBytes;
+  static constexpr bool kAddLate = has(kConfig, Schedule::kAddLate);
   using ValueGradient = float[Traits::kHeadDimV / 2];
 
  public:
@@ -68,11 +70,12 @@ class GradientConsumer : Consumer<kConfig> {
     if constexpr (kMore) start_dp(dp);
     gemm_ss_mn_b<kElement, Traits::kHeadDimV>(dv, this->at(Traits::kPOffset + b * Traits::kDsBytes),
                                               this->at(Traits::kDoutOffset + b * kDoutBytes));
-    if (others) this->add_dq(finished);
+    if (!kAddLate && others) this->add_dq(finished);
     // Sync: all gradient warps have written dS.
     this->storage_.ds_full[b].wait(this->step_.phase());
     QueryGradient dq;
     this->start_dq(dq);
+    if (kAddLate && others) this->add_dq(finished);
     warpgroup_wait<1>();
     this->storage_.dout_empty[b].arrive_warp();  // Sync: this warp is done with dO and delta.
     if constexpr (kMore) {

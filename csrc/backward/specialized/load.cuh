@@ -12,7 +12,7 @@ template <Config kConfig>
 __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile, uint8_t* shared,
                                      int num_steps, int rank) {
   using Traits = KernelTraits<kConfig>;
-  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
   constexpr int kQBytes = Traits::kAtoms * Traits::kAtomBytes;
   constexpr int kDoutBytes = Traits::kAtomsV * Traits::kAtomBytes;
   constexpr uint32_t kFloats = kBlockM * sizeof(float);
@@ -33,16 +33,24 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
                                                   tile.batch_coord, rank * 2);
   const int batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
   PipelineState<2> at{1};
+  PipelineState<Traits::kQBuffers> q_at{1};  // two Q buffers are used as those of dO are
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
-    const uint32_t b = at.index();
     const int row = tile.row_offset + block * kBlockM;
     const int column = static_cast<int>(workspace_row(args, tile, head, block));
-    storage.q_empty[b].wait(at.phase());  // Sync: every score warp has released the buffer.
-    storage.q_full[b].arrive_and_expect(kQBytes + kFloats);
-    copy_tile<kBlockM, Traits::kAtoms, 64>(shared + Traits::kQOffset + b * kQBytes, &args.q,
-                                           storage.q_full[b], kReadAgain, row, head, batch_coord);
-    copy_floats(storage.lse[b], &args.lse_delta, storage.q_full[b], kReadAgain, column, 0);
+    const auto load_q = [&] {
+      const bool two = Traits::kQBuffers == 2;
+      const uint32_t b = two ? at.index() : q_at.index();
+      // Sync: every score warp has released the buffer.
+      storage.q_empty[b].wait(two ? at.phase() : q_at.phase());
+      storage.q_full[b].arrive_and_expect(kQBytes + kFloats);
+      copy_tile<kBlockM, Traits::kAtoms, 64>(shared + Traits::kQOffset + b * kQBytes, &args.q,
+                                             storage.q_full[b], kReadAgain, row, head, batch_coord);
+      copy_floats(storage.lse[b], &args.lse_delta, storage.q_full[b], kReadAgain, column, 0);
+      q_at.advance();
+    };
+    if constexpr (!has(kConfig, Schedule::kDoutFirst)) load_q();
+    const uint32_t b = at.index();
     storage.dout_empty[b].wait(at.phase());  // Sync: every gradient warp has released the buffer.
     storage.dout_full[b].arrive_and_expect(kDoutBytes + kFloats);
     copy_tile<kBlockM, Traits::kAtomsV, 64>(shared + Traits::kDoutOffset + b * kDoutBytes,
@@ -50,6 +58,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
                                             batch_coord);
     copy_floats(storage.minus_delta[b], &args.lse_delta, storage.dout_full[b], kReadAgain, column,
                 1);
+    if constexpr (has(kConfig, Schedule::kDoutFirst)) load_q();
     at.advance();
     block = next_block(tile.m_blocks, block);
     if (block == tile.start) ++head;

@@ -19,6 +19,7 @@ class ScoreConsumer : Consumer<kConfig> {
   using typename Base::Traits;
   static constexpr ElementType kElement = Traits::kElement;
   static constexpr int kQBytes = Traits::kAtoms * Traits::kAtomBytes;
+  static constexpr bool kAddLate = has(kConfig, Schedule::kAddLate);
   using KeyGradient = float[Traits::kHeadDim / 2];
 
  public:
@@ -67,22 +68,29 @@ class ScoreConsumer : Consumer<kConfig> {
   template <bool kMore>
   __device__ __forceinline__ void step(KeyGradient& dk, QueryGradient& finished, bool others) {
     const uint32_t b = this->step_.index();
+    const uint32_t q = Traits::kQBuffers == 2 ? b : scores_q_.before(1).index();
     Scores s, lse;
     if constexpr (kMore) start_qk(s, lse);
-    if (others) this->add_dq(finished);
+    if (others) {
+      this->template add_half_of_dq<true>(finished);
+      if constexpr (!kAddLate) this->template add_half_of_dq<false>(finished);
+    }
     // Sync: all gradient warps have written dS.
     this->storage_.ds_full[b].wait(this->step_.phase());
     gemm_ss_mn_b<kElement, Traits::kHeadDim>(dk, this->at(Traits::kDsOffset + b * Traits::kDsBytes),
-                                             this->at(Traits::kQOffset + b * kQBytes));
+                                             this->at(Traits::kQOffset + q * kQBytes));
     QueryGradient dq;
     this->start_dq(dq);
+    if constexpr (kAddLate) {
+      if (others) this->template add_half_of_dq<false>(finished);
+    }
     if constexpr (kMore) {
       warpgroup_wait<2>();
       warpgroup_fence_operand(s);
       make_probabilities(s, lse);
     }
     warpgroup_wait<1>();
-    this->storage_.q_empty[b].arrive_warp();  // Sync: this warp is done with Q and lse.
+    this->storage_.q_empty[q].arrive_warp();  // Sync: this warp is done with Q and lse.
     if constexpr (kMore) store_p(s);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dk);
@@ -91,13 +99,15 @@ class ScoreConsumer : Consumer<kConfig> {
 
   // Starts the QK GEMM of the step at scores_at_ and loads its lse.
   __device__ __forceinline__ void start_qk(Scores& s, Scores& lse) {
-    const uint32_t b = scores_at_.index();
-    this->storage_.q_full[b].wait(scores_at_.phase());  // Sync: Q and lse are loaded.
-    this->template zero_fill_queries<Traits::kAtoms>(Traits::kQOffset + b * kQBytes, block_);
+    const bool two = Traits::kQBuffers == 2;
+    const uint32_t q = two ? scores_at_.index() : scores_q_.index();
+    // Sync: Q and lse are loaded.
+    this->storage_.q_full[q].wait(two ? scores_at_.phase() : scores_q_.phase());
+    this->template zero_fill_queries<Traits::kAtoms>(Traits::kQOffset + q * kQBytes, block_);
     // Before the GEMMs start: these loads are slow during WGMMA.
-    load_per_column(lse, this->storage_.lse[b]);
+    load_per_column(lse, this->storage_.lse[q]);
     gemm_ss<kElement, Traits::kBlockN, kBlockM, Traits::kHeadDim>(
-        s, this->at(Traits::kKOffset), this->at(Traits::kQOffset + b * kQBytes));
+        s, this->at(Traits::kKOffset), this->at(Traits::kQOffset + q * kQBytes));
   }
 
   // Computes P of the step at scores_at_. The mask's branch keeps ptxas from moving the wait for
@@ -118,7 +128,8 @@ class ScoreConsumer : Consumer<kConfig> {
     stage(p, Traits::kPOffset);
     if (this->args_.score_scale.caps()) {
       // tanh cannot be recovered later from 16 bits of P.
-      differentiate_cap(p, this->storage_.lse[b], this->args_.score_scale);
+      differentiate_cap(p, this->storage_.lse[Traits::kQBuffers == 2 ? b : scores_q_.index()],
+                        this->args_.score_scale);
       // Sync: all warps of both CTAs have read dS of two steps before.
       this->storage_.ds_empty[b].wait(scores_at_.phase() ^ 1);
       stage(p, Traits::kDsOffset);
@@ -127,6 +138,7 @@ class ScoreConsumer : Consumer<kConfig> {
     __syncwarp();
     this->storage_.p_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     scores_at_.advance();
+    scores_q_.advance();
     block_ = next_block(this->rows_, block_);
   }
 
@@ -137,9 +149,10 @@ class ScoreConsumer : Consumer<kConfig> {
     stage_rows(this->rows_of_warp(offset, scores_at_.index()), packed);
   }
 
-  BlockRange full_blocks_;         // m_blocks that see all of the CTA's keys
-  int block_;                      // m_block of the next P
-  PipelineState<2> scores_at_{0};  // step of the next P
+  BlockRange full_blocks_;                        // m_blocks that see all of the CTA's keys
+  int block_;                                     // m_block of the next P
+  PipelineState<2> scores_at_{0};                 // step of the next P
+  PipelineState<Traits::kQBuffers> scores_q_{0};  // its Q buffer; two buffers are used as P's are
 };
 
 }  // namespace flashattn3::backward::specialized

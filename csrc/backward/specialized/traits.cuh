@@ -20,12 +20,13 @@ namespace flashattn3::backward::specialized {
 //   ds_empty[b]     one for each consumer warp of both CTAs: it has read this CTA's dS
 //   other_full[b]   1: this CTA's exchange_ds thread, and the bytes of the other CTA's dS
 //   dq_ready[b]     1: the thread in poll_dq_semaphore, deterministic only: dQ may be added
-// Step i uses buffer b = i % 2.
+// Step i uses buffer b = i % 2, of Q and lse i % kQBuffers.
+template <int kQBuffers>
 struct SharedStorage {
-  float lse[2][kBlockM];
+  float lse[kQBuffers][kBlockM];
   float minus_delta[2][kBlockM];
   Barrier keys_full;
-  Barrier q_full[2], q_empty[2];
+  Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier dout_full[2], dout_empty[2];
   Barrier p_full[2];
   Barrier ds_full[2], ds_empty[2];
@@ -46,14 +47,16 @@ struct SharedStorage {
       other_full[i].init(1);
       dq_ready[i].init(1);
     }
+    for (int i = 2; i < kQBuffers; ++i) q_full[i].init(1), q_empty[i].init(kWarps);
     fence_barrier_init();
   }
 };
 
 template <Config kTheConfig>
 struct KernelTraits {
-  using Storage = SharedStorage;
   static constexpr Config kConfig = kTheConfig;
+  static constexpr int kQBuffers = kConfig.num_stages;
+  using Storage = SharedStorage<kQBuffers>;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
@@ -66,14 +69,14 @@ struct KernelTraits {
   static constexpr int kAtomBytes = 64 * 128;  // all tiles have 64 rows
   static constexpr int kDsBytes = kBlockN * kBlockM * 2;
   // Shared memory, in bytes: SharedStorage; K; V; the columns of this CTA's half of dQ, of its own
-  // and of the other CTA's K, each quarter in an atom of which 48 columns are used; two tiles each
-  // of Q, dO, P, dS and the other CTA's dS.
+  // and of the other CTA's K, each quarter in an atom of which 48 columns are used; kQBuffers
+  // tiles of Q; two tiles each of dO, P, dS and the other CTA's dS.
   static constexpr int kKOffset = kSharedStorageBytes;
   static constexpr int kVOffset = kKOffset + kAtoms * kAtomBytes;
   static constexpr int kDqKOffset = kVOffset + kAtomsV * kAtomBytes;
   static constexpr int kOtherKOffset = kDqKOffset + 2 * kAtomBytes;
   static constexpr int kQOffset = kOtherKOffset + 2 * kAtomBytes;
-  static constexpr int kDoutOffset = kQOffset + 2 * kAtoms * kAtomBytes;
+  static constexpr int kDoutOffset = kQOffset + kQBuffers * kAtoms * kAtomBytes;
   static constexpr int kPOffset = kDoutOffset + 2 * kAtomsV * kAtomBytes;
   static constexpr int kDsOffset = kPOffset + 2 * kDsBytes;
   static constexpr int kOtherDsOffset = kDsOffset + 2 * kDsBytes;
@@ -81,7 +84,7 @@ struct KernelTraits {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
-  static_assert(kConsumers == 2 && kConfig.num_stages == 2 && kBlockM == 64 && kBlockN == 64);
+  static_assert(kConsumers == 2 && kQBuffers >= 2 && kBlockM == 64 && kBlockN == 64);
   static_assert(kQuarter == 48 && (kHeadDimV == 192 || kHeadDimV == 128), "GEMM widths");
   static_assert(kOtherDsOffset + 2 * kDsBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA");

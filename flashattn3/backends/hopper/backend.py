@@ -221,8 +221,8 @@ class HopperBackend:
         return reason is None and not self.unusable_reason(config_of(cached), problem.backend)
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
-        head_dim = max(problem.head_dim, problem.head_dim_v)
-        kernel_config = select_backward_config(NAMES[problem.dtype], head_dim)
+        dtype = NAMES[problem.dtype]
+        kernel_config = select_backward_config(dtype, problem.head_dim, problem.head_dim_v)
         if kernel_config is None or self.unusable_reason(kernel_config, problem.backend):
             return None
         scale = problem.score_scale
@@ -239,8 +239,8 @@ def _as_cached(problem: Problem) -> DecodeProblem:
 
 
 def _kernel_config(problem: Problem) -> ForwardConfig:
-    head_dim = max(problem.head_dim, problem.head_dim_v)
-    return select_forward_config(NAMES[problem.dtype], head_dim, problem.masked, problem.seqlen_k)
+    dims = problem.head_dim, problem.head_dim_v
+    return select_forward_config(NAMES[problem.dtype], *dims, problem.masked, problem.seqlen_k)
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:

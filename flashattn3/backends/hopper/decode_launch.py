@@ -92,8 +92,8 @@ class DecodeLaunch:
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
     ) -> dict[str, object]:
         """The grid and the workspace of a call of the problem, at any lengths of its cache."""
-        ragged = total_q if self.problem.varlen else -1
-        sizes = self.library.decode_size(self.prepared.handle, batch, seqlen_q, capacity, ragged)
+        rows = total_q if self.problem.varlen else -1
+        sizes = self.library.decode_size(self.prepared.handle, batch, seqlen_q, capacity, rows)
         return {"grid": (sizes[0], 1, 1), "workspace_bytes": sizes[1]}
 
 

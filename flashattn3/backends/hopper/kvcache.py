@@ -1,7 +1,8 @@
 """The Hopper backend of cached calls: few query rows run on the decode kernels, many on the cached
 forward kernels where these take the call.
 
-Appends and combinations run on Triton's kernels, in the same stream.
+Appends run on the append kernel once a GPU has measured it, or where a call has backend="hopper";
+other appends and combinations on Triton's kernels, in the same stream.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable
 from functools import cached_property
 
 from ...dispatch.device import DeviceInfo
-from ...dispatch.kernel_configs import DecodeConfig, KernelConfig
+from ...dispatch.kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
 from ..triton.kvcache import BACKEND as TRITON
-from . import decode_launch
+from . import append_launch, decode_launch
 from .backend import BACKEND as FORWARD
 from .backend import HopperBackend
 
@@ -33,7 +34,7 @@ class HopperCachedCall:
 
 
 class HopperCacheBackend:
-    """Takes decode problems itself, appends and combinations as Triton's backend does.
+    """Takes decode problems and appends itself, combinations as Triton's backend does.
 
     forward: the backend of calls without a cache, which has the library.
     """
@@ -51,6 +52,8 @@ class HopperCacheBackend:
 
     def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
         if not _is_decode(problem):
+            if self.append_reason(problem) is None:
+                return None
             reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
             return reason and f"runs Triton's kernel for this: {reason}"
         reason = decode_launch.unfit_reason(problem)
@@ -66,9 +69,19 @@ class HopperCacheBackend:
 
     def prepare(self, problem: object, device: DeviceInfo) -> object:
         if not _is_decode(problem):
+            if self.append_reason(problem) is None:
+                return append_launch.AppendLaunch(problem, self._forward.library())
             return TRITON.prepare(problem, device)
         chosen, library = self._choose(problem), self._forward.library()
         return HopperCachedCall(decode_launch.decode_launch(problem, device, library, *chosen))
+
+    def append_reason(self, problem: object) -> str | None:
+        """Why a problem that is no decode does not run on the append kernel; or None."""
+        if not hasattr(problem, "rotary_dim"):
+            return "combines partial results"
+        if self._forward.only_measured and not APPEND_MEASURED and problem.backend != self.name:
+            return "the append kernel was never run on a GPU; backend='hopper' would run it"
+        return append_launch.unfit_reason(problem)
 
     def _choose(self, problem: object) -> tuple[KernelConfig, str]:
         """The kernel config of a problem that is not unfit, and why of this kind."""

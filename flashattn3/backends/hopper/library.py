@@ -51,6 +51,7 @@ class Library:
     prepare_decode: Callable | None = None
     decode_size: Callable | None = None
     decode: Callable | None = None
+    append: Callable | None = None
 
 
 @cache
@@ -89,7 +90,7 @@ def find_library() -> Library:
         "prepare_decode": DecodeRecord,
     }
     preparing = {name: getattr(operators, name).default for name in records}
-    older = not hasattr(operators, "register_autograd_node")
+    older = not (hasattr(operators, "register_autograd_node") and hasattr(operators, "append"))
     if older or any(_record_of(preparing[name]) != records[name]._fields for name in records):
         return Library(error="the Hopper kernels were built from other sources")
     return Library(
@@ -102,6 +103,7 @@ def find_library() -> Library:
         differentiable=_registered_node(operators),
         decode_size=operators.decode_size.default,
         decode=operators.decode.default,
+        append=operators.append.default,
     )
 
 

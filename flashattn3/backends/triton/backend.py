@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -148,7 +147,7 @@ class TritonBackend:
         )
         tiles = tile_config.masked if problem.masked else tile_config.full
         tiles = replace(tiles, forward=_within_blocks(tiles.forward, problem))
-        m_blocks = ceil(problem.seqlen_q / tiles.forward.block_m)
+        m_blocks = tiles.forward.num_m_blocks(problem.seqlen_q)
         programs = m_blocks * problem.num_heads_q * problem.batch
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
         if packed.is_packed(problem, device, programs):
@@ -156,7 +155,7 @@ class TritonBackend:
             tile, sizes = select_tile(cached, device), (problem.batch, problem.total_q)
             grid = (tile.grid(cached, *sizes, problem.seqlen_q)[1], 1, 1)
             return TritonConfig(tile_config, tiles, cached.num_splits, grid, arch, packed=tile)
-        num_splits = _num_splits(problem, programs, tiles.forward.block_n, device.num_sms)
+        num_splits = _num_splits(problem, programs, tiles.forward, device.num_sms)
         grid = (programs * num_splits, 1, 1)
         native_fp8 = problem.dtype in EIGHT_BIT and (device.lowering or 0) >= FIRST_WITH_FP8
         return TritonConfig(tile_config, tiles, num_splits, grid, arch, native_fp8)
@@ -172,9 +171,9 @@ def _within_blocks(tile: Tile, problem: Problem) -> Tile:
     return replace(tile, block_n=min([tile.block_n, *blocks]))
 
 
-def _num_splits(problem: Problem, programs: int, block_n: int, num_sms: int) -> int:
+def _num_splits(problem: Problem, programs: int, tile: Tile, num_sms: int) -> int:
     """Number of KV splits: as requested, or, for <= 0, enough to occupy every SM."""
-    n_blocks = max(1, ceil(problem.seqlen_k / block_n))
+    n_blocks = max(1, tile.num_n_blocks(problem.seqlen_k))
     if problem.num_splits > 0:
         return min(problem.num_splits, n_blocks)
     if programs >= num_sms or programs == 0:

@@ -182,10 +182,10 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
 
     def run(tensors: AppendTensors, lengths: Lengths) -> None:
         k, v, k_cache, v_cache, q, q_out = tensors[:6]
-        ragged = tensors.cu_seqlens_k_new is not None
+        varlen = tensors.cu_seqlens_k_new is not None
         ragged_q = tensors.cu_seqlens_q is not None
-        batch = tensors.cu_seqlens_k_new.shape[0] - 1 if ragged else k.shape[0]
-        num_rows_k = k.shape[0] * (1 if ragged else k.shape[1])
+        batch = tensors.cu_seqlens_k_new.shape[0] - 1 if varlen else k.shape[0]
+        num_rows_k = k.shape[0] * (1 if varlen else k.shape[1])
         num_rows_q, seqlen_q = 0, 0
         if q is not None:
             seqlen_q = q.shape[-3]
@@ -197,8 +197,8 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
             (ceil(max(num_rows_k, num_rows_q) / APPEND_ROWS), 2 * heads_kv + heads_q, 1),
             tensors,
             (
-                *_strides(k, ragged),
-                *_strides(v, ragged),
+                *_strides(k, varlen),
+                *_strides(v, varlen),
                 *_strides(k_cache),
                 *_strides(v_cache),
                 *(no_strides if q is None else _strides(q, ragged_q)),
@@ -213,7 +213,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
                 num_rows_k,
                 seqlen_q,
                 min(seqlen_k, capacity + 1),
-                0 if ragged else k.shape[1],
+                0 if varlen else k.shape[1],
                 capacity,
                 num_caches,
                 num_pages,

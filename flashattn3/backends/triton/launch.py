@@ -165,7 +165,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     if not fp8:  # q is negated instead
         positive = abs(score_scale.softmax_scale) or SMALLEST_SCALE
         score_scale = score_scale._replace(softmax_scale=positive)
-    num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
+    num_m_blocks = tile.num_m_blocks(problem.seqlen_q)
     out_strides = _dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
     lse_strides = _lse_strides(problem)
     scalars = (
@@ -216,7 +216,7 @@ def combine_launch(problem: Problem, config: TritonConfig) -> Launch:
     )
     constants = _value_row(problem, ())
     types = ("fp32", "fp32", NAMES[problem.out_dtype], "fp32")
-    grid = _row_grid(problem)
+    grid = (num_m_blocks * _num_heads(problem), 1, 1)
     return _launch(forward.combine_kernel, types, grid, scalars, constants, COMBINE_TILE, config)
 
 
@@ -244,11 +244,11 @@ def lse_delta_shape(problem: Problem) -> tuple[int, ...]:
     """(batch, heads, rows) or, for varlen, (heads, rows); rows include the padding."""
     if problem.varlen:
         return (problem.num_heads_q, problem.total_q + problem.batch * LSE_DELTA_ROWS)
-    return (
-        problem.batch,
-        problem.num_heads_q,
-        ceil(problem.seqlen_q / LSE_DELTA_ROWS) * LSE_DELTA_ROWS,
-    )
+    return (problem.batch, problem.num_heads_q, _padded_rows(problem.seqlen_q))
+
+
+def _padded_rows(rows: int) -> int:
+    return ceil(rows / LSE_DELTA_ROWS) * LSE_DELTA_ROWS
 
 
 def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
@@ -269,7 +269,7 @@ def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
 
 def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dlse_stride) -> Launch:
     has_dlse = dlse_stride is not None
-    num_m_blocks = ceil(problem.seqlen_q / LSE_DELTA_ROWS) * (LSE_DELTA_ROWS // ROWS_PER_PROGRAM)
+    num_m_blocks = _padded_rows(problem.seqlen_q) // ROWS_PER_PROGRAM
     scalars = (
         *_dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v),
         *dout_strides,
@@ -298,7 +298,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
 
 def _dkdv_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
     tile = config.tiles.bwd_dkdv
-    num_n_blocks = ceil(problem.seqlen_k / tile.block_n)
+    num_n_blocks = tile.num_n_blocks(problem.seqlen_k)
     keys, heads = problem.total_k, problem.num_heads_kv
     scalars = (
         *_input_strides(problem, dout_strides),
@@ -321,7 +321,7 @@ def _dkdv_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch
 
 def _dq_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
     tile = config.tiles.bwd_dq
-    num_m_blocks = ceil(problem.seqlen_q / tile.block_m)
+    num_m_blocks = tile.num_m_blocks(problem.seqlen_q)
     scalars = (
         *_input_strides(problem, dout_strides),
         *_dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim),
@@ -366,10 +366,6 @@ def _descale_layouts(problem: Problem) -> tuple[int | None, ...]:
             qhead_per_kvhead = problem.num_heads_q // descales.heads
             places += [*descales.stride, qhead_per_kvhead, descales.block, descales.num_blocks]
     return tuple(places)
-
-
-def _row_grid(problem: Problem) -> tuple[int, int, int]:
-    return (ceil(problem.total_q / ROWS_PER_PROGRAM) * _num_heads(problem), 1, 1)
 
 
 def _value_row(problem: Problem, strides: tuple[int, ...]) -> dict[str, int]:

@@ -7,6 +7,7 @@ selected. ``python -m flashattn3.bench.tune`` measures candidates on the current
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,12 @@ class Tile:
     block_n: int
     num_warps: int
     num_stages: int
+
+    def num_m_blocks(self, rows: int) -> int:
+        return ceil(rows / self.block_m)
+
+    def num_n_blocks(self, keys: int) -> int:
+        return ceil(keys / self.block_n)
 
 
 @dataclass(frozen=True)

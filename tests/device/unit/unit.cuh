@@ -19,6 +19,7 @@
 #include "../harness.cuh"
 #include "ptx/element.h"
 #include "ptx/mbarrier.cuh"
+#include "tile/fragment.h"
 
 namespace unit {
 
@@ -140,6 +141,60 @@ __device__ inline void fill_tile(uint8_t* tile, const uint8_t* matrix, int rows,
     tile[tile_offset(rows, i / row_bytes, i % row_bytes)] = matrix[i];
   }
   flashattn3::fence_async_proxy();
+}
+
+constexpr int kTileOffset = 1024;  // of a loaded tile; the barrier is before it
+
+// Runs load(tile, full) in thread 0 over poisoned bytes, waits, and stores the bytes.
+template <int kBytes, class Load>
+__device__ void store_loaded(uint8_t* found, Load load) {
+  auto& full = *reinterpret_cast<flashattn3::Barrier*>(shared_memory());
+  uint8_t* tile = shared_memory() + kTileOffset;
+  for (int i = threadIdx.x; i < kBytes; i += blockDim.x) tile[i] = 0xff;
+  flashattn3::fence_async_proxy();
+  if (threadIdx.x == 0) {
+    full.init(1);
+    flashattn3::fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) load(tile, full);
+  full.wait(0);
+  for (int i = threadIdx.x; i < kBytes; i += blockDim.x) found[i] = tile[i];
+}
+
+// Any bytes that differ from their neighbours.
+inline std::vector<uint8_t> some_bytes(size_t count) {
+  std::mt19937 random(11);
+  std::vector<uint8_t> bytes(count);
+  for (uint8_t& x : bytes) x = static_cast<uint8_t>(random());
+  return bytes;
+}
+
+// The 16-bit element of a row and column of a warp's 16 rows; never the poison 0xffff.
+__host__ __device__ constexpr uint16_t element(int row, int column) {
+  return static_cast<uint16_t>(row * 256 + column);
+}
+
+// The pair of elements in accumulator registers 2 * i and 2 * i + 1.
+__device__ inline uint32_t element_pair(int i, int first_column) {
+  const int lane = threadIdx.x % 32;
+  const int row = flashattn3::thread_row(lane) + flashattn3::register_row(2 * i);
+  const int column =
+      first_column + flashattn3::thread_column(lane) + flashattn3::register_column(2 * i);
+  return element(row, column) | static_cast<uint32_t>(element(row, column + 1)) << 16;
+}
+
+constexpr int kMargin = 128;  // bytes after a filled tile
+
+// Poisons a tile and the bytes after it with 0xff, fills it, and stores them.
+template <int kBytes, class Fill>
+__device__ void store_filled(uint8_t* found, Fill fill) {
+  uint8_t* tile = shared_memory();
+  for (int i = threadIdx.x; i < kBytes + kMargin; i += blockDim.x) tile[i] = 0xff;
+  __syncthreads();
+  fill(tile);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBytes + kMargin; i += blockDim.x) found[i] = tile[i];
 }
 
 // A dense matrix of small integers, which every element type and every GEMM represents exactly.

@@ -34,6 +34,7 @@ inline void check_lengths(Result& result) {
     keys.cache_seqlens = lengths.data();
     for (int b = 0; b < 8; ++b) {
       const int cached = std::clamp(lengths[b], 0, 100);
+      result.equal(cached, keys.num_cached(b), "cached", seqlen_new, b);
       result.equal(std::min(cached + all_new, 100), keys.num_keys(b), "lengths", seqlen_new, b);
     }
   }

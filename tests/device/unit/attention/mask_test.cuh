@@ -16,7 +16,7 @@ using namespace flashattn3;
 struct Case {
   int num_rows, num_keys, left, right;
 
-  Mask mask() const { return Mask::of(num_rows, num_keys, left, right); }
+  Mask mask() const { return Mask::of(num_rows, num_keys, {left, right}); }
   // Bottom-right aligned: the last query is at the last key.
   bool visible(int row, int key) const {
     const int diagonal = row + num_keys - num_rows;
@@ -104,7 +104,7 @@ inline void check_hidden_keys(Result& result) {
   for (const Case& c : all_cases()) {
     for (const int hidden : {0, 1, 79, 80, 130, c.num_keys}) {
       const int first_key = std::min(hidden, c.num_keys);
-      const CachedMask mask = CachedMask::of(c.num_rows, c.num_keys, c.left, c.right, {first_key});
+      const Mask mask = Mask::of(c.num_rows, c.num_keys, {c.left, c.right}, first_key);
       const auto visible = [&](int row, int key) {
         return key >= first_key && c.visible(row, key);
       };

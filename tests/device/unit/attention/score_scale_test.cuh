@@ -38,9 +38,7 @@ inline void check_record(Result& result) {
 
 // found: exponents, then capped scores.
 __global__ void store_uniform(const float* scores, ScoreScale score_scale, float* found) {
-  UniformScale scale{{99.f}};
-  scale.complete(5.f);  // changes nothing
-  scale.restart(0.75f);
+  const UniformScale scale{0.75f};
   float s[kCount];
   for (int i = 0; i < kCount; ++i) {
     found[i] = scale.exponent(scores[i], i, 2.f);

@@ -27,7 +27,7 @@ __global__ void store_codes(const float* scores, uint8_t* codes, float* row_max,
   }
   float of_row[2], factor[2];
   const float least[2] = {0.f, 0.f};
-  Softmax::find_highest(of_row, s);
+  find_highest(of_row, s);
   softmax.rescale(s, of_row, least, factor, full);
   Probabilities<ElementType::kE4m3, kN> p;
   Softmax::pack(p, s);

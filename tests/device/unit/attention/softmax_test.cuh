@@ -23,7 +23,7 @@ template <ElementType kElement, bool kRowsMayBeEmpty>
 __global__ void attend(const float* scores, bool at_once, float4* found) {
   OnlineSoftmax<kElement, kN, kRowsMayBeEmpty> softmax;
   softmax.reset();
-  const UniformScale scale{{kScale}};
+  const UniformScale scale{kScale};
   float out[2] = {0.f, 0.f}, largest[2] = {0.f, 0.f};
   for (int tile = 0; tile < kTiles; ++tile) {
     float s[kN / 2];
@@ -168,7 +168,7 @@ __global__ void store_state(const float* scores, float row_max0, float row_max1,
   state.row_max[0] = row_max0, state.row_max[1] = row_max1, state.unseen = unseen;
   float s[kN / 2];
   for (int i = 0; i < kN / 2; ++i) s[i] = scores[i];
-  state.subtract_row_max(s, UniformScale{{0.5f}}, found->highest);
+  state.subtract_row_max(s, UniformScale{0.5f}, found->highest);
   for (int i = 0; i < kN / 2; ++i) found->exponents[i] = s[i];
   found->needs_rescale = state.needs_rescale(found->highest, threshold);
   found->sum_is_below_0 = state.impossible();

@@ -1,6 +1,5 @@
 // tile/fragment.h: every element of an accumulator is in one register of one thread, and it is the
-// one that WGMMA and mma.sync write there. Registers of integer scores are read and written as
-// floats of the same bits.
+// one that WGMMA and mma.sync write there.
 #pragma once
 
 #include "../unit.cuh"
@@ -88,31 +87,6 @@ inline void check_wgmma(Result& result) {
   }
 }
 
-static_assert(std::is_same_v<ScoreAccumulator<ElementType::kInt8>, uint32_t>);
-static_assert(std::is_same_v<ScoreAccumulator<ElementType::kE4m3>, float>);
-static_assert(std::is_same_v<ScoreAccumulator<ElementType::kBFloat16>, float>);
-
-// number: of the denormal whose bits are the integer. written: bits of a register that was set to
-// 3 times that denormal.
-__global__ void store_numbers(const uint32_t* integers, float* number, uint32_t* written) {
-  uint32_t score = integers[threadIdx.x];
-  number[threadIdx.x] = from_denormal(get(score));
-  set(score, 3.f * get(score));
-  written[threadIdx.x] = score;
-}
-
-inline void check_integers(Result& result) {
-  const std::vector<uint32_t> integers = {0, 1, 2, 1000, 65025, 2080800, 2796202};
-  const int count = static_cast<int>(integers.size());
-  Array<uint32_t> given(integers), written(count);
-  Array<float> number(count);
-  launch(store_numbers, 1, count, 0, given.device(), number.device(), written.device());
-  for (int i = 0; i < count; ++i) {
-    result.equal(integers[i], number.download()[i], "from_denormal", i);
-    result.equal(3. * integers[i], written.download()[i], "set", i);
-  }
-}
-
 __global__ void store_float(float* found) {
   float score = 1.5f;
   found[0] = get(score);
@@ -129,7 +103,6 @@ inline void check_floats(Result& result) {
 
 static const Tests kTests = {{"tile/fragment: formula", Where::kHost, check_formula},
                              {"tile/fragment: WGMMA", Where::kGpu, check_wgmma},
-                             {"tile/fragment: integer scores", Where::kGpu, check_integers},
                              {"tile/fragment: float scores", Where::kGpu, check_floats}};
 
 }  // namespace unit::fragment

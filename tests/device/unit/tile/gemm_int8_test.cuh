@@ -1,4 +1,5 @@
-// tile/gemm_int8.cuh: scores of int8 plus their bias, exact; also with the extreme elements.
+// tile/gemm_int8.cuh: scores of int8 plus their bias, exact; also with the extreme elements. Their
+// registers are read and written as floats of the same bits.
 #pragma once
 
 #include "../unit.cuh"
@@ -97,7 +98,33 @@ inline void check_columns(Result& result) {
   }
 }
 
+static_assert(std::is_same_v<ScoreAccumulator<ElementType::kInt8>, uint32_t>);
+static_assert(std::is_same_v<ScoreAccumulator<ElementType::kE4m3>, float>);
+static_assert(std::is_same_v<ScoreAccumulator<ElementType::kBFloat16>, float>);
+
+// number: of the denormal whose bits are the integer. written: bits of a register that was set to
+// 3 times that denormal.
+__global__ void store_numbers(const uint32_t* integers, float* number, uint32_t* written) {
+  uint32_t score = integers[threadIdx.x];
+  number[threadIdx.x] = from_denormal(get(score));
+  set(score, 3.f * get(score));
+  written[threadIdx.x] = score;
+}
+
+inline void check_integers(Result& result) {
+  const std::vector<uint32_t> integers = {0, 1, 2, 1000, 65025, 2080800, 2796202};
+  const int count = static_cast<int>(integers.size());
+  Array<uint32_t> given(integers), written(count);
+  Array<float> number(count);
+  launch(store_numbers, 1, count, 0, given.device(), number.device(), written.device());
+  for (int i = 0; i < count; ++i) {
+    result.equal(integers[i], number.download()[i], "from_denormal", i);
+    result.equal(3. * integers[i], written.download()[i], "set", i);
+  }
+}
+
 static const Tests kTests = {
+    {"tile/gemm_int8: integer scores", Where::kGpu, check_integers},
     {"tile/gemm_int8: columns", Where::kGpu, check_columns},
     {"tile/gemm_int8: 128 keys, d64", Where::kGpu, check_scores<128, 64>},
     {"tile/gemm_int8: 96 keys, d128", Where::kGpu, check_scores<96, 128>},

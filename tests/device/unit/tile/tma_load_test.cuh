@@ -1,34 +1,16 @@
-// tile/tma_load.cuh: tiles, boxes of floats and permuted V, also past the end of the tensor, where
-// zeros arrive.
+// tile/tma_load.cuh: tiles and boxes of floats, also past the end of the tensor, where zeros
+// arrive. Zero fill of tiles of NaN: zeros from a row on, or also before one, and no other byte
+// changed.
 #pragma once
 
 #include "../unit.cuh"
+#include "forward/load_cached.cuh"
 #include "launch/tensor_map.h"
-#include "tile/permuted_v.h"
 #include "tile/tma_load.cuh"
 
 namespace unit::tma_load {
 
 using namespace flashattn3;
-
-constexpr int kTileOffset = 1024;  // the barrier is before it
-
-// Runs load(tile, full) in thread 0 over poisoned bytes, waits, and stores the bytes.
-template <int kBytes, class Load>
-__device__ void store_loaded(uint8_t* found, Load load) {
-  Barrier& full = *reinterpret_cast<Barrier*>(shared_memory());
-  uint8_t* tile = shared_memory() + kTileOffset;
-  for (int i = threadIdx.x; i < kBytes; i += blockDim.x) tile[i] = 0xff;
-  fence_async_proxy();
-  if (threadIdx.x == 0) {
-    full.init(1);
-    fence_barrier_init();
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) load(tile, full);
-  full.wait(0);
-  for (int i = threadIdx.x; i < kBytes; i += blockDim.x) found[i] = tile[i];
-}
 
 constexpr int kRows = 48, kBatch = 2, kSeq = 100, kHeads = 3;
 
@@ -45,14 +27,6 @@ __global__ void load_one(const __grid_constant__ CUtensorMap map, int row, int h
       load_tile<kRows, kAtoms, kAtomColumns>(tile, &map, full, kReadOnce, row, head, batch);
     }
   });
-}
-
-// Any bytes that differ from their neighbours.
-inline std::vector<uint8_t> some_bytes(size_t count) {
-  std::mt19937 random(11);
-  std::vector<uint8_t> bytes(count);
-  for (uint8_t& x : bytes) x = static_cast<uint8_t>(random());
-  return bytes;
 }
 
 template <ElementType kElement, int kHeadDim, int kAtoms, int kFirstAtom>
@@ -116,35 +90,55 @@ inline void check_floats(Result& result) {
   }
 }
 
-constexpr int kKeys = 96, kColumns = 128;
-
-__global__ void load_v(const __grid_constant__ CUtensorMap map, int key, int head, uint8_t* found) {
-  store_loaded<kKeys * kColumns>(found, [&](uint8_t* tile, Barrier& full) {
-    load_permuted_v<kKeys, kColumns>(tile, &map, full, kReadAgain, key, head);
+template <int kRows, int kAtoms>
+__global__ void fill_rows(int used, uint8_t* found) {
+  store_filled<kRows * kAtoms * 128>(found, [&](uint8_t* tile) {
+    zero_fill_rows<kRows, kAtoms>(tile, used, threadIdx.x, blockDim.x);
   });
 }
 
-// In memory (heads, keys / 16, columns, 16), in the tile (columns / 8, keys / 16, 8 columns, 16).
-inline void check_permuted(Result& result) {
-  constexpr int kAllKeys = 160, kVHeads = 2;
-  const std::vector<uint8_t> v = some_bytes(size_t{kVHeads} * kAllKeys * kColumns);
-  Array<uint8_t> device(v);
-  const CUtensorMap map =
-      make_permuted_v_map(device.device(), device.device(), kAllKeys, kVHeads, kColumns, kKeys);
-  for (const int key : {0, 32, 96, 144}) {
-    for (int head = 0; head < kVHeads; ++head) {
-      Array<uint8_t> found(kKeys * kColumns);
-      launch(load_v, 1, 64, kTileOffset + kKeys * kColumns, map, key, head, found.device());
-      const std::vector<uint8_t>& tile = found.download();
-      for (int k = 0; k < kKeys; ++k) {
-        for (int column = 0; column < kColumns; ++column) {
-          const int tile_at = ((column / 8 * (kKeys / 16) + k / 16) * 8 + column % 8) * 16 + k % 16;
-          const int at =
-              ((head * (kAllKeys / 16) + (key + k) / 16) * kColumns + column) * 16 + k % 16;
-          result.equal(key + k < kAllKeys ? v[at] : 0, tile[tile_at], "permuted V", key + k,
-                       column);
+template <int kRows, int kAtoms>
+void check_rows(Result& result) {
+  constexpr int kBytes = kRows * kAtoms * 128;
+  for (const int num_threads : {32, 256}) {
+    for (const int used : {0, 1, 15, 16, 31, kRows - 1, kRows}) {
+      Array<uint8_t> found(kBytes + kMargin);
+      launch(fill_rows<kRows, kAtoms>, 1, num_threads, kBytes + kMargin, used, found.device());
+      const std::vector<uint8_t>& bytes = found.download();
+      for (int row = 0; row < kRows; ++row) {
+        for (int byte = 0; byte < kAtoms * 128; ++byte) {
+          result.equal(row < used ? 0xff : 0, bytes[tile_offset(kRows, row, byte)],
+                       "V used " + std::to_string(used), row, byte);
         }
       }
+      for (int i = 0; i < kMargin; ++i) result.equal(0xff, bytes[kBytes + i], "after V", used, i);
+    }
+  }
+}
+
+template <int kRows, int kAtoms>
+__global__ void fill_rows_outside(int begin, int end, uint8_t* found) {
+  store_filled<kRows * kAtoms * 128>(found, [&](uint8_t* tile) {
+    forward::zero_fill_rows_outside<kRows, kAtoms>(tile, begin, end, threadIdx.x, blockDim.x);
+  });
+}
+
+template <int kRows, int kAtoms>
+void check_rows_outside(Result& result) {
+  constexpr int kBytes = kRows * kAtoms * 128;
+  for (const int begin : {-100, 0, 1, 15, 31, kRows - 1, kRows, kRows + 100}) {
+    for (const int end : {-1, 0, 1, 15, 16, 33, kRows - 1, kRows, kRows + 100}) {
+      Array<uint8_t> found(kBytes + kMargin);
+      launch(fill_rows_outside<kRows, kAtoms>, 1, 32, kBytes + kMargin, begin, end, found.device());
+      const std::vector<uint8_t>& bytes = found.download();
+      const std::string name = "V from " + std::to_string(begin) + " to " + std::to_string(end);
+      for (int row = 0; row < kRows; ++row) {
+        for (int byte = 0; byte < kAtoms * 128; ++byte) {
+          result.equal(row >= begin && row < end ? 0xff : 0, bytes[tile_offset(kRows, row, byte)],
+                       name, row, byte);
+        }
+      }
+      for (int i = 0; i < kMargin; ++i) result.equal(0xff, bytes[kBytes + i], name, kRows, i);
     }
   }
 }
@@ -154,6 +148,9 @@ static const Tests kTests = {
     {"tile/tma_load: fp16, second atom", Where::kGpu, check_tile<ElementType::kFloat16, 128, 1, 1>},
     {"tile/tma_load: e4m3, d256", Where::kGpu, check_tile<ElementType::kE4m3, 256, 2, 0>},
     {"tile/tma_load: floats", Where::kGpu, check_floats},
-    {"tile/tma_load: permuted V", Where::kGpu, check_permuted}};
+    {"tile/tma_load: zero fill, 64 rows of 128 bytes", Where::kGpu, check_rows<64, 1>},
+    {"tile/tma_load: zero fill, 80 rows of 384 bytes", Where::kGpu, check_rows<80, 3>},
+    {"tile/tma_load: zero fill of 64 rows of 256 bytes, both ends", Where::kGpu,
+     check_rows_outside<64, 2>}};
 
 }  // namespace unit::tma_load

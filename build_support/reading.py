@@ -1,0 +1,68 @@
+"""Counts what a reader of the 16-bit Hopper forward has to read.
+
+``python -m build_support.reading`` prints the files and lines of the main loop and of the whole
+forward, and the files that q crosses; tests/test_format.py holds the sizes that csrc/README.md
+promises. A file counts if the first one includes it, directly or not. csrc/ptx does not count (one
+instruction family per file), nor do the headers of 8-bit inputs, whose records the others hold.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+EIGHT_BIT = {"attention/descale.cuh", "tile/permuted_v.h", "tile/permuted_v_tile.cuh"}
+# The kernel's arguments hold these records; the main loop reads none of them.
+NOT_IN_MAIN_LOOP = {"attention/seqlen.cuh", "attention/tile_scheduler.cuh"}
+
+# The files that q crosses from flash_attn_func to the instruction: each passes q, its address or
+# its place in shared memory on to the next one.
+PATH_IN_PYTHON = ("api.py", "call/inputs.py", "autograd.py", "ops.py", "backends/hopper/launch.py")
+PATH_IN_CSRC = (
+    "torch_binding/forward_op.cpp",
+    "launch/forward.cuh",
+    "forward/kernel.cuh",
+    "forward/load.cuh",
+    "forward/mainloop.cuh",
+    "tile/gemm.cuh",
+    "ptx/wgmma.cuh",
+)
+
+
+def files_to_read(first: str, left_out: set[str]) -> dict[str, int]:
+    """Lines of the first file and of each that it includes, by their paths in csrc."""
+    lines: dict[str, int] = {}
+    waiting = [first]
+    while waiting:
+        name = waiting.pop()
+        if name in lines or name in left_out or name.startswith("ptx/"):
+            continue
+        if not (CSRC / name).is_file():  # a header of CUTLASS
+            continue
+        text = (CSRC / name).read_text()
+        lines[name] = text.count("\n")
+        waiting += INCLUDE.findall(text)
+    return lines
+
+
+def main_loop() -> dict[str, int]:
+    return files_to_read("forward/mainloop.cuh", EIGHT_BIT | NOT_IN_MAIN_LOOP)
+
+
+def whole_forward() -> dict[str, int]:
+    return files_to_read("forward/kernel.cuh", EIGHT_BIT)
+
+
+def main() -> None:
+    for what, files in (("main loop", main_loop()), ("whole forward", whole_forward())):
+        print(f"{what}: {len(files)} files, {sum(files.values())} lines")
+        for name, lines in sorted(files.items()):
+            print(f"  {lines:4} {name}")
+    path = (*(f"flashattn3/{name}" for name in PATH_IN_PYTHON), *PATH_IN_CSRC)
+    print(f"path of q: {len(path)} files", *path, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

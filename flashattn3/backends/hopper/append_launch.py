@@ -1,0 +1,45 @@
+"""Prepares appends for the compiled append kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...call.dtypes import SIXTEEN_BIT
+from ...dispatch.kernel_configs import APPEND_MEASURED, MAX_HEAD_DIM
+
+if TYPE_CHECKING:
+    from ...kvcache.problem import AppendProblem, AppendTensors, Lengths
+    from .library import Library
+
+
+class AppendLaunch:
+    """The launch of the appends of one problem: a call is one operator."""
+
+    def __init__(self, problem: AppendProblem, library: Library) -> None:
+        self.append = prepare_append(problem, library)
+
+    def describe(self) -> dict[str, object]:
+        return {"kernel": "append", "kernel measured": APPEND_MEASURED or "not yet"}
+
+
+def unfit_reason(problem: AppendProblem) -> str | None:
+    """Why the append kernel does not take the problem, or None."""
+    if problem.dtype not in SIXTEEN_BIT:
+        return f"writes float16 and bfloat16, not {problem.dtype}"
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > MAX_HEAD_DIM:
+            return f"takes head dims up to {MAX_HEAD_DIM}, {name} is {getattr(problem, name)}"
+    return None
+
+
+def prepare_append(problem: AppendProblem, library: Library) -> Callable:
+    """Build a function of (tensors, lengths)."""
+    operator = library.append
+    interleaved, one_q_position = problem.rotary_interleaved, problem.one_q_position
+
+    def run(tensors: AppendTensors, lengths: Lengths) -> None:
+        seqlen = lengths.seqlen
+        operator(*tensors, -1 if seqlen is None else seqlen, interleaved, one_q_position)
+
+    return run
