@@ -50,6 +50,7 @@ struct Arguments {
   const int32_t* cache_batch_idx;   // (batch), or null: batch_idx
   int seqlen_k, seqlen_new;
   int batch;
+  int max_queries;  // sequences with more are skipped
 
   PackedRows rows;
   int num_heads_kv, qhead_per_kvhead;
@@ -61,8 +62,7 @@ struct Arguments {
   const float *q_descale, *k_descale, *v_descale;
   const float* sinks;  // (num_heads_q), natural log, or null
 
-  bool whole_tiles;   // no work tile is split among CTAs
-  int resident_ctas;  // CTAs that run at a time
+  bool whole_tiles;  // no work tile is split among CTAs
   // Partial results (workspace.h): O of each part, (num_partials, partial_rows, head_dim_v), and
   // its row statistics, (num_partials, partial_rows), then those of groups of parts. partial_rows:
   // rows of a work tile that there can be, at most kBlockM. partial_counters: 3 * num_ctas, zero

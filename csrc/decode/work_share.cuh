@@ -3,10 +3,9 @@
 // A unit of work is one KV block of one work tile (sequence, KV head, tile of packed rows). The
 // units of the batch are numbered in that order, and each CTA takes U / C of them, or one more, in
 // the order of the CTAs: equal shares, however unequal the sequences (the partition of FlashInfer,
-// arXiv 2501.01005). A long batch has a second wave of CTAs with shorter shares: SMs do not read
-// equally fast, and the fast ones take more CTAs. A CTA ends in the middle of at most one work tile
-// and begins in the middle of at most one. The part of a work tile in one CTA is a Part; the parts
-// of a work tile that several CTAs share are in consecutive CTAs.
+// arXiv 2501.01005). So a CTA ends in the middle of at most one work tile and begins in the middle
+// of at most one. The part of a work tile in one CTA is a Part; the parts of a work tile that
+// several CTAs share are in consecutive CTAs.
 //
 // Lengths are read on the device, so a captured launch is right for other lengths.
 #pragma once
@@ -69,7 +68,7 @@ __host__ __device__ __forceinline__ CachedSequence find_cached_sequence(const Ar
   found.n_blocks = {begin, max(begin + 1, (found.num_keys + kBlockN - 1) / kBlockN)};
   const int tokens = args.rows.tokens;
   found.row_tiles = args.rows.tokens.div(found.num_queries + tokens - 1) * args.rows.head_tiles;
-  found.num_tiles = args.num_heads_kv * found.row_tiles;
+  found.num_tiles = found.num_queries > args.max_queries ? 0 : args.num_heads_kv * found.row_tiles;
   return found;
 }
 
@@ -84,59 +83,30 @@ __host__ __device__ __forceinline__ int units_of_sequence(const Arguments& args,
   return sequence.num_tiles * units_of_tile(args, sequence);
 }
 
-// Consecutive units in equal shares of consecutive CTAs: each CTA takes `units`, the first `rest`
-// of them one more.
-struct EqualShares {
-  int first_unit, first_cta;
-  unsigned units, rest;
-
-  static __host__ __device__ __forceinline__ EqualShares of(int first_unit, int count,
-                                                            int first_cta, int num_ctas) {
-    const unsigned units = static_cast<unsigned>(count) / num_ctas;
-    return {first_unit, first_cta, units, count - units * num_ctas};
-  }
-  __host__ __device__ __forceinline__ int begin(int cta) const {
-    const unsigned index = cta - first_cta;
-    return first_unit + index * units + min(index, rest);
-  }
-  // The CTA that has a unit.
-  __host__ __device__ __forceinline__ int cta_of(int unit) const {
-    const unsigned at = unit - first_unit, of_longer = rest * (units + 1);
-    return first_cta + (at < of_longer ? at / (units + 1) : rest + (at - of_longer) / units);
-  }
-};
-
-// Least units of a CTA of the first wave where there is a second one.
-constexpr int kLeastUnits = 16;
-// A part of all units, 1 / kSecondWave, is left to the second wave.
-constexpr int kSecondWave = 4;
-
 // Units begin to end - 1 belong to this CTA. The first of them is in sequence batch_idx, whose
 // first unit is first_unit; these are unset without units.
 struct WorkShare {
   int begin, end;
-  EqualShares first,
-      second;  // of the CTAs of each wave; units of the second begin at its first_unit
+  unsigned units, rest;  // of each CTA; the first `rest` CTAs have one more
   int batch_idx, first_unit;
   CachedSequence sequence;  // batch_idx
 
-  // grid: CTAs of the launch; resident: those that run at a time, the first wave. With fewer units
-  // than CTAs the last CTAs have none, so that the CTAs that share a work tile follow each other.
-  __host__ __device__ __forceinline__ void set(int total, int cta, int grid, int resident) {
-    const int num_first = max(1, min(min(grid, resident), total));
-    const int num_second = grid - num_first;
-    const bool two_waves = num_second > 0 && total / num_first >= kLeastUnits;
-    const int of_second = two_waves ? total / kSecondWave : 0;
-    first = EqualShares::of(0, total - of_second, 0, num_first);
-    second = EqualShares::of(total - of_second, of_second, num_first, max(num_second, 1));
+  // grid: CTAs of the launch. With fewer units than CTAs the last CTAs have none, so that the CTAs
+  // that share a work tile follow each other.
+  __host__ __device__ __forceinline__ void set(int total, int cta, int grid) {
+    const unsigned num_ctas = max(1, min(grid, total)), mine = cta;
+    units = static_cast<unsigned>(total) / num_ctas;
+    rest = total - units * num_ctas;
     begin = end = 0;
-    if (cta >= num_first && !two_waves) return;
-    const EqualShares& mine = cta < num_first ? first : second;
-    begin = mine.begin(cta);
-    end = mine.begin(cta + 1);
+    if (mine >= num_ctas) return;
+    begin = mine * units + min(mine, rest);
+    end = begin + units + (mine < rest ? 1 : 0);
   }
+  // The CTA that has a unit.
   __host__ __device__ __forceinline__ int cta_of(int unit) const {
-    return (unit < second.first_unit ? first : second).cta_of(unit);
+    const unsigned of_longer = rest * (units + 1);  // units of the first `rest` CTAs
+    const unsigned at = unit;
+    return at < of_longer ? at / (units + 1) : rest + (at - of_longer) / units;
   }
 };
 

@@ -38,27 +38,26 @@ inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
 
 // The CTAs and the workspace of a launch, whatever the lengths are.
 struct DecodeGrid {
-  static constexpr int kMostCtasPerSm = 4;  // two waves of two
+  static constexpr int kMostCtasPerSm = 2;
+  // Parts of a work tile from which on combining them costs more than half SMs gain.
+  static constexpr int kManyParts = 64;
 
-  int num_ctas;
-  int resident_ctas;  // CTAs that run at a time
-  int partial_rows;   // rows of a work tile that there can be
+  int num_ctas;      // all run at a time, at most one per unit
+  int partial_rows;  // rows of a work tile that there can be
 
-  // Each CTA has an SM, or the half of one, and a long batch has more CTAs than run at a time.
-  // Their partial results have at most num_sms * kBlockM rows for each of the two work tiles of a
-  // CTA. A call that leaves SMs free has one CTA for each SM that it may use.
+  // Each CTA has an SM, or the half of one. A call that leaves SMs free has one CTA for each SM
+  // that it may use.
   static DecodeGrid of(const DecodeParams& params, const decode::Config& config) {
     const decode::PackedRows rows = packed_rows(params);
     const int tokens = std::min<int>(rows.tokens, std::max(params.seqlen_q, 1));
-    const int partial_rows = tokens * rows.heads;
+    const int64_t tiles = max_decode_units(params, INT_MAX);
+    int num_ctas = params.num_sms;
+    if (decode::ctas_per_sm(config) == 2 && !params.leaves_sms &&
+        2 * num_ctas < kManyParts * tiles) {
+      num_ctas *= 2;
+    }
     const int64_t units = std::max<int64_t>(1, max_decode_units(params, config.block_n));
-    const bool shares_sm = decode::ctas_per_sm(config) == 2 && !params.leaves_sms;
-    const int per_sm = shares_sm ? std::min(decode::kBlockM / partial_rows, kMostCtasPerSm) : 1;
-    const int most = per_sm * params.num_sms;
-    const int resident = std::min(most, (shares_sm ? 2 : 1) * params.num_sms);
-    const bool two_waves = units / resident >= decode::kLeastUnits;
-    const int64_t num_ctas = std::min<int64_t>(units, two_waves ? most : resident);
-    return {static_cast<int>(num_ctas), resident, partial_rows};
+    return {static_cast<int>(std::min<int64_t>(num_ctas, units)), tokens * rows.heads};
   }
 
   int num_partials() const { return decode::num_partials(num_ctas); }
@@ -127,6 +126,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .seqlen_k = params.seqlen_k,
           .seqlen_new = params.seqlen_new,
           .batch = params.batch,
+          .max_queries = params.max_queries,
           .rows = packed_rows(params),
           .num_heads_kv = params.num_heads_kv,
           .qhead_per_kvhead = params.num_heads_q / params.num_heads_kv,
@@ -140,7 +140,6 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .v_descale = params.v_descale,
           .sinks = params.sinks,
           .whole_tiles = params.whole_tiles,
-          .resident_ctas = grid.resident_ctas,
           .partial_rows = grid.partial_rows,
           .partial_out = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) +
                                                   grid.stats_bytes()),

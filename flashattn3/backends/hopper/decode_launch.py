@@ -139,6 +139,18 @@ def forward_reason(problem: DecodeProblem) -> str | None:
     return None
 
 
+def short_queries(
+    problem: DecodeProblem, config: DecodeConfig | ForwardConfig, library: Library
+) -> int:
+    """Queries up to which a sequence of a varlen batch runs on a decode kernel beside the forward
+    kernel: one tile of packed rows. 0: all run on the kernel of the config."""
+    if not problem.varlen or config.kind != "forward":
+        return 0
+    if config_of(problem).name not in library.configs:
+        return 0
+    return DECODE_TILE_ROWS // problem.qhead_per_kvhead
+
+
 def decode_launch(
     problem: DecodeProblem,
     device: DeviceInfo,
@@ -147,7 +159,9 @@ def decode_launch(
     reason: str,
 ) -> DecodeLaunch:
     """Check the problem's numbers in the library, once. RuntimeError if the kernel refuses it."""
-    record = decode_record_of(problem, device)
+    short = short_queries(problem, config, library)
+    short_config = CACHED_CONFIGS.index(config_of(problem)) if short else -1
+    record = decode_record_of(problem, device, short_config, short)
     with _disable_current_modes():  # the plan outlives the call
         prepared = Prepared(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
     return DecodeLaunch(problem, config, reason, prepared, library, record.num_sms)
