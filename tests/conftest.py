@@ -106,6 +106,25 @@ def lowering_is_real(request):
     ptx.assert_cache_is_lowered_to(lowering)
 
 
+def forget_interpreter():
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.pop("TRITON_OVERRIDE_ARCH", None)
+
+
+@pytest.fixture(scope="session")
+def compilers():
+    """Processes that compile Triton kernels, as this one may interpret them: two, or one if
+    pytest-xdist already spreads the tests."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    num_processes = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, initializer=forget_interpreter) as pool:
+        yield pool
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.fixture
 def device():
     """The CUDA device if there is one, otherwise the CPU."""

@@ -1,7 +1,7 @@
 """Every Triton kernel of every tile row, compiled for every chip that takes the row, with no GPU.
 
-The kernels of this process may be interpreted, so processes without the interpreter compile: two of
-them, which compile ahead; one if pytest-xdist already spreads the tests.
+Other processes compile: two of them, which compile ahead; one if pytest-xdist already spreads the
+tests.
 
 Traps, shared memory and instructions must be right with any Triton. The number of bytes that a
 kernel spills depends on the compiler: its bounds hold for the versions that they were measured
@@ -10,9 +10,7 @@ with.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata, util
 
@@ -121,24 +119,15 @@ def compile_all(
     return reports
 
 
-def forget_interpreter():
-    os.environ.pop("TRITON_INTERPRET", None)
-    os.environ.pop("TRITON_OVERRIDE_ARCH", None)
-
-
 @pytest.fixture(scope="session")
-def compiler(request):
-    """compile_all in other processes: a function of its arguments that returns its result."""
-    xdist = "PYTEST_XDIST_WORKER" in os.environ
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1 if xdist else 2, context, initializer=forget_interpreter) as pool:
-        ahead = {}
-        for item in request.session.items:
-            if not xdist and "compiled" in getattr(item, "fixturenames", ()):
-                arguments = item.callspec.params["compiled"]
-                ahead[arguments] = ahead.get(arguments) or submit(pool, arguments)
-        yield lambda arguments: (ahead.pop(arguments, None) or submit(pool, arguments)).result()
-        pool.shutdown(cancel_futures=True)
+def compiler(request, compilers):
+    """compile_all in another process: a function of its arguments that returns its result."""
+    ahead = {}
+    for item in request.session.items:
+        if "PYTEST_XDIST_WORKER" not in os.environ and "compiled" in item.fixturenames:
+            arguments = item.callspec.params["compiled"]
+            ahead[arguments] = ahead.get(arguments) or submit(compilers, arguments)
+    return lambda arguments: (ahead.pop(arguments, None) or submit(compilers, arguments)).result()
 
 
 def submit(pool, arguments):
