@@ -29,11 +29,7 @@ PAGES = [
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
-SLOW = "fp8_accuracy.py"  # minutes on a CPU
-EXAMPLES = [
-    pytest.param(path, marks=pytest.mark.slow if path.name == SLOW else ())
-    for path in sorted((ROOT / "examples").glob("*.py"))
-]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What an example needs besides: a library, which .ci/run has in an environment of its own, or GPUs.
 NEEDED = {"transformers_model.py": "transformers", "diffusers_model.py": "diffusers"}
 TWO_GPUS = "context_parallel.py"
