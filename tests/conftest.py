@@ -29,6 +29,7 @@ def pytest_addoption(parser):
         metavar="KIB",
         help="take the tiles that fit this much shared memory: 163 for an A100, 99 for a 3090",
     )
+    group.addoption("--sweep", action="store_true", help="run the tests marked sweep too")
 
 
 def pytest_configure(config):
@@ -80,7 +81,10 @@ def pytest_report_header(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("sweep"):
+        config.hook.pytest_deselected(items=[item for item in items if "sweep" in item.keywords])
+        items[:] = [item for item in items if "sweep" not in item.keywords]
     if not _gpu_is_here():
         reason = "needs a CUDA device; none is visible"
         for item in items:
