@@ -98,8 +98,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
-    """Triton's interpreter replaces the functions of triton.language that a kernel may call. It looks
-    for them anew in each call of a device function, a fifth of its time, and finds none."""
+    """Triton's interpreter replaces the functions of triton.language that a kernel may call. It
+    looks for them anew in each call of a device function, a fifth of its time, and finds none."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     try:
