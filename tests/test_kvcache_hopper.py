@@ -44,9 +44,12 @@ from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import explanation, ops
 from flashattn3.kvcache.metadata import HEADER, MAGIC, PER_SEQUENCE
 from flashattn3.kvcache.problem import (
+    AppendOptions,
+    AppendTensors,
     CombineProblem,
     DecodeOptions,
     DecodeTensors,
+    describe_append,
     describe_decode,
     metadata_of,
 )
@@ -82,6 +85,23 @@ def problem_of(tensors, max_seqlen_q=None, **options):
 
 def plan_of(device=H100, options=None, max_seqlen_q=None, **of):
     return choose(problem_of(tensors_of(**of), max_seqlen_q, **options or {}), device, BACKENDS)
+
+
+def test_a_plan_is_for_one_dtype_of_every_tensor():
+    """Triton's kernels are compiled for the dtypes of their tensors."""
+    sinks = [torch.empty(32, dtype=x, device="meta") for x in (torch.float32, torch.bfloat16)]
+    assert len({problem_of(tensors_of(sinks=x)) for x in sinks}) == 2
+    problems = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = append_tensors(dtype)
+        problems.add(describe_append(tuple(map(metadata_of, found)), AppendOptions()))
+    assert len(problems) == 2
+
+
+def append_tensors(table_dtype):
+    k, cache = (torch.empty(4, n, 8, 128, dtype=torch.bfloat16, device="meta") for n in (1, 4096))
+    table = torch.empty(4096, 64, dtype=table_dtype, device="meta")
+    return AppendTensors(k, k, cache, cache, rotary_cos=table, rotary_sin=table)
 
 
 @pytest.mark.parametrize(
