@@ -70,8 +70,8 @@ PING_PONG = Figure(
     ["tensor cores", "consumer A", "consumer B"],
     [*steps(0.2, 3, 5.0, "A", 1), *steps(2.7, 3, 5.0, "B", 2)],
     [
-        (0, 1.45, 1, 1.55, "wait<1>: S1 is done"),
-        (0, 3.95, 2, 4.05, "wait<1>: S1 is done"),
+        (0, 1.45, 1, 1.55, "wait<1>: S1 A"),
+        (0, 3.95, 2, 4.05, "wait<1>: S1 B"),
     ],
 )
 

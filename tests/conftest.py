@@ -7,6 +7,7 @@ inherit them.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -29,6 +30,7 @@ def pytest_addoption(parser):
         metavar="KIB",
         help="take the tiles that fit this much shared memory: 163 for an A100, 99 for a 3090",
     )
+    group.addoption("--sweep", action="store_true", help="run the tests marked sweep too")
 
 
 def pytest_configure(config):
@@ -80,7 +82,10 @@ def pytest_report_header(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("sweep"):
+        config.hook.pytest_deselected(items=[item for item in items if "sweep" in item.keywords])
+        items[:] = [item for item in items if "sweep" not in item.keywords]
     if not _gpu_is_here():
         reason = "needs a CUDA device; none is visible"
         for item in items:
@@ -89,6 +94,34 @@ def pytest_collection_modifyitems(items):
             interpreted = item.get_closest_marker("interpreted")
             if interpreted is not None and not interpreted.kwargs["quick"](**item.callspec.params):
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    """Triton's interpreter replaces the functions of triton.language that a kernel may call. It
+    looks for them anew in each call of a device function, a fifth of its time, and finds none."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    try:
+        from triton.language.core import is_builtin
+        from triton.runtime import interpreter
+
+        patch_attr, _ = interpreter._patch_attr, interpreter._patch_builtin
+    except (ImportError, AttributeError):  # another Triton: slower
+        return
+    names = {}  # of a module or class, which holds the originals when it is first seen
+
+    def patch_builtin(package, *how):
+        if package not in names:
+            members = inspect.getmembers(package)
+            names[package] = [name for name, member in members if is_builtin(member)]
+        # All are replaced together, and restored together.
+        if not names[package] or not is_builtin(getattr(package, names[package][0])):
+            return
+        for name in names[package]:
+            patch_attr(package, name, getattr(package, name), *how)
+
+    interpreter._patch_builtin = patch_builtin
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -104,6 +137,25 @@ def lowering_is_real(request):
     ptx.assert_cache_is_lowered_to(lowering)
     yield
     ptx.assert_cache_is_lowered_to(lowering)
+
+
+def forget_interpreter():
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.pop("TRITON_OVERRIDE_ARCH", None)
+
+
+@pytest.fixture(scope="session")
+def compilers():
+    """Processes that compile Triton kernels, as this one may interpret them: two, or one if
+    pytest-xdist already spreads the tests."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    num_processes = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, initializer=forget_interpreter) as pool:
+        yield pool
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture

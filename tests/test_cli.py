@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -141,21 +140,3 @@ def test_demo_fails_if_attention_is_wrong(wrong, short_demo, monkeypatch, capsys
     monkeypatch.setattr(demo, "_flash", lambda backend: lambda q, k, v: v * wrong)
     assert short_demo() == 1
     assert "DO NOT AGREE" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("transformer_block", "varlen_packing", "dispatch", "fp8_accuracy"),
-        *("generate_with_kvcache", "continuous_batching", "policy_loop"),
-    ],
-)
-def test_examples_run(name, tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("TRITON_INTERPRET", None)  # they are programs of their own
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr

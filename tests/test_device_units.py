@@ -126,7 +126,7 @@ def decode_emulation(checkout) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--random", "15")], ids=["named", "random"])
 def test_decode_on_the_cpu(decode_emulation, options):
-    """A minute and a quarter of one."""
+    """40 s of one."""
     code, lines = run(decode_emulation, *options)
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
     cases = int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1])
@@ -144,11 +144,13 @@ def test_appends_on_the_cpu(checkout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [("--only", "lost"), ("--random", "12")], ids=["named", "random"]
+    "options",
+    [("--only", "lost"), ("--random", "12"), pytest.param((), marks=pytest.mark.sweep)],
+    ids=["lost", "random", "named"],
 )
 def test_cached_forward_on_the_cpu(checkout, options):
-    """A few problems. All that the program has take it some ten minutes; it leaves out random ones
-    that would take longer."""
+    """20 s of a CPU, and minutes for the sweep. The program leaves out random problems that would
+    take longer."""
     code, lines = run(build(checkout, "forward_emulation"), *options)
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
     assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 1

@@ -4,13 +4,13 @@ spills, pipelined loads, instructions."""
 from __future__ import annotations
 
 import importlib.util
-import json
-from dataclasses import asdict
+import re
+from dataclasses import replace
 
 import pytest
-from helpers import A100, B200, H100, L4, ORIN, RTX3090, run_python
+from helpers import A100, B200, H100, L4, ORIN, RTX3090
 
-from flashattn3.dispatch.device import SHARED_MEMORY_KIB
+from flashattn3.dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -36,62 +36,67 @@ SPILL_BOUND_BYTES = {
     "dim-256-chunk": 90,
     "page-256-every-option": 8,
 }
-CODE = """
-import dataclasses, json, re, torch
-from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
-from flashattn3.backends.triton.cache_tiles import select_tile
-from flashattn3.backends.triton.kvcache_launch import sample_launches
-from flashattn3.dispatch.device import DeviceInfo
-from flashattn3.kvcache.problem import *
 
-def of(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
 
-device = DeviceInfo(**{device})
-dim, page, rows, kind = {shape}
-b, heads, heads_kv, ints = 4, 32, 8, torch.int32
-cache = of(99, page or 4096, heads_kv, dim)
-q, indices = of(b, rows, heads, dim), of(b, dtype=ints)
-table = of(b, 64, dtype=ints) if page else None
-tensors = DecodeTensors(q, cache, cache, indices, table)
-angles = of(4096, dim // 2, dtype=torch.float32)
-new = q[:, :1, :heads_kv]
-appended = AppendTensors(new, new, cache, cache, q, q, indices, table,
-                         rotary_cos=angles, rotary_sin=angles)
-options = DecodeOptions(causal=True)
-edges = of(b + 1, dtype=ints)
-if kind == "ragged":
-    tensors = tensors._replace(q=q.flatten(0, 1), cu_seqlens_q=edges)
-if kind == "every":
-    factors = of(b, heads_kv, dtype=torch.float32)
-    options = options._replace(window_left=500, softcap=30.0)
-    tensors = tensors._replace(
-        q=q.flatten(0, 1), cache_batch_idx=indices, cache_leftpad=indices, cu_seqlens_q=edges,
-        cu_seqlens_k_new=edges, q_descale=factors, k_descale=factors, v_descale=factors,
-        sinks=of(heads, dtype=torch.float32), scheduler_metadata=of(18, dtype=ints),
+def compile_all(device: DeviceInfo, shape: str) -> list[tuple]:
+    """Runs in a process of its own. The kernels of a cached call and of an append."""
+    import torch
+
+    from flashattn3.backends.triton.cache_tiles import select_tile
+    from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
+    from flashattn3.backends.triton.kvcache_launch import sample_launches
+    from flashattn3.kvcache import problem as of_cache
+
+    def of(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    dim, page, rows, kind = SHAPES[shape]
+    b, heads, heads_kv, ints = 4, 32, 8, torch.int32
+    cache = of(99, page or 4096, heads_kv, dim)
+    q, indices = of(b, rows, heads, dim), of(b, dtype=ints)
+    table = of(b, 64, dtype=ints) if page else None
+    tensors = of_cache.DecodeTensors(q, cache, cache, indices, table)
+    angles = of(4096, dim // 2, dtype=torch.float32)
+    new = q[:, :1, :heads_kv]
+    appended = of_cache.AppendTensors(
+        *(new, new, cache, cache, q, q, indices, table), rotary_cos=angles, rotary_sin=angles
     )
-problem = describe_decode(tuple(map(metadata_of, tensors)), options, rows)
-other = describe_append(tuple(map(metadata_of, appended)), AppendOptions())
-tile = select_tile(problem, device)
-dense = select_tile(dataclasses.replace(problem, page_size=0), device)
-loaded_ahead = (dense.num_stages - 1) * tile.block_n * 2 * dim * 2
-for name, launch in sample_launches(problem, other, tile).items():
-    kernel = compile_kernel(launch, device.capability)
-    needs = resources(kernel)
-    ptx = kernel.asm["ptx"]
-    widths = re.findall(r"cp[.]async[.]c[ag][.]shared[.]global[^;]*?, (0x[0-9a-f]+)", ptx)
-    print(json.dumps([name, needs.stack_bytes, needs.shared_memory_bytes, "trap;" in ptx,
-                      "mma" in ptx, sorted({int(x, 16) for x in widths}), loaded_ahead,
-                      tile.few_m]))
-"""
+    options = of_cache.DecodeOptions(causal=True)
+    edges = of(b + 1, dtype=ints)
+    if kind == "ragged":
+        tensors = tensors._replace(q=q.flatten(0, 1), cu_seqlens_q=edges)
+    if kind == "every":
+        factors = of(b, heads_kv, dtype=torch.float32)
+        options = options._replace(window_left=500, softcap=30.0)
+        tensors = tensors._replace(
+            q=q.flatten(0, 1), cache_batch_idx=indices, cache_leftpad=indices, cu_seqlens_q=edges,
+            cu_seqlens_k_new=edges, q_descale=factors, k_descale=factors, v_descale=factors,
+            sinks=of(heads, dtype=torch.float32), scheduler_metadata=of(18, dtype=ints),
+        )  # fmt: skip
+    metadata = tuple(map(of_cache.metadata_of, tensors))
+    problem = of_cache.describe_decode(metadata, options, rows)
+    metadata = tuple(map(of_cache.metadata_of, appended))
+    other = of_cache.describe_append(metadata, of_cache.AppendOptions())
+    tile = select_tile(problem, device)
+    dense = select_tile(replace(problem, page_size=0), device)
+    loaded_ahead = (dense.num_stages - 1) * tile.block_n * 2 * dim * 2
+    reports = []
+    for name, launch in sample_launches(problem, other, tile).items():
+        kernel = compile_kernel(launch, device.capability)
+        needs = resources(kernel)
+        ptx = kernel.asm["ptx"]
+        widths = re.findall(r"cp[.]async[.]c[ag][.]shared[.]global[^;]*?, (0x[0-9a-f]+)", ptx)
+        reports.append(
+            (name, needs.stack_bytes, needs.shared_memory_bytes, "trap;" in ptx, "mma" in ptx,
+             sorted({int(x, 16) for x in widths}), loaded_ahead, tile.few_m)
+        )  # fmt: skip
+    return reports
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: f"sm{chip.capability}")
-def test_kernels_fit_their_chip(chip, shape):
-    code = CODE.replace("{device}", repr(asdict(chip))).replace("{shape}", repr(SHAPES[shape]))
-    told = run_python(code, TRITON_INTERPRET=None, TRITON_OVERRIDE_ARCH=None)
-    reports = [json.loads(line) for line in told.splitlines() if line.startswith("[")]
+def test_kernels_fit_their_chip(chip, shape, compilers):
+    reports = compilers.submit(compile_all, chip, shape).result()
     assert [report[0] for report in reports] == ["decode", "combine_parts", "append"]
     budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
     for name, stack_bytes, shared_memory_bytes, traps, multiplies, *loads in reports:

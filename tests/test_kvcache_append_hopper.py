@@ -233,7 +233,7 @@ def test_a_captured_append_is_right_for_other_lengths():
     q, k, v = (torch.randn(3, 1, h, dim, device="cuda").half() for h in (8, heads, heads))
     caches = [torch.randn(24, page, heads, dim, device="cuda").half() for _ in range(2)]
     table = torch.randperm(24, device="cuda").int().view(3, 8)
-    angles = torch.rand(128, dim // 2, device="cuda") * 6
+    angles = torch.rand(160, dim // 2, device="cuda") * 6  # also past the capacity
     tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
 

@@ -44,9 +44,12 @@ from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import explanation, ops
 from flashattn3.kvcache.metadata import HEADER, MAGIC, PER_SEQUENCE
 from flashattn3.kvcache.problem import (
+    AppendOptions,
+    AppendTensors,
     CombineProblem,
     DecodeOptions,
     DecodeTensors,
+    describe_append,
     describe_decode,
     metadata_of,
 )
@@ -82,6 +85,23 @@ def problem_of(tensors, max_seqlen_q=None, **options):
 
 def plan_of(device=H100, options=None, max_seqlen_q=None, **of):
     return choose(problem_of(tensors_of(**of), max_seqlen_q, **options or {}), device, BACKENDS)
+
+
+def test_a_plan_is_for_one_dtype_of_every_tensor():
+    """Triton's kernels are compiled for the dtypes of their tensors."""
+    sinks = [torch.empty(32, dtype=x, device="meta") for x in (torch.float32, torch.bfloat16)]
+    assert len({problem_of(tensors_of(sinks=x)) for x in sinks}) == 2
+    problems = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = append_tensors(dtype)
+        problems.add(describe_append(tuple(map(metadata_of, found)), AppendOptions()))
+    assert len(problems) == 2
+
+
+def append_tensors(table_dtype):
+    k, cache = (torch.empty(4, n, 8, 128, dtype=torch.bfloat16, device="meta") for n in (1, 4096))
+    table = torch.empty(4096, 64, dtype=table_dtype, device="meta")
+    return AppendTensors(k, k, cache, cache, rotary_cos=table, rotary_sin=table)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +225,7 @@ def handle_of(plan) -> Prepared:
 def test_what_a_plan_passes_to_the_library():
     handle = handle_of(plan_of(seqlen_q=2, options={"causal": True, "sm_margin": 20}))
     assert DECODE_CONFIGS[handle.config].name == "decode_bf16_d128_64x1"
-    record = DecodeRecord(32, 8, 128, 128, 0, 128**-0.5, 0.0, -1, 0, False, 112)
+    record = DecodeRecord(32, 8, 128, 128, 0, 128**-0.5, 0.0, -1, 0, False, True, 112, -1, 0)
     assert handle.record == record
     options = {"num_splits": 1, "softcap": 3.0, "window_left": 2**40, "sm_margin": 10**9}
     record = handle_of(plan_of(page_size=16, options=options)).record
@@ -221,7 +241,7 @@ def built(config):
     return config
 
 
-RECORD = DecodeRecord(32, 8, 128, 128, 0, 0.1, 0.0, -1, -1, False, 132)
+RECORD = DecodeRecord(32, 8, 128, 128, 0, 0.1, 0.0, -1, -1, False, False, 132, -1, 0)
 
 
 def prepared(**changes):
@@ -436,7 +456,7 @@ def test_explain_shows_the_launch(on_hopper):
     shown = explain_with_kvcache(q, k, v, device="cpu", sm_margin=8)
     assert shown.backend == "hopper" and not shown.unused_hints
     assert shown.config["tile"] == "64 packed rows x 64 keys"
-    assert shown.config["parts"] == "an equal share for each of 124"
+    assert shown.config["parts"] == "equal shares on 124 SMs"
     assert (shown.grid, shown.config["workspace_bytes"]) == ((11, 1, 1), 16)
     whole = explain_with_kvcache(q, k, v, device="cpu", num_splits=1)
     assert whole.config["parts"] == "none: whole tiles"

@@ -129,6 +129,17 @@ def test_quick_ladder_suite(tmp_path, capsys):
     assert "ladder fwd, all cells: triton" in capsys.readouterr().out
 
 
+def test_quick_block_sparse_suite(tmp_path):
+    quick = ("--quick", "--rounds", "2", "--output", str(tmp_path), "--device", "cpu")
+    assert main(["bench", *quick, "--suite", "block-sparse", "--direction", "fwd"]) == 0
+    _, *records = (json.loads(line) for line in (tmp_path / "block-sparse.jsonl").open())
+    assert all(record["status"] == "ok" for record in records), records
+    density = {record["row"].split("sparse ")[1]: record["density"] for record in records}
+    assert density["sliding window 0"] < density["sliding window 1"] < density["dense"] == 1
+    assert {"butterfly", "local and global"} < density.keys()
+    assert (tmp_path / "block-sparse.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.skipif(GPU, reason="Triton's interpreter")
 def test_a_block_sparse_record_has_its_density_and_fails_when_it_is_wrong(monkeypatch):
     settings = Settings(torch.device("cpu"), torch.float16, (), 2, 1.0)

@@ -50,6 +50,7 @@ struct Arguments {
   const int32_t* cache_batch_idx;   // (batch), or null: batch_idx
   int seqlen_k, seqlen_new;
   int batch;
+  int max_queries;  // sequences with more are skipped
 
   PackedRows rows;
   int num_heads_kv, qhead_per_kvhead;
@@ -62,9 +63,11 @@ struct Arguments {
   const float* sinks;  // (num_heads_q), natural log, or null
 
   bool whole_tiles;  // no work tile is split among CTAs
-  // Partial results (workspace.h): O of each part, (num_partials, kBlockM, head_dim_v), and its row
-  // statistics, (num_partials, kBlockM), then those of groups of parts. partial_counters: 3 *
-  // num_ctas, zero before the launch and after it.
+  // Partial results (workspace.h): O of each part, (num_partials, partial_rows, head_dim_v), and
+  // its row statistics, (num_partials, partial_rows), then those of groups of parts. partial_rows:
+  // rows of a work tile that there can be, at most kBlockM. partial_counters: 3 * num_ctas, zero
+  // before the launch and after it.
+  int partial_rows;
   float* partial_out;
   float2* partial_stats;
   uint32_t* partial_counters;

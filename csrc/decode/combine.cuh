@@ -3,7 +3,8 @@
 // in the order of the keys, so that two launches give the same bits.
 //
 // More than kGroup parts are combined in two levels: the last CTA of each group of kGroup combines
-// its group, the last of those all groups. One CTA alone would read 128 parts ten times slower.
+// its group, the last of those all groups, kGroup at a time. One CTA alone would read 128 parts ten
+// times slower.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +70,7 @@ class Exchange {
 // waits for the memory fence of an arrival. All consumer threads take part.
 template <class Traits, class Storage>
 class Combine {
-  static constexpr int kCombineThreads = 128 * kConsumers;
+  static constexpr int kCombineThreads = 128 * Traits::kConsumers;
 
  public:
   __device__ __forceinline__ Combine(const Arguments& args, Storage& storage)
@@ -88,7 +89,8 @@ class Combine {
     for (int r = 0; r < 2; ++r) {
       const int row = thread_row(thread) + kRowStride * r;
       if (row >= num_rows) continue;
-      if (column == 0) args_.partial_stats[partial * kBlockM + row] = as_float2(stats[r]);
+      if (column == 0)
+        args_.partial_stats[partial * args_.partial_rows + row] = as_float2(stats[r]);
       float* out = reinterpret_cast<float*>(part_of_row(partial, row, 0));
 #pragma unroll
       for (int i = 2 * r; i < Traits::kOutRegisters; i += 4) {
@@ -122,11 +124,12 @@ class Combine {
     return make_float2(stats.max, stats.sum);
   }
   __device__ __forceinline__ float2* group_stats() const {
-    return args_.partial_stats + num_partials(gridDim.x) * kBlockM;
+    return args_.partial_stats + num_partials(gridDim.x) * args_.partial_rows;
   }
   __device__ __forceinline__ float4* part_of_row(int partial, int row, int column) const {
-    return reinterpret_cast<float4*>(args_.partial_out +
-                                     int64_t{partial * kBlockM + row} * args_.head_dim_v + column);
+    return reinterpret_cast<float4*>(
+        args_.partial_out + int64_t{partial * args_.partial_rows + row} * args_.head_dim_v +
+        column);
   }
 
   // Combines this CTA's group of parts, which is complete, then the groups if they are.
@@ -153,7 +156,7 @@ class Combine {
     }
   }
 
-  // The parts of `count` CTAs, at most kGroup: first, first + step, ...
+  // The parts of `count` CTAs: first, first + step, ...
   struct Parts {
     const float2* stats;
     int first, step, count, first_cta;
@@ -162,9 +165,41 @@ class Combine {
     }
   };
 
+  // Adds an element of the parts first to first + kGroup - 1, as far as there are any. All values
+  // are loaded before the first is used.
+  __device__ __forceinline__ void add_parts(const Parts& parts, int first, int row, int column,
+                                            float4& sum, RowStats& all) const {
+    float4 value[kGroup];
+    float2 stats[kGroup];
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k) {
+      value[k] = make_float4(0.f, 0.f, 0.f, 0.f);
+      stats[k] = make_float2(-INFINITY, 0.f);
+      if (first + k < parts.count) {
+        // L2 only: other SMs have written these lines during the kernel.
+        value[k] = __ldcg(part_of_row(parts.partial(first + k), row, column));
+        stats[k] = __ldcg(parts.stats + parts.partial(first + k) * args_.partial_rows + row);
+      }
+    }
+    float max = all.max;
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k) max = fmaxf(max, stats[k].x);
+    const float before = rescale_factor(all.max, max);
+    all = {max, all.sum * before};
+    sum = make_float4(sum.x * before, sum.y * before, sum.z * before, sum.w * before);
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k) {
+      const float factor = rescale_factor(stats[k].x, max);
+      all.sum += stats[k].y * factor;
+      sum.x += value[k].x * factor;
+      sum.y += value[k].y * factor;
+      sum.z += value[k].z * factor;
+      sum.w += value[k].w * factor;
+    }
+  }
+
   // Sums all elements over the parts. They become rows of out if they are the whole work tile, else
-  // the result of the group, in place of its first part. All values are loaded before the first is
-  // used.
+  // the result of the group, in place of its first part.
   __device__ __forceinline__ void combine(const Parts& parts, const PackedTile& tile,
                                           const RowStore& store, bool is_whole) const {
     static_assert(kGroup == 16);
@@ -172,36 +207,18 @@ class Combine {
 #pragma unroll 1
     for (int i = threadIdx.x; i < tile.num_rows() * vectors; i += kCombineThreads) {
       const int row = i / vectors, column = i % vectors * 4;
-      float4 value[kGroup];
-      float2 stats[kGroup];
-#pragma unroll
-      for (int k = 0; k < kGroup; ++k) {
-        value[k] = make_float4(0.f, 0.f, 0.f, 0.f);
-        stats[k] = make_float2(-INFINITY, 0.f);
-        if (k < parts.count) {
-          // L2 only: other SMs have written these lines during the kernel.
-          value[k] = __ldcg(part_of_row(parts.partial(k), row, column));
-          stats[k] = __ldcg(parts.stats + parts.partial(k) * kBlockM + row);
-        }
-      }
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
       RowStats all{-INFINITY, 0.f};
-#pragma unroll
-      for (int k = 0; k < kGroup; ++k) all.max = fmaxf(all.max, stats[k].x);
-#pragma unroll
-      for (int k = 0; k < kGroup; ++k) {
-        const float factor = rescale_factor(stats[k].x, all.max);
-        all.sum += stats[k].y * factor;
-        sum.x += value[k].x * factor;
-        sum.y += value[k].y * factor;
-        sum.z += value[k].z * factor;
-        sum.w += value[k].w * factor;
+#pragma unroll 1
+      for (int first = 0; first < parts.count; first += kGroup) {
+        add_parts(parts, first, row, column, sum, all);
       }
       if (!is_whole) {
         // In place: no other thread reads these columns of the first part. Its statistics are read
         // by other threads, so those of the group are elsewhere.
         *part_of_row(parts.partial(0), row, column) = sum;
-        if (column == 0) group_stats()[parts.partial(0) * kBlockM + row] = as_float2(all);
+        if (column == 0)
+          group_stats()[parts.partial(0) * args_.partial_rows + row] = as_float2(all);
       } else if (tile.has(row)) {
         const float factor = store.finish(row, all, column == 0);
         *reinterpret_cast<uint2*>(store.row_of_out(row) + column) =

@@ -12,12 +12,15 @@ struct Config {
   int block_n;        // keys of a KV block, a multiple of 16
   int num_stages;     // K tiles, and V tiles, of each consumer warpgroup in shared memory
   int num_q_buffers;  // 2: the next part's Q is loaded while this part is computed
+  int num_consumers;  // warpgroups, 1 or 2, that take the KV blocks of a part in turn
 };
 
-constexpr int kBlockM = 64;    // packed query rows of a work tile
-constexpr int kConsumers = 2;  // warpgroups; they take alternate KV blocks of a part
-constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kBlockM = 64;  // packed query rows of a work tile
 constexpr int kSharedStorageBytes = 1024;
+
+constexpr int num_threads(const Config& config) { return 128 * (config.num_consumers + 1); }
+// With one consumer warpgroup two CTAs share an SM.
+constexpr int ctas_per_sm(const Config& config) { return config.num_consumers == 1 ? 2 : 1; }
 
 constexpr int row_bytes(const Config& config) { return config.head_dim * 2; }
 constexpr int q_tile_bytes(const Config& config) { return kBlockM * row_bytes(config); }
@@ -26,12 +29,14 @@ constexpr int kv_tile_bytes(const Config& config) { return config.block_n * row_
 // O and the row statistics that one consumer warpgroup hands to the other: 4 bytes per element and
 // 16 bytes per thread.
 constexpr int exchange_bytes(const Config& config) {
+  if (config.num_consumers == 1) return 0;
   return kBlockM * config.head_dim * 4 + 128 * 16;
 }
 
 constexpr int smem_bytes(const Config& config) {
   return kSharedStorageBytes + config.num_q_buffers * q_tile_bytes(config) +
-         2 * kConsumers * config.num_stages * kv_tile_bytes(config) + exchange_bytes(config);
+         2 * config.num_consumers * config.num_stages * kv_tile_bytes(config) +
+         exchange_bytes(config);
 }
 
 }  // namespace flashattn3::decode

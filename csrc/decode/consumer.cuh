@@ -32,20 +32,7 @@ class Consumer {
       const CachedSequence& sequence = parts.sequence();
       const PackedTile tile = PackedTile::of(args_, sequence, part);
       mainloop_.attend(o, softmax, tile, sequence, part);
-      const bool both = part.n_blocks.end - part.n_blocks.begin > 1;
-      if (both && warpgroup_ == 1) {
-        storage_.exchange_empty.wait(write.phase());  // Sync: warpgroup 0 has read the last O.
-        exchange_.write(o, softmax.row);
-        __syncwarp();
-        storage_.exchange_full.arrive_lanes();  // Sync: this warp has written its O.
-        write.advance();
-      } else if (both) {
-        storage_.exchange_full.wait(read.phase());  // Sync: warpgroup 1 has written its O.
-        exchange_.add_to(o, softmax.row);
-        __syncwarp();
-        storage_.exchange_empty.arrive_lanes();  // Sync: this warp has read it.
-        read.advance();
-      }
+      if constexpr (Traits::kConsumers == 2) exchange(part, o, softmax, write, read);
       const bool is_shared = part.num_ctas > 1;
       if (warpgroup_ == 0 && is_shared) {
         combine.store_part(num_pending, part, sequence, o, softmax.row);
@@ -58,6 +45,26 @@ class Consumer {
   }
 
  private:
+  // Adds warpgroup 1's results of a part to those of warpgroup 0.
+  __device__ __forceinline__ void exchange(const Part& part, typename Mainloop<kConfig>::Out& o,
+                                           typename Mainloop<kConfig>::Softmax& softmax,
+                                           PipelineState<1>& write, PipelineState<1>& read) {
+    if (part.n_blocks.end - part.n_blocks.begin == 1) return;  // warpgroup 1 has no KV block
+    if (warpgroup_ == 1) {
+      storage_.exchange_empty.wait(write.phase());  // Sync: warpgroup 0 has read the last O.
+      exchange_.write(o, softmax.row);
+      __syncwarp();
+      storage_.exchange_full.arrive_lanes();  // Sync: this warp has written its O.
+      write.advance();
+    } else {
+      storage_.exchange_full.wait(read.phase());  // Sync: warpgroup 1 has written its O.
+      exchange_.add_to(o, softmax.row);
+      __syncwarp();
+      storage_.exchange_empty.arrive_lanes();  // Sync: this warp has read it.
+      read.advance();
+    }
+  }
+
   const Arguments& args_;
   SharedStorageOf<kConfig>& storage_;
   Exchange<Traits> exchange_;

@@ -10,7 +10,8 @@ namespace flashattn3::decode {
 
 // Returns the sum of x over the CTA's threads up to and with the calling one. All threads call it;
 // `total` becomes the sum over all. Another call may follow after a __syncthreads.
-__device__ __forceinline__ int inclusive_sum(int x, int (&warp_sums)[kThreads / 32], int& total) {
+template <int kWarps>
+__device__ __forceinline__ int inclusive_sum(int x, int (&warp_sums)[kWarps], int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -21,7 +22,7 @@ __device__ __forceinline__ int inclusive_sum(int x, int (&warp_sums)[kThreads / 
   __syncthreads();
   total = 0;
 #pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) {
+  for (int i = 0; i < kWarps; ++i) {
     if (i < warp) x += warp_sums[i];
     total += warp_sums[i];
   }
@@ -32,6 +33,7 @@ __device__ __forceinline__ int inclusive_sum(int x, int (&warp_sums)[kThreads / 
 // neighbouring sequences; the one that has the share's first unit looks for its sequence.
 template <int kBlockN, class Storage>
 __device__ __forceinline__ void find_share(const Arguments& args, Storage& storage) {
+  constexpr int kThreads = 32 * sizeof(storage.warp_sums) / sizeof(int);  // of the CTA
   const int count = (args.batch + kThreads - 1) / kThreads;
   const int first = threadIdx.x * count, last = min(first + count, args.batch);
   WorkShare share;

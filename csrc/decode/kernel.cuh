@@ -1,7 +1,6 @@
-// The decode kernel: attention of few query rows to a cache. One CTA per SM takes an equal share of
-// the KV blocks of the batch (work_share.cuh). Two consumer warpgroups (consumer.cuh) take
-// alternate KV blocks of a part against the same 64 packed rows; the third warpgroup copies
-// (load.cuh).
+// The decode kernel: attention of few query rows to a cache. Each CTA takes an equal share of the
+// KV blocks of the batch (work_share.cuh). Its consumer warpgroups (consumer.cuh) multiply each
+// part with the same 64 packed rows, two of them in turn; the last warpgroup copies (load.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -17,7 +16,7 @@ namespace flashattn3::decode {
 
 // The template argument is a type, not a Config: see forward/kernel.cuh.
 template <class Traits>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     decode_kernel(const __grid_constant__ Arguments args) {
   constexpr Config kConfig = Traits::kConfig;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   find_share<Traits::kBlockN>(args, storage);
 
   const int warpgroup = uniform(threadIdx.x / 128);
-  if (warpgroup == kConsumers) {
+  if (warpgroup == Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     Producer<kConfig>(args, shared).run({args, storage.share});
   } else {

@@ -51,12 +51,11 @@ class Producer {
     while (parts.next(part)) {
       const CachedSequence& sequence = parts.sequence();
       BlockRows rows = find_rows(sequence, part, part.n_blocks.begin);
-      load_q(PackedTile::of(args_, sequence, part), sequence, part);
       int warpgroup = 0;
 #pragma unroll 1
       for (int block = part.n_blocks.begin; block < part.n_blocks.end; ++block) {
         rows = load_kv(sequence, part, block, rows, warpgroup);
-        warpgroup ^= 1;
+        warpgroup = Traits::kConsumers - 1 - warpgroup;
       }
     }
     wait_for_copies();  // no thread exits with a copy in flight
@@ -95,13 +94,12 @@ class Producer {
     q_.advance();
   }
 
-  // Copies a KV block and returns where the rows of the next one are: the page table is read before
-  // the thread waits for a stage.
+  // Copies a KV block, and Q behind the first K tile of a part, for which the address is known
+  // earlier. Returns where the rows of the next block are: the page table is read before the thread
+  // waits for the next stage.
   __device__ __forceinline__ BlockRows load_kv(const CachedSequence& sequence, const Part& part,
                                                int block, const BlockRows& rows, int warpgroup) {
     const PipelineState<Traits::kStages> at = warpgroup == 0 ? kv_0_ : kv_1_;
-    BlockRows next{};
-    if (block + 1 < part.n_blocks.end) next = find_rows(sequence, part, block + 1);
     const uint32_t tiles = shared_ + Traits::kKvOffset +
                            (warpgroup * Traits::kStages + at.index()) * (2 * Traits::kKvBytes);
     // Rows of the block before `first` and from `last` on are hidden.
@@ -111,6 +109,11 @@ class Producer {
     storage_.k_empty[warpgroup][at.index()].wait(at.phase());
     copy_tile(args_.k, rows.k, first, last, args_.head_dim, tiles, kNaNs);
     arrive_when_copied(storage_.k_full[warpgroup][at.index()]);
+    if (block == part.n_blocks.begin) {
+      load_q(PackedTile::of(args_, sequence, part), sequence, part);
+    }
+    BlockRows next{};
+    if (block + 1 < part.n_blocks.end) next = find_rows(sequence, part, block + 1);
     storage_.v_empty[warpgroup][at.index()].wait(at.phase());
     copy_tile(args_.v, rows.v, first, last, args_.head_dim_v, tiles + Traits::kKvBytes, nullptr);
     arrive_when_copied(storage_.v_full[warpgroup][at.index()]);

@@ -38,7 +38,7 @@ class Mainloop {
     v_base_ = smem_desc_low(stages + Traits::kKvBytes, kBlockN * 128);
   }
 
-  // Computes O of the part's KV blocks first_block, first_block + 2, ... and its row statistics.
+  // Computes O of this warpgroup's KV blocks of the part and its row statistics.
   __device__ __forceinline__ void attend(Out& o, Softmax& softmax, const PackedTile& tile,
                                          const CachedSequence& sequence, const Part& part) {
 #pragma unroll
@@ -49,7 +49,7 @@ class Mainloop {
     storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is loaded.
     fence_async_proxy();
     const int first = part.n_blocks.begin + warpgroup_;
-    for (int block = first; block < part.n_blocks.end; block += kConsumers) {
+    for (int block = first; block < part.n_blocks.end; block += Traits::kConsumers) {
       step(o, softmax, mask, scale, block);
     }
     __syncwarp();

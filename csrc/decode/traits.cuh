@@ -17,6 +17,9 @@ struct KernelTraits {
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.num_stages;
+  static constexpr int kConsumers = kConfig.num_consumers;
+  static constexpr int kThreads = num_threads(kConfig);
+  static constexpr int kCtasPerSm = ctas_per_sm(kConfig);
   static constexpr int kQBuffers = kConfig.num_q_buffers;
   static constexpr int kOutRegisters = kHeadDim / 2;
   static constexpr int kVecs = kHeadDim / 8;  // 16-byte vectors of a row
@@ -29,17 +32,19 @@ struct KernelTraits {
   static constexpr int kExchangeOffset = kKvOffset + 2 * kConsumers * kStages * kKvBytes;
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
-  static constexpr int kProducerRegisters = 80;
-  static constexpr int kConsumerRegisters = 208;
+  static constexpr int kProducerRegisters = 88;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 168 : 208;
 
   static_assert(!is_quantized(kElement));
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256);
   static_assert(kBlockN % 16 == 0 && kBlockN / 4 <= 32, "a warp loads a quarter of the rows");
   static_assert(kBlockN / 4 * kVecs % 32 == 0, "a warp copies 32 vectors at a time");
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
-                (kConsumers + 1) * (65536 / kThreads / 8 * 8));
+                (kConsumers + 1) * (65536 / (kCtasPerSm * kThreads) / 8 * 8));
+  static_assert(kConsumers == 1 || kConsumers == 2);
   static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
-  static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
+  // 227 KB for a CTA on compute capability 9.0, 228 KB for those of an SM and 1 KB for each.
+  static_assert(smem_bytes(kConfig) <= (kCtasPerSm == 1 ? 232448 : 115712));
 };
 
 // A part of a work tile that other CTAs share, and its sequence.
@@ -51,7 +56,7 @@ struct PendingPart {
 // Barriers. Arrivals per phase, and who waits:
 //   q_full      128: each thread of the producer warpgroup, once its copies are complete; all
 //               consumer threads wait
-//   q_empty     1 per consumer warp (8), after its last QK GEMM of the part; the producer waits
+//   q_empty     1 per consumer warp, after its last QK GEMM of the part; the producer waits
 //   k_full, v_full   128, as q_full; the threads of one warpgroup wait
 //   k_empty, v_empty 1 per warp of that warpgroup (4); the producer waits
 //   exchange_full    1 per warp of warpgroup 1 (4), after it has written O and its statistics;
@@ -60,13 +65,13 @@ struct PendingPart {
 // Every thread that waits for a barrier waits for each of its phases: warpgroup 1 waits for Q and
 // releases it in a part that has no KV block for it too, and parts with one KV block have no phase
 // of the exchange barriers for either side.
-template <int kStages, int kQBuffers>
+template <int kStages, int kQBuffers, int kConsumers>
 struct SharedStorage {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kConsumers][kStages], k_empty[kConsumers][kStages];
   Barrier v_full[kConsumers][kStages], v_empty[kConsumers][kStages];
   Barrier exchange_full, exchange_empty;
-  int warp_sums[kThreads / 32];  // find_share
+  int warp_sums[4 * (kConsumers + 1)];  // find_share
   WorkShare share;
   PendingPart pending[2];  // the parts whose work tiles other CTAs share (combine.cuh)
   int is_last[2];          // whether this CTA combines them
@@ -91,6 +96,7 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_q_buffers>;
+using SharedStorageOf =
+    SharedStorage<kConfig.num_stages, kConfig.num_q_buffers, kConfig.num_consumers>;
 
 }  // namespace flashattn3::decode

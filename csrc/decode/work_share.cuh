@@ -68,7 +68,7 @@ __host__ __device__ __forceinline__ CachedSequence find_cached_sequence(const Ar
   found.n_blocks = {begin, max(begin + 1, (found.num_keys + kBlockN - 1) / kBlockN)};
   const int tokens = args.rows.tokens;
   found.row_tiles = args.rows.tokens.div(found.num_queries + tokens - 1) * args.rows.head_tiles;
-  found.num_tiles = args.num_heads_kv * found.row_tiles;
+  found.num_tiles = found.num_queries > args.max_queries ? 0 : args.num_heads_kv * found.row_tiles;
   return found;
 }
 

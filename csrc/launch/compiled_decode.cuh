@@ -12,7 +12,7 @@ DecodeKernel compiled_decode(const char* name) {
                    .dtype = kConfig.dtype,
                    .head_dim = kConfig.head_dim,
                    .kernel = reinterpret_cast<const void*>(decode_kernel<kConfig>()),
-                   .num_threads = decode::kThreads,
+                   .num_threads = decode::num_threads(kConfig),
                    .shared_memory_bytes = decode::smem_bytes(kConfig)},
           .size = decode_size<kConfig>,
           .launch = launch_decode<kConfig>,

@@ -20,11 +20,10 @@ constexpr auto decode_kernel() {
 template <decode::Config kConfig>
 LaunchSize decode_size(const char* name, const DecodeParams& params) {
   check_decode(name, kConfig.head_dim, kConfig.block_n, params);
-  const int num_ctas = num_decode_ctas(params, kConfig.block_n);
-  return {.num_ctas = num_ctas,
-          .workspace_bytes =
-              params.whole_tiles ? 0 : decode_workspace_bytes(num_ctas, params.head_dim_v),
-          .num_counters = params.whole_tiles ? 0 : num_ctas * kPartialCountersPerCta};
+  const DecodeGrid grid = DecodeGrid::of(params, kConfig);
+  return {.num_ctas = grid.num_ctas,
+          .workspace_bytes = params.whole_tiles ? 0 : grid.workspace_bytes(params.head_dim_v),
+          .num_counters = params.whole_tiles ? 0 : decode::num_counters(grid.num_ctas)};
 }
 
 // Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a
@@ -35,12 +34,14 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
   if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
   constexpr auto kKernel = decode_kernel<kConfig>();
-  constexpr int kSharedBytes = decode::smem_bytes(kConfig);
-  allow_shared_memory<kKernel>(kSharedBytes);
-  const int num_ctas = num_decode_ctas(params, kConfig.block_n);
+  // A call that leaves SMs free asks for so much shared memory that no two CTAs share an SM.
+  constexpr int kOfOne = std::max(decode::smem_bytes(kConfig), 116 * 1024);
+  const int shared_bytes = params.leaves_sms ? kOfOne : decode::smem_bytes(kConfig);
+  allow_shared_memory<kKernel>(kOfOne);
+  const DecodeGrid grid = DecodeGrid::of(params, kConfig);
   launch_kernel(name, "", kKernel,
-                {static_cast<unsigned>(num_ctas), decode::kThreads, kSharedBytes}, stream,
-                params.pdl, make_decode_arguments(params, num_ctas, kConfig.block_n));
+                {static_cast<unsigned>(grid.num_ctas), decode::num_threads(kConfig), shared_bytes},
+                stream, params.pdl, make_decode_arguments(params, grid, kConfig.block_n));
 }
 
 }  // namespace flashattn3

@@ -36,22 +36,41 @@ inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
   return int64_t{params.batch} * params.num_heads_kv * rows.head_tiles * token_tiles * blocks;
 }
 
-// CTAs of a launch: one per SM that the call may use, at most one per unit.
-inline int num_decode_ctas(const DecodeParams& params, int block_n) {
-  const int64_t units = std::max<int64_t>(1, max_decode_units(params, block_n));
-  return static_cast<int>(std::min<int64_t>(units, params.num_sms));
-}
+// The CTAs and the workspace of a launch, whatever the lengths are.
+struct DecodeGrid {
+  static constexpr int kMostCtasPerSm = 2;
+  // Parts of a work tile from which on combining them costs more than half SMs gain.
+  static constexpr int kManyParts = 64;
 
-static_assert(decode::num_counters(100) == 100 * kPartialCountersPerCta);
+  int num_ctas;      // all run at a time, at most one per unit
+  int partial_rows;  // rows of a work tile that there can be
 
-constexpr int64_t decode_stats_bytes(int num_ctas) {
+  // Each CTA has an SM, or the half of one. A call that leaves SMs free has one CTA for each SM
+  // that it may use.
+  static DecodeGrid of(const DecodeParams& params, const decode::Config& config) {
+    const decode::PackedRows rows = packed_rows(params);
+    const int tokens = std::min<int>(rows.tokens, std::max(params.seqlen_q, 1));
+    const int64_t tiles = max_decode_units(params, INT_MAX);
+    int num_ctas = params.num_sms;
+    if (decode::ctas_per_sm(config) == 2 && !params.leaves_sms &&
+        2 * num_ctas < kManyParts * tiles) {
+      num_ctas *= 2;
+    }
+    const int64_t units = std::max<int64_t>(1, max_decode_units(params, config.block_n));
+    return {static_cast<int>(std::min<int64_t>(num_ctas, units)), tokens * rows.heads};
+  }
+
+  int num_partials() const { return decode::num_partials(num_ctas); }
   // The parts have statistics, and so do the groups of parts.
-  return int64_t{2} * decode::num_partials(num_ctas) * decode::kBlockM * sizeof(float2);
-}
-constexpr int64_t decode_workspace_bytes(int num_ctas, int head_dim_v) {
-  return decode_stats_bytes(num_ctas) +
-         int64_t{decode::num_partials(num_ctas)} * decode::kBlockM * head_dim_v * sizeof(float);
-}
+  int64_t stats_bytes() const {
+    return int64_t{2} * num_partials() * partial_rows * sizeof(float2);
+  }
+  int64_t workspace_bytes(int head_dim_v) const {
+    return stats_bytes() + int64_t{num_partials()} * partial_rows * head_dim_v * sizeof(float);
+  }
+};
+
+static_assert(decode::num_counters(DecodeGrid::kMostCtasPerSm) == kPartialCountersPerSm);
 
 inline decode::CacheTensor cache_tensor(const CacheParams& cache) {
   return {.data = static_cast<const uint16_t*>(cache.data),
@@ -71,7 +90,7 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 
-inline decode::Arguments make_decode_arguments(const DecodeParams& params, int num_ctas,
+inline decode::Arguments make_decode_arguments(const DecodeParams& params, const DecodeGrid& grid,
                                                int block_n) {
   const bool varlen = params.cu_seqlens_q != nullptr;
   const bool paged = params.page_table != nullptr;
@@ -107,6 +126,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
           .seqlen_k = params.seqlen_k,
           .seqlen_new = params.seqlen_new,
           .batch = params.batch,
+          .max_queries = params.max_queries,
           .rows = packed_rows(params),
           .num_heads_kv = params.num_heads_kv,
           .qhead_per_kvhead = params.num_heads_q / params.num_heads_kv,
@@ -120,8 +140,9 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, int n
           .v_descale = params.v_descale,
           .sinks = params.sinks,
           .whole_tiles = params.whole_tiles,
+          .partial_rows = grid.partial_rows,
           .partial_out = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) +
-                                                  decode_stats_bytes(num_ctas)),
+                                                  grid.stats_bytes()),
           .partial_stats = stats,
           .partial_counters = params.counters};
 }

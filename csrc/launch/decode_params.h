@@ -2,6 +2,7 @@
 // launch_cached_forward reads them. No torch here. All pointers are device pointers.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "launch/params.h"
@@ -13,6 +14,8 @@ namespace flashattn3 {
 // same. DecodeParams says what they mean; further:
 //
 //   page_size: 0: the cache is dense
+//   short_config: index of the decode kernel config that takes sequences of a varlen batch with at
+//       most short_queries queries, beside the forward kernel that takes the others; -1: none
 #define FLASHATTN3_CACHED_FIELDS(FIELD) \
   FIELD(int, num_heads_q)               \
   FIELD(int, num_heads_kv)              \
@@ -24,7 +27,10 @@ namespace flashattn3 {
   FIELD(int, window_left)               \
   FIELD(int, window_right)              \
   FIELD(bool, whole_tiles)              \
-  FIELD(int, num_sms)
+  FIELD(bool, leaves_sms)               \
+  FIELD(int, num_sms)                   \
+  FIELD(int, short_config)              \
+  FIELD(int, short_queries)
 
 struct CachedProblem {
 #define FLASHATTN3_MEMBER(type, name) type name;
@@ -39,7 +45,7 @@ struct CacheParams {
   Strides stride;    // in elements; batch: between pages, or sequences of a dense cache
 };
 
-constexpr int kPartialCountersPerCta = 3;  // decode::num_counters
+constexpr int kPartialCountersPerSm = 6;  // decode::num_counters of as many CTAs as an SM may get
 
 struct DecodeParams {
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); with cu_seqlens_q (total_q, ...)
@@ -79,12 +85,17 @@ struct DecodeParams {
   int window_left, window_right;  // as in AttentionProblem
   bool whole_tiles;               // num_splits 1: no work tile is split among CTAs; the work tiles
                                   // of cached forward kernels never are
+  bool leaves_sms;                // num_sms is less than the GPU has
   int num_sms;                    // that the call may use, at least 1
+
+  // A forward kernel skips sequences of a varlen batch with fewer queries than min_queries, a
+  // decode kernel those with more than max_queries.
+  int min_queries = 0, max_queries = INT_MAX;
 
   // LaunchSize::workspace_bytes, an address that is a multiple of 16, not initialised; null if
   // there are none.
   void* workspace;
-  // LaunchSize::num_counters, at most kPartialCountersPerCta for each SM and zero before the first
+  // LaunchSize::num_counters, at most kPartialCountersPerSm for each SM and zero before the first
   // launch that uses them; every launch resets them to zero. Launches that may run concurrently
   // must not share them. Of a cached forward kernel: as ForwardParams::tile_counter, or null.
   uint32_t* counters;
@@ -103,6 +114,7 @@ inline DecodeParams decode_params_of(const CachedProblem& problem) {
           .window_left = problem.window_left,
           .window_right = problem.window_right,
           .whole_tiles = problem.whole_tiles,
+          .leaves_sms = problem.leaves_sms,
           .num_sms = problem.num_sms};
 }
 

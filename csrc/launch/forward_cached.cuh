@@ -70,7 +70,8 @@ LaunchSize cached_forward_size(const char* name, const DecodeParams& params) {
   check_cached_forward<kConfig>(name, params);
   const ForwardParams forward = forward_params_of(params);
   const int64_t tiles = num_tiles(forward, forward_tiles<kConfig>(forward));
-  const int64_t schedule = forward.varlen ? (int64_t{2} * params.batch + 1) * sizeof(int32_t) : 0;
+  // The order of the sequences and, behind it, the tile semaphore.
+  const int64_t schedule = forward.varlen ? (int64_t{2} * params.batch + 2) * sizeof(int32_t) : 0;
   return {.num_ctas = num_persistent_ctas(forward, tiles),
           .workspace_bytes = schedule,
           .num_counters = kTileCounters};
@@ -121,9 +122,17 @@ void launch_cached_forward(const char* name, const DecodeParams& params, cudaStr
   check_cached_forward<kConfig>(name, params);
   const ForwardParams forward = forward_params_of(params);
   if (forward.num_heads_q <= 0 || (forward.varlen && forward.total_q <= 0)) return;
-  if (forward.varlen) launch_varlen_forward(forward, kConfig.block_m, stream);
+  // Beside a decode kernel some CTAs start late. Each draws even its first tile then, so that none
+  // waits for a CTA that has no SM yet.
+  int32_t* const semaphore =
+      params.min_queries > 0 ? forward.varlen_schedule + 2 * forward.batch + 1 : nullptr;
+  if (forward.varlen) {
+    launch_varlen_forward(forward, kConfig.block_m, stream, params.min_queries, semaphore);
+  }
   if (forward.batch <= 0 || forward.seqlen_q <= 0) return;
-  const forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
+  forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
+  args.scheduler.tile_semaphore = semaphore;
+  if (semaphore != nullptr) args.scheduler.tile_counter = nullptr;
   constexpr auto kKernel = forward_kernel<kConfig>();
   constexpr int kSharedBytes = forward::smem_bytes(kConfig);
   allow_shared_memory<kKernel>(kSharedBytes);

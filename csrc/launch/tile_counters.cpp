@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
 
 #include "launch/capture.h"
@@ -58,14 +59,16 @@ int32_t* tile_counter(int device, cudaStream_t stream) {
   return static_cast<int32_t*>(counters.of(device, stream, 0, 2 * sizeof(int32_t)));
 }
 
-uint32_t* partial_counters(int device, cudaStream_t stream, int num_ctas) {
+uint32_t* partial_counters(int device, cudaStream_t stream, int num_counters) {
   int num_sms;
   check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device),
              "asking for the number of SMs");
-  expect(num_ctas <= num_sms, "launch", "the number of CTAs", "at most the GPU's SMs", num_ctas);
+  const int most = num_sms * kPartialCountersPerSm;
+  expect(num_counters <= most, "launch", "the number of counters",
+         "at most " + std::to_string(most), num_counters);
   if (stream == cudaStreamPerThread) return nullptr;
   static Counters counters;
-  const size_t bytes = num_sms * kPartialCountersPerCta * sizeof(uint32_t);
+  const size_t bytes = most * sizeof(uint32_t);
   return static_cast<uint32_t*>(counters.of(device, stream, capture_of(stream), bytes));
 }
 

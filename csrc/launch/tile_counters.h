@@ -20,10 +20,10 @@ namespace flashattn3 {
 int32_t* tile_counter(int device, cudaStream_t stream);
 
 // The same for launches of cached calls on num_ctas, which is at most the number of SMs:
-// kPartialCountersPerCta uint32 for each SM, of which a launch uses the first
+// kPartialCountersPerSm uint32 for each SM, of which a launch uses the first
 // LaunchSize::num_counters. A captured stream gets counters of the capture: its
 // launches run one after the other in every replay, and no other graph has these counters. A replay
 // sets them to zero before the first of the launches.
-uint32_t* partial_counters(int device, cudaStream_t stream, int num_ctas);
+uint32_t* partial_counters(int device, cudaStream_t stream, int num_counters);
 
 }  // namespace flashattn3

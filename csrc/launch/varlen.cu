@@ -5,7 +5,8 @@
 
 namespace flashattn3 {
 
-void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_t stream) {
+void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_t stream,
+                           int min_queries, int32_t* semaphore) {
   varlen::Arguments args{};
   args.seqlens_q = seqlens_q_of(params);
   args.seqlens_k = seqlens_k_of(params);
@@ -20,6 +21,8 @@ void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_
   args.lse_head = params.lse_stride.head;
   args.num_heads = params.num_heads_q;
   args.head_dim_v = params.head_dim_v;
+  args.min_queries = min_queries;
+  args.semaphore = semaphore;
   varlen::prepare<<<params.batch + 2, varlen::kThreads, 0, stream>>>(args);
   check_cuda(cudaGetLastError(), "launch of varlen::prepare");
 }

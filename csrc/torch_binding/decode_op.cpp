@@ -18,6 +18,7 @@
 #include "launch/errors.h"
 #include "launch/fill_rows.h"
 #include "launch/registry.h"
+#include "launch/side_stream.h"
 #include "launch/tile_counters.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
@@ -237,6 +238,46 @@ Tensor new_counters(int64_t count, int device, cudaStream_t stream) {
   return counters;
 }
 
+// Tensors of a launch, which live until it is enqueued.
+struct LaunchMemory {
+  std::optional<Tensor> workspace, counters;
+
+  // Allocates what the kernel needs and sets it in params.
+  LaunchMemory(const DecodeKernel& kernel, DecodeParams& params, int device, cudaStream_t stream) {
+    const LaunchSize size = kernel.size(kernel.info.name, params);
+    workspace = new_workspace(size.workspace_bytes, device);
+    if (workspace) params.workspace = workspace->data_ptr();
+    if (size.num_counters == 0) return;
+    params.counters = partial_counters(device, stream, size.num_counters);
+    if (params.counters != nullptr) return;
+    counters = new_counters(size.num_counters, device, stream);
+    params.counters = static_cast<uint32_t*>(counters->data_ptr());
+  }
+};
+
+// Launches a forward kernel for the long sequences of a varlen batch and, beside it, a decode
+// kernel for the short ones. The decode kernel comes first and has half of the SMs: it reads nearly
+// as fast as on all of them, and CTAs of the forward kernel take its SMs when it ends.
+void launch_mixed(const PreparedDecode& launch, DecodeParams params, int device,
+                  cudaStream_t stream) {
+  const DecodeKernel& for_long = decode_kernel(launch.config);
+  const DecodeKernel& for_short = decode_kernel(launch.problem.short_config);
+  DecodeParams of_short = params;
+  params.min_queries = launch.problem.short_queries + 1;
+  of_short.max_queries = launch.problem.short_queries;
+  of_short.num_sms = std::max(1, params.num_sms / 2);
+  of_short.leaves_sms = true;
+  of_short.pdl = false;
+  const SideStream& side = SideStream::of(device, stream);
+  // Memory of both kernels is allocated, and reused by later calls, in the order of `stream`.
+  const LaunchMemory of_long(for_long, params, device, stream);
+  const LaunchMemory beside(for_short, of_short, device, side.stream());
+  side.fork(stream);
+  for_short.launch(for_short.info.name, of_short, side.stream());
+  for_long.launch(for_long.info.name, params, stream);
+  side.join(stream);
+}
+
 void decode(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const DecodeCall call = DecodeCall::take(arguments);
@@ -247,19 +288,14 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   DecodeParams params = make_params(launch.problem, call);
-  const LaunchSize size = kernel.size(kernel.info.name, params);
-  const std::optional<Tensor> workspace = new_workspace(size.workspace_bytes, device);
-  if (workspace) params.workspace = workspace->data_ptr();
-  std::optional<Tensor> counters;
-  if (size.num_counters > 0) {
-    params.counters = partial_counters(device, stream, size.num_ctas);
-    if (params.counters == nullptr) {
-      counters = new_counters(size.num_counters, device, stream);
-      params.counters = static_cast<uint32_t*>(counters->data_ptr());
-    }
-  }
   params.pdl = true;
-  kernel.launch(kernel.info.name, params, stream);
+  std::optional<LaunchMemory> memory;
+  if (call.varlen() && launch.problem.short_config >= 0) {
+    launch_mixed(launch, params, device, stream);
+  } else {
+    memory.emplace(kernel, params, device, stream);
+    kernel.launch(kernel.info.name, params, stream);
+  }
   if (kernel.clears_rows && !call.scheduler_metadata) return;
   launch_fill_rows(params,
                    {.data = indices(call.scheduler_metadata),

@@ -25,6 +25,9 @@ struct Arguments {
   int64_t lse_seq, lse_head;
   int num_heads;
   int head_dim_v;
+
+  int min_queries;     // sequences with fewer have no block
+  int32_t* semaphore;  // set to 0, or null
 };
 
 constexpr int kThreads = 1024;
@@ -48,8 +51,8 @@ __device__ inline void order_sequences(const Arguments& args) {
     // Padding sorts last, so batch_idx[0] is a sequence if place < batch.
     int blocks = 0;
     if (place < args.batch) {
-      blocks =
-          (find_sequence(args.seqlens_q, batch_idx[0]).length + args.block_m - 1) / args.block_m;
+      const int length = find_sequence(args.seqlens_q, batch_idx[0]).length;
+      if (length >= args.min_queries) blocks = (length + args.block_m - 1) / args.block_m;
     }
     int before, all;
     Scan(temp_storage.scan).ExclusiveSum(blocks, before, all);
@@ -60,7 +63,9 @@ __device__ inline void order_sequences(const Arguments& args) {
     }
     blocks_before += all;
   }
-  if (threadIdx.x == 0) args.schedule.first_blocks()[args.batch] = blocks_before;
+  if (threadIdx.x != 0) return;
+  args.schedule.first_blocks()[args.batch] = blocks_before;
+  if (args.semaphore != nullptr) *args.semaphore = 0;
 }
 
 // Writes out 0 and lse -inf to rows begin to end - 1.

@@ -51,6 +51,7 @@ def as_cached(problem: Problem) -> DecodeProblem:
         "page_size": 0,
         "rows": packed_rows(problem.qhead_per_kvhead * problem.seqlen_q),
         "given": frozenset(),
+        "sinks_dtype": None,
         "misaligned": frozenset(),
         "expanded": frozenset(),
         "num_splits": max(0, problem.num_splits),

@@ -23,7 +23,7 @@ from .environment import header
 from .figure import draw
 from .host_suite import WORK, run_host
 from .ladder_figure import draw_ladder
-from .ladder_suite import RUNGS, run_rung, run_sparse, sparse_work
+from .ladder_suite import RUNGS, SPARSE, run_rung, run_sparse, sparse_work
 from .ladder_suite import SUITE as LADDER
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
 from .models_suite import CASES as MODELS
@@ -39,7 +39,8 @@ from .runner import Record, Settings, run_cell
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_varlen
 
-SUITES = (*CASES, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED, "varlen", "memory", "host", "models")
+SUITES = (*CASES, SPARSE, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED)
+SUITES += ("varlen", "memory", "host", "models")
 ALL = SUITES[:-1]  # the last needs transformers
 ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",), ROBOT: ("fwd",)}  # directions of a suite
 # Of ours; elsewhere one.
@@ -51,7 +52,7 @@ OWN = {
 # On a CPU too, and there in which dtype: Triton's interpreter multiplies no bfloat16.
 OF_16_BIT = {
     **dict.fromkeys(("fp8", ACCURACY, DISTRIBUTIONS, QUANTIZE), "bfloat16"),
-    LADDER: "float16",
+    **dict.fromkeys((LADDER, SPARSE), "float16"),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INAPPLICABLE = {
@@ -63,12 +64,13 @@ INAPPLICABLE = {
     QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
     "varlen": ("head_dim", "seqlen", "baselines"),
     LADDER: ("baselines",),
+    SPARSE: ("head_dim", "seqlen", "baselines", "backend"),
     "memory": ("direction", "head_dim"),
     "host": ("direction", "head_dim", "seqlen"),
     **dict.fromkeys(CACHED, ("direction", "head_dim", "seqlen")),
     "models": ("direction", "head_dim", "seqlen"),
 }
-FIGURES = {LADDER: draw_ladder}
+FIGURES = dict.fromkeys((LADDER, SPARSE), draw_ladder)
 ROUND_MS = 15.0
 ENDINGS = ("jsonl", "png")  # of the files of a suite
 
@@ -237,11 +239,12 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     if suite == QUANTIZE:
         chosen = quantize_work(args.head_dim)
         return [lambda work=work: run_quantize(work, settings, args.quick) for work in chosen]
+    if suite == SPARSE:
+        masks = sparse_work(directions, args.quick)
+        return [lambda of=of: run_sparse(*of, settings, args.quick) for of in masks]
     chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
     if suite == LADDER:
-        rungs = [lambda cell=cell: run_rung(cell, settings) for cell in chosen]
-        sparse = [] if args.head_dim or args.seqlen else sparse_work(directions, args.quick)
-        return rungs + [lambda of=of: run_sparse(*of, settings, args.quick) for of in sparse]
+        return [lambda cell=cell: run_rung(cell, settings) for cell in chosen]
     if suite == ROBOT:
         return [lambda of=of: run_robot(*of, settings) for of in product(chosen, TIMES)]
     return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

@@ -1,4 +1,4 @@
-"""The staircase: speed and bytes moved of each rung over the length, and time over density."""
+"""The staircase: speed and bytes moved of each rung over the length; time over density."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BYTES = "GB moved"
 
 
 def draw_ladder(records: list[Record], header: Record, path: Path) -> None:
-    """Write a PNG: a panel for the speed of each case, then for its bytes, and for the time by the
-    density of a block mask."""
+    """Write a PNG: a panel for the speed of each case, then for its bytes; or, of the block-sparse
+    suite, for the time by the density of the mask."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -37,7 +37,8 @@ def draw_ladder(records: list[Record], header: Record, path: Path) -> None:
         panel.tick_params(labelsize=7)
     for panel in list(grid.flat)[len(panels) :]:
         panel.set_visible(False)
-    grid[0][0].legend(fontsize=7)
+    if rows:
+        grid[0][0].legend(fontsize=7)
     figure.suptitle(f"{header['device']}, torch {header['torch']}", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,5 +1,6 @@
-"""The ladder in one run: naive attention, FlashAttention-1 and -2 of examples/learn, our Triton
-kernels, and the backend that the device picks; and FlashAttention-1 with block-sparse masks."""
+"""Two suites. The ladder: naive attention, FlashAttention-1 and -2 of examples/learn, our Triton
+kernels, and the backend that the device picks, in one run. And FlashAttention-1 with block-sparse
+masks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from .timing import interleave, make_clock
 
 SUITE = "ladder"
 RUNGS = (TRITON, LADDER_FA2, LADDER_FA1, NAIVE)  # below ours
-SPARSE = "block-sparse"
+SPARSE = "block-sparse"  # a suite
 
 
 def run_rung(cell: Cell, settings: Settings) -> Iterator[Record]:
@@ -77,7 +78,7 @@ def run_sparse(
     num_blocks = seqlen // block
     record: Record = {
         "record": "time",
-        "suite": SUITE,
+        "suite": SPARSE,
         "row": " ".join([direction, SPARSE, family, *map(str, arguments.values())]),
         "column": str(seqlen),
         "direction": direction,

@@ -114,8 +114,9 @@ class DecodeConfig:
     dtype: of q, k, v and out, 16 bits.
     head_dim: largest supported; columns past smaller ones are zeros.
     block_n: keys of a tile.
-    num_stages: K and V tiles in flight for each of the two MMA warpgroups.
+    num_stages: K and V tiles in flight for each MMA warpgroup.
     num_q_buffers: 2: the next part's Q is loaded during the current part.
+    num_consumers: MMA warpgroups; two CTAs share an SM where there is one.
     measured: as for ForwardConfig.
     """
 
@@ -126,6 +127,7 @@ class DecodeConfig:
     block_n: int
     num_stages: int
     num_q_buffers: int
+    num_consumers: int
     measured: str = ""
 
     @property
@@ -216,10 +218,10 @@ BACKWARD_CONFIGS = (
 )
 
 DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
-# head dim, block_n, num_stages, num_q_buffers
+# head dim, block_n, num_stages, num_q_buffers, num_consumers
 DECODE_CONFIGS = tuple(
     DecodeConfig(dtype, *tile, measured=DECODE_MEASURED)
-    for tile in ((64, 64, 4, 2), (128, 64, 1, 2), (256, 32, 2, 1))
+    for tile in ((64, 64, 4, 2, 1), (128, 64, 1, 2, 1), (256, 32, 2, 1, 2))
     for dtype in SIXTEEN_BIT
 )
 

@@ -195,6 +195,7 @@ class DecodeProblem(_Asked):
     rows: packed query rows, qhead_per_kvhead * seqlen_q, rounded up to one of PLANNED_ROWS; the
         last of them stands for all larger numbers.
     given: names of the optional tensors of the call.
+    sinks_dtype: None without sinks.
     misaligned: names of those of q, k_cache and v_cache of which a row may begin elsewhere than at
         a multiple of 16 bytes.
     expanded: names of those of q, k_cache and v_cache with a stride of 0 between rows.
@@ -212,6 +213,7 @@ class DecodeProblem(_Asked):
     page_size: int
     rows: int
     given: frozenset[str]
+    sinks_dtype: torch.dtype | None
     misaligned: frozenset[str]
     expanded: frozenset[str]
     score_scale: ScoreScale
@@ -231,7 +233,8 @@ class DecodeProblem(_Asked):
 
 @dataclass(frozen=True)
 class AppendProblem:
-    """One append, normalised. num_heads_q: 0 without q. rotary_dim: 0 without tables."""
+    """One append, normalised. num_heads_q: 0 without q. rotary_dim: 0, and rotary_dtype None,
+    without tables."""
 
     function: str
     dtype: torch.dtype
@@ -243,6 +246,7 @@ class AppendProblem:
     head_dim_v: int
     page_size: int
     rotary_dim: int
+    rotary_dtype: torch.dtype | None
     rotary_interleaved: bool
     one_q_position: bool
     given: frozenset[str]
@@ -291,6 +295,7 @@ def describe_decode(
         page_size=0 if tensors.page_table is None else k.shape[1],
         rows=packed_rows(seqlen_q * (heads_q // heads_kv)),
         given=_given(tensors, 3),
+        sinks_dtype=None if tensors.sinks is None else tensors.sinks.dtype,
         misaligned=frozenset(name for name in read if not getattr(tensors, name).rows_are_aligned),
         expanded=frozenset(name for name in read if getattr(tensors, name).is_expanded),
         score_scale=score_scale_of(options, q.shape[-1]),
@@ -323,6 +328,7 @@ def describe_append(found: tuple[Metadata | None, ...], options: AppendOptions) 
         head_dim_v=v.shape[-1],
         page_size=0 if tensors.page_table is None else k_cache.shape[1],
         rotary_dim=0 if cos is None else 2 * cos.shape[1],
+        rotary_dtype=None if cos is None else cos.dtype,
         rotary_interleaved=options.rotary_interleaved,
         one_q_position=options.one_q_position,
         given=_given(tensors, 4),

@@ -38,8 +38,9 @@ struct Workspace {
   int64_t bytes;
 
   explicit Workspace(int num_sms)
-      : num_sms(num_sms), bytes(flashattn3::decode_workspace_bytes(num_sms, 256)) {
-    const size_t counter_bytes = flashattn3::decode::num_counters(num_sms) * sizeof(uint32_t);
+      : num_sms(num_sms),
+        bytes(int64_t{2} * num_sms * flashattn3::decode::kBlockM * (256 * 4 + 16)) {
+    const size_t counter_bytes = num_sms * flashattn3::kPartialCountersPerSm * sizeof(uint32_t);
     check(cudaMalloc(&memory, bytes));
     check(cudaMalloc(&counters, counter_bytes));
     check(cudaMemset(counters, 0, counter_bytes));
@@ -49,7 +50,7 @@ struct Workspace {
   Workspace(const Workspace&) = delete;
   void poison() { check(cudaMemset(memory, 0xff, bytes)); }
   bool counters_are_zero() const {
-    std::vector<uint32_t> found(flashattn3::decode::num_counters(num_sms));
+    std::vector<uint32_t> found(num_sms * flashattn3::kPartialCountersPerSm);
     check(cudaMemcpy(found.data(), counters, found.size() * 4, cudaMemcpyDeviceToHost));
     return std::all_of(found.begin(), found.end(), [](uint32_t x) { return x == 0; });
   }

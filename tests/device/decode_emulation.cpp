@@ -49,20 +49,20 @@ struct Turn {
 static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
-  const int num_ctas = num_decode_ctas(params, kCheckConfigs[config].block_n);
-  std::vector<uint8_t> workspace(decode_workspace_bytes(num_ctas, params.head_dim_v), 0xff);
-  std::vector<uint32_t> counters(decode::num_counters(num_ctas));
+  const DecodeGrid grid = DecodeGrid::of(params, kCheckConfigs[config]);
+  std::vector<uint8_t> workspace(grid.workspace_bytes(params.head_dim_v), 0xff);
+  std::vector<uint32_t> counters(decode::num_counters(grid.num_ctas));
   params.workspace = workspace.data(), params.counters = counters.data();
   check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
                kCheckConfigs[config].block_n, params);
-  const decode::Arguments args =
-      make_decode_arguments(params, num_ctas, kCheckConfigs[config].block_n);
+  const decode::Arguments args = make_decode_arguments(params, grid, kCheckConfigs[config].block_n);
   emulation::kernel = [&] { kKernels[config](args); };
-  std::vector<int> order(num_ctas);
+  std::vector<int> order(grid.num_ctas);
   std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(turn.seed);
   std::shuffle(order.begin(), order.end(), random);
-  if (!emulation::run_ctas(order, decode::kThreads, turn.seed)) return "deadlock";
+  if (!emulation::run_ctas(order, decode::num_threads(kCheckConfigs[config]), turn.seed))
+    return "deadlock";
   for (const uint32_t counter : counters) {
     if (counter != 0) return "a counter is not 0";
   }

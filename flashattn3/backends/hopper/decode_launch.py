@@ -65,7 +65,7 @@ class DecodeLaunch:
     def describe(self) -> dict[str, object]:
         config = self.kernel_config
         if config.kind == "decode":
-            rows, multiply = f"{DECODE_TILE_ROWS} packed rows", 2
+            rows, multiply = f"{DECODE_TILE_ROWS} packed rows", config.num_consumers
             whole = self.problem.num_splits == 1
         else:
             rows, multiply = f"{config.block_m} rows of a head", config.num_mma_warpgroups
@@ -76,7 +76,7 @@ class DecodeLaunch:
             "tile": f"{rows} x {config.block_n} keys",
             "num_stages": config.num_stages,
             "warpgroups": f"1 loads, {multiply} multiply",
-            "parts": "none: whole tiles" if whole else f"an equal share for each of {self.num_sms}",
+            "parts": "none: whole tiles" if whole else f"equal shares on {self.num_sms} SMs",
             "shared_memory_bytes": self.prepared.shared_memory_bytes,
             "tile measured": config.measured or "not yet",
             "copied first": "q" if self.copies_q else "nothing",
@@ -139,6 +139,18 @@ def forward_reason(problem: DecodeProblem) -> str | None:
     return None
 
 
+def short_queries(
+    problem: DecodeProblem, config: DecodeConfig | ForwardConfig, library: Library
+) -> int:
+    """Queries up to which a sequence of a varlen batch runs on a decode kernel beside the forward
+    kernel: one tile of packed rows. 0: all run on the kernel of the config."""
+    if not problem.varlen or config.kind != "forward":
+        return 0
+    if config_of(problem).name not in library.configs:
+        return 0
+    return DECODE_TILE_ROWS // problem.qhead_per_kvhead
+
+
 def decode_launch(
     problem: DecodeProblem,
     device: DeviceInfo,
@@ -147,7 +159,9 @@ def decode_launch(
     reason: str,
 ) -> DecodeLaunch:
     """Check the problem's numbers in the library, once. RuntimeError if the kernel refuses it."""
-    record = decode_record_of(problem, device)
+    short = short_queries(problem, config, library)
+    short_config = CACHED_CONFIGS.index(config_of(problem)) if short else -1
+    record = decode_record_of(problem, device, short_config, short)
     with _disable_current_modes():  # the plan outlives the call
         prepared = Prepared(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
     return DecodeLaunch(problem, config, reason, prepared, library, record.num_sms)

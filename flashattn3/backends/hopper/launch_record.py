@@ -57,18 +57,26 @@ DecodeRecord = NamedTuple(
         ("window_left", int),
         ("window_right", int),
         ("whole_tiles", bool),
+        ("leaves_sms", bool),
         ("num_sms", int),
+        ("short_config", int),
+        ("short_queries", int),
     ],
 )
 LARGEST_WINDOW = 2**30  # no distance of two positions is larger
 
 
-def decode_record_of(problem: DecodeProblem, device: DeviceInfo) -> DecodeRecord:
+def decode_record_of(
+    problem: DecodeProblem, device: DeviceInfo, short_config: int = -1, short_queries: int = 0
+) -> DecodeRecord:
     own = {
+        "short_config": short_config,
+        "short_queries": short_queries,
         **problem.score_scale._asdict(),
         "window_left": min(problem.window_left, LARGEST_WINDOW),
         "window_right": min(problem.window_right, LARGEST_WINDOW),
         "whole_tiles": problem.num_splits == 1,
+        "leaves_sms": problem.sm_margin > 0,
         "num_sms": max(1, device.num_sms - problem.sm_margin),
     }
     names = (name for name in DecodeRecord._fields if name not in own)

@@ -34,13 +34,13 @@ inline void start_cta(Cta& cta, int block, int grid, int num_threads, uint32_t s
     if (fiber.stack == nullptr) {
       fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
     }
-    fiber.done = false;
+    fiber.done = fiber.started = false;
     fiber.has_come = nullptr;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, run_fiber, 0);
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.get();
+    fiber.start.uc_stack.ss_size = kStackBytes;
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, run_fiber, 0);
   }
 }
 
@@ -75,7 +75,7 @@ inline State run_round() {
       if (fiber.done) continue;
       any = true;
       if (fiber.has_come != nullptr && !fiber.has_come(fiber.condition)) continue;
-      swapcontext(&scheduler, &self().context);
+      resume();
     }
   }
   if (!any) return State::kDone;

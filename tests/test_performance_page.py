@@ -1,0 +1,207 @@
+"""Every number in the tables of docs/performance.md is in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+
+import pytest
+from helpers import ROOT
+
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+if not (RESULTS.is_dir() and PAGE.is_file()):
+    pytest.skip("needs a source checkout", allow_module_level=True)
+SHOWN = {
+    "flashattn3": "flashattn3",
+    "flashattn3 bf16": "flashattn3",
+    "FlashAttention-2": "fa2",
+    "cuDNN": "cudnn",
+    "cuDNN bf16": "cudnn",
+    "torch copy": "copy",
+    "FP8 int8": "fp8 int8",
+    "FP8 e4m3": "fp8 e4m3",
+    "quantize + int8": "quantize+int8",
+    "quantize + e4m3": "quantize+e4m3",
+    "read": "read",
+}
+
+
+def records(path: str) -> list[dict]:
+    lines = (RESULTS / path).read_text().splitlines()
+    found = [json.loads(line) for line in lines[1:]]
+    # "contender" is the older name.
+    return [{"provider": record.get("contender"), **record} for record in found]
+
+
+def tables() -> dict[str, list[list[list[str]]]]:
+    """Heading → its tables, each a list of rows of cells without the line below the first."""
+    found, last = {}, None
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            section = found.setdefault(line[3:], [])
+        if not line.startswith("|"):
+            last = None
+            continue
+        if last is None:
+            section.append(last := [])
+        if not re.fullmatch(r"[|\s-]+", line):
+            last.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+TABLES = tables()
+
+
+def numbers(path: str, value: str, direction: str = "") -> dict[tuple[str, str, str], float]:
+    return {
+        (r["row"].removeprefix(f"{direction} "), r["provider"], r["column"]): r[value]
+        for r in records(path)
+        if value in r and r["direction"] == direction
+    }
+
+
+def speed_ratios(path: str, provider: str, baseline: str) -> dict[tuple[str, str], float]:
+    return {
+        (r["row"][4:], r["column"]): r["speed_ratio"][baseline]
+        for r in records(path)
+        if r["provider"] == provider and baseline in r.get("speed_ratio", {})
+    }
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "value", "direction"),
+    [
+        ("Hopper forward", "h100/grid.jsonl", "tflops", "fwd"),
+        ("Hopper backward", "h100-backward/grid.jsonl", "tflops", "bwd"),
+        ("FP8 forward", "h200/fp8.jsonl", "tflops", "fwd"),
+        ("Quantization", "h100/quantize.jsonl", "gb_per_s", ""),
+    ],
+)
+def test_a_table_of_providers(section, path, value, direction):
+    head, *rows = TABLES[section][0]
+    found, case = numbers(path, value, direction), ""
+    assert len(rows) * len(head[2:]) > 20
+    for name, provider, *cells in rows:
+        case = name or case
+        for column, cell in zip(head[2:], cells, strict=True):
+            measured = found[QUANTIZED.get(case, case), SHOWN[provider], column]
+            assert int(cell) == round(measured), (section, case, provider, column, measured)
+
+
+QUANTIZED = {
+    "q, k rotated, to int8": "q, k rotated, int8",
+    "q, k, v at once, as `flash_attn_fp8_func`": "q, k, v at once",
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "index", "path", "provider", "baseline"),
+    [
+        ("Hopper forward", 1, "h100/dims.jsonl", "flashattn3", "cudnn"),
+        ("Hopper backward", 1, "h100-backward/deterministic.jsonl", "deterministic", "flashattn3"),
+        ("Hopper backward", 2, "h100-backward/gqa.jsonl", "flashattn3", "mha"),
+    ],
+)
+def test_a_table_of_ratios(section, index, path, provider, baseline):
+    head, *rows = TABLES[section][index]
+    found = speed_ratios(path, provider, baseline)
+    assert len(found) == len(rows) * len(head[1:])
+    for case, *cells in rows:
+        for column, cell in zip(head[1:], cells, strict=True):
+            measured = found[case, column]
+            assert cell == f"{measured:.2f}", (section, case, column, measured)
+
+
+def test_the_table_of_varlen_batches():
+    (_, *columns), *rows = TABLES["Hopper backward"][3]
+    found = speed_ratios("h100-backward/varlen.jsonl", "flashattn3", "dense")
+    for case, *cells in rows:
+        for column, cell in zip(columns, cells, strict=True):
+            assert cell == f"{found[f'{case} {column}', '']:.2f}"
+
+
+def test_the_table_of_cached_calls():
+    (_, *providers), *rows = TABLES["Cached calls on Hopper"][0]
+    found = numbers("h100/decode.jsonl", "median_ms")
+    for case, *cells in rows:
+        for provider, cell in zip(providers, cells, strict=True):
+            measured = found.get((case, SHOWN[provider], ""))
+            assert bool(cell) == (measured is not None), (case, provider)
+            if cell:
+                assert cell == f"{1000 * measured:.{1 if '.' in cell else 0}f}", (case, provider)
+                assert ("." in cell) == (1000 * measured < 99.95), (case, provider)
+
+
+SUMMARY = {
+    "Hopper forward": ("h100", "fwd"),
+    "Hopper backward": ("h100-backward", "bwd"),
+    "Hopper forward, float16": ("h100-fp16", "fwd"),
+    "Hopper backward, float16": ("h100-backward-fp16", "bwd"),
+    "Triton forward": ("h100-triton", "fwd"),
+    "Triton backward": ("h100-triton", "bwd"),
+    "Triton forward, compiled for sm_80": ("h100-sm80", "fwd"),
+    "Triton backward, compiled for sm_80": ("h100-sm80", "bwd"),
+}
+
+
+@pytest.mark.parametrize("row", TABLES["Summary"][0][1:], ids=lambda row: row[0])
+def test_the_summary_has_the_geometric_means(row):
+    kernel, _, *cells = row
+    folder, direction = SUMMARY[kernel]
+    for baseline, cell in zip(("cudnn", "fa2"), cells, strict=True):
+        if not cell:
+            continue
+        ratios = [
+            r["speed_ratio"][baseline]
+            for r in records(f"{folder}/grid.jsonl")
+            if r["provider"] == "flashattn3" and r["direction"] == direction
+        ]
+        decimals = len(cell.partition(".")[2])
+        assert cell == f"{statistics.geometric_mean(ratios):.{decimals}f}", (kernel, baseline)
+
+
+LADDER = {
+    "naive": "naive",
+    "FlashAttention-1 (ladder)": "ladder fa1",
+    "FlashAttention-2 (ladder)": "ladder fa2",
+    "FlashAttention-2 (package, Triton)": "triton",
+    "FlashAttention-3 (package, Hopper)": "flashattn3",
+}
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_tables_of_the_ladder(direction):
+    page = (ROOT / "docs" / "learn" / "index.md").read_text().splitlines()
+    found = numbers("h100/ladder.jsonl", "tflops", direction)
+    cases = [(case, str(n)) for case in ("d64 causal", "d128 full") for n in (1024, 4096, 16384)]
+    for shown, provider in LADDER.items():
+        line = [line for line in page if line.startswith(f"| {shown} |")][direction == "bwd"]
+        cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
+        assert cells == [str(round(found[case, provider, n])) for case, n in cases], shown
+
+
+def test_which_steps_of_the_ladder_are_slower_than_the_one_before():
+    """Those that docs/learn/index.md explains."""
+    slower = set()
+    for direction in ("fwd", "bwd"):
+        found = numbers("h100/ladder.jsonl", "tflops", direction)
+        for case, provider, column in found:
+            steps = list(LADDER.values())
+            at = steps.index(provider)
+            if at and found[case, provider, column] <= found[case, steps[at - 1], column]:
+                slower.add((direction, provider, case, int(column)))
+    lengths = (1024, 2048, 4096, 8192, 16384)
+    fa1 = {(f"d{d} full", n) for d in (64, 128) for n in lengths}
+    fa1 |= {("d64 causal", 16384), *(("d128 causal", n) for n in lengths[2:])}
+    assert {(c, n) for a, p, c, n in slower if (a, p) == ("fwd", "ladder fa1")} == fa1
+    fa1 = {("d64 full", n) for n in lengths[2:]} | {("d128 full", n) for n in lengths}
+    fa1.add(("d64 causal", 16384))
+    assert {(c, n) for a, p, c, n in slower if (a, p) == ("bwd", "ladder fa1")} == fa1
+    fa2 = {("d64 full", 1024), ("d64 full", 2048), ("d64 causal", 1024), ("d64 causal", 2048)}
+    assert {(c, n) for _, provider, c, n in slower if provider == "ladder fa2"} == fa2
+    assert {provider for _, provider, _, _ in slower} == {"ladder fa1", "ladder fa2"}
+    bwd = numbers("h100/ladder.jsonl", "tflops", "bwd")
+    assert all(
+        bwd["d128 full", "ladder fa2", str(n)] < bwd["d128 full", "naive", str(n)] for n in lengths
+    )
