@@ -15,10 +15,10 @@ from torch import Tensor
 from ...call.dtypes import NAMES
 from .cache_tiles import CacheTile
 from .kernels import append, cache_parts, combine, decode
-from .kernels.launch import Launch
+from .kernels.launch import Launch, is_elementwise
 from .kernels.variable_launch import VariableLaunch
 from .launch import capping
-from .tile_configs import padded
+from .tile_configs import blocks_alike, padded
 
 if TYPE_CHECKING:
     from ...kvcache.problem import (
@@ -130,7 +130,10 @@ def _pair_strides(*descales: Tensor | None) -> tuple[int, ...]:
 
 
 def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
+    dims = problem.head_dim, problem.head_dim_v
+    alike = blocks_alike(*dims)
     constants = {
+        "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded(problem.head_dim),
@@ -146,7 +149,9 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "RIGHT": problem.window_right >= 0,
         "SOFTCAP": capping(problem.score_scale),
     }
-    return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile))
+    if is_elementwise(*dims):
+        constants |= alike
+    return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile), alike)
 
 
 def combine_parts_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
@@ -228,6 +233,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
 
 def append_launch(problem: AppendProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
+        "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "HALF": problem.rotary_dim // 2,
@@ -252,8 +258,8 @@ def prepare_combine(problem: CombineProblem, tile: CacheTile) -> Callable:
             (out_partial, lse_partial, out, lse),
             (
                 *_part_strides(out_partial)[:4],
-                *_part_strides(lse_partial.unsqueeze(-1))[:4],
                 *_part_strides(out.unsqueeze(0))[1:4],
+                *_part_strides(lse_partial.unsqueeze(-1))[:4],
                 *_part_strides(lse.unsqueeze(0).unsqueeze(-1))[1:4],
             ),
             (num_rows, out_partial.shape[0], seqlen_q, heads),
@@ -270,11 +276,14 @@ def _part_strides(x: Tensor) -> tuple[int, ...]:
 
 def combine_rows_launch(problem: CombineProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
+        "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": padded(problem.head_dim),
         "ROWS": COMBINE_ROWS,
     }
-    return VariableLaunch(combine.combine_rows_kernel, 4, constants, _options(tile))
+    return VariableLaunch(
+        combine.combine_rows_kernel, 4, constants, _options(tile), num_row_strides=7
+    )
 
 
 def sample_launches(
