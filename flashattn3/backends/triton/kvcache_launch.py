@@ -287,11 +287,11 @@ def combine_rows_launch(problem: CombineProblem, tile: CacheTile) -> VariableLau
 
 
 def sample_launches(
-    problem: DecodeProblem, appended: AppendProblem, tile: CacheTile
+    problem: DecodeProblem, appended: AppendProblem, tile: CacheTile, padding: int = 0
 ) -> dict[str, Launch]:
     """Every kernel of a cached call with the numbers of a small one, to compile ahead of time.
 
-    The sinks are float32.
+    The sinks are float32. padding: elements between two rows of q, k, v and out.
     """
     of = NAMES[problem.dtype]
     index_names = ("cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad")
@@ -304,7 +304,10 @@ def sample_launches(
     given = problem.given
     indices, floats = kinds(index_names, "i32", given), kinds(float_names, "fp32", given)
     metadata = kinds(("scheduler_metadata",), "i32", given)
-    wide = (2**20, 16 * problem.head_dim, problem.head_dim)
+    of_k, of_v = (
+        (2**20 * (dim + padding), 16 * (dim + padding), dim + padding)
+        for dim in (problem.head_dim, problem.head_dim_v)
+    )
     factors = (problem.window_left, problem.window_right, *problem.score_scale.log2_factors)
     lengths_of = (indices[0], *indices[3:], floats[3])
     index_names = ("cache_seqlens", "page_table", "cache_batch_idx", *index_names[4:])
@@ -316,11 +319,13 @@ def sample_launches(
     return {
         "decode": decode_launch(problem, tile).sample(
             (of, of, of, of, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
-            wide * 4,
+            (*of_k, *of_k, *of_v, *of_v),
             (64,) * 21 + factors,
         ),
         "combine_parts": combine_parts_launch(problem, tile).sample(
             ("fp32", "fp32", of, "fp32", *lengths_of), (), (64,) * 16
         ),
-        "append": append_launch(appended, tile).sample(tuple(append_types), wide * 6, (64,) * 18),
+        "append": append_launch(appended, tile).sample(
+            tuple(append_types), (*of_k, *of_v, *of_k, *of_v, *of_k, *of_k), (64,) * 18
+        ),
     }
