@@ -149,7 +149,7 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "RIGHT": problem.window_right >= 0,
         "SOFTCAP": capping(problem.score_scale),
     }
-    if is_elementwise(*dims):
+    if tile.num_stages == 1 or is_elementwise(*dims):
         constants |= alike
     return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile), alike)
 

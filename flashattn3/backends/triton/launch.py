@@ -196,7 +196,8 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     }
     dims = problem.head_dim, problem.head_dim_v
     alike = {} if fp8 else blocks_alike(*dims)
-    if is_elementwise(*dims, *scalars[:9]):  # the strides of q, k and v
+    # The first scalars are the strides of q, k and v.
+    if tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9]):
         constants |= alike
     if fp8:
         constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])

@@ -106,12 +106,12 @@ def padded(head_dim: int) -> int:
 
 
 def blocks_alike(head_dim: int, head_dim_v: int) -> dict[str, int]:
-    """BLOCK_D and BLOCK_DV where Triton loads single elements: ``padded``, but K and V have the
-    same shared-memory swizzle, 32, 64 or 128 bytes.
+    """BLOCK_D and BLOCK_DV where loads are not pipelined, because Triton loads single elements or
+    has one stage: ``padded``, but K and V have the same shared-memory swizzle, 32, 64 or 128 bytes.
 
-    Such loads are not pipelined, and K and V take turns in one buffer. With two swizzles ptxas 12.8
-    (of Triton 3.6) computes V's matrix descriptors on 9.0 from an unrelated register, so WGMMA
-    reads anywhere in shared memory (docs/log/triton.md, 2026-11-24).
+    Without a pipeline K and V take turns in one buffer. With two swizzles ptxas 12.8 (of Triton
+    3.6) computes V's matrix descriptors on 9.0 from an unrelated register, so WGMMA reads anywhere
+    in shared memory (docs/log/triton.md, 2026-11-24).
     """
     block_d, block_dv = padded(head_dim), padded(head_dim_v)
     least = min(WIDEST_SWIZZLE, max(block_d, block_dv))
