@@ -76,3 +76,13 @@ def memory_widths(ptx: str) -> Counter[tuple[str, int]]:
     for kind, vector, bits in re.findall(access, ptx):
         found[kind, int(vector or 1) * int(bits) // 8] += 1
     return found
+
+
+def buffers_of_two_swizzles(ptx: str) -> list[str]:
+    """Registers with a shared-memory address from which WGMMA descriptors of different swizzles
+    (their two upper bits) are made, the code that ptxas 12.8 assembles wrongly."""
+    swizzles: dict[str, set[int]] = {}
+    constant = r"\b(?:or|add)\.[bs]64\s+%rd\d+, (%rd\d+), (-?\d{12,});"
+    for register, value in re.findall(constant, ptx):
+        swizzles.setdefault(register, set()).add(int(value) % 2**64 >> 62)
+    return [register for register, found in swizzles.items() if len(found) > 1]

@@ -16,6 +16,7 @@ from importlib import metadata, util
 
 import ptx
 import pytest
+import sass
 from helpers import A100, B200, H100, L4, LOWERED_H100, ORIN, RTX3090, RTX5090
 
 from flashattn3.backends.triton.backend import FIRST_WITH_FP8
@@ -71,10 +72,21 @@ class Report:
     stack_bytes: int
     shared_memory_bytes: int
     ptx: str
+    stale: list[str]  # WGMMA instructions with a wrong descriptor
 
 
-def launches_of(device: DeviceInfo, head_dim: int, features: dict, dtype_name: str) -> dict:
-    """Every kernel that the problem may launch on the device, by name."""
+def launches_of(
+    device: DeviceInfo,
+    head_dim: int,
+    features: dict,
+    dtype_name: str,
+    head_dim_v: int | None = None,
+    padding: int = 0,
+) -> dict:
+    """Every kernel that the problem may launch on the device, by name.
+
+    padding: elements between two rows.
+    """
     import torch
 
     from flashattn3.backends.triton.backend import BACKEND
@@ -86,8 +98,10 @@ def launches_of(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
 
     features = dict(features)
     dtype = getattr(torch, dtype_name)
-    rows = torch.empty(4001, HEADS, head_dim, device="meta", dtype=dtype)
-    values = rows.to(v_dtype(dtype))
+    wide = torch.empty(4001, HEADS, head_dim + padding, device="meta", dtype=dtype)
+    rows, dim_v = wide[..., :head_dim], head_dim_v or head_dim
+    values = torch.empty(4001, HEADS, dim_v + padding, device="meta", dtype=v_dtype(dtype))
+    values = values[..., :dim_v]
     tensors = Tensors(rows[None], rows[None], values[None])
     if features.pop("varlen", False):
         edges = torch.empty(4, device="meta", dtype=torch.int32)
@@ -101,13 +115,23 @@ def launches_of(device: DeviceInfo, head_dim: int, features: dict, dtype_name: s
 
 
 def compile_all(
-    device: DeviceInfo, head_dim: int, features: dict, dtype_name: str, aligned: bool = True
+    device: DeviceInfo,
+    head_dim: int,
+    features: dict,
+    dtype_name: str,
+    aligned: bool = True,
+    head_dim_v: int | None = None,
+    padding: int = 0,
+    only: str | None = None,
 ) -> list[Report]:
-    """Runs in a process of its own."""
+    """Runs in a process of its own. only: the name of the one kernel to compile."""
     from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
 
     reports = []
-    for name, launch in launches_of(device, head_dim, features, dtype_name).items():
+    launches = launches_of(device, head_dim, features, dtype_name, head_dim_v, padding)
+    for name, launch in launches.items():
+        if only not in (None, name):
+            continue
         kernel = compile_kernel(launch, device.capability, aligned)
         needs = resources(kernel)
         reports.append(
@@ -119,6 +143,9 @@ def compile_all(
                 needs.stack_bytes,
                 needs.shared_memory_bytes,
                 kernel.asm["ptx"],
+                sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
+                if "wgmma" in kernel.asm["ptx"]
+                else [],
             )
         )
     return reports
@@ -213,6 +240,7 @@ def test_kernels_fit_their_chip(compiled):
         needed = report.shared_memory_bytes
         assert needed <= budget, f"{report.kernel}: {needed} bytes of shared memory, has {budget}"
         assert ptx.target_of(report.ptx).removesuffix("a") == f"sm_{chip.capability}"
+        assert not report.stale, f"{report.kernel}: wrong matrix descriptors: {report.stale}"
 
 
 @pytest.mark.skipif(
@@ -267,6 +295,24 @@ def test_no_load_of_an_unaligned_tensor_is_wider_than_an_element(compiler, head_
         assert {size for _, size in widths} <= {2, 4}, report.kernel
         if report.kernel in PRODUCTS:
             assert widths["ld", 2] > 0, report.kernel
+
+
+# K's block is wider than V's, which has a narrower swizzle, or the other way round.
+UNLIKE_BLOCKS = ((64, 32), (32, 16), (128, 16), (72, 8), (32, 64))
+
+
+@pytest.mark.parametrize("padding", [0, 1], ids=["unaligned", "odd-strides"])
+@pytest.mark.parametrize("dims", UNLIKE_BLOCKS, ids=str)
+def test_single_elements_of_k_and_v_have_one_swizzle(compiler, dims, padding):
+    """Such loads are not pipelined: K and V take turns in one buffer, which ptxas 12.8 gets wrong
+    if their swizzles differ."""
+    head_dim, dim_v = dims
+    of = (H100, head_dim, "full", "bfloat16", padding > 0, dim_v, padding, "forward")
+    (report,) = compiler(of)
+    assert "wgmma" in report.ptx
+    assert ptx.memory_widths(report.ptx)["cp.async", 16] == 0
+    assert not ptx.buffers_of_two_swizzles(report.ptx)
+    assert not report.stale
 
 
 def spill_bound_bytes(chip: DeviceInfo, head_dim: int, fp8: bool, kernel: str) -> int:

@@ -4,11 +4,14 @@ spills, pipelined loads, instructions."""
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
-from helpers import A100, B200, H100, L4, ORIN, RTX3090
+from helpers import A100, B200, H100, L4, ORIN, RTX3090, run_python
 
 from flashattn3.dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
 
@@ -110,3 +113,66 @@ def test_kernels_fit_their_chip(chip, shape, compilers):
             assert widths == [4, 16][SHAPES[shape][1] == 0 :]
             assert shared_memory_bytes >= loaded_ahead
             assert few_rows == (16 if shape == "mixed" else 0)
+
+
+DIMS_CODE = """
+import json, ptx, sass, torch
+from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel
+from flashattn3.backends.triton.cache_tiles import select_tile
+from flashattn3.backends.triton.kvcache_launch import sample_launches
+from flashattn3.dispatch.device import DeviceInfo
+from flashattn3.kvcache.problem import *
+
+def of(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+device = DeviceInfo(**{device})
+dim, dim_v, page, rows, padding, aligned = {shape}
+q, lengths = of(4, rows, 4, dim), of(4, dtype=torch.int32)
+k_cache, v_cache = (of(99, page or 704, 2, x) for x in (dim, dim_v))
+table = of(4, 64, dtype=torch.int32) if page else None
+problem = describe_decode(
+    tuple(map(metadata_of, DecodeTensors(q, k_cache, v_cache, lengths, table))),
+    DecodeOptions(causal=True), rows,
+)
+appended = AppendTensors(of(4, 1, 2, dim), of(4, 1, 2, dim_v), k_cache, v_cache, q, q, lengths,
+                         table, rotary_cos=of(99, dim // 2), rotary_sin=of(99, dim // 2))
+other = describe_append(tuple(map(metadata_of, appended)), AppendOptions())
+launches = sample_launches(problem, other, select_tile(problem, device), padding)
+for name in ("decode", "append"):
+    kernel = compile_kernel(launches[name], device.capability, aligned)
+    code, stale = kernel.asm["ptx"], []
+    if "wgmma" in code:
+        stale = sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
+    widths = sorted([*key, count] for key, count in ptx.memory_widths(code).items())
+    print(json.dumps([name, widths, "wgmma" in code, ptx.buffers_of_two_swizzles(code), stale]))
+"""
+
+
+def reports_of(*shape, chip=H100):
+    code = DIMS_CODE.replace("{device}", repr(asdict(chip))).replace("{shape}", repr(shape))
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.getenv("PYTHONPATH")])])
+    told = run_python(code, TRITON_INTERPRET=None, TRITON_OVERRIDE_ARCH=None, PYTHONPATH=path)
+    return [json.loads(line) for line in told.splitlines() if line.startswith("[")]
+
+
+@pytest.mark.parametrize("page_size, queries", [(0, 100), (16, 100), (0, 1)])
+@pytest.mark.parametrize("dims", [(40, 24), (72, 72), (104, 56)], ids=str)
+def test_odd_multiples_of_8_load_as_wide_as_the_next_of_16(dims, page_size, queries):
+    rest = page_size, queries, 0, True
+    found, wanted = reports_of(*dims, *rest), reports_of(*(dim + 8 for dim in dims), *rest)
+    for odd, even in zip(found, wanted, strict=True):
+        assert odd[:3] == even[:3]
+        assert not odd[4]
+        # append's tables of angles are loaded by the element, in either case.
+        assert odd[0] == "append" or all(size != 2 for _, size, _ in odd[1])
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["odd-strides", "unaligned"])
+@pytest.mark.parametrize("dims", [(40, 24), (64, 32), (32, 16), (128, 16)], ids=str)
+def test_single_elements_of_k_and_v_have_one_swizzle(dims, aligned):
+    """As in test_ahead_of_time.py."""
+    decode, _ = reports_of(*dims, 0, 100, int(aligned), aligned)
+    _, widths, multiplies, two_swizzles, stale = decode
+    assert multiplies and not two_swizzles and not stale
+    assert not any(kind == "cp.async" for kind, *_ in widths)

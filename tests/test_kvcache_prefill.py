@@ -254,6 +254,13 @@ CHUNKS = (
     CacheCase("group-1", (300, 700), 300, num_heads_q=2, page_size=16, options=CAUSAL),
     CacheCase("group-5", (300, 700), 50, num_heads_q=5, num_heads_kv=1, options=CAUSAL),
     CacheCase("dim-40-24", LONG, 100, head_dim=40, head_dim_v=24, page_size=16, options=CAUSAL),
+    *(
+        CacheCase(f"dim-{d}-{dv}-page-{page}", LONG, 100, head_dim=d, head_dim_v=dv, page_size=page,
+                  options=CAUSAL)
+        for d, dv, page in (
+            (40, 24, 0), (40, 24, 1), (24, 40, 0), (72, 56, 3), (56, 8, 0), (104, 72, 64),
+        )
+    ),
     CacheCase("dim-24-56", LONG, 100, head_dim=24, head_dim_v=56, page_size=3, options=CAUSAL),
     CacheCase("dim-128", LONG, 100, head_dim=128, head_dim_v=128, page_size=16, options=CAUSAL),
     CacheCase("dim-192-128", LONG, 100, head_dim=192, head_dim_v=128, page_size=16, options=CAUSAL),
@@ -261,6 +268,12 @@ CHUNKS = (
     CacheCase("every-option", (700, 300, 400), (3, 300, 90), page_size=16, others=2,
               leftpad=(30, 0, 320), layout="hnd",
               options={"causal": True, "window_size": (60, 0), "softcap": 3.0}),
+)  # fmt: skip
+# Rows at odd distances, which the Hopper backend does not take: loads of single elements.
+ODD_STRIDES = tuple(
+    CacheCase(f"odd-strides-{d}-{dv}-page-{page}", LONG, 100, head_dim=d, head_dim_v=dv,
+              page_size=page, layout="one", options=CAUSAL)
+    for d, dv, page in ((40, 23, 0), (40, 23, 1), (64, 31, 16), (128, 9, 0), (24, 15, 3))
 )  # fmt: skip
 # Only decode kernels take these, at any number of rows.
 DECODE_CHUNKS = (
@@ -292,6 +305,30 @@ def test_chunks_against_float64(case, backend, dtype, device):
     if backend == "hopper":
         kind = "decode" if case in DECODE_CHUNKS else "forward"
         assert kernel_of(inputs, backend=backend).startswith(kind)
+    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
+
+
+@pytest.mark.interpreted(quick=lambda case, backend, dtype: False)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", CHUNK_BACKENDS[:2])
+@pytest.mark.parametrize("case", ODD_STRIDES, ids=lambda case: case.name)
+def test_odd_strides_against_float64(case, backend, dtype, device):
+    inputs = make_cache_inputs(case, device, dtype)
+    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
+
+
+@pytest.mark.interpreted(quick=lambda dims, backend, dtype: False)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", CHUNK_BACKENDS[:2])
+@pytest.mark.parametrize("dims", [(64, 32), (128, 16), (40, 24)], ids=str)
+def test_tensors_that_begin_anywhere_against_float64(dims, backend, dtype, device):
+    """One element further than a multiple of 16 bytes."""
+    case = CacheCase("begin", LONG, 100, head_dim=dims[0], head_dim_v=dims[1], options=CAUSAL)
+    inputs = make_cache_inputs(case, device, dtype)
+    for name in ("q", "k_cache", "v_cache"):
+        given = inputs.arguments[name]
+        memory = torch.empty(given.numel() + 1, dtype=dtype, device=device)
+        inputs.arguments[name] = memory[1:].view_as(given).copy_(given)
     check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
 
 

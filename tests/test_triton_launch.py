@@ -14,8 +14,9 @@ from flashattn3.call.spec import Options
 
 pytest.importorskip("triton")
 
-from flashattn3.backends.triton.kernels import launch
+from flashattn3.backends.triton.kernels import launch, variable_launch
 from flashattn3.backends.triton.launch import all_launches
+from flashattn3.backends.triton.tile_configs import blocks_alike
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,60 @@ def test_kernels_are_told_the_unit_of_all_strides(shape, units):
     assert set(found.values()) == units
     for name in ("forward", "bwd_dkdv", "bwd_dq"):
         assert found[name] == (8 if 8 in units and shape["width"] != 73 else 1)
+
+
+@pytest.mark.parametrize(
+    "dims, blocks",
+    [
+        ((40, 24), (64, 64)),
+        ((24, 40), (64, 64)),
+        ((32, 16), (32, 32)),
+        ((256, 32), (256, 64)),
+        ((128, 64), (128, 64)),
+        ((16, 8), (16, 16)),
+    ],
+)
+def test_blocks_alike_have_one_swizzle(dims, blocks):
+    assert tuple(blocks_alike(*dims).values()) == blocks
+
+
+def test_single_element_loads_have_blocks_alike():
+    """Odd strides are known beforehand, the address of a tensor is not."""
+
+    def blocks(launch, aligned):
+        constants = launch.constants_of(aligned)
+        return constants["BLOCK_D"], constants["BLOCK_DV"]
+
+    even, odd = (launches(64, width, 32)["forward"] for width in (64, 73))
+    assert (blocks(even, True), blocks(even, False)) == ((64, 32), (64, 64))
+    assert (blocks(odd, True), blocks(odd, False)) == ((64, 64), (64, 64))
+
+
+def test_a_variable_launch_compiles_for_the_unit_of_each_calls_strides(monkeypatch):
+    launched = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append("compiled")
+
+    def inspected(*arguments, **constants):
+        launched.append((constants["STRIDE_UNIT"], constants["BLOCK"]))
+        return Compiled()
+
+    monkeypatch.setattr(variable_launch, "CompiledKernel", Compiled)
+    constants = {"STRIDE_UNIT": 1, "BLOCK": 32}
+    grid, wide = (1, 1, 1), {"BLOCK": 64}
+    run = variable_launch.VariableLaunch({grid: inspected}, 1, constants, {}, wide, 1)
+    tensor, unaligned = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (160, 168))
+    for stride in (64, 40, 36, 33, 40, 36, 128):
+        run(grid, (tensor,), (stride, 7), ())
+    run(grid, (unaligned,), (40, 7), ())
+    assert launched == [
+        *((1, 32), (8, 32), (4, 32), (1, 64)),
+        *("compiled", "compiled", "compiled"),
+        (8, 64),
+    ]
+    assert run.constants == constants
 
 
 def test_a_tensor_that_is_not_aligned_takes_tritons_own_specialization(monkeypatch):

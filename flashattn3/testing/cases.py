@@ -188,6 +188,12 @@ FORWARD_CASES: tuple[Case, ...] = (
     dense("dim-136-128", (193, 129), dims=(136, 128), window=(40, 9)),
     dense("dim-136-192", (65, 193), dims=(136, 192), batch=1),
     dense("dim-72-40", dims=(72, 40), heads=(4, 2)),
+    dense("dim-40-24", (129, 193), dims=(40, 24), causal=True),
+    dense("dim-24-40", dims=(24, 40), causal=True),
+    dense("dim-72-56", dims=(72, 56), causal=True),
+    dense("dim-56-8", (129, 193), dims=(56, 8)),
+    dense("dim-104-72", dims=(104, 72), causal=True),
+    dense("dim-33-17", (129, 193), dims=(33, 17), causal=True),
     # scale
     dense("scale-negative", softmax_scale=-0.3, causal=True),
     dense("scale-zero", softmax_scale=0.0),
@@ -196,6 +202,9 @@ FORWARD_CASES: tuple[Case, ...] = (
     dense("layout-packed", heads=(4, 2), layout="packed", causal=True),
     dense("layout-padded", layout="padded"),
     dense("layout-unaligned", layout="unaligned", causal=True),
+    dense("layout-unaligned-64-32", (129, 193), dims=(64, 32), layout="unaligned", causal=True),
+    dense("layout-unaligned-128-16", (129, 193), dims=(128, 16), layout="unaligned"),
+    dense("layout-padded-64-32", (129, 193), dims=(64, 32), layout="padded"),
     # values
     dense("large-scores", (129, 257), distribution="large"),
     dense("monotone-scores", (65, 321), distribution="monotone"),

@@ -15,10 +15,10 @@ from torch import Tensor
 from ...call.dtypes import NAMES
 from .cache_tiles import CacheTile
 from .kernels import append, cache_parts, combine, decode
-from .kernels.launch import Launch
+from .kernels.launch import Launch, is_elementwise
 from .kernels.variable_launch import VariableLaunch
 from .launch import capping
-from .tile_configs import padded
+from .tile_configs import blocks_alike, padded
 
 if TYPE_CHECKING:
     from ...kvcache.problem import (
@@ -130,7 +130,10 @@ def _pair_strides(*descales: Tensor | None) -> tuple[int, ...]:
 
 
 def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
+    dims = problem.head_dim, problem.head_dim_v
+    alike = blocks_alike(*dims)
     constants = {
+        "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded(problem.head_dim),
@@ -146,7 +149,9 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "RIGHT": problem.window_right >= 0,
         "SOFTCAP": capping(problem.score_scale),
     }
-    return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile))
+    if tile.num_stages == 1 or is_elementwise(*dims):
+        constants |= alike
+    return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile), alike)
 
 
 def combine_parts_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
@@ -228,6 +233,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
 
 def append_launch(problem: AppendProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
+        "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "HALF": problem.rotary_dim // 2,
@@ -252,8 +258,8 @@ def prepare_combine(problem: CombineProblem, tile: CacheTile) -> Callable:
             (out_partial, lse_partial, out, lse),
             (
                 *_part_strides(out_partial)[:4],
-                *_part_strides(lse_partial.unsqueeze(-1))[:4],
                 *_part_strides(out.unsqueeze(0))[1:4],
+                *_part_strides(lse_partial.unsqueeze(-1))[:4],
                 *_part_strides(lse.unsqueeze(0).unsqueeze(-1))[1:4],
             ),
             (num_rows, out_partial.shape[0], seqlen_q, heads),
@@ -270,19 +276,22 @@ def _part_strides(x: Tensor) -> tuple[int, ...]:
 
 def combine_rows_launch(problem: CombineProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
+        "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": padded(problem.head_dim),
         "ROWS": COMBINE_ROWS,
     }
-    return VariableLaunch(combine.combine_rows_kernel, 4, constants, _options(tile))
+    return VariableLaunch(
+        combine.combine_rows_kernel, 4, constants, _options(tile), num_row_strides=7
+    )
 
 
 def sample_launches(
-    problem: DecodeProblem, appended: AppendProblem, tile: CacheTile
+    problem: DecodeProblem, appended: AppendProblem, tile: CacheTile, padding: int = 0
 ) -> dict[str, Launch]:
     """Every kernel of a cached call with the numbers of a small one, to compile ahead of time.
 
-    The sinks are float32.
+    The sinks are float32. padding: elements between two rows of q, k, v and out.
     """
     of = NAMES[problem.dtype]
     index_names = ("cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad")
@@ -295,7 +304,10 @@ def sample_launches(
     given = problem.given
     indices, floats = kinds(index_names, "i32", given), kinds(float_names, "fp32", given)
     metadata = kinds(("scheduler_metadata",), "i32", given)
-    wide = (2**20, 16 * problem.head_dim, problem.head_dim)
+    of_k, of_v = (
+        (2**20 * (dim + padding), 16 * (dim + padding), dim + padding)
+        for dim in (problem.head_dim, problem.head_dim_v)
+    )
     factors = (problem.window_left, problem.window_right, *problem.score_scale.log2_factors)
     lengths_of = (indices[0], *indices[3:], floats[3])
     index_names = ("cache_seqlens", "page_table", "cache_batch_idx", *index_names[4:])
@@ -307,11 +319,13 @@ def sample_launches(
     return {
         "decode": decode_launch(problem, tile).sample(
             (of, of, of, of, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
-            wide * 4,
+            (*of_k, *of_k, *of_v, *of_v),
             (64,) * 21 + factors,
         ),
         "combine_parts": combine_parts_launch(problem, tile).sample(
             ("fp32", "fp32", of, "fp32", *lengths_of), (), (64,) * 16
         ),
-        "append": append_launch(appended, tile).sample(tuple(append_types), wide * 6, (64,) * 18),
+        "append": append_launch(appended, tile).sample(
+            tuple(append_types), (*of_k, *of_v, *of_k, *of_v, *of_k, *of_k), (64,) * 18
+        ),
     }

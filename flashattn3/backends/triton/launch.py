@@ -6,6 +6,7 @@ The tuples below follow the kernel signatures in kernels/. Importing this module
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 
 import torch
@@ -20,8 +21,8 @@ from ..conversions import with_dense_rows
 from ..results import result_shapes
 from .backend import TritonConfig
 from .kernels import backward, forward
-from .kernels.launch import Launch, stride_unit
-from .tile_configs import Tile, padded
+from .kernels.launch import Launch, is_elementwise, stride_unit
+from .tile_configs import Tile, blocks_alike, padded
 
 OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
 SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
@@ -193,13 +194,19 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         "FP8": fp8,
         "NATIVE_FP8": config.native_fp8,
     }
+    dims = problem.head_dim, problem.head_dim_v
+    alike = {} if fp8 else blocks_alike(*dims)
+    # The first scalars are the strides of q, k and v.
+    if tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9]):
+        constants |= alike
     if fp8:
         constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])
     dtype, dtype_v = (OPERAND_TYPES[x] for x in (problem.dtype, v_dtype(problem.dtype)))
     out_type = "fp32" if config.num_splits > 1 else NAMES[problem.out_dtype]
     descales = ("fp32" if descales else None for descales in _all_descales(problem))
     types = (dtype, dtype, dtype_v, out_type, "fp32", *_indices(problem), *descales)
-    return _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
+    launch = _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
+    return replace(launch, unaligned=alike)
 
 
 def combine_launch(problem: Problem, config: TritonConfig) -> Launch:

@@ -84,6 +84,7 @@ TILE_CONFIGS = (
         masked=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2))),
 )
 # fmt: on
+WIDEST_SWIZZLE = 64  # columns of 16 bits in 128 bytes
 MAX_HEAD_DIM = max(tile_config.head_dim for tile_config in TILE_CONFIGS)
 MIN_SHARED_MEMORY_KIB = min(tile_config.shared_memory_kib for tile_config in TILE_CONFIGS)
 
@@ -109,3 +110,16 @@ def select_tile_config(
 def padded(head_dim: int) -> int:
     """head_dim rounded up to a power of two (tl.arange), at least 16 (tl.dot)."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def blocks_alike(head_dim: int, head_dim_v: int) -> dict[str, int]:
+    """BLOCK_D and BLOCK_DV where loads are not pipelined, because Triton loads single elements or
+    has one stage: ``padded``, but K and V have the same shared-memory swizzle, 32, 64 or 128 bytes.
+
+    Without a pipeline K and V take turns in one buffer. With two swizzles ptxas 12.8 (of Triton
+    3.6) computes V's matrix descriptors on 9.0 from an unrelated register, so WGMMA reads anywhere
+    in shared memory (docs/log/triton.md, 2026-11-24).
+    """
+    block_d, block_dv = padded(head_dim), padded(head_dim_v)
+    least = min(WIDEST_SWIZZLE, max(block_d, block_dv))
+    return {"BLOCK_D": max(block_d, least), "BLOCK_DV": max(block_dv, least)}

@@ -66,7 +66,7 @@ def _source(launch: Launch, aligned: bool) -> ASTSource:
         )
         if specialize and value % 16 == 0:
             attributes[(param.num,)] = [["tt.divisibility", 16]]
-    for name, value in launch.constants.items():
+    for name, value in launch.constants_of(aligned).items():
         signature[name], constants[name] = "constexpr", value
     names = [param.name for param in params]
     if list(signature) != names:

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from .common import strides_of
+
 CHUNK = tl.constexpr(64)  # sequences that the tokens of a program are compared with at once
 
 
@@ -202,6 +204,7 @@ def append_kernel(
     num_positions,
     num_heads_q,
     num_heads_kv,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     HALF: tl.constexpr,
@@ -216,6 +219,18 @@ def append_kernel(
     sequences. HALF: half of the rotated columns, 0 without tables. A token that has no place in the
     cache is not written. seqlen_k: where cache_seqlens is None.
     """
+    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    k_cache_stride_b, k_cache_stride_s, k_cache_stride_h = strides_of(
+        k_cache_stride_b, k_cache_stride_s, k_cache_stride_h, STRIDE_UNIT
+    )
+    v_cache_stride_b, v_cache_stride_s, v_cache_stride_h = strides_of(
+        v_cache_stride_b, v_cache_stride_s, v_cache_stride_h, STRIDE_UNIT
+    )
+    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    q_out_stride_b, q_out_stride_s, q_out_stride_h = strides_of(
+        q_out_stride_b, q_out_stride_s, q_out_stride_h, STRIDE_UNIT
+    )
     head = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, 64)

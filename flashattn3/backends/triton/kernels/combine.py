@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .common import stride_of, strides_of
+
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts", "seqlen_q", "num_heads"])
 def combine_rows_kernel(
@@ -14,13 +16,13 @@ def combine_rows_kernel(
     out_stride_b,
     out_stride_s,
     out_stride_h,
+    result_stride_b,
+    result_stride_s,
+    result_stride_h,
     lse_stride_p,
     lse_stride_b,
     lse_stride_s,
     lse_stride_h,
-    result_stride_b,
-    result_stride_s,
-    result_stride_h,
     result_lse_stride_b,
     result_lse_stride_s,
     result_lse_stride_h,
@@ -28,6 +30,7 @@ def combine_rows_kernel(
     num_parts,
     seqlen_q,
     num_heads,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -37,6 +40,13 @@ def combine_rows_kernel(
     Grid: blocks of ROWS rows, all (batch, seqlen_q, heads) flattened, heads innermost. A part
     without keys (lse -inf) has weight 0, whatever its rows hold.
     """
+    out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
+    out_stride_b, out_stride_s, out_stride_h = strides_of(
+        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
+    )
+    result_stride_b, result_stride_s, result_stride_h = strides_of(
+        result_stride_b, result_stride_s, result_stride_h, STRIDE_UNIT
+    )
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     inside = rows < num_rows

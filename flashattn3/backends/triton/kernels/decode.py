@@ -20,6 +20,7 @@ from .common import (
     round_down,
     stage_range,
     store_tile,
+    strides_of,
     tanh_exp2,
     tile_offsets,
     visible,
@@ -154,6 +155,7 @@ def attend_part(
     window_right,
     scale_log2,
     cap_log2,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -174,6 +176,12 @@ def attend_part(
     slot,
 ):
     """One part of one tile of ROWS packed rows, KEYS keys in a step, of a sequence."""
+    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    out_stride_b, out_stride_s, out_stride_h = strides_of(
+        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
+    )
     slot = (slot + part).to(tl.int64)
     split = part % num_parts
     head_kv = part // num_parts % num_heads_kv
@@ -407,6 +415,7 @@ def decode_kernel(
     window_right,
     scale_log2,
     cap_log2,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -450,7 +459,7 @@ def decode_kernel(
                 k_descale_stride_b, k_descale_stride_h, v_descale_stride_b, v_descale_stride_h,
                 batch, seqlen_q, total_q, seqlen_k, seqlen_new, capacity, num_caches, num_pages,
                 num_heads_kv, options_hash, window_left, window_right, scale_log2, cap_log2,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, GROUP, BLOCK_M,
+                STRIDE_UNIT, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, GROUP, BLOCK_M,
                 FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N, UNIT,
                 PAGE_SIZE, LEFT, RIGHT, SOFTCAP, batch_idx, part, units, num_parts, slot,
             )  # fmt: skip

@@ -27,12 +27,22 @@ def stride_unit(*strides: int) -> int:
     return 1 if unit == 16 else unit
 
 
+def is_elementwise(*strides: int) -> bool:
+    """Whether a load of 16-bit rows moves single elements: strides or head dims are odd.
+
+    Such loads are not pipelined, because cp.async moves 4 bytes at least.
+    """
+    return gcd(16, *strides) == 1
+
+
 @dataclass
 class Launch:
     """One kernel, its grid and its arguments after the tensors, in the order of the signature.
 
     tensor_types: Triton's name of each tensor's dtype ("bf16", "fp32", "i32"); None: no tensor.
     options: Triton's launch options: num_warps, num_stages, arch.
+    unaligned: constants that replace others where a tensor does not begin at a multiple of 16
+        bytes, because Triton then loads single elements.
     """
 
     kernel: object
@@ -41,6 +51,7 @@ class Launch:
     scalars: tuple
     constants: dict[str, object]
     options: dict[str, object]
+    unaligned: dict[str, object] = field(default_factory=dict)
     _aligned: Callable | None = field(default=None, init=False)
     _values: tuple = field(init=False)
 
@@ -60,9 +71,12 @@ class Launch:
             compiled = self.kernel[self.grid](
                 *tensors,
                 *self.scalars,
-                **self.constants,
+                **self.constants_of(not misaligned),
                 **self.options,
             )
             # The interpreter compiles nothing.
             if isinstance(compiled, CompiledKernel) and not misaligned:
                 self._aligned = compiled[self.grid]
+
+    def constants_of(self, aligned: bool) -> dict[str, object]:
+        return self.constants if aligned else self.constants | self.unaligned

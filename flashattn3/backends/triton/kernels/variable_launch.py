@@ -15,17 +15,24 @@ from operator import mul
 import torch
 from triton.compiler import CompiledKernel
 
-from .launch import Launch
+from .launch import Launch, is_elementwise, stride_unit
 
 
 @dataclass
 class VariableLaunch:
-    """num_specialized: of the first tensors; Triton specializes on whether these are aligned."""
+    """num_specialized: of the first tensors; Triton specializes on whether these are aligned.
+
+    A kernel with the constant STRIDE_UNIT gets the ``stride_unit`` of each call's strides; of the
+    first num_row_strides if not all are of rows. elementwise: constants that replace others where
+    Triton loads single elements.
+    """
 
     kernel: object
     num_specialized: int
     constants: dict[str, object]
     options: dict[str, object]
+    elementwise: dict[str, object] = field(default_factory=dict)
+    num_row_strides: int | None = None
     _compiled: dict[tuple, CompiledKernel] = field(default_factory=dict, init=False)
 
     def __call__(
@@ -42,13 +49,14 @@ class VariableLaunch:
         misaligned = 0
         for address in addresses[: self.num_specialized]:
             misaligned |= address or 0
-        key = None if misaligned & 15 else _properties(strides)
+        key = None if misaligned & 15 else _properties(strides, self.num_row_strides)
         compiled = self._compiled.get(key)
         if compiled is not None:
             values = self.constants.values()
             compiled[grid](*addresses, *strides, *numbers, *values)
             return
-        launched = self.kernel[grid](*tensors, *strides, *numbers, **self.constants, **self.options)
+        constants = self._constants_of(strides, key is not None)
+        launched = self.kernel[grid](*tensors, *strides, *numbers, **constants, **self.options)
         # The interpreter compiles nothing.
         if key is not None and isinstance(launched, CompiledKernel):
             self._compiled[key] = launched
@@ -57,15 +65,21 @@ class VariableLaunch:
         self, tensor_types: tuple[str | None, ...], strides: tuple[int, ...], numbers: tuple
     ) -> Launch:
         """The same kernel with fixed numbers, to compile it ahead of time."""
-        scalars = (*strides, *numbers)
-        return Launch(
-            self.kernel, tensor_types, (1, 1, 1), scalars, self.constants, dict(self.options)
-        )
+        scalars, constants = (*strides, *numbers), self._constants_of(strides, True)
+        options, unaligned = dict(self.options), dict(self.elementwise)
+        return Launch(self.kernel, tensor_types, (1, 1, 1), scalars, constants, options, unaligned)
+
+    def _constants_of(self, strides: tuple[int, ...], aligned: bool) -> dict[str, object]:
+        rows = strides[: self.num_row_strides]
+        constants = dict(self.constants)
+        if "STRIDE_UNIT" in constants:
+            constants["STRIDE_UNIT"] = stride_unit(*rows)
+        return constants | self.elementwise if not aligned or is_elementwise(*rows) else constants
 
 
 @lru_cache(maxsize=4096)
-def _properties(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """What Triton's specialization sees of integers."""
+def _properties(strides: tuple[int, ...], num_row_strides: int | None) -> tuple[int, ...]:
+    """The unit of the strides of rows, and what Triton's specialization sees of each stride."""
     wide = (-1 if stride >= 2**31 else 1 for stride in strides)
     units = (1 if stride == 1 else 2 if stride & 15 else 16 for stride in strides)
-    return tuple(map(mul, wide, units))
+    return (stride_unit(*strides[:num_row_strides]), *map(mul, wide, units))
