@@ -52,7 +52,8 @@ class Prepared(NamedTuple):
 class DecodeLaunch:
     """The launch of one problem of cached calls on a decode kernel or a cached forward kernel.
 
-    reason: why on this kind of kernel.
+    reason: why on this kind of kernel. short_queries: of sequences that run on a decode kernel
+    beside a forward kernel; 0: none do.
     """
 
     problem: DecodeProblem
@@ -61,6 +62,7 @@ class DecodeLaunch:
     prepared: Prepared = field(compare=False, repr=False)
     library: Library = field(compare=False, repr=False)
     num_sms: int
+    short_queries: int
 
     def describe(self) -> dict[str, object]:
         config = self.kernel_config
@@ -70,9 +72,14 @@ class DecodeLaunch:
         else:
             rows, multiply = f"{config.block_m} rows of a head", config.num_mma_warpgroups
             whole = True
+        beside = {}
+        if self.short_queries:
+            name = config_of(self.problem).name
+            beside["short sequences"] = f"up to {self.short_queries} queries: {name}, at once"
         return {
             "kernel config": config.name,
             "kernel": f"{config.kind}: {self.reason}",
+            **beside,
             "tile": f"{rows} x {config.block_n} keys",
             "num_stages": config.num_stages,
             "warpgroups": f"1 loads, {multiply} multiply",
@@ -164,7 +171,7 @@ def decode_launch(
     record = decode_record_of(problem, device, short_config, short)
     with _disable_current_modes():  # the plan outlives the call
         prepared = Prepared(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
-    return DecodeLaunch(problem, config, reason, prepared, library, record.num_sms)
+    return DecodeLaunch(problem, config, reason, prepared, library, record.num_sms, short)
 
 
 def prepare_decode(launch: DecodeLaunch) -> Callable:
