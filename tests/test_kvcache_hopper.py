@@ -250,21 +250,27 @@ def prepared(**changes):
 
 
 def test_the_grid_and_the_workspace_at_any_length():
-    """At most one CTA for each SM; the workspace has a limit, whatever batch and capacity are."""
+    """At most two CTAs for each SM; the workspace has a limit, whatever batch and capacity are."""
     handle, threads, _ = prepared()
-    assert threads == 384
+    assert threads == 256
     size = LIBRARY.decode_size
     assert size(handle, 1, 1, 64)[0] == 8  # KV heads
     assert size(handle, 1, 1, 65)[0] == 16
     assert size(handle, 1, 17, 64)[0] == 16  # 4 heads of 17 tokens are two tiles
     full = size(handle, 10**6, 1, 64)
-    assert full == size(handle, 1, 64, 2**20) and full[0] == 132
-    # Of each CTA two parts of 64 rows: columns and twice (max, sum), the groups' among them.
-    assert full[1] == 132 * 2 * 64 * (128 + 4) * 4 <= 9e6
-    assert size(handle, 0, 0, 0) == (1, 2 * 64 * (128 + 4) * 4)
+    # Of each CTA two parts of so many rows: columns and twice (max, sum), the groups' among them.
+    row_bytes = 2 * (128 + 4) * 4
+    assert full == (264, 264 * 4 * row_bytes) == size(handle, 1, 1, 2**20)
+    for queries, rows in ((2, 8), (8, 32), (16, 64), (64, 64)):
+        found = size(handle, 1, queries, 2**20)
+        assert found == (264, 264 * rows * row_bytes) and found[1] <= (9e6 if rows <= 32 else 18e6)
+    assert size(handle, 0, 0, 0) == (1, 4 * row_bytes)
     whole = prepared(whole_tiles=True)[0]
-    assert size(whole, 1, 1, 2**20) == (8, 0) and size(whole, 64, 1, 64) == (132, 0)
-    assert size(prepared(num_sms=5)[0], 64, 1, 64)[0] == 5
+    assert size(whole, 1, 1, 2**20) == (8, 0) and size(whole, 64, 1, 64) == (264, 0)
+    assert size(prepared(num_sms=5)[0], 64, 1, 64)[0] == 10
+    assert size(prepared(num_sms=5, leaves_sms=True)[0], 64, 1, 64)[0] == 5
+    # One KV head of a long sequence would have 264 parts to join.
+    assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**20)[0] == 132
 
 
 @pytest.mark.parametrize(
