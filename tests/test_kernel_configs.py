@@ -42,7 +42,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 64
+    assert len(set(names)) == len(names) <= 68
     assert all(name.isidentifier() for name in names)
 
 
@@ -67,7 +67,6 @@ def test_backward_rows_fit_the_budgets_of_an_sm(config):
     # columns, at head dim 192 one of the two.
     columns = config.head_dim + config.head_dim_v
     assert 2 * 64 * columns // (1 + config.uses_cluster2) < REGISTERS_OF_AN_SM
-    assert config.schedule == 0
 
 
 def test_the_kernels_are_held_to_the_shared_memory_that_the_backend_asks_for():

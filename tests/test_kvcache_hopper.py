@@ -183,7 +183,7 @@ def test_without_the_library_triton_serves_hopper():
     assert plan.backend.name == "triton" and "not built" in dict(plan.declined)["hopper"]
     few = HopperBackend(library=lambda: library_double(configs=frozenset()))
     reason = HopperCacheBackend(few).decline_reason(problem_of(tensors_of()), H100)
-    assert reason == "kernel config decode_bf16_d128_64x1 is not in this build (FLASHATTN3_KERNELS)"
+    assert reason == "kernel config decode_bf16_d128_64x2 is not in this build (FLASHATTN3_KERNELS)"
 
 
 def test_combinations_run_on_triton():
@@ -224,7 +224,7 @@ def handle_of(plan) -> Prepared:
 
 def test_what_a_plan_passes_to_the_library():
     handle = handle_of(plan_of(seqlen_q=2, options={"causal": True, "sm_margin": 20}))
-    assert DECODE_CONFIGS[handle.config].name == "decode_bf16_d128_64x1"
+    assert DECODE_CONFIGS[handle.config].name == "decode_bf16_d128_64x2"
     record = DecodeRecord(32, 8, 128, 128, 0, 128**-0.5, 0.0, -1, 0, False, True, 112, -1, 0)
     assert handle.record == record
     options = {"num_splits": 1, "softcap": 3.0, "window_left": 2**40, "sm_margin": 10**9}
@@ -487,7 +487,7 @@ def test_forwards_of_few_query_rows_run_on_a_decode_kernel():
         for num_splits in (0, 1, 3):
             plan = forward_plan(*shape, num_splits=num_splits)
             packed = plan.launch.config.packed
-            assert packed.kernel_config.name == "decode_bf16_d128_64x1"
+            assert packed.kernel_config.name == "decode_bf16_d128_64x2"
             assert packed.prepared.handle.record.whole_tiles == (num_splits == 1)
             assert set(plan.unused_hints) == ({"num_splits"} if num_splits > 1 else set())
     chunk = 1, 64, 16384

@@ -14,7 +14,6 @@ struct Config {
   int head_dim_v;          // of v, out and dout: head_dim; with head_dim 192 also 128
   int num_stages;          // tiles of Q (and of dO) in shared memory, at least 2; specialized: of Q
   int num_mma_warpgroups;  // of a CTA, 64 keys each; with cluster2 2
-  int schedule = 0;        // specialized: order of the loads and of dQ's additions (Schedule)
 };
 
 constexpr int kBlockM = 64;  // queries of a step
@@ -26,13 +25,6 @@ constexpr bool uses_cluster2(const Config& config) { return config.head_dim > 12
 // At 192 columns the two consumer warpgroups of a CTA have roles of their own
 // (specialized/roles.cuh).
 constexpr bool is_specialized(const Config& config) { return config.head_dim == 192; }
-
-// Bits of Config::schedule, for backward_check: no plan selects a kernel config with one of them.
-//   kDoutFirst  dO of a step is loaded before its Q, whose buffer is released later
-//   kAddLate    dQ of the previous step is added after dQ of this step has started: by gradient
-//               warps all of it, by score warps the second half, before the exponentials
-enum Schedule { kDoutFirst = 1, kAddLate = 2 };
-constexpr bool has(const Config& config, Schedule bit) { return (config.schedule & bit) != 0; }
 
 // Keys of a tile.
 constexpr int block_n(const Config& config) {

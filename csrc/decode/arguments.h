@@ -63,6 +63,7 @@ struct Arguments {
   const float* sinks;  // (num_heads_q), natural log, or null
 
   bool whole_tiles;  // no work tile is split among CTAs
+  int log2_stages;   // of the stages in use
   // Partial results (workspace.h): O of each part, (num_partials, partial_rows, head_dim_v), and
   // its row statistics, (num_partials, partial_rows), then those of groups of parts. partial_rows:
   // rows of a work tile that there can be, at most kBlockM. partial_counters: 3 * num_ctas, zero

@@ -10,9 +10,11 @@ struct Config {
   ElementType dtype;  // of q, k, v and out: fp16 or bf16
   int head_dim;       // 64, 128 or 256; columns past a smaller head dim are zeros
   int block_n;        // keys of a KV block, a multiple of 16
-  int num_stages;     // K tiles, and V tiles, of each consumer warpgroup in shared memory
-  int num_q_buffers;  // 2: the next part's Q is loaded while this part is computed
-  int num_consumers;  // warpgroups, 1 or 2, that take the KV blocks of a part in turn
+  int num_stages;  // K tiles, and V tiles, of each consumer warpgroup in shared memory, a power of
+                   // 2
+  int num_stages_beside;  // of them in use where two CTAs share an SM, a power of 2
+  int num_q_buffers;      // 2: the next part's Q is loaded while this part is computed
+  int num_consumers;      // warpgroups, 1 or 2, that take the KV blocks of a part in turn
 };
 
 constexpr int kBlockM = 64;  // packed query rows of a work tile

@@ -44,7 +44,9 @@ class Producer {
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
         shared_(cute::cast_smem_ptr_to_uint(shared)),
         row_(threadIdx.x % 128 / kVecs),
-        vec_(threadIdx.x % kVecs) {}
+        vec_(threadIdx.x % kVecs),
+        kv_0_(args.log2_stages, 1),
+        kv_1_(args.log2_stages, 1) {}
 
   __device__ __forceinline__ void run(PartIterator<kBlockN> parts) {
     Part part;
@@ -99,7 +101,7 @@ class Producer {
   // waits for the next stage.
   __device__ __forceinline__ BlockRows load_kv(const CachedSequence& sequence, const Part& part,
                                                int block, const BlockRows& rows, int warpgroup) {
-    const PipelineState<Traits::kStages> at = warpgroup == 0 ? kv_0_ : kv_1_;
+    const StageState at = warpgroup == 0 ? kv_0_ : kv_1_;
     const uint32_t tiles = shared_ + Traits::kKvOffset +
                            (warpgroup * Traits::kStages + at.index()) * (2 * Traits::kKvBytes);
     // Rows of the block before `first` and from `last` on are hidden.
@@ -183,7 +185,7 @@ class Producer {
   uint32_t shared_;
   const int row_, vec_;
   PipelineState<Traits::kQBuffers> q_{1};
-  PipelineState<Traits::kStages> kv_0_{1}, kv_1_{1};  // stages of each consumer warpgroup
+  StageState kv_0_, kv_1_;  // of each consumer warpgroup
 };
 
 }  // namespace flashattn3::decode

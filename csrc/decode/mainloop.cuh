@@ -29,7 +29,8 @@ class Mainloop {
   __device__ __forceinline__ Mainloop(const Arguments& args, uint8_t* shared, int warpgroup)
       : args_(args),
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
-        warpgroup_(warpgroup) {
+        warpgroup_(warpgroup),
+        kv_(args.log2_stages, 0) {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     const uint32_t stages =
         base + Traits::kKvOffset + warpgroup * (Traits::kStages * 2 * Traits::kKvBytes);
@@ -151,7 +152,7 @@ class Mainloop {
   const int warpgroup_;
   uint32_t q_base_, k_base_, v_base_;
   PipelineState<Traits::kQBuffers> q_{0};
-  PipelineState<Traits::kStages> kv_{0};
+  StageState kv_;
 };
 
 }  // namespace flashattn3::decode

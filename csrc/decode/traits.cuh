@@ -42,9 +42,24 @@ struct KernelTraits {
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * (65536 / (kCtasPerSm * kThreads) / 8 * 8));
   static_assert(kConsumers == 1 || kConsumers == 2);
+  static_assert(kConfig.num_stages_beside <= kStages);
   static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
-  // 227 KB for a CTA on compute capability 9.0, 228 KB for those of an SM and 1 KB for each.
-  static_assert(smem_bytes(kConfig) <= (kCtasPerSm == 1 ? 232448 : 115712));
+  static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
+  static_assert(kCtasPerSm * (smem_bytes(kConfig) + 1024) <= 228 * 1024, "228 KB for an SM");
+};
+
+// PipelineState of the stages in use, whose number is read at run time.
+class StageState {
+ public:
+  __device__ __forceinline__ StageState(int log2_stages, uint32_t first_phase)
+      : log2_stages_(log2_stages), uses_(first_phase << log2_stages) {}
+  __device__ __forceinline__ uint32_t index() const { return uses_ & ((1u << log2_stages_) - 1); }
+  __device__ __forceinline__ uint32_t phase() const { return uses_ >> log2_stages_ & 1; }
+  __device__ __forceinline__ void advance() { ++uses_; }
+
+ private:
+  int log2_stages_;
+  uint32_t uses_;
 };
 
 // A part of a work tile that other CTAs share, and its sequence.

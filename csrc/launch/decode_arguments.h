@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <climits>
 #include <cstdint>
 #include <string>
@@ -44,6 +45,7 @@ struct DecodeGrid {
 
   int num_ctas;      // all run at a time, at most one per unit
   int partial_rows;  // rows of a work tile that there can be
+  int log2_stages;   // of the stages in use
 
   // Each CTA has an SM, or the half of one. A call that leaves SMs free has one CTA for each SM
   // that it may use.
@@ -51,13 +53,13 @@ struct DecodeGrid {
     const decode::PackedRows rows = packed_rows(params);
     const int tokens = std::min<int>(rows.tokens, std::max(params.seqlen_q, 1));
     const int64_t tiles = max_decode_units(params, INT_MAX);
-    int num_ctas = params.num_sms;
-    if (decode::ctas_per_sm(config) == 2 && !params.leaves_sms &&
-        2 * num_ctas < kManyParts * tiles) {
-      num_ctas *= 2;
-    }
+    const bool share_sm = decode::ctas_per_sm(config) == 2 && !params.leaves_sms &&
+                          2 * params.num_sms < kManyParts * tiles;
     const int64_t units = std::max<int64_t>(1, max_decode_units(params, config.block_n));
-    return {static_cast<int>(std::min<int64_t>(num_ctas, units)), tokens * rows.heads};
+    const int64_t num_ctas = std::min<int64_t>((share_sm ? 2 : 1) * params.num_sms, units);
+    const int num_stages = share_sm ? config.num_stages_beside : config.num_stages;
+    return {static_cast<int>(num_ctas), tokens * rows.heads,
+            std::countr_zero(static_cast<unsigned>(num_stages))};
   }
 
   int num_partials() const { return decode::num_partials(num_ctas); }
@@ -140,6 +142,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .v_descale = params.v_descale,
           .sinks = params.sinks,
           .whole_tiles = params.whole_tiles,
+          .log2_stages = grid.log2_stages,
           .partial_rows = grid.partial_rows,
           .partial_out = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) +
                                                   grid.stats_bytes()),

@@ -75,7 +75,6 @@ class BackwardConfig:
     head_dim, head_dim_v: largest supported of q and k, and of v; TMA fills smaller ones with zeros.
     num_stages: Q and dO tiles in flight; at head dim 192 Q tiles, and unused at 256.
     num_mma_warpgroups: consumer warpgroups of a CTA; one more warpgroup loads and writes dQ.
-    schedule: bits of Schedule in csrc/backward/config.h; 0 in every config that a plan selects.
     measured: as for ForwardConfig.
     """
 
@@ -86,14 +85,12 @@ class BackwardConfig:
     head_dim_v: int
     num_stages: int
     num_mma_warpgroups: int
-    schedule: int = 0
     measured: str = ""
 
     @property
     def name(self) -> str:
         tile = f"{BACKWARD_BLOCK_M}x{self.block_n}x{self.num_stages}"
-        schedule = f"_s{self.schedule}" * (self.schedule > 0)
-        return f"backward_{self.dtype}_{_dims(self)}_{tile}{schedule}"
+        return f"backward_{self.dtype}_{_dims(self)}_{tile}"
 
     @property
     def block_n(self) -> int:
@@ -114,7 +111,8 @@ class DecodeConfig:
     dtype: of q, k, v and out, 16 bits.
     head_dim: largest supported; columns past smaller ones are zeros.
     block_n: keys of a tile.
-    num_stages: K and V tiles in flight for each MMA warpgroup.
+    num_stages: K and V tiles in flight for each MMA warpgroup, a power of 2.
+    num_stages_beside: of them in use where two CTAs share an SM.
     num_q_buffers: 2: the next part's Q is loaded during the current part.
     num_consumers: MMA warpgroups; two CTAs share an SM where there is one.
     measured: as for ForwardConfig.
@@ -126,6 +124,7 @@ class DecodeConfig:
     head_dim: int
     block_n: int
     num_stages: int
+    num_stages_beside: int
     num_q_buffers: int
     num_consumers: int
     measured: str = ""
@@ -171,6 +170,7 @@ def _backward_configs(
 
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
+MEASURED_192 = "H100 80GB HBM3, forward_check --time, 2026-11-24"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 # dtypes, head dim, masked, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
 FORWARD_CONFIGS = (
@@ -185,6 +185,12 @@ FORWARD_CONFIGS = (
     *_forward_configs(SIXTEEN_BIT, 128, True, 192, 64, 4, 3, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 192, False, 128, 80, 2, 2, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 192, True, 128, 80, 2, 2, 2, measured=MEASURED),
+    *_forward_configs(
+        SIXTEEN_BIT, 192, False, 128, 96, 2, 2, 2, head_dim_v=128, measured=MEASURED_192
+    ),
+    *_forward_configs(
+        SIXTEEN_BIT, 192, True, 192, 64, 2, 3, 2, head_dim_v=128, measured=MEASURED_192
+    ),
     *_forward_configs(SIXTEEN_BIT, 256, False, 128, 64, 2, 2, 1, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, measured=MEASURED),
     # 8 bits: then keys_per_descale, promote_keys
@@ -212,16 +218,16 @@ BACKWARD_CONFIGS = (
     *_backward_configs(64, 64, 4, 3, measured=BACKWARD_MEASURED),
     *_backward_configs(96, 96, 2, 2, measured=BACKWARD_MEASURED),
     *_backward_configs(128, 128, 2, 2, measured=BACKWARD_MEASURED),
-    *_backward_configs(192, 128, 2, 2, measured=BACKWARD_MEASURED_192),
+    *_backward_configs(192, 128, 3, 2, measured=BACKWARD_MEASURED_192),
     *_backward_configs(192, 192, 2, 2, measured=BACKWARD_MEASURED_192),
     *_backward_configs(256, 256, 2, 2, measured=BACKWARD_MEASURED),
 )
 
 DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
-# head dim, block_n, num_stages, num_q_buffers, num_consumers
+# head dim, block_n, num_stages, num_stages_beside, num_q_buffers, num_consumers
 DECODE_CONFIGS = tuple(
     DecodeConfig(dtype, *tile, measured=DECODE_MEASURED)
-    for tile in ((64, 64, 4, 2, 1), (128, 64, 1, 2, 1), (256, 32, 2, 1, 2))
+    for tile in ((64, 64, 4, 4, 2, 1), (128, 64, 2, 1, 2, 1), (256, 32, 2, 2, 1, 2))
     for dtype in SIXTEEN_BIT
 )
 

@@ -97,6 +97,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
     DeviceMemory memory;
     DecodeParams params = make_params(problem, memory, lse);
     params.num_sms = turn.num_sms, params.workspace = workspace.memory;
+    params.leaves_sms = turn.num_sms == 3;
     params.counters = workspace.counters;
     params.whole_tiles = turn.whole_tiles, params.pdl = turn.pdl;
     check(cudaMemset(lse, 0xff, problem.lse.size() * 4));

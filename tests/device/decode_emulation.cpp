@@ -49,6 +49,7 @@ struct Turn {
 static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
+  params.leaves_sms = turn.num_sms == 5;
   const DecodeGrid grid = DecodeGrid::of(params, kCheckConfigs[config]);
   std::vector<uint8_t> workspace(grid.workspace_bytes(params.head_dim_v), 0xff);
   std::vector<uint32_t> counters(decode::num_counters(grid.num_ctas));

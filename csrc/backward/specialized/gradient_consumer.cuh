@@ -22,7 +22,6 @@ class GradientConsumer : Consumer<kConfig> {
   using typename Base::Traits;
   static constexpr ElementType kElement = Traits::kElement;
   static constexpr int kDoutBytes = Traits::kAtomsV * Traits::kAtomBytes;
-  static constexpr bool kAddLate = has(kConfig, Schedule::kAddLate);
   using ValueGradient = float[Traits::kHeadDimV / 2];
 
  public:
@@ -70,12 +69,11 @@ class GradientConsumer : Consumer<kConfig> {
     if constexpr (kMore) start_dp(dp);
     gemm_ss_mn_b<kElement, Traits::kHeadDimV>(dv, this->at(Traits::kPOffset + b * Traits::kDsBytes),
                                               this->at(Traits::kDoutOffset + b * kDoutBytes));
-    if (!kAddLate && others) this->add_dq(finished);
+    if (others) this->add_dq(finished);
     // Sync: all gradient warps have written dS.
     this->storage_.ds_full[b].wait(this->step_.phase());
     QueryGradient dq;
     this->start_dq(dq);
-    if (kAddLate && others) this->add_dq(finished);
     warpgroup_wait<1>();
     this->storage_.dout_empty[b].arrive_warp();  // Sync: this warp is done with dO and delta.
     if constexpr (kMore) {

@@ -38,18 +38,15 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   for (int i = 0; i < num_steps; ++i) {
     const int row = tile.row_offset + block * kBlockM;
     const int column = static_cast<int>(workspace_row(args, tile, head, block));
-    const auto load_q = [&] {
-      const bool two = Traits::kQBuffers == 2;
-      const uint32_t b = two ? at.index() : q_at.index();
-      // Sync: every score warp has released the buffer.
-      storage.q_empty[b].wait(two ? at.phase() : q_at.phase());
-      storage.q_full[b].arrive_and_expect(kQBytes + kFloats);
-      copy_tile<kBlockM, Traits::kAtoms, 64>(shared + Traits::kQOffset + b * kQBytes, &args.q,
-                                             storage.q_full[b], kReadAgain, row, head, batch_coord);
-      copy_floats(storage.lse[b], &args.lse_delta, storage.q_full[b], kReadAgain, column, 0);
-      q_at.advance();
-    };
-    if constexpr (!has(kConfig, Schedule::kDoutFirst)) load_q();
+    const bool two = Traits::kQBuffers == 2;
+    const uint32_t q = two ? at.index() : q_at.index();
+    // Sync: every score warp has released the buffer.
+    storage.q_empty[q].wait(two ? at.phase() : q_at.phase());
+    storage.q_full[q].arrive_and_expect(kQBytes + kFloats);
+    copy_tile<kBlockM, Traits::kAtoms, 64>(shared + Traits::kQOffset + q * kQBytes, &args.q,
+                                           storage.q_full[q], kReadAgain, row, head, batch_coord);
+    copy_floats(storage.lse[q], &args.lse_delta, storage.q_full[q], kReadAgain, column, 0);
+    q_at.advance();
     const uint32_t b = at.index();
     storage.dout_empty[b].wait(at.phase());  // Sync: every gradient warp has released the buffer.
     storage.dout_full[b].arrive_and_expect(kDoutBytes + kFloats);
@@ -58,7 +55,6 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
                                             batch_coord);
     copy_floats(storage.minus_delta[b], &args.lse_delta, storage.dout_full[b], kReadAgain, column,
                 1);
-    if constexpr (has(kConfig, Schedule::kDoutFirst)) load_q();
     at.advance();
     block = next_block(tile.m_blocks, block);
     if (block == tile.start) ++head;

@@ -19,7 +19,6 @@ class ScoreConsumer : Consumer<kConfig> {
   using typename Base::Traits;
   static constexpr ElementType kElement = Traits::kElement;
   static constexpr int kQBytes = Traits::kAtoms * Traits::kAtomBytes;
-  static constexpr bool kAddLate = has(kConfig, Schedule::kAddLate);
   using KeyGradient = float[Traits::kHeadDim / 2];
 
  public:
@@ -73,7 +72,7 @@ class ScoreConsumer : Consumer<kConfig> {
     if constexpr (kMore) start_qk(s, lse);
     if (others) {
       this->template add_half_of_dq<true>(finished);
-      if constexpr (!kAddLate) this->template add_half_of_dq<false>(finished);
+      this->template add_half_of_dq<false>(finished);
     }
     // Sync: all gradient warps have written dS.
     this->storage_.ds_full[b].wait(this->step_.phase());
@@ -81,9 +80,6 @@ class ScoreConsumer : Consumer<kConfig> {
                                              this->at(Traits::kQOffset + q * kQBytes));
     QueryGradient dq;
     this->start_dq(dq);
-    if constexpr (kAddLate) {
-      if (others) this->template add_half_of_dq<false>(finished);
-    }
     if constexpr (kMore) {
       warpgroup_wait<2>();
       warpgroup_fence_operand(s);
