@@ -213,8 +213,8 @@ def test_the_grid_and_the_workspace_of_forward_rows():
     assert size(handle, 1, 192, 64) == (32, 0) and size(handle, 1, 193, 64) == (64, 0)
     assert size(handle, 4, 2048, 2**20) == (132, 0)
     assert size(prepared(num_sms=5)[0], 4, 2048, 64) == (5, 0)
-    # The order of the sequences: 2 batch + 1 numbers.
-    assert size(handle, 4, 2048, 2**20, 2051) == (132, 36)
+    # The order of the sequences, 2 batch + 1 numbers, and the tile semaphore.
+    assert size(handle, 4, 2048, 2**20, 2051) == (132, 40)
     assert size(handle, 4, 2048, 2**20, 4)[0] == 128
     assert prepared(page_size=3)[0] is not None
 
