@@ -123,7 +123,7 @@ def test_a_gradient_of_192_columns_tells_its_workspace(d, dv):
         counters = 4 * rows // 64 + 1 + 2 * 4  # dq_semaphore, tile_semaphore, tiles_done
         assert launch.workspace_bytes == 4 * (rows * columns + counters)
         assert launch.num_ctas == 2 * 2 * 4 * 4  # two for each block of 128 keys
-        # SharedStorage; K and two Q, three if V has 128 columns; V and two dO; quarters of K; two P,
+        # SharedStorage; K and two Q, three with 128 columns of V; V, two dO; quarters of K; two P,
         # dS and other dS
         q, v = (4 if dv <= 128 else 3) * 64 * 384, 3 * 64 * (256 if dv <= 128 else 384)
         scores = 6 * 64 * 64 * 2
