@@ -17,7 +17,7 @@
 
 namespace flashattn3::append {
 
-// What a thread moves: the item `number` of the heads first_head, first_head + head_groups, ...
+// The work of a thread: item `number` of the heads first_head, first_head + head_groups, ...
 struct ThreadItems {
   const Tensor& tensor;
   const RotaryTables& tables;

@@ -16,7 +16,7 @@ namespace flashattn3 {
 constexpr int kAppendFewCtas = 128;
 constexpr int kAppendMaxHeadDim = append::kThreads;
 
-// Whether the kernel loads four neighbouring elements of the rotary tables at once.
+// Returns whether the kernel loads four neighbouring elements of the rotary tables at once.
 inline bool rotary_has_vectors(const AppendParams& params) {
   const int bytes = 4 * (params.rotary_is_fp32 ? sizeof(float) : sizeof(uint16_t));
   return reinterpret_cast<uintptr_t>(params.rotary_cos) % bytes == 0 &&
@@ -24,7 +24,7 @@ inline bool rotary_has_vectors(const AppendParams& params) {
          params.rotary_stride % 4 == 0;
 }
 
-// Whether every item of a tensor is 16-byte vectors.
+// Returns whether every item of a tensor is 16-byte vectors.
 inline bool append_has_vectors(const AppendTensor& tensor, int half, bool interleaved) {
   const auto aligned = [](const void* data, const Strides& stride) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride.batch % append::kVec == 0 &&
@@ -54,7 +54,7 @@ inline append::Tensor make_append_tensor(const AppendParams& params, AppendTenso
   expect(!some || (items >= 1 && tensor.head_dim <= kAppendMaxHeadDim), "launch", "head_dim",
          "1 to 256", tensor.head_dim);
   expect(tokens < INT_MAX / 2, "launch", "the number of new tokens", "below 2^30", tokens);
-  // As many heads for a thread as it loads together; where there are few tokens, one.
+  // A thread moves as many heads as it loads together, or one where there are few tokens.
   const bool halves = vectors && half > 0 && !interleaved;
   const int in_flight = halves ? append::kHeadsInFlight<true> : append::kHeadsInFlight<false>;
   const int groups = append::kThreads / std::max(items, 1);

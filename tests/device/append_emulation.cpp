@@ -59,7 +59,7 @@ struct Strided {
   Strides strides() const { return {stride[0], stride[1], stride[2]}; }
 };
 
-// What a buffer must hold: nothing: the bits from before.
+// The wanted contents of a buffer. Nothing: the bits from before.
 using Wanted = std::vector<std::optional<double>>;
 
 struct Problem {
