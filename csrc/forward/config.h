@@ -20,28 +20,22 @@ struct Config {
   int num_mma_warpgroups;    // 1 to 3
   int num_q_buffers = 1;     // 2: the next tile's Q is loaded while this tile is computed
   int keys_per_descale = 0;  // 8 bits: keys that share their descales, a divisor of block_n
-  int promote_keys = 0;      // 8 bits: keys between promotions of O (promotion.cuh); a multiple
-                             // of block_n
+  int promote_keys = 0;      // 8 bits: keys between promotions of O, a multiple of block_n
   bool cached = false;       // K and V are in a paged or dense cache (load_cached.cuh)
 };
 
 // Threads of a CTA: the consumer warpgroups and the producer warpgroup.
 constexpr int num_threads(const Config& config) { return 128 * (config.num_mma_warpgroups + 1); }
 
-// Bytes of a row of Q or K in shared memory, rounded up to 128.
-constexpr int head_dim_bytes(const Config& config) {
-  return (config.head_dim * element_bytes(config.dtype) + 127) / 128 * 128;
-}
-
-// Bytes of a row of 16-bit V in shared memory, rounded up to 128.
-constexpr int head_dim_v_bytes(const Config& config) {
-  return (config.head_dim_v * element_bytes(config.dtype) + 127) / 128 * 128;
+// Bytes of a row of Q, K or 16-bit V with so many columns in shared memory, rounded up to 128.
+constexpr int row_bytes(const Config& config, int columns) {
+  return (columns * element_bytes(config.dtype) + 127) / 128 * 128;
 }
 
 // Bytes of a V tile: laid out as K, or permuted V with row sum columns (tile/permuted_v.h).
 constexpr int v_tile_bytes(const Config& config) {
   return config.block_n * (is_quantized(config.dtype) ? config.head_dim_v + kRowSumColumns
-                                                      : head_dim_v_bytes(config));
+                                                      : row_bytes(config, config.head_dim_v));
 }
 
 // Whether promotion keeps its bf16 sums in the staging buffer of out (forward/promotion.cuh). Not
@@ -61,26 +55,18 @@ constexpr bool out_over_q(const Config& config) {
   return config.num_q_buffers == 2 && !is_quantized(config.dtype);
 }
 
-constexpr int kMaxSmemBytes = 232448;  // 227 KB for a CTA on compute capability 9.0
-
-// SharedStorage, Q, and the stages of K and V: all but what stages out.
-constexpr int input_smem_bytes(const Config& config) {
-  return shared_storage_bytes(config) +
-         config.num_q_buffers * config.block_m * head_dim_bytes(config) +
-         config.num_stages * (config.block_n * head_dim_bytes(config) + v_tile_bytes(config));
-}
-
 // Columns of out, 16 bits each, that a warp stages in shared memory at once: all of them over Q or
-// over bf16 sums, else up to 128, or 64 where 128 do not fit.
+// over bf16 sums, else up to 128.
 constexpr int out_columns_staged(const Config& config) {
   const int all = (config.head_dim_v + 63) / 64 * 64;
-  if (out_over_q(config) || promotes_in_smem(config) || all < 128) return all;
-  return input_smem_bytes(config) + config.block_m * 128 * 2 <= kMaxSmemBytes ? 128 : 64;
+  return out_over_q(config) || promotes_in_smem(config) || all < 128 ? all : 128;
 }
 
 constexpr int smem_bytes(const Config& config) {
   const int staged = out_over_q(config) ? 0 : config.block_m * out_columns_staged(config) * 2;
-  return input_smem_bytes(config) + staged;
+  const int row = row_bytes(config, config.head_dim);
+  return shared_storage_bytes(config) + config.num_q_buffers * config.block_m * row +
+         config.num_stages * (config.block_n * row + v_tile_bytes(config)) + staged;
 }
 
 }  // namespace flashattn3::forward

@@ -28,8 +28,8 @@ struct KernelTraits {
   static constexpr int kThreads = num_threads(kConfig);
 
   static constexpr bool kQuantized = is_quantized(kElement);
-  static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;     // per row of Q or K
-  static constexpr int kAtomsV = head_dim_v_bytes(kConfig) / 128;  // per row of 16-bit V
+  static constexpr int kAtoms = row_bytes(kConfig, kHeadDim) / 128;    // per row of Q or K
+  static constexpr int kAtomsV = row_bytes(kConfig, kHeadDimV) / 128;  // per row of 16-bit V
   static constexpr int kAtomColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
@@ -50,19 +50,16 @@ struct KernelTraits {
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr bool kTight = kQuantized && kHeadDim == 256;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTight ? 24 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
-                                            : kConsumers == 2 ? (kTight ? 240 : 232)
-                                                              : 248;
+  static constexpr int kOfTwo = kTight ? 240 : 232;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? kOfTwo : 248;
 
-  static_assert(kConsumers >= 1 && kConsumers <= 3);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * kLaunchRegisters);
-  static_assert(kBlockM == 64 * kConsumers, "each warpgroup multiplies 64 rows");
+  static_assert(kConsumers <= 3 && kBlockM == 64 * kConsumers, "a warpgroup multiplies 64 rows");
   static_assert(kBlockM <= 256 && kBlockN <= 256, "a TMA box has at most 256 rows");
   static_assert(kBlockN % 16 == 0, "P is multiplied 16 keys at a time");
   static_assert(kHeadDimV % 32 == 0 && kHeadDim <= 256, "quads store groups of 32 columns");
-  static_assert(kHeadDimV <= kHeadDim, "out is staged over Q");
-  static_assert(kHeadDimV == kHeadDim || (!kQuantized && !kConfig.cached));
+  static_assert(kHeadDimV == kHeadDim || (kHeadDimV < kHeadDim && !kQuantized && !kConfig.cached));
   // Registers hold S, P and O, and about 32 other values.
   static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDimV / 2 +
                     (kQuantized ? 20 : 32) <=
