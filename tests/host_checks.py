@@ -22,7 +22,13 @@ from helpers import H100, WITHOUT_HOPPER
 from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
-from flashattn3 import append_kvcache, flash_attn_func, flash_attn_varlen_func, ops
+from flashattn3 import (
+    append_kvcache,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    ops,
+)
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend
@@ -193,18 +199,48 @@ def check_python_work(host):
     assert work_of_backward(out) <= work_of_backward(leaves[0] + leaves[1].sum()) + 1
 
 
-def check_the_grid_of_an_append(host):
-    """A kernel without shared memory of its choice: CTAs of K, V and q, then of attention."""
+def use_cached_calls() -> None:
     backend = HopperCacheBackend(HopperBackend(library=find_library, only_measured=False))
     kvcache.CACHE_BACKENDS, kvcache.describe_device = (backend,), lambda device: H100
     kvcache.is_checked = lambda device: False
 
+
+def events_of(host, call) -> list[list]:
+    """What a call passes to the driver, in order: a name and numbers for each event."""
+    host.host_log(True)
+    call()
+    events = [line.split() for line in host.host_events().decode().splitlines()]
+    host.host_log(False)
+    return [[name, *map(int, numbers)] for name, *numbers in events]
+
+
+def check_short_sequences_beside_long_ones(host):
+    """A decode kernel in a stream beside, or before the forward kernel if SMs are to stay free."""
+    use_cached_calls()
+    q = torch.zeros(303, 32, 128).bfloat16()
+    k, v = torch.zeros(2, 4, 1024, 8, 128).bfloat16()
+    edges = torch.tensor([0, 1, 2, 3, 303], dtype=torch.int32)
+    call = partial(flash_attn_with_kvcache, q, k, v, cu_seqlens_q=edges, max_seqlen_q=300)
+
+    def passed(**options):
+        names = ("record", "wait", "launch")
+        return [event for event in events_of(host, partial(call, **options)) if event[0] in names]
+
+    begin, forked, decode, prepare, forward, end, joined = passed()
+    assert (begin, forked, end, joined) == (["record", 0], ["wait", 1], ["record", 1], ["wait", 0])
+    alone = 116 * 1024  # bytes of shared memory with which no two CTAs share an SM
+    assert decode == ["launch", 99, 256, alone] and prepare == ["launch"]
+    assert forward[:3] == ["launch", 132, 512]
+    forward[1] = 100
+    assert passed(sm_margin=32) == [["launch", 100, 256, alone], prepare, forward]
+
+
+def check_the_grid_of_an_append(host):
+    """A kernel without shared memory of its choice: CTAs of K, V and q, then of attention."""
+    use_cached_calls()
+
     def launches_of(call):
-        host.host_log(True)
-        call()
-        events = [line.split() for line in host.host_events().decode().splitlines()]
-        host.host_log(False)
-        return [list(map(int, words[1:])) for words in events if words[0] == "launch"]
+        return [numbers for name, *numbers in events_of(host, call) if name == "launch"]
 
     def tensors(batch, seqlen, d, heads=8):
         return [torch.zeros(batch, n, heads, d).bfloat16() for n in (seqlen, seqlen, 99, 99)]

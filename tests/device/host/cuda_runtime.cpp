@@ -17,7 +17,7 @@
 
 namespace {
 
-// One line for each TMA descriptor and each launch, while it is on.
+// One line for each TMA descriptor, launch, and event of a stream (1: not torch's), while it is on.
 bool logging = false;
 std::string events;
 
@@ -118,6 +118,24 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  static char side;
+  *stream = reinterpret_cast<cudaStream_t>(&side);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  static char only;
+  *event = reinterpret_cast<cudaEvent_t>(&only);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t stream) {
+  log("record %d\n", stream != nullptr);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t, unsigned) {
+  log("wait %d\n", stream != nullptr);
+  return cudaSuccess;
+}
 
 // What nvcc's host code calls when the library is loaded.
 void** __cudaRegisterFatBinary(void*) {
