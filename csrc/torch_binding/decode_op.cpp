@@ -274,10 +274,12 @@ void launch_mixed(const PreparedDecode& launch, DecodeParams params, int device,
   }
   const SideStream& side = SideStream::of(device, stream);
   const cudaStream_t stream_of_short = beside ? side.stream() : stream;
+  // Before the counters are looked up: a capture has its own, and the fork makes the side stream a
+  // part of it.
+  if (beside) side.fork(stream);
   // Memory of both kernels is allocated, and reused by later calls, in the order of `stream`.
   const LaunchMemory memory_of_long(for_long, params, device, stream);
   const LaunchMemory memory_of_short(for_short, of_short, device, stream_of_short);
-  if (beside) side.fork(stream);
   for_short.launch(for_short.info.name, of_short, stream_of_short);
   for_long.launch(for_long.info.name, params, stream);
   if (beside) side.join(stream);
