@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from email.parser import Parser
 from functools import partial
@@ -46,8 +45,7 @@ def sdist(tmp_path_factory) -> Path:
 def source(sdist, tmp_path_factory) -> Path:
     """The unpacked archive: a wheel is built from it, as pip does."""
     folder = tmp_path_factory.mktemp("source")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)
     return folder / sdist.name.removesuffix(".tar.gz")
 
 
