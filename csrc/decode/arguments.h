@@ -3,10 +3,12 @@
 
 #include <cutlass/fast_math.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
+#include "decode/config.h"
 
 namespace flashattn3::decode {
 
@@ -18,11 +20,21 @@ struct CacheTensor {
 
 // The packed rows of a KV head: query tokens x the query heads that share it, token by token. A
 // work tile holds `tokens` tokens of `heads` heads: row r is token r / heads, head r % heads of the
-// tile.
+// tile. Divisors are known on the host: a division by a number that is not takes about 30
+// instructions.
 struct PackedRows {
   int heads;
+  int reciprocal;  // of heads, times 2^16, rounded up
   cutlass::FastDivmod tokens;
   int head_tiles;  // tiles that the query heads of a KV head take
+
+  static PackedRows of(int qhead_per_kvhead) {
+    const int heads = std::min(qhead_per_kvhead, kBlockM);
+    return {.heads = heads,
+            .reciprocal = (1 << 16) / heads + 1,
+            .tokens = cutlass::FastDivmod(kBlockM / heads),
+            .head_tiles = (qhead_per_kvhead + heads - 1) / heads};
+  }
 };
 
 struct Arguments {
@@ -50,12 +62,14 @@ struct Arguments {
   const int32_t* cache_batch_idx;   // (batch), or null: batch_idx
   int seqlen_k, seqlen_new;
   int batch;
-  int max_queries;  // sequences with more are skipped
+  cutlass::FastDivmod num_ctas;  // of the launch
+  int max_queries;               // sequences with more are skipped
 
   PackedRows rows;
   int num_heads_kv, qhead_per_kvhead;
   int head_dim, head_dim_v;
-  int window_left, window_right;  // INT_MAX: unbounded
+  cutlass::FastDivmod out_vectors;  // of four elements, of a row of O
+  int window_left, window_right;    // INT_MAX: unbounded
 
   ScoreScale score_scale;
   // float32, (batch, num_heads_kv), or null.

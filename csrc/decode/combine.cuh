@@ -89,9 +89,9 @@ class Combine {
     for (int r = 0; r < 2; ++r) {
       const int row = thread_row(thread) + kRowStride * r;
       if (row >= num_rows) continue;
-      if (column == 0)
-        args_.partial_stats[partial * args_.partial_rows + row] = as_float2(stats[r]);
-      float* out = reinterpret_cast<float*>(part_of_row(partial, row, 0));
+      const int at = row_at(partial, row);
+      if (column == 0) args_.partial_stats[at] = as_float2(stats[r]);
+      float* out = out_at(at);
 #pragma unroll
       for (int i = 2 * r; i < Traits::kOutRegisters; i += 4) {
         const int at = column + register_column(i);
@@ -126,10 +126,13 @@ class Combine {
   __device__ __forceinline__ float2* group_stats() const {
     return args_.partial_stats + num_partials(gridDim.x) * args_.partial_rows;
   }
-  __device__ __forceinline__ float4* part_of_row(int partial, int row, int column) const {
-    return reinterpret_cast<float4*>(
-        args_.partial_out + int64_t{partial * args_.partial_rows + row} * args_.head_dim_v +
-        column);
+  // Index of a row of a partial result among those of all.
+  __device__ __forceinline__ int row_at(int partial, int row) const {
+    return partial * args_.partial_rows + row;
+  }
+  // O of such a row.
+  __device__ __forceinline__ float* out_at(int row) const {
+    return args_.partial_out + int64_t{row} * args_.head_dim_v;
   }
 
   // Combines this CTA's group of parts, which is complete, then the groups if they are.
@@ -163,6 +166,8 @@ class Combine {
     __device__ __forceinline__ int partial(int i) const {
       return partial_of(first + i * step, first_cta);
     }
+    // Between parts in which the work tile does not begin.
+    __device__ __forceinline__ int distance() const { return 2 * step; }
   };
 
   // Adds an element of the parts first to first + kGroup - 1, as far as there are any. All values
@@ -171,15 +176,24 @@ class Combine {
                                             float4& sum, RowStats& all) const {
     float4 value[kGroup];
     float2 stats[kGroup];
+    // Addresses by addition: each product for an address would be computed 2 * kGroup times.
+    const int at = row_at(parts.partial(first), row);
+    const float* value_at = out_at(at) + column;
+    const float2* stats_at = parts.stats + at;
+    int rows = row_at(parts.partial(first + 1) - parts.partial(first), 0);  // to the next part
 #pragma unroll
     for (int k = 0; k < kGroup; ++k) {
       value[k] = make_float4(0.f, 0.f, 0.f, 0.f);
       stats[k] = make_float2(-INFINITY, 0.f);
       if (first + k < parts.count) {
         // L2 only: other SMs have written these lines during the kernel.
-        value[k] = __ldcg(part_of_row(parts.partial(first + k), row, column));
-        stats[k] = __ldcg(parts.stats + parts.partial(first + k) * args_.partial_rows + row);
+        value[k] = __ldcg(reinterpret_cast<const float4*>(value_at));
+        stats[k] = __ldcg(stats_at);
       }
+      value_at += int64_t{rows} * args_.head_dim_v;
+      stats_at += rows;
+      // The work tile begins in the first part alone, so the others are equally far apart.
+      if (k == 0) rows = row_at(parts.distance(), 0);
     }
     float max = all.max;
 #pragma unroll
@@ -203,10 +217,12 @@ class Combine {
   __device__ __forceinline__ void combine(const Parts& parts, const PackedTile& tile,
                                           const RowStore& store, bool is_whole) const {
     static_assert(kGroup == 16);
-    const int vectors = args_.head_dim_v / 4;
+    const int vectors = args_.out_vectors;
 #pragma unroll 1
     for (int i = threadIdx.x; i < tile.num_rows() * vectors; i += kCombineThreads) {
-      const int row = i / vectors, column = i % vectors * 4;
+      int row, column;
+      args_.out_vectors(row, column, i);
+      column *= 4;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
       RowStats all{-INFINITY, 0.f};
 #pragma unroll 1
@@ -216,9 +232,9 @@ class Combine {
       if (!is_whole) {
         // In place: no other thread reads these columns of the first part. Its statistics are read
         // by other threads, so those of the group are elsewhere.
-        *part_of_row(parts.partial(0), row, column) = sum;
-        if (column == 0)
-          group_stats()[parts.partial(0) * args_.partial_rows + row] = as_float2(all);
+        const int at = row_at(parts.partial(0), row);
+        *reinterpret_cast<float4*>(out_at(at) + column) = sum;
+        if (column == 0) group_stats()[at] = as_float2(all);
       } else if (tile.has(row)) {
         const float factor = store.finish(row, all, column == 0);
         *reinterpret_cast<uint2*>(store.row_of_out(row) + column) =

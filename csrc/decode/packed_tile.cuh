@@ -14,7 +14,7 @@ namespace flashattn3::decode {
 
 struct PackedTile {
   int heads_per_tile;
-  int reciprocal;                // of heads_per_tile, times 2^16, rounded up
+  int reciprocal;                // as in PackedRows
   int first_query, num_queries;  // of the sequence
   int first_head, num_heads;     // of q and out
 
@@ -31,7 +31,7 @@ struct PackedTile {
     const int query = token_tile * tokens;
     const int head = head_tile * rows.heads;  // among those of the KV head
     return {.heads_per_tile = rows.heads,
-            .reciprocal = (1 << 16) / rows.heads + 1,
+            .reciprocal = rows.reciprocal,
             .first_query = query,
             .num_queries = min(tokens, sequence.num_queries - query),
             .first_head = part.kv_head * args.qhead_per_kvhead + head,

@@ -91,16 +91,18 @@ struct WorkShare {
   int batch_idx, first_unit;
   CachedSequence sequence;  // batch_idx
 
-  // grid: CTAs of the launch. With fewer units than CTAs the last CTAs have none, so that the CTAs
+  // num_ctas: of the launch. With fewer units than CTAs the last CTAs have none, so that the CTAs
   // that share a work tile follow each other.
-  __host__ __device__ __forceinline__ void set(int total, int cta, int grid) {
-    const unsigned num_ctas = max(1, min(grid, total)), mine = cta;
-    units = static_cast<unsigned>(total) / num_ctas;
-    rest = total - units * num_ctas;
-    begin = end = 0;
-    if (mine >= num_ctas) return;
-    begin = mine * units + min(mine, rest);
-    end = begin + units + (mine < rest ? 1 : 0);
+  __host__ __device__ __forceinline__ void set(int total, int cta,
+                                               const cutlass::FastDivmod& num_ctas) {
+    const int of_each = num_ctas.div(total), mine = cta;
+    const int longer = total - of_each * num_ctas;  // CTAs with one more
+    // One unit for each of the first CTAs, as if they were the whole launch.
+    const bool few = of_each == 0;
+    units = few ? 1 : of_each;
+    rest = few ? 0 : longer;
+    begin = mine * of_each + min(mine, longer);
+    end = begin + of_each + (mine < longer ? 1 : 0);
   }
   // The CTA that has a unit.
   __host__ __device__ __forceinline__ int cta_of(int unit) const {
@@ -140,7 +142,8 @@ class PartIterator {
       sequence_ = find_cached_sequence<kBlockN>(args_, ++batch_idx_);
       units = units_of_tile(args_, sequence_);
     }
-    const int tile = (unit_ - first_unit_) / units;
+    // Unsigned, which takes fewer instructions.
+    const int tile = static_cast<unsigned>(unit_ - first_unit_) / static_cast<unsigned>(units);
     const int first_of_tile = first_unit_ + tile * units;
     const int begin = unit_ - first_of_tile;
     const int count = min(units - begin, share_.end - unit_);

@@ -17,13 +17,8 @@
 
 namespace flashattn3 {
 
-// Tiles of packed rows: all query heads of a KV head, up to 64, and as many tokens as fit beside.
 inline decode::PackedRows packed_rows(const DecodeParams& params) {
-  const int heads = params.num_heads_q / params.num_heads_kv;
-  const int of_tile = std::min(heads, decode::kBlockM);
-  return {.heads = of_tile,
-          .tokens = cutlass::FastDivmod(decode::kBlockM / of_tile),
-          .head_tiles = (heads + of_tile - 1) / of_tile};
+  return decode::PackedRows::of(params.num_heads_q / params.num_heads_kv);
 }
 
 // Upper bound on the units of work (decode/work_share.cuh), whatever the lengths are.
@@ -128,12 +123,14 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .seqlen_k = params.seqlen_k,
           .seqlen_new = params.seqlen_new,
           .batch = params.batch,
+          .num_ctas = cutlass::FastDivmod(grid.num_ctas),
           .max_queries = params.max_queries,
           .rows = packed_rows(params),
           .num_heads_kv = params.num_heads_kv,
           .qhead_per_kvhead = params.num_heads_q / params.num_heads_kv,
           .head_dim = params.head_dim,
           .head_dim_v = params.head_dim_v,
+          .out_vectors = cutlass::FastDivmod(params.head_dim_v / 4),
           .window_left = window(params.window_left),
           .window_right = window(params.window_right),
           .score_scale = score_scale_of(params, false),

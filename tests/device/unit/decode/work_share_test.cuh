@@ -35,8 +35,7 @@ struct Batch {
     args.max_queries = below(3) ? INT_MAX : 1 + below(70);
     args.num_heads_kv = 1 + below(4);
     args.qhead_per_kvhead = qheads_per_kvhead;
-    const int heads = std::min(qheads_per_kvhead, kBlockM);
-    args.rows = {heads, kBlockM / heads, (qheads_per_kvhead + heads - 1) / heads};
+    args.rows = PackedRows::of(qheads_per_kvhead);
     args.num_caches = batch;
     args.window_left = below(2) ? INT_MAX : below(400);
     args.window_right = below(2) ? INT_MAX : 0;
@@ -247,6 +246,7 @@ inline void check_find_share(Result& result) {
     device.args.cache_batch_idx = host.args.cache_batch_idx = nullptr;
     for (const int num_ctas : {1, 132}) {
       Array<WorkShare> shares(num_ctas);
+      device.args.num_ctas = cutlass::FastDivmod(num_ctas);
       launch(share_kernel, num_ctas, kShareThreads, 0, device.args, shares.device());
       for (int cta = 0; cta < num_ctas; ++cta) {
         const WorkShare wanted = share_of(host.args, cta, num_ctas);
