@@ -117,7 +117,7 @@ def test_a_cached_call_is_explained(monkeypatch):
 def test_explaining_a_cached_call_runs_nothing():
     q, cache = torch.ones(1, 1, 2, 16), torch.zeros(1, 8, 2, 16)
     found = flashattn3.explain_with_kvcache(q, cache, cache, q, q, cache_seqlens=3)
-    assert found.backend == "reference" and not cache.any()
+    assert found.backend == found.config["append"] == "reference" and not cache.any()
     with pytest.raises(ValueError, match="flash_attn_with_kvcache: v must be a tensor"):
         flashattn3.explain_with_kvcache(q, cache, cache, q, cache_seqlens=3)
     with pytest.raises(ValueError, match=r"flash_attn_with_kvcache: page_table\.shape\[0\] must"):

@@ -522,13 +522,21 @@ def test_a_captured_call_is_right_for_other_lengths(page_size, backend):
     assert not out[2:].any() and (lse[2:] == -math.inf).all()
 
 
+FEW_QUERIES = CacheCase("first", (1000, 3)), CacheCase("second", (900, 700), 2, page_size=16)
+# Single tokens beside a chunk: Hopper runs a decode and a forward kernel in two streams.
+MIXED = tuple(
+    CacheCase(name, (1000, 3, 900, 700), (1, 1, queries, 1), page_size=16, options={"causal": True})
+    for name, queries in (("first", 300), ("second", 400))
+)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("one_stream", [False, True])
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_two_captured_calls_run_side_by_side(backend, one_stream):
+@pytest.mark.parametrize("cases", [FEW_QUERIES, MIXED], ids=["few-queries", "mixed"])
+def test_two_captured_calls_run_side_by_side(cases, backend, one_stream):
     """Each graph has its own workspace and counters: replayed on two streams at once they do not
     disturb, although they were captured on one."""
-    cases = [CacheCase("first", (1000, 3)), CacheCase("second", (900, 700), 2, page_size=16)]
     streams, graphs, kept = [torch.cuda.Stream() for _ in cases], [], []
     for case, stream in zip(cases, streams, strict=True):
         inputs = make_cache_inputs(case, "cuda", torch.float16)

@@ -317,8 +317,8 @@ def call_of(**changes):
         "v_cache": empty(B, CAP, 8, 128),
         **changes,
     }
-    names = ("out", "lse", *DecodeTensors._fields)
-    return [given.get(name) for name in names] + [-1, 0, -1, 0]
+    numbers = [-1, 0, -1, 0]
+    return [given["out"], given["lse"], *numbers, *map(given.get, DecodeTensors._fields)]
 
 
 INTS = torch.zeros(B, dtype=torch.int32)
@@ -424,19 +424,17 @@ def test_what_a_call_passes_to_the_operator(on_hopper):
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
     (given,) = on_hopper
-    assert (
-        given[0] is out
-        and given[1] is None
-        and given[2] is q
-        and given[3] is k
-        and given[5] is lengths
-    )
-    assert given[-4:] == (-1, 0, -1, 0)
+    assert given[0] is out and given[1] is None
+    numbers, tensors = slice(2, 6), slice(6, None)
+    # Up to the last one that the call has.
+    assert [id(x) for x in given[tensors]] == [id(x) for x in (q, k, v, lengths)]
+    assert given[numbers] == (-1, 0, -1, 0)
     flash_attn_with_kvcache(q, k, v, cache_seqlens=7)
-    assert on_hopper[-1][5] is None and on_hopper[-1][-4:] == (7, 0, -1, 0)
+    assert len(on_hopper[-1][tensors]) == 3 and on_hopper[-1][numbers] == (7, 0, -1, 0)
     edges = torch.tensor([0, 1, 2], dtype=torch.int32)
     flash_attn_with_kvcache(q[:, 0], k, v, cu_seqlens_q=edges, max_seqlen_q=1)
-    assert on_hopper[-1][-4:] == (-1, 0, 1, 0)
+    assert on_hopper[-1][numbers] == (-1, 0, 1, 0)
+    assert on_hopper[-1][tensors][-1] is edges and len(on_hopper[-1][tensors]) == 8
 
 
 def test_what_is_converted_first(on_hopper):
@@ -448,7 +446,7 @@ def test_what_is_converted_first(on_hopper):
     named = {"sinks": sinks, "k_descale": scale, "v_descale": scale}
     found = flash_attn_with_kvcache(skewed, k, v, out=out, **named)
     (given,) = on_hopper
-    tensors = DecodeTensors(*given[2:-4])
+    tensors = DecodeTensors(*given[6:])
     assert found is out and given[0] is not out and torch.equal(out, torch.ones_like(out))
     assert torch.equal(tensors.q, q) and tensors.q.is_contiguous()
     assert tensors.sinks.dtype == torch.float32 and tensors.k_descale.is_contiguous()
@@ -464,6 +462,14 @@ def test_explain_shows_the_launch(on_hopper):
     assert shown.config["tile"] == "64 packed rows x 64 keys"
     assert shown.config["parts"] == "equal shares on 124 SMs"
     assert (shown.grid, shown.config["workspace_bytes"]) == ((11, 1, 1), 16)
+    assert shown.config["num_stages"] == 4
+    wide = [torch.empty(2, n, 2, 128, device="meta").half() for n in (1, 32, 32)]
+    found = [explain_with_kvcache(*wide, device="cpu", sm_margin=sms).config for sms in (0, 8)]
+    assert found[0]["num_stages"] == "1 where two CTAs share an SM, else 2"
+    assert found[1]["num_stages"] == 2
+    assert "append" not in shown.config
+    new = explain_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=3, device="cpu")
+    assert new.config["append"] == "hopper: append kernel"
     whole = explain_with_kvcache(q, k, v, device="cpu", num_splits=1)
     assert whole.config["parts"] == "none: whole tiles"
     skewed = torch.zeros(2, 32, 2, 68).half()[..., :64]

@@ -30,7 +30,7 @@ from flashattn3.dispatch.kernel_configs import (
 )
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.problem import Lengths
+from flashattn3.kvcache.problem import DecodeTensors, Lengths
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 pytest.importorskip("triton")
@@ -160,10 +160,13 @@ def test_what_a_call_passes_to_the_operator():
         plan.launch.decode(out, None, tensors, Lengths(7, 2, None), 5)
         handle, *given = received.pop()
         assert CACHED_CONFIGS[handle.config].kind == "forward"
-        assert given[0] is out and given[1] is None and given[-4:] == [7, 2, -1, 5]
-        assert given[2] is q or (given[2].is_contiguous() and given[2].shape == q.shape)
-        assert all(a is b for a, b in zip(given[3:-4], tensors[1:], strict=True))
-    assert given[2] is not q
+        out_given, lse, *numbers = given[:6]
+        assert out_given is out and lse is None and numbers == [7, 2, -1, 5]
+        q_given, *others = given[6:]
+        assert q_given is q or (q_given.is_contiguous() and q_given.shape == q.shape)
+        assert all(a is b for a, b in zip(others, tensors[1:], strict=False))
+        assert len(others) == DecodeTensors._fields.index("page_table")
+    assert q_given is not q
 
 
 def test_a_forward_kernel_that_is_not_there_or_was_never_run_serves_no_call(monkeypatch):

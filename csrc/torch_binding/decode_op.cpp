@@ -36,16 +36,20 @@ constexpr char kName[] = "decode";
 struct DecodeCall {
   Tensor launch, out;
   std::optional<Tensor> lse;
+  int64_t seqlen, seqlen_new, max_seqlen_q, options_hash;
   Tensor q, k_cache, v_cache;
   std::optional<Tensor> cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
       cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata;
-  int64_t seqlen, seqlen_new, max_seqlen_q, options_hash;
 
   static DecodeCall take(Arguments& arguments) {
     using Optional = std::optional<Tensor>;
     return {.launch = arguments.take<Tensor>(),
             .out = arguments.take<Tensor>(),
             .lse = arguments.take<Optional>(),
+            .seqlen = arguments.take<int64_t>(),
+            .seqlen_new = arguments.take<int64_t>(),
+            .max_seqlen_q = arguments.take<int64_t>(),
+            .options_hash = arguments.take<int64_t>(),
             .q = arguments.take<Tensor>(),
             .k_cache = arguments.take<Tensor>(),
             .v_cache = arguments.take<Tensor>(),
@@ -59,11 +63,7 @@ struct DecodeCall {
             .k_descale = arguments.take<Optional>(),
             .v_descale = arguments.take<Optional>(),
             .sinks = arguments.take<Optional>(),
-            .scheduler_metadata = arguments.take<Optional>(),
-            .seqlen = arguments.take<int64_t>(),
-            .seqlen_new = arguments.take<int64_t>(),
-            .max_seqlen_q = arguments.take<int64_t>(),
-            .options_hash = arguments.take<int64_t>()};
+            .scheduler_metadata = arguments.take<Optional>()};
   }
   bool varlen() const { return cu_seqlens_q.has_value(); }
   int64_t batch() const { return varlen() ? cu_seqlens_q->size(0) - 1 : q.size(0); }
@@ -332,11 +332,12 @@ std::tuple<int64_t, int64_t> decode_size(Tensor launch, int64_t batch, int64_t s
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
-      "decode(Tensor launch, Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, "
-      "Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, "
-      "Tensor? cache_leftpad, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k_new, Tensor? q_descale, "
-      "Tensor? k_descale, Tensor? v_descale, Tensor? sinks, Tensor? scheduler_metadata, "
-      "int seqlen, int seqlen_new, int max_seqlen_q, int options_hash) -> ()");
+      "decode(Tensor launch, Tensor(a!) out, Tensor(b!)? lse, int seqlen, int seqlen_new, "
+      "int max_seqlen_q, int options_hash, Tensor q, Tensor k_cache, Tensor v_cache, "
+      "Tensor? cache_seqlens=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, "
+      "Tensor? cache_leftpad=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k_new=None, "
+      "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+      "Tensor? sinks=None, Tensor? scheduler_metadata=None) -> ()");
   library.def(
       "decode_size(Tensor launch, int batch, int seqlen_q, int capacity, int total_q=-1) -> "
       "(int num_ctas, int workspace_bytes)");

@@ -202,9 +202,10 @@ def _edges_of_positions(position_ids: Tensor, batch: int, layer: torch.nn.Module
     last, read_at, reader, edges = _last_positions
     version = None if position_ids.is_inference() else position_ids._version
     if last() is not position_ids or read_at != version or reader() in (layer, None):
-        begins = _begins(position_ids, batch)
-        count = int(begins.sum())
-        edges = edges_of(begins, count) if count > batch else None
+        later = position_ids[:, 1:]
+        zeros = later.numel() - int(torch.count_nonzero(later))
+        count = batch + zeros * (batch if position_ids.shape[0] == 1 else 1)
+        edges = edges_of(_begins(position_ids, batch), count) if zeros else None
         _last_positions[:] = weakref.ref(position_ids), version, weakref.ref(layer), edges
     return edges
 

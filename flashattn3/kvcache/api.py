@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.arguments import boolean, expect_strided, integer, length
+from ..call.arguments import boolean, integer, length
 from ..call.public import public
 from ..dispatch.selection import backend_in_force
-from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
+from ..errors import expect, shown, type_error, value_error
 from . import ops
-from .checks import check_combine, check_decode, check_options, check_out
+from .checks import check_combine, check_decode, check_options, check_out, check_tensors
 from .metadata import hash_of_options, make_metadata
 from .problem import (
     DECODE,
@@ -59,36 +59,29 @@ def _with_kvcache(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
     )  # fmt: skip
-    appends = not (k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None)
-    others = (k, v, rotary_cos, rotary_sin, rotary_seqlens, out)
-    if not _are_plain(tensors, others if appends or out is not None else ()):
-        names = ("k", "v", "rotary_cos", "rotary_sin", "rotary_seqlens", "out")
-        named = zip(names, others, strict=True)
-        _check_tensors(function, 3, **tensors._asdict(), **dict(named))
-    longest, checked = _longest(function, cu_seqlens_q, max_seqlen_q), None
-    if not appends:
-        lengths = Lengths(seqlen, 0, longest)
-    else:
-        _check_new_tokens(function, k, v, cu_seqlens_k_new, others[2:5])
-        seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
-        lengths = Lengths(seqlen, seqlen_new, longest)
-        rotated = to_rotate = edges = None
-        if rotary_cos is not None:
-            rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
-            to_rotate, edges, tensors = q, cu_seqlens_q, tensors._replace(q=rotated)
-        checked = ops.check_call(tensors, lengths, options)
-        appended = AppendTensors(
-            k, v, k_cache, v_cache, to_rotate, rotated, cache_seqlens, page_table, cache_batch_idx,
-            edges, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
-        )  # fmt: skip
-        one_position = not (options.causal or options.window_left >= 0 or options.window_right >= 0)
-        how = AppendOptions(
-            boolean(function, "rotary_interleaved", rotary_interleaved),
-            one_position,
-            options.backend,
-            function,
-        )
-        ops.run_append(appended, lengths, how)
+    longest = _longest(function, cu_seqlens_q, max_seqlen_q)
+    if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None:
+        return _attended(tensors, Lengths(seqlen, 0, longest), options, out)
+    if ops.is_watched(q, k_cache) or not type(k) is type(v) is Tensor:
+        rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+        rotary |= {"rotary_seqlens": rotary_seqlens}
+        check_tensors(function, 3, **tensors._asdict(), k=k, v=v, **rotary)
+        _check_new_tokens(function, k, v, cu_seqlens_k_new=cu_seqlens_k_new, **rotary)
+    seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
+    lengths = Lengths(seqlen, seqlen_new, longest)
+    rotated = to_rotate = edges = None
+    if rotary_cos is not None:
+        rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+        to_rotate, edges, tensors = q, cu_seqlens_q, tensors._replace(q=rotated)
+    checked = ops.check_call(tensors, lengths, options)
+    appended = AppendTensors(
+        k, v, k_cache, v_cache, to_rotate, rotated, cache_seqlens, page_table, cache_batch_idx,
+        edges, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
+    )  # fmt: skip
+    one_position = not (options.causal or options.window_left >= 0 or options.window_right >= 0)
+    interleaved = boolean(function, "rotary_interleaved", rotary_interleaved)
+    how = AppendOptions(interleaved, one_position, options.backend, function)
+    ops.run_append(appended, lengths, how)
     return _attended(tensors, lengths, options, out, checked)
 
 
@@ -205,24 +198,27 @@ def _attended(
     lengths: Lengths,
     options: DecodeOptions,
     out: Tensor | None,
-    checked: ops.CheckedCall | None,
+    checked: ops.CheckedCall | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Allocate the results and run the call. checked: None: it was not checked yet."""
-    q = tensors.q
+    q, given = tensors.q, out
+    if given is not None:
+        check_tensors(options.function, 0, out=given)
     if ops.is_watched(q, tensors.k_cache):
+        check_tensors(options.function, 3, **tensors._asdict())
         if q.ndim not in (3, 4) or tensors.v_cache.ndim != 4:  # the check names the tensor
             check_decode(tuple(map(metadata_of, tensors)), options, lengths)
         out_shape, lse_shape = ops.result_shapes(q, tensors.v_cache)
-        out = _out_of(out, q, out_shape, options)
+        out = _out_of(given, q, out_shape, options)
         lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
         ops.decode_operator(out, lse, tensors, lengths, options)
     else:
         if checked is None:
             checked = ops.checked_call(tensors, lengths, options)
-        plan, out_shape, lse_shape, lse_dtype = checked
-        given, out = out, _out_of(out, q, out_shape, options)
-        lse = None if lse_shape is None else q.new_empty(lse_shape, dtype=lse_dtype)
-        ops.run_checked(plan, out, lse, tensors, lengths, options)
+        lse_shape = checked.lse_shape
+        out = _out_of(given, q, checked.out_shape, options)
+        lse = None if lse_shape is None else q.new_empty(lse_shape, dtype=checked.lse_dtype)
+        ops.run_checked(checked, out, lse, tensors, lengths, options)
         if given is not None:
             ops.count_writes(out)
     return (out, lse) if options.return_lse else out
@@ -278,7 +274,7 @@ def append_kvcache(
         k, v, k_cache, v_cache, q, None, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
         cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
     )  # fmt: skip
-    _check_tensors(function, 4, **tensors._asdict())
+    check_tensors(function, 4, **tensors._asdict())
     if q is not None:
         rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
         tensors = tensors._replace(q_out=rotated)
@@ -343,7 +339,7 @@ def get_scheduler_metadata(
     )
     tensors = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     tensors |= {"cu_seqlens_k_new": cu_seqlens_k_new, "cache_leftpad": cache_leftpad}
-    _check_tensors(function, 1, **tensors)
+    check_tensors(function, 1, **tensors)
     batch = integer(function, "batch_size", batch_size)
     for name, x in tensors.items():
         if x is not None:
@@ -398,7 +394,7 @@ def flash_attn_combine(
     Raises: TypeError, ValueError: an argument is invalid.
     """
     function = "flash_attn_combine"
-    _check_tensors(function, 2, out_partial=out_partial, lse_partial=lse_partial, out=out)
+    check_tensors(function, 2, out_partial=out_partial, lse_partial=lse_partial, out=out)
     found = metadata_of(out_partial)
     check_combine(function, found, metadata_of(lse_partial))
     dtype = _dtype(function, out_dtype)
@@ -431,59 +427,23 @@ def _seqlens(function: str, cache_seqlens: object) -> tuple[int | None, Tensor |
 
 def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -> int | None:
     if cu_seqlens_q is None:
-        wanted = "None without cu_seqlens_q"
-        expect(max_seqlen_q is None, function, "max_seqlen_q", wanted, shown(max_seqlen_q))
-        return None
+        if max_seqlen_q is None:
+            return None
+        raise value_error(
+            function, "max_seqlen_q", "None without cu_seqlens_q", shown(max_seqlen_q)
+        )
     expect(max_seqlen_q is not None, function, "max_seqlen_q", "an int with cu_seqlens_q", None)
     return length(function, "max_seqlen_q", max_seqlen_q)
 
 
-def _are_plain(tensors: DecodeTensors, others: tuple[Tensor | None, ...]) -> bool:
-    """Whether ``_check_tensors`` has nothing to refuse, as in nearly every call."""
-    if tensors.q is None or tensors.k_cache is None or tensors.v_cache is None:
-        return False
-    wants_gradient = torch.is_grad_enabled()
-    for x in (*tensors, *others) if others else tensors:
-        if x is None:
-            continue
-        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
-            return False
-        if wants_gradient and x.requires_grad:
-            return False
-    return True
-
-
-def _check_tensors(function: str, required: int, **tensors: object) -> None:
-    """All are plain tensors without a gradient; the first ``required`` are given."""
-    wants_gradient = torch.is_grad_enabled()
-    for index, (name, x) in enumerate(tensors.items()):
-        if x is None and index >= required:
-            continue
-        if not isinstance(x, Tensor):
-            raise type_error(function, name, "a torch.Tensor", shown(x))
-        if x.layout is not torch.strided or x.is_nested:
-            expect_strided(function, name, x)
-        if wants_gradient and x.requires_grad:
-            sentence = complaint(function, f"{name}.requires_grad", False, True)
-            raise UnsupportedError(
-                f"{sentence}: there is no gradient through a cache; call it under torch.no_grad()"
-            )
-
-
 def _check_new_tokens(
-    function: str,
-    k: Tensor | None,
-    v: Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-    rotary: tuple[Tensor | None, ...],
+    function: str, k: Tensor | None, v: Tensor | None, **others: Tensor | None
 ) -> None:
-    """rotary: rotary_cos, rotary_sin and rotary_seqlens."""
     if k is not None and v is not None:
         return
     wanted = "a tensor: k and v are appended together"
     expect(k is None, function, "v", wanted, None)
     expect(v is None, function, "k", wanted, None)
-    names = ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens")
-    for name, given in zip(names, (cu_seqlens_k_new, *rotary), strict=True):
+    for name, given in others.items():
         if given is not None:
             raise value_error(function, name, "None without k and v", "a tensor")

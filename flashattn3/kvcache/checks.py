@@ -6,9 +6,11 @@ The checks read shapes, strides, dtypes and devices, so they also run on fake te
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from ..call.arguments import expect_strided
 from ..call.dtypes import FULL_PRECISION, SIXTEEN_BIT
-from ..errors import UnsupportedError, complaint, expect
+from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from .metadata import metadata_size
 from .problem import (
     DECODE,
@@ -30,6 +32,23 @@ Found = Metadata | None
 def unsupported(function: str, what: str, wanted: object, got: object) -> UnsupportedError:
     sentence = complaint(function, what, wanted, got)
     return UnsupportedError(f"{sentence}: it is not supported yet by any backend")
+
+
+def check_tensors(function: str, required: int, **tensors: object) -> None:
+    """All are plain tensors without a gradient; the first ``required`` are given."""
+    wants_gradient = torch.is_grad_enabled()
+    for index, (name, x) in enumerate(tensors.items()):
+        if x is None and index >= required:
+            continue
+        if not isinstance(x, Tensor):
+            raise type_error(function, name, "a torch.Tensor", shown(x))
+        if x.layout is not torch.strided or x.is_nested:
+            expect_strided(function, name, x)
+        if wants_gradient and x.requires_grad:
+            sentence = complaint(function, f"{name}.requires_grad", False, True)
+            raise UnsupportedError(
+                f"{sentence}: there is no gradient through a cache; call it under torch.no_grad()"
+            )
 
 
 def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Lengths) -> None:

@@ -13,9 +13,12 @@ from .api import flash_attn_with_kvcache
 from .backends import CACHE_BACKENDS
 from .checks import check_decode
 from .problem import (
+    AppendOptions,
+    AppendTensors,
     DecodeTensors,
     Lengths,
     Metadata,
+    describe_append,
     describe_decode,
     key_of,
     metadata_of,
@@ -27,10 +30,14 @@ from .value_checks import capacity_of
 class _Watched(TorchDispatchMode):
     """Keeps the arguments of the operators of a cached call, which do not run."""
 
+    append = None
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.flashattn3.decode.default:
             self.decode = ops.unpacked_decode(args[2:])
-        elif func is not torch.ops.flashattn3.append.default:
+        elif func is torch.ops.flashattn3.append.default:
+            self.append = ops.unpacked_append(args)
+        else:
             return func(*args, **(kwargs or {}))
 
 
@@ -38,7 +45,8 @@ def explain_with_kvcache(
     *arguments: object, device: torch.device | str | None = None, **named: object
 ) -> Explanation:
     """Say how a ``flash_attn_with_kvcache`` with these arguments would run: backend, tile, grid,
-    workspace, and why the other backends do not run it. Nothing is launched.
+    workspace, the kernel of an append, and why the other backends do not run it. Nothing is
+    launched.
 
     Args:
         arguments, named: those of ``flash_attn_with_kvcache``. The tensors may lie on the meta
@@ -52,21 +60,35 @@ def explain_with_kvcache(
         flash_attn_with_kvcache(*arguments, **named)
     tensors, lengths, options = watched.decode
     place = place_of("explain_with_kvcache", tensors.q, device)
-    found = tuple(map(_metadata_of, tensors))
-    found = tuple(x and x._replace(device=_moved(x.device, place)) for x in found)
+    found = _on(place, tensors)
     check_decode(found, options, lengths)
     problem = describe_decode(found, options, lengths.max_seqlen_q)
     plan = choose(problem, describe_device(place), CACHE_BACKENDS)
-    return explanation_of(plan, CACHE_BACKENDS, _described(plan, tensors, lengths))
+    described = _described(plan, tensors, lengths)
+    if watched.append is not None:
+        described |= {"append": _append_on(place, *watched.append)}
+    return explanation_of(plan, CACHE_BACKENDS, described)
+
+
+def _append_on(place: torch.device, tensors: AppendTensors, _, options: AppendOptions) -> str:
+    """The backend of an append, and which kernel it runs."""
+    problem = describe_append(_on(place, tensors), options)
+    plan = choose(problem, describe_device(place), CACHE_BACKENDS)
+    kernel = plan.launch.describe().get("kernel")
+    return f"{plan.backend.name}: {kernel} kernel" if kernel else plan.backend.name
+
+
+def _on(place: torch.device, tensors: tuple[torch.Tensor | None, ...]) -> tuple:
+    """The metadata of tensors of which those on the meta device are on the place."""
+    found = tuple(map(_metadata_of, tensors))
+    return tuple(
+        x and x._replace(device=place if x.device.type == "meta" else x.device) for x in found
+    )
 
 
 def _metadata_of(x: torch.Tensor | None) -> Metadata | None:
     """With the alignment of a tensor that has memory."""
     return metadata_under(key_of((x,)))[0] if type(x) is torch.Tensor else metadata_of(x)
-
-
-def _moved(device: torch.device, place: torch.device) -> torch.device:
-    return place if device.type == "meta" else device
 
 
 def _described(plan: Plan, tensors: DecodeTensors, lengths: Lengths) -> dict[str, object]:

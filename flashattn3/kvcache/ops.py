@@ -21,7 +21,7 @@ from ..errors import expect
 from ..modes import is_traced
 from . import problem as problems
 from .backends import CACHE_BACKENDS
-from .checks import check_append, check_combine, check_decode, check_out
+from .checks import check_append, check_combine, check_decode, check_out, check_tensors
 from .metadata import hash_of_options
 from .problem import (
     AppendOptions,
@@ -78,12 +78,14 @@ class CheckedCall(NamedTuple):
     """A cached call whose metadata was checked: its plan, and shapes and dtype of its results.
 
     lse_shape: None where lse is neither asked for nor needed by the launch.
+    copies_q: whether the last stride of q is not 1.
     """
 
     plan: Plan
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...] | None
     lse_dtype: torch.dtype
+    copies_q: bool
 
 
 # The length as an int changes in every step: these caches know only whether there is one.
@@ -95,7 +97,8 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     q, _, v_cache = found[:3]
     out_shape, lse_shape = result_shapes(q, v_cache)
     wanted = options.return_lse or plan.launch.needs_lse
-    return CheckedCall(plan, out_shape, lse_shape if wanted else None, lse_dtype(q.dtype))
+    lse_shape = lse_shape if wanted else None
+    return CheckedCall(plan, out_shape, lse_shape, lse_dtype(q.dtype), not q.rows_are_dense)
 
 
 class CheckedAppend(NamedTuple):
@@ -151,7 +154,25 @@ def check_call(
 
 def checked_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> CheckedCall:
     """The checks and the plan of a call that nothing watches."""
-    return _checked_decode(key_of(tensors), options, _constant(lengths, options.function))
+    key = checked_key_of(options.function, 3, tensors)
+    return _checked_decode(key, options, _constant(lengths, options.function))
+
+
+def checked_key_of(function: str, required: int, tensors: DecodeTensors | AppendTensors) -> tuple:
+    """``key_of``; raises what ``check_tensors`` has to refuse, and asks it only then."""
+    try:
+        key = key_of(tensors)
+        refused = tensors.v_cache is None or (torch.is_grad_enabled() and _need_gradient(tensors))
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides
+        refused = True
+    if refused:
+        check_tensors(function, required, **tensors._asdict())
+        return key_of(tensors)
+    return key
+
+
+def _need_gradient(tensors: DecodeTensors | AppendTensors) -> bool:
+    return bool([x for x in tensors if x is not None and x.requires_grad])
 
 
 def result_shapes(
@@ -207,24 +228,23 @@ def count_writes(*written: Tensor) -> None:
 
 
 def run_checked(
-    plan: Plan,
+    checked: CheckedCall,
     out: Tensor,
     lse: Tensor | None,
     tensors: DecodeTensors,
     lengths: Lengths,
     options: DecodeOptions,
 ) -> None:
-    """Run a call without the dispatcher. plan: of ``checked_call``, which says whether lse
+    """Run a call without the dispatcher. checked: of ``checked_call``, which says whether lse
     may be None."""
-    q = tensors.q
     options_hash = 0
     if tensors.scheduler_metadata is not None:
-        options_hash = options_hash_of(plan.problem, options)
-    if is_checked(q.device):
+        options_hash = options_hash_of(checked.plan.problem, options)
+    if is_checked(tensors.q.device):
         check_decode_values(tensors, options, lengths, options_hash)
-    if q.stride(-1) != 1:
-        tensors = tensors._replace(q=q.contiguous())
-    plan.launch.decode(out, lse, tensors, lengths, options_hash)
+    if checked.copies_q:
+        tensors = tensors._replace(q=tensors.q.contiguous())
+    checked.plan.launch.decode(out, lse, tensors, lengths, options_hash)
 
 
 def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: str) -> None:
@@ -237,7 +257,8 @@ def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: s
 
 def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
     function = options.function
-    plan, copied = _checked_append(key_of(tensors), options, _constant(lengths, function))
+    key = checked_key_of(function, 4, tensors)
+    plan, copied = _checked_append(key, options, _constant(lengths, function))
     if is_checked(tensors.k.device):
         check_append_values(tensors, function, lengths)
     if copied:
@@ -267,7 +288,7 @@ def unpacked_decode(arguments: tuple) -> tuple[DecodeTensors, Lengths, DecodeOpt
     return tensors, Lengths(*arguments[_NUM_DECODE:end]), DecodeOptions(*arguments[end:])
 
 
-def _unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOptions]:
+def unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOptions]:
     end = _NUM_APPEND + len(Lengths._fields)
     tensors = AppendTensors(*arguments[:_NUM_APPEND])
     return tensors, Lengths(*arguments[_NUM_APPEND:end]), AppendOptions(*arguments[end:])
@@ -278,13 +299,13 @@ def _decode(out, lse, *arguments):
     tensors, lengths, options = unpacked_decode(arguments)
     options = options._replace(backend=_in_force(options.backend))
     _check_results(out, lse, tensors, options.function)
-    plan = checked_call(tensors, lengths, options).plan
-    run_checked(plan, out, lse, tensors, lengths, options)
+    checked = checked_call(tensors, lengths, options)
+    run_checked(checked, out, lse, tensors, lengths, options)
 
 
 @torch.library.impl("flashattn3::append", "CompositeExplicitAutograd")
 def _append(*arguments):
-    tensors, lengths, options = _unpacked_append(arguments)
+    tensors, lengths, options = unpacked_append(arguments)
     _append_of(tensors, lengths, options._replace(backend=_in_force(options.backend)))
 
 
@@ -301,7 +322,7 @@ def _decode_fake(out, lse, *arguments):
 
 @torch.library.register_fake("flashattn3::append")
 def _append_fake(*arguments):
-    tensors, lengths, options = _unpacked_append(arguments)
+    tensors, lengths, options = unpacked_append(arguments)
     check_append(tuple(map(metadata_of, tensors)), options, lengths)
 
 

@@ -21,11 +21,12 @@ from ...dispatch.kernel_configs import (
     select_cached_forward_config,
     select_decode_config,
 )
+from ...kvcache.problem import DecodeTensors
 from .launch_record import decode_record_of
 
 if TYPE_CHECKING:
     from ...dispatch.device import DeviceInfo
-    from ...kvcache.problem import DecodeProblem, DecodeTensors, Lengths
+    from ...kvcache.problem import DecodeProblem, Lengths
     from .library import Library
 
 ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
@@ -68,9 +69,11 @@ class DecodeLaunch:
         config = self.kernel_config
         if config.kind == "decode":
             rows, multiply = f"{DECODE_TILE_ROWS} packed rows", config.num_consumers
+            stages = _stages_of(config, self.problem)
             whole = self.problem.num_splits == 1
         else:
             rows, multiply = f"{config.block_m} rows of a head", config.num_mma_warpgroups
+            stages = config.num_stages
             whole = True
         beside = {}
         if self.short_queries:
@@ -81,7 +84,7 @@ class DecodeLaunch:
             "kernel": f"{config.kind}: {self.reason}",
             **beside,
             "tile": f"{rows} x {config.block_n} keys",
-            "num_stages": config.num_stages,
+            "num_stages": stages,
             "warpgroups": f"1 loads, {multiply} multiply",
             "parts": "none: whole tiles" if whole else f"equal shares on {self.num_sms} SMs",
             "shared_memory_bytes": self.prepared.shared_memory_bytes,
@@ -102,6 +105,15 @@ class DecodeLaunch:
         rows = total_q if self.problem.varlen else -1
         sizes = self.library.decode_size(self.prepared.handle, batch, seqlen_q, capacity, rows)
         return {"grid": (sizes[0], 1, 1), "workspace_bytes": sizes[1]}
+
+
+def _stages_of(config: DecodeConfig, problem: DecodeProblem) -> object:
+    """The stages in use, which may depend on whether two CTAs share an SM in a call of its size."""
+    alone, beside = config.num_stages, config.num_stages_beside
+    shared = config.num_consumers == 1 and problem.sm_margin == 0
+    if not shared or alone == beside:
+        return alone
+    return f"{beside} where two CTAs share an SM, else {alone}"
 
 
 def unfit_reason(problem: DecodeProblem) -> str | None:
@@ -179,6 +191,8 @@ def prepare_decode(launch: DecodeLaunch) -> Callable:
     operator, handle, problem = launch.library.decode, launch.prepared.handle, launch.problem
     copies_q = launch.copies_q
     converts = copies_q or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
+    names = DecodeTensors._fields
+    num_passed = 1 + max(i for i, name in enumerate(names) if i < 3 or name in problem.given)
 
     def run(
         out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int
@@ -195,7 +209,8 @@ def prepare_decode(launch: DecodeLaunch) -> Callable:
             seqlen = -1
         if longest is None:
             longest = -1
-        operator(handle, out, lse, *tensors, seqlen, seqlen_new, longest, options_hash)
+        passed = tensors[:num_passed]
+        operator(handle, out, lse, seqlen, seqlen_new, longest, options_hash, *passed)
 
     return run
 

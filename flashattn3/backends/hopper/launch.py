@@ -111,12 +111,15 @@ def prepare_differentiable(
     """Build a function of the tensors that returns (out, lse), of which out is differentiable: its
     autograd node runs in C++. None where a pass needs a copy first, another backend or more tensors
     than q, k and v."""
-    problem, config, operator = launch.problem, launch.config, library.differentiable
+    problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     copied = problem.copied or config.copied
-    if operator is None or config.launch is None or config.gradient_config is None:
+    if config.launch is None or config.gradient_config is None:
         return None
     if problem.varlen or problem.dtype in EIGHT_BIT or copied or not aligned:
+        return None
+    operator = library.autograd_node()
+    if operator is None:
         return None
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
     launches = torch.cat((config.launch.handle, backward.handle))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 import torch
 
 from ...call.spec import ScoreScale
+from ...kvcache.problem import DecodeTensors
 
 if TYPE_CHECKING:
     from ...call.problem import Problem
@@ -62,6 +63,12 @@ DecodeRecord = NamedTuple(
         ("short_config", int),
         ("short_queries", int),
     ],
+)
+# The arguments of decode after the prepared launch (csrc/torch_binding/decode_op.cpp). Tensors that
+# a call may lack come last: torch reads an argument that is not passed in a fraction of the time.
+DECODE_ARGUMENTS = (
+    *("out", "lse", "seqlen", "seqlen_new", "max_seqlen_q", "options_hash"),
+    *DecodeTensors._fields,
 )
 LARGEST_WINDOW = 2**30  # no distance of two positions is larger
 

@@ -13,7 +13,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from ...dispatch.kernel_configs import configs_hash
-from .launch_record import DecodeRecord, LaunchRecord
+from .launch_record import DECODE_ARGUMENTS, DecodeRecord, LaunchRecord
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PROJECT = PACKAGE.parent  # repository root, or site-packages if installed
@@ -34,8 +34,9 @@ class Library:
 
     error: why the library cannot be used; None if it can.
     cuda_version: of the CUDA runtime inside it, such as "13.0".
-    differentiable: attention with an autograd node in C++ (csrc/torch_binding/autograd_node.cpp);
-        None if another copy of the library has registered its own in this process.
+    autograd_node: registers the autograd node in C++ (csrc/torch_binding/autograd_node.cpp), in
+        the first call, and returns the attention that has it; None if another copy of the library
+        has registered its own in this process.
     The others: operators of torch.ops.flashattn3_hopper.
     """
 
@@ -47,7 +48,7 @@ class Library:
     permute_v: Callable | None = None
     prepare_backward: Callable | None = None
     backward: Callable | None = None
-    differentiable: Callable | None = None
+    autograd_node: Callable[[], Callable | None] = lambda: None
     prepare_decode: Callable | None = None
     decode_size: Callable | None = None
     decode: Callable | None = None
@@ -84,29 +85,30 @@ def find_library() -> Library:
     if driver_error:
         return Library(error=f"the Hopper kernels were {driver_error}")
     operators = torch.ops.flashattn3_hopper
-    records = {
-        "prepare_forward": LaunchRecord,
-        "prepare_backward": LaunchRecord,
-        "prepare_decode": DecodeRecord,
+    arguments = {
+        "prepare_forward": LaunchRecord._fields,
+        "prepare_backward": LaunchRecord._fields,
+        "prepare_decode": DecodeRecord._fields,
+        "decode": DECODE_ARGUMENTS,
     }
-    preparing = {name: getattr(operators, name).default for name in records}
+    checked = {name: getattr(operators, name).default for name in arguments}
     older = not (hasattr(operators, "register_autograd_node") and hasattr(operators, "append"))
-    if older or any(_record_of(preparing[name]) != records[name]._fields for name in records):
+    if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
         cuda_version=_text(loaded, "cuda_version"),
-        **preparing,
+        **checked,
         forward=operators.forward.default,
         permute_v=operators.permute_v.default,
         backward=operators.backward.default,
-        differentiable=_registered_node(operators),
+        autograd_node=partial(_registered_node, operators),
         decode_size=operators.decode_size.default,
-        decode=operators.decode.default,
         append=operators.append.default,
     )
 
 
+@cache
 def _registered_node(operators: object) -> Callable | None:
     """The operator with the autograd node, whose CUDA kernels are this library's from now on."""
     name = "_scaled_dot_product_flash_attention_for_cpu"
@@ -116,9 +118,9 @@ def _registered_node(operators: object) -> Callable | None:
     return getattr(torch, name)
 
 
-def _record_of(prepare: torch._ops.OpOverload) -> tuple[str, ...]:
-    """Names of the operator's arguments after the index of the kernel config."""
-    return tuple(argument.name for argument in prepare._schema.arguments[1:])
+def _arguments_of(operator: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Names of the operator's arguments after the kernel config, or the launch, that is first."""
+    return tuple(argument.name for argument in operator._schema.arguments[1:])
 
 
 def _text(loaded: ctypes.CDLL, name: str) -> str:
