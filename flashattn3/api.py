@@ -1,8 +1,8 @@
 """The public functions: signatures and documentation. Names, order and defaults follow the
 FlashAttention-3 interface; the packed forms other than qkvpacked are FlashAttention-2's.
 
-``public`` (call/spec.py) makes the functions: it reads the options by their fields and passes them
-on to the form below that takes the tensors.
+``public`` (call/public.py) makes the functions: it reads the options by their fields and passes
+them on to the form below that takes the tensors.
 """
 
 from __future__ import annotations
@@ -210,10 +210,10 @@ def flash_attn_func(
         softmax_scale: 0, or of a magnitude between 2**-100 and 2**100 (2**900 in float64); None
             stands for head_dim ** -0.5.
         causal: query i sees the keys up to i + seqlen_k - seqlen_q (aligned to the bottom right).
-        q_descale, k_descale, v_descale: of 8 bits, float32: a stored value times its descale is the
-            real value; None stands for 1. (batch, num_heads_kv) as FlashAttention-3 has it, q's as
-            well; or (batch, num_heads_kv, ceil(seqlen / block)) for blocks of 64, 128 or 256
-            tokens. q's may also have num_heads_q heads.
+        q_descale, k_descale, v_descale: float32, for 8-bit inputs: a stored value times its descale
+            is the real value; None stands for 1. (batch, num_heads_kv) as in FlashAttention-3,
+            q_descale as well; or (batch, num_heads_kv, ceil(seqlen / block)) for blocks of 64, 128
+            or 256 tokens. q_descale may also have num_heads_q heads.
         window_size: (left, right) keys visible on each side of that diagonal, inclusive; a
             negative number or None is open. With causal the right side is 0.
         softcap: if positive, scores become softcap * tanh(score / softcap) before the mask.
@@ -225,11 +225,11 @@ def flash_attn_func(
         return_attn_probs: FlashAttention-3's name for return_lse.
         return_lse: also return the log-sum-exp of every row.
         backend: name of the only backend that may run this call; None dispatches by the device.
-        out_dtype: of an 8-bit call bfloat16 (None), float16 or, on the reference backend, float32;
-            of others None or q's.
-        use_fast_accum: of 8 bits on the Hopper backend. False: out leaves the tensor cores'
-            accumulators for float32 every 768 keys. True: out stays in them, which is up to 10 %
-            faster beyond 768 keys and drops low bits: where V's values share one sign, out loses
+        out_dtype: with 8-bit inputs bfloat16 (None), float16 or, on the reference backend,
+            float32; with other inputs None or q's dtype.
+        use_fast_accum: for 8-bit inputs on the Hopper backend. False: out leaves the tensor cores'
+            accumulators for float32 every 768 keys. True: out stays in them, which is faster
+            beyond 768 keys and drops low bits: where V's values share one sign, out loses
             n * 2**-16 of itself over n keys (V = 1: about 8 % from 4096 keys on), and light keys
             vanish beside a heavy one. Other backends and 16-bit inputs accumulate in float32
             either way. A hint.
