@@ -126,7 +126,8 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a few queries to keys and values in a cache, to which new ones may be added.
+    """Attention to keys and values in a cache, to which new ones may be added: of a few queries of
+    each sequence, or of chunks of a prompt.
 
     The queries of a sequence are its last positions. Nothing waits for the device, and nothing on
     the host depends on a length, so a CUDA graph of a call serves other lengths and page tables.
@@ -138,14 +139,15 @@ def flash_attn_with_kvcache(
             (num_pages, page_size, num_heads_kv, ·). Any strides but the last, which is 1, so heads
             may come first and both caches may lie in one tensor. Head dims are at most 256.
         k, v: new tokens (batch, seqlen_new, num_heads_kv, ·), or (total_new, ...) with
-            cu_seqlens_k_new: written behind the cached ones, then attended to. Tokens that do not
-            fit are dropped.
+            cu_seqlens_k_new: written behind the cached ones, then attended to. On a GPU tokens that
+            do not fit are dropped.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or in q's dtype: k and q are
             rotated, k from the position that it is written to. Without causal and window all
             queries of a sequence have the position of the first new token. A position outside the
             tables gives NaN.
-        cache_seqlens: cached tokens, before k: an int or int32 (batch,); None: the capacity. Cut to
-            the capacity; keys and page numbers past it are never read.
+        cache_seqlens: cached tokens, before k: an int or int32 (batch,); None: the capacity, which
+            with k and v is an error. Cut to the capacity; keys and page numbers past it are never
+            read.
         cache_batch_idx: int32 (batch,), the row of the caches, or of page_table, of each sequence.
         cache_leftpad: int32 (batch,); keys before it are hidden, positions count them.
         page_table: int32 (batch, max_pages), any row stride: the pages of each sequence in order.
@@ -158,18 +160,20 @@ def flash_attn_with_kvcache(
         causal, window_size, softcap: as in ``flash_attn_func``; the window counts from the queries'
             positions, and only its part of the cache is read.
         rotary_interleaved: rotated pairs are columns (2i, 2i + 1); else (i, i + rotary_dim / 2).
-        scheduler_metadata: from ``get_scheduler_metadata`` for the same lengths and options; of
-            others, every row is NaN.
+        scheduler_metadata: from ``get_scheduler_metadata`` for the same lengths and options; rows
+            of a sequence with other ones become NaN.
         num_splits: 0: the keys of the whole batch are cut into equal parts, which depend on the
             lengths in the batch; 1: no sequence is cut, and a row's bits do not depend on the
             other lengths; n up to 256: n equal parts of each sequence, fewer where it has fewer
             tiles.
-        pack_gqa: None or True: query heads that share a KV head share a tile.
-        sm_margin: streaming multiprocessors for which no part is cut. A hint.
+        pack_gqa: None or True: query heads that share a KV head share a tile. False is not
+            supported yet.
+        sm_margin: number of streaming multiprocessors to leave free: Hopper's kernels leave them,
+            Triton's cut the batch into parts for the others alone. A hint.
         return_softmax_lse: FlashAttention-3's name for return_lse.
         sinks: (num_heads_q,), float32 or q's dtype: one more logit for each row, which takes
-            weight and has no value (gpt-oss). lse holds it. Of calls whose results
-            ``flash_attn_combine`` joins, one alone may have it.
+            weight and has no value (gpt-oss). lse includes it. Pass it to only one of the calls
+            whose results ``flash_attn_combine`` joins.
         out: where the result is written, of the shape and dtype below.
         out_dtype: None or q's.
         return_lse: also return the log-sum-exp.
@@ -257,8 +261,8 @@ def append_kvcache(
 
     Args:
         k, v, k_cache, v_cache and all others: as in ``flash_attn_with_kvcache``. Token i of a
-            sequence is written to position cache_seqlens + i; one that has no place in the cache,
-            or whose page does not exist, is dropped.
+            sequence is written to position cache_seqlens + i; on a GPU a token that has no place
+            in the cache, or whose page does not exist, is dropped, on a CPU it is an error.
         q: queries to be rotated beside the keys, query i to position cache_seqlens + i (or
             rotary_seqlens + i); (batch, seqlen_q, num_heads_q, head_dim), or (total_q, ...) with
             cu_seqlens_q.
@@ -309,10 +313,11 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """What a ``flash_attn_with_kvcache`` of these lengths and options is prepared with.
+    """The lengths and options of a ``flash_attn_with_kvcache``, for its scheduler_metadata.
 
-    A server may copy it into a buffer of a CUDA graph. It holds the lengths and options, so that a
-    call with others returns NaN rows and never plausible numbers.
+    No call needs it: schedules are computed from the lengths on the device. Code that was written
+    for FlashAttention-3 may copy it into a buffer of a CUDA graph. A call with other lengths or
+    options returns NaN rows and never plausible numbers.
 
     Args: those of the call; batch_size, head counts, headdim and headdim_v (None: headdim) of its
         tensors. max_seqlen_q: queries of each sequence where cu_seqlens_q is None. max_seqlen_k:
