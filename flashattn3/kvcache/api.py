@@ -263,9 +263,9 @@ def append_kvcache(
         k, v, k_cache, v_cache and all others: as in ``flash_attn_with_kvcache``. Token i of a
             sequence is written to position cache_seqlens + i; on a GPU a token that has no place
             in the cache, or whose page does not exist, is dropped, on a CPU it is an error.
-        q: queries to be rotated beside the keys, query i to position cache_seqlens + i (or
-            rotary_seqlens + i); (batch, seqlen_q, num_heads_q, head_dim), or (total_q, ...) with
-            cu_seqlens_q.
+        q: with rotary_cos alone: queries to be rotated beside the keys, query i to position
+            cache_seqlens + i (or rotary_seqlens + i); (batch, seqlen_q, num_heads_q, head_dim), or
+            (total_q, ...) with cu_seqlens_q.
 
     Returns:
         the rotated q, contiguous, or None without q.
