@@ -169,8 +169,6 @@ def test_packed_sequences(name, by, calls):
     """Against each sequence by itself."""
     if name == "Llama4Text" and not NEW:
         pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
-    if name == "Llama4Text" and by == "cu_seq_lens":
-        pytest.skip("Llama 4's chunks are counted from the beginning of a row without position_ids")
     model, eager = pair(configured(name))
     ids, lengths = tokens(1), (9, 12)
     packing = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
@@ -182,6 +180,45 @@ def test_packed_sequences(name, by, calls):
     wanted = torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1)
     assert_close(found, wanted)
     assert calls["flash_attn_func"] == 0
+
+
+@pytest.mark.skipif(not NEW, reason="Llama 4 of transformers 4.57 counts chunks otherwise")
+@torch.no_grad()
+def test_chunks_of_a_row_are_not_cut_into_sequences():
+    """Chunks that are counted from the beginning of a row are wrong for its second sequence."""
+    (model, _), ids = pair(configured("Llama4Text")), tokens(1)
+    edges = torch.tensor([0, 9, 21], dtype=torch.int32)
+    packing = {"position_ids": torch.cat([torch.arange(n) for n in (9, 12)])[None]}
+    packing |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+    model(ids, use_cache=False, **packing)
+    for options in ({}, {"use_cache": False, "attention_mask": torch.ones_like(ids)}):
+        with pytest.raises(UnsupportedError, match="cu_seq_lens_q must be None where attention is"):
+            model(ids, **packing, **options)
+
+
+@torch.no_grad()
+def test_half_of_a_packing_is_refused():
+    (model, _), edges = pair(configured("Llama")), torch.tensor([0, 9, 21], dtype=torch.int32)
+    for given, missing in ("qk", "kq"):
+        with pytest.raises(ValueError, match=f"cu_seq_lens_{missing} must be a tensor"):
+            model(tokens(1), **{f"cu_seq_lens_{given}": edges})
+
+
+@torch.no_grad()
+def test_positions_are_read_again_for_another_batch_and_another_model():
+    first, second = (pair(configured("Llama"))[0] for _ in range(2))
+    ids, packed = tokens(3), torch.cat([torch.arange(9), torch.arange(12)])[None]
+    wanted = second(ids, position_ids=packed.clone()).logits
+    alone = second(ids[:1], position_ids=packed.clone()).logits
+    for batch, then in ((1, 3), (3, 1)):
+        first(ids[:batch], position_ids=packed)
+        found = second(ids[:then], position_ids=packed).logits
+        assert torch.equal(found, wanted if then == 3 else alone)
+    with torch.inference_mode():  # whose tensors count no writes
+        positions = torch.arange(ROWS)[None].clone()
+        first(ids, position_ids=positions)
+        positions.copy_(packed)
+        assert torch.equal(second(ids, position_ids=positions).logits, wanted)
 
 
 def generated(model, ids, **options):

@@ -132,7 +132,7 @@ def test_a_call_appends_before_it_attends(on_hopper):
     (first, appended), (then, attended) = on_hopper
     assert (first, then) == ("append", "decode")
     assert appended[4] is given.q and appended[-1] is True  # neither causal nor a window
-    assert attended[3] is appended[5]  # the rotated q
+    assert attended[6] is appended[5]  # the rotated q
     flash_attn_with_kvcache(given.q, *caches, *given[:2], **tables, **lengths, causal=True)
     assert on_hopper[2][1][-1] is False
 

@@ -310,7 +310,6 @@ def call_of(**changes):
         return torch.zeros(shape, dtype=dtype)
 
     given = {
-        "out": empty(B, SQ, 32, 128),
         "lse": empty(B, 32, SQ, dtype=torch.float32),
         "q": empty(B, SQ, 32, 128),
         "k_cache": empty(B, CAP, 8, 128),
@@ -318,7 +317,7 @@ def call_of(**changes):
         **changes,
     }
     numbers = [-1, 0, -1, 0]
-    return [given["out"], given["lse"], *numbers, *map(given.get, DecodeTensors._fields)]
+    return [given["lse"], *numbers, *map(given.get, DecodeTensors._fields)]
 
 
 INTS = torch.zeros(B, dtype=torch.int32)
@@ -330,8 +329,6 @@ CALLS = [
     ({"q": torch.zeros(B, 32, 128).bfloat16()}, "the number of axes of q must be 4, got 3"),
     ({"q": torch.zeros(B, SQ, 32, 128).half()}, "q.dtype must be bf16, got another dtype"),
     ({"q": OFF}, "q must be of rows at multiples of 16 bytes, got another layout"),
-    ({"out": OFF}, "out must be of rows at multiples of 16 bytes"),
-    ({"out": OFF[:, :2]}, "out.shape must be (2, 3, 32, 128), got (2, 2, 32, 128)"),
     ({"lse": torch.zeros(B, SQ, 32)}, "lse.shape must be (2, 32, 3), got (2, 3, 32)"),
     ({"lse": torch.zeros(B, 32, SQ).half()}, "lse.dtype must be float32"),
     ({"k_cache": WIDE}, "k_cache must be of rows at multiples of 16 bytes"),
@@ -353,6 +350,20 @@ def test_tensors_of_another_call_are_named(changes, said):
     handle = prepared()[0]
     with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
         LIBRARY.decode(handle, *call_of(**changes))
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        (OFF, "out must be of rows at multiples of 16 bytes"),
+        (OFF[:, :2], "out.shape must be (2, 3, 32, 128), got (2, 2, 32, 128)"),
+        (OFF.half(), "out.dtype must be bf16, got another dtype"),
+        (torch.zeros(B, SQ, 32, 128).bfloat16(), "q.device must be a GPU"),
+    ],
+)
+def test_a_given_out_is_checked(out, said):
+    with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
+        LIBRARY.decode_into(out, prepared()[0], *call_of())
 
 
 def test_a_paged_launch_takes_pages_of_its_size_alone():
@@ -377,7 +388,7 @@ def test_a_paged_launch_takes_pages_of_its_size_alone():
 
 def test_ragged_queries_have_edges():
     handle = prepared()[0]
-    q, out = (torch.zeros(5, 32, 128).bfloat16() for _ in range(2))
+    q = torch.zeros(5, 32, 128).bfloat16()
     edges, lse = torch.zeros(B + 1, dtype=torch.int32), torch.zeros(32, 5)
     for changes, said in (
         ({}, "q.device must be a GPU"),
@@ -385,7 +396,7 @@ def test_ragged_queries_have_edges():
         ({"cu_seqlens_q": edges[1:]}, "the number of caches must be 1, got 2"),
         ({"q": torch.zeros(B, SQ, 32, 128).bfloat16()}, "the number of axes of q must be 3, got 4"),
     ):
-        given = {"q": q, "out": out, "lse": lse, "cu_seqlens_q": edges, **changes}
+        given = {"q": q, "lse": lse, "cu_seqlens_q": edges, **changes}
         with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
             LIBRARY.decode(handle, *call_of(**given))
 
@@ -403,11 +414,17 @@ def on_hopper(monkeypatch):
     """Plan cached calls on CPU tensors for an H100; keeps what the operator receives."""
     received = []
 
-    def decode(handle, out, lse, *arguments):
+    def decode_into(out, handle, lse, *arguments):
         received.append((out, lse, *arguments))
         out.fill_(1.0)
 
-    hopper = HopperCacheBackend(HopperBackend(library=lambda: library_double(decode=decode)))
+    def decode(handle, lse, *arguments):
+        out = DecodeTensors(*arguments[4:]).new_out()
+        decode_into(out, handle, lse, *arguments)
+        return out
+
+    operators = {"decode": decode, "decode_into": decode_into}
+    hopper = HopperCacheBackend(HopperBackend(library=lambda: library_double(**operators)))
     for module in (ops, explanation):
         monkeypatch.setattr(module, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)

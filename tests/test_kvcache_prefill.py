@@ -150,19 +150,19 @@ def test_an_expanded_cache_runs_on_a_decode_kernel_and_an_expanded_q_is_copied()
 def test_what_a_call_passes_to_the_operator():
     """The same as of a decode kernel; an expanded q as a copy."""
     received = []
-    library = library_double(decode=lambda *given: received.append(given))
+    library = library_double(decode_into=lambda *given: received.append(given))
     hopper = HopperCacheBackend(HopperBackend(library=lambda: library, only_measured=False))
     like = tensors_of(seqlen_q=300, page_size=16)
     out = torch.empty_like(like.q)
     for q in (like.q, like.q[:1].expand(4, -1, -1, -1)):
         tensors = like._replace(q=q)
         plan = choose(problem_of(tensors), H100, backends(hopper))
-        plan.launch.decode(out, None, tensors, Lengths(7, 2, None), 5)
-        handle, *given = received.pop()
+        assert plan.launch.decode(out, None, tensors, Lengths(7, 2, None), 5) is out
+        out_given, handle, *given = received.pop()
         assert CACHED_CONFIGS[handle.config].kind == "forward"
-        out_given, lse, *numbers = given[:6]
+        lse, *numbers = given[:5]
         assert out_given is out and lse is None and numbers == [7, 2, -1, 5]
-        q_given, *others = given[6:]
+        q_given, *others = given[5:]
         assert q_given is q or (q_given.is_contiguous() and q_given.shape == q.shape)
         assert all(a is b for a, b in zip(others, tensors[1:], strict=False))
         assert len(others) == DecodeTensors._fields.index("page_table")

@@ -78,7 +78,8 @@ inline decode::CacheTensor cache_tensor(const CacheParams& cache) {
 
 inline void check_decode(const char* name, int head_dim, int block_n, const DecodeParams& params) {
   const auto check_head_dim = [&](const char* what, int value) {
-    expect(value > 0 && value <= head_dim && value % 8 == 0, "launch", what,
+    if (value > 0 && value <= head_dim && value % 8 == 0) return;
+    expect(false, "launch", what,
            "a multiple of 8, at most " + std::to_string(head_dim) + " for " + name, value);
   };
   check_head_dim("head_dim", params.head_dim);

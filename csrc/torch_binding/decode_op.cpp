@@ -1,6 +1,6 @@
-// flashattn3_hopper::decode and decode_size: fill DecodeParams from a prepared launch and the
-// tensors of a cached call, and launch on torch's current stream. The notes in forward_op.cpp
-// apply.
+// flashattn3_hopper::decode, decode_into and decode_size: fill DecodeParams from a prepared launch
+// and the tensors of a cached call, and launch on torch's current stream. The notes in
+// forward_op.cpp apply.
 //
 // Nothing depends on a length on the host, so a captured call is right for other lengths. The
 // workspace is torch's, in a capture of the graph's pool.
@@ -30,11 +30,12 @@ namespace {
 
 constexpr char kName[] = "decode";
 
-// Arguments of a cached call, in the order of the schema. The tensors are those of DecodeTensors in
-// flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is null; -1: the
-// capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the metadata holds.
+// Arguments of a cached call, in the order of the schema, and out. The tensors are those of
+// DecodeTensors in flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is
+// null; -1: the capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the
+// metadata holds.
 struct DecodeCall {
-  Tensor launch, out;
+  Tensor launch;
   std::optional<Tensor> lse;
   int64_t seqlen, seqlen_new, max_seqlen_q, options_hash;
   Tensor q, k_cache, v_cache;
@@ -44,7 +45,6 @@ struct DecodeCall {
   static DecodeCall take(Arguments& arguments) {
     using Optional = std::optional<Tensor>;
     return {.launch = arguments.take<Tensor>(),
-            .out = arguments.take<Tensor>(),
             .lse = arguments.take<Optional>(),
             .seqlen = arguments.take<int64_t>(),
             .seqlen_new = arguments.take<int64_t>(),
@@ -71,6 +71,20 @@ struct DecodeCall {
   int64_t total_q() const { return q.size(varlen() ? 0 : 1); }
 };
 
+Shape rows_shape(const CachedProblem& problem, const DecodeCall& call, int64_t columns) {
+  const int64_t total = call.total_q(), heads = problem.num_heads_q;
+  return call.varlen() ? Shape{3, {total, heads, columns}}
+                       : Shape{4, {call.batch(), total, heads, columns}};
+}
+
+Tensor new_out(const CachedProblem& problem, const DecodeCall& call) {
+  const int64_t total = call.total_q(), heads = problem.num_heads_q, columns = problem.head_dim_v;
+  const int32_t dtype = dtype_of(call.q);
+  const int device = call.q.get_device_index();
+  return call.varlen() ? new_tensor<3>({total, heads, columns}, dtype, device)
+                       : new_tensor<4>({call.batch(), total, heads, columns}, dtype, device);
+}
+
 // Throws for a tensor that is not on a GPU, or on another one than q.
 int device_of(const DecodeCall& call) {
   const int device = call.q.get_device_index();
@@ -81,7 +95,6 @@ int device_of(const DecodeCall& call) {
   check("q.device", call.q);
   check("k_cache.device", call.k_cache);
   check("v_cache.device", call.v_cache);
-  check("out.device", call.out);
   if (call.lse) check("lse.device", *call.lse);
   return device;
 }
@@ -92,12 +105,12 @@ void expect_dtype(const char* name, const Tensor& tensor, int32_t wanted, const 
 
 // Rows of 16-bit elements, which the kernel copies 16 bytes at a time.
 void check_rows(const char* name, const Tensor& tensor, ElementType dtype, const Shape& shape) {
-  const std::string start = name;
   expect_shape(kName, name, tensor, shape);
   const bool fp16 = dtype == ElementType::kFloat16;
-  expect_dtype((start + ".dtype").c_str(), tensor,
-               fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16(),
-               fp16 ? "fp16" : "bf16");
+  if (dtype_of(tensor) != (fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16())) {
+    const std::string what = std::string(name) + ".dtype";
+    expect(false, kName, what.c_str(), fp16 ? "fp16" : "bf16", "another dtype");
+  }
   const int last = shape.rank - 1;
   bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
                  (shape.size[last] <= 1 || tensor.stride(last) == 1);
@@ -127,12 +140,7 @@ void check_call(const CachedProblem& problem, ElementType dtype, const DecodeCal
   }
   const int64_t batch = call.batch(), total = call.total_q();
   const int64_t heads_q = problem.num_heads_q, heads_kv = problem.num_heads_kv;
-  const auto rows = [&](int64_t columns) {
-    return varlen ? Shape{3, {total, heads_q, columns}}
-                  : Shape{4, {batch, total, heads_q, columns}};
-  };
-  check_rows("q", call.q, dtype, rows(problem.head_dim));
-  check_rows("out", call.out, dtype, rows(problem.head_dim_v));
+  check_rows("q", call.q, dtype, rows_shape(problem, call, problem.head_dim));
   if (call.lse) {
     expect_shape(kName, "lse", *call.lse,
                  varlen ? Shape{2, {heads_q, total}} : Shape{3, {batch, heads_q, total}});
@@ -183,13 +191,13 @@ const float* floats(const std::optional<Tensor>& tensor) {
 }
 
 // Sizes and pointers of a call that check_call accepted; workspace, counters and pdl are unset.
-DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call) {
+DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, const Tensor& out) {
   const bool varlen = call.varlen(), paged = call.page_table.has_value();
   DecodeParams params = decode_params_of(problem);
   params.q = call.q.data_ptr();
-  params.out = call.out.data_ptr();
+  params.out = out.data_ptr();
   params.q_stride = row_strides(call.q, varlen);
-  params.out_stride = row_strides(call.out, varlen);
+  params.out_stride = row_strides(out, varlen);
   if (call.lse) {
     params.lse = static_cast<float*>(call.lse->data_ptr());
     params.lse_stride = {.batch = varlen ? 0 : call.lse->stride(0),
@@ -285,16 +293,24 @@ void launch_mixed(const PreparedDecode& launch, DecodeParams params, int device,
   if (beside) side.join(stream);
 }
 
-void decode(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
-  const DecodeCall call = DecodeCall::take(arguments);
+// out: a new tensor if null. Returns it.
+Tensor run(const DecodeCall& call, const Tensor* given) {
   const PreparedDecode& launch = prepared_decode(kName, call.launch);
+  const CachedProblem& problem = launch.problem;
   const DecodeKernel& kernel = decode_kernel(launch.config);
-  check_call(launch.problem, kernel.info.dtype, call);
+  check_call(problem, kernel.info.dtype, call);
+  if (given != nullptr) {
+    check_rows("out", *given, kernel.info.dtype, rows_shape(problem, call, problem.head_dim_v));
+  }
   const int device = device_of(call);
+  if (given != nullptr) {
+    const bool beside = given->is_cuda() && given->get_device_index() == device;
+    expect(beside, kName, "out.device", "the GPU of q", "another device");
+  }
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  DecodeParams params = make_params(launch.problem, call);
+  const Tensor out = given != nullptr ? *given : new_out(problem, call);
+  DecodeParams params = make_params(problem, call, out);
   params.pdl = true;
   std::optional<LaunchMemory> memory;
   if (call.varlen() && launch.problem.short_config >= 0) {
@@ -303,11 +319,24 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
     memory.emplace(kernel, params, device, stream);
     kernel.launch(kernel.info.name, params, stream);
   }
-  if (kernel.clears_rows && !call.scheduler_metadata) return;
+  if (kernel.clears_rows && !call.scheduler_metadata) return out;
   launch_fill_rows(params,
                    {.data = indices(call.scheduler_metadata),
                     .options_hash = static_cast<int>(call.options_hash)},
                    stream);
+  return out;
+}
+
+void decode(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const DecodeCall call = DecodeCall::take(arguments);
+  return_results(stack, std::tuple(run(call, nullptr)));
+}
+
+void decode_into(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor out = arguments.take<Tensor>();
+  run(DecodeCall::take(arguments), &out);
 }
 
 // The grid and the workspace of calls of these sizes. total_q: with cu_seqlens_q, else -1.
@@ -330,14 +359,17 @@ std::tuple<int64_t, int64_t> decode_size(Tensor launch, int64_t batch, int64_t s
 
 }  // namespace
 
+// Tensors that a call may lack come last: torch passes a default in less time than an argument.
+#define FA3_CACHED_CALL                                                                      \
+  "Tensor launch, Tensor(b!)? lse, int seqlen, int seqlen_new, int max_seqlen_q, "           \
+  "int options_hash, Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens=None, " \
+  "Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "      \
+  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k_new=None, Tensor? q_descale=None, "       \
+  "Tensor? k_descale=None, Tensor? v_descale=None, Tensor? sinks=None, "                     \
+  "Tensor? scheduler_metadata=None"
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
-  library.def(
-      "decode(Tensor launch, Tensor(a!) out, Tensor(b!)? lse, int seqlen, int seqlen_new, "
-      "int max_seqlen_q, int options_hash, Tensor q, Tensor k_cache, Tensor v_cache, "
-      "Tensor? cache_seqlens=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, "
-      "Tensor? cache_leftpad=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k_new=None, "
-      "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
-      "Tensor? sinks=None, Tensor? scheduler_metadata=None) -> ()");
+  library.def("decode(" FA3_CACHED_CALL ") -> Tensor");
+  library.def("decode_into(Tensor(a!) out, " FA3_CACHED_CALL ") -> ()");
   library.def(
       "decode_size(Tensor launch, int batch, int seqlen_q, int capacity, int total_q=-1) -> "
       "(int num_ctas, int workspace_bytes)");
@@ -347,9 +379,15 @@ STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library)
   library.impl("decode_size", boxed<decode_size>);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) { library.impl("decode", decode); }
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
+  library.impl("decode", decode);
+  library.impl("decode_into", decode_into);
+}
 
 // Tensors on the CPU get an error that names them.
-STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) { library.impl("decode", decode); }
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
+  library.impl("decode", decode);
+  library.impl("decode_into", decode_into);
+}
 
 }  // namespace flashattn3

@@ -76,7 +76,9 @@ def mask(
     causal = allow_is_bidirectional_skip is None
     left, chunk = _window_and_chunk(config, local_size, causal)
     first_query = 0 if q_length == kv_length else q_offset - kv_offset
-    plain = Segments(causal, left if left < kv_length - 1 else -1)
+    packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
+    in_chunks = chunk is not None and chunk < kv_length and _counts_by_row(mask_function, packed)
+    plain = Segments(causal, left if left < kv_length - 1 else -1, in_chunks=in_chunks)
     rows = _Rows(batch_size, q_length, kv_length, first_query)
     positions = torch.arange(kv_length, device=device) + kv_offset
     valid = None if attention_mask is None else _valid(attention_mask, positions, batch_size)
@@ -85,7 +87,6 @@ def mask(
 
     # A static cache is longer than the keys that it holds.
     ends_early = isinstance(first_query, Tensor) or first_query + q_length < kv_length
-    packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
     if valid is None and chunk is None and not ends_early and not packed:
         return None if plain.left < 0 else plain.as_mask(positions.device)
     per_row = 1 + ends_early
@@ -217,6 +218,13 @@ def _refuse_unknown_functions(mask_function: Callable, use_vmap: bool) -> None:
             "transformers mask: it must be causal or bidirectional, with windows, chunks, padding "
             f"or packed sequences, got {', '.join(sorted(unknown))}; {INSTEAD}"
         )
+
+
+def _counts_by_row(mask_function: Callable, packed: bool) -> bool:
+    """Whether chunks are counted from the beginning of a row, not of a packed sequence."""
+    if torch.compiler.is_compiling():
+        return not packed
+    return "remap_positions_for_packed_sequence" not in _names_in(mask_function)
 
 
 def _names_in(function: Callable) -> list[str]:

@@ -2,10 +2,10 @@
 from transformers' mask function to its layers.
 
 A mask passes through transformers as a tensor, whose *shape* carries what is not data:
-(2 or 3, 1 + causal, left + 2, 1 + number of segments), int32: cu_seqlens of the queries and of the
-keys, expanded along axes 1 and 2; left is the reach of a window in keys, -1 where there is none. No
-segment stands for one dense call. A third row says which fault the mask has, so it is not checked
-yet. Four axes, because transformers leaves only such masks alone.
+(2 or 3, 1 + causal + 2 · in_chunks, left + 2, 1 + number of segments), int32: cu_seqlens of the
+queries and of the keys, expanded along axes 1 and 2; left is the reach of a window in keys, -1
+where there is none. No segment stands for one dense call. A third row says which fault the mask
+has, so it is not checked yet. Four axes, because transformers leaves only such masks alone.
 
 The first layer that meets an unchecked mask reads it, with all others of its forward: one wait for
 the device, whatever the number of masks and layers.
@@ -38,12 +38,14 @@ class Segments(NamedTuple):
     left: keys visible before the diagonal, and after it if not causal; -1: all.
     cu_seqlens_q, cu_seqlens_k: int32 (segments + 1,) over the flattened batch; None: every row of
         the batch is one segment.
+    in_chunks: whether segments are chunks that are counted from the beginning of a row.
     """
 
     causal: bool
     left: int = -1
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    in_chunks: bool = False
 
     @staticmethod
     def of_mask(mask: Tensor | None, batch: int) -> Segments | None:
@@ -87,7 +89,7 @@ class Segments(NamedTuple):
             for message, flag in faults.items():
                 torch._assert_async(~flag, message)
         edges = torch.stack(rows)[:, None, None]
-        mask = edges.expand(-1, 1 + self.causal, 2 + self.left, -1)
+        mask = edges.expand(-1, 1 + self.causal + 2 * self.in_chunks, 2 + self.left, -1)
         if to_read:
             _readings[mask] = None
         return mask
@@ -97,6 +99,12 @@ class Segments(NamedTuple):
 
         lengths: (seqlen_q, seqlen_k) of the call.
         """
+        if self.in_chunks:
+            raise UnsupportedError(
+                "transformers attention: cu_seq_lens_q must be None where attention is in chunks, "
+                "which are counted from the beginning of a row; pass position_ids with "
+                "use_cache=False and no attention_mask"
+            )
         new = cu_seqlens_q.int(), cu_seqlens_k.int()
         if self.cu_seqlens_q is None:
             return self._replace(cu_seqlens_q=new[0], cu_seqlens_k=new[1])
@@ -128,7 +136,9 @@ class Segments(NamedTuple):
 
 def _segments(mask: Tensor, edges: Iterable[Tensor]) -> Segments:
     """edges: cu_seqlens of the queries and of the keys, or nothing."""
-    return Segments(mask.shape[1] == 2, mask.shape[2] - 2, *edges)
+    flags = mask.shape[1] - 1
+    segments = Segments(bool(flags & 1), mask.shape[2] - 2, *edges)
+    return segments._replace(in_chunks=bool(flags & 2))
 
 
 class _Reading(NamedTuple):
@@ -157,7 +167,8 @@ def _checked(mask: Tensor, batch: int) -> Segments | None:
     fault, segments, filled = _readings[mask]
     if fault:
         raise UnsupportedError(fault)
-    return Segments(segments.causal, segments.left) if filled == batch else segments
+    whole = segments._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    return whole if filled == batch else segments
 
 
 def _read_masks(device: torch.device) -> None:
@@ -186,27 +197,49 @@ def edges_of(begins: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(found.flatten(), (0, 1), value=total).int()
 
 
-# The latest position_ids, their version, the layer that read them, and their cu_seqlens.
-_last_positions: list = [lambda: None, None, lambda: None, None]
+class _ReadPositions(NamedTuple):
+    """The position_ids that were read last, for a batch, and their cu_seqlens.
+
+    version: of the tensor; an inference tensor has none. layer: that read them, and its index.
+    """
+
+    position_ids: weakref.ref
+    version: int | None
+    batch: int
+    layer: weakref.ref
+    layer_idx: int | None
+    edges: Tensor | None
+
+    def serve(self, position_ids: Tensor, version: int | None, batch: int, layer) -> bool:
+        """Whether they are those of a later layer of the same forward."""
+        reader, index = self.layer(), getattr(layer, "layer_idx", None)
+        ordered = index is not None and self.layer_idx is not None
+        later = index > self.layer_idx if ordered else reader is not layer
+        same = self.position_ids() is position_ids and self.version == version
+        return same and self.batch == batch and reader is not None and later
+
+
+_last_positions: list[_ReadPositions] = []  # at most one
 
 
 def _edges_of_positions(position_ids: Tensor, batch: int, layer: torch.nn.Module) -> Tensor | None:
     """cu_seqlens of the sequences, None if every row is one.
 
-    The first layer of a forward reads the positions for all, which get the same tensor. It comes
-    again in the next forward, when their values may have changed. A compiled function cannot read
-    them: there every token may be a sequence.
+    The first layer of a forward reads the positions for all, which get the same tensor. In the next
+    forward their values may have changed. A compiled function cannot read them: there every token
+    may be a sequence.
     """
     if torch.compiler.is_compiling():
         return edges_of(_begins(position_ids, batch), batch * position_ids.shape[1])
-    last, read_at, reader, edges = _last_positions
     version = None if position_ids.is_inference() else position_ids._version
-    if last() is not position_ids or read_at != version or reader() in (layer, None):
-        later = position_ids[:, 1:]
-        zeros = later.numel() - int(torch.count_nonzero(later))
-        count = batch + zeros * (batch if position_ids.shape[0] == 1 else 1)
-        edges = edges_of(_begins(position_ids, batch), count) if zeros else None
-        _last_positions[:] = weakref.ref(position_ids), version, weakref.ref(layer), edges
+    if _last_positions and _last_positions[0].serve(position_ids, version, batch, layer):
+        return _last_positions[0].edges
+    later = position_ids[:, 1:]
+    zeros = later.numel() - int(torch.count_nonzero(later))
+    count = batch + zeros * (batch if position_ids.shape[0] == 1 else 1)
+    edges = edges_of(_begins(position_ids, batch), count) if zeros else None
+    place = weakref.ref(layer), getattr(layer, "layer_idx", None)
+    _last_positions[:] = [_ReadPositions(weakref.ref(position_ids), version, batch, *place, edges)]
     return edges
 
 

@@ -92,6 +92,10 @@ def attention(
         left = -1 if sliding_window is None else sliding_window - 1
         segments = Segments(causal, left)
     lengths = q.shape[1], k.shape[1]
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
+        wanted = "a tensor: cu_seq_lens_q and cu_seq_lens_k belong together"
+        raise value_error("transformers attention", missing, wanted, None)
     if cu_seq_lens_q is not None:
         segments = segments.cut_at(cu_seq_lens_q, cu_seq_lens_k, lengths)
     elif segments.causal and not divided and position_ids is not None:

@@ -204,37 +204,35 @@ def _attended(
     out: Tensor | None,
     checked: ops.CheckedCall | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Allocate the results and run the call. checked: None: it was not checked yet."""
+    """Run the call. checked: None: it was not checked yet."""
     q, given = tensors.q, out
-    if given is not None:
-        check_tensors(options.function, 0, out=given)
     if ops.is_watched(q, tensors.k_cache):
         check_tensors(options.function, 3, **tensors._asdict())
         if q.ndim not in (3, 4) or tensors.v_cache.ndim != 4:  # the check names the tensor
             check_decode(tuple(map(metadata_of, tensors)), options, lengths)
         out_shape, lse_shape = ops.result_shapes(q, tensors.v_cache)
-        out = _out_of(given, q, out_shape, options)
+        _check_given(given, q, out_shape, options)
+        out = q.new_empty(out_shape) if given is None else given
         lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
         ops.decode_operator(out, lse, tensors, lengths, options)
     else:
         if checked is None:
             checked = ops.checked_call(tensors, lengths, options)
-        lse_shape = checked.lse_shape
-        out = _out_of(given, q, checked.out_shape, options)
-        lse = None if lse_shape is None else q.new_empty(lse_shape, dtype=checked.lse_dtype)
-        ops.run_checked(checked, out, lse, tensors, lengths, options)
+        _check_given(given, q, checked.out_shape, options)
+        shape, dtype = checked.lse_shape, checked.lse_dtype
+        lse = None if shape is None else q.new_empty(shape, dtype=dtype)
+        out = ops.run_checked(checked, given, lse, tensors, lengths, options)
         if given is not None:
             ops.count_writes(out)
     return (out, lse) if options.return_lse else out
 
 
-def _out_of(
+def _check_given(
     out: Tensor | None, q: Tensor, shape: tuple[int, ...], options: DecodeOptions
-) -> Tensor:
-    if out is None:
-        return q.new_empty(shape)
-    check_out(options.function, "out", metadata_of(out), shape, q.dtype, q.device)
-    return out
+) -> None:
+    if out is not None:
+        check_tensors(options.function, 0, out=out)
+        check_out(options.function, "out", metadata_of(out), shape, q.dtype, q.device)
 
 
 def append_kvcache(

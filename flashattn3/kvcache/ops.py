@@ -229,14 +229,14 @@ def count_writes(*written: Tensor) -> None:
 
 def run_checked(
     checked: CheckedCall,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor | None,
     tensors: DecodeTensors,
     lengths: Lengths,
     options: DecodeOptions,
-) -> None:
-    """Run a call without the dispatcher. checked: of ``checked_call``, which says whether lse
-    may be None."""
+) -> Tensor:
+    """Run a call without the dispatcher and return out, new if None. checked: of ``checked_call``,
+    which says whether lse may be None."""
     options_hash = 0
     if tensors.scheduler_metadata is not None:
         options_hash = options_hash_of(checked.plan.problem, options)
@@ -244,7 +244,7 @@ def run_checked(
         check_decode_values(tensors, options, lengths, options_hash)
     if checked.copies_q:
         tensors = tensors._replace(q=tensors.q.contiguous())
-    checked.plan.launch.decode(out, lse, tensors, lengths, options_hash)
+    return checked.plan.launch.decode(out, lse, tensors, lengths, options_hash)
 
 
 def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: str) -> None:

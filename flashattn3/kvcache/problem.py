@@ -57,6 +57,10 @@ class DecodeTensors(NamedTuple):
     sinks: Tensor | None = None
     scheduler_metadata: Tensor | None = None
 
+    def new_out(self) -> Tensor:
+        """Memory for out, in q's dtype."""
+        return self.q.new_empty((*self.q.shape[:-1], self.v_cache.shape[-1]))
+
     def query_sizes(self, max_seqlen_q: int | None) -> tuple[int, int, int]:
         """batch, number of rows, and a bound on the queries of a sequence."""
         q, edges = self.q, self.cu_seqlens_q

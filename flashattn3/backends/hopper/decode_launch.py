@@ -187,21 +187,22 @@ def decode_launch(
 
 
 def prepare_decode(launch: DecodeLaunch) -> Callable:
-    """Build a function of (out, lse, tensors, lengths, options_hash)."""
-    operator, handle, problem = launch.library.decode, launch.prepared.handle, launch.problem
+    """Build a function of (out, lse, tensors, lengths, options_hash) that returns out, new if
+    None."""
+    library, handle, problem = launch.library, launch.prepared.handle, launch.problem
+    operator, into = library.decode, library.decode_into
     copies_q = launch.copies_q
     converts = copies_q or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
     names = DecodeTensors._fields
     num_passed = 1 + max(i for i, name in enumerate(names) if i < 3 or name in problem.given)
 
     def run(
-        out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int
-    ) -> None:
-        if not _is_aligned(out):
-            aligned = out.new_empty(out.shape)
-            run(aligned, lse, tensors, lengths, options_hash)
-            out.copy_(aligned)
-            return
+        out: Tensor | None,
+        lse: Tensor | None,
+        tensors: DecodeTensors,
+        lengths: Lengths,
+        options_hash: int,
+    ) -> Tensor:
         if converts:
             tensors = _converted(problem, tensors, copies_q)
         seqlen, seqlen_new, longest = lengths
@@ -209,8 +210,13 @@ def prepare_decode(launch: DecodeLaunch) -> Callable:
             seqlen = -1
         if longest is None:
             longest = -1
-        passed = tensors[:num_passed]
-        operator(handle, out, lse, seqlen, seqlen_new, longest, options_hash, *passed)
+        numbers = seqlen, seqlen_new, longest, options_hash
+        if out is None:
+            return operator(handle, lse, *numbers, *tensors[:num_passed])
+        if _is_aligned(out):
+            into(out, handle, lse, *numbers, *tensors[:num_passed])
+            return out
+        return out.copy_(operator(handle, lse, *numbers, *tensors[:num_passed]))
 
     return run
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
+from torch import Tensor
+
 from ...dispatch.device import DeviceInfo
 from ...dispatch.kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
 from ..triton.kvcache import BACKEND as TRITON
@@ -28,8 +30,9 @@ class HopperCachedCall:
         self.describe, self.describe_sizes = launch.describe, launch.describe_sizes
 
     @cached_property
-    def decode(self) -> Callable[..., None]:
-        """A function of (out, lse, tensors, lengths, options_hash)."""
+    def decode(self) -> Callable[..., Tensor]:
+        """A function of (out, lse, tensors, lengths, options_hash) that returns out, new if
+        None."""
         return decode_launch.prepare_decode(self._launch)
 
 

@@ -64,10 +64,9 @@ DecodeRecord = NamedTuple(
         ("short_queries", int),
     ],
 )
-# The arguments of decode after the prepared launch (csrc/torch_binding/decode_op.cpp). Tensors that
-# a call may lack come last: torch reads an argument that is not passed in a fraction of the time.
+# The arguments of decode after the prepared launch (csrc/torch_binding/decode_op.cpp).
 DECODE_ARGUMENTS = (
-    *("out", "lse", "seqlen", "seqlen_new", "max_seqlen_q", "options_hash"),
+    *("lse", "seqlen", "seqlen_new", "max_seqlen_q", "options_hash"),
     *DecodeTensors._fields,
 )
 LARGEST_WINDOW = 2**30  # no distance of two positions is larger

@@ -52,6 +52,7 @@ class Library:
     prepare_decode: Callable | None = None
     decode_size: Callable | None = None
     decode: Callable | None = None
+    decode_into: Callable | None = None
     append: Callable | None = None
 
 
@@ -92,7 +93,8 @@ def find_library() -> Library:
         "decode": DECODE_ARGUMENTS,
     }
     checked = {name: getattr(operators, name).default for name in arguments}
-    older = not (hasattr(operators, "register_autograd_node") and hasattr(operators, "append"))
+    newer = "register_autograd_node", "append", "decode_into"
+    older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")
     return Library(
@@ -104,6 +106,7 @@ def find_library() -> Library:
         backward=operators.backward.default,
         autograd_node=partial(_registered_node, operators),
         decode_size=operators.decode_size.default,
+        decode_into=operators.decode_into.default,
         append=operators.append.default,
     )
 

@@ -40,14 +40,16 @@ class ReferenceCachedCall(NamedTuple):
 
     def decode(
         self,
-        out: Tensor,
+        out: Tensor | None,
         lse: Tensor,
         tensors: DecodeTensors,
         lengths: Lengths,
         options_hash: int,
-    ) -> None:
+    ) -> Tensor:
+        out = tensors.new_out() if out is None else out
         with torch.autocast(out.device.type, enabled=False):
             _decode(self.problem, out, lse, tensors, lengths, options_hash)
+        return out
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         with torch.autocast(tensors.k.device.type, enabled=False):

@@ -47,14 +47,14 @@ class TritonCachedCall:
 
     def decode(
         self,
-        out: Tensor,
+        out: Tensor | None,
         lse: Tensor,
         tensors: DecodeTensors,
         lengths: Lengths,
         options_hash: int,
-    ) -> None:
-        with _current(out):
-            self._decode(out, lse, tensors, lengths, options_hash)
+    ) -> Tensor:
+        with _current(tensors.q):
+            return self._decode(out, lse, tensors, lengths, options_hash)
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         with _current(tensors.k):

@@ -36,7 +36,8 @@ COMBINE_ROWS = 4
 
 
 def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
-    """Build a function of (out, lse, tensors, lengths, options_hash)."""
+    """Build a function of (out, lse, tensors, lengths, options_hash) that returns out, new if
+    None."""
     launch, join = decode_launch(problem, tile), combine_parts_launch(problem, tile)
     block_m, heads_kv = tile.block_m, problem.num_heads_kv
     num_splits, varlen, dim_v = problem.num_splits, problem.varlen, problem.head_dim_v
@@ -50,14 +51,17 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
         *problem.score_scale.log2_factors,
     )
 
-    def run(out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int):
+    def run(
+        out: Tensor | None, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int
+    ) -> Tensor:
+        out = tensors.new_out() if out is None else out
         if varlen:  # no kernel writes rows of no sequence
             out.zero_()
             lse.fill_(-inf)
         batch, total_q, seqlen_q = tensors.query_sizes(lengths.max_seqlen_q)
         tiles, parts, slots = tile.grid(problem, batch, total_q, seqlen_q)
         if tiles == 0:
-            return
+            return out
         capacity, num_caches, num_pages = sizes_of(tensors.k_cache, tensors.page_table)
         seqlen_k = capacity if lengths.seqlen is None else lengths.seqlen
         if slots:
@@ -98,6 +102,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
                 (),
                 (*places, *sizes, slots),
             )
+        return out
 
     return run
 
