@@ -27,6 +27,7 @@ from .call.spec import Options
 from .modes import (
     has_autocast,
     has_dual_level,
+    is_batched,
     is_plain,
     is_traced,
     is_transformed,
@@ -141,6 +142,8 @@ def _given(dout: Tensor | None, out: Tensor) -> Tensor:
 
 def _gradient(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
+    if is_batched(dout, dlse):
+        return _backward_operator(dout, dlse, out, lse, *arguments[:-1], *arguments[-1])
     if type(dout) is type(arguments[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
         return backward_of(dout, dlse, out, lse, Tensors(*arguments[:-1]), arguments[-1])
     if torch.is_grad_enabled() or has_dual_level() or is_transformed():
@@ -177,7 +180,8 @@ class _Attention(torch.autograd.Function):
         tensors have returned others."""
         launch, key, options = ctx.call
         *tensors, out, lse = ctx.saved_tensors
-        if type(dout) is Tensor and is_plain() and not torch.is_grad_enabled():
+        plain = type(dout) is Tensor and not is_batched(dout, dlse) and is_plain()
+        if plain and not torch.is_grad_enabled():
             q, k, v = tensors[:3]
             if q.stride() == key[0][1] and k.stride() == key[1][1] and v.stride() == key[2][1]:
                 dq, dk, dv = launch.backward(dout, dlse, out, lse, Tensors(*tensors))
@@ -287,7 +291,8 @@ def _mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
         results = tuple(torch.stack(of_entries) for of_entries in zip(*found, strict=True))
     else:
         merged = entries(lambda x: x.flatten(0, 1))
-        results = tuple(x.unflatten(0, (size, -1)) for x in merged)
+        batch = next(x.shape[1] for x in batched if isinstance(x, Tensor))
+        results = tuple(x.unflatten(0, (size, batch)) for x in merged)
     return results, (0,) * len(results)
 
 

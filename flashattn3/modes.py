@@ -37,6 +37,15 @@ def is_transformed() -> bool:
     return _transforms() is not None
 
 
+def is_batched(*gradients: torch.Tensor | None) -> bool:
+    """Whether torch.autograd.grad(is_grads_batched=True) computes several gradients at once, for
+    which it has tensors of a class of its own in C++."""
+    return any(x is not None and _is_legacy_batched(x) for x in gradients)
+
+
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
 def has_dual_level() -> bool:
     """Whether forward-mode differentiation is active, so that tensors may have tangents."""
     return forward_ad._current_level >= 0

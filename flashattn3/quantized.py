@@ -27,7 +27,8 @@ from .call.value_checks import check_values, is_checked
 from .dispatch.device import describe_device
 from .dispatch.planner import choose
 from .errors import expect, shown, type_error, value_error
-from .modes import is_plain, is_traced, refuse_gradients
+from .modes import has_autocast, is_plain, is_traced, refuse_gradients
+from .operator_rules import under_autocast
 from .quantization import comes_permuted
 from .quantization.hadamard import is_rotatable
 
@@ -59,6 +60,8 @@ def attend_quantized(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """tensors: q, k and v of 16 bits. All that is refused is refused before the first launch."""
     function = options.function
+    if has_autocast():
+        tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v
     plain = type(q) is type(k) is type(v) is Tensor and is_plain()
     if varlen or not plain:

@@ -194,6 +194,10 @@ VALUE_ERRORS = [
         "k.mean.device must be cpu as q's, got meta",
     ),
 ]
+# 129 rows in blocks of 64, taken for blocks of 128 of 257 rows.
+FEW_ROWS = {side: fp8(129, 2, 16) for side in "qkv"}
+FEW_ROWS |= {f"{side}_descale": ones(1, 2, 3) for side in "qkv"}
+FEW_ROWS |= {f"cu_seqlens_{side}": torch.tensor([0, 129], dtype=torch.int32) for side in "qk"}
 VARLEN_FP8_ERRORS = [
     (
         lambda: flash_attn_varlen_fp8_func(*[half(9, 2, 16)] * 3, EDGES, EDGES.long(), 9, 9),
@@ -201,6 +205,11 @@ VARLEN_FP8_ERRORS = [
     ),
 ]
 VARLEN_ERRORS = [
+    (
+        lambda: flash_attn_varlen_func(**FEW_ROWS, max_seqlen_q=257, max_seqlen_k=257),
+        "max_seqlen_q must be at most 129, the number of rows, where q_descale has 3 blocks, "
+        "got 257",
+    ),
     (
         varlen(k=scaled(half(1, 200, 2, 16))),
         "k.cu_seqlens must be the call's, got None",

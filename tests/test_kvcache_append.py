@@ -311,6 +311,25 @@ def test_a_call_appends_and_then_attends(backend, rotary, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_no_sequences(backend, device):
+    """Rows behind the last edge belong to no sequence: nothing is written, q is not rotated."""
+    none = {"dtype": torch.int32, "device": device}
+    edges, table = torch.zeros(1, **none), torch.zeros(0, 2, **none)
+    rows, pages = (torch.ones(*x, 2, DIM, device=device).half() for x in ((1,), (4, 8)))
+    cos = torch.ones(8, DIM // 2, device=device)
+    named = {"cache_seqlens": torch.zeros(0, **none), "page_table": table, "backend": backend}
+    turned = {"q": rows, "cu_seqlens_q": edges, "rotary_cos": cos, "rotary_sin": cos}
+    given = rows, rows, pages.zero_(), pages.clone()
+    found = append_kvcache(*given, cu_seqlens_k_new=edges, **named, **turned)
+    assert not any(cache.any() for cache in given[2:]) and found.shape == rows.shape
+    out = flash_attn_with_kvcache(
+        rows, *given[2:], rows, rows, cu_seqlens_q=edges, cu_seqlens_k_new=edges, max_seqlen_q=0,
+        **named,
+    )  # fmt: skip
+    assert not out.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_query_position_without_a_mask(backend, device):
     """Without causal and window FlashAttention-3 gives all queries the first new position."""
     case = AppendCase("fixed", (7,), 2, rotary_dim=24)

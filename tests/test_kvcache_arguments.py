@@ -98,7 +98,36 @@ REFUSED = {
         ValueError,
         "k.shape[-2:] must be",
     ),
-    "k's dtype": (new(dtype=torch.float16), ValueError, "k_cache.dtype must be"),
+    "k's dtype": (
+        new(dtype=torch.float16),
+        ValueError,
+        "k.dtype must be torch.float32 as k_cache's, got torch.float16",
+    ),
+    "k's batch": (
+        {name: torch.randn(3, 1, HK, D) for name in "kv"},
+        ValueError,
+        "k.shape[0] must be 2 (q's batch), got 3",
+    ),
+    "k's device": (
+        {name: x.to("meta") for name, x in new().items()},
+        ValueError,
+        "k.device must be cpu as k_cache's, got meta",
+    ),
+    "k in 8 bits": (
+        {name: x.to(torch.float8_e4m3fn) for name, x in new().items()},
+        UnsupportedError,
+        "k.dtype must be one of (torch.float16, torch.bfloat16), got torch.float8_e4m3fn",
+    ),
+    "out's rows": (
+        {"out": torch.empty(1, SQ, H, D).expand(B, -1, -1, -1)},
+        ValueError,
+        "out.stride must be without a stride of 0",
+    ),
+    "expanded cache": (
+        {**new(), "k_cache": torch.zeros(1, CAP, HK, D).expand(B, -1, -1, -1)},
+        ValueError,
+        "k_cache.stride must be without a stride of 0: new tokens are written to it",
+    ),
     "cache's dtype": (
         {"k_cache": torch.randn(B, CAP, HK, D).half()},
         ValueError,
@@ -320,9 +349,12 @@ def test_a_legal_call_of_each_form():
 
 
 def test_nothing_is_written_before_all_is_checked():
-    """An invalid option of attention leaves the cache as it was."""
+    """An invalid option of attention, or out, leaves the cache as it was."""
     caches = {f"{x}_cache": torch.zeros(B, CAP, HK, D) for x in ("k", "v")}
-    for changes in ({"num_splits": 300}, {"sinks": torch.ones(3)}, {"softcap": -1.0}):
+    of_options = {"num_splits": 300}, {"sinks": torch.ones(3)}, {"softcap": -1.0}
+    of_out = {"out": torch.empty(B, SQ, H, 8)}, {"out": torch.empty(B, SQ, H, D).half()}
+    of_values = {"cache_leftpad": ints(9, 0)}, {"scheduler_metadata": metadata()}
+    for changes in (*of_options, *of_out, *of_values):
         with pytest.raises(ValueError):
             call(**caches, **new(), **changes)
     assert not any(cache.any() for cache in caches.values())
@@ -384,7 +416,26 @@ def test_stale_metadata_is_an_error_where_values_are_checked():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"qkv_dtype": "bf16"}, "qkv_dtype must be one of"),
+        ({"max_seqlen_q": -1}, "max_seqlen_q must be between 0 and"),
+        ({"max_seqlen_k_new": 2**31}, "max_seqlen_k_new must be between 0 and"),
+        ({"num_heads_q": 3}, "num_heads_q must be a multiple of num_heads_kv, 2, got 3"),
+        ({"headdim": 0}, "headdim must be between 1 and"),
+        ({"page_size": 0}, "page_size must be between 1 and"),
+    ],
+)
+def test_metadata_refuses(changes, message):
+    arguments = {"batch_size": B, "max_seqlen_q": SQ, "max_seqlen_k": CAP, "num_heads_q": H}
+    arguments |= {"num_heads_kv": HK, "headdim": D, "cache_seqlens": ints(5, 7)}
+    with pytest.raises(ValueError, match=re.escape(f"get_scheduler_metadata: {message}")):
+        get_scheduler_metadata(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"q": torch.randn(B, 1, H, D)}, "q must be None without rotary_cos"),
+        ({"v": new(dtype=torch.float16)["v"]}, "v.dtype must be torch.float32 as k_cache's"),
         ({"k": torch.randn(B, HK, D)}, "k.shape must be (batch, seqlen_new"),
         ({"cu_seqlens_q": ints(0, 1, 2)}, "cu_seqlens_q must be None without q"),
         ({"rotary_seqlens": ints(0, 1)}, "rotary_seqlens must be None without rotary_cos"),
@@ -405,6 +456,9 @@ def test_append_refuses(changes, message):
         ({"lse_partial": torch.randn(2, B, H, SQ)}, "lse_partial.shape must be (2, 2, 3, 4)"),
         ({"lse_partial": torch.randn(2, B, SQ, H).half()}, "lse_partial.dtype must be"),
         ({"out": torch.empty(B, SQ, H, 3)}, "out.shape must be (2, 3, 4, 16)"),
+        ({"out": torch.empty(B, SQ, H, D).int()}, "out.dtype must be one of"),
+        ({"out_dtype": torch.int32}, "out_dtype must be one of"),
+        ({"out": torch.empty(B, SQ, 1, D).expand(-1, -1, H, -1)}, "out.stride must be without"),
     ],
 )
 def test_combine_refuses(changes, message):

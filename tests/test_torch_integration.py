@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashattn3 import (
     UnsupportedError,
+    flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
@@ -249,6 +250,14 @@ def test_autocast_casts_as_torch_s_attention_does(device, compiled, fresh_dynamo
     gradients = torch.autograd.grad(found.sum(), (q, k, v))
     assert all(x.dtype == torch.float32 for x in gradients)
     assert all(map(torch.equal, gradients, torch.autograd.grad(wanted.sum(), (q, k, v))))
+
+
+def test_autocast_casts_what_is_quantized(device):
+    q, k, v = (x.detach() for x in leaves(9, 9, device))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = flash_attn_fp8_func(q, k.half(), v)
+    wanted = flash_attn_fp8_func(q.bfloat16(), k.half().bfloat16(), v.bfloat16())
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -86,6 +86,27 @@ def test_vmap_of_gradients(call):
     torch.testing.assert_close(found, tuple(map(torch.stack, zip(*wanted, strict=True))))
 
 
+def test_vmap_over_no_entries():
+    found = torch.func.vmap(dense)(*operands(dense, lead=(0,)))
+    assert [x.shape for x in found] == [(0, 2, 5, 4, 2), (0, 2, 4, 5)]
+
+
+@both
+@pytest.mark.parametrize("results", [(0,), (1,), (0, 1)], ids=["out", "lse", "both"])
+def test_batched_gradients(call, results):
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    tensors = [x.requires_grad_() for x in operands(call)]
+    found = [call(*tensors)[i] for i in results]
+    gradients = [normal(3, *x.shape, seed=9) for x in found]
+    batched = torch.autograd.grad(
+        found, tensors, gradients, is_grads_batched=True, retain_graph=True
+    )
+    for i in range(3):
+        one = [x[i] for x in gradients]
+        wanted = torch.autograd.grad(found, tensors, one, retain_graph=True)
+        torch.testing.assert_close([x[i] for x in batched], list(wanted))
+
+
 @both
 def test_vmap_over_some_arguments_and_other_axes(call):
     q, (_, k, v) = operands(call, lead=(3,))[0], operands(call)

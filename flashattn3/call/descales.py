@@ -121,12 +121,22 @@ def block_of(
         return max(1, seqlen)
     if found == 0 and seqlen == 0:
         return 0
-    for block in BLOCKS:
-        if num_blocks(seqlen, block) == found:
-            return block
+    block = _block_of_count(found, seqlen)
+    if block is not None:
+        # quantize_block_fp8 makes blocks for no more tokens than there are rows.
+        other = _block_of_count(found, min(seqlen, rows))
+        wanted = f"at most {rows}, the number of rows, where {what} has {found} blocks"
+        argument = f"max_seqlen_{'q' if name == 'q' else 'k'}"
+        expect(other in (None, block), function, argument, wanted, seqlen)
+        return block
     counts = sorted({1, *(num_blocks(seqlen, block) for block in BLOCKS)})
     wanted = f"one of {counts} (1, or blocks of one of {BLOCKS} for {seqlen} tokens)"
     raise value_error(function, f"{what}.shape[2]", wanted, found)
+
+
+def _block_of_count(count: int, tokens: int) -> int | None:
+    """The smallest block with which the tokens take this many blocks."""
+    return next((block for block in BLOCKS if num_blocks(tokens, block) == count), None)
 
 
 def _check_means(function: str, q: Scaled, k: Scaled, v: Scaled, batch: int) -> None:

@@ -15,7 +15,15 @@ from ..call.public import public
 from ..dispatch.selection import backend_in_force
 from ..errors import expect, shown, type_error, value_error
 from . import ops
-from .checks import check_combine, check_decode, check_options, check_out, check_tensors
+from .checks import (
+    DTYPES,
+    MAX_CAPACITY,
+    check_combine,
+    check_decode,
+    check_options,
+    check_out,
+    check_tensors,
+)
 from .metadata import hash_of_options, make_metadata
 from .problem import (
     DECODE,
@@ -74,6 +82,11 @@ def _with_kvcache(
         rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
         to_rotate, edges, tensors = q, cu_seqlens_q, tensors._replace(q=rotated)
     checked = ops.check_call(tensors, lengths, options)
+    if not torch.compiler.is_compiling():  # which traces all checks before anything runs
+        batch = tensors.query_sizes(longest)[0]
+        if cu_seqlens_k_new is None and k.ndim == 4:
+            expect(k.shape[0] == batch, function, "k.shape[0]", f"{batch} (q's batch)", k.shape[0])
+        _check_given(out, q, ops.result_shapes(q, v_cache)[0], options)
     appended = AppendTensors(
         k, v, k_cache, v_cache, to_rotate, rotated, cache_seqlens, page_table, cache_batch_idx,
         edges, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
@@ -81,6 +94,8 @@ def _with_kvcache(
     one_position = not (options.causal or options.window_left >= 0 or options.window_right >= 0)
     interleaved = boolean(function, "rotary_interleaved", rotary_interleaved)
     how = AppendOptions(interleaved, one_position, options.backend, function)
+    if checked is not None:
+        ops.check_values_before_append(checked, tensors, lengths, options, appended, how)
     ops.run_append(appended, lengths, how)
     return _attended(tensors, lengths, options, out, checked)
 
@@ -232,7 +247,7 @@ def _check_given(
 ) -> None:
     if out is not None:
         check_tensors(options.function, 0, out=out)
-        check_out(options.function, "out", metadata_of(out), shape, q.dtype, q.device)
+        check_out(options.function, "out", metadata_of(out), shape, q.dtype, q.device, "q")
 
 
 def append_kvcache(
@@ -351,28 +366,39 @@ def get_scheduler_metadata(
             expect(x.dtype == torch.int32, function, f"{name}.dtype", torch.int32, x.dtype)
             wanted = cache_seqlens.device
             expect(x.device == wanted, function, f"{name}.device", wanted, x.device)
-    length(function, "max_seqlen_k", max_seqlen_k)
-    length(function, "max_seqlen_k_new", max_seqlen_k_new)
     check_options(options)
-    dim = integer(function, "headdim", headdim)
-    sizes = (
-        integer(function, "num_heads_q", num_heads_q),
-        integer(function, "num_heads_kv", num_heads_kv),
-        dim,
-        dim if headdim_v is None else integer(function, "headdim_v", headdim_v),
-        0 if page_size is None else integer(function, "page_size", page_size),
-    )
+    if qkv_dtype not in DTYPES:
+        raise value_error(function, "qkv_dtype", f"one of {DTYPES}", shown(qkv_dtype))
+    lengths = {"max_seqlen_k": max_seqlen_k, "max_seqlen_k_new": max_seqlen_k_new}
+    lengths |= {"max_seqlen_q": max_seqlen_q}
+    lengths = {name: _counted(function, name, x, 0) for name, x in lengths.items()}
+    headdim_v = headdim if headdim_v is None else headdim_v
+    sizes = {"num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv}
+    sizes |= {"headdim": headdim, "headdim_v": headdim_v}
+    sizes = {name: _counted(function, name, x, 1) for name, x in sizes.items()}
+    heads_kv = sizes["num_heads_kv"]
+    fits, wanted = sizes["num_heads_q"] % heads_kv == 0, f"a multiple of num_heads_kv, {heads_kv}"
+    expect(fits, function, "num_heads_q", wanted, sizes["num_heads_q"])
+    page_size = 0 if page_size is None else _counted(function, "page_size", page_size, 1)
     return make_metadata(
         batch,
-        hash_of_options(sizes, qkv_dtype, options),
+        hash_of_options((*sizes.values(), page_size), qkv_dtype, options),
         cache_seqlens,
-        integer(function, "max_seqlen_k_new", max_seqlen_k_new),
+        lengths["max_seqlen_k_new"],
         cu_seqlens_k_new,
-        integer(function, "max_seqlen_q", max_seqlen_q),
+        lengths["max_seqlen_q"],
         cu_seqlens_q,
         cache_leftpad,
         cache_seqlens.device,
     )
+
+
+def _counted(function: str, name: str, number: object, least: int) -> int:
+    """A number of 32 bits."""
+    count = integer(function, name, number)
+    wanted = f"between {least} and {MAX_CAPACITY}"
+    expect(least <= count <= MAX_CAPACITY, function, name, wanted, count)
+    return count
 
 
 def flash_attn_combine(
@@ -398,15 +424,18 @@ def flash_attn_combine(
     """
     function = "flash_attn_combine"
     check_tensors(function, 2, out_partial=out_partial, lse_partial=lse_partial, out=out)
-    found = metadata_of(out_partial)
-    check_combine(function, found, metadata_of(lse_partial))
     dtype = _dtype(function, out_dtype)
+    what, of_out = "out_dtype", dtype or out_partial.dtype
+    if out is not None:
+        what, of_out = "out.dtype", out.dtype
+    parts = metadata_of(out_partial), metadata_of(lse_partial)
+    check_combine(function, *parts, what, of_out)
     if out is None:
-        out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype or out_partial.dtype)
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=of_out)
     else:
         expect(dtype in (None, out.dtype), function, "out_dtype", f"{out.dtype} as out's", dtype)
         shape, device = out_partial.shape[1:], out_partial.device
-        check_out(function, "out", metadata_of(out), shape, out.dtype, device)
+        check_out(function, "out", metadata_of(out), shape, out.dtype, device, "out_partial")
     # Rows of a head lie side by side, as in the lse of a call.
     *lead, rows, heads = lse_partial.shape[1:]
     lse = lse_partial.new_empty((*lead, heads, rows)).transpose(-1, -2)

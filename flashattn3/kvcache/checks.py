@@ -57,7 +57,7 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
     q, k, v = tensors[:3]
     varlen = tensors.cu_seqlens_q is not None
     batch = check_queries(function, q, tensors.cu_seqlens_q)
-    _check_dtypes(function, q, k, v, tensors)
+    _check_dtypes(function, q=q, k_cache=k, v_cache=v)
     _check_cache(function, tensors, batch)
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     wanted = f"a multiple of k_cache's {heads_kv} heads"
@@ -67,7 +67,7 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
     _check_indices(function, tensors, batch, ("cache_seqlens", "cache_batch_idx", "cache_leftpad"))
     check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, batch, q.device)
     for name in ("q_descale", "k_descale", "v_descale"):
-        check_descale(function, name, getattr(tensors, name), (batch, heads_kv), q)
+        check_descale(function, name, getattr(tensors, name), (batch, heads_kv), q.device, "q")
     _check_sinks(function, tensors.sinks, q)
     _check_metadata(function, tensors.scheduler_metadata, batch, q.device)
     given = lengths.max_seqlen_q
@@ -92,11 +92,14 @@ def check_queries(function: str, q: Metadata, cu_seqlens_q: Found) -> int:
     return cu_seqlens_q.shape[0] - 1
 
 
-def check_edges(function: str, name: str, edges: Found, batch: int | None, device) -> None:
-    """cu_seqlens: int32 (batch + 1,). batch: None where these edges determine it."""
+def check_edges(
+    function: str, name: str, edges: Found, batch: int | None, device, of: str = "q"
+) -> None:
+    """cu_seqlens: int32 (batch + 1,). batch: None where these edges determine it. of: name of the
+    tensor whose device it is."""
     if edges is None:
         return
-    _check_int32(function, name, edges, 1, device)
+    _check_int32(function, name, edges, 1, device, of)
     entries = edges.shape[0]
     expect(entries >= 1, function, f"{name}.shape[0]", "batch + 1 >= 1", entries)
     expect(edges.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(edges.stride)[-1])
@@ -113,25 +116,28 @@ def check_seqlen(function: str, cache_seqlens: Found, lengths: Lengths) -> None:
     expect(lengths.seqlen >= 0, function, "cache_seqlens", ">= 0", lengths.seqlen)
 
 
-def _check_dtypes(function: str, q: Metadata, k: Metadata, v: Metadata, tensors) -> None:
-    for name, cache in (("k_cache", k), ("v_cache", v)):
-        if cache.dtype in EIGHT_BIT or q.dtype in EIGHT_BIT:
-            raise unsupported(function, f"{name}.dtype", f"one of {SIXTEEN_BIT}", cache.dtype)
-    expect(q.dtype in DTYPES, function, "q.dtype", f"one of {DTYPES}", q.dtype)
-    for name, cache in (("k_cache", k), ("v_cache", v)):
-        wanted = f"{q.dtype} as q's"
-        expect(cache.dtype == q.dtype, function, f"{name}.dtype", wanted, cache.dtype)
+def _check_dtypes(function: str, **tensors: Metadata) -> None:
+    """The tensors have one dtype, that of the first."""
+    for name, x in tensors.items():
+        if x.dtype in EIGHT_BIT:
+            raise unsupported(function, f"{name}.dtype", f"one of {SIXTEEN_BIT}", x.dtype)
+    first, like = next(iter(tensors.items()))
+    expect(like.dtype in DTYPES, function, f"{first}.dtype", f"one of {DTYPES}", like.dtype)
+    for name, x in tensors.items():
+        wanted = f"{like.dtype} as {first}'s"
+        expect(x.dtype == like.dtype, function, f"{name}.dtype", wanted, x.dtype)
 
 
 def _check_cache(function: str, tensors: DecodeTensors | AppendTensors, batch: int) -> None:
     """The caches, the page table, and that every sequence has a row of them."""
     k, v, table = tensors.k_cache, tensors.v_cache, tensors.page_table
     lead = "num_caches, capacity" if table is None else "num_pages, page_size"
-    device = (tensors.q if isinstance(tensors, DecodeTensors) else tensors.k).device
+    of = "q" if isinstance(tensors, DecodeTensors) else "k"
+    device = getattr(tensors, of).device
     for name, cache in (("k_cache", k), ("v_cache", v)):
         axes = f"({lead}, num_heads_kv, head_dim)"
         expect(len(cache.shape) == 4, function, f"{name}.shape", axes, tuple(cache.shape))
-        _check_device(function, name, cache, device)
+        _check_device(function, name, cache, device, of)
         dense, stride = cache.rows_are_dense, tuple(cache.stride)
         expect(dense, function, f"{name}.stride(-1)", "1: a cache is not copied", stride[-1])
         size = cache.shape[-1]
@@ -143,7 +149,7 @@ def _check_cache(function: str, tensors: DecodeTensors | AppendTensors, batch: i
     expect(k.shape[2] >= 1, function, "k_cache.shape[2]", "at least 1 head", k.shape[2])
     rows, holder, capacity = k.shape[0], "k_cache", k.shape[1]
     if table is not None:
-        _check_int32(function, "page_table", table, 2, device)
+        _check_int32(function, "page_table", table, 2, device, of)
         wanted = "1: any row stride, dense rows"
         expect(table.rows_are_dense, function, "page_table.stride(-1)", wanted, table.stride[-1])
         expect(k.shape[1] >= 1, function, "k_cache.shape[1]", "a page_size >= 1", k.shape[1])
@@ -161,27 +167,29 @@ def _check_indices(function: str, tensors, batch: int, names: tuple[str, ...]) -
         index = getattr(tensors, name)
         if index is None:
             continue
-        _check_int32(function, name, index, 1, device)
+        _check_int32(function, name, index, 1, device, "k_cache")
         found, wanted = index.shape[0], f"{batch} (batch)"
         expect(found == batch, function, f"{name}.shape[0]", wanted, found)
         expect(index.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(index.stride)[-1])
 
 
-def _check_int32(function: str, name: str, x: Metadata, ndim: int, device) -> None:
+def _check_int32(function: str, name: str, x: Metadata, ndim: int, device, of: str) -> None:
     wanted = ("one-dimensional", "two-dimensional: (batch, max_pages)")[ndim - 1]
     expect(len(x.shape) == ndim, function, f"{name}.shape", wanted, tuple(x.shape))
     expect(x.dtype == torch.int32, function, f"{name}.dtype", torch.int32, x.dtype)
-    _check_device(function, name, x, device)
+    _check_device(function, name, x, device, of)
 
 
-def _check_device(function: str, name: str, x: Metadata, device: torch.device) -> None:
-    expect(x.device == device, function, f"{name}.device", f"{device} as q's", x.device)
+def _check_device(function: str, name: str, x: Metadata, device: torch.device, of: str) -> None:
+    """of: name of the tensor whose device it is."""
+    expect(x.device == device, function, f"{name}.device", f"{device} as {of}'s", x.device)
 
 
 def check_descale(
-    function: str, name: str, descale: Found, wanted: tuple[int, int], q: Metadata
+    function: str, name: str, descale: Found, wanted: tuple[int, int], device, of: str
 ) -> None:
-    """(batch, num_heads_kv). A descale for each token or page belongs to 8-bit caches."""
+    """(batch, num_heads_kv). A descale for each token or page belongs to 8-bit caches. of: name of
+    the tensor whose device it is."""
     if descale is None:
         return
     shape, axes = tuple(descale.shape), "(batch, num_heads_kv)"
@@ -190,7 +198,7 @@ def check_descale(
     expect(shape == wanted, function, f"{name}.shape", f"{wanted} {axes}", shape)
     dtype = descale.dtype
     expect(dtype == torch.float32, function, f"{name}.dtype", torch.float32, dtype)
-    _check_device(function, name, descale, q.device)
+    _check_device(function, name, descale, device, of)
 
 
 def _check_sinks(function: str, sinks: Found, q: Metadata) -> None:
@@ -200,7 +208,7 @@ def _check_sinks(function: str, sinks: Found, q: Metadata) -> None:
     expect(found == wanted, function, "sinks.shape", f"{wanted} (num_heads_q)", found)
     legal = (torch.float32, q.dtype)
     expect(sinks.dtype in legal, function, "sinks.dtype", f"one of {legal}", sinks.dtype)
-    _check_device(function, "sinks", sinks, q.device)
+    _check_device(function, "sinks", sinks, q.device, "q")
     stride = tuple(sinks.stride)
     expect(sinks.rows_are_dense, function, "sinks.stride(-1)", 1, stride[-1])
 
@@ -209,7 +217,7 @@ def _check_metadata(function: str, metadata: Found, batch: int, device) -> None:
     if metadata is None:
         return
     name = "scheduler_metadata"
-    _check_int32(function, name, metadata, 1, device)
+    _check_int32(function, name, metadata, 1, device, "q")
     size, found = metadata_size(batch), metadata.shape[0]
     wanted = f"{size}, from get_scheduler_metadata with batch_size={batch}"
     expect(found == size, function, f"{name}.shape[0]", wanted, found)
@@ -223,13 +231,17 @@ def check_options(options: DecodeOptions) -> None:
         raise unsupported(options.function, "pack_gqa", "None or True", False)
 
 
-def check_out(function: str, name: str, out: Metadata, shape: tuple, dtype, device) -> None:
-    """A tensor that the caller allocated for a result."""
+def check_out(
+    function: str, name: str, out: Metadata, shape: tuple, dtype, device, of: str
+) -> None:
+    """A tensor that the caller allocated for a result. of: the name of what has the device."""
     found = tuple(out.shape)
     expect(found == tuple(shape), function, f"{name}.shape", tuple(shape), found)
     expect(out.dtype == dtype, function, f"{name}.dtype", dtype, out.dtype)
-    _check_device(function, name, out, device)
+    _check_device(function, name, out, device, of)
     expect(out.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(out.stride)[-1])
+    wanted = "without a stride of 0: every row is written"
+    expect(not out.is_expanded, function, f"{name}.stride", wanted, tuple(out.stride))
 
 
 def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Lengths) -> None:
@@ -240,12 +252,13 @@ def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Leng
     axes = "(total_new, heads, head_dim)" if varlen else "(batch, seqlen_new, heads, head_dim)"
     for name, x in (("k", k), ("v", v)):
         expect(len(x.shape) == 4 - varlen, function, f"{name}.shape", axes, tuple(x.shape))
-        _check_device(function, name, x, k.device)
-    check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, None, k.device)
+        _check_device(function, name, x, k_cache.device, "k_cache")
+    check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, None, k.device, "k")
     batch = tensors.cu_seqlens_k_new.shape[0] - 1 if varlen else k.shape[0]
-    _check_dtypes(function, k, k_cache, v_cache, tensors)
+    _check_dtypes(function, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        expect(x.dtype == k.dtype, function, f"{name}.dtype", f"{k.dtype} as k's", x.dtype)
+        wanted_rows = "without a stride of 0: new tokens are written to it"
+        expect(not cache.is_expanded, function, f"{name}_cache.stride", wanted_rows, cache.stride)
         wanted = f"{tuple(cache.shape[2:])} as {name}_cache's"
         got = tuple(x.shape[-2:])
         expect(got == tuple(cache.shape[2:]), function, f"{name}.shape[-2:]", wanted, got)
@@ -255,7 +268,8 @@ def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Leng
     _check_cache(function, tensors, batch)
     _check_indices(function, tensors, batch, ("cache_seqlens", "cache_batch_idx", "rotary_seqlens"))
     for name in ("k_descale", "v_descale"):
-        check_descale(function, name, getattr(tensors, name), (batch, k.shape[-2]), k)
+        shape = batch, k.shape[-2]
+        check_descale(function, name, getattr(tensors, name), shape, k.device, "k")
     check_seqlen(function, tensors.cache_seqlens, lengths)
     _check_rotary(function, tensors)
     _check_rotated_q(function, tensors, batch)
@@ -275,7 +289,7 @@ def _check_rotated_q(function: str, tensors: AppendTensors, batch: int) -> None:
     found = check_queries(function, q, tensors.cu_seqlens_q)
     expect(found == batch, function, "q's batch", f"{batch} as k's", found)
     expect(q.dtype == k.dtype, function, "q.dtype", f"{k.dtype} as k's", q.dtype)
-    _check_device(function, "q", q, k.device)
+    _check_device(function, "q", q, k.device, "k")
     wanted = f"{k.shape[-1]} (k's head_dim)"
     expect(q.shape[-1] == k.shape[-1], function, "q.shape[-1]", wanted, q.shape[-1])
     expect(q.shape[-2] >= 1, function, "q.shape[-2]", "at least 1 head", q.shape[-2])
@@ -296,7 +310,7 @@ def _check_rotary(function: str, tensors: AppendTensors) -> None:
         axes = "(positions, rotary_dim / 2)"
         expect(len(shape) == 2, function, f"{name}.shape", axes, shape)
         expect(table.dtype in legal, function, f"{name}.dtype", f"one of {legal}", table.dtype)
-        _check_device(function, name, table, k.device)
+        _check_device(function, name, table, k.device, "k")
         expect(table.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(table.stride)[-1])
     found, wanted = tuple(sin.shape), f"{tuple(cos.shape)} as rotary_cos's"
     expect(found == tuple(cos.shape), function, "rotary_sin.shape", wanted, found)
@@ -307,7 +321,10 @@ def _check_rotary(function: str, tensors: AppendTensors) -> None:
     expect(1 <= half <= head_dim // 2, function, "rotary_cos.shape[1]", wanted, half)
 
 
-def check_combine(function: str, out_partial: Metadata, lse_partial: Metadata) -> None:
+def check_combine(
+    function: str, out_partial: Metadata, lse_partial: Metadata, what: str, out_dtype: torch.dtype
+) -> None:
+    """what: the argument that has out's dtype."""
     shape = tuple(out_partial.shape)
     axes = "(num_splits, batch, seqlen_q, heads, head_dim) or (num_splits, total_q, heads, ·)"
     expect(len(shape) in (4, 5), function, "out_partial.shape", axes, shape)
@@ -319,4 +336,5 @@ def check_combine(function: str, out_partial: Metadata, lse_partial: Metadata) -
     expect(found == wanted, function, "lse_partial.shape", f"{wanted} as out_partial's", found)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     expect(lse_partial.dtype == wide, function, "lse_partial.dtype", wide, lse_partial.dtype)
-    _check_device(function, "lse_partial", lse_partial, out_partial.device)
+    _check_device(function, "lse_partial", lse_partial, out_partial.device, "out_partial")
+    expect(out_dtype in DTYPES, function, what, f"one of {DTYPES}", out_dtype)

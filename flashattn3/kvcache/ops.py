@@ -142,7 +142,7 @@ def options_hash_of(problem: problems.DecodeProblem, options: DecodeOptions) -> 
 def check_call(
     tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
 ) -> CheckedCall | None:
-    """Raise what ``run_decode`` would, before an append writes the caches; the compiler traces both
+    """Raise what the attention would, before an append writes the caches; the compiler traces both
     operators before it runs one. Returns the checked call if nothing watches it."""
     if torch.compiler.is_compiling():
         return None
@@ -150,6 +150,21 @@ def check_call(
         check_decode(tuple(map(metadata_of, tensors)), options, lengths)
         return None
     return checked_call(tensors, lengths, options)
+
+
+def check_values_before_append(
+    checked: CheckedCall,
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options: DecodeOptions,
+    appended: AppendTensors,
+    how: AppendOptions,
+) -> None:
+    """Raise for wrong values of the attention where values are checked, after the append's own
+    metadata."""
+    if is_checked(tensors.q.device):
+        _checked_append_call(appended, lengths, how)
+        _check_values(checked, tensors, lengths, options)
 
 
 def checked_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> CheckedCall:
@@ -227,6 +242,18 @@ def count_writes(*written: Tensor) -> None:
             torch.autograd.graph.increment_version(x)
 
 
+def _check_values(
+    checked: CheckedCall, tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
+) -> int:
+    """Raise for wrong values where they are checked. Returns the hash that metadata must hold."""
+    options_hash = 0
+    if tensors.scheduler_metadata is not None:
+        options_hash = options_hash_of(checked.plan.problem, options)
+    if is_checked(tensors.q.device):
+        check_decode_values(tensors, options, lengths, options_hash)
+    return options_hash
+
+
 def run_checked(
     checked: CheckedCall,
     out: Tensor | None,
@@ -237,11 +264,7 @@ def run_checked(
 ) -> Tensor:
     """Run a call without the dispatcher and return out, new if None. checked: of ``checked_call``,
     which says whether lse may be None."""
-    options_hash = 0
-    if tensors.scheduler_metadata is not None:
-        options_hash = options_hash_of(checked.plan.problem, options)
-    if is_checked(tensors.q.device):
-        check_decode_values(tensors, options, lengths, options_hash)
+    options_hash = _check_values(checked, tensors, lengths, options)
     if checked.copies_q:
         tensors = tensors._replace(q=tensors.q.contiguous())
     return checked.plan.launch.decode(out, lse, tensors, lengths, options_hash)
@@ -251,16 +274,21 @@ def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: s
     """The public function allocates them; a caller of the operator may pass anything."""
     q = tensors.q
     shapes = result_shapes(q, tensors.v_cache)
-    check_out(function, "out", metadata_of(out), shapes[0], q.dtype, q.device)
-    check_out(function, "lse", metadata_of(lse), shapes[1], lse_dtype(q.dtype), q.device)
+    check_out(function, "out", metadata_of(out), shapes[0], q.dtype, q.device, "q")
+    check_out(function, "lse", metadata_of(lse), shapes[1], lse_dtype(q.dtype), q.device, "q")
+
+
+def _checked_append_call(
+    tensors: AppendTensors, lengths: Lengths, options: AppendOptions
+) -> CheckedAppend:
+    key = checked_key_of(options.function, 4, tensors)
+    return _checked_append(key, options, _constant(lengths, options.function))
 
 
 def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
-    function = options.function
-    key = checked_key_of(function, 4, tensors)
-    plan, copied = _checked_append(key, options, _constant(lengths, function))
+    plan, copied = _checked_append_call(tensors, lengths, options)
     if is_checked(tensors.k.device):
-        check_append_values(tensors, function, lengths)
+        check_append_values(tensors, options.function, lengths)
     if copied:
         dense = {name: getattr(tensors, name).contiguous() for name in copied}
         tensors = tensors._replace(**dense)
@@ -268,7 +296,8 @@ def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions)
 
 
 def _combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> None:
-    check_combine(function, metadata_of(out_partial), metadata_of(lse_partial))
+    parts = metadata_of(out_partial), metadata_of(lse_partial)
+    check_combine(function, *parts, "out.dtype", out.dtype)
     dim, dtype = out_partial.shape[-1], out_partial.dtype
     problem = CombineProblem(
         function, dtype, out.dtype, out_partial.device, dim, dim, backend or None
@@ -328,4 +357,5 @@ def _append_fake(*arguments):
 
 @torch.library.register_fake("flashattn3::combine")
 def _combine_fake(out, lse, out_partial, lse_partial, backend, function):
-    check_combine(function, metadata_of(out_partial), metadata_of(lse_partial))
+    parts = metadata_of(out_partial), metadata_of(lse_partial)
+    check_combine(function, *parts, "out.dtype", out.dtype)

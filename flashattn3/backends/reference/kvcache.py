@@ -302,6 +302,10 @@ def _append(problem, tensors: AppendTensors, lengths: Lengths) -> None:
     k, edges = tensors.k, tensors.cu_seqlens_k_new
     batch = k.shape[0] if edges is None else edges.shape[0] - 1
     capacity = _capacity(tensors.k_cache, tensors.page_table)
+    if batch == 0:  # rows of no sequence are not rotated
+        if tensors.q is not None:
+            tensors.q_out.copy_(tensors.q)
+        return
     cached = _cached(tensors, lengths, batch, capacity)
     if tensors.q is not None:
         sequence, token, exists = _tokens_of(tensors.q, tensors.cu_seqlens_q, batch)
