@@ -281,10 +281,16 @@ def times_of_calls() -> dict[str, float]:
     def both():
         torch.autograd.grad(flash_attn_func(q, k, v), (q, k, v), dout)
 
+    lengths = torch.full((2,), 40, dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    pages = [x.detach().view(8, 16, 2, 64) for x in (k, v)]
+    cached = partial(flash_attn_with_kvcache, plain[0][:, :1], causal=True, cache_seqlens=lengths)
     calls = {
         "forward": lambda: flash_attn_func(*plain),
         "forward with gradients": lambda: flash_attn_func(q, k, v),
         "forward and backward": both,
+        "cached call": partial(cached, *plain[1:]),
+        "cached call, paged": partial(cached, *pages, page_table=table),
     }
     return {name: min(repeat(call, repeat=40, number=50)) * 2e4 for name, call in calls.items()}
 
@@ -292,6 +298,7 @@ def times_of_calls() -> dict[str, float]:
 def print_times() -> None:
     """Times of calls with this autograd node and with the one in Python."""
     torch.set_num_threads(1)
+    use_cached_calls()
     with_node = times_of_calls()
     HopperLaunch.differentiable = None
     ops._plan.cache_clear()

@@ -79,7 +79,7 @@ MAY_IMPORT = {
         "call.descales",
         "call.dtypes",
     },
-    "backends.hopper.launch_record": {"call.spec"},
+    "backends.hopper.launch_record": {"call.spec", "kvcache.problem"},
     # Shared by the backends whose kernels of cached calls run forwards of few query rows.
     "backends.results": {"call.problem"},
     "backends.packed": {
@@ -94,6 +94,7 @@ MAY_IMPORT = {
         "call.dtypes",
         "dispatch.backend",
         "dispatch.kernel_configs",
+        "kvcache.problem",
     },
     "backends.hopper.append_launch": {"call.dtypes", "dispatch.kernel_configs"},
     "backends.hopper.library": {
@@ -193,7 +194,13 @@ MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.problem": {"call.arguments", "call.spec"},
     "kvcache.metadata": {"call.spec", "kvcache.problem"},
-    "kvcache.checks": {"call.dtypes", "errors", "kvcache.metadata", "kvcache.problem"},
+    "kvcache.checks": {
+        "call.arguments",
+        "call.dtypes",
+        "errors",
+        "kvcache.metadata",
+        "kvcache.problem",
+    },
     "kvcache.value_checks": {
         "call.value_checks",
         "errors",
@@ -290,6 +297,7 @@ MAY_IMPORT = {
     },
     "quantized": {
         "call.arguments",
+        "operator_rules",
         "autograd",
         "backends",
         "call.value_checks",

@@ -131,6 +131,8 @@ class Segments(NamedTuple):
         if not packable or position_ids.shape not in ((1, length), (batch, length)):
             return self
         edges = _edges_of_positions(position_ids, batch, layer)
+        if edges is None:
+            return self
         return self._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
 
 

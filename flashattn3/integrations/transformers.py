@@ -107,15 +107,16 @@ def attention(
         "softcap": softcap or 0.0,
         "return_lse": s_aux is not None,
     }
-    if segments.cu_seqlens_q is None:
-        result = flash_attn_func(q, k, v, **options)
-    else:
+    packed = segments.cu_seqlens_q is not None
+    if packed:
         edges = segments.cu_seqlens_q, segments.cu_seqlens_k
         rows = (x.flatten(0, 1) for x in (q, k, v))
         result = flash_attn_varlen_func(*rows, *edges, *lengths, **options)
+    else:
+        result = flash_attn_func(q, k, v, **options)
     if s_aux is not None:
         result = _with_sinks(*result, s_aux)
-    return result.view(*q.shape[:2], *result.shape[-2:]), None
+    return result.unflatten(0, q.shape[:2]) if packed else result, None
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -149,6 +150,8 @@ def _refuse(dropout: float, others: dict) -> None:
             f"transformers attention: dropout must be 0, got {dropout}: set attention_dropout=0.0 "
             "in the model's config, or use attn_implementation='sdpa'"
         )
+    if _REFUSED.keys().isdisjoint(others):
+        return
     for name, instead in _REFUSED.items():
         value = others.get(name)
         if value is not None and value is not False:

@@ -53,8 +53,8 @@ class Prepared(NamedTuple):
 class DecodeLaunch:
     """The launch of one problem of cached calls on a decode kernel or a cached forward kernel.
 
-    reason: why on this kind of kernel. short_queries: of sequences that run on a decode kernel
-    beside a forward kernel; 0: none do.
+    reason: why on this kind of kernel. leaves_sms: whether SMs are to stay free. short_queries: of
+    sequences that run on a decode kernel beside a forward kernel; 0: none do.
     """
 
     problem: DecodeProblem
@@ -63,13 +63,14 @@ class DecodeLaunch:
     prepared: Prepared = field(compare=False, repr=False)
     library: Library = field(compare=False, repr=False)
     num_sms: int
+    leaves_sms: bool
     short_queries: int
 
     def describe(self) -> dict[str, object]:
         config = self.kernel_config
         if config.kind == "decode":
             rows, multiply = f"{DECODE_TILE_ROWS} packed rows", config.num_consumers
-            stages = _stages_of(config, self.problem)
+            stages = _stages_of(config, self.leaves_sms)
             whole = self.problem.num_splits == 1
         else:
             rows, multiply = f"{config.block_m} rows of a head", config.num_mma_warpgroups
@@ -107,11 +108,10 @@ class DecodeLaunch:
         return {"grid": (sizes[0], 1, 1), "workspace_bytes": sizes[1]}
 
 
-def _stages_of(config: DecodeConfig, problem: DecodeProblem) -> object:
+def _stages_of(config: DecodeConfig, leaves_sms: bool) -> object:
     """The stages in use, which may depend on whether two CTAs share an SM in a call of its size."""
     alone, beside = config.num_stages, config.num_stages_beside
-    shared = config.num_consumers == 1 and problem.sm_margin == 0
-    if not shared or alone == beside:
+    if config.num_consumers != 1 or leaves_sms or alone == beside:
         return alone
     return f"{beside} where two CTAs share an SM, else {alone}"
 
@@ -183,7 +183,8 @@ def decode_launch(
     record = decode_record_of(problem, device, short_config, short)
     with _disable_current_modes():  # the plan outlives the call
         prepared = Prepared(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
-    return DecodeLaunch(problem, config, reason, prepared, library, record.num_sms, short)
+    sms = record.num_sms, record.leaves_sms
+    return DecodeLaunch(problem, config, reason, prepared, library, *sms, short)
 
 
 def prepare_decode(launch: DecodeLaunch) -> Callable:
