@@ -35,7 +35,13 @@ from .modes import (
     refuse_gradients,
 )
 from .operator_rules import under_autocast
-from .ops import backward_of, forward_of, forward_operator, launch_under
+from .ops import (
+    backward_of,
+    forward_of,
+    forward_operator,
+    launch_of_bhsd,
+    launch_under,
+)
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
 NUM_TENSORS = len(Tensors._fields)
@@ -65,8 +71,24 @@ def _attend_with_gradients(tensors: Tensors, options: Options) -> Tensor | tuple
     launch = launch_under(key, tensors, options)
     differentiable = launch.differentiable
     if differentiable is not None and not options.return_lse:  # its lse has no gradient
-        return differentiable(tensors)[0]
+        return differentiable.bshd(tensors.q, tensors.k, tensors.v)[0]
     return _apply(tensors.q, tensors.k, tensors.v, tensors, options, key, launch)
+
+
+def attend_bhsd(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]:
+    """``attend`` of q, k and v (batch, heads, seqlen, head_dim); out has its tokens first. A node
+    in C++ takes them as they are; else they are transposed, which costs a node each."""
+    if has_autocast():
+        tensors = under_autocast(tensors)
+    q, k, v = tensors.q, tensors.k, tensors.v
+    plain = type(q) is type(k) is type(v) is Tensor and is_plain() and not q.is_meta
+    if plain and torch.is_grad_enabled() and not options.return_lse:
+        needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
+        if needs_gradient and q.dtype not in EIGHT_BIT:
+            differentiable = launch_of_bhsd(tensors, options).differentiable
+            if differentiable is not None:
+                return differentiable.bhsd(q, k, v)[0]
+    return attend(Tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), options)
 
 
 def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:

@@ -33,6 +33,7 @@ from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
+from flashattn3.integrations.transformers import flash_attn_bhsd_func
 from flashattn3.kvcache import ops as kvcache
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
@@ -97,6 +98,52 @@ def check_both_passes(host):
     expect_descriptors([x for x in descriptors if x[0] == dout.data_ptr()], dout)
     for x, gradient in ((q, dq), (k, dk), (v, dv)):
         assert gradient.shape == x.shape and gradient.dtype == x.dtype
+
+
+def check_bhsd(host):
+    """The driver gets the same as from transposed tensors, with one node less for each."""
+
+    def passed(call, leaves, dout):
+        """Numbers of all events, with an input in place of its address, and the results."""
+        kept = {}
+
+        def both():
+            kept["out"] = out = call(*leaves)
+            kept["gradients"] = torch.autograd.grad(out, leaves, dout)
+
+        names = {x.data_ptr(): i for i, x in enumerate((*leaves, dout))}
+        events = events_of(host, both)
+        for event in events:
+            if event[0] == "descriptor":
+                event[1] = names.get(event[1], "other")
+        return events, kept
+
+    for dense in (False, True):  # in the memory of q, k and v, heads or tokens come first
+        results = []
+        for bhsd in (False, True):
+            leaves = [x.detach() for x in inputs(136 + 8 * dense, 152 + 8 * dense, dv=32)]
+            if dense:
+                leaves = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves]
+            dout = torch.randn(2, 136 + 8 * dense, 4, 32).bfloat16()
+            leaves = [x.transpose(1, 2) if bhsd else x for x in leaves]
+            leaves = [x.requires_grad_() for x in leaves]
+            function = flash_attn_bhsd_func if bhsd else flash_attn_func
+            results.append((*passed(partial(function, causal=True), leaves, dout), leaves))
+        (wanted, _, _), (found, kept, leaves) = results
+        assert found == wanted and sum(event[0] == "launch" for event in found) == 4
+        out = kept["out"]
+        assert type(out.grad_fn).__name__ == NODE and out.is_contiguous()
+        assert out.grad_fn.next_functions[0][0].variable is leaves[0]
+        for x, gradient in zip(leaves, kept["gradients"], strict=True):
+            assert gradient.shape == x.shape and gradient.transpose(1, 2).is_contiguous()
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in inputs(80))
+    out, lse = flash_attn_bhsd_func(q, k, v, return_lse=True)  # through transposes
+    assert type(out.grad_fn).__name__ == OWN_NODE and (out.shape[1], lse.shape[1]) == (80, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flash_attn_bhsd_func(q.float(), k, v.float())
+    assert type(out.grad_fn).__name__ == NODE and out.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert flash_attn_bhsd_func(q, k, v).grad_fn is None
 
 
 def check_gradients_that_tma_cannot_read(host):
@@ -285,10 +332,21 @@ def times_of_calls() -> dict[str, float]:
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     pages = [x.detach().view(8, 16, 2, 64) for x in (k, v)]
     cached = partial(flash_attn_with_kvcache, plain[0][:, :1], causal=True, cache_seqlens=lengths)
+    turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+
+    def both_of_bhsd():
+        torch.autograd.grad(flash_attn_bhsd_func(*turned), turned, dout)
+
+    def both_of_transposes():
+        views = [x.transpose(1, 2) for x in turned]
+        torch.autograd.grad(flash_attn_func(*views), turned, dout)
+
     calls = {
         "forward": lambda: flash_attn_func(*plain),
         "forward with gradients": lambda: flash_attn_func(q, k, v),
         "forward and backward": both,
+        "forward and backward, heads first": both_of_bhsd,
+        "forward and backward, transposed": both_of_transposes,
         "cached call": partial(cached, *plain[1:]),
         "cached call, paged": partial(cached, *pages, page_table=table),
     }

@@ -112,7 +112,7 @@ def pair(config, auto="AutoModelForCausalLM"):
 @pytest.fixture
 def calls(monkeypatch):
     """How many dense and varlen calls the attention made."""
-    found = {"flash_attn_func": 0, "flash_attn_varlen_func": 0}
+    found = {"flash_attn_bhsd_func": 0, "flash_attn_varlen_func": 0}
 
     def spied(name):
         function = getattr(fa3, name)
@@ -179,7 +179,7 @@ def test_packed_sequences(name, by, calls):
     found = model(ids, attention_mask=None, use_cache=False, **packing).logits
     wanted = torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1)
     assert_close(found, wanted)
-    assert calls["flash_attn_func"] == 0
+    assert calls["flash_attn_bhsd_func"] == 0
 
 
 @pytest.mark.skipif(not NEW, reason="Llama 4 of transformers 4.57 counts chunks otherwise")
@@ -496,7 +496,7 @@ def test_qwen2_5_vl(side, calls):
     with torch.no_grad():
         found, wanted = (m(**inputs).logits[mask.bool()] for m in (model, eager))
     assert_close(found, wanted)
-    assert calls["flash_attn_varlen_func"] + calls["flash_attn_func"] >= 4
+    assert calls["flash_attn_varlen_func"] + calls["flash_attn_bhsd_func"] >= 4
     if side != "right":
         options = {"max_new_tokens": 16, "do_sample": False}
         for cache in ({}, {"cache_implementation": "static"}):

@@ -105,6 +105,7 @@ MAY_IMPORT = {
     "backends.gpu_limits": {"dispatch.backend", "call.dtypes", "call.problem"},
     "backends.conversions": {"call.inputs", "call.problem", "quantization"},
     "backends.hopper.launch": {
+        "dispatch.backend",
         "backends.conversions",
         "backends.hopper.launch_record",
         "call.value_checks",

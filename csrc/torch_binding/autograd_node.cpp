@@ -4,9 +4,11 @@
 // stable ABI has no nodes of its own. This operator has one: it saves q, k, v, out, lse and
 // attn_mask and passes them to the backward, and no code between the two reads a shape.
 //
-// attn_mask: the prepared launches of both passes, one after the other. q, k, v and out have their
-// tokens before their heads, as everywhere in this library. dropout_p, is_causal and scale have
-// their defaults: the launches have the options of the call.
+// attn_mask: the prepared launches of both passes. q, k, v and out have their tokens before their
+// heads (BSHD), as everywhere in this library; with bhsd q, k, v and their gradients have their
+// heads first (BHSD), so that a caller with such tensors needs no transposes, which have nodes of
+// their own. dropout_p, is_causal and scale have their defaults: the launches have the options of
+// the call.
 #include "torch_binding/autograd_node.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -70,6 +72,20 @@ Tensor in_aligned_rows(const Tensor& tensor) {
   return fits ? tensor : copied(tensor);
 }
 
+// A view of a tensor of four axes with heads and tokens exchanged.
+Tensor exchanged(const Tensor& tensor) {
+  expect(tensor.dim() == 4, "attention", "the number of axes of q, k and v", 4, tensor.dim());
+  const int64_t sizes[] = {tensor.size(0), tensor.size(2), tensor.size(1), tensor.size(3)};
+  const int64_t strides[] = {tensor.stride(0), tensor.stride(2), tensor.stride(1),
+                             tensor.stride(3)};
+  int64_t offset;
+  check_torch(aoti_torch_get_storage_offset(tensor.get(), &offset), "asking for an offset");
+  AtenTensorHandle view = nullptr;
+  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), 4, sizes, strides, offset, &view),
+              "a view of a tensor");
+  return Tensor(view);
+}
+
 Tensor in_dense_memory(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : copied(tensor);
 }
@@ -77,11 +93,16 @@ Tensor in_dense_memory(const Tensor& tensor) {
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr char kName[] = "forward";
   Arguments arguments(stack);
-  const ForwardCall call{.tensors = {.q = arguments.take<Tensor>(),
-                                     .k = arguments.take<Tensor>(),
-                                     .v = arguments.take<Tensor>()}};
+  ForwardCall call{.tensors = {.q = arguments.take<Tensor>(),
+                               .k = arguments.take<Tensor>(),
+                               .v = arguments.take<Tensor>()}};
   const Options options = Options::take(arguments);
-  const auto [out, lse] = run_forward(kName, launches_of(kName, options).forward, call);
+  const PreparedLaunches& launches = launches_of(kName, options);
+  CallTensors& tensors = call.tensors;
+  if (launches.bhsd != 0) {
+    for (Tensor* x : {&tensors.q, &tensors.k, &tensors.v}) *x = exchanged(*x);
+  }
+  const auto [out, lse] = run_forward(kName, launches.forward, call);
   return_results(stack, std::tuple(out, lse));
 }
 
@@ -93,13 +114,19 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
                k = arguments.take<Tensor>(), v = arguments.take<Tensor>(),
                out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
   const Options options = Options::take(arguments);
-  const BackwardCall call{
-      .dout = in_aligned_rows(dout),
-      .out = in_aligned_rows(out),
-      .lse = in_dense_memory(lse),
-      .tensors = {.q = in_aligned_rows(q), .k = in_aligned_rows(k), .v = in_aligned_rows(v)}};
-  const auto [dq, dk, dv] = run_backward(kName, launches_of(kName, options).backward, call);
-  return_results(stack, std::tuple(dq, dk, dv));
+  const PreparedLaunches& launches = launches_of(kName, options);
+  const bool bhsd = launches.bhsd != 0;
+  const auto rows = [=](const Tensor& x) { return in_aligned_rows(bhsd ? exchanged(x) : x); };
+  const BackwardCall call{.dout = in_aligned_rows(dout),
+                          .out = in_aligned_rows(out),
+                          .lse = in_dense_memory(lse),
+                          .tensors = {.q = rows(q), .k = rows(k), .v = rows(v)}};
+  const auto [dq, dk, dv] = run_backward(kName, launches.backward, call);
+  if (bhsd) {
+    return_results(stack, std::tuple(exchanged(dq), exchanged(dk), exchanged(dv)));
+  } else {
+    return_results(stack, std::tuple(dq, dk, dv));
+  }
 }
 
 }  // namespace

@@ -27,9 +27,10 @@ struct Prepared {
   Problem problem;
 };
 using PreparedLaunch = Prepared<AttentionProblem>;
-// Both passes of one call, as torch.cat joins their tensors.
+// Both passes of one call, as torch.cat joins their tensors with one that holds bhsd.
 struct PreparedLaunches {
   PreparedLaunch forward, backward;
+  int64_t bhsd;  // 1: q, k and v are (batch, heads, tokens, head_dim), out is not; else 0
 };
 using PreparedDecode = Prepared<CachedProblem>;
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 # Of the backends, in the order in which automatic dispatch tries them.
 NAMES = ("hopper", "triton", "reference")
+
+
+class Differentiable(NamedTuple):
+    """Functions of q, k and v that return out and lse, of which out is differentiable. q, k and v
+    are (batch, seqlen, heads, head_dim), as out is, or (batch, heads, seqlen, head_dim)."""
+
+    bshd: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    bhsd: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Launch(Protocol):
@@ -36,7 +44,7 @@ class Launch(Protocol):
         """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
 
     @property
-    def differentiable(self) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
+    def differentiable(self) -> Differentiable | None:
         """``forward`` with an autograd node of its own behind out; None: autograd.py makes one."""
 
 

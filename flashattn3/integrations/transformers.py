@@ -14,10 +14,16 @@ What a model asks and this integration does not have raises UnsupportedError: no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ..api import flash_attn_func, flash_attn_varlen_func
+from ..api import flash_attn_varlen_func
+from ..autograd import attend_bhsd
+from ..call.inputs import Tensors
+from ..call.public import public
+from ..call.spec import Options
 from ..errors import UnsupportedError, shown, value_error
 from .libraries import import_library
 from .masks import mask
@@ -84,14 +90,13 @@ def attention(
     Returns: out (batch, seqlen_q, heads, head_dim_v) and None in place of the probabilities.
     """
     _refuse(dropout, others)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     segments = Segments.of_mask(attention_mask, query.shape[0])
     divided = attention_mask is not None and attention_mask.shape[-1] > 1
     if segments is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = -1 if sliding_window is None else sliding_window - 1
         segments = Segments(causal, left)
-    lengths = q.shape[1], k.shape[1]
+    lengths = query.shape[2], key.shape[2]
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
         wanted = "a tensor: cu_seq_lens_q and cu_seq_lens_k belong together"
@@ -99,7 +104,7 @@ def attention(
     if cu_seq_lens_q is not None:
         segments = segments.cut_at(cu_seq_lens_q, cu_seq_lens_k, lengths)
     elif segments.causal and not divided and position_ids is not None:
-        segments = segments.at_positions(position_ids, q.shape[0], lengths, module)
+        segments = segments.at_positions(position_ids, query.shape[0], lengths, module)
     options = {
         "softmax_scale": scaling,
         "causal": segments.causal,
@@ -110,13 +115,44 @@ def attention(
     packed = segments.cu_seqlens_q is not None
     if packed:
         edges = segments.cu_seqlens_q, segments.cu_seqlens_k
-        rows = (x.flatten(0, 1) for x in (q, k, v))
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         result = flash_attn_varlen_func(*rows, *edges, *lengths, **options)
     else:
-        result = flash_attn_func(q, k, v, **options)
+        result = flash_attn_bhsd_func(query, key, value, **options)
     if s_aux is not None:
         result = _with_sinks(*result, s_aux)
-    return result.unflatten(0, q.shape[:2]) if packed else result, None
+    if packed:
+        result = result.unflatten(0, (query.shape[0], lengths[0]))
+    return result, None
+
+
+def _bhsd(options: Options, q, k, v):
+    return attend_bhsd(Tensors(q, k, v), options)
+
+
+@public(_bhsd)
+def flash_attn_bhsd_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flash_attn_func`` of tensors whose heads come before their tokens, as models have them.
+
+    Args:
+        q: (batch, num_heads_q, seqlen_q, head_dim), any strides.
+        k, v: (batch, num_heads_kv, seqlen_k, head_dim) and (batch, num_heads_kv, seqlen_k,
+            head_dim_v).
+        All other arguments are those of ``flash_attn_func``.
+
+    Returns: as ``flash_attn_func``: out (batch, seqlen_q, num_heads_q, head_dim_v), and lse.
+
+    Raises: as ``flash_attn_func``.
+    """
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -150,8 +186,6 @@ def _refuse(dropout: float, others: dict) -> None:
             f"transformers attention: dropout must be 0, got {dropout}: set attention_dropout=0.0 "
             "in the model's config, or use attn_implementation='sdpa'"
         )
-    if _REFUSED.keys().isdisjoint(others):
-        return
     for name, instead in _REFUSED.items():
         value = others.get(name)
         if value is not None and value is not False:

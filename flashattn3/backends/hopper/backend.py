@@ -41,6 +41,7 @@ from .decode_launch import (
 from .library import Library, library_for_gpu, mended_by
 
 if TYPE_CHECKING:
+    from ...dispatch.backend import Differentiable
     from ...kvcache.problem import DecodeProblem
 
 CAPABILITY = 90
@@ -120,7 +121,7 @@ class HopperLaunch:
         return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
-    def differentiable(self) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
+    def differentiable(self) -> Differentiable | None:
         return hopper_launch.prepare_differentiable(self, self.library)
 
     @cached_property

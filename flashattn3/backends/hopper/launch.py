@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...call.dtypes import EIGHT_BIT
 from ...call.inputs import ALIGNMENT_BYTES, Tensors, as_scaled
 from ...call.problem import Problem
+from ...dispatch.backend import Differentiable
 from ...dispatch.kernel_configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
@@ -105,12 +107,9 @@ def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors],
     )
 
 
-def prepare_differentiable(
-    launch: HopperLaunch, library: Library
-) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
-    """Build a function of the tensors that returns (out, lse), of which out is differentiable: its
-    autograd node runs in C++. None where a pass needs a copy first, another backend or more tensors
-    than q, k and v."""
+def prepare_differentiable(launch: HopperLaunch, library: Library) -> Differentiable | None:
+    """Build the functions whose autograd node runs in C++. None where a pass needs a copy first,
+    another backend or more tensors than q, k and v."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     copied = problem.copied or config.copied
@@ -122,8 +121,11 @@ def prepare_differentiable(
     if operator is None:
         return None
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
-    launches = torch.cat((config.launch.handle, backward.handle))
-    return lambda tensors: operator(tensors.q, tensors.k, tensors.v, attn_mask=launches)
+    handles = config.launch.handle, backward.handle
+    flags = torch.tensor([[0], [1]], device="cpu")
+    return Differentiable(
+        *(partial(operator, attn_mask=torch.cat((*handles, bhsd))) for bhsd in flags)
+    )
 
 
 def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:

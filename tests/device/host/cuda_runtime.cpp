@@ -17,7 +17,8 @@
 
 namespace {
 
-// One line for each TMA descriptor, launch, and event of a stream (1: not torch's), while it is on.
+// Two lines for each TMA descriptor, one for each launch and event of a stream (1: not torch's),
+// while it is on.
 bool logging = false;
 std::string events;
 
@@ -30,12 +31,14 @@ void log(const char* format, Values... values) {
 }
 
 CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
-                const cuuint64_t* extent, const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                CUtensorMapFloatOOBfill) {
+                const cuuint64_t* extent, const cuuint64_t* stride, const cuuint32_t*,
+                const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   *map = {};
   log("descriptor %ju %ju", uintmax_t{reinterpret_cast<uintptr_t>(address)}, uintmax_t{extent[0]});
   for (cuuint32_t i = 1; i < rank; ++i) log(" %ju", uintmax_t{extent[i]});
+  log("\nstrides");
+  for (cuuint32_t i = 1; i < rank; ++i) log(" %ju", uintmax_t{stride[i - 1]});
   log("\n");
   return CUDA_SUCCESS;
 }
