@@ -20,6 +20,7 @@ from .call.inputs import (
     checked_key_of,
     data_of,
     flat,
+    key_of_transposed,
     of_flat,
     tensors_by_name,
 )
@@ -35,20 +36,19 @@ from .modes import (
     refuse_gradients,
 )
 from .operator_rules import under_autocast
-from .ops import (
-    backward_of,
-    forward_of,
-    forward_operator,
-    launch_of_bhsd,
-    launch_under,
-)
+from .ops import backward_of, forward_of, forward_operator, launch_under
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
 NUM_TENSORS = len(Tensors._fields)
 
 
-def attend(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what a call returns: out, or out and lse. The public functions call it."""
+def attend(
+    tensors: Tensors, options: Options, bhsd: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what a call returns: out, or out and lse. The public functions call it.
+
+    bhsd: q, k and v, of 16 bits or more, are (batch, heads, seqlen, head_dim); out is not.
+    """
     if has_autocast():
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
@@ -60,35 +60,33 @@ def attend(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]
         if needs_gradient and torch.is_grad_enabled():
             if q.dtype in EIGHT_BIT:
                 refuse_gradients(options.function, q=q, k=k, v=v)
-            return _attend_with_gradients(tensors, options)
+            return _attend_with_gradients(tensors, options, bhsd)
+    if bhsd:
+        tensors = _transposed(tensors)
     out, lse = (forward_of if plain else _watched_or_scaled)(tensors, options)
     return (out, lse) if options.return_lse else out
 
 
-def _attend_with_gradients(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]:
+def _attend_with_gradients(
+    tensors: Tensors, options: Options, bhsd: bool
+) -> Tensor | tuple[Tensor, Tensor]:
     """An eager call that nothing watches, with a node in C++ where the backend has one."""
     key = checked_key_of(options.function, tensors)
+    if bhsd:
+        key = key_of_transposed(key)
     launch = launch_under(key, tensors, options)
     differentiable = launch.differentiable
     if differentiable is not None and not options.return_lse:  # its lse has no gradient
-        return differentiable.bshd(tensors.q, tensors.k, tensors.v)[0]
+        run = differentiable.bhsd if bhsd else differentiable.bshd
+        return run(tensors.q, tensors.k, tensors.v)[0]
+    if bhsd:
+        tensors = _transposed(tensors)
     return _apply(tensors.q, tensors.k, tensors.v, tensors, options, key, launch)
 
 
-def attend_bhsd(tensors: Tensors, options: Options) -> Tensor | tuple[Tensor, Tensor]:
-    """``attend`` of q, k and v (batch, heads, seqlen, head_dim); out has its tokens first. A node
-    in C++ takes them as they are; else they are transposed, which costs a node each."""
-    if has_autocast():
-        tensors = under_autocast(tensors)
+def _transposed(tensors: Tensors) -> Tensors:
     q, k, v = tensors.q, tensors.k, tensors.v
-    plain = type(q) is type(k) is type(v) is Tensor and is_plain() and not q.is_meta
-    if plain and torch.is_grad_enabled() and not options.return_lse:
-        needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-        if needs_gradient and q.dtype not in EIGHT_BIT:
-            differentiable = launch_of_bhsd(tensors, options).differentiable
-            if differentiable is not None:
-                return differentiable.bhsd(q, k, v)[0]
-    return attend(Tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), options)
+    return Tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
 def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:

@@ -89,23 +89,6 @@ def launch_under(key: tuple, tensors: Tensors, options: Options) -> Launch:
     return plan.launch
 
 
-@lru_cache(maxsize=4096)
-def _as_bshd(key: tuple) -> tuple:
-    """The key of tensors whose heads come before their tokens, as if they were transposed."""
-    axes = (0, 2, 1, 3)
-    return tuple(
-        of
-        if of is None or len(of[0]) != 4
-        else (torch.Size(of[0][i] for i in axes), tuple(of[1][i] for i in axes), *of[2:])
-        for of in key
-    )
-
-
-def launch_of_bhsd(tensors: Tensors, options: Options) -> Launch:
-    """The prepared launch of q, k and v whose heads come before their tokens."""
-    return _plan(_as_bshd(checked_key_of(options.function, tensors)), options).launch
-
-
 def forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Compute out and lse, not differentiably and without the dispatcher."""
     return launch_of(tensors, options).forward(tensors)

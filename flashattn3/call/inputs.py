@@ -8,6 +8,7 @@ FlashAttention-3, or (batch, heads, blocks).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -155,6 +156,18 @@ def checked_key_of(function: str, tensors: Tensors) -> tuple:
     except (AttributeError, RuntimeError):
         check_tensor_types(function, tensors, tensors.cu_seqlens_q is not None)
         raise
+
+
+@lru_cache(maxsize=4096)
+def key_of_transposed(key: tuple) -> tuple:
+    """The key after the second and the third axis of each tensor are exchanged."""
+    axes = (0, 2, 1, 3)
+    return tuple(
+        of
+        if of is None or len(of[0]) != 4
+        else (torch.Size(of[0][i] for i in axes), tuple(of[1][i] for i in axes), *of[2:])
+        for of in key
+    )
 
 
 TENSORS_OF_8_BITS = ("data", "descale", "mean")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..api import flash_attn_varlen_func
-from ..autograd import attend_bhsd
+from ..autograd import attend
 from ..call.inputs import Tensors
 from ..call.public import public
 from ..call.spec import Options
@@ -127,7 +127,7 @@ def attention(
 
 
 def _bhsd(options: Options, q, k, v):
-    return attend_bhsd(Tensors(q, k, v), options)
+    return attend(Tensors(q, k, v), options, bhsd=True)
 
 
 @public(_bhsd)
