@@ -38,8 +38,8 @@ def is_transformed() -> bool:
 
 
 def is_batched(*gradients: torch.Tensor | None) -> bool:
-    """Whether torch.autograd.grad(is_grads_batched=True) computes several gradients at once, for
-    which it has tensors of a class of its own in C++."""
+    """Return whether torch.autograd.grad(is_grads_batched=True) computes several gradients at once:
+    it passes tensors of a C++ class of its own."""
     return any(x is not None and _is_legacy_batched(x) for x in gradients)
 
 

@@ -1,6 +1,6 @@
-"""What tests/test_host_library.py runs: eager calls with gradients, and appends, over the operator
-library that is linked with a CUDA runtime without a GPU. CPU tensors count as a GPU's. No kernel
-runs, so the checks read what an operator passes to the driver, never a result.
+"""Checks that tests/test_host_library.py runs: eager calls with gradients, and appends, over the
+operator library that is linked with a CUDA runtime without a GPU. CPU tensors count as a GPU's. No
+kernel runs, so the checks read what an operator passes to the driver, never a result.
 
 python tests/host_checks.py LIBRARY [--time]
 
@@ -253,7 +253,7 @@ def use_cached_calls() -> None:
 
 
 def events_of(host, call) -> list[list]:
-    """What a call passes to the driver, in order: a name and numbers for each event."""
+    """Return what a call passes to the driver, in order: a name and numbers for each event."""
     host.host_log(True)
     call()
     events = [line.split() for line in host.host_events().decode().splitlines()]

@@ -96,7 +96,11 @@ MAY_IMPORT = {
         "dispatch.kernel_configs",
         "kvcache.problem",
     },
-    "backends.hopper.append_launch": {"call.dtypes", "dispatch.kernel_configs"},
+    "backends.hopper.append_launch": {
+        "call.dtypes",
+        "dispatch.backend",
+        "dispatch.kernel_configs",
+    },
     "backends.hopper.library": {
         "backends.hopper.launch_record",
         "dispatch.kernel_configs",

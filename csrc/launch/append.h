@@ -32,7 +32,7 @@ struct AppendParams {
   AppendTensor k, v, q;  // q has no descale
   int batch;
 
-  // As in DecodeParams; lengths are those before the append.
+  // These have the meaning of DecodeParams; lengths are those before the append.
   const int32_t* page_table;
   const int32_t* cache_seqlens;
   const int32_t* cache_batch_idx;

@@ -141,8 +141,7 @@ class Checks {
 int device_of(const AppendCall& call) {
   const int device = call.k.get_device_index();
   const auto check = [&](const char* name, const Tensor& tensor) {
-    expect(tensor.is_cuda(), kName, name, "a GPU", "another device");
-    expect(tensor.get_device_index() == device, kName, name, "the GPU of k", "another GPU");
+    expect_on_gpu(kName, name, tensor, device, "the GPU of k");
   };
   check("k.device", call.k);
   check("v.device", call.v);
@@ -166,12 +165,6 @@ int device_of(const AppendCall& call) {
   return device;
 }
 
-int to_int(const char* name, int64_t number) {
-  // Positions of cached and new tokens stay below 2^31.
-  expect(number >= 0 && number <= int64_t{1} << 30, kName, name, "between 0 and 2^30", number);
-  return static_cast<int>(number);
-}
-
 // Strides (batch, tokens, heads) of (batch, tokens, heads, ·), or with varlen (tokens, heads, ·);
 // 0 for an axis of one entry, whose stride may be anything.
 Strides strides_of(const Tensor& tensor, bool varlen) {
@@ -188,9 +181,9 @@ AppendTensor append_tensor(const Tensor& from, const Tensor& to,
           .to = to.data_ptr(),
           .from_stride = strides_of(from, varlen),
           .to_stride = strides_of(to, varlen && !of_cache),
-          .seqlen = to_int("the number of new tokens or queries", from.size(tokens)),
-          .num_heads = to_int("the number of heads", from.size(tokens + 1)),
-          .head_dim = to_int("head_dim", from.size(tokens + 2)),
+          .seqlen = to_int(kName, "the number of new tokens or queries", from.size(tokens)),
+          .num_heads = to_int(kName, "the number of heads", from.size(tokens + 1)),
+          .head_dim = to_int(kName, "head_dim", from.size(tokens + 2)),
           .cu_seqlens = indices(cu_seqlens),
           .descale = descale ? static_cast<const float*>(descale->data_ptr()) : nullptr,
           .descale_batch = descale ? descale->stride(0) : 0,
@@ -251,18 +244,18 @@ void fill_cache(const Checks& checks, const AppendCall& call, AppendParams& para
   }
   params.k = append_tensor(call.k, call.k_cache, call.cu_seqlens_k_new, true, call.k_descale);
   params.v = append_tensor(call.v, call.v_cache, call.cu_seqlens_k_new, true, call.v_descale);
-  params.batch = to_int("the batch", batch);
+  params.batch = to_int(kName, "the batch", batch);
   params.page_table = indices(call.page_table);
   params.cache_seqlens = indices(call.cache_seqlens);
   params.cache_batch_idx = indices(call.cache_batch_idx);
-  params.num_caches = to_int("the number of caches", entries);
+  params.num_caches = to_int(kName, "the number of caches", entries);
   if (paged) {
     params.page_table_stride = call.page_table->stride(0);
-    params.page_size = to_int("the page size", slots);
-    params.num_pages = to_int("the number of pages", caches);
+    params.page_size = to_int(kName, "the page size", slots);
+    params.num_pages = to_int(kName, "the number of pages", caches);
   }
   params.capacity =
-      to_int("the capacity of a cache", paged ? call.page_table->size(1) * slots : slots);
+      to_int(kName, "the capacity of a cache", paged ? call.page_table->size(1) * slots : slots);
   params.seqlen_k = call.seqlen < 0
                         ? params.capacity
                         : static_cast<int>(std::min<int64_t>(call.seqlen, params.capacity));
@@ -278,7 +271,7 @@ void fill_rotary(const Checks& checks, const AppendCall& call, AppendParams& par
   params.rotary_cos = cos.data_ptr();
   params.rotary_sin = call.rotary_sin->data_ptr();
   params.rotary_stride = cos.size(0) > 1 ? cos.stride(0) : 0;
-  params.num_positions = to_int("rotary_cos.shape[0]", cos.size(0));
+  params.num_positions = to_int(kName, "rotary_cos.shape[0]", cos.size(0));
   params.rotary_dim = static_cast<int>(2 * cos.size(1));
   params.rotary_is_fp32 = dtype_of(cos) == aoti_torch_dtype_float32();
   params.rotary_interleaved = call.rotary_interleaved;

@@ -89,8 +89,7 @@ Tensor new_out(const CachedProblem& problem, const DecodeCall& call) {
 int device_of(const DecodeCall& call) {
   const int device = call.q.get_device_index();
   const auto check = [&](const char* name, const Tensor& tensor) {
-    expect(tensor.is_cuda(), kName, name, "a GPU", "another device");
-    expect(tensor.get_device_index() == device, kName, name, "the GPU of q", "another GPU");
+    expect_on_gpu(kName, name, tensor, device, "the GPU of q");
   };
   check("q.device", call.q);
   check("k_cache.device", call.k_cache);
@@ -180,12 +179,6 @@ void check_call(const CachedProblem& problem, ElementType dtype, const DecodeCal
   check_dense("scheduler_metadata", call.scheduler_metadata, int32, {1, {2 + 4 * batch}});
 }
 
-int to_int(const char* name, int64_t number) {
-  // Positions of queries and keys, with window and tile, stay below 2^31.
-  expect(number >= 0 && number <= int64_t{1} << 30, kName, name, "between 0 and 2^30", number);
-  return static_cast<int>(number);
-}
-
 const float* floats(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const float*>(tensor->data_ptr()) : nullptr;
 }
@@ -220,21 +213,22 @@ DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, c
 
   const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
   const int64_t total = call.total_q();
-  params.batch = to_int("the batch", call.batch());
-  params.total_q = to_int("the tokens of q", total);
+  params.batch = to_int(kName, "the batch", call.batch());
+  params.total_q = to_int(kName, "the tokens of q", total);
   params.seqlen_q =
-      to_int("max_seqlen_q",
+      to_int(kName, "max_seqlen_q",
              varlen && call.max_seqlen_q >= 0 ? std::min(call.max_seqlen_q, total) : total);
-  params.num_caches = to_int("the number of caches", paged ? call.page_table->size(0) : caches);
-  params.num_pages = to_int("the number of pages", paged ? caches : 0);
-  params.capacity = to_int("the capacity of a cache",
+  params.num_caches =
+      to_int(kName, "the number of caches", paged ? call.page_table->size(0) : caches);
+  params.num_pages = to_int(kName, "the number of pages", paged ? caches : 0);
+  params.capacity = to_int(kName, "the capacity of a cache",
                            paged ? call.page_table->size(1) * problem.page_size : tokens);
   // One more than the capacity, so that metadata of a length that was cut does not fit.
   params.seqlen_k =
       call.seqlen < 0
           ? params.capacity
           : static_cast<int>(std::min<int64_t>(call.seqlen, int64_t{params.capacity} + 1));
-  params.seqlen_new = to_int("the number of new tokens", call.seqlen_new);
+  params.seqlen_new = to_int(kName, "the number of new tokens", call.seqlen_new);
   return params;
 }
 
@@ -304,8 +298,7 @@ Tensor run(const DecodeCall& call, const Tensor* given) {
   }
   const int device = device_of(call);
   if (given != nullptr) {
-    const bool beside = given->is_cuda() && given->get_device_index() == device;
-    expect(beside, kName, "out.device", "the GPU of q", "another device");
+    expect_on_gpu(kName, "out.device", *given, device, "the GPU of q");
   }
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
@@ -345,12 +338,12 @@ std::tuple<int64_t, int64_t> decode_size(Tensor launch, int64_t batch, int64_t s
   const PreparedDecode& prepared = prepared_decode("decode_size", launch);
   const DecodeKernel& kernel = decode_kernel(prepared.config);
   DecodeParams params = decode_params_of(prepared.problem);
-  params.batch = to_int("the batch", batch);
-  params.seqlen_q = to_int("seqlen_q", seqlen_q);
-  params.capacity = to_int("the capacity of a cache", capacity);
+  params.batch = to_int(kName, "the batch", batch);
+  params.seqlen_q = to_int(kName, "seqlen_q", seqlen_q);
+  params.capacity = to_int(kName, "the capacity of a cache", capacity);
   const int32_t unread = 0;  // a size depends on whether there are cu_seqlens_q
   if (total_q >= 0) {
-    params.total_q = to_int("the tokens of q", total_q);
+    params.total_q = to_int(kName, "the tokens of q", total_q);
     params.cu_seqlens_q = &unread;
   }
   const LaunchSize size = kernel.size(kernel.info.name, params);

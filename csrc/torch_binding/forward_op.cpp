@@ -177,9 +177,7 @@ int device_of(const char* function, const CallTensors& tensors) {
   const char* names[] = {"q.device", "k.device", "v.device"};
   const int device = tensors.q.get_device_index();
   for (int i = 0; i < 3; ++i) {
-    expect(given[i]->is_cuda(), function, names[i], "a GPU", "another device");
-    expect(given[i]->get_device_index() == device, function, names[i], "the GPU of q",
-           "another GPU");
+    expect_on_gpu(function, names[i], *given[i], device, "the GPU of q");
   }
   return device;
 }

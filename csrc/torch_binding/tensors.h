@@ -59,6 +59,21 @@ inline int32_t dtype_of(const Tensor& tensor) {
   return dtype;
 }
 
+// Throws "function: name must be ..., got ..." unless the tensor is on the GPU `device`. wanted:
+// names that GPU in the message. name: such as "k.device".
+inline void expect_on_gpu(const char* function, const char* name, const Tensor& tensor, int device,
+                          const char* wanted) {
+  expect(tensor.is_cuda(), function, name, "a GPU", "another device");
+  expect(tensor.get_device_index() == device, function, name, wanted, "another GPU");
+}
+
+// Returns a number of tokens, heads, pages or sequences. Throws for one over 2^30: positions of
+// cached and new tokens and of queries, with window and tile, stay below 2^31.
+inline int to_int(const char* function, const char* name, int64_t number) {
+  expect(number >= 0 && number <= int64_t{1} << 30, function, name, "between 0 and 2^30", number);
+  return static_cast<int>(number);
+}
+
 // Strides of (batch, rows, heads, ·), or with varlen (rows, heads, ·).
 inline Strides row_strides(const Tensor& tensor, bool varlen) {
   const int64_t rows = varlen ? 0 : 1;

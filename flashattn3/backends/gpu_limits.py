@@ -6,7 +6,7 @@ import torch
 
 from ..call.dtypes import FULL_PRECISION, SIXTEEN_BIT
 from ..call.problem import Problem
-from ..dispatch.backend import score_factor_reason
+from ..dispatch.backend import head_dim_reason, score_factor_reason
 
 # Keeps positions of queries and of the keys they see, with tile and window, below 2**31.
 MAX_ROWS = 2**30 - 1024
@@ -18,9 +18,9 @@ def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
         return f"computes in float16 and bfloat16, not in {problem.dtype}"
     if problem.out_dtype not in SIXTEEN_BIT:
         return f"writes float16 and bfloat16, not {problem.out_dtype} (out_dtype)"
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(problem, name) > max_head_dim:
-            return f"takes head dims up to {max_head_dim}, {name} is {getattr(problem, name)}"
+    reason = head_dim_reason(problem, max_head_dim)
+    if reason is not None:
+        return reason
     longest = max(problem.total_q, problem.total_k)
     if longest > MAX_ROWS:
         return f"counts rows in 32 bits: q, k and v may have up to {MAX_ROWS}, found {longest}"

@@ -65,6 +65,14 @@ class Backend(Protocol):
         once per plan, which is cached."""
 
 
+def head_dim_reason(problem: Problem, largest: int) -> str | None:
+    """Why kernels for head dims up to the largest do not take the problem, or None."""
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > largest:
+            return f"takes head dims up to {largest}, {name} is {getattr(problem, name)}"
+    return None
+
+
 def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> str | None:
     """Why scores computed in dtype would overflow or vanish by the factors of a call, or None.
 

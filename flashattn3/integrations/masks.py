@@ -221,7 +221,7 @@ def _refuse_unknown_functions(mask_function: Callable, use_vmap: bool) -> None:
 
 
 def _counts_by_row(mask_function: Callable, packed: bool) -> bool:
-    """Whether chunks are counted from the beginning of a row, not of a packed sequence."""
+    """Return whether chunks begin with a row, and not with each packed sequence."""
     if torch.compiler.is_compiling():
         return not packed
     return "remap_positions_for_packed_sequence" not in _names_in(mask_function)

@@ -213,7 +213,7 @@ class _ReadPositions(NamedTuple):
     edges: Tensor | None
 
     def serve(self, position_ids: Tensor, version: int | None, batch: int, layer) -> bool:
-        """Whether they are those of a later layer of the same forward."""
+        """Return whether a later layer of the same forward asks for them."""
         reader, index = self.layer(), getattr(layer, "layer_idx", None)
         ordered = index is not None and self.layer_idx is not None
         later = index > self.layer_idx if ordered else reader is not layer

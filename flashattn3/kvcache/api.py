@@ -219,7 +219,7 @@ def _attended(
     out: Tensor | None,
     checked: ops.CheckedCall | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the call. checked: None: it was not checked yet."""
+    """Run the call. checked: None: neither it nor out was checked yet."""
     q, given = tensors.q, out
     if ops.is_watched(q, tensors.k_cache):
         check_tensors(options.function, 3, **tensors._asdict())
@@ -233,7 +233,7 @@ def _attended(
     else:
         if checked is None:
             checked = ops.checked_call(tensors, lengths, options)
-        _check_given(given, q, checked.out_shape, options)
+            _check_given(given, q, checked.out_shape, options)
         shape, dtype = checked.lse_shape, checked.lse_dtype
         lse = None if shape is None else q.new_empty(shape, dtype=dtype)
         out = ops.run_checked(checked, given, lse, tensors, lengths, options)

@@ -257,8 +257,8 @@ def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Leng
     batch = tensors.cu_seqlens_k_new.shape[0] - 1 if varlen else k.shape[0]
     _check_dtypes(function, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        wanted_rows = "without a stride of 0: new tokens are written to it"
-        expect(not cache.is_expanded, function, f"{name}_cache.stride", wanted_rows, cache.stride)
+        wanted = "without a stride of 0: new tokens are written to it"
+        expect(not cache.is_expanded, function, f"{name}_cache.stride", wanted, cache.stride)
         wanted = f"{tuple(cache.shape[2:])} as {name}_cache's"
         got = tuple(x.shape[-2:])
         expect(got == tuple(cache.shape[2:]), function, f"{name}.shape[-2:]", wanted, got)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...call.dtypes import SIXTEEN_BIT
+from ...dispatch.backend import head_dim_reason
 from ...dispatch.kernel_configs import APPEND_MEASURED, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ def unfit_reason(problem: AppendProblem) -> str | None:
     """Why the append kernel does not take the problem, or None."""
     if problem.dtype not in SIXTEEN_BIT:
         return f"writes float16 and bfloat16, not {problem.dtype}"
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(problem, name) > MAX_HEAD_DIM:
-            return f"takes head dims up to {MAX_HEAD_DIM}, {name} is {getattr(problem, name)}"
-    return None
+    return head_dim_reason(problem, MAX_HEAD_DIM)
 
 
 def prepare_append(problem: AppendProblem, library: Library) -> Callable:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...call.dtypes import SIXTEEN_BIT
-from ...dispatch.backend import score_factor_reason
+from ...dispatch.backend import head_dim_reason, score_factor_reason
 from ...dispatch.device import DeviceInfo
 from .backend import BACKEND as FORWARD
 from .cache_tiles import CacheTile, select_tile
@@ -101,9 +101,9 @@ class TritonCacheBackend:
             return f"takes {', '.join(map(str, legal))}, not {problem.dtype}"
         if problem.out_dtype not in legal:
             return f"writes {', '.join(map(str, legal))}, not {problem.out_dtype}"
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(problem, name) > MAX_HEAD_DIM:
-                return f"takes head dims up to {MAX_HEAD_DIM}, {name} is {getattr(problem, name)}"
+        reason = head_dim_reason(problem, MAX_HEAD_DIM)
+        if reason is not None:
+            return reason
         if device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         if hasattr(problem, "score_scale"):
