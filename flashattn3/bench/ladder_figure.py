@@ -37,8 +37,7 @@ def draw_ladder(records: list[Record], header: Record, path: Path) -> None:
         panel.tick_params(labelsize=7)
     for panel in list(grid.flat)[len(panels) :]:
         panel.set_visible(False)
-    if rows:
-        grid[0][0].legend(fontsize=7)
+    grid[0][0].legend(fontsize=7)
     figure.suptitle(f"{header['device']}, torch {header['torch']}", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -58,14 +57,7 @@ def _over_length(panel, records: list[Record], field: str) -> None:
 
 def _over_density(panel, records: list[Record], field: str) -> None:
     for record in records:
-        (dot,) = panel.plot(record["density"], record[field], "o")
-        panel.annotate(
-            record["row"].split(SPARSE)[1],
-            (record["density"], record[field]),
-            xytext=(4, 4),
-            textcoords="offset points",
-            fontsize=6,
-            color=dot.get_color(),
-        )
-    panel.set(xlim=(0, 1.25), ylim=(0, None))
+        family = record["row"].split(SPARSE)[1].strip()
+        panel.plot(record["density"], record[field], "o", label=family)
+    panel.set(xlim=(0, None), ylim=(0, None))
     panel.set_xlabel("density of the block mask", fontsize=8)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ SUITE = "models"
 CHOSEN_BY_TORCH, FA3 = "sdpa", "fa3 package"  # torch's own choice; the flash-attn-3 distribution
 IMPLEMENTATIONS = {OURS: "fa3", FA3: "flash_attention_3"}  # of others: "sdpa"
 GATE_TOKENS, FLOOR = 256, 1e-3
-STEPS_PER_SAMPLE, TURNS = 3, 4  # TURNS: samples of a provider in each round
+STEPS_PER_SAMPLE, TURNS = 3, 4  # TURNS: samples of a provider in each round, at least
+SECONDS_PER_ROUND = 4.0  # a case is measured at least so long, where the host's noise is large
 NEW_TOKENS = 64
 
 Model = torch.nn.Module
@@ -179,30 +181,37 @@ def _times(
     case: ModelCase, model: Model, names: list[str], ids: Tensor, settings: Settings
 ) -> dict[str, Record]:
     """Wall time, since small models are limited by the host. Each sample is a few steps; providers
-    take turns, in another order each time, because the host's speed changes within seconds."""
+    take turns, in another order each time, because the host's speed changes within seconds. So a
+    ratio is the median over the turns of the ratio of two samples of a turn."""
     call = _work(case, model, ids)
     wait = partial(torch.cuda.synchronize, settings.device)
     if settings.device.type != "cuda":
         wait = lambda: None  # noqa: E731
     samples: dict[str, list[float]] = {name: [] for name in names}
-    turns = settings.rounds * (TURNS if settings.round_ms > 1 else 1)
-    for turn in range(turns + 1):
+    full = settings.round_ms > 1
+    turns = settings.rounds * (TURNS if full else 1)
+    end = time.perf_counter() + settings.rounds * SECONDS_PER_ROUND * full
+    turn = 0
+    while turn <= turns or time.perf_counter() < end:
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             with _selected(name, model):
                 found = _sample(call, wait)
             samples[name] += [found] if turn else []  # the first turn warms up
-    timings = {name: Timing.of(found) for name, found in samples.items()}
+        turn += 1
+    return {name: _outcome(case, name, samples) for name in names}
+
+
+def _outcome(case: ModelCase, name: str, samples: dict[str, list[float]]) -> Record:
+    timing = Timing.of(samples[name])
+    ratios = {
+        other: median(b / a for a, b in zip(samples[name], found, strict=True))
+        for other, found in samples.items()
+        if other != name
+    }
     return {
-        name: {
-            **asdict(timing),
-            "tokens_per_second": case.tokens / timing.median_ms * 1e3,
-            "speed_ratio": {
-                other: timings[other].median_ms / timing.median_ms
-                for other in timings
-                if other != name
-            },
-        }
-        for name, timing in timings.items()
+        **asdict(timing),
+        "tokens_per_second": case.tokens / timing.median_ms * 1e3,
+        "speed_ratio": ratios,
     }
 
 
