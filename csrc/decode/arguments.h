@@ -62,11 +62,15 @@ struct Arguments {
   const int32_t* cache_batch_idx;   // (batch), or null: batch_idx
   int seqlen_k, seqlen_new;
   int batch;
-  cutlass::FastDivmod num_ctas;  // of the launch
-  int max_queries;               // sequences with more are skipped
+  int max_queries;  // sequences with more are skipped
+
+  // Shares of the work (work_share.cuh), and how many neighbouring CTAs take each of them, one for
+  // each of as many KV heads. The launch has num_shares * share_heads CTAs.
+  cutlass::FastDivmod num_shares, share_heads;
 
   PackedRows rows;
   int num_heads_kv, qhead_per_kvhead;
+  int head_groups;  // num_heads_kv / share_heads
   int head_dim, head_dim_v;
   cutlass::FastDivmod out_vectors;  // of four elements, of a row of O
   int window_left, window_right;    // INT_MAX: unbounded
@@ -80,7 +84,7 @@ struct Arguments {
   int log2_stages;   // of the stages in use
   // Partial results (workspace.h): O of each part, (num_partials, partial_rows, head_dim_v), and
   // its row statistics, (num_partials, partial_rows), then those of groups of parts. partial_rows:
-  // rows of a work tile that there can be, at most kBlockM. partial_counters: 3 * num_ctas, zero
+  // rows of a work tile that there can be, at most kBlockM. partial_counters: 3 for each CTA, zero
   // before the launch and after it.
   int partial_rows;
   float* partial_out;

@@ -84,7 +84,7 @@ class Combine {
     const int thread = threadIdx.x % 128, column = thread_column(thread);
     if (thread == 0) storage_.pending[index] = {part, sequence};
     const int num_rows = PackedTile::of(args_, sequence, part).num_rows();
-    const int partial = partial_of(blockIdx.x, part.first_cta);
+    const int partial = partial_of(storage_.share.cta, part.first_cta);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = thread_row(thread) + kRowStride * r;
@@ -109,7 +109,7 @@ class Combine {
     const int warp = threadIdx.x / 32;
     if (warp < count && threadIdx.x % 32 == 0) {
       const Part& part = storage_.pending[warp].part;
-      const ArrivalGroup group = ArrivalGroup::of(blockIdx.x, part);
+      const ArrivalGroup group = ArrivalGroup::of(storage_.share.cta, part);
       storage_.is_last[warp] = arrive_last(
           args_.partial_counters + partial_of(group.leader, part.first_cta), group.num_ctas);
     }
@@ -140,7 +140,7 @@ class Combine {
     const Part& part = pending.part;
     const PackedTile tile = PackedTile::of(args_, pending.sequence, part);
     const RowStore store(args_, tile, pending.sequence, part);
-    const ArrivalGroup group = ArrivalGroup::of(blockIdx.x, part);
+    const ArrivalGroup group = ArrivalGroup::of(storage_.share.cta, part);
     const int groups = (part.num_ctas + kGroup - 1) / kGroup;
     Parts parts{args_.partial_stats, group.leader, 1, group.num_ctas, part.first_cta};
     bool is_whole = groups == 1;

@@ -1,11 +1,15 @@
 // The share of each CTA in the work of a cached call, at most 2^31 - 1 units.
 //
 // A unit of work is one KV block of one work tile (sequence, KV head, tile of packed rows). The
-// units of the batch are numbered in that order, and each CTA takes U / C of them, or one more, in
-// the order of the CTAs: equal shares, however unequal the sequences (the partition of FlashInfer,
-// arXiv 2501.01005). So a CTA ends in the middle of at most one work tile and begins in the middle
-// of at most one. The part of a work tile in one CTA is a Part; the parts of a work tile that
-// several CTAs share are in consecutive CTAs.
+// units of one KV head are numbered in that order, and each share is U / S of them, or one more, in
+// the order of the shares: equal shares, however unequal the sequences (the partition of
+// FlashInfer, arXiv 2501.01005). So a CTA ends in the middle of at most one work tile and begins in
+// the middle of at most one. The part of a work tile in one CTA is a Part; the parts of a work tile
+// that several CTAs share are in consecutive CTAs.
+//
+// Neighbouring CTAs have the same share of neighbouring KV heads (a group of heads; the groups are
+// numbered where the KV heads stand above): they read the same tokens at the same time, and the
+// heads of a token are neighbours in memory. CTAs are numbered head by head.
 //
 // Lengths are read on the device, so a captured launch is right for other lengths.
 #pragma once
@@ -29,7 +33,7 @@ struct CachedSequence {
   int first_key;        // no query sees a key before it
   BlockRange n_blocks;  // that a query may see; at least one, even without keys
   int row_tiles;        // tiles of packed rows of a KV head
-  int num_tiles;        // work tiles: KV heads x row_tiles
+  int num_tiles;        // work tiles of one head of each group: head_groups x row_tiles
 
   // Position of a query among the keys; negative if there are more queries than keys.
   __host__ __device__ __forceinline__ int position(int query) const {
@@ -68,7 +72,7 @@ __host__ __device__ __forceinline__ CachedSequence find_cached_sequence(const Ar
   found.n_blocks = {begin, max(begin + 1, (found.num_keys + kBlockN - 1) / kBlockN)};
   const int tokens = args.rows.tokens;
   found.row_tiles = args.rows.tokens.div(found.num_queries + tokens - 1) * args.rows.head_tiles;
-  found.num_tiles = found.num_queries > args.max_queries ? 0 : args.num_heads_kv * found.row_tiles;
+  found.num_tiles = found.num_queries > args.max_queries ? 0 : args.head_groups * found.row_tiles;
   return found;
 }
 
@@ -83,32 +87,37 @@ __host__ __device__ __forceinline__ int units_of_sequence(const Arguments& args,
   return sequence.num_tiles * units_of_tile(args, sequence);
 }
 
-// Units begin to end - 1 belong to this CTA. The first of them is in sequence batch_idx, whose
-// first unit is first_unit; these are unset without units.
+// Units begin to end - 1 of one head of a group belong to this CTA. The first of them is in
+// sequence batch_idx, whose first unit is first_unit; these are unset without units.
 struct WorkShare {
   int begin, end;
-  unsigned units, rest;  // of each CTA; the first `rest` CTAs have one more
+  unsigned units, rest;  // of each share; the first `rest` shares have one more
+  int head;              // of a group
+  int cta, first_cta;    // number of this CTA, and of the first one of its head
   int batch_idx, first_unit;
   CachedSequence sequence;  // batch_idx
 
-  // num_ctas: of the launch. With fewer units than CTAs the last CTAs have none, so that the CTAs
-  // that share a work tile follow each other.
-  __host__ __device__ __forceinline__ void set(int total, int cta,
-                                               const cutlass::FastDivmod& num_ctas) {
-    const int of_each = num_ctas.div(total), mine = cta;
-    const int longer = total - of_each * num_ctas;  // CTAs with one more
-    // One unit for each of the first CTAs, as if they were the whole launch.
+  // total: units of a head. block: of the launch. With fewer units than shares the last ones are
+  // empty, so that the CTAs that share a work tile follow each other.
+  __host__ __device__ __forceinline__ void set(int total, int block, const Arguments& args) {
+    int mine;
+    args.share_heads(mine, head, block);
+    first_cta = head * args.num_shares;
+    cta = first_cta + mine;
+    const int of_each = args.num_shares.div(total);
+    const int longer = total - of_each * args.num_shares;  // shares with one more
+    // One unit for each of the first shares, as if they were all.
     const bool few = of_each == 0;
     units = few ? 1 : of_each;
     rest = few ? 0 : longer;
     begin = mine * of_each + min(mine, longer);
     end = begin + of_each + (mine < longer ? 1 : 0);
   }
-  // The CTA that has a unit.
+  // The CTA of this head that has a unit.
   __host__ __device__ __forceinline__ int cta_of(int unit) const {
-    const unsigned of_longer = rest * (units + 1);  // units of the first `rest` CTAs
+    const unsigned of_longer = rest * (units + 1);  // units of the first `rest` shares
     const unsigned at = unit;
-    return at < of_longer ? at / (units + 1) : rest + (at - of_longer) / units;
+    return first_cta + (at < of_longer ? at / (units + 1) : rest + (at - of_longer) / units);
   }
 };
 
@@ -149,8 +158,9 @@ class PartIterator {
     const int count = min(units - begin, share_.end - unit_);
     const int row_tiles = sequence_.row_tiles;
     part.batch_idx = batch_idx_;
-    part.kv_head = row_tiles == 1 ? tile : tile / row_tiles;
-    part.row_tile = tile - part.kv_head * row_tiles;
+    const int group = row_tiles == 1 ? tile : tile / row_tiles;
+    part.kv_head = group * args_.share_heads + share_.head;
+    part.row_tile = tile - group * row_tiles;
     part.n_blocks = sequence_.n_blocks;
     if (!args_.whole_tiles) {
       part.n_blocks.begin += begin;

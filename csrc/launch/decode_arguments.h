@@ -37,8 +37,12 @@ struct DecodeGrid {
   static constexpr int kMostCtasPerSm = 2;
   // Parts of a work tile from which on combining them costs more than half SMs gain.
   static constexpr int kManyParts = 64;
+  // Rows of a work tile up to which SMs are halved: the workspace grows with CTAs and rows.
+  static constexpr int kFewRows = 32;
 
-  int num_ctas;      // all run at a time, at most one per unit
+  int num_shares;    // at most one per unit
+  int share_heads;   // neighbouring CTAs with the same share of neighbouring KV heads
+  int num_ctas;      // all run at a time
   int partial_rows;  // rows of a work tile that there can be
   int log2_stages;   // of the stages in use
 
@@ -49,12 +53,22 @@ struct DecodeGrid {
     const int tokens = std::min<int>(rows.tokens, std::max(params.seqlen_q, 1));
     const int64_t tiles = max_decode_units(params, INT_MAX);
     const bool share_sm = decode::ctas_per_sm(config) == 2 && !params.leaves_sms &&
+                          tokens * rows.heads <= kFewRows &&
                           2 * params.num_sms < kManyParts * tiles;
-    const int64_t units = std::max<int64_t>(1, max_decode_units(params, config.block_n));
-    const int64_t num_ctas = std::min<int64_t>((share_sm ? 2 : 1) * params.num_sms, units);
+    const int most = (share_sm ? 2 : 1) * params.num_sms;
+    const int heads = heads_of_share(params.num_heads_kv, most);
+    const int64_t units = max_decode_units(params, config.block_n) / heads;
+    const int shares = static_cast<int>(std::clamp<int64_t>(units, 1, most / heads));
     const int num_stages = share_sm ? config.num_stages_beside : config.num_stages;
-    return {static_cast<int>(num_ctas), tokens * rows.heads,
+    return {shares, heads, shares * heads, tokens * rows.heads,
             std::countr_zero(static_cast<unsigned>(num_stages))};
+  }
+
+  // The most KV heads that divide all of them and leave at most a sixteenth of the CTAs unused.
+  static int heads_of_share(int num_heads_kv, int most_ctas) {
+    int heads = std::min(num_heads_kv, most_ctas);
+    while (num_heads_kv % heads != 0 || most_ctas % heads * 16 > most_ctas) --heads;
+    return heads;
   }
 
   int num_partials() const { return decode::num_partials(num_ctas); }
@@ -124,11 +138,13 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .seqlen_k = params.seqlen_k,
           .seqlen_new = params.seqlen_new,
           .batch = params.batch,
-          .num_ctas = cutlass::FastDivmod(grid.num_ctas),
           .max_queries = params.max_queries,
+          .num_shares = cutlass::FastDivmod(grid.num_shares),
+          .share_heads = cutlass::FastDivmod(grid.share_heads),
           .rows = packed_rows(params),
           .num_heads_kv = params.num_heads_kv,
           .qhead_per_kvhead = params.num_heads_q / params.num_heads_kv,
+          .head_groups = params.num_heads_kv / grid.share_heads,
           .head_dim = params.head_dim,
           .head_dim_v = params.head_dim_v,
           .out_vectors = cutlass::FastDivmod(params.head_dim_v / 4),

@@ -32,8 +32,8 @@ CHOSEN_BY_TORCH, FA3 = "sdpa", "fa3 package"  # torch's own choice; the flash-at
 IMPLEMENTATIONS = {OURS: "fa3", FA3: "flash_attention_3"}  # of others: "sdpa"
 GATE_TOKENS, FLOOR = 256, 1e-3
 STEPS_PER_SAMPLE, TURNS = 3, 4  # TURNS: samples of a provider in each round, at least
-SECONDS_PER_ROUND = 4.0  # a case is measured at least so long, where the host's noise is large
-NEW_TOKENS = 64
+SECONDS_PER_ROUND = 8.0  # a case is measured at least so long, where the host's noise is large
+NEW_TOKENS = 64  # in one step of decoding, which is a sample
 
 Model = torch.nn.Module
 
@@ -195,7 +195,7 @@ def _times(
     while turn <= turns or time.perf_counter() < end:
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             with _selected(name, model):
-                found = _sample(call, wait)
+                found = _sample(call, wait, 1 if case.work == "decode" else STEPS_PER_SAMPLE)
             samples[name] += [found] if turn else []  # the first turn warms up
         turn += 1
     return {name: _outcome(case, name, samples) for name in names}
@@ -215,13 +215,14 @@ def _outcome(case: ModelCase, name: str, samples: dict[str, list[float]]) -> Rec
     }
 
 
-def _sample(call: Callable[[], object], wait: Callable[[], None]) -> float:
+def _sample(call: Callable[[], object], wait: Callable[[], None], steps: int) -> float:
+    """Milliseconds of a step."""
     wait()
     start = time.perf_counter()
-    for _ in range(STEPS_PER_SAMPLE):
+    for _ in range(steps):
         call()
     wait()
-    return (time.perf_counter() - start) * 1e3 / STEPS_PER_SAMPLE
+    return (time.perf_counter() - start) * 1e3 / steps
 
 
 def _work(case: ModelCase, model: Model, ids: Tensor) -> Callable[[], object]:

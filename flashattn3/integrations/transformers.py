@@ -21,10 +21,13 @@ from torch import Tensor
 
 from ..api import flash_attn_varlen_func
 from ..autograd import attend
+from ..call.dtypes import SIXTEEN_BIT
 from ..call.inputs import Tensors
 from ..call.public import public
 from ..call.spec import Options
 from ..errors import UnsupportedError, shown, value_error
+from ..kvcache.api import flash_attn_with_kvcache
+from ..kvcache.problem import MAX_HEAD_DIM
 from .libraries import import_library
 from .masks import mask
 from .segments import Segments
@@ -110,8 +113,12 @@ def attention(
         "causal": segments.causal,
         "window_size": (segments.left, 0 if segments.causal else segments.left),
         "softcap": softcap or 0.0,
-        "return_lse": s_aux is not None,
     }
+    if segments.cu_seqlens_q is None and _generates(query, key, value):
+        tokens_first = (x.transpose(1, 2) for x in (query, key, value))
+        sinks = s_aux if s_aux is None else s_aux.float()
+        return flash_attn_with_kvcache(*tokens_first, sinks=sinks, **options), None
+    options["return_lse"] = s_aux is not None
     packed = segments.cu_seqlens_q is not None
     if packed:
         edges = segments.cu_seqlens_q, segments.cu_seqlens_k
@@ -124,6 +131,15 @@ def attention(
     if packed:
         result = result.unflatten(0, (query.shape[0], lengths[0]))
     return result, None
+
+
+def _generates(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether this is the next token behind a cache, which grows with every step: the plan of a
+    cached call does not depend on its length."""
+    if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    fits = value.shape[3] <= query.shape[3] <= MAX_HEAD_DIM
+    return fits and query.dtype in SIXTEEN_BIT and key.stride(3) == value.stride(3) == 1
 
 
 def _bhsd(options: Options, q, k, v):

@@ -56,15 +56,24 @@ struct Batch {
     args.seqlens_q = {varlen ? cu_q.data() : nullptr, nullptr, longest, cu_q.back()};
   }
   Batch(const Batch&) = delete;
+
+  // Sets the shares of a launch; about num_ctas CTAs. share_heads divides the KV heads.
+  void divide(int num_ctas, int share_heads) {
+    const int num_shares = std::max(1, num_ctas / share_heads);
+    args.num_shares = cutlass::FastDivmod(num_shares);
+    args.share_heads = cutlass::FastDivmod(share_heads);
+    args.head_groups = args.num_heads_kv / share_heads;
+  }
+  int num_ctas() const { return args.num_shares * args.share_heads; }
 };
 
 // The share of a CTA as find_share computes it, by a loop over the sequences.
-inline WorkShare share_of(const Arguments& args, int cta, int num_ctas) {
+inline WorkShare share_of(const Arguments& args, int block) {
   int total = 0;
   const auto sequence = [&](int b) { return find_cached_sequence<kBlockN>(args, b); };
   for (int b = 0; b < args.batch; ++b) total += units_of_sequence(args, sequence(b));
   WorkShare share{};
-  share.set(total, cta, num_ctas);
+  share.set(total, block, args);
   int first = 0;
   for (int b = 0; b < args.batch; ++b) {
     const int units = units_of_sequence(args, sequence(b));
@@ -81,8 +90,9 @@ struct WorkTileId {
   auto operator<=>(const WorkTileId&) const = default;
 };
 
-inline void check_batch(Result& result, const Batch& batch, int num_ctas) {
+inline void check_batch(Result& result, const Batch& batch) {
   const Arguments& args = batch.args;
+  const int num_ctas = batch.num_ctas();
   struct Found {
     std::map<int, int> blocks;  // KV block, number of parts that have it
     std::vector<std::pair<int, Part>> parts;
@@ -90,8 +100,9 @@ inline void check_batch(Result& result, const Batch& batch, int num_ctas) {
   std::map<WorkTileId, Found> tiles;
   std::set<int> slots;
   int most = 0, least = INT_MAX;
-  for (int cta = 0; cta < num_ctas; ++cta) {
-    const WorkShare share = share_of(args, cta, num_ctas);
+  for (int block = 0; block < num_ctas; ++block) {
+    const WorkShare share = share_of(args, block);
+    const int cta = share.cta;
     PartIterator<kBlockN> parts(args, share);
     Part part;
     int units = 0;
@@ -117,10 +128,11 @@ inline void check_batch(Result& result, const Batch& batch, int num_ctas) {
   size_t num_tiles = 0;
   for (int b = 0; b < args.batch; ++b) {
     const CachedSequence sequence = find_cached_sequence<kBlockN>(args, b);
-    num_tiles += sequence.num_tiles;
+    const int of_head = sequence.num_tiles / args.head_groups;
+    const int tiles_of_sequence = of_head * args.num_heads_kv;
+    num_tiles += tiles_of_sequence;
     std::set<std::tuple<int, int>> rows;  // (query, head) of q
-    for (int tile = 0; tile < sequence.num_tiles; ++tile) {
-      const int of_head = sequence.num_tiles / args.num_heads_kv;
+    for (int tile = 0; tile < tiles_of_sequence; ++tile) {
       const WorkTileId id{b, tile / of_head, tile % of_head};
       const auto found = tiles.find(id);
       result.equal(1, found != tiles.end(), "the work tile is computed", b, tile);
@@ -159,8 +171,14 @@ inline void check_shares(Result& result) {
   for (const int batch : {1, 2, 7, 40}) {
     for (const int qheads_per_kvhead : {1, 4, 5, 8, 64, 80, 128}) {
       for (const bool varlen : {false, true}) {
-        const Batch problem(++seed, batch, qheads_per_kvhead, varlen);
-        for (const int num_ctas : {1, 3, 16, 132}) check_batch(result, problem, num_ctas);
+        Batch problem(++seed, batch, qheads_per_kvhead, varlen);
+        for (const int num_ctas : {1, 3, 16, 132}) {
+          for (const int share_heads : {1, 2, 3, 4}) {
+            if (problem.args.num_heads_kv % share_heads != 0) continue;
+            problem.divide(num_ctas, share_heads);
+            check_batch(result, problem);
+          }
+        }
       }
     }
   }
@@ -197,12 +215,15 @@ inline void check_visible_keys(Result& result) {
 // The groups of workspace.h: each counter gets as many arrivals as it waits for, and belongs to one
 // group of one work tile.
 inline void check_groups(Result& result) {
-  for (const int num_ctas : {1, 16, 17, 132, 256}) {
-    const Batch batch(7 + num_ctas, 3, 8, false);
+  for (const int wanted_ctas : {1, 16, 17, 132, 256}) {
+    Batch batch(7 + wanted_ctas, 3, 8, false);
+    batch.divide(wanted_ctas, wanted_ctas % 2 ? 1 : batch.args.num_heads_kv);
+    const int num_ctas = batch.num_ctas();
     std::map<int, std::pair<int, int>> arrivals;  // counter: arrivals, and how many it waits for
     std::map<int, std::tuple<int, int, int, int>> owner;
-    for (int cta = 0; cta < num_ctas; ++cta) {
-      const WorkShare share = share_of(batch.args, cta, num_ctas);
+    for (int block = 0; block < num_ctas; ++block) {
+      const WorkShare share = share_of(batch.args, block);
+      const int cta = share.cta;
       PartIterator<kBlockN> parts(batch.args, share);
       Part part;
       while (parts.next(part)) {
@@ -245,11 +266,12 @@ inline void check_find_share(Result& result) {
     if (device.args.seqlens_q.cu_seqlens) device.args.seqlens_q.cu_seqlens = cu_q.device();
     device.args.cache_batch_idx = host.args.cache_batch_idx = nullptr;
     for (const int num_ctas : {1, 132}) {
-      Array<WorkShare> shares(num_ctas);
-      device.args.num_ctas = cutlass::FastDivmod(num_ctas);
-      launch(share_kernel, num_ctas, kShareThreads, 0, device.args, shares.device());
-      for (int cta = 0; cta < num_ctas; ++cta) {
-        const WorkShare wanted = share_of(host.args, cta, num_ctas);
+      host.divide(num_ctas, num_ctas == 1 ? 1 : host.args.num_heads_kv);
+      device.divide(num_ctas, num_ctas == 1 ? 1 : device.args.num_heads_kv);
+      Array<WorkShare> shares(host.num_ctas());
+      launch(share_kernel, host.num_ctas(), kShareThreads, 0, device.args, shares.device());
+      for (int cta = 0; cta < host.num_ctas(); ++cta) {
+        const WorkShare wanted = share_of(host.args, cta);
         const WorkShare& found = shares.download()[cta];
         result.equal(wanted.begin, found.begin, "begin", cta, batch);
         result.equal(wanted.end, found.end, "end", cta, batch);
