@@ -51,17 +51,28 @@ struct DecodeGrid {
   static DecodeGrid of(const DecodeParams& params, const decode::Config& config) {
     const decode::PackedRows rows = packed_rows(params);
     const int tokens = std::min<int>(rows.tokens, std::max(params.seqlen_q, 1));
-    const int64_t tiles = max_decode_units(params, INT_MAX);
+    const int64_t tiles = std::max<int64_t>(1, max_decode_units(params, INT_MAX));
     const bool share_sm = decode::ctas_per_sm(config) == 2 && !params.leaves_sms &&
                           tokens * rows.heads <= kFewRows &&
                           2 * params.num_sms < kManyParts * tiles;
     const int most = (share_sm ? 2 : 1) * params.num_sms;
     const int heads = heads_of_share(params.num_heads_kv, most);
     const int64_t units = max_decode_units(params, config.block_n) / heads;
-    const int shares = static_cast<int>(std::clamp<int64_t>(units, 1, most / heads));
+    const int64_t most_shares = std::clamp<int64_t>(units, 1, most / heads);
+    const int shares =
+        static_cast<int>(aligned_shares(most_shares, std::max<int64_t>(1, tiles / heads)));
     const int num_stages = share_sm ? config.num_stages_beside : config.num_stages;
     return {shares, heads, shares * heads, tokens * rows.heads,
             std::countr_zero(static_cast<unsigned>(num_stages))};
+  }
+
+  // With sequences of equal lengths a share is then a whole number of work tiles, or a work tile a
+  // whole number of shares, if this leaves at most a sixteenth of the shares unused.
+  static int64_t aligned_shares(int64_t most, int64_t tiles) {
+    const int64_t tiles_of_share = (tiles + most - 1) / most;
+    const int64_t aligned =
+        tiles <= most ? most / tiles * tiles : (tiles + tiles_of_share - 1) / tiles_of_share;
+    return aligned * 16 >= most * 15 ? aligned : most;
   }
 
   // The most KV heads that divide all of them and leave at most a sixteenth of the CTAs unused.
