@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cutlass/fast_math.h>
 
 #include <cstdint>
 
@@ -66,8 +67,9 @@ struct Arguments {
   TileSchedulerParams scheduler;  // of n_blocks
   Workspace workspace;
   int num_heads_q;
-  int num_heads_kv;
-  int qhead_per_kvhead;  // query heads that share one head of k and v
+  int num_heads_kv;                // of dk and dv: heads of k and v times head_parts
+  cutlass::FastDivmod head_parts;  // parts into which the query heads of a KV head are divided
+  int qhead_per_kvhead;            // query heads of a part
   int head_dim;
   int head_dim_v;
   Window window;

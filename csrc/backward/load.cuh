@@ -102,8 +102,8 @@ class Producer {
     empty.wait(kv_phase_);
     full.arrive_and_expect(Traits::kNBlockBytes);
     copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(shared_ + offset, map, full, kReadOnce,
-                                                   tile.key_offset + tile.first_key, tile.head,
-                                                   tile.batch_coord);
+                                                   tile.key_offset + tile.first_key,
+                                                   kv_head(args_, tile), tile.batch_coord);
   }
 
   const Arguments& args_;

@@ -31,7 +31,7 @@ __host__ __device__ __forceinline__ BlockRange full_m_blocks(const Mask& mask, i
 
 struct alignas(16) WorkTile {
   int first_key;        // in the sequence; -1: no tile is left
-  int head;             // of k and v
+  int head;             // of dk and dv (Arguments)
   int batch_coord;      // batch coordinate for TMA and pointers; 0 with cu_seqlens
   int key_offset;       // of the sequence in k and v
   int num_rows;         // of the sequence
@@ -49,6 +49,11 @@ __device__ __forceinline__ int64_t workspace_row(const Arguments& args, const Wo
   return args.workspace.first(args.seqlens_q, tile.batch_idx, head, args.num_heads_q,
                               tile.row_offset) +
          block * kBlockM;
+}
+
+// Head of k and v.
+__device__ __forceinline__ int kv_head(const Arguments& args, const WorkTile& tile) {
+  return args.head_parts.div(tile.head);
 }
 
 // Next m_block, wrapping around from the last to the first.

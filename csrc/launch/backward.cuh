@@ -14,6 +14,7 @@
 #include "backward/kernel.cuh"
 #include "backward/postprocess.cuh"
 #include "backward/preprocess.cuh"
+#include "backward/sum_parts.cuh"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
@@ -21,6 +22,11 @@
 #include "launch/varlen.h"
 
 namespace flashattn3 {
+
+template <class Integer>
+constexpr Integer round_up(Integer value, Integer multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all
 // sequences, each of which starts at a new block.
@@ -35,13 +41,59 @@ inline int64_t workspace_heads(const AttentionProblem& problem) {
   return int64_t{problem.num_heads_q} * (problem.varlen ? 1 : problem.batch);
 }
 
+// Parts into which the query heads of a KV head are divided. Each part has work tiles of its own:
+// there are then enough for all SMs, and those that run at a time read few heads of Q and dO. dK
+// and dV of the parts are kept in 16 bits and added afterwards (sum_parts.cuh), as FlashAttention-2
+// does for each query head. That costs time in proportion to the keys, so with fewer queries than
+// kManyQueries heads are divided only while SMs would be idle. Measured on an H100 with 4 and 8
+// query heads, docs/log/hopper-backward.md.
+template <backward::Config kConfig>
+int num_head_parts(const AttentionProblem& problem) {
+  constexpr int kManyQueries = 2048;
+  const int group = problem.num_heads_q / problem.num_heads_kv;
+  // sum_parts.cuh counts the 16-byte vectors of dK and of dV in 32 bits.
+  const int64_t vectors = int64_t{problem.batch} * problem.seqlen_k * problem.num_heads_kv *
+                          (kConfig.head_dim / 8);
+  if (problem.varlen || group == 1 || vectors > INT_MAX) return 1;
+  if (problem.seqlen_q >= kManyQueries) return group % 2 == 0 ? group / 2 : group;
+  constexpr int kKeys = backward::block_n(kConfig);
+  const int64_t tiles =
+      (int64_t{problem.seqlen_k} + kKeys - 1) / kKeys * problem.batch * problem.num_heads_kv;
+  const int64_t wanted = int64_t{problem.masked() ? 4 : 1} * problem.num_sms;
+  int parts = 1;
+  for (int more = 2; more <= group && tiles * parts < wanted; ++more) {
+    if (group % more == 0) parts = more;
+  }
+  return parts;
+}
+
+// Heads of the gradients that the main kernel stores.
+template <backward::Config kConfig>
+int num_gradient_heads(const AttentionProblem& problem) {
+  return problem.num_heads_kv * num_head_parts<kConfig>(problem);
+}
+
+// Elements of the parts of dK or dV; 0 if the heads are not divided.
+template <backward::Config kConfig>
+int64_t part_elements(const AttentionProblem& problem, int head_dim) {
+  if (num_head_parts<kConfig>(problem) == 1) return 0;
+  const int64_t rows = int64_t{problem.batch} * problem.seqlen_k;
+  return rows * num_gradient_heads<kConfig>(problem) * round_up(head_dim, 8);
+}
+
+template <backward::Config kConfig>
+int64_t workspace_bytes_of_rows(const AttentionProblem& problem) {
+  const int64_t rows = workspace_rows(problem) * workspace_heads(problem);
+  const int64_t counters = rows / backward::kBlockM * backward::num_dq_semaphores(kConfig) + 1 +
+                           int64_t{problem.batch} * num_gradient_heads<kConfig>(problem);
+  return round_up<int64_t>((rows * (kConfig.head_dim + 2) + counters) * 4, 16);
+}
+
 template <backward::Config kConfig>
 int64_t backward_workspace_bytes(const AttentionProblem& problem) {
-  const int64_t rows = workspace_rows(problem) * workspace_heads(problem);
-  return rows * (kConfig.head_dim + 2) * sizeof(float) +
-         (rows / backward::kBlockM * backward::num_dq_semaphores(kConfig) + 1 +
-          int64_t{problem.batch} * problem.num_heads_kv) *
-             sizeof(int32_t);
+  const int64_t elements = part_elements<kConfig>(problem, problem.head_dim) +
+                           part_elements<kConfig>(problem, problem.head_dim_v);
+  return workspace_bytes_of_rows<kConfig>(problem) + elements * sizeof(uint16_t);
 }
 
 template <backward::Config kConfig>
@@ -54,10 +106,63 @@ backward::Workspace make_workspace(const BackwardParams& params) {
   workspace.minus_delta = workspace.lse + rows;
   workspace.tile_semaphore = reinterpret_cast<int32_t*>(workspace.minus_delta + rows);
   workspace.tiles_done = workspace.tile_semaphore + 1;
-  workspace.dq_semaphore =
-      workspace.tiles_done + int64_t{params.forward.batch} * params.forward.num_heads_kv;
+  workspace.dq_semaphore = workspace.tiles_done + int64_t{params.forward.batch} *
+                                                      num_gradient_heads<kConfig>(params.forward);
   workspace.num_rows = rows_of_head;
   return workspace;
+}
+
+// dK and dV as the main kernel stores them: the call's own, or their parts in the workspace.
+struct KeyGradients {
+  uint16_t *dk, *dv;
+  Strides dk_stride, dv_stride;
+};
+
+template <backward::Config kConfig>
+KeyGradients stored_gradients(const BackwardParams& params) {
+  const ForwardParams& forward = params.forward;
+  if (num_head_parts<kConfig>(forward) == 1) {
+    return {static_cast<uint16_t*>(params.dk), static_cast<uint16_t*>(params.dv), params.dk_stride,
+            params.dv_stride};
+  }
+  auto* dk = reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(params.workspace) +
+                                         workspace_bytes_of_rows<kConfig>(forward));
+  const auto dense = [&](int head_dim) {
+    const int64_t head = round_up(head_dim, 8);
+    const int64_t seq = head * num_gradient_heads<kConfig>(forward);
+    return Strides{seq * forward.seqlen_k, seq, head};
+  };
+  return {dk, dk + part_elements<kConfig>(forward, forward.head_dim), dense(forward.head_dim),
+          dense(forward.head_dim_v)};
+}
+
+// Of a problem whose heads are divided.
+template <backward::Config kConfig>
+backward::SumArguments make_sum_arguments(const BackwardParams& params) {
+  const ForwardParams& forward = params.forward;
+  const KeyGradients parts = stored_gradients<kConfig>(params);
+  const int64_t rows = int64_t{forward.batch} * forward.seqlen_k * forward.num_heads_kv;
+  const auto gradient = [&](const uint16_t* parts, void* sum, const Strides& stride, int columns) {
+    const int vectors = round_up(columns, 8) / 8;
+    return backward::SummedGradient{.parts = parts,
+                                    .sum = static_cast<uint16_t*>(sum),
+                                    .batch = stride.batch,
+                                    .seq = stride.seq,
+                                    .head = stride.head,
+                                    .vectors = cutlass::FastDivmod(vectors),
+                                    .num_columns = columns,
+                                    .count = rows * vectors};
+  };
+  return {.dk = gradient(parts.dk, params.dk, params.dk_stride, forward.head_dim),
+          .dv = gradient(parts.dv, params.dv, params.dv_stride, forward.head_dim_v),
+          .heads = cutlass::FastDivmod(forward.num_heads_kv),
+          .seqlen = cutlass::FastDivmod(forward.seqlen_k),
+          .num_parts = num_head_parts<kConfig>(forward)};
+}
+
+inline unsigned num_sum_ctas(const backward::SumArguments& args) {
+  const int64_t count = args.dk.count + args.dv.count;
+  return static_cast<unsigned>((count + backward::kSumThreads - 1) / backward::kSumThreads);
 }
 
 // With a mask the longest tiles come first; if deterministic, the last tiles must come first.
@@ -66,7 +171,7 @@ WorkTiles backward_tiles(const AttentionProblem& problem) {
   return {.block = backward::block_n(kConfig),
           .longest = problem.seqlen_k,
           .total = problem.total_k,
-          .num_heads = problem.num_heads_kv,
+          .num_heads = num_gradient_heads<kConfig>(problem),
           .l2_group_heads = 1,
           .uneven = problem.masked(),
           .last_block_first = problem.masked() && problem.deterministic};
@@ -116,20 +221,23 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.k = map("k", forward.k, k_shape, forward.k_stride, keys);
   args.v = map("v", forward.v, v_shape, forward.v_stride, keys);
   args.dout = map("dout", params.dout, out_shape, params.dout_stride, backward::kBlockM);
-  args.dk_map = map("dk", params.dk, k_shape, params.dk_stride, kRowsOfWarp);
-  args.dv_map = map("dv", params.dv, v_shape, params.dv_stride, kRowsOfWarp);
+  const KeyGradients stored = stored_gradients<kConfig>(params);
+  TensorMapShape dk_shape = k_shape, dv_shape = v_shape;
+  dk_shape.heads = dv_shape.heads = num_gradient_heads<kConfig>(forward);
+  args.dk_map = map("dk", stored.dk, dk_shape, stored.dk_stride, kRowsOfWarp);
+  args.dv_map = map("dv", stored.dv, dv_shape, stored.dv_stride, kRowsOfWarp);
   args.dq = static_cast<uint16_t*>(params.dq);
-  args.dk = static_cast<uint16_t*>(params.dk);
-  args.dv = static_cast<uint16_t*>(params.dv);
+  args.dk = stored.dk;
+  args.dv = stored.dv;
   args.dq_batch = varlen ? 0 : params.dq_stride.batch;
   args.dq_seq = params.dq_stride.seq;
   args.dq_head = params.dq_stride.head;
-  args.dk_batch = varlen ? 0 : params.dk_stride.batch;
-  args.dk_seq = params.dk_stride.seq;
-  args.dk_head = params.dk_stride.head;
-  args.dv_batch = varlen ? 0 : params.dv_stride.batch;
-  args.dv_seq = params.dv_stride.seq;
-  args.dv_head = params.dv_stride.head;
+  args.dk_batch = varlen ? 0 : stored.dk_stride.batch;
+  args.dk_seq = stored.dk_stride.seq;
+  args.dk_head = stored.dk_stride.head;
+  args.dv_batch = varlen ? 0 : stored.dv_stride.batch;
+  args.dv_seq = stored.dv_stride.seq;
+  args.dv_head = stored.dv_stride.head;
   args.seqlens_q = seqlens_q_of(forward);
   args.seqlens_k = seqlens_k_of(forward);
   args.workspace = make_workspace<kConfig>(params);
@@ -139,7 +247,11 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.scheduler = make_scheduler_params(forward, backward_tiles<kConfig>(forward));
   args.scheduler.tile_counter = nullptr;
   args.scheduler.tile_semaphore = args.workspace.tile_semaphore;
-  const bool shared = forward.num_heads_q > forward.num_heads_kv;
+  args.num_heads_q = forward.num_heads_q;
+  args.num_heads_kv = num_gradient_heads<kConfig>(forward);
+  args.head_parts = cutlass::FastDivmod(num_head_parts<kConfig>(forward));
+  args.qhead_per_kvhead = args.num_heads_q / args.num_heads_kv;
+  const bool shared = args.qhead_per_kvhead > 1;
   if (forward.masked()) {
     args.traversal = shared && !forward.deterministic && !backward::uses_cluster2(kConfig)
                          ? backward::Traversal::kHeadsInnermost
@@ -148,9 +260,6 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
     args.traversal =
         forward.deterministic ? backward::Traversal::kAscending : backward::Traversal::kStaggered;
   }
-  args.num_heads_q = forward.num_heads_q;
-  args.num_heads_kv = forward.num_heads_kv;
-  args.qhead_per_kvhead = forward.num_heads_q / forward.num_heads_kv;
   args.head_dim = forward.head_dim;
   args.head_dim_v = forward.head_dim_v;
   args.window = window_of(forward);
@@ -184,7 +293,7 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardParams& pa
           .workspace = make_workspace<kConfig>(params),
           .batch = forward.batch,
           .num_heads = forward.num_heads_q,
-          .num_batch_heads = forward.num_heads_kv * forward.batch,
+          .num_batch_heads = num_gradient_heads<kConfig>(forward) * forward.batch,
           .head_dim_v = forward.head_dim_v,
           .dq_semaphores_per_block = backward::num_dq_semaphores(kConfig),
           .dq_accum_columns = backward::uses_cluster2(kConfig) ? kConfig.head_dim : 0};
@@ -205,7 +314,7 @@ constexpr auto backward_kernel() {
   }
 }
 
-// Enqueues the three kernels asynchronously. name: of the kernel config. Throws std::runtime_error,
+// Enqueues the kernels asynchronously. name: of the kernel config. Throws std::runtime_error,
 // naming the kernel config, the grid and the shared memory. Without queries or without keys the
 // gradients are not written.
 template <backward::Config kConfig>
@@ -230,6 +339,10 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
                 forward.pdl, args);
   launch_kernel(name, " postprocess", backward::postprocess_kernel<BackwardTraitsOf<kConfig>>,
                 {m_blocks, 128}, stream, forward.pdl, args);
+  if (num_head_parts<kConfig>(forward) == 1) return;
+  const backward::SumArguments sum = make_sum_arguments<kConfig>(params);
+  launch_kernel(name, " sum of parts", backward::sum_parts_kernel<kConfig.dtype>,
+                {num_sum_ctas(sum), backward::kSumThreads}, stream, forward.pdl, sum);
 }
 
 }  // namespace flashattn3

@@ -26,11 +26,12 @@ alignas(1024) thread_local uint8_t shared[emulation::kSharedBytes];
 
 using namespace flashattn3;
 
-// The three launches of a backward.
+// The launches of a backward.
 struct Launches {
-  std::function<void()> preprocess, main, postprocess;
+  std::function<void()> preprocess, main, postprocess, sum;
   emulation::Grid grid;  // of the main kernel
   int num_m_blocks;
+  int num_sum_ctas;  // 0: the query heads of a KV head are not divided
   uint8_t* shared;
 };
 
@@ -42,11 +43,15 @@ static Launches prepare(const BackwardParams& params) {
   const int num_ctas = backward_num_ctas<kConfig>(params.forward, args.scheduler.num_tiles);
   const int64_t rows = workspace_rows(params.forward) * workspace_heads(params.forward);
   const bool cluster = backward::uses_cluster2(kConfig);
+  const bool divided = num_head_parts<kConfig>(params.forward) > 1;
+  const auto sum = divided ? make_sum_arguments<kConfig>(params) : backward::SumArguments{};
   return {[before] { backward::preprocess_kernel<kConfig.dtype>(before); },
           [args] { backward_kernel<kConfig>()(args); },
           [args] { backward::postprocess_kernel<BackwardTraitsOf<kConfig>>(args); },
+          [sum] { backward::sum_parts_kernel<kConfig.dtype>(sum); },
           {num_ctas, backward::num_threads(kConfig), cluster ? 2 : 1},
           static_cast<int>(rows / backward::kBlockM),
+          divided ? static_cast<int>(num_sum_ctas(sum)) : 0,
           cluster ? backward::cluster2::shared : backward::shared};
 }
 
@@ -95,7 +100,7 @@ static bool run_in_order(const std::function<void()>& kernel, int num_ctas, int 
   return emulation::run_ctas(order, num_threads, seed);
 }
 
-// Runs the three kernels. Returns an error message, or "".
+// Runs the kernels. Returns an error message, or "".
 static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_t seed) {
   const Case& c = p.c;
   const auto table = [](const std::vector<int>& values) {
@@ -133,6 +138,10 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   if (!emulation::run_grid(launches.grid, order, seed)) return "deadlock";
   if (!run_in_order(launches.postprocess, launches.num_m_blocks, 128, seed)) {
     return "deadlock in postprocess";
+  }
+  if (launches.num_sum_ctas > 0 &&
+      !run_in_order(launches.sum, launches.num_sum_ctas, backward::kSumThreads, seed)) {
+    return "deadlock in the sum of parts";
   }
   const auto touched = [](uint8_t x) { return x != 0xff; };
   if (std::any_of(workspace.begin(), workspace.begin() + kGuardBytes, touched) ||

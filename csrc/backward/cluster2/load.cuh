@@ -20,13 +20,14 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   storage.keys_full.arrive_and_expect(2 * Traits::kNBlockBytes + Traits::kNBlockBytes / 2);
   copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(
       shared + Traits::kKOffset, &args.k, storage.keys_full, kReadAgain,
-      first + rank * Traits::kBlockN, tile.head, tile.batch_coord);
+      first + rank * Traits::kBlockN, kv_head(args, tile), tile.batch_coord);
   copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(
       shared + Traits::kVOffset, &args.v, storage.keys_full, kReadOnce,
-      first + rank * Traits::kBlockN, tile.head, tile.batch_coord);
+      first + rank * Traits::kBlockN, kv_head(args, tile), tile.batch_coord);
   copy_tile<Traits::kBlockN, kHalfAtoms, 64>(
       shared + Traits::kOtherKOffset, &args.k, storage.keys_full, kReadAgain,
-      first + (1 - rank) * Traits::kBlockN, tile.head, tile.batch_coord, rank * kHalfAtoms);
+      first + (1 - rank) * Traits::kBlockN, kv_head(args, tile), tile.batch_coord,
+      rank * kHalfAtoms);
   constexpr uint32_t kBytes = Traits::kMBlockBytes + kBlockM * sizeof(float);
   const int batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
   PipelineState<2> q{1};

@@ -20,17 +20,17 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   const int others = tile.key_offset + tile.first_key + (1 - rank) * Traits::kBlockN;
   storage.keys_full.arrive_and_expect(kQBytes + kDoutBytes + 4 * Traits::kAtomBytes);
   copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(shared + Traits::kKOffset, &args.k,
-                                                 storage.keys_full, kReadAgain, mine, tile.head,
-                                                 tile.batch_coord);
+                                                 storage.keys_full, kReadAgain, mine,
+                                                 kv_head(args, tile), tile.batch_coord);
   copy_tile<Traits::kBlockN, Traits::kAtomsV, 64>(shared + Traits::kVOffset, &args.v,
-                                                  storage.keys_full, kReadOnce, mine, tile.head,
-                                                  tile.batch_coord);
+                                                  storage.keys_full, kReadOnce, mine,
+                                                  kv_head(args, tile), tile.batch_coord);
   copy_tile<Traits::kBlockN, 2, Traits::kQuarter>(shared + Traits::kDqKOffset, &args.k,
-                                                  storage.keys_full, kReadAgain, mine, tile.head,
-                                                  tile.batch_coord, rank * 2);
+                                                  storage.keys_full, kReadAgain, mine,
+                                                  kv_head(args, tile), tile.batch_coord, rank * 2);
   copy_tile<Traits::kBlockN, 2, Traits::kQuarter>(shared + Traits::kOtherKOffset, &args.k,
-                                                  storage.keys_full, kReadAgain, others, tile.head,
-                                                  tile.batch_coord, rank * 2);
+                                                  storage.keys_full, kReadAgain, others,
+                                                  kv_head(args, tile), tile.batch_coord, rank * 2);
   const int batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
   PipelineState<2> at{1};
   PipelineState<Traits::kQBuffers> q_at{1};  // two Q buffers are used as those of dO are

@@ -1,0 +1,74 @@
+// Adds the parts of dK and dV where the query heads of a KV head are divided (launch/backward.cuh).
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include <cstdint>
+
+#include "ptx/convert_16bit.cuh"
+#include "ptx/element.h"
+#include "ptx/pdl.cuh"
+#include "tile/tma_store.cuh"
+
+namespace flashattn3::backward {
+
+constexpr int kSumThreads = 256;
+
+// dK or dV. A thread adds eight columns.
+struct SummedGradient {
+  const uint16_t* parts;        // (batch, seqlen, heads, num_parts, vectors, 8)
+  uint16_t* sum;                // (batch, seqlen, heads, num_columns)
+  int64_t batch, seq, head;     // strides of sum, in elements
+  cutlass::FastDivmod vectors;  // of a row
+  int num_columns;
+  int64_t count;  // vectors of sum
+};
+
+struct SumArguments {
+  SummedGradient dk, dv;
+  cutlass::FastDivmod heads, seqlen;
+  int num_parts;
+};
+
+template <ElementType kElement>
+__device__ __forceinline__ void sum_vector(const SumArguments& args, const SummedGradient& of,
+                                           int index) {
+  int row, vec, token, head, batch_idx, position;
+  of.vectors(row, vec, index);
+  args.heads(token, head, row);
+  args.seqlen(batch_idx, position, token);
+  const int vectors = of.vectors;
+  const uint4* part =
+      reinterpret_cast<const uint4*>(of.parts) + int64_t{row} * args.num_parts * vectors + vec;
+  float sum[8] = {};
+#pragma unroll 4
+  for (int i = 0; i < args.num_parts; ++i, part += vectors) {
+    const uint4 word = __ldcs(part);
+    const uint32_t words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 two = unpack<kElement>(words[j]);
+      sum[2 * j] += two.x;
+      sum[2 * j + 1] += two.y;
+    }
+  }
+  uint16_t* to = of.sum + batch_idx * of.batch + position * of.seq + head * of.head;
+  store_columns(to, vec * 8, of.num_columns,
+                make_uint4(pack<kElement>(sum[0], sum[1]), pack<kElement>(sum[2], sum[3]),
+                           pack<kElement>(sum[4], sum[5]), pack<kElement>(sum[6], sum[7])));
+}
+
+template <ElementType kElement>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_parts_kernel(const __grid_constant__ SumArguments args) {
+  launch_dependents();
+  griddepcontrol_wait();
+  const int64_t index = int64_t{blockIdx.x} * kSumThreads + threadIdx.x;
+  if (index < args.dk.count) {
+    sum_vector<kElement>(args, args.dk, static_cast<int>(index));
+  } else if (index < args.dk.count + args.dv.count) {
+    sum_vector<kElement>(args, args.dv, static_cast<int>(index - args.dk.count));
+  }
+}
+
+}  // namespace flashattn3::backward
