@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import inspect
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from flashattn3 import UnsupportedError
-from flashattn3.integrations import segments
+from flashattn3.integrations import masks, segments
 from flashattn3.integrations import transformers as fa3
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -194,6 +197,27 @@ def test_mask_with_a_hole_in_a_compiled_model():
     mask[0, 4] = 0
     with pytest.raises(RuntimeError, match="tokens of a row must follow each other"):
         model(tokens(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("module", [masks, segments])
+def test_no_imports_in_compiled_functions(module):
+    """The compiler of torch 2.11 cannot import from transformers."""
+    inside = [
+        node
+        for function in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    assert not inside
+
+
+def test_the_compiler_needs_the_name_of_a_mask_function_alone(monkeypatch):
+    """That of torch 2.11 cannot split __qualname__."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    masks._refuse_unknown_functions(SimpleNamespace(__name__="and_mask"), use_vmap=False)
+    with pytest.raises(UnsupportedError, match=r"got or_mask; use attn_implementation"):
+        masks._refuse_unknown_functions(SimpleNamespace(__name__="or_mask"), use_vmap=False)
 
 
 @pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)

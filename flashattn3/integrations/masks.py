@@ -28,6 +28,7 @@ KNOWN = (
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 )
+OUTERMOST = "causal_mask_function", "bidirectional_mask_function", "and_mask"  # of and_masks
 
 
 def mask(
@@ -201,16 +202,10 @@ def _refuse_unknown_functions(mask_function: Callable, use_vmap: bool) -> None:
     """Raise if the mask is not composed of transformers' own functions for causal masks, windows,
     chunks and packed sequences. The compiler cannot read closures; there the outermost function
     and ``AHEAD`` decide."""
-    from transformers import masking_utils
-
-    if mask_function is masking_utils.causal_mask_function:
-        return
-    if torch.compiler.is_compiling():
-        plain = getattr(masking_utils, "bidirectional_mask_function", None)
-        names = [] if mask_function is plain else [mask_function.__qualname__.split(".")[0]]
+    if torch.compiler.is_compiling():  # the compiler of torch 2.11 reads __name__ alone
+        unknown = {mask_function.__name__}.difference(OUTERMOST)
     else:
-        names = _names_in(mask_function)
-    unknown = set(names).difference(KNOWN)
+        unknown = set(_names_in(mask_function)).difference(KNOWN)
     if use_vmap:
         unknown.add("the model's own mask function")
     if unknown:
