@@ -17,7 +17,8 @@ from flashattn3.integrations import masks
 from flashattn3.integrations import transformers as fa3
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-NEW = int(transformers.__version__.split(".")[0]) >= 5
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
+NEW = RELEASE >= (5, 0)
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -76,6 +77,7 @@ DECODERS = {
     "GPT2": {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 ROWS = 21
+CHUNKS_OF_SEQUENCES = (5, 23)  # the first release whose chunks begin with each packed sequence
 OLD_ENCODERS = (
     "transformers 4.57 does not ask for its encoders' attention, or passes additive masks"
 )
@@ -167,8 +169,8 @@ def test_logits(name, side, calls):
 @torch.no_grad()
 def test_packed_sequences(name, by, calls):
     """Against each sequence by itself."""
-    if name == "Llama4Text" and not NEW:
-        pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
+    if name == "Llama4Text" and RELEASE < CHUNKS_OF_SEQUENCES:
+        pytest.skip("test_packed_sequences_in_chunks_of_a_row instead")
     model, eager = pair(configured(name))
     ids, lengths = tokens(1), (9, 12)
     packing = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
@@ -182,7 +184,6 @@ def test_packed_sequences(name, by, calls):
     assert calls["flash_attn_bhsd_func"] == 0
 
 
-@pytest.mark.skipif(not NEW, reason="Llama 4 of transformers 4.57 counts chunks otherwise")
 @torch.no_grad()
 def test_chunks_of_a_row_are_not_cut_into_sequences():
     """Chunks that are counted from the beginning of a row are wrong for its second sequence."""
@@ -190,10 +191,46 @@ def test_chunks_of_a_row_are_not_cut_into_sequences():
     edges = torch.tensor([0, 9, 21], dtype=torch.int32)
     packing = {"position_ids": torch.cat([torch.arange(n) for n in (9, 12)])[None]}
     packing |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
-    model(ids, use_cache=False, **packing)
+    if RELEASE >= CHUNKS_OF_SEQUENCES:
+        model(ids, use_cache=False, **packing)
     for options in ({}, {"use_cache": False, "attention_mask": torch.ones_like(ids)}):
         with pytest.raises(UnsupportedError, match="cu_seq_lens_q must be None where attention is"):
             model(ids, **packing, **options)
+
+
+@pytest.mark.parametrize("lengths", [(9, 12), (8, 13)])
+@torch.no_grad()
+def test_sequences_in_chunks_of_a_compiled_model(lengths):
+    """Every sequence must begin with a chunk of 8, whichever way chunks are counted."""
+    torch._dynamo.reset()
+    (model, eager), ids = pair(configured("Llama4Text")), tokens(1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    edges = torch.tensor([0, lengths[0], 21], dtype=torch.int32)
+    packing = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "use_cache": False}
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    wanted = torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1)
+    if lengths == (8, 13) or RELEASE >= CHUNKS_OF_SEQUENCES:
+        assert_close(compiled(ids, position_ids=positions, **packing).logits, wanted)
+    if lengths == (9, 12):
+        with pytest.raises(RuntimeError, match="cu_seq_lens_q must be None where attention is in"):
+            compiled(ids, **packing)
+
+
+@pytest.mark.skipif(RELEASE >= CHUNKS_OF_SEQUENCES, reason="chunks begin with each sequence")
+@pytest.mark.parametrize("lengths", [(9, 12), (8, 13), (16, 5)])
+@torch.no_grad()
+def test_packed_sequences_in_chunks_of_a_row(lengths):
+    """transformers' own attention is wrong too, unless all sequences begin with a chunk of 8."""
+    model, eager = pair(configured("Llama4Text"))
+    ids, positions = tokens(1), torch.cat([torch.arange(n) for n in lengths])[None]
+    options = {"position_ids": positions, "use_cache": False}
+    wanted = torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1)
+    if lengths[0] % 8 == 0:
+        assert_close(model(ids, **options).logits, wanted)
+        return
+    assert (eager(ids, **options).logits - wanted).abs().max() > 0.1 * wanted.abs().max()
+    with pytest.raises(UnsupportedError, match="must begin at multiples of attention_chunk_size"):
+        model(ids, **options)
 
 
 @torch.no_grad()
@@ -314,10 +351,9 @@ COMPILED = [
 
 @pytest.mark.parametrize(("given", "name"), COMPILED)
 def test_compiled(name, given):
-    if name in ("DeepseekV3", "GptOss", "Mixtral") and not NEW:
-        pytest.skip("transformers 4.57 does not compile its experts")
-    if name == "Llama4Text" and given == "packed" and not NEW:
-        pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
+    experts = name in ("DeepseekV3", "GptOss", "Mixtral")
+    if experts and RELEASE < (5, 3):
+        pytest.skip("transformers before 5.3 does not compile its experts")
     torch._dynamo.reset()
     model, eager = pair(configured(name))
     ids, mask, positions = tokens(), None, None
@@ -327,9 +363,17 @@ def test_compiled(name, given):
         positions = torch.cat((torch.arange(9), torch.arange(12)))[None].expand(2, -1)
     options = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found, wanted = compiled(ids, **options).logits, eager(ids, **options).logits
+    if name == "Llama4Text" and given == "packed" and RELEASE < CHUNKS_OF_SEQUENCES:
+        with pytest.raises(RuntimeError, match="must begin at multiples of attention_chunk_size"):
+            compiled(ids, **options)
+        options["position_ids"] = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
+    trained = not experts or RELEASE >= (5, 23)  # before, the gradient of experts does not compile
+    with torch.set_grad_enabled(trained):
+        found, wanted = compiled(ids, **options).logits, eager(ids, **options).logits
     kept = slice(None) if mask is None else mask.bool()
     assert_close(found[kept], wanted[kept])
+    if not trained:
+        return
     weights = torch.randn_like(wanted[kept])
     gradients = []
     for m, logits in ((model, found), (eager, wanted)):
