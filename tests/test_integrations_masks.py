@@ -20,10 +20,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from test_integrations_transformers import (  # noqa: E402
     NEW,
     OLD_ENCODERS,
+    RELEASE,
     ROWS,
     SIZES,
     assert_close,
     configured,
+    mask_arguments,
     padded,
     pair,
     tokens,
@@ -124,7 +126,7 @@ def test_one_wait_in_a_step_of_generate(name, cache, waits):
     assert max(steps) <= (masks if cache == "static" else 1)
 
 
-@pytest.mark.skipif(not NEW, reason="generate of transformers 4.57 passes a mask of ones")
+@pytest.mark.skipif(RELEASE < (5, 18), reason="generate before 5.18 passes a mask of ones")
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_no_wait_for_a_static_cache_without_padding(name, waits):
     """After the first step, where a layer reads position_ids."""
@@ -238,12 +240,7 @@ def layer_and_mask(hole=False):
     config._attn_implementation = "fa3"
     from transformers.masking_utils import create_causal_mask
 
-    arguments = {"attention_mask": mask, "past_key_values": None}
-    if NEW:
-        arguments["inputs_embeds"] = torch.randn(2, ROWS, 32)
-    else:
-        arguments["input_embeds"] = torch.randn(2, ROWS, 32)
-        arguments["cache_position"] = torch.arange(ROWS)
+    arguments = mask_arguments(torch.randn(2, ROWS, 32), mask)
     torch.manual_seed(0)
     q = torch.randn(2, 4, ROWS, 8)
     return torch.nn.Module(), (q, q, q), create_causal_mask(config, **arguments)
