@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import inspect
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from flashattn3 import UnsupportedError
-from flashattn3.integrations import segments
+from flashattn3.integrations import masks, segments
 from flashattn3.integrations import transformers as fa3
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -17,10 +20,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from test_integrations_transformers import (  # noqa: E402
     NEW,
     OLD_ENCODERS,
+    RELEASE,
     ROWS,
     SIZES,
     assert_close,
     configured,
+    mask_arguments,
     padded,
     pair,
     tokens,
@@ -121,7 +126,7 @@ def test_one_wait_in_a_step_of_generate(name, cache, waits):
     assert max(steps) <= (masks if cache == "static" else 1)
 
 
-@pytest.mark.skipif(not NEW, reason="generate of transformers 4.57 passes a mask of ones")
+@pytest.mark.skipif(RELEASE < (5, 18), reason="generate before 5.18 passes a mask of ones")
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_no_wait_for_a_static_cache_without_padding(name, waits):
     """After the first step, where a layer reads position_ids."""
@@ -196,6 +201,27 @@ def test_mask_with_a_hole_in_a_compiled_model():
         model(tokens(), attention_mask=mask)
 
 
+@pytest.mark.parametrize("module", [masks, segments])
+def test_no_imports_in_compiled_functions(module):
+    """The compiler of torch 2.11 cannot import from transformers."""
+    inside = [
+        node
+        for function in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    assert not inside
+
+
+def test_the_compiler_needs_the_name_of_a_mask_function_alone(monkeypatch):
+    """That of torch 2.11 cannot split __qualname__."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    masks._refuse_unknown_functions(SimpleNamespace(__name__="and_mask"), use_vmap=False)
+    with pytest.raises(UnsupportedError, match=r"got or_mask; use attn_implementation"):
+        masks._refuse_unknown_functions(SimpleNamespace(__name__="or_mask"), use_vmap=False)
+
+
 @pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)
 def test_mask_with_a_hole_in_an_encoder():
     model = pair(transformers.BertConfig(**SIZES), "AutoModelForMaskedLM")[0]
@@ -214,12 +240,7 @@ def layer_and_mask(hole=False):
     config._attn_implementation = "fa3"
     from transformers.masking_utils import create_causal_mask
 
-    arguments = {"attention_mask": mask, "past_key_values": None}
-    if NEW:
-        arguments["inputs_embeds"] = torch.randn(2, ROWS, 32)
-    else:
-        arguments["input_embeds"] = torch.randn(2, ROWS, 32)
-        arguments["cache_position"] = torch.arange(ROWS)
+    arguments = mask_arguments(torch.randn(2, ROWS, 32), mask)
     torch.manual_seed(0)
     q = torch.randn(2, 4, ROWS, 8)
     return torch.nn.Module(), (q, q, q), create_causal_mask(config, **arguments)

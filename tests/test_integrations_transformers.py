@@ -17,7 +17,8 @@ from flashattn3.integrations import masks
 from flashattn3.integrations import transformers as fa3
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-NEW = int(transformers.__version__.split(".")[0]) >= 5
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
+NEW = RELEASE >= (5, 0)
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -76,6 +77,7 @@ DECODERS = {
     "GPT2": {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 ROWS = 21
+CHUNKS_OF_SEQUENCES = (5, 23)  # the first release whose chunks begin with each packed sequence
 OLD_ENCODERS = (
     "transformers 4.57 does not ask for its encoders' attention, or passes additive masks"
 )
@@ -167,8 +169,8 @@ def test_logits(name, side, calls):
 @torch.no_grad()
 def test_packed_sequences(name, by, calls):
     """Against each sequence by itself."""
-    if name == "Llama4Text" and not NEW:
-        pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
+    if name == "Llama4Text" and RELEASE < CHUNKS_OF_SEQUENCES:
+        pytest.skip("test_packed_sequences_in_chunks_of_a_row instead")
     model, eager = pair(configured(name))
     ids, lengths = tokens(1), (9, 12)
     packing = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
@@ -182,7 +184,6 @@ def test_packed_sequences(name, by, calls):
     assert calls["flash_attn_bhsd_func"] == 0
 
 
-@pytest.mark.skipif(not NEW, reason="Llama 4 of transformers 4.57 counts chunks otherwise")
 @torch.no_grad()
 def test_chunks_of_a_row_are_not_cut_into_sequences():
     """Chunks that are counted from the beginning of a row are wrong for its second sequence."""
@@ -190,10 +191,46 @@ def test_chunks_of_a_row_are_not_cut_into_sequences():
     edges = torch.tensor([0, 9, 21], dtype=torch.int32)
     packing = {"position_ids": torch.cat([torch.arange(n) for n in (9, 12)])[None]}
     packing |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
-    model(ids, use_cache=False, **packing)
+    if RELEASE >= CHUNKS_OF_SEQUENCES:
+        model(ids, use_cache=False, **packing)
     for options in ({}, {"use_cache": False, "attention_mask": torch.ones_like(ids)}):
         with pytest.raises(UnsupportedError, match="cu_seq_lens_q must be None where attention is"):
             model(ids, **packing, **options)
+
+
+@pytest.mark.parametrize("lengths", [(9, 12), (8, 13)])
+@torch.no_grad()
+def test_sequences_in_chunks_of_a_compiled_model(lengths):
+    """Every sequence must begin with a chunk of 8, whichever way chunks are counted."""
+    torch._dynamo.reset()
+    (model, eager), ids = pair(configured("Llama4Text")), tokens(1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    edges = torch.tensor([0, lengths[0], 21], dtype=torch.int32)
+    packing = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "use_cache": False}
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    wanted = torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1)
+    if lengths == (8, 13) or RELEASE >= CHUNKS_OF_SEQUENCES:
+        assert_close(compiled(ids, position_ids=positions, **packing).logits, wanted)
+    if lengths == (9, 12):
+        with pytest.raises(RuntimeError, match="cu_seq_lens_q must be None where attention is in"):
+            compiled(ids, **packing)
+
+
+@pytest.mark.skipif(RELEASE >= CHUNKS_OF_SEQUENCES, reason="chunks begin with each sequence")
+@pytest.mark.parametrize("lengths", [(9, 12), (8, 13), (16, 5)])
+@torch.no_grad()
+def test_packed_sequences_in_chunks_of_a_row(lengths):
+    """transformers' own attention is wrong too, unless all sequences begin with a chunk of 8."""
+    model, eager = pair(configured("Llama4Text"))
+    ids, positions = tokens(1), torch.cat([torch.arange(n) for n in lengths])[None]
+    options = {"position_ids": positions, "use_cache": False}
+    wanted = torch.cat([eager(x).logits for x in ids.split(lengths, 1)], 1)
+    if lengths[0] % 8 == 0:
+        assert_close(model(ids, **options).logits, wanted)
+        return
+    assert (eager(ids, **options).logits - wanted).abs().max() > 0.1 * wanted.abs().max()
+    with pytest.raises(UnsupportedError, match="must begin at multiples of attention_chunk_size"):
+        model(ids, **options)
 
 
 @torch.no_grad()
@@ -238,7 +275,14 @@ def test_generate(name, cache, side):
     if side is not None:
         options["attention_mask"] = padded(side)
         ids = ids.masked_fill(options["attention_mask"] == 0, 0)
-    found, wanted = (generated(m, ids, **options) for m in pair(configured(name)))
+    models = pair(configured(name))
+    if name == "Llama4Text" and cache == "static" and (5, 9) <= RELEASE <= (5, 19):
+        # Whatever the attention: transformers passes its own function an argument it does not have.
+        for model in models:
+            with pytest.raises(TypeError, match="unexpected keyword argument 'block_sequence_ids'"):
+                generated(model, ids, **options)
+        return
+    found, wanted = (generated(m, ids, **options) for m in models)
     assert torch.equal(found, wanted)
     assert found.shape[1] == ROWS + 16
 
@@ -253,10 +297,16 @@ def test_other_ways_to_generate(name, options):
         options = options | {"eos_token_id": 96}  # transformers 4.57 needs one here
     ids = tokens(batch)
     ids[:, 10:] = ids[:, :11].clone()  # something to look up
-    mask = None if batch == 1 else padded("left")
-    found, wanted = (
-        generated(m, ids, attention_mask=mask, **options) for m in pair(configured(name))
-    )
+    options["attention_mask"] = None if batch == 1 else padded("left")
+    models = pair(configured(name))
+    local = DECODERS[name].keys() & {"sliding_window", "attention_chunk_size"}
+    if local and batch == 1 and RELEASE in ((5, 0), (5, 12), (5, 13)):
+        # Whatever the attention: transformers shortens no cache of windows or chunks.
+        for model in models:
+            with pytest.raises(ValueError, match="Cannot `crop` a `DynamicSlidingWindowLayer`"):
+                generated(model, ids, **options)
+        return
+    found, wanted = (generated(m, ids, **options) for m in models)
     assert torch.equal(found, wanted)
 
 
@@ -314,10 +364,9 @@ COMPILED = [
 
 @pytest.mark.parametrize(("given", "name"), COMPILED)
 def test_compiled(name, given):
-    if name in ("DeepseekV3", "GptOss", "Mixtral") and not NEW:
-        pytest.skip("transformers 4.57 does not compile its experts")
-    if name == "Llama4Text" and given == "packed" and not NEW:
-        pytest.skip("transformers 4.57 counts chunks from the beginning of the row")
+    experts = name in ("DeepseekV3", "GptOss", "Mixtral")
+    if experts and RELEASE < (5, 3):
+        pytest.skip("transformers before 5.3 does not compile its experts")
     torch._dynamo.reset()
     model, eager = pair(configured(name))
     ids, mask, positions = tokens(), None, None
@@ -327,9 +376,17 @@ def test_compiled(name, given):
         positions = torch.cat((torch.arange(9), torch.arange(12)))[None].expand(2, -1)
     options = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found, wanted = compiled(ids, **options).logits, eager(ids, **options).logits
+    if name == "Llama4Text" and given == "packed" and RELEASE < CHUNKS_OF_SEQUENCES:
+        with pytest.raises(RuntimeError, match="must begin at multiples of attention_chunk_size"):
+            compiled(ids, **options)
+        options["position_ids"] = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
+    trained = not experts or RELEASE >= (5, 23)  # before, the gradient of experts does not compile
+    with torch.set_grad_enabled(trained):
+        found, wanted = compiled(ids, **options).logits, eager(ids, **options).logits
     kept = slice(None) if mask is None else mask.bool()
     assert_close(found[kept], wanted[kept])
+    if not trained:
+        return
     weights = torch.randn_like(wanted[kept])
     gradients = []
     for m, logits in ((model, found), (eager, wanted)):
@@ -348,11 +405,17 @@ ENCODERS = {
 }
 
 
+def skip_old_modernbert(name):
+    if name == "ModernBert" and RELEASE < (5, 1):
+        pytest.skip("ModernBERT of transformers 5.0 looks its attention up in a table of its own")
+
+
 @pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)
 @pytest.mark.parametrize("side", [None, "left", "right", "both"])
 @pytest.mark.parametrize("name", ENCODERS)
 @torch.no_grad()
 def test_encoders(name, side, calls):
+    skip_old_modernbert(name)
     auto, changes = ENCODERS[name]
     config = getattr(transformers, f"{name}Config")(**SIZES | changes)
     model, eager = pair(config, auto)
@@ -373,6 +436,7 @@ NO_DROPOUT = {
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_training_step_of_encoders(name, checkpointing):
+    skip_old_modernbert(name)
     auto, changes = ENCODERS[name]
     config = getattr(transformers, f"{name}Config")(**SIZES | changes | NO_DROPOUT[name])
     assert_same_gradients(pair(config, auto), labelled("left"), checkpointing)
@@ -491,7 +555,7 @@ def test_qwen2_5_vl(side, calls):
         "pixel_values": torch.randn(128, 3 * 2 * 4 * 4),
         "image_grid_thw": torch.tensor([[1, 8, 8]] * 2),
     }
-    if NEW:
+    if RELEASE >= (5, 3):
         inputs["mm_token_type_ids"] = (ids == 95).int()
     with torch.no_grad():
         found, wanted = (m(**inputs).logits[mask.bool()] for m in (model, eager))
@@ -559,8 +623,8 @@ def test_position_bias():
     config = transformers.T5Config(
         vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
     )
-    if not NEW:
-        pytest.skip("T5 of transformers 4.57 has no attention interface")
+    if RELEASE < (5, 15):
+        pytest.skip("T5 before transformers 5.15 has no attention interface")
     model = pair(config, "AutoModelForSeq2SeqLM")[0]
     with pytest.raises(UnsupportedError, match="position_bias must be None"):
         model(tokens(), decoder_input_ids=tokens())
@@ -579,6 +643,13 @@ def test_output_attentions():
         model(tokens(), output_attentions=True)
 
 
+def mask_arguments(embeds, mask=None):
+    """Of create_causal_mask, besides the config."""
+    found = {"attention_mask": mask, "past_key_values": None}
+    found["inputs_embeds" if RELEASE >= (5, 2) else "input_embeds"] = embeds
+    return found if RELEASE >= (5, 4) else found | {"cache_position": torch.arange(ROWS)}
+
+
 @pytest.mark.parametrize("added", ["or_mask_function", "and_mask_function"])
 def test_mask_functions_of_the_model(added):
     from transformers.masking_utils import create_causal_mask
@@ -586,11 +657,7 @@ def test_mask_functions_of_the_model(added):
     config = configured("Llama")
     config._attn_implementation = "fa3"
     embeds = torch.randn(2, ROWS, 32)
-    arguments = {"attention_mask": None, "past_key_values": None}
-    if NEW:
-        arguments["inputs_embeds"] = embeds
-    else:
-        arguments |= {"input_embeds": embeds, "cache_position": torch.arange(ROWS)}
+    arguments = mask_arguments(embeds)
 
     def prefix(batch, head, q, k):
         return k < 4

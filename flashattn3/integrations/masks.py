@@ -9,6 +9,7 @@ the tensor that carries them to the layers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, shown
-from .segments import AHEAD, HOLES, INSTEAD, Segments, edges_of
+from .segments import AHEAD, HOLES, INSTEAD, OFF_CHUNKS, Segments, edges_of
 
+REMAP = "remap_positions_for_packed_sequence"
 KNOWN = (
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -26,8 +28,9 @@ KNOWN = (
     "sliding_window_bidirectional_overlay",
     "chunked_overlay",
     "packed_sequence_mask_function",
-    "remap_positions_for_packed_sequence",
+    REMAP,
 )
+OUTERMOST = "causal_mask_function", "bidirectional_mask_function", "and_mask"  # of and_masks
 
 
 def mask(
@@ -77,7 +80,7 @@ def mask(
     left, chunk = _window_and_chunk(config, local_size, causal)
     first_query = 0 if q_length == kv_length else q_offset - kv_offset
     packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
-    in_chunks = chunk is not None and chunk < kv_length and _counts_by_row(mask_function, packed)
+    in_chunks = chunk is not None and chunk < kv_length and _counts_by_row(mask_function)
     plain = Segments(causal, left if left < kv_length - 1 else -1, in_chunks=in_chunks)
     rows = _Rows(batch_size, q_length, kv_length, first_query)
     positions = torch.arange(kv_length, device=device) + kv_offset
@@ -97,7 +100,9 @@ def mask(
     if packed or left == 0:
         per_row = kv_length
     limit = batch_size * per_row
-    return _mask_of_function(plain, rows, mask_function, positions, valid, ends_early, limit)
+    if not in_chunks or not packed or _chunks_begin_with_sequences():
+        chunk = None
+    return _mask_of_function(plain, rows, mask_function, positions, valid, ends_early, chunk, limit)
 
 
 class _Rows(NamedTuple):
@@ -139,12 +144,14 @@ def _mask_of_function(
     positions: Tensor,
     valid: Tensor | None,
     ends_early: bool,
+    chunk: int | None,
     limit: int,
 ) -> Tensor | None:
     """Segments where queries and keys are aligned: self-attention that is causal or has a window.
 
     The mask function itself is asked where they begin: a key that does not see the key before it
-    begins one. limit: most segments that the batch can have; the last ones are empty if it has
+    begins one. chunk: its size, where chunks are counted from the beginning of a row of packed
+    sequences. limit: most segments that the batch can have; the last ones are empty if it has
     fewer.
     """
     batch = torch.arange(rows.batch, device=positions.device)[:, None]
@@ -155,6 +162,8 @@ def _mask_of_function(
     faults = {}
     if plain.causal and torch.compiler.is_compiling():  # which does not see all of the function
         faults[AHEAD] = mask_function(batch, head, earlier, later).any()
+    if chunk is not None:
+        faults[OFF_CHUNKS] = (begins[:, 1:] & (later % chunk != 0)).any()
     if valid is not None:
         begins[:, 1:] |= valid[:, 1:] != valid[:, :-1]
         runs = (valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0]
@@ -201,16 +210,10 @@ def _refuse_unknown_functions(mask_function: Callable, use_vmap: bool) -> None:
     """Raise if the mask is not composed of transformers' own functions for causal masks, windows,
     chunks and packed sequences. The compiler cannot read closures; there the outermost function
     and ``AHEAD`` decide."""
-    from transformers import masking_utils
-
-    if mask_function is masking_utils.causal_mask_function:
-        return
-    if torch.compiler.is_compiling():
-        plain = getattr(masking_utils, "bidirectional_mask_function", None)
-        names = [] if mask_function is plain else [mask_function.__qualname__.split(".")[0]]
+    if torch.compiler.is_compiling():  # the compiler of torch 2.11 reads __name__ alone
+        unknown = {mask_function.__name__}.difference(OUTERMOST)
     else:
-        names = _names_in(mask_function)
-    unknown = set(names).difference(KNOWN)
+        unknown = set(_names_in(mask_function)).difference(KNOWN)
     if use_vmap:
         unknown.add("the model's own mask function")
     if unknown:
@@ -220,11 +223,16 @@ def _refuse_unknown_functions(mask_function: Callable, use_vmap: bool) -> None:
         )
 
 
-def _counts_by_row(mask_function: Callable, packed: bool) -> bool:
-    """Return whether chunks begin with a row, and not with each packed sequence."""
-    if torch.compiler.is_compiling():
-        return not packed
-    return "remap_positions_for_packed_sequence" not in _names_in(mask_function)
+def _counts_by_row(mask_function: Callable) -> bool:
+    """Return whether chunks begin with a row, and not with each packed sequence. The compiler
+    cannot tell."""
+    return torch.compiler.is_compiling() or REMAP not in _names_in(mask_function)
+
+
+def _chunks_begin_with_sequences() -> bool:
+    """Return whether transformers is 5.23 or newer, where chunks begin with each packed sequence.
+    The compiler of torch 2.11 cannot import from transformers."""
+    return hasattr(sys.modules["transformers.masking_utils"], REMAP)
 
 
 def _names_in(function: Callable) -> list[str]:

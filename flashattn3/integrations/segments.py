@@ -29,7 +29,17 @@ HOLES = (
     + INSTEAD
 )
 AHEAD = "transformers mask: a causal mask must not show the next token; " + INSTEAD
-FAULTS = HOLES, AHEAD
+OFF_CHUNKS = (
+    "transformers mask: packed sequences must begin at multiples of attention_chunk_size, because "
+    "transformers before 5.23 counts chunks from the beginning of a row; use transformers 5.23 or "
+    "newer, or pass each sequence in a row of its own"
+)
+FAULTS = HOLES, AHEAD, OFF_CHUNKS
+IN_CHUNKS = (
+    "transformers attention: cu_seq_lens_q must be None where attention is in chunks, which are "
+    "counted from the beginning of a row; pass position_ids with use_cache=False and no "
+    "attention_mask, to transformers 5.23 or newer"
+)
 
 
 class Segments(NamedTuple):
@@ -38,7 +48,8 @@ class Segments(NamedTuple):
     left: keys visible before the diagonal, and after it if not causal; -1: all.
     cu_seqlens_q, cu_seqlens_k: int32 (segments + 1,) over the flattened batch; None: every row of
         the batch is one segment.
-    in_chunks: whether segments are chunks that are counted from the beginning of a row.
+    in_chunks: whether segments are chunks that are counted from the beginning of a row. In compiled
+        code: whether they are chunks.
     """
 
     causal: bool
@@ -99,13 +110,12 @@ class Segments(NamedTuple):
 
         lengths: (seqlen_q, seqlen_k) of the call.
         """
-        if self.in_chunks:
-            raise UnsupportedError(
-                "transformers attention: cu_seq_lens_q must be None where attention is in chunks, "
-                "which are counted from the beginning of a row; pass position_ids with "
-                "use_cache=False and no attention_mask"
-            )
         new = cu_seqlens_q.int(), cu_seqlens_k.int()
+        if self.in_chunks and torch.compiler.is_compiling():
+            # Chunks are right where every sequence begins with one.
+            torch._assert_async(torch.isin(new[0], self.cu_seqlens_q).all(), IN_CHUNKS)
+        elif self.in_chunks:
+            raise UnsupportedError(IN_CHUNKS)
         if self.cu_seqlens_q is None:
             return self._replace(cu_seqlens_q=new[0], cu_seqlens_k=new[1])
         if not self.causal or lengths[0] != lengths[1]:
