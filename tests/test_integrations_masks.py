@@ -122,8 +122,30 @@ def test_one_wait_in_a_step_of_generate(name, cache, waits):
     size = masks + 2
     steps = [sum(waits[i : i + size]) for i in range(0, len(waits), size)]
     assert len(steps) == 6
-    # generate copies the masks of a static cache, so each kind of layer reads its own.
-    assert max(steps) <= (masks if cache == "static" else 1)
+    # generate copies the masks of a static cache, so each kind of layer reads its own. Before 5.18
+    # each mask function looks first whether there is padding.
+    looks = masks * (RELEASE < (5, 18))
+    assert max(steps) <= (masks if cache == "static" else 1) + looks
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@torch.no_grad()
+def test_a_mask_of_ones_is_none_in_generate(name):
+    """So a step describes no mask. 5.18 and newer pass none."""
+    found = []
+
+    def kept(*arguments, **options):
+        found.append(fa3.mask(*arguments, **options))
+        return found[-1]
+
+    transformers.AttentionMaskInterface.register("kept", kept)
+    transformers.AttentionInterface.register("kept", fa3.attention)
+    config = configured(name, sliding_window=64) if name == "Gemma2" else configured(name)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="kept")
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    model.generate(tokens(), attention_mask=padded("all ones"), **options)
+    kinds = 1 if name == "Llama" else 2
+    assert found[kinds:] == [None] * 3 * kinds
 
 
 @pytest.mark.skipif(RELEASE < (5, 18), reason="generate before 5.18 passes a mask of ones")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, shown
+from .libraries import release
 from .segments import AHEAD, HOLES, INSTEAD, OFF_CHUNKS, Segments, edges_of
 
 REMAP = "remap_positions_for_packed_sequence"
@@ -76,6 +77,8 @@ def mask(
     if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], cache_position[0]
         device = cache_position.device
+    if 1 == q_length < kv_length and _is_full(attention_mask, kv_length):
+        attention_mask = None
     causal = allow_is_bidirectional_skip is None
     left, chunk = _window_and_chunk(config, local_size, causal)
     first_query = 0 if q_length == kv_length else q_offset - kv_offset
@@ -83,15 +86,15 @@ def mask(
     in_chunks = chunk is not None and chunk < kv_length and _counts_by_row(mask_function)
     plain = Segments(causal, left if left < kv_length - 1 else -1, in_chunks=in_chunks)
     rows = _Rows(batch_size, q_length, kv_length, first_query)
-    positions = torch.arange(kv_length, device=device) + kv_offset
-    valid = None if attention_mask is None else _valid(attention_mask, positions, batch_size)
-    if not causal and left < 0:
-        return None if valid is None else _mask_of_rows(plain, rows, valid)
-
     # A static cache is longer than the keys that it holds.
     ends_early = isinstance(first_query, Tensor) or first_query + q_length < kv_length
-    if valid is None and chunk is None and not ends_early and not packed:
-        return None if plain.left < 0 else plain.as_mask(positions.device)
+    by_row = not causal and left < 0
+    if attention_mask is None and (by_row or not (chunk or ends_early or packed)):
+        return None if plain.left < 0 else plain.as_mask(device)
+    positions = torch.arange(kv_length, device=device) + kv_offset
+    valid = None if attention_mask is None else _valid(attention_mask, positions, batch_size)
+    if by_row:
+        return _mask_of_rows(plain, rows, valid)
     per_row = 1 + ends_early
     if valid is not None:
         per_row += 2  # padding on both sides
@@ -103,6 +106,16 @@ def mask(
     if not in_chunks or not packed or _chunks_begin_with_sequences():
         chunk = None
     return _mask_of_function(plain, rows, mask_function, positions, valid, ends_early, chunk, limit)
+
+
+def _is_full(attention_mask: Tensor | None, kv_length: int) -> bool:
+    """Whether generate's mask hides no key. Before 5.18 it passes one of ones where nothing is
+    padded: to read it takes less time than to describe it, which the first layer would wait for."""
+    if attention_mask is None or attention_mask.shape[-1] != kv_length:
+        return False
+    if torch.compiler.is_compiling() or release(sys.modules["transformers"].__version__) >= (5, 18):
+        return False
+    return bool(attention_mask.all())
 
 
 class _Rows(NamedTuple):
