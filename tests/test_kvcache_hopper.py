@@ -261,12 +261,15 @@ def test_the_grid_and_the_workspace_at_any_length():
     # Of each CTA two parts of so many rows: columns and twice (max, sum), the groups' among them.
     row_bytes = 2 * (128 + 4) * 4
     assert full == (264, 264 * 4 * row_bytes) == size(handle, 1, 1, 2**20)
-    for queries, rows in ((2, 8), (8, 32), (16, 64), (64, 64)):
+    # More than 32 rows: one CTA for each SM, of which 128 have equal shares of 8 KV heads.
+    for queries, rows, num_ctas in ((2, 8, 264), (8, 32, 264), (16, 64, 128), (64, 64, 128)):
         found = size(handle, 1, queries, 2**20)
-        assert found == (264, 264 * rows * row_bytes) and found[1] <= (9e6 if rows <= 32 else 18e6)
-    assert size(handle, 0, 0, 0) == (1, 4 * row_bytes)
+        assert found == (num_ctas, num_ctas * rows * row_bytes) and found[1] <= 9e6
+    assert size(handle, 0, 0, 0) == (8, 8 * 4 * row_bytes)
     whole = prepared(whole_tiles=True)[0]
-    assert size(whole, 1, 1, 2**20) == (8, 0) and size(whole, 64, 1, 64) == (264, 0)
+    assert size(whole, 1, 1, 2**20) == (8, 0)
+    assert size(whole, 64, 1, 64) == (256, 0)  # two of 64 work tiles of a head for each CTA
+    assert size(whole, 63, 1, 64) == (256, 0) and size(whole, 50, 1, 64) == (264, 0)
     assert size(prepared(num_sms=5)[0], 64, 1, 64)[0] == 10
     assert size(prepared(num_sms=5, leaves_sms=True)[0], 64, 1, 64)[0] == 5
     # One KV head of a long sequence would have 264 parts to join.

@@ -44,26 +44,31 @@ inline int64_t workspace_heads(const AttentionProblem& problem) {
 // Parts into which the query heads of a KV head are divided. Each part has work tiles of its own:
 // there are then enough for all SMs, and those that run at a time read few heads of Q and dO. dK
 // and dV of the parts are kept in 16 bits and added afterwards (sum_parts.cuh), as FlashAttention-2
-// does for each query head. That costs time in proportion to the keys, so with fewer queries than
-// kManyQueries heads are divided only while SMs would be idle. Measured on an H100 with 4 and 8
-// query heads, docs/log/hopper-backward.md.
+// does for each query head. That costs time in proportion to the keys and gains time in proportion
+// to their queries, so it takes at least kManyQueries, or a mask and few work tiles, or idle SMs.
+// Measured on an H100 (docs/log/hopper-backward.md).
 template <backward::Config kConfig>
 int num_head_parts(const AttentionProblem& problem) {
   constexpr int kManyQueries = 2048;
-  const int group = problem.num_heads_q / problem.num_heads_kv;
-  // sum_parts.cuh counts the 16-byte vectors of dK and of dV in 32 bits.
-  const int64_t vectors = int64_t{problem.batch} * problem.seqlen_k * problem.num_heads_kv *
-                          (kConfig.head_dim / 8);
-  if (problem.varlen || group == 1 || vectors > INT_MAX) return 1;
-  if (problem.seqlen_q >= kManyQueries) return group % 2 == 0 ? group / 2 : group;
   constexpr int kKeys = backward::block_n(kConfig);
-  const int64_t tiles =
-      (int64_t{problem.seqlen_k} + kKeys - 1) / kKeys * problem.batch * problem.num_heads_kv;
-  const int64_t wanted = int64_t{problem.masked() ? 4 : 1} * problem.num_sms;
+  const int group = problem.num_heads_q / problem.num_heads_kv;
+  const int64_t kv_heads = int64_t{problem.batch} * problem.num_heads_kv;
+  // sum_parts.cuh counts the 16-byte vectors of dK and of dV in 32 bits.
+  const int64_t vectors = kv_heads * problem.seqlen_k * (kConfig.head_dim / 8);
+  if (problem.varlen || group == 1 || vectors > INT_MAX) return 1;
+  const int64_t tiles = (int64_t{problem.seqlen_k} + kKeys - 1) / kKeys * kv_heads;
   int parts = 1;
-  for (int more = 2; more <= group && tiles * parts < wanted; ++more) {
-    if (group % more == 0) parts = more;
+  const auto divide = [&](int least_heads, int64_t wanted_tiles) {
+    for (int more = 2; more * least_heads <= group && tiles * parts < wanted_tiles; ++more) {
+      if (group % more == 0 && more > parts) parts = more;
+    }
+  };
+  if (problem.seqlen_q >= kManyQueries) {
+    divide(2, INT64_MAX);
+  } else if (problem.masked()) {
+    divide(2, int64_t{4} * problem.num_sms);
   }
+  divide(1, problem.num_sms);
   return parts;
 }
 

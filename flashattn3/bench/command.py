@@ -28,7 +28,7 @@ from .ladder_suite import SUITE as LADDER
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
 from .models_suite import CASES as MODELS
 from .models_suite import QUICK_CASES as QUICK_MODELS
-from .models_suite import run_model
+from .models_suite import WORKS, run_model
 from .providers import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
 from .quantize_suite import SUITE as QUANTIZE
 from .quantize_suite import quantize_work, run_quantize
@@ -117,6 +117,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="PATH",
         help="folder of the results; default: out/bench",
     )
+    parser.add_argument("--work", choices=WORKS, help="models: only this; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it works")
     parser.set_defaults(run=run, parser=parser)
 
@@ -160,6 +161,8 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
         for option in INAPPLICABLE.get(suite, ()):
             if getattr(args, option) is not None:
                 error(f"--{option.replace('_', '-')} says nothing to the {suite} suite")
+        if args.work is not None and suite != "models":
+            error(f"--work says nothing to the {suite} suite")
         if suite in OF_16_BIT and args.dtype == "float32":
             error(f"--dtype must have 16 bits for the {suite} suite, got float32")
     if "models" in suites and importlib.util.find_spec("transformers") is None:
@@ -218,7 +221,11 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
         chosen = cached_cells(suite, args.quick)
         return [lambda cell=cell: run_cached(cell, settings) for cell in chosen]
     if suite == "models":
-        models = QUICK_MODELS if args.quick else MODELS
+        models = [
+            case
+            for case in (QUICK_MODELS if args.quick else MODELS)
+            if args.work in (None, case.work)
+        ]
         return [lambda case=case: run_model(case, settings) for case in models]
     if suite == "memory":
         lengths = QUICK_SEQLENS if args.quick else SEQLENS

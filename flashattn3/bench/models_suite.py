@@ -35,6 +35,7 @@ STEPS_PER_SAMPLE, TURNS = 3, 4  # TURNS: samples of a provider in each round, at
 SECONDS_PER_ROUND = 8.0  # a case is measured at least so long, where the host's noise is large
 NEW_TOKENS = 64  # in one step of decoding, which is a sample
 
+WORKS = "train", "prefill", "decode", "padding"  # of ModelCase
 Model = torch.nn.Module
 
 
@@ -69,10 +70,7 @@ CASES = (
     ModelCase("llama-1b", "decode", 1, 4096, *_1B),
     ModelCase("12x768", "padding", 8, 1024, 12, 768, 12, 12, 2048),
 )
-QUICK_CASES = tuple(
-    ModelCase(f"quick-{work}", work, 2, 32, 2, 32, 4, 2, 48, 97)
-    for work in ("train", "prefill", "decode", "padding")
-)
+QUICK_CASES = tuple(ModelCase(f"quick-{work}", work, 2, 32, 2, 32, 4, 2, 48, 97) for work in WORKS)
 
 
 def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
