@@ -296,6 +296,9 @@ GROUPED_GRID: tuple[Case, ...] = (
     _trained(4096, (32, 4), (128, 128), batch=4),
     _trained(2048, (32, 8), (128, 128), batch=1),
     _trained(512, (32, 8), (128, 128), batch=1),
+    _trained(4096, (12, 4), (128, 128), batch=2),
+    _trained(4096, (16, 4), (192, 192), batch=4),
+    _trained(4096, (16, 4), (256, 256), batch=4),
 )
 
 # Head dims that are multiples of 8 and not of 16, each beside the next multiple of 16, with 16
