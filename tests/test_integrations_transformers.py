@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flashattn3 import UnsupportedError
+from flashattn3 import UnsupportedError, flash_attn_with_kvcache
 from flashattn3.integrations import masks
 from flashattn3.integrations import transformers as fa3
 
@@ -285,6 +286,62 @@ def test_generate(name, cache, side):
     found, wanted = (generated(m, ids, **options) for m in models)
     assert torch.equal(found, wanted)
     assert found.shape[1] == ROWS + 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scaling": 0.3, "softcap": 2.0},
+        {"sliding_window": 5},
+        {"is_causal": False},
+        {"is_causal": False, "sliding_window": 4},
+    ],
+    ids=str,
+)
+def test_the_next_token_in_16_bits_is_a_cached_call(options, sinks, dtype, monkeypatch):
+    """With the numbers of the other path, which gradients and float32 take."""
+    layer = SimpleNamespace(is_causal=True, num_key_value_groups=2, layer_idx=0, training=False)
+    query, key, value = (
+        torch.randn(2, 4, 1, 24),
+        torch.randn(2, 2, 23, 24),
+        torch.randn(2, 2, 23, 8),
+    )
+    s_aux = torch.randn(4).to(dtype) if sinks else None
+    tensors = [x.to(dtype) for x in (query, key, value)]
+    calls = []
+
+    def counted(*arguments, **named):
+        calls.append(arguments)
+        return flash_attn_with_kvcache(*arguments, **named)
+
+    monkeypatch.setattr(fa3, "flash_attn_with_kvcache", counted)
+    exact, _ = fa3.attention(layer, *(x.float() for x in tensors), None, s_aux=s_aux, **options)
+    with_gradients, _ = fa3.attention(layer, *tensors, None, s_aux=s_aux, **options)
+    assert not calls
+    with torch.no_grad():
+        found, _ = fa3.attention(layer, *tensors, None, s_aux=s_aux, **options)
+    assert len(calls) == 1 and found.dtype == dtype and found.shape == (2, 1, 4, 8)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 3e-3
+    assert_close(found.float(), exact, tolerance)
+    assert_close(with_gradients.float(), exact, tolerance)
+
+
+@torch.no_grad()
+def test_keys_that_no_cached_call_takes(monkeypatch):
+    """A wider value, another dtype, a stride in the head dim: the other path."""
+    monkeypatch.setattr(fa3, "flash_attn_with_kvcache", None)
+    layer = SimpleNamespace(is_causal=True, layer_idx=0)
+    query, key = torch.randn(2, 4, 1, 24).bfloat16(), torch.randn(2, 2, 23, 24).bfloat16()
+    for value in (torch.randn(2, 2, 23, 32).bfloat16(), key.mT.contiguous().mT):
+        out, _ = fa3.attention(layer, query, key, value, None)
+        wide = fa3.attention(layer, *(x.float() for x in (query, key, value)), None)[0]
+        assert_close(out.float(), wide, 2e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = fa3.attention(layer, query, key.float(), key.float(), None)
+    assert out.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", DECODERS)

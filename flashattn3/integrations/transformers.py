@@ -138,8 +138,10 @@ def _generates(query: Tensor, key: Tensor, value: Tensor) -> bool:
     cached call does not depend on its length."""
     if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
+    if query.dtype not in SIXTEEN_BIT or not query.dtype == key.dtype == value.dtype:
+        return False
     fits = value.shape[3] <= query.shape[3] <= MAX_HEAD_DIM
-    return fits and query.dtype in SIXTEEN_BIT and key.stride(3) == value.stride(3) == 1
+    return fits and key.stride(3) == value.stride(3) == 1
 
 
 def _bhsd(options: Options, q, k, v):
