@@ -45,11 +45,11 @@ inline int64_t workspace_heads(const AttentionProblem& problem) {
 // there are then enough for all SMs, and those that run at a time read few heads of Q and dO. dK
 // and dV of the parts are kept in 16 bits and added afterwards (sum_parts.cuh), as FlashAttention-2
 // does for each query head. That costs time in proportion to the keys and gains time in proportion
-// to their queries, so it takes at least kManyQueries, or a mask and few work tiles, or idle SMs.
-// Measured on an H100 (docs/log/hopper-backward.md).
+// to the queries that see a key, so it takes many of these, or a mask and few work tiles, or idle
+// SMs. Measured on an H100 (docs/log/hopper-backward.md).
 template <backward::Config kConfig>
 int num_head_parts(const AttentionProblem& problem) {
-  constexpr int kManyQueries = 2048;
+  constexpr int kManyQueries = 2048, kSomeQueries = 512;
   constexpr int kKeys = backward::block_n(kConfig);
   const int group = problem.num_heads_q / problem.num_heads_kv;
   const int64_t kv_heads = int64_t{problem.batch} * problem.num_heads_kv;
@@ -63,9 +63,13 @@ int num_head_parts(const AttentionProblem& problem) {
       if (group % more == 0 && more > parts) parts = more;
     }
   };
-  if (problem.seqlen_q >= kManyQueries) {
+  int64_t queries = problem.seqlen_q;  // that see a key, at most
+  if (problem.window_left >= 0 && problem.window_right >= 0) {
+    queries = std::min(queries, int64_t{problem.window_left} + problem.window_right + 1);
+  }
+  if (queries >= kManyQueries) {
     divide(2, INT64_MAX);
-  } else if (problem.masked()) {
+  } else if (problem.masked() && queries >= kSomeQueries) {
     divide(2, int64_t{4} * problem.num_sms);
   }
   divide(1, problem.num_sms);
