@@ -27,7 +27,7 @@ namespace flashattn3::backward {
 //     tiles see different numbers of queries; this keeps them near the same ones, in L2.
 enum class Traversal { kAscending, kDiagonal, kStaggered, kHeadsInnermost };
 
-// Workspace shared by the three kernels. Rows of a head are in blocks of 64; each sequence starts
+// Workspace shared by the kernels. Rows of a head are in blocks of 64; each sequence starts
 // at a new block. lse and minus_delta are fp32 (heads, rows); dq_accum is in tiles of 64 rows, in
 // accumulator order.
 struct Workspace {
