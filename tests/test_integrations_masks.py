@@ -128,6 +128,7 @@ def test_one_wait_in_a_step_of_generate(name, cache, waits):
     assert max(steps) <= (masks if cache == "static" else 1) + looks
 
 
+@pytest.mark.skipif(RELEASE < (5, 4), reason="positions are a tensor: the cache may be longer")
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @torch.no_grad()
 def test_a_mask_of_ones_is_none_in_generate(name):
