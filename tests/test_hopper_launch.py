@@ -103,11 +103,15 @@ def test_a_launch_tells_its_shared_memory():
     assert launch.shared_memory_bytes == 1024 + 128 * (2 * 192 + 4 * 2 * 64)
 
 
-def workspace_bytes(columns, semaphores, parts):
-    """Of a gradient of ``qkv()``. parts: bytes of dk and dv where query heads are divided."""
-    rows = 2 * 8 * 512  # of dq_accum, lse and delta
-    counters = semaphores * rows // 64 + 1 + 2 * 8  # dq_semaphore, tile_semaphore, tiles_done
-    return -(-4 * (rows * (columns + 2) + counters) // 16) * 16 + parts
+def workspace_bytes(rows, columns, semaphores, gradient_heads, bytes_of_parts):
+    """Return the size of a backward's workspace.
+
+    rows: of dq_accum, lse and delta. gradient_heads: heads of dk and dv that the main kernel
+    stores, of all sequences. bytes_of_parts: of dk and dv where query heads are divided.
+    """
+    # dq_semaphore, tile_semaphore, tiles_done
+    counters = semaphores * rows // 64 + 1 + gradient_heads
+    return -(-4 * (rows * (columns + 2) + counters) // 16) * 16 + bytes_of_parts
 
 
 @pytest.mark.parametrize("heads_kv", [4, 8])
@@ -115,7 +119,7 @@ def test_a_gradient_tells_its_workspace(heads_kv):
     """With so few tiles, two query heads of a KV head have parts of dk and dv of their own."""
     launch = prepared(qkv(heads=(8, heads_kv)), backward_launch)
     parts = 2 * 512 * 8 * (64 + 64) * 2 if heads_kv == 4 else 0
-    assert launch.workspace_bytes == workspace_bytes(64, 1, parts)
+    assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 64, 1, 2 * 8, parts)
     assert launch.num_ctas == 2 * 8 * 3  # blocks of 192 keys
     # SharedStorage; K and V of 192 keys, four Q and dO; two dS; dQ of three warpgroups
     inputs, scores, dq = 2 * 128 * (192 + 4 * 64), 2 * 192 * 64 * 2, 3 * 64 * 64 * 4
@@ -141,10 +145,9 @@ def test_parts_of_the_query_heads(batch, seqlen, heads, options, parts):
     q = torch.empty(batch, seqlen, heads[0], 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, seqlen, heads[1], 128, dtype=torch.bfloat16, device="meta")
     launch = prepared(Tensors(q, k, k), backward_launch, **options)
-    rows = batch * seqlen * heads[0]
-    undivided = 4 * (rows * 130 + rows // 64 + 1 + batch * heads[1] * parts)
-    of_parts = batch * seqlen * heads[1] * parts * 2 * 128 * 2 if parts > 1 else 0
-    assert launch.workspace_bytes == -(-undivided // 16) * 16 + of_parts
+    rows, gradient_heads = batch * seqlen * heads[0], batch * heads[1] * parts
+    of_parts = seqlen * gradient_heads * 2 * 128 * 2 if parts > 1 else 0
+    assert launch.workspace_bytes == workspace_bytes(rows, 128, 1, gradient_heads, of_parts)
 
 
 @pytest.mark.parametrize("dv", [64, 128, 160, 192])
@@ -152,7 +155,8 @@ def test_parts_of_the_query_heads(batch, seqlen, heads, options, parts):
 def test_a_gradient_of_192_columns_tells_its_workspace(d, dv):
     for options in ({}, {"deterministic": True}, {"causal": True, "sm_margin": 20}):
         launch = prepared(qkv(d=d, dv=dv), backward_launch, **options)
-        assert launch.workspace_bytes == workspace_bytes(192, 4, 2 * 512 * 8 * (d + dv) * 2)
+        parts = 2 * 512 * 8 * (d + dv) * 2
+        assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 192, 4, 2 * 8, parts)
         assert launch.num_ctas == 2 * 2 * 8 * 4  # two for each block of 128 keys
         # SharedStorage; K and two Q, three with 128 columns of V; V, two dO; quarters of K; two P,
         # dS and other dS

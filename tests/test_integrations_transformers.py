@@ -701,7 +701,7 @@ def test_output_attentions():
 
 
 def mask_arguments(embeds, mask=None):
-    """Of create_causal_mask, besides the config."""
+    """Return the arguments of create_causal_mask but for the config."""
     found = {"attention_mask": mask, "past_key_values": None}
     found["inputs_embeds" if RELEASE >= (5, 2) else "input_embeds"] = embeds
     return found if RELEASE >= (5, 4) else found | {"cache_position": torch.arange(ROWS)}

@@ -62,7 +62,7 @@ def numbers(path: str, value: str, direction: str = "") -> dict[tuple[str, str, 
 
 
 def speed_ratios(
-    path: str, provider: str, baseline: str, direction: str = "bwd"
+    path: str, provider: str, baseline: str, direction: str
 ) -> dict[tuple[str, str], float]:
     return {
         (r["row"][4:], r["column"]): r["speed_ratio"][baseline]
@@ -101,16 +101,17 @@ QUANTIZED = {
 @pytest.mark.parametrize(
     ("direction", "index", "path", "provider", "baseline"),
     [
-        ("forward", 1, "h100/dims.jsonl", "flashattn3", "cudnn"),
-        ("backward", 1, "h100/dims.jsonl", "flashattn3", "cudnn"),
-        ("backward", 2, "h100-backward/deterministic.jsonl", "deterministic", "flashattn3"),
-        ("backward", 3, "h100-backward/gqa.jsonl", "flashattn3", "cudnn"),
-        ("backward", 4, "h100-backward/gqa.jsonl", "flashattn3", "mha"),
+        ("fwd", 1, "h100/dims.jsonl", "flashattn3", "cudnn"),
+        ("bwd", 1, "h100/dims.jsonl", "flashattn3", "cudnn"),
+        ("bwd", 2, "h100-backward/deterministic.jsonl", "deterministic", "flashattn3"),
+        ("bwd", 3, "h100-backward/gqa.jsonl", "flashattn3", "cudnn"),
+        ("bwd", 4, "h100-backward/gqa.jsonl", "flashattn3", "mha"),
     ],
 )
 def test_a_table_of_ratios(direction, index, path, provider, baseline):
-    head, *rows = TABLES[f"Hopper {direction}"][index]
-    measured = speed_ratios(path, provider, baseline, {"forward": "fwd"}.get(direction, "bwd"))
+    section = {"fwd": "Hopper forward", "bwd": "Hopper backward"}[direction]
+    head, *rows = TABLES[section][index]
+    measured = speed_ratios(path, provider, baseline, direction)
     shown = {
         (case, column): cell
         for case, *cells in rows
@@ -122,7 +123,7 @@ def test_a_table_of_ratios(direction, index, path, provider, baseline):
 
 def test_the_table_of_varlen_batches():
     (_, *columns), *rows = TABLES["Hopper backward"][5]
-    found = speed_ratios("h100-backward/varlen.jsonl", "flashattn3", "dense")
+    found = speed_ratios("h100-backward/varlen.jsonl", "flashattn3", "dense", "bwd")
     for case, *cells in rows:
         for column, cell in zip(columns, cells, strict=True):
             assert cell == f"{found[f'{case} {column}', '']:.2f}"

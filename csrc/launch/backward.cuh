@@ -145,7 +145,7 @@ KeyGradients stored_gradients(const BackwardParams& params) {
           dense(forward.head_dim_v)};
 }
 
-// Of a problem whose heads are divided.
+// Returns the arguments of sum_parts_kernel. The query heads must be divided.
 template <backward::Config kConfig>
 backward::SumArguments make_sum_arguments(const BackwardParams& params) {
   const ForwardParams& forward = params.forward;

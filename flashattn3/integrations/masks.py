@@ -109,13 +109,14 @@ def mask(
 
 
 def _is_full(attention_mask: Tensor | None, kv_length: int) -> bool:
-    """Whether generate's mask hides no key. Before 5.18 it passes one of ones where nothing is
-    padded: to read it takes less time than to describe it, which the first layer would wait for."""
-    if attention_mask is None or attention_mask.shape[-1] != kv_length:
+    """Return whether the mask of a step of generate hides no key. Before 5.18 generate passes a
+    mask of ones where nothing is padded. Reading that mask takes less time than describing it and
+    reading the description in the first layer."""
+    if attention_mask is None or torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_compiling() or release(sys.modules["transformers"].__version__) >= (5, 18):
+    if release(sys.modules["transformers"].__version__) >= (5, 18):
         return False
-    return bool(attention_mask.all())
+    return attention_mask.shape[-1] == kv_length and bool(attention_mask.all())
 
 
 class _Rows(NamedTuple):

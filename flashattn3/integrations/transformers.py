@@ -114,12 +114,12 @@ def attention(
         "window_size": (segments.left, 0 if segments.causal else segments.left),
         "softcap": softcap or 0.0,
     }
-    if segments.cu_seqlens_q is None and _generates(query, key, value):
+    packed = segments.cu_seqlens_q is not None
+    if not packed and _generates(query, key, value):
         tokens_first = (x.transpose(1, 2) for x in (query, key, value))
         sinks = s_aux if s_aux is None else s_aux.float()
         return flash_attn_with_kvcache(*tokens_first, sinks=sinks, **options), None
     options["return_lse"] = s_aux is not None
-    packed = segments.cu_seqlens_q is not None
     if packed:
         edges = segments.cu_seqlens_q, segments.cu_seqlens_k
         rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -134,8 +134,8 @@ def attention(
 
 
 def _generates(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether this is the next token behind a cache, which grows with every step: the plan of a
-    cached call does not depend on its length."""
+    """Return whether the query is the next token behind a cache. The cache grows with every step,
+    and the plan of a cached call does not depend on its length."""
     if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     if query.dtype not in SIXTEEN_BIT or not query.dtype == key.dtype == value.dtype:
