@@ -2,9 +2,9 @@
 // that share the work tile. The last CTA to arrive combines, so no second kernel runs, and always
 // in the order of the keys, so that two launches give the same bits.
 //
-// More than kGroup parts are combined in two levels: the last CTA of each group of kGroup combines
-// its group, the last of those all groups, kGroup at a time. One CTA alone would read 128 parts ten
-// times slower.
+// More than kMostInOneGroup parts are combined in two levels: the last CTA of each group of kGroup
+// combines its group, the last of those all groups, kGroup at a time. One CTA alone would read 128
+// parts ten times slower.
 #pragma once
 
 #include <algorithm>
@@ -141,7 +141,7 @@ class Combine {
     const PackedTile tile = PackedTile::of(args_, pending.sequence, part);
     const RowStore store(args_, tile, pending.sequence, part);
     const ArrivalGroup group = ArrivalGroup::of(storage_.share.cta, part);
-    const int groups = (part.num_ctas + kGroup - 1) / kGroup;
+    const int groups = ArrivalGroup::count(part.num_ctas);
     Parts parts{args_.partial_stats, group.leader, 1, group.num_ctas, part.first_cta};
     bool is_whole = groups == 1;
     while (true) {

@@ -32,8 +32,8 @@ struct KernelTraits {
   static constexpr int kExchangeOffset = kKvOffset + 2 * kConsumers * kStages * kKvBytes;
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
-  static constexpr int kProducerRegisters = 88;
-  static constexpr int kConsumerRegisters = kConsumers == 1 ? 168 : 208;
+  static constexpr int kProducerRegisters = 104;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 152 : 200;
 
   static_assert(!is_quantized(kElement));
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256);

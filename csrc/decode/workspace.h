@@ -9,6 +9,9 @@
 namespace flashattn3::decode {
 
 constexpr int kGroup = 16;
+// Parts of a work tile up to which they are one group: a second level takes 1.5 us, 16 parts more
+// 0.8 us (H100).
+constexpr int kMostInOneGroup = 2 * kGroup;
 
 // Index of the partial result of a CTA for the work tile that begins in first_cta. There are two
 // for each CTA, since it begins in the middle of at most one work tile (2 c) and ends in the middle
@@ -21,13 +24,18 @@ constexpr int num_partials(int num_ctas) { return 2 * num_ctas; }
 // each CTA, of the groups of the work tile that begins in it.
 constexpr int num_counters(int num_ctas) { return 3 * num_ctas; }
 
-// The CTAs whose parts of a work tile are combined first with that of CTA `cta`: kGroup neighbours,
-// fewer in the last group.
+// The CTAs whose parts of a work tile are combined first with that of CTA `cta`: all of them, or
+// kGroup neighbours, fewer in the last group.
 struct ArrivalGroup {
   int leader;  // the first of them
   int num_ctas;
 
+  // The groups of a work tile that has so many parts.
+  static __host__ __device__ __forceinline__ int count(int num_parts) {
+    return num_parts <= kMostInOneGroup ? 1 : (num_parts + kGroup - 1) / kGroup;
+  }
   static __host__ __device__ __forceinline__ ArrivalGroup of(int cta, const Part& part) {
+    if (count(part.num_ctas) == 1) return {part.first_cta, part.num_ctas};
     const int leader = cta - (cta - part.first_cta) % kGroup;
     return {leader, min(kGroup, part.first_cta + part.num_ctas - leader)};
   }

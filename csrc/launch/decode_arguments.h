@@ -58,21 +58,30 @@ struct DecodeGrid {
     const int most = (share_sm ? 2 : 1) * params.num_sms;
     const int heads = heads_of_share(params.num_heads_kv, most);
     const int64_t units = max_decode_units(params, config.block_n) / heads;
-    const int64_t most_shares = std::clamp<int64_t>(units, 1, most / heads);
-    const int shares =
-        static_cast<int>(aligned_shares(most_shares, std::max<int64_t>(1, tiles / heads)));
+    const int64_t tiles_of_head = std::max<int64_t>(1, tiles / heads);
+    // A unit for each share, but two where combining their parts would take longer than a unit.
+    const int64_t wanted =
+        std::max((units + 1) / 2, std::min(units, tiles_of_head * decode::kGroup));
+    const int shares = static_cast<int>(
+        aligned_shares(std::clamp<int64_t>(wanted, 1, most / heads), tiles_of_head));
     const int num_stages = share_sm ? config.num_stages_beside : config.num_stages;
     return {shares, heads, shares * heads, tokens * rows.heads,
             std::countr_zero(static_cast<unsigned>(num_stages))};
   }
 
   // With sequences of equal lengths a share is then a whole number of work tiles, or a work tile a
-  // whole number of shares, if this leaves at most a sixteenth of the shares unused.
+  // whole number of shares, whole groups of them if there are more than one, if this leaves at most
+  // a sixteenth of the shares unused.
   static int64_t aligned_shares(int64_t most, int64_t tiles) {
-    const int64_t tiles_of_share = (tiles + most - 1) / most;
-    const int64_t aligned =
-        tiles <= most ? most / tiles * tiles : (tiles + tiles_of_share - 1) / tiles_of_share;
-    return aligned * 16 >= most * 15 ? aligned : most;
+    const auto nearly_all = [&](int64_t shares) { return shares * 16 >= most * 15; };
+    if (tiles > most) {
+      const int64_t tiles_of_share = (tiles + most - 1) / most;
+      const int64_t aligned = (tiles + tiles_of_share - 1) / tiles_of_share;
+      return nearly_all(aligned) ? aligned : most;
+    }
+    const int64_t of_tile = most / tiles, in_groups = of_tile / decode::kGroup * decode::kGroup;
+    if (nearly_all(in_groups * tiles)) return in_groups * tiles;
+    return nearly_all(of_tile * tiles) ? of_tile * tiles : most;
   }
 
   // The most KV heads that divide all of them and leave at most a sixteenth of the CTAs unused.

@@ -234,7 +234,8 @@ inline void check_groups(Result& result) {
         ++count, wanted = group.num_ctas;
         const std::tuple id{part.batch_idx, part.kv_head, part.row_tile, group.leader};
         result.equal(1, owner.insert({counter, id}).first->second == id, "owner", counter);
-        result.equal(1, group.num_ctas <= kGroup, "CTAs of a group");
+        const int most = part.num_ctas <= kMostInOneGroup ? kMostInOneGroup : kGroup;
+        result.equal(1, group.num_ctas <= most, "CTAs of a group");
       }
     }
     for (const auto& [counter, pair] : arrivals) {
