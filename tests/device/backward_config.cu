@@ -12,12 +12,16 @@ void launch_check_config<BACKWARD_CHECK_CONFIG>(const BackwardParams& params, cu
 
 template <>
 int64_t check_config_workspace_bytes<BACKWARD_CHECK_CONFIG>(const ForwardParams& params) {
-  return backward_workspace_bytes<kCheckConfigs[BACKWARD_CHECK_CONFIG]>(params);
+  constexpr int kIndex = BACKWARD_CHECK_CONFIG;
+  return backward_size<kCheckConfigs[kIndex]>(kCheckConfigNames[kIndex], params).workspace_bytes;
 }
 
 template <>
 const int32_t* check_config_tile_semaphore<BACKWARD_CHECK_CONFIG>(const BackwardParams& params) {
-  return make_workspace<kCheckConfigs[BACKWARD_CHECK_CONFIG]>(params).tile_semaphore;
+  constexpr backward::Config kConfig = kCheckConfigs[BACKWARD_CHECK_CONFIG];
+  const BackwardSizes sizes =
+      backward_sizes<kConfig>(kCheckConfigNames[BACKWARD_CHECK_CONFIG], params.forward);
+  return make_workspace<kConfig>(sizes, params).tile_semaphore;
 }
 
 }  // namespace flashattn3
