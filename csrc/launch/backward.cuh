@@ -68,6 +68,22 @@ WorkTiles backward_tiles(const AttentionProblem& problem, int num_heads) {
           .last_block_first = problem.masked() && problem.deterministic};
 }
 
+// Tokens of k and v, of all sequences.
+inline int64_t num_key_tokens(const AttentionProblem& problem) {
+  return problem.varlen ? problem.total_k : int64_t{problem.batch} * problem.seqlen_k;
+}
+
+// Estimates how many queries see a key. In a varlen batch the average key is in a sequence longer
+// than the average sequence: twice as long if the lengths are distributed exponentially.
+inline int64_t queries_of_a_key(const AttentionProblem& problem) {
+  int64_t queries = problem.seqlen_q;
+  if (problem.varlen) {
+    queries = std::min(queries, 2 * int64_t{problem.total_q} / std::max(1, problem.batch));
+  }
+  if (problem.window_left < 0 || problem.window_right < 0) return queries;
+  return std::min(queries, int64_t{problem.window_left} + problem.window_right + 1);
+}
+
 // Parts into which the query heads of a KV head are divided. Each part has work tiles of its own:
 // there are then enough for all SMs, and those that run at a time read few heads of Q and dO. dK
 // and dV of the parts are kept in 16 bits and added afterwards (sum_parts.cuh), as FlashAttention-2
@@ -79,20 +95,17 @@ int num_head_parts(const AttentionProblem& problem) {
   constexpr int kManyQueries = 2048, kSomeQueries = 512;
   const int heads_kv = problem.num_heads_kv, group = problem.num_heads_q / heads_kv;
   // sum_parts.cuh counts the 16-byte vectors of dK and of dV in 32 bits.
-  const int64_t keys = int64_t{problem.batch} * problem.seqlen_k;
-  const int64_t vectors = keys * heads_kv * (kConfig.head_dim / 8);
-  if (problem.varlen || group == 1 || vectors > INT_MAX) return 1;
+  const int64_t vectors = num_key_tokens(problem) * heads_kv * (kConfig.head_dim / 8);
+  if (group == 1 || vectors > INT_MAX) return 1;
   const int64_t tiles = num_tiles(problem, backward_tiles<kConfig>(problem, heads_kv));
+  if (tiles == 0) return 1;
   int parts = 1;
   const auto divide = [&](int least_heads, int64_t wanted_tiles) {
     for (int more = 2; more * least_heads <= group && tiles * parts < wanted_tiles; ++more) {
       if (group % more == 0 && more > parts) parts = more;
     }
   };
-  int64_t queries = problem.seqlen_q;  // that see a key, at most
-  if (problem.window_left >= 0 && problem.window_right >= 0) {
-    queries = std::min(queries, int64_t{problem.window_left} + problem.window_right + 1);
-  }
+  const int64_t queries = queries_of_a_key(problem);
   if (queries >= kManyQueries) {
     divide(2, INT64_MAX);
   } else if (problem.masked() && queries >= kSomeQueries) {
@@ -120,7 +133,7 @@ BackwardSizes backward_sizes(const char* name, const AttentionProblem& problem) 
   sizes.bytes_before_parts =
       round_up<int64_t>((sizes.rows * (kConfig.head_dim + 2) + counters) * 4, 16);
   const int64_t rows_of_parts =
-      sizes.divided() ? int64_t{problem.batch} * problem.seqlen_k * sizes.num_gradient_heads : 0;
+      sizes.divided() ? num_key_tokens(problem) * sizes.num_gradient_heads : 0;
   sizes.dk_elements = rows_of_parts * round_up(problem.head_dim, 8);
   sizes.dv_elements = rows_of_parts * round_up(problem.head_dim_v, 8);
   return sizes;
@@ -181,7 +194,7 @@ inline backward::SumArguments make_sum_arguments(const BackwardSizes& sizes,
                                                  const BackwardParams& params) {
   const ForwardParams& forward = params.forward;
   const KeyGradients parts = stored_gradients(sizes, params);
-  const int64_t rows = int64_t{forward.batch} * forward.seqlen_k * forward.num_heads_kv;
+  const int64_t rows = num_key_tokens(forward) * forward.num_heads_kv;
   const auto gradient = [&](const uint16_t* parts, void* sum, const Strides& stride, int columns) {
     const int vectors = round_up(columns, 8) / 8;
     return backward::SummedGradient{.parts = parts,
@@ -195,8 +208,10 @@ inline backward::SumArguments make_sum_arguments(const BackwardSizes& sizes,
   };
   return {.dk = gradient(parts.dk, params.dk, params.dk_stride, forward.head_dim),
           .dv = gradient(parts.dv, params.dv, params.dv_stride, forward.head_dim_v),
+          .seqlens_k = seqlens_k_of(forward),
+          .batch = forward.batch,
           .heads = cutlass::FastDivmod(forward.num_heads_kv),
-          .seqlen = cutlass::FastDivmod(forward.seqlen_k),
+          .seqlen = cutlass::FastDivmod(forward.varlen ? forward.total_k : forward.seqlen_k),
           .num_parts = sizes.num_head_parts};
 }
 

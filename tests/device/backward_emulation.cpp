@@ -180,9 +180,9 @@ static bool run_case(const Case& c, int config, uint32_t seed) {
       if (worst.wrong > 0) wrong += describe(g, worst);
     }
     good = good && wrong.empty();
-    std::printf("%s  %-40s %-28s %-27s of the bounds: dq %.2f dk %.2f dv %.2f\n",
+    std::printf("%s  %-40s %-28s %-27s in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f\n",
                 wrong.empty() ? "PASS" : "FAIL", c.name.c_str(), kCheckConfigNames[config],
-                turn.name, ratio[0], ratio[1], ratio[2]);
+                turn.name, num_parts, ratio[0], ratio[1], ratio[2]);
     if (!wrong.empty()) std::printf("      %s\n", wrong.c_str());
     std::fflush(stdout);
     if (!wrong.empty()) break;
