@@ -150,7 +150,7 @@ def test_parts_of_the_query_heads(batch, seqlen, heads, options, parts):
     assert launch.workspace_bytes == workspace_bytes(rows, 128, 1, gradient_heads, of_parts)
 
 
-# Tokens of the sequences of the suite varlen, in the middle those of a packed training step.
+# Tokens of the sequences of the suite varlen.
 PACKED = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
 
 
