@@ -95,6 +95,20 @@ def check_divided_heads(host):
     assert [64, 92, 4, 2] in parts and [32, 92, 4, 2] in parts
 
 
+def check_divided_heads_of_a_varlen_batch(host):
+    """The same; the fifth launch, the first, sorts the sequences."""
+    q, k, v = (x.detach().flatten(0, 1).requires_grad_() for x in inputs(78, 94, dv=32))
+    edges = [torch.tensor([0, 20, n], dtype=torch.int32) for n in (156, 188)]
+    out = flash_attn_varlen_func(q, k, v, *edges, 136, 168, causal=True)
+    gradients, descriptors, launches = recorded(
+        host, lambda: torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    )
+    assert launches == 5
+    results = {x.data_ptr() for x in gradients}
+    parts = [extents for address, *extents in descriptors if address not in results]
+    assert [64, 188, 4, 1] in parts and [32, 188, 4, 1] in parts
+
+
 def check_both_passes(host):
     q, k, v = inputs(72, 88, heads=(4, 4), dv=32)
     out, descriptors, launches = recorded(host, lambda: flash_attn_func(q, k, v, causal=True))

@@ -13,7 +13,13 @@ from helpers import (
     quick_case,
 )
 
-from flashattn3.testing import FORWARD_CASES, call, make_inputs, make_output_gradients
+from flashattn3.testing import (
+    FORWARD_CASES,
+    call,
+    make_inputs,
+    make_output_gradients,
+)
+from flashattn3.testing.cases import varlen
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -64,6 +70,7 @@ def test_gradient_of_one_output_alone(name, backend, which, device):
     [
         *("gqa-2", "dim-72-40", "varlen-causal-cross", "layout-bhsd"),
         *("dim-192", "dim-192-64", "dim-136-128", "varlen-dim-192", "varlen-dim-192-128"),
+        *("varlen-cross", "varlen-gqa-seqused", "varlen-gqa-dim-256"),
     ],
 )
 def test_deterministic_gradients_are_right_too(name, backend, device):
@@ -108,3 +115,21 @@ def test_gradient_of_one_input_alone(backend, which, device):
     out, lse = call(case, type(tensors)(*leaves), return_lse=True, backend=backend)
     (got,) = torch.autograd.grad((out, lse), leaves[which], (dout, dlse))
     assert torch.equal(got, wanted[which])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_keys_that_no_sequence_owns_get_zeros(backend, head_dim, deterministic, device):
+    """Rows past seqused_k, in sequences of no used key and behind the last one. On Hopper a fourth
+    kernel adds dk and dv of several query heads there, from memory that is NaN here."""
+    heads, dims = (6, 1), (head_dim, head_dim)
+    used = {"seqused_q": (17, 5, 0, 0), "seqused_k": (33, 0, 9, 0), "tail_rows": 13}
+    case = varlen("rows", (17, 9, 0, 3), (40, 21, 9, 0), heads, dims, **used)
+    tensors = make_inputs(case, device, torch.float16, requires_grad=True)
+    dout, dlse = make_output_gradients(case, tensors)
+    got = run(case, tensors, backend, dout, dlse, deterministic=deterministic)
+    gradients_hold(case, tensors, got, dout, dlse, backend)
+    for gradient in got[1:]:
+        # The used keys of the third sequence are seen by no query.
+        assert gradient[:33].any() and not gradient[33:].any()

@@ -494,8 +494,10 @@ def test_quantized_tensors_are_taken_in_turn():
 def test_quick_varlen_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "varlen") == 0
     _, *records = lines(tmp_path / "varlen.jsonl")
-    assert [r["provider"] for r in records] == [OURS, "dense"] * 12
-    assert [r["direction"] for r in records] == ["fwd"] * 12 + ["bwd"] * 12
+    assert [r["provider"] for r in records] == [OURS, "dense"] * 24
+    assert [r["direction"] for r in records] == ["fwd"] * 24 + ["bwd"] * 24
+    grouped = [r["row"] for r in records[::2] if "gqa" in r["case"]]
+    assert grouped[-2:] == ["bwd d128 full 2/1 heads", "bwd d128 causal 2/1 heads"]
     for ours, dense in zip(records[::2], records[1::2], strict=True):
         assert ours["speed_ratio"]["dense"] == pytest.approx(ours["tflops"] / dense["tflops"])
     printed = capsys.readouterr().out

@@ -165,3 +165,18 @@ def test_backward_on_the_cpu(checkout, options):
     code, lines = run(build(checkout, "backward_emulation"), *options)
     assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
     assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 5
+
+
+@pytest.mark.slow
+def test_query_heads_divided_in_varlen_batches_on_the_cpu(checkout):
+    """Head dims 64 to 256: gaps, used lengths, sequences without keys or queries, wrong tables;
+    deterministic too. 20 s of a CPU."""
+    options = ("--only", "varlen in parts", "--steps", "1000")
+    code, lines = run(build(checkout, "backward_emulation"), *options)
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    assert lines[-1] == "13 cases, 0 failed"
+    on_all_sms = [line for line in lines[:-1] if "3 SMs" not in line]
+    assert len(on_all_sms) == 13 * 2
+    assert all(re.search(r"in [234] parts;", line) for line in on_all_sms)
+    for head_dim in (64, 128, 192, 256):
+        assert any(f"_d{head_dim}_" in line for line in on_all_sms)

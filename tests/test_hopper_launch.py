@@ -150,6 +150,47 @@ def test_parts_of_the_query_heads(batch, seqlen, heads, options, parts):
     assert launch.workspace_bytes == workspace_bytes(rows, 128, 1, gradient_heads, of_parts)
 
 
+# Tokens of the sequences of the suite varlen.
+PACKED = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "options", "parts"),
+    [
+        # As a dense batch of these lengths.
+        ((8192,), (64, 8), {"causal": True}, 4),
+        ((8192,), (64, 8), {}, 4),
+        ((8192,), (64, 8), {"causal": True, "window_left": 255}, 1),
+        ((4096,) * 2, (12, 4), {"causal": True}, 1),
+        ((2048,), (32, 8), {"causal": True}, 2),
+        ((1024,) * 16, (16, 2), {"causal": True}, 4),
+        ((1024,) * 16, (16, 2), {}, 1),
+        ((512,), (32, 8), {}, 4),
+        ((512,), (32, 32), {}, 1),
+        # Twice the mean length is 2730 queries, then 254: the longest alone would be divided.
+        (PACKED, (32, 4), {"causal": True}, 4),
+        (PACKED, (32, 4), {}, 4),
+        ((16384, *(64,) * 255), (32, 8), {"causal": True}, 1),
+        ((300, 0, 20, 0), (8, 2), {"causal": True}, 4),  # idle SMs
+        ((), (8, 2), {}, 1),
+    ],
+)
+@pytest.mark.parametrize("gap", [0, 100])
+def test_parts_of_the_query_heads_in_a_varlen_batch(lengths, heads, options, parts, gap):
+    """gap: tokens after the last sequence."""
+    total, longest = sum(lengths) + gap, max(lengths, default=0)
+    q = torch.empty(total, heads[0], 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(total, heads[1], 128, dtype=torch.bfloat16, device="meta")
+    edges = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
+    tensors = Tensors(q, k, k, cu_seqlens_q=edges, cu_seqlens_k=edges)
+    longest = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    launch = prepared(tensors, backward_launch, **longest, **options)
+    rows = (total // 64 + len(lengths)) * 64 * heads[0]
+    of_parts = total * heads[1] * parts * 2 * 128 * 2 if parts > 1 else 0
+    gradient_heads = len(lengths) * heads[1] * parts
+    assert launch.workspace_bytes == workspace_bytes(rows, 128, 1, gradient_heads, of_parts)
+
+
 @pytest.mark.parametrize("dv", [64, 128, 160, 192])
 @pytest.mark.parametrize("d", [136, 192])
 def test_a_gradient_of_192_columns_tells_its_workspace(d, dv):

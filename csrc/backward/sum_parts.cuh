@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "attention/seqlen.cuh"
 #include "ptx/convert_16bit.cuh"
 #include "ptx/element.h"
 #include "ptx/pdl.cuh"
@@ -26,17 +27,35 @@ struct SummedGradient {
 
 struct SumArguments {
   SummedGradient dk, dv;
-  cutlass::FastDivmod heads, seqlen;
+  SequenceTable seqlens_k;
+  int batch;
+  cutlass::FastDivmod heads;
+  cutlass::FastDivmod seqlen;  // varlen: total_k, so that the tensor is one batch entry
   int num_parts;
 };
+
+// Whether a sequence owns the token: the main kernel stored its parts. batch_idx: 0 with
+// cu_seqlens, which then are searched for the last sequence that begins at or before the token.
+__device__ __forceinline__ bool is_owned(const SequenceTable& table, int batch, int batch_idx,
+                                         int token) {
+  if (table.cu_seqlens != nullptr) {
+    for (int end = batch; end - batch_idx > 1;) {
+      const int middle = (batch_idx + end) / 2;
+      (table.cu_seqlens[middle] <= token ? batch_idx : end) = middle;
+    }
+  }
+  const Sequence keys = find_sequence(table, batch_idx);
+  return token >= keys.offset && token < keys.offset + keys.length;
+}
 
 template <ElementType kElement>
 __device__ __forceinline__ void sum_vector(const SumArguments& args, const SummedGradient& of,
                                            int index) {
-  int row, vec, token, head, batch_idx, position;
+  int row, vec, batch_token, head, batch_idx, token;
   of.vectors(row, vec, index);
-  args.heads(token, head, row);
-  args.seqlen(batch_idx, position, token);
+  args.heads(batch_token, head, row);
+  args.seqlen(batch_idx, token, batch_token);
+  if (!is_owned(args.seqlens_k, args.batch, batch_idx, token)) return;
   const int vectors = of.vectors;
   const uint4* part =
       reinterpret_cast<const uint4*>(of.parts) + int64_t{row} * args.num_parts * vectors + vec;
@@ -52,7 +71,7 @@ __device__ __forceinline__ void sum_vector(const SumArguments& args, const Summe
       sum[2 * j + 1] += two.y;
     }
   }
-  uint16_t* to = of.sum + batch_idx * of.batch + position * of.seq + head * of.head;
+  uint16_t* to = of.sum + batch_idx * of.batch + token * of.seq + head * of.head;
   store_columns(to, vec * 8, of.num_columns,
                 make_uint4(pack<kElement>(sum[0], sum[1]), pack<kElement>(sum[2], sum[3]),
                            pack<kElement>(sum[4], sum[5]), pack<kElement>(sum[6], sum[7])));

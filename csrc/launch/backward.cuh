@@ -28,6 +28,24 @@ constexpr Integer round_up(Integer value, Integer multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Sizes of a launch, all of which follow from the problem.
+struct BackwardSizes {
+  int64_t rows_of_head;    // of dq_accum, lse and delta: Workspace::num_rows
+  int64_t rows;            // of all heads
+  int num_head_parts;      // parts into which the query heads of a KV head are divided
+  int num_gradient_heads;  // heads of dk and dv that the main kernel stores
+  WorkTiles tiles;
+  int64_t num_tiles;
+  int64_t bytes_before_parts;        // of the workspace
+  int64_t dk_elements, dv_elements;  // of the parts of dk and dv; 0 if the heads are not divided
+
+  bool divided() const { return num_head_parts > 1; }
+  unsigned num_m_blocks() const { return static_cast<unsigned>(rows / backward::kBlockM); }
+  int64_t workspace_bytes() const {
+    return bytes_before_parts + (dk_elements + dv_elements) * int64_t{sizeof(uint16_t)};
+  }
+};
+
 // Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all
 // sequences, each of which starts at a new block.
 inline int64_t workspace_rows(const AttentionProblem& problem) {
@@ -37,8 +55,33 @@ inline int64_t workspace_rows(const AttentionProblem& problem) {
   return blocks * backward::kBlockM;
 }
 
-inline int64_t workspace_heads(const AttentionProblem& problem) {
-  return int64_t{problem.num_heads_q} * (problem.varlen ? 1 : problem.batch);
+// num_heads: heads of dk and dv. With a mask the longest tiles come first; if deterministic, the
+// last tiles must come first.
+template <backward::Config kConfig>
+WorkTiles backward_tiles(const AttentionProblem& problem, int num_heads) {
+  return {.block = backward::block_n(kConfig),
+          .longest = problem.seqlen_k,
+          .total = problem.total_k,
+          .num_heads = num_heads,
+          .l2_group_heads = 1,
+          .uneven = problem.masked(),
+          .last_block_first = problem.masked() && problem.deterministic};
+}
+
+// Tokens of k and v, of all sequences.
+inline int64_t num_key_tokens(const AttentionProblem& problem) {
+  return problem.varlen ? problem.total_k : int64_t{problem.batch} * problem.seqlen_k;
+}
+
+// Estimates how many queries see a key. In a varlen batch the average key is in a sequence longer
+// than the average sequence: twice as long if the lengths are distributed exponentially.
+inline int64_t queries_of_a_key(const AttentionProblem& problem) {
+  int64_t queries = problem.seqlen_q;
+  if (problem.varlen) {
+    queries = std::min(queries, 2 * int64_t{problem.total_q} / std::max(1, problem.batch));
+  }
+  if (problem.window_left < 0 || problem.window_right < 0) return queries;
+  return std::min(queries, int64_t{problem.window_left} + problem.window_right + 1);
 }
 
 // Parts into which the query heads of a KV head are divided. Each part has work tiles of its own:
@@ -50,23 +93,19 @@ inline int64_t workspace_heads(const AttentionProblem& problem) {
 template <backward::Config kConfig>
 int num_head_parts(const AttentionProblem& problem) {
   constexpr int kManyQueries = 2048, kSomeQueries = 512;
-  constexpr int kKeys = backward::block_n(kConfig);
-  const int group = problem.num_heads_q / problem.num_heads_kv;
-  const int64_t kv_heads = int64_t{problem.batch} * problem.num_heads_kv;
+  const int heads_kv = problem.num_heads_kv, group = problem.num_heads_q / heads_kv;
   // sum_parts.cuh counts the 16-byte vectors of dK and of dV in 32 bits.
-  const int64_t vectors = kv_heads * problem.seqlen_k * (kConfig.head_dim / 8);
-  if (problem.varlen || group == 1 || vectors > INT_MAX) return 1;
-  const int64_t tiles = (int64_t{problem.seqlen_k} + kKeys - 1) / kKeys * kv_heads;
+  const int64_t vectors = num_key_tokens(problem) * heads_kv * (kConfig.head_dim / 8);
+  if (group == 1 || vectors > INT_MAX) return 1;
+  const int64_t tiles = num_tiles(problem, backward_tiles<kConfig>(problem, heads_kv));
+  if (tiles == 0) return 1;
   int parts = 1;
   const auto divide = [&](int least_heads, int64_t wanted_tiles) {
     for (int more = 2; more * least_heads <= group && tiles * parts < wanted_tiles; ++more) {
       if (group % more == 0 && more > parts) parts = more;
     }
   };
-  int64_t queries = problem.seqlen_q;  // that see a key, at most
-  if (problem.window_left >= 0 && problem.window_right >= 0) {
-    queries = std::min(queries, int64_t{problem.window_left} + problem.window_right + 1);
-  }
+  const int64_t queries = queries_of_a_key(problem);
   if (queries >= kManyQueries) {
     divide(2, INT64_MAX);
   } else if (problem.masked() && queries >= kSomeQueries) {
@@ -76,48 +115,55 @@ int num_head_parts(const AttentionProblem& problem) {
   return parts;
 }
 
-// Heads of the gradients that the main kernel stores.
+// name: of the kernel config. Throws if the kernel does not take the problem.
 template <backward::Config kConfig>
-int num_gradient_heads(const AttentionProblem& problem) {
-  return problem.num_heads_kv * num_head_parts<kConfig>(problem);
+BackwardSizes backward_sizes(const char* name, const AttentionProblem& problem) {
+  check_fits(name, kConfig, problem);
+  BackwardSizes sizes;
+  sizes.rows_of_head = workspace_rows(problem);
+  sizes.rows =
+      sizes.rows_of_head * problem.num_heads_q * int64_t{problem.varlen ? 1 : problem.batch};
+  expect(sizes.rows <= INT_MAX, "launch", "rows of queries of all heads", "below 2^31", sizes.rows);
+  sizes.num_head_parts = num_head_parts<kConfig>(problem);
+  sizes.num_gradient_heads = problem.num_heads_kv * sizes.num_head_parts;
+  sizes.tiles = backward_tiles<kConfig>(problem, sizes.num_gradient_heads);
+  sizes.num_tiles = num_tiles(problem, sizes.tiles);
+  const int64_t counters = sizes.rows / backward::kBlockM * backward::num_dq_semaphores(kConfig) +
+                           1 + int64_t{problem.batch} * sizes.num_gradient_heads;
+  sizes.bytes_before_parts =
+      round_up<int64_t>((sizes.rows * (kConfig.head_dim + 2) + counters) * 4, 16);
+  const int64_t rows_of_parts =
+      sizes.divided() ? num_key_tokens(problem) * sizes.num_gradient_heads : 0;
+  sizes.dk_elements = rows_of_parts * round_up(problem.head_dim, 8);
+  sizes.dv_elements = rows_of_parts * round_up(problem.head_dim_v, 8);
+  return sizes;
 }
 
-// Elements of the parts of dK or dV; 0 if the heads are not divided.
+// cluster2: each cluster has one work tile, or with varlen possibly none.
 template <backward::Config kConfig>
-int64_t part_elements(const AttentionProblem& problem, int head_dim) {
-  if (num_head_parts<kConfig>(problem) == 1) return 0;
-  const int64_t rows = int64_t{problem.batch} * problem.seqlen_k;
-  return rows * num_gradient_heads<kConfig>(problem) * round_up(head_dim, 8);
+int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles) {
+  return backward::uses_cluster2(kConfig) ? static_cast<int>(2 * num_tiles)
+                                          : num_persistent_ctas(problem, num_tiles);
 }
 
 template <backward::Config kConfig>
-int64_t workspace_bytes_of_rows(const AttentionProblem& problem) {
-  const int64_t rows = workspace_rows(problem) * workspace_heads(problem);
-  const int64_t counters = rows / backward::kBlockM * backward::num_dq_semaphores(kConfig) + 1 +
-                           int64_t{problem.batch} * num_gradient_heads<kConfig>(problem);
-  return round_up<int64_t>((rows * (kConfig.head_dim + 2) + counters) * 4, 16);
+LaunchSize backward_size(const char* name, const AttentionProblem& problem) {
+  const BackwardSizes sizes = backward_sizes<kConfig>(name, problem);
+  return {.num_ctas = backward_num_ctas<kConfig>(problem, sizes.num_tiles),
+          .workspace_bytes = sizes.workspace_bytes()};
 }
 
 template <backward::Config kConfig>
-int64_t backward_workspace_bytes(const AttentionProblem& problem) {
-  const int64_t elements = part_elements<kConfig>(problem, problem.head_dim) +
-                           part_elements<kConfig>(problem, problem.head_dim_v);
-  return workspace_bytes_of_rows<kConfig>(problem) + elements * sizeof(uint16_t);
-}
-
-template <backward::Config kConfig>
-backward::Workspace make_workspace(const BackwardParams& params) {
-  const int64_t rows_of_head = workspace_rows(params.forward);
-  const int64_t rows = rows_of_head * workspace_heads(params.forward);
+backward::Workspace make_workspace(const BackwardSizes& sizes, const BackwardParams& params) {
   backward::Workspace workspace;
   workspace.dq_accum = static_cast<float*>(params.workspace);
-  workspace.lse = workspace.dq_accum + rows * kConfig.head_dim;
-  workspace.minus_delta = workspace.lse + rows;
-  workspace.tile_semaphore = reinterpret_cast<int32_t*>(workspace.minus_delta + rows);
+  workspace.lse = workspace.dq_accum + sizes.rows * kConfig.head_dim;
+  workspace.minus_delta = workspace.lse + sizes.rows;
+  workspace.tile_semaphore = reinterpret_cast<int32_t*>(workspace.minus_delta + sizes.rows);
   workspace.tiles_done = workspace.tile_semaphore + 1;
-  workspace.dq_semaphore = workspace.tiles_done + int64_t{params.forward.batch} *
-                                                      num_gradient_heads<kConfig>(params.forward);
-  workspace.num_rows = rows_of_head;
+  workspace.dq_semaphore =
+      workspace.tiles_done + int64_t{params.forward.batch} * sizes.num_gradient_heads;
+  workspace.num_rows = sizes.rows_of_head;
   return workspace;
 }
 
@@ -127,30 +173,28 @@ struct KeyGradients {
   Strides dk_stride, dv_stride;
 };
 
-template <backward::Config kConfig>
-KeyGradients stored_gradients(const BackwardParams& params) {
-  const ForwardParams& forward = params.forward;
-  if (num_head_parts<kConfig>(forward) == 1) {
+inline KeyGradients stored_gradients(const BackwardSizes& sizes, const BackwardParams& params) {
+  if (!sizes.divided()) {
     return {static_cast<uint16_t*>(params.dk), static_cast<uint16_t*>(params.dv), params.dk_stride,
             params.dv_stride};
   }
+  const ForwardParams& forward = params.forward;
   auto* dk = reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(params.workspace) +
-                                         workspace_bytes_of_rows<kConfig>(forward));
+                                         sizes.bytes_before_parts);
   const auto dense = [&](int head_dim) {
     const int64_t head = round_up(head_dim, 8);
-    const int64_t seq = head * num_gradient_heads<kConfig>(forward);
+    const int64_t seq = head * sizes.num_gradient_heads;
     return Strides{seq * forward.seqlen_k, seq, head};
   };
-  return {dk, dk + part_elements<kConfig>(forward, forward.head_dim), dense(forward.head_dim),
-          dense(forward.head_dim_v)};
+  return {dk, dk + sizes.dk_elements, dense(forward.head_dim), dense(forward.head_dim_v)};
 }
 
 // Returns the arguments of sum_parts_kernel. The query heads must be divided.
-template <backward::Config kConfig>
-backward::SumArguments make_sum_arguments(const BackwardParams& params) {
+inline backward::SumArguments make_sum_arguments(const BackwardSizes& sizes,
+                                                 const BackwardParams& params) {
   const ForwardParams& forward = params.forward;
-  const KeyGradients parts = stored_gradients<kConfig>(params);
-  const int64_t rows = int64_t{forward.batch} * forward.seqlen_k * forward.num_heads_kv;
+  const KeyGradients parts = stored_gradients(sizes, params);
+  const int64_t rows = num_key_tokens(forward) * forward.num_heads_kv;
   const auto gradient = [&](const uint16_t* parts, void* sum, const Strides& stride, int columns) {
     const int vectors = round_up(columns, 8) / 8;
     return backward::SummedGradient{.parts = parts,
@@ -164,9 +208,11 @@ backward::SumArguments make_sum_arguments(const BackwardParams& params) {
   };
   return {.dk = gradient(parts.dk, params.dk, params.dk_stride, forward.head_dim),
           .dv = gradient(parts.dv, params.dv, params.dv_stride, forward.head_dim_v),
+          .seqlens_k = seqlens_k_of(forward),
+          .batch = forward.batch,
           .heads = cutlass::FastDivmod(forward.num_heads_kv),
-          .seqlen = cutlass::FastDivmod(forward.seqlen_k),
-          .num_parts = num_head_parts<kConfig>(forward)};
+          .seqlen = cutlass::FastDivmod(forward.varlen ? forward.total_k : forward.seqlen_k),
+          .num_parts = sizes.num_head_parts};
 }
 
 inline unsigned num_sum_ctas(const backward::SumArguments& args) {
@@ -174,42 +220,9 @@ inline unsigned num_sum_ctas(const backward::SumArguments& args) {
   return static_cast<unsigned>((count + backward::kSumThreads - 1) / backward::kSumThreads);
 }
 
-// With a mask the longest tiles come first; if deterministic, the last tiles must come first.
 template <backward::Config kConfig>
-WorkTiles backward_tiles(const AttentionProblem& problem) {
-  return {.block = backward::block_n(kConfig),
-          .longest = problem.seqlen_k,
-          .total = problem.total_k,
-          .num_heads = num_gradient_heads<kConfig>(problem),
-          .l2_group_heads = 1,
-          .uneven = problem.masked(),
-          .last_block_first = problem.masked() && problem.deterministic};
-}
-
-// cluster2: each cluster has one work tile, or with varlen possibly none.
-template <backward::Config kConfig>
-int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles) {
-  return backward::uses_cluster2(kConfig) ? static_cast<int>(2 * num_tiles)
-                                          : num_persistent_ctas(problem, num_tiles);
-}
-
-template <backward::Config kConfig>
-void check_problem(const char* name, const AttentionProblem& problem) {
-  check_fits(name, kConfig, problem);
-  const int64_t rows = workspace_rows(problem) * workspace_heads(problem);
-  expect(rows <= INT_MAX, "launch", "rows of queries of all heads", "below 2^31", rows);
-}
-
-template <backward::Config kConfig>
-LaunchSize backward_size(const char* name, const AttentionProblem& problem) {
-  check_problem<kConfig>(name, problem);
-  const int64_t tiles = num_tiles(problem, backward_tiles<kConfig>(problem));
-  return {.num_ctas = backward_num_ctas<kConfig>(problem, tiles),
-          .workspace_bytes = backward_workspace_bytes<kConfig>(problem)};
-}
-
-template <backward::Config kConfig>
-backward::Arguments make_backward_arguments(const BackwardParams& params) {
+backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
+                                            const BackwardParams& params) {
   const ForwardParams& forward = params.forward;
   const bool varlen = forward.varlen;
   const int sequences = varlen ? 1 : forward.batch;
@@ -230,9 +243,9 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.k = map("k", forward.k, k_shape, forward.k_stride, keys);
   args.v = map("v", forward.v, v_shape, forward.v_stride, keys);
   args.dout = map("dout", params.dout, out_shape, params.dout_stride, backward::kBlockM);
-  const KeyGradients stored = stored_gradients<kConfig>(params);
+  const KeyGradients stored = stored_gradients(sizes, params);
   TensorMapShape dk_shape = k_shape, dv_shape = v_shape;
-  dk_shape.heads = dv_shape.heads = num_gradient_heads<kConfig>(forward);
+  dk_shape.heads = dv_shape.heads = sizes.num_gradient_heads;
   args.dk_map = map("dk", stored.dk, dk_shape, stored.dk_stride, kRowsOfWarp);
   args.dv_map = map("dv", stored.dv, dv_shape, stored.dv_stride, kRowsOfWarp);
   args.dq = static_cast<uint16_t*>(params.dq);
@@ -249,16 +262,15 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
   args.dv_head = stored.dv_stride.head;
   args.seqlens_q = seqlens_q_of(forward);
   args.seqlens_k = seqlens_k_of(forward);
-  args.workspace = make_workspace<kConfig>(params);
+  args.workspace = make_workspace<kConfig>(sizes, params);
   args.lse_delta =
-      make_float_map("statistics", args.workspace.lse,
-                     workspace_rows(forward) * workspace_heads(forward), 2, backward::kBlockM);
-  args.scheduler = make_scheduler_params(forward, backward_tiles<kConfig>(forward));
+      make_float_map("statistics", args.workspace.lse, sizes.rows, 2, backward::kBlockM);
+  args.scheduler = make_scheduler_params(forward, sizes.tiles);
   args.scheduler.tile_counter = nullptr;
   args.scheduler.tile_semaphore = args.workspace.tile_semaphore;
   args.num_heads_q = forward.num_heads_q;
-  args.num_heads_kv = num_gradient_heads<kConfig>(forward);
-  args.head_parts = cutlass::FastDivmod(num_head_parts<kConfig>(forward));
+  args.num_heads_kv = sizes.num_gradient_heads;
+  args.head_parts = cutlass::FastDivmod(sizes.num_head_parts);
   args.qhead_per_kvhead = args.num_heads_q / args.num_heads_kv;
   const bool shared = args.qhead_per_kvhead > 1;
   if (forward.masked()) {
@@ -279,7 +291,8 @@ backward::Arguments make_backward_arguments(const BackwardParams& params) {
 }
 
 template <backward::Config kConfig>
-backward::PreprocessArguments make_preprocess_arguments(const BackwardParams& params) {
+backward::PreprocessArguments make_preprocess_arguments(const BackwardSizes& sizes,
+                                                        const BackwardParams& params) {
   const ForwardParams& forward = params.forward;
   const bool varlen = forward.varlen;
   return {.out = static_cast<const uint16_t*>(forward.out),
@@ -299,10 +312,10 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardParams& pa
           .dlse_seq = params.dlse_stride.seq,
           .dlse_head = params.dlse_stride.head,
           .seqlens_q = seqlens_q_of(forward),
-          .workspace = make_workspace<kConfig>(params),
+          .workspace = make_workspace<kConfig>(sizes, params),
           .batch = forward.batch,
           .num_heads = forward.num_heads_q,
-          .num_batch_heads = num_gradient_heads<kConfig>(forward) * forward.batch,
+          .num_batch_heads = sizes.num_gradient_heads * forward.batch,
           .head_dim_v = forward.head_dim_v,
           .dq_semaphores_per_block = backward::num_dq_semaphores(kConfig),
           .dq_accum_columns = backward::uses_cluster2(kConfig) ? kConfig.head_dim : 0};
@@ -332,24 +345,22 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
   if (forward.batch <= 0 || forward.num_heads_q <= 0 || forward.seqlen_q <= 0) return;
   if (forward.varlen && (forward.total_q <= 0 || forward.total_k <= 0)) return;
   if (forward.seqlen_k <= 0) return;
-  check_problem<kConfig>(name, forward);
-  const backward::Arguments args = make_backward_arguments<kConfig>(params);
+  const BackwardSizes sizes = backward_sizes<kConfig>(name, forward);
+  const backward::Arguments args = make_backward_arguments<kConfig>(sizes, params);
   if (forward.varlen) launch_varlen_backward(forward, backward::block_n(kConfig), stream);
-  const int64_t rows = workspace_rows(forward) * workspace_heads(forward);
-  const unsigned m_blocks = static_cast<unsigned>(rows / backward::kBlockM);
   launch_kernel(name, " preprocess", backward::preprocess_kernel<kConfig.dtype>,
-                {m_blocks, backward::kPreprocessThreads}, stream, forward.pdl,
-                make_preprocess_arguments<kConfig>(params));
+                {sizes.num_m_blocks(), backward::kPreprocessThreads}, stream, forward.pdl,
+                make_preprocess_arguments<kConfig>(sizes, params));
   constexpr auto kKernel = backward_kernel<kConfig>();
   constexpr int kSharedBytes = backward::smem_bytes(kConfig);
   allow_shared_memory<kKernel>(kSharedBytes);
-  const unsigned num_ctas = backward_num_ctas<kConfig>(forward, args.scheduler.num_tiles);
+  const unsigned num_ctas = backward_num_ctas<kConfig>(forward, sizes.num_tiles);
   launch_kernel(name, "", kKernel, {num_ctas, backward::num_threads(kConfig), kSharedBytes}, stream,
                 forward.pdl, args);
   launch_kernel(name, " postprocess", backward::postprocess_kernel<BackwardTraitsOf<kConfig>>,
-                {m_blocks, 128}, stream, forward.pdl, args);
-  if (num_head_parts<kConfig>(forward) == 1) return;
-  const backward::SumArguments sum = make_sum_arguments<kConfig>(params);
+                {sizes.num_m_blocks(), 128}, stream, forward.pdl, args);
+  if (!sizes.divided()) return;
+  const backward::SumArguments sum = make_sum_arguments(sizes, params);
   launch_kernel(name, " sum of parts", backward::sum_parts_kernel<kConfig.dtype>,
                 {num_sum_ctas(sum), backward::kSumThreads}, stream, forward.pdl, sum);
 }

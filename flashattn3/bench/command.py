@@ -235,7 +235,7 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     directions = (args.direction,) if args.direction in DIRECTIONS else DIRECTIONS
     directions = ONLY.get(suite, directions)
     if suite == "varlen":
-        varlen = product(directions, (64, 128, 256), (False, True))
+        varlen = product(directions, (64, 128, 256), (False, True), (1, 8))
         return [lambda of=of: run_varlen(*of, settings, args.quick) for of in varlen]
     if suite == ACCURACY:
         cases = accuracy_cases(args.quick)

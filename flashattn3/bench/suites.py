@@ -32,7 +32,7 @@ CASES = {
     ),
 }
 BY_NAME = ("shapes", "robot")  # suites in which a row of the table is one case
-BY_HEADS = ("dims", "gqa")  # suites whose rows name the heads too
+BY_HEADS = ("dims", "gqa")  # suites whose rows always name the heads; else grouped ones do
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Cell:
         if self.suite in BY_NAME:
             return f"{self.direction} {case.name}"
         mask = "causal" if case.causal else "full"
-        heads = f" {case.num_heads_q}/{case.num_heads_kv} heads" * (self.suite in BY_HEADS)
+        named = self.suite in BY_HEADS or case.num_heads_q != case.num_heads_kv
+        heads = f" {case.num_heads_q}/{case.num_heads_kv} heads" * named
         return f"{self.direction} d{_dims(case)} {mask}{heads}"
 
     @property

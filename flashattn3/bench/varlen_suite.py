@@ -24,10 +24,16 @@ DENSE = "dense"
 
 
 def run_varlen(
-    direction: str, head_dim: int, causal: bool, settings: Settings, quick: bool
+    direction: str,
+    head_dim: int,
+    causal: bool,
+    qhead_per_kvhead: int,
+    settings: Settings,
+    quick: bool,
 ) -> list[Record]:
     """A record for the varlen call and one for the dense one.
 
+    qhead_per_kvhead: at most the number of query heads, which is small if quick.
     The dense call has nearly as many tokens in sequences of the length that makes the visible
     scores as many too. speed_ratio: of the TFLOP/s, each of the work that it really has.
     """
@@ -36,15 +42,16 @@ def run_varlen(
     dense_length = round(sum(n * n for n in lengths) / tokens)
     batch = max(1, round(tokens / dense_length))
     heads = (4 if quick else 32) * 64 // head_dim
+    heads_kv = heads // min(qhead_per_kvhead, heads)
     scores = {OURS: sum(n * n for n in lengths), DENSE: batch * dense_length**2}
     generator = torch.Generator(settings.device).manual_seed(0)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape: int) -> Inputs:
         of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
-        return torch.randn(*shape, heads, head_dim, **of)
+        counts = (heads, heads_kv, heads_kv, heads)
+        return Inputs(*(torch.randn(*shape, n, head_dim, **of) for n in counts))
 
-    varlen = Inputs(*(normal(tokens) for _ in range(4)))
-    dense = Inputs(*(normal(batch, dense_length) for _ in range(4)))
+    varlen, dense = normal(tokens), normal(batch, dense_length)
     edges = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     edges = edges.to(settings.device)
 
@@ -53,9 +60,10 @@ def run_varlen(
         return flashattn3.flash_attn_varlen_func(q, k, v, edges, edges, *longest, causal=causal)
 
     name = f"ragged-d{head_dim}-{'causal' if causal else 'full'}"
+    name += f"-gqa{heads // heads_kv}" * (heads_kv < heads)
     # As in every cell, the last sequence is compared.
     length = lengths[-1]
-    shape = (1, length, length, heads, heads, head_dim, head_dim)
+    shape = (1, length, length, heads, heads_kv, head_dim, head_dim)
     cell = Cell("varlen", Case(name, *shape, causal=causal), direction)
     calls = {OURS: prepare(attend_varlen, cell, varlen), DENSE: prepare(ours, cell, dense)}
     last = (x[None, -length:] for x in calls[OURS]())

@@ -230,6 +230,21 @@ FORWARD_CASES: tuple[Case, ...] = (
     varlen("varlen-packed", (33, 70), (33, 70), layout="packed", causal=True, softcap=10.0),
     varlen("varlen-dim-192", (65, 1, 193), (113, 33, 64), (4, 2), (192, 192), causal=True),
     varlen("varlen-dim-192-128", (33, 130), (300, 64), (4, 1), (192, 128), seqused_k=(257, 0)),
+    varlen(
+        "varlen-gqa-seqused",
+        *((65, 0, 33, 7), (130, 33, 0, 97)),
+        *((8, 2), (128, 128)),
+        seqused_k=(99, 33, 0, 97),
+        tail_rows=19,
+        causal=True,
+    ),
+    varlen(
+        "varlen-gqa-dim-256",
+        *((0, 70, 5), (33, 130, 9)),
+        *((4, 1), (256, 256)),
+        seqused_k=(33, 65, 0),
+        tail_rows=7,
+    ),
     varlen("varlen-splits", (5, 70), (130, 257), num_splits=3, causal=True, dims=(72, 40)),
     # nothing to do, and splits
     dense("no-keys", (33, 0)),

@@ -562,6 +562,43 @@ inline std::vector<Case> backward_cases() {
        .used_k = {2000000000, -3, 7},
        .total_q = 200,
        .total_k = 200},
+      {.name = "varlen in parts, two sequences",
+       .batch = 2,
+       .seqlen_q = 1,
+       .seqlen_k = 2,
+       .heads_q = 2,
+       .head_dim = 64,
+       .cu_q = {0, 1, 2},
+       .cu_k = {1, 3, 4},
+       .total_q = 2,
+       .total_k = 5},
+      {.name = "varlen in parts, hostile tables",
+       .batch = 3,
+       .seqlen_q = 60,
+       .seqlen_k = 150,
+       .heads_q = 4,
+       .heads_kv = 2,
+       .cu_q = {-50, 100, 100, 2000000000},
+       .cu_k = {-2000000000, 100, 1000, 50},
+       .used_k = {2000000000, -3, 7},
+       .total_q = 200,
+       .total_k = 200},
+      {.name = "varlen in parts, columns past a multiple of 8, fp16",
+       .fp16 = true,
+       .batch = 3,
+       .seqlen_q = 20,
+       .seqlen_k = 100,
+       .heads_q = 6,
+       .heads_kv = 2,
+       .head_dim = 20,
+       .head_dim_v = 12,
+       .right = 0,
+       .cu_q = {0, 20, 20, 37},
+       .cu_k = {0, 33, 133, 150},
+       .used_k = {33, 70, 17},
+       .total_q = 37,
+       .total_k = 150,
+       .other_strides = true},
       {.name = "many tiles, causal",
        .batch = 3,
        .seqlen_q = 200,
@@ -600,6 +637,30 @@ inline std::vector<Case> backward_cases() {
       {.name = "long d64", .seqlen_q = 1100, .seqlen_k = 2000, .heads_q = 2, .head_dim = 64},
   };
   cases.insert(cases.end(), others.begin(), others.end());
+  // Query heads are divided. Rows of k before the first sequence, after the last, past used lengths
+  // and past seqlen_k belong to no sequence; sequences without keys or without queries.
+  for (const int head_dim : {64, 128, 192, 256}) {
+    for (const bool causal : {false, true}) {
+      cases.push_back({.name = "varlen in parts" + std::string(causal ? " causal" : "") + " d" +
+                               std::to_string(head_dim),
+                       .batch = 7,
+                       .seqlen_q = 66,
+                       .seqlen_k = 130,
+                       .heads_q = 4,
+                       .heads_kv = head_dim == 128 ? 2 : 1,
+                       .head_dim = head_dim,
+                       .head_dim_v = head_dim == 192 && causal ? 128 : head_dim,
+                       .right = causal ? 0 : -1,
+                       .cu_q = {3, 20, 20, 86, 86, 95, 96, 140},
+                       .cu_k = {5, 70, 70, 210, 240, 240, 300, 331},
+                       .used_q = {17, 0, 66, 0, 9, 1, 30},
+                       .used_k = {65, 0, 200, 30, 0, 41, 30},
+                       .total_q = 150,
+                       .total_k = 340,
+                       .dlse = causal,
+                       .other_strides = head_dim == 64});
+    }
+  }
   for (Case& c : cases) {
     if (c.name != "many sequences") continue;
     for (int b = 0; b < c.batch; ++b) {

@@ -10,9 +10,11 @@
 //       checks the reference and its bounds themselves; needs no GPU
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
 // prints the --from with which to continue.
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -31,12 +33,14 @@ using flashattn3::kNumCheckConfigs;
 struct ConfigFunctions {
   void (*launch)(const BackwardParams&, cudaStream_t);
   int64_t (*workspace_bytes)(const ForwardParams&);
+  int (*num_parts)(const ForwardParams&);
   const int32_t* (*tile_semaphore)(const BackwardParams&);
 };
 template <size_t... kIndex>
 static std::vector<ConfigFunctions> config_functions(std::index_sequence<kIndex...>) {
   return {{&flashattn3::launch_check_config<kIndex>,
            &flashattn3::check_config_workspace_bytes<kIndex>,
+           &flashattn3::check_config_num_parts<kIndex>,
            &flashattn3::check_config_tile_semaphore<kIndex>}...};
 }
 static const std::vector<ConfigFunctions> kRows =
@@ -142,11 +146,11 @@ struct DeviceProblem {
 // A deterministic work tile may wait for the tiles before it, and CTAs may start in any order, so
 // tile_semaphore must hand out every tile. Returns an error message, or "".
 static std::string check_tile_semaphore(const BackwardProblem& p, const BackwardParams& params,
-                                        int config) {
+                                        int config, int num_parts) {
   const int keys = flashattn3::backward::block_n(kCheckConfigs[config]);
   int tiles = 0, taken;
   for (int b = 0; b < p.c.batch; ++b) {
-    tiles += (p.rows_of(p.reference.dk, b).length + keys - 1) / keys * p.c.heads_kv;
+    tiles += (p.rows_of(p.reference.dk, b).length + keys - 1) / keys * p.c.heads_kv * num_parts;
   }
   check(cudaMemcpy(&taken, kRows[config].tile_semaphore(params), 4, cudaMemcpyDeviceToHost));
   if (taken >= tiles) return "";
@@ -170,14 +174,16 @@ constexpr Run kRuns[] = {
 
 struct Outcome {
   std::string wrong;            // a line for each error
+  int num_parts = 1;            // of the query heads of a KV head, on all SMs
   double ratio[3] = {0, 0, 0};  // error / bound of dq, dk, dv
   void add(const std::string& text) {
     if (!text.empty()) wrong += "      " + text + "\n";
   }
 };
 
-// dk and dv must be bitwise equal in all nondeterministic runs; dq, dk and dv in all deterministic
-// ones.
+// dk and dv must be bitwise equal in all nondeterministic runs with as many parts of the query
+// heads (their number depends on that of the SMs); dk and dv likewise in deterministic ones, and dq
+// in all of these.
 static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config, const char* label,
                           int num_sms, int* counter) {
   Outcome outcome;
@@ -185,7 +191,8 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
   BackwardParams params = device.params(num_sms);
   GuardedBytes workspace(kRows[config].workspace_bytes(params.forward));
   params.workspace = workspace.data();
-  std::vector<uint16_t> first[3];
+  // Of the first run: (gradient, deterministic, parts).
+  std::map<std::array<int, 3>, std::vector<uint16_t>> first;
   for (const Run& run : kRuns) {
     std::snprintf(g_now, sizeof(g_now), "%s, %s", label, run.name);
     device.clear_results();
@@ -194,6 +201,8 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
     params.forward.tile_counter = run.counted ? counter : nullptr;
     params.forward.pdl = run.counted;
     params.forward.num_sms = run.num_sms == 0 ? num_sms : run.num_sms;
+    const int num_parts = kRows[config].num_parts(params.forward);
+    outcome.num_parts = std::max(outcome.num_parts, num_parts);
     try {
       kRows[config].launch(params, nullptr);
     } catch (const std::exception& error) {
@@ -209,16 +218,16 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
     if (counts[0] != 0 || counts[1] != 0) outcome.add(prefix + "the tile counter was not put back");
     if (!workspace.guards_hold()) outcome.add(prefix + "written outside the workspace");
     const std::string tile_semaphore =
-        run.deterministic ? check_tile_semaphore(p, params, config) : "";
+        run.deterministic ? check_tile_semaphore(p, params, config, num_parts) : "";
     if (!tile_semaphore.empty()) outcome.add(prefix + tile_semaphore);
     for (int i = 0; i < 3; ++i) {
       Gradient& g = *gradients[i];
       Tensor& tensor = p.tensor(g);
-      const bool first_ordered = &run == &kRuns[3];
-      if (first[i].empty() || first_ordered) {
-        first[i] = tensor.host;
+      std::vector<uint16_t>& bits = first[{i, run.deterministic, i > 0 ? num_parts : 0}];
+      if (bits.empty()) {
+        bits = tensor.host;
       } else if (i > 0 || run.deterministic) {
-        const std::string what = difference(run.name, g, tensor, first[i], p.c.fp16);
+        const std::string what = difference(run.name, g, tensor, bits, p.c.fp16);
         outcome.add(what);
         if (what.empty()) continue;
       }
@@ -256,8 +265,9 @@ static bool run_case(const Case& c, int index, const Options& options, int num_s
     const bool pass = outcome.wrong.empty();
     good = good && pass;
     if (pass && options.quiet) continue;
-    std::printf("%s  %s  of the bounds: dq %.2f dk %.2f dv %.2f\n%s", pass ? "PASS" : "FAIL", label,
-                outcome.ratio[0], outcome.ratio[1], outcome.ratio[2], outcome.wrong.c_str());
+    std::printf("%s  %s  in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f\n%s",
+                pass ? "PASS" : "FAIL", label, outcome.num_parts, outcome.ratio[0],
+                outcome.ratio[1], outcome.ratio[2], outcome.wrong.c_str());
     std::fflush(stdout);
   }
   return good;

@@ -10,14 +10,26 @@ void launch_check_config<BACKWARD_CHECK_CONFIG>(const BackwardParams& params, cu
                                                         params, stream);
 }
 
+static BackwardSizes check_config_sizes(const AttentionProblem& problem) {
+  constexpr int kIndex = BACKWARD_CHECK_CONFIG;
+  return backward_sizes<kCheckConfigs[kIndex]>(kCheckConfigNames[kIndex], problem);
+}
+
 template <>
 int64_t check_config_workspace_bytes<BACKWARD_CHECK_CONFIG>(const ForwardParams& params) {
-  return backward_workspace_bytes<kCheckConfigs[BACKWARD_CHECK_CONFIG]>(params);
+  return check_config_sizes(params).workspace_bytes();
+}
+
+template <>
+int check_config_num_parts<BACKWARD_CHECK_CONFIG>(const ForwardParams& params) {
+  return check_config_sizes(params).num_head_parts;
 }
 
 template <>
 const int32_t* check_config_tile_semaphore<BACKWARD_CHECK_CONFIG>(const BackwardParams& params) {
-  return make_workspace<kCheckConfigs[BACKWARD_CHECK_CONFIG]>(params).tile_semaphore;
+  return make_workspace<kCheckConfigs[BACKWARD_CHECK_CONFIG]>(check_config_sizes(params.forward),
+                                                              params)
+      .tile_semaphore;
 }
 
 }  // namespace flashattn3

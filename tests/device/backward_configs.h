@@ -18,6 +18,9 @@ template <int kIndex>
 void launch_check_config(const BackwardParams& params, cudaStream_t stream);
 template <int kIndex>
 int64_t check_config_workspace_bytes(const ForwardParams& params);
+// Parts into which a launch divides the query heads of a KV head.
+template <int kIndex>
+int check_config_num_parts(const ForwardParams& params);
 // Address of the counter from which a deterministic launch with this workspace draws work tiles.
 template <int kIndex>
 const int32_t* check_config_tile_semaphore(const BackwardParams& params);

@@ -40,33 +40,30 @@ struct Launches {
 
 template <backward::Config kConfig>
 static Launches prepare(const BackwardParams& params) {
-  check_problem<kConfig>("emulation", params.forward);
-  const backward::Arguments args = make_backward_arguments<kConfig>(params);
-  const backward::PreprocessArguments before = make_preprocess_arguments<kConfig>(params);
-  const int num_ctas = backward_num_ctas<kConfig>(params.forward, args.scheduler.num_tiles);
-  const int64_t rows = workspace_rows(params.forward) * workspace_heads(params.forward);
-  const bool cluster = backward::uses_cluster2(kConfig);
-  const int num_parts = num_head_parts<kConfig>(params.forward);
-  const bool divided = num_parts > 1;
-  const auto sum = divided ? make_sum_arguments<kConfig>(params) : backward::SumArguments{};
+  const BackwardSizes sizes = backward_sizes<kConfig>("emulation", params.forward);
+  const backward::Arguments args = make_backward_arguments<kConfig>(sizes, params);
+  const backward::PreprocessArguments before = make_preprocess_arguments<kConfig>(sizes, params);
+  const int num_ctas = backward_num_ctas<kConfig>(params.forward, sizes.num_tiles);
+  const bool cluster = backward::uses_cluster2(kConfig), divided = sizes.divided();
+  const auto sum = divided ? make_sum_arguments(sizes, params) : backward::SumArguments{};
   return {[before] { backward::preprocess_kernel<kConfig.dtype>(before); },
           [args] { backward_kernel<kConfig>()(args); },
           [args] { backward::postprocess_kernel<BackwardTraitsOf<kConfig>>(args); },
           [sum] { backward::sum_parts_kernel<kConfig.dtype>(sum); },
           {num_ctas, backward::num_threads(kConfig), cluster ? 2 : 1},
-          static_cast<int>(rows / backward::kBlockM),
-          num_parts,
+          static_cast<int>(sizes.num_m_blocks()),
+          sizes.num_head_parts,
           divided ? static_cast<int>(num_sum_ctas(sum)) : 0,
           cluster ? backward::cluster2::shared : backward::shared};
 }
 
 struct ConfigFunctions {
   Launches (*prepare)(const BackwardParams&);
-  int64_t (*workspace_bytes)(const AttentionProblem&);
+  LaunchSize (*size)(const char*, const AttentionProblem&);
 };
 template <size_t... kIndex>
 static std::vector<ConfigFunctions> config_functions(std::index_sequence<kIndex...>) {
-  return {{&prepare<kCheckConfigs[kIndex]>, &backward_workspace_bytes<kCheckConfigs[kIndex]>}...};
+  return {{&prepare<kCheckConfigs[kIndex]>, &backward_size<kCheckConfigs[kIndex]>}...};
 }
 static const std::vector<ConfigFunctions> kFunctions =
     config_functions(std::make_index_sequence<kNumCheckConfigs>());
@@ -126,7 +123,7 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
     prepare_varlen(p, schedule.data(), backward::block_n(kCheckConfigs[config]));
   }
   constexpr int64_t kGuardBytes = 1024;
-  const int64_t bytes = kFunctions[config].workspace_bytes(params.forward);
+  const int64_t bytes = kFunctions[config].size("emulation", params.forward).workspace_bytes;
   std::vector<uint8_t> workspace(bytes + 2 * kGuardBytes, 0xff);
   params.workspace = workspace.data() + kGuardBytes;
   Launches launches = kFunctions[config].prepare(params);
@@ -183,9 +180,9 @@ static bool run_case(const Case& c, int config, uint32_t seed) {
       if (worst.wrong > 0) wrong += describe(g, worst);
     }
     good = good && wrong.empty();
-    std::printf("%s  %-40s %-28s %-27s of the bounds: dq %.2f dk %.2f dv %.2f\n",
+    std::printf("%s  %-40s %-28s %-27s in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f\n",
                 wrong.empty() ? "PASS" : "FAIL", c.name.c_str(), kCheckConfigNames[config],
-                turn.name, ratio[0], ratio[1], ratio[2]);
+                turn.name, num_parts, ratio[0], ratio[1], ratio[2]);
     if (!wrong.empty()) std::printf("      %s\n", wrong.c_str());
     std::fflush(stdout);
     if (!wrong.empty()) break;

@@ -13,7 +13,7 @@
 
 #include "launch/params.h"
 
-constexpr uint16_t kNaN = 0x7fff;  // in both element types
+constexpr uint16_t kNaN = 0x7fe5;  // in both element types; no kernel stores this one (0x7fff)
 constexpr int64_t kGuard = 4096;   // NaN elements before and after each tensor
 
 inline float to_float(uint16_t bits, bool fp16) {
