@@ -23,6 +23,7 @@ from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.backends.triton.kvcache import TritonCachedCall
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
+from flashattn3.kvcache.planned import planned_calls
 from flashattn3.kvcache.problem import AppendOptions, AppendTensors, describe_append, metadata_of
 
 LIBRARY = find_library()
@@ -100,7 +101,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
     monkeypatch.setattr(ops, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
-    caches = ops.plan_of, ops._checked_decode, ops._checked_append
+    caches = ops.plan_of, ops._checked_decode, ops._checked_append, planned_calls
     for cache in caches:
         cache.cache_clear()
     yield received

@@ -25,6 +25,7 @@ from .checks import (
     check_tensors,
 )
 from .metadata import hash_of_options, make_metadata
+from .planned import run_planned
 from .problem import (
     DECODE,
     AppendOptions,
@@ -63,6 +64,15 @@ def _with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     function = options.function
     seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
+    if (
+        k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new
+        is cache_batch_idx is cache_leftpad is cu_seqlens_q is max_seqlen_q
+        is q_descale is k_descale is v_descale is sinks is scheduler_metadata is out is None
+        and not ops.is_watched(q, k_cache)
+    ):  # fmt: skip
+        result = run_planned(options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen)
+        if result is not None:
+            return result
     tensors = DecodeTensors(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,

@@ -53,6 +53,7 @@ class Library:
     decode_size: Callable | None = None
     decode: Callable | None = None
     decode_into: Callable | None = None
+    decode_planned: Callable | None = None
     append: Callable | None = None
 
 
@@ -93,7 +94,7 @@ def find_library() -> Library:
         "decode": DECODE_ARGUMENTS,
     }
     checked = {name: getattr(operators, name).default for name in arguments}
-    newer = "register_autograd_node", "append", "decode_into"
+    newer = "register_autograd_node", "append", "decode_into", "decode_planned"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")
@@ -107,6 +108,7 @@ def find_library() -> Library:
         autograd_node=partial(_registered_node, operators),
         decode_size=operators.decode_size.default,
         decode_into=operators.decode_into.default,
+        decode_planned=operators.decode_planned.default,
         append=operators.append.default,
     )
 
