@@ -37,7 +37,7 @@ class Library:
     autograd_node: registers the autograd node in C++ (csrc/torch_binding/autograd_node.cpp), in
         the first call, and returns the attention that has it; None if another copy of the library
         has registered its own in this process.
-    The others: operators of torch.ops.flashattn3_hopper.
+    The others: operators of torch.ops.flashattn3_hopper, as the builtins that their calls call.
     """
 
     configs: frozenset[str] = frozenset()
@@ -98,18 +98,12 @@ def find_library() -> Library:
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")
+    others = "forward", "permute_v", "backward", "decode_size", *newer[1:]
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
         cuda_version=_text(loaded, "cuda_version"),
-        **checked,
-        forward=operators.forward.default,
-        permute_v=operators.permute_v.default,
-        backward=operators.backward.default,
         autograd_node=partial(_registered_node, operators),
-        decode_size=operators.decode_size.default,
-        decode_into=operators.decode_into.default,
-        decode_planned=operators.decode_planned.default,
-        append=operators.append.default,
+        **{name: getattr(operators, name).default._op for name in (*checked, *others)},
     )
 
 
