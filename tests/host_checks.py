@@ -306,8 +306,12 @@ def check_planned_calls(host):
     """A call like an earlier one passes the same to the driver, whatever became of its tensors, and
     invalid ones raise the same."""
     use_cached_calls()
+    for return_lse in (False, True):
+        compare_planned_calls(host, {"causal": True, "return_lse": return_lse})
+
+
+def compare_planned_calls(host, like):
     planned_calls.cache_clear()
-    like = {"causal": True}
 
     def both(call):
         """What a call gives with the launches that the operator knows, and without."""
@@ -319,7 +323,8 @@ def check_planned_calls(host):
             before, kept = sum(checks()[:2]), []
             try:
                 passed.append(events_of(host, lambda kept=kept: kept.append(call())))
-                passed[-1].append([*kept[0].shape, *kept[0].stride(), kept[0].dtype])
+                results = kept[0] if like["return_lse"] else kept
+                passed[-1] += [["result", *x.shape, *x.stride(), x.dtype] for x in results]
             except (RuntimeError, TypeError, ValueError) as error:
                 passed.append(f"{type(error)} {error}")
             passed[-1] = (passed[-1], sum(checks()[:2]) - before)
@@ -346,9 +351,10 @@ def check_planned_calls(host):
         (paged(), (paged(40), paged(4, 999), paged() | {"cache_seqlens": None})),
     ):
         for later in (given, *grown):
-            run(given)
+            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+                run(given)
             found, checked = both(lambda later=later: run(later))
-            assert checked == 0 and found[-2][0] == "launch", (found, checked)
+            assert checked == 0 and found[0][0] == "launch", (found, checked)
     for other in (dense(dtype=torch.half), dense(heads=(4, 4)), paged(size=32)):
         run(dense())
         found, checked = both(lambda other=other: run(other))

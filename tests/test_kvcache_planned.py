@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 import torch
-from helpers import H100, library_double
+from helpers import H100, library_double, needs_hopper
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
@@ -86,7 +86,21 @@ def test_the_second_call_goes_to_the_operator(double):
     assert flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths) is double.result
     launches, *given = double.received.pop()
     assert launches.tolist() == [0, -1, 1]  # the launch, the device, the queries
-    assert all(a is b for a, b in zip(given, (q, k, v, lengths, None, -1), strict=True))
+    assert all(a is b for a, b in zip(given, (q, k, v, lengths, None, -1, None), strict=True))
+
+
+def test_a_call_that_returns_lse(double):
+    q, k, v = tensors_of()
+    flash_attn_with_kvcache(q, k, v, return_lse=True)
+    for found in (double.result, None):
+        double.result = found
+        out, lse = flash_attn_with_kvcache(q, k, v, return_lse=True)
+        *_, given = double.received.pop()
+        assert (lse is given, out is found) == (found is not None,) * 2
+        assert given.shape == lse.shape == (2, 4, 1) and given.dtype == torch.float32
+    said = r"flash_attn_with_kvcache: q.shape must be \(batch"
+    with pytest.raises(ValueError, match=said):
+        flash_attn_with_kvcache(q[0], k, v, return_lse=True)
 
 
 def test_sizes_and_lengths_that_grow_need_no_new_launch(double):
@@ -95,7 +109,7 @@ def test_sizes_and_lengths_that_grow_need_no_new_launch(double):
         q, k, v = tensors_of(batch=3 + step)
         for length, passed in ((8 + step, 8 + step), (None, -1)):
             assert flash_attn_with_kvcache(q, k, v, cache_seqlens=length) is double.result
-            assert double.received[-1][4:] == (None, None, passed)
+            assert double.received[-1][4:] == (None, None, passed, None)
     table = torch.zeros(2, 3, dtype=torch.int32)
     q, k, v = tensors_of()
     flash_attn_with_kvcache(q, k, v, page_table=table)
@@ -142,7 +156,6 @@ def test_options_are_told_apart(double):
 @pytest.mark.parametrize(
     "given",
     [
-        {"return_lse": True},
         {"out": torch.zeros(2, 1, 4, 64).bfloat16()},
         {"cache_batch_idx": ints(0, 1)},
         {"cache_leftpad": ints(0, 1)},
@@ -157,7 +170,7 @@ def test_options_are_told_apart(double):
 def test_calls_with_more_are_checked_each_time(given, double, monkeypatch):
     monkeypatch.setattr(ops, "run_checked", lambda *arguments: arguments[3].q)
     q, k, v = tensors_of()
-    if "backend" not in given and "return_lse" not in given:
+    if "backend" not in given:
         flash_attn_with_kvcache(q, k, v)
     for _ in range(2):
         flash_attn_with_kvcache(q, k, v, **given)
@@ -251,6 +264,7 @@ def call_of(**changes):
     caches = torch.zeros(2, 2, 128, 8, 128).bfloat16()
     given = {"q": torch.zeros(2, 3, 32, 128).bfloat16(), "k_cache": caches[0]}
     given |= {"v_cache": caches[1], "cache_seqlens": None, "page_table": None, "seqlen": -1}
+    given["lse"] = None
     return (given | changes).values()
 
 
@@ -291,3 +305,41 @@ def test_the_operator_takes_the_calls_that_a_launch_is_planned_for(launches):
             run(launches=other)
     with pytest.raises(RuntimeError, match=r"cache_seqlens.shape must be \(2,\), got \(1,\)"):
         run(cache_seqlens=ints(1))
+    with pytest.raises(RuntimeError, match=r"lse.shape must be \(2, 32, 3\), got \(2, 3, 32\)"):
+        run(lse=torch.zeros(2, 3, 32))
+
+
+@needs_hopper
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_later_calls_give_the_bits_of_first_ones(return_lse, poisoned_memory):
+    """Of other batches, capacities and page tables too, and in a CUDA graph."""
+    for cache in CACHES:
+        cache.cache_clear()
+    for page_size, causal in ((0, True), (16, False)):
+        options = {"causal": causal, "return_lse": return_lse, "backend": "hopper"}
+        for batch, tokens in ((2, 512), (2, 512), (5, 512), (2, 2048)):
+            cache = torch.randn(2, batch * tokens, 8, 128, device="cuda").half()
+            k, v = cache.unflatten(1, (-1, page_size or tokens))
+            given = {"q": torch.randn(batch, 2, 32, 128, device="cuda").half()}
+            given |= {"k_cache": k, "v_cache": v}
+            lengths = torch.randint(1, tokens, (batch,), device="cuda", dtype=torch.int32)
+            given["cache_seqlens"] = lengths
+            if page_size:
+                pages = torch.randperm(len(k), device="cuda", dtype=torch.int32)
+                given["page_table"] = pages.view(batch, -1)
+            checks = ops._checked_decode.cache_info()
+            found = [flash_attn_with_kvcache(**given, **options)]
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found.append(flash_attn_with_kvcache(**given, **options))
+            graph.replay()
+            known = ops._checked_decode.cache_info() == checks
+            # An argument with which the call is checked in Python.
+            every = torch.arange(batch, device="cuda", dtype=torch.int32)
+            wanted = flash_attn_with_kvcache(**given, **options, cache_batch_idx=every)
+            assert ops._checked_decode.cache_info() != checks
+            for results in found:
+                pairs = zip(results, wanted, strict=True) if return_lse else [(results, wanted)]
+                assert all(torch.equal(a, b) for a, b in pairs)
+        assert known

@@ -50,18 +50,19 @@ void decode_planned(StableIValue* stack, uint64_t, uint64_t) {
                   .cache_seqlens = arguments.take<std::optional<Tensor>>(),
                   .page_table = arguments.take<std::optional<Tensor>>()};
   call.seqlen = arguments.take<int64_t>();
+  call.lse = arguments.take<std::optional<Tensor>>();
   return_results(stack, std::tuple(run_planned(launches, call)));
 }
 
 }  // namespace
 
-// Of few arguments, because torch takes 60 to 90 ns for each, given or not. launches: some
+// Of few arguments, because torch takes 100 ns for each, given or not. launches: some
 // PlannedDecode. Returns None if none of them is for such a call. Throws for tensors that do not
 // fit each other.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
       "decode_planned(Tensor launches, Tensor q, Tensor k_cache, Tensor v_cache, "
-      "Tensor? cache_seqlens, Tensor? page_table, int seqlen) -> Tensor?");
+      "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse) -> Tensor?");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {

@@ -23,9 +23,10 @@ MOST = 16  # launches of calls with the same options; the operator tries one aft
 class Planned(NamedTuple):
     """A launch as the backend's operator knows it.
 
-    operator: a function of (launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen) that
-        runs a call and returns out, or None if none of the launches is planned for such a call.
-        RuntimeError for tensors that do not fit each other. seqlen: -1: the capacity.
+    operator: a function of (launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse)
+        that runs a call and returns out, or None if none of the launches is planned for such a
+        call. RuntimeError for tensors that do not fit each other. seqlen: -1: the capacity. lse:
+        where it is written; None: it is not.
     words: the launch and what of a call its plan depends on; with those of others joined, launches.
     """
 
@@ -34,7 +35,8 @@ class Planned(NamedTuple):
 
 
 class PlannedCalls:
-    """The launches of calls with the same options, the newest first.
+    """The launches of calls with the same options, the newest first. A call whose launch is not
+    among them, or no longer, is checked in Python each time.
 
     found: the operator and its launches; None before the first.
     """
@@ -65,7 +67,7 @@ def run_planned(
     cache_seqlens: Tensor | None,
     page_table: Tensor | None,
     seqlen: int | None,
-) -> Tensor | None:
+) -> Tensor | tuple[Tensor, Tensor] | None:
     """Run a call that nothing watches; None if it must be checked, because no launch was planned
     for such a call or because the tensors are invalid."""
     found = planned_calls(options).found
@@ -81,6 +83,11 @@ def run_planned(
             q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
         ):
             return None
-        return operator(launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen)
-    except (AttributeError, RuntimeError):  # the checks name the argument
-        return None
+        lse = None
+        if options.return_lse:
+            batch, rows, heads, _ = q.shape
+            lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+        out = operator(launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse)
+    except (AttributeError, RuntimeError, ValueError):
+        return None  # the checks name the argument, or the launch fails again
+    return out if lse is None or out is None else (out, lse)

@@ -229,7 +229,7 @@ def planned_decode(launch: DecodeLaunch, q: Metadata) -> Planned | None:
     PlannedDecode (csrc/torch_binding/prepared.h) has, or a call on more than q and the cache."""
     problem, operator = launch.problem, launch.library.decode_planned
     alike = problem.given <= _PLANNED_WITH and problem.rows <= DECODE_ROWS
-    if operator is None or not alike or problem.misaligned or problem.return_lse:
+    if operator is None or not alike or problem.misaligned:
         return None
     device = -1 if q.device.index is None else q.device.index
     with _disable_current_modes():  # the plan outlives the call
