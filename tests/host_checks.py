@@ -35,6 +35,8 @@ from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
 from flashattn3.kvcache import ops as kvcache
+from flashattn3.kvcache.planned import planned_calls
+from flashattn3.kvcache.problem import metadata_of
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 OWN_NODE = "_AttentionBackward"
@@ -312,6 +314,107 @@ def check_short_sequences_beside_long_ones(host):
     assert forward[:3] == ["launch", 132, 512]
     forward[1] = 100
     assert passed(sm_margin=32) == [["launch", 96, 256, alone], prepare, forward]
+
+
+def check_planned_calls(host):
+    """A call like an earlier one passes the same to the driver, whatever became of its tensors, and
+    invalid ones raise the same."""
+    use_cached_calls()
+    for return_lse in (False, True):
+        compare_planned_calls(host, {"causal": True, "return_lse": return_lse})
+
+
+def compare_planned_calls(host, like):
+    planned_calls.cache_clear()
+
+    def both(call):
+        """What a call gives with the launches that the operator knows, and without."""
+        passed, checks = [], kvcache._checked_decode.cache_info
+        for clear in (False, True):
+            if clear:
+                planned_calls.cache_clear()
+                kvcache._checked_decode.cache_clear()
+            before, kept = sum(checks()[:2]), []
+            try:
+                passed.append(events_of(host, lambda kept=kept: kept.append(call())))
+                results = kept[0] if like["return_lse"] else kept
+                passed[-1] += [["result", *x.shape, *x.stride(), x.dtype] for x in results]
+            except (RuntimeError, TypeError, ValueError) as error:
+                passed.append(f"{type(error)} {error}")
+            passed[-1] = (passed[-1], sum(checks()[:2]) - before)
+        (found, checked), (wanted, _) = passed
+        assert found == wanted, (found, wanted)
+        return found, checked
+
+    def dense(batch=3, tokens=200, dtype=torch.bfloat16, heads=(8, 2)):
+        q = torch.zeros(batch, 1, heads[0], 64, dtype=dtype)
+        k, v = torch.zeros(2, batch, tokens, heads[1], 64, dtype=dtype)
+        lengths = torch.full((batch,), 9, dtype=torch.int32)
+        return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths}
+
+    def paged(width=4, pages=24, size=16):
+        table = torch.zeros(3, width, dtype=torch.int32)
+        k, v = torch.zeros(2, pages, size, 2, 64).bfloat16()
+        return dense() | {"page_table": table, "k_cache": k, "v_cache": v}
+
+    def run(given):
+        return flash_attn_with_kvcache(**given, **like)
+
+    for given, grown in (
+        (dense(), (dense(1), dense(70), dense(3, 5000), dense() | {"cache_seqlens": 7})),
+        (paged(), (paged(40), paged(4, 999), paged() | {"cache_seqlens": None})),
+    ):
+        for later in (given, *grown):
+            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+                run(given)
+            found, checked = both(lambda later=later: run(later))
+            assert checked == 0 and found[0][0] == "launch", (found, checked)
+    for other in (dense(dtype=torch.half), dense(heads=(4, 4)), paged(size=32)):
+        run(dense())
+        found, checked = both(lambda other=other: run(other))
+        assert checked == 1 and "launch" in [event[0] for event in found]
+    # The tensors of a known call, other ones after it.
+    given = dense(70)
+    q, k, v, lengths = given.values()
+    run(given)
+    q.data = torch.zeros(70 * 8 * 64 + 1).bfloat16()[1:].view(70, 1, 8, 64)  # is copied
+    assert both(lambda: run(given))[1] == 1
+    q.data = torch.zeros(70, 1, 8, 64).half()
+    assert both(lambda: run(given))[0].endswith("k_cache.dtype must be torch.float16 as q's, "
+                                                "got torch.bfloat16")  # fmt: skip
+    k.data, v.data = k.half(), v.half()
+    found = both(lambda: run(given))[0]
+    q.resize_(5, 1, 8, 64)
+    assert "k_cache.shape[0] must be 5" in both(lambda: run(given))[0]
+    for x in (k, v, lengths):
+        x.set_(x[:5].clone())
+    assert both(lambda: run(given))[0] != found
+    v.set_(v.transpose(2, 3).contiguous().transpose(2, 3))
+    assert "v_cache.stride(-1) must be 1" in both(lambda: run(given))[0]
+    valid, pages = dense(), paged()
+    for given in (
+        *(valid | {name: None} for name in ("q", "k_cache", "v_cache")),
+        *(valid | {name: valid[name].to_sparse()} for name in ("k_cache", "v_cache")),
+        *(valid | {name: valid[name].to("meta")} for name in valid),
+        *(valid | {name: valid[name].float().requires_grad_()} for name in valid),
+        *(valid | {name: valid[name][0]} for name in valid),
+        *(valid | {name: valid[name].double()} for name in valid),
+        *(valid | {name: valid[name].to(torch.int8)} for name in valid),
+        valid | {"q": valid["q"][..., :8]},
+        valid | {"cache_seqlens": -3},
+        valid | {"cache_seqlens": valid["cache_seqlens"].long()},
+        valid | {"cache_seqlens": valid["cache_seqlens"].repeat(2)[::2]},
+        valid | {"cu_seqlens_q": valid["cache_seqlens"], "max_seqlen_q": 1},
+        pages | {"page_table": None},
+        pages | {"page_table": pages["page_table"].mT},
+        pages | {"page_table": pages["page_table"].mT.contiguous().mT},
+        pages | {"page_table": pages["page_table"].long()},
+        pages | {"page_table": pages["page_table"][0].tolist()},
+        pages | {"k_cache": pages["k_cache"][:, :0], "v_cache": pages["v_cache"][:, :0]},
+    ):
+        run(valid), run(pages)
+        found = both(lambda given=given: run(given))[0]
+        assert isinstance(found, str), (found, list(map(metadata_of, given.values())))
 
 
 def check_the_grid_of_an_append(host):

@@ -21,9 +21,10 @@ from flashattn3 import (
     quantized,
 )
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend
+from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.kvcache import ops as kvcache
+from flashattn3.kvcache.planned import Planned, planned_calls
 from flashattn3.quantization import dispatch
 
 PACKAGE = flashattn3.__path__[0]
@@ -125,7 +126,7 @@ def both_passes(tensors):
 
 # Bounds are a quarter above the counts, which vary with the versions of torch and Python.
 FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 41, 44, 109, 134, 66
-CACHED, CACHED_ON_HOPPER, APPEND_ON_HOPPER = 115, 60, 126
+CACHED, CACHED_ON_HOPPER, APPEND_ON_HOPPER, PLANNED_ON_HOPPER = 115, 60, 126, 24
 
 
 def test_forward_on_hopper(on_hopper):
@@ -166,7 +167,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
     monkeypatch.setattr(kvcache, "CACHE_BACKENDS", kvcache.CACHE_BACKENDS[1:])
     monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
-    caches = kvcache.plan_of, kvcache._checked_decode
+    caches = kvcache.plan_of, kvcache._checked_decode, planned_calls
     for cache in caches:
         cache.cache_clear()
     yield
@@ -192,7 +193,7 @@ def cached_on_hopper(monkeypatch):
     monkeypatch.setattr(kvcache, "CACHE_BACKENDS", backends)
     monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
     monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
-    caches = kvcache.plan_of, kvcache._checked_decode
+    caches = kvcache.plan_of, kvcache._checked_decode, planned_calls
     for cache in caches:
         cache.cache_clear()
     yield
@@ -207,6 +208,20 @@ def test_a_cached_call_on_hopper(length, cached_on_hopper):
     call = flash_attn_with_kvcache
     work = work_of(lambda: call(q, cache, cache, cache_seqlens=next(given)))
     assert work <= CACHED_ON_HOPPER
+
+
+def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypatch):
+    """An operator checks it and finds its launch."""
+    q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
+    length = torch.tensor([9]).int()
+    planned = Planned(lambda *_: q, torch.zeros(3))
+    monkeypatch.setattr(HopperCachedCall, "planned", lambda *_: planned)
+
+    def call():
+        return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
+
+    call()
+    assert call() is q and work_of(call) <= PLANNED_ON_HOPPER
 
 
 def test_a_cached_call_that_appends_on_hopper(cached_on_hopper):

@@ -17,6 +17,7 @@ from flashattn3 import (
     get_scheduler_metadata,
 )
 from flashattn3.kvcache import ops
+from flashattn3.kvcache.planned import planned_calls
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 LENGTHS = (0, 1, 17, 40)
@@ -139,6 +140,7 @@ def _several_ctas(monkeypatch):
     monkeypatch.setattr(cache_tiles, "PROGRAMS_PER_SM", 2 if GPU else 24)
     ops.plan_of.cache_clear()
     ops._checked_decode.cache_clear()
+    planned_calls.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +148,7 @@ def plans_of_this_test():
     yield
     ops.plan_of.cache_clear()
     ops._checked_decode.cache_clear()
+    planned_calls.cache_clear()
 
 
 @pytest.mark.parametrize("num_splits", [0, 3])

@@ -23,6 +23,7 @@ from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.backends.triton.kvcache import TritonCachedCall
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
+from flashattn3.kvcache.planned import planned_calls
 from flashattn3.kvcache.problem import AppendOptions, AppendTensors, describe_append, metadata_of
 
 LIBRARY = find_library()
@@ -100,7 +101,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
     monkeypatch.setattr(ops, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
-    caches = ops.plan_of, ops._checked_decode, ops._checked_append
+    caches = ops.plan_of, ops._checked_decode, ops._checked_append, planned_calls
     for cache in caches:
         cache.cache_clear()
     yield received
@@ -158,9 +159,10 @@ def operator():
 
 
 def test_the_operator_takes_the_tensors_of_an_append(operator):
-    names = [argument.name for argument in operator._schema.arguments]
+    arguments = torch.ops.flashattn3_hopper.append.default._schema.arguments
+    names = [argument.name for argument in arguments]
     assert names == [*AppendTensors._fields, "seqlen", "rotary_interleaved", "one_q_position"]
-    written = [argument.name for argument in operator._schema.arguments if argument.is_write]
+    written = [argument.name for argument in arguments if argument.is_write]
     assert written == ["k_cache", "v_cache", "q_out"]
 
 

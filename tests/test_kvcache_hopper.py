@@ -43,6 +43,7 @@ from flashattn3.dispatch.kernel_configs import DECODE_CONFIGS, select_decode_con
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import explanation, ops
 from flashattn3.kvcache.metadata import HEADER, MAGIC, PER_SEQUENCE
+from flashattn3.kvcache.planned import planned_calls
 from flashattn3.kvcache.problem import (
     AppendOptions,
     AppendTensors,
@@ -432,10 +433,10 @@ def on_hopper(monkeypatch):
         monkeypatch.setattr(module, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
-    for cache in (ops.plan_of, ops._checked_decode):
+    for cache in (ops.plan_of, ops._checked_decode, planned_calls):
         cache.cache_clear()
     yield received
-    for cache in (ops.plan_of, ops._checked_decode):
+    for cache in (ops.plan_of, ops._checked_decode, planned_calls):
         cache.cache_clear()
 
 

@@ -30,6 +30,7 @@ from flashattn3.dispatch.kernel_configs import (
 )
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
+from flashattn3.kvcache.planned import planned_calls
 from flashattn3.kvcache.problem import DecodeTensors, Lengths
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
@@ -695,3 +696,4 @@ def plans_of_this_test():
     yield
     ops.plan_of.cache_clear()
     ops._checked_decode.cache_clear()
+    planned_calls.cache_clear()

@@ -94,6 +94,7 @@ MAY_IMPORT = {
         "call.dtypes",
         "dispatch.backend",
         "dispatch.kernel_configs",
+        "kvcache.planned",
         "kvcache.problem",
     },
     "backends.hopper.append_launch": {
@@ -173,6 +174,8 @@ MAY_IMPORT = {
         "backends.triton.kvcache",
         "dispatch.device",
         "dispatch.kernel_configs",
+        "kvcache.planned",
+        "kvcache.problem",
     },
     "backends.triton.kvcache": {
         "backends.triton.backend",
@@ -198,6 +201,7 @@ MAY_IMPORT = {
     "backends.reference.rotary": set(),
     "kvcache": set(),
     "kvcache.problem": {"call.arguments", "call.spec"},
+    "kvcache.planned": {"kvcache.problem"},
     "kvcache.metadata": {"call.spec", "kvcache.problem"},
     "kvcache.checks": {
         "call.arguments",

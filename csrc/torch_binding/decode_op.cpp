@@ -22,6 +22,7 @@
 #include "launch/tile_counters.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/decode_call.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
@@ -29,47 +30,6 @@ namespace flashattn3 {
 namespace {
 
 constexpr char kName[] = "decode";
-
-// Arguments of a cached call, in the order of the schema, and out. The tensors are those of
-// DecodeTensors in flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is
-// null; -1: the capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the
-// metadata holds.
-struct DecodeCall {
-  Tensor launch;
-  std::optional<Tensor> lse;
-  int64_t seqlen, seqlen_new, max_seqlen_q, options_hash;
-  Tensor q, k_cache, v_cache;
-  std::optional<Tensor> cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
-      cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata;
-
-  static DecodeCall take(Arguments& arguments) {
-    using Optional = std::optional<Tensor>;
-    return {.launch = arguments.take<Tensor>(),
-            .lse = arguments.take<Optional>(),
-            .seqlen = arguments.take<int64_t>(),
-            .seqlen_new = arguments.take<int64_t>(),
-            .max_seqlen_q = arguments.take<int64_t>(),
-            .options_hash = arguments.take<int64_t>(),
-            .q = arguments.take<Tensor>(),
-            .k_cache = arguments.take<Tensor>(),
-            .v_cache = arguments.take<Tensor>(),
-            .cache_seqlens = arguments.take<Optional>(),
-            .page_table = arguments.take<Optional>(),
-            .cache_batch_idx = arguments.take<Optional>(),
-            .cache_leftpad = arguments.take<Optional>(),
-            .cu_seqlens_q = arguments.take<Optional>(),
-            .cu_seqlens_k_new = arguments.take<Optional>(),
-            .q_descale = arguments.take<Optional>(),
-            .k_descale = arguments.take<Optional>(),
-            .v_descale = arguments.take<Optional>(),
-            .sinks = arguments.take<Optional>(),
-            .scheduler_metadata = arguments.take<Optional>()};
-  }
-  bool varlen() const { return cu_seqlens_q.has_value(); }
-  int64_t batch() const { return varlen() ? cu_seqlens_q->size(0) - 1 : q.size(0); }
-  // Tokens of q, with varlen of all sequences.
-  int64_t total_q() const { return q.size(varlen() ? 0 : 1); }
-};
 
 Shape rows_shape(const CachedProblem& problem, const DecodeCall& call, int64_t columns) {
   const int64_t total = call.total_q(), heads = problem.num_heads_q;
@@ -94,7 +54,12 @@ int device_of(const DecodeCall& call) {
   check("q.device", call.q);
   check("k_cache.device", call.k_cache);
   check("v_cache.device", call.v_cache);
-  if (call.lse) check("lse.device", *call.lse);
+  const auto check_given = [&](const char* name, const std::optional<Tensor>& tensor) {
+    if (tensor) check(name, *tensor);
+  };
+  check_given("lse.device", call.lse);
+  check_given("cache_seqlens.device", call.cache_seqlens);
+  check_given("page_table.device", call.page_table);
   return device;
 }
 
@@ -110,13 +75,8 @@ void check_rows(const char* name, const Tensor& tensor, ElementType dtype, const
     const std::string what = std::string(name) + ".dtype";
     expect(false, kName, what.c_str(), fp16 ? "fp16" : "bf16", "another dtype");
   }
-  const int last = shape.rank - 1;
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
-                 (shape.size[last] <= 1 || tensor.stride(last) == 1);
-  for (int axis = 0; axis < last; ++axis) {
-    aligned = aligned && (shape.size[axis] <= 1 || tensor.stride(axis) % 8 == 0);
-  }
-  expect(aligned, kName, name, "of rows at multiples of 16 bytes", "another layout");
+  expect(has_aligned_rows(tensor), kName, name, "of rows at multiples of 16 bytes",
+         "another layout");
 }
 
 // An optional tensor of int32 or float32, dense.
@@ -287,9 +247,19 @@ void launch_mixed(const PreparedDecode& launch, DecodeParams params, int device,
   if (beside) side.join(stream);
 }
 
-// out: a new tensor if null. Returns it.
-Tensor run(const DecodeCall& call, const Tensor* given) {
-  const PreparedDecode& launch = prepared_decode(kName, call.launch);
+}  // namespace
+
+bool has_aligned_rows(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
+                 (tensor.size(last) <= 1 || tensor.stride(last) == 1);
+  for (int64_t axis = 0; axis < last; ++axis) {
+    aligned = aligned && (tensor.size(axis) <= 1 || tensor.stride(axis) % 8 == 0);
+  }
+  return aligned;
+}
+
+Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call, const Tensor* given) {
   const CachedProblem& problem = launch.problem;
   const DecodeKernel& kernel = decode_kernel(launch.config);
   check_call(problem, kernel.info.dtype, call);
@@ -320,16 +290,20 @@ Tensor run(const DecodeCall& call, const Tensor* given) {
   return out;
 }
 
+namespace {
+
 void decode(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
+  const Tensor launch = arguments.take<Tensor>();
   const DecodeCall call = DecodeCall::take(arguments);
-  return_results(stack, std::tuple(run(call, nullptr)));
+  return_results(stack, std::tuple(run_decode(prepared_decode(kName, launch), call, nullptr)));
 }
 
 void decode_into(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  const Tensor out = arguments.take<Tensor>();
-  run(DecodeCall::take(arguments), &out);
+  const Tensor out = arguments.take<Tensor>(), launch = arguments.take<Tensor>();
+  const DecodeCall call = DecodeCall::take(arguments);
+  run_decode(prepared_decode(kName, launch), call, &out);
 }
 
 // The grid and the workspace of calls of these sizes. total_q: with cu_seqlens_q, else -1.

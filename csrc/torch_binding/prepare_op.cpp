@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <limits>
+#include <span>
 #include <string>
 #include <type_traits>
 
@@ -98,14 +99,24 @@ Tensor kept(const Launch& launch) {
   return tensor;
 }
 
+// The records in a tensor; none if the tensor cannot hold any.
+template <class Record>
+std::span<const Record> records_in(const Tensor& tensor) {
+  int32_t device;
+  check_torch(aoti_torch_get_device_type(tensor.get(), &device), "asking for a device");
+  const int64_t words = tensor.numel();
+  const bool fits = device == aoti_torch_device_type_cpu() && words % kWords<Record> == 0 &&
+                    dtype_of(tensor) == aoti_torch_dtype_int64() && tensor.is_contiguous();
+  if (!fits) return {};
+  return {static_cast<const Record*>(tensor.data_ptr()),
+          static_cast<size_t>(words / kWords<Record>)};
+}
+
 // The record in a tensor; null if the tensor cannot hold one.
 template <class Record>
 const Record* record_in(const Tensor& tensor) {
-  int32_t device;
-  check_torch(aoti_torch_get_device_type(tensor.get(), &device), "asking for a device");
-  const bool fits = device == aoti_torch_device_type_cpu() && tensor.numel() == kWords<Record> &&
-                    dtype_of(tensor) == aoti_torch_dtype_int64() && tensor.is_contiguous();
-  return fits ? static_cast<const Record*>(tensor.data_ptr()) : nullptr;
+  const std::span<const Record> records = records_in<Record>(tensor);
+  return records.size() == 1 ? records.data() : nullptr;
 }
 
 // wanted: the operator whose result the tensor must be.
@@ -162,6 +173,16 @@ const PreparedLaunches& prepared_launches(const char* function, const Tensor& te
 
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor) {
   return found<PreparedDecode>(function, Pass::kDecode, "a result of prepare_decode", tensor);
+}
+
+std::span<const PlannedDecode> planned_decodes(const char* function, const Tensor& tensor) {
+  const auto launches = records_in<PlannedDecode>(tensor);
+  bool fits = !launches.empty();
+  for (const PlannedDecode& planned : launches) {
+    fits = fits && planned.launch.pass == Pass::kDecode;
+  }
+  expect(fits, function, "launches", "planned launches", "another tensor");
+  return launches;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {

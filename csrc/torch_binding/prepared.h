@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <span>
 
 #include "launch/decode_params.h"
 #include "launch/params.h"
@@ -33,6 +34,12 @@ struct PreparedLaunches {
   int64_t bhsd;  // 1: q, k and v are (batch, heads, tokens, head_dim), out is not; else 0
 };
 using PreparedDecode = Prepared<CachedProblem>;
+// A prepared launch and the calls that it is planned for: dense ones with seqlen_q queries of each
+// sequence, on the GPU of this index. Joined as above, further ones behind it.
+struct PlannedDecode {
+  PreparedDecode launch;
+  int64_t device, seqlen_q;
+};
 
 // The prepared launch in `tensor`. Throws for a tensor that prepare_forward (or prepare_backward,
 // as the pass says) did not return.
@@ -40,5 +47,6 @@ const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Ten
 const PreparedLaunches& prepared_launches(const char* function, const Tensor& tensor);
 // The same of prepare_decode.
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor);
+std::span<const PlannedDecode> planned_decodes(const char* function, const Tensor& tensor);
 
 }  // namespace flashattn3

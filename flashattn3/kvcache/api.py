@@ -25,6 +25,7 @@ from .checks import (
     check_tensors,
 )
 from .metadata import hash_of_options, make_metadata
+from .planned import run_planned
 from .problem import (
     DECODE,
     AppendOptions,
@@ -63,14 +64,24 @@ def _with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     function = options.function
     seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
+    watched = ops.is_watched(q, k_cache)
+    if (
+        k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new
+        is cache_batch_idx is cache_leftpad is cu_seqlens_q is max_seqlen_q
+        is q_descale is k_descale is v_descale is sinks is scheduler_metadata is out is None
+        and not watched
+    ):  # fmt: skip
+        result = run_planned(options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen)
+        if result is not None:
+            return result
     tensors = DecodeTensors(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
     )  # fmt: skip
     longest = _longest(function, cu_seqlens_q, max_seqlen_q)
     if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None:
-        return _attended(tensors, Lengths(seqlen, 0, longest), options, out)
-    if ops.is_watched(q, k_cache) or not type(k) is type(v) is Tensor:
+        return _attended(tensors, Lengths(seqlen, 0, longest), options, out, watched)
+    if watched or not type(k) is type(v) is Tensor:
         rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
         rotary |= {"rotary_seqlens": rotary_seqlens}
         check_tensors(function, 3, **tensors._asdict(), k=k, v=v, **rotary)
@@ -97,7 +108,7 @@ def _with_kvcache(
     if checked is not None:
         ops.check_values_before_append(checked, tensors, lengths, options, appended, how)
     ops.run_append(appended, lengths, how)
-    return _attended(tensors, lengths, options, out, checked)
+    return _attended(tensors, lengths, options, out, watched, checked)
 
 
 @public(_with_kvcache, DECODE)
@@ -217,11 +228,13 @@ def _attended(
     lengths: Lengths,
     options: DecodeOptions,
     out: Tensor | None,
+    watched: bool,
     checked: ops.CheckedCall | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the call. checked: None: neither it nor out was checked yet."""
+    """Run the call. watched: of ``is_watched``. checked: None: neither it nor out was checked
+    yet."""
     q, given = tensors.q, out
-    if ops.is_watched(q, tensors.k_cache):
+    if watched:
         check_tensors(options.function, 3, **tensors._asdict())
         if q.ndim not in (3, 4) or tensors.v_cache.ndim != 4:  # the check names the tensor
             check_decode(tuple(map(metadata_of, tensors)), options, lengths)

@@ -23,6 +23,7 @@ from . import problem as problems
 from .backends import CACHE_BACKENDS
 from .checks import check_append, check_combine, check_decode, check_out, check_tensors
 from .metadata import hash_of_options
+from .planned import planned_calls
 from .problem import (
     AppendOptions,
     AppendTensors,
@@ -95,6 +96,9 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     check_decode(found, options, lengths)
     plan = plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
     q, _, v_cache = found[:3]
+    planned = None if is_checked(q.device) else plan.launch.planned(q)
+    if planned is not None:
+        planned_calls(options).add(planned)
     out_shape, lse_shape = result_shapes(q, v_cache)
     wanted = options.return_lse or plan.launch.needs_lse
     lse_shape = lse_shape if wanted else None

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ...dispatch.device import DeviceInfo
 from ...dispatch.kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
+from ...kvcache.planned import Planned
+from ...kvcache.problem import Metadata
 from ..triton.kvcache import BACKEND as TRITON
 from . import append_launch, decode_launch
 from .backend import BACKEND as FORWARD
@@ -34,6 +36,10 @@ class HopperCachedCall:
         """A function of (out, lse, tensors, lengths, options_hash) that returns out, new if
         None."""
         return decode_launch.prepare_decode(self._launch)
+
+    def planned(self, q: Metadata) -> Planned | None:
+        """The launch for calls like one with this q; None if they must be checked in Python."""
+        return decode_launch.planned_decode(self._launch, q)
 
 
 class HopperCacheBackend:

@@ -37,7 +37,7 @@ class Library:
     autograd_node: registers the autograd node in C++ (csrc/torch_binding/autograd_node.cpp), in
         the first call, and returns the attention that has it; None if another copy of the library
         has registered its own in this process.
-    The others: operators of torch.ops.flashattn3_hopper.
+    The others: operators of torch.ops.flashattn3_hopper, as the builtins that their calls call.
     """
 
     configs: frozenset[str] = frozenset()
@@ -53,6 +53,7 @@ class Library:
     decode_size: Callable | None = None
     decode: Callable | None = None
     decode_into: Callable | None = None
+    decode_planned: Callable | None = None
     append: Callable | None = None
 
 
@@ -93,21 +94,16 @@ def find_library() -> Library:
         "decode": DECODE_ARGUMENTS,
     }
     checked = {name: getattr(operators, name).default for name in arguments}
-    newer = "register_autograd_node", "append", "decode_into"
+    newer = "register_autograd_node", "append", "decode_into", "decode_planned"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")
+    others = "forward", "permute_v", "backward", "decode_size", *newer[1:]
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
         cuda_version=_text(loaded, "cuda_version"),
-        **checked,
-        forward=operators.forward.default,
-        permute_v=operators.permute_v.default,
-        backward=operators.backward.default,
         autograd_node=partial(_registered_node, operators),
-        decode_size=operators.decode_size.default,
-        decode_into=operators.decode_into.default,
-        append=operators.append.default,
+        **{name: getattr(operators, name).default._op for name in (*checked, *others)},
     )
 
 

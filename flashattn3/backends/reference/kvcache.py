@@ -19,7 +19,13 @@ from .rotary import rotated
 
 if TYPE_CHECKING:
     from ...dispatch.device import DeviceInfo
-    from ...kvcache.problem import AppendTensors, DecodeProblem, DecodeTensors, Lengths
+    from ...kvcache.problem import (
+        AppendTensors,
+        DecodeProblem,
+        DecodeTensors,
+        Lengths,
+        Metadata,
+    )
 
 _MAX_SCORES = 2**26  # alive at once
 
@@ -50,6 +56,9 @@ class ReferenceCachedCall(NamedTuple):
         with torch.autocast(out.device.type, enabled=False):
             _decode(self.problem, out, lse, tensors, lengths, options_hash)
         return out
+
+    def planned(self, q: Metadata) -> None:
+        """Every call is checked in Python."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         with torch.autocast(tensors.k.device.type, enabled=False):

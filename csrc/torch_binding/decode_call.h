@@ -1,0 +1,62 @@
+// Shared by the operators of cached calls: the tensors of a call, and its launch. decode_op.cpp
+// defines them.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "torch_binding/boxed.h"
+#include "torch_binding/prepared.h"
+#include "torch_binding/tensors.h"
+
+namespace flashattn3 {
+
+// Arguments of a cached call, in the order of the schema of decode. The tensors are those of
+// DecodeTensors in flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is
+// null; -1: the capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the
+// metadata holds.
+struct DecodeCall {
+  std::optional<Tensor> lse;
+  int64_t seqlen = -1, seqlen_new = 0, max_seqlen_q = -1, options_hash = 0;
+  Tensor q, k_cache, v_cache;
+  std::optional<Tensor> cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
+      cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata;
+
+  static DecodeCall take(Arguments& arguments) {
+    using Optional = std::optional<Tensor>;
+    return {.lse = arguments.take<Optional>(),
+            .seqlen = arguments.take<int64_t>(),
+            .seqlen_new = arguments.take<int64_t>(),
+            .max_seqlen_q = arguments.take<int64_t>(),
+            .options_hash = arguments.take<int64_t>(),
+            .q = arguments.take<Tensor>(),
+            .k_cache = arguments.take<Tensor>(),
+            .v_cache = arguments.take<Tensor>(),
+            .cache_seqlens = arguments.take<Optional>(),
+            .page_table = arguments.take<Optional>(),
+            .cache_batch_idx = arguments.take<Optional>(),
+            .cache_leftpad = arguments.take<Optional>(),
+            .cu_seqlens_q = arguments.take<Optional>(),
+            .cu_seqlens_k_new = arguments.take<Optional>(),
+            .q_descale = arguments.take<Optional>(),
+            .k_descale = arguments.take<Optional>(),
+            .v_descale = arguments.take<Optional>(),
+            .sinks = arguments.take<Optional>(),
+            .scheduler_metadata = arguments.take<Optional>()};
+  }
+  bool varlen() const { return cu_seqlens_q.has_value(); }
+  int64_t batch() const { return varlen() ? cu_seqlens_q->size(0) - 1 : q.size(0); }
+  // Tokens of q, with varlen of all sequences.
+  int64_t total_q() const { return q.size(varlen() ? 0 : 1); }
+};
+
+// Whether all rows begin at multiples of 16 bytes and are dense. Of tensors of 16-bit elements.
+bool has_aligned_rows(const Tensor& tensor);
+
+// Checks a call against its prepared launch and launches it on torch's current stream. out: a new
+// tensor if null. Returns it.
+Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call, const Tensor* out);
+
+}  // namespace flashattn3

@@ -1,0 +1,345 @@
+"""Cached calls that are like an earlier one: which of them an operator takes without checks in
+Python, and what happens to the others. tests/host_checks.py has the same over the real operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from threading import Thread
+
+import pytest
+import torch
+from helpers import H100, library_double, needs_hopper
+
+from flashattn3 import UnsupportedError, flash_attn_with_kvcache
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.kvcache import HopperCacheBackend
+from flashattn3.backends.hopper.library import find_library
+from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
+from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.kvcache import ops
+from flashattn3.kvcache.planned import MOST, Planned, PlannedCalls, planned_calls
+from flashattn3.kvcache.problem import DECODE, DecodeTensors
+
+CACHES = ops.plan_of, ops._checked_decode, planned_calls
+
+
+class Double:
+    """A library whose operator of planned calls returns ``result``. received: of its calls."""
+
+    def __init__(self):
+        self.received, self.result, self.error = [], torch.ones(3), None
+        prepared = iter(range(99))
+
+        def decode(handle, lse, *arguments):
+            return DecodeTensors(*arguments[4:]).new_out()
+
+        operators = {"decode": decode, "decode_planned": self.run}
+        operators["decode_into"] = lambda *given: None
+        self.library = replace(
+            library_double(**operators),
+            prepare_decode=lambda *_: (torch.tensor([next(prepared)]), 384, 2048),
+        )
+
+    def run(self, launches, *arguments):
+        self.received.append((launches, *arguments))
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """Plan cached calls on CPU tensors for an H100, with the library of a ``Double``."""
+    double = Double()
+    hopper = HopperCacheBackend(HopperBackend(library=lambda: double.library, only_measured=False))
+    monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
+    monkeypatch.setattr(ops, "describe_device", lambda device: H100)
+    monkeypatch.setattr(ops, "is_checked", lambda device: False)
+    for cache in CACHES:
+        cache.cache_clear()
+    yield double
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+def tensors_of(batch=2, seqlen_q=1, heads=(4, 2), d=64, dtype=torch.bfloat16):
+    shapes = (seqlen_q, heads[0]), (32, heads[1]), (32, heads[1])
+    return [torch.zeros(batch, *shape, d, dtype=dtype) for shape in shapes]
+
+
+def launches_of(**options):
+    """Launch, device and queries of each that the operator knows of calls with these options."""
+    found = planned_calls(DECODE.convert("flash_attn_with_kvcache", {"backend": None, **options}))
+    return [] if found.found is None else found.found[1].view(-1, 3).tolist()
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_the_second_call_goes_to_the_operator(double):
+    q, k, v = tensors_of()
+    lengths = ints(3, 4)
+    first = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+    assert first.shape == q.shape and double.received == []
+    assert flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths) is double.result
+    launches, *given = double.received.pop()
+    assert launches.tolist() == [0, -1, 1]  # the launch, the device, the queries
+    assert all(a is b for a, b in zip(given, (q, k, v, lengths, None, -1, None), strict=True))
+
+
+def test_a_call_that_returns_lse(double):
+    q, k, v = tensors_of()
+    flash_attn_with_kvcache(q, k, v, return_lse=True)
+    for found in (double.result, None):
+        double.result = found
+        out, lse = flash_attn_with_kvcache(q, k, v, return_lse=True)
+        *_, given = double.received.pop()
+        assert (lse is given, out is found) == (found is not None,) * 2
+        assert given.shape == lse.shape == (2, 4, 1) and given.dtype == torch.float32
+    said = r"flash_attn_with_kvcache: q.shape must be \(batch"
+    with pytest.raises(ValueError, match=said):
+        flash_attn_with_kvcache(q[0], k, v, return_lse=True)
+
+
+def test_sizes_and_lengths_that_grow_need_no_new_launch(double):
+    flash_attn_with_kvcache(*tensors_of(), cache_seqlens=7)
+    for step in range(3):
+        q, k, v = tensors_of(batch=3 + step)
+        for length, passed in ((8 + step, 8 + step), (None, -1)):
+            assert flash_attn_with_kvcache(q, k, v, cache_seqlens=length) is double.result
+            assert double.received[-1][4:] == (None, None, passed, None)
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    q, k, v = tensors_of()
+    flash_attn_with_kvcache(q, k, v, page_table=table)
+    double.result = None  # a page size that the operator does not know
+    flash_attn_with_kvcache(q, k, v, page_table=table)
+    assert len(double.received) == 8 and double.received[-1][5] is table
+    assert ops._checked_decode.cache_info().misses == 2
+
+
+def test_a_call_that_the_operator_does_not_know_is_planned(double):
+    double.result = None
+    for number, changes in enumerate(({}, {"heads": (8, 2)}, {"dtype": torch.half}, {"d": 128})):
+        tensors = tensors_of(**changes)
+        assert flash_attn_with_kvcache(*tensors).shape == tensors[0].shape
+        newest_first = list(range(number, -1, -1))
+        assert [launch for launch, _, _ in launches_of()] == newest_first
+
+
+def test_each_number_of_queries_has_a_launch(double):
+    """A plan depends on it by its mask and its number of packed rows."""
+    double.result = None
+    for seqlen_q in (1, 2, 2, 3, 96):
+        flash_attn_with_kvcache(*tensors_of(seqlen_q=seqlen_q), causal=True)
+    wanted = [96, 3, 2, 1]
+    assert [queries for _, _, queries in launches_of(causal=True)] == wanted
+    flash_attn_with_kvcache(*tensors_of(seqlen_q=97), causal=True)  # over 192 packed rows
+    assert [queries for _, _, queries in launches_of(causal=True)] == wanted
+
+
+def test_options_are_told_apart(double):
+    q, k, v = tensors_of()
+    options = [{}, {"causal": True}, {"softmax_scale": 0.5}, {"window_size": (3, 0)}]
+    options += [{"num_splits": 1}, {"sm_margin": 8}, {"softcap": 2.0}, {"backend": "hopper"}]
+    for given in options:
+        flash_attn_with_kvcache(q, k, v, **given)
+    assert double.received == []
+    for given in options:
+        flash_attn_with_kvcache(q, k, v, **given)
+    assert len(double.received) == len(options)
+    launches = [tuple(received[0].tolist()) for received in double.received]
+    assert len(set(launches)) == len(options) - 1  # causal changes nothing for one query
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"out": torch.zeros(2, 1, 4, 64).bfloat16()},
+        {"cache_batch_idx": ints(0, 1)},
+        {"cache_leftpad": ints(0, 1)},
+        {"sinks": torch.zeros(4)},
+        {"k_descale": torch.ones(2, 2)},
+        {"scheduler_metadata": torch.zeros(10, dtype=torch.int32)},
+        {"backend": "triton"},
+        {"backend": "reference"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_calls_with_more_are_checked_each_time(given, double, monkeypatch):
+    monkeypatch.setattr(ops, "run_checked", lambda *arguments: arguments[3].q)
+    q, k, v = tensors_of()
+    if "backend" not in given:
+        flash_attn_with_kvcache(q, k, v)
+    for _ in range(2):
+        flash_attn_with_kvcache(q, k, v, **given)
+    assert double.received == []
+
+
+def test_calls_whose_values_are_checked_are_checked_each_time(double, monkeypatch):
+    monkeypatch.setattr(ops, "is_checked", lambda device: True)
+    q, k, v = tensors_of()
+    for _ in range(2):
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(3, 4))
+    assert double.received == launches_of() == []
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] must be between 0 and the capacity"):
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(3, 99))
+
+
+def test_invalid_arguments_have_the_errors_of_a_first_call(double):
+    q, k, v = tensors_of()
+    flash_attn_with_kvcache(q, k, v, cache_seqlens=3)
+    double.error = RuntimeError("decode: something must be something else")
+    for given, error, said in (
+        ({"cache_seqlens": -2}, ValueError, "cache_seqlens must be >= 0, got -2"),
+        ({"cache_seqlens": 1.5}, TypeError, "cache_seqlens must be an int"),
+        ({"cache_seqlens": ints(1)}, ValueError, r"cache_seqlens.shape\[0\] must be 2"),
+        ({"page_table": [[0]]}, TypeError, "page_table must be a torch.Tensor"),
+        ({"v_cache": None}, TypeError, "v_cache must be a torch.Tensor"),
+        ({"v_cache": v[:, 1:]}, ValueError, r"v_cache.shape\[:3\] must be"),
+        ({"max_seqlen_q": 1}, ValueError, "max_seqlen_q must be None without cu_seqlens_q"),
+        ({"v_cache": v.clone().requires_grad_()}, UnsupportedError, "v_cache.requires_grad"),
+        ({"k_cache": k.to_sparse()}, TypeError, "k_cache.layout must be torch.strided"),
+    ):
+        with pytest.raises(error, match=f"flash_attn_with_kvcache: {said}"):
+            flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v, **given})
+    with torch.no_grad():
+        double.error = None
+        assert flash_attn_with_kvcache(q, k, v.clone().requires_grad_()) is double.result
+
+
+def test_watched_calls_do_not_go_to_the_operator(double):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q, k, v = tensors_of()
+    flash_attn_with_kvcache(q, k, v)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v)]
+        assert flash_attn_with_kvcache(*fake).shape == q.shape
+    assert flash_attn_with_kvcache(*(x.to("meta") for x in (q, k, v))).is_meta
+    q3, k3, v3 = (torch.stack((x, x)) for x in (q, k, v))
+    with pytest.raises(RuntimeError):  # no rule for vmap
+        torch.vmap(flash_attn_with_kvcache)(q3, k3, v3)
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    assert compiled(q, k, v).shape == q.shape
+    assert double.received == []
+
+
+def test_the_newest_launches_are_kept():
+    calls = PlannedCalls()
+
+    def add(numbers):
+        for number in numbers:
+            calls.add(Planned(print, torch.tensor([number])))
+
+    threads = [Thread(target=add, args=(range(first, 3 * MOST, 3),)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = calls.found[1].tolist()
+    assert len(found) == len(set(found)) == MOST
+    calls.add(Planned(print, torch.tensor([found[3]])))
+    found.insert(0, found.pop(3))
+    assert calls.found[1].tolist() == found
+
+
+LIBRARY = find_library()
+
+
+@pytest.fixture
+def launches():
+    """Of bf16 and of fp16 for two numbers of queries on no GPU, as Python joins them."""
+    if LIBRARY.error is not None:
+        pytest.skip(LIBRARY.error)
+    from test_kvcache_hopper import prepared
+
+    handle = prepared()[0]
+    words = [torch.cat((handle, torch.tensor((-1, queries)))) for queries in (1, 3)]
+    return torch.cat(words)
+
+
+def call_of(**changes):
+    caches = torch.zeros(2, 2, 128, 8, 128).bfloat16()
+    given = {"q": torch.zeros(2, 3, 32, 128).bfloat16(), "k_cache": caches[0]}
+    given |= {"v_cache": caches[1], "cache_seqlens": None, "page_table": None, "seqlen": -1}
+    given["lse"] = None
+    return (given | changes).values()
+
+
+def test_the_operator_takes_the_calls_that_a_launch_is_planned_for(launches):
+    def run(launches=launches, **changes):
+        return LIBRARY.decode_planned(launches, *call_of(**changes))
+
+    with pytest.raises(RuntimeError, match=r"decode: q.device must be a GPU"):
+        run()  # it is about to run
+    with pytest.raises(RuntimeError, match=r"decode: q.device must be a GPU"):
+        run(q=torch.zeros(2, 1, 32, 128).bfloat16())
+    wide = torch.zeros(2, 128, 8, 132).bfloat16()[..., :128]
+    shifted = torch.zeros(2 * 3 * 32 * 128 + 1).bfloat16()[1:].view(2, 3, 32, 128)
+    others = torch.zeros(2, 128, 4, 128).bfloat16()
+    for changes in (
+        {"q": torch.zeros(2, 2, 32, 128).bfloat16()},
+        {"q": torch.zeros(2, 3, 32, 128).half()},
+        {"q": torch.zeros(2, 3, 32, 128)},
+        {"q": torch.zeros(2, 3, 16, 128).bfloat16()},
+        {"q": torch.zeros(2, 3, 32, 64).bfloat16()},
+        {"q": torch.zeros(6, 32, 128).bfloat16()},
+        {"q": torch.zeros(2, 3, 128, 32).bfloat16().mT},
+        {"q": shifted},
+        {"k_cache": wide},
+        {"v_cache": wide},
+        {"k_cache": others, "v_cache": others},
+        {"v_cache": torch.zeros(2, 128, 8, 64).bfloat16()},
+        {"page_table": torch.zeros(2, 1, dtype=torch.int32)},
+        {"launches": launches.view(2, -1)[:1].flatten()},
+    ):
+        assert run(**changes) is None, changes
+    on_a_gpu = launches.clone().view(2, -1)
+    on_a_gpu[:, -2] = 0
+    assert run(launches=on_a_gpu.flatten()) is None
+    for other in (launches[:3], launches.int(), torch.zeros_like(launches), launches[:0]):
+        said = "decode_planned: launches must be planned launches, got another tensor"
+        with pytest.raises(RuntimeError, match=said):
+            run(launches=other)
+    with pytest.raises(RuntimeError, match=r"cache_seqlens.shape must be \(2,\), got \(1,\)"):
+        run(cache_seqlens=ints(1))
+    with pytest.raises(RuntimeError, match=r"lse.shape must be \(2, 32, 3\), got \(2, 3, 32\)"):
+        run(lse=torch.zeros(2, 3, 32))
+
+
+@needs_hopper
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_later_calls_give_the_bits_of_first_ones(return_lse, poisoned_memory):
+    """Of other batches, capacities and page tables too, and in a CUDA graph."""
+    for cache in CACHES:
+        cache.cache_clear()
+    for page_size, causal in ((0, True), (16, False)):
+        options = {"causal": causal, "return_lse": return_lse, "backend": "hopper"}
+        for batch, tokens in ((2, 512), (2, 512), (5, 512), (2, 2048)):
+            cache = torch.randn(2, batch * tokens, 8, 128, device="cuda").half()
+            k, v = cache.unflatten(1, (-1, page_size or tokens))
+            given = {"q": torch.randn(batch, 2, 32, 128, device="cuda").half()}
+            given |= {"k_cache": k, "v_cache": v}
+            lengths = torch.randint(1, tokens, (batch,), device="cuda", dtype=torch.int32)
+            given["cache_seqlens"] = lengths
+            if page_size:
+                pages = torch.randperm(len(k), device="cuda", dtype=torch.int32)
+                given["page_table"] = pages.view(batch, -1)
+            checks = ops._checked_decode.cache_info()
+            found = [flash_attn_with_kvcache(**given, **options)]
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found.append(flash_attn_with_kvcache(**given, **options))
+            graph.replay()
+            known = ops._checked_decode.cache_info() == checks
+            # An argument with which the call is checked in Python.
+            every = torch.arange(batch, device="cuda", dtype=torch.int32)
+            wanted = flash_attn_with_kvcache(**given, **options, cache_batch_idx=every)
+            assert ops._checked_decode.cache_info() != checks
+            for results in found:
+                pairs = zip(results, wanted, strict=True) if return_lse else [(results, wanted)]
+                assert all(torch.equal(a, b) for a, b in pairs)
+        assert known
