@@ -81,25 +81,9 @@ class Consumer {
     return shared_ + offset + b * Traits::kDsBytes + threadIdx.x % 128 / 32 * kRowsOfWarp * 128;
   }
 
-  // Zero fill past the end of the sequence of keys: those tokens may belong to another sequence or
-  // to none and hold NaN, and 0 * NaN is NaN.
-  __device__ __forceinline__ void zero_fill_kv() {
-    if (args_.seqlens_k.cu_seqlens == nullptr && args_.seqlens_k.seqused == nullptr) return;
-    if (tile_.num_keys >= tile_.first_key + 2 * Traits::kBlockN) return;
-    constexpr int kThreads = 128 * Traits::kConsumers;
-    const int used = max(0, tile_.num_keys - first_key_);
-    const int other = max(0, tile_.num_keys - tile_.first_key - (1 - rank_) * Traits::kBlockN);
-    // K, V and K's columns for dQ follow each other.
-    zero_fill_rows<Traits::kBlockN, Traits::kAtoms + Traits::kAtomsV + 2>(
-        shared_ + Traits::kKOffset, used, threadIdx.x, kThreads);
-    zero_fill_rows<Traits::kBlockN, 2>(shared_ + Traits::kOtherKOffset, other, threadIdx.x,
-                                       kThreads);
-    fence_async_proxy();
-    named_barrier_sync(3, kThreads);  // Sync: both warpgroups have filled.
-  }
-
-  // The same for the queries of a tile of Q or dO, which only this warpgroup reads; rows past the
-  // end have lse +inf and delta 0.
+  // Zero fill past the end of the sequence in a tile of Q or dO, which only this warpgroup reads:
+  // those tokens may belong to another sequence or to none and hold NaN, and 0 * NaN is NaN. Rows
+  // past the end have lse +inf and delta 0.
   template <int kAtoms>
   __device__ __forceinline__ void zero_fill_queries(int offset, int block) {
     if (args_.seqlens_q.cu_seqlens == nullptr && args_.seqlens_q.seqused == nullptr) return;

@@ -42,7 +42,6 @@ class GradientConsumer : Consumer<kConfig> {
 #pragma unroll
     for (int i = 0; i < Traits::kHeadDimV / 2; ++i) dv[i] = 0.f;
     this->storage_.keys_full.wait(0);  // Sync: K and V are loaded.
-    this->zero_fill_kv();
     Scores dp;
     start_dp(dp);
     warpgroup_wait<0>();

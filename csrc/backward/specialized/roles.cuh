@@ -9,9 +9,34 @@
 
 namespace flashattn3::backward::specialized {
 
+// Zero fill of K and V past the end of the sequence, as of Q and dO (Consumer). Both warpgroups call
+// it, at the same instruction: synccheck takes a CTA barrier at two as divergence.
+template <Config kConfig>
+__device__ __forceinline__ void zero_fill_kv(const Arguments& args, const WorkTile& tile,
+                                             uint8_t* shared, int rank) {
+  using Traits = KernelTraits<kConfig>;
+  if (args.seqlens_k.cu_seqlens == nullptr && args.seqlens_k.seqused == nullptr) return;
+  if (tile.num_keys >= tile.first_key + 2 * Traits::kBlockN) return;
+  if (tile.m_blocks.begin == tile.m_blocks.end) return;  // nothing is loaded
+  // Sync: K and V are loaded.
+  reinterpret_cast<typename Traits::Storage*>(shared)->keys_full.wait(0);
+  constexpr int kThreads = 128 * Traits::kConsumers;
+  const auto used = [&](int cta) {
+    return max(0, tile.num_keys - tile.first_key - cta * Traits::kBlockN);
+  };
+  // K, V and K's columns for dQ follow each other.
+  zero_fill_rows<Traits::kBlockN, Traits::kAtoms + Traits::kAtomsV + 2>(
+      shared + Traits::kKOffset, used(rank), threadIdx.x, kThreads);
+  zero_fill_rows<Traits::kBlockN, 2>(shared + Traits::kOtherKOffset, used(1 - rank), threadIdx.x,
+                                     kThreads);
+  fence_async_proxy();
+  named_barrier_sync(3, kThreads);  // Sync: both warpgroups have filled.
+}
+
 template <Config kConfig>
 __device__ __forceinline__ void consume(const Arguments& args, const WorkTile& tile,
                                         uint8_t* shared, int warpgroup, int rank) {
+  zero_fill_kv<kConfig>(args, tile, shared, rank);
   if (warpgroup == 0) {
     ScoreConsumer<kConfig>(args, tile, shared, rank).run();
   } else {

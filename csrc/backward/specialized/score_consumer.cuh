@@ -41,7 +41,6 @@ class ScoreConsumer : Consumer<kConfig> {
 #pragma unroll
     for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = 0.f;
     this->storage_.keys_full.wait(0);  // Sync: K and V are loaded.
-    this->zero_fill_kv();
     Scores s, lse;
     start_qk(s, lse);
     warpgroup_wait<0>();
