@@ -9,8 +9,8 @@
 
 namespace flashattn3::backward::specialized {
 
-// Zero fill of K and V past the end of the sequence, as of Q and dO (Consumer). Both warpgroups call
-// it, at the same instruction: synccheck takes a CTA barrier at two as divergence.
+// Zero fill of K and V past the end of the sequence, as of Q and dO (Consumer). Both warpgroups
+// call it, at the same instruction: synccheck takes a CTA barrier at two as divergence.
 template <Config kConfig>
 __device__ __forceinline__ void zero_fill_kv(const Arguments& args, const WorkTile& tile,
                                              uint8_t* shared, int rank) {
