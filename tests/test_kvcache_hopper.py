@@ -261,9 +261,11 @@ def test_the_grid_and_the_workspace_at_any_length():
     full = size(handle, 10**6, 1, 64)
     # Of each CTA two parts of so many rows: columns and twice (max, sum), the groups' among them.
     row_bytes = 2 * (128 + 4) * 4
-    assert full == (264, 264 * 4 * row_bytes) == size(handle, 1, 1, 2**20)
-    # More than 32 rows: one CTA for each SM, of which 128 have equal shares of 8 KV heads.
-    for queries, rows, num_ctas in ((2, 8, 264), (8, 32, 264), (16, 64, 128), (64, 64, 128)):
+    assert full == (264, 264 * 4 * row_bytes)
+    # One sequence: two groups of 16 shares of each KV head, not 33. More than 32 rows: one CTA for
+    # each SM, of which 128 have equal shares of 8 KV heads.
+    sizes = (1, 4, 256), (2, 8, 256), (8, 32, 256), (16, 64, 128), (64, 64, 128)
+    for queries, rows, num_ctas in sizes:
         found = size(handle, 1, queries, 2**20)
         assert found == (num_ctas, num_ctas * rows * row_bytes) and found[1] <= 9e6
     assert size(handle, 0, 0, 0) == (8, 8 * 4 * row_bytes)
@@ -273,8 +275,11 @@ def test_the_grid_and_the_workspace_at_any_length():
     assert size(whole, 63, 1, 64) == (256, 0) and size(whole, 50, 1, 64) == (264, 0)
     assert size(prepared(num_sms=5)[0], 64, 1, 64)[0] == 10
     assert size(prepared(num_sms=5, leaves_sms=True)[0], 64, 1, 64)[0] == 5
-    # One KV head of a long sequence would have 264 parts to join.
-    assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**20)[0] == 132
+    # A share for each KV block up to 16, then at least two: fewer parts to combine.
+    for keys, shares in ((16 * 64, 16), (17 * 64, 16), (36 * 64, 18), (64 * 64, 32)):
+        assert size(handle, 1, 1, keys)[0] == 8 * shares
+    # One KV head of a long sequence would have 264 parts to combine: groups of 16 on half SMs.
+    assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**20)[0] == 128
 
 
 @pytest.mark.parametrize(
