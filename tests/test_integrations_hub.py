@@ -85,8 +85,11 @@ for module in (flashattn3, *copies):
     library = importlib.import_module(module.__name__ + ".backends.hopper.library").find_library()
     assert library.error is None, library.error
     assert library.configs == frozenset({sorted(LIBRARY.configs)!r})
-    operators = (library.prepare_forward, library.forward, library.backward, library.permute_v)
-    (namespace,) = {{operator.namespace for operator in operators}}
+    (loaded,) = library.autograd_node.args
+    namespace = loaded.name
+    assert loaded is getattr(torch.ops, namespace)
+    for name in ("prepare_forward", "forward", "backward", "permute_v"):
+        assert getattr(library, name) is getattr(loaded, name).default._op
     quantize = getattr(torch.ops, namespace).quantize.default
     assert len(quantize._schema.arguments) > 3
     found.add(namespace)

@@ -129,6 +129,18 @@ def test_the_table_of_varlen_batches():
             assert cell == f"{found[f'{case} {column}', '']:.2f}"
 
 
+def test_the_table_of_varlen_batches_with_grouped_queries():
+    _, *rows = TABLES["Hopper backward"][6]
+    names = "varlen", "varlen-undivided"
+    found = [
+        speed_ratios(f"h100-backward/{name}.jsonl", "flashattn3", "dense", "bwd") for name in names
+    ]
+    grouped = [case for case, _ in found[0] if "heads" in case]
+    assert [case for case, *_ in rows] == grouped
+    for case, *cells in rows:
+        assert cells == [f"{ratios[case, '']:.2f}" for ratios in found]
+
+
 def test_the_table_of_cached_calls():
     (_, *providers), *rows = TABLES["Cached calls on Hopper"][0]
     found = numbers("h100/decode.jsonl", "median_ms")
