@@ -84,31 +84,30 @@ def expect_descriptors(descriptors, *tensors):
     assert descriptors[: len(tensors)] == [[x.data_ptr(), *extents(x)] for x in tensors]
 
 
+def expect_parts(host, out, tensors, num_launches, *parts):
+    """The backward stores dk and dv in tensors of these extents, which are no results."""
+    gradients, descriptors, launches = recorded(
+        host, lambda: torch.autograd.grad(out, tensors, torch.randn_like(out))
+    )
+    assert launches == num_launches
+    results = {x.data_ptr() for x in gradients}
+    found = [extents for address, *extents in descriptors if address not in results]
+    assert all(extents in found for extents in parts)
+
+
 def check_divided_heads(host):
     """Few work tiles: each query head has parts of dk and dv in the workspace, which are added."""
-    q, k, v = inputs(76, 92, dv=32)
-    out = flash_attn_func(q, k, v, causal=True)
-    gradients, descriptors, launches = recorded(
-        host, lambda: torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-    )
-    assert launches == 4
-    results = {x.data_ptr() for x in gradients}
-    parts = [extents for address, *extents in descriptors if address not in results]
-    assert [64, 92, 4, 2] in parts and [32, 92, 4, 2] in parts
+    tensors = inputs(76, 92, dv=32)
+    out = flash_attn_func(*tensors, causal=True)
+    expect_parts(host, out, tensors, 4, [64, 92, 4, 2], [32, 92, 4, 2])
 
 
 def check_divided_heads_of_a_varlen_batch(host):
     """The same; the fifth launch, the first, sorts the sequences."""
-    q, k, v = (x.detach().flatten(0, 1).requires_grad_() for x in inputs(78, 94, dv=32))
+    tensors = [x.detach().flatten(0, 1).requires_grad_() for x in inputs(78, 94, dv=32)]
     edges = [torch.tensor([0, 20, n], dtype=torch.int32) for n in (156, 188)]
-    out = flash_attn_varlen_func(q, k, v, *edges, 136, 168, causal=True)
-    gradients, descriptors, launches = recorded(
-        host, lambda: torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-    )
-    assert launches == 5
-    results = {x.data_ptr() for x in gradients}
-    parts = [extents for address, *extents in descriptors if address not in results]
-    assert [64, 188, 4, 1] in parts and [32, 188, 4, 1] in parts
+    out = flash_attn_varlen_func(*tensors, *edges, 136, 168, causal=True)
+    expect_parts(host, out, tensors, 5, [64, 188, 4, 1], [32, 188, 4, 1])
 
 
 def check_both_passes(host):
