@@ -327,7 +327,7 @@ def compare_planned_calls(host, like):
     planned_calls.cache_clear()
 
     def both(call):
-        """What a call gives with the launches that the operator knows, and without."""
+        """Return the results of a call with the launches that the operator knows, and without."""
         passed, checks = [], kvcache._checked_decode.cache_info
         for clear in (False, True):
             if clear:

@@ -157,7 +157,7 @@ PACKED = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
 @pytest.mark.parametrize(
     ("lengths", "heads", "options", "parts"),
     [
-        # As a dense batch of these lengths.
+        # These batches have as many parts as dense ones of these lengths.
         ((8192,), (64, 8), {"causal": True}, 4),
         ((8192,), (64, 8), {}, 4),
         ((8192,), (64, 8), {"causal": True, "window_left": 255}, 1),

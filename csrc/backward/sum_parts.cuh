@@ -34,8 +34,9 @@ struct SumArguments {
   int num_parts;
 };
 
-// Whether a sequence owns the token: the main kernel stored its parts. batch_idx: 0 with
-// cu_seqlens, which then are searched for the last sequence that begins at or before the token.
+// Returns whether a sequence owns the token, so that the main kernel stored its parts. With
+// cu_seqlens batch_idx is 0, and the function searches for the last sequence that begins at or
+// before the token.
 __device__ __forceinline__ bool is_owned(const SequenceTable& table, int batch, int batch_idx,
                                          int token) {
   if (table.cu_seqlens != nullptr) {

@@ -52,7 +52,8 @@ struct DecodeCall {
   int64_t total_q() const { return q.size(varlen() ? 0 : 1); }
 };
 
-// Whether all rows begin at multiples of 16 bytes and are dense. Of tensors of 16-bit elements.
+// Returns whether all rows of a tensor of 16-bit elements begin at multiples of 16 bytes and are
+// dense.
 bool has_aligned_rows(const Tensor& tensor);
 
 // Checks a call against its prepared launch and launches it on torch's current stream. out: a new

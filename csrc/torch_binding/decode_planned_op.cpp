@@ -17,8 +17,8 @@
 namespace flashattn3 {
 namespace {
 
-// Whether the launch is planned for calls with these tensors: everything that a plan depends on.
-// run_decode checks what does not depend on the plan.
+// Returns whether the launch is planned for calls with these tensors. It compares everything that a
+// plan depends on; run_decode checks the rest.
 bool is_planned_for(const PlannedDecode& planned, const DecodeCall& call) {
   const CachedProblem& problem = planned.launch.problem;
   const Tensor &q = call.q, &k = call.k_cache, &v = call.v_cache;
@@ -56,9 +56,9 @@ void decode_planned(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-// Of few arguments, because torch takes 100 ns for each, given or not. launches: some
-// PlannedDecode. Returns None if none of them is for such a call. Throws for tensors that do not
-// fit each other.
+// The operator has few arguments, because torch takes 100 ns for each, given or not. launches holds
+// some PlannedDecode. The operator returns None if none of them is for such a call, and throws for
+// tensors that do not fit each other.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
       "decode_planned(Tensor launches, Tensor q, Tensor k_cache, Tensor v_cache, "

@@ -191,7 +191,7 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
   BackwardParams params = device.params(num_sms);
   GuardedBytes workspace(kRows[config].workspace_bytes(params.forward));
   params.workspace = workspace.data();
-  // Of the first run: (gradient, deterministic, parts).
+  // Bits of the first run for each (gradient, deterministic, number of parts).
   std::map<std::array<int, 3>, std::vector<uint16_t>> first;
   for (const Run& run : kRuns) {
     std::snprintf(g_now, sizeof(g_now), "%s, %s", label, run.name);
