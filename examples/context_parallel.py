@@ -1,10 +1,12 @@
 """One long sequence over several GPUs: torch's context_parallel (ring attention) on flashattn3,
 against one GPU with the whole sequence. A training step of causal attention.
 
-torchrun --nproc-per-node 2 examples/context_parallel.py [--seqlen 65536]
+torchrun --nproc-per-node 2 examples/context_parallel.py [--seqlen 16384 65536] [--results FILE]
 """
 
 import argparse
+import json
+import os
 import statistics
 import time
 
@@ -42,33 +44,46 @@ def milliseconds(tensors) -> float:
     return statistics.median(found[2:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seqlen", type=int, default=65536)
-    seqlen = parser.parse_args().seqlen
-    dist.init_process_group("nccl")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    mesh = init_device_mesh("cuda", (size,))
-    activate_flash_attention_impl(provider.register(prefer=True))
-
+def compare(seqlen: int, mesh) -> dict:
+    """Times in ms of a step on one GPU and on all, and the relative errors of the latter."""
     torch.manual_seed(0)  # every process makes the same sequence
     shapes = [(1, heads, seqlen, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
-    whole = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+    whole = [torch.randn(shape, device=mesh.device_type, dtype=torch.bfloat16) for shape in shapes]
     wanted, alone = step(*whole), milliseconds(whole)
 
     buffers = [x.clone() for x in whole]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
         found, together = step(*buffers), milliseconds(buffers)
         found = context_parallel_unshard(mesh, list(found), [2] * 4)
+    errors = {}
     for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
-        error = ((x.float() - y.float()).norm() / y.float().norm()).item()
-        assert error < 1e-2, f"{name}: relative error {error:.2g}"
-        if rank == 0:
-            print(f"{name}: relative error {error:.2g}")
-    if rank == 0:
-        print(f"one GPU {alone:.1f} ms, {size} GPUs {together:.1f} ms: {alone / together:.2f}x")
+        errors[name] = ((x.float() - y.float()).norm() / y.float().norm()).item()
+        assert errors[name] < 1e-2, f"{name}: relative error {errors[name]:.2g}"
+    return {"seqlen": seqlen, "one_gpu_ms": alone, "all_gpus_ms": together, "errors": errors}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seqlen", type=int, nargs="+", default=[65536])
+    parser.add_argument("--results", help="append a JSON line for each length to this file")
+    args = parser.parse_args()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    mesh = init_device_mesh("cuda", (size,))
+    activate_flash_attention_impl(provider.register(prefer=True))
+    for seqlen in args.seqlen:
+        found = compare(seqlen, mesh)
+        if rank != 0:
+            continue
+        alone, together = found["one_gpu_ms"], found["all_gpus_ms"]
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in found["errors"].items())
+        print(f"{seqlen} tokens: one GPU {alone:.1f} ms, {size} GPUs {together:.1f} ms, ", end="")
+        print(f"{alone / together:.2f}x; relative errors: {errors}", flush=True)
+        if args.results:
+            about = {"gpu": torch.cuda.get_device_name(), "gpus": size, "torch": torch.__version__}
+            with open(args.results, "a") as file:
+                file.write(json.dumps(about | found) + "\n")
     dist.destroy_process_group()
 
 
