@@ -34,7 +34,8 @@ class ConsumerPipeline {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     q_base_ = smem_desc_low(base, 16) + (Traits::kQOffset + warpgroup * 64 * 128) / 16;
     k_base_ = smem_desc_low(base, 16) + Traits::kKOffset / 16;
-    v_base_ = smem_desc_low(base, Traits::kVAtomStride) + Traits::kVOffset / 16;
+    const int v_atom_stride = Traits::kQuantized ? kCoreBytes : v_strides().atom * 16;
+    v_base_ = smem_desc_low(base, v_atom_stride) + Traits::kVOffset / 16;
   }
 
   // This warpgroup's share of a work tile.
@@ -119,6 +120,9 @@ class ConsumerPipeline {
   __device__ __forceinline__ uint32_t v_desc(const PipelineState<kStages>& at) const {
     return v_base_ + at.index() * (Traits::kVBytes / 16);
   }
+  // Strides of a 16-bit K or V tile.
+  __device__ __forceinline__ auto k_strides() const { return strides<&CachedArguments::k_tile>(); }
+  __device__ __forceinline__ auto v_strides() const { return strides<&CachedArguments::v_tile>(); }
   // Addresses of the Q tile and of the K tile at a stage, to recompute scores.
   __device__ __forceinline__ uint32_t q_address() const {
     return cute::cast_smem_ptr_to_uint(shared_) + Traits::kQOffset + q_.index() * Traits::kQBytes;
@@ -160,6 +164,16 @@ class ConsumerPipeline {
     return tile()
         .mask(num_rows, uniform(tile().num_keys), args_.window)
         .template full_n_blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
+  }
+
+  // kTile: where cached kernel configs have them.
+  template <CacheTile CachedArguments::* kTile>
+  __device__ __forceinline__ auto strides() const {
+    if constexpr (kConfig.cached) {
+      return (static_cast<const CachedArguments&>(args_).*kTile).strides;
+    } else {
+      return AtomMajor<kBlockN>();
+    }
   }
 
   template <class Scores>

@@ -27,7 +27,7 @@ struct CachedRoles : Roles<kConfig> {
       griddepcontrol_wait();
       CachedTiles<kConfig>(args, shared).run();
     } else if (warp == 1) {
-      zero_fill_cached_v<kConfig>(shared);
+      zero_fill_cached_v<kConfig>(args, shared);
     } else if (warp == 2) {
       griddepcontrol_wait();
       load_cached_k<kConfig>(args, shared);

@@ -2,16 +2,19 @@
 // thread of its first warp publishes the CTA's work tiles and loads Q, the second warp writes V's
 // zero fill, the third loads K and the fourth V.
 //
-// A K or V tile arrives as TMA boxes of one swizzle atom x so many keys that no box crosses a page.
-// The 32 lanes of a warp issue them: of one thread a box takes an SM 200 cycles, of 32 lanes 64
-// (H100). The warps wait for the consumers and for published work tiles, never for each other's
-// loads, so no order of the loads can deadlock. Q has a buffer besides the one in use or, with one
-// buffer, is loaded once the consumers have released it.
+// A K or V tile arrives as TMA boxes of so many keys that no box crosses a page: where the cache
+// allows it (CacheTile) with all swizzle atoms of the keys, else with one. The 32 lanes of a warp
+// issue them: of one thread a box takes an SM 200 cycles, of 32 lanes 36 and 4 for each row of an
+// atom (H100). The warps wait for the consumers and for published work tiles, never for each
+// other's loads, so no order of the loads can deadlock. Q has a buffer besides the one in use or,
+// with one buffer, is loaded once the consumers have released it.
 #pragma once
 
+#include <bit>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "attention/tile_scheduler.cuh"
+#include "forward/arguments.h"
 #include "forward/traits_cached.cuh"
 #include "tile/tma_load.cuh"
 
@@ -32,16 +35,22 @@ struct SeenRows {
   }
 };
 
+// Byte offset of a row of an atom in a tile.
+__device__ __forceinline__ uint32_t row_offset(const TileStrides& strides, int row, int atom) {
+  return row / 8 * strides.group * 16 + row % 8 * 128 + atom * strides.atom * 16;
+}
+
 // Sets the rows of a tile before `begin` and from `end` on to 0, as zero_fill_rows (tma_load.cuh).
 template <int kRows, int kAtoms>
-__device__ __forceinline__ void zero_fill_rows_outside(uint8_t* values, int begin, int end,
-                                                       uint32_t thread, int num_threads) {
+__device__ __forceinline__ void zero_fill_rows_outside(uint8_t* values, const TileStrides& strides,
+                                                       int begin, int end, uint32_t thread,
+                                                       int num_threads) {
   const uint32_t offset = thread % 8 * 16;
   for (int row = static_cast<int>(thread / 8); row < kRows; row += num_threads / 8) {
     if (row >= begin && row < end) continue;
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
-      *reinterpret_cast<uint4*>(values + (atom * kRows + row) * 128 + offset) =
+      *reinterpret_cast<uint4*>(values + row_offset(strides, row, atom) + offset) =
           make_uint4(0, 0, 0, 0);
     }
   }
@@ -53,8 +62,9 @@ class PageLoader {
   using Traits = KernelTraits<kConfig>;
 
  public:
-  __device__ __forceinline__ PageLoader(const CachedArguments& args, const void* tensor_map)
-      : args_(args), tensor_map_(tensor_map) {}
+  __device__ __forceinline__ PageLoader(const CachedArguments& args, const void* tensor_map,
+                                        const CacheTile& cache_tile)
+      : args_(args), tensor_map_(tensor_map), cache_tile_(cache_tile) {}
 
   // Waits for a free stage and loads a KV block of the work tile into it. full: its phase ends when
   // the tile has arrived; one arrival. kMarksLost: keys that a query may see but whose page does
@@ -64,27 +74,35 @@ class PageLoader {
                                        const Barrier& empty, uint32_t phase, Barrier& full) const {
     const int lane = threadIdx.x % 32;
     const int log2_rows = args_.log2_box_rows;
-    const int num_boxes = (Traits::kBlockN >> log2_rows) * Traits::kAtoms;
+    const bool all_atoms = cache_tile_.page_groups > 0;  // in one box
+    const int log2_atoms = all_atoms ? 0 : kLog2Atoms;   // boxes beside each other
+    const int num_boxes = Traits::kBlockN >> log2_rows << log2_atoms;
     const int first_key = block * Traits::kBlockN;
-    const int box_bytes = 128 << log2_rows;
-    const auto row_of_box = [&](int box) { return box / Traits::kAtoms << log2_rows; };
+    const int box_bytes = Traits::kAtoms * 128 << log2_rows >> log2_atoms;
+    const auto row_of_box = [&](int box) { return box >> log2_atoms << log2_rows; };
     // The table is read before the wait, which hides the latency.
     int page = kHidden, slot = 0;
     if (lane < num_boxes) find(tile, first_key + row_of_box(lane), page, slot);
     empty.wait(phase);  // Sync: every consumer warp has released the stage.
     int bytes = 0;
     for (int box = lane; box < num_boxes; box += 32) {
-      const int row = row_of_box(box), atom = box % Traits::kAtoms;
+      const int row = row_of_box(box), atom = box & (1 << log2_atoms) - 1;
       if (box != lane) find(tile, first_key + row, page, slot);
-      uint8_t* const to = stage + (atom * Traits::kBlockN + row) * 128;
+      uint8_t* const to = stage + row_offset(cache_tile_.strides, row, atom);
       if (kMarksLost && page == kLost) {
-        mark_lost(to, 1 << log2_rows);
+        mark_lost(stage, row, 1 << log2_rows);
+        continue;
+      }
+      // Hidden and lost keys are outside the tensor and arrive as zeros.
+      if (all_atoms) {
+        const int group = page < 0 ? -Traits::kBlockN : page * cache_tile_.page_groups + slot / 8;
+        cute::SM90_TMA_LOAD_5D::copy(tensor_map_, &full.word, kReadAgain, to, 0, 0, 0, group,
+                                     tile.kv_head);
       } else {
-        // Hidden and lost keys are outside the tensor and arrive as zeros.
         cute::SM90_TMA_LOAD_4D::copy(tensor_map_, &full.word, kReadAgain, to,
                                      atom * Traits::kAtomColumns, slot, tile.kv_head, page);
-        bytes += box_bytes;
       }
+      bytes += box_bytes;
     }
     __syncwarp();
     // V's boxes are always all of them.
@@ -94,6 +112,8 @@ class PageLoader {
   }
 
  private:
+  static constexpr int kLog2Atoms = std::countr_zero(static_cast<unsigned>(Traits::kAtoms));
+  static_assert(1 << kLog2Atoms == Traits::kAtoms);
   static constexpr int kHidden = -1;  // no query sees the keys of the box
   static constexpr int kLost = -2;    // their page does not exist
 
@@ -106,9 +126,9 @@ class PageLoader {
   }
 
   // A NaN in a row of K makes all of its scores NaN.
-  static __device__ __forceinline__ void mark_lost(uint8_t* rows, int num_rows) {
-    for (int row = 0; row < num_rows; ++row) {
-      *reinterpret_cast<uint4*>(rows + row * 128) =
+  __device__ __forceinline__ void mark_lost(uint8_t* stage, int begin, int num_rows) const {
+    for (int row = begin; row < begin + num_rows; ++row) {
+      *reinterpret_cast<uint4*>(stage + row_offset(cache_tile_.strides, row, 0)) =
           make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
     }
     fence_async_proxy();
@@ -116,6 +136,7 @@ class PageLoader {
 
   const CachedArguments& args_;
   const void* tensor_map_;
+  const CacheTile& cache_tile_;
 };
 
 // The first warp, one thread of it: publishes the CTA's work tiles, after the last one a tile with
@@ -232,7 +253,7 @@ __device__ __forceinline__ void load_cached_k(const CachedArguments& args, uint8
   // that the CTA that is ready first gets it; early enough to hide both latencies.
   constexpr int kEndBlocks = 5;
   auto& storage = *reinterpret_cast<CachedStorageOf<kConfig>*>(shared);
-  const PageLoader<kConfig> loader(args, &args.k);
+  const PageLoader<kConfig> loader(args, &args.k, args.k_tile);
   PipelineState<Traits::kStages> at(1);
   for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
     const int begin = uniform(tile.n_blocks.begin), end = uniform(tile.n_blocks.end);
@@ -253,7 +274,7 @@ template <Config kConfig>
 __device__ __forceinline__ void load_cached_v(const CachedArguments& args, uint8_t* shared) {
   using Traits = KernelTraits<kConfig>;
   auto& storage = *reinterpret_cast<CachedStorageOf<kConfig>*>(shared);
-  const PageLoader<kConfig> loader(args, &args.v);
+  const PageLoader<kConfig> loader(args, &args.v, args.v_tile);
   PipelineState<Traits::kStages> at(1);
   for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
     const int begin = uniform(tile.n_blocks.begin);
@@ -273,7 +294,7 @@ __device__ __forceinline__ void load_cached_v(const CachedArguments& args, uint8
 // one. Only the first and the last V tile of a work tile have such rows. The warp waits only for
 // published work tiles and for copies in flight.
 template <Config kConfig>
-__device__ __forceinline__ void zero_fill_cached_v(uint8_t* shared) {
+__device__ __forceinline__ void zero_fill_cached_v(const CachedArguments& args, uint8_t* shared) {
   using Traits = KernelTraits<kConfig>;
   auto& storage = *reinterpret_cast<CachedStorageOf<kConfig>*>(shared);
   int first_stage = 0;  // of the work tile
@@ -284,8 +305,8 @@ __device__ __forceinline__ void zero_fill_cached_v(uint8_t* shared) {
     storage.v_unfilled_full[stage].wait(phases >> stage & 1);  // Sync: V is loaded.
     phases ^= 1u << stage;
     uint8_t* values = shared + Traits::kVOffset + stage * Traits::kVBytes;
-    zero_fill_rows_outside<Traits::kBlockN, Traits::kAtoms>(values, rows.begin, rows.end,
-                                                            threadIdx.x % 32, 32);
+    zero_fill_rows_outside<Traits::kBlockN, Traits::kAtoms>(values, args.v_tile.strides, rows.begin,
+                                                            rows.end, threadIdx.x % 32, 32);
     fence_async_proxy();
     __syncwarp();
     storage.v_full[stage].arrive_warp();  // Sync: every lane has written its zeros and fenced.

@@ -35,13 +35,14 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
 
   // Starts S = Q K^T with the K at this stage.
   __device__ __forceinline__ void gemm_qk(Scores& s, PipelineState<kStages> at) {
-    gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at));
+    gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at),
+                                                          this->k_strides());
   }
 
   // Starts O += P V with the V at this stage.
   __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
                                           PipelineState<kStages> at) {
-    gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, this->v_desc(at));
+    gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, this->v_desc(at), this->v_strides());
   }
 
   // Takes S of the last block; returns P of the first block and O of all blocks after it.
@@ -111,7 +112,8 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
       warpgroup_fence_operand(s);
       if (!exact) {  // exponentiate_at_once has overwritten S
         recompute_scores<kElement, Traits::kBlockM, kBlockN, kHeadDim>(
-            s, this->q_address(), this->k_address(kv), threadIdx.x / 32 * kRowsOfWarp);
+            s, this->q_address(), this->k_address(kv), threadIdx.x / 32 * kRowsOfWarp,
+            this->k_strides());
       }
       // If the sums overflowed, row_max rises even if no single score passed the threshold: else
       // the sums of the next block would overflow again.

@@ -34,7 +34,6 @@ struct KernelTraits {
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
   static constexpr int kVBytes = v_tile_bytes(kConfig);
-  static constexpr int kVAtomStride = kQuantized ? kCoreBytes : kBlockN * 128;  // smem_desc_low
   // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
   static constexpr int kOutRegisters = (kHeadDimV + (kQuantized ? kRowSumColumns : 0)) / 2;
   static constexpr bool kOutOverQ = out_over_q(kConfig);

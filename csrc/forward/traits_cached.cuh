@@ -1,19 +1,10 @@
-// Additional arguments, work tile and shared storage of cached kernel configs, whose K and V are in
-// a paged or dense cache.
+// Work tile and shared storage of cached kernel configs, whose K and V are in a paged or dense
+// cache.
 #pragma once
 
-#include "attention/cached_keys.cuh"
-#include "forward/arguments.h"
 #include "forward/traits.cuh"
 
 namespace flashattn3::forward {
-
-// k and v: (head_dim, slot, heads, page), boxes of 128 bytes of columns x 2^log2_box_rows slots,
-// which divide the page and block_n. seqlens_k is not read.
-struct CachedArguments : Arguments {
-  CachedKeys keys;
-  int log2_box_rows;
-};
 
 // A WorkTile of a cached sequence.
 struct CachedWorkTile : WorkTile {

@@ -54,6 +54,19 @@ inline int box_rows_of(const DecodeParams& params, int block_n) {
   return params.page_table == nullptr ? block_n : std::gcd(params.page_size, block_n);
 }
 
+// Groups of 8 slots from one page to the next, if a box can have all atoms of its slots: there are
+// several atoms, all columns of a head fill whole ones, and pages begin at whole groups. Else 0.
+inline int page_groups_of(const CacheParams& cache, int head_dim, int slots, int pages,
+                          int box_rows) {
+  if (head_dim <= 64 || head_dim % 64 != 0 || box_rows % 8 != 0 || slots % 8 != 0) return 0;
+  const int64_t group_stride = 8 * cache.stride.seq;
+  if (group_stride <= 0) return 0;
+  if (pages == 1) return slots / 8;
+  const int64_t groups = cache.stride.batch / group_stride;
+  const bool whole = groups > 0 && cache.stride.batch % group_stride == 0;
+  return whole && groups * pages < INT_MAX ? static_cast<int>(groups) : 0;
+}
+
 template <forward::Config kConfig>
 void check_cached_forward(const char* name, const DecodeParams& params) {
   check_fits(name, kConfig, forward_params_of(params));
@@ -87,14 +100,26 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
   const int box_rows = box_rows_of(params, kConfig.block_n);
   forward::CachedArguments args;
   set_query_arguments<kConfig>(args, forward);
-  const auto cache_map = [&](const char* what, const CacheParams& cache, int head_dim) {
-    const TensorMapShape shape{head_dim, no_keys ? 0 : slots, params.num_heads_kv,
-                               std::max(pages, 1)};
-    return make_tensor_map(what, kConfig.dtype, cache.data, params.q, shape, cache.stride,
-                           box_rows);
+  constexpr int kAtoms = forward::KernelTraits<kConfig>::kAtoms;
+  const auto set_cache = [&](const char* what, const CacheParams& cache, int head_dim,
+                             CUtensorMap& map, forward::CacheTile& tile) {
+    const int groups = no_keys ? 0 : page_groups_of(cache, head_dim, slots, pages, box_rows);
+    if (groups > 0) {
+      const GroupedRows rows{head_dim / 64, int64_t{groups} * (pages - 1) + slots / 8,
+                             params.num_heads_kv, cache.stride.seq, cache.stride.head};
+      map = make_grouped_map(what, kConfig.dtype, cache.data, rows, kAtoms, box_rows / 8);
+      tile = {.strides = {.atom = 1024 / 16, .group = kAtoms * 1024 / 16}, .page_groups = groups};
+    } else {
+      using Strides = AtomMajor<kConfig.block_n>;
+      const TensorMapShape shape{head_dim, no_keys ? 0 : slots, params.num_heads_kv,
+                                 std::max(pages, 1)};
+      map =
+          make_tensor_map(what, kConfig.dtype, cache.data, params.q, shape, cache.stride, box_rows);
+      tile = {.strides = {.atom = Strides::atom, .group = Strides::group}, .page_groups = 0};
+    }
   };
-  args.k = cache_map("k_cache", params.k, params.head_dim);
-  args.v = cache_map("v_cache", params.v, params.head_dim_v);
+  set_cache("k_cache", params.k, params.head_dim, args.k, args.k_tile);
+  set_cache("v_cache", params.v, params.head_dim_v, args.v, args.v_tile);
   args.seqlens_k = {};
   args.score_scale = score_scale_of(params, false);
   args.keys = {.page_table = params.page_table,

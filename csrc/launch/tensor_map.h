@@ -40,35 +40,38 @@ struct TensorMapShape {
   int64_t head_dim, seq, heads, batch;
 };
 
-// Everything that determines a descriptor. Dimensions are innermost first. bytes: byte strides,
-// without that of the innermost dimension, whose elements are contiguous.
+// Everything that determines a descriptor. Dimensions are innermost first; the last ones may have
+// extent 1. bytes: byte strides, without that of the innermost dimension, whose elements are
+// contiguous.
 struct TensorMapKey {
   const void* address;
   ElementType type;
   CUtensorMapSwizzle swizzle;
-  cuuint32_t box[4];
-  cuuint64_t extent[4];
-  cuuint64_t bytes[3];
+  cuuint32_t rank;
+  cuuint32_t box[5];
+  cuuint64_t extent[5];
+  cuuint64_t bytes[4];
   bool operator==(const TensorMapKey&) const = default;
 };
 
 inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) {
   const int element = element_bytes(key.type);
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status =
       tensor_map_encoder()(&map,
                            key.type == ElementType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                            : key.type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                : CU_TENSOR_MAP_DATA_TYPE_UINT8,
-                           4, const_cast<void*>(key.address), key.extent, key.bytes, key.box,
+                           key.rank, const_cast<void*>(key.address), key.extent, key.bytes, key.box,
                            element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, key.swizzle,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     std::string what = std::string("TMA descriptor of ") + name + " (";
-    for (int i = 0; i < 4; ++i) what += (i ? " x " : "") + std::to_string(key.extent[i]);
+    const int rank = static_cast<int>(key.rank);
+    for (int i = 0; i < rank; ++i) what += (i ? " x " : "") + std::to_string(key.extent[i]);
     what += ", bytes between neighbours " + std::to_string(element);
-    for (int i = 0; i < 3; ++i) what += ", " + std::to_string(key.bytes[i]);
+    for (int i = 0; i + 1 < rank; ++i) what += ", " + std::to_string(key.bytes[i]);
     check_driver(status, (what + ")").c_str());
   }
   return map;
@@ -103,6 +106,7 @@ inline CUtensorMap make_tensor_map(const char* name, ElementType type, const voi
       .address = empty ? unused : address,
       .type = type,
       .swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+      .rank = 4,
       .box = {static_cast<cuuint32_t>(128 / element_bytes(type)), static_cast<cuuint32_t>(box_rows),
               1, 1},
       .extent = {static_cast<cuuint64_t>(shape.head_dim),
@@ -119,6 +123,28 @@ inline CUtensorMap make_tensor_map(const char* name, ElementType type, const voi
   return known_tensor_map(name, key);
 }
 
+// 16-bit rows of whole atoms (64 columns), in groups of 8. Dimensions: (columns of an atom, 8 rows,
+// atoms, groups, heads), innermost first; strides in elements. Box: box_atoms atoms of box_groups
+// groups, which follow each other.
+struct GroupedRows {
+  int64_t atoms, groups, heads, row_stride, head_stride;
+};
+inline CUtensorMap make_grouped_map(const char* name, ElementType type, const void* address,
+                                    const GroupedRows& rows, int box_atoms, int box_groups) {
+  const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements * 2); };
+  return known_tensor_map(
+      name,
+      {.address = address,
+       .type = type,
+       .swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+       .rank = 5,
+       .box = {64, 8, static_cast<cuuint32_t>(box_atoms), static_cast<cuuint32_t>(box_groups), 1},
+       .extent = {64, 8, static_cast<cuuint64_t>(rows.atoms), static_cast<cuuint64_t>(rows.groups),
+                  static_cast<cuuint64_t>(rows.heads)},
+       .bytes = {bytes(rows.row_stride), bytes(64), bytes(8 * rows.row_stride),
+                 rows.heads == 1 ? 16 : bytes(rows.head_stride)}});
+}
+
 // Permuted V: dense (heads, num_permuted_keys / 16, columns, 16) bytes. Dimensions: (8 columns x 16
 // keys, num_permuted_keys / 16, columns / 8, heads), innermost first. Box: box_keys keys x all
 // columns, in the tile layout of permuted_v.h. unused: as above.
@@ -133,6 +159,7 @@ inline CUtensorMap make_permuted_v_map(const void* address, const void* unused,
       "v", {.address = empty ? unused : address,
             .type = ElementType::kE4m3,
             .swizzle = CU_TENSOR_MAP_SWIZZLE_NONE,
+            .rank = 4,
             .box = {kCoreBytes, static_cast<cuuint32_t>(box_keys / kCoreRowKeys), groups, 1},
             .extent = {kCoreBytes, vecs, groups, static_cast<cuuint64_t>(heads)},
             .bytes = {bytes_of_vec, kCoreBytes, vecs * bytes_of_vec}});

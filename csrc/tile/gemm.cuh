@@ -1,8 +1,7 @@
 // The two GEMMs of attention on tiles in shared memory, with their fences and waits.
 //
-// A tile of rows x columns is stored as atoms of 128 bytes of columns: atom c holds all R rows,
-// 128 bytes each, in the 128-byte swizzle that TMA writes, R * 128 bytes in total. Atoms, and the
-// 64-row slabs of Q in them, start at multiples of 1024 bytes.
+// tile_strides.h has the layout of a tile. Tiles, and the 64-row slabs of Q in them, start at
+// multiples of 1024 bytes.
 // gemm_int8.cuh, row_sum_columns.cuh and gemm_mn.cuh have the others.
 #pragma once
 
@@ -15,6 +14,7 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.h"
+#include "tile/tile_strides.h"
 
 namespace flashattn3 {
 
@@ -25,10 +25,9 @@ __device__ __forceinline__ uint32_t smem_desc_low(uint32_t address, int atom_str
   return ((address >> 4) & 0x3fff) + (static_cast<uint32_t>(atom_stride >> 4) << 16);
 }
 
-// The high word is constant: 1024 bytes between groups of 8 rows, 128-byte swizzle.
-__device__ __forceinline__ uint64_t smem_desc(uint32_t low) {
-  constexpr uint32_t kHigh = (1024 >> 4) | 1u << 30;
-  return static_cast<uint64_t>(kHigh) << 32 | low;
+// The high word has the stride between groups of 8 rows and the 128-byte swizzle.
+__device__ __forceinline__ uint64_t smem_desc(uint32_t low, uint32_t group_stride = 1024 / 16) {
+  return static_cast<uint64_t>(group_stride | 1u << 30) << 32 | low;
 }
 
 // Tells the compiler that asynchronous WGMMA may write these registers up to this point.
@@ -38,23 +37,25 @@ __device__ __forceinline__ void warpgroup_fence_operand(Register (&registers)[kC
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
 }
 
-// Offset of step `step` (32 bytes of columns, four steps per atom) in a tile of `rows` rows, in
-// units of 16 bytes.
-__device__ __forceinline__ constexpr uint32_t score_step(int step, int rows) {
-  return step / 4 * (rows * 128 / 16) + step % 4 * 2;
+// Offset of step `step` (32 bytes of columns, four steps per atom) in a tile with so many units of
+// 16 bytes from one atom to the next, in these units.
+__device__ __forceinline__ constexpr uint32_t score_step(int step, uint32_t atom_stride) {
+  return step / 4 * atom_stride + step % 4 * 2;
 }
 
 // Starts s = q * k^T (s += with kAdd) for the warpgroup's 64 rows. q: the warpgroup's slab of a
-// tile of kBlockM rows; k: kN rows of a tile of kBlockN rows.
+// tile of kBlockM rows; k: kN rows of a tile of kBlockN rows, or of one with these strides.
 template <ElementType kElement, int kBlockM, int kN, int kHeadDim, bool kAdd = false,
-          int kBlockN = kN>
-__device__ __forceinline__ void gemm_ss(float (&s)[kN / 2], uint32_t q, uint32_t k) {
+          int kBlockN = kN, class Strides = AtomMajor<kBlockN>>
+__device__ __forceinline__ void gemm_ss(float (&s)[kN / 2], uint32_t q, uint32_t k,
+                                        const Strides& strides = {}) {
   warpgroup_fence_operand(s);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int step = 0; step < kHeadDim * element_bytes(kElement) / 32; ++step) {
-    Wgmma<kElement, kN>::ss(s, smem_desc(q + score_step(step, kBlockM)),
-                            smem_desc(k + score_step(step, kBlockN)), kAdd || step > 0);
+    Wgmma<kElement, kN>::ss(s, smem_desc(q + score_step(step, AtomMajor<kBlockM>::atom)),
+                            smem_desc(k + score_step(step, strides.atom), strides.group),
+                            kAdd || step > 0);
   }
   cute::warpgroup_commit_batch();
 }
@@ -63,15 +64,17 @@ __device__ __forceinline__ void gemm_ss(float (&s)[kN / 2], uint32_t q, uint32_t
 template <ElementType kElement, int kN>
 using Probabilities = uint32_t[kN * element_bytes(kElement) / 32][4];
 
-// Starts o += p * v, with 16-bit p and v. v: kN rows.
-template <ElementType kElement, int kN, int kHeadDim>
+// Starts o += p * v, with 16-bit p and v. v: kN rows, of a tile with these strides.
+template <ElementType kElement, int kN, int kHeadDim, class Strides = AtomMajor<kN>>
 __device__ __forceinline__ void gemm_rs(float (&o)[kHeadDim / 2],
-                                        const Probabilities<kElement, kN>& p, uint32_t v) {
+                                        const Probabilities<kElement, kN>& p, uint32_t v,
+                                        const Strides& strides = {}) {
   warpgroup_fence_operand(o);
   cute::warpgroup_arrive();
 #pragma unroll
-  for (int step = 0; step < kN / 16; ++step) {  // 16 rows of 128 bytes
-    Wgmma<kElement, kHeadDim>::rs(o, p[step], smem_desc(v + step * 128));
+  for (int step = 0; step < kN / 16; ++step) {  // two groups of 8 rows
+    Wgmma<kElement, kHeadDim>::rs(o, p[step],
+                                  smem_desc(v + step * 2 * strides.group, strides.group));
   }
   cute::warpgroup_commit_batch();
 }
@@ -94,12 +97,12 @@ __device__ __forceinline__ void pack_probabilities(Probabilities<kElement, kN>& 
 
 // Computes S of one warp's 16 rows once more, from tiles that are still in shared memory: for the
 // rare case that overflowing exponentials have overwritten it; no other warp takes part. q: address
-// of a tile of kBlockM rows, first_row the warp's first in it; k: of kN rows. s: as gemm_ss leaves
-// it; mma.sync has the same fragments, 8 columns at a time. The swizzle exchanges vectors of 16
-// bytes by the row modulo 8, here that of register 0.
-template <ElementType kElement, int kBlockM, int kN, int kHeadDim>
+// of a tile of kBlockM rows, first_row the warp's first in it; k: of kN rows, with these strides.
+// s: as gemm_ss leaves it; mma.sync has the same fragments, 8 columns at a time. The swizzle
+// exchanges vectors of 16 bytes by the row modulo 8, here that of register 0.
+template <ElementType kElement, int kBlockM, int kN, int kHeadDim, class Strides = AtomMajor<kN>>
 __device__ __forceinline__ void recompute_scores(float (&s)[kN / 2], uint32_t q, uint32_t k,
-                                                 int first_row) {
+                                                 int first_row, const Strides& strides = {}) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) s[i] = 0.f;
@@ -110,14 +113,15 @@ __device__ __forceinline__ void recompute_scores(float (&s)[kN / 2], uint32_t q,
   for (int step = 0; step < kHeadDim * element_bytes(kElement) / 32; ++step) {
     const uint32_t vecs[2] = {static_cast<uint32_t>((step % 4 * 2) ^ row) * 16,
                               static_cast<uint32_t>((step % 4 * 2 + 1) ^ row) * 16};
-    const uint32_t q_atom = q + step / 4 * kBlockM * 128, k_atom = k + step / 4 * kN * 128;
+    const uint32_t q_atom = q + step / 4 * kBlockM * 128;
+    const uint32_t k_atom = k + step / 4 * strides.atom * 16;
     const uint32_t a[4] = {
         load_shared(q_atom + vecs[0]), load_shared(q_atom + vecs[0] + kRowStride * 128),
         load_shared(q_atom + vecs[1]), load_shared(q_atom + vecs[1] + kRowStride * 128)};
 #pragma unroll
     for (int group = 0; group < kN / 8; ++group) {
-      const uint32_t b[2] = {load_shared(k_atom + group * (8 * 128) + vecs[0]),
-                             load_shared(k_atom + group * (8 * 128) + vecs[1])};
+      const uint32_t k_group = k_atom + group * strides.group * 16;
+      const uint32_t b[2] = {load_shared(k_group + vecs[0]), load_shared(k_group + vecs[1])};
       mma_fragment<kElement>(reinterpret_cast<float (&)[4]>(s[4 * group]), a, b);
     }
   }

@@ -60,8 +60,8 @@ __device__ __forceinline__ void gemm_ss_int8(uint32_t (&s)[kN / 2], uint32_t q, 
   }
 #pragma unroll
   for (int step = 0; step < kHeadDim / 32; ++step) {
-    Product::ss(s, smem_desc(q + score_step(step, kBlockM)), smem_desc(k + score_step(step, kN)),
-                true);
+    Product::ss(s, smem_desc(q + score_step(step, AtomMajor<kBlockM>::atom)),
+                smem_desc(k + score_step(step, AtomMajor<kN>::atom)), true);
   }
   cute::warpgroup_commit_batch();
 }

@@ -11,8 +11,8 @@ namespace emulation {
 // Of 16-bit elements. bytes: strides of all dimensions but the innermost one.
 struct TensorMap {
   const uint8_t* address;
-  int64_t extent[4], bytes[3];
-  int box[2];
+  int64_t extent[5], bytes[4];
+  int box[5];
 
   CUtensorMap pack() const {
     static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
@@ -27,11 +27,13 @@ struct TensorMap {
   }
 
   // An element at these coordinates; null: outside.
-  const uint8_t* find(const int (&at)[4]) const {
-    for (int i = 0; i < 4; ++i) {
+  const uint8_t* find(const int (&at)[5]) const {
+    const uint8_t* found = address + at[0] * 2;
+    for (int i = 0; i < 5; ++i) {
       if (at[i] < 0 || at[i] >= extent[i]) return nullptr;
+      if (i > 0) found += at[i] * bytes[i - 1];
     }
-    return address + at[0] * 2 + at[1] * bytes[0] + at[2] * bytes[1] + at[3] * bytes[2];
+    return found;
   }
 };
 

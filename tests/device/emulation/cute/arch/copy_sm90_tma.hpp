@@ -21,12 +21,14 @@ enum class CacheHintSm90 : uint64_t { EVICT_NORMAL, EVICT_FIRST, EVICT_LAST };
 template <class Map>
 void prefetch_tma_descriptor(const Map*) {}
 
-struct SM90_TMA_LOAD_4D {
-  static void copy(const void* tensor_map, uint64_t* barrier, uint64_t, void* to, int column,
-                   int row, int head, int batch) {
+struct SM90_TMA_LOAD_5D {
+  // at: coordinates of the box, innermost first.
+  static void copy(const void* tensor_map, uint64_t* barrier, uint64_t, void* to, int at0, int at1,
+                   int at2, int at3, int at4) {
     const auto map = emulation::TensorMap::unpack(tensor_map);
     const uint32_t begin = cast_smem_ptr_to_uint(to);
-    const uint32_t size = static_cast<uint32_t>(map.box[0] * map.box[1] * 2);
+    const int rows = map.box[1] * map.box[2] * map.box[3] * map.box[4];  // of 128 bytes
+    const uint32_t size = static_cast<uint32_t>(map.box[0] * rows * 2);
     if (begin % 128 != 0 || begin + size > emulation::kSharedBytes) {
       std::printf("a box of %u bytes at %u of shared memory\n", size, begin);
       std::abort();
@@ -34,10 +36,14 @@ struct SM90_TMA_LOAD_4D {
     std::memset(to, 0xff, size);  // NaN until the copy is complete
     auto* const full = reinterpret_cast<flashattn3::Barrier*>(barrier);
     const auto complete = [=] {
-      for (int y = 0; y < map.box[1]; ++y) {
+      for (int y = 0; y < rows; ++y) {
+        const int row[4] = {y % map.box[1], y / map.box[1] % map.box[2],
+                            y / map.box[1] / map.box[2] % map.box[3],
+                            y / map.box[1] / map.box[2] / map.box[3]};
         for (int x = 0; x < map.box[0]; ++x) {
           const uint32_t at = begin + y * 128 + x * 2;
-          const uint8_t* from = map.find({column + x, row + y, head, batch});
+          const uint8_t* from =
+              map.find({at0 + x, at1 + row[0], at2 + row[1], at3 + row[2], at4 + row[3]});
           uint16_t bits = 0;
           if (from != nullptr) std::memcpy(&bits, from, 2);
           std::memcpy(emulation::shared_memory + (at ^ (at >> 7 & 7) << 4), &bits, 2);
@@ -48,6 +54,13 @@ struct SM90_TMA_LOAD_4D {
     emulation::running->in_flight.push_back(
         {complete,
          emulation::running->round + emulation::random_delay(emulation::running->random)});
+  }
+};
+
+struct SM90_TMA_LOAD_4D {
+  static void copy(const void* tensor_map, uint64_t* barrier, uint64_t hint, void* to, int column,
+                   int row, int head, int batch) {
+    SM90_TMA_LOAD_5D::copy(tensor_map, barrier, hint, to, column, row, head, batch, 0);
   }
 };
 
