@@ -59,7 +59,7 @@ constexpr int smem_bytes(const Config& config) {
          2 * keys * kBlockM * 2 + config.num_mma_warpgroups * kBlockM * config.head_dim * 4;
 }
 
-// dq_semaphores per m_block: one for each part of dq_accum that is added separately.
-constexpr int num_dq_semaphores(const Config& config) { return uses_cluster2(config) ? 4 : 1; }
+// dq_semaphores per m_block: one for each CTA of a cluster, which adds its columns separately.
+constexpr int num_dq_semaphores(const Config& config) { return uses_cluster2(config) ? 2 : 1; }
 
 }  // namespace flashattn3::backward

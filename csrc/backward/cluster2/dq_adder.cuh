@@ -28,18 +28,13 @@ class DqAdder {
   }
 
   // Adds the first or second half of a step's quarter, the first half first. The warp's later
-  // memory accesses, also to shared memory, wait until these are issued. at: the step; the second
-  // half advances it. (As a member it would change the machine code of the d256 kernel.)
+  // memory accesses, also to shared memory, wait until these are issued.
   template <bool kFirst>
-  __device__ __forceinline__ void add(const Quarter& dq, PipelineState<2>& at) {
+  __device__ __forceinline__ void add(const Quarter& dq) {
     const int64_t block = dq_accum_of_head_ + block_;
     const int quarter = rank_ * 2 + warpgroup_;
-    if (kFirst && args_.deterministic) {
-      release();
-      // Sync: all earlier tiles have added their dQ.
-      storage_.dq_ready[at.index()].wait(at.phase());
-      semaphore_ = args_.workspace.dq_semaphore + block * 4 + quarter;
-    }
+    // Sync: all earlier tiles have added their dQ.
+    if (kFirst && args_.deterministic) storage_.dq_ready.wait(at_.phase());
     float* dq_accum = args_.workspace.dq_accum + block * (kBlockM * Traits::kHeadDim) +
                       (quarter * (Traits::kQuarter / 8) * 128 + threadIdx.x % 128) * 4;
     constexpr int kHalfOfParts = Traits::kQuarter / 16;
@@ -49,20 +44,15 @@ class DqAdder {
       add_to_memory(dq_accum + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
     if (kFirst) return;
-    at.advance();
+    if (args_.deterministic) {
+      __syncwarp();
+      storage_.dq_added.arrive_warp();  // Sync: this warp has added.
+      at_.advance();
+    }
     block_ = next_block(rows_, block_);
     if (block_ == start_) {
       dq_accum_of_head_ += static_cast<int>(args_.workspace.num_rows / kBlockM);
     }
-  }
-
-  // Deterministic: increments dq_semaphore for this warp's last additions. It runs one step later,
-  // when the additions are complete; otherwise the fence would wait for them.
-  __device__ __forceinline__ void release() {
-    if (semaphore_ == nullptr) return;
-    __syncwarp();
-    // Sync: this warp has added. The release covers all lanes, because of __syncwarp.
-    if (threadIdx.x % 32 == 0) add_release(semaphore_, 1);
   }
 
  private:
@@ -72,9 +62,9 @@ class DqAdder {
   int warpgroup_, rank_;
   BlockRange rows_;
   int start_;
-  int block_;                     // m_block of the next addition
-  int dq_accum_of_head_;          // first m_block of its head in the workspace
-  int32_t* semaphore_ = nullptr;  // deterministic: dq_semaphore of the last additions
+  int block_;                // m_block of the next addition
+  int dq_accum_of_head_;     // first m_block of its head in the workspace
+  PipelineState<1> at_{0};   // deterministic: the step of the next addition
 };
 
 }  // namespace flashattn3::backward::cluster2

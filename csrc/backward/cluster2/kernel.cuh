@@ -1,7 +1,7 @@
 // Backward kernel for more than 128 columns: one 2-CTA cluster per n_block. Each CTA has two
 // consumer warpgroups (cluster2/mainloop.cuh; specialized/roles.cuh) and a producer warpgroup
 // (cluster2/load.cuh): one thread loads, one sends dS to the other CTA and, if deterministic, one
-// polls dq_semaphore.
+// orders the additions to dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
     const int warp = uniform(threadIdx.x % 128 / 32);
     if (num_steps > 0 && warp < 3 && cute::elect_one_sync()) {
       if (warp == 2) {
-        if (args.deterministic) poll_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
+        if (args.deterministic) order_dq<Traits>(args, tile, shared, num_steps, rank);
       } else if (warp == 0) {
         if constexpr (is_specialized(kConfig)) {
           specialized::load<kConfig>(args, tile, shared, num_steps, rank);

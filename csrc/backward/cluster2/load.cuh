@@ -1,5 +1,5 @@
 // Producer threads of a CTA of a 2-CTA cluster: one loads K and V, and Q and dO as stages become
-// free; one sends each step's dS to the other CTA; if deterministic, one polls dq_semaphore.
+// free; one sends each step's dS to the other CTA; if deterministic, one orders additions to dQ.
 #pragma once
 
 #include "backward/arguments.h"
@@ -75,23 +75,24 @@ __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint
   }
 }
 
-// Deterministic: tells the consumers when this tile may add a step's dQ to dq_accum.
+// Deterministic: adds this tile to the order of the tiles at each m_block of dq_accum. dq_semaphore
+// counts the tiles whose additions are in memory, of each CTA of a cluster apart. Its increment
+// waits for the CTA's additions, for which no consumer warp should wait.
 template <class Traits>
-__device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const WorkTile& tile,
-                                                  uint8_t* shared, int num_steps, int rank) {
+__device__ __forceinline__ void order_dq(const Arguments& args, const WorkTile& tile,
+                                         uint8_t* shared, int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
-  constexpr int kWarps = 4;  // that add a quarter of dQ; each increments dq_semaphore
-  PipelineState<2> at{0};
+  PipelineState<1> at{0};
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
-    // Sync: dS of the step is written, so the consumers have passed dq_ready of two steps before.
-    storage.ds_full[at.index()].wait(at.phase());
     const int64_t row = workspace_row(args, tile, head, block);
-    const int32_t* dq_semaphore = args.workspace.dq_semaphore + row / kBlockM * 4 + rank * 2;
-    const int before = kWarps * tiles_before<block_n(Traits::kConfig)>(args, tile, block);
-    while (load_acquire(dq_semaphore) < before || load_acquire(dq_semaphore + 1) < before) {
+    int32_t* dq_semaphore = args.workspace.dq_semaphore + row / kBlockM * 2 + rank;
+    const int before = tiles_before<block_n(Traits::kConfig)>(args, tile, block);
+    while (load_acquire(dq_semaphore) < before) {
     }
-    storage.dq_ready[at.index()].arrive();
+    storage.dq_ready.arrive();
+    storage.dq_added.wait(at.phase());  // Sync: every consumer warp has added.
+    add_release(dq_semaphore, 1);
     at.advance();
     block = next_block(tile.m_blocks, block);
     if (block == tile.start) ++head;

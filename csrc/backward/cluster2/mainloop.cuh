@@ -78,9 +78,8 @@ class Consumer {
     for (int i = 0; i + 2 < num_steps; ++i) step<2>(dk, dv, finished, s, i > 0);
     if (num_steps > 1) step<1>(dk, dv, finished, s, num_steps > 2);
     step<0>(dk, dv, finished, s, num_steps > 1);
-    adder_.template add<true>(finished, dq_at_);
-    adder_.template add<false>(finished, dq_at_);
-    adder_.release();
+    adder_.template add<true>(finished);
+    adder_.template add<false>(finished);
     store(dk, dv);
   }
 
@@ -130,9 +129,9 @@ class Consumer {
     storage_.q_empty[b].arrive_warp();  // Sync: this warp is done with Q.
     if constexpr (kMore > 0) {
       Scores dp;
-      if (others) adder_.template add<true>(finished, dq_at_);
+      if (others) adder_.template add<true>(finished);
       start_dp(dp);
-      if (others) adder_.template add<false>(finished, dq_at_);
+      if (others) adder_.template add<false>(finished);
       if constexpr (kMore > 1) start_next_qk(s);
       warpgroup_wait<(kMore > 1)>();
       warpgroup_fence_operand(dp);
@@ -142,8 +141,8 @@ class Consumer {
         warpgroup_fence_operand(s);
       }
     } else if (others) {
-      adder_.template add<true>(finished, dq_at_);
-      adder_.template add<false>(finished, dq_at_);
+      adder_.template add<true>(finished);
+      adder_.template add<false>(finished);
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(dv);
@@ -317,7 +316,6 @@ class Consumer {
   PipelineState<2> q_at_{0};     // Q of the next S
   PipelineState<2> ds_at_{0};    // buffer of the next dS
   PipelineState<1> dout_at_{0};  // dO of the next dS
-  PipelineState<2> dq_at_{0};    // step of the next addition to dq_accum
 };
 
 }  // namespace flashattn3::backward::cluster2

@@ -60,7 +60,7 @@ class Consumer {
   }
   template <bool kFirst>
   __device__ __forceinline__ void add_half_of_dq(const QueryGradient& dq) {
-    adder_.template add<kFirst>(dq, dq_at_);
+    adder_.template add<kFirst>(dq);
   }
 
   // All GEMMs of the step at step_ are complete. finished: a copy of dq outside of WGMMA's
@@ -119,7 +119,6 @@ class Consumer {
   uint32_t low_;     // descriptor of the start of shared memory
   cluster2::DqAdder<Traits> adder_;
   PipelineState<2> step_{0};
-  PipelineState<2> dq_at_{0};  // step of the next addition to dq_accum
 };
 
 }  // namespace flashattn3::backward::specialized

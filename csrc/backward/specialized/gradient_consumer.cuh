@@ -50,7 +50,6 @@ class GradientConsumer : Consumer<kConfig> {
     for (int i = 0; i + 1 < count; ++i) step<true>(dv, finished, i > 0);
     step<false>(dv, finished, count > 1);
     this->add_dq(finished);
-    this->adder_.release();
     // Sync: all four warps have read their keys of V, which dV is staged over.
     named_barrier_sync(2, 128);
     store_gradient<kElement, Traits::kHeadDimV>(

@@ -50,7 +50,6 @@ class ScoreConsumer : Consumer<kConfig> {
     for (int i = 0; i + 1 < count; ++i) step<true>(dk, finished, i > 0);
     step<false>(dk, finished, count > 1);
     this->add_dq(finished);
-    this->adder_.release();
     // Sync: all four warps have read their keys of K, which dK is staged over.
     named_barrier_sync(1, 128);
     store_gradient<kElement, Traits::kHeadDim>(
