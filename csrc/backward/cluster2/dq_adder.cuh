@@ -34,7 +34,7 @@ class DqAdder {
     const int64_t block = dq_accum_of_head_ + block_;
     const int quarter = rank_ * 2 + warpgroup_;
     // Sync: all earlier tiles have added their dQ.
-    if (kFirst && args_.deterministic) storage_.dq_ready.wait(at_.phase());
+    if (kFirst && args_.deterministic) storage_.dq_ready[at_.index()].wait(at_.phase());
     float* dq_accum = args_.workspace.dq_accum + block * (kBlockM * Traits::kHeadDim) +
                       (quarter * (Traits::kQuarter / 8) * 128 + threadIdx.x % 128) * 4;
     constexpr int kHalfOfParts = Traits::kQuarter / 16;
@@ -46,7 +46,7 @@ class DqAdder {
     if (kFirst) return;
     if (args_.deterministic) {
       __syncwarp();
-      storage_.dq_added.arrive_warp();  // Sync: this warp has added.
+      storage_.dq_added[at_.index()].arrive_warp();  // Sync: this warp has added.
       at_.advance();
     }
     block_ = next_block(rows_, block_);
@@ -62,9 +62,9 @@ class DqAdder {
   int warpgroup_, rank_;
   BlockRange rows_;
   int start_;
-  int block_;                // m_block of the next addition
-  int dq_accum_of_head_;     // first m_block of its head in the workspace
-  PipelineState<1> at_{0};   // deterministic: the step of the next addition
+  int block_;               // m_block of the next addition
+  int dq_accum_of_head_;    // first m_block of its head in the workspace
+  PipelineState<2> at_{0};  // deterministic: the step of the next addition
 };
 
 }  // namespace flashattn3::backward::cluster2

@@ -1,7 +1,7 @@
 // Backward kernel for more than 128 columns: one 2-CTA cluster per n_block. Each CTA has two
 // consumer warpgroups (cluster2/mainloop.cuh; specialized/roles.cuh) and a producer warpgroup
-// (cluster2/load.cuh): one thread loads, one sends dS to the other CTA and, if deterministic, one
-// orders the additions to dQ.
+// (cluster2/load.cuh): one thread loads, one sends dS to the other CTA and, if deterministic, two
+// order the additions to dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -69,9 +69,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
   if (warpgroup == Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     const int warp = uniform(threadIdx.x % 128 / 32);
-    if (num_steps > 0 && warp < 3 && cute::elect_one_sync()) {
-      if (warp == 2) {
-        if (args.deterministic) order_dq<Traits>(args, tile, shared, num_steps, rank);
+    if (num_steps > 0 && cute::elect_one_sync()) {
+      if (warp == 3) {
+        if (args.deterministic) release_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
+      } else if (warp == 2) {
+        if (args.deterministic) poll_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
       } else if (warp == 0) {
         if constexpr (is_specialized(kConfig)) {
           specialized::load<kConfig>(args, tile, shared, num_steps, rank);

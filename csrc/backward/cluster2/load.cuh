@@ -1,5 +1,5 @@
 // Producer threads of a CTA of a 2-CTA cluster: one loads K and V, and Q and dO as stages become
-// free; one sends each step's dS to the other CTA; if deterministic, one orders additions to dQ.
+// free; one sends each step's dS to the other CTA; if deterministic, two order the additions to dQ.
 #pragma once
 
 #include "backward/arguments.h"
@@ -75,28 +75,53 @@ __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint
   }
 }
 
-// Deterministic: adds this tile to the order of the tiles at each m_block of dq_accum. dq_semaphore
-// counts the tiles whose additions are in memory, of each CTA of a cluster apart. Its increment
-// waits for the CTA's additions, for which no consumer warp should wait.
-template <class Traits>
-__device__ __forceinline__ void order_dq(const Arguments& args, const WorkTile& tile,
-                                         uint8_t* shared, int num_steps, int rank) {
-  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
-  PipelineState<1> at{0};
+// Deterministic: calls visit(at, dq_semaphore, before) for each step. dq_semaphore counts the tiles
+// whose additions to an m_block are in memory, of each CTA of a cluster apart; before: those that
+// add before this one.
+template <class Traits, class Visit>
+__device__ __forceinline__ void for_each_dq_semaphore(const Arguments& args, const WorkTile& tile,
+                                                      int num_steps, int rank, Visit visit) {
+  PipelineState<2> at{0};
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
     const int64_t row = workspace_row(args, tile, head, block);
-    int32_t* dq_semaphore = args.workspace.dq_semaphore + row / kBlockM * 2 + rank;
-    const int before = tiles_before<block_n(Traits::kConfig)>(args, tile, block);
-    while (load_acquire(dq_semaphore) < before) {
-    }
-    storage.dq_ready.arrive();
-    storage.dq_added.wait(at.phase());  // Sync: every consumer warp has added.
-    add_release(dq_semaphore, 1);
+    visit(at, args.workspace.dq_semaphore + row / kBlockM * 2 + rank,
+          tiles_before<block_n(Traits::kConfig)>(args, tile, block));
     at.advance();
     block = next_block(tile.m_blocks, block);
     if (block == tile.start) ++head;
   }
+}
+
+// Deterministic: tells the consumers when this tile may add a step's dQ to dq_accum.
+template <class Traits>
+__device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const WorkTile& tile,
+                                                  uint8_t* shared, int num_steps, int rank) {
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
+  for_each_dq_semaphore<Traits>(
+      args, tile, num_steps, rank,
+      [&](const PipelineState<2>& at, const int32_t* dq_semaphore, int before) {
+        // Sync: the additions of two steps before are released.
+        storage.dq_released[at.index()].wait(at.phase() ^ 1);
+        while (load_acquire(dq_semaphore) < before) {
+        }
+        storage.dq_ready[at.index()].arrive();
+      });
+}
+
+// Deterministic: increments dq_semaphore for each step. The increment waits until the CTA's
+// additions are in memory, which no consumer warp should wait for.
+template <class Traits>
+__device__ __forceinline__ void release_dq_semaphore(const Arguments& args, const WorkTile& tile,
+                                                     uint8_t* shared, int num_steps, int rank) {
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
+  for_each_dq_semaphore<Traits>(args, tile, num_steps, rank,
+                                [&](const PipelineState<2>& at, int32_t* dq_semaphore, int) {
+                                  // Sync: every consumer warp has added.
+                                  storage.dq_added[at.index()].wait(at.phase());
+                                  add_release(dq_semaphore, 1);
+                                  storage.dq_released[at.index()].arrive();
+                                });
 }
 
 }  // namespace flashattn3::backward::cluster2

@@ -17,8 +17,10 @@ namespace flashattn3::backward::cluster2 {
 //   ds_full[b]      one for each consumer warp: its part of P and dS of a step is written
 //   other_full[b]   1: this CTA's exchange_ds thread, and the bytes of the other CTA's dS
 //   other_empty[b]  one for each consumer warp of the other CTA: it has read this CTA's dS
-//   dq_ready        1: the thread in order_dq, deterministic only: dQ of a step may be added
-//   dq_added        one for each consumer warp, deterministic only: it has added dQ of a step
+//   Deterministic only:
+//   dq_ready[b]     1: the thread in poll_dq_semaphore: dQ of a step may be added
+//   dq_added[b]     one for each consumer warp: it has added dQ of a step
+//   dq_released[b]  1: the thread in release_dq_semaphore: the other two may be reused
 // Step i uses buffer b = i % 2 of all but dO.
 struct SharedStorage {
   float lse[2][kBlockM];
@@ -28,7 +30,7 @@ struct SharedStorage {
   Barrier dout_full, dout_empty;
   Barrier ds_full[2];
   Barrier other_full[2], other_empty[2];
-  Barrier dq_ready, dq_added;
+  Barrier dq_ready[2], dq_added[2], dq_released[2];
   int32_t tile_index;  // deterministic, in CTA 0 of the cluster: index of the cluster's tile
   WorkTile tile;
 
@@ -41,8 +43,8 @@ struct SharedStorage {
       q_full[i].init(1), q_empty[i].init(kWarps);
       ds_full[i].init(kWarps);
       other_full[i].init(1), other_empty[i].init(kWarps);
+      dq_ready[i].init(1), dq_added[i].init(kWarps), dq_released[i].init(1);
     }
-    dq_ready.init(1), dq_added.init(kWarps);
     fence_barrier_init();
   }
 };

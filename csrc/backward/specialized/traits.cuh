@@ -19,8 +19,10 @@ namespace flashattn3::backward::specialized {
 //   ds_full[b]      one for each gradient warp: its part of dS of a step is written
 //   ds_empty[b]     one for each consumer warp of both CTAs: it has read this CTA's dS
 //   other_full[b]   1: this CTA's exchange_ds thread, and the bytes of the other CTA's dS
-//   dq_ready        1: the thread in order_dq, deterministic only: dQ of a step may be added
-//   dq_added        one for each consumer warp, deterministic only: it has added dQ of a step
+//   Deterministic only:
+//   dq_ready[b]     1: the thread in poll_dq_semaphore: dQ of a step may be added
+//   dq_added[b]     one for each consumer warp: it has added dQ of a step
+//   dq_released[b]  1: the thread in release_dq_semaphore: the other two may be reused
 // Step i uses buffer b = i % 2, of Q and lse i % kQBuffers.
 template <int kQBuffers>
 struct SharedStorage {
@@ -32,7 +34,7 @@ struct SharedStorage {
   Barrier p_full[2];
   Barrier ds_full[2], ds_empty[2];
   Barrier other_full[2];
-  Barrier dq_ready, dq_added;
+  Barrier dq_ready[2], dq_added[2], dq_released[2];
   int32_t tile_index;  // deterministic, in CTA 0 of the cluster: index of the cluster's tile
   WorkTile tile;
 
@@ -46,8 +48,8 @@ struct SharedStorage {
       p_full[i].init(kWarps);
       ds_full[i].init(kWarps), ds_empty[i].init(4 * kWarps);
       other_full[i].init(1);
+      dq_ready[i].init(1), dq_added[i].init(2 * kWarps), dq_released[i].init(1);
     }
-    dq_ready.init(1), dq_added.init(2 * kWarps);
     for (int i = 2; i < kQBuffers; ++i) q_full[i].init(1), q_empty[i].init(kWarps);
     fence_barrier_init();
   }
