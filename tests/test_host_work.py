@@ -24,7 +24,7 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.kvcache import ops as kvcache
-from flashattn3.kvcache.planned import Planned, planned_calls
+from flashattn3.kvcache.planned import Operators, Planned, planned_calls
 from flashattn3.quantization import dispatch
 
 PACKAGE = flashattn3.__path__[0]
@@ -214,7 +214,7 @@ def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypat
     """An operator checks it and finds its launch."""
     q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
     length = torch.tensor([9]).int()
-    planned = Planned(lambda *_: q, torch.zeros(3))
+    planned = Planned(Operators(lambda *_: q, None, None), torch.zeros(3))
     monkeypatch.setattr(HopperCachedCall, "planned", lambda *_: planned)
 
     def call():
