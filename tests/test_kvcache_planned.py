@@ -438,9 +438,27 @@ def test_the_operator_takes_the_calls_that_a_launch_is_planned_for(launches):
         run(lse=torch.zeros(2, 3, 32))
 
 
+def with_more(given, more, tokens):
+    """A call of flash_attn_with_kvcache with two queries, on a GPU, with further arguments."""
+    q, lengths = given["q"], given["cache_seqlens"]
+    batch, on_gpu = len(q), {"device": q.device, "dtype": torch.int32}
+    if more == "out":
+        return given | {"out": torch.empty_like(q)}
+    if more == "cache_batch_idx":
+        return given | {more: torch.randperm(batch, **on_gpu), "cache_leftpad": lengths // 2}
+    if more == "cu_seqlens_q":
+        edges = torch.arange(0, 2 * batch + 1, 2, **on_gpu)
+        return given | {"q": q.flatten(0, 1), more: edges, "max_seqlen_q": 2}
+    k, v = torch.randn(2, batch, 3, 8, 128, device=q.device).half()
+    cos, sin = torch.randn(2, tokens + 3, 32, device=q.device)
+    rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    return given | {"k": k, "v": v} | (rotary if more == "rotary" else {})
+
+
 @needs_hopper
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_later_calls_give_the_bits_of_first_ones(return_lse, poisoned_memory):
+@pytest.mark.parametrize("more", ["", "out", "cache_batch_idx", "cu_seqlens_q", "new", "rotary"])
+def test_later_calls_give_the_bits_of_first_ones(more, return_lse, poisoned_memory):
     """Of other batches, capacities and page tables too, and in a CUDA graph."""
     for cache in CACHES:
         cache.cache_clear()
@@ -451,11 +469,15 @@ def test_later_calls_give_the_bits_of_first_ones(return_lse, poisoned_memory):
             k, v = cache.unflatten(1, (-1, page_size or tokens))
             given = {"q": torch.randn(batch, 2, 32, 128, device="cuda").half()}
             given |= {"k_cache": k, "v_cache": v}
-            lengths = torch.randint(1, tokens, (batch,), device="cuda", dtype=torch.int32)
+            lengths = torch.randint(1, tokens - 3, (batch,), device="cuda", dtype=torch.int32)
             given["cache_seqlens"] = lengths
             if page_size:
                 pages = torch.randperm(len(k), device="cuda", dtype=torch.int32)
                 given["page_table"] = pages.view(batch, -1)
+            if more:
+                given = with_more(given, more, tokens)
+            written = [name for name in ("k_cache", "v_cache", "out") if name in given]
+            copies = {name: given[name].clone() for name in written}
             checks = ops._checked_decode.cache_info()
             found = [flash_attn_with_kvcache(**given, **options)]
             torch.cuda.synchronize()
@@ -464,11 +486,12 @@ def test_later_calls_give_the_bits_of_first_ones(return_lse, poisoned_memory):
                 found.append(flash_attn_with_kvcache(**given, **options))
             graph.replay()
             known = ops._checked_decode.cache_info() == checks
-            # An argument with which the call is checked in Python.
-            every = torch.arange(batch, device="cuda", dtype=torch.int32)
-            wanted = flash_attn_with_kvcache(**given, **options, cache_batch_idx=every)
-            assert ops._checked_decode.cache_info() != checks
+            for cached in CACHES:
+                cached.cache_clear()
+            wanted = flash_attn_with_kvcache(**(given | copies), **options)
+            assert ops._checked_decode.cache_info().misses == 1
             for results in found:
                 pairs = zip(results, wanted, strict=True) if return_lse else [(results, wanted)]
                 assert all(torch.equal(a, b) for a, b in pairs)
+            assert all(torch.equal(given[name], copies[name]) for name in written)
         assert known
