@@ -15,7 +15,7 @@ from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.kvcache import ops as kvcache
 from flashattn3.kvcache.planned import planned_calls
-from flashattn3.kvcache.problem import metadata_of
+from flashattn3.kvcache.problem import DECODE, metadata_of
 
 
 def use_cached_calls() -> None:
@@ -320,6 +320,33 @@ def check_planned_calls_of_changed_tensors(host):
             run(plain), run(plain | ragged)
             found = both(host, plain | changes, **options)
             assert isinstance(found.result, str) and found.events == [], (changes, found)
+
+
+def check_the_schemas_of_planned_operators(host):
+    """What an operator writes and what it returns."""
+    use_cached_calls()
+    forget_plans()
+    given = dense() | new_tokens(tables=torch.float32)
+    flash_attn_with_kvcache(**given)
+    options = DECODE.convert("flash_attn_with_kvcache", {"backend": None})
+    _, launches = planned_calls(options).found
+    read = (given[name] for name in ("q", "k_cache", "v_cache", "cache_seqlens"))
+    lse = torch.zeros(3, 8, 1)
+    call = (launches, *read, None, -1, lse)
+    new = given["k"], given["v"], None, given["rotary_cos"], given["rotary_sin"], True, False
+    for out in (None, torch.zeros_like(given["q"])):
+        further = out, -1, None, None, None
+        for name, arguments in (
+            ("decode_planned", call),
+            ("decode_planned_with", (*call, *further)),
+            ("append_planned", (*call, *further, *new)),
+        ):
+            operator = getattr(torch.ops.flashattn3_hopper, name).default
+            tests = "test_schema", "test_autograd_registration"
+            torch.library.opcheck(operator, arguments, test_utils=tests)
+            result = operator(*arguments)
+            assert result.shape == given["q"].shape
+            assert (result is out) == (out is not None and name != "decode_planned")
 
 
 def check_planned_calls(host):

@@ -291,7 +291,13 @@ def times_of_calls() -> dict[str, float]:
     lengths = torch.full((2,), 40, dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     pages = [x.detach().view(8, 16, 2, 64) for x in (k, v)]
-    cached = partial(flash_attn_with_kvcache, plain[0][:, :1], causal=True, cache_seqlens=lengths)
+    options = {"causal": True, "cache_seqlens": lengths}
+    cached = partial(flash_attn_with_kvcache, plain[0][:, :1], **options)
+    new = {"k": plain[1][:, :1].clone(), "v": plain[2][:, :1].clone()}
+    rotary = dict(zip(("rotary_cos", "rotary_sin"), torch.zeros(2, 64, 32), strict=True))
+    edges = torch.arange(3, dtype=torch.int32)
+    rows = [plain[0][:, 0].contiguous(), *plain[1:]]
+    of_rows = partial(flash_attn_with_kvcache, *rows, cu_seqlens_q=edges, max_seqlen_q=1, **options)
     turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
 
     def both_of_bhsd():
@@ -309,6 +315,11 @@ def times_of_calls() -> dict[str, float]:
         "forward and backward, transposed": both_of_transposes,
         "cached call": partial(cached, *plain[1:]),
         "cached call, paged": partial(cached, *pages, page_table=table),
+        "cached call with new keys": partial(cached, *plain[1:], **new),
+        "cached call with new keys, rotary": partial(cached, *plain[1:], **new, **rotary),
+        "cached call with cu_seqlens_q": of_rows,
+        "cached call with cache_batch_idx": partial(cached, *plain[1:], cache_batch_idx=edges[:2]),
+        "cached call with out": partial(cached, *plain[1:], out=plain[0][:, :1].clone()),
     }
     return {name: min(repeat(call, repeat=40, number=50)) * 2e4 for name, call in calls.items()}
 

@@ -270,11 +270,12 @@ void check_decode(const PreparedDecode& launch, const DecodeCall& call,
   const CachedProblem& problem = launch.problem;
   const ElementType dtype = decode_kernel(launch.config).info.dtype;
   check_call(problem, dtype, call);
+  if (out) {
+    check_rows("out", *out, dtype, rows_shape(problem, call, problem.head_dim_v));
+    expect_written(kName, "out", *out);
+  }
   const int device = device_of(call);
-  if (!out) return;
-  check_rows("out", *out, dtype, rows_shape(problem, call, problem.head_dim_v));
-  expect_written(kName, "out", *out);
-  expect_on_gpu(kName, "out.device", *out, device, "the GPU of q");
+  if (out) expect_on_gpu(kName, "out.device", *out, device, "the GPU of q");
 }
 
 Tensor run_checked_decode(const PreparedDecode& launch, const DecodeCall& call,

@@ -7,7 +7,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <utility>
 
 #include "launch/registry.h"
 #include "torch_binding/append_call.h"
@@ -149,23 +151,23 @@ void append_planned(StableIValue* stack, uint64_t, uint64_t) {
 // holds some PlannedDecode. An operator returns None, and writes nothing, if none of them is for
 // such a call, and throws for tensors that do not fit each other. A given out is the result.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
-#define FA3_AFTER_CACHES "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse"
+#define FA3_CALL "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse"
 #define FA3_MORE                                                                        \
   "Tensor(b!)? out, int max_seqlen_q, Tensor? cache_batch_idx, Tensor? cache_leftpad, " \
   "Tensor? cu_seqlens_q"
+#define FA3_NEW_TOKENS                                                                     \
+  "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, " \
+  "bool rotary_interleaved, bool one_q_position"
+  const std::string read = "(Tensor launches, Tensor q, Tensor k_cache, Tensor v_cache, " FA3_CALL;
+  const std::string written =
+      "(Tensor launches, Tensor q, Tensor(c!) k_cache, Tensor(d!) v_cache, " FA3_CALL;
+  library.def(("decode_planned" + read + ") -> Tensor?").c_str());
+  library.def(("decode_planned_with" + read + ", " FA3_MORE ") -> Tensor(b!)?").c_str());
   library.def(
-      "decode_planned(Tensor launches, Tensor q, Tensor k_cache, Tensor v_cache, " FA3_AFTER_CACHES
-      ") -> Tensor?");
-  library.def(
-      "decode_planned_with(Tensor launches, Tensor q, Tensor k_cache, Tensor "
-      "v_cache, " FA3_AFTER_CACHES ", " FA3_MORE ") -> Tensor(b!)?");
-  library.def(
-      "append_planned(Tensor launches, Tensor q, Tensor(c!) k_cache, Tensor(d!) "
-      "v_cache, " FA3_AFTER_CACHES ", " FA3_MORE
-      ", Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, "
-      "bool rotary_interleaved, bool one_q_position) -> Tensor(b!)?");
-#undef FA3_AFTER_CACHES
+      ("append_planned" + written + ", " FA3_MORE ", " FA3_NEW_TOKENS ") -> Tensor(b!)?").c_str());
+#undef FA3_CALL
 #undef FA3_MORE
+#undef FA3_NEW_TOKENS
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
