@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "launch/errors.h"
 #include "launch/registry.h"
 #include "torch_binding/append_call.h"
 #include "torch_binding/boxed.h"
@@ -118,16 +119,20 @@ AppendCall take_append(Arguments& arguments, const DecodeCall& call) {
   return append;
 }
 
+constexpr char kAppend[] = "append_planned";
+
 // Both launches are checked before the first.
 std::optional<Tensor> append_and_run(PlannedCall planned, AppendCall append) {
   DecodeCall& call = planned.call;
   if (!planned.q_has_its_axes()) return {};
+  expect(call.cache_seqlens || call.seqlen >= 0, kAppend, "cache_seqlens",
+         "a tensor, or seqlen a length, where new tokens are written", "None");
   if (append.rotary_cos) {
     append.q = call.q;
     append.cu_seqlens_q = call.cu_seqlens_q;
     append.q_out = call.q = new_rows(call, call.q.size(call.q.dim() - 1));
   }
-  const PreparedDecode* launch = planned.find("append_planned");
+  const PreparedDecode* launch = planned.find(kAppend);
   if (launch == nullptr) return {};
   const CheckedAppend checked = CheckedAppend::of(append);
   call.cu_seqlens_k_new = append.cu_seqlens_k_new;

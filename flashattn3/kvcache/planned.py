@@ -115,15 +115,10 @@ def run_planned(
         return None
     if further is new is None:
         operator, more = operators.decode, ()
-    elif further is not None and type(further.out) not in _PLAIN:
-        return None
-    elif new is None:
-        operator, more = operators.decode_with, further
-    elif operators.append is None or not _is_plain(new) or (cache_seqlens is None and seqlen < 0):
-        return None
     else:
-        one_position = one_q_position(options)
-        operator, more = operators.append, (*(further or _NOTHING), *new, one_position)
+        operator, more = _with_more(operators, options, further or _NOTHING, new)
+        if operator is None:
+            return None
     try:
         if torch.is_grad_enabled() and (
             q.requires_grad
@@ -139,12 +134,21 @@ def run_planned(
     return out if lse is None or out is None else (out, lse)
 
 
-_NOTHING, _PLAIN = Further(), (type(None), Tensor)
+_NOTHING = Further()
 
 
-def _is_plain(new: NewTokens) -> bool:
-    """Whether torch sees the append as that of plain tensors."""
-    return type(new.k) is type(new.v) is Tensor and type(new.rotary_interleaved) is bool
+def _with_more(
+    operators: Operators, options: DecodeOptions, further: Further, new: NewTokens | None
+) -> tuple[Callable[..., Tensor | None] | None, tuple]:
+    """The operator of a call with more arguments, and these. None if Python has to check the call:
+    torch sees the operators of other classes of tensors."""
+    if not (further.out is None or type(further.out) is Tensor):
+        return None, ()
+    if new is None:
+        return operators.decode_with, further
+    if not type(new.k) is type(new.v) is Tensor or type(new.rotary_interleaved) is not bool:
+        return None, ()
+    return operators.append, (*further, *new, one_q_position(options))
 
 
 def _need_gradient(arguments: tuple) -> bool:
