@@ -65,7 +65,9 @@ def _with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     function = options.function
     seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
-    longest = _longest(function, cu_seqlens_q, max_seqlen_q)
+    longest = None
+    if not (cu_seqlens_q is max_seqlen_q is None):
+        longest = _longest(function, cu_seqlens_q, max_seqlen_q)
     watched = ops.is_watched(q, k_cache)
     if (
         rotary_seqlens is q_descale is k_descale is v_descale is sinks is scheduler_metadata is None
@@ -481,9 +483,8 @@ def _seqlens(function: str, cache_seqlens: object) -> tuple[int | None, Tensor |
 
 
 def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -> int | None:
+    """Of a call that has one of the two."""
     if cu_seqlens_q is None:
-        if max_seqlen_q is None:
-            return None
         raise value_error(
             function, "max_seqlen_q", "None without cu_seqlens_q", shown(max_seqlen_q)
         )
