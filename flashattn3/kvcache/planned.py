@@ -113,20 +113,17 @@ def run_planned(
         seqlen = -1
     elif seqlen < 0:
         return None
-    if further is new is None:
-        operator, more = operators.decode, ()
-    else:
-        operator, more = _with_more(operators, options, further or _NOTHING, new)
-        if operator is None:
-            return None
     try:
         if torch.is_grad_enabled() and (
-            q.requires_grad
-            or k_cache.requires_grad
-            or v_cache.requires_grad
-            or (more and _need_gradient(more))
+            q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
         ):
             return None
+        if further is new is None:
+            operator, more = operators.decode, ()
+        else:
+            operator, more = _with_more(operators, options, further or _NOTHING, new)
+            if operator is None:
+                return None
         lse = _new_lse(q) if options.return_lse else None
         out = operator(launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse, *more)
     except (AttributeError, RuntimeError, ValueError):
@@ -142,17 +139,24 @@ def _with_more(
 ) -> tuple[Callable[..., Tensor | None] | None, tuple]:
     """The operator of a call with more arguments, and these. None if Python has to check the call:
     torch sees the operators of other classes of tensors."""
-    if not (further.out is None or type(further.out) is Tensor):
+    out = further.out
+    if not (out is None or type(out) is Tensor) or _need_gradient(out):
         return None, ()
     if new is None:
         return operators.decode_with, further
-    if not type(new.k) is type(new.v) is Tensor or type(new.rotary_interleaved) is not bool:
+    k, v, _, cos, sin, interleaved = new
+    plain = type(k) is type(v) is Tensor and type(interleaved) is bool
+    if not plain or _need_gradient(k, v, cos, sin):
         return None, ()
     return operators.append, (*further, *new, one_q_position(options))
 
 
-def _need_gradient(arguments: tuple) -> bool:
-    return True in [getattr(x, "requires_grad", None) for x in arguments]
+def _need_gradient(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def _new_lse(q: Tensor) -> Tensor:
