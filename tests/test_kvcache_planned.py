@@ -245,6 +245,7 @@ def test_new_tokens_that_the_operator_does_not_take(double):
         {**rotary, "rotary_interleaved": 0},
         {"sinks": torch.zeros(4)},
         {"k": torch.nn.Parameter(new["k"], requires_grad=False)},
+        {"out": torch.nn.Parameter(torch.zeros(2, 1, 4, 64).bfloat16(), requires_grad=False)},
         {"scheduler_metadata": torch.zeros(10, dtype=torch.int32)},
     ):
         assert flash_attn_with_kvcache(q, k, v, **{**new, **more}).shape == q.shape
