@@ -88,9 +88,11 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
         unit_check = _compile(lines, DEVICE_TESTS / f"{UNIT_CHECK}.cu", device)
         _link(lines, Path(UNIT_CHECK), [unit_check], ["-cudart=static"])
         _emulations(lines, tools, units[0].parent)
-        runtime = _compile(lines, DEVICE_TESTS / "host" / "cuda_runtime.cpp", torch)
+        host = DEVICE_TESTS / "host"
+        runtime = [_compile(lines, host / "cuda_runtime.cpp", torch)]
+        runtime.append(_compile(lines, host / "kernel_arguments.cu", device))
         flags = ["-shared", "-cudart=none", "-Xlinker=-Bsymbolic", f"-L{tools.torch_lib}"]
-        _link(lines, Path(HOST_LIBRARY), [*objects, runtime], [*flags, *TORCH_LINK_FLAGS])
+        _link(lines, Path(HOST_LIBRARY), [*objects, *runtime], [*flags, *TORCH_LINK_FLAGS])
     lines.append(f"default {_escaped(library)} {_escaped(module)}")
     return "\n".join(lines) + "\n"
 

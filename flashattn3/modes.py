@@ -29,7 +29,7 @@ has_autocast = torch._C._is_any_autocast_enabled
 
 def is_traced() -> bool:
     """Whether the compiler, a dispatch mode or a function transform is active."""
-    return torch.compiler.is_compiling() or _num_modes() > 0 or is_transformed()
+    return _is_compiling() or _num_modes() > 0 or _transforms() is not None
 
 
 def is_transformed() -> bool:

@@ -16,14 +16,15 @@ from functools import partial
 from pathlib import Path
 from timeit import repeat
 
+import host_cached_checks
 import pytest
 import torch
 from helpers import H100, WITHOUT_HOPPER
+from host_cached_checks import events_of, use_cached_calls
 from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
 from flashattn3 import (
-    append_kvcache,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -31,12 +32,7 @@ from flashattn3 import (
 )
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend
-from flashattn3.backends.hopper.library import find_library
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
-from flashattn3.kvcache import ops as kvcache
-from flashattn3.kvcache.planned import planned_calls
-from flashattn3.kvcache.problem import metadata_of
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 OWN_NODE = "_AttentionBackward"
@@ -278,176 +274,6 @@ def check_python_work(host):
     assert work_of_backward(out) <= work_of_backward(leaves[0] + leaves[1].sum()) + 1
 
 
-def use_cached_calls() -> None:
-    backend = HopperCacheBackend(HopperBackend(library=find_library, only_measured=False))
-    kvcache.CACHE_BACKENDS, kvcache.describe_device = (backend,), lambda device: H100
-    kvcache.is_checked = lambda device: False
-
-
-def events_of(host, call) -> list[list]:
-    """Return what a call passes to the driver, in order: a name and numbers for each event."""
-    host.host_log(True)
-    call()
-    events = [line.split() for line in host.host_events().decode().splitlines()]
-    host.host_log(False)
-    return [[name, *map(int, numbers)] for name, *numbers in events]
-
-
-def check_short_sequences_beside_long_ones(host):
-    """A decode kernel in a stream beside, or before the forward kernel if SMs are to stay free."""
-    use_cached_calls()
-    q = torch.zeros(303, 32, 128).bfloat16()
-    k, v = torch.zeros(2, 4, 1024, 8, 128).bfloat16()
-    edges = torch.tensor([0, 1, 2, 3, 303], dtype=torch.int32)
-    call = partial(flash_attn_with_kvcache, q, k, v, cu_seqlens_q=edges, max_seqlen_q=300)
-
-    def passed(**options):
-        names = ("record", "wait", "launch")
-        return [event for event in events_of(host, partial(call, **options)) if event[0] in names]
-
-    begin, forked, decode, prepare, forward, end, joined = passed()
-    assert (begin, forked, end, joined) == (["record", 0], ["wait", 1], ["record", 1], ["wait", 0])
-    # 12 shares of the work for each of eight KV heads.
-    alone = 116 * 1024  # bytes of shared memory with which no two CTAs share an SM
-    assert decode == ["launch", 96, 256, alone] and prepare == ["launch"]
-    assert forward[:3] == ["launch", 132, 512]
-    forward[1] = 100
-    assert passed(sm_margin=32) == [["launch", 96, 256, alone], prepare, forward]
-
-
-def check_planned_calls(host):
-    """A call like an earlier one passes the same to the driver, whatever became of its tensors, and
-    invalid ones raise the same."""
-    use_cached_calls()
-    for return_lse in (False, True):
-        compare_planned_calls(host, {"causal": True, "return_lse": return_lse})
-
-
-def compare_planned_calls(host, like):
-    planned_calls.cache_clear()
-
-    def both(call):
-        """Return the results of a call with the launches that the operator knows, and without."""
-        passed, checks = [], kvcache._checked_decode.cache_info
-        for clear in (False, True):
-            if clear:
-                planned_calls.cache_clear()
-                kvcache._checked_decode.cache_clear()
-            before, kept = sum(checks()[:2]), []
-            try:
-                passed.append(events_of(host, lambda kept=kept: kept.append(call())))
-                results = kept[0] if like["return_lse"] else kept
-                passed[-1] += [["result", *x.shape, *x.stride(), x.dtype] for x in results]
-            except (RuntimeError, TypeError, ValueError) as error:
-                passed.append(f"{type(error)} {error}")
-            passed[-1] = (passed[-1], sum(checks()[:2]) - before)
-        (found, checked), (wanted, _) = passed
-        assert found == wanted, (found, wanted)
-        return found, checked
-
-    def dense(batch=3, tokens=200, dtype=torch.bfloat16, heads=(8, 2)):
-        q = torch.zeros(batch, 1, heads[0], 64, dtype=dtype)
-        k, v = torch.zeros(2, batch, tokens, heads[1], 64, dtype=dtype)
-        lengths = torch.full((batch,), 9, dtype=torch.int32)
-        return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths}
-
-    def paged(width=4, pages=24, size=16):
-        table = torch.zeros(3, width, dtype=torch.int32)
-        k, v = torch.zeros(2, pages, size, 2, 64).bfloat16()
-        return dense() | {"page_table": table, "k_cache": k, "v_cache": v}
-
-    def run(given):
-        return flash_attn_with_kvcache(**given, **like)
-
-    for given, grown in (
-        (dense(), (dense(1), dense(70), dense(3, 5000), dense() | {"cache_seqlens": 7})),
-        (paged(), (paged(40), paged(4, 999), paged() | {"cache_seqlens": None})),
-    ):
-        for later in (given, *grown):
-            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-                run(given)
-            found, checked = both(lambda later=later: run(later))
-            assert checked == 0 and found[0][0] == "launch", (found, checked)
-    for other in (dense(dtype=torch.half), dense(heads=(4, 4)), paged(size=32)):
-        run(dense())
-        found, checked = both(lambda other=other: run(other))
-        assert checked == 1 and "launch" in [event[0] for event in found]
-    # The tensors of a known call, other ones after it.
-    given = dense(70)
-    q, k, v, lengths = given.values()
-    run(given)
-    q.data = torch.zeros(70 * 8 * 64 + 1).bfloat16()[1:].view(70, 1, 8, 64)  # is copied
-    assert both(lambda: run(given))[1] == 1
-    q.data = torch.zeros(70, 1, 8, 64).half()
-    assert both(lambda: run(given))[0].endswith("k_cache.dtype must be torch.float16 as q's, "
-                                                "got torch.bfloat16")  # fmt: skip
-    k.data, v.data = k.half(), v.half()
-    found = both(lambda: run(given))[0]
-    q.resize_(5, 1, 8, 64)
-    assert "k_cache.shape[0] must be 5" in both(lambda: run(given))[0]
-    for x in (k, v, lengths):
-        x.set_(x[:5].clone())
-    assert both(lambda: run(given))[0] != found
-    v.set_(v.transpose(2, 3).contiguous().transpose(2, 3))
-    assert "v_cache.stride(-1) must be 1" in both(lambda: run(given))[0]
-    valid, pages = dense(), paged()
-    for given in (
-        *(valid | {name: None} for name in ("q", "k_cache", "v_cache")),
-        *(valid | {name: valid[name].to_sparse()} for name in ("k_cache", "v_cache")),
-        *(valid | {name: valid[name].to("meta")} for name in valid),
-        *(valid | {name: valid[name].float().requires_grad_()} for name in valid),
-        *(valid | {name: valid[name][0]} for name in valid),
-        *(valid | {name: valid[name].double()} for name in valid),
-        *(valid | {name: valid[name].to(torch.int8)} for name in valid),
-        valid | {"q": valid["q"][..., :8]},
-        valid | {"cache_seqlens": -3},
-        valid | {"cache_seqlens": valid["cache_seqlens"].long()},
-        valid | {"cache_seqlens": valid["cache_seqlens"].repeat(2)[::2]},
-        valid | {"cu_seqlens_q": valid["cache_seqlens"], "max_seqlen_q": 1},
-        pages | {"page_table": None},
-        pages | {"page_table": pages["page_table"].mT},
-        pages | {"page_table": pages["page_table"].mT.contiguous().mT},
-        pages | {"page_table": pages["page_table"].long()},
-        pages | {"page_table": pages["page_table"][0].tolist()},
-        pages | {"k_cache": pages["k_cache"][:, :0], "v_cache": pages["v_cache"][:, :0]},
-    ):
-        run(valid), run(pages)
-        found = both(lambda given=given: run(given))[0]
-        assert isinstance(found, str), (found, list(map(metadata_of, given.values())))
-
-
-def check_the_grid_of_an_append(host):
-    """A kernel without shared memory of its choice: CTAs of K, V and q, then of attention."""
-    use_cached_calls()
-
-    def launches_of(call):
-        return [numbers for name, *numbers in events_of(host, call) if name == "launch"]
-
-    def tensors(batch, seqlen, d, heads=8):
-        return [torch.zeros(batch, n, heads, d).bfloat16() for n in (seqlen, seqlen, 99, 99)]
-
-    def append(k, v, k_cache, v_cache, **named):
-        call = partial(append_kvcache, k, v, k_cache, v_cache, cache_seqlens=5, **named)
-        return launches_of(call)
-
-    # A CTA takes tokens of 1024 vectors; where a tensor has few tokens, one.
-    assert append(*tensors(64, 1, 128)) == [[64 + 64, 256, 0]]
-    assert append(*tensors(8, 1024, 128)) == [[2 * 8192 // 8, 256, 0]]
-    assert append(*tensors(2, 4096, 36, 1)) == [[2 * 1171, 256, 0]]  # of 7 tokens
-    assert append(*tensors(3, 0, 64)) == append(*tensors(0, 2, 64)) == []
-    table = torch.zeros(99, 64)
-    q = torch.zeros(64, 1, 32, 128).bfloat16()
-    new = tensors(64, 1, 128)
-    rotary = {"rotary_cos": table, "rotary_sin": table}
-    assert append(*new, **rotary, q=q) == [[3 * 64, 256, 0]]
-    # In halves a thread takes two vectors of each of two heads.
-    whole = tensors(1, 8192, 128)
-    assert append(*whole, **rotary, rotary_interleaved=False) == [[2048, 256, 0]]
-    assert append(*tensors(1, 8192, 128, 16), **rotary, rotary_interleaved=False) == [
-        [4096, 256, 0]
-    ]
-
-
 def vars_saved(node):
     names = [name for name in dir(node) if name.startswith("_saved_")]
     return [x for x in (getattr(node, name) for name in names) if isinstance(x, torch.Tensor)]
@@ -465,7 +291,13 @@ def times_of_calls() -> dict[str, float]:
     lengths = torch.full((2,), 40, dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     pages = [x.detach().view(8, 16, 2, 64) for x in (k, v)]
-    cached = partial(flash_attn_with_kvcache, plain[0][:, :1], causal=True, cache_seqlens=lengths)
+    options = {"causal": True, "cache_seqlens": lengths}
+    cached = partial(flash_attn_with_kvcache, plain[0][:, :1], **options)
+    new = {"k": plain[1][:, :1].clone(), "v": plain[2][:, :1].clone()}
+    rotary = dict(zip(("rotary_cos", "rotary_sin"), torch.zeros(2, 64, 32), strict=True))
+    edges = torch.arange(3, dtype=torch.int32)
+    rows = [plain[0][:, 0].contiguous(), *plain[1:]]
+    of_rows = partial(flash_attn_with_kvcache, *rows, cu_seqlens_q=edges, max_seqlen_q=1, **options)
     turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
 
     def both_of_bhsd():
@@ -483,6 +315,11 @@ def times_of_calls() -> dict[str, float]:
         "forward and backward, transposed": both_of_transposes,
         "cached call": partial(cached, *plain[1:]),
         "cached call, paged": partial(cached, *pages, page_table=table),
+        "cached call with new keys": partial(cached, *plain[1:], **new),
+        "cached call with new keys, rotary": partial(cached, *plain[1:], **new, **rotary),
+        "cached call with cu_seqlens_q": of_rows,
+        "cached call with cache_batch_idx": partial(cached, *plain[1:], cache_batch_idx=edges[:2]),
+        "cached call with out": partial(cached, *plain[1:], out=plain[0][:, :1].clone()),
     }
     return {name: min(repeat(call, repeat=40, number=50)) * 2e4 for name, call in calls.items()}
 
@@ -504,7 +341,8 @@ def main() -> None:
     if sys.argv[2:] == ["--time"]:
         return print_times()
     torch.manual_seed(0)
-    checks = [check for name, check in globals().items() if name.startswith("check_")]
+    named = globals() | vars(host_cached_checks)
+    checks = [check for name, check in named.items() if name.startswith("check_")]
     for check in checks:
         check(host)
         print(check.__name__)

@@ -24,7 +24,7 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.kvcache import ops as kvcache
-from flashattn3.kvcache.planned import Planned, planned_calls
+from flashattn3.kvcache.planned import Operators, Planned, planned_calls
 from flashattn3.quantization import dispatch
 
 PACKAGE = flashattn3.__path__[0]
@@ -127,6 +127,7 @@ def both_passes(tensors):
 # Bounds are a quarter above the counts, which vary with the versions of torch and Python.
 FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 41, 44, 109, 134, 66
 CACHED, CACHED_ON_HOPPER, APPEND_ON_HOPPER, PLANNED_ON_HOPPER = 115, 60, 126, 24
+PLANNED_APPEND_ON_HOPPER = 38
 
 
 def test_forward_on_hopper(on_hopper):
@@ -214,7 +215,7 @@ def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypat
     """An operator checks it and finds its launch."""
     q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
     length = torch.tensor([9]).int()
-    planned = Planned(lambda *_: q, torch.zeros(3))
+    planned = Planned(Operators(lambda *_: q, None, None), torch.zeros(3))
     monkeypatch.setattr(HopperCachedCall, "planned", lambda *_: planned)
 
     def call():
@@ -222,6 +223,22 @@ def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypat
 
     call()
     assert call() is q and work_of(call) <= PLANNED_ON_HOPPER
+
+
+def test_a_call_that_appends_like_the_one_before_on_hopper(cached_on_hopper, monkeypatch):
+    """One operator."""
+    q, new, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 1, 256))
+    tables, length = torch.zeros(2, 256, 64), torch.tensor([9]).int()
+    named = {"rotary_cos": tables[0], "rotary_sin": tables[1], "cache_seqlens": length}
+    planned = Planned(Operators(None, None, lambda *_: q), torch.zeros(3))
+    monkeypatch.setattr(HopperCachedCall, "planned", lambda *_: planned)
+
+    def call():
+        return flash_attn_with_kvcache(q, cache, cache, new, new, **named, causal=True)
+
+    call()
+    assert call() is q
+    assert work_of(call) <= PLANNED_APPEND_ON_HOPPER
 
 
 def test_a_cached_call_that_appends_on_hopper(cached_on_hopper):

@@ -5,6 +5,7 @@ Python, and what happens to the others. tests/host_checks.py has the same over t
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -12,30 +13,40 @@ import torch
 from helpers import H100, library_double, needs_hopper
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
+from flashattn3.backends.hopper import kvcache as hopper_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.planned import MOST, Planned, PlannedCalls, planned_calls
+from flashattn3.kvcache.planned import MOST, Operators, Planned, PlannedCalls, planned_calls
 from flashattn3.kvcache.problem import DECODE, DecodeTensors
 
-CACHES = ops.plan_of, ops._checked_decode, planned_calls
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CACHES = ops.plan_of, ops._checked_decode, ops._checked_append, planned_calls
 
 
 class Double:
-    """A library whose operator of planned calls returns ``result``. received: of its calls."""
+    """A library whose operators of planned calls return ``result``. received: by that of the calls
+    with the fewest arguments; more: by the others, the operator's name first."""
 
     def __init__(self):
-        self.received, self.result, self.error = [], torch.ones(3), None
+        self.received, self.more, self.result, self.error = [], [], torch.ones(3), None
         prepared = iter(range(99))
 
         def decode(handle, lse, *arguments):
             return DecodeTensors(*arguments[4:]).new_out()
 
         operators = {"decode": decode, "decode_planned": self.run}
-        operators["decode_into"] = lambda *given: None
+        for name in ("decode_planned_with", "append_planned"):
+            operators[name] = partial(self.run_with_more, name)
+        for name in ("decode_into", "append"):
+            operators[name] = lambda *given: None
         self.library = replace(
             library_double(**operators),
             prepare_decode=lambda *_: (torch.tensor([next(prepared)]), 384, 2048),
@@ -43,6 +54,13 @@ class Double:
 
     def run(self, launches, *arguments):
         self.received.append((launches, *arguments))
+        return self.answer()
+
+    def run_with_more(self, name, launches, *arguments):
+        self.more.append((name, launches, *arguments))
+        return self.answer()
+
+    def answer(self):
         if self.error is not None:
             raise self.error
         return self.result
@@ -68,14 +86,14 @@ def tensors_of(batch=2, seqlen_q=1, heads=(4, 2), d=64, dtype=torch.bfloat16):
     return [torch.zeros(batch, *shape, d, dtype=dtype) for shape in shapes]
 
 
+def planned_with(**options):
+    return planned_calls(DECODE.convert("flash_attn_with_kvcache", {"backend": None, **options}))
+
+
 def launches_of(**options):
     """Launch, device and queries of each that the operator knows of calls with these options."""
-    found = planned_calls(DECODE.convert("flash_attn_with_kvcache", {"backend": None, **options}))
+    found = planned_with(**options)
     return [] if found.found is None else found.found[1].view(-1, 3).tolist()
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_the_second_call_goes_to_the_operator(double):
@@ -154,11 +172,122 @@ def test_options_are_told_apart(double):
 
 
 @pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({"out": torch.zeros(2, 1, 4, 64).bfloat16()}, 0),
+        ({"cache_batch_idx": ints(0, 1)}, 2),
+        ({"cache_leftpad": ints(0, 1)}, 3),
+        ({"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1}, 4),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_further_arguments_go_to_an_operator_of_their_own(given, place, double):
+    q, k, v = tensors_of()
+    flash_attn_with_kvcache(q, k, v)
+    if "cu_seqlens_q" in given:
+        q = q.flatten(0, 1)
+    for return_lse in (False, True):
+        flash_attn_with_kvcache(q, k, v, **given, return_lse=return_lse)
+        found = flash_attn_with_kvcache(q, k, v, **given, return_lse=return_lse)
+        name, launches, *passed = double.more[-1]
+        out, lse = found if return_lse else (found, None)
+        assert out is double.result and lse is passed[6]
+        wanted = [None, given.get("max_seqlen_q", -1), None, None, None]
+        wanted[place] = next(iter(given.values()))
+        assert name == "decode_planned_with" and launches.tolist()[1:] == [-1, 1]
+        assert all(a is b for a, b in zip(passed[:3], (q, k, v), strict=True))
+        assert all(a is b for a, b in zip(passed[7:], wanted, strict=True))
+    double.result = None
+    count = len(double.more)
+    flash_attn_with_kvcache(q, k, v, **given)
+    assert len(double.more) == count + 1 and double.received == []
+
+
+def new_tokens(batch=2, heads=2, d=64, dtype=torch.bfloat16):
+    k, v = torch.zeros(2, batch, 1, heads, d, dtype=dtype)
+    return {"k": k, "v": v, "cache_seqlens": torch.zeros(batch, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_new_tokens_go_to_an_operator_of_their_own(causal, double):
+    q, k, v = tensors_of()
+    new, tables = new_tokens(), torch.zeros(2, 99, 16)
+    rotary = {"rotary_cos": tables[0], "rotary_sin": tables[1], "rotary_interleaved": False}
+    flash_attn_with_kvcache(q, k, v, **new, causal=causal)
+    assert double.more == []
+    for more in ({}, rotary, {"out": torch.zeros(2, 1, 4, 64).bfloat16()}):
+        versions = [x._version for x in (k, v, *more.values()) if isinstance(x, torch.Tensor)]
+        found = flash_attn_with_kvcache(q, k, v, **new, **more, causal=causal)
+        name, _, *passed = double.more.pop()
+        assert found is double.result and name == "append_planned"
+        wanted = [q, k, v, new["cache_seqlens"], None, -1, None, more.get("out"), -1]
+        wanted += [None, None, None, new["k"], new["v"], None, more.get("rotary_cos")]
+        wanted += [more.get("rotary_sin"), more.get("rotary_interleaved", True), not causal]
+        assert all(a is b or a == b for a, b in zip(passed, wanted, strict=True))
+        written = [x._version for x in (k, v, *more.values()) if isinstance(x, torch.Tensor)]
+        changes = [b - a for a, b in zip(versions, written, strict=True)]
+        assert changes == [1, 1, *(int(name == "out") for name in more if name[-1] != "d")]
+    edges = {"k": new["k"][0], "v": new["v"][0], "cu_seqlens_k_new": ints(0, 1, 1)}
+    flash_attn_with_kvcache(q, k, v, **(new | edges), causal=causal)
+    assert double.more.pop()[16] is edges["cu_seqlens_k_new"]
+
+
+def test_new_tokens_that_the_operator_does_not_take(double):
+    """They, or their error, are those of a first call."""
+    q, k, v = tensors_of()
+    new, tables = new_tokens(), torch.zeros(2, 99, 16)
+    rotary = {"rotary_cos": tables[0], "rotary_sin": tables[1]}
+    flash_attn_with_kvcache(q, k, v, **new)
+    ones = torch.ones(2, 2)
+    for more in (
+        {"k_descale": ones, "v_descale": ones},
+        {**rotary, "rotary_seqlens": ints(1, 2)},
+        {**rotary, "rotary_interleaved": 0},
+        {"sinks": torch.zeros(4)},
+        {"k": torch.nn.Parameter(new["k"], requires_grad=False)},
+        {"out": torch.nn.Parameter(torch.zeros(2, 1, 4, 64).bfloat16(), requires_grad=False)},
+        {"scheduler_metadata": torch.zeros(10, dtype=torch.int32)},
+    ):
+        assert flash_attn_with_kvcache(q, k, v, **{**new, **more}).shape == q.shape
+    for more, error, said in (
+        ({"v": None}, ValueError, "v must be a tensor"),
+        ({"k": None}, ValueError, "k must be a tensor"),
+        ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be >= 0"),
+        ({**rotary, "rotary_interleaved": "no"}, TypeError, "rotary_interleaved must be a bool"),
+    ):
+        with pytest.raises(error, match=said):
+            flash_attn_with_kvcache(q, k, v, **{**new, **more})
+    assert double.more == []
+    with pytest.raises(UnsupportedError, match=r"rotary_cos.requires_grad must be False"):
+        flash_attn_with_kvcache(
+            q, k, v, **new, rotary_cos=torch.nn.Parameter(tables[0]), rotary_sin=tables[1]
+        )
+    for name in ("k", "v"):
+        given = {**new, name: new[name].clone().requires_grad_()}
+        with pytest.raises(UnsupportedError, match=rf"{name}.requires_grad must be False"):
+            flash_attn_with_kvcache(q, k, v, **given)
+        with torch.no_grad():
+            assert flash_attn_with_kvcache(q, k, v, **given) is double.result
+    out = torch.zeros(2, 1, 4, 64).bfloat16().requires_grad_()
+    with pytest.raises(UnsupportedError, match=r"out.requires_grad must be False"):
+        flash_attn_with_kvcache(q, k, v, out=out)
+
+
+def test_new_tokens_that_triton_writes(double, monkeypatch):
+    """The append kernel does not run before a GPU has measured it."""
+    monkeypatch.setattr(hopper_kvcache, "APPEND_MEASURED", "")
+    hopper = HopperCacheBackend(HopperBackend(library=lambda: double.library))
+    monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
+    q, k, v = tensors_of()
+    for backend, appends in ((None, False), ("hopper", True)):
+        flash_attn_with_kvcache(q, k, v, backend=backend)
+        operators, _ = planned_with(backend=backend).found
+        assert (operators.append is not None) == appends
+
+
+@pytest.mark.parametrize(
     "given",
     [
-        {"out": torch.zeros(2, 1, 4, 64).bfloat16()},
-        {"cache_batch_idx": ints(0, 1)},
-        {"cache_leftpad": ints(0, 1)},
         {"sinks": torch.zeros(4)},
         {"k_descale": torch.ones(2, 2)},
         {"scheduler_metadata": torch.zeros(10, dtype=torch.int32)},
@@ -174,7 +303,7 @@ def test_calls_with_more_are_checked_each_time(given, double, monkeypatch):
         flash_attn_with_kvcache(q, k, v)
     for _ in range(2):
         flash_attn_with_kvcache(q, k, v, **given)
-    assert double.received == []
+    assert double.received == double.more == []
 
 
 def test_calls_whose_values_are_checked_are_checked_each_time(double, monkeypatch):
@@ -227,11 +356,11 @@ def test_watched_calls_do_not_go_to_the_operator(double):
 
 
 def test_the_newest_launches_are_kept():
-    calls = PlannedCalls()
+    calls, operators = PlannedCalls(), Operators(print, print, None)
 
     def add(numbers):
         for number in numbers:
-            calls.add(Planned(print, torch.tensor([number])))
+            calls.add(Planned(operators, torch.tensor([number])))
 
     threads = [Thread(target=add, args=(range(first, 3 * MOST, 3),)) for first in range(3)]
     for thread in threads:
@@ -240,7 +369,7 @@ def test_the_newest_launches_are_kept():
         thread.join()
     found = calls.found[1].tolist()
     assert len(found) == len(set(found)) == MOST
-    calls.add(Planned(print, torch.tensor([found[3]])))
+    calls.add(Planned(operators, torch.tensor([found[3]])))
     found.insert(0, found.pop(3))
     assert calls.found[1].tolist() == found
 
@@ -309,9 +438,27 @@ def test_the_operator_takes_the_calls_that_a_launch_is_planned_for(launches):
         run(lse=torch.zeros(2, 3, 32))
 
 
+def with_more(given, more, tokens):
+    """A call of flash_attn_with_kvcache with two queries, on a GPU, with further arguments."""
+    q, lengths = given["q"], given["cache_seqlens"]
+    batch, on_gpu = len(q), {"device": q.device, "dtype": torch.int32}
+    if more == "out":
+        return given | {"out": torch.empty_like(q)}
+    if more == "cache_batch_idx":
+        return given | {more: torch.randperm(batch, **on_gpu), "cache_leftpad": lengths // 2}
+    if more == "cu_seqlens_q":
+        edges = torch.arange(0, 2 * batch + 1, 2, **on_gpu)
+        return given | {"q": q.flatten(0, 1), more: edges, "max_seqlen_q": 2}
+    k, v = torch.randn(2, batch, 3, 8, 128, device=q.device).half()
+    cos, sin = torch.randn(2, tokens + 3, 32, device=q.device)
+    rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    return given | {"k": k, "v": v} | (rotary if more == "rotary" else {})
+
+
 @needs_hopper
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_later_calls_give_the_bits_of_first_ones(return_lse, poisoned_memory):
+@pytest.mark.parametrize("more", ["", "out", "cache_batch_idx", "cu_seqlens_q", "new", "rotary"])
+def test_later_calls_give_the_bits_of_first_ones(more, return_lse, poisoned_memory):
     """Of other batches, capacities and page tables too, and in a CUDA graph."""
     for cache in CACHES:
         cache.cache_clear()
@@ -322,11 +469,15 @@ def test_later_calls_give_the_bits_of_first_ones(return_lse, poisoned_memory):
             k, v = cache.unflatten(1, (-1, page_size or tokens))
             given = {"q": torch.randn(batch, 2, 32, 128, device="cuda").half()}
             given |= {"k_cache": k, "v_cache": v}
-            lengths = torch.randint(1, tokens, (batch,), device="cuda", dtype=torch.int32)
+            lengths = torch.randint(1, tokens - 3, (batch,), device="cuda", dtype=torch.int32)
             given["cache_seqlens"] = lengths
             if page_size:
                 pages = torch.randperm(len(k), device="cuda", dtype=torch.int32)
                 given["page_table"] = pages.view(batch, -1)
+            if more:
+                given = with_more(given, more, tokens)
+            written = [name for name in ("k_cache", "v_cache", "out") if name in given]
+            copies = {name: given[name].clone() for name in written}
             checks = ops._checked_decode.cache_info()
             found = [flash_attn_with_kvcache(**given, **options)]
             torch.cuda.synchronize()
@@ -335,11 +486,12 @@ def test_later_calls_give_the_bits_of_first_ones(return_lse, poisoned_memory):
                 found.append(flash_attn_with_kvcache(**given, **options))
             graph.replay()
             known = ops._checked_decode.cache_info() == checks
-            # An argument with which the call is checked in Python.
-            every = torch.arange(batch, device="cuda", dtype=torch.int32)
-            wanted = flash_attn_with_kvcache(**given, **options, cache_batch_idx=every)
-            assert ops._checked_decode.cache_info() != checks
+            for cached in CACHES:
+                cached.cache_clear()
+            wanted = flash_attn_with_kvcache(**(given | copies), **options)
+            assert ops._checked_decode.cache_info().misses == 1
             for results in found:
                 pairs = zip(results, wanted, strict=True) if return_lse else [(results, wanted)]
                 assert all(torch.equal(a, b) for a, b in pairs)
+            assert all(torch.equal(given[name], copies[name]) for name in written)
         assert known

@@ -13,6 +13,7 @@
 
 #include "launch/append.h"
 #include "launch/errors.h"
+#include "torch_binding/append_call.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/tensors.h"
@@ -21,40 +22,6 @@ namespace flashattn3 {
 namespace {
 
 constexpr char kName[] = "append";
-
-// Arguments of an append, in the order of the schema. The tensors are those of AppendTensors in
-// flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is null; -1: the
-// capacity.
-struct AppendCall {
-  Tensor k, v, k_cache, v_cache;
-  std::optional<Tensor> q, q_out, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
-      cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale;
-  int64_t seqlen;
-  bool rotary_interleaved, one_q_position;
-
-  static AppendCall take(Arguments& arguments) {
-    using Optional = std::optional<Tensor>;
-    return {.k = arguments.take<Tensor>(),
-            .v = arguments.take<Tensor>(),
-            .k_cache = arguments.take<Tensor>(),
-            .v_cache = arguments.take<Tensor>(),
-            .q = arguments.take<Optional>(),
-            .q_out = arguments.take<Optional>(),
-            .cache_seqlens = arguments.take<Optional>(),
-            .page_table = arguments.take<Optional>(),
-            .cache_batch_idx = arguments.take<Optional>(),
-            .cu_seqlens_q = arguments.take<Optional>(),
-            .cu_seqlens_k_new = arguments.take<Optional>(),
-            .rotary_cos = arguments.take<Optional>(),
-            .rotary_sin = arguments.take<Optional>(),
-            .rotary_seqlens = arguments.take<Optional>(),
-            .k_descale = arguments.take<Optional>(),
-            .v_descale = arguments.take<Optional>(),
-            .seqlen = arguments.take<int64_t>(),
-            .rotary_interleaved = arguments.take<bool>(),
-            .one_q_position = arguments.take<bool>()};
-  }
-};
 
 // Checks the tensors of a call and reads their sizes. Error messages are composed only where a
 // check fails.
@@ -76,6 +43,12 @@ class Checks {
     expect_shape(kName, name, tensor, shape);
     expect_dtype(name, tensor, dtype_, "k's");
     expect_dense_columns(name, tensor);
+  }
+
+  // A cache, which is written.
+  void cache(const char* name, const Tensor& tensor, const Shape& shape) const {
+    tokens(name, tensor, shape);
+    expect_written(kName, name, tensor);
   }
 
   void indices(const char* name, const std::optional<Tensor>& tensor, int64_t size) const {
@@ -230,8 +203,8 @@ void fill_cache(const Checks& checks, const AppendCall& call, AppendParams& para
   const int64_t head_dim_v = call.v_cache.size(3);
   checks.tokens("k", call.k, shape_like(call.k, varlen, heads, head_dim));
   checks.tokens("v", call.v, shape_like(call.k, varlen, heads, head_dim_v));
-  checks.tokens("k_cache", call.k_cache, {4, {caches, slots, heads, head_dim}});
-  checks.tokens("v_cache", call.v_cache, {4, {caches, slots, heads, head_dim_v}});
+  checks.cache("k_cache", call.k_cache, {4, {caches, slots, heads, head_dim}});
+  checks.cache("v_cache", call.v_cache, {4, {caches, slots, heads, head_dim_v}});
   checks.indices("cu_seqlens_k_new", call.cu_seqlens_k_new, edges);
   checks.indices("cache_seqlens", call.cache_seqlens, batch);
   checks.indices("cache_batch_idx", call.cache_batch_idx, batch);
@@ -277,18 +250,30 @@ void fill_rotary(const Checks& checks, const AppendCall& call, AppendParams& par
   params.rotary_interleaved = call.rotary_interleaved;
 }
 
+}  // namespace
+
+CheckedAppend CheckedAppend::of(const AppendCall& call) {
+  const Checks checks(call);
+  CheckedAppend checked{};
+  checked.params.dtype = checks.is_fp16() ? ElementType::kFloat16 : ElementType::kBFloat16;
+  fill_cache(checks, call, checked.params);
+  fill_q(checks, call, checked.params);
+  fill_rotary(checks, call, checked.params);
+  checked.device = device_of(call);
+  return checked;
+}
+
+void CheckedAppend::launch() const {
+  const DeviceGuard guard(device);
+  launch_append(params, current_stream(device));
+}
+
+namespace {
+
 void append(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const AppendCall call = AppendCall::take(arguments);
-  const Checks checks(call);
-  AppendParams params{};
-  params.dtype = checks.is_fp16() ? ElementType::kFloat16 : ElementType::kBFloat16;
-  fill_cache(checks, call, params);
-  fill_q(checks, call, params);
-  fill_rotary(checks, call, params);
-  const int device = device_of(call);
-  const DeviceGuard guard(device);
-  launch_append(params, current_stream(device));
+  CheckedAppend::of(call).launch();
 }
 
 }  // namespace

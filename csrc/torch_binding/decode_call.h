@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -50,14 +51,30 @@ struct DecodeCall {
   int64_t batch() const { return varlen() ? cu_seqlens_q->size(0) - 1 : q.size(0); }
   // Tokens of q, with varlen of all sequences.
   int64_t total_q() const { return q.size(varlen() ? 0 : 1); }
+  // Queries of a sequence, with varlen of the longest.
+  int64_t seqlen_q() const {
+    const int64_t total = total_q();
+    return varlen() && max_seqlen_q >= 0 ? std::min(max_seqlen_q, total) : total;
+  }
+  int64_t num_heads_q() const { return q.size(varlen() ? 1 : 2); }
 };
 
 // Returns whether all rows of a tensor of 16-bit elements begin at multiples of 16 bytes and are
 // dense.
 bool has_aligned_rows(const Tensor& tensor);
 
-// Checks a call against its prepared launch and launches it on torch's current stream. out: a new
-// tensor if null. Returns it.
-Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call, const Tensor* out);
+// Allocates (batch, seqlen_q, num_heads_q, columns), or with varlen (total_q, ...), in q's dtype.
+// The number of axes of q must be right.
+Tensor new_rows(const DecodeCall& call, int64_t columns);
+
+// Throws for a call that does not fit its prepared launch. out: none: a new tensor.
+void check_decode(const PreparedDecode& launch, const DecodeCall& call,
+                  const std::optional<Tensor>& out);
+// Launches a call that check_decode accepts on torch's current stream. Returns out.
+Tensor run_checked_decode(const PreparedDecode& launch, const DecodeCall& call,
+                          const std::optional<Tensor>& out);
+// Both.
+Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call,
+                  const std::optional<Tensor>& out);
 
 }  // namespace flashattn3

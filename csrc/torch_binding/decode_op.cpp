@@ -37,14 +37,6 @@ Shape rows_shape(const CachedProblem& problem, const DecodeCall& call, int64_t c
                        : Shape{4, {call.batch(), total, heads, columns}};
 }
 
-Tensor new_out(const CachedProblem& problem, const DecodeCall& call) {
-  const int64_t total = call.total_q(), heads = problem.num_heads_q, columns = problem.head_dim_v;
-  const int32_t dtype = dtype_of(call.q);
-  const int device = call.q.get_device_index();
-  return call.varlen() ? new_tensor<3>({total, heads, columns}, dtype, device)
-                       : new_tensor<4>({call.batch(), total, heads, columns}, dtype, device);
-}
-
 // Throws for a tensor that is not on a GPU, or on another one than q.
 int device_of(const DecodeCall& call) {
   const int device = call.q.get_device_index();
@@ -60,6 +52,15 @@ int device_of(const DecodeCall& call) {
   check_given("lse.device", call.lse);
   check_given("cache_seqlens.device", call.cache_seqlens);
   check_given("page_table.device", call.page_table);
+  check_given("cache_batch_idx.device", call.cache_batch_idx);
+  check_given("cache_leftpad.device", call.cache_leftpad);
+  check_given("cu_seqlens_q.device", call.cu_seqlens_q);
+  check_given("cu_seqlens_k_new.device", call.cu_seqlens_k_new);
+  check_given("q_descale.device", call.q_descale);
+  check_given("k_descale.device", call.k_descale);
+  check_given("v_descale.device", call.v_descale);
+  check_given("sinks.device", call.sinks);
+  check_given("scheduler_metadata.device", call.scheduler_metadata);
   return device;
 }
 
@@ -172,12 +173,9 @@ DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, c
   params.sinks = floats(call.sinks);
 
   const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
-  const int64_t total = call.total_q();
   params.batch = to_int(kName, "the batch", call.batch());
-  params.total_q = to_int(kName, "the tokens of q", total);
-  params.seqlen_q =
-      to_int(kName, "max_seqlen_q",
-             varlen && call.max_seqlen_q >= 0 ? std::min(call.max_seqlen_q, total) : total);
+  params.total_q = to_int(kName, "the tokens of q", call.total_q());
+  params.seqlen_q = to_int(kName, "max_seqlen_q", call.seqlen_q());
   params.num_caches =
       to_int(kName, "the number of caches", paged ? call.page_table->size(0) : caches);
   params.num_pages = to_int(kName, "the number of pages", paged ? caches : 0);
@@ -259,21 +257,35 @@ bool has_aligned_rows(const Tensor& tensor) {
   return aligned;
 }
 
-Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call, const Tensor* given) {
+Tensor new_rows(const DecodeCall& call, int64_t columns) {
+  const int64_t total = call.total_q(), heads = call.num_heads_q();
+  const int32_t dtype = dtype_of(call.q);
+  const int device = call.q.get_device_index();
+  return call.varlen() ? new_tensor<3>({total, heads, columns}, dtype, device)
+                       : new_tensor<4>({call.batch(), total, heads, columns}, dtype, device);
+}
+
+void check_decode(const PreparedDecode& launch, const DecodeCall& call,
+                  const std::optional<Tensor>& out) {
   const CachedProblem& problem = launch.problem;
-  const DecodeKernel& kernel = decode_kernel(launch.config);
-  check_call(problem, kernel.info.dtype, call);
-  if (given != nullptr) {
-    check_rows("out", *given, kernel.info.dtype, rows_shape(problem, call, problem.head_dim_v));
+  const ElementType dtype = decode_kernel(launch.config).info.dtype;
+  check_call(problem, dtype, call);
+  if (out) {
+    check_rows("out", *out, dtype, rows_shape(problem, call, problem.head_dim_v));
+    expect_written(kName, "out", *out);
   }
   const int device = device_of(call);
-  if (given != nullptr) {
-    expect_on_gpu(kName, "out.device", *given, device, "the GPU of q");
-  }
+  if (out) expect_on_gpu(kName, "out.device", *out, device, "the GPU of q");
+}
+
+Tensor run_checked_decode(const PreparedDecode& launch, const DecodeCall& call,
+                          const std::optional<Tensor>& given) {
+  const DecodeKernel& kernel = decode_kernel(launch.config);
+  const int device = call.q.get_device_index();
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  const Tensor out = given != nullptr ? *given : new_out(problem, call);
-  DecodeParams params = make_params(problem, call, out);
+  const Tensor out = given ? *given : new_rows(call, launch.problem.head_dim_v);
+  DecodeParams params = make_params(launch.problem, call, out);
   params.pdl = true;
   std::optional<LaunchMemory> memory;
   if (call.varlen() && launch.problem.short_config >= 0) {
@@ -290,20 +302,26 @@ Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call, const Te
   return out;
 }
 
+Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call,
+                  const std::optional<Tensor>& out) {
+  check_decode(launch, call, out);
+  return run_checked_decode(launch, call, out);
+}
+
 namespace {
 
 void decode(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor launch = arguments.take<Tensor>();
   const DecodeCall call = DecodeCall::take(arguments);
-  return_results(stack, std::tuple(run_decode(prepared_decode(kName, launch), call, nullptr)));
+  return_results(stack, std::tuple(run_decode(prepared_decode(kName, launch), call, {})));
 }
 
 void decode_into(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor out = arguments.take<Tensor>(), launch = arguments.take<Tensor>();
   const DecodeCall call = DecodeCall::take(arguments);
-  run_decode(prepared_decode(kName, launch), call, &out);
+  run_decode(prepared_decode(kName, launch), call, out);
 }
 
 // The grid and the workspace of calls of these sizes. total_q: with cu_seqlens_q, else -1.

@@ -1,14 +1,19 @@
-// flashattn3_hopper::decode_planned: a cached call that is like an earlier one, as each step of a
-// generating model is like the step before. The operator finds the launch that was planned for such
-// a call: it reads the tensors in less time than Python takes to make a key of them.
+// flashattn3_hopper::decode_planned, decode_planned_with and append_planned: a cached call that is
+// like an earlier one, as each step of a generating model is like the step before. The operators
+// find the launch that was planned for such a call: they read the tensors in less time than Python
+// takes to make a key of them.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <utility>
 
+#include "launch/errors.h"
 #include "launch/registry.h"
+#include "torch_binding/append_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/decode_call.h"
 #include "torch_binding/prepared.h"
@@ -17,61 +22,170 @@
 namespace flashattn3 {
 namespace {
 
-// Returns whether the launch is planned for calls with these tensors. It compares everything that a
-// plan depends on; run_decode checks the rest.
+// Returns whether the launch is planned for calls with these tensors, all of whose rows are
+// aligned. It compares everything that a plan depends on; check_decode checks the rest.
 bool is_planned_for(const PlannedDecode& planned, const DecodeCall& call) {
   const CachedProblem& problem = planned.launch.problem;
   const Tensor &q = call.q, &k = call.k_cache, &v = call.v_cache;
   const bool fp16 = decode_kernel(planned.launch.config).info.dtype == ElementType::kFloat16;
   const int64_t page_size = call.page_table ? k.size(1) : 0;
-  return q.get_device_index() == planned.device && q.size(1) == planned.seqlen_q &&
+  return q.get_device_index() == planned.device && call.seqlen_q() == planned.seqlen_q &&
          dtype_of(q) == (fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16()) &&
-         q.size(2) == problem.num_heads_q && q.size(3) == problem.head_dim &&
+         call.num_heads_q() == problem.num_heads_q && q.size(q.dim() - 1) == problem.head_dim &&
          k.size(2) == problem.num_heads_kv && v.size(3) == problem.head_dim_v &&
          page_size == problem.page_size;
 }
 
-std::optional<Tensor> run_planned(const Tensor& launches, const DecodeCall& call) {
-  const auto all = planned_decodes("decode_planned", launches);
-  const auto is_readable = [](const Tensor& x) { return x.dim() == 4 && has_aligned_rows(x); };
-  if (!is_readable(call.q) || !is_readable(call.k_cache) || !is_readable(call.v_cache)) return {};
-  for (const PlannedDecode& planned : all) {
-    if (is_planned_for(planned, call)) return run_decode(planned.launch, call, nullptr);
+// A call and some PlannedDecode of its options, of which one may be for it.
+struct PlannedCall {
+  Tensor launches;
+  DecodeCall call;
+  std::optional<Tensor> out;
+
+  // The arguments that all operators begin with.
+  static PlannedCall take(Arguments& arguments) {
+    using Optional = std::optional<Tensor>;
+    PlannedCall planned{.launches = arguments.take<Tensor>(),
+                        .call = {.q = arguments.take<Tensor>(),
+                                 .k_cache = arguments.take<Tensor>(),
+                                 .v_cache = arguments.take<Tensor>(),
+                                 .cache_seqlens = arguments.take<Optional>(),
+                                 .page_table = arguments.take<Optional>()}};
+    planned.call.seqlen = arguments.take<int64_t>();
+    planned.call.lse = arguments.take<Optional>();
+    return planned;
   }
-  return {};
-}
+
+  // Those that follow in two of them.
+  void take_more(Arguments& arguments) {
+    out = arguments.take<std::optional<Tensor>>();
+    call.max_seqlen_q = arguments.take<int64_t>();
+    call.cache_batch_idx = arguments.take<std::optional<Tensor>>();
+    call.cache_leftpad = arguments.take<std::optional<Tensor>>();
+    call.cu_seqlens_q = arguments.take<std::optional<Tensor>>();
+  }
+
+  bool q_has_its_axes() const { return call.q.dim() == (call.varlen() ? 3 : 4); }
+
+  // Null if no launch is for this call.
+  const PreparedDecode* find(const char* function) const {
+    const auto all = planned_decodes(function, launches);
+    const auto is_cache = [](const Tensor& x) { return x.dim() == 4 && has_aligned_rows(x); };
+    const bool readable = q_has_its_axes() && has_aligned_rows(call.q) && is_cache(call.k_cache) &&
+                          is_cache(call.v_cache);
+    if (!readable) return nullptr;
+    for (const PlannedDecode& planned : all) {
+      if (is_planned_for(planned, call)) return &planned.launch;
+    }
+    return nullptr;
+  }
+
+  std::optional<Tensor> run(const char* function) const {
+    const PreparedDecode* launch = find(function);
+    if (launch == nullptr) return {};
+    return run_decode(*launch, call, out);
+  }
+};
 
 void decode_planned(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  const Tensor launches = arguments.take<Tensor>();
-  DecodeCall call{.q = arguments.take<Tensor>(),
-                  .k_cache = arguments.take<Tensor>(),
-                  .v_cache = arguments.take<Tensor>(),
-                  .cache_seqlens = arguments.take<std::optional<Tensor>>(),
-                  .page_table = arguments.take<std::optional<Tensor>>()};
-  call.seqlen = arguments.take<int64_t>();
-  call.lse = arguments.take<std::optional<Tensor>>();
-  return_results(stack, std::tuple(run_planned(launches, call)));
+  const PlannedCall planned = PlannedCall::take(arguments);
+  return_results(stack, std::tuple(planned.run("decode_planned")));
+}
+
+void decode_planned_with(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  PlannedCall planned = PlannedCall::take(arguments);
+  planned.take_more(arguments);
+  return_results(stack, std::tuple(planned.run("decode_planned_with")));
+}
+
+// Takes the arguments of the new tokens; the call says where they go.
+AppendCall take_append(Arguments& arguments, const DecodeCall& call) {
+  using Optional = std::optional<Tensor>;
+  AppendCall append{.k = arguments.take<Tensor>(),
+                    .v = arguments.take<Tensor>(),
+                    .k_cache = call.k_cache,
+                    .v_cache = call.v_cache,
+                    .cache_seqlens = call.cache_seqlens,
+                    .page_table = call.page_table,
+                    .cache_batch_idx = call.cache_batch_idx,
+                    .seqlen = call.seqlen};
+  append.cu_seqlens_k_new = arguments.take<Optional>();
+  append.rotary_cos = arguments.take<Optional>();
+  append.rotary_sin = arguments.take<Optional>();
+  append.rotary_interleaved = arguments.take<bool>();
+  append.one_q_position = arguments.take<bool>();
+  return append;
+}
+
+constexpr char kAppend[] = "append_planned";
+
+// Both launches are checked before the first.
+std::optional<Tensor> append_and_run(PlannedCall planned, AppendCall append) {
+  DecodeCall& call = planned.call;
+  if (!planned.q_has_its_axes()) return {};
+  expect(call.cache_seqlens || call.seqlen >= 0, kAppend, "cache_seqlens",
+         "a tensor, or seqlen a length, where new tokens are written", "None");
+  if (append.rotary_cos) {
+    append.q = call.q;
+    append.cu_seqlens_q = call.cu_seqlens_q;
+    append.q_out = call.q = new_rows(call, call.q.size(call.q.dim() - 1));
+  }
+  const PreparedDecode* launch = planned.find(kAppend);
+  if (launch == nullptr) return {};
+  const CheckedAppend checked = CheckedAppend::of(append);
+  call.cu_seqlens_k_new = append.cu_seqlens_k_new;
+  call.seqlen_new = append.cu_seqlens_k_new ? 0 : append.k.size(1);
+  check_decode(*launch, call, planned.out);
+  checked.launch();
+  return run_checked_decode(*launch, call, planned.out);
+}
+
+void append_planned(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  PlannedCall planned = PlannedCall::take(arguments);
+  planned.take_more(arguments);
+  AppendCall append = take_append(arguments, planned.call);
+  return_results(stack, std::tuple(append_and_run(std::move(planned), std::move(append))));
 }
 
 }  // namespace
 
-// The operator has few arguments, because torch takes 100 ns for each, given or not. launches holds
-// some PlannedDecode. The operator returns None if none of them is for such a call, and throws for
-// tensors that do not fit each other.
+// decode_planned has few arguments, because torch takes 100 ns for each, given or not. launches
+// holds some PlannedDecode. An operator returns None, and writes nothing, if none of them is for
+// such a call, and throws for tensors that do not fit each other. A given out is the result.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
+#define FA3_CALL "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse"
+#define FA3_MORE                                                                        \
+  "Tensor(b!)? out, int max_seqlen_q, Tensor? cache_batch_idx, Tensor? cache_leftpad, " \
+  "Tensor? cu_seqlens_q"
+#define FA3_NEW_TOKENS                                                                     \
+  "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, " \
+  "bool rotary_interleaved, bool one_q_position"
+  const std::string read = "(Tensor launches, Tensor q, Tensor k_cache, Tensor v_cache, " FA3_CALL;
+  const std::string written =
+      "(Tensor launches, Tensor q, Tensor(c!) k_cache, Tensor(d!) v_cache, " FA3_CALL;
+  library.def(("decode_planned" + read + ") -> Tensor?").c_str());
+  library.def(("decode_planned_with" + read + ", " FA3_MORE ") -> Tensor(b!)?").c_str());
   library.def(
-      "decode_planned(Tensor launches, Tensor q, Tensor k_cache, Tensor v_cache, "
-      "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse) -> Tensor?");
+      ("append_planned" + written + ", " FA3_MORE ", " FA3_NEW_TOKENS ") -> Tensor(b!)?").c_str());
+#undef FA3_CALL
+#undef FA3_MORE
+#undef FA3_NEW_TOKENS
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("decode_planned", decode_planned);
+  library.impl("decode_planned_with", decode_planned_with);
+  library.impl("append_planned", append_planned);
 }
 
 // Tensors on the CPU, for which no launch is planned, get None.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("decode_planned", decode_planned);
+  library.impl("decode_planned_with", decode_planned_with);
+  library.impl("append_planned", append_planned);
 }
 
 }  // namespace flashattn3

@@ -34,8 +34,9 @@ struct PreparedLaunches {
   int64_t bhsd;  // 1: q, k and v are (batch, heads, tokens, head_dim), out is not; else 0
 };
 using PreparedDecode = Prepared<CachedProblem>;
-// A prepared launch and the calls that it is planned for: dense ones with seqlen_q queries of each
-// sequence, on the GPU of this index. Joined as above, further ones behind it.
+// A prepared launch and the calls that it is planned for: those with seqlen_q queries of each
+// sequence, or of the longest of a varlen batch, on the GPU of this index. Joined as above, further
+// ones behind it.
 struct PlannedDecode {
   PreparedDecode launch;
   int64_t device, seqlen_q;

@@ -67,6 +67,15 @@ inline void expect_on_gpu(const char* function, const char* name, const Tensor& 
   expect(tensor.get_device_index() == device, function, name, wanted, "another GPU");
 }
 
+// Throws "function: name must be ..., got ..." if several elements of a tensor that is written have
+// one address.
+inline void expect_written(const char* function, const char* name, const Tensor& tensor) {
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    expect(tensor.size(axis) <= 1 || tensor.stride(axis) != 0, function, name,
+           "without a stride of 0", "an expanded tensor");
+  }
+}
+
 // Returns a number of tokens, heads, pages or sequences. Throws for one over 2^30: positions of
 // cached and new tokens and of queries, with window and tile, stay below 2^31.
 inline int to_int(const char* function, const char* name, int64_t number) {

@@ -25,7 +25,7 @@ from .checks import (
     check_tensors,
 )
 from .metadata import hash_of_options, make_metadata
-from .planned import run_planned
+from .planned import Further, NewTokens, run_planned
 from .problem import (
     DECODE,
     AppendOptions,
@@ -34,6 +34,7 @@ from .problem import (
     DecodeTensors,
     Lengths,
     metadata_of,
+    one_q_position,
 )
 
 
@@ -64,21 +65,33 @@ def _with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     function = options.function
     seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
+    longest = None
+    if not (cu_seqlens_q is max_seqlen_q is None):
+        longest = _longest(function, cu_seqlens_q, max_seqlen_q)
     watched = ops.is_watched(q, k_cache)
     if (
-        k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new
-        is cache_batch_idx is cache_leftpad is cu_seqlens_q is max_seqlen_q
-        is q_descale is k_descale is v_descale is sinks is scheduler_metadata is out is None
+        rotary_seqlens is q_descale is k_descale is v_descale is sinks is scheduler_metadata is None
         and not watched
-    ):  # fmt: skip
-        result = run_planned(options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen)
+    ):
+        further = new = None
+        if not (out is longest is cache_batch_idx is cache_leftpad is cu_seqlens_q is None):
+            most = -1 if longest is None else longest
+            further = Further(out, most, cache_batch_idx, cache_leftpad, cu_seqlens_q)
+        if not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is None):
+            new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
+        result = run_planned(
+            options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new
+        )
         if result is not None:
+            if new is not None:
+                ops.count_writes(k_cache, v_cache)
+            if out is not None:
+                ops.count_writes(out)
             return result
     tensors = DecodeTensors(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
     )  # fmt: skip
-    longest = _longest(function, cu_seqlens_q, max_seqlen_q)
     if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None:
         return _attended(tensors, Lengths(seqlen, 0, longest), options, out, watched)
     if watched or not type(k) is type(v) is Tensor:
@@ -102,9 +115,8 @@ def _with_kvcache(
         k, v, k_cache, v_cache, to_rotate, rotated, cache_seqlens, page_table, cache_batch_idx,
         edges, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
     )  # fmt: skip
-    one_position = not (options.causal or options.window_left >= 0 or options.window_right >= 0)
     interleaved = boolean(function, "rotary_interleaved", rotary_interleaved)
-    how = AppendOptions(interleaved, one_position, options.backend, function)
+    how = AppendOptions(interleaved, one_q_position(options), options.backend, function)
     if checked is not None:
         ops.check_values_before_append(checked, tensors, lengths, options, appended, how)
     ops.run_append(appended, lengths, how)
@@ -471,9 +483,8 @@ def _seqlens(function: str, cache_seqlens: object) -> tuple[int | None, Tensor |
 
 
 def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -> int | None:
+    """Of a call that has one of the two."""
     if cu_seqlens_q is None:
-        if max_seqlen_q is None:
-            return None
         raise value_error(
             function, "max_seqlen_q", "None without cu_seqlens_q", shown(max_seqlen_q)
         )

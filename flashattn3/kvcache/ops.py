@@ -96,7 +96,8 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     check_decode(found, options, lengths)
     plan = plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
     q, _, v_cache = found[:3]
-    planned = None if is_checked(q.device) else plan.launch.planned(q)
+    _, _, seqlen_q = DecodeTensors(*found).query_sizes(lengths.max_seqlen_q)
+    planned = None if is_checked(q.device) else plan.launch.planned(seqlen_q)
     if planned is not None:
         planned_calls(options).add(planned)
     out_shape, lse_shape = result_shapes(q, v_cache)

@@ -15,22 +15,55 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .problem import DecodeOptions
+from .problem import DecodeOptions, one_q_position
 
 MOST = 16  # launches of calls with the same options; the operator tries one after the other
 
 
-class Planned(NamedTuple):
-    """A launch as the backend's operator knows it.
+class Operators(NamedTuple):
+    """Functions that find the launch of a call, run it and return out, or None if none of the
+    launches is planned for such a call. RuntimeError for tensors that do not fit each other.
 
-    operator: a function of (launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse)
-        that runs a call and returns out, or None if none of the launches is planned for such a
-        call. RuntimeError for tensors that do not fit each other. seqlen: -1: the capacity. lse:
-        where it is written; None: it is not.
+    decode: of (launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse). seqlen: -1:
+        the capacity. lse: where it is written; None: it is not.
+    decode_with: the same and the fields of ``Further``.
+    append: the same, the fields of ``NewTokens`` and whether all queries of a sequence have one
+        position; writes the new tokens, then attends. None: appends run on another backend.
+    """
+
+    decode: Callable[..., Tensor | None]
+    decode_with: Callable[..., Tensor | None]
+    append: Callable[..., Tensor | None] | None
+
+
+class Further(NamedTuple):
+    """Arguments of a call that most calls lack. max_seqlen_q: -1: the number of rows."""
+
+    out: Tensor | None = None
+    max_seqlen_q: int = -1
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+
+
+class NewTokens(NamedTuple):
+    """Arguments of a call that appends."""
+
+    k: Tensor
+    v: Tensor
+    cu_seqlens_k_new: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+
+
+class Planned(NamedTuple):
+    """A launch as the backend's operators know it.
+
     words: the launch and what of a call its plan depends on; with those of others joined, launches.
     """
 
-    operator: Callable[..., Tensor | None]
+    operators: Operators
     words: Tensor
 
 
@@ -38,11 +71,11 @@ class PlannedCalls:
     """The launches of calls with the same options, the newest first. A call whose launch is not
     among them, or no longer, is checked in Python each time.
 
-    found: the operator and its launches; None before the first.
+    found: the operators and their launches; None before the first.
     """
 
     def __init__(self) -> None:
-        self.found: tuple[Callable[..., Tensor | None], Tensor] | None = None
+        self.found: tuple[Operators, Tensor] | None = None
         self._words: list[Tensor] = []
         self._lock = Lock()
 
@@ -50,7 +83,7 @@ class PlannedCalls:
         with self._lock, _disable_current_modes():  # the tensors outlive the call
             others = [x for x in self._words if not torch.equal(x, planned.words)]
             self._words = [planned.words, *others][:MOST]
-            self.found = planned.operator, torch.cat(self._words)
+            self.found = planned.operators, torch.cat(self._words)
 
 
 @lru_cache(maxsize=4096)
@@ -67,27 +100,71 @@ def run_planned(
     cache_seqlens: Tensor | None,
     page_table: Tensor | None,
     seqlen: int | None,
+    further: Further | None,
+    new: NewTokens | None,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Run a call that nothing watches; None if it must be checked, because no launch was planned
     for such a call or because the tensors are invalid."""
     found = planned_calls(options).found
     if found is None:
         return None
+    operators, launches = found
     if seqlen is None:
         seqlen = -1
     elif seqlen < 0:
         return None
-    operator, launches = found
     try:
         if torch.is_grad_enabled() and (
             q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
         ):
             return None
-        lse = None
-        if options.return_lse:
-            batch, rows, heads, _ = q.shape
-            lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
-        out = operator(launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse)
+        if further is new is None:
+            operator, more = operators.decode, ()
+        else:
+            operator, more = _with_more(operators, options, further or _NOTHING, new)
+            if operator is None:
+                return None
+        lse = _new_lse(q) if options.return_lse else None
+        out = operator(launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse, *more)
     except (AttributeError, RuntimeError, ValueError):
         return None  # the checks name the argument, or the launch fails again
     return out if lse is None or out is None else (out, lse)
+
+
+_NOTHING = Further()
+
+
+def _with_more(
+    operators: Operators, options: DecodeOptions, further: Further, new: NewTokens | None
+) -> tuple[Callable[..., Tensor | None] | None, tuple]:
+    """The operator of a call with more arguments, and these. None if Python has to check the call:
+    torch sees the operators of other classes of tensors."""
+    out = further.out
+    if not (out is None or type(out) is Tensor) or _need_gradient(out):
+        return None, ()
+    if new is None:
+        return operators.decode_with, further
+    k, v, _, cos, sin, interleaved = new
+    plain = type(k) is type(v) is Tensor and type(interleaved) is bool
+    if not plain or _need_gradient(k, v, cos, sin):
+        return None, ()
+    return operators.append, (*further, *new, one_q_position(options))
+
+
+def _need_gradient(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def _new_lse(q: Tensor) -> Tensor:
+    sizes = q.shape
+    if len(sizes) == 4:
+        batch, rows, heads, _ = sizes
+        shape = batch, heads, rows
+    else:
+        rows, heads, _ = sizes
+        shape = heads, rows
+    return q.new_empty(shape, dtype=torch.float32)

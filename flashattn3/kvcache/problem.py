@@ -87,6 +87,11 @@ DECODE = Description("DecodeOptions", tuple(_FIELDS.values()), "flash_attn_with_
 DecodeOptions = DECODE.Options
 
 
+def one_q_position(options: DecodeOptions) -> bool:
+    """``AppendOptions.one_q_position`` of the append of a call."""
+    return not (options.causal or options.window_left >= 0 or options.window_right >= 0)
+
+
 class Lengths(NamedTuple):
     """Lengths of a call that change from step to step, so that no problem has them.
 

@@ -21,8 +21,8 @@ from ...dispatch.kernel_configs import (
     select_cached_forward_config,
     select_decode_config,
 )
-from ...kvcache.planned import Planned
-from ...kvcache.problem import DecodeTensors, Metadata
+from ...kvcache.planned import Operators, Planned
+from ...kvcache.problem import DecodeTensors
 from .launch_record import decode_record_of
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ MAX_ROWS = 256
 # about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth
 # and 1024 of its tensor cores for each 64 rows.
 DECODE_ROWS = 192
-_PLANNED_WITH = frozenset(("cache_seqlens", "page_table"))
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
+# Tensors on which no launch of up to DECODE_ROWS packed rows depends.
+_PLANNED_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - {"scheduler_metadata"}
 
 
 class Prepared(NamedTuple):
@@ -224,17 +225,21 @@ def prepare_decode(launch: DecodeLaunch) -> Callable:
     return run
 
 
-def planned_decode(launch: DecodeLaunch, q: Metadata) -> Planned | None:
-    """The launch for calls like one with this q. None where a plan depends on more than
-    PlannedDecode (csrc/torch_binding/prepared.h) has, or a call on more than q and the cache."""
-    problem, operator = launch.problem, launch.library.decode_planned
+def planned_decode(launch: DecodeLaunch, seqlen_q: int, appends: bool) -> Planned | None:
+    """The launch for calls with this number of queries, in a varlen batch of the longest sequence.
+    None where a plan depends on more than PlannedDecode (csrc/torch_binding/prepared.h) has, or a
+    call on more than the operators take. appends: whether the append kernel writes new tokens.
+    """
+    problem, library = launch.problem, launch.library
     alike = problem.given <= _PLANNED_WITH and problem.rows <= DECODE_ROWS
-    if operator is None or not alike or problem.misaligned:
+    if library.decode_planned is None or not alike or problem.misaligned:
         return None
-    device = -1 if q.device.index is None else q.device.index
+    append = library.append_planned if appends else None
+    operators = Operators(library.decode_planned, library.decode_planned_with, append)
+    index = problem.device.index
     with _disable_current_modes():  # the plan outlives the call
-        words = torch.tensor((device, q.shape[1]), device="cpu")
-        return Planned(operator, torch.cat((launch.prepared.handle, words)))
+        words = torch.tensor((-1 if index is None else index, seqlen_q), device="cpu")
+        return Planned(operators, torch.cat((launch.prepared.handle, words)))
 
 
 def _is_aligned(out: Tensor) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor
 from ...dispatch.device import DeviceInfo
 from ...dispatch.kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
 from ...kvcache.planned import Planned
-from ...kvcache.problem import Metadata
 from ..triton.kvcache import BACKEND as TRITON
 from . import append_launch, decode_launch
 from .backend import BACKEND as FORWARD
@@ -23,12 +22,13 @@ from .backend import HopperBackend
 
 
 class HopperCachedCall:
-    """The launch of one cached call, prepared once. needs_lse: lse may be None."""
+    """The launch of one cached call, prepared once. needs_lse: lse may be None. appends: whether
+    the append kernel writes the new tokens of such calls."""
 
     needs_lse = False
 
-    def __init__(self, launch: decode_launch.DecodeLaunch) -> None:
-        self._launch = launch
+    def __init__(self, launch: decode_launch.DecodeLaunch, appends: bool) -> None:
+        self._launch, self._appends = launch, appends
         self.describe, self.describe_sizes = launch.describe, launch.describe_sizes
 
     @cached_property
@@ -37,9 +37,10 @@ class HopperCachedCall:
         None."""
         return decode_launch.prepare_decode(self._launch)
 
-    def planned(self, q: Metadata) -> Planned | None:
-        """The launch for calls like one with this q; None if they must be checked in Python."""
-        return decode_launch.planned_decode(self._launch, q)
+    def planned(self, seqlen_q: int) -> Planned | None:
+        """The launch for calls like one with this number of queries; None if they must be checked
+        in Python."""
+        return decode_launch.planned_decode(self._launch, seqlen_q, self._appends)
 
 
 class HopperCacheBackend:
@@ -82,12 +83,17 @@ class HopperCacheBackend:
                 return append_launch.AppendLaunch(problem, self._forward.library())
             return TRITON.prepare(problem, device)
         chosen, library = self._choose(problem), self._forward.library()
-        return HopperCachedCall(decode_launch.decode_launch(problem, device, library, *chosen))
+        launch = decode_launch.decode_launch(problem, device, library, *chosen)
+        return HopperCachedCall(launch, self._append_kernel_reason(problem) is None)
 
     def append_reason(self, problem: object) -> str | None:
         """Why a problem that is no decode does not run on the append kernel; or None."""
         if not hasattr(problem, "rotary_dim"):
             return "combines partial results"
+        return self._append_kernel_reason(problem)
+
+    def _append_kernel_reason(self, problem: object) -> str | None:
+        """Why the append kernel does not write new tokens of a problem's dtype and head dims."""
         if self._forward.only_measured and not APPEND_MEASURED and problem.backend != self.name:
             return "the append kernel was never run on a GPU; backend='hopper' would run it"
         return append_launch.unfit_reason(problem)

@@ -54,6 +54,8 @@ class Library:
     decode: Callable | None = None
     decode_into: Callable | None = None
     decode_planned: Callable | None = None
+    decode_planned_with: Callable | None = None
+    append_planned: Callable | None = None
     append: Callable | None = None
 
 
@@ -94,7 +96,8 @@ def find_library() -> Library:
         "decode": DECODE_ARGUMENTS,
     }
     checked = {name: getattr(operators, name).default for name in arguments}
-    newer = "register_autograd_node", "append", "decode_into", "decode_planned"
+    newer = "register_autograd_node", "append", "decode_into"
+    newer += "decode_planned", "decode_planned_with", "append_planned"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")

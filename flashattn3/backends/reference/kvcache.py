@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         DecodeProblem,
         DecodeTensors,
         Lengths,
-        Metadata,
     )
 
 _MAX_SCORES = 2**26  # alive at once
@@ -57,7 +56,7 @@ class ReferenceCachedCall(NamedTuple):
             _decode(self.problem, out, lse, tensors, lengths, options_hash)
         return out
 
-    def planned(self, q: Metadata) -> None:
+    def planned(self, seqlen_q: int) -> None:
         """Every call is checked in Python."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:

@@ -17,7 +17,7 @@ from .backend import BACKEND as FORWARD
 from .cache_tiles import CacheTile, select_tile
 
 if TYPE_CHECKING:
-    from ...kvcache.problem import AppendTensors, DecodeTensors, Lengths, Metadata
+    from ...kvcache.problem import AppendTensors, DecodeTensors, Lengths
 
 MAX_HEAD_DIM = 256
 COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -56,7 +56,7 @@ class TritonCachedCall:
         with _current(tensors.q):
             return self._decode(out, lse, tensors, lengths, options_hash)
 
-    def planned(self, q: Metadata) -> None:
+    def planned(self, seqlen_q: int) -> None:
         """Every call is checked in Python."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:

@@ -12,13 +12,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <unordered_map>
 
+#include "kernel_arguments.h"
 #include "torch_binding/autograd_node.h"
 
 namespace {
 
 // Two lines for each TMA descriptor, one for each launch and event of a stream (1: not torch's),
-// while it is on.
+// and one for the arguments of a kernel of cached calls, while it is on.
 bool logging = false;
 std::string events;
 
@@ -28,6 +30,21 @@ void log(const char* format, Values... values) {
   char line[160];
   std::snprintf(line, sizeof line, format, values...);
   events += line;
+}
+
+// Mangled names of the kernels.
+std::unordered_map<const void*, std::string>& kernels() {
+  static std::unordered_map<const void*, std::string> names;
+  return names;
+}
+
+void log_arguments(const void* kernel, void** arguments) {
+  if (!logging) return;
+  const auto words = words_of_arguments(kernels()[kernel], arguments);
+  if (words.empty()) return;
+  log("arguments");
+  for (const uint64_t word : words) log(" %ju", uintmax_t{word});
+  log("\n");
 }
 
 CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
@@ -101,8 +118,10 @@ cudaError_t cudaMemsetAsync(void* data, int, size_t bytes, cudaStream_t) {
   log("memset %ju %zu\n", uintmax_t{reinterpret_cast<uintptr_t>(data)}, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                void** arguments) {
   log("launch %u %u %zu\n", config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes);
+  log_arguments(kernel, arguments);
   return cudaSuccess;
 }
 cudaError_t cudaStreamGetId(cudaStream_t, unsigned long long* number) {
@@ -147,8 +166,10 @@ void** __cudaRegisterFatBinary(void*) {
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*, uint3*, dim3*,
-                            dim3*, int*) {}
+void __cudaRegisterFunction(void**, const char* kernel, char*, const char* name, int, uint3*,
+                            uint3*, dim3*, dim3*, int*) {
+  kernels()[kernel] = name;
+}
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, cudaStream_t) { return 0; }
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaSuccess; }

@@ -1,0 +1,27 @@
+// Reads the kernels' structs, whose headers have device code.
+#include <cstring>
+
+#include "append/arguments.h"
+#include "decode/arguments.h"
+#include "kernel_arguments.h"
+
+namespace {
+
+template <class Arguments>
+std::vector<uint64_t> words_of(const void* arguments) {
+  Arguments copy = *static_cast<const Arguments*>(arguments);
+  __builtin_clear_padding(&copy);
+  static_assert(sizeof(copy) % sizeof(uint64_t) == 0);
+  std::vector<uint64_t> words(sizeof(copy) / sizeof(uint64_t));
+  std::memcpy(words.data(), &copy, sizeof(copy));
+  return words;
+}
+
+}  // namespace
+
+std::vector<uint64_t> words_of_arguments(const std::string& name, void** arguments) {
+  const auto is = [&](const char* part) { return name.find(part) != std::string::npos; };
+  if (is("append_kernel")) return words_of<flashattn3::append::Arguments>(arguments[0]);
+  if (is("decode_kernel")) return words_of<flashattn3::decode::Arguments>(arguments[0]);
+  return {};
+}

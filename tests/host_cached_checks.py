@@ -1,0 +1,452 @@
+"""Checks of cached calls that tests/host_checks.py runs: what the operators pass to the driver."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from helpers import H100
+
+from flashattn3 import append_kvcache, flash_attn_with_kvcache
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.kvcache import HopperCacheBackend
+from flashattn3.backends.hopper.library import find_library
+from flashattn3.kvcache import ops as kvcache
+from flashattn3.kvcache.planned import planned_calls
+from flashattn3.kvcache.problem import DECODE, metadata_of
+
+
+def use_cached_calls() -> None:
+    backend = HopperCacheBackend(HopperBackend(library=find_library, only_measured=False))
+    kvcache.CACHE_BACKENDS, kvcache.describe_device = (backend,), lambda device: H100
+    kvcache.is_checked = lambda device: False
+
+
+def events_of(host, call) -> list[list]:
+    """Return what a call passes to the driver, in order: a name and numbers for each event."""
+    host.host_log(True)
+    call()
+    events = [line.split() for line in host.host_events().decode().splitlines()]
+    host.host_log(False)
+    return [[name, *map(int, numbers)] for name, *numbers in events]
+
+
+def check_short_sequences_beside_long_ones(host):
+    """A decode kernel in a stream beside, or before the forward kernel if SMs are to stay free."""
+    use_cached_calls()
+    q = torch.zeros(303, 32, 128).bfloat16()
+    k, v = torch.zeros(2, 4, 1024, 8, 128).bfloat16()
+    edges = torch.tensor([0, 1, 2, 3, 303], dtype=torch.int32)
+    call = partial(flash_attn_with_kvcache, q, k, v, cu_seqlens_q=edges, max_seqlen_q=300)
+
+    def passed(**options):
+        names = ("record", "wait", "launch")
+        return [event for event in events_of(host, partial(call, **options)) if event[0] in names]
+
+    begin, forked, decode, prepare, forward, end, joined = passed()
+    assert (begin, forked, end, joined) == (["record", 0], ["wait", 1], ["record", 1], ["wait", 0])
+    # 12 shares of the work for each of eight KV heads.
+    alone = 116 * 1024  # bytes of shared memory with which no two CTAs share an SM
+    assert decode == ["launch", 96, 256, alone] and prepare == ["launch"]
+    assert forward[:3] == ["launch", 132, 512]
+    forward[1] = 100
+    assert passed(sm_margin=32) == [["launch", 96, 256, alone], prepare, forward]
+
+
+class Passed(NamedTuple):
+    """A call: what it passed to the driver and returned, or its error; the number of its tensors'
+    writes that autograd counts; the number of its checks in Python."""
+
+    events: list[list]
+    result: object
+    written: list[int]
+    checks: int
+
+
+def passed_by(host, given, **options) -> Passed:
+    caches = kvcache._checked_decode, kvcache._checked_append
+    counts = [sum(cache.cache_info()[:2]) for cache in caches]
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+    versions = [None if x.is_inference() else x._version for x in tensors]
+    kept = []
+
+    def call():
+        try:
+            kept.append(flash_attn_with_kvcache(**given, **options))
+        except (RuntimeError, TypeError, ValueError) as error:
+            kept.append(f"{type(error)} {error}")
+
+    events = events_of(host, call)
+    (result,) = kept
+    written = [0 if n is None else x._version - n for x, n in zip(tensors, versions, strict=True)]
+    counts = [sum(c.cache_info()[:2]) - n for c, n in zip(caches, counts, strict=True)]
+    return Passed(events, result, written, sum(counts))
+
+
+def forget_plans() -> None:
+    for cache in (planned_calls, kvcache._checked_decode, kvcache._checked_append):
+        cache.cache_clear()
+
+
+def both(host, given, **options) -> Passed:
+    """A call with the launches that the operators know, which is as one without them."""
+    found = passed_by(host, given, **options)
+    forget_plans()
+    wanted = passed_by(host, given, **options)
+    known = {x.data_ptr() for x in given.values() if isinstance(x, torch.Tensor) and has_data(x)}
+    expect_same_events(found.events, wanted.events, known)
+    assert found.written == wanted.written, (found.written, wanted.written)
+    described = [described_result(x.result, given.get("out")) for x in (found, wanted)]
+    assert described[0] == described[1], described
+    return found
+
+
+def has_data(x) -> bool:
+    return x.layout is torch.strided and not x.is_meta
+
+
+def described_result(result, out):
+    if isinstance(result, str):
+        return result
+    results = result if isinstance(result, tuple) else (result,)
+    return [(*metadata_of(x)[:3], x is out) for x in results]
+
+
+def expect_same_events(found, wanted, known) -> None:
+    """The events are the same but for the addresses of new memory. known: of the call's tensors."""
+    new = {}
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(one, other, strict=True):
+            if a != b:
+                assert all(type(x) is int and 2**44 < x < 2**48 for x in (a, b)), (one, other)
+                assert not {a, b} & known and new.setdefault(a, b) == b, (one, other)
+    assert len(set(new.values())) == len(new)
+
+
+def launches_in(passed: Passed) -> list[list[int]]:
+    return [event[1:] for event in passed.events if event[0] == "launch"]
+
+
+def dense(batch=3, tokens=200, dtype=torch.bfloat16, heads=(8, 2), seqlen_q=1):
+    q = torch.zeros(batch, seqlen_q, heads[0], 64, dtype=dtype)
+    k, v = torch.zeros(2, batch, tokens, heads[1], 64, dtype=dtype)
+    lengths = torch.full((batch,), 9, dtype=torch.int32)
+    return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths}
+
+
+def paged(width=4, pages=24, size=16, seqlen_q=1):
+    table = torch.zeros(3, width, dtype=torch.int32)
+    k, v = torch.zeros(2, pages, size, 2, 64).bfloat16()
+    return dense(seqlen_q=seqlen_q) | {"page_table": table, "k_cache": k, "v_cache": v}
+
+
+def new_tokens(batch=3, tokens=1, heads=2, dtype=torch.bfloat16, tables=None, interleaved=True):
+    """tables: dtype of rotary tables."""
+    k, v = torch.zeros(2, batch, tokens, heads, 64, dtype=dtype)
+    given = {"k": k, "v": v, "rotary_interleaved": interleaved}
+    if tables is not None:
+        cos, sin = torch.zeros(2, 300, 16, dtype=tables)
+        given |= {"rotary_cos": cos, "rotary_sin": sin}
+    return given
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def varlen(given):
+    """The call with its queries in one row."""
+    q = given["q"]
+    batch, seqlen_q = q.shape[:2]
+    edges = torch.arange(0, (batch + 1) * seqlen_q, seqlen_q, dtype=torch.int32)
+    return given | {"q": q.flatten(0, 1), "cu_seqlens_q": edges, "max_seqlen_q": seqlen_q}
+
+
+def with_out(given):
+    return given | {"out": torch.empty_like(given["q"])}
+
+
+FURTHER = (
+    lambda given: given | {"cache_batch_idx": ints(2, 0, 1)},
+    lambda given: given | {"cache_leftpad": ints(2, 0, 1)},
+    varlen,
+    with_out,
+    lambda given: with_out(varlen(given | {"cache_batch_idx": ints(2, 0, 1)})),
+)
+OPTIONS = [{"causal": c, "return_lse": lse} for c in (False, True) for lse in (False, True)]
+
+
+def expect_planned(host, given, num_launches, **options):
+    """A call like an earlier one is not checked in Python."""
+    forget_plans()
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        flash_attn_with_kvcache(**given, **options)
+    found = both(host, given, **options)
+    assert not isinstance(found.result, str), found.result
+    assert (found.checks, len(launches_in(found))) == (0, num_launches), (launches_in(found), given)
+
+
+def check_planned_calls_with_further_arguments(host):
+    """They pass to the driver what they pass without the operator that finds their launch."""
+    use_cached_calls()
+    for layout, seqlen_q, options in product((dense, paged), (1, 3), OPTIONS):
+        for further in FURTHER:
+            given = further(layout(seqlen_q=seqlen_q))
+            # A kernel clears the rows of no sequence.
+            expect_planned(host, given, 1 + ("cu_seqlens_q" in given), **options)
+
+
+def check_planned_calls_that_append(host):
+    """The append comes first."""
+    use_cached_calls()
+    appends = [new_tokens(), new_tokens(tokens=3)]
+    for tables, interleaved in product((torch.float32, torch.bfloat16), (False, True)):
+        appends.append(new_tokens(tables=tables, interleaved=interleaved))
+    k, v = appends[1]["k"].flatten(0, 1), appends[1]["v"].flatten(0, 1)
+    appends.append({"k": k, "v": v, "cu_seqlens_k_new": ints(0, 4, 4, 9)})
+    for layout, new, options in product((dense, paged), appends, OPTIONS):
+        for further in (lambda given: given, *FURTHER):
+            given = further(layout(seqlen_q=3)) | new
+            expect_planned(host, given, 2 + ("cu_seqlens_q" in given), **options)
+        expect_planned(host, layout() | new | {"cache_seqlens": 7}, 2, **options)
+    given = dense() | new_tokens(tables=torch.float32)
+    wide = torch.zeros(3, 1, 8, 65).bfloat16()[..., :64]  # is rotated to other memory
+    expect_planned(host, given | {"q": wide}, 2)
+
+
+def check_planned_calls_of_changed_tensors(host):
+    """A launch serves no call that it is not planned for, and errors are those of a first call."""
+    use_cached_calls()
+    forget_plans()
+    table = torch.zeros(300, 16)
+    rotary = {"rotary_cos": table, "rotary_sin": table.clone()}
+    known = dense() | new_tokens() | rotary
+    options = {"causal": True}
+
+    def run(given):
+        flash_attn_with_kvcache(**given, **options)
+
+    run(known), run(paged() | new_tokens())
+    others = (
+        (dense(5) | new_tokens(5), 0),
+        (dense(tokens=999) | new_tokens(tokens=7), 0),
+        (paged(pages=99, width=9) | new_tokens(tokens=0), 0),
+        (dense(dtype=torch.half) | new_tokens(dtype=torch.half), 2),
+        (dense(heads=(4, 4)) | new_tokens(heads=4), 2),
+        (dense(seqlen_q=2) | new_tokens(), 2),
+        (varlen(dense(seqlen_q=2)) | new_tokens(), 0),  # the launch of the call before
+        (paged(size=32) | new_tokens(), 2),
+        (known | {"k": known["k"].mT.contiguous().mT}, 2),  # is copied
+        (known | {"rotary_sin": torch.zeros(300, 32)[:, :16]}, 2),
+        (known | {"out": torch.zeros(3, 1, 8, 65).bfloat16()[..., :64]}, 2),
+        (known | {"k_descale": torch.ones(3, 2), "v_descale": torch.ones(3, 2)}, 2),
+        (known | {"rotary_seqlens": ints(1, 2, 3)}, 2),
+        (known | {"sinks": torch.zeros(8)}, 2),
+    )
+    for other, checks in others:
+        run(known), run(paged() | new_tokens())
+        found = both(host, other, **options)
+        assert found.checks == checks and launches_in(found), (found.checks, list(other))
+    for _ in range(2):  # a forward kernel
+        many = passed_by(host, varlen(dense(seqlen_q=60)) | new_tokens(), **options)
+        assert many.checks == 2, many
+    # The tensors of a known call, with other contents.
+    run(known)
+    before = both(host, known, **options)
+    run(known)
+    known["k"].resize_(3, 4, 2, 64), known["v"].resize_(3, 4, 2, 64)
+    after = both(host, known, **options)
+    assert after.checks == before.checks == 0 and after.events != before.events
+    run(known)
+    known["k"].resize_(2, 4, 2, 64)
+    assert "k.shape[0] must be 3" in both(host, known, **options).result
+    known["k"].resize_(3, 4, 2, 64)
+    known["k"].data = known["k"].half()
+    assert "k.dtype must be torch.bfloat16" in both(host, known, **options).result
+    known["k"].data = known["k"].bfloat16()
+    run(known)
+    edges = ints(0, 1, 2, 3)
+    idx, out = ints(0, 1, 2), torch.zeros_like(known["q"])
+    once = known["k_cache"][:, :1].expand(3, 200, 2, 64)
+    ragged = {"q": known["q"][:, 0], "cu_seqlens_q": edges, "max_seqlen_q": 1}
+    invalid = (
+        *({name: None} for name in ("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")),
+        *({name: known[name][0]} for name in ("k", "v", *rotary)),
+        *({name: known[name].to_sparse()} for name in ("k", "v", *rotary)),
+        *({name: known[name].to("meta")} for name in ("k", "v", *rotary)),
+        *({name: known[name].double()} for name in ("k", "v", *rotary)),
+        *({name: known[name].float().detach().requires_grad_()} for name in ("k", "v", *rotary)),
+        *({name: known[name].tolist()} for name in ("k", "v", *rotary)),
+        *({name: known[name][..., :8]} for name in ("k", "v", "rotary_sin")),
+        *({name: known[name][:2]} for name in ("k", "v", "rotary_sin")),
+        {"k": known["k"][:, :1]},
+        {"rotary_cos": table.mT, "rotary_sin": table.mT},
+        {"rotary_cos": torch.zeros(300, 40), "rotary_sin": torch.zeros(300, 40)},
+        {"rotary_interleaved": "no"},
+        {"cache_seqlens": -1},
+        {"k_cache": once},
+        {"v_cache": once},
+        {"cu_seqlens_k_new": edges},
+        *({"cache_batch_idx": x} for x in (idx[:2], idx.long(), idx[None], [0, 1, 2])),
+        *({"cache_leftpad": x} for x in (idx[:2], idx.long(), idx[None], idx.to("meta"))),
+        *({"out": x} for x in (out[:2], out.half(), out[:1].expand(3, 1, 8, 64), out.to("meta"))),
+        {"out": out.clone().requires_grad_()},
+        {"out": out.mT},
+        {"cu_seqlens_q": edges},
+        {"cu_seqlens_q": edges, "max_seqlen_q": 1},
+        {"max_seqlen_q": 1},
+        {**ragged, "cu_seqlens_q": edges.long()},
+        {**ragged, "cu_seqlens_q": edges[:3]},
+        {**ragged, "cu_seqlens_q": edges[None]},
+        {**ragged, "cu_seqlens_q": edges[:0]},
+        {**ragged, "cu_seqlens_q": edges.to("meta")},
+        {**ragged, "max_seqlen_q": -1},
+        {**ragged, "max_seqlen_q": None},
+        {**ragged, "out": out},
+    )
+    new = ("k", "v", "rotary_cos", "rotary_sin", "rotary_interleaved")
+    plain = {name: x for name, x in known.items() if name not in new}
+    for changes in invalid:
+        run(known), run(known | ragged)
+        found = both(host, known | changes, **options)
+        assert isinstance(found.result, str) and found.events == [], (changes, found)
+        if changes.keys().isdisjoint(new) and changes not in (
+            {"cache_seqlens": None},
+            {"k_cache": once},
+            {"v_cache": once},
+        ):
+            run(plain), run(plain | ragged)
+            found = both(host, plain | changes, **options)
+            assert isinstance(found.result, str) and found.events == [], (changes, found)
+
+
+def check_the_schemas_of_planned_operators(host):
+    """What an operator writes and what it returns."""
+    use_cached_calls()
+    forget_plans()
+    given = dense() | new_tokens(tables=torch.float32)
+    flash_attn_with_kvcache(**given)
+    options = DECODE.convert("flash_attn_with_kvcache", {"backend": None})
+    _, launches = planned_calls(options).found
+    read = (given[name] for name in ("q", "k_cache", "v_cache", "cache_seqlens"))
+    lse = torch.zeros(3, 8, 1)
+    call = (launches, *read, None, -1, lse)
+    new = given["k"], given["v"], None, given["rotary_cos"], given["rotary_sin"], True, False
+    for out in (None, torch.zeros_like(given["q"])):
+        further = out, -1, None, None, None
+        for name, arguments in (
+            ("decode_planned", call),
+            ("decode_planned_with", (*call, *further)),
+            ("append_planned", (*call, *further, *new)),
+        ):
+            operator = getattr(torch.ops.flashattn3_hopper, name).default
+            tests = "test_schema", "test_autograd_registration"
+            torch.library.opcheck(operator, arguments, test_utils=tests)
+            result = operator(*arguments)
+            assert result.shape == given["q"].shape
+            assert (result is out) == (out is not None and name != "decode_planned")
+
+
+def check_planned_calls(host):
+    """A call like an earlier one passes the same to the driver, whatever became of its tensors, and
+    invalid ones raise the same."""
+    use_cached_calls()
+    for return_lse in (False, True):
+        compare_planned_calls(host, {"causal": True, "return_lse": return_lse})
+
+
+def compare_planned_calls(host, like):
+    planned_calls.cache_clear()
+
+    def run(given):
+        return flash_attn_with_kvcache(**given, **like)
+
+    for given, grown in (
+        (dense(), (dense(1), dense(70), dense(3, 5000), dense() | {"cache_seqlens": 7})),
+        (paged(), (paged(40), paged(4, 999), paged() | {"cache_seqlens": None})),
+    ):
+        for later in (given, *grown):
+            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+                run(given)
+            found = both(host, later, **like)
+            assert found.checks == 0 and found.events[0][0] == "launch", found
+    for other in (dense(dtype=torch.half), dense(heads=(4, 4)), paged(size=32)):
+        run(dense())
+        found = both(host, other, **like)
+        assert found.checks == 1 and launches_in(found)
+    # The tensors of a known call, other ones after it.
+    given = dense(70)
+    q, k, v, lengths = given.values()
+    run(given)
+    q.data = torch.zeros(70 * 8 * 64 + 1).bfloat16()[1:].view(70, 1, 8, 64)  # is copied
+    assert both(host, given, **like).checks == 1
+    q.data = torch.zeros(70, 1, 8, 64).half()
+    said = "k_cache.dtype must be torch.float16 as q's, got torch.bfloat16"
+    assert both(host, given, **like).result.endswith(said)
+    k.data, v.data = k.half(), v.half()
+    found = both(host, given, **like).events
+    q.resize_(5, 1, 8, 64)
+    assert "k_cache.shape[0] must be 5" in both(host, given, **like).result
+    for x in (k, v, lengths):
+        x.set_(x[:5].clone())
+    assert both(host, given, **like).events != found
+    v.set_(v.transpose(2, 3).contiguous().transpose(2, 3))
+    assert "v_cache.stride(-1) must be 1" in both(host, given, **like).result
+    valid, pages = dense(), paged()
+    for given in (
+        *(valid | {name: None} for name in ("q", "k_cache", "v_cache")),
+        *(valid | {name: valid[name].to_sparse()} for name in ("k_cache", "v_cache")),
+        *(valid | {name: valid[name].to("meta")} for name in valid),
+        *(valid | {name: valid[name].float().requires_grad_()} for name in valid),
+        *(valid | {name: valid[name][0]} for name in valid),
+        *(valid | {name: valid[name].double()} for name in valid),
+        *(valid | {name: valid[name].to(torch.int8)} for name in valid),
+        valid | {"q": valid["q"][..., :8]},
+        valid | {"cache_seqlens": -3},
+        valid | {"cache_seqlens": valid["cache_seqlens"].long()},
+        valid | {"cache_seqlens": valid["cache_seqlens"].repeat(2)[::2]},
+        valid | {"cu_seqlens_q": valid["cache_seqlens"], "max_seqlen_q": 1},
+        pages | {"page_table": None},
+        pages | {"page_table": pages["page_table"].mT},
+        pages | {"page_table": pages["page_table"].mT.contiguous().mT},
+        pages | {"page_table": pages["page_table"].long()},
+        pages | {"page_table": pages["page_table"][0].tolist()},
+        pages | {"k_cache": pages["k_cache"][:, :0], "v_cache": pages["v_cache"][:, :0]},
+    ):
+        run(valid), run(pages)
+        found = both(host, given, **like)
+        assert isinstance(found.result, str), (found, list(map(metadata_of, given.values())))
+
+
+def check_the_grid_of_an_append(host):
+    """A kernel without shared memory of its choice: CTAs of K, V and q, then of attention."""
+    use_cached_calls()
+
+    def launches_of(call):
+        return [numbers for name, *numbers in events_of(host, call) if name == "launch"]
+
+    def tensors(batch, seqlen, d, heads=8):
+        return [torch.zeros(batch, n, heads, d).bfloat16() for n in (seqlen, seqlen, 99, 99)]
+
+    def append(k, v, k_cache, v_cache, **named):
+        call = partial(append_kvcache, k, v, k_cache, v_cache, cache_seqlens=5, **named)
+        return launches_of(call)
+
+    # A CTA takes tokens of 1024 vectors; where a tensor has few tokens, one.
+    assert append(*tensors(64, 1, 128)) == [[64 + 64, 256, 0]]
+    assert append(*tensors(8, 1024, 128)) == [[2 * 8192 // 8, 256, 0]]
+    assert append(*tensors(2, 4096, 36, 1)) == [[2 * 1171, 256, 0]]  # of 7 tokens
+    assert append(*tensors(3, 0, 64)) == append(*tensors(0, 2, 64)) == []
+    table = torch.zeros(99, 64)
+    q = torch.zeros(64, 1, 32, 128).bfloat16()
+    new = tensors(64, 1, 128)
+    rotary = {"rotary_cos": table, "rotary_sin": table}
+    assert append(*new, **rotary, q=q) == [[3 * 64, 256, 0]]
+    # In halves a thread takes two vectors of each of two heads.
+    whole = tensors(1, 8192, 128)
+    assert append(*whole, **rotary, rotary_interleaved=False) == [[2048, 256, 0]]
+    assert append(*tensors(1, 8192, 128, 16), **rotary, rotary_interleaved=False) == [
+        [4096, 256, 0]
+    ]
