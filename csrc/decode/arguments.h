@@ -4,6 +4,7 @@
 #include <cutlass/fast_math.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 #include "attention/score_scale.cuh"
@@ -91,5 +92,25 @@ struct Arguments {
   float2* partial_stats;
   uint32_t* partial_counters;
 };
+
+// The arguments of a plain call (is_plain in launch/decode_arguments.h), with constants for those
+// that all plain calls have in common: the code for others is not compiled.
+template <int kHeadDim>
+__device__ __forceinline__ Arguments plain(Arguments args) {
+  args.seqlens_q = {nullptr, nullptr, 1};
+  args.max_queries = 1;
+  args.rows.tokens = cutlass::FastDivmod(1);
+  args.rows.head_tiles = 1;
+  args.rows.reciprocal = 0;  // all rows are of the one query
+  args.head_dim = args.head_dim_v = kHeadDim;
+  args.out_vectors = cutlass::FastDivmod(kHeadDim / 4);
+  args.even_blocks = true;
+  args.cu_seqlens_k_new = args.cache_leftpad = args.cache_batch_idx = nullptr;
+  args.window_left = args.window_right = INT_MAX;
+  args.q_descale = args.k_descale = args.v_descale = args.sinks = nullptr;
+  args.score_scale.tanh_scale = 0.f;
+  args.whole_tiles = false;
+  return args;
+}
 
 }  // namespace flashattn3::decode

@@ -14,10 +14,8 @@
 
 namespace flashattn3::decode {
 
-// The template argument is a type, not a Config: see forward/kernel.cuh.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
-    decode_kernel(const __grid_constant__ Arguments args) {
+__device__ __forceinline__ void decode(const Arguments& args) {
   constexpr Config kConfig = Traits::kConfig;
   extern __shared__ __align__(1024) uint8_t shared[];
   static_assert(sizeof(SharedStorageOf<kConfig>) <= kSharedStorageBytes);
@@ -36,6 +34,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     Consumer<kConfig>(args, shared, warpgroup).run({args, storage.share});
+  }
+}
+
+// The template argument is a type, not a Config: see forward/kernel.cuh.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
+    decode_kernel(const __grid_constant__ Arguments args) {
+  if constexpr (Traits::kConfig.plain) {
+    decode<Traits>(plain<Traits::kHeadDim>(args));
+  } else {
+    decode<Traits>(args);
   }
 }
 

@@ -26,13 +26,9 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
           .num_counters = params.whole_tiles ? 0 : decode::num_counters(grid.num_ctas)};
 }
 
-// Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a
-// problem that the kernel does not take and for a failed launch. Nothing is launched without rows.
+// Enqueues the kernel of a config.
 template <decode::Config kConfig>
-void launch_decode(const char* name, const DecodeParams& params, cudaStream_t stream) {
-  check_decode(name, kConfig.head_dim, kConfig.block_n, params);
-  const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
-  if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
+void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStream_t stream) {
   constexpr auto kKernel = decode_kernel<kConfig>();
   // A call that leaves SMs free asks for so much shared memory that no two CTAs share an SM.
   constexpr int kOfOne = std::max(decode::smem_bytes(kConfig), 116 * 1024);
@@ -42,6 +38,20 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   launch_kernel(name, "", kKernel,
                 {static_cast<unsigned>(grid.num_ctas), decode::num_threads(kConfig), shared_bytes},
                 stream, params.pdl, make_decode_arguments(params, grid, kConfig.block_n));
+}
+
+// Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a
+// problem that the kernel does not take and for a failed launch. Nothing is launched without rows.
+template <decode::Config kConfig>
+void launch_decode(const char* name, const DecodeParams& params, cudaStream_t stream) {
+  check_decode(name, kConfig.head_dim, kConfig.block_n, params);
+  const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
+  if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
+  if (is_plain(params, kConfig)) {
+    launch_decode_kernel<decode::plain_config(kConfig)>(name, params, stream);
+  } else {
+    launch_decode_kernel<kConfig>(name, params, stream);
+  }
 }
 
 }  // namespace flashattn3

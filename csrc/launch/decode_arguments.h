@@ -122,6 +122,23 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 
+// Whether a call runs on the kernel for plain calls: decode::plain changes no argument that matters
+// to it. One query sees all keys whatever window_right is.
+inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
+  const bool one_query = params.cu_seqlens_q == nullptr && params.seqlen_q == 1;
+  const bool few_heads = params.num_heads_q / params.num_heads_kv <= decode::kBlockM;
+  const bool all_columns =
+      params.head_dim == config.head_dim && params.head_dim_v == config.head_dim;
+  const bool even_blocks = params.page_table == nullptr || params.page_size % config.block_n == 0;
+  const bool has_tables = params.cu_seqlens_k_new != nullptr || params.cache_leftpad != nullptr ||
+                          params.cache_batch_idx != nullptr;
+  const bool has_factors = params.q_descale != nullptr || params.k_descale != nullptr ||
+                           params.v_descale != nullptr || params.sinks != nullptr;
+  return decode::has_plain_kernel(config) && one_query && few_heads && all_columns && even_blocks &&
+         !has_tables && !has_factors && params.window_left < 0 && params.softcap == 0.f &&
+         !params.whole_tiles;
+}
+
 inline decode::Arguments make_decode_arguments(const DecodeParams& params, const DecodeGrid& grid,
                                                int block_n) {
   const bool varlen = params.cu_seqlens_q != nullptr;

@@ -105,8 +105,8 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Kernel config of a decode kernel (cached calls), as in csrc/decode/config.h, for every mask,
-    page size and length.
+    """Kernel config of the decode kernels (cached calls), as in csrc/decode/config.h, for every
+    mask, page size and length. At head dim 128 a second kernel takes plain calls.
 
     dtype: of q, k, v and out, 16 bits.
     head_dim: largest supported; columns past smaller ones are zeros.

@@ -23,12 +23,22 @@ alignas(
 
 using namespace flashattn3;
 
-using Kernel = void (*)(const decode::Arguments);
+// Of a config: for all calls, and for plain ones.
+struct Kernels {
+  void (*all)(const decode::Arguments);
+  void (*plain)(const decode::Arguments);
+
+  template <decode::Config kConfig>
+  static Kernels of() {
+    return {&decode::decode_kernel<decode::KernelTraits<kConfig>>,
+            &decode::decode_kernel<decode::KernelTraits<decode::plain_config(kConfig)>>};
+  }
+};
 template <size_t... kIndex>
-static std::vector<Kernel> kernels(std::index_sequence<kIndex...>) {
-  return {&decode::decode_kernel<decode::KernelTraits<kCheckConfigs[kIndex]>>...};
+static std::vector<Kernels> kernels(std::index_sequence<kIndex...>) {
+  return {Kernels::of<kCheckConfigs[kIndex]>()...};
 }
-static const std::vector<Kernel> kKernels = kernels(std::make_index_sequence<kNumCheckConfigs>());
+static const std::vector<Kernels> kKernels = kernels(std::make_index_sequence<kNumCheckConfigs>());
 
 struct HostMemory {
   uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
@@ -57,7 +67,9 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
                kCheckConfigs[config].block_n, params);
   const decode::Arguments args = make_decode_arguments(params, grid, kCheckConfigs[config].block_n);
-  emulation::kernel = [&] { kKernels[config](args); };
+  const Kernels& kernels = kKernels[config];
+  const auto kernel = is_plain(params, kCheckConfigs[config]) ? kernels.plain : kernels.all;
+  emulation::kernel = [&] { kernel(args); };
   std::vector<int> order(grid.num_ctas);
   std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(turn.seed);
