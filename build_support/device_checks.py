@@ -11,6 +11,8 @@ from types import ModuleType
 
 from .units import HEADER, initializer, load_kernel_configs, write_if_changed
 
+D64_VARIANTS = (1, 3, 4, 7, 8, 15)
+
 KINDS = {"forward_check": "forward", "backward_check": "backward", "decode_check": "decode"}
 
 
@@ -39,8 +41,11 @@ def forward_variants(table: ModuleType) -> list:
 
 
 def backward_variants(table: ModuleType) -> list:
-    """A backward config that was slower than the one of the table."""
-    return [table.BackwardConfig("bf16", 192, 128, 2, 2)]
+    """Backward configs to time beside those of the table."""
+    return [
+        table.BackwardConfig("bf16", 192, 128, 2, 2),
+        *(table.BackwardConfig("bf16", 64, 64, 4, 3, variant) for variant in D64_VARIANTS),
+    ]
 
 
 def header(kind: str, configs: list) -> str:

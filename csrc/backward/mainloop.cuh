@@ -20,6 +20,8 @@
 #include "tile/gemm_mn.cuh"
 #include "tile/tma_load.cuh"
 
+#include <type_traits>
+
 namespace flashattn3::backward {
 
 template <Config kConfig>
@@ -45,6 +47,13 @@ class Consumer {
     q_base_ = smem_desc_low(base + Traits::kQOffset, kBlockM * 128);
     dout_base_ = smem_desc_low(base + Traits::kDoutOffset, kBlockM * 128);
     ds_base_ = smem_desc_low(base + Traits::kDsOffset, 16);
+    const int lane = threadIdx.x % 32;
+    if constexpr (Traits::kKeepsDescriptors) low_ = opaque_uniform(smem_desc_low(base, 16));
+    if constexpr (Traits::kTrimsStep) {
+      ds_row_ = __shfl_sync(
+          ~0u, threadIdx.x / 32 * kRowsOfWarp * 128 + staged_row_of_lane(lane), lane);
+    }
+    turn_ = warpgroup + 1;
   }
 
   __device__ __forceinline__ void run() {
@@ -65,7 +74,8 @@ class Consumer {
 
  private:
   __device__ __forceinline__ void attend() {
-    WorkTileSteps steps(args_, {uniform(tile().m_blocks.begin), uniform(tile().m_blocks.end)},
+    using Steps = std::conditional_t<Traits::kTrimsStep, WorkTileBlocks, WorkTileSteps>;
+    Steps steps(args_, {uniform(tile().m_blocks.begin), uniform(tile().m_blocks.end)},
                         uniform(tile().start));
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
@@ -79,7 +89,10 @@ class Consumer {
     storage_.v_full.wait(kv_phase_);
     kv_phase_ ^= 1;
     zero_fill_kv();
+    const bool varlen =
+        args_.seqlens_q.cu_seqlens != nullptr || args_.seqlens_q.seqused != nullptr;
     const int count = steps.count();
+    partial_block_ = varlen ? num_rows / kBlockM : -1;
     for (int i = 0; i < count; ++i, steps.advance()) {
       const int block = steps.block();
       wait_for_q_dout(block);
@@ -91,7 +104,7 @@ class Consumer {
       advance();
     }
     // dQ lags by one step: compute that of the last step.
-    if (owns_previous_dq()) gemm_dq();
+    if (owns_previous_dq(true)) gemm_dq();
     __syncwarp();
     storage_.k_empty.arrive_warp();  // Sync: this warp is done with K.
     // Sync: all four warps have read their keys of V, which dV and dK are staged over.
@@ -107,9 +120,11 @@ class Consumer {
   // Waits for Q, dO, lse and delta of a step. All warpgroups call it, also those that skip the step
   // and only release the stage.
   __device__ __forceinline__ void wait_for_q_dout(int block) {
-    const uint32_t stage = rows_.index();
-    storage_.q_full[stage].wait(rows_.phase());     // Sync: Q and lse are loaded.
-    storage_.dout_full[stage].wait(rows_.phase());  // Sync: dO and delta are loaded.
+    const uint32_t stage = rows_at().index();
+    storage_.q_full[stage].wait(rows_at().phase());  // Sync: Q and lse are loaded.
+    if constexpr (!Traits::kOneBarrier) {
+      storage_.dout_full[stage].wait(rows_at().phase());  // Sync: dO and delta are loaded.
+    }
     zero_fill_q_dout(stage, block);
   }
 
@@ -117,50 +132,51 @@ class Consumer {
   // others: this tile had an earlier step, whose dQ this warpgroup may own.
   __device__ __forceinline__ void step(Gradient& dk, Gradient& dv, int block,
                                        BlockRange full_blocks, bool others) {
-    const uint32_t stage = rows_.index();
-    const uint32_t q = q_base_ + stage * (Traits::kMBlockBytes / 16);
-    const uint32_t dout = dout_base_ + stage * (Traits::kMBlockBytes / 16);
+    const uint32_t stage = rows_at().index();
     Scores s, dp, lse;
     Operand p, ds;
-    load_per_column(dp, storage_.minus_delta[stage]);
-    load_per_column<0, Traits::kLseInRegisters>(lse, storage_.lse[stage]);
+    load_per_column(dp, storage_.minus_delta[stage], column());
+    load_per_column<0, Traits::kLseInRegisters>(lse, storage_.lse[stage], column());
     warpgroup_fence_operand(
         dp);  // before S's GEMM starts, or ptxas would wait for it before writing these
-    gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(s, k_base_ + warpgroup_ * (64 * 128 / 16),
-                                                          q);
-    gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(
-        dp, v_base_ + warpgroup_ * (64 * 128 / 16), dout);
+    start_s_dp(s, dp, stage);
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
-    load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage_.lse[stage]);
+    load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage_.lse[stage], column());
     exponentiate(s, lse, args_.score_scale);
     if (block < full_blocks.begin || block >= full_blocks.end) {
       mask_probabilities<kBlockM>(s, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                   block * kBlockM);
     }
     pack_probabilities<kElement, kBlockM>(p, s);
-    gemm_rs<kElement, kBlockM, kHeadDim>(dv, p, dout);
+    start_gradient(dv, p, Traits::kDoutOffset, dout_base_, stage);
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
-    if (args_.score_scale.caps()) differentiate_cap(s, storage_.lse[stage], args_.score_scale);
+    if (args_.score_scale.caps()) {
+      differentiate_cap<Traits::kTrimsStep>(s, storage_.lse[stage], args_.score_scale,
+                                                    column());
+    }
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];
     pack_probabilities<kElement, kBlockM>(ds, s);
-    store_ds(ds);
-    gemm_rs<kElement, kBlockM, kHeadDim>(dk, ds, q);
+    if constexpr (!Traits::kDkFirst) store_ds(ds);
+    start_gradient(dk, ds, Traits::kQOffset, q_base_, stage);
+    if constexpr (Traits::kDkFirst) store_ds(ds);
     warpgroup_wait<1>();
-    storage_.dout_empty[stage].arrive_warp();  // Sync: this warp is done with dO.
-    if (others && owns_previous_dq()) {
+    if constexpr (!Traits::kOneBarrier) {
+      arrive_warp(storage_.dout_empty[stage]);  // Sync: this warp is done with dO.
+    }
+    if (owns_previous_dq(others)) {
       Gradient dq;
       start_dq(dq);
       warpgroup_wait<1>();
-      storage_.q_empty[stage].arrive_warp();  // Sync: this warp is done with Q.
+      arrive_warp(storage_.q_empty[stage]);  // Sync: this warp is done with Q.
       warpgroup_wait<0>();
       warpgroup_fence_operand(dq);
       hand_over(dq);
     } else {
       warpgroup_wait<0>();
-      storage_.q_empty[stage].arrive_warp();  // Sync: as above.
+      arrive_warp(storage_.q_empty[stage]);  // Sync: as above.
     }
     warpgroup_fence_operand(dv);
     warpgroup_fence_operand(dk);
@@ -168,51 +184,131 @@ class Consumer {
 
   // Skips a step whose queries see none of this warpgroup's keys: dS is 0.
   __device__ __forceinline__ void skip_step(bool others) {
-    const uint32_t stage = rows_.index();
+    const uint32_t stage = rows_at().index();
     const Operand ds = {};
     store_ds(ds);
-    storage_.dout_empty[stage].arrive_warp();  // Sync: this warp does not read dO and Q.
-    storage_.q_empty[stage].arrive_warp();
-    if (others && owns_previous_dq()) gemm_dq();
+    // Sync: this warp does not read dO and Q.
+    if constexpr (!Traits::kOneBarrier) arrive_warp(storage_.dout_empty[stage]);
+    arrive_warp(storage_.q_empty[stage]);
+    if (owns_previous_dq(others)) gemm_dq();
+  }
+
+  // Starts S = K Q^T and dP = V dO^T - delta; dp: -delta.
+  __device__ __forceinline__ void start_s_dp(Scores& s, Scores& dp, uint32_t stage) {
+    const uint32_t rows = stage * (Traits::kMBlockBytes / 16), keys = warpgroup_ * (64 * 128 / 16);
+    if constexpr (Traits::kKeepsDescriptors) {
+      const uint32_t ones = opaque_ones();
+      const uint32_t high_a = smem_desc_high<0>(ones), high_b = smem_desc_high<1>(ones);
+      gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(
+          s, SmemOperand{low_ + Traits::kKOffset / 16 + keys, high_a},
+          SmemOperand{low_ + Traits::kQOffset / 16 + rows, high_b});
+      gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(
+          dp, SmemOperand{low_ + Traits::kVOffset / 16 + keys, high_a},
+          SmemOperand{low_ + Traits::kDoutOffset / 16 + rows, high_b});
+    } else {
+      gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(s, k_base_ + keys, q_base_ + rows);
+      gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(dp, v_base_ + keys,
+                                                                  dout_base_ + rows);
+    }
+  }
+
+  // Starts dV += P dO or dK += dS Q.
+  __device__ __forceinline__ void start_gradient(Gradient& gradient, const Operand& operand,
+                                                 uint32_t offset, uint32_t base, uint32_t stage) {
+    const uint32_t rows = stage * (Traits::kMBlockBytes / 16);
+    if constexpr (Traits::kKeepsDescriptors) {
+      gemm_rs<kElement, kBlockM, kHeadDim>(
+          gradient, operand,
+          SmemOperand{low_ + offset / 16 + rows, smem_desc_high<1>(opaque_ones())});
+    } else {
+      gemm_rs<kElement, kBlockM, kHeadDim>(gradient, operand, base + rows);
+    }
+  }
+
+  // Column of this thread's register 0, and whether its lane arrives for the warp.
+  __device__ __forceinline__ uint32_t column() const {
+    if constexpr (Traits::kTrimsStep) return ds_row_ / 128 % 4 * 2;
+    return thread_column(threadIdx.x);
+  }
+  __device__ __forceinline__ void arrive_warp(Barrier& barrier) const {
+    if constexpr (Traits::kTrimsStep) {
+      if ((ds_row_ & (kRowsOfWarp * 128 - 1)) == 0) barrier.arrive();
+    } else {
+      barrier.arrive_warp();
+    }
   }
 
   // Advances all pipeline states to the next step.
   __device__ __forceinline__ void advance() {
+    if constexpr (Traits::kTrimsStep) {
+      ++step_;
+      --turn_;
+      return;
+    }
     rows_.advance();
     before_ = ds_;
     ds_.advance();
     dq_warpgroup_ = dq_warpgroup_ + 1 == Traits::kConsumers ? 0 : dq_warpgroup_ + 1;
   }
 
-  // Whether this warpgroup computes dQ of the step before the one at ds_.
-  __device__ __forceinline__ bool owns_previous_dq() const { return dq_warpgroup_ == warpgroup_; }
+  // Stages of Q and dO, and the dS buffer of this step and of the previous one.
+  __device__ __forceinline__ PipelineState<Traits::kStages> rows_at() const {
+    if constexpr (Traits::kTrimsStep) return PipelineState<Traits::kStages>::after_steps(step_);
+    return rows_;
+  }
+  __device__ __forceinline__ PipelineState<2> ds_at() const {
+    if constexpr (Traits::kTrimsStep) return PipelineState<2>::after_steps(step_);
+    return ds_;
+  }
+  __device__ __forceinline__ PipelineState<2> before_at() const {
+    if constexpr (Traits::kTrimsStep) return PipelineState<2>::after_steps(step_ - 1);
+    return before_;
+  }
+
+  // Whether this warpgroup computes dQ of the step before the one at ds_. others: as for step.
+  __device__ __forceinline__ bool owns_previous_dq(bool others) {
+    if constexpr (Traits::kTrimsStep) {
+      if (turn_ != 0) return false;
+      turn_ = Traits::kConsumers;  // also after a tile's last step, whose dQ then has an owner
+      return true;
+    }
+    return others && dq_warpgroup_ == warpgroup_;
+  }
 
   // Stores dS of this warp's 16 keys to shared memory.
   __device__ __forceinline__ void store_ds(const Operand& ds) {
     // Sync: the warpgroup that computed dQ of the step before last has read the buffer.
-    storage_.ds_empty[ds_.index()].wait(ds_.phase() ^ 1);
+    storage_.ds_empty[ds_at().index()].wait(ds_at().phase() ^ 1);
     uint32_t word[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) word[i] = ds[i / 4][i % 4];
-    stage_rows(shared_ + Traits::kDsOffset + ds_.index() * Traits::kDsBytes +
-                   threadIdx.x / 32 * kRowsOfWarp * 128,
-               word);
+    uint8_t* tile = shared_ + Traits::kDsOffset + ds_at().index() * Traits::kDsBytes;
+    if constexpr (Traits::kTrimsStep) {
+      stage_rows_at(tile, ds_row_, word);
+    } else {
+      stage_rows(tile + threadIdx.x / 32 * kRowsOfWarp * 128, word);
+    }
     fence_async_proxy();
     __syncwarp();
-    storage_.ds_full[ds_.index()].arrive_warp();  // Sync: this warp has written and fenced.
+    arrive_warp(storage_.ds_full[ds_at().index()]);  // Sync: this warp has written and fenced.
   }
 
   // Starts the dQ GEMM of the step before the one at ds_.
   __device__ __forceinline__ void start_dq(Gradient& dq) {
-    const PipelineState<2> at = before_;
+    const PipelineState<2> at = before_at();
     storage_.ds_full[at.index()].wait(at.phase());  // Sync: all consumer warps have written dS.
-    gemm_ss_mn_ab<kElement, Traits::kBlockN, kHeadDim>(
-        dq, ds_base_ + at.index() * (Traits::kDsBytes / 16), k_base_);
+    const uint32_t offset = at.index() * (Traits::kDsBytes / 16);
+    if constexpr (Traits::kKeepsDescriptors) {
+      gemm_smem_operands_mn_ab<kElement, Traits::kBlockN, kHeadDim>(
+          dq, low_ + Traits::kDsOffset / 16 + offset, low_ + Traits::kKOffset / 16);
+    } else {
+      gemm_ss_mn_ab<kElement, Traits::kBlockN, kHeadDim>(dq, ds_base_ + offset, k_base_);
+    }
   }
 
   // Passes dQ to the dQ writer through shared memory.
   __device__ __forceinline__ void hand_over(const Gradient& dq) {
-    storage_.ds_empty[before_.index()].arrive_warp();  // Sync: this warp has read dS.
+    arrive_warp(storage_.ds_empty[before_at().index()]);  // Sync: this warp has read dS.
     // Sync: the dQ writer has read the previous dQ.
     storage_.dq_empty[warpgroup_].wait(dq_.phase() ^ 1);
     float4* dq_accum =
@@ -224,7 +320,7 @@ class Consumer {
     }
     fence_async_proxy();
     __syncwarp();
-    storage_.dq_full[warpgroup_].arrive_warp();  // Sync: this warp has written and fenced.
+    arrive_warp(storage_.dq_full[warpgroup_]);  // Sync: this warp has written and fenced.
     dq_.advance();
   }
 
@@ -252,7 +348,11 @@ class Consumer {
 
   // The same for queries; rows past the end have lse +inf and delta 0.
   __device__ __forceinline__ void zero_fill_q_dout(uint32_t stage, int block) {
-    if (args_.seqlens_q.cu_seqlens == nullptr && args_.seqlens_q.seqused == nullptr) return;
+    if constexpr (Traits::kTrimsStep) {
+      if (block != partial_block_) return;
+    } else if (args_.seqlens_q.cu_seqlens == nullptr && args_.seqlens_q.seqused == nullptr) {
+      return;
+    }
     const int used = uniform(tile().num_rows) - block * kBlockM;
     if (used >= kBlockM) return;
     for (const int offset : {Traits::kQOffset, Traits::kDoutOffset}) {
@@ -283,6 +383,11 @@ class Consumer {
   int dq_warpgroup_ = Traits::kConsumers - 1;  // the warpgroup that computes that step's dQ
   PipelineState<1> dq_{0};                     // this warpgroup's dQ buffer
   uint32_t kv_phase_ = 0;
+  uint32_t low_;        // kKeptDescriptors: low word of a descriptor of the first byte
+  uint32_t ds_row_ = 0;  // kTrimmedStep: where this lane stores dS
+  uint32_t step_ = 0;   // the same: steps since the start of the kernel
+  int turn_;            // the same: steps until this warpgroup computes dQ of the previous step
+  int partial_block_;   // the same: the m_block that needs zero fill; -1: none
 };
 
 }  // namespace flashattn3::backward

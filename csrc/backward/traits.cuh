@@ -45,6 +45,11 @@ struct KernelTraits {
   // of descriptors in vector registers).
   static constexpr bool kSkipsSteps = kConsumers == 3;
 
+  static constexpr bool kKeepsDescriptors = has(kConfig, kKeptDescriptors);
+  static constexpr bool kTrimsStep = has(kConfig, kTrimmedStep);
+  static constexpr bool kOneBarrier = has(kConfig, backward::kOneBarrier);
+  static constexpr bool kDkFirst = has(kConfig, kDkBeforeStore);
+
   static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kStages >= 2);
   static_assert(kConfig.head_dim_v == kHeadDim);
@@ -55,6 +60,7 @@ struct KernelTraits {
 
 // Barriers. Arrivals for each phase:
 //   k_full, v_full, q_full, dout_full     1: the producer, and the bytes of the copies
+//   With kOneBarrier q_full and q_empty are also of dO.
 //   k_empty, q_empty, dout_empty          one for each consumer warp, after its last read
 //   v_empty                               every consumer thread, after its last read of V's buffer
 //   ds_full[s]   each consumer warp: its part of dS of a step is written
@@ -65,7 +71,7 @@ struct KernelTraits {
 // First phase: readers wait with phase 0, writers with phase 1, which passes at once.
 // A step is 64 queries of one head for this n_block. Steps are counted from the start of the
 // kernel: step t uses dS buffer t % 2, and warpgroup t % kConsumers computes its dQ.
-template <int kStages, int kConsumers>
+template <int kStages, int kConsumers, bool kOneBarrier>
 struct SharedStorage {
   float lse[kStages][kBlockM];
   float minus_delta[kStages][kBlockM];
@@ -83,7 +89,7 @@ struct SharedStorage {
     k_full.init(1), k_empty.init(kWarps);
     v_full.init(1), v_empty.init(32 * kWarps);
     for (int i = 0; i < kStages; ++i) {
-      q_full[i].init(1), q_empty[i].init(kWarps);
+      q_full[i].init(kOneBarrier ? 2 : 1), q_empty[i].init(kWarps);
       dout_full[i].init(1), dout_empty[i].init(kWarps);
     }
     for (int i = 0; i < 2; ++i) {
@@ -97,6 +103,7 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups>;
+using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups,
+                                      has(kConfig, kOneBarrier)>;
 
 }  // namespace flashattn3::backward

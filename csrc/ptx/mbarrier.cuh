@@ -115,6 +115,12 @@ __device__ __forceinline__ void fence_async_proxy() {
 // 192x80 has 254 instructions instead of 290 (nvcc 13.0).
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+// The same for a value that is equal in all lanes: ptxas, which does not see that, keeps it in a
+// uniform register instead of computing it anew where it is used.
+__device__ __forceinline__ int opaque_uniform(int x) {
+  return uniform(x + static_cast<int>(threadIdx.x % 32));
+}
+
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }

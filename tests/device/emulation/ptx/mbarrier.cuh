@@ -68,6 +68,7 @@ struct Barrier {
 inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
 inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+inline int opaque_uniform(int x) { return uniform(x); }
 inline void named_barrier_sync(int id, int num_threads) {
   emulation::meet(emulation::running->barriers[id], num_threads, "named barrier");
 }
