@@ -50,8 +50,8 @@ class Consumer {
     const int lane = threadIdx.x % 32;
     if constexpr (Traits::kKeepsDescriptors) low_ = opaque_uniform(smem_desc_low(base, 16));
     if constexpr (Traits::kTrimsStep) {
-      ds_row_ = __shfl_sync(
-          ~0u, threadIdx.x / 32 * kRowsOfWarp * 128 + staged_row_of_lane(lane), lane);
+      const uint32_t first_row = base + Traits::kDsOffset + threadIdx.x / 32 * kRowsOfWarp * 128;
+      ds_row_ = __shfl_sync(~0u, first_row + staged_row_of_lane(lane), lane);
     }
     turn_ = warpgroup + 1;
   }
@@ -282,11 +282,11 @@ class Consumer {
     uint32_t word[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) word[i] = ds[i / 4][i % 4];
-    uint8_t* tile = shared_ + Traits::kDsOffset + ds_at().index() * Traits::kDsBytes;
+    const uint32_t offset = ds_at().index() * Traits::kDsBytes;
     if constexpr (Traits::kTrimsStep) {
-      stage_rows_at(tile, ds_row_, word);
+      stage_rows_at(ds_row_ + offset, word);
     } else {
-      stage_rows(tile + threadIdx.x / 32 * kRowsOfWarp * 128, word);
+      stage_rows(shared_ + Traits::kDsOffset + offset + threadIdx.x / 32 * kRowsOfWarp * 128, word);
     }
     fence_async_proxy();
     __syncwarp();

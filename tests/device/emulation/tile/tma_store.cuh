@@ -30,8 +30,9 @@ void stage_rows(uint8_t* tile, const uint32_t (&word)[kWords], int first = 0) {
 inline uint32_t staged_row_of_lane(int lane) {
   return lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
 }
-inline void stage_rows_at(uint8_t* tile, uint32_t row_of_lane, const uint32_t (&word)[16]) {
-  stage_rows(tile + row_of_lane / 2048 * 2048, word);
+inline void stage_rows_at(uint32_t row_of_lane, const uint32_t (&word)[16]) {
+  const uint32_t first = row_of_lane - staged_row_of_lane(threadIdx.x % 32);
+  stage_rows(emulation::shared_memory + first, word);
 }
 
 inline uint4 staged_columns(const uint8_t* tile, int row, int vec) {
