@@ -96,7 +96,7 @@ class Consumer {
     for (int i = 0; i < count; ++i, steps.advance()) {
       const int block = steps.block();
       wait_for_q_dout(block);
-      if (!Traits::kSkipsSteps || (block >= seen.begin && block < seen.end)) {
+      if (!Traits::kSkipsSteps || contains(seen, block)) {
         step(dk, dv, block, full_blocks, i > 0);
       } else {
         skip_step(i > 0);
@@ -144,7 +144,7 @@ class Consumer {
     warpgroup_fence_operand(s);
     load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage_.lse[stage], column());
     exponentiate(s, lse, args_.score_scale);
-    if (block < full_blocks.begin || block >= full_blocks.end) {
+    if (!contains(full_blocks, block)) {
       mask_probabilities<kBlockM>(s, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                   block * kBlockM);
     }
@@ -223,6 +223,15 @@ class Consumer {
     } else {
       gemm_rs<kElement, kBlockM, kHeadDim>(gradient, operand, base + rows);
     }
+  }
+
+  // Whether the range has the block.
+  __device__ __forceinline__ static bool contains(BlockRange range, int block) {
+    if constexpr (Traits::kTrimsStep) {
+      return static_cast<uint32_t>(block - range.begin) <
+             static_cast<uint32_t>(range.end - range.begin);
+    }
+    return block >= range.begin && block < range.end;
   }
 
   // Column of this thread's register 0, and whether its lane arrives for the warp.
