@@ -11,7 +11,8 @@ from types import ModuleType
 
 from .units import HEADER, initializer, load_kernel_configs, write_if_changed
 
-D64_VARIANTS = (1, 3, 4, 7, 8, 15)
+# Sums of backward::Variants.
+D64_VARIANTS = (1, 3, 7, 8, 11, 15)
 
 KINDS = {"forward_check": "forward", "backward_check": "backward", "decode_check": "decode"}
 
@@ -45,6 +46,8 @@ def backward_variants(table: ModuleType) -> list:
     return [
         table.BackwardConfig("bf16", 192, 128, 2, 2),
         *(table.BackwardConfig("bf16", 64, 64, 4, 3, variant) for variant in D64_VARIANTS),
+        *(table.BackwardConfig("bf16", 128, 128, 2, 2, variant) for variant in (3, 11)),
+        table.BackwardConfig("bf16", 96, 96, 2, 2, 3),
     ]
 
 

@@ -48,7 +48,7 @@ class Consumer {
     dout_base_ = smem_desc_low(base + Traits::kDoutOffset, kBlockM * 128);
     ds_base_ = smem_desc_low(base + Traits::kDsOffset, 16);
     const int lane = threadIdx.x % 32;
-    if constexpr (Traits::kKeepsDescriptors) low_ = opaque_uniform(smem_desc_low(base, 16));
+    if constexpr (Traits::kKeepsDescriptors) low_ = opaque_uniform(base / 16);
     if constexpr (Traits::kTrimsStep) {
       const uint32_t first_row = base + Traits::kDsOffset + threadIdx.x / 32 * kRowsOfWarp * 128;
       ds_row_ = __shfl_sync(~0u, first_row + staged_row_of_lane(lane), lane);
@@ -149,7 +149,7 @@ class Consumer {
                                   block * kBlockM);
     }
     pack_probabilities<kElement, kBlockM>(p, s);
-    start_gradient(dv, p, Traits::kDoutOffset, dout_base_, stage);
+    start_gradient(dv, p, Traits::kDoutLow, dout_base_, stage);
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
     if (args_.score_scale.caps()) {
@@ -160,7 +160,7 @@ class Consumer {
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];
     pack_probabilities<kElement, kBlockM>(ds, s);
     if constexpr (!Traits::kDkFirst) store_ds(ds);
-    start_gradient(dk, ds, Traits::kQOffset, q_base_, stage);
+    start_gradient(dk, ds, Traits::kQLow, q_base_, stage);
     if constexpr (Traits::kDkFirst) store_ds(ds);
     warpgroup_wait<1>();
     if constexpr (!Traits::kOneBarrier) {
@@ -198,13 +198,13 @@ class Consumer {
     const uint32_t rows = stage * (Traits::kMBlockBytes / 16), keys = warpgroup_ * (64 * 128 / 16);
     if constexpr (Traits::kKeepsDescriptors) {
       const uint32_t ones = opaque_ones();
-      const uint32_t high_a = smem_desc_high<0>(ones), high_b = smem_desc_high<1>(ones);
       gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(
-          s, SmemOperand{low_ + Traits::kKOffset / 16 + keys, high_a},
-          SmemOperand{low_ + Traits::kQOffset / 16 + rows, high_b});
+          s, SmemOperand{low_ + Traits::kKLow + keys, smem_desc_high<0>(ones)},
+          SmemOperand{low_ + Traits::kQLow + rows, smem_desc_high<1>(ones)});
+      constexpr int kOther = kHeadDim > 64 ? 2 : 0;  // no word for more than eight WGMMAs
       gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(
-          dp, SmemOperand{low_ + Traits::kVOffset / 16 + keys, high_a},
-          SmemOperand{low_ + Traits::kDoutOffset / 16 + rows, high_b});
+          dp, SmemOperand{low_ + Traits::kVLow + keys, smem_desc_high<kOther>(ones)},
+          SmemOperand{low_ + Traits::kDoutLow + rows, smem_desc_high<kOther + 1>(ones)});
     } else {
       gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(s, k_base_ + keys, q_base_ + rows);
       gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(dp, v_base_ + keys,
@@ -214,12 +214,12 @@ class Consumer {
 
   // Starts dV += P dO or dK += dS Q.
   __device__ __forceinline__ void start_gradient(Gradient& gradient, const Operand& operand,
-                                                 uint32_t offset, uint32_t base, uint32_t stage) {
+                                                 uint32_t low, uint32_t base, uint32_t stage) {
     const uint32_t rows = stage * (Traits::kMBlockBytes / 16);
     if constexpr (Traits::kKeepsDescriptors) {
       gemm_rs<kElement, kBlockM, kHeadDim>(
           gradient, operand,
-          SmemOperand{low_ + offset / 16 + rows, smem_desc_high<1>(opaque_ones())});
+          SmemOperand{low_ + low + rows, smem_desc_high<1>(opaque_ones())});
     } else {
       gemm_rs<kElement, kBlockM, kHeadDim>(gradient, operand, base + rows);
     }
@@ -309,7 +309,7 @@ class Consumer {
     const uint32_t offset = at.index() * (Traits::kDsBytes / 16);
     if constexpr (Traits::kKeepsDescriptors) {
       gemm_smem_operands_mn_ab<kElement, Traits::kBlockN, kHeadDim>(
-          dq, low_ + Traits::kDsOffset / 16 + offset, low_ + Traits::kKOffset / 16);
+          dq, low_ + Traits::kDsLow + offset, low_ + Traits::kKLow);
     } else {
       gemm_ss_mn_ab<kElement, Traits::kBlockN, kHeadDim>(dq, ds_base_ + offset, k_base_);
     }
@@ -392,7 +392,7 @@ class Consumer {
   int dq_warpgroup_ = Traits::kConsumers - 1;  // the warpgroup that computes that step's dQ
   PipelineState<1> dq_{0};                     // this warpgroup's dQ buffer
   uint32_t kv_phase_ = 0;
-  uint32_t low_;        // kKeptDescriptors: low word of a descriptor of the first byte
+  uint32_t low_;        // kKeptDescriptors: address of shared memory / 16
   uint32_t ds_row_ = 0;  // kTrimmedStep: where this lane stores dS
   uint32_t step_ = 0;   // the same: steps since the start of the kernel
   int turn_;            // the same: steps until this warpgroup computes dQ of the previous step

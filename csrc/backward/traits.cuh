@@ -45,6 +45,16 @@ struct KernelTraits {
   // of descriptors in vector registers).
   static constexpr bool kSkipsSteps = kConsumers == 3;
 
+  // Low word of an operand's matrix descriptor, relative to shared memory's address / 16.
+  static constexpr uint32_t desc_low(int offset, int atom_stride) {
+    return offset / 16 + (static_cast<uint32_t>(atom_stride / 16) << 16);
+  }
+  static constexpr uint32_t kKLow = desc_low(kKOffset, kBlockN * 128);
+  static constexpr uint32_t kVLow = desc_low(kVOffset, kBlockN * 128);
+  static constexpr uint32_t kQLow = desc_low(kQOffset, kBlockM * 128);
+  static constexpr uint32_t kDoutLow = desc_low(kDoutOffset, kBlockM * 128);
+  static constexpr uint32_t kDsLow = desc_low(kDsOffset, 16);
+
   static constexpr bool kKeepsDescriptors = has(kConfig, kKeptDescriptors);
   static constexpr bool kTrimsStep = has(kConfig, kTrimmedStep);
   static constexpr bool kOneBarrier = has(kConfig, backward::kOneBarrier);
