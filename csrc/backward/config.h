@@ -19,10 +19,10 @@ struct Config {
 
 // Ways to save instructions of a step.
 enum Variants {
-  kKeptDescriptors = 1,   // matrix descriptors whose high word ptxas does not write anew
-  kTrimmedStep = 2,       // pipeline states, traversal and addresses in fewer instructions
-  kOneBarrier = 4,        // a stage of Q and dO has one full and one empty barrier
-  kDkBeforeStore = 8,     // the dK GEMM starts before dS is stored
+  kKeptDescriptors = 1,  // matrix descriptors whose high word ptxas does not write anew
+  kTrimmedStep = 2,      // pipeline states, traversal and addresses in fewer instructions
+  kOneBarrier = 4,       // a stage of Q and dO has one full and one empty barrier
+  kDkBeforeStore = 8,    // the dK GEMM starts before dS is stored
 };
 constexpr bool has(const Config& config, Variants variant) { return config.variant & variant; }
 

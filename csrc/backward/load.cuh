@@ -80,8 +80,8 @@ class Producer {
       storage_.dout_empty[stage].wait(rows_.phase());  // Sync: as for Q.
     }
     load_with_lse_or_delta(shared_ + Traits::kDoutOffset + stage * Traits::kMBlockBytes,
-                           &args_.dout, dout_full, storage_.minus_delta[stage], at,
-                           1, row, head, q_batch_coord);
+                           &args_.dout, dout_full, storage_.minus_delta[stage], at, 1, row, head,
+                           q_batch_coord);
     if (begins) {
       load_k(Traits::kVOffset, &args_.v, storage_.v_full, storage_.v_empty, tile);
       kv_phase_ ^= 1;

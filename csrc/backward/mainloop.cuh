@@ -10,6 +10,8 @@
 // so that the tensor cores work for one warpgroup while another computes P and dS.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/mask.cuh"
 #include "backward/arguments.h"
 #include "backward/epilogue.cuh"
@@ -19,8 +21,6 @@
 #include "tile/gemm.cuh"
 #include "tile/gemm_mn.cuh"
 #include "tile/tma_load.cuh"
-
-#include <type_traits>
 
 namespace flashattn3::backward {
 
@@ -76,7 +76,7 @@ class Consumer {
   __device__ __forceinline__ void attend() {
     using Steps = std::conditional_t<Traits::kTrimsStep, WorkTileBlocks, WorkTileSteps>;
     Steps steps(args_, {uniform(tile().m_blocks.begin), uniform(tile().m_blocks.end)},
-                        uniform(tile().start));
+                uniform(tile().start));
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
     const int num_rows = uniform(tile().num_rows);
@@ -89,8 +89,7 @@ class Consumer {
     storage_.v_full.wait(kv_phase_);
     kv_phase_ ^= 1;
     zero_fill_kv();
-    const bool varlen =
-        args_.seqlens_q.cu_seqlens != nullptr || args_.seqlens_q.seqused != nullptr;
+    const bool varlen = args_.seqlens_q.cu_seqlens != nullptr || args_.seqlens_q.seqused != nullptr;
     const int count = steps.count();
     partial_block_ = varlen ? num_rows / kBlockM : -1;
     for (int i = 0; i < count; ++i, steps.advance()) {
@@ -153,8 +152,7 @@ class Consumer {
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
     if (args_.score_scale.caps()) {
-      differentiate_cap<Traits::kTrimsStep>(s, storage_.lse[stage], args_.score_scale,
-                                                    column());
+      differentiate_cap<Traits::kTrimsStep>(s, storage_.lse[stage], args_.score_scale, column());
     }
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];
@@ -218,8 +216,7 @@ class Consumer {
     const uint32_t rows = stage * (Traits::kMBlockBytes / 16);
     if constexpr (Traits::kKeepsDescriptors) {
       gemm_rs<kElement, kBlockM, kHeadDim>(
-          gradient, operand,
-          SmemOperand{low_ + low + rows, smem_desc_high<1>(opaque_ones())});
+          gradient, operand, SmemOperand{low_ + low + rows, smem_desc_high<1>(opaque_ones())});
     } else {
       gemm_rs<kElement, kBlockM, kHeadDim>(gradient, operand, base + rows);
     }
@@ -392,11 +389,11 @@ class Consumer {
   int dq_warpgroup_ = Traits::kConsumers - 1;  // the warpgroup that computes that step's dQ
   PipelineState<1> dq_{0};                     // this warpgroup's dQ buffer
   uint32_t kv_phase_ = 0;
-  uint32_t low_;        // kKeptDescriptors: address of shared memory / 16
+  uint32_t low_;         // kKeptDescriptors: address of shared memory / 16
   uint32_t ds_row_ = 0;  // kTrimmedStep: where this lane stores dS
-  uint32_t step_ = 0;   // the same: steps since the start of the kernel
-  int turn_;            // the same: steps until this warpgroup computes dQ of the previous step
-  int partial_block_;   // the same: the m_block that needs zero fill; -1: none
+  uint32_t step_ = 0;    // the same: steps since the start of the kernel
+  int turn_;             // the same: steps until this warpgroup computes dQ of the previous step
+  int partial_block_;    // the same: the m_block that needs zero fill; -1: none
 };
 
 }  // namespace flashattn3::backward

@@ -113,7 +113,7 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups,
-                                      has(kConfig, kOneBarrier)>;
+using SharedStorageOf =
+    SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups, has(kConfig, kOneBarrier)>;
 
 }  // namespace flashattn3::backward

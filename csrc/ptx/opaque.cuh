@@ -9,7 +9,6 @@ namespace flashattn3 {
 __device__ __forceinline__ void make_opaque(float& value) { asm volatile("" : "+f"(value)); }
 __device__ __forceinline__ void make_opaque(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
-
 // All ones where the lanes of a warp are converged. ptxas does not know this value, which it takes
 // from the mask of active lanes (one uniform instruction).
 __device__ __forceinline__ uint32_t opaque_ones() {

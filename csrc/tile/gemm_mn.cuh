@@ -49,9 +49,9 @@ __device__ __forceinline__ void gemm_smem_operands_mn_ab(float (&o)[kColumns / 2
   const uint32_t ones = opaque_ones();
   add_gemm_ss_mn_ab<kElement, kHalf, kColumns>(o, SmemOperand{s, smem_desc_high<0>(ones)},
                                                SmemOperand{k, smem_desc_high<1>(ones)}, false);
-  add_gemm_ss_mn_ab<kElement, kHalf, kColumns>(
-      o, SmemOperand{s + kOffset, smem_desc_high<2>(ones)},
-      SmemOperand{k + kOffset, smem_desc_high<3>(ones)}, true);
+  add_gemm_ss_mn_ab<kElement, kHalf, kColumns>(o, SmemOperand{s + kOffset, smem_desc_high<2>(ones)},
+                                               SmemOperand{k + kOffset, smem_desc_high<3>(ones)},
+                                               true);
   cute::warpgroup_commit_batch();
 }
 
