@@ -12,19 +12,9 @@ struct Config {
   ElementType dtype;       // of q, k, v, out and their gradients: 16 bits
   int head_dim;            // 64, 96, 128, 192 or 256; TMA fills smaller heads with zeros
   int head_dim_v;          // of v, out and dout: head_dim; with head_dim 192 also 128
-  int num_stages;          // tiles of Q (and of dO) in shared memory, at least 2; specialized: of Q
+  int num_stages;          // tiles of Q (and of dO) in shared memory, 2 or 4; specialized: of Q
   int num_mma_warpgroups;  // of a CTA, 64 keys each; with cluster2 2
-  int variant = 0;         // sum of Variants; up to 128 columns
 };
-
-// Ways to save instructions of a step.
-enum Variants {
-  kKeptDescriptors = 1,  // matrix descriptors whose high word ptxas does not write anew
-  kTrimmedStep = 2,      // pipeline states, traversal and addresses in fewer instructions
-  kOneBarrier = 4,       // a stage of Q and dO has one full and one empty barrier
-  kDkBeforeStore = 8,    // the dK GEMM starts before dS is stored
-};
-constexpr bool has(const Config& config, Variants variant) { return config.variant & variant; }
 
 constexpr int kBlockM = 64;  // queries of a step
 

@@ -6,20 +6,23 @@
 //   P = 2^(S - lse), start dV += P dO, wait for dP, dS = P (dP - delta), store dS to shared
 //   memory, start dK += dS Q; one warpgroup in turn also computes dQ of the previous step, which
 //   needs dS of all warpgroups.
-// The warpgroups share the stages of Q and dO but are not in lockstep: they may be one step apart,
-// so that the tensor cores work for one warpgroup while another computes P and dS.
+// A step has few instructions, since they take issue slots from the GEMMs: one counter of steps
+// gives all stages and buffers, and values that ptxas would compute anew in every step are hidden
+// from it. The warpgroups share the stages of Q and dO but are not in lockstep: they may be one
+// step apart, so that the tensor cores work for one warpgroup while another computes P and dS.
 #pragma once
-
-#include <type_traits>
 
 #include "attention/mask.cuh"
 #include "backward/arguments.h"
 #include "backward/epilogue.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/traits.cuh"
+#include "ptx/opaque.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/gemm_mn.cuh"
+#include "tile/smem_operand.cuh"
+#include "tile/stage_rows_at.cuh"
 #include "tile/tma_load.cuh"
 
 namespace flashattn3::backward {
@@ -42,17 +45,11 @@ class Consumer {
         shared_(shared),
         warpgroup_(warpgroup) {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
-    k_base_ = smem_desc_low(base + Traits::kKOffset, Traits::kBlockN * 128);
-    v_base_ = smem_desc_low(base + Traits::kVOffset, Traits::kBlockN * 128);
-    q_base_ = smem_desc_low(base + Traits::kQOffset, kBlockM * 128);
-    dout_base_ = smem_desc_low(base + Traits::kDoutOffset, kBlockM * 128);
-    ds_base_ = smem_desc_low(base + Traits::kDsOffset, 16);
     const int lane = threadIdx.x % 32;
-    if constexpr (Traits::kKeepsDescriptors) low_ = opaque_uniform(base / 16);
-    if constexpr (Traits::kTrimsStep) {
-      const uint32_t first_row = base + Traits::kDsOffset + threadIdx.x / 32 * kRowsOfWarp * 128;
-      ds_row_ = __shfl_sync(~0u, first_row + staged_row_of_lane(lane), lane);
-    }
+    low_ = opaque_uniform(base / 16);
+    const uint32_t first_row = base + Traits::kDsOffset + threadIdx.x / 32 * kRowsOfWarp * 128;
+    // The shuffle hides the address from ptxas, which would compute it anew in every step.
+    ds_row_ = __shfl_sync(~0u, first_row + staged_row_of_lane(lane), lane);
     turn_ = warpgroup + 1;
   }
 
@@ -74,9 +71,8 @@ class Consumer {
 
  private:
   __device__ __forceinline__ void attend() {
-    using Steps = std::conditional_t<Traits::kTrimsStep, WorkTileBlocks, WorkTileSteps>;
-    Steps steps(args_, {uniform(tile().m_blocks.begin), uniform(tile().m_blocks.end)},
-                uniform(tile().start));
+    WorkTileBlocks steps(args_, {uniform(tile().m_blocks.begin), uniform(tile().m_blocks.end)},
+                         uniform(tile().start));
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
     const int num_rows = uniform(tile().num_rows);
@@ -89,6 +85,7 @@ class Consumer {
     storage_.v_full.wait(kv_phase_);
     kv_phase_ ^= 1;
     zero_fill_kv();
+    // A dense batch has no rows to zero: TMA fills past the tensor with zeros.
     const bool varlen = args_.seqlens_q.cu_seqlens != nullptr || args_.seqlens_q.seqused != nullptr;
     const int count = steps.count();
     partial_block_ = varlen ? num_rows / kBlockM : -1;
@@ -96,14 +93,15 @@ class Consumer {
       const int block = steps.block();
       wait_for_q_dout(block);
       if (!Traits::kSkipsSteps || contains(seen, block)) {
-        step(dk, dv, block, full_blocks, i > 0);
+        step(dk, dv, block, full_blocks);
       } else {
-        skip_step(i > 0);
+        skip_step();
       }
-      advance();
+      ++step_;
+      --turn_;
     }
     // dQ lags by one step: compute that of the last step.
-    if (owns_previous_dq(true)) gemm_dq();
+    if (takes_turn()) gemm_dq();
     __syncwarp();
     storage_.k_empty.arrive_warp();  // Sync: this warp is done with K.
     // Sync: all four warps have read their keys of V, which dV and dK are staged over.
@@ -119,19 +117,15 @@ class Consumer {
   // Waits for Q, dO, lse and delta of a step. All warpgroups call it, also those that skip the step
   // and only release the stage.
   __device__ __forceinline__ void wait_for_q_dout(int block) {
-    const uint32_t stage = rows_at().index();
-    storage_.q_full[stage].wait(rows_at().phase());  // Sync: Q and lse are loaded.
-    if constexpr (!Traits::kOneBarrier) {
-      storage_.dout_full[stage].wait(rows_at().phase());  // Sync: dO and delta are loaded.
-    }
+    const uint32_t stage = q_dout().index();
+    storage_.q_dout_full[stage].wait(q_dout().phase());  // Sync: all four are loaded.
     zero_fill_q_dout(stage, block);
   }
 
   // block: m_block (kBlockM queries). full_blocks: m_blocks that see all keys of this warpgroup.
-  // others: this tile had an earlier step, whose dQ this warpgroup may own.
   __device__ __forceinline__ void step(Gradient& dk, Gradient& dv, int block,
-                                       BlockRange full_blocks, bool others) {
-    const uint32_t stage = rows_at().index();
+                                       BlockRange full_blocks) {
+    const uint32_t stage = q_dout().index();
     Scores s, dp, lse;
     Operand p, ds;
     load_per_column(dp, storage_.minus_delta[stage], column());
@@ -148,173 +142,117 @@ class Consumer {
                                   block * kBlockM);
     }
     pack_probabilities<kElement, kBlockM>(p, s);
-    start_gradient(dv, p, Traits::kDoutLow, dout_base_, stage);
+    start_gradient(dv, p, Traits::kDoutLow, stage);
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
     if (args_.score_scale.caps()) {
-      differentiate_cap<Traits::kTrimsStep>(s, storage_.lse[stage], args_.score_scale, column());
+      differentiate_cap<true>(s, storage_.lse[stage], args_.score_scale, column());
     }
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];
     pack_probabilities<kElement, kBlockM>(ds, s);
-    if constexpr (!Traits::kDkFirst) store_ds(ds);
-    start_gradient(dk, ds, Traits::kQLow, q_base_, stage);
-    if constexpr (Traits::kDkFirst) store_ds(ds);
+    store_ds(ds);
+    start_gradient(dk, ds, Traits::kQLow, stage);
     warpgroup_wait<1>();
-    if constexpr (!Traits::kOneBarrier) {
-      arrive_warp(storage_.dout_empty[stage]);  // Sync: this warp is done with dO.
-    }
-    if (owns_previous_dq(others)) {
+    if (takes_turn()) {
       Gradient dq;
       start_dq(dq);
       warpgroup_wait<1>();
-      arrive_warp(storage_.q_empty[stage]);  // Sync: this warp is done with Q.
+      arrive_warp(storage_.q_dout_empty[stage]);  // Sync: this warp is done with Q and dO.
       warpgroup_wait<0>();
       warpgroup_fence_operand(dq);
       hand_over(dq);
     } else {
       warpgroup_wait<0>();
-      arrive_warp(storage_.q_empty[stage]);  // Sync: as above.
+      arrive_warp(storage_.q_dout_empty[stage]);  // Sync: as above.
     }
     warpgroup_fence_operand(dv);
     warpgroup_fence_operand(dk);
   }
 
   // Skips a step whose queries see none of this warpgroup's keys: dS is 0.
-  __device__ __forceinline__ void skip_step(bool others) {
-    const uint32_t stage = rows_at().index();
+  __device__ __forceinline__ void skip_step() {
     const Operand ds = {};
     store_ds(ds);
-    // Sync: this warp does not read dO and Q.
-    if constexpr (!Traits::kOneBarrier) arrive_warp(storage_.dout_empty[stage]);
-    arrive_warp(storage_.q_empty[stage]);
-    if (owns_previous_dq(others)) gemm_dq();
+    arrive_warp(storage_.q_dout_empty[q_dout().index()]);  // Sync: this warp reads no Q and dO.
+    if (takes_turn()) gemm_dq();
   }
 
   // Starts S = K Q^T and dP = V dO^T - delta; dp: -delta.
   __device__ __forceinline__ void start_s_dp(Scores& s, Scores& dp, uint32_t stage) {
     const uint32_t rows = stage * (Traits::kMBlockBytes / 16), keys = warpgroup_ * (64 * 128 / 16);
-    if constexpr (Traits::kKeepsDescriptors) {
-      const uint32_t ones = opaque_ones();
-      gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(
-          s, SmemOperand{low_ + Traits::kKLow + keys, smem_desc_high<0>(ones)},
-          SmemOperand{low_ + Traits::kQLow + rows, smem_desc_high<1>(ones)});
-      constexpr int kOther = kHeadDim > 64 ? 2 : 0;  // no word for more than eight WGMMAs
-      gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(
-          dp, SmemOperand{low_ + Traits::kVLow + keys, smem_desc_high<kOther>(ones)},
-          SmemOperand{low_ + Traits::kDoutLow + rows, smem_desc_high<kOther + 1>(ones)});
-    } else {
-      gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(s, k_base_ + keys, q_base_ + rows);
-      gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(dp, v_base_ + keys,
-                                                                  dout_base_ + rows);
-    }
+    const uint32_t ones = opaque_ones();
+    gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(
+        s, SmemOperand{low_ + Traits::kKLow + keys, smem_desc_high<0>(ones)},
+        SmemOperand{low_ + Traits::kQLow + rows, smem_desc_high<1>(ones)});
+    // At most eight WGMMAs use a high word (SmemOperand); each GEMM has kHeadDim / 16.
+    constexpr int kOther = kHeadDim > 64 ? 2 : 0;
+    gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(
+        dp, SmemOperand{low_ + Traits::kVLow + keys, smem_desc_high<kOther>(ones)},
+        SmemOperand{low_ + Traits::kDoutLow + rows, smem_desc_high<kOther + 1>(ones)});
   }
 
-  // Starts dV += P dO or dK += dS Q.
+  // Starts dV += P dO or dK += dS Q. low: kDoutLow or kQLow.
   __device__ __forceinline__ void start_gradient(Gradient& gradient, const Operand& operand,
-                                                 uint32_t low, uint32_t base, uint32_t stage) {
+                                                 uint32_t low, uint32_t stage) {
     const uint32_t rows = stage * (Traits::kMBlockBytes / 16);
-    if constexpr (Traits::kKeepsDescriptors) {
-      gemm_rs<kElement, kBlockM, kHeadDim>(
-          gradient, operand, SmemOperand{low_ + low + rows, smem_desc_high<1>(opaque_ones())});
-    } else {
-      gemm_rs<kElement, kBlockM, kHeadDim>(gradient, operand, base + rows);
-    }
+    gemm_rs<kElement, kBlockM, kHeadDim>(
+        gradient, operand, SmemOperand{low_ + low + rows, smem_desc_high<1>(opaque_ones())});
   }
 
-  // Whether the range has the block.
-  __device__ __forceinline__ static bool contains(BlockRange range, int block) {
-    if constexpr (Traits::kTrimsStep) {
-      return static_cast<uint32_t>(block - range.begin) <
-             static_cast<uint32_t>(range.end - range.begin);
-    }
-    return block >= range.begin && block < range.end;
-  }
-
-  // Column of this thread's register 0, and whether its lane arrives for the warp.
-  __device__ __forceinline__ uint32_t column() const {
-    if constexpr (Traits::kTrimsStep) return ds_row_ / 128 % 4 * 2;
-    return thread_column(threadIdx.x);
-  }
+  // Returns thread_column, the column of this thread's register 0, from ds_row_, which is in a
+  // register anyway: row lane % 16 has 128 bytes, so bits 7 and 8 of its address are lane % 4.
+  __device__ __forceinline__ uint32_t column() const { return ds_row_ / 128 % 4 * 2; }
+  // Lane 0 arrives for the warp. ds_row_ tells lanes apart without threadIdx: only lane 0 stores at
+  // the beginning of the warp's rows, a multiple of their 2048 bytes.
   __device__ __forceinline__ void arrive_warp(Barrier& barrier) const {
-    if constexpr (Traits::kTrimsStep) {
-      if ((ds_row_ & (kRowsOfWarp * 128 - 1)) == 0) barrier.arrive();
-    } else {
-      barrier.arrive_warp();
-    }
+    barrier.arrive_warp((ds_row_ & (kRowsOfWarp * 128 - 1)) == 0);
   }
 
-  // Advances all pipeline states to the next step.
-  __device__ __forceinline__ void advance() {
-    if constexpr (Traits::kTrimsStep) {
-      ++step_;
-      --turn_;
-      return;
-    }
-    rows_.advance();
-    before_ = ds_;
-    ds_.advance();
-    dq_warpgroup_ = dq_warpgroup_ + 1 == Traits::kConsumers ? 0 : dq_warpgroup_ + 1;
+  // The stage of Q and dO of this step, and the dS buffers of this step and of the previous one.
+  __device__ __forceinline__ PipelineState<Traits::kStages> q_dout() const {
+    return PipelineState<Traits::kStages>::after_steps(step_);
+  }
+  __device__ __forceinline__ PipelineState<2> ds_buffer() const {
+    return PipelineState<2>::after_steps(step_);
+  }
+  __device__ __forceinline__ PipelineState<2> previous_ds_buffer() const {
+    return PipelineState<2>::after_steps(step_ - 1);
   }
 
-  // Stages of Q and dO, and the dS buffer of this step and of the previous one.
-  __device__ __forceinline__ PipelineState<Traits::kStages> rows_at() const {
-    if constexpr (Traits::kTrimsStep) return PipelineState<Traits::kStages>::after_steps(step_);
-    return rows_;
-  }
-  __device__ __forceinline__ PipelineState<2> ds_at() const {
-    if constexpr (Traits::kTrimsStep) return PipelineState<2>::after_steps(step_);
-    return ds_;
-  }
-  __device__ __forceinline__ PipelineState<2> before_at() const {
-    if constexpr (Traits::kTrimsStep) return PipelineState<2>::after_steps(step_ - 1);
-    return before_;
-  }
-
-  // Whether this warpgroup computes dQ of the step before the one at ds_. others: as for step.
-  __device__ __forceinline__ bool owns_previous_dq(bool others) {
-    if constexpr (Traits::kTrimsStep) {
-      if (turn_ != 0) return false;
-      turn_ = Traits::kConsumers;  // also after a tile's last step, whose dQ then has an owner
-      return true;
-    }
-    return others && dq_warpgroup_ == warpgroup_;
+  // Returns whether this warpgroup computes dQ of the previous step; if so its next turn is
+  // kConsumers steps later. The turn for a tile's last dQ is taken after the tile's last step, so
+  // no warpgroup has a turn in the next tile's first step.
+  __device__ __forceinline__ bool takes_turn() {
+    if (turn_ != 0) return false;
+    turn_ = Traits::kConsumers;
+    return true;
   }
 
   // Stores dS of this warp's 16 keys to shared memory.
   __device__ __forceinline__ void store_ds(const Operand& ds) {
     // Sync: the warpgroup that computed dQ of the step before last has read the buffer.
-    storage_.ds_empty[ds_at().index()].wait(ds_at().phase() ^ 1);
+    storage_.ds_empty[ds_buffer().index()].wait(ds_buffer().phase() ^ 1);
     uint32_t word[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) word[i] = ds[i / 4][i % 4];
-    const uint32_t offset = ds_at().index() * Traits::kDsBytes;
-    if constexpr (Traits::kTrimsStep) {
-      stage_rows_at(ds_row_ + offset, word);
-    } else {
-      stage_rows(shared_ + Traits::kDsOffset + offset + threadIdx.x / 32 * kRowsOfWarp * 128, word);
-    }
+    stage_rows_at(ds_row_ + ds_buffer().index() * Traits::kDsBytes, word);
     fence_async_proxy();
     __syncwarp();
-    arrive_warp(storage_.ds_full[ds_at().index()]);  // Sync: this warp has written and fenced.
+    arrive_warp(storage_.ds_full[ds_buffer().index()]);  // Sync: this warp has written and fenced.
   }
 
-  // Starts the dQ GEMM of the step before the one at ds_.
+  // Starts the dQ GEMM of the previous step.
   __device__ __forceinline__ void start_dq(Gradient& dq) {
-    const PipelineState<2> at = before_at();
+    const PipelineState<2> at = previous_ds_buffer();
     storage_.ds_full[at.index()].wait(at.phase());  // Sync: all consumer warps have written dS.
-    const uint32_t offset = at.index() * (Traits::kDsBytes / 16);
-    if constexpr (Traits::kKeepsDescriptors) {
-      gemm_smem_operands_mn_ab<kElement, Traits::kBlockN, kHeadDim>(
-          dq, low_ + Traits::kDsLow + offset, low_ + Traits::kKLow);
-    } else {
-      gemm_ss_mn_ab<kElement, Traits::kBlockN, kHeadDim>(dq, ds_base_ + offset, k_base_);
-    }
+    gemm_ss_mn_ab_in_halves<kElement, Traits::kBlockN, kHeadDim>(
+        dq, low_ + Traits::kDsLow + at.index() * (Traits::kDsBytes / 16), low_ + Traits::kKLow);
   }
 
   // Passes dQ to the dQ writer through shared memory.
   __device__ __forceinline__ void hand_over(const Gradient& dq) {
-    arrive_warp(storage_.ds_empty[before_at().index()]);  // Sync: this warp has read dS.
+    arrive_warp(storage_.ds_empty[previous_ds_buffer().index()]);  // Sync: this warp has read dS.
     // Sync: the dQ writer has read the previous dQ.
     storage_.dq_empty[warpgroup_].wait(dq_.phase() ^ 1);
     float4* dq_accum =
@@ -354,11 +292,7 @@ class Consumer {
 
   // The same for queries; rows past the end have lse +inf and delta 0.
   __device__ __forceinline__ void zero_fill_q_dout(uint32_t stage, int block) {
-    if constexpr (Traits::kTrimsStep) {
-      if (block != partial_block_) return;
-    } else if (args_.seqlens_q.cu_seqlens == nullptr && args_.seqlens_q.seqused == nullptr) {
-      return;
-    }
+    if (block != partial_block_) return;
     const int used = uniform(tile().num_rows) - block * kBlockM;
     if (used >= kBlockM) return;
     for (const int offset : {Traits::kQOffset, Traits::kDoutOffset}) {
@@ -381,19 +315,14 @@ class Consumer {
   SharedStorageOf<kConfig>& storage_;
   uint8_t* shared_;
   int warpgroup_;
-  uint32_t k_base_, v_base_, q_base_, dout_base_, ds_base_;
   PipelineState<2> tile_{0};
-  PipelineState<Traits::kStages> rows_{0};
-  PipelineState<2> ds_{0};                     // dS buffer of this step
-  PipelineState<2> before_{0};                 // dS buffer of the previous step
-  int dq_warpgroup_ = Traits::kConsumers - 1;  // the warpgroup that computes that step's dQ
-  PipelineState<1> dq_{0};                     // this warpgroup's dQ buffer
+  PipelineState<1> dq_{0};  // this warpgroup's dQ buffer
   uint32_t kv_phase_ = 0;
-  uint32_t low_;         // kKeptDescriptors: address of shared memory / 16
-  uint32_t ds_row_ = 0;  // kTrimmedStep: where this lane stores dS
-  uint32_t step_ = 0;    // the same: steps since the start of the kernel
-  int turn_;             // the same: steps until this warpgroup computes dQ of the previous step
-  int partial_block_;    // the same: the m_block that needs zero fill; -1: none
+  uint32_t low_;       // address of shared memory / 16
+  uint32_t ds_row_;    // where this lane stores dS in buffer 0 (staged_row_of_lane)
+  uint32_t step_ = 0;  // steps since the start of the kernel
+  int turn_;           // steps until this warpgroup computes dQ of the previous step
+  int partial_block_;  // the m_block that needs zero fill; -1: none
 };
 
 }  // namespace flashattn3::backward

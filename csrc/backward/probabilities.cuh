@@ -65,22 +65,23 @@ __device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mas
 }
 
 // Multiplies P by the cap's derivative 1 - tanh^2; tanh is recovered from P. scale: with a cap.
-// kClamps: where P is 0 tanh becomes -1 by a maximum, in fewer registers than by a choice.
-template <bool kClamps = false, int kGroup = 8, int kCount>
+// Where P is 0, tanh is lost and the result is 0. kClamps: there a maximum sets tanh to -1, which
+// takes fewer registers than a select (up to 128 columns the select spills registers).
+template <bool kClamps = false, int kCount>
 __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const float* lse,
                                                   ScoreScale scale,
                                                   uint32_t column = thread_column(threadIdx.x)) {
   const float inverse = 1.f / scale.factor;
 #pragma unroll
-  for (int i = 0; i < kCount; i += kGroup) {
-    // This branch never exits; it keeps ptxas from starting the next group early: registers do not
+  for (int i = 0; i < kCount; i += 8) {
+    // This branch never exits; it keeps ptxas from starting the next eight early: registers do not
     // suffice for all at once.
     make_opaque(scale.tanh_scale);
     if (scale.tanh_scale == 0.f) break;
-    float of_column[kGroup];
+    float of_column[8];
     load_per_column(of_column, lse + register_column(i), column);
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
+    for (int j = 0; j < 8; ++j) {
       const float tanh = (__log2f(p[i + j]) + of_column[j]) * inverse;
       if constexpr (kClamps) {
         const float clamped = fmaxf(tanh, -1.f);

@@ -5,7 +5,7 @@
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "backward/arguments.h"
-#include "ptx/mbarrier.cuh"
+#include "ptx/opaque.cuh"
 
 namespace flashattn3::backward {
 
@@ -62,6 +62,13 @@ __device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
   return block + 1 == rows.end ? rows.begin : block + 1;
 }
 
+// Returns whether the range contains the block, with one comparison. The range is passed by value:
+// by reference ptxas allocates other registers.
+__device__ __forceinline__ bool contains(BlockRange range, int block) {
+  return static_cast<uint32_t>(block - range.begin) <
+         static_cast<uint32_t>(range.end - range.begin);
+}
+
 // Iterator over the steps of a work tile: m_block and query head of each.
 class WorkTileSteps {
  public:
@@ -97,7 +104,9 @@ class WorkTileSteps {
   int nth_head_ = 0;
 };
 
-// The m_blocks of WorkTileSteps, in fewer instructions.
+// Iterator over the m_blocks of the same steps, for consumer warps, which need no heads. It hides
+// the constants of the traversal from ptxas: they stay in uniform registers, and a step neither
+// loads the traversal from the arguments nor branches on it.
 class WorkTileBlocks {
  public:
   __device__ __forceinline__ WorkTileBlocks(const Arguments& args, const BlockRange& rows,

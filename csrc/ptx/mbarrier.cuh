@@ -82,9 +82,9 @@ struct Barrier {
   }
 
   // The calling warp arrives once. All of its lanes have finished with the buffer and are
-  // converged, since a WGMMA wait or a __syncwarp precedes.
-  __device__ __forceinline__ void arrive_warp() {
-    if (threadIdx.x % 32 == 0) arrive();
+  // converged, since a WGMMA wait or a __syncwarp precedes. is_lane0: or the caller's cheaper test.
+  __device__ __forceinline__ void arrive_warp(bool is_lane0 = threadIdx.x % 32 == 0) {
+    if (is_lane0) arrive();
   }
 
   // The same for lanes that read or wrote with plain instructions; counts kArrivalsPerWarp
@@ -114,12 +114,6 @@ __device__ __forceinline__ void fence_async_proxy() {
 // the warp, and keeps pipeline state and matrix descriptors in uniform registers: a step of d128
 // 192x80 has 254 instructions instead of 290 (nvcc 13.0).
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-
-// The same for a value that is equal in all lanes: ptxas, which does not see that, keeps it in a
-// uniform register instead of computing it anew where it is used.
-__device__ __forceinline__ int opaque_uniform(int x) {
-  return uniform(x + static_cast<int>(threadIdx.x % 32));
-}
 
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");

@@ -47,7 +47,7 @@ class PipelineState<kStages> {
  public:
   __device__ __forceinline__ explicit PipelineState(uint32_t first_phase)
       : uses_(first_phase * kStages) {}
-  // The state of a consumer after so many steps.
+  // Returns a consumer's state after so many steps, so that pipelines can share one counter.
   __device__ __forceinline__ static PipelineState after_steps(uint32_t steps) {
     PipelineState state(0);
     state.uses_ = steps;

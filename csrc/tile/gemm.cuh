@@ -13,7 +13,6 @@
 #include "ptx/convert_16bit.cuh"
 #include "ptx/load_shared.cuh"
 #include "ptx/mma_sync.cuh"
-#include "ptx/opaque.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.h"
 
@@ -32,30 +31,6 @@ __device__ __forceinline__ uint64_t smem_desc(uint32_t low) {
   return static_cast<uint64_t>(kSmemDescHigh) << 32 | low;
 }
 
-// An operand in shared memory with a high word that ptxas does not know (nvcc 13.0). It writes a
-// known one anew for each WGMMA (UMOV). An unknown one stays in the uniform register beside the low
-// word if A and B have different ones, which were computed in the same basic block, and no more
-// than eight WGMMAs use them.
-struct SmemOperand {
-  uint32_t low, high;
-  __device__ __forceinline__ SmemOperand operator+(uint32_t offset) const {
-    return {low + offset, high};
-  }
-};
-__device__ __forceinline__ uint64_t smem_desc(SmemOperand operand) {
-  return static_cast<uint64_t>(operand.high) << 32 | operand.low;
-}
-
-// The high word from opaque_ones(), in one of four forms, which ptxas does not know to be equal.
-template <int kForm>
-__device__ __forceinline__ uint32_t smem_desc_high(uint32_t ones) {
-  static_assert(kForm >= 0 && kForm < 4);
-  if constexpr (kForm == 0) return ones & kSmemDescHigh;
-  if constexpr (kForm == 1) return ones + (kSmemDescHigh + 1);
-  if constexpr (kForm == 2) return ones ^ ~kSmemDescHigh;
-  return kSmemDescHigh - 1 - ones;
-}
-
 // Tells the compiler that asynchronous WGMMA may write these registers up to this point.
 template <class Register, int kCount>
 __device__ __forceinline__ void warpgroup_fence_operand(Register (&registers)[kCount]) {
@@ -70,8 +45,7 @@ __device__ __forceinline__ constexpr uint32_t score_step(int step, int rows) {
 }
 
 // Starts s = q * k^T (s += with kAdd) for the warpgroup's 64 rows. q: the warpgroup's slab of a
-// tile of kBlockM rows; k: kN rows of a tile of kBlockN rows. Operand: the low word of a matrix
-// descriptor or a SmemOperand.
+// tile of kBlockM rows; k: kN rows of a tile of kBlockN rows. Each a low word or a SmemOperand.
 template <ElementType kElement, int kBlockM, int kN, int kHeadDim, bool kAdd = false,
           int kBlockN = kN, class Operand = uint32_t>
 __device__ __forceinline__ void gemm_ss(float (&s)[kN / 2], Operand q, Operand k) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "tile/gemm.cuh"
+#include "tile/smem_operand.cuh"
 
 namespace flashattn3 {
 
@@ -39,10 +40,11 @@ __device__ __forceinline__ void gemm_ss_mn_ab(float (&o)[kColumns / 2], uint32_t
   cute::warpgroup_commit_batch();
 }
 
-// The same with SmemOperands, whose high words it computes for each half of the depth.
+// The same with high words that ptxas does not know (SmemOperand), two for each half of the depth:
+// none serves more than eight WGMMAs.
 template <ElementType kElement, int kDepth, int kColumns>
-__device__ __forceinline__ void gemm_smem_operands_mn_ab(float (&o)[kColumns / 2], uint32_t s,
-                                                         uint32_t k) {
+__device__ __forceinline__ void gemm_ss_mn_ab_in_halves(float (&o)[kColumns / 2], uint32_t s,
+                                                        uint32_t k) {
   constexpr int kHalf = kDepth / 2, kOffset = kHalf / 16 * 128;
   warpgroup_fence_operand(o);
   cute::warpgroup_arrive();

@@ -7,7 +7,6 @@
 
 #include "ptx/bulk_copy.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/store_shared.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3 {
@@ -29,22 +28,6 @@ __device__ __forceinline__ void stage_rows(uint8_t* tile, const uint32_t (&word)
         reinterpret_cast<cute::uint128_t*>(tile + row * 128 + (vec ^ (2 * (first + i))) * 16);
     cute::SM90_U32x4_STSM_N::copy(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3],
                                   *at);
-  }
-}
-
-// Where a lane stores 16 bytes of its warp's rows with stmatrix, relative to the first row.
-__device__ __forceinline__ uint32_t staged_row_of_lane(int lane) {
-  const int row = lane % 16;
-  return row * 128 + ((lane / 16) ^ (row % 8)) * 16;
-}
-
-// stage_rows of 64 columns in fewer instructions. row_of_lane: address of the warp's first row, a
-// multiple of 1024, plus staged_row_of_lane.
-__device__ __forceinline__ void stage_rows_at(uint32_t row_of_lane, const uint32_t (&word)[16]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    store_matrices(row_of_lane ^ (i * 32), word[4 * i], word[4 * i + 1], word[4 * i + 2],
-                   word[4 * i + 3]);
   }
 }
 

@@ -75,7 +75,6 @@ class BackwardConfig:
     head_dim, head_dim_v: largest supported of q and k, and of v; TMA fills smaller ones with zeros.
     num_stages: Q and dO tiles in flight; at head dim 192 Q tiles, and unused at 256.
     num_mma_warpgroups: consumer warpgroups of a CTA; one more warpgroup loads and writes dQ.
-    variant: sum of backward::Variants.
     measured: as for ForwardConfig.
     """
 
@@ -86,14 +85,12 @@ class BackwardConfig:
     head_dim_v: int
     num_stages: int
     num_mma_warpgroups: int
-    variant: int = 0
     measured: str = ""
 
     @property
     def name(self) -> str:
         tile = f"{BACKWARD_BLOCK_M}x{self.block_n}x{self.num_stages}"
-        variant = f"_variant{self.variant}" * (self.variant != 0)
-        return f"backward_{self.dtype}_{_dims(self)}_{tile}{variant}"
+        return f"backward_{self.dtype}_{_dims(self)}_{tile}"
 
     @property
     def block_n(self) -> int:

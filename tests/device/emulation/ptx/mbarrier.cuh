@@ -41,8 +41,8 @@ struct Barrier {
     missing_bytes += static_cast<int32_t>(bytes);
     arrive();
   }
-  void arrive_warp() {
-    if (threadIdx.x % 32 == 0) arrive();
+  void arrive_warp(bool is_lane0 = threadIdx.x % 32 == 0) {
+    if (is_lane0) arrive();
     emulation::linger();
   }
   void arrive_lanes() { arrive_warp(); }
@@ -68,7 +68,6 @@ struct Barrier {
 inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
 inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-inline int opaque_uniform(int x) { return uniform(x); }
 inline void named_barrier_sync(int id, int num_threads) {
   emulation::meet(emulation::running->barriers[id], num_threads, "named barrier");
 }

@@ -27,14 +27,6 @@ void stage_rows(uint8_t* tile, const uint32_t (&word)[kWords], int first = 0) {
   __syncwarp();
 }
 
-inline uint32_t staged_row_of_lane(int lane) {
-  return lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
-}
-inline void stage_rows_at(uint32_t row_of_lane, const uint32_t (&word)[16]) {
-  const uint32_t first = row_of_lane - staged_row_of_lane(threadIdx.x % 32);
-  stage_rows(emulation::shared_memory + first, word);
-}
-
 inline uint4 staged_columns(const uint8_t* tile, int row, int vec) {
   uint4 columns;
   std::memcpy(&columns, tile + row * 128 + (vec ^ row % 8) * 16, sizeof(columns));
