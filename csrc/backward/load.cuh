@@ -69,16 +69,15 @@ class Producer {
     const int row = tile.row_offset + block * kBlockM;
     const int at = static_cast<int>(workspace_row(args_, tile, head, block));
     const int q_batch_coord = args_.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
+    Barrier& full = storage_.q_dout_full[stage];
     // Sync: every consumer warp has released the stage.
-    storage_.q_empty[stage].wait(rows_.phase());
+    storage_.q_dout_empty[stage].wait(rows_.phase());
     load_with_lse_or_delta(shared_ + Traits::kQOffset + stage * Traits::kMBlockBytes, &args_.q,
-                           storage_.q_full[stage], storage_.lse[stage], at, 0, row, head,
-                           q_batch_coord);
+                           full, storage_.lse[stage], at, 0, row, head, q_batch_coord);
     if (begins) load_k(Traits::kKOffset, &args_.k, storage_.k_full, storage_.k_empty, tile);
-    storage_.dout_empty[stage].wait(rows_.phase());  // Sync: as for Q.
     load_with_lse_or_delta(shared_ + Traits::kDoutOffset + stage * Traits::kMBlockBytes,
-                           &args_.dout, storage_.dout_full[stage], storage_.minus_delta[stage], at,
-                           1, row, head, q_batch_coord);
+                           &args_.dout, full, storage_.minus_delta[stage], at, 1, row, head,
+                           q_batch_coord);
     if (begins) {
       load_k(Traits::kVOffset, &args_.v, storage_.v_full, storage_.v_empty, tile);
       kv_phase_ ^= 1;

@@ -6,8 +6,10 @@
 //   P = 2^(S - lse), start dV += P dO, wait for dP, dS = P (dP - delta), store dS to shared
 //   memory, start dK += dS Q; one warpgroup in turn also computes dQ of the previous step, which
 //   needs dS of all warpgroups.
-// The warpgroups share the stages of Q and dO but are not in lockstep: they may be one step apart,
-// so that the tensor cores work for one warpgroup while another computes P and dS.
+// A step has few instructions, since they take issue slots from the GEMMs: one counter of steps
+// gives all stages and buffers, and values that ptxas would compute anew in every step are hidden
+// from it. The warpgroups share the stages of Q and dO but are not in lockstep: they may be one
+// step apart, so that the tensor cores work for one warpgroup while another computes P and dS.
 #pragma once
 
 #include "attention/mask.cuh"
@@ -15,9 +17,12 @@
 #include "backward/epilogue.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/traits.cuh"
+#include "ptx/opaque.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/gemm_mn.cuh"
+#include "tile/smem_operand.cuh"
+#include "tile/stage_rows_at.cuh"
 #include "tile/tma_load.cuh"
 
 namespace flashattn3::backward {
@@ -40,11 +45,12 @@ class Consumer {
         shared_(shared),
         warpgroup_(warpgroup) {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
-    k_base_ = smem_desc_low(base + Traits::kKOffset, Traits::kBlockN * 128);
-    v_base_ = smem_desc_low(base + Traits::kVOffset, Traits::kBlockN * 128);
-    q_base_ = smem_desc_low(base + Traits::kQOffset, kBlockM * 128);
-    dout_base_ = smem_desc_low(base + Traits::kDoutOffset, kBlockM * 128);
-    ds_base_ = smem_desc_low(base + Traits::kDsOffset, 16);
+    const int lane = threadIdx.x % 32;
+    low_ = opaque_uniform(base / 16);
+    const uint32_t first_row = base + Traits::kDsOffset + threadIdx.x / 32 * kRowsOfWarp * 128;
+    // The shuffle hides the address from ptxas, which would compute it anew in every step.
+    ds_row_ = __shfl_sync(~0u, first_row + staged_row_of_lane(lane), lane);
+    turn_ = warpgroup + 1;
   }
 
   __device__ __forceinline__ void run() {
@@ -65,8 +71,8 @@ class Consumer {
 
  private:
   __device__ __forceinline__ void attend() {
-    WorkTileSteps steps(args_, {uniform(tile().m_blocks.begin), uniform(tile().m_blocks.end)},
-                        uniform(tile().start));
+    WorkTileBlocks steps(args_, {uniform(tile().m_blocks.begin), uniform(tile().m_blocks.end)},
+                         uniform(tile().start));
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
     const int num_rows = uniform(tile().num_rows);
@@ -79,19 +85,23 @@ class Consumer {
     storage_.v_full.wait(kv_phase_);
     kv_phase_ ^= 1;
     zero_fill_kv();
+    // A dense batch has no rows to zero: TMA fills past the tensor with zeros.
+    const bool varlen = args_.seqlens_q.cu_seqlens != nullptr || args_.seqlens_q.seqused != nullptr;
     const int count = steps.count();
+    partial_block_ = varlen ? num_rows / kBlockM : -1;
     for (int i = 0; i < count; ++i, steps.advance()) {
       const int block = steps.block();
       wait_for_q_dout(block);
-      if (!Traits::kSkipsSteps || (block >= seen.begin && block < seen.end)) {
-        step(dk, dv, block, full_blocks, i > 0);
+      if (!Traits::kSkipsSteps || contains(seen, block)) {
+        step(dk, dv, block, full_blocks);
       } else {
-        skip_step(i > 0);
+        skip_step();
       }
-      advance();
+      ++step_;
+      --turn_;
     }
     // dQ lags by one step: compute that of the last step.
-    if (owns_previous_dq()) gemm_dq();
+    if (takes_turn()) gemm_dq();
     __syncwarp();
     storage_.k_empty.arrive_warp();  // Sync: this warp is done with K.
     // Sync: all four warps have read their keys of V, which dV and dK are staged over.
@@ -107,112 +117,142 @@ class Consumer {
   // Waits for Q, dO, lse and delta of a step. All warpgroups call it, also those that skip the step
   // and only release the stage.
   __device__ __forceinline__ void wait_for_q_dout(int block) {
-    const uint32_t stage = rows_.index();
-    storage_.q_full[stage].wait(rows_.phase());     // Sync: Q and lse are loaded.
-    storage_.dout_full[stage].wait(rows_.phase());  // Sync: dO and delta are loaded.
+    const uint32_t stage = q_dout().index();
+    storage_.q_dout_full[stage].wait(q_dout().phase());  // Sync: all four are loaded.
     zero_fill_q_dout(stage, block);
   }
 
   // block: m_block (kBlockM queries). full_blocks: m_blocks that see all keys of this warpgroup.
-  // others: this tile had an earlier step, whose dQ this warpgroup may own.
   __device__ __forceinline__ void step(Gradient& dk, Gradient& dv, int block,
-                                       BlockRange full_blocks, bool others) {
-    const uint32_t stage = rows_.index();
-    const uint32_t q = q_base_ + stage * (Traits::kMBlockBytes / 16);
-    const uint32_t dout = dout_base_ + stage * (Traits::kMBlockBytes / 16);
+                                       BlockRange full_blocks) {
+    const uint32_t stage = q_dout().index();
     Scores s, dp, lse;
     Operand p, ds;
-    load_per_column(dp, storage_.minus_delta[stage]);
-    load_per_column<0, Traits::kLseInRegisters>(lse, storage_.lse[stage]);
+    load_per_column(dp, storage_.minus_delta[stage], column());
+    load_per_column<0, Traits::kLseInRegisters>(lse, storage_.lse[stage], column());
     warpgroup_fence_operand(
         dp);  // before S's GEMM starts, or ptxas would wait for it before writing these
-    gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(s, k_base_ + warpgroup_ * (64 * 128 / 16),
-                                                          q);
-    gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(
-        dp, v_base_ + warpgroup_ * (64 * 128 / 16), dout);
+    start_s_dp(s, dp, stage);
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
-    load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage_.lse[stage]);
+    load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage_.lse[stage], column());
     exponentiate(s, lse, args_.score_scale);
-    if (block < full_blocks.begin || block >= full_blocks.end) {
+    if (!contains(full_blocks, block)) {
       mask_probabilities<kBlockM>(s, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                   block * kBlockM);
     }
     pack_probabilities<kElement, kBlockM>(p, s);
-    gemm_rs<kElement, kBlockM, kHeadDim>(dv, p, dout);
+    start_gradient(dv, p, Traits::kDoutLow, stage);
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
-    if (args_.score_scale.caps()) differentiate_cap(s, storage_.lse[stage], args_.score_scale);
+    if (args_.score_scale.caps()) {
+      differentiate_cap<true>(s, storage_.lse[stage], args_.score_scale, column());
+    }
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];
     pack_probabilities<kElement, kBlockM>(ds, s);
     store_ds(ds);
-    gemm_rs<kElement, kBlockM, kHeadDim>(dk, ds, q);
+    start_gradient(dk, ds, Traits::kQLow, stage);
     warpgroup_wait<1>();
-    storage_.dout_empty[stage].arrive_warp();  // Sync: this warp is done with dO.
-    if (others && owns_previous_dq()) {
+    if (takes_turn()) {
       Gradient dq;
       start_dq(dq);
       warpgroup_wait<1>();
-      storage_.q_empty[stage].arrive_warp();  // Sync: this warp is done with Q.
+      arrive_warp(storage_.q_dout_empty[stage]);  // Sync: this warp is done with Q and dO.
       warpgroup_wait<0>();
       warpgroup_fence_operand(dq);
       hand_over(dq);
     } else {
       warpgroup_wait<0>();
-      storage_.q_empty[stage].arrive_warp();  // Sync: as above.
+      arrive_warp(storage_.q_dout_empty[stage]);  // Sync: as above.
     }
     warpgroup_fence_operand(dv);
     warpgroup_fence_operand(dk);
   }
 
   // Skips a step whose queries see none of this warpgroup's keys: dS is 0.
-  __device__ __forceinline__ void skip_step(bool others) {
-    const uint32_t stage = rows_.index();
+  __device__ __forceinline__ void skip_step() {
     const Operand ds = {};
     store_ds(ds);
-    storage_.dout_empty[stage].arrive_warp();  // Sync: this warp does not read dO and Q.
-    storage_.q_empty[stage].arrive_warp();
-    if (others && owns_previous_dq()) gemm_dq();
+    arrive_warp(storage_.q_dout_empty[q_dout().index()]);  // Sync: this warp reads no Q and dO.
+    if (takes_turn()) gemm_dq();
   }
 
-  // Advances all pipeline states to the next step.
-  __device__ __forceinline__ void advance() {
-    rows_.advance();
-    before_ = ds_;
-    ds_.advance();
-    dq_warpgroup_ = dq_warpgroup_ + 1 == Traits::kConsumers ? 0 : dq_warpgroup_ + 1;
+  // Starts S = K Q^T and dP = V dO^T - delta; dp: -delta.
+  __device__ __forceinline__ void start_s_dp(Scores& s, Scores& dp, uint32_t stage) {
+    const uint32_t rows = stage * (Traits::kMBlockBytes / 16), keys = warpgroup_ * (64 * 128 / 16);
+    const uint32_t ones = opaque_ones();
+    gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim>(
+        s, SmemOperand{low_ + Traits::kKLow + keys, opaque_desc_high<0>(ones)},
+        SmemOperand{low_ + Traits::kQLow + rows, opaque_desc_high<1>(ones)});
+    // At most eight WGMMAs use a high word (SmemOperand); each GEMM has kHeadDim / 16.
+    constexpr int kOther = kHeadDim > 64 ? 2 : 0;
+    gemm_ss<kElement, Traits::kBlockN, kBlockM, kHeadDim, true>(
+        dp, SmemOperand{low_ + Traits::kVLow + keys, opaque_desc_high<kOther>(ones)},
+        SmemOperand{low_ + Traits::kDoutLow + rows, opaque_desc_high<kOther + 1>(ones)});
   }
 
-  // Whether this warpgroup computes dQ of the step before the one at ds_.
-  __device__ __forceinline__ bool owns_previous_dq() const { return dq_warpgroup_ == warpgroup_; }
+  // Starts dV += P dO or dK += dS Q. low: kDoutLow or kQLow.
+  __device__ __forceinline__ void start_gradient(Gradient& gradient, const Operand& operand,
+                                                 uint32_t low, uint32_t stage) {
+    const uint32_t rows = stage * (Traits::kMBlockBytes / 16);
+    gemm_rs<kElement, kBlockM, kHeadDim>(
+        gradient, operand, SmemOperand{low_ + low + rows, opaque_desc_high<1>(opaque_ones())});
+  }
+
+  // Returns thread_column, the column of this thread's register 0, from ds_row_, which is in a
+  // register anyway: row lane % 16 has 128 bytes, so bits 7 and 8 of its address are lane % 4.
+  __device__ __forceinline__ uint32_t column() const { return ds_row_ / 128 % 4 * 2; }
+  // Lane 0 arrives for the warp. ds_row_ tells lanes apart without threadIdx: only lane 0 stores at
+  // the beginning of the warp's rows, a multiple of their 2048 bytes.
+  __device__ __forceinline__ void arrive_warp(Barrier& barrier) const {
+    barrier.arrive_warp((ds_row_ & (kRowsOfWarp * 128 - 1)) == 0);
+  }
+
+  // The stage of Q and dO of this step, and the dS buffers of this step and of the previous one.
+  __device__ __forceinline__ PipelineState<Traits::kStages> q_dout() const {
+    return PipelineState<Traits::kStages>::after_steps(step_);
+  }
+  __device__ __forceinline__ PipelineState<2> ds_buffer() const {
+    return PipelineState<2>::after_steps(step_);
+  }
+  __device__ __forceinline__ PipelineState<2> previous_ds_buffer() const {
+    return PipelineState<2>::after_steps(step_ - 1);
+  }
+
+  // Returns whether this warpgroup computes dQ of the previous step; if so its next turn is
+  // kConsumers steps later. The turn for a tile's last dQ is taken after the tile's last step, so
+  // no warpgroup has a turn in the next tile's first step.
+  __device__ __forceinline__ bool takes_turn() {
+    if (turn_ != 0) return false;
+    turn_ = Traits::kConsumers;
+    return true;
+  }
 
   // Stores dS of this warp's 16 keys to shared memory.
   __device__ __forceinline__ void store_ds(const Operand& ds) {
     // Sync: the warpgroup that computed dQ of the step before last has read the buffer.
-    storage_.ds_empty[ds_.index()].wait(ds_.phase() ^ 1);
+    storage_.ds_empty[ds_buffer().index()].wait(ds_buffer().phase() ^ 1);
     uint32_t word[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) word[i] = ds[i / 4][i % 4];
-    stage_rows(shared_ + Traits::kDsOffset + ds_.index() * Traits::kDsBytes +
-                   threadIdx.x / 32 * kRowsOfWarp * 128,
-               word);
+    stage_rows_at(ds_row_ + ds_buffer().index() * Traits::kDsBytes, word);
     fence_async_proxy();
     __syncwarp();
-    storage_.ds_full[ds_.index()].arrive_warp();  // Sync: this warp has written and fenced.
+    arrive_warp(storage_.ds_full[ds_buffer().index()]);  // Sync: this warp has written and fenced.
   }
 
-  // Starts the dQ GEMM of the step before the one at ds_.
+  // Starts the dQ GEMM of the previous step.
   __device__ __forceinline__ void start_dq(Gradient& dq) {
-    const PipelineState<2> at = before_;
+    const PipelineState<2> at = previous_ds_buffer();
     storage_.ds_full[at.index()].wait(at.phase());  // Sync: all consumer warps have written dS.
-    gemm_ss_mn_ab<kElement, Traits::kBlockN, kHeadDim>(
-        dq, ds_base_ + at.index() * (Traits::kDsBytes / 16), k_base_);
+    gemm_ss_mn_ab_in_halves<kElement, Traits::kBlockN, kHeadDim>(
+        dq, low_ + Traits::kDsLow + at.index() * (Traits::kDsBytes / 16), low_ + Traits::kKLow);
   }
 
   // Passes dQ to the dQ writer through shared memory.
   __device__ __forceinline__ void hand_over(const Gradient& dq) {
-    storage_.ds_empty[before_.index()].arrive_warp();  // Sync: this warp has read dS.
+    arrive_warp(storage_.ds_empty[previous_ds_buffer().index()]);  // Sync: this warp has read dS.
     // Sync: the dQ writer has read the previous dQ.
     storage_.dq_empty[warpgroup_].wait(dq_.phase() ^ 1);
     float4* dq_accum =
@@ -224,7 +264,7 @@ class Consumer {
     }
     fence_async_proxy();
     __syncwarp();
-    storage_.dq_full[warpgroup_].arrive_warp();  // Sync: this warp has written and fenced.
+    arrive_warp(storage_.dq_full[warpgroup_]);  // Sync: this warp has written and fenced.
     dq_.advance();
   }
 
@@ -252,7 +292,7 @@ class Consumer {
 
   // The same for queries; rows past the end have lse +inf and delta 0.
   __device__ __forceinline__ void zero_fill_q_dout(uint32_t stage, int block) {
-    if (args_.seqlens_q.cu_seqlens == nullptr && args_.seqlens_q.seqused == nullptr) return;
+    if (block != partial_block_) return;
     const int used = uniform(tile().num_rows) - block * kBlockM;
     if (used >= kBlockM) return;
     for (const int offset : {Traits::kQOffset, Traits::kDoutOffset}) {
@@ -275,14 +315,14 @@ class Consumer {
   SharedStorageOf<kConfig>& storage_;
   uint8_t* shared_;
   int warpgroup_;
-  uint32_t k_base_, v_base_, q_base_, dout_base_, ds_base_;
   PipelineState<2> tile_{0};
-  PipelineState<Traits::kStages> rows_{0};
-  PipelineState<2> ds_{0};                     // dS buffer of this step
-  PipelineState<2> before_{0};                 // dS buffer of the previous step
-  int dq_warpgroup_ = Traits::kConsumers - 1;  // the warpgroup that computes that step's dQ
-  PipelineState<1> dq_{0};                     // this warpgroup's dQ buffer
+  PipelineState<1> dq_{0};  // this warpgroup's dQ buffer
   uint32_t kv_phase_ = 0;
+  uint32_t low_;       // address of shared memory / 16
+  uint32_t ds_row_;    // where this lane stores dS in buffer 0 (staged_row_of_lane)
+  uint32_t step_ = 0;  // steps since the start of the kernel
+  int turn_;           // steps until this warpgroup computes dQ of the previous step
+  int partial_block_;  // the m_block that needs zero fill; -1: none
 };
 
 }  // namespace flashattn3::backward

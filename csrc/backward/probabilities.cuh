@@ -11,10 +11,11 @@
 namespace flashattn3::backward {
 
 // Loads lse or delta of the column of each accumulator kBegin to kEnd - 1. lse_or_delta: points to
-// that of the fragment's first column, in shared memory.
+// that of the fragment's first column, in shared memory. column: of the thread's register 0.
 template <int kBegin, int kEnd, int kCount>
-__device__ __forceinline__ void load_per_column(float (&s)[kCount], const float* lse_or_delta) {
-  const float* mine = lse_or_delta + thread_column(threadIdx.x);
+__device__ __forceinline__ void load_per_column(float (&s)[kCount], const float* lse_or_delta,
+                                                uint32_t column = thread_column(threadIdx.x)) {
+  const float* mine = lse_or_delta + column;
 #pragma unroll
   for (int i = kBegin; i < kEnd; i += 4) {
     const float2 pair = *reinterpret_cast<const float2*>(mine + register_column(i));
@@ -22,8 +23,9 @@ __device__ __forceinline__ void load_per_column(float (&s)[kCount], const float*
   }
 }
 template <int kCount>
-__device__ __forceinline__ void load_per_column(float (&s)[kCount], const float* lse_or_delta) {
-  load_per_column<0, kCount>(s, lse_or_delta);
+__device__ __forceinline__ void load_per_column(float (&s)[kCount], const float* lse_or_delta,
+                                                uint32_t column = thread_column(threadIdx.x)) {
+  load_per_column<0, kCount>(s, lse_or_delta, column);
 }
 
 // Scores become 2^(score - lse), capped and in log2 units. lse: of each accumulator's column.
@@ -63,9 +65,12 @@ __device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mas
 }
 
 // Multiplies P by the cap's derivative 1 - tanh^2; tanh is recovered from P. scale: with a cap.
-template <int kCount>
+// Where P is 0, tanh is lost and the result is 0. kClamps: there a maximum sets tanh to -1, which
+// takes fewer registers than a select (up to 128 columns the select spills registers).
+template <bool kClamps = false, int kCount>
 __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const float* lse,
-                                                  ScoreScale scale) {
+                                                  ScoreScale scale,
+                                                  uint32_t column = thread_column(threadIdx.x)) {
   const float inverse = 1.f / scale.factor;
 #pragma unroll
   for (int i = 0; i < kCount; i += 8) {
@@ -74,11 +79,16 @@ __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const floa
     make_opaque(scale.tanh_scale);
     if (scale.tanh_scale == 0.f) break;
     float of_column[8];
-    load_per_column(of_column, lse + register_column(i));
+    load_per_column(of_column, lse + register_column(i), column);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float tanh = (__log2f(p[i + j]) + of_column[j]) * inverse;
-      p[i + j] = p[i + j] == 0.f ? 0.f : p[i + j] * (1.f - tanh * tanh);
+      if constexpr (kClamps) {
+        const float clamped = fmaxf(tanh, -1.f);
+        p[i + j] *= 1.f - clamped * clamped;
+      } else {
+        p[i + j] = p[i + j] == 0.f ? 0.f : p[i + j] * (1.f - tanh * tanh);
+      }
     }
   }
 }

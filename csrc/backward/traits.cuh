@@ -45,8 +45,20 @@ struct KernelTraits {
   // of descriptors in vector registers).
   static constexpr bool kSkipsSteps = kConsumers == 3;
 
+  // Low words of the operands' matrix descriptors without the address of shared memory / 16, which
+  // is added in the kernel: one register is then the base of all five operands. Without a cluster
+  // that address has no CTA rank to mask.
+  static constexpr uint32_t desc_low(int offset, int atom_stride) {
+    return offset / 16 + (static_cast<uint32_t>(atom_stride / 16) << 16);
+  }
+  static constexpr uint32_t kKLow = desc_low(kKOffset, kBlockN * 128);
+  static constexpr uint32_t kVLow = desc_low(kVOffset, kBlockN * 128);
+  static constexpr uint32_t kQLow = desc_low(kQOffset, kBlockM * 128);
+  static constexpr uint32_t kDoutLow = desc_low(kDoutOffset, kBlockM * 128);
+  static constexpr uint32_t kDsLow = desc_low(kDsOffset, 16);
+
   static_assert(kConsumers == 2 || kConsumers == 3);
-  static_assert(kStages >= 2);
+  static_assert(kStages >= 2 && (kStages & (kStages - 1)) == 0, "a step's number gives its stage");
   static_assert(kConfig.head_dim_v == kHeadDim);
   static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dK and dV are kept in registers");
   static_assert(kDqOffset + kConsumers * kDqBytes == smem_bytes(kConfig));
@@ -54,9 +66,11 @@ struct KernelTraits {
 };
 
 // Barriers. Arrivals for each phase:
-//   k_full, v_full, q_full, dout_full     1: the producer, and the bytes of the copies
-//   k_empty, q_empty, dout_empty          one for each consumer warp, after its last read
-//   v_empty                               every consumer thread, after its last read of V's buffer
+//   k_full, v_full         1: the producer, and the bytes of the copy
+//   q_dout_full            2: the producer, for Q with lse and for dO with delta, and the bytes.
+//                          One barrier for both saves each warp a wait and an arrival per step.
+//   k_empty, q_dout_empty  one for each consumer warp, after its last read
+//   v_empty                every consumer thread, after its last read of V's buffer
 //   ds_full[s]   each consumer warp: its part of dS of a step is written
 //   ds_empty[s]  the 4 warps of the warpgroup that computes dQ of the step
 //   dq_full[w]   the 4 warps of warpgroup w: dQ of a step is written
@@ -70,8 +84,7 @@ struct SharedStorage {
   float lse[kStages][kBlockM];
   float minus_delta[kStages][kBlockM];
   Barrier k_full, k_empty, v_full, v_empty;
-  Barrier q_full[kStages], q_empty[kStages];
-  Barrier dout_full[kStages], dout_empty[kStages];
+  Barrier q_dout_full[kStages], q_dout_empty[kStages];
   Barrier ds_full[2], ds_empty[2];
   Barrier dq_full[kConsumers], dq_empty[kConsumers];
   Barrier tile_full[2], tile_empty[2];
@@ -83,8 +96,7 @@ struct SharedStorage {
     k_full.init(1), k_empty.init(kWarps);
     v_full.init(1), v_empty.init(32 * kWarps);
     for (int i = 0; i < kStages; ++i) {
-      q_full[i].init(1), q_empty[i].init(kWarps);
-      dout_full[i].init(1), dout_empty[i].init(kWarps);
+      q_dout_full[i].init(2), q_dout_empty[i].init(kWarps);
     }
     for (int i = 0; i < 2; ++i) {
       ds_full[i].init(kWarps), ds_empty[i].init(4);

@@ -5,6 +5,7 @@
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "backward/arguments.h"
+#include "ptx/opaque.cuh"
 
 namespace flashattn3::backward {
 
@@ -61,6 +62,13 @@ __device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
   return block + 1 == rows.end ? rows.begin : block + 1;
 }
 
+// Returns whether the range contains the block, with one comparison. The range is passed by value:
+// by reference ptxas allocates other registers.
+__device__ __forceinline__ bool contains(BlockRange range, int block) {
+  return static_cast<uint32_t>(block - range.begin) <
+         static_cast<uint32_t>(range.end - range.begin);
+}
+
 // Iterator over the steps of a work tile: m_block and query head of each.
 class WorkTileSteps {
  public:
@@ -94,6 +102,34 @@ class WorkTileSteps {
   int start_;
   int block_;
   int nth_head_ = 0;
+};
+
+// Iterator over the m_blocks of the same steps, for consumer warps, which need no heads. It hides
+// the constants of the traversal from ptxas: they stay in uniform registers, and a step neither
+// loads the traversal from the arguments nor branches on it.
+class WorkTileBlocks {
+ public:
+  __device__ __forceinline__ WorkTileBlocks(const Arguments& args, const BlockRange& rows,
+                                            int start)
+      : block_(start) {
+    const bool heads_innermost = args.traversal == Traversal::kHeadsInnermost;
+    steps_per_block_ = opaque_uniform(heads_innermost ? args.qhead_per_kvhead : 1);
+    distance_ = opaque_uniform(heads_innermost ? -1 : 1);
+    first_ = opaque_uniform(heads_innermost ? rows.end - 1 : rows.begin);
+    last_ = opaque_uniform(heads_innermost ? rows.begin : rows.end - 1);
+    count_ = opaque_uniform((rows.end - rows.begin) * args.qhead_per_kvhead);
+  }
+  __device__ __forceinline__ int count() const { return count_; }
+  __device__ __forceinline__ int block() const { return block_; }
+  __device__ __forceinline__ void advance() {
+    if (++nth_step_ < steps_per_block_) return;
+    nth_step_ = 0;
+    block_ = block_ == last_ ? first_ : block_ + distance_;
+  }
+
+ private:
+  int count_, block_, steps_per_block_, distance_, first_, last_;
+  int nth_step_ = 0;  // with this block
 };
 
 // Work tile of a scheduler index, with kBlockN keys. With varlen it may have no keys.

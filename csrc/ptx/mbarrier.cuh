@@ -82,9 +82,9 @@ struct Barrier {
   }
 
   // The calling warp arrives once. All of its lanes have finished with the buffer and are
-  // converged, since a WGMMA wait or a __syncwarp precedes.
-  __device__ __forceinline__ void arrive_warp() {
-    if (threadIdx.x % 32 == 0) arrive();
+  // converged, since a WGMMA wait or a __syncwarp precedes. is_lane0: or the caller's cheaper test.
+  __device__ __forceinline__ void arrive_warp(bool is_lane0 = threadIdx.x % 32 == 0) {
+    if (is_lane0) arrive();
   }
 
   // The same for lanes that read or wrote with plain instructions; counts kArrivalsPerWarp

@@ -47,6 +47,12 @@ class PipelineState<kStages> {
  public:
   __device__ __forceinline__ explicit PipelineState(uint32_t first_phase)
       : uses_(first_phase * kStages) {}
+  // Returns a consumer's state after so many steps, so that pipelines can share one counter.
+  __device__ __forceinline__ static PipelineState after_steps(uint32_t steps) {
+    PipelineState state(0);
+    state.uses_ = steps;
+    return state;
+  }
 
   __device__ __forceinline__ uint32_t index() const { return uses_ % kStages; }
   __device__ __forceinline__ uint32_t phase() const { return uses_ / kStages % 2; }

@@ -26,8 +26,9 @@ __device__ __forceinline__ uint32_t smem_desc_low(uint32_t address, int atom_str
 }
 
 // The high word has the stride between groups of 8 rows and the 128-byte swizzle.
+constexpr uint32_t smem_desc_high(uint32_t group_stride) { return group_stride | 1u << 30; }
 __device__ __forceinline__ uint64_t smem_desc(uint32_t low, uint32_t group_stride = 1024 / 16) {
-  return static_cast<uint64_t>(group_stride | 1u << 30) << 32 | low;
+  return static_cast<uint64_t>(smem_desc_high(group_stride)) << 32 | low;
 }
 
 // Tells the compiler that asynchronous WGMMA may write these registers up to this point.
@@ -44,10 +45,11 @@ __device__ __forceinline__ constexpr uint32_t score_step(int step, uint32_t atom
 }
 
 // Starts s = q * k^T (s += with kAdd) for the warpgroup's 64 rows. q: the warpgroup's slab of a
-// tile of kBlockM rows; k: kN rows of a tile of kBlockN rows, or of one with these strides.
+// tile of kBlockM rows; k: kN rows of a tile of kBlockN rows, or of one with these strides. Each a
+// low word or a SmemOperand.
 template <ElementType kElement, int kBlockM, int kN, int kHeadDim, bool kAdd = false,
-          int kBlockN = kN, class Strides = AtomMajor<kBlockN>>
-__device__ __forceinline__ void gemm_ss(float (&s)[kN / 2], uint32_t q, uint32_t k,
+          int kBlockN = kN, class Operand = uint32_t, class Strides = AtomMajor<kBlockN>>
+__device__ __forceinline__ void gemm_ss(float (&s)[kN / 2], Operand q, Operand k,
                                         const Strides& strides = {}) {
   warpgroup_fence_operand(s);
   cute::warpgroup_arrive();
@@ -65,9 +67,10 @@ template <ElementType kElement, int kN>
 using Probabilities = uint32_t[kN * element_bytes(kElement) / 32][4];
 
 // Starts o += p * v, with 16-bit p and v. v: kN rows, of a tile with these strides.
-template <ElementType kElement, int kN, int kHeadDim, class Strides = AtomMajor<kN>>
+template <ElementType kElement, int kN, int kHeadDim, class Operand = uint32_t,
+          class Strides = AtomMajor<kN>>
 __device__ __forceinline__ void gemm_rs(float (&o)[kHeadDim / 2],
-                                        const Probabilities<kElement, kN>& p, uint32_t v,
+                                        const Probabilities<kElement, kN>& p, Operand v,
                                         const Strides& strides = {}) {
   warpgroup_fence_operand(o);
   cute::warpgroup_arrive();

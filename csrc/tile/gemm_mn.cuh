@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "tile/gemm.cuh"
+#include "tile/smem_operand.cuh"
 
 namespace flashattn3 {
 
@@ -20,8 +21,8 @@ __device__ __forceinline__ void gemm_ss_mn_b(float (&o)[kColumns / 2], uint32_t 
   cute::warpgroup_commit_batch();
 }
 
-template <ElementType kElement, int kDepth, int kColumns>
-__device__ __forceinline__ void add_gemm_ss_mn_ab(float (&o)[kColumns / 2], uint32_t s, uint32_t k,
+template <ElementType kElement, int kDepth, int kColumns, class Operand>
+__device__ __forceinline__ void add_gemm_ss_mn_ab(float (&o)[kColumns / 2], Operand s, Operand k,
                                                   bool add) {
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {  // 16 rows of 128 bytes
@@ -36,6 +37,23 @@ __device__ __forceinline__ void gemm_ss_mn_ab(float (&o)[kColumns / 2], uint32_t
   warpgroup_fence_operand(o);
   cute::warpgroup_arrive();
   add_gemm_ss_mn_ab<kElement, kDepth, kColumns>(o, s, k, false);
+  cute::warpgroup_commit_batch();
+}
+
+// The same with high words that ptxas does not know (SmemOperand), two for each half of the depth:
+// none serves more than eight WGMMAs.
+template <ElementType kElement, int kDepth, int kColumns>
+__device__ __forceinline__ void gemm_ss_mn_ab_in_halves(float (&o)[kColumns / 2], uint32_t s,
+                                                        uint32_t k) {
+  constexpr int kHalf = kDepth / 2, kOffset = kHalf / 16 * 128;
+  warpgroup_fence_operand(o);
+  cute::warpgroup_arrive();
+  const uint32_t ones = opaque_ones();
+  add_gemm_ss_mn_ab<kElement, kHalf, kColumns>(o, SmemOperand{s, opaque_desc_high<0>(ones)},
+                                               SmemOperand{k, opaque_desc_high<1>(ones)}, false);
+  add_gemm_ss_mn_ab<kElement, kHalf, kColumns>(
+      o, SmemOperand{s + kOffset, opaque_desc_high<2>(ones)},
+      SmemOperand{k + kOffset, opaque_desc_high<3>(ones)}, true);
   cute::warpgroup_commit_batch();
 }
 

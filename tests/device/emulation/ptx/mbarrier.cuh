@@ -41,8 +41,8 @@ struct Barrier {
     missing_bytes += static_cast<int32_t>(bytes);
     arrive();
   }
-  void arrive_warp() {
-    if (threadIdx.x % 32 == 0) arrive();
+  void arrive_warp(bool is_lane0 = threadIdx.x % 32 == 0) {
+    if (is_lane0) arrive();
     emulation::linger();
   }
   void arrive_lanes() { arrive_warp(); }
