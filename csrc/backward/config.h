@@ -12,7 +12,7 @@ struct Config {
   ElementType dtype;       // of q, k, v, out and their gradients: 16 bits
   int head_dim;            // 64, 96, 128, 192 or 256; TMA fills smaller heads with zeros
   int head_dim_v;          // of v, out and dout: head_dim; with head_dim 192 also 128
-  int num_stages;          // tiles of Q (and of dO) in shared memory, 2 or 4; specialized: of Q
+  int num_stages;          // tiles of Q (and of dO) in shared memory, at least 2; specialized: of Q
   int num_mma_warpgroups;  // of a CTA, 64 keys each; with cluster2 2
 };
 
