@@ -197,7 +197,7 @@ def test_a_gradient_of_192_columns_tells_its_workspace(d, dv):
     for options in ({}, {"deterministic": True}, {"causal": True, "sm_margin": 20}):
         launch = prepared(qkv(d=d, dv=dv), backward_launch, **options)
         parts = 2 * 512 * 8 * (d + dv) * 2
-        assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 192, 4, 2 * 8, parts)
+        assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 192, 2, 2 * 8, parts)
         assert launch.num_ctas == 2 * 2 * 8 * 4  # two for each block of 128 keys
         # SharedStorage; K and two Q, three with 128 columns of V; V, two dO; quarters of K; two P,
         # dS and other dS
