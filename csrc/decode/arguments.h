@@ -104,7 +104,6 @@ __device__ __forceinline__ Arguments plain(Arguments args) {
   args.rows.reciprocal = 0;  // all rows are of the one query
   args.head_dim = args.head_dim_v = kHeadDim;
   args.out_vectors = cutlass::FastDivmod(kHeadDim / 4);
-  args.even_blocks = true;
   args.cu_seqlens_k_new = args.cache_leftpad = args.cache_batch_idx = nullptr;
   args.window_left = args.window_right = INT_MAX;
   args.q_descale = args.k_descale = args.v_descale = args.sinks = nullptr;

@@ -129,7 +129,6 @@ inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
   const bool few_heads = params.num_heads_q / params.num_heads_kv <= decode::kBlockM;
   const bool all_columns =
       params.head_dim == config.head_dim && params.head_dim_v == config.head_dim;
-  const bool even_blocks = params.page_table == nullptr || params.page_size % config.block_n == 0;
   const bool has_tables = params.cu_seqlens_k_new != nullptr || params.cache_leftpad != nullptr ||
                           params.cache_batch_idx != nullptr;
   const bool has_factors = params.q_descale != nullptr || params.k_descale != nullptr ||
