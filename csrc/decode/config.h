@@ -15,16 +15,11 @@ struct Config {
   int num_stages_beside;  // of them in use where two CTAs share an SM, a power of 2
   int num_q_buffers;      // 2: the next part's Q is loaded while this part is computed
   int num_consumers;      // warpgroups, 1 or 2, that take the KV blocks of a part in turn
-  bool plain = false;     // for plain calls alone (arguments.h)
 };
 
 // A short call is bound by instructions that run once, of which plain calls need two thirds. Head
 // dim 128, which most models have, has a kernel for them besides that for all calls.
 constexpr bool has_plain_kernel(const Config& config) { return config.head_dim == 128; }
-constexpr Config plain_config(Config config) {
-  config.plain = has_plain_kernel(config);
-  return config;
-}
 
 constexpr int kBlockM = 64;  // packed query rows of a work tile
 constexpr int kSharedStorageBytes = 1024;

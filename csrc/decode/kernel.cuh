@@ -41,7 +41,7 @@ __device__ __forceinline__ void decode(const Arguments& args) {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     decode_kernel(const __grid_constant__ Arguments args) {
-  if constexpr (Traits::kConfig.plain) {
+  if constexpr (Traits::kPlain) {
     decode<Traits>(plain<Traits::kHeadDim>(args));
   } else {
     decode<Traits>(args);

@@ -10,9 +10,11 @@
 
 namespace flashattn3::decode {
 
-template <Config kTheConfig>
+// kIsPlain: of the kernel for plain calls alone (arguments.h).
+template <Config kTheConfig, bool kIsPlain = false>
 struct KernelTraits {
   static constexpr Config kConfig = kTheConfig;
+  static constexpr bool kPlain = kIsPlain;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kBlockN = kConfig.block_n;

@@ -5,13 +5,11 @@
 
 #include <cstdint>
 
-#include "attention/cached_keys.cuh"
 #include "attention/descale.cuh"
 #include "attention/mask.cuh"
 #include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
-#include "tile/tile_strides.h"
 
 namespace flashattn3::forward {
 
@@ -47,23 +45,6 @@ struct Arguments {
   int head_dim_v;
   Window window;
   ScoreScale score_scale;
-};
-
-// How TMA boxes fill a K or V tile of a cache.
-struct CacheTile {
-  TileStrides strides;
-  // If a box has all atoms of its slots: from one page to the next, in groups of 8 slots. The map
-  // is (columns of an atom, 8 slots of a group, atoms, groups, heads). 0: a box has one atom, and
-  // the map is (head_dim, slots, heads, pages). Innermost first.
-  int page_groups;
-};
-
-// Additional arguments of cached kernel configs, whose K and V are in a paged or dense cache.
-// seqlens_k is not read.
-struct CachedArguments : Arguments {
-  CachedKeys keys;
-  CacheTile k_tile, v_tile;  // of the maps k and v
-  int log2_box_rows;         // slots of a box; they divide the page and block_n
 };
 
 }  // namespace flashattn3::forward

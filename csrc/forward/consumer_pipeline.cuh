@@ -121,8 +121,8 @@ class ConsumerPipeline {
     return v_base_ + at.index() * (Traits::kVBytes / 16);
   }
   // Strides of a 16-bit K or V tile.
-  __device__ __forceinline__ auto k_strides() const { return strides<&CachedArguments::k_tile>(); }
-  __device__ __forceinline__ auto v_strides() const { return strides<&CachedArguments::v_tile>(); }
+  __device__ __forceinline__ auto k_strides() const { return Tile::k_strides(args_, Traits()); }
+  __device__ __forceinline__ auto v_strides() const { return Tile::v_strides(args_, Traits()); }
   // Addresses of the Q tile and of the K tile at a stage, to recompute scores.
   __device__ __forceinline__ uint32_t q_address() const {
     return cute::cast_smem_ptr_to_uint(shared_) + Traits::kQOffset + q_.index() * Traits::kQBytes;
@@ -164,16 +164,6 @@ class ConsumerPipeline {
     return tile()
         .mask(num_rows, uniform(tile().num_keys), args_.window)
         .template full_n_blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
-  }
-
-  // kTile: where cached kernel configs have them.
-  template <CacheTile CachedArguments::* kTile>
-  __device__ __forceinline__ auto strides() const {
-    if constexpr (kConfig.cached) {
-      return (static_cast<const CachedArguments&>(args_).*kTile).strides;
-    } else {
-      return AtomMajor<kBlockN>();
-    }
   }
 
   template <class Scores>

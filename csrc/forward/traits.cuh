@@ -6,8 +6,10 @@
 #include <cstdint>
 
 #include "attention/mask.cuh"
+#include "forward/arguments.h"
 #include "forward/config.h"
 #include "ptx/mbarrier.cuh"
+#include "ptx/smem_desc.cuh"
 #include "tile/permuted_v.h"
 
 namespace flashattn3::forward {
@@ -34,6 +36,7 @@ struct KernelTraits {
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
   static constexpr int kVBytes = v_tile_bytes(kConfig);
+  static constexpr auto strides() { return AtomMajor<kBlockN>(); }  // of K and 16-bit V
   // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
   static constexpr int kOutRegisters = (kHeadDimV + (kQuantized ? kRowSumColumns : 0)) / 2;
   static constexpr bool kOutOverQ = out_over_q(kConfig);
@@ -85,6 +88,8 @@ struct alignas(16) WorkTile {
   BlockRange n_blocks;  // K and V tiles that the producer loads, last one first; may be empty
   int batch_idx;        // batch index for descales
 
+  static __device__ auto k_strides(const Arguments&, auto traits) { return traits.strides(); }
+  static __device__ auto v_strides(const Arguments&, auto traits) { return traits.strides(); }
   static constexpr int kProducerReaders = 1;  // warps of the producer warpgroup that read it
   __device__ __forceinline__ Mask mask(int rows, int keys, const Window& window) const {
     return Mask::of(rows, keys, window);  // the callers differ in where they read rows and keys
@@ -94,11 +99,10 @@ struct alignas(16) WorkTile {
 // Barriers. All threads of the consumers wait for full barriers; one thread (the producer) waits
 // for empty barriers. Arrivals per phase:
 //   *_full   1: the producer. q, k and v also wait for the bytes of the copy, `tile` for none.
-//   Where
-//            V needs zero fill past the end of a sequence, the producer and the bytes complete
-//            v_unfilled_full instead of v_full; the warp that waits for v_unfilled_full and writes
-//            the zeros then arrives at v_full in the producer's place. This warp waits for and
-//            releases work tiles as the consumers do
+//            Where V needs zero fill past the end of a sequence, the producer and the bytes
+//            complete v_unfilled_full instead of v_full; the warp that waits for v_unfilled_full
+//            and writes the zeros then arrives at v_full in the producer's place. This warp waits
+//            for and releases work tiles as the consumers do
 //   *_empty  1 per consumer warp, after its last read; tile_empty 1 per thread (a WorkTile is read
 //            by plain loads; one arrival per warp would order them too, but racecheck does not
 //            follow that)

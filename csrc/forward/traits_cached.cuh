@@ -1,10 +1,29 @@
-// Work tile and shared storage of cached kernel configs, whose K and V are in a paged or dense
-// cache.
+// Additional arguments, work tile and shared storage of cached kernel configs, whose K and V are in
+// a paged or dense cache.
 #pragma once
 
+#include "attention/cached_keys.cuh"
+#include "forward/arguments.h"
 #include "forward/traits.cuh"
 
 namespace flashattn3::forward {
+
+// How TMA boxes fill a K or V tile of a cache.
+struct CacheTile {
+  TileStrides strides;
+  // If a box has all atoms of its slots: from one page to the next, in groups of 8 slots. The map
+  // is (columns of an atom, 8 slots of a group, atoms, groups, heads). 0: a box has one atom, and
+  // the map is (head_dim, slots, heads, pages). Innermost first.
+  int page_groups;
+};
+
+// Additional arguments of cached kernel configs, whose K and V are in a paged or dense cache.
+// seqlens_k is not read.
+struct CachedArguments : Arguments {
+  CachedKeys keys;
+  CacheTile k_tile, v_tile;  // of the maps k and v
+  int log2_box_rows;         // slots of a box; they divide the page and block_n
+};
 
 // A WorkTile of a cached sequence.
 struct CachedWorkTile : WorkTile {
@@ -12,6 +31,12 @@ struct CachedWorkTile : WorkTile {
   int cache_idx;  // entry of the cache (CachedKeys)
   int kv_head;
 
+  static __device__ __forceinline__ TileStrides k_strides(const Arguments& args, auto) {
+    return static_cast<const CachedArguments&>(args).k_tile.strides;
+  }
+  static __device__ __forceinline__ TileStrides v_strides(const Arguments& args, auto) {
+    return static_cast<const CachedArguments&>(args).v_tile.strides;
+  }
   static constexpr int kProducerReaders = 3;  // the warps that load K and V and write zero fill
   __device__ __forceinline__ Mask mask(int rows, int keys, const Window& window) const {
     const int left = window.left, right = window.right;  // ptxas needs this before the shuffle

@@ -10,9 +10,9 @@
 
 namespace flashattn3 {
 
-template <decode::Config kConfig>
+template <decode::Config kConfig, bool kPlain = false>
 constexpr auto decode_kernel() {
-  return &decode::decode_kernel<decode::KernelTraits<kConfig>>;
+  return &decode::decode_kernel<decode::KernelTraits<kConfig, kPlain>>;
 }
 
 // Returns the size of a launch at any lengths: tensors and lengths are not read. Without split
@@ -26,10 +26,10 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
           .num_counters = params.whole_tiles ? 0 : decode::num_counters(grid.num_ctas)};
 }
 
-// Enqueues the kernel of a config.
-template <decode::Config kConfig>
+// Enqueues the kernel of a config for all calls, or that for plain ones.
+template <decode::Config kConfig, bool kPlain>
 void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStream_t stream) {
-  constexpr auto kKernel = decode_kernel<kConfig>();
+  constexpr auto kKernel = decode_kernel<kConfig, kPlain>();
   // A call that leaves SMs free asks for so much shared memory that no two CTAs share an SM.
   constexpr int kOfOne = std::max(decode::smem_bytes(kConfig), 116 * 1024);
   const int shared_bytes = params.leaves_sms ? kOfOne : decode::smem_bytes(kConfig);
@@ -48,9 +48,9 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
   if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
   if (is_plain(params, kConfig)) {
-    launch_decode_kernel<decode::plain_config(kConfig)>(name, params, stream);
+    launch_decode_kernel<kConfig, decode::has_plain_kernel(kConfig)>(name, params, stream);
   } else {
-    launch_decode_kernel<kConfig>(name, params, stream);
+    launch_decode_kernel<kConfig, false>(name, params, stream);
   }
 }
 

@@ -1,6 +1,6 @@
 // The two GEMMs of attention on tiles in shared memory, with their fences and waits.
 //
-// tile_strides.h has the layout of a tile. Tiles, and the 64-row slabs of Q in them, start at
+// ptx/smem_desc.cuh has the layout of a tile. Tiles, and the 64-row slabs of Q in them, start at
 // multiples of 1024 bytes.
 // gemm_int8.cuh, row_sum_columns.cuh and gemm_mn.cuh have the others.
 #pragma once
@@ -12,36 +12,17 @@
 #include "ptx/convert_16bit.cuh"
 #include "ptx/load_shared.cuh"
 #include "ptx/mma_sync.cuh"
+#include "ptx/smem_desc.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.h"
-#include "tile/tile_strides.h"
 
 namespace flashattn3 {
-
-// Low word of an smem matrix descriptor: address and stride between 64-column atoms (used by
-// MN-major operands only), both in units of 16 bytes. Steps through a tile are added to it. In a
-// cluster the address holds the CTA's rank above 2^24.
-__device__ __forceinline__ uint32_t smem_desc_low(uint32_t address, int atom_stride) {
-  return ((address >> 4) & 0x3fff) + (static_cast<uint32_t>(atom_stride >> 4) << 16);
-}
-
-// The high word has the stride between groups of 8 rows and the 128-byte swizzle.
-constexpr uint32_t smem_desc_high(uint32_t group_stride) { return group_stride | 1u << 30; }
-__device__ __forceinline__ uint64_t smem_desc(uint32_t low, uint32_t group_stride = 1024 / 16) {
-  return static_cast<uint64_t>(smem_desc_high(group_stride)) << 32 | low;
-}
 
 // Tells the compiler that asynchronous WGMMA may write these registers up to this point.
 template <class Register, int kCount>
 __device__ __forceinline__ void warpgroup_fence_operand(Register (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
-}
-
-// Offset of step `step` (32 bytes of columns, four steps per atom) in a tile with so many units of
-// 16 bytes from one atom to the next, in these units.
-__device__ __forceinline__ constexpr uint32_t score_step(int step, uint32_t atom_stride) {
-  return step / 4 * atom_stride + step % 4 * 2;
 }
 
 // Starts s = q * k^T (s += with kAdd) for the warpgroup's 64 rows. q: the warpgroup's slab of a

@@ -30,8 +30,9 @@ struct Kernels {
 
   template <decode::Config kConfig>
   static Kernels of() {
-    return {&decode::decode_kernel<decode::KernelTraits<kConfig>>,
-            &decode::decode_kernel<decode::KernelTraits<decode::plain_config(kConfig)>>};
+    return {
+        &decode::decode_kernel<decode::KernelTraits<kConfig>>,
+        &decode::decode_kernel<decode::KernelTraits<kConfig, decode::has_plain_kernel(kConfig)>>};
   }
 };
 template <size_t... kIndex>
