@@ -18,11 +18,11 @@
 #include "backward/probabilities.cuh"
 #include "backward/traits.cuh"
 #include "ptx/opaque.cuh"
+#include "ptx/smem_operand.cuh"
+#include "ptx/store_shared.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 #include "tile/gemm_mn.cuh"
-#include "tile/smem_operand.cuh"
-#include "tile/stage_rows_at.cuh"
 #include "tile/tma_load.cuh"
 
 namespace flashattn3::backward {

@@ -134,7 +134,8 @@ inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
   const bool has_factors = params.q_descale != nullptr || params.k_descale != nullptr ||
                            params.v_descale != nullptr || params.sinks != nullptr;
   return decode::has_plain_kernel(config) && one_query && few_heads && all_columns && !has_tables &&
-         !has_factors && params.window_left < 0 && params.softcap == 0.f && !params.whole_tiles;
+         !has_factors && params.window_left < 0 &&
+         score_scale_of(params, false).tanh_scale == 0.f && !params.whole_tiles;
 }
 
 inline decode::Arguments make_decode_arguments(const DecodeParams& params, const DecodeGrid& grid,

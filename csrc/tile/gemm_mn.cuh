@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "ptx/smem_operand.cuh"
 #include "tile/gemm.cuh"
-#include "tile/smem_operand.cuh"
 
 namespace flashattn3 {
 

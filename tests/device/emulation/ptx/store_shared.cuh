@@ -1,4 +1,4 @@
-// Emulation of csrc/tile/stage_rows_at.cuh.
+// Emulation of csrc/ptx/store_shared.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,11 @@
-// Matrix descriptors that cost no instruction per WGMMA, for the GEMMs of gemm.cuh and gemm_mn.cuh.
+// Matrix descriptors that cost no instruction per WGMMA, for the GEMMs of tile/gemm.cuh and
+// tile/gemm_mn.cuh.
 #pragma once
 
 #include <cstdint>
 
 #include "ptx/opaque.cuh"
-#include "tile/gemm.cuh"
+#include "ptx/smem_desc.cuh"
 
 namespace flashattn3 {
 
