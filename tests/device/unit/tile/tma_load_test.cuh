@@ -119,7 +119,9 @@ void check_rows(Result& result) {
 template <int kRows, int kAtoms>
 __global__ void fill_rows_outside(int begin, int end, uint8_t* found) {
   store_filled<kRows * kAtoms * 128>(found, [&](uint8_t* tile) {
-    forward::zero_fill_rows_outside<kRows, kAtoms>(tile, begin, end, threadIdx.x, blockDim.x);
+    const TileStrides strides{AtomMajor<kRows>::atom, AtomMajor<kRows>::group};
+    forward::zero_fill_rows_outside<kRows, kAtoms>(tile, strides, begin, end, threadIdx.x,
+                                                   blockDim.x);
   });
 }
 
