@@ -323,7 +323,7 @@ def check_planned_calls_of_changed_tensors(host):
 
 
 def check_the_schemas_of_planned_operators(host):
-    """What an operator writes and what it returns."""
+    """The schema of each operator declares what it writes and what it returns."""
     use_cached_calls()
     forget_plans()
     given = dense() | new_tokens(tables=torch.float32)

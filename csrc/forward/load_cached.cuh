@@ -14,7 +14,6 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "attention/tile_scheduler.cuh"
-#include "forward/arguments.h"
 #include "forward/traits_cached.cuh"
 #include "tile/tma_load.cuh"
 

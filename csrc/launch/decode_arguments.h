@@ -122,8 +122,8 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 
-// Whether a call runs on the kernel for plain calls: decode::plain changes no argument that matters
-// to it. One query sees all keys whatever window_right is.
+// Returns whether a call runs on the kernel for plain calls, because decode::plain keeps all
+// arguments that its result depends on. One query sees all keys whatever window_right is.
 inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
   const bool one_query = params.cu_seqlens_q == nullptr && params.seqlen_q == 1;
   const bool few_heads = params.num_heads_q / params.num_heads_kv <= decode::kBlockM;

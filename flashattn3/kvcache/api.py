@@ -483,7 +483,7 @@ def _seqlens(function: str, cache_seqlens: object) -> tuple[int | None, Tensor |
 
 
 def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -> int | None:
-    """Of a call that has one of the two."""
+    """Return the number of queries of the longest sequence; a call has one of the two arguments."""
     if cu_seqlens_q is None:
         raise value_error(
             function, "max_seqlen_q", "None without cu_seqlens_q", shown(max_seqlen_q)

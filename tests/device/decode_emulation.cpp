@@ -23,7 +23,7 @@ alignas(
 
 using namespace flashattn3;
 
-// Of a config: for all calls, and for plain ones.
+// The kernels of a config: one takes all calls, the other one plain calls.
 struct Kernels {
   void (*all)(const decode::Arguments);
   void (*plain)(const decode::Arguments);

@@ -1,4 +1,4 @@
-// What the kernels of cached calls are launched with, as numbers.
+// Reads the arguments of the kernels of cached calls as numbers.
 #pragma once
 
 #include <cstdint>
