@@ -16,6 +16,7 @@ import torch
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
 from flashattn3.integrations import masks
 from flashattn3.integrations import transformers as fa3
+from flashattn3.integrations.segments import most_packed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -417,6 +418,30 @@ COMPILED = [
     *(("nothing", name) for name in ("Llama", "Mistral", "GptOss")),
     *(("packed", name) for name in ("Mistral", "Llama4Text")),
 ]
+
+
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])  # GptOss gives its mask no positions
+@torch.no_grad()
+def test_packed_sequences_of_a_compiled_model(name):
+    """There may be ``most_packed`` in a row, on average over the batch; more are an assertion."""
+    if name == "GptOss" and RELEASE < (5, 3):
+        pytest.skip("transformers before 5.3 does not compile its experts")
+    torch._dynamo.reset()
+    (model, eager), ids = pair(configured(name)), tokens()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    most = most_packed(ids.shape[1])
+    for few, many in ((most, most), (1, 2 * most - 1), (most, most + 1)):
+        lengths = [[1] * (n - 1) + [ids.shape[1] - n + 1] for n in (few, many)]
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        options = {"position_ids": positions, "use_cache": False}
+        if few + many > 2 * most:
+            with pytest.raises(RuntimeError, match="compiled code takes 8 packed sequences in a"):
+                compiled(ids, **options)
+        else:
+            found = compiled(ids, **options).logits
+            for row, of_row, sizes in zip(ids, found, lengths, strict=True):
+                wanted = [eager(x[None]).logits[0] for x in row.split(sizes)]
+                assert_close(of_row, torch.cat(wanted))
 
 
 @pytest.mark.parametrize(("given", "name"), COMPILED)

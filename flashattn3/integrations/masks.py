@@ -18,7 +18,16 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, shown
 from .libraries import release
-from .segments import AHEAD, HOLES, INSTEAD, OFF_CHUNKS, Segments, edges_of
+from .segments import (
+    AHEAD,
+    HOLES,
+    INSTEAD,
+    OFF_CHUNKS,
+    TOO_MANY,
+    Segments,
+    edges_of,
+    most_packed,
+)
 
 REMAP = "remap_positions_for_packed_sequence"
 KNOWN = (
@@ -100,9 +109,11 @@ def mask(
         per_row += 2  # padding on both sides
     if chunk is not None:
         per_row += kv_length // chunk + 2
-    if packed or left == 0:
+    if packed:
+        per_row += (most_packed(kv_length) if torch.compiler.is_compiling() else kv_length) - 1
+    if left == 0:
         per_row = kv_length
-    limit = batch_size * per_row
+    limit = batch_size * min(per_row, kv_length)
     if not in_chunks or not packed or _chunks_begin_with_sequences():
         chunk = None
     return _mask_of_function(plain, rows, mask_function, positions, valid, ends_early, chunk, limit)
@@ -185,6 +196,8 @@ def _mask_of_function(
     if ends_early:
         end = rows.first_query + rows.q_length
         begins |= torch.arange(rows.kv_length, device=positions.device) == end
+    if torch.compiler.is_compiling():
+        faults[TOO_MANY] = begins.sum() > limit
     keys = edges_of(begins, limit)
     if rows.q_length == rows.kv_length:
         queries = keys

@@ -35,6 +35,12 @@ OFF_CHUNKS = (
     "newer, or pass each sequence in a row of its own"
 )
 FAULTS = HOLES, AHEAD, OFF_CHUNKS
+FEW_OF_A_ROW, TOKENS_OF_ANOTHER = 8, 16
+TOO_MANY = (
+    f"transformers mask: compiled code takes {FEW_OF_A_ROW} packed sequences in a row, and one more "
+    f"for every {TOKENS_OF_ANOTHER} tokens, on average over the batch; pass cu_seq_lens_q and "
+    "cu_seq_lens_k, which have no limit, or do not compile the model"
+)
 IN_CHUNKS = (
     "transformers attention: cu_seq_lens_q must be None where attention is in chunks, which are "
     "counted from the beginning of a row; pass position_ids with use_cache=False and no "
@@ -201,6 +207,13 @@ def _numbers_of(mask: Tensor) -> Tensor:
     return torch.stack((mask[2, 0, 0, 0].long(), inside.sum(), edges[1].diff().count_nonzero()))
 
 
+def most_packed(length: int) -> int:
+    """Most packed sequences in a row of so many tokens, on average over the batch, where nothing
+    can be read: in compiled code. The kernels' workspace and their time grow with this number, so
+    it is not the number of tokens. ``TOO_MANY`` is the error."""
+    return min(length, FEW_OF_A_ROW + length // TOKENS_OF_ANOTHER)
+
+
 def edges_of(begins: Tensor, count: int) -> Tensor:
     """cu_seqlens, int32 (count + 1,), of the segments that begin at the True elements; the last
     ones are empty if there are fewer than count."""
@@ -238,11 +251,14 @@ def _edges_of_positions(position_ids: Tensor, batch: int, layer: torch.nn.Module
     """cu_seqlens of the sequences, None if every row is one.
 
     The first layer of a forward reads the positions for all, which get the same tensor. In the next
-    forward their values may have changed. A compiled function cannot read them: there every token
-    may be a sequence.
+    forward their values may have changed. A compiled function cannot read them: there they may be
+    ``most_packed`` sequences.
     """
     if torch.compiler.is_compiling():
-        return edges_of(_begins(position_ids, batch), batch * position_ids.shape[1])
+        begins = _begins(position_ids, batch)
+        count = batch * most_packed(position_ids.shape[1])
+        torch._assert_async(begins.sum() <= count, TOO_MANY)
+        return edges_of(begins, count)
     version = None if position_ids.is_inference() else position_ids._version
     if _last_positions and _last_positions[0].serve(position_ids, version, batch, layer):
         return _last_positions[0].edges
