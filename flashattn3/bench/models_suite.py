@@ -35,14 +35,15 @@ STEPS_PER_SAMPLE, TURNS = 3, 4  # TURNS: samples of a provider in each round, at
 SECONDS_PER_ROUND = 8.0  # a case is measured at least so long, where the host's noise is large
 NEW_TOKENS = 64  # in one step of decoding, which is a sample
 
-WORKS = "train", "prefill", "decode", "padding"  # of ModelCase
+WORKS = "train", "compiled", "prefill", "decode", "padding"  # of ModelCase
 Model = torch.nn.Module
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """work: "train" (forward, backward and the optimizer's step), "prefill" (a prompt without
-    gradients), "decode" (NEW_TOKENS after a prompt, with a cache) or "padding" (counts waits)."""
+    """work: "train" (forward, backward and the optimizer's step), "compiled" (the same with
+    torch.compile), "prefill" (a prompt without gradients), "decode" (NEW_TOKENS after a prompt,
+    with a cache) or "padding" (counts waits)."""
 
     name: str
     work: str
@@ -56,6 +57,10 @@ class ModelCase:
     vocabulary: int = 32000
 
     @property
+    def trains(self) -> bool:
+        return self.work in ("train", "compiled")
+
+    @property
     def tokens(self) -> int:
         return self.batch * (NEW_TOKENS if self.work == "decode" else self.seqlen)
 
@@ -66,6 +71,7 @@ CASES = (
     ModelCase("6x384", "train", 4, 256, 6, 384, 6, 6, 1024),
     ModelCase("16x2048", "train", 1, 8192, 16, 2048, 16, 16, 5504),
     ModelCase("llama-1b", "train", 4, 4096, *_1B),
+    ModelCase("12x768", "compiled", 8, 1024, 12, 768, 12, 12, 2048),
     ModelCase("llama-1b", "prefill", 1, 8192, *_1B),
     ModelCase("llama-1b", "decode", 1, 4096, *_1B),
     ModelCase("12x768", "padding", 8, 1024, 12, 768, 12, 12, 2048),
@@ -76,7 +82,9 @@ QUICK_CASES = tuple(ModelCase(f"quick-{work}", work, 2, 32, 2, 32, 4, 2, 48, 97)
 def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
     """A record per provider. One model, and in training one optimizer, serves them all."""
     integration.register()
-    names = [OURS, CHOSEN_BY_TORCH, *(x for x in settings.baselines if x in SDPA_BACKENDS)]
+    names = [OURS, CHOSEN_BY_TORCH]
+    if case.work != "compiled":  # which would not see that the choice changes
+        names += [x for x in settings.baselines if x in SDPA_BACKENDS]
     names += [FA3] if settings.device.type == "cuda" else []
     model = _model(case, settings)
     ids = torch.randint(1, case.vocabulary, (case.batch, case.seqlen), device=settings.device)
@@ -109,10 +117,11 @@ def _refused(
     """Status and reason of the providers that do not run or do not pass the gate."""
     refused = {}
     gate = _Gate(case, model, ids)
+    run = _as_run(case, model)
     for name in names:
         try:
             with _selected(name, model):
-                gate.check(model)
+                gate.check(run)
         except Exception as error:  # whatever it is, the other providers go on
             refused[name] = (FAILED if name == OURS else ABSENT), first_line(error)
     return refused
@@ -137,6 +146,15 @@ def _model(case: ModelCase, settings: Settings) -> Model:
         )
 
 
+def _as_run(case: ModelCase, model: Model) -> Model:
+    """The model, compiled if the case says so. Each shape and implementation is compiled apart."""
+    if case.work != "compiled":
+        return model
+    torch.compiler.reset()  # what other models compiled counts towards the compiler's limit
+    backend = "inductor" if model.device.type == "cuda" else "aot_eager"
+    return torch.compile(model, dynamic=False, backend=backend)
+
+
 class _Gate:
     """Logits, and for training the embedding's gradient, of the first tokens of the inputs."""
 
@@ -158,11 +176,11 @@ class _Gate:
             assert error <= bound, f"{self.case.name}: {name} differ by {error:.3g} > {bound:.3g}"
 
     def _results(self, model: Model) -> dict[str, Tensor]:
-        model.train(self.case.work == "train")
-        with torch.set_grad_enabled(self.case.work == "train"):
+        model.train(self.case.trains)
+        with torch.set_grad_enabled(self.case.trains):
             logits = model(self.ids, use_cache=False).logits
         results = {"logits": logits.detach()}
-        if self.case.work == "train":
+        if self.case.trains:
             weight = model.get_input_embeddings().weight
             loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), self.ids[0, 1:])
             (results["gradient"],) = torch.autograd.grad(loss, weight)
@@ -224,13 +242,14 @@ def _sample(call: Callable[[], object], wait: Callable[[], None], steps: int) ->
 
 
 def _work(case: ModelCase, model: Model, ids: Tensor) -> Callable[[], object]:
-    if case.work == "train":
+    if case.trains:
         fused = ids.device.type == "cuda"
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
         model.train()
+        run = _as_run(case, model)
 
         def step() -> None:
-            model(ids, labels=ids, use_cache=False).loss.backward()
+            run(ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -37,8 +37,8 @@ OFF_CHUNKS = (
 FAULTS = HOLES, AHEAD, OFF_CHUNKS
 FEW_OF_A_ROW, TOKENS_OF_ANOTHER = 8, 16
 TOO_MANY = (
-    f"transformers mask: compiled code takes {FEW_OF_A_ROW} packed sequences in a row, and one more "
-    f"for every {TOKENS_OF_ANOTHER} tokens, on average over the batch; pass cu_seq_lens_q and "
+    f"transformers mask: compiled code takes {FEW_OF_A_ROW} packed sequences in a row, and one "
+    f"more for every {TOKENS_OF_ANOTHER} tokens, on average over the batch; pass cu_seq_lens_q and "
     "cu_seq_lens_k, which have no limit, or do not compile the model"
 )
 IN_CHUNKS = (
