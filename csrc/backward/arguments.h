@@ -21,11 +21,14 @@ namespace flashattn3::backward {
 //     previous one.
 //   kDiagonal: as kAscending, but with a mask, so that tiles start at different m_blocks; tiles
 //     add from the last tile on, so that all advance at the same pace and none waits.
+//   kDiagonalReversed: as kDiagonal, but the tiles of the last L2 head group descend from the last
+//     m_block, and there tiles add from the first tile on. So the longest tiles are scheduled
+//     first, and all SMs finish together. Beyond 128 columns.
 //   kStaggered: each tile starts at an m_block of its own and wraps around; no fixed order.
 //   kHeadsInnermost: descending from near the last m_block, wrapping around, all heads at each
 //     m_block; each tile starts at an m_block and head of its own; no fixed order. With a mask,
 //     tiles see different numbers of queries; this keeps them near the same ones, in L2.
-enum class Traversal { kAscending, kDiagonal, kStaggered, kHeadsInnermost };
+enum class Traversal { kAscending, kDiagonal, kDiagonalReversed, kStaggered, kHeadsInnermost };
 
 // Workspace shared by the kernels. Rows of a head are in blocks of 64; each sequence starts
 // at a new block. lse and minus_delta are fp32 (heads, rows); dq_accum is in tiles of 64 rows, in

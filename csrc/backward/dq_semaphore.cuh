@@ -29,10 +29,9 @@ __device__ __forceinline__ int tiles_before(const Arguments& args, const WorkTil
   const int index = tile.first_key / kBlockN;
   if (args.traversal == Traversal::kAscending) return index;
   const int last_row = min((block + 1) * kBlockM, tile.num_rows) - 1;
-  return Mask::of(tile.num_rows, tile.num_keys, args.window)
-             .template n_block_range<kBlockN>(block * kBlockM, last_row)
-             .end -
-         1 - index;
+  const BlockRange tiles = Mask::of(tile.num_rows, tile.num_keys, args.window)
+                               .template n_block_range<kBlockN>(block * kBlockM, last_row);
+  return tile.descending ? index - tiles.begin : tiles.end - 1 - index;
 }
 
 }  // namespace flashattn3::backward

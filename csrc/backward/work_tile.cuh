@@ -41,6 +41,7 @@ struct alignas(16) WorkTile {
   int row_offset;       // of the sequence in q
   BlockRange m_blocks;  // m_blocks that see at least one of its keys; may be empty
   int start;            // the m_block that is visited first
+  bool descending;      // m_blocks are visited from the last to the first, beyond 128 columns
   int first_head;       // the query head of the KV head that is visited first at each m_block
 };
 
@@ -57,8 +58,10 @@ __device__ __forceinline__ int kv_head(const Arguments& args, const WorkTile& ti
   return args.head_parts.div(tile.head);
 }
 
-// Next m_block, wrapping around from the last to the first.
-__device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
+// Next m_block, wrapping around from the last to the first, or if descending the previous one.
+__device__ __forceinline__ int next_block(const BlockRange& rows, int block,
+                                          bool descending = false) {
+  if (descending) return block == rows.begin ? rows.end - 1 : block - 1;
   return block + 1 == rows.end ? rows.begin : block + 1;
 }
 
@@ -135,7 +138,11 @@ class WorkTileBlocks {
 // Work tile of a scheduler index, with kBlockN keys. With varlen it may have no keys.
 template <int kBlockN>
 __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, int index) {
-  const TileCoord coord = find_tile(args.scheduler, index);
+  TileCoord coord = find_tile(args.scheduler, index);
+  const bool reversed =
+      args.traversal == Traversal::kDiagonalReversed &&
+      coord.batch_head_idx >= args.scheduler.num_batch_heads - args.scheduler.last_l2_group_heads;
+  if (reversed) coord.block = args.scheduler.num_blocks - 1 - coord.block;
   const int batch_idx = coord.batch_head_idx / args.num_heads_kv;
   const Sequence rows = find_sequence(args.seqlens_q, batch_idx);
   const Sequence keys = find_sequence(args.seqlens_k, batch_idx);
@@ -152,7 +159,8 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   tile.m_blocks = m_block_range<kBlockM>(mask, rows.length, tile.first_key,
                                          min(tile.first_key + kBlockN, keys.length) - 1);
   const int num_tiles = (keys.length + kBlockN - 1) / kBlockN;
-  tile.start = tile.m_blocks.begin;
+  tile.descending = reversed;
+  tile.start = reversed ? tile.m_blocks.end - 1 : tile.m_blocks.begin;
   tile.first_head = 0;
   if (args.traversal == Traversal::kStaggered) {
     tile.start = static_cast<int>(int64_t{coord.block} * tile.m_blocks.end / max(1, num_tiles));

@@ -55,6 +55,23 @@ inline int64_t workspace_rows(const AttentionProblem& problem) {
   return blocks * backward::kBlockM;
 }
 
+// Heads whose tiles take turns. Deterministic without a mask: each tile of a head is a step behind
+// the previous one, so tiles that are drawn at the same time should be of different heads; the
+// fewer queries a tile visits, the more tiles are drawn in the time of a step. What they read and
+// add to, Q, dO and dq_accum of these heads, 8 bytes for each element of Q, should stay in L2.
+template <backward::Config kConfig>
+int heads_in_turn(const AttentionProblem& problem, int num_heads) {
+  if (problem.masked() || !problem.deterministic || problem.varlen) return 1;
+  constexpr int64_t kElements = 1 << 21, kMostHeads = 16;
+  const int64_t queries = int64_t{std::max(1, problem.seqlen_q)} * problem.num_heads_q / num_heads;
+  return static_cast<int>(
+      std::clamp<int64_t>(kElements / (queries * kConfig.head_dim), 1, kMostHeads));
+}
+
+// Deterministic: tiles of the last L2 head group, where tiles add in another order. Not the number
+// of SMs, so that results have the same bits on GPUs that differ in it.
+constexpr int kTilesOfLastGroup = 132;
+
 // num_heads: heads of dk and dv. With a mask the longest tiles come first; if deterministic, the
 // last tiles must come first.
 template <backward::Config kConfig>
@@ -63,8 +80,10 @@ WorkTiles backward_tiles(const AttentionProblem& problem, int num_heads) {
           .longest = problem.seqlen_k,
           .total = problem.total_k,
           .num_heads = num_heads,
-          .l2_group_heads = 1,
-          .uneven = problem.masked(),
+          .l2_group_heads = heads_in_turn<kConfig>(problem, num_heads),
+          .last_group_tiles = !problem.masked()       ? 0
+                              : problem.deterministic ? kTilesOfLastGroup
+                                                      : problem.num_sms,
           .last_block_first = problem.masked() && problem.deterministic};
 }
 
@@ -273,13 +292,14 @@ backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
   args.head_parts = cutlass::FastDivmod(sizes.num_head_parts);
   args.qhead_per_kvhead = args.num_heads_q / args.num_heads_kv;
   const bool shared = args.qhead_per_kvhead > 1;
-  if (forward.masked()) {
-    args.traversal = shared && !forward.deterministic && !backward::uses_cluster2(kConfig)
-                         ? backward::Traversal::kHeadsInnermost
-                         : backward::Traversal::kDiagonal;
+  constexpr bool kCluster2 = backward::uses_cluster2(kConfig);
+  using backward::Traversal;
+  if (!forward.masked()) {
+    args.traversal = forward.deterministic ? Traversal::kAscending : Traversal::kStaggered;
+  } else if (forward.deterministic) {
+    args.traversal = kCluster2 && !varlen ? Traversal::kDiagonalReversed : Traversal::kDiagonal;
   } else {
-    args.traversal =
-        forward.deterministic ? backward::Traversal::kAscending : backward::Traversal::kStaggered;
+    args.traversal = shared && !kCluster2 ? Traversal::kHeadsInnermost : Traversal::kDiagonal;
   }
   args.head_dim = forward.head_dim;
   args.head_dim_v = forward.head_dim_v;

@@ -29,7 +29,7 @@ WorkTiles forward_tiles(const AttentionProblem& problem) {
           .total = problem.total_q,
           .num_heads = problem.num_heads_q,
           .l2_group_heads = problem.num_heads_q / problem.num_heads_kv,
-          .uneven = kConfig.masked,
+          .last_group_tiles = kConfig.masked ? problem.num_sms : 0,
           .last_block_first = kConfig.masked};
 }
 

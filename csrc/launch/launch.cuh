@@ -31,8 +31,8 @@ struct WorkTiles {
   int block;           // tokens of a tile: queries in the forward, keys in the backward
   int longest, total;  // tokens of the longest sequence; varlen: and of all sequences
   int num_heads;
-  int l2_group_heads;     // heads that share K and V
-  bool uneven;            // a mask makes tiles differ in length
+  int l2_group_heads;     // heads whose tiles take turns
+  int last_group_tiles;   // the last L2 head group has as many if it can: tiles differ in length
   bool last_block_first;  // of each L2 head group
 };
 
@@ -76,15 +76,19 @@ inline TileSchedulerParams make_scheduler_params(const ForwardParams& params,
                                                  const WorkTiles& tiles) {
   const int64_t blocks = (int64_t{tiles.longest} + tiles.block - 1) / tiles.block;
   const int64_t heads = int64_t{tiles.num_heads} * params.batch;
-  int64_t last_l2_group = tiles.l2_group_heads;
-  while (tiles.uneven && last_l2_group < heads && last_l2_group * blocks < params.num_sms) {
-    last_l2_group = std::min(heads, 2 * last_l2_group);
+  const int64_t group = std::clamp<int64_t>(tiles.l2_group_heads, 1, std::max<int64_t>(1, heads));
+  // The last group has the heads that are no whole group, or as many whole groups as it needs.
+  const int64_t others = heads % group;
+  int64_t groups = others == 0 ? 1 : 0;
+  const auto last_l2_group = [&] { return std::min(heads, others + groups * group); };
+  while (last_l2_group() < heads && last_l2_group() * blocks < tiles.last_group_tiles) {
+    groups = std::max<int64_t>(1, 2 * groups);
   }
   return {.num_tiles = static_cast<int>(num_tiles(params, tiles)),
           .num_blocks = static_cast<int>(blocks),
           .num_batch_heads = static_cast<int>(heads),
-          .l2_group_heads = tiles.l2_group_heads,
-          .last_l2_group_heads = static_cast<int>(last_l2_group),
+          .l2_group_heads = static_cast<int>(group),
+          .last_l2_group_heads = static_cast<int>(last_l2_group()),
           .last_block_first = tiles.last_block_first,
           .varlen = {params.varlen ? params.varlen_schedule : nullptr, params.batch},
           .tile_counter = params.tile_counter};

@@ -20,6 +20,7 @@ class DqAdder {
   // rows: m_blocks of the tile, which has at least one. start: the one that it starts with.
   __device__ __forceinline__ void begin(const BlockRange& rows, int start) {
     rows_ = rows;
+    descending_ = uniform(tile_.descending);
     block_ = start_ = start;
     dq_accum_of_head_ = uniform(static_cast<int>(
         args_.workspace.first(args_.seqlens_q, tile_.batch_idx, tile_.head * args_.qhead_per_kvhead,
@@ -49,7 +50,7 @@ class DqAdder {
       storage_.dq_added[at_.index()].arrive_warp();  // Sync: this warp has added.
       at_.advance();
     }
-    block_ = next_block(rows_, block_);
+    block_ = next_block(rows_, block_, descending_);
     if (block_ == start_) {
       dq_accum_of_head_ += static_cast<int>(args_.workspace.num_rows / kBlockM);
     }
@@ -61,6 +62,7 @@ class DqAdder {
   typename Traits::Storage& storage_;
   int warpgroup_, rank_;
   BlockRange rows_;
+  bool descending_;
   int start_;
   int block_;               // m_block of the next addition
   int dq_accum_of_head_;    // first m_block of its head in the workspace

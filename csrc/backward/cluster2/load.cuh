@@ -51,7 +51,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
     copy_floats(storage.minus_delta, &args.lse_delta, storage.dout_full, kReadAgain, at, 1);
     q.advance();
     dout.advance();
-    block = next_block(tile.m_blocks, block);
+    block = next_block(tile.m_blocks, block, tile.descending);
     if (block == tile.start) ++head;
   }
 }
@@ -88,7 +88,7 @@ __device__ __forceinline__ void for_each_dq_semaphore(const Arguments& args, con
     visit(at, args.workspace.dq_semaphore + row / kBlockM * 2 + rank,
           tiles_before<block_n(Traits::kConfig)>(args, tile, block));
     at.advance();
-    block = next_block(tile.m_blocks, block);
+    block = next_block(tile.m_blocks, block, tile.descending);
     if (block == tile.start) ++head;
   }
 }

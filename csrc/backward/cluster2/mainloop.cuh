@@ -63,6 +63,7 @@ class Consumer {
     }
     const int num_steps = (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
     full_blocks_ = full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
+    descending_ = uniform(tile_.descending);
     scores_block_ = ds_block_ = uniform(tile_.start);
     adder_.begin(rows_, scores_block_);
     KeyGradient dk, dv;
@@ -164,7 +165,7 @@ class Consumer {
         s, at(Traits::kKOffset),
         at(Traits::kQOffset + b * Traits::kMBlockBytes + warpgroup_ * (kQueries * 128)));
     q_at_.advance();
-    scores_block_ = next_block(rows_, scores_block_);
+    scores_block_ = next_block(rows_, scores_block_, descending_);
   }
 
   // Loads lse of the step at ds_at_, whose S is complete.
@@ -233,7 +234,7 @@ class Consumer {
     storage_.ds_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     ds_at_.advance();
     dout_at_.advance();
-    ds_block_ = next_block(rows_, ds_block_);
+    ds_block_ = next_block(rows_, ds_block_, descending_);
   }
 
   // Starts dq = this quarter of dS^T K, over the keys of both CTAs.
@@ -310,6 +311,7 @@ class Consumer {
   uint32_t low_;                 // descriptor of the start of shared memory
   BlockRange full_blocks_;       // m_blocks that see all of the CTA's keys
   BlockRange rows_;              // m_blocks that see any key of the tile
+  bool descending_;              // order of the m_blocks
   int scores_block_, ds_block_;  // m_blocks of the next S and of the next dS
   DqAdder<Traits> adder_;
   PipelineState<2> step_{0};

@@ -35,6 +35,7 @@ class Consumer {
         rank_(rank),
         first_key_(tile.first_key + rank * Traits::kBlockN),
         rows_{uniform(tile.m_blocks.begin), uniform(tile.m_blocks.end)},
+        descending_(uniform(tile.descending)),
         adder_(args, tile, storage_, warpgroup, rank) {
     low_ = smem_desc_low(cute::cast_smem_ptr_to_uint(shared), Traits::kAtomBytes);
   }
@@ -116,6 +117,7 @@ class Consumer {
   int warpgroup_, rank_;
   int first_key_;    // of the CTA
   BlockRange rows_;  // m_blocks that see any key of the tile
+  bool descending_;  // order of the m_blocks
   uint32_t low_;     // descriptor of the start of shared memory
   cluster2::DqAdder<Traits> adder_;
   PipelineState<2> step_{0};

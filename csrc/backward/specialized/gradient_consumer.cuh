@@ -114,7 +114,7 @@ class GradientConsumer : Consumer<kConfig> {
     __syncwarp();
     this->storage_.ds_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     ds_at_.advance();
-    block_ = next_block(this->rows_, block_);
+    block_ = next_block(this->rows_, block_, this->descending_);
   }
 
   int block_;                  // m_block of the next dS

@@ -56,7 +56,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
     copy_floats(storage.minus_delta[b], &args.lse_delta, storage.dout_full[b], kReadAgain, column,
                 1);
     at.advance();
-    block = next_block(tile.m_blocks, block);
+    block = next_block(tile.m_blocks, block, tile.descending);
     if (block == tile.start) ++head;
   }
 }

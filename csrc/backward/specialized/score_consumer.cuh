@@ -133,7 +133,7 @@ class ScoreConsumer : Consumer<kConfig> {
     this->storage_.p_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     scores_at_.advance();
     scores_q_.advance();
-    block_ = next_block(this->rows_, block_);
+    block_ = next_block(this->rows_, block_, this->descending_);
   }
 
   __device__ __forceinline__ void stage(const Scores& p, int offset) {
