@@ -42,8 +42,8 @@ Model = torch.nn.Module
 @dataclass(frozen=True)
 class ModelCase:
     """work: "train" (forward, backward and the optimizer's step), "compiled" (the same with
-    torch.compile and CUDA graphs), "prefill" (a prompt without gradients), "decode" (NEW_TOKENS after a prompt,
-    with a cache) or "padding" (counts waits)."""
+    torch.compile and CUDA graphs), "prefill" (a prompt without gradients), "decode" (NEW_TOKENS
+    after a prompt, with a cache) or "padding" (counts waits)."""
 
     name: str
     work: str

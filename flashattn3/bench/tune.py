@@ -23,13 +23,14 @@ import torch
 from tqdm import tqdm
 
 from ..backends.triton.backend import TritonConfig
-from ..backends.triton.tile_configs import Tile, TileConfig, Tiles
+from ..backends.triton.tile_configs import Tile, TileConfig, Tiles, padded
 from ..call.inputs import Metadata
 from ..call.problem import Problem, describe
 from ..call.spec import Options
 from ..dispatch.device import SHARED_MEMORY_KIB
 
-KERNELS = ("forward", "bwd_dkdv", "bwd_dq")
+KERNELS = ("forward", "bwd", "bwd_dkdv", "bwd_dq")
+OWN_KEYS = ("bwd", "bwd_dkdv")  # a program holds an n_block, with accumulators of dK and dV
 MAX_STACK_BYTES = 320
 COMPILE_SECONDS = 150
 
@@ -57,7 +58,7 @@ class Candidate:
         from ..backends.triton import launch as triton_launch
 
         problem, tile = self.problem(), self.tile
-        tiles = Tiles(tile, tile, tile)
+        tiles = Tiles(tile, tile, tile, tile if self.kernel == "bwd" else None)
         tile_config = TileConfig(self.head_dim, self.lowering == 90, 0, tiles, tiles)
         arch = None if self.lowering == self.capability else f"sm{self.lowering}"
         programs = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
@@ -68,7 +69,7 @@ class Candidate:
 
     def flops(self) -> float:
         """Of the kernel's matrix products, two for each multiply-add; half if causal."""
-        products = {"forward": 2, "bwd_dkdv": 4, "bwd_dq": 3}[self.kernel]
+        products = {"forward": 2, "bwd": 5, "bwd_dkdv": 4, "bwd_dq": 3}[self.kernel]
         problem = self.problem()
         pairs = problem.batch * problem.num_heads_q * self.seqlen**2 / (2 if self.causal else 1)
         return 2.0 * products * pairs * self.head_dim
@@ -80,8 +81,8 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
     for block_m, block_n, num_warps, num_stages in itertools.product(
         (32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)
     ):
-        owned, streamed = (block_n, block_m) if kernel == "bwd_dkdv" else (block_m, block_n)
-        accumulators = 2 * head_dim if kernel == "bwd_dkdv" else head_dim
+        owned, streamed = (block_n, block_m) if kernel in OWN_KEYS else (block_m, block_n)
+        accumulators = 2 * head_dim if kernel in OWN_KEYS else head_dim
         scores = streamed if kernel == "forward" else 2 * streamed
         registers = owned * (accumulators + scores) / (32 * num_warps)
         rows_per_warp = owned // num_warps
@@ -136,7 +137,10 @@ def make_tensors(candidate: Candidate) -> list[torch.Tensor]:
         return [q, k, v, out[0], lse, *[None] * 7]
     if candidate.kernel == "bwd_dq":
         return [q, k, v, dout, lse, delta, out[0], *[None] * 4]
-    return [q, k, v, dout, lse, delta, *out, *[None] * 4]
+    dq_accum = None
+    if candidate.kernel == "bwd":
+        dq_accum = torch.zeros(*shape, padded(problem.head_dim), device="cuda")
+    return [q, k, v, dout, lse, delta, *out, dq_accum, *[None] * 4]
 
 
 def main(arguments: list[str] | None = None) -> int:

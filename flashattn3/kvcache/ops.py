@@ -33,6 +33,7 @@ from .problem import (
     Lengths,
     Metadata,
     key_of,
+    lse_shape,
     metadata_of,
     metadata_under,
 )
@@ -199,8 +200,7 @@ def result_shapes(
     q: Tensor | Metadata, v_cache: Tensor | Metadata
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of out and lse."""
-    heads, rows = q.shape[-2], q.shape[-3]
-    return (*q.shape[:-1], v_cache.shape[-1]), (*q.shape[:-3], heads, rows)
+    return (*q.shape[:-1], v_cache.shape[-1]), lse_shape(q)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

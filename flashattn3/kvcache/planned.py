@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .problem import DecodeOptions, one_q_position
+from .problem import DecodeOptions, lse_shape, one_q_position
 
 MOST = 16  # launches of calls with the same options; the operator tries one after the other
 
@@ -124,7 +124,7 @@ def run_planned(
             operator, more = _with_more(operators, options, further or _NOTHING, new)
             if operator is None:
                 return None
-        lse = _new_lse(q) if options.return_lse else None
+        lse = q.new_empty(lse_shape(q), dtype=torch.float32) if options.return_lse else None
         out = operator(launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse, *more)
     except (AttributeError, RuntimeError, ValueError):
         return None  # the checks name the argument, or the launch fails again
@@ -157,14 +157,3 @@ def _need_gradient(*tensors: Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
-
-
-def _new_lse(q: Tensor) -> Tensor:
-    sizes = q.shape
-    if len(sizes) == 4:
-        batch, rows, heads, _ = sizes
-        shape = batch, heads, rows
-    else:
-        rows, heads, _ = sizes
-        shape = heads, rows
-    return q.new_empty(shape, dtype=torch.float32)

@@ -92,6 +92,12 @@ def one_q_position(options: DecodeOptions) -> bool:
     return not (options.causal or options.window_left >= 0 or options.window_right >= 0)
 
 
+def lse_shape(q: Tensor | Metadata) -> tuple[int, ...]:
+    """(batch, heads, seqlen), or of ragged queries (heads, rows)."""
+    sizes = q.shape
+    return (*sizes[:-3], sizes[-2], sizes[-3])
+
+
 class Lengths(NamedTuple):
     """Lengths of a call that change from step to step, so that no problem has them.
 
