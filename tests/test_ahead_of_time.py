@@ -11,6 +11,7 @@ with.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from importlib import metadata, util
 
@@ -41,6 +42,7 @@ FEATURES = {
 SPILL_BOUND_BYTES = {
     "mma.sync": {
         "forward": {32: 224, 64: 160, 128: 192, 256: 112},
+        "bwd": {64: 400, 128: 872},
         "bwd_dkdv": {32: 288, 64: 784, 128: 904, 256: 528},
         "bwd_dq": {32: 160, 64: 504, 128: 344, 256: 136},
     },
@@ -57,7 +59,7 @@ FP8_SPILL_BOUND_BYTES = {
     True: {32: 210, 64: 130, 128: 210, 256: 640},
 }
 ROW_KERNELS_BOUND_BYTES = {32: 64, 64: 64, 128: 64, 256: 320}  # of merge and statistics
-PRODUCTS = ("forward", "bwd_dkdv", "bwd_dq")  # kernels that multiply matrices
+PRODUCTS = ("forward", "bwd", "bwd_dkdv", "bwd_dq")  # kernels that multiply matrices
 HEADS = 5  # odd: strides have no more factors of 2 than the head dim
 
 
@@ -71,6 +73,7 @@ class Report:
     registers: int
     stack_bytes: int
     shared_memory_bytes: int
+    ttgir: str
     ptx: str
     stale: list[str]  # WGMMA instructions with a wrong descriptor
 
@@ -83,7 +86,8 @@ def launches_of(
     head_dim_v: int | None = None,
     padding: int = 0,
 ) -> dict:
-    """Every kernel that the problem may launch on the device, by name.
+    """Every kernel that the problem may launch on the device, by name; those of deterministic
+    gradients too.
 
     padding: elements between two rows.
     """
@@ -110,8 +114,12 @@ def launches_of(
         batch = 1 if tensors.cu_seqlens_q is None else 3
         descale = torch.empty(batch, HEADS, 32, device="meta")
         tensors = Tensors(*(Scaled(x, descale, 128) for x in tensors[:3]), *tensors[3:])
-    problem = describe(tuple(map(metadata_of, tensors)), Options(**features))
-    return all_launches(problem, BACKEND.configure(problem, device))
+    launches = {}
+    for deterministic in (True, False):
+        options = Options(**features, deterministic=deterministic)
+        problem = describe(tuple(map(metadata_of, tensors)), options)
+        launches |= all_launches(problem, BACKEND.configure(problem, device))
+    return launches
 
 
 def compile_all(
@@ -138,10 +146,11 @@ def compile_all(
             Report(
                 name,
                 launch.options["num_stages"],
-                launch.constants.get("BLOCK_N" if name == "bwd_dkdv" else "BLOCK_M"),
+                launch.constants.get("BLOCK_N" if name in ("bwd", "bwd_dkdv") else "BLOCK_M"),
                 needs.registers,
                 needs.stack_bytes,
                 needs.shared_memory_bytes,
+                kernel.asm["ttgir"],
                 kernel.asm["ptx"],
                 sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
                 if "wgmma" in kernel.asm["ptx"]
@@ -225,10 +234,14 @@ def compiled(request, compiler) -> tuple[DeviceInfo, int, str, list[Report]]:
 
 
 def test_kernels_fit_their_chip(compiled):
-    chip, _, dtype_name, reports = compiled
+    chip, head_dim, dtype_name, reports = compiled
     fp8 = dtype_name in EIGHT_BIT
-    wanted = {"forward"} if fp8 else {*PRODUCTS, "bwd_preprocess"}
-    assert {report.kernel for report in reports} >= {*wanted, "combine"}
+    wanted = {"forward", "combine"}
+    if not fp8:
+        wanted |= {"bwd_preprocess", "bwd_dkdv", "bwd_dq"}
+        if adds_dq(chip, head_dim):
+            wanted |= {"bwd", "bwd_postprocess"}
+    assert {report.kernel for report in reports} == wanted
     budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
     for report in reports:
         # What Triton cannot lower may compile all the same, to code that stops at once.
@@ -253,6 +266,29 @@ def test_kernels_spill_no_more_than_measured(compiled):
         spilled = report.stack_bytes
         bound = spill_bound_bytes(chip, head_dim, dtype_name in EIGHT_BIT, report.kernel)
         assert spilled <= bound, f"{report.kernel}: spills {spilled} bytes, bound {bound}"
+
+
+ADDED = [(A100, 64), (A100, 128), (RTX3090, 128), (LOWERED_H100, 64), (RTX5090, 128)]
+
+
+@pytest.mark.parametrize("features", ["full", "varlen-causal-window"])
+@pytest.mark.parametrize("chip, head_dim", ADDED, ids=lambda x: getattr(x, "name", str(x)))
+def test_dq_is_added_from_the_registers_of_its_gemm(compiler, chip, head_dim, features):
+    """In each loop one RED per register of a thread. The accumulator has the layout that
+    ``_dq_index`` makes consecutive: all warps along the columns."""
+    given = (chip, head_dim, features, "bfloat16")
+    launch = launches_of(chip, head_dim, FEATURES[features], "bfloat16")["bwd"]
+    (report,) = compiler((*given, True, None, 0, "bwd"))
+    num_warps = launch.options["num_warps"]
+    rows, loops = launch.constants["BLOCK_M"], 2 if features == "full" else 3
+    of_a_thread = rows * head_dim // (32 * num_warps)
+    assert report.ptx.count("red.relaxed.gpu.global.add.f32") == loops * of_a_thread
+    tile = rf"tensor<{rows}x{head_dim}xf32, (#\w+)>"
+    added = re.findall(rf'inline_asm "{{ red.*? %[\w#]+, (%[\w#]+) : .*?, {tile} ->', report.ttgir)
+    assert len(added) == loops
+    for value, layout in added:
+        assert re.search(rf"{value} = tt\.dot .* -> {tile}", report.ttgir), "converted"
+        assert re.search(rf"^{layout} = .*warpsPerCTA = \[1, {num_warps}\]", report.ttgir, re.M)
 
 
 ODD_MULTIPLES_OF_8 = (40, 56, 72, 88, 104, 120)
@@ -321,6 +357,10 @@ def spill_bound_bytes(chip: DeviceInfo, head_dim: int, fp8: bool, kernel: str) -
     if kernel in PRODUCTS:
         return SPILL_BOUND_BYTES[products_of(chip)][kernel][head_dim]
     return ROW_KERNELS_BOUND_BYTES[head_dim]
+
+
+def adds_dq(chip: DeviceInfo, head_dim: int) -> bool:
+    return products_of(chip) == "mma.sync" and head_dim in (64, 128)
 
 
 def products_of(chip: DeviceInfo) -> str:

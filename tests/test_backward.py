@@ -19,7 +19,7 @@ from flashattn3.testing import (
     make_inputs,
     make_output_gradients,
 )
-from flashattn3.testing.cases import varlen
+from flashattn3.testing.cases import dense, varlen
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -86,20 +86,24 @@ def test_deterministic_gradients_are_right_too(name, backend, device):
 def test_any_strides_of_the_given_gradients(name, backend, device):
     """As autograd gives them: an expanded scalar, a transposed view, a last stride that is not
     1."""
+
+    def gradients(dout, dlse):
+        return run(case, tensors, backend, dout, dlse, deterministic=True)
+
     case = case_named(name)
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)
     dout, dlse = make_output_gradients(case, tensors)
     dout, dlse = dout.nan_to_num(), dlse.nan_to_num()
-    wanted = run(case, tensors, backend, dout, dlse)
+    wanted = gradients(dout, dlse)
     padded_layout = dout.transpose(-3, -2).contiguous().transpose(-3, -2)
     spread = torch.stack([dout, dout], dim=-1)[..., 0]
     slow_rows = dlse.transpose(-1, -2).contiguous().transpose(-1, -2)
     for given in ((padded_layout, slow_rows), (spread, dlse)):
-        assert all(map(torch.equal, run(case, tensors, backend, *given), wanted))
+        assert all(map(torch.equal, gradients(*given), wanted))
     ones = torch.ones_like(dout)
     expanded = ones.flatten()[0].expand(dout.shape)
-    wanted = run(case, tensors, backend, ones, None)
-    assert all(map(torch.equal, run(case, tensors, backend, expanded, None), wanted))
+    wanted = gradients(ones, None)
+    assert all(map(torch.equal, gradients(expanded, None), wanted))
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
@@ -108,11 +112,11 @@ def test_gradient_of_one_input_alone(backend, which, device):
     case = case_named("gqa-2")
     tensors = make_inputs(case, device, torch.float16)
     dout, dlse = make_output_gradients(case, tensors)
-    wanted = run(
-        case, type(tensors)(*(x.requires_grad_() for x in tensors[:3])), backend, dout, dlse
-    )
+    options = {"backend": backend, "deterministic": True}
+    every = type(tensors)(*(x.requires_grad_() for x in tensors[:3]))
+    wanted = run(case, every, dout=dout, dlse=dlse, **options)
     leaves = [x.detach().requires_grad_(i == which) for i, x in enumerate(tensors[:3])]
-    out, lse = call(case, type(tensors)(*leaves), return_lse=True, backend=backend)
+    out, lse = call(case, type(tensors)(*leaves), return_lse=True, **options)
     (got,) = torch.autograd.grad((out, lse), leaves[which], (dout, dlse))
     assert torch.equal(got, wanted[which])
 
@@ -133,3 +137,17 @@ def test_keys_that_no_sequence_owns_get_zeros(backend, head_dim, deterministic, 
     for gradient in got[1:]:
         # The used keys of the third sequence are seen by no query.
         assert gradient[:33].any() and not gradient[33:].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_keys_past_the_end_add_nothing_to_dq(backend, head_dim, device):
+    """All scores are -32, so exp(0 - lse) of a key past the end is beyond float16."""
+    case = dense("low", (130, 40), (1, 1), (head_dim, head_dim))
+    tensors = make_inputs(case, device, torch.float16)
+    size = (32 / head_dim**0.5) ** 0.5
+    q, k = (torch.full_like(x, fill) for x, fill in zip(tensors, (size, -size), strict=False))
+    tensors = type(tensors)(*(x.requires_grad_() for x in (q, k, tensors.v)))
+    dout, _ = make_output_gradients(case, tensors)
+    got = run(case, tensors, backend, dout, None)
+    gradients_hold(case, tensors, got, dout, None, backend)

@@ -1,20 +1,25 @@
 """The Triton backend's launches, without a GPU: what a kernel is told of strides, and which of its
 two forms takes a tensor that is not aligned."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import A100
+from helpers import A100, B200, H100, LOWERED_H100, RTX5090
 
 from flashattn3.backends import TRITON
 from flashattn3.call.inputs import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options
+from flashattn3.dispatch.device import DeviceInfo
 
 pytest.importorskip("triton")
 
-from flashattn3.backends.triton.kernels import launch, variable_launch
+import triton
+import triton.language as tl
+
+from flashattn3.backends.triton.kernels import backward, launch, variable_launch
 from flashattn3.backends.triton.launch import all_launches
 from flashattn3.backends.triton.tile_configs import blocks_alike
 
@@ -37,12 +42,14 @@ def test_strides_have_the_largest_unit_up_to_8(strides, unit):
     assert launch.stride_unit(*strides) == unit
 
 
-def launches(head_dim: int, width: int, head_dim_v: int | None = None, **features) -> dict:
+def launches(
+    head_dim: int, width: int, head_dim_v: int | None = None, chip: DeviceInfo = A100, **features
+) -> dict:
     """Of q, k and v that are views of rows of ``width`` elements."""
     rows = torch.empty(1, 64, 3, width, device="meta", dtype=torch.bfloat16)
     q, v = rows[..., :head_dim], rows[..., : head_dim_v or head_dim]
     problem = describe(tuple(map(metadata_of, Tensors(q, q, v))), Options(**features))
-    return all_launches(problem, TRITON.configure(problem, A100))
+    return all_launches(problem, TRITON.configure(problem, chip))
 
 
 @pytest.mark.parametrize(
@@ -51,15 +58,49 @@ def launches(head_dim: int, width: int, head_dim_v: int | None = None, **feature
         ({"head_dim": 64, "width": 64}, {1}),
         ({"head_dim": 72, "width": 72}, {8}),
         ({"head_dim": 64, "width": 72}, {8, 1}),  # combine and preprocess read dense rows of 64
-        ({"head_dim": 64, "width": 128, "head_dim_v": 40}, {8}),
+        ({"head_dim": 64, "width": 128, "head_dim_v": 40}, {8, 1}),  # postprocess: rows of 64
         ({"head_dim": 72, "width": 73}, {1, 8}),
     ],
 )
 def test_kernels_are_told_the_unit_of_all_strides(shape, units):
     found = {name: of.constants["STRIDE_UNIT"] for name, of in launches(**shape).items()}
     assert set(found.values()) == units
-    for name in ("forward", "bwd_dkdv", "bwd_dq"):
+    for name in ("forward", "bwd"):
         assert found[name] == (8 if 8 in units and shape["width"] != 73 else 1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("chip", [A100, H100, LOWERED_H100, B200, RTX5090], ids=lambda x: x.name)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_dq_is_added_where_that_was_measured(head_dim, chip, deterministic):
+    found = launches(head_dim, head_dim, chip=chip, deterministic=deterministic).keys()
+    adds = head_dim in (64, 128) and chip.lowering != 90 and not deterministic
+    of_dq = ["bwd", "bwd_postprocess"] if adds else ["bwd_dkdv", "bwd_dq"]
+    assert [*found] == ["forward", "combine", "bwd_preprocess", *of_dq]
+
+
+def test_dq_is_not_added_by_tcgen05():
+    found = launches(64, 64, chip=replace(B200, lowering=100))
+    assert "bwd_dq" in found and "bwd" not in found
+
+
+@triton.jit
+def _write_index(out, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NUM_WARPS: tl.constexpr):
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    thread, register = backward._dq_index(rows, columns, BLOCK_M, BLOCK_D, NUM_WARPS)
+    tl.store(out + rows[:, None] * BLOCK_D + columns[None, :], thread + register)
+
+
+@pytest.mark.parametrize("num_warps", [4, 8])
+@pytest.mark.parametrize("block_d", [16, 32, 64, 128])
+@pytest.mark.parametrize("block_m", [32, 64])
+def test_dq_index_is_a_permutation(block_m, block_d, num_warps, device):
+    index = torch.empty(block_m, block_d, dtype=torch.int32, device=device)
+    _write_index[(1,)](index, block_m, block_d, num_warps)
+    assert index.flatten().sort().values.tolist() == list(range(block_m * block_d))
+    # Column 0 of eight rows and the next columns of even index: the lanes of a warp.
+    lanes = index[:8, :8:2].flatten().tolist()
+    assert lanes == list(range(32))
 
 
 @pytest.mark.parametrize(

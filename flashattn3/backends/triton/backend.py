@@ -26,6 +26,7 @@ from .tile_configs import (
     select_tile_config,
 )
 
+TCGEN05 = range(100, 120)  # capabilities whose own tensor core instructions are tcgen05's
 FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
 
 
@@ -76,7 +77,10 @@ class TritonLaunch:
     config: TritonConfig
 
     def describe(self) -> dict[str, object]:
-        return self.config.describe()
+        described = self.config.describe()
+        if self.problem.dtype in EIGHT_BIT:
+            return described
+        return described | {"backward": self.config.tiles.describe_backward()}
 
     @cached_property
     def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
@@ -146,7 +150,11 @@ class TritonBackend:
             problem.head_dim, problem.head_dim_v, device.lowering, device.shared_memory_bytes
         )
         tiles = tile_config.masked if problem.masked else tile_config.full
-        tiles = replace(tiles, forward=_within_blocks(tiles.forward, problem))
+        tiles = replace(
+            tiles,
+            forward=_within_blocks(tiles.forward, problem),
+            bwd=tiles.bwd if _adds_dq(problem, device) else None,
+        )
         m_blocks = tiles.forward.num_m_blocks(problem.seqlen_q)
         programs = m_blocks * problem.num_heads_q * problem.batch
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
@@ -169,6 +177,11 @@ def _within_blocks(tile: Tile, problem: Problem) -> Tile:
     descales = (problem.k.descales, problem.v.descales)
     blocks = [of.block for of in descales if of is not None and of.num_blocks > 1]
     return replace(tile, block_n=min([tile.block_n, *blocks]))
+
+
+def _adds_dq(problem: Problem, device: DeviceInfo) -> bool:
+    """Whether the backward may add dQ in any order: five GEMMs. tcgen05 was not measured."""
+    return not problem.deterministic and (device.lowering or 0) not in TCGEN05
 
 
 def _num_splits(problem: Problem, programs: int, tile: Tile, num_sms: int) -> int:

@@ -141,18 +141,25 @@ def _prepare_backward(
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    bwd_preprocess, bwd_dkdv, bwd_dq = backward_launches(problem, config, dout_stride, dlse_stride)
+    launches = backward_launches(problem, config, dout_stride, dlse_stride)
+    preprocess, main, last = launches.values()
     shape = lse_delta_shape(problem)
+    accum_shape = (*shape, padded(problem.head_dim))
+    adds_dq = config.tiles.bwd is not None
     new_like = torch.zeros if problem.varlen else torch.empty
 
     def run(dout, dlse, out, lse, q, k, v, *indices):
-        minus_lse, minus_delta = (
-            torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2)
-        )
+        of = {"dtype": torch.float32, "device": q.device}
+        minus_lse, minus_delta = (torch.empty(shape, **of) for _ in range(2))
+        dq_accum = torch.empty(accum_shape, **of) if adds_dq else None
         dq, dk, dv = (new_like(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        bwd_preprocess(out, dout, lse, dlse, minus_lse, minus_delta, indices[0], indices[2])
-        bwd_dkdv(q, k, v, dout, minus_lse, minus_delta, dk, dv, *indices)
-        bwd_dq(q, k, v, dout, minus_lse, minus_delta, dq, *indices)
+        lengths_q = indices[::2]
+        preprocess(out, dout, lse, dlse, minus_lse, minus_delta, dq_accum, *lengths_q)
+        main(q, k, v, dout, minus_lse, minus_delta, dk, dv, dq_accum, *indices)
+        if adds_dq:
+            last(dq_accum, dq, *lengths_q)
+        else:
+            last(q, k, v, dout, minus_lse, minus_delta, dq, *indices)
         return dq, dk, dv
 
     return run
@@ -232,19 +239,30 @@ def backward_launches(
     config: TritonConfig,
     dout_stride: tuple[int, ...],
     dlse_stride: tuple[int, ...] | None,
-) -> tuple[Launch, Launch, Launch]:
-    """Launches of three kernels, with the tensors that each takes:
+) -> dict[str, Launch]:
+    """Launches of three kernels in their order, with the tensors that each takes:
 
-    bwd_preprocess_kernel: out, dout, lse, dlse, minus_lse, minus_delta, cu_seqlens_q, seqused_q.
-    bwd_dkdv_kernel: q, k, v, dout, minus_lse, minus_delta, dk, dv, the four of _indices.
-    bwd_dq_kernel: q, k, v, dout, minus_lse, minus_delta, dq, the four of _indices.
+    bwd_preprocess: out, dout, lse, dlse, minus_lse, minus_delta, dq_accum, cu_seqlens_q, seqused_q.
+
+    With a tile for it, five GEMMs:
+    bwd: q, k, v, dout, minus_lse, minus_delta, dk, dv, dq_accum, the four of _indices.
+    bwd_postprocess: dq_accum, dq, cu_seqlens_q, seqused_q.
+
+    Without, seven:
+    bwd_dkdv: as bwd, dq_accum is None.
+    bwd_dq: q, k, v, dout, minus_lse, minus_delta, dq, the four of _indices.
     """
     dout_strides = (0, *dout_stride[:2]) if problem.varlen else dout_stride[:3]
-    return (
-        _preprocess_launch(problem, config, dout_strides, dlse_stride),
-        _dkdv_launch(problem, config, dout_strides),
-        _dq_launch(problem, config, dout_strides),
-    )
+    launches = {"bwd_preprocess": _preprocess_launch(problem, config, dout_strides, dlse_stride)}
+    if config.tiles.bwd is not None:
+        launches["bwd"] = _bwd_launch(problem, config, config.tiles.bwd, dout_strides, "fp32")
+        launches["bwd_postprocess"] = _postprocess_launch(problem, config)
+    else:
+        launches["bwd_dkdv"] = _bwd_launch(
+            problem, config, config.tiles.bwd_dkdv, dout_strides, None
+        )
+        launches["bwd_dq"] = _dq_launch(problem, config, dout_strides)
+    return launches
 
 
 def lse_delta_shape(problem: Problem) -> tuple[int, ...]:
@@ -270,8 +288,7 @@ def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
         not problem.varlen
     )
     dout_stride += (problem.num_heads_q * problem.head_dim_v, problem.head_dim_v, 1)
-    bwd_preprocess, bwd_dkdv, bwd_dq = backward_launches(problem, config, dout_stride, None)
-    return {**of_forward, "bwd_preprocess": bwd_preprocess, "bwd_dkdv": bwd_dkdv, "bwd_dq": bwd_dq}
+    return of_forward | backward_launches(problem, config, dout_stride, None)
 
 
 def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dlse_stride) -> Launch:
@@ -290,6 +307,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
         -1.0 / problem.score_scale.softmax_scale if _lse_in_scores(problem) else -LOG2E,
     )
     constants = _value_row(problem, dout_strides) | {
+        "BLOCK_D": padded(problem.head_dim),
         "VARLEN": problem.varlen,
         "USED_Q": problem.q.has_seqused,
         "HAS_DLSE": has_dlse,
@@ -297,14 +315,16 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
     dtype = NAMES[problem.dtype]
     dlse_type = "fp32" if has_dlse else None
-    types = (dtype, dtype, "fp32", dlse_type, "fp32", "fp32", *_indices(problem)[::2])
+    accum_type = None if config.tiles.bwd is None else "fp32"
+    types = (dtype, dtype, "fp32", dlse_type, "fp32", "fp32", accum_type, *_indices(problem)[::2])
     return _launch(
         backward.bwd_preprocess_kernel, types, grid, scalars, constants, COMBINE_TILE, config
     )
 
 
-def _dkdv_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
-    tile = config.tiles.bwd_dkdv
+def _bwd_launch(
+    problem: Problem, config: TritonConfig, tile: Tile, dout_strides, accum_type: str | None
+) -> Launch:
     num_n_blocks = tile.num_n_blocks(problem.seqlen_k)
     keys, heads = problem.total_k, problem.num_heads_kv
     scalars = (
@@ -319,11 +339,40 @@ def _dkdv_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch
     constants = _features(problem, tile, dout_strides) | {
         "LSE_IN_SCORES": _lse_in_scores(problem),
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
+        "NUM_WARPS": tile.num_warps,
     }
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
     dtype = NAMES[problem.dtype]
-    types = (*(dtype,) * 4, "fp32", "fp32", dtype, dtype, *_indices(problem))
-    return _launch(backward.bwd_dkdv_kernel, types, grid, scalars, constants, tile, config)
+    types = (*(dtype,) * 4, "fp32", "fp32", dtype, dtype, accum_type, *_indices(problem))
+    return _launch(backward.bwd_kernel, types, grid, scalars, constants, tile, config)
+
+
+def _postprocess_launch(problem: Problem, config: TritonConfig) -> Launch:
+    tile = config.tiles.bwd
+    num_m_blocks = tile.num_m_blocks(problem.seqlen_q)
+    scalars = (
+        *_lse_delta_strides(problem),
+        *_dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim),
+        num_m_blocks,
+        problem.num_heads_q,
+        problem.seqlen_q,
+        problem.total_q,
+        problem.score_scale.softmax_scale,
+    )
+    constants = {
+        "STRIDE_UNIT": stride_unit(problem.head_dim),
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_M": tile.block_m,
+        "NUM_WARPS": tile.num_warps,
+        "VARLEN": problem.varlen,
+        "USED_Q": problem.q.has_seqused,
+    }
+    grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
+    types = ("fp32", NAMES[problem.dtype], *_indices(problem)[::2])
+    return _launch(
+        backward.bwd_postprocess_kernel, types, grid, scalars, constants, COMBINE_TILE, config
+    )
 
 
 def _dq_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:

@@ -28,11 +28,21 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """One tile for each kernel: the forward, dK and dV, dQ."""
+    """One tile for each kernel.
+
+    bwd: of the backward in five GEMMs, which adds dQ; None: it was slower or not measured.
+    bwd_dkdv, bwd_dq: of the backward in seven GEMMs, dK and dV apart from dQ.
+    """
 
     forward: Tile
     bwd_dkdv: Tile
     bwd_dq: Tile
+    bwd: Tile | None = None
+
+    def describe_backward(self) -> str:
+        if self.bwd is None:
+            return "7 GEMMs, bitwise reproducible"
+        return f"5 GEMMs, {self.bwd.block_m} rows x {self.bwd.block_n} keys, dq added in any order"
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,10 @@ class TileConfig:
     full: Tiles
     masked: Tiles
 
+
+# The backward in five GEMMs with mma.sync.
+BWD_D64 = Tile(32, 128, 4, 2)
+BWD_D128 = Tile(64, 64, 4, 2)
 
 # fmt: off
 TILE_CONFIGS = (
@@ -68,14 +82,14 @@ TILE_CONFIGS = (
         full=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
         masked=Tiles(Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3))),
     TileConfig(64, False, 99,
-        full=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3)),
-        masked=Tiles(Tile(128, 64, 4, 2), Tile(32, 128, 4, 3), Tile(128, 64, 4, 2))),
+        full=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3), BWD_D64),
+        masked=Tiles(Tile(128, 64, 4, 2), Tile(32, 128, 4, 3), Tile(128, 64, 4, 2), BWD_D64)),
     TileConfig(128, False, 163,
-        full=Tiles(Tile(128, 32, 4, 3), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2)),
-        masked=Tiles(Tile(128, 32, 4, 2), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3))),
+        full=Tiles(Tile(128, 32, 4, 3), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2), BWD_D128),
+        masked=Tiles(Tile(128, 32, 4, 2), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3), BWD_D128)),
     TileConfig(128, False, 99,
-        full=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2)),
-        masked=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2))),
+        full=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128),
+        masked=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128)),
     TileConfig(256, False, 163,
         full=Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
         masked=Tiles(Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2))),

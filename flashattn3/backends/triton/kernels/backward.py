@@ -4,15 +4,18 @@ With delta = rowsum(dout * out) - dlse:  P = exp(S - lse),  dV = P^T dout,  dP =
 dS = P * (dP - delta),  dQ = scale * dS K,  dK = scale * dS^T Q  (Dao, arXiv 2307.08691, algorithm
 2).
 
-``bwd_preprocess_kernel`` computes -delta and -lse; a program of ``bwd_dkdv_kernel`` holds an
-n_block and loops over the m_blocks of all query heads that share it; a program of ``bwd_dq_kernel``
-holds an m_block and loops over the n_blocks. Each result is summed by one program, so the gradients
-are bitwise reproducible. Adding dQ by atomics in ``bwd_dkdv_kernel`` would save two of seven GEMMs,
-but measured slower on every tile (docs/log/triton.md).
+``bwd_preprocess_kernel`` computes -delta and -lse; a program of ``bwd_kernel`` holds an n_block and
+loops over the m_blocks of all query heads that share it. There are two ways to dQ:
+
+- Five GEMMs: ``bwd_kernel`` adds dS K of its n_block to dq_accum, in float32, in any order;
+  ``bwd_postprocess_kernel`` converts dq_accum to dQ.
+- Seven GEMMs: a program of ``bwd_dq_kernel`` holds an m_block and loops over the n_blocks. Each
+  result is summed by one program, so the gradients are bitwise reproducible.
 """
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from .common import (
     FULL,
@@ -33,6 +36,8 @@ from .common import (
 # minus_lse and minus_delta of a sequence are padded to a multiple of this many rows, so that no
 # m_block reads out of bounds.
 LSE_DELTA_ROWS = tl.constexpr(128)
+# Whether Triton interprets the kernels below, which it decides when it decorates them.
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
@@ -44,6 +49,45 @@ def _lse_delta_start(start_q, batch_idx, VARLEN: tl.constexpr):
     return tl.multiple_of(start, LSE_DELTA_ROWS)
 
 
+@triton.jit
+def _dq_index(rows, columns, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Index of each element of a (BLOCK_M, BLOCK_D) tile of dq_accum, as two parts to be added.
+
+    The index is register * threads + thread, of the thread and the register that hold the element
+    in the accumulator of dS K: mma.sync tiles of 16 x 8 with two columns of rows r and r + 8 per
+    lane, warps side by side along the columns. So an addition of a warp hits 32 consecutive floats,
+    and the addresses of a thread differ by constants. It is a permutation of the tile: with another
+    layout of the accumulator the additions are scattered, not wrong. FlashAttention-2 also keeps
+    dq_accum in the order of its accumulator (flash_bwd_kernel.h, atomicAdd of acc_dq).
+    """
+    WARPS: tl.constexpr = min(NUM_WARPS, BLOCK_D // 8)
+    thread = (rows % 8 * 4)[:, None] + (columns // 8 % WARPS * 32 + columns // 2 % 4)[None, :]
+    register = (rows // 8 * 2)[:, None] + (
+        columns // (8 * WARPS) * (BLOCK_M // 4) + columns % 2
+    )[None, :]  # fmt: skip
+    return thread, register * (32 * WARPS)
+
+
+@triton.jit
+def _add(pointers, values):
+    """Add in float32 in global memory, in any order.
+
+    One RED per register, by assembly: tl.atomic_add first converts the accumulator's layout, which
+    takes a round trip through shared memory and four barriers.
+    """
+    if INTERPRETED:
+        tl.atomic_add(pointers, values, sem="relaxed")
+    else:
+        tl.inline_asm_elementwise(
+            "{ red.relaxed.gpu.global.add.f32 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,f",
+            [pointers.to(tl.int64, bitcast=True), values],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "seqlen_q", "total_q"])
 def bwd_preprocess_kernel(
     out_ptr,
@@ -52,6 +96,7 @@ def bwd_preprocess_kernel(
     dlse_ptr,
     minus_lse_ptr,
     minus_delta_ptr,
+    dq_accum_ptr,
     cu_seqlens_q,
     seqused_q,
     out_stride_b,
@@ -76,11 +121,13 @@ def bwd_preprocess_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     VARLEN: tl.constexpr,
     USED_Q: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
     """Per row, float32: minus_lse = lse_factor * lse, and minus_delta = dlse - rowsum(dout * out).
+    dq_accum, BLOCK_D columns, is set to 0; None: there is none.
 
     lse_factor is -1 in the unit of the score that minus_lse is added to: raw or log2 domain. A row
     without keys, or outside its sequence, gets lse = +inf, so that its recomputed P is 0.
@@ -129,6 +176,10 @@ def bwd_preprocess_kernel(
     tl.store(minus_lse_ptr + lse_delta, lse * lse_factor, mask=padded)
     # The gradient of an empty row is 0 even where dlse is not finite.
     tl.store(minus_delta_ptr + lse_delta, tl.where(empty, 0.0, minus_delta), mask=padded)
+    if dq_accum_ptr is not None:
+        dq_accum = dq_accum_ptr + tile_offsets(lse_delta, tl.arange(0, BLOCK_D), BLOCK_D)
+        zeros = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        tl.store(dq_accum, zeros, mask=padded[:, None])
 
 
 @triton.jit
@@ -166,7 +217,7 @@ def _probabilities(
         "window_right",
     ]
 )
-def bwd_dkdv_kernel(
+def bwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -175,6 +226,7 @@ def bwd_dkdv_kernel(
     minus_delta_ptr,
     dk_ptr,
     dv_ptr,
+    dq_accum_ptr,
     cu_seqlens_q,
     cu_seqlens_k,
     seqused_q,
@@ -226,8 +278,12 @@ def bwd_dkdv_kernel(
     SOFTCAP: tl.constexpr,
     LSE_IN_SCORES: tl.constexpr,
     TAIL: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
     """dK and dV of one n_block of one KV head. Grid: num_n_blocks * num_heads_kv * batch.
+
+    dq_accum: float32, the rows of minus_lse with BLOCK_D columns, each tile of BLOCK_M rows
+    permuted by ``_dq_index``; the program adds its dS K. None: ``bwd_dq_kernel`` computes dQ.
 
     S and dP are computed transposed, keys by rows, so that P^T and dS^T feed the next GEMM from
     registers. TAIL: the last m_block or the last n_block may be partial.
@@ -263,6 +319,10 @@ def bwd_dkdv_kernel(
     edges = m_block_range(
         first_key, last_key, length_q, diagonal, window_left, window_right, BLOCK_M, LEFT, RIGHT
     )
+    if dq_accum_ptr is not None and TAIL:
+        # dQ sums over the keys, so the keys past the end need a mask in every m_block.
+        full_end = tl.where(first_key + BLOCK_N > length_k, edges[1], edges[2])
+        edges = (edges[0], edges[1], full_end, edges[3])
 
     key_offsets = tl.arange(0, BLOCK_N)
     row_offsets = tl.arange(0, BLOCK_M)
@@ -282,6 +342,7 @@ def bwd_dkdv_kernel(
     )  # fmt: skip
     q_offsets = tile_offsets(row_offsets, columns, q_stride_s)
     dout_offsets = tile_offsets(row_offsets, columns_v, dout_stride_s)
+    dq_thread, dq_register = _dq_index(row_offsets, columns, BLOCK_M, BLOCK_D, NUM_WARPS)
 
     q_step = tl.cast(q_stride_s, tl.int64)
     dout_step = tl.cast(dout_stride_s, tl.int64)
@@ -302,6 +363,8 @@ def bwd_dkdv_kernel(
         )
         lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
         lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
+        if dq_accum_ptr is not None:
+            dq_head = dq_accum_ptr + lse_delta * BLOCK_D
         for stage in tl.static_range(0 if RIGHT else FULL, 3 if LEFT or TAIL else 2):
             MASKED = stage != FULL
             stage_begin, stage_end = stage_range(edges, stage)
@@ -335,8 +398,14 @@ def bwd_dkdv_kernel(
                 )  # fmt: skip
                 dv = tl.dot(p.to(dout.dtype), dout, dv)
                 dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
-                ds = p * dp * slope
-                dk = tl.dot(ds.to(q.dtype), q, dk)
+                ds = (p * dp * slope).to(q.dtype)
+                dk = tl.dot(ds, q, dk)
+                if dq_accum_ptr is not None:
+                    # A conversion of first_row itself would be Q's: Triton gives all GEMMs that
+                    # share a value the layout of the last, and P goes through shared memory.
+                    m_block = tl.cast(first_row // BLOCK_M, tl.int64)
+                    dq_tile = dq_head + m_block * (BLOCK_M * BLOCK_D) + dq_thread
+                    _add(dq_tile + dq_register, tl.dot(tl.trans(ds), k))
 
     dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
     dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
@@ -524,4 +593,58 @@ def bwd_dq_kernel(
 
     dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
     dq_tile += tile_offsets(row_offsets, columns, dq_stride_s)
+    store_tile(dq_tile, dq * softmax_scale, rows, length_q, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "seqlen_q", "total_q"])
+def bwd_postprocess_kernel(
+    dq_accum_ptr,
+    dq_ptr,
+    cu_seqlens_q,
+    seqused_q,
+    lse_delta_stride_b,
+    lse_delta_stride_h,
+    dq_stride_b,
+    dq_stride_s,
+    dq_stride_h,
+    num_m_blocks,
+    num_heads,
+    seqlen_q,
+    total_q,
+    softmax_scale,
+    STRIDE_UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    VARLEN: tl.constexpr,
+    USED_Q: tl.constexpr,
+):
+    """dQ = softmax_scale * dq_accum. Grid: num_m_blocks * num_heads * batch.
+
+    BLOCK_M, NUM_WARPS: of the ``bwd_kernel`` that added to dq_accum.
+    """
+    dq_stride_b, dq_stride_s, dq_stride_h = strides_of(
+        dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT
+    )
+    pid = tl.program_id(0)
+    first_row = pid % num_m_blocks * BLOCK_M
+    head = pid // num_m_blocks
+    batch_idx = (head // num_heads).to(tl.int64)
+    head = (head % num_heads).to(tl.int64)
+    start_q, length_q = sequence(
+        cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
+    )
+    if first_row >= length_q:
+        return
+    row_offsets = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
+    lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
+    dq_thread, dq_register = _dq_index(row_offsets, columns, BLOCK_M, BLOCK_D, NUM_WARPS)
+    dq = tl.load(dq_accum_ptr + (lse_delta + first_row) * BLOCK_D + dq_thread + dq_register)
+    first_q_row = start_q + first_row
+    dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
+    dq_tile += tile_offsets(row_offsets, columns, dq_stride_s)
+    rows = first_row + row_offsets
     store_tile(dq_tile, dq * softmax_scale, rows, length_q, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)
