@@ -308,7 +308,8 @@ def test_odd_multiples_of_8_load_and_store_as_wide_as_the_next_of_16(
     for odd, even in zip(found, wanted, strict=True):
         widths = ptx.memory_widths(odd.ptx)
         assert widths == ptx.memory_widths(even.ptx), odd.kernel
-        assert widths["ld", 16] + widths["cp.async", 16] > 0, odd.kernel
+        if odd.kernel != "bwd_postprocess":  # it gathers single floats
+            assert widths["ld", 16] + widths["cp.async", 16] > 0, odd.kernel
         assert ("ld", 2) not in widths and ("st", 2) not in widths, odd.kernel
         assert odd.ptx.count(";") <= 1.05 * even.ptx.count(";"), odd.kernel
 

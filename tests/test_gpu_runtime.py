@@ -33,9 +33,9 @@ def prepared(case: Case, device="cuda"):
     return tensors, *make_output_gradients(case, tensors)
 
 
-def run(case, tensors, backend, dout=None, dlse=None):
+def run(case, tensors, backend, dout=None, dlse=None, deterministic=True):
     """out and lse, and with gradients given also dq, dk and dv."""
-    outputs = call(case, tensors, backend=backend, return_lse=True, deterministic=True)
+    outputs = call(case, tensors, backend=backend, return_lse=True, deterministic=deterministic)
     if dout is None:
         return outputs
     return (*outputs, *torch.autograd.grad(outputs, tensors[:3], (dout, dlse)))
@@ -55,13 +55,15 @@ def waits_refused(reads_lengths: bool):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @every_backend
 @each_case
-def test_nothing_waits_for_the_gpu(case, backend):
+def test_nothing_waits_for_the_gpu(case, backend, deterministic):
     tensors, dout, dlse = prepared(case)
-    run(case, tensors, backend, dout, dlse)  # compiles, and loads the kernels
+    given = (case, tensors, backend, dout, dlse, deterministic)
+    run(*given)  # compiles, and loads the kernels
     with waits_refused(reads_lengths=backend == "reference" and case.varlen):
-        run(case, tensors, backend, dout, dlse)
+        run(*given)
 
 
 @every_backend
