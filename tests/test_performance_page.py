@@ -161,7 +161,7 @@ SUMMARY = {
     "Triton forward": ("h100-triton", "fwd"),
     "Triton backward": ("h100-triton", "bwd"),
     "Triton forward, compiled for sm_80": ("h100-sm80", "fwd"),
-    "Triton backward, compiled for sm_80": ("h100-sm80", "bwd"),
+    "Triton backward, compiled for sm_80": ("h100-sm80-backward", "bwd"),
 }
 
 

@@ -93,7 +93,7 @@ def one_q_position(options: DecodeOptions) -> bool:
 
 
 def lse_shape(q: Tensor | Metadata) -> tuple[int, ...]:
-    """(batch, heads, seqlen), or of ragged queries (heads, rows)."""
+    """(batch, heads, seqlen), or with cu_seqlens_q (heads, rows)."""
     sizes = q.shape
     return (*sizes[:-3], sizes[-2], sizes[-3])
 

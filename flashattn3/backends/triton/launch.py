@@ -304,7 +304,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
         problem.num_heads_q,
         problem.seqlen_q,
         problem.total_q,
-        -1.0 / problem.score_scale.softmax_scale if _lse_in_scores(problem) else -LOG2E,
+        -1.0 / problem.score_scale.softmax_scale if _lse_in_scores(problem, config) else -LOG2E,
     )
     constants = _value_row(problem, dout_strides) | {
         "BLOCK_D": padded(problem.head_dim),
@@ -337,7 +337,8 @@ def _bwd_launch(
     )
     tail_q, tail_k = problem.seqlen_q % tile.block_m, problem.seqlen_k % tile.block_n
     constants = _features(problem, tile, dout_strides) | {
-        "LSE_IN_SCORES": _lse_in_scores(problem),
+        "LSE_IN_SCORES": _lse_in_scores(problem, config),
+        "DELTA_IN_DP": tile.biased,
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
         "NUM_WARPS": tile.num_warps,
     }
@@ -386,7 +387,7 @@ def _dq_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
         *_bounds_and_factors(problem),
     )
     constants = _features(problem, tile, dout_strides) | {
-        "LSE_IN_SCORES": _lse_in_scores(problem),
+        "LSE_IN_SCORES": _lse_in_scores(problem, config),
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
@@ -484,11 +485,13 @@ def _bounds_and_factors(problem: Problem) -> tuple[int | float, ...]:
     )
 
 
-def _lse_in_scores(problem: Problem) -> bool:
+def _lse_in_scores(problem: Problem, config: TritonConfig) -> bool:
     """Whether the backward subtracts lse from raw scores: not if they are capped, nor if the scale
-    is too small to divide by."""
+    is too small to divide by, nor where the tile has no biases."""
+    tile = config.tiles.bwd or config.tiles.bwd_dkdv
     scale = problem.score_scale
-    return not scale.is_capped and abs(scale.softmax_scale) >= SMALLEST_DIVISOR
+    divides = abs(scale.softmax_scale) >= SMALLEST_DIVISOR
+    return tile.biased and divides and not scale.is_capped
 
 
 def capping(scale: ScoreScale) -> int:

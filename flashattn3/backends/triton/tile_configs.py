@@ -12,12 +12,17 @@ from math import ceil
 
 @dataclass(frozen=True)
 class Tile:
-    """block_m query rows by block_n keys; num_stages is the depth of the load pipeline."""
+    """block_m query rows by block_n keys; num_stages is the depth of the load pipeline.
+
+    biased: in the backward, -lse and -delta are the accumulator biases of S and dP, which takes no
+        registers for them. If not, they are added to S and dP, and the load pipeline has them.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    biased: bool = True
 
     def num_m_blocks(self, rows: int) -> int:
         return ceil(rows / self.block_m)
@@ -61,7 +66,7 @@ class TileConfig:
 
 
 # The backward in five GEMMs with mma.sync.
-BWD_D64 = Tile(32, 128, 4, 2)
+BWD_D64 = Tile(32, 128, 4, 2, biased=False)
 BWD_D128 = Tile(64, 64, 4, 2)
 
 # fmt: off

@@ -277,6 +277,7 @@ def bwd_kernel(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LSE_IN_SCORES: tl.constexpr,
+    DELTA_IN_DP: tl.constexpr,
     TAIL: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):
@@ -286,7 +287,8 @@ def bwd_kernel(
     permuted by ``_dq_index``; the program adds its dS K. None: ``bwd_dq_kernel`` computes dQ.
 
     S and dP are computed transposed, keys by rows, so that P^T and dS^T feed the next GEMM from
-    registers. TAIL: the last m_block or the last n_block may be partial.
+    registers. TAIL: the last m_block or the last n_block may be partial. DELTA_IN_DP: minus_delta
+    is the accumulator bias of dP.
     """
     q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
     k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
@@ -397,7 +399,10 @@ def bwd_kernel(
                     HEAD_DIM_V < BLOCK_DV,
                 )  # fmt: skip
                 dv = tl.dot(p.to(dout.dtype), dout, dv)
-                dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
+                if DELTA_IN_DP:
+                    dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
+                else:
+                    dp = tl.dot(v, tl.trans(dout)) - (-minus_delta)  # a sum would become the bias
                 ds = (p * dp * slope).to(q.dtype)
                 dk = tl.dot(ds, q, dk)
                 if dq_accum_ptr is not None:
