@@ -18,6 +18,8 @@ from flashattn3.backends.hopper.library import Library
 from flashattn3.call.dtypes import FULL_PRECISION
 from flashattn3.dispatch.device import DeviceInfo, default_lowering, describe_device
 from flashattn3.dispatch.kernel_configs import all_configs
+from flashattn3.kvcache import ops as cached_ops
+from flashattn3.kvcache.planned import planned_calls
 from flashattn3.testing import (
     FORWARD_CASES,
     FORWARD_FACTOR,
@@ -194,3 +196,10 @@ def gradients_hold(case, tensors, got, dout, dlse, backend: str) -> None:
 
 def case_named(name: str):
     return next(case for case in FORWARD_CASES if case.name == name)
+
+
+def forget_cached_calls() -> None:
+    """The plans and checks of cached calls and appends are found anew."""
+    of_ops = cached_ops.plan_of, cached_ops._checked_decode, cached_ops._checked_append
+    for cache in (*of_ops, planned_calls):
+        cache.cache_clear()

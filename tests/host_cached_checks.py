@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from helpers import H100
+from helpers import H100, forget_cached_calls
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
@@ -85,15 +85,10 @@ def passed_by(host, given, **options) -> Passed:
     return Passed(events, result, written, sum(counts))
 
 
-def forget_plans() -> None:
-    for cache in (planned_calls, kvcache._checked_decode, kvcache._checked_append):
-        cache.cache_clear()
-
-
 def both(host, given, **options) -> Passed:
     """A call with the launches that the operators know, which is as one without them."""
     found = passed_by(host, given, **options)
-    forget_plans()
+    forget_cached_calls()
     wanted = passed_by(host, given, **options)
     known = {x.data_ptr() for x in given.values() if isinstance(x, torch.Tensor) and has_data(x)}
     expect_same_events(found.events, wanted.events, known)
@@ -180,7 +175,7 @@ OPTIONS = [{"causal": c, "return_lse": lse} for c in (False, True) for lse in (F
 
 def expect_planned(host, given, num_launches, **options):
     """A call like an earlier one is not checked in Python."""
-    forget_plans()
+    forget_cached_calls()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         flash_attn_with_kvcache(**given, **options)
     found = both(host, given, **options)
@@ -219,7 +214,7 @@ def check_planned_calls_that_append(host):
 def check_planned_calls_of_changed_tensors(host):
     """A launch serves no call that it is not planned for, and errors are those of a first call."""
     use_cached_calls()
-    forget_plans()
+    forget_cached_calls()
     table = torch.zeros(300, 16)
     rotary = {"rotary_cos": table, "rotary_sin": table.clone()}
     known = dense() | new_tokens() | rotary
@@ -325,7 +320,7 @@ def check_planned_calls_of_changed_tensors(host):
 def check_the_schemas_of_planned_operators(host):
     """The schema of each operator declares what it writes and what it returns."""
     use_cached_calls()
-    forget_plans()
+    forget_cached_calls()
     given = dense() | new_tokens(tables=torch.float32)
     flash_attn_with_kvcache(**given)
     options = DECODE.convert("flash_attn_with_kvcache", {"backend": None})

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import GPU, H100, WITHOUT_HOPPER, library_double
+from helpers import GPU, H100, WITHOUT_HOPPER, forget_cached_calls, library_double
 
 import flashattn3
 from flashattn3 import (
@@ -24,7 +24,7 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.kvcache import ops as kvcache
-from flashattn3.kvcache.planned import Operators, Planned, planned_calls
+from flashattn3.kvcache.planned import Operators, Planned
 from flashattn3.quantization import dispatch
 
 PACKAGE = flashattn3.__path__[0]
@@ -168,12 +168,9 @@ def compiled(monkeypatch):
     monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
     monkeypatch.setattr(kvcache, "CACHE_BACKENDS", kvcache.CACHE_BACKENDS[1:])
     monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
-    caches = kvcache.plan_of, kvcache._checked_decode, planned_calls
-    for cache in caches:
-        cache.cache_clear()
+    forget_cached_calls()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    forget_cached_calls()
 
 
 @pytest.mark.parametrize("length", ["tensor", "int"])
@@ -194,12 +191,9 @@ def cached_on_hopper(monkeypatch):
     monkeypatch.setattr(kvcache, "CACHE_BACKENDS", backends)
     monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
     monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
-    caches = kvcache.plan_of, kvcache._checked_decode, planned_calls
-    for cache in caches:
-        cache.cache_clear()
+    forget_cached_calls()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    forget_cached_calls()
 
 
 @pytest.mark.parametrize("length", ["tensor", "int"])

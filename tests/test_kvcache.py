@@ -9,7 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CACHE_BACKENDS, GPU, ROOT, SIXTEEN_BIT, TRITON_DTYPES, needs_hopper
+from helpers import (
+    CACHE_BACKENDS,
+    GPU,
+    ROOT,
+    SIXTEEN_BIT,
+    TRITON_DTYPES,
+    forget_cached_calls,
+    needs_hopper,
+)
 
 from flashattn3 import (
     flash_attn_combine,
@@ -17,7 +25,6 @@ from flashattn3 import (
     get_scheduler_metadata,
 )
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.planned import planned_calls
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 LENGTHS = (0, 1, 17, 40)
@@ -138,17 +145,13 @@ def _several_ctas(monkeypatch):
     from flashattn3.backends.triton import cache_tiles
 
     monkeypatch.setattr(cache_tiles, "PROGRAMS_PER_SM", 2 if GPU else 24)
-    ops.plan_of.cache_clear()
-    ops._checked_decode.cache_clear()
-    planned_calls.cache_clear()
+    forget_cached_calls()
 
 
 @pytest.fixture(autouse=True)
 def plans_of_this_test():
     yield
-    ops.plan_of.cache_clear()
-    ops._checked_decode.cache_clear()
-    planned_calls.cache_clear()
+    forget_cached_calls()
 
 
 @pytest.mark.parametrize("num_splits", [0, 3])

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from helpers import H100, library_double, needs_hopper
+from helpers import H100, forget_cached_calls, library_double, needs_hopper
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper import kvcache
@@ -23,7 +23,6 @@ from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.backends.triton.kvcache import TritonCachedCall
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.planned import planned_calls
 from flashattn3.kvcache.problem import AppendOptions, AppendTensors, describe_append, metadata_of
 
 LIBRARY = find_library()
@@ -101,12 +100,9 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
     monkeypatch.setattr(ops, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
-    caches = ops.plan_of, ops._checked_decode, ops._checked_append, planned_calls
-    for cache in caches:
-        cache.cache_clear()
+    forget_cached_calls()
     yield received
-    for cache in caches:
-        cache.cache_clear()
+    forget_cached_calls()
 
 
 def test_what_an_append_passes_to_the_operator(on_hopper):

@@ -18,6 +18,7 @@ from helpers import (
     ROOT,
     WITHOUT_HOPPER,
     Prepared,
+    forget_cached_calls,
     library_double,
     needs_hopper,
 )
@@ -43,7 +44,6 @@ from flashattn3.dispatch.kernel_configs import DECODE_CONFIGS, select_decode_con
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import explanation, ops
 from flashattn3.kvcache.metadata import HEADER, MAGIC, PER_SEQUENCE
-from flashattn3.kvcache.planned import planned_calls
 from flashattn3.kvcache.problem import (
     AppendOptions,
     AppendTensors,
@@ -438,11 +438,9 @@ def on_hopper(monkeypatch):
         monkeypatch.setattr(module, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
-    for cache in (ops.plan_of, ops._checked_decode, planned_calls):
-        cache.cache_clear()
+    forget_cached_calls()
     yield received
-    for cache in (ops.plan_of, ops._checked_decode, planned_calls):
-        cache.cache_clear()
+    forget_cached_calls()
 
 
 def test_what_a_call_passes_to_the_operator(on_hopper):

@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 import torch
-from helpers import H100, library_double, needs_hopper
+from helpers import H100, forget_cached_calls, library_double, needs_hopper
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
 from flashattn3.backends.hopper import kvcache as hopper_kvcache
@@ -26,9 +26,6 @@ from flashattn3.kvcache.problem import DECODE, DecodeTensors
 
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
-
-
-CACHES = ops.plan_of, ops._checked_decode, ops._checked_append, planned_calls
 
 
 class Double:
@@ -74,11 +71,9 @@ def double(monkeypatch):
     monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
     monkeypatch.setattr(ops, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
-    for cache in CACHES:
-        cache.cache_clear()
+    forget_cached_calls()
     yield double
-    for cache in CACHES:
-        cache.cache_clear()
+    forget_cached_calls()
 
 
 def tensors_of(batch=2, seqlen_q=1, heads=(4, 2), d=64, dtype=torch.bfloat16):
@@ -460,8 +455,7 @@ def with_more(given, more, tokens):
 @pytest.mark.parametrize("more", ["", "out", "cache_batch_idx", "cu_seqlens_q", "new", "rotary"])
 def test_later_calls_give_the_bits_of_first_ones(more, return_lse, poisoned_memory):
     """Of other batches, capacities and page tables too, and in a CUDA graph."""
-    for cache in CACHES:
-        cache.cache_clear()
+    forget_cached_calls()
     for page_size, causal in ((0, True), (16, False)):
         options = {"causal": causal, "return_lse": return_lse, "backend": "hopper"}
         for batch, tokens in ((2, 512), (2, 512), (5, 512), (2, 2048)):
@@ -486,8 +480,7 @@ def test_later_calls_give_the_bits_of_first_ones(more, return_lse, poisoned_memo
                 found.append(flash_attn_with_kvcache(**given, **options))
             graph.replay()
             known = ops._checked_decode.cache_info() == checks
-            for cached in CACHES:
-                cached.cache_clear()
+            forget_cached_calls()
             wanted = flash_attn_with_kvcache(**(given | copies), **options)
             assert ops._checked_decode.cache_info().misses == 1
             for results in found:

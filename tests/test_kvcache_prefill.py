@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import H100, HOPPER_IS_MISSING, Prepared, library_double
+from helpers import H100, HOPPER_IS_MISSING, Prepared, forget_cached_calls, library_double
 from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, tensors_of
 
 from flashattn3 import doctor, explain_with_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
@@ -29,8 +29,6 @@ from flashattn3.dispatch.kernel_configs import (
     select_decode_config,
 )
 from flashattn3.dispatch.planner import choose
-from flashattn3.kvcache import ops
-from flashattn3.kvcache.planned import planned_calls
 from flashattn3.kvcache.problem import DecodeTensors, Lengths
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
@@ -694,6 +692,4 @@ def test_triton_and_hopper_agree_on_a_long_prompt():
 @pytest.fixture(autouse=True)
 def plans_of_this_test():
     yield
-    ops.plan_of.cache_clear()
-    ops._checked_decode.cache_clear()
-    planned_calls.cache_clear()
+    forget_cached_calls()
