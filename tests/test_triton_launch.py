@@ -79,6 +79,21 @@ def test_dq_is_added_where_that_was_measured(head_dim, chip, deterministic):
     assert [*found] == ["forward", "combine", "bwd_preprocess", *of_dq]
 
 
+@pytest.mark.parametrize("rows", [15, 16])
+@pytest.mark.parametrize("batch", [1, 300])
+def test_dq_is_not_added_where_its_sum_would_be_mostly_padding(batch, rows):
+    """A dense batch, and as many sequences in a varlen batch."""
+    dense = torch.empty(batch, rows, 3, 64, device="meta", dtype=torch.bfloat16)
+    packed, edges = dense.flatten(0, 1), torch.empty(batch + 1, device="meta", dtype=torch.int32)
+    lengths = {"max_seqlen_q": 4096, "max_seqlen_k": 4096, "function": "flash_attn_varlen_func"}
+    for tensors, options in (
+        (Tensors(dense, dense, dense), Options()),
+        (Tensors(packed, packed, packed, edges, edges), Options(**lengths)),
+    ):
+        problem = describe(tuple(map(metadata_of, tensors)), options)
+        assert (TRITON.configure(problem, A100).tiles.bwd is None) == (rows < 16)
+
+
 def test_dq_is_not_added_by_tcgen05():
     found = launches(64, 64, chip=replace(B200, lowering=100))
     assert "bwd_dq" in found and "bwd" not in found

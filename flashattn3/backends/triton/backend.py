@@ -27,6 +27,7 @@ from .tile_configs import (
 )
 
 TCGEN05 = range(100, 120)  # capabilities whose own tensor core instructions are tcgen05's
+FEW_ROWS = 16  # of a sequence, on average: dq_accum, in float32, has 128 rows for each
 FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
 
 
@@ -181,7 +182,9 @@ def _within_blocks(tile: Tile, problem: Problem) -> Tile:
 
 def _adds_dq(problem: Problem, device: DeviceInfo) -> bool:
     """Whether the backward may add dQ in any order: five GEMMs. tcgen05 was not measured."""
-    return not problem.deterministic and (device.lowering or 0) not in TCGEN05
+    sequences = problem.batch if problem.varlen else 1
+    short = problem.total_q < FEW_ROWS * sequences
+    return not problem.deterministic and not short and (device.lowering or 0) not in TCGEN05
 
 
 def _num_splits(problem: Problem, programs: int, tile: Tile, num_sms: int) -> int:
