@@ -7,6 +7,7 @@
 #include "backward/config.h"
 #include "backward/work_tile.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/smem_desc.cuh"
 
 namespace flashattn3::backward {
 
@@ -48,14 +49,11 @@ struct KernelTraits {
   // Low words of the operands' matrix descriptors without the address of shared memory / 16, which
   // is added in the kernel: one register is then the base of all five operands. Without a cluster
   // that address has no CTA rank to mask.
-  static constexpr uint32_t desc_low(int offset, int atom_stride) {
-    return offset / 16 + (static_cast<uint32_t>(atom_stride / 16) << 16);
-  }
-  static constexpr uint32_t kKLow = desc_low(kKOffset, kBlockN * 128);
-  static constexpr uint32_t kVLow = desc_low(kVOffset, kBlockN * 128);
-  static constexpr uint32_t kQLow = desc_low(kQOffset, kBlockM * 128);
-  static constexpr uint32_t kDoutLow = desc_low(kDoutOffset, kBlockM * 128);
-  static constexpr uint32_t kDsLow = desc_low(kDsOffset, 16);
+  static constexpr uint32_t kKLow = smem_desc_low(kKOffset, kBlockN * 128);
+  static constexpr uint32_t kVLow = smem_desc_low(kVOffset, kBlockN * 128);
+  static constexpr uint32_t kQLow = smem_desc_low(kQOffset, kBlockM * 128);
+  static constexpr uint32_t kDoutLow = smem_desc_low(kDoutOffset, kBlockM * 128);
+  static constexpr uint32_t kDsLow = smem_desc_low(kDsOffset, 16);
 
   static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kStages >= 2 && (kStages & (kStages - 1)) == 0, "a step's number gives its stage");

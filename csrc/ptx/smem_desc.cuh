@@ -24,7 +24,8 @@ struct AtomMajor {
 // Low word of an smem matrix descriptor: address and stride between 64-column atoms (used by
 // MN-major operands only), both in units of 16 bytes. Steps through a tile are added to it. In a
 // cluster the address holds the CTA's rank above 2^24.
-__device__ __forceinline__ uint32_t smem_desc_low(uint32_t address, int atom_stride) {
+__host__ __device__ __forceinline__ constexpr uint32_t smem_desc_low(uint32_t address,
+                                                                     int atom_stride) {
   return ((address >> 4) & 0x3fff) + (static_cast<uint32_t>(atom_stride >> 4) << 16);
 }
 
