@@ -181,7 +181,8 @@ def _within_blocks(tile: Tile, problem: Problem) -> Tile:
 
 
 def _adds_dq(problem: Problem, device: DeviceInfo) -> bool:
-    """Whether the backward may add dQ in any order: five GEMMs. tcgen05 was not measured."""
+    """Return whether the backward of a problem may compute five GEMMs, which add dQ in any order.
+    It may not with tcgen05, where five were not measured."""
     sequences = problem.batch if problem.varlen else 1
     short = problem.total_q < FEW_ROWS * sequences
     return not problem.deterministic and not short and (device.lowering or 0) not in TCGEN05

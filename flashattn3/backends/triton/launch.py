@@ -253,16 +253,13 @@ def backward_launches(
     bwd_dq: q, k, v, dout, minus_lse, minus_delta, dq, the four of _indices.
     """
     dout_strides = (0, *dout_stride[:2]) if problem.varlen else dout_stride[:3]
-    launches = {"bwd_preprocess": _preprocess_launch(problem, config, dout_strides, dlse_stride)}
+    preprocess = _preprocess_launch(problem, config, dout_strides, dlse_stride)
+    main = _bwd_launch(problem, config, dout_strides)
     if config.tiles.bwd is not None:
-        launches["bwd"] = _bwd_launch(problem, config, config.tiles.bwd, dout_strides, "fp32")
-        launches["bwd_postprocess"] = _postprocess_launch(problem, config)
-    else:
-        launches["bwd_dkdv"] = _bwd_launch(
-            problem, config, config.tiles.bwd_dkdv, dout_strides, None
-        )
-        launches["bwd_dq"] = _dq_launch(problem, config, dout_strides)
-    return launches
+        last = _postprocess_launch(problem, config)
+        return {"bwd_preprocess": preprocess, "bwd": main, "bwd_postprocess": last}
+    last = _dq_launch(problem, config, dout_strides)
+    return {"bwd_preprocess": preprocess, "bwd_dkdv": main, "bwd_dq": last}
 
 
 def lse_delta_shape(problem: Problem) -> tuple[int, ...]:
@@ -315,16 +312,15 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
     dtype = NAMES[problem.dtype]
     dlse_type = "fp32" if has_dlse else None
-    accum_type = None if config.tiles.bwd is None else "fp32"
-    types = (dtype, dtype, "fp32", dlse_type, "fp32", "fp32", accum_type, *_indices(problem)[::2])
+    rows = ("fp32", dlse_type, "fp32", "fp32", _dq_accum_type(config))
+    types = (dtype, dtype, *rows, *_indices(problem)[::2])
     return _launch(
         backward.bwd_preprocess_kernel, types, grid, scalars, constants, COMBINE_TILE, config
     )
 
 
-def _bwd_launch(
-    problem: Problem, config: TritonConfig, tile: Tile, dout_strides, accum_type: str | None
-) -> Launch:
+def _bwd_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
+    tile = config.tiles.of_bwd_kernel
     num_n_blocks = tile.num_n_blocks(problem.seqlen_k)
     keys, heads = problem.total_k, problem.num_heads_kv
     scalars = (
@@ -344,7 +340,8 @@ def _bwd_launch(
     }
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
     dtype = NAMES[problem.dtype]
-    types = (*(dtype,) * 4, "fp32", "fp32", dtype, dtype, accum_type, *_indices(problem))
+    gradients = (dtype, dtype, _dq_accum_type(config))
+    types = (*(dtype,) * 4, "fp32", "fp32", *gradients, *_indices(problem))
     return _launch(backward.bwd_kernel, types, grid, scalars, constants, tile, config)
 
 
@@ -488,10 +485,14 @@ def _bounds_and_factors(problem: Problem) -> tuple[int | float, ...]:
 def _lse_in_scores(problem: Problem, config: TritonConfig) -> bool:
     """Whether the backward subtracts lse from raw scores: not if they are capped, nor if the scale
     is too small to divide by, nor where the tile has no biases."""
-    tile = config.tiles.bwd or config.tiles.bwd_dkdv
     scale = problem.score_scale
     divides = abs(scale.softmax_scale) >= SMALLEST_DIVISOR
-    return tile.biased and divides and not scale.is_capped
+    return config.tiles.of_bwd_kernel.biased and divides and not scale.is_capped
+
+
+def _dq_accum_type(config: TritonConfig) -> str | None:
+    """Triton's type of dq_accum, which the backward in five GEMMs has."""
+    return None if config.tiles.bwd is None else "fp32"
 
 
 def capping(scale: ScoreScale) -> int:

@@ -44,6 +44,11 @@ class Tiles:
     bwd_dq: Tile
     bwd: Tile | None = None
 
+    @property
+    def of_bwd_kernel(self) -> Tile:
+        """The tile of the kernel of dK and dV, which both backwards launch."""
+        return self.bwd or self.bwd_dkdv
+
     def describe_backward(self) -> str:
         if self.bwd is None:
             return "7 GEMMs, bitwise reproducible"

@@ -41,6 +41,15 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
+def _block_and_head(num_blocks, num_heads):
+    """Block, batch index and head of this program of a grid of num_blocks * num_heads * batch; the
+    last two in 64 bits."""
+    pid = tl.program_id(0)
+    head = pid // num_blocks
+    return pid % num_blocks, (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
+
+
+@triton.jit
 def _lse_delta_start(start_q, batch_idx, VARLEN: tl.constexpr):
     """First row of a sequence in minus_lse and minus_delta, which pad every sequence."""
     start = start_q
@@ -139,11 +148,8 @@ def bwd_preprocess_kernel(
     dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
         dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
     )
-    pid = tl.program_id(0)
-    first_row = pid % num_m_blocks * BLOCK_M
-    head = pid // num_m_blocks
-    batch_idx = (head // num_heads).to(tl.int64)
-    head = (head % num_heads).to(tl.int64)
+    m_block, batch_idx, head = _block_and_head(num_m_blocks, num_heads)
+    first_row = m_block * BLOCK_M
     start_q, length_q = sequence(
         cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
     )
@@ -302,11 +308,7 @@ def bwd_kernel(
     dv_stride_b, dv_stride_s, dv_stride_h = strides_of(
         dv_stride_b, dv_stride_s, dv_stride_h, STRIDE_UNIT
     )
-    pid = tl.program_id(0)
-    n_block = pid % num_n_blocks
-    head_kv = pid // num_n_blocks
-    batch_idx = (head_kv // num_heads_kv).to(tl.int64)
-    head_kv = (head_kv % num_heads_kv).to(tl.int64)
+    n_block, batch_idx, head_kv = _block_and_head(num_n_blocks, num_heads_kv)
     start_q, length_q = sequence(
         cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
     )
@@ -500,13 +502,9 @@ def bwd_dq_kernel(
     dq_stride_b, dq_stride_s, dq_stride_h = strides_of(
         dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT
     )
-    pid = tl.program_id(0)
-    m_block = pid % num_m_blocks
-    head = pid // num_m_blocks
+    m_block, batch_idx, head = _block_and_head(num_m_blocks, num_heads)
     if RIGHT:
         m_block = num_m_blocks - 1 - m_block
-    batch_idx = (head // num_heads).to(tl.int64)
-    head = (head % num_heads).to(tl.int64)
     head_kv = head // qhead_per_kvhead
     start_q, length_q = sequence(
         cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
@@ -632,11 +630,8 @@ def bwd_postprocess_kernel(
     dq_stride_b, dq_stride_s, dq_stride_h = strides_of(
         dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT
     )
-    pid = tl.program_id(0)
-    first_row = pid % num_m_blocks * BLOCK_M
-    head = pid // num_m_blocks
-    batch_idx = (head // num_heads).to(tl.int64)
-    head = (head % num_heads).to(tl.int64)
+    m_block, batch_idx, head = _block_and_head(num_m_blocks, num_heads)
+    first_row = m_block * BLOCK_M
     start_q, length_q = sequence(
         cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
     )
