@@ -77,18 +77,18 @@ inline TileSchedulerParams make_scheduler_params(const ForwardParams& params,
   const int64_t blocks = (int64_t{tiles.longest} + tiles.block - 1) / tiles.block;
   const int64_t heads = int64_t{tiles.num_heads} * params.batch;
   const int64_t group = std::clamp<int64_t>(tiles.l2_group_heads, 1, std::max<int64_t>(1, heads));
-  // The last group has the heads that are no whole group, or as many whole groups as it needs.
-  const int64_t others = heads % group;
-  int64_t groups = others == 0 ? 1 : 0;
-  const auto last_l2_group = [&] { return std::min(heads, others + groups * group); };
-  while (last_l2_group() < heads && last_l2_group() * blocks < tiles.last_group_tiles) {
-    groups = std::max<int64_t>(1, 2 * groups);
+  // The last group has the heads that are no whole group, or one group, and as many more as it
+  // needs.
+  int64_t last_l2_group = heads % group == 0 ? group : heads % group, more = group;
+  while (last_l2_group < heads && last_l2_group * blocks < tiles.last_group_tiles) {
+    last_l2_group = std::min(heads, last_l2_group + more);
+    more *= 2;
   }
   return {.num_tiles = static_cast<int>(num_tiles(params, tiles)),
           .num_blocks = static_cast<int>(blocks),
           .num_batch_heads = static_cast<int>(heads),
           .l2_group_heads = static_cast<int>(group),
-          .last_l2_group_heads = static_cast<int>(last_l2_group()),
+          .last_l2_group_heads = static_cast<int>(last_l2_group),
           .last_block_first = tiles.last_block_first,
           .varlen = {params.varlen ? params.varlen_schedule : nullptr, params.batch},
           .tile_counter = params.tile_counter};
