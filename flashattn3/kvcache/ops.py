@@ -101,10 +101,10 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     planned = None if is_checked(q.device) else plan.launch.planned(seqlen_q)
     if planned is not None:
         planned_calls(options).add(planned)
-    out_shape, lse_shape = result_shapes(q, v_cache)
+    of_out, of_lse = result_shapes(q, v_cache)
     wanted = options.return_lse or plan.launch.needs_lse
-    lse_shape = lse_shape if wanted else None
-    return CheckedCall(plan, out_shape, lse_shape, lse_dtype(q.dtype), not q.rows_are_dense)
+    of_lse = of_lse if wanted else None
+    return CheckedCall(plan, of_out, of_lse, lse_dtype(q.dtype), not q.rows_are_dense)
 
 
 class CheckedAppend(NamedTuple):
