@@ -24,7 +24,7 @@ struct QuantizedArguments {
 
 struct Arguments {
   // (head_dim, seqlen, heads, batch), innermost first; batch is 1 with cu_seqlens.
-  CUtensorMap q;        // boxes of 128 bytes of columns x block_m rows
+  CUtensorMap q;        // boxes of 128 bytes of columns x query_box_rows
   CUtensorMap k;        // boxes of 128 bytes of columns x block_n rows
   CUtensorMap v;        // as k; 8-bit kernel configs: permuted V, see make_permuted_v_map
   CUtensorMap out_map;  // boxes of 64 columns x kRowsOfWarp rows

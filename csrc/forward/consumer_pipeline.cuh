@@ -46,7 +46,7 @@ class ConsumerPipeline {
   };
 
   __device__ __forceinline__ Work work_of(const Tile& tile) const {
-    const int first_row = uniform(tile.first_row) + warpgroup_ * 64;
+    const int first_row = uniform(tile.row_origin(warpgroup_)) + warpgroup_ * 64;
     const int num_rows = uniform(tile.num_rows);
     const BlockRange all{uniform(tile.n_blocks.begin), uniform(tile.n_blocks.end)};
     const BlockRange mine =
@@ -83,7 +83,7 @@ class ConsumerPipeline {
   }
 
   __device__ __forceinline__ int warp_first_row() const {
-    return tile().first_row + threadIdx.x / 32 * kRowsOfWarp;
+    return tile().row_origin(warpgroup_) + threadIdx.x / 32 * kRowsOfWarp;
   }
 
   __device__ __forceinline__ void release_tile() {
@@ -159,7 +159,7 @@ class ConsumerPipeline {
 
   // Blocks in which every row of the warpgroup sees every key.
   __device__ __forceinline__ BlockRange full_n_blocks() const {
-    const int first_row = uniform(tile().first_row) + warpgroup_ * 64;
+    const int first_row = uniform(tile().row_origin(warpgroup_)) + warpgroup_ * 64;
     const int num_rows = uniform(tile().num_rows);
     return tile()
         .mask(num_rows, uniform(tile().num_keys), args_.window)

@@ -23,8 +23,8 @@ __device__ __forceinline__ uint32_t pack_out(const Arguments& args, float low, f
 // lse -inf. staged: the warp's staging buffer in shared memory, kOutAtoms swizzle atoms at
 // distance atom_stride, which no thread or copy still reads. All lanes call it; afterwards copies
 // issued by lane 0 may still read the buffer (wait_for_stores).
-template <class Traits, class Softmax>
-__device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile& tile,
+template <class Traits, class Tile, class Softmax>
+__device__ __forceinline__ void store_rows(const Arguments& args, const Tile& tile, int warpgroup,
                                            int first_row, const float (&o)[Traits::kOutRegisters],
                                            const Softmax& softmax, float scale, uint8_t* staged,
                                            int atom_stride) {
@@ -38,18 +38,18 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
     if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
       constexpr float kLn2 = 0.693147180559945f;
       args.lse[tile.batch_coord * args.lse_batch + (tile.row_offset + row) * args.lse_seq +
-               tile.head * args.lse_head] =
+               tile.head_of(warpgroup) * args.lse_head] =
           sum == 0.f ? -INFINITY : (softmax.row_max_log2(r) + __log2f(sum)) * kLn2;
     }
   }
   // num_rows is marked uniform over the warp, or the main loop would lose its uniform registers.
   const RowTarget target{.tensor_map = &args.out_map,
                          .row = tile.row_offset + first_row,
-                         .head = tile.head,
+                         .head = tile.head_of(warpgroup),
                          .batch_coord = tile.batch_coord,
                          .data = args.out + tile.batch_coord * args.out_batch +
                                  (tile.row_offset + first_row) * args.out_seq +
-                                 tile.head * args.out_head,
+                                 tile.head_of(warpgroup) * args.out_head,
                          .row_stride = args.out_seq,
                          .num_rows = uniform(min(kRowsOfWarp, tile.num_rows - first_row)),
                          .num_columns = args.head_dim_v};
@@ -78,19 +78,20 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const WorkTile
 }
 
 // Stores a warp's rows that see no key: out 0 and lse -inf.
-__device__ __forceinline__ void store_nothing(const Arguments& args, const WorkTile& tile,
-                                              int first_row) {
+template <class Tile>
+__device__ __forceinline__ void store_nothing(const Arguments& args, const Tile& tile,
+                                              int warpgroup, int first_row) {
   const int row = first_row + threadIdx.x % 32 / 2;
   if (row >= tile.num_rows) return;
   const int64_t token = tile.row_offset + row;
   uint16_t* out = args.out + tile.batch_coord * args.out_batch + token * args.out_seq +
-                  tile.head * args.out_head;
+                  tile.head_of(warpgroup) * args.out_head;
   for (int column = threadIdx.x % 2 * 8; column < args.head_dim_v; column += 16) {
     store_columns(out, column, args.head_dim_v, make_uint4(0, 0, 0, 0));
   }
   if (args.lse == nullptr || threadIdx.x % 2 != 0) return;
-  args.lse[tile.batch_coord * args.lse_batch + token * args.lse_seq + tile.head * args.lse_head] =
-      -INFINITY;
+  args.lse[tile.batch_coord * args.lse_batch + token * args.lse_seq +
+           tile.head_of(warpgroup) * args.lse_head] = -INFINITY;
 }
 
 }  // namespace flashattn3::forward

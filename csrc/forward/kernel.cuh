@@ -94,7 +94,7 @@ class Consumer : Mainloop {
         q_.advance();
         this->skip_n_blocks(work.above);
       }
-      store_nothing(args_, this->tile(), this->warp_first_row());
+      store_nothing(args_, this->tile(), warpgroup_, this->warp_first_row());
       this->release_tile();
     }
   }
@@ -124,14 +124,14 @@ class Consumer : Mainloop {
       named_barrier_sync(1 + warpgroup_, 128);
       uint8_t* rows = shared_ + Traits::kQOffset + q_.next().index() * Traits::kQBytes +
                       warp * kRowsOfWarp * 128;
-      store_rows<Traits>(args_, this->tile(), this->warp_first_row(), o, softmax, 1.f, rows,
-                         Traits::kBlockM * 128);
+      store_rows<Traits>(args_, this->tile(), warpgroup_, this->warp_first_row(), o, softmax, 1.f,
+                         rows, Traits::kBlockM * 128);
       staged_ = true;
     } else {
       if (threadIdx.x % 32 == 0) wait_for_stores();
       __syncwarp();
       const float scale = this->out_scale();
-      store_rows<Traits>(args_, this->tile(), this->warp_first_row(), o, softmax, scale,
+      store_rows<Traits>(args_, this->tile(), warpgroup_, this->warp_first_row(), o, softmax, scale,
                          this->staged_out(), kRowsOfWarp * 128);
     }
     this->release_tile();

@@ -183,32 +183,59 @@ class CachedTiles {
 
   __device__ __forceinline__ void describe(CachedWorkTile& tile, int index) const {
     const TileCoord coord = find_tile(args_.scheduler, index);
-    const int batch_idx = coord.batch_head_idx / args_.num_heads_q;
+    const int batch_idx = coord.batch_head_idx / args_.num_heads_kv;
     const Sequence rows = find_sequence(args_.seqlens_q, batch_idx);
-    tile.first_row = coord.block * Traits::kBlockM;
-    tile.head = coord.batch_head_idx - batch_idx * args_.num_heads_q;
+    tile.kv_head = coord.batch_head_idx - batch_idx * args_.num_heads_kv;
+    const int last_row = describe_slices(tile, coord.block, rows.length);
     tile.batch_coord = args_.seqlens_q.cu_seqlens != nullptr ? 0 : batch_idx;
     tile.row_offset = rows.offset;
     tile.num_rows = rows.length;
     tile.num_keys = args_.keys.num_keys(batch_idx);
     tile.batch_idx = batch_idx;
     tile.cache_idx = args_.keys.cache_idx(batch_idx);
-    tile.kv_head = tile.head / args_.qhead_per_kvhead;
     const int padding = args_.keys.first_key(batch_idx, tile.num_keys);
     const Mask mask = Mask::of(rows.length, tile.num_keys, args_.window, padding);
     tile.first_key = min(mask.begin(0), tile.num_keys);  // the first query sees the earliest keys
-    const int last_row = min(tile.first_row + Traits::kBlockM, rows.length) - 1;
     tile.n_blocks = mask.template n_block_range<Traits::kBlockN>(tile.first_row, last_row);
+  }
+
+  // Sets the slices of a work tile of tile.kv_head. Returns the last row of the last one that has
+  // rows.
+  __device__ __forceinline__ int describe_slices(CachedWorkTile& tile, int block,
+                                                 int num_rows) const {
+    const int num_heads = args_.qhead_per_kvhead, first_head = tile.kv_head * num_heads;
+    const int first_slice = block * Traits::kConsumers;
+    int row = first_slice / num_heads * kSliceRows, head = first_slice % num_heads;
+    tile.first_row = row;
+    tile.head = first_head + head;
+    int last_row = -1;
+#pragma unroll
+    for (int i = 0; i < Traits::kConsumers; ++i) {
+      const bool has_rows = row < num_rows;
+      tile.slices[i] = {has_rows ? row - i * kSliceRows : num_rows, first_head + head};
+      if (has_rows) last_row = min(row + kSliceRows, num_rows) - 1;
+      if (++head == num_heads) head = 0, row += kSliceRows;
+    }
+    return last_row;
   }
 
   __device__ __forceinline__ void load_q(const CachedWorkTile& tile) {
     if (tile.n_blocks.begin == tile.n_blocks.end) return;
     // Sync: every consumer warp has released this buffer.
     storage_.q_empty[q_.index()].wait(q_.phase());
-    load_tile<Traits::kBlockM, Traits::kAtoms, Traits::kAtomColumns>(
-        shared_ + Traits::kQOffset + q_.index() * Traits::kQBytes, &args_.q,
-        storage_.q_full[q_.index()], kReadOnce, tile.row_offset + tile.first_row, tile.head,
-        tile.batch_coord);
+    Barrier& full = storage_.q_full[q_.index()];
+    uint8_t* const buffer = shared_ + Traits::kQOffset + q_.index() * Traits::kQBytes;
+    int num_slices = 0;  // that have rows
+#pragma unroll
+    for (int i = 0; i < Traits::kConsumers; ++i) num_slices += row_of(tile, i) < tile.num_rows;
+    full.arrive_and_expect(num_slices * (Traits::kQBytes / Traits::kConsumers));
+#pragma unroll
+    for (int i = 0; i < Traits::kConsumers; ++i) {
+      if (i >= num_slices) break;
+      copy_tile<kSliceRows, Traits::kAtoms, Traits::kAtomColumns, Traits::kBlockM>(
+          buffer + i * kSliceRows * 128, &args_.q, full, kReadOnce,
+          tile.row_offset + row_of(tile, i), tile.slices[i].head, tile.batch_coord);
+    }
     q_.advance();
   }
 
@@ -218,6 +245,11 @@ class CachedTiles {
     storage_.tile[tile_.index()] = tile;
     storage_.tile_full[tile_.index()].arrive();
     tile_.advance();
+  }
+
+  static constexpr int kSliceRows = query_box_rows(kConfig);
+  static __device__ __forceinline__ int row_of(const CachedWorkTile& tile, int slice) {
+    return tile.slices[slice].row_origin + slice * kSliceRows;
   }
 
   const CachedArguments& args_;

@@ -88,6 +88,9 @@ struct alignas(16) WorkTile {
   BlockRange n_blocks;  // K and V tiles that the producer loads, last one first; may be empty
   int batch_idx;        // batch index for descales
 
+  // A warpgroup multiplies 64 rows of one head, from row_origin + 64 * warpgroup on.
+  __device__ __forceinline__ int row_origin(int) const { return first_row; }
+  __device__ __forceinline__ int head_of(int) const { return head; }
   static __device__ auto k_strides(const Arguments&, auto traits) { return traits.strides(); }
   static __device__ auto v_strides(const Arguments&, auto traits) { return traits.strides(); }
   static constexpr int kProducerReaders = 1;  // warps of the producer warpgroup that read it

@@ -8,6 +8,10 @@
 
 namespace flashattn3::forward {
 
+// Query rows that one TMA box loads. In a work tile of a cached config the warpgroups have rows of
+// different heads.
+constexpr int query_box_rows(const Config& config) { return config.cached ? 64 : config.block_m; }
+
 // How TMA boxes fill a K or V tile of a cache.
 struct CacheTile {
   TileStrides strides;
@@ -25,11 +29,23 @@ struct CachedArguments : Arguments {
   int log2_box_rows;         // slots of a box; they divide the page and block_n
 };
 
-// A WorkTile of a cached sequence.
+// A WorkTile of a cached sequence: as many slices as warpgroups, each 64 rows of one of the query
+// heads that share a KV head. The slices of these heads are numbered together, those of the same
+// rows one after the other, so that few tokens fill whole work tiles and few tiles load the same
+// keys. first_row and head are those of the first slice.
 struct CachedWorkTile : WorkTile {
+  // Of each warpgroup. Without rows: row_origin is num_rows.
+  struct Slice {
+    int row_origin, head;
+  } slices[3];
   int first_key;  // no query of the sequence sees a key before it
   int cache_idx;  // entry of the cache (CachedKeys)
   int kv_head;
+
+  __device__ __forceinline__ int row_origin(int warpgroup) const {
+    return slices[warpgroup].row_origin;
+  }
+  __device__ __forceinline__ int head_of(int warpgroup) const { return slices[warpgroup].head; }
 
   static __device__ __forceinline__ TileStrides k_strides(const Arguments& args, auto) {
     return static_cast<const CachedArguments&>(args).k_tile.strides;

@@ -76,7 +76,7 @@ constexpr int kTilesOfLastGroup = 132;
 // last tiles must come first.
 template <backward::Config kConfig>
 WorkTiles backward_tiles(const AttentionProblem& problem, int num_heads) {
-  return {.block = backward::block_n(kConfig),
+  return {.shape = {.rows = backward::block_n(kConfig)},
           .longest = problem.seqlen_k,
           .total = problem.total_k,
           .num_heads = num_heads,

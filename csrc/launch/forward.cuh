@@ -22,13 +22,23 @@ constexpr auto forward_kernel() {
   return &forward::attention_kernel<forward::RolesOf<kConfig>>;
 }
 
+// The query heads that share a KV head have work tiles together in cached configs, else each its
+// own.
+template <forward::Config kConfig>
+TileShape forward_tile_shape(const AttentionProblem& problem) {
+  constexpr int kRows = forward::query_box_rows(kConfig);
+  const int heads = kConfig.cached ? problem.num_heads_q / problem.num_heads_kv : 1;
+  return {.rows = kRows, .slices = kConfig.block_m / kRows, .heads = heads};
+}
+
 template <forward::Config kConfig>
 WorkTiles forward_tiles(const AttentionProblem& problem) {
-  return {.block = kConfig.block_m,
+  const TileShape shape = forward_tile_shape<kConfig>(problem);
+  return {.shape = shape,
           .longest = problem.seqlen_q,
           .total = problem.total_q,
-          .num_heads = problem.num_heads_q,
-          .l2_group_heads = problem.num_heads_q / problem.num_heads_kv,
+          .num_heads = problem.num_heads_q / shape.heads,
+          .l2_group_heads = problem.num_heads_q / problem.num_heads_kv / shape.heads,
           .last_group_tiles = kConfig.masked ? problem.num_sms : 0,
           .last_block_first = kConfig.masked};
 }
@@ -81,7 +91,7 @@ void set_query_arguments(forward::Arguments& args, const ForwardParams& params) 
   const TensorMapShape q_shape{params.head_dim, varlen ? params.total_q : params.seqlen_q,
                                params.num_heads_q, varlen ? 1 : params.batch};
   args.q = make_tensor_map("q", kConfig.dtype, params.q, params.q, q_shape, params.q_stride,
-                           kConfig.block_m);
+                           forward::query_box_rows(kConfig));
   const TensorMapShape out_shape{params.head_dim_v, q_shape.seq, q_shape.heads, q_shape.batch};
   const ElementType out_type = !kQuantized          ? kConfig.dtype
                                : params.out_is_fp16 ? ElementType::kFloat16
@@ -138,7 +148,7 @@ template <forward::Config kConfig>
 void launch_forward(const char* name, const ForwardParams& params, cudaStream_t stream) {
   if (params.num_heads_q <= 0 || (params.varlen && params.total_q <= 0)) return;
   check_problem<kConfig>(name, params);
-  if (params.varlen) launch_varlen_forward(params, kConfig.block_m, stream);
+  if (params.varlen) launch_varlen_forward(params, forward_tile_shape<kConfig>(params), stream);
   if (params.batch <= 0 || params.seqlen_q <= 0) return;
   const forward::Arguments args = make_forward_arguments<kConfig>(params);
   constexpr auto kKernel = forward_kernel<kConfig>();

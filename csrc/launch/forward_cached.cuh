@@ -152,7 +152,8 @@ void launch_cached_forward(const char* name, const DecodeParams& params, cudaStr
   int32_t* const semaphore =
       params.min_queries > 0 ? forward.varlen_schedule + 2 * forward.batch + 1 : nullptr;
   if (forward.varlen) {
-    launch_varlen_forward(forward, kConfig.block_m, stream, params.min_queries, semaphore);
+    launch_varlen_forward(forward, forward_tile_shape<kConfig>(forward), stream, params.min_queries,
+                          semaphore);
   }
   if (forward.batch <= 0 || forward.seqlen_q <= 0) return;
   forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);

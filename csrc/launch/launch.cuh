@@ -13,6 +13,7 @@
 #include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
+#include "attention/tile_shape.h"
 #include "launch/errors.h"
 #include "launch/params.h"
 
@@ -26,11 +27,11 @@ inline Window window_of(const AttentionProblem& params) {
           params.window_right < 0 ? widest : std::min(params.window_right, widest)};
 }
 
-// Work tiles of a launch, `block` tokens of a head each, and their order.
+// Work tiles of a launch, and their order.
 struct WorkTiles {
-  int block;           // tokens of a tile: queries in the forward, keys in the backward
-  int longest, total;  // tokens of the longest sequence; varlen: and of all sequences
-  int num_heads;
+  TileShape shape;        // queries in the forward, keys in the backward
+  int longest, total;     // tokens of the longest sequence; varlen: and of all sequences
+  int num_heads;          // heads, or groups of shape.heads
   int l2_group_heads;     // heads whose tiles take turns
   int last_group_tiles;   // the last L2 head group has as many if it can: tiles differ in length
   bool last_block_first;  // of each L2 head group
@@ -39,10 +40,9 @@ struct WorkTiles {
 // Upper bound on the number of work tiles of all sequences and heads. Varlen sequences share
 // `total` tokens, and the longest may be far longer than the others.
 inline int64_t num_tiles(const AttentionProblem& problem, const WorkTiles& tiles) {
-  const int64_t alike =
-      (int64_t{tiles.longest} + tiles.block - 1) / tiles.block * int64_t{problem.batch};
+  const int64_t alike = tiles.shape.num_blocks(tiles.longest) * problem.batch;
   const int64_t of_head =
-      problem.varlen ? std::min(alike, int64_t{tiles.total} / tiles.block + problem.batch) : alike;
+      problem.varlen ? std::min(alike, tiles.shape.most_blocks(tiles.total, problem.batch)) : alike;
   const int64_t count = of_head * tiles.num_heads;
   const int64_t heads = int64_t{tiles.num_heads} * problem.batch;
   expect(std::max(count, heads) <= INT_MAX / 2, "launch", "the number of work tiles",
@@ -74,7 +74,7 @@ inline SequenceTable seqlens_k_of(const ForwardParams& params) {
 
 inline TileSchedulerParams make_scheduler_params(const ForwardParams& params,
                                                  const WorkTiles& tiles) {
-  const int64_t blocks = (int64_t{tiles.longest} + tiles.block - 1) / tiles.block;
+  const int64_t blocks = tiles.shape.num_blocks(tiles.longest);
   const int64_t heads = int64_t{tiles.num_heads} * params.batch;
   const int64_t group = std::clamp<int64_t>(tiles.l2_group_heads, 1, std::max<int64_t>(1, heads));
   // The last group has the heads that are no whole group, or one group, and as many more as it

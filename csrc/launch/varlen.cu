@@ -5,13 +5,13 @@
 
 namespace flashattn3 {
 
-void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_t stream,
+void launch_varlen_forward(const ForwardParams& params, const TileShape& shape, cudaStream_t stream,
                            int min_queries, int32_t* semaphore) {
   varlen::Arguments args{};
   args.seqlens_q = seqlens_q_of(params);
   args.seqlens_k = seqlens_k_of(params);
   args.batch = params.batch;
-  args.block_m = block_m;
+  args.shape = shape;
   args.schedule = {params.varlen_schedule, params.batch};
   args.out = static_cast<uint16_t*>(params.out);
   args.lse = params.lse;
@@ -33,7 +33,7 @@ void launch_varlen_backward(const ForwardParams& params, int block_n, cudaStream
   args.seqlens_q = seqlens_k_of(params);
   args.seqlens_k = seqlens_q_of(params);
   args.batch = params.batch;
-  args.block_m = block_n;
+  args.shape = {.rows = block_n};
   args.schedule = {params.varlen_schedule, params.batch};
   varlen::prepare<<<1, varlen::kThreads, 0, stream>>>(args);  // CTA 0 sorts the sequences
   check_cuda(cudaGetLastError(), "launch of varlen::prepare");

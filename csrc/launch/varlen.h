@@ -3,14 +3,15 @@
 
 #include <cuda_runtime.h>
 
+#include "attention/tile_shape.h"
 #include "launch/params.h"
 
 namespace flashattn3 {
 
-// Fills params.varlen_schedule for work tiles of block_m queries and clears the rows of out and lse
-// that belong to no sequence. Enqueues a kernel without waiting. Throws std::runtime_error.
+// Fills params.varlen_schedule for work tiles of queries and clears the rows of out and lse that
+// belong to no sequence. Enqueues a kernel without waiting. Throws std::runtime_error.
 // min_queries: sequences with fewer queries get no work tile. semaphore: set to 0, or null.
-void launch_varlen_forward(const ForwardParams& params, int block_m, cudaStream_t stream,
+void launch_varlen_forward(const ForwardParams& params, const TileShape& shape, cudaStream_t stream,
                            int min_queries = 0, int32_t* semaphore = nullptr);
 
 // Fills params.varlen_schedule for tiles of block_n keys. As above.

@@ -13,16 +13,16 @@ namespace flashattn3 {
 constexpr uint64_t kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
 constexpr uint64_t kReadAgain = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
 
-// Copies kRows rows of kAtoms swizzle atoms, each of 128 bytes or kAtomColumns elements, from
-// (row, head, batch_coord) and atom first_atom on. Elements outside the tensor arrive as 0. One
-// thread calls it; `full`, which already expects the bytes, counts them.
-template <int kRows, int kAtoms, int kAtomColumns>
+// Copies kRows rows of kAtoms swizzle atoms, each of 128 bytes or kAtomColumns elements, from (row,
+// head, batch_coord) and atom first_atom on, to a tile of kTileRows rows. Elements outside the
+// tensor arrive as 0. One thread calls it; `full`, which already expects the bytes, counts them.
+template <int kRows, int kAtoms, int kAtomColumns, int kTileRows = kRows>
 __device__ __forceinline__ void copy_tile(uint8_t* tile, const void* tensor_map, Barrier& full,
                                           uint64_t cache_hint, int row, int head, int batch_coord,
                                           int first_atom = 0) {
 #pragma unroll
   for (int atom = 0; atom < kAtoms; ++atom) {
-    cute::SM90_TMA_LOAD_4D::copy(tensor_map, &full.word, cache_hint, tile + atom * kRows * 128,
+    cute::SM90_TMA_LOAD_4D::copy(tensor_map, &full.word, cache_hint, tile + atom * kTileRows * 128,
                                  (first_atom + atom) * kAtomColumns, row, head, batch_coord);
   }
 }

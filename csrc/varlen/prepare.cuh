@@ -8,6 +8,7 @@
 
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
+#include "attention/tile_shape.h"
 #include "tile/tma_store.cuh"
 
 namespace flashattn3::varlen {
@@ -16,7 +17,7 @@ struct Arguments {
   SequenceTable seqlens_q;
   SequenceTable seqlens_k;
   int batch;
-  int block_m;
+  TileShape shape;
   VarlenSchedule schedule;  // output
 
   uint16_t* out;  // (rows, heads, columns), strides in elements
@@ -52,7 +53,7 @@ __device__ inline void order_sequences(const Arguments& args) {
     int blocks = 0;
     if (place < args.batch) {
       const int length = find_sequence(args.seqlens_q, batch_idx[0]).length;
-      if (length >= args.min_queries) blocks = (length + args.block_m - 1) / args.block_m;
+      if (length >= args.min_queries) blocks = static_cast<int>(args.shape.num_blocks(length));
     }
     int before, all;
     Scan(temp_storage.scan).ExclusiveSum(blocks, before, all);

@@ -25,6 +25,7 @@ using namespace flashattn3;
 // CTAs of a launch, and how to run one.
 struct Launch {
   int num_ctas, num_threads;
+  TileShape shape;
   std::function<void()> kernel;
 };
 
@@ -35,6 +36,7 @@ static Launch prepare(const char* name, const DecodeParams& params) {
     const ForwardParams forward = forward_params_of(params);
     const forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
     return {num_persistent_ctas(forward, args.scheduler.num_tiles), forward::num_threads(kConfig),
+            forward_tile_shape<kConfig>(forward),
             [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); }};
   } else {
     return {};
@@ -64,7 +66,8 @@ struct Turn {
 };
 
 // What varlen/prepare.cuh does: the order of the sequences, and rows of no sequence.
-static void prepare_varlen(DecodeProblem& problem, const DecodeParams& params, int block_m) {
+static void prepare_varlen(DecodeProblem& problem, const DecodeParams& params,
+                           const TileShape& shape) {
   const VarlenSchedule schedule{static_cast<int32_t*>(params.workspace), params.batch};
   std::vector<int> keys(params.batch);
   for (int b = 0; b < params.batch; ++b) keys[b] = problem.sequence(b).num_keys;
@@ -74,7 +77,8 @@ static void prepare_varlen(DecodeProblem& problem, const DecodeParams& params, i
   schedule.first_blocks()[0] = 0;
   for (int i = 0; i < params.batch; ++i) {
     const int rows = problem.sequence(order[i]).num_queries;
-    schedule.first_blocks()[i + 1] = schedule.first_blocks()[i] + (rows + block_m - 1) / block_m;
+    schedule.first_blocks()[i + 1] =
+        schedule.first_blocks()[i] + static_cast<int>(shape.num_blocks(rows));
   }
 }
 
@@ -85,10 +89,8 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   uint32_t counters[2] = {};
   params.num_sms = turn.num_sms, params.workspace = schedule.data();
   params.counters = turn.counted ? counters : nullptr;
-  if (params.cu_seqlens_q != nullptr) {
-    prepare_varlen(problem, params, kCheckConfigs[config].block_m);
-  }
   const Launch launch = kPrepare[config](kCheckConfigNames[config], params);
+  if (params.cu_seqlens_q != nullptr) prepare_varlen(problem, params, launch.shape);
   emulation::kernel = launch.kernel;
   std::vector<int> order(launch.num_ctas);
   std::iota(order.begin(), order.end(), 0);

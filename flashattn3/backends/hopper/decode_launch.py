@@ -76,7 +76,8 @@ class DecodeLaunch:
             stages = _stages_of(config, self.leaves_sms)
             whole = self.problem.num_splits == 1
         else:
-            rows, multiply = f"{config.block_m} rows of a head", config.num_mma_warpgroups
+            multiply = config.num_mma_warpgroups
+            rows = f"{multiply} x 64 rows of a head"
             stages = config.num_stages
             whole = True
         beside = {}
