@@ -265,12 +265,26 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
   const float plain = time_calls(decode, copies, stream);
   params.pdl = true;
   const float early = time_calls(decode, copies, stream);
+  params.pdl = false;
+  // With an L2 that holds neither tables nor instructions either, as between a model's layers.
+  constexpr int64_t kFlushedBytes = 128 << 20;
+  void* flushed;
+  check(cudaMalloc(&flushed, kFlushedBytes));
+  const auto flush = [&](int) { check(cudaMemsetAsync(flushed, 0, kFlushedBytes, stream)); };
+  const float of_flush = time_calls(flush, 20, stream);
+  const auto after_flush = [&](auto call) {
+    const auto both = [&](int copy) { flush(copy), call(copy % copies); };
+    return time_calls(both, 20, stream) - of_flush;
+  };
+  const float cold_read = after_flush(read), cold = after_flush(decode);
   alarm(0);
   std::printf(
-      "%-34s %8.1f MB  read %8.2f us  decode %8.2f us (%.3f of read, + %.2f)  pdl %8.2f us\n",
-      cell.name, bytes * 1e-6, of_read, plain, plain / of_read, plain - of_read, early);
+      "%-34s %8.1f MB  read %8.2f us  decode %8.2f us (%.3f of read, + %.2f)  pdl %8.2f us  "
+      "after a flush of L2: read %8.2f us, decode %8.2f us\n",
+      cell.name, bytes * 1e-6, of_read, plain, plain / of_read, plain - of_read, early, cold_read,
+      cold);
   std::fflush(stdout);
-  cudaFree(cache), cudaFree(q), cudaFree(out);
+  cudaFree(cache), cudaFree(q), cudaFree(out), cudaFree(flushed);
 }
 
 static void time_cells(int num_sms) {
