@@ -219,7 +219,7 @@ def test_the_grid_and_the_workspace_of_forward_rows():
     assert size(prepared(num_sms=5)[0], 4, 2048, 64) == (5, 0)
     # The order of the sequences, 2 batch + 1 numbers, and the tile semaphore.
     assert size(handle, 4, 2048, 2**20, 2051) == (132, 40)
-    assert size(handle, 4, 2048, 2**20, 4)[0] == 128
+    assert size(handle, 4, 2048, 2**20, 4)[0] == 64  # of 4 sequences with 4 slices each
     assert prepared(page_size=3)[0] is not None
 
 
