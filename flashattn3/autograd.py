@@ -1,7 +1,8 @@
-"""The derivative of attention: for eager calls, for torch.func's transforms, for torch.compile.
+"""The derivative of attention: for eager calls, for torch.func's transforms, for the operators.
 
-Eager calls and transforms use autograd functions; the compiler sees the operators, for which the
-same derivative is registered. A call that nothing watches bypasses the dispatcher.
+Eager calls and transforms use autograd functions. The compiler, modes and tensors of other classes
+see the operators, whose implementations for autograd stand here. A call that nothing watches
+bypasses the dispatcher.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .call.dtypes import EIGHT_BIT
 from .call.inputs import (
-    NUM_FLAT,
+    NUM_TENSORS,
     Scaled,
     Tensors,
     check_tensor_types,
@@ -32,14 +33,29 @@ from .modes import (
     is_plain,
     is_traced,
     is_transformed,
+    needs_gradient,
     no_tangent,
     refuse_gradients,
+    refuse_tangents,
 )
 from .operator_rules import under_autocast
-from .ops import backward_of, forward_of, forward_operator, launch_under
+from .ops import (
+    END_OF_OPTIONS,
+    FORWARDS,
+    backward_of,
+    forward_of,
+    forward_operator,
+    launch_under,
+    operator_arguments,
+    options_among,
+    options_in_force,
+    run_backward_operator,
+    run_forward_operator,
+    tensors_among,
+)
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
-NUM_TENSORS = len(Tensors._fields)
+CU_SEQLENS_Q = Tensors._fields.index("cu_seqlens_q")
 
 
 def attend(
@@ -102,23 +118,18 @@ def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:
 def _watched_or_scaled(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """A call with 8-bit inputs, tensors of other classes, a mode, a transform or the compiler."""
     check_tensor_types(options.function, tensors, tensors.cu_seqlens_q is not None)
-    q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
-    if q.dtype in EIGHT_BIT:
+    if data_of(tensors.q).dtype in EIGHT_BIT:
         refuse_gradients(options.function, **tensors_by_name(tensors))
-    if torch.compiler.is_compiling():
-        return forward_operator(tensors, options)
-    if is_transformed() or has_dual_level():
+    if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
         return _TransformedAttention.apply(*flat(tensors), options)
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return _WatchedAttention.apply(q, k, v, tensors, options)
     return _run_forward(tensors, options)
 
 
 def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and lse, not differentiably."""
+    """Compute out and lse; only the operator does so differentiably."""
     q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
     if _operator_is_watched(q, k, v):
-        return forward_operator(tensors, options)
+        return forward_operator(*operator_arguments(tensors, options))
     return forward_of(tensors, options)
 
 
@@ -136,24 +147,29 @@ def _operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     If not, the call bypasses the dispatcher, which halves the host time of a small call.
     """
-    return not type(q) is type(k) is type(v) is Tensor or q.is_meta or is_traced()
+    return not _have_data(q, k, v) or is_traced()
+
+
+def _have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether they are no instances of a subclass and not on the meta device."""
+    return type(q) is type(k) is type(v) is Tensor and not q.is_meta
 
 
 _backward_operator = torch.ops.flashattn3.backward.default
 
 
-def _save_for_backward(ctx, tensors: Tensors, options: tuple, results: tuple) -> None:
+def _save_for_backward(ctx, tensors: Tensors, options: Options, results: tuple) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*map(data_of, tensors), *results)
     ctx.options = options
 
 
-def _differentiate(gradient: Callable, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+def _differentiate(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     """dq, dk and dv, or three times None."""
     if dout is None and dlse is None:
         return (None, None, None)
     *tensors, out, lse = ctx.saved_tensors
-    return gradient(_given(dout, out), dlse, out, lse, *tensors, *ctx.options)
+    return _gradient(_given(dout, out), dlse, out, lse, *tensors, ctx.options)
 
 
 def _given(dout: Tensor | None, out: Tensor) -> Tensor:
@@ -162,13 +178,13 @@ def _given(dout: Tensor | None, out: Tensor) -> Tensor:
 
 def _gradient(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
-    if is_batched(dout, dlse):
-        return _backward_operator(dout, dlse, out, lse, *arguments[:-1], *arguments[-1])
-    if type(dout) is type(arguments[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
-        return backward_of(dout, dlse, out, lse, Tensors(*arguments[:-1]), arguments[-1])
-    if torch.is_grad_enabled() or has_dual_level() or is_transformed():
-        return _AttentionGradient.apply(dout, dlse, out, lse, *arguments)
-    return _run_backward(dout, dlse, out, lse, *arguments)
+    *tensors, options = arguments
+    if not is_batched(dout, dlse):
+        if type(dout) is type(tensors[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
+            return backward_of(dout, dlse, out, lse, Tensors(*tensors), options)
+        if has_dual_level() or is_transformed():
+            return _AttentionGradient.apply(dout, dlse, out, lse, *arguments)
+    return _backward_operator(dout, dlse, out, lse, *tensors, *options)
 
 
 def _no_second_derivative(ctx, *gradients):
@@ -218,23 +234,23 @@ _apply = super(torch.autograd.Function, _Attention).apply
 
 
 class _WatchedAttention(torch.autograd.Function):
-    """The same where a mode or a tensor class may need the operator."""
+    """The same for the forward operator, where a mode or a tensor class needs the operators."""
 
     @staticmethod
     def forward(ctx, q, k, v, tensors, options):
         results = _run_forward(tensors, options)
-        _save_for_backward(ctx, tensors, (options,), results)
+        _save_for_backward(ctx, tensors, options, results)
         return results
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return (*_differentiate(_gradient, ctx, dout, dlse), None, None)
+        return (*_differentiate(ctx, dout, dlse), None, None)
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """The same function of the forward operator's tensors and the options, for torch.func's
-    transforms, which need setup_context and vmap. With setup_context, apply binds its arguments
-    through inspect, which takes longer than a launch, so eager calls use _Attention."""
+    """The same function of the values of ``flat`` and the options, for torch.func's transforms,
+    which need setup_context and vmap. With setup_context, apply binds its arguments through
+    inspect, which takes longer than a launch, so eager calls use _Attention."""
 
     @staticmethod
     def forward(*arguments):
@@ -242,19 +258,21 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _save_for_backward(ctx, of_flat(inputs[:-1]), inputs[-1:], output)
+        _save_for_backward(ctx, of_flat(inputs[:-1]), inputs[-1], output)
+        ctx.num_inputs = len(inputs)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return (*_in_flat(_differentiate(_gradient, ctx, dout, dlse)), None)
+        gradients = _differentiate(ctx, dout, dlse)
+        return (*gradients, *((None,) * (ctx.num_inputs - len(gradients))))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise no_tangent(ctx.options[0].function)
+        raise no_tangent(ctx.options.function)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _mapped(_TransformedAttention.apply, -len(_INDICES) - 1, info, in_dims, arguments)
+        return _mapped(_TransformedAttention.apply, CU_SEQLENS_Q, info, in_dims, arguments)
 
 
 class _AttentionGradient(torch.autograd.Function):
@@ -274,17 +292,8 @@ class _AttentionGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _mapped(_AttentionGradient.apply, -len(_INDICES) - 1, info, in_dims, arguments)
-
-
-_INDICES = Tensors._fields[3:]
-
-
-def _in_flat(gradients: tuple) -> tuple:
-    """dq, dk and dv at the places of q, k and v in the forward operator's tensors."""
-    others = (None,) * (len(Scaled._fields) - 1)
-    dq, dk, dv = gradients
-    return (dq, *others, dk, *others, dv, *others, *((None,) * len(_INDICES)))
+        place = NUM_GRADIENTS + CU_SEQLENS_Q
+        return _mapped(_AttentionGradient.apply, place, info, in_dims, arguments)
 
 
 def _mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
@@ -316,16 +325,39 @@ def _mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
     return results, (0,) * len(results)
 
 
-def _save_for_operator(ctx, inputs, output) -> None:
-    _save_for_backward(ctx, of_flat(inputs[:NUM_FLAT]), inputs[NUM_FLAT:], output)
+# A compiled graph calls these implementations. It needs no gradient there, so they compute at once;
+# those of register_autograd go on to the dispatcher and then to Python again, in 5 us more.
+def _forward_for_autograd(*arguments):
+    q, k, v = arguments[:3]
+    has_8_bits = len(arguments) > END_OF_OPTIONS
+    runs = is_plain() and _have_data(q, k, v)
+    if not needs_gradient(arguments if has_8_bits else (q, k, v)):
+        if runs:
+            return run_forward_operator(*arguments)
+        refuse_tangents(Options(*options_among(arguments)).function, q, k, v)
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward_operator(*arguments)
+    tensors, options = tensors_among(arguments), options_among(arguments)
+    options = options_in_force(options) if runs else Options(*options)
+    if q.dtype in EIGHT_BIT:
+        refuse_gradients(options.function, **tensors_by_name(tensors))
+    return _WatchedAttention.apply(q, k, v, tensors, options)
 
 
-def _differentiate_operator(ctx, dout, dlse) -> tuple:
-    gradients = _differentiate(_backward_operator, ctx, dout, dlse)
-    return (*_in_flat(gradients), *((None,) * len(ctx.options)))
+for _name in FORWARDS:
+    torch.library.impl(_name, "Autograd", _forward_for_autograd)
 
 
-torch.library.register_autograd(
-    "flashattn3::forward", _differentiate_operator, setup_context=_save_for_operator
-)
-torch.library.register_autograd("flashattn3::backward", _no_second_derivative)
+@torch.library.impl("flashattn3::backward", "Autograd")
+def _backward_for_autograd(dout, dlse, out, lse, *arguments):
+    tensors, options = arguments[:NUM_TENSORS], arguments[NUM_TENSORS:]
+    given = (dout, dlse, out, lse, *tensors[:3])
+    runs = is_plain() and _have_data(dout, out, tensors[0])
+    if needs_gradient(given):
+        options = options_in_force(options) if runs else Options(*options)
+        return _AttentionGradient.apply(dout, dlse, out, lse, *tensors, options)
+    if runs:
+        return run_backward_operator(dout, dlse, out, lse, *arguments)
+    refuse_tangents(Options(*options).function, *given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_operator(dout, dlse, out, lse, *arguments)

@@ -3,6 +3,8 @@ automatic differentiation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.autograd import forward_ad
 
@@ -56,10 +58,22 @@ def refuse_gradients(function: str, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise no_fp8_gradient(function, name)
+    refuse_tangents(function, *tensors.values())
+
+
+def refuse_tangents(function: str, *tensors: torch.Tensor | None) -> None:
+    """Raise if forward-mode differentiation has given a tensor a tangent."""
     if has_dual_level():
-        given = (tensor for tensor in tensors.values() if tensor is not None)
+        given = (tensor for tensor in tensors if tensor is not None)
         if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
             raise no_tangent(function)
+
+
+def needs_gradient(values: Iterable[object]) -> bool:
+    """Whether autograd records a function of these values, some of which are tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
 def no_fp8_gradient(function: str, name: str) -> UnsupportedError:

@@ -1,9 +1,10 @@
 """Runs a call: metadata → Problem → Plan (all three cached together) → backend.
 
 The torch operators ``flashattn3::forward`` and ``flashattn3::backward`` do the same for whoever
-watches a call: torch.compile, modes, transforms. This file registers their implementation for every
-device and the fake one that torch.compile and FakeTensorMode use; autograd.py registers the
-derivative.
+watches a call: torch.compile, modes, transforms. The forward has an overload for 8-bit inputs,
+``scaled``, because torch spends 0.1 us on each argument. This file registers their implementation
+for every device and the fake one that torch.compile and FakeTensorMode use; autograd.py registers
+what autograd calls.
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ from .operator_rules import warn_of_reference
 if TYPE_CHECKING:
     from .dispatch.backend import Launch
 
+_SCHEMA = f"{inputs.SCHEMA}, {spec.CALL.schema}"
+torch.library.define("flashattn3::forward", f"({_SCHEMA}) -> (Tensor out, Tensor lse)")
 torch.library.define(
-    "flashattn3::forward", f"({inputs.SCHEMA}, {spec.CALL.schema}) -> (Tensor out, Tensor lse)"
+    "flashattn3::forward.scaled",
+    f"({_SCHEMA}, {inputs.SCHEMA_OF_8_BITS}) -> (Tensor out, Tensor lse)",
 )
 torch.library.define(
     "flashattn3::backward",
-    "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
-    f"{inputs.UNSCALED_SCHEMA}, {spec.CALL.schema}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv)",
 )
+FORWARDS = "flashattn3::forward", "flashattn3::forward.scaled"
+END_OF_OPTIONS = inputs.NUM_TENSORS + len(Options._fields)  # among the forward operator's arguments
 
 
 @lru_cache(maxsize=4096)
@@ -104,38 +110,59 @@ def backward_of(
     return plan.launch.backward(dout, dlse, out, lse, tensors)
 
 
-def _in_force(options: Options) -> Options:
+def options_in_force(values: tuple) -> Options:
     """The options of a running operator; a compiled call gets its backend only here."""
-    if options.backend is None:
-        return options._replace(backend=named_backend.get() or ANY)
-    return options
+    return _options_in_force(named_backend.get(), values)
 
 
-def _unpacked(arguments: tuple) -> tuple[Tensors, Options]:
-    """Split the forward operator's arguments into tensors and options."""
-    return inputs.of_flat(arguments[: inputs.NUM_FLAT]), Options(*arguments[inputs.NUM_FLAT :])
+@lru_cache(maxsize=4096)
+def _options_in_force(named: str | None, values: tuple) -> Options:
+    options = Options(*values)
+    return options if options.backend is not None else options._replace(backend=named or ANY)
 
 
-@torch.library.impl("flashattn3::forward", "CompositeExplicitAutograd")
-def _forward(*arguments):
-    tensors, options = _unpacked(arguments)
-    return forward_of(tensors, _in_force(options))
+def operator_arguments(tensors: Tensors, options: Options) -> tuple:
+    """The arguments of the forward operator: the tensors, the options, what 8-bit inputs have."""
+    values = flat(tensors)
+    return (*values[: inputs.NUM_TENSORS], *options, *values[inputs.NUM_TENSORS :])
 
 
-@torch.library.impl("flashattn3::backward", "CompositeExplicitAutograd")
-def _backward(dout, dlse, out, lse, *arguments):
-    count = len(Tensors._fields)
-    tensors, options = Tensors(*arguments[:count]), Options(*arguments[count:])
-    return backward_of(dout, dlse, out, lse, tensors, _in_force(options))
+def tensors_among(arguments: tuple) -> Tensors:
+    """The tensors among the forward operator's arguments."""
+    return inputs.of_flat((*arguments[: inputs.NUM_TENSORS], *arguments[END_OF_OPTIONS:]))
 
 
-def forward_operator(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    return torch.ops.flashattn3.forward.default(*flat(tensors), *options)
+def options_among(arguments: tuple) -> tuple:
+    """The values of the options among the forward operator's arguments."""
+    return arguments[inputs.NUM_TENSORS : END_OF_OPTIONS]
 
 
-@torch.library.register_fake("flashattn3::forward")
+def run_forward_operator(*arguments):
+    """The forward operator on tensors with data."""
+    return forward_of(tensors_among(arguments), options_in_force(options_among(arguments)))
+
+
+def run_backward_operator(dout, dlse, out, lse, *arguments):
+    """The backward operator on tensors with data."""
+    options = options_in_force(arguments[inputs.NUM_TENSORS :])
+    tensors = Tensors(*arguments[: inputs.NUM_TENSORS])
+    return backward_of(dout, dlse, out, lse, tensors, options)
+
+
+for _name in FORWARDS:
+    torch.library.impl(_name, "CompositeExplicitAutograd", run_forward_operator)
+torch.library.impl("flashattn3::backward", "CompositeExplicitAutograd", run_backward_operator)
+
+
+def forward_operator(*arguments) -> tuple[Tensor, Tensor]:
+    """Call the overload that takes these arguments, from ``operator_arguments``."""
+    operators = torch.ops.flashattn3.forward
+    scaled = len(arguments) > END_OF_OPTIONS
+    return operators.scaled(*arguments) if scaled else operators.default(*arguments)
+
+
 def _forward_fake(*arguments):
-    tensors, options = _unpacked(arguments)
+    tensors, options = tensors_among(arguments), Options(*options_among(arguments))
     check(tensors, options)
     q, _, v = in_rows(options.function, tensors)
     heads_and_rows = (
@@ -145,6 +172,10 @@ def _forward_fake(*arguments):
     of_out = (*q.shape[:-1], v.shape[-1])
     out = q.new_empty(of_out, dtype=out_dtype(q.dtype, options.out_dtype))
     return out, q.new_empty(heads_and_rows, dtype=lse_dtype)
+
+
+for _name in FORWARDS:
+    torch.library.register_fake(_name, _forward_fake)
 
 
 @torch.library.register_fake("flashattn3::backward")

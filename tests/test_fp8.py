@@ -24,8 +24,9 @@ from flashattn3 import (
 from flashattn3.backends.triton.kernels.fp8 import as_float16
 from flashattn3.call.descales import BLOCKS
 from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8
-from flashattn3.call.inputs import Scaled, Tensors, flat
+from flashattn3.call.inputs import Scaled, Tensors
 from flashattn3.call.spec import Options
+from flashattn3.ops import operator_arguments
 from flashattn3.quantization import block_fp8
 from flashattn3.quantization.hadamard import rotate
 from flashattn3.testing import (
@@ -427,10 +428,10 @@ def test_opcheck(name, form, backend, device):
     lengths = (case.seqlen_q, case.seqlen_k) if case.varlen else (None, None)
     options = Options(*lengths, causal=case.causal, backend=backend, out_dtype=torch.float16)
     scaled = map(Scaled, (q, k, v), descales)
-    arguments = (*flat(Tensors(*scaled, *given[3:7])), *options)
+    arguments = operator_arguments(Tensors(*scaled, *given[3:7]), options)
     # test_schema compares inputs by arithmetic that torch does not have for e4m3.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    operator = torch.ops.flashattn3.forward.default
+    operator = torch.ops.flashattn3.forward.scaled
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 

@@ -23,6 +23,7 @@ from flashattn3 import (
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
 from flashattn3.call.dtypes import FP8, INT8
+from flashattn3.call.inputs import Tensors
 from flashattn3.kvcache import ops as kvcache
 from flashattn3.kvcache.planned import Operators, Planned
 from flashattn3.quantization import dispatch
@@ -101,6 +102,17 @@ def files_of(call, q) -> set[str]:
     return found
 
 
+def all_files_of(call) -> set[str]:
+    """The files with a function that a call enters."""
+    found = set()
+    sys.setprofile(lambda frame, event, _: event == "call" and found.add(frame.f_code.co_filename))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 COMMON = {"api.py", "call/inputs.py", "autograd.py", "ops.py"}
 
 
@@ -128,6 +140,7 @@ def both_passes(tensors):
 FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 41, 44, 109, 134, 66
 CACHED, CACHED_ON_HOPPER, APPEND_ON_HOPPER, PLANNED_ON_HOPPER = 115, 60, 126, 24
 PLANNED_APPEND_ON_HOPPER = 38
+FORWARD_OPERATOR, BACKWARD_OPERATOR = 44, 48
 
 
 def test_forward_on_hopper(on_hopper):
@@ -141,6 +154,23 @@ def test_forward_with_gradients_on_hopper(on_hopper):
 
 def test_forward_and_backward_on_hopper(on_hopper):
     assert work_of(both_passes(on_hopper)) <= BOTH_PASSES
+
+
+def test_operators_of_a_compiled_graph_on_hopper(on_hopper):
+    """The dispatcher calls Python once in each pass, and not torch's autograd for operators."""
+    tensors, options = Tensors(*on_hopper), ops.Options(causal=True)
+    operators = torch.ops.flashattn3
+    arguments = ops.operator_arguments(tensors, options)
+    with torch.no_grad():
+        out, lse = operators.forward.default(*arguments)
+        given = (torch.ones_like(out), None, out, lse, *tensors, *options)
+        calls = {
+            FORWARD_OPERATOR: lambda: operators.forward.default(*arguments),
+            BACKWARD_OPERATOR: lambda: operators.backward.default(*given),
+        }
+        for bound, call in calls.items():
+            assert work_of(call) <= bound
+            assert not any("torch/_library" in file for file in all_files_of(call))
 
 
 def test_8_bits_from_16_on_hopper(on_hopper):

@@ -79,15 +79,15 @@ def test_a_cached_call_has_fields_of_the_same_table():
 
 def test_the_operators_take_the_fields():
     """In the order of Tensors and Options, with defaults that their types allow."""
-    forward = torch.ops.flashattn3.forward.default._schema.arguments
-    names = [argument.name for argument in forward]
-    assert len(names) == inputs.NUM_FLAT + len(spec.Options._fields)
-    assert tuple(names[inputs.NUM_FLAT :]) == spec.Options._fields
-    assert {*inputs.Tensors._fields} < {*names}
+    forward = torch.ops.flashattn3.forward
+    expected = [*inputs.Tensors._fields, *spec.Options._fields]
+    assert [argument.name for argument in forward.default._schema.arguments] == expected
+    of_8_bits = [f"{side}_{name}" for side in inputs.SIDES for name in inputs.Scaled._fields[1:]]
+    names = [argument.name for argument in forward.scaled._schema.arguments]
+    assert names == expected + of_8_bits
     backward = torch.ops.flashattn3.backward.default._schema.arguments
     names = [argument.name for argument in backward]
-    expected = ["dout", "dlse", "out", "lse", *inputs.Tensors._fields, *spec.Options._fields]
-    assert names == expected
+    assert names == ["dout", "dlse", "out", "lse", *expected]
 
 
 def test_a_problem_has_the_fields_for_the_backends():
@@ -107,6 +107,7 @@ def test_flat_tensors_come_back():
     edges = torch.zeros(3, dtype=torch.int32)
     of_q = inputs.Scaled(q, descale, 64, hadamard=True, mean=descale)
     of_v = inputs.Scaled(q, None, None, False, "permuted", 5)
+    assert len(inputs.flat(inputs.Tensors(q, q, q))) == inputs.NUM_TENSORS
     for tensors in (
         inputs.Tensors(q, q, q),
         inputs.Tensors(of_q, q, of_v, edges, edges, None, edges),

@@ -18,8 +18,10 @@ from flashattn3 import (
     flash_attn_varlen_func,
     use_backend,
 )
-from flashattn3.call.inputs import NUM_FLAT, Tensors, flat, of_flat
+from flashattn3.call.dtypes import FP8
+from flashattn3.call.inputs import Scaled, Tensors
 from flashattn3.call.spec import Options
+from flashattn3.ops import operator_arguments
 from flashattn3.testing import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
@@ -28,8 +30,8 @@ COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "ao
 COMPILERS = ("aot_eager", pytest.param(COMPILER, marks=pytest.mark.slow))
 
 
-def operator_arguments(name, backend, device, requires_grad=True):
-    """The forward operator's arguments for a case."""
+def arguments_for(name, backend, device, requires_grad=True):
+    """The tensors and the options of a case."""
     case = case_named(name)
     tensors = make_inputs(case, device, torch.float16, requires_grad=requires_grad)
     tensors = type(tensors)(
@@ -37,26 +39,24 @@ def operator_arguments(name, backend, device, requires_grad=True):
     )
     lengths = (case.seqlen_q, case.seqlen_k) if case.varlen else (None, None)
     options = Options(*lengths, causal=case.causal, backend=backend)
-    return (*flat(tensors), *options)
+    return tensors, options
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_forward(name, backend, device):
-    torch.library.opcheck(
-        torch.ops.flashattn3.forward.default, operator_arguments(name, backend, device)
-    )
+    arguments = operator_arguments(*arguments_for(name, backend, device))
+    torch.library.opcheck(torch.ops.flashattn3.forward.default, arguments)
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_backward(name, backend, with_dlse, device):
-    arguments = operator_arguments(name, backend, device, requires_grad=False)
-    arguments = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
-    out, lse = torch.ops.flashattn3.forward.default(*arguments)
+    tensors, options = arguments_for(name, backend, device, requires_grad=False)
+    tensors = Tensors(*(x if x is None else x.detach() for x in tensors))
+    out, lse = torch.ops.flashattn3.forward.default(*operator_arguments(tensors, options))
     dlse = torch.randn_like(lse) if with_dlse else None
-    tensors, options = of_flat(arguments[:NUM_FLAT]), arguments[NUM_FLAT:]
     torch.library.opcheck(
         torch.ops.flashattn3.backward.default,
         (torch.randn_like(out), dlse, out, lse, *tensors, *options),
@@ -124,6 +124,74 @@ def test_compiled_varlen_calls(device, fresh_dynamo):
 
     calls = [call((9, 23), (31, 6)), call((17, 40, 2), (5, 5, 33)), call((8, 9), (10, 11))]
     assert_compiles_once(loss, calls, "aot_eager")
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
+def test_the_operator_is_differentiable(how, device, fresh_dynamo):
+    tensors = leaves(9, 11, device)
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors):
+            arguments = operator_arguments(Tensors(*tensors), Options(causal=True))
+            return torch.ops.flashattn3.forward.default(*arguments)
+
+    run = Model()
+    if how == "compiled":
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    elif how == "exported":
+        run = torch.export.export(run, tuple(tensors), strict=False).run_decompositions().module()
+    out, lse = run(*tensors)
+    wanted_out, wanted_lse = flash_attn_func(*tensors, causal=True, return_lse=True)
+    wanted = torch.autograd.grad(wanted_out.sum() + wanted_lse.sin().sum(), tensors)
+    found = torch.autograd.grad(out.sum() + lse.sin().sum(), tensors, create_graph=how == "eager")
+    torch.testing.assert_close(found, wanted)
+    if how == "eager":
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            found[0].sum().backward()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_use_backend_around_the_operator(gradients, device):
+    """As in an exported program, whose calls name no backend."""
+    tensors = leaves(9, 11, device)
+    arguments = operator_arguments(Tensors(*tensors), Options(causal=True, backend=None))
+    operator = torch.ops.flashattn3.forward.default
+    with torch.set_grad_enabled(gradients):
+        with use_backend("triton"), pytest.raises(UnsupportedError, match="float32"):
+            operator(*arguments)
+        with use_backend("reference"):
+            out, _ = operator(*arguments)
+    assert torch.equal(out, flash_attn_func(*tensors, causal=True, backend="reference"))
+    assert out.requires_grad == gradients
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_operator_has_no_tangent(compiled, device, fresh_dynamo):
+    """It raises, and drops none."""
+    q = torch.randn(2, 9, 4, 16, device=device)
+
+    def tangent(q):
+        return torch.func.jvp(lambda x: operator(x)[0], (q,), (q,))
+
+    def operator(q):
+        if compiled:
+            return flash_attn_func(q, q, q, return_lse=True)
+        arguments = operator_arguments(Tensors(q, q, q), Options())
+        return torch.ops.flashattn3.forward.default(*arguments)
+
+    if compiled:
+        tangent = torch.compile(tangent, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="forward-mode differentiation"):
+        tangent(q)
+
+
+def test_a_descale_has_no_gradient(device):
+    """Also where the operator is called directly."""
+    data = torch.ones(1, 8, 1, 16, device=device).to(FP8)
+    descale = torch.ones(1, 1, 1, device=device, requires_grad=True)
+    arguments = operator_arguments(Tensors(Scaled(data, descale), data, data), Options())
+    with pytest.raises(UnsupportedError, match=r"q_descale\.requires_grad"):
+        torch.ops.flashattn3.forward.scaled(*arguments)
 
 
 def test_use_backend_around_the_run_of_a_compiled_function(device, fresh_dynamo):

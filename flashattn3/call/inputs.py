@@ -81,20 +81,30 @@ class Tensors(NamedTuple):
 
 
 # Names and types of the tensors in the operators' schemas: ``flat`` has the values in this order.
-_SCHEMA_OF_SIDE = (
-    "Tensor {0}, Tensor? {0}_descale, SymInt? {0}_block, bool {0}_hadamard, str {0}_layout, "
+_OF_8_BITS = (
+    "Tensor? {0}_descale, SymInt? {0}_block, bool {0}_hadamard, str {0}_layout, "
     "SymInt? {0}_head_dim, Tensor? {0}_mean"
 )
-_SCHEMA_OF_INDICES = ", ".join(f"Tensor? {name}" for name in Tensors._fields[len(SIDES) :])
-SCHEMA = ", ".join((*map(_SCHEMA_OF_SIDE.format, SIDES), _SCHEMA_OF_INDICES))
-UNSCALED_SCHEMA = ", ".join((*(f"Tensor {side}" for side in SIDES), _SCHEMA_OF_INDICES))
-NUM_FLAT = len(SIDES) * len(Scaled._fields) + len(Tensors._fields) - len(SIDES)
+SCHEMA = ", ".join(
+    (*(f"Tensor {x}" for x in SIDES), *(f"Tensor? {x}" for x in Tensors._fields[len(SIDES) :]))
+)
+SCHEMA_OF_8_BITS = ", ".join(map(_OF_8_BITS.format, SIDES))
+NUM_TENSORS = len(Tensors._fields)
 
 
 def flat(tensors: Tensors) -> tuple:
-    """The tensors as arguments of the forward operator."""
-    sides = (*as_scaled(tensors.q), *as_scaled(tensors.k), *as_scaled(tensors.v))
-    return (*sides, *indices_of(tensors))
+    """The tensors of a call, and behind them what only 8-bit inputs have, if there are any."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    if not (type(q) is Scaled or type(k) is Scaled or type(v) is Scaled):
+        return (q, k, v, *indices_of(tensors))
+    q, k, v = as_scaled(q), as_scaled(k), as_scaled(v)
+    data = q.data, k.data, v.data
+    return (*data, *indices_of(tensors), *_of_8_bits(q), *_of_8_bits(k), *_of_8_bits(v))
+
+
+def _of_8_bits(x: Scaled) -> tuple:
+    """All but the data; torch 2.8 traces no slice of a NamedTuple."""
+    return x.descale, x.block, x.hadamard, x.layout, x.head_dim, x.mean
 
 
 def indices_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
@@ -104,9 +114,12 @@ def indices_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
 
 def of_flat(values: tuple) -> Tensors:
     """The inverse of ``flat``; what has nothing but data is a plain tensor again."""
-    size = len(Scaled._fields)
-    sides = [Scaled(*values[i * size : (i + 1) * size]) for i in range(len(SIDES))]
-    return Tensors(*[x.data if _has_only_data(x) else x for x in sides], *values[3 * size :])
+    if len(values) == NUM_TENSORS:
+        return Tensors(*values)
+    size, given = len(Scaled._fields) - 1, values[NUM_TENSORS:]
+    sides = [Scaled(x, *given[i * size :][:size]) for i, x in enumerate(values[: len(SIDES)])]
+    sides = (x.data if _has_only_data(x) else x for x in sides)
+    return Tensors(*sides, *values[len(SIDES) : NUM_TENSORS])
 
 
 def _has_only_data(x: Scaled) -> bool:

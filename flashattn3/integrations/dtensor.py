@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..call import inputs as checks
@@ -22,8 +24,10 @@ def register() -> None:
     if checks.check_dtensor is not None:
         return
     operators = torch.ops.flashattn3
-    register_sharding(operators.forward.default)(_forward_shardings)
-    register_sharding(operators.backward.default)(_backward_shardings)
+    for forward in (operators.forward.default, operators.forward.scaled):
+        register_sharding(forward)(partial(_shardings, forward, ("out", "lse")))
+    backward = operators.backward.default
+    register_sharding(backward)(partial(_shardings, backward, ("dq", "dk", "dv")))
     checks.check_dtensor = _check
 
 
@@ -42,15 +46,7 @@ def _check(function: str, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _forward_shardings(*arguments):
-    return _shardings(torch.ops.flashattn3.forward.default, arguments, ("out", "lse"))
-
-
-def _backward_shardings(*arguments):
-    return _shardings(torch.ops.flashattn3.backward.default, arguments, ("dq", "dk", "dv"))
-
-
-def _shardings(operator, arguments: tuple, outputs: tuple[str, ...]) -> list:
+def _shardings(operator, outputs: tuple[str, ...], *arguments) -> list:
     """Placements on one axis of the mesh: replicated, by batch and by heads."""
     from torch.distributed.tensor import Replicate, Shard
 
