@@ -38,7 +38,7 @@ struct Workspace {
   float* minus_delta;       // minus the row's sum of dout * out, plus the gradient of its lse
   float* dq_accum;          // (heads, rows / 64, the config's head_dim, 64)
   int32_t* tile_semaphore;  // number of work tiles drawn
-  // Up to 128 columns, (sequences, heads of k): number of times that a dQ writer finished a tile.
+  // (sequences, heads of k): how often a dQ writer, or a CTA of a cluster, finished a tile.
   int32_t* tiles_done;
   int32_t* dq_semaphore;  // (heads, rows / 64, num_dq_semaphores()): state or number of additions
                           // to dq_accum; dq_semaphore.cuh

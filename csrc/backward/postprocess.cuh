@@ -10,6 +10,11 @@
 
 namespace flashattn3::backward {
 
+// Arrivals of a work tile at tiles_done: one of each CTA, or of each dQ writer.
+constexpr int arrivals_of_tile(const Config& config) {
+  return uses_cluster2(config) ? 2 : config.num_mma_warpgroups;
+}
+
 // Waits until all work tiles of the KV head are done; their additions are then visible. All threads
 // of the CTA call it.
 template <Config kConfig>
@@ -20,7 +25,7 @@ __device__ __forceinline__ void wait_for_tiles(const Arguments& args, int batch_
   if (threadIdx.x == 0) {
     const int32_t* through =
         args.workspace.tiles_done + batch_idx * args.num_heads_kv + head / args.qhead_per_kvhead;
-    while (load_acquire(through) < num_tiles * kConfig.num_mma_warpgroups) __nanosleep(256);
+    while (load_acquire(through) < num_tiles * arrivals_of_tile(kConfig)) __nanosleep(256);
   }
   __syncthreads();
   fence_global_proxies();
@@ -43,7 +48,7 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
   const BlockRange seen =
       Mask::of(rows.length, num_keys, args.window)
           .template n_block_range<64>(first_row, min(first_row + kBlockM, rows.length) - 1);
-  if (!uses_cluster2(kConfig)) wait_for_tiles<kConfig>(args, batch_idx, head, num_keys);
+  wait_for_tiles<kConfig>(args, batch_idx, head, num_keys);
   const float4* dq_accum = reinterpret_cast<const float4*>(args.workspace.dq_accum +
                                                            int64_t{number} * (kBlockM * kHeadDim)) +
                            threadIdx.x;
@@ -80,20 +85,15 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
   }
 }
 
-// CTAs start on SMs as the main kernel's CTAs exit (PDL). Up to 128 columns they start with heads
-// whose dq_accum is complete; cluster2 kernels do not count tiles_done.
+// CTAs start on SMs that the main kernel leaves free or whose CTAs exit (PDL), with the heads whose
+// dq_accum is complete first.
 template <class Traits>  // a type and not a Config, as for attention_kernel
 __global__ void __launch_bounds__(128) postprocess_kernel(const __grid_constant__ Arguments args) {
   constexpr Config kConfig = Traits::kConfig;
   launch_dependents();
-  if constexpr (uses_cluster2(kConfig)) {
-    griddepcontrol_wait();
-    postprocess_block<kConfig>(args, gridDim.x - 1 - blockIdx.x);  // the last blocks are in L2
-  } else {
-    postprocess_block<kConfig>(args, blockIdx.x);
-    // Keeps this grid alive until the main kernel is complete, so no dependent starts early.
-    if (blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
-  }
+  postprocess_block<kConfig>(args, blockIdx.x);
+  // Keeps this grid alive until the main kernel is complete, so no dependent starts early.
+  if (blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }
 
 }  // namespace flashattn3::backward

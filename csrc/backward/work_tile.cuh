@@ -58,12 +58,31 @@ __device__ __forceinline__ int kv_head(const Arguments& args, const WorkTile& ti
   return args.head_parts.div(tile.head);
 }
 
-// Next m_block, wrapping around from the last to the first, or if descending the previous one.
-__device__ __forceinline__ int next_block(const BlockRange& rows, int block,
-                                          bool descending = false) {
-  if (descending) return block == rows.begin ? rows.end - 1 : block - 1;
+// Next m_block, wrapping around from the last to the first.
+__device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
   return block + 1 == rows.end ? rows.begin : block + 1;
 }
+
+// The order in which a work tile of more than 128 columns visits its m_blocks, of which there is at
+// least one: from the first to the last or back, wrapping around. No step branches on that.
+struct BlockOrder {
+  int first, last, distance;
+
+  static __device__ __forceinline__ BlockOrder of(const WorkTile& tile) {
+    const BlockRange& rows = tile.m_blocks;
+    return tile.descending ? BlockOrder{rows.end - 1, rows.begin, -1}
+                           : BlockOrder{rows.begin, rows.end - 1, 1};
+  }
+  // The same in uniform registers; a whole warp calls it.
+  static __device__ __forceinline__ BlockOrder uniform_of(const WorkTile& tile) {
+    const BlockOrder order = of(tile);
+    return {opaque_uniform(order.first), opaque_uniform(order.last),
+            opaque_uniform(order.distance)};
+  }
+  __device__ __forceinline__ int next(int block) const {
+    return block == last ? first : block + distance;
+  }
+};
 
 // Returns whether the range contains the block, with one comparison. The range is passed by value:
 // by reference ptxas allocates other registers.

@@ -4,8 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <climits>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -15,6 +13,7 @@
 #include "backward/postprocess.cuh"
 #include "backward/preprocess.cuh"
 #include "backward/sum_parts.cuh"
+#include "launch/backward_sizes.cuh"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
@@ -22,155 +21,6 @@
 #include "launch/varlen.h"
 
 namespace flashattn3 {
-
-template <class Integer>
-constexpr Integer round_up(Integer value, Integer multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-// Sizes of a launch, all of which follow from the problem.
-struct BackwardSizes {
-  int64_t rows_of_head;    // of dq_accum, lse and delta: Workspace::num_rows
-  int64_t rows;            // of all heads
-  int num_head_parts;      // parts into which the query heads of a KV head are divided
-  int num_gradient_heads;  // heads of dk and dv that the main kernel stores
-  WorkTiles tiles;
-  int64_t num_tiles;
-  int64_t bytes_before_parts;        // of the workspace
-  int64_t dk_elements, dv_elements;  // of the parts of dk and dv; 0 if the heads are not divided
-
-  bool divided() const { return num_head_parts > 1; }
-  unsigned num_m_blocks() const { return static_cast<unsigned>(rows / backward::kBlockM); }
-  int64_t workspace_bytes() const {
-    return bytes_before_parts + (dk_elements + dv_elements) * int64_t{sizeof(uint16_t)};
-  }
-};
-
-// Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all
-// sequences, each of which starts at a new block.
-inline int64_t workspace_rows(const AttentionProblem& problem) {
-  const int64_t blocks =
-      problem.varlen ? problem.total_q / backward::kBlockM + problem.batch
-                     : (int64_t{problem.seqlen_q} + backward::kBlockM - 1) / backward::kBlockM;
-  return blocks * backward::kBlockM;
-}
-
-// Heads whose tiles take turns. Deterministic without a mask: each tile of a head is a step behind
-// the previous one, so tiles that are drawn at the same time should be of different heads; the
-// fewer queries a tile visits, the more tiles are drawn in the time of a step. What they read and
-// add to, Q, dO and dq_accum of these heads, 8 bytes for each element of Q, should stay in L2.
-template <backward::Config kConfig>
-int heads_in_turn(const AttentionProblem& problem, int num_heads) {
-  if (problem.masked() || !problem.deterministic || problem.varlen) return 1;
-  constexpr int64_t kElements = 1 << 21, kMostHeads = 16;
-  const int64_t queries = int64_t{std::max(1, problem.seqlen_q)} * problem.num_heads_q / num_heads;
-  return static_cast<int>(
-      std::clamp<int64_t>(kElements / (queries * kConfig.head_dim), 1, kMostHeads));
-}
-
-// Deterministic: tiles of the last L2 head group, where tiles add in another order. Not the number
-// of SMs, so that results have the same bits on GPUs that differ in it.
-constexpr int kTilesOfLastGroup = 132;
-
-// num_heads: heads of dk and dv. With a mask the longest tiles come first; if deterministic, the
-// last tiles must come first.
-template <backward::Config kConfig>
-WorkTiles backward_tiles(const AttentionProblem& problem, int num_heads) {
-  return {.shape = {.rows = backward::block_n(kConfig)},
-          .longest = problem.seqlen_k,
-          .total = problem.total_k,
-          .num_heads = num_heads,
-          .l2_group_heads = heads_in_turn<kConfig>(problem, num_heads),
-          .last_group_tiles = !problem.masked()       ? 0
-                              : problem.deterministic ? kTilesOfLastGroup
-                                                      : problem.num_sms,
-          .last_block_first = problem.masked() && problem.deterministic};
-}
-
-// Tokens of k and v, of all sequences.
-inline int64_t num_key_tokens(const AttentionProblem& problem) {
-  return problem.varlen ? problem.total_k : int64_t{problem.batch} * problem.seqlen_k;
-}
-
-// Estimates how many queries see a key. In a varlen batch the average key is in a sequence longer
-// than the average sequence: twice as long if the lengths are distributed exponentially.
-inline int64_t queries_of_a_key(const AttentionProblem& problem) {
-  int64_t queries = problem.seqlen_q;
-  if (problem.varlen) {
-    queries = std::min(queries, 2 * int64_t{problem.total_q} / std::max(1, problem.batch));
-  }
-  if (problem.window_left < 0 || problem.window_right < 0) return queries;
-  return std::min(queries, int64_t{problem.window_left} + problem.window_right + 1);
-}
-
-// Parts into which the query heads of a KV head are divided. Each part has work tiles of its own:
-// there are then enough for all SMs, and those that run at a time read few heads of Q and dO. dK
-// and dV of the parts are kept in 16 bits and added afterwards (sum_parts.cuh), as FlashAttention-2
-// does for each query head. That costs time in proportion to the keys and gains time in proportion
-// to the queries that see a key, so it takes many of these, or a mask and few work tiles, or idle
-// SMs. Measured on an H100 (docs/log/hopper-backward.md).
-template <backward::Config kConfig>
-int num_head_parts(const AttentionProblem& problem) {
-  constexpr int kManyQueries = 2048, kSomeQueries = 512;
-  const int heads_kv = problem.num_heads_kv, group = problem.num_heads_q / heads_kv;
-  // sum_parts.cuh counts the 16-byte vectors of dK and of dV in 32 bits.
-  const int64_t vectors = num_key_tokens(problem) * heads_kv * (kConfig.head_dim / 8);
-  if (group == 1 || vectors > INT_MAX) return 1;
-  const int64_t tiles = num_tiles(problem, backward_tiles<kConfig>(problem, heads_kv));
-  if (tiles == 0) return 1;
-  int parts = 1;
-  const auto divide = [&](int least_heads, int64_t wanted_tiles) {
-    for (int more = 2; more * least_heads <= group && tiles * parts < wanted_tiles; ++more) {
-      if (group % more == 0 && more > parts) parts = more;
-    }
-  };
-  const int64_t queries = queries_of_a_key(problem);
-  if (queries >= kManyQueries) {
-    divide(2, INT64_MAX);
-  } else if (problem.masked() && queries >= kSomeQueries) {
-    divide(2, int64_t{4} * problem.num_sms);
-  }
-  divide(1, problem.num_sms);
-  return parts;
-}
-
-// name: of the kernel config. Throws if the kernel does not take the problem.
-template <backward::Config kConfig>
-BackwardSizes backward_sizes(const char* name, const AttentionProblem& problem) {
-  check_fits(name, kConfig, problem);
-  BackwardSizes sizes;
-  sizes.rows_of_head = workspace_rows(problem);
-  sizes.rows =
-      sizes.rows_of_head * problem.num_heads_q * int64_t{problem.varlen ? 1 : problem.batch};
-  expect(sizes.rows <= INT_MAX, "launch", "rows of queries of all heads", "below 2^31", sizes.rows);
-  sizes.num_head_parts = num_head_parts<kConfig>(problem);
-  sizes.num_gradient_heads = problem.num_heads_kv * sizes.num_head_parts;
-  sizes.tiles = backward_tiles<kConfig>(problem, sizes.num_gradient_heads);
-  sizes.num_tiles = num_tiles(problem, sizes.tiles);
-  const int64_t counters = sizes.rows / backward::kBlockM * backward::num_dq_semaphores(kConfig) +
-                           1 + int64_t{problem.batch} * sizes.num_gradient_heads;
-  sizes.bytes_before_parts =
-      round_up<int64_t>((sizes.rows * (kConfig.head_dim + 2) + counters) * 4, 16);
-  const int64_t rows_of_parts =
-      sizes.divided() ? num_key_tokens(problem) * sizes.num_gradient_heads : 0;
-  sizes.dk_elements = rows_of_parts * round_up(problem.head_dim, 8);
-  sizes.dv_elements = rows_of_parts * round_up(problem.head_dim_v, 8);
-  return sizes;
-}
-
-// cluster2: each cluster has one work tile, or with varlen possibly none.
-template <backward::Config kConfig>
-int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles) {
-  return backward::uses_cluster2(kConfig) ? static_cast<int>(2 * num_tiles)
-                                          : num_persistent_ctas(problem, num_tiles);
-}
-
-template <backward::Config kConfig>
-LaunchSize backward_size(const char* name, const AttentionProblem& problem) {
-  const BackwardSizes sizes = backward_sizes<kConfig>(name, problem);
-  return {.num_ctas = backward_num_ctas<kConfig>(problem, sizes.num_tiles),
-          .workspace_bytes = sizes.workspace_bytes()};
-}
 
 template <backward::Config kConfig>
 backward::Workspace make_workspace(const BackwardSizes& sizes, const BackwardParams& params) {

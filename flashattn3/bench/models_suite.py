@@ -35,15 +35,17 @@ STEPS_PER_SAMPLE, TURNS = 3, 4  # TURNS: samples of a provider in each round, at
 SECONDS_PER_ROUND = 8.0  # a case is measured at least so long, where the host's noise is large
 NEW_TOKENS = 64  # in one step of decoding, which is a sample
 
-WORKS = "train", "compiled", "prefill", "decode", "padding"  # of ModelCase
+# Of ModelCase, with the mode of torch.compile.
+COMPILED = {"compiled": "reduce-overhead", "compiled-no-graphs": "default"}
+WORKS = "train", *COMPILED, "prefill", "decode", "padding"
 Model = torch.nn.Module
 
 
 @dataclass(frozen=True)
 class ModelCase:
     """work: "train" (forward, backward and the optimizer's step), "compiled" (the same with
-    torch.compile and CUDA graphs), "prefill" (a prompt without gradients), "decode" (NEW_TOKENS
-    after a prompt, with a cache) or "padding" (counts waits)."""
+    torch.compile and CUDA graphs), "compiled-no-graphs", "prefill" (a prompt without gradients),
+    "decode" (NEW_TOKENS after a prompt, with a cache) or "padding" (counts waits)."""
 
     name: str
     work: str
@@ -58,7 +60,7 @@ class ModelCase:
 
     @property
     def trains(self) -> bool:
-        return self.work in ("train", "compiled")
+        return self.work == "train" or self.work in COMPILED
 
     @property
     def tokens(self) -> int:
@@ -71,7 +73,7 @@ CASES = (
     ModelCase("6x384", "train", 4, 256, 6, 384, 6, 6, 1024),
     ModelCase("16x2048", "train", 1, 8192, 16, 2048, 16, 16, 5504),
     ModelCase("llama-1b", "train", 4, 4096, *_1B),
-    ModelCase("12x768", "compiled", 8, 1024, 12, 768, 12, 12, 2048),
+    *(ModelCase("12x768", work, 8, 1024, 12, 768, 12, 12, 2048) for work in COMPILED),
     ModelCase("llama-1b", "prefill", 1, 8192, *_1B),
     ModelCase("llama-1b", "decode", 1, 4096, *_1B),
     ModelCase("12x768", "padding", 8, 1024, 12, 768, 12, 12, 2048),
@@ -83,7 +85,7 @@ def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
     """A record per provider. One model, and in training one optimizer, serves them all."""
     integration.register()
     names = [OURS, CHOSEN_BY_TORCH]
-    if case.work != "compiled":  # which would not see that the choice changes
+    if case.work not in COMPILED:  # which would not see that the choice changes
         names += [x for x in settings.baselines if x in SDPA_BACKENDS]
     names += [FA3] if settings.device.type == "cuda" else []
     model = _model(case, settings)
@@ -147,14 +149,14 @@ def _model(case: ModelCase, settings: Settings) -> Model:
 
 
 def _as_run(case: ModelCase, model: Model) -> Model:
-    """The model, compiled if the case says so: each shape and implementation apart, on a GPU with
-    CUDA graphs, without which the host would limit a small model."""
-    if case.work != "compiled":
+    """The model, compiled if the case says so: each shape and implementation apart. The host limits
+    a small model without CUDA graphs."""
+    if case.work not in COMPILED:
         return model
     torch.compiler.reset()  # what other models compiled counts towards the compiler's limit
     if model.device.type != "cuda":
         return torch.compile(model, dynamic=False, backend="aot_eager")
-    return torch.compile(model, dynamic=False, mode="reduce-overhead")
+    return torch.compile(model, dynamic=False, mode=COMPILED[case.work])
 
 
 class _Gate:

@@ -17,10 +17,9 @@ class DqAdder {
                                      typename Traits::Storage& storage, int warpgroup, int rank)
       : args_(args), tile_(tile), storage_(storage), warpgroup_(warpgroup), rank_(rank) {}
 
-  // rows: m_blocks of the tile, which has at least one. start: the one that it starts with.
-  __device__ __forceinline__ void begin(const BlockRange& rows, int start) {
-    rows_ = rows;
-    descending_ = uniform(tile_.descending);
+  // start: the m_block that the tile starts with.
+  __device__ __forceinline__ void begin(const BlockOrder& order, int start) {
+    order_ = order;
     block_ = start_ = start;
     dq_accum_of_head_ = uniform(static_cast<int>(
         args_.workspace.first(args_.seqlens_q, tile_.batch_idx, tile_.head * args_.qhead_per_kvhead,
@@ -50,10 +49,18 @@ class DqAdder {
       storage_.dq_added[at_.index()].arrive_warp();  // Sync: this warp has added.
       at_.advance();
     }
-    block_ = next_block(rows_, block_, descending_);
+    block_ = order_.next(block_);
     if (block_ == start_) {
       dq_accum_of_head_ += static_cast<int>(args_.workspace.num_rows / kBlockM);
     }
+  }
+
+  // Ends the tile, whose additions are all issued; the thread that counts tiles_done waits for
+  // that.
+  __device__ __forceinline__ void end() {
+    if (args_.deterministic) return;  // it waits for each step
+    __syncwarp();
+    storage_.dq_added[0].arrive_warp();  // Sync: this warp has added.
   }
 
  private:
@@ -61,8 +68,7 @@ class DqAdder {
   const WorkTile& tile_;
   typename Traits::Storage& storage_;
   int warpgroup_, rank_;
-  BlockRange rows_;
-  bool descending_;
+  BlockOrder order_;
   int start_;
   int block_;               // m_block of the next addition
   int dq_accum_of_head_;    // first m_block of its head in the workspace

@@ -1,7 +1,7 @@
 // Backward kernel for more than 128 columns: one 2-CTA cluster per n_block. Each CTA has two
 // consumer warpgroups (cluster2/mainloop.cuh; specialized/roles.cuh) and a producer warpgroup
-// (cluster2/load.cuh): one thread loads, one sends dS to the other CTA and, if deterministic, two
-// order the additions to dQ.
+// (cluster2/load.cuh): one thread loads, one sends dS to the other CTA, one counts the tile and, if
+// deterministic, it and another one order the additions to dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -43,9 +43,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
 
   Storage& storage = *reinterpret_cast<Storage*>(shared);
   const int rank = static_cast<int>(cluster_rank());
-  // Early launch is harmless: the next kernel's CTAs do not fit on an SM until these exit.
-  launch_dependents();
   griddepcontrol_wait();
+  launch_dependents();  // after the wait: dependents see preprocess's tiles_done
   const int index =
       args.deterministic ? draw_tile(args, storage) : static_cast<int>(cluster_index());
   if (threadIdx.x == 0) {
@@ -56,32 +55,34 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
       storage.tile.first_key = storage.tile.num_keys = 0;  // varlen: fewer tiles than clusters
     }
   }
-  // Sync: no thread of either CTA touches a barrier before it is initialised.
   cluster_arrive();
-  cluster_wait();
+  // Sync: no thread touches a barrier of this CTA before it is initialised.
   __syncthreads();
+  const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x % 128 / 32);
+  // The loads touch no other CTA's memory and start at once.
+  const bool loads = warpgroup == Traits::kConsumers && warp == 0;
+  if (!loads) cluster_wait();  // Sync: the other CTA's barriers are initialised.
 
   const WorkTile& tile = storage.tile;
   // Both CTAs have the same tile, so both return here or neither does.
   if (tile.first_key >= tile.num_keys) return;
   const int num_steps = (tile.m_blocks.end - tile.m_blocks.begin) * args.qhead_per_kvhead;
-  const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    const int warp = uniform(threadIdx.x % 128 / 32);
-    if (num_steps > 0 && cute::elect_one_sync()) {
+    if (cute::elect_one_sync()) {
       if (warp == 3) {
         if (args.deterministic) release_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
+        count_tile<Traits>(args, tile, shared, num_steps);
       } else if (warp == 2) {
         if (args.deterministic) poll_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
-      } else if (warp == 0) {
+      } else if (warp == 1) {
+        exchange_ds<Traits>(shared, num_steps, 1 - rank);
+      } else if (num_steps > 0) {
         if constexpr (is_specialized(kConfig)) {
           specialized::load<kConfig>(args, tile, shared, num_steps, rank);
         } else {
           load<kConfig>(args, tile, shared, num_steps, rank);
         }
-      } else {
-        exchange_ds<Traits>(shared, num_steps, 1 - rank);
       }
     }
   } else {
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
       Consumer<kConfig>(args, tile, shared, warpgroup, rank).run();
     }
   }
+  if (loads) cluster_wait();
   // Sync: until it is done, the other CTA arrives at this CTA's barriers and sends to it.
   cluster_arrive();
   cluster_wait();

@@ -1,5 +1,6 @@
 // Producer threads of a CTA of a 2-CTA cluster: one loads K and V, and Q and dO as stages become
-// free; one sends each step's dS to the other CTA; if deterministic, two order the additions to dQ.
+// free; one sends each step's dS to the other CTA; one counts the tile when all of its additions to
+// dQ are in memory, and if deterministic orders them together with another one.
 #pragma once
 
 #include "backward/arguments.h"
@@ -32,6 +33,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   const int batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
   PipelineState<2> q{1};
   PipelineState<1> dout{1};
+  const BlockOrder order = BlockOrder::of(tile);
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
     const int row = tile.row_offset + block * kBlockM;
@@ -51,7 +53,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
     copy_floats(storage.minus_delta, &args.lse_delta, storage.dout_full, kReadAgain, at, 1);
     q.advance();
     dout.advance();
-    block = next_block(tile.m_blocks, block, tile.descending);
+    block = order.next(block);
     if (block == tile.start) ++head;
   }
 }
@@ -82,13 +84,14 @@ template <class Traits, class Visit>
 __device__ __forceinline__ void for_each_dq_semaphore(const Arguments& args, const WorkTile& tile,
                                                       int num_steps, int rank, Visit visit) {
   PipelineState<2> at{0};
+  const BlockOrder order = BlockOrder::of(tile);
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
     const int64_t row = workspace_row(args, tile, head, block);
     visit(at, args.workspace.dq_semaphore + row / kBlockM * 2 + rank,
           tiles_before<block_n(Traits::kConfig)>(args, tile, block));
     at.advance();
-    block = next_block(tile.m_blocks, block, tile.descending);
+    block = order.next(block);
     if (block == tile.start) ++head;
   }
 }
@@ -122,6 +125,17 @@ __device__ __forceinline__ void release_dq_semaphore(const Arguments& args, cons
                                   add_release(dq_semaphore, 1);
                                   storage.dq_released[at.index()].arrive();
                                 });
+}
+
+// Increments tiles_done once this CTA's additions are in memory: the heads whose tiles are all done
+// are converted while other tiles run (postprocess.cuh).
+template <class Traits>
+__device__ __forceinline__ void count_tile(const Arguments& args, const WorkTile& tile,
+                                           uint8_t* shared, int num_steps) {
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
+  // Sync: every consumer warp has added.
+  if (!args.deterministic && num_steps > 0) storage.dq_added[0].wait(0);
+  add_release(args.workspace.tiles_done + tile.batch_idx * args.num_heads_kv + tile.head, 1);
 }
 
 }  // namespace flashattn3::backward::cluster2

@@ -52,8 +52,8 @@ class Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    rows_ = {uniform(tile_.m_blocks.begin), uniform(tile_.m_blocks.end)};
-    if (rows_.begin == rows_.end) {
+    const int num_blocks = uniform(tile_.m_blocks.end) - uniform(tile_.m_blocks.begin);
+    if (num_blocks == 0) {
       if (warpgroup_ == 0) {
         store_zeros(key_target(args_, tile_, warp_first_key()));
       } else {
@@ -61,11 +61,11 @@ class Consumer {
       }
       return;
     }
-    const int num_steps = (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
+    const int num_steps = num_blocks * args_.qhead_per_kvhead;
     full_blocks_ = full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
-    descending_ = uniform(tile_.descending);
+    order_ = BlockOrder::uniform_of(tile_);
     scores_block_ = ds_block_ = uniform(tile_.start);
-    adder_.begin(rows_, scores_block_);
+    adder_.begin(order_, scores_block_);
     KeyGradient dk, dv;
     // dQ of the previous step, copied out of WGMMA's accumulators: ptxas would serialize the GEMMs
     // of a step in which accumulators are read.
@@ -81,6 +81,7 @@ class Consumer {
     step<0>(dk, dv, finished, s, num_steps > 1);
     adder_.template add<true>(finished);
     adder_.template add<false>(finished);
+    adder_.end();
     store(dk, dv);
   }
 
@@ -165,7 +166,7 @@ class Consumer {
         s, at(Traits::kKOffset),
         at(Traits::kQOffset + b * Traits::kMBlockBytes + warpgroup_ * (kQueries * 128)));
     q_at_.advance();
-    scores_block_ = next_block(rows_, scores_block_, descending_);
+    scores_block_ = order_.next(scores_block_);
   }
 
   // Loads lse of the step at ds_at_, whose S is complete.
@@ -234,7 +235,7 @@ class Consumer {
     storage_.ds_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     ds_at_.advance();
     dout_at_.advance();
-    ds_block_ = next_block(rows_, ds_block_, descending_);
+    ds_block_ = order_.next(ds_block_);
   }
 
   // Starts dq = this quarter of dS^T K, over the keys of both CTAs.
@@ -307,11 +308,10 @@ class Consumer {
   SharedStorage& storage_;
   uint8_t* shared_;
   int warpgroup_, rank_;
-  int first_key_;                // of the CTA
-  uint32_t low_;                 // descriptor of the start of shared memory
-  BlockRange full_blocks_;       // m_blocks that see all of the CTA's keys
-  BlockRange rows_;              // m_blocks that see any key of the tile
-  bool descending_;              // order of the m_blocks
+  int first_key_;           // of the CTA
+  uint32_t low_;            // descriptor of the start of shared memory
+  BlockRange full_blocks_;  // m_blocks that see all of the CTA's keys
+  BlockOrder order_;
   int scores_block_, ds_block_;  // m_blocks of the next S and of the next dS
   DqAdder<Traits> adder_;
   PipelineState<2> step_{0};

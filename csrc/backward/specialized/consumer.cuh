@@ -34,14 +34,14 @@ class Consumer {
         warpgroup_(warpgroup),
         rank_(rank),
         first_key_(tile.first_key + rank * Traits::kBlockN),
-        rows_{uniform(tile.m_blocks.begin), uniform(tile.m_blocks.end)},
-        descending_(uniform(tile.descending)),
+        order_(BlockOrder::uniform_of(tile)),
         adder_(args, tile, storage_, warpgroup, rank) {
     low_ = smem_desc_low(cute::cast_smem_ptr_to_uint(shared), Traits::kAtomBytes);
   }
 
   __device__ __forceinline__ int num_steps() const {
-    return (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
+    const int num_blocks = uniform(tile_.m_blocks.end) - uniform(tile_.m_blocks.begin);
+    return num_blocks * args_.qhead_per_kvhead;
   }
 
   // Starts dq = this quarter of dS^T K of the step at step_, over the keys of both CTAs.
@@ -115,10 +115,9 @@ class Consumer {
   Storage& storage_;
   uint8_t* shared_;
   int warpgroup_, rank_;
-  int first_key_;    // of the CTA
-  BlockRange rows_;  // m_blocks that see any key of the tile
-  bool descending_;  // order of the m_blocks
-  uint32_t low_;     // descriptor of the start of shared memory
+  int first_key_;  // of the CTA
+  BlockOrder order_;
+  uint32_t low_;  // descriptor of the start of shared memory
   cluster2::DqAdder<Traits> adder_;
   PipelineState<2> step_{0};
 };

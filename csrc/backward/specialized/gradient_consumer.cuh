@@ -36,7 +36,7 @@ class GradientConsumer : Consumer<kConfig> {
       return;
     }
     block_ = uniform(this->tile_.start);
-    this->adder_.begin(this->rows_, block_);
+    this->adder_.begin(this->order_, block_);
     ValueGradient dv;
     QueryGradient finished;
 #pragma unroll
@@ -50,6 +50,7 @@ class GradientConsumer : Consumer<kConfig> {
     for (int i = 0; i + 1 < count; ++i) step<true>(dv, finished, i > 0);
     step<false>(dv, finished, count > 1);
     this->add_dq(finished);
+    this->adder_.end();
     // Sync: all four warps have read their keys of V, which dV is staged over.
     named_barrier_sync(2, 128);
     store_gradient<kElement, Traits::kHeadDimV>(
@@ -114,7 +115,7 @@ class GradientConsumer : Consumer<kConfig> {
     __syncwarp();
     this->storage_.ds_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     ds_at_.advance();
-    block_ = next_block(this->rows_, block_, this->descending_);
+    block_ = this->order_.next(block_);
   }
 
   int block_;                  // m_block of the next dS

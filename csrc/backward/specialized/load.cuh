@@ -34,6 +34,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   const int batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
   PipelineState<2> at{1};
   PipelineState<Traits::kQBuffers> q_at{1};  // two Q buffers are used as those of dO are
+  const BlockOrder order = BlockOrder::of(tile);
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
     const int row = tile.row_offset + block * kBlockM;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
     copy_floats(storage.minus_delta[b], &args.lse_delta, storage.dout_full[b], kReadAgain, column,
                 1);
     at.advance();
-    block = next_block(tile.m_blocks, block, tile.descending);
+    block = order.next(block);
     if (block == tile.start) ++head;
   }
 }

@@ -35,7 +35,7 @@ class ScoreConsumer : Consumer<kConfig> {
     full_blocks_ = full_m_blocks<kBlockM>(this->mask(), this->first_key_,
                                           this->first_key_ + Traits::kBlockN - 1);
     block_ = uniform(this->tile_.start);
-    this->adder_.begin(this->rows_, block_);
+    this->adder_.begin(this->order_, block_);
     KeyGradient dk;
     QueryGradient finished;
 #pragma unroll
@@ -50,6 +50,7 @@ class ScoreConsumer : Consumer<kConfig> {
     for (int i = 0; i + 1 < count; ++i) step<true>(dk, finished, i > 0);
     step<false>(dk, finished, count > 1);
     this->add_dq(finished);
+    this->adder_.end();
     // Sync: all four warps have read their keys of K, which dK is staged over.
     named_barrier_sync(1, 128);
     store_gradient<kElement, Traits::kHeadDim>(
@@ -133,7 +134,7 @@ class ScoreConsumer : Consumer<kConfig> {
     this->storage_.p_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     scores_at_.advance();
     scores_q_.advance();
-    block_ = next_block(this->rows_, block_, this->descending_);
+    block_ = this->order_.next(block_);
   }
 
   __device__ __forceinline__ void stage(const Scores& p, int offset) {

@@ -19,9 +19,10 @@ namespace flashattn3::backward::specialized {
 //   ds_full[b]      one for each gradient warp: its part of dS of a step is written
 //   ds_empty[b]     one for each consumer warp of both CTAs: it has read this CTA's dS
 //   other_full[b]   1: this CTA's exchange_ds thread, and the bytes of the other CTA's dS
+//   dq_added[b]     one for each consumer warp: it has added dQ of a step; unless deterministic, of
+//                   all steps, in b = 0
 //   Deterministic only:
 //   dq_ready[b]     1: the thread in poll_dq_semaphore: dQ of a step may be added
-//   dq_added[b]     one for each consumer warp: it has added dQ of a step
 //   dq_released[b]  1: the thread in release_dq_semaphore: the other two may be reused
 // Step i uses buffer b = i % 2, of Q and lse i % kQBuffers.
 template <int kQBuffers>
