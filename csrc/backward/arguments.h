@@ -78,6 +78,7 @@ struct Arguments {
   Window window;
   Traversal traversal;
   bool deterministic;   // work tiles add to dQ in a fixed order
+  bool zeroes_dq;       // cluster2: work tiles write the zeros of dq_accum, not preprocess
   float softmax_scale;  // of dq and dk
   ScoreScale score_scale;
 };

@@ -155,6 +155,7 @@ backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
   args.head_dim_v = forward.head_dim_v;
   args.window = window_of(forward);
   args.deterministic = forward.deterministic;
+  args.zeroes_dq = zeroes_dq<kConfig>(forward);
   args.softmax_scale = forward.softmax_scale;
   args.score_scale = score_scale_of(forward, false);
   return args;
@@ -188,7 +189,9 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardSizes& siz
           .num_batch_heads = sizes.num_gradient_heads * forward.batch,
           .head_dim_v = forward.head_dim_v,
           .dq_semaphores_per_block = backward::num_dq_semaphores(kConfig),
-          .dq_accum_columns = backward::uses_cluster2(kConfig) ? kConfig.head_dim : 0};
+          .dq_accum_columns = backward::uses_cluster2(kConfig) && !zeroes_dq<kConfig>(forward)
+                                  ? kConfig.head_dim
+                                  : 0};
 }
 
 template <backward::Config kConfig>

@@ -159,6 +159,15 @@ inline int64_t keys_of_a_query(const AttentionProblem& problem) {
   return std::min(causal, before + 1) + problem.window_right;
 }
 
+// cluster2: whether work tiles write the zeros of dq_accum. Zeros of preprocess go to memory and
+// back; waiting for those of work tiles costs each step a little.
+template <backward::Config kConfig>
+bool zeroes_dq(const AttentionProblem& problem) {
+  constexpr int64_t kFewKeys = 2048;  // H100 (docs/log/hopper-backward.md)
+  return backward::uses_cluster2(kConfig) && !problem.deterministic &&
+         keys_of_a_query(problem) <= kFewKeys;
+}
+
 // CTAs of a persistent main kernel. It leaves SMs to the postprocess kernel, which converts a
 // head's dq_accum there as soon as its tiles are done: while it is in L2, and not when all of them
 // are. So many SMs convert as many rows as the others finish; the main kernel takes the longer for

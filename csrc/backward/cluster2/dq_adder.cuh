@@ -33,8 +33,9 @@ class DqAdder {
   __device__ __forceinline__ void add(const Quarter& dq) {
     const int64_t block = dq_accum_of_head_ + block_;
     const int quarter = rank_ * 2 + warpgroup_;
-    // Sync: all earlier tiles have added their dQ.
-    if (kFirst && args_.deterministic) storage_.dq_ready[at_.index()].wait(at_.phase());
+    const bool waits = args_.deterministic || args_.zeroes_dq;
+    // Sync: all earlier tiles have added their dQ, or dq_accum is zero.
+    if (kFirst && waits) storage_.dq_ready[at_.index()].wait(at_.phase());
     float* dq_accum = args_.workspace.dq_accum + block * (kBlockM * Traits::kHeadDim) +
                       (quarter * (Traits::kQuarter / 8) * 128 + threadIdx.x % 128) * 4;
     constexpr int kHalfOfParts = Traits::kQuarter / 16;
@@ -47,8 +48,8 @@ class DqAdder {
     if (args_.deterministic) {
       __syncwarp();
       storage_.dq_added[at_.index()].arrive_warp();  // Sync: this warp has added.
-      at_.advance();
     }
+    if (waits) at_.advance();
     block_ = order_.next(block_);
     if (block_ == start_) {
       dq_accum_of_head_ += static_cast<int>(args_.workspace.num_rows / kBlockM);
@@ -72,7 +73,7 @@ class DqAdder {
   int start_;
   int block_;               // m_block of the next addition
   int dq_accum_of_head_;    // first m_block of its head in the workspace
-  PipelineState<2> at_{0};  // deterministic: the step of the next addition
+  PipelineState<2> at_{0};  // the step of the next addition, if additions wait
 };
 
 }  // namespace flashattn3::backward::cluster2

@@ -1,6 +1,7 @@
 // Producer threads of a CTA of a 2-CTA cluster: one loads K and V, and Q and dO as stages become
 // free; one sends each step's dS to the other CTA; one counts the tile when all of its additions to
-// dQ are in memory, and if deterministic orders them together with another one.
+// dQ are in memory, and if deterministic orders them together with another one, in place of which a
+// warp may zero dq_accum.
 #pragma once
 
 #include "backward/arguments.h"
@@ -77,23 +78,26 @@ __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint
   }
 }
 
-// Deterministic: calls visit(at, dq_semaphore, before) for each step. dq_semaphore counts the tiles
-// whose additions to an m_block are in memory, of each CTA of a cluster apart; before: those that
-// add before this one.
-template <class Traits, class Visit>
-__device__ __forceinline__ void for_each_dq_semaphore(const Arguments& args, const WorkTile& tile,
-                                                      int num_steps, int rank, Visit visit) {
+// Calls visit(at, number, block) for each step. number: of the m_block in the workspace.
+template <class Visit>
+__device__ __forceinline__ void for_each_m_block(const Arguments& args, const WorkTile& tile,
+                                                 int num_steps, Visit visit) {
   PipelineState<2> at{0};
   const BlockOrder order = BlockOrder::of(tile);
   int head = tile.head * args.qhead_per_kvhead, block = tile.start;
   for (int i = 0; i < num_steps; ++i) {
-    const int64_t row = workspace_row(args, tile, head, block);
-    visit(at, args.workspace.dq_semaphore + row / kBlockM * 2 + rank,
-          tiles_before<block_n(Traits::kConfig)>(args, tile, block));
+    visit(at, workspace_row(args, tile, head, block) / kBlockM, block);
     at.advance();
     block = order.next(block);
     if (block == tile.start) ++head;
   }
+}
+
+// Each CTA of a cluster has its own for an m_block. Deterministic: it counts the tiles whose
+// additions are in memory.
+__device__ __forceinline__ int32_t* dq_semaphore_of(const Arguments& args, int64_t number,
+                                                    int rank) {
+  return args.workspace.dq_semaphore + number * 2 + rank;
 }
 
 // Deterministic: tells the consumers when this tile may add a step's dQ to dq_accum.
@@ -101,15 +105,15 @@ template <class Traits>
 __device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const WorkTile& tile,
                                                   uint8_t* shared, int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
-  for_each_dq_semaphore<Traits>(
-      args, tile, num_steps, rank,
-      [&](const PipelineState<2>& at, const int32_t* dq_semaphore, int before) {
-        // Sync: the additions of two steps before are released.
-        storage.dq_released[at.index()].wait(at.phase() ^ 1);
-        while (load_acquire(dq_semaphore) < before) {
-        }
-        storage.dq_ready[at.index()].arrive();
-      });
+  const auto visit = [&](const PipelineState<2>& at, int64_t number, int block) {
+    const int before = tiles_before<block_n(Traits::kConfig)>(args, tile, block);
+    // Sync: the additions of two steps before are released.
+    storage.dq_released[at.index()].wait(at.phase() ^ 1);
+    while (load_acquire(dq_semaphore_of(args, number, rank)) < before) {
+    }
+    storage.dq_ready[at.index()].arrive();
+  };
+  for_each_m_block(args, tile, num_steps, visit);
 }
 
 // Deterministic: increments dq_semaphore for each step. The increment waits until the CTA's
@@ -118,13 +122,39 @@ template <class Traits>
 __device__ __forceinline__ void release_dq_semaphore(const Arguments& args, const WorkTile& tile,
                                                      uint8_t* shared, int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
-  for_each_dq_semaphore<Traits>(args, tile, num_steps, rank,
-                                [&](const PipelineState<2>& at, int32_t* dq_semaphore, int) {
-                                  // Sync: every consumer warp has added.
-                                  storage.dq_added[at.index()].wait(at.phase());
-                                  add_release(dq_semaphore, 1);
-                                  storage.dq_released[at.index()].arrive();
-                                });
+  const auto visit = [&](const PipelineState<2>& at, int64_t number, int) {
+    storage.dq_added[at.index()].wait(at.phase());  // Sync: every consumer warp has added.
+    add_release(dq_semaphore_of(args, number, rank), 1);
+    storage.dq_released[at.index()].arrive();
+  };
+  for_each_m_block(args, tile, num_steps, visit);
+}
+
+// Arguments::zeroes_dq: writes zeros to this CTA's columns of each m_block of dq_accum that no tile
+// has claimed, and tells the consumers when they may add to it. They are then in L2, where zeros
+// that the preprocess kernel writes are not. No tile waits for another one's additions, only for
+// zeros, which do not wait. A warp calls it.
+template <class Traits>
+__device__ __forceinline__ void zero_dq_accum(const Arguments& args, const WorkTile& tile,
+                                              uint8_t* shared, int num_steps, int rank) {
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
+  constexpr int kVectors = 2 * Traits::kQuarter * kBlockM / 4;
+  const int lane = threadIdx.x % 32;
+  const auto visit = [&](const PipelineState<2>& at, int64_t number, int) {
+    // Sync: dS of the step is written, so every consumer warp has waited for dq_ready of two steps
+    // before, which may be reused.
+    storage.ds_full[at.index()].wait(at.phase());
+    int32_t* const state = dq_semaphore_of(args, number, rank);
+    if (uniform(lane == 0 && claim_dq_accum(state))) {
+      float4* const zeros =
+          reinterpret_cast<float4*>(args.workspace.dq_accum) + (number * 2 + rank) * kVectors;
+      for (int i = lane; i < kVectors; i += 32) zeros[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      __syncwarp();
+      if (lane == 0) add_release(state, kStored - kStoring);  // Sync: others may add.
+    }
+    if (lane == 0) storage.dq_ready[at.index()].arrive();
+  };
+  for_each_m_block(args, tile, num_steps, visit);
 }
 
 // Increments tiles_done once this CTA's additions are in memory: the heads whose tiles are all done
