@@ -127,6 +127,30 @@ def test_a_gradient_tells_its_workspace(heads_kv):
 
 
 @pytest.mark.parametrize(
+    ("batch", "seqlen", "options", "left"),
+    [
+        (32, 512, {}, 8),
+        (32, 512, {"causal": True}, 16),  # at most an eighth
+        (64, 256, {"causal": True}, 16),
+        (16, 1024, {}, 4),
+        (8, 2048, {"causal": True}, 4),
+        (4, 4096, {}, 0),  # one would gain nothing
+        (4, 4096, {"causal": True}, 2),
+        (4, 4096, {"causal": True, "window_left": 511}, 8),
+        (32, 512, {"sm_margin": 28}, 8),
+        (32, 512, {"sm_margin": 130}, 0),
+        (2, 512, {}, 0),  # 128 tiles: two rounds on fewer SMs
+    ],
+)
+def test_a_gradient_leaves_sms_to_postprocess(batch, seqlen, options, left):
+    """So many as convert dq_accum in the time of the others: 4096 over the keys of a query."""
+    q = torch.empty(batch, seqlen, 16, 128, dtype=torch.bfloat16, device="meta")
+    launch = prepared(Tensors(q, q, q), backward_launch, **options)
+    most = min(132 - options.get("sm_margin", 0), batch * 16 * seqlen // 128)
+    assert launch.num_ctas == most - left
+
+
+@pytest.mark.parametrize(
     ("batch", "seqlen", "heads", "options", "parts"),
     [
         (1, 8192, (64, 8), {"causal": True}, 4),  # of two heads: many queries

@@ -262,6 +262,9 @@ inline std::vector<Case> backward_cases() {
        .head_dim = 256,
        .left = 3,
        .right = 70},
+      // A query sees so many keys that preprocess writes the zeros of dq_accum.
+      {.name = "d256, many keys", .seqlen_q = 130, .seqlen_k = 2177, .head_dim = 256},
+      {.name = "d192, many keys", .seqlen_q = 130, .seqlen_k = 2177, .head_dim = 192},
       {.name = "d192", .seqlen_q = 300, .seqlen_k = 333, .heads_q = 2, .head_dim = 192},
       {.name = "d192, one query, one key", .seqlen_q = 1, .seqlen_k = 1, .head_dim = 192},
       {.name = "d192, two steps", .seqlen_q = 65, .seqlen_k = 128, .head_dim = 192},

@@ -16,6 +16,7 @@
 #include "unit/attention/softmax_e4m3_test.cuh"
 #include "unit/attention/softmax_test.cuh"
 #include "unit/attention/tile_scheduler_test.cuh"
+#include "unit/attention/tile_shape_test.cuh"
 #include "unit/decode/work_share_test.cuh"
 #include "unit/tile/fragment_test.cuh"
 #include "unit/tile/gemm_int8_test.cuh"

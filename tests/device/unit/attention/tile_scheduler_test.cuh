@@ -4,7 +4,6 @@
 
 #include "../unit.cuh"
 #include "attention/tile_scheduler.cuh"
-#include "attention/tile_shape.h"
 
 namespace unit::tile_scheduler {
 
@@ -46,36 +45,6 @@ inline void check_order(Result& result) {
         }
         result.equal(index, count_tiles(params), "count_tiles");
       }
-    }
-  }
-}
-
-// Work tiles of a sequence against slices that are dealt one after the other, and the bound for
-// sequences that share their tokens.
-inline void check_tile_shape(Result& result) {
-  for (const TileShape shape :
-       {TileShape{128}, {192}, {64, 3, 1}, {64, 3, 4}, {64, 2, 8}, {64, 3, 5}}) {
-    for (const std::vector<int>& lengths : {std::vector<int>{0},
-                                            {1},
-                                            {63, 64, 65},
-                                            {256},
-                                            {1, 1, 1, 1, 1},
-                                            {0, 191, 192, 193, 1000}}) {
-      int64_t all = 0, tokens = 0;
-      for (const int length : lengths) {
-        int tiles = 0, dealt = 0;
-        for (int row = 0; row < length; row += shape.rows) {
-          for (int head = 0; head < shape.heads; ++head) tiles += dealt++ % shape.slices == 0;
-        }
-        result.equal(tiles, static_cast<int>(shape.num_blocks(length)), "num_blocks", length,
-                     shape.heads);
-        all += tiles, tokens += length;
-      }
-      const int64_t batch = static_cast<int64_t>(lengths.size());
-      result.equal(true, shape.most_blocks(tokens, batch) >= all, "most_blocks", shape.heads);
-      const int64_t least = tokens * shape.heads / (int64_t{shape.rows} * shape.slices);
-      const int64_t loosest = least + batch * (shape.heads + 1);
-      result.equal(true, shape.most_blocks(tokens, batch) <= loosest, "most_blocks", shape.heads);
     }
   }
 }
@@ -191,7 +160,6 @@ inline void check_varlen_draws(Result& result) {
 
 static const Tests kTests = {
     {"attention/tile_scheduler: order", Where::kHost, check_order},
-    {"attention/tile_scheduler: tile shape", Where::kHost, check_tile_shape},
     {"attention/tile_scheduler: varlen order", Where::kHost, check_varlen_order},
     {"attention/tile_scheduler: draws", Where::kGpu, check_draws},
     {"attention/tile_scheduler: varlen draws", Where::kGpu, check_varlen_draws}};
