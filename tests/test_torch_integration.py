@@ -152,7 +152,7 @@ def test_the_operator_is_differentiable(how, device, fresh_dynamo):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_use_backend_around_the_operator(gradients, device):
-    """As in an exported program, whose calls name no backend."""
+    """The operator takes the backend in force where its call names none, as exported calls do."""
     tensors = leaves(9, 11, device)
     arguments = operator_arguments(Tensors(*tensors), Options(causal=True, backend=None))
     operator = torch.ops.flashattn3.forward.default

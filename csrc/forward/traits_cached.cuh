@@ -34,7 +34,7 @@ struct CachedArguments : Arguments {
 // rows one after the other, so that few tokens fill whole work tiles and few tiles load the same
 // keys. first_row and head are those of the first slice.
 struct CachedWorkTile : WorkTile {
-  // Of each warpgroup. Without rows: row_origin is num_rows.
+  // The slice of each warpgroup. A slice without rows has num_rows as its row_origin.
   struct Slice {
     int row_origin, head;
   } slices[3];

@@ -191,7 +191,7 @@ int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles, bool p
                                           : persistent_backward_ctas(problem, num_tiles, pdl);
 }
 
-// Of a launch that is not captured.
+// Returns the size of a launch that is not captured.
 template <backward::Config kConfig>
 LaunchSize backward_size(const char* name, const AttentionProblem& problem) {
   const BackwardSizes sizes = backward_sizes<kConfig>(name, problem);
