@@ -23,6 +23,7 @@ from flashattn3.bench.memory_suite import training_step
 from flashattn3.bench.precision import PRECISIONS, arguments_in, errors
 from flashattn3.bench.providers import (
     BASELINES,
+    CAPTURED,
     DETERMINISTIC,
     EIGHT_BIT,
     FAST_E4M3,
@@ -579,6 +580,13 @@ def test_quick_deterministic_suite(tmp_path, capsys):
     assert {r["direction"] for r in records} == {"bwd"}
     printed = capsys.readouterr().out
     assert f"deterministic bwd, all cells: {OURS}" in printed
+
+
+def test_quick_captured_suite(tmp_path, capsys):
+    assert bench(tmp_path, "--suite", "captured", "--head-dim", "64", *REFERENCE) == 0
+    _, *records = lines(tmp_path / "captured.jsonl")
+    assert [r["provider"] for r in records] == [CAPTURED, OURS] * 4
+    assert f"captured bwd, all cells: {OURS}" in capsys.readouterr().out
 
 
 def test_the_named_backend_is_the_one_that_is_timed(tmp_path, capsys):

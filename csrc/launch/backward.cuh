@@ -227,7 +227,7 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
   constexpr auto kKernel = backward_kernel<kConfig>();
   constexpr int kSharedBytes = backward::smem_bytes(kConfig);
   allow_shared_memory<kKernel>(kSharedBytes);
-  const unsigned num_ctas = backward_num_ctas<kConfig>(forward, sizes.num_tiles, forward.pdl);
+  const unsigned num_ctas = backward_num_ctas<kConfig>(forward, sizes.num_tiles);
   launch_kernel(name, "", kKernel, {num_ctas, backward::num_threads(kConfig), kSharedBytes}, stream,
                 forward.pdl, args);
   launch_kernel(name, " postprocess", backward::postprocess_kernel<BackwardTraitsOf<kConfig>>,

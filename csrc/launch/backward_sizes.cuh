@@ -160,42 +160,42 @@ inline int64_t keys_of_a_query(const AttentionProblem& problem) {
 }
 
 // cluster2: whether work tiles write the zeros of dq_accum. Zeros of preprocess go to memory and
-// back; waiting for those of work tiles costs each step a little.
+// back. Waiting for those of work tiles costs each step a little, but nothing if deterministic,
+// where it waits for the tiles before it anyway.
 template <backward::Config kConfig>
 bool zeroes_dq(const AttentionProblem& problem) {
   constexpr int64_t kFewKeys = 2048;  // H100 (docs/log/hopper-backward.md)
-  return backward::uses_cluster2(kConfig) && !problem.deterministic &&
-         keys_of_a_query(problem) <= kFewKeys;
+  return backward::uses_cluster2(kConfig) &&
+         (problem.deterministic || keys_of_a_query(problem) <= kFewKeys);
 }
 
 // CTAs of a persistent main kernel. It leaves SMs to the postprocess kernel, which converts a
 // head's dq_accum there as soon as its tiles are done: while it is in L2, and not when all of them
 // are. So many SMs convert as many rows as the others finish; the main kernel takes the longer for
-// a row, the more keys it sees. Not if the tiles would take many more rounds on fewer SMs, or if
-// the postprocess kernel does not start early (ForwardParams::pdl).
-inline int persistent_backward_ctas(const AttentionProblem& problem, int64_t num_tiles, bool pdl) {
+// a row, the more keys it sees. Not if the tiles would take many more rounds on fewer SMs.
+inline int persistent_backward_ctas(const AttentionProblem& problem, int64_t num_tiles) {
   constexpr int64_t kKeysOfOneSm = 4096;  // H100 (docs/log/hopper-backward.md)
   const int64_t most = num_persistent_ctas(problem, num_tiles);
   const int64_t left =
       std::min(kKeysOfOneSm / std::max<int64_t>(1, keys_of_a_query(problem)), most / 8);
-  if (left < 2 || !pdl) return static_cast<int>(most);  // one SM gains nothing
+  if (left < 2) return static_cast<int>(most);  // one SM gains nothing
   const auto rounds = [&](int64_t ctas) { return (num_tiles + ctas - 1) / ctas; };
   const bool many_more = rounds(most - left) * 8 > rounds(most) * 9;
   return static_cast<int>(many_more ? most : most - left);
 }
 
-// cluster2: each cluster has one work tile, or with varlen possibly none. pdl: as in ForwardParams.
+// cluster2: each cluster has one work tile, or with varlen possibly none.
 template <backward::Config kConfig>
-int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles, bool pdl) {
+int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles) {
   return backward::uses_cluster2(kConfig) ? static_cast<int>(2 * num_tiles)
-                                          : persistent_backward_ctas(problem, num_tiles, pdl);
+                                          : persistent_backward_ctas(problem, num_tiles);
 }
 
-// Returns the size of a launch that is not captured.
+// Returns the size of a launch.
 template <backward::Config kConfig>
 LaunchSize backward_size(const char* name, const AttentionProblem& problem) {
   const BackwardSizes sizes = backward_sizes<kConfig>(name, problem);
-  return {.num_ctas = backward_num_ctas<kConfig>(problem, sizes.num_tiles, true),
+  return {.num_ctas = backward_num_ctas<kConfig>(problem, sizes.num_tiles),
           .workspace_bytes = sizes.workspace_bytes()};
 }
 

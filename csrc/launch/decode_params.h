@@ -99,7 +99,7 @@ struct DecodeParams {
   // launch that uses them; every launch resets them to zero. Launches that may run concurrently
   // must not share them. Of a cached forward kernel: as ForwardParams::tile_counter, or null.
   uint32_t* counters;
-  bool pdl;  // as in ForwardParams; allowed in a capture, too
+  bool pdl;  // as in ForwardParams
 };
 
 // The parameters of a problem without tensors, lengths and sizes.

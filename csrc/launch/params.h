@@ -128,7 +128,7 @@ struct ForwardParams : AttentionProblem {
   // Launches that may run concurrently must not share them (use one per device and stream). Null:
   // static tile schedule, which balances uneven tiles less well.
   int32_t* tile_counter;
-  bool pdl;  // the kernels may start while the stream's previous kernel ends; false in a capture
+  bool pdl;  // the kernels may start while the stream's previous kernel ends
 };
 
 // Parameters of one backward call: the forward call with its results, and the tensors that only the

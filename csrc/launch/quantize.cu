@@ -5,7 +5,6 @@
 #include <string>
 #include <type_traits>
 
-#include "launch/capture.h"
 #include "launch/errors.h"
 #include "launch/quantize.h"
 #include "quantize/kernel.cuh"
@@ -73,7 +72,7 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, 
   config.blockDim = dim3(threads);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = is_captured(stream) ? 1 : 2;
+  config.numAttrs = 2;
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 

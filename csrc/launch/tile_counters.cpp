@@ -6,7 +6,6 @@
 #include <string>
 #include <tuple>
 
-#include "launch/capture.h"
 #include "launch/decode_params.h"
 #include "launch/errors.h"
 
@@ -26,10 +25,21 @@ void* new_counters(size_t bytes, cudaStream_t stream) {
   return counters;
 }
 
+// Number of the capture, which no other capture of the process has; 0 if the stream is not
+// captured.
+unsigned long long capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  unsigned long long number = 0;
+  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &number),
+             "asking whether the stream is captured");
+  return status == cudaStreamCaptureStatusActive ? number : 0;
+}
+
 // The counters of each device, stream and capture (0: the stream is not captured).
 class Counters {
  public:
-  void* of(int device, cudaStream_t stream, unsigned long long capture, size_t bytes) {
+  void* of(int device, cudaStream_t stream, size_t bytes) {
+    const unsigned long long capture = capture_of(stream);
     const unsigned long long number = number_of(stream, capture);
     const std::lock_guard lock(mutex_);
     void*& counters = counters_[{device, number, capture}];
@@ -56,7 +66,7 @@ class Counters {
 int32_t* tile_counter(int device, cudaStream_t stream) {
   if (stream == cudaStreamPerThread) return nullptr;
   static Counters counters;
-  return static_cast<int32_t*>(counters.of(device, stream, 0, 2 * sizeof(int32_t)));
+  return static_cast<int32_t*>(counters.of(device, stream, 2 * sizeof(int32_t)));
 }
 
 uint32_t* partial_counters(int device, cudaStream_t stream, int num_counters) {
@@ -71,7 +81,7 @@ uint32_t* partial_counters(int device, cudaStream_t stream, int num_counters) {
   if (stream == cudaStreamPerThread) return nullptr;
   static Counters counters;
   const size_t bytes = most * sizeof(uint32_t);
-  return static_cast<uint32_t*>(counters.of(device, stream, capture_of(stream), bytes));
+  return static_cast<uint32_t*>(counters.of(device, stream, bytes));
 }
 
 }  // namespace flashattn3

@@ -13,17 +13,18 @@ namespace flashattn3 {
 // A stream that reuses the handle of a destroyed one has counters of its own. The first call for
 // the pair allocates them; they are kept until the process ends.
 //
-// Returns null for cudaStreamPerThread, which names the streams of many threads. The stream must
-// not be captured: its graph may later run beside another one that was captured on it.
+// A captured stream gets counters of the capture: its launches run one after the other in every
+// replay, and no other graph has these counters. A replay sets them to zero before the first of the
+// launches.
+//
+// Returns null for cudaStreamPerThread, which names the streams of many threads.
 //
 // The stream's device must be the current one.
 int32_t* tile_counter(int device, cudaStream_t stream);
 
 // The same for launches of cached calls on num_ctas, which is at most the number of SMs:
 // kPartialCountersPerSm uint32 for each SM, of which a launch uses the first
-// LaunchSize::num_counters. A captured stream gets counters of the capture: its
-// launches run one after the other in every replay, and no other graph has these counters. A replay
-// sets them to zero before the first of the launches.
+// LaunchSize::num_counters.
 uint32_t* partial_counters(int device, cudaStream_t stream, int num_counters);
 
 }  // namespace flashattn3

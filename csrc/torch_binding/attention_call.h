@@ -63,7 +63,7 @@ Tensor new_rows(const AttentionProblem& problem, int64_t tokens, int64_t heads, 
                 int32_t dtype, int device);
 
 // Fills everything but v_stride and the extra arguments of 8-bit kernels. varlen_schedule: its
-// memory, or null. Looks up whether the stream is captured and its tile counter.
+// memory, or null. Looks up the tile counter of the stream.
 ForwardParams make_params(const AttentionProblem& problem, const CallTensors& tensors,
                           const Tensor& out, const Tensor& lse,
                           const std::optional<Tensor>& varlen_schedule, int device,

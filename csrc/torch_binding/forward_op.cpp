@@ -14,7 +14,6 @@
 #include <string>
 #include <tuple>
 
-#include "launch/capture.h"
 #include "launch/errors.h"
 #include "launch/params.h"
 #include "launch/quantize.h"
@@ -139,7 +138,7 @@ ForwardParams make_params(const AttentionProblem& problem, const CallTensors& te
                           const Tensor& out, const Tensor& lse,
                           const std::optional<Tensor>& varlen_schedule, int device,
                           cudaStream_t stream) {
-  const bool varlen = problem.varlen, captured = is_captured(stream);
+  const bool varlen = problem.varlen;
   ForwardParams params{problem};
   params.q = tensors.q.data_ptr();
   params.k = tensors.k.data_ptr();
@@ -156,9 +155,8 @@ ForwardParams make_params(const AttentionProblem& problem, const CallTensors& te
   if (varlen_schedule) {
     params.varlen_schedule = static_cast<int32_t*>(varlen_schedule->data_ptr());
   }
-  // Graphs that were captured on one stream may run side by side, so they share no counter.
-  params.tile_counter = captured ? nullptr : tile_counter(device, stream);
-  params.pdl = !captured;
+  params.tile_counter = tile_counter(device, stream);
+  params.pdl = true;
   return params;
 }
 

@@ -19,6 +19,7 @@ from torch.nn.attention import sdpa_kernel
 import flashattn3
 
 from ..testing import FORWARD_FACTOR, check
+from .cuda_graph import captured
 from .host_suite import host_ms, selected
 from .providers import BASELINES, OURS, SDPA_BACKENDS
 from .read_kernel import prepare_read
@@ -274,7 +275,7 @@ def run_cached(cell: CachedCell, settings: Settings) -> list[Record]:
     for name, call in _calls(cell, inputs, settings).items():
         try:
             _check(cell, inputs, call(), name)
-            calls[name] = _captured(call, settings.device)
+            calls[name] = captured(lambda call=call: call, settings.device)
         except AssertionError as error:
             refused[name] = (FAILED, str(error))
         except Exception as error:  # whatever it is, the other providers and cells go on
@@ -282,7 +283,7 @@ def run_cached(cell: CachedCell, settings: Settings) -> list[Record]:
     num_bytes = cell.num_bytes(settings.dtype.itemsize)
     if cell.suite != "chunk":
         read = prepare_read(num_bytes, settings.device)
-        calls[READ] = _captured(read, settings.device)
+        calls[READ] = captured(lambda: read, settings.device)
     clock = make_clock(settings.device, num_bytes)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
     return [_record(cell, name, settings, timings, refused) for name in (*timings, *refused)]
@@ -300,21 +301,6 @@ def _rows(cell: CachedCell, x: Tensor, index: int) -> Tensor:
     """Queries of a sequence with the query heads of the last KV head, of q or of out."""
     begin = sum(cell.queries[:index])
     return x.view(-1, *x.shape[-2:])[begin : begin + cell.queries[index], -cell.group :]
-
-
-def _captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A call as the replay of a CUDA graph; on a CPU the call itself."""
-    if device.type != "cuda":
-        return call
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        call()  # compiles what is not compiled yet
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = call()
-    # The graph reads the call's tensors and writes the result, so both live as long.
-    return lambda: (graph.replay(), kept, call)
 
 
 def _sample(cell: CachedCell, inputs: CachedInputs, dtype: torch.dtype, index: int) -> Tensor:

@@ -29,7 +29,7 @@ from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
 from .models_suite import CASES as MODELS
 from .models_suite import QUICK_CASES as QUICK_MODELS
 from .models_suite import WORKS, run_model
-from .providers import BASELINES, DETERMINISTIC, EIGHT_BIT, MHA, OURS
+from .providers import BASELINES, CAPTURED, DETERMINISTIC, EIGHT_BIT, MHA, OURS
 from .quantize_suite import SUITE as QUANTIZE
 from .quantize_suite import quantize_work, run_quantize
 from .report import Results, summary
@@ -48,6 +48,7 @@ OWN = {
     "fp8": (*EIGHT_BIT, OURS),
     "gqa": (OURS, MHA),
     "deterministic": (DETERMINISTIC, OURS),
+    "captured": (CAPTURED, OURS),
 }
 # On a CPU too, and there in which dtype: Triton's interpreter multiplies no bfloat16.
 OF_16_BIT = {
@@ -59,6 +60,7 @@ INAPPLICABLE = {
     "fp8": ("direction",),
     ROBOT: ("direction",),
     "deterministic": ("direction", "baselines"),
+    "captured": ("baselines",),
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
     DISTRIBUTIONS: ("direction", "dtype", "baselines"),
     QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
@@ -177,7 +179,7 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
 def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     baselines = ("fa2", "cudnn") if on_gpu else ("fa2",) if suite == "host" else ("math",)
-    if suite == "deterministic":
+    if suite in ("deterministic", "captured"):
         baselines = ()
     elif suite == LADDER:
         baselines = RUNGS

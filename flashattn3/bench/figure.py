@@ -20,6 +20,7 @@ COLORS = {
     "quantize+int8+smooth_k": "tab:red",
     "fp8 e4m3": "tab:brown",
     "deterministic": "tab:olive",
+    "captured": "tab:cyan",
     "flashattn3": "tab:green",
     "mha": "tab:gray",
     "on 16 SMs": "tab:olive",

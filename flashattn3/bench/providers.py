@@ -5,7 +5,8 @@ int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the t
 "fast accum" behind the name with use_fast_accum=True; "quantize+int8" and "quantize+e4m3" quantize
 them so, "quantize+int8+smooth_k" after k's mean was subtracted; "mha" takes the heads of k and v
 once for each query head; "on 16 SMs" is our call with that ``sm_margin``; "triton" is our call on
-that backend, "ladder fa1" and "ladder fa2" are kernels of examples/learn.
+that backend, "captured" our call as the replay of a CUDA graph, "ladder fa1" and "ladder fa2" are
+kernels of examples/learn.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def _with_backend(backend: SDPBackend) -> Attention:
     return attend
 
 
-OURS, DETERMINISTIC, MHA, TRITON = "flashattn3", "deterministic", "mha", "triton"
+OURS, DETERMINISTIC, CAPTURED = "flashattn3", "deterministic", "captured"
+MHA, TRITON = "mha", "triton"
 FEW = 16  # SMs of a Jetson Orin
 ON_FEW_SMS = f"on {FEW} SMs"
 NAIVE, LADDER_FA1, LADDER_FA2 = "naive", "ladder fa1", "ladder fa2"
@@ -124,6 +126,7 @@ PROVIDERS: dict[str, Attention] = {
     **dict.fromkeys(FAST, fast_accum),
     **{name: _quantize_and_attend(to, name == WHOLE_SMOOTH) for name, to in WHOLE.items()},
     DETERMINISTIC: deterministic,
+    CAPTURED: ours,
     OURS: ours,
     MHA: ours,
     ON_FEW_SMS: on_few_sms,

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .providers import BASELINES, DETERMINISTIC, EIGHT_BIT, OURS, WHOLE_INT8, WHOLE_SMOOTH
+from .providers import (
+    BASELINES,
+    CAPTURED,
+    DETERMINISTIC,
+    EIGHT_BIT,
+    OURS,
+    WHOLE_INT8,
+    WHOLE_SMOOTH,
+)
 from .runner import FAILED, MISSED, OK, Record
 
 
@@ -79,13 +87,14 @@ RATIOS_OF = {
     "fp8": tuple(EIGHT_BIT),
     "gqa": (OURS,),
     "deterministic": (DETERMINISTIC,),
+    "captured": (CAPTURED,),
     "quantize": (OURS,),
     **dict.fromkeys(("robot", "decode", "latency", "paged", "ragged", "chunk", "mixed"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}
 # Each is compared with what comes after it and with all others.
-OWN = (*EIGHT_BIT, DETERMINISTIC, OURS)
+OWN = (*EIGHT_BIT, DETERMINISTIC, CAPTURED, OURS)
 
 
 def measures(record: Record) -> tuple[Measure, ...]:

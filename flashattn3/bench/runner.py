@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 import flashattn3
 
+from .cuda_graph import captured
 from .gate import Gate
 from .inputs import Call, Inputs, make_inputs, prepare, quantized, with_all_heads
-from .providers import BASELINES, EIGHT_BIT, MHA, OURS, PROVIDERS, QUANTIZED
+from .providers import BASELINES, CAPTURED, EIGHT_BIT, MHA, OURS, PROVIDERS, QUANTIZED
 from .suites import Cell
 from .timing import Clock, Timing, interleave, make_clock
 
@@ -61,7 +63,8 @@ def run_cell(cell: Cell, settings: Settings, clock: Clock | None = None) -> list
                 given = quantized(inputs, QUANTIZED[name])
             elif name == MHA:
                 given, checked = all_heads, gate_of_all_heads
-            call = prepare(PROVIDERS[name], cell, given)
+            prepared = partial(prepare, PROVIDERS[name], cell, given)
+            call = captured(prepared, settings.device) if name == CAPTURED else prepared()
             checked.check(name, call())
             plans[name] = _plan(cell, given) if name in (*QUANTIZED, OURS) else {}
             calls[name] = call

@@ -24,6 +24,7 @@ CASES = {
     "robot": ROBOT_SHAPES,
     "gqa": GROUPED_GRID,
     "deterministic": PAPER_GRID,
+    "captured": PAPER_GRID,
     "fp8": PAPER_GRID,
     "ladder": tuple(
         replace(case, layout="bhsd")

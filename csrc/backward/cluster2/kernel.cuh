@@ -1,7 +1,7 @@
 // Backward kernel for more than 128 columns: one 2-CTA cluster per n_block. Each CTA has two
 // consumer warpgroups (cluster2/mainloop.cuh; specialized/roles.cuh) and a producer warpgroup
-// (cluster2/load.cuh): one thread loads, one sends dS to the other CTA, one counts the tile and, if
-// deterministic, it and another one order the additions to dQ. A warp may zero dq_accum.
+// (cluster2/load.cuh): one thread loads, one sends dS to the other CTA, one counts the tile. If
+// deterministic, that thread and a warp order the additions to dQ; the warp may also zero dq_accum.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -69,14 +69,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
   const int num_steps = (tile.m_blocks.end - tile.m_blocks.begin) * args.qhead_per_kvhead;
   if (warpgroup == Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (warp == 2 && args.zeroes_dq) {
-      zero_dq_accum<Traits>(args, tile, shared, num_steps, rank);
+    if (warp == 2) {
+      if (args.deterministic) {
+        poll_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
+      } else if (args.zeroes_dq) {
+        zero_dq_accum<Traits>(args, tile, shared, num_steps, rank);
+      }
     } else if (cute::elect_one_sync()) {
       if (warp == 3) {
         if (args.deterministic) release_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
         count_tile<Traits>(args, tile, shared, num_steps);
-      } else if (warp == 2) {
-        if (args.deterministic) poll_dq_semaphore<Traits>(args, tile, shared, num_steps, rank);
       } else if (warp == 1) {
         exchange_ds<Traits>(shared, num_steps, 1 - rank);
       } else if (num_steps > 0) {

@@ -100,18 +100,36 @@ __device__ __forceinline__ int32_t* dq_semaphore_of(const Arguments& args, int64
   return args.workspace.dq_semaphore + number * 2 + rank;
 }
 
-// Deterministic: tells the consumers when this tile may add a step's dQ to dq_accum.
+// Writes zeros to this CTA's columns of an m_block of dq_accum. They are then in L2, where zeros
+// that the preprocess kernel writes are not. All lanes of a warp call it; lane 0 may then publish
+// them.
+template <class Traits>
+__device__ __forceinline__ void write_zeros(const Arguments& args, int64_t number, int rank) {
+  constexpr int kVectors = 2 * Traits::kQuarter * kBlockM / 4;
+  float4* const zeros =
+      reinterpret_cast<float4*>(args.workspace.dq_accum) + (number * 2 + rank) * kVectors;
+  for (int i = threadIdx.x % 32; i < kVectors; i += 32) zeros[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  __syncwarp();
+}
+
+// Deterministic: tells the consumers when this tile may add a step's dQ to dq_accum, to which the
+// first tile writes zeros if Arguments::zeroes_dq. A warp calls it.
 template <class Traits>
 __device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const WorkTile& tile,
                                                   uint8_t* shared, int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
+  const bool polls = threadIdx.x % 32 == 0;
   const auto visit = [&](const PipelineState<2>& at, int64_t number, int block) {
     const int before = tiles_before<block_n(Traits::kConfig)>(args, tile, block);
     // Sync: the additions of two steps before are released.
     storage.dq_released[at.index()].wait(at.phase() ^ 1);
-    while (load_acquire(dq_semaphore_of(args, number, rank)) < before) {
+    if (before == 0 && args.zeroes_dq) write_zeros<Traits>(args, number, rank);
+    if (polls) {
+      while (load_acquire(dq_semaphore_of(args, number, rank)) < before) {
+      }
+      storage.dq_ready[at.index()].arrive();
     }
-    storage.dq_ready[at.index()].arrive();
+    __syncwarp();  // no lane waits for a phase that others have left behind
   };
   for_each_m_block(args, tile, num_steps, visit);
 }
@@ -130,29 +148,24 @@ __device__ __forceinline__ void release_dq_semaphore(const Arguments& args, cons
   for_each_m_block(args, tile, num_steps, visit);
 }
 
-// Arguments::zeroes_dq: writes zeros to this CTA's columns of each m_block of dq_accum that no tile
-// has claimed, and tells the consumers when they may add to it. They are then in L2, where zeros
-// that the preprocess kernel writes are not. No tile waits for another one's additions, only for
-// zeros, which do not wait. A warp calls it.
+// Not deterministic, with Arguments::zeroes_dq: writes the zeros of each m_block of dq_accum that
+// no tile has claimed, and tells the consumers when they may add to it. No tile waits for another
+// one's additions, only for zeros, which do not wait. A warp calls it.
 template <class Traits>
 __device__ __forceinline__ void zero_dq_accum(const Arguments& args, const WorkTile& tile,
                                               uint8_t* shared, int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
-  constexpr int kVectors = 2 * Traits::kQuarter * kBlockM / 4;
-  const int lane = threadIdx.x % 32;
+  const bool claims = threadIdx.x % 32 == 0;
   const auto visit = [&](const PipelineState<2>& at, int64_t number, int) {
     // Sync: dS of the step is written, so every consumer warp has waited for dq_ready of two steps
     // before, which may be reused.
     storage.ds_full[at.index()].wait(at.phase());
     int32_t* const state = dq_semaphore_of(args, number, rank);
-    if (uniform(lane == 0 && claim_dq_accum(state))) {
-      float4* const zeros =
-          reinterpret_cast<float4*>(args.workspace.dq_accum) + (number * 2 + rank) * kVectors;
-      for (int i = lane; i < kVectors; i += 32) zeros[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      __syncwarp();
-      if (lane == 0) add_release(state, kStored - kStoring);  // Sync: others may add.
+    if (uniform(claims && claim_dq_accum(state))) {
+      write_zeros<Traits>(args, number, rank);
+      if (claims) add_release(state, kStored - kStoring);  // Sync: others may add.
     }
-    if (lane == 0) storage.dq_ready[at.index()].arrive();
+    if (claims) storage.dq_ready[at.index()].arrive();
   };
   for_each_m_block(args, tile, num_steps, visit);
 }

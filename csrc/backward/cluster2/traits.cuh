@@ -19,7 +19,7 @@ namespace flashattn3::backward::cluster2 {
 //   other_empty[b]  one for each consumer warp of the other CTA: it has read this CTA's dS
 //   dq_added[b]     one for each consumer warp: it has added dQ of a step; unless deterministic, of
 //                   all steps, in b = 0
-//   dq_ready[b]     1: the thread in poll_dq_semaphore if deterministic, else the warp in
+//   dq_ready[b]     1: the warp in poll_dq_semaphore if deterministic, else the one in
 //                   zero_dq_accum, if it runs: dQ of a step may be added
 //   Deterministic only:
 //   dq_released[b]  1: the thread in release_dq_semaphore: the other two may be reused

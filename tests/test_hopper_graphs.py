@@ -1,0 +1,116 @@
+"""Captured calls on a Hopper GPU: kernels start early in a CUDA graph too, and a capture has
+counters of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import needs_hopper
+
+from flashattn3 import flash_attn_fp8_func, flash_attn_func
+
+pytestmark = [pytest.mark.gpu, needs_hopper]
+
+
+def inputs(d: int) -> list[torch.Tensor]:
+    """q, k, v and dout of tiles that differ in length."""
+    generator = torch.Generator("cuda").manual_seed(d)
+    of = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    return [torch.randn(2, 1500, 4, d, **of) for _ in range(4)]
+
+
+def forward(q, k, v, dout):
+    return (flash_attn_func(q, k, v, causal=True, backend="hopper"),)
+
+
+def gradients(q, k, v, dout):
+    # New leaves: autograd ties a leaf to the stream on which it is first used.
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, causal=True, deterministic=True, backend="hopper")
+    return (out, *torch.autograd.grad(out, leaves, dout))
+
+
+def fp8(q, k, v, dout):
+    return (flash_attn_fp8_func(q, k, v, causal=True, backend="hopper"),)
+
+
+def on_a_new_stream(call):
+    """Run once before a capture, as kernels are prepared then."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("before", ["kernel", "copy", "memset", "attention"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("call", [forward, gradients, fp8], ids=lambda call: call.__name__)
+def test_capture_after_any_kind_of_node(call, d, before):
+    """A kernel that starts early reads what the node before it writes."""
+    tensors = inputs(d)
+    wanted = call(*tensors)
+    source = [x.clone() for x in tensors]
+    on_a_new_stream(lambda: call(*tensors))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            for x, values in zip(tensors, source, strict=True):
+                if before == "kernel":
+                    torch.mul(values, 1.0, out=x)
+                elif before == "copy":
+                    x.copy_(values)
+            if before == "memset":
+                torch.empty(1 << 20, device="cuda", dtype=torch.uint8).zero_()
+            elif before == "attention":
+                torch.mul(source[0], 1.0, out=tensors[0])
+                flash_attn_func(*tensors[:3], causal=True, backend="hopper")
+            found = call(*tensors)
+    changed = {"memset": 0, "attention": 1}.get(before, 4)
+    for _ in range(3):
+        for x in tensors[:changed]:
+            x.fill_(float("nan"))
+        graph.replay()
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("call", [forward, gradients], ids=lambda call: call.__name__)
+def test_two_streams_of_one_capture(call):
+    """Both branches run at the same time and count their own tiles."""
+    tensors = [inputs(128), inputs(64)]
+    wanted = [call(*given) for given in tensors]
+    for given in tensors:
+        on_a_new_stream(lambda given=given: call(*given))
+    graph, branch = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        branch.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(branch):
+            first = [call(*tensors[0]) for _ in range(3)]
+        second = [call(*tensors[1]) for _ in range(3)]
+        torch.cuda.current_stream().wait_stream(branch)
+    for _ in range(5):
+        graph.replay()
+    for found in first:
+        assert all(map(torch.equal, found, wanted[0]))
+    for found in second:
+        assert all(map(torch.equal, found, wanted[1]))
+
+
+def test_each_call_of_a_long_graph_reads_the_one_before():
+    """Attention of attention: a kernel that started too early would read old rows."""
+    q, k, v, _ = inputs(128)
+
+    def chain(x):
+        for _ in range(16):
+            x = flash_attn_func(x, k, v, causal=True, backend="hopper")
+        return x
+
+    wanted = chain(q)
+    on_a_new_stream(lambda: chain(q))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(q)
+    for _ in range(5):
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, wanted)
