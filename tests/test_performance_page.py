@@ -102,7 +102,7 @@ QUANTIZED = {
     ("direction", "index", "path", "provider", "baseline"),
     [
         ("fwd", 1, "h100/dims.jsonl", "flashattn3", "cudnn"),
-        ("bwd", 1, "h100/dims.jsonl", "flashattn3", "cudnn"),
+        ("bwd", 1, "h100-backward/dims.jsonl", "flashattn3", "cudnn"),
         ("bwd", 2, "h100-backward/deterministic.jsonl", "deterministic", "flashattn3"),
         ("bwd", 3, "h100-backward/gqa.jsonl", "flashattn3", "cudnn"),
         ("bwd", 4, "h100-backward/gqa.jsonl", "flashattn3", "mha"),

@@ -333,7 +333,31 @@ ROBOT_SHAPES: tuple[Case, ...] = (
     dense("self-800", (800, 800), heads=(8, 1), dims=(256, 256), batch=1),
 )
 
+# Attention of models that people train and serve: encoders, vision, diffusion, speech, language.
+MODEL_SHAPES: tuple[Case, ...] = (
+    dense("bert-128", (128, 128), heads=(16, 16), batch=128),
+    dense("bert-512", (512, 512), heads=(16, 16), batch=32),
+    dense("vit-197", (197, 197), heads=(16, 16), batch=64),
+    dense("dinov2-257", (257, 257), heads=(24, 24), batch=64),
+    dense("siglip-729", (729, 729), heads=(16, 16), dims=(72, 72), batch=16),
+    dense("dit-256", (256, 256), heads=(16, 16), dims=(72, 72), batch=64),
+    dense("unet-4096", (4096, 4096), heads=(8, 8), dims=(40, 40), batch=8),
+    dense("unet-text", (4096, 77), heads=(8, 8), dims=(40, 40), batch=8),
+    dense("flux-4608", (4608, 4608), heads=(24, 24), dims=(128, 128), batch=1),
+    dense("wan-32k", (32760, 32760), heads=(12, 12), dims=(128, 128), batch=1),
+    dense("wan-text", (32760, 512), heads=(12, 12), dims=(128, 128), batch=1),
+    dense("whisper-1500", (1500, 1500), heads=(20, 20), batch=16),
+    dense("gpt2-1k", (1024, 1024), heads=(12, 12), batch=8, causal=True),
+    dense("llama1b-2k", (2048, 2048), heads=(32, 8), batch=1, causal=True),
+    dense("llama8b-4k", (4096, 4096), heads=(32, 8), dims=(128, 128), batch=1, causal=True),
+    dense("llama70b-8k-tp8", (8192, 8192), heads=(8, 1), dims=(128, 128), batch=1, causal=True),
+    dense("gemma2-4k", (4096, 4096), heads=(8, 4), dims=(256, 256), batch=1, causal=True),
+    dense("phi3-4k", (4096, 4096), heads=(32, 32), dims=(96, 96), batch=1, causal=True),
+    dense("deepseek-4k", (4096, 4096), heads=(16, 16), dims=(192, 128), batch=1, causal=True),
+)
+
 NAMED_SHAPES: tuple[Case, ...] = (
     *ROBOT_SHAPES[:2],
     dense("long-32k", (32768, 32768), heads=(64, 8), dims=(128, 128), batch=1, causal=True),
+    *MODEL_SHAPES,
 )
