@@ -19,8 +19,8 @@ from timeit import repeat
 import host_cached_checks
 import pytest
 import torch
-from helpers import H100, WITHOUT_HOPPER
-from host_cached_checks import events_of, use_cached_calls
+from helpers import H100, WITHOUT_HOPPER, forget_cached_calls
+from host_cached_checks import events_of, expect_same_events, use_cached_calls
 from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +32,9 @@ from flashattn3 import (
 )
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
-from flashattn3.integrations.transformers import flash_attn_bhsd_func
+from flashattn3.integrations.segments import Segments
+from flashattn3.integrations.transformers import attention, flash_attn_bhsd_func
+from flashattn3.kvcache.ops import _checked_decode
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 OWN_NODE = "_AttentionBackward"
@@ -272,6 +274,34 @@ def check_python_work(host):
 
     out = flash_attn_func(*leaves, causal=True)
     assert work_of_backward(out) <= work_of_backward(leaves[0] + leaves[1].sum()) + 1
+
+
+@torch.no_grad()
+def check_the_next_token_of_a_model(host):
+    """A layer passes on what its cached call passes, and finds the launch of an earlier one."""
+    use_cached_calls()
+    tensors = {name: x for name, x in host_cached_checks.dense().items() if x.ndim == 4}
+    bhsd = [x.transpose(1, 2) for x in tensors.values()]
+    ends, begins = (torch.full((3,), n, dtype=torch.int32) for n in (9, 2))
+    for segments in (
+        Segments(True),
+        Segments(True, 5),
+        Segments(True, cache_seqlens=ends),
+        Segments(True, cache_seqlens=ends, cache_leftpad=begins),
+    ):
+        mask = segments.as_mask(ends.device)
+        found = Segments.of_mask(mask, 3)
+        lengths = {"cache_seqlens": found.cache_seqlens, "cache_leftpad": found.cache_leftpad}
+        options = {"causal": True, "window_size": (found.left, 0), "softmax_scale": 0.1}
+        forget_cached_calls()
+        call = partial(flash_attn_with_kvcache, **tensors, **lengths, **options)
+        call()
+        wanted, checks = events_of(host, call), _checked_decode.cache_info()
+        layer = partial(attention, None, *bhsd, mask, scaling=0.1, use_cache=True)
+        known = {x.data_ptr() for x in (mask, *tensors.values())}
+        expect_same_events(events_of(host, layer), wanted, known)
+        assert _checked_decode.cache_info() == checks
+        assert [event[0] for event in wanted].count("launch") == 1
 
 
 def vars_saved(node):

@@ -24,6 +24,8 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.inputs import Tensors
+from flashattn3.integrations.segments import Segments
+from flashattn3.integrations.transformers import attention
 from flashattn3.kvcache import ops as kvcache
 from flashattn3.kvcache.planned import Operators, Planned
 from flashattn3.quantization import dispatch
@@ -140,6 +142,7 @@ def both_passes(tensors):
 FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 41, 44, 109, 134, 66
 CACHED, CACHED_ON_HOPPER, APPEND_ON_HOPPER, PLANNED_ON_HOPPER = 115, 60, 126, 24
 PLANNED_APPEND_ON_HOPPER = 38
+NEXT_TOKEN_ON_HOPPER = {"dynamic": 35, "static": 40}
 FORWARD_OPERATOR, BACKWARD_OPERATOR = 44, 48
 
 
@@ -247,6 +250,25 @@ def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypat
 
     call()
     assert call() is q and work_of(call) <= PLANNED_ON_HOPPER
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_the_next_token_of_a_model_on_hopper(cache, cached_on_hopper, monkeypatch):
+    """A layer finds its launch as a cached call does; the mask of a static cache holds a length."""
+    q, k = (torch.zeros(1, 8, n, 128, dtype=torch.bfloat16) for n in (1, 256))
+    planned = Planned(Operators(lambda *_: q, None, None), torch.zeros(3))
+    monkeypatch.setattr(HopperCachedCall, "planned", lambda *_: planned)
+    mask, module = None, torch.nn.Module()
+    if cache == "static":
+        length = torch.tensor([9], dtype=torch.int32)
+        mask = Segments(True, cache_seqlens=length).as_mask(q.device)
+
+    def call():
+        return attention(module, q, k, k, mask, scaling=0.1, position_ids=None, use_cache=True)[0]
+
+    call()
+    assert call() is q and work_of(call) <= NEXT_TOKEN_ON_HOPPER[cache]
 
 
 def test_a_call_that_appends_like_the_one_before_on_hopper(cached_on_hopper, monkeypatch):

@@ -162,6 +162,43 @@ def test_no_wait_for_a_static_cache_without_padding(name, waits):
     assert len(waits) == 6 * size and not any(waits[size:])
 
 
+@pytest.mark.skipif(RELEASE < (5, 4), reason="the positions of a static cache are not a tensor")
+@pytest.mark.parametrize("ones", [False, True])
+@torch.no_grad()
+def test_the_mask_of_a_step_with_a_static_cache_is_a_length(ones):
+    """A layer reads nothing of it, and passes it on as cache_seqlens."""
+    found = []
+
+    def kept(*arguments, **options):
+        found.append(fa3.mask(*arguments, **options))
+        return found[-1]
+
+    transformers.AttentionMaskInterface.register("kept", kept)
+    transformers.AttentionInterface.register("kept", fa3.attention)
+    model = transformers.AutoModelForCausalLM.from_config(
+        configured("Llama"), attn_implementation="kept"
+    )
+    cache = transformers.StaticCache(config=model.config, max_cache_len=30)
+    for begin, end in ((0, 19), (19, 20), (20, 21)):
+        mask = padded("all ones", rows=end) if ones and RELEASE < (5, 18) else None
+        model(tokens()[:, begin:end], past_key_values=cache, attention_mask=mask)
+    for mask, length in zip(found[1:], (20, 21), strict=True):
+        step = segments.Segments.of_mask(mask, 2)
+        assert mask.shape[0] == 1 and step.cache_seqlens.tolist() == [length] * 2
+        assert step.cache_leftpad is step.cu_seqlens_k is None
+
+
+@pytest.mark.parametrize("offset", [20, torch.tensor(20)], ids=["int", "tensor"])
+def test_a_mask_of_ones_that_ends_before_the_query(offset):
+    """It shows no key past its end."""
+    from transformers.masking_utils import causal_mask_function
+
+    shown = torch.ones(2, 18, dtype=torch.bool)
+    options = {"q_length": 1, "q_offset": offset, "attention_mask": shown, "device": "cpu"}
+    mask = fa3.mask(2, 21, causal_mask_function, **options)
+    assert segments.Segments.of_mask(mask, 2).cache_seqlens.tolist() == [18, 18]
+
+
 @pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)
 def test_one_wait_in_an_encoder(waits):
     config = transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0)
@@ -213,6 +250,28 @@ def test_mask_with_a_hole(name):
     # The masks of the failed forward, which the error keeps, say nothing about the next one.
     assert_equal_logits(model, eager, padded("left"))
     assert error.traceback
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@torch.no_grad()
+def test_a_hole_before_the_next_token(name):
+    model = pair(configured(name))[0]
+    mask = padded("right", rows=ROWS - 1)
+    first = model(tokens()[:, :-1], attention_mask=mask, use_cache=True)
+    mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other"):
+        model(tokens()[:, -1:], attention_mask=mask, past_key_values=first.past_key_values)
+
+
+def test_a_step_takes_no_packed_sequences():
+    """A mask that describes one query in each row is not ignored."""
+    mask = segments.Segments(True, cache_seqlens=torch.tensor([9], dtype=torch.int32)).as_mask(
+        "cpu"
+    )
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 12, 8)
+    edges = {f"cu_seq_lens_{x}": torch.tensor([0, n]).int() for x, n in (("q", 1), ("k", 12))}
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q must be None where attention_mask"):
+        fa3.attention(torch.nn.Module(), q, k, k, mask, **edges)
 
 
 def test_mask_with_a_hole_in_a_compiled_model():

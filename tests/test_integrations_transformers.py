@@ -264,10 +264,25 @@ def generated(model, ids, **options):
     return model.generate(ids, max_new_tokens=16, do_sample=False, **options)
 
 
+@pytest.fixture(params=[False, True], ids=["", "cached calls"])
+def cached_calls(request, monkeypatch):
+    """Cached calls of next tokens, which float32 takes here as 16 bits do; None: it does not."""
+    found = [] if request.param else None
+
+    def counted(*arguments, **named):
+        found.append(named)
+        return flash_attn_with_kvcache(*arguments, **named)
+
+    if request.param:
+        monkeypatch.setattr(fa3, "SIXTEEN_BIT", (torch.float32,))
+        monkeypatch.setattr(fa3, "flash_attn_with_kvcache", counted)
+    return found
+
+
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_generate(name, cache, side):
+def test_generate(name, cache, side, cached_calls):
     if name == "GPT2" and cache == "static" and not NEW:
         pytest.skip("GPT-2 of transformers 4.57 supports no static cache")
     if name == "DeepseekV3" and cache == "static" and not NEW:
@@ -287,6 +302,31 @@ def test_generate(name, cache, side):
     found, wanted = (generated(m, ids, **options) for m in models)
     assert torch.equal(found, wanted)
     assert found.shape[1] == ROWS + 16
+    assert cached_calls is None or len(cached_calls) == 15 * 2
+
+
+@pytest.mark.skipif(RELEASE < (5, 4), reason="the positions of a static cache are not a tensor")
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+@torch.no_grad()
+def test_a_compiled_step_of_a_static_cache(name, side, cached_calls):
+    """In 16 bits it has cached calls, where a layer's cache is not full of its window."""
+    torch._dynamo.reset()
+    ids, logits = tokens(), []
+    mask = None if side is None else padded(side)
+    for model in pair(configured(name)):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=30)
+        known = None if mask is None else mask[:, :19]
+        model(ids[:, :19], past_key_values=cache, attention_mask=known)
+        if not logits:
+            model = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for i in (19, 20):
+            known = None if mask is None else mask[:, : i + 1]
+            step = {"past_key_values": cache, "attention_mask": known}
+            logits.append(model(ids[:, i : i + 1], **step).logits)
+    assert_close(logits[0], logits[2])
+    assert_close(logits[1], logits[3])
+    assert cached_calls != []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -42,7 +42,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 68
+    assert len(set(names)) == len(names) <= 74
     assert all(name.isidentifier() for name in names)
 
 
@@ -96,9 +96,12 @@ def test_every_problem_finds_exactly_one_row(dtype, masked):
             assert config.head_dim == min(d for d in HEAD_DIMS[dtype] if d >= head_dim)
             assert config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k
         kin = [
-            (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k) for r in FORWARD_CONFIGS
+            (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k, r.block_m)
+            for r in FORWARD_CONFIGS
         ]
-        assert kin.count((dtype, config.head_dim, config.head_dim_v, masked, None)) == 1
+        assert len(set(kin)) == len(kin)
+        of = dtype, config.head_dim, config.head_dim_v, masked, None
+        assert any(row[:5] == of for row in kin)
     assert select_forward_config(dtype, MAX_HEAD_DIM + 1, 1, masked, 1) is None
     assert select_forward_config(dtype, 1, MAX_HEAD_DIM + 1, masked, 1) is None
 
@@ -176,6 +179,32 @@ def test_a_row_for_short_sequences_goes_before_one_for_all():
     of = (short.dtype, short.head_dim, short.head_dim_v, short.masked)
     assert select_forward_config(*of, short.max_seqlen_k) is short
     assert select_forward_config(*of, short.max_seqlen_k + 1).max_seqlen_k is None
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "num_batch_heads", "block_m"),
+    [
+        (512, 16, 64),  # 128 tiles of 64 rows on 132 SMs
+        (768, 16, 128),  # 192 tiles of 64 rows, 96 of 128
+        (197, 64 * 16, 128),  # two tiles of each sequence, with 128 rows as with 192
+        (512, 32 * 16, 192),  # twelve rounds of 192 rows, sixteen of 128
+        (16384, 32, 192),
+        (1, 1, 64),
+        (0, 16, 192),  # no tile
+    ],
+)
+def test_few_work_tiles_are_small(seqlen_q, num_batch_heads, block_m):
+    config = select_forward_config("bf16", 64, 64, False, 256, seqlen_q, num_batch_heads, 132)
+    assert config.block_m == block_m
+
+
+def test_tiles_of_other_sizes_give_the_same_bits():
+    """A row's result depends on the blocks of keys alone, so the number of SMs changes nothing."""
+    of = {}
+    for r in FORWARD_CONFIGS:
+        key = r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k
+        of.setdefault(key, set()).add((r.block_n, r.keys_per_descale, r.promote_keys))
+    assert all(len(blocks) == 1 for blocks in of.values())
 
 
 @pytest.mark.parametrize("kind", [ForwardConfig, BackwardConfig, DecodeConfig])

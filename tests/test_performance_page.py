@@ -121,6 +121,21 @@ def test_a_table_of_ratios(direction, index, path, provider, baseline):
     assert shown == {place: f"{ratio:.2f}" for place, ratio in measured.items()}
 
 
+def test_the_table_of_shapes_of_models():
+    _, *rows = TABLES["Shapes of models"][0]
+    columns = [(direction, other) for direction in ("fwd", "bwd") for other in ("cudnn", "fa2")]
+    found = {
+        (r["case"], r["direction"]): r["speed_ratio"]
+        for r in records("h100/shapes.jsonl")
+        if r["provider"] == "flashattn3"
+    }
+    assert len(rows) * 2 == len(found)
+    for case, _, *cells in rows:
+        for (direction, other), cell in zip(columns, cells, strict=True):
+            ratio = found[case, direction].get(other)
+            assert cell == ("" if ratio is None else f"{ratio:.2f}"), (case, direction, other)
+
+
 def test_the_table_of_varlen_batches():
     (_, *columns), *rows = TABLES["Hopper backward"][5]
     found = speed_ratios("h100-backward/varlen.jsonl", "flashattn3", "dense", "bwd")

@@ -18,7 +18,7 @@ struct Config {
   int block_n;               // keys of a KV block, a multiple of 16
   int num_stages;            // K tiles (and V tiles) in shared memory, at least 2
   int num_mma_warpgroups;    // 1 to 3
-  int num_q_buffers = 1;     // 2: the next tile's Q is loaded while this tile is computed
+  int num_q_buffers = 1;     // Q of so many work tiles, this one and the next ones
   int keys_per_descale = 0;  // 8 bits: keys that share their descales, a divisor of block_n
   int promote_keys = 0;      // 8 bits: keys between promotions of O, a multiple of block_n
   bool cached = false;       // K and V are in a paged or dense cache (load_cached.cuh)
@@ -52,7 +52,7 @@ constexpr int shared_storage_bytes(const Config& config) {
 // Whether a warp stages out over its rows of Q. Not with one Q buffer, which must be free for the
 // next Q as early as possible, and not with 8-bit Q, whose rows are too small.
 constexpr bool out_over_q(const Config& config) {
-  return config.num_q_buffers == 2 && !is_quantized(config.dtype);
+  return config.num_q_buffers >= 2 && !is_quantized(config.dtype);
 }
 
 // Columns of out, 16 bits each, that a warp stages in shared memory at once: all of them over Q or

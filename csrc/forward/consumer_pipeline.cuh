@@ -74,7 +74,7 @@ class ConsumerPipeline {
     if constexpr (Traits::kOutOverQ) {
       if (staged_ && threadIdx.x % 32 == 0) {
         wait_for_stores();
-        storage_.q_empty[q_.next().index()].arrive();
+        storage_.q_empty[q_.before(1).index()].arrive();
       }
       staged_ = false;
     } else if (threadIdx.x % 32 == 0) {
@@ -178,7 +178,7 @@ class ConsumerPipeline {
   uint8_t* shared_;
   int warpgroup_;
   uint32_t q_base_, k_base_, v_base_;
-  PipelineState<2> tile_{0};
+  PipelineState<Storage::kTileBuffers> tile_{0};
   PipelineState<Traits::kQBuffers> q_{0};
   PipelineState<kStages> kv_{0};  // K and V share one PipelineState
   bool staged_ = false;           // rows of out are staged over the Q buffer before q_

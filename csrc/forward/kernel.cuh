@@ -122,7 +122,7 @@ class Consumer : Mainloop {
       const int warp = threadIdx.x / 32;
       // Sync: all four warps have finished reading their 64 rows of Q.
       named_barrier_sync(1 + warpgroup_, 128);
-      uint8_t* rows = shared_ + Traits::kQOffset + q_.next().index() * Traits::kQBytes +
+      uint8_t* rows = shared_ + Traits::kQOffset + q_.before(1).index() * Traits::kQBytes +
                       warp * kRowsOfWarp * 128;
       store_rows<Traits>(args_, this->tile(), warpgroup_, this->warp_first_row(), o, softmax, 1.f,
                          rows, Traits::kBlockM * 128);

@@ -6,9 +6,9 @@
 // V(n-1). A consumer may wait for K(j+1) while it still holds V(j-1) (mainloop.cuh). Everything
 // before K(j+1) in this order can then be loaded: K(j+1) and V(j-1) need at most the stages of
 // K(j-1) and V(j-3), which the consumer has already released. So the waits cannot deadlock with two
-// or more stages. The next tile's Q is loaded between these: early with two Q buffers, because the
-// consumers have stored the second buffer's last tile once they are in the second step of this one;
-// at the end with one buffer.
+// or more stages. The next tile's Q is loaded between these: early with several Q buffers, because
+// the consumers have stored the last tile of a second one once they are in the second step of this
+// one; at the end with one buffer.
 #pragma once
 
 #include "attention/seqlen.cuh"
@@ -54,7 +54,7 @@ class Producer {
       // A second Q buffer is free once the consumers are in this tile; the first reuse of a K stage
       // shows that.
       const int next_work_at =
-          Traits::kQBuffers == 2 ? max(Traits::kStages, num_blocks - kNextWorkBlocks) : num_blocks;
+          Traits::kQBuffers >= 2 ? max(Traits::kStages, num_blocks - kNextWorkBlocks) : num_blocks;
       for (int i = 0; i < num_blocks; ++i) {
         if (i == request_at) tiles_.request();
         if (i == 0) load_k(load, 0);
@@ -180,7 +180,7 @@ class Producer {
   SharedStorageOf<kConfig>& storage_;
   uint8_t* shared_;
   TileScheduler tiles_;
-  PipelineState<2> tile_{1};
+  PipelineState<SharedStorageOf<kConfig>::kTileBuffers> tile_{1};
   PipelineState<Traits::kQBuffers> q_{1};
   PipelineState<Traits::kStages> k_{1};
   PipelineState<Traits::kStages> v_{1};
@@ -202,7 +202,7 @@ class ZeroFill {
   // Loop of the zero fill warp in 16-bit kernel configs, over the published work tiles. It waits
   // only for these and for copies in flight, never for a thread that waits for it.
   __device__ __forceinline__ void run() {
-    PipelineState<2> at(0);
+    PipelineState<SharedStorageOf<kConfig>::kTileBuffers> at(0);
     int stage = 0;
     while (true) {
       // Sync: the producer has written the WorkTile, as for the consumers.

@@ -256,7 +256,7 @@ class CachedTiles {
   Storage& storage_;
   uint8_t* shared_;
   TileScheduler tiles_;
-  PipelineState<2> tile_{1};
+  PipelineState<CachedStorageOf<kConfig>::kTileBuffers> tile_{1};
   PipelineState<Traits::kQBuffers> q_{1};
 };
 
@@ -264,7 +264,7 @@ class CachedTiles {
 // whole warp.
 template <Config kConfig, class Visit>
 __device__ __forceinline__ void for_each_tile(CachedStorageOf<kConfig>& storage, Visit visit) {
-  PipelineState<2> at(0);
+  PipelineState<CachedStorageOf<kConfig>::kTileBuffers> at(0);
   while (true) {
     // Sync: the first warp has written the WorkTile.
     storage.tile_full[at.index()].wait(at.phase());

@@ -142,7 +142,7 @@ class DescaleLoader {
   QuantizedStorageOf<kConfig>& storage_;
   uint8_t* shared_;
   ZeroFill<kConfig> zero_fill_;
-  PipelineState<2> tile_{0};
+  PipelineState<QuantizedStorageOf<kConfig>::kTileBuffers> tile_{0};
   PipelineState<Traits::kStages> k_{1};
 };
 

@@ -71,7 +71,6 @@ struct KernelTraits {
   // Under a mask the first warpgroup skips this many K tiles before its first one; it releases
   // their V tiles only afterwards.
   static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN <= kStages);
-  static_assert(kQBuffers == 1 || kQBuffers == 2);
   static_assert(kOutOffset % 1024 == 0 && kVOffset % 1024 == 0);
   static_assert(kVOffset + kStages * kVBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
@@ -116,13 +115,14 @@ struct alignas(16) WorkTile {
 // WorkTile::n_blocks.
 template <int kStages, int kQBuffers, class TheTile = WorkTile>
 struct SharedStorage {
+  static constexpr int kTileBuffers = kQBuffers > 2 ? kQBuffers : 2;
   using Tile = TheTile;
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kStages], k_empty[kStages];
   Barrier v_full[kStages], v_empty[kStages];
   Barrier v_unfilled_full[kStages];  // V stages that still need zero fill
-  Barrier tile_full[2], tile_empty[2];
-  Tile tile[2];
+  Barrier tile_full[kTileBuffers], tile_empty[kTileBuffers];
+  Tile tile[kTileBuffers];
 
   // Called by one thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init(int consumer_warps, bool quantized) {
@@ -138,7 +138,7 @@ struct SharedStorage {
       v_empty[i].init(consumer_warps);
       v_unfilled_full[i].init(1);
     }
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kTileBuffers; ++i) {
       tile_full[i].init(1);
       tile_empty[i].init(32 * tile_readers);
     }

@@ -34,7 +34,7 @@ class ForwardConfig:
     block_m, block_n: query rows and keys of a tile.
     num_stages: K and V tiles in flight.
     num_mma_warpgroups: consumer warpgroups, 64 rows each; one producer warpgroup is added.
-    num_q_buffers: 2: the next tile's Q is loaded during the current tile.
+    num_q_buffers: Q tiles in flight, the current one among them.
     keys_per_descale: 8 bits: keys that must share a descale of K and one of V.
     promote_keys: 8 bits: keys between accumulator promotions (DeepSeek-V3, arXiv 2412.19437).
     cached: whether k and v are in a paged or dense cache; such a config is masked.
@@ -170,15 +170,21 @@ def _backward_configs(
 
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
+MEASURED_64 = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-25"
 MEASURED_192 = "H100 80GB HBM3, forward_check --time, 2026-11-24"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 # dtypes, head dim, masked, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
 FORWARD_CONFIGS = (
-    *_forward_configs(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 2, measured=MEASURED),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 4, measured=MEASURED_64),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 128, 128, 4, 2, 4, measured=MEASURED_64),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 64, 128, 4, 1, 4, measured=MEASURED_64),
     *_forward_configs(
-        SIXTEEN_BIT, 64, True, 192, 64, 4, 3, 2, max_seqlen_k=1024, measured=MEASURED
+        SIXTEEN_BIT, 64, True, 192, 64, 4, 3, 4, max_seqlen_k=1024, measured=MEASURED_64
     ),
-    *_forward_configs(SIXTEEN_BIT, 64, True, 192, 128, 4, 3, 2, measured=MEASURED),
+    *_forward_configs(
+        SIXTEEN_BIT, 64, True, 128, 64, 4, 2, 4, max_seqlen_k=1024, measured=MEASURED_64
+    ),
+    *_forward_configs(SIXTEEN_BIT, 64, True, 192, 128, 4, 3, 4, measured=MEASURED_64),
     *_forward_configs(SIXTEEN_BIT, 96, False, 192, 96, 2, 3, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 96, True, 192, 96, 2, 3, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 128, False, 192, 64, 4, 3, 2, measured=MEASURED),
@@ -257,11 +263,25 @@ def all_configs() -> tuple[KernelConfig, ...]:
     return (*FORWARD_CONFIGS, *BACKWARD_CONFIGS, *CACHED_CONFIGS)
 
 
+# Time of a work tile of so many rows over that of one of 192 rows (H100, head dim 64).
+TILE_TIMES = {192: 1.0, 128: 0.87, 64: 0.68}
+
+
 def select_forward_config(
-    dtype: str, head_dim: int, head_dim_v: int, masked: bool, seqlen_k: int
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    masked: bool,
+    seqlen_k: int,
+    seqlen_q: int = 1 << 30,
+    num_batch_heads: int = 1,
+    num_sms: int = 1,
 ) -> ForwardConfig | None:
     """The config with the smallest sufficient head dim, head dim of V and max_seqlen_k, in this
-    order; None if there is none.
+    order, and of those the one whose work tiles take the least time; None if there is none.
+
+    seqlen_q: of a sequence on average; by default so long that the largest tile is best.
+    num_batch_heads: query heads times batch.
     """
     fitting = [
         config
@@ -272,10 +292,14 @@ def select_forward_config(
         and (config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k)
     ]
 
-    def size(config: ForwardConfig) -> tuple[float, ...]:
-        return config.head_dim, config.head_dim_v, config.max_seqlen_k or math.inf
+    def time(config: ForwardConfig) -> float:
+        num_tiles = math.ceil(seqlen_q / config.block_m) * num_batch_heads
+        return math.ceil(num_tiles / num_sms) * TILE_TIMES[config.block_m]
 
-    return min(fitting, key=size, default=None)
+    def order(config: ForwardConfig) -> tuple[float, ...]:
+        return config.head_dim, config.head_dim_v, config.max_seqlen_k or math.inf, time(config)
+
+    return min(fitting, key=order, default=None)
 
 
 def select_backward_config(dtype: str, head_dim: int, head_dim_v: int) -> BackwardConfig | None:

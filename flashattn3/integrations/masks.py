@@ -86,24 +86,34 @@ def mask(
     if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], cache_position[0]
         device = cache_position.device
-    if 1 == q_length < kv_length and _is_full(attention_mask, kv_length):
-        attention_mask = None
     causal = allow_is_bidirectional_skip is None
     left, chunk = _window_and_chunk(config, local_size, causal)
+    by_row = not causal and left < 0
+    visible = kv_length  # a mask of ones that is shorter hides the keys of a row from here on
+    if 1 == q_length < kv_length and _is_full(attention_mask, kv_length if by_row else None):
+        visible, attention_mask = attention_mask.shape[-1] - kv_offset, None
     first_query = 0 if q_length == kv_length else q_offset - kv_offset
     packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
     in_chunks = chunk is not None and chunk < kv_length and _counts_by_row(mask_function)
     plain = Segments(causal, left if left < kv_length - 1 else -1, in_chunks=in_chunks)
-    rows = _Rows(batch_size, q_length, kv_length, first_query)
+    rows = _Rows(batch_size, q_length, kv_length, first_query, visible)
     # A static cache is longer than the keys that it holds.
-    ends_early = isinstance(first_query, Tensor) or first_query + q_length < kv_length
-    by_row = not causal and left < 0
+    ends_early = isinstance(first_query, Tensor) or min(first_query + q_length, visible) < kv_length
     if attention_mask is None and (by_row or not (chunk or ends_early or packed)):
         return None if plain.left < 0 else plain.as_mask(device)
+    known = attention_mask is None and not torch.compiler.is_compiling()
+    if q_length == 1 and known and not (chunk or packed or plain.left >= 0):
+        end = torch.ones(batch_size, dtype=torch.int32, device=device) + first_query
+        return plain._replace(cache_seqlens=end.clamp(max=visible)).as_mask(device)
     positions = torch.arange(kv_length, device=device) + kv_offset
     valid = None if attention_mask is None else _valid(attention_mask, positions, batch_size)
     if by_row:
-        return _mask_of_rows(plain, rows, valid)
+        return _mask_of_rows(plain, rows, valid, known=False)
+    if q_length == 1:
+        query = torch.arange(1, device=device) + q_offset
+        seen = _seen(mask_function, batch_size, query, positions)
+        seen = seen.expand(batch_size, -1) if valid is None else seen & valid
+        return _mask_of_rows(plain._replace(left=-1), rows, seen, known)
     per_row = 1 + ends_early
     if valid is not None:
         per_row += 2  # padding on both sides
@@ -119,47 +129,51 @@ def mask(
     return _mask_of_function(plain, rows, mask_function, positions, valid, ends_early, chunk, limit)
 
 
-def _is_full(attention_mask: Tensor | None, kv_length: int) -> bool:
-    """Return whether the mask of a step of generate hides no key. Before 5.18 generate passes a
-    mask of ones where nothing is padded. Reading that mask takes less time than describing it and
-    reading the description in the first layer."""
+def _is_full(attention_mask: Tensor | None, length: int | None) -> bool:
+    """Return whether the mask of a step of generate is of ones, and of this length. Before 5.18
+    generate passes such a mask where nothing is padded. Reading it takes less time than describing
+    it and reading the description in the first layer."""
     if attention_mask is None or torch.compiler.is_compiling():
         return False
     if release(sys.modules["transformers"].__version__) >= (5, 18):
         return False
-    return attention_mask.shape[-1] == kv_length and bool(attention_mask.all())
+    return length in (None, attention_mask.shape[-1]) and bool(attention_mask.all())
 
 
 class _Rows(NamedTuple):
-    """Sizes of one mask. first_query: index of the first query among the keys of its row."""
+    """Sizes of one mask. first_query: index of the first query among the keys of its row. visible:
+    number of keys of a row that may be seen."""
 
     batch: int
     q_length: int
     kv_length: int
     first_query: int | Tensor
+    visible: int | Tensor
 
 
-def _mask_of_rows(plain: Segments, rows: _Rows, valid: Tensor) -> Tensor:
-    """Segments where every query sees all tokens of its row: padding, tokens, padding."""
-    starts = valid & ~valid.roll(1, -1)
-    starts[:, 0] = valid[:, 0]
-    faults = {HOLES: (starts.sum(-1) > 1).any()}
-    begin = starts.int().argmax(-1)
-    end = begin + valid.sum(-1)
-    zero, all_keys = torch.zeros_like(begin), torch.full_like(begin, rows.kv_length)
-    all_queries = torch.full_like(begin, rows.q_length)
-    keys = _flattened(torch.stack((zero, begin, end), -1), rows.kv_length, all_keys)
-    queries = _flattened(torch.stack((zero, zero, all_queries), -1), rows.q_length, all_queries)
-    segments = plain._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
-    return segments.as_mask(valid.device, faults)
+def _mask_of_rows(plain: Segments, rows: _Rows, seen: Tensor, known: bool) -> Tensor:
+    """Segments where all queries of a row see the same keys: one query, or all tokens.
+
+    seen: (batch, kv_length), which keys. known: whether these follow each other.
+    """
+    begin, count = seen.int().argmax(-1), seen.sum(-1)
+    faults = None
+    if not known:
+        starts = seen & ~seen.roll(1, -1)
+        starts[:, 0] = seen[:, 0]
+        faults = {HOLES: (starts.sum(-1) > 1).any()}
+    end = (begin + count).clamp(max=rows.visible)
+    segments = plain._replace(cache_seqlens=end.int(), cache_leftpad=begin.int())
+    if rows.q_length > 1:
+        segments = segments.packed((rows.q_length, rows.kv_length))
+    return segments.as_mask(seen.device, faults)
 
 
-def _flattened(limits: Tensor, length: int, last: Tensor) -> Tensor:
-    """cu_seqlens over the flattened batch from the limits in each row, (batch, segments)."""
-    batch = limits.shape[0]
-    offsets = torch.arange(batch, device=limits.device)[:, None] * length
-    total = last[:1] * batch
-    return torch.cat(((limits + offsets).flatten(), total)).int()
+def _seen(mask_function: Callable, batch_size: int, query: Tensor, key: Tensor) -> Tensor:
+    """Which positions of keys the mask function shows to those of queries, (batch or 1, ·)."""
+    batch = torch.arange(batch_size, device=key.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=key.device)
+    return mask_function(batch, head, query[None], key[None])
 
 
 def _mask_of_function(
@@ -179,14 +193,12 @@ def _mask_of_function(
     sequences. limit: most segments that the batch can have; the last ones are empty if it has
     fewer.
     """
-    batch = torch.arange(rows.batch, device=positions.device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=positions.device)
-    later, earlier = positions[None, 1:], positions[None, :-1]
+    later, earlier = positions[1:], positions[:-1]
     begins = positions.new_ones((rows.batch, rows.kv_length), dtype=torch.bool)
-    begins[:, 1:] = ~mask_function(batch, head, later, earlier)
+    begins[:, 1:] = ~_seen(mask_function, rows.batch, later, earlier)
     faults = {}
     if plain.causal and torch.compiler.is_compiling():  # which does not see all of the function
-        faults[AHEAD] = mask_function(batch, head, earlier, later).any()
+        faults[AHEAD] = _seen(mask_function, rows.batch, earlier, later).any()
     if chunk is not None:
         faults[OFF_CHUNKS] = (begins[:, 1:] & (later % chunk != 0)).any()
     if valid is not None:

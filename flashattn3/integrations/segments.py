@@ -7,6 +7,10 @@ queries and of the keys, expanded along axes 1 and 2; left is the reach of a win
 where there is none. No segment stands for one dense call. A third row says which fault the mask
 has, so it is not checked yet. Four axes, because transformers leaves only such masks alone.
 
+In a step of generate each row has one query, which sees consecutive keys: there the tensor holds
+cache_seqlens and, where the keys do not begin at the first, cache_leftpad, (1 to 3, more than 4,
+left + 2, batch).
+
 The first layer that meets an unchecked mask reads it, with all others of its forward: one wait for
 the device, whatever the number of masks and layers.
 """
@@ -14,7 +18,7 @@ the device, whatever the number of masks and layers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,6 +60,8 @@ class Segments(NamedTuple):
         the batch is one segment.
     in_chunks: whether segments are chunks that are counted from the beginning of a row. In compiled
         code: whether they are chunks.
+    cache_seqlens, cache_leftpad: int32 (batch,), of one query in each row, in place of cu_seqlens:
+        where the keys that it sees end and begin; None: at the last, at the first.
     """
 
     causal: bool
@@ -63,6 +69,8 @@ class Segments(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     in_chunks: bool = False
+    cache_seqlens: Tensor | None = None
+    cache_leftpad: Tensor | None = None
 
     @staticmethod
     def of_mask(mask: Tensor | None, batch: int) -> Segments | None:
@@ -70,20 +78,20 @@ class Segments(NamedTuple):
         with a fault. batch: number of rows of the call."""
         if mask is None:
             return None
-        if mask.dtype != torch.int32 or mask.ndim != 4 or mask.shape[0] not in (2, 3):
+        sizes = mask.shape
+        rows = sizes[0] if mask.dtype == torch.int32 and len(sizes) == 4 else 0
+        if not (2 - _of_one_query(sizes)) <= rows <= 3:
             raise UnsupportedError(
                 "transformers attention: attention_mask must be None, or 2-dimensional where the "
                 f"model takes it, got {shown(mask)}: flashattn3 does not support additive and "
                 f"4-dimensional masks; {INSTEAD}"
             )
-        segments = _segments(mask, mask[:2, 0, 0] if mask.shape[3] > 1 else ())
-        if mask.shape[0] == 2:
-            return segments
-        checked = None if torch.compiler.is_compiling() else _checked(mask, batch)
-        if checked is None:
+        if rows == 3:
+            checked = None if torch.compiler.is_compiling() else _checked(mask, batch)
+            if checked is not None:
+                return checked
             torch._assert_async(mask[2, 0, 0, 0] == 0, " or ".join(FAULTS))
-            return segments
-        return checked
+        return _segments(sizes, (mask[0, 0, 0],) if rows == 1 else mask[:2, 0, 0])
 
     def as_mask(self, device: torch.device, faults: dict[str, Tensor] | None = None) -> Tensor:
         """The tensor for transformers.
@@ -92,7 +100,9 @@ class Segments(NamedTuple):
             mask has none, and nothing in it must be read. A compiled function asserts on the device
             that it has none.
         """
-        if self.cu_seqlens_q is None:
+        if self.cache_seqlens is not None:
+            rows = [x for x in (self.cache_seqlens, self.cache_leftpad) if x is not None]
+        elif self.cu_seqlens_q is None:
             rows = [torch.zeros(1, dtype=torch.int32, device=device)] * 2
         else:
             rows = [self.cu_seqlens_q, self.cu_seqlens_k]
@@ -106,10 +116,26 @@ class Segments(NamedTuple):
             for message, flag in faults.items():
                 torch._assert_async(~flag, message)
         edges = torch.stack(rows)[:, None, None]
-        mask = edges.expand(-1, 1 + self.causal + 2 * self.in_chunks, 2 + self.left, -1)
+        flags = self.causal + 2 * self.in_chunks + 4 * (self.cache_seqlens is not None)
+        mask = edges.expand(-1, 1 + flags, 2 + self.left, -1)
         if to_read:
             _readings[mask] = None
         return mask
+
+    def packed(self, lengths: tuple[int, int]) -> Segments:
+        """The same with cu_seqlens in place of cache_seqlens and cache_leftpad: in each row the
+        keys that no query sees, those that all queries of the row see, and those that none sees.
+
+        lengths: (seqlen_q, seqlen_k) of the call.
+        """
+        end = self.cache_seqlens
+        if end is None:
+            return self
+        zero = torch.zeros_like(end)
+        begin = zero if self.cache_leftpad is None else self.cache_leftpad
+        queries = _flattened((zero, zero, torch.full_like(end, lengths[0])), lengths[0])
+        keys = _flattened((zero, begin, end), lengths[1])
+        return Segments(self.causal, self.left, queries, keys, self.in_chunks)
 
     def cut_at(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, lengths: tuple) -> Segments:
         """Divide the segments further at the limits of packed sequences.
@@ -152,11 +178,26 @@ class Segments(NamedTuple):
         return self._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
 
 
-def _segments(mask: Tensor, edges: Iterable[Tensor]) -> Segments:
-    """edges: cu_seqlens of the queries and of the keys, or nothing."""
-    flags = mask.shape[1] - 1
-    segments = Segments(bool(flags & 1), mask.shape[2] - 2, *edges)
-    return segments._replace(in_chunks=bool(flags & 2))
+def _of_one_query(sizes: Sequence[int]) -> bool:
+    return len(sizes) == 4 and sizes[1] > 4
+
+
+def _segments(sizes: Sequence[int], rows: Iterable[Tensor]) -> Segments:
+    """sizes: of the mask. rows: cu_seqlens of the queries and of the keys, or cache_seqlens and
+    cache_leftpad."""
+    flags = sizes[1] - 1
+    causal, left, in_chunks = bool(flags & 1), sizes[2] - 2, bool(flags & 2)
+    if flags & 4:
+        return Segments(causal, left, None, None, in_chunks, *rows)
+    return Segments(causal, left, *(rows if sizes[3] > 1 else (None, None)), in_chunks)
+
+
+def _flattened(limits: tuple[Tensor, ...], length: int) -> Tensor:
+    """cu_seqlens over the flattened batch from the limits in each row of so many tokens."""
+    batch = limits[0].shape[0]
+    offsets = torch.arange(batch, device=limits[0].device)[:, None] * length
+    within = (torch.stack(limits, -1) + offsets).flatten()
+    return torch.nn.functional.pad(within, (0, 1), value=batch * length).int()
 
 
 class _Reading(NamedTuple):
@@ -176,13 +217,15 @@ _readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _checked(mask: Tensor, batch: int) -> Segments | None:
     """The segments of a mask, none if every row of the batch is one; None if the mask is a copy of
     one that was read, such as the copies for layers on other devices."""
-    if mask not in _readings:
-        if any(reading and other.shape == mask.shape for other, reading in _readings.items()):
-            return None
-        _readings[mask] = None
-    if _readings[mask] is None:
+    reading = _readings.get(mask)
+    if reading is None:
+        if mask not in _readings:
+            if any(known and other.shape == mask.shape for other, known in _readings.items()):
+                return None
+            _readings[mask] = None
         _read_masks(mask.device)
-    fault, segments, filled = _readings[mask]
+        reading = _readings[mask]
+    fault, segments, filled = reading
     if fault:
         raise UnsupportedError(fault)
     whole = segments._replace(cu_seqlens_q=None, cu_seqlens_k=None)
@@ -195,13 +238,16 @@ def _read_masks(device: torch.device) -> None:
     numbers = torch.stack([_numbers_of(mask) for mask in unread]).tolist()
     for mask, (fault, end, filled) in zip(unread, numbers, strict=True):
         message = next((text for i, text in enumerate(FAULTS) if fault >> i & 1), None)
-        edges = mask[:2, 0, 0, : end + 1].clone()  # a view would keep the mask
-        _readings[mask] = _Reading(message, _segments(mask, edges), filled)
+        kept = None if _of_one_query(mask.shape) else end + 1
+        edges = mask[:2, 0, 0, :kept].clone()  # a view would keep the mask
+        _readings[mask] = _Reading(message, _segments(mask.shape, edges), filled)
 
 
 def _numbers_of(mask: Tensor) -> Tensor:
     """(3,): the fault, the number of segments before the empty ones at the end, and the number of
-    segments with keys."""
+    segments with keys; of one query in each row: the fault and zeros."""
+    if _of_one_query(mask.shape):
+        return torch.nn.functional.pad(mask[2, 0, 0, :1].long(), (0, 2))
     edges = mask[:2, 0, 0]
     inside = (edges < edges[:, -1:]).any(0)
     return torch.stack((mask[2, 0, 0, 0].long(), inside.sum(), edges[1].diff().count_nonzero()))

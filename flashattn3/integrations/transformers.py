@@ -6,8 +6,9 @@
 
 A model asks two functions. The mask function runs once per forward and kind of mask; it describes
 the mask as *segments* (``masks.py``, ``segments.py``). The attention function runs in every layer
-and passes the segments on as cu_seqlens: no gather, no graph break, and one wait for the GPU in the
-first layer, which checks all masks.
+and passes the segments on as cu_seqlens, for the next token behind a cache as cache_seqlens and
+cache_leftpad: no gather, no graph break, and one wait for the GPU in the first layer, which checks
+all masks.
 
 What a model asks and this integration does not have raises UnsupportedError: nothing is ignored.
 """
@@ -23,11 +24,13 @@ from ..api import flash_attn_varlen_func
 from ..autograd import attend
 from ..call.dtypes import SIXTEEN_BIT
 from ..call.inputs import Tensors
-from ..call.public import public
+from ..call.public import public, reader
 from ..call.spec import Options
 from ..errors import UnsupportedError, shown, value_error
 from ..kvcache.api import flash_attn_with_kvcache
-from ..kvcache.problem import MAX_HEAD_DIM
+from ..kvcache.ops import is_watched
+from ..kvcache.planned import Further, run_planned
+from ..kvcache.problem import DECODE, MAX_HEAD_DIM
 from .libraries import import_library
 from .masks import mask
 from .segments import Segments
@@ -94,12 +97,17 @@ def attention(
     """
     _refuse(dropout, others)
     segments = Segments.of_mask(attention_mask, query.shape[0])
-    divided = attention_mask is not None and attention_mask.shape[-1] > 1
     if segments is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = -1 if sliding_window is None else sliding_window - 1
         segments = Segments(causal, left)
+    if query.shape[2] == 1 and cu_seq_lens_q is cu_seq_lens_k is None:
+        out = _of_one_query(query, key, value, segments, scaling, softcap or 0.0, s_aux)
+        if out is not None:
+            return out, None
+    divided = attention_mask is not None and attention_mask.shape[-1] > 1
     lengths = query.shape[2], key.shape[2]
+    segments = segments.packed(lengths)
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
         wanted = "a tensor: cu_seq_lens_q and cu_seq_lens_k belong together"
@@ -113,13 +121,9 @@ def attention(
         "causal": segments.causal,
         "window_size": (segments.left, 0 if segments.causal else segments.left),
         "softcap": softcap or 0.0,
+        "return_lse": s_aux is not None,
     }
     packed = segments.cu_seqlens_q is not None
-    if not packed and _generates(query, key, value):
-        tokens_first = (x.transpose(1, 2) for x in (query, key, value))
-        sinks = s_aux if s_aux is None else s_aux.float()
-        return flash_attn_with_kvcache(*tokens_first, sinks=sinks, **options), None
-    options["return_lse"] = s_aux is not None
     if packed:
         edges = segments.cu_seqlens_q, segments.cu_seqlens_k
         rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -133,10 +137,45 @@ def attention(
     return result, None
 
 
-def _generates(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the query is the next token behind a cache. The cache grows with every step,
-    and the plan of a cached call does not depend on its length."""
-    if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+def _of_one_query(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    softcap: float,
+    s_aux: Tensor | None,
+) -> Tensor | None:
+    """The attention of the next token behind a cache, by a cached call, whose plan does not depend
+    on the length of the cache. None if no cached call takes it. A query is the last position of its
+    sequence, so a mask that is not causal shows it no other keys."""
+    if torch.is_grad_enabled() or segments.cu_seqlens_q is not None:
+        return None
+    end, begin = segments.cache_seqlens, segments.cache_leftpad
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    window = segments.left, 0
+    if s_aux is None and not is_watched(query, key):
+        options = _options_of_one_query(window, scaling, True, softcap, None)
+        further = None if begin is None else Further(cache_leftpad=begin)
+        out = run_planned(options, q, k, v, end, None, None, further, None)
+        if out is not None:
+            return out
+    if not _fits_a_cached_call(query, key, value, end):
+        return None
+    sinks = None if s_aux is None else s_aux.float()
+    named = {"cache_seqlens": end, "cache_leftpad": begin, "sinks": sinks}
+    named |= {"softmax_scale": scaling, "window_size": window, "softcap": softcap}
+    return flash_attn_with_kvcache(q, k, v, causal=True, **named)
+
+
+_OPTIONS = "window_size", "softmax_scale", "causal", "softcap", "backend"
+_options_of_one_query = reader(DECODE, "flash_attn_with_kvcache", _OPTIONS)
+
+
+def _fits_a_cached_call(query: Tensor, key: Tensor, value: Tensor, end: Tensor | None) -> bool:
+    """end: where the keys end in a cache that does not grow. One that does gives compiled code
+    another shape in each step, and a call that is not cached has a plan for all of them."""
+    if end is None and torch.compiler.is_compiling():
         return False
     if query.dtype not in SIXTEEN_BIT or not query.dtype == key.dtype == value.dtype:
         return False

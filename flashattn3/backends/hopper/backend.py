@@ -168,7 +168,7 @@ class HopperBackend:
 
     def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
         reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
-        return reason or self.unusable_reason(_kernel_config(problem), problem.backend)
+        return reason or self.unusable_reason(_kernel_config(problem, device), problem.backend)
 
     def unusable_reason(self, kernel_config: KernelConfig, backend: str | None) -> str | None:
         """Why a call that names this backend, or None, gets no kernel of the config; or None."""
@@ -199,7 +199,8 @@ class HopperBackend:
         return HopperLaunch(problem, device, self._configure(problem, device), self.library())
 
     def _configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
-        kernel_config, gradient_config = _kernel_config(problem), self._gradient_config(problem)
+        kernel_config = _kernel_config(problem, device)
+        gradient_config = self._gradient_config(problem)
         if self._packs(problem, device):
             cached = _as_cached(problem)
             config, reason = config_of(cached), "few query rows of many keys"
@@ -212,7 +213,7 @@ class HopperBackend:
         """Whether a decode kernel runs the forward."""
         if problem.dtype in EIGHT_BIT or problem.copied or _unfit_for_tma(problem):
             return False
-        m_blocks = ceil(problem.seqlen_q / _kernel_config(problem).block_m)
+        m_blocks = ceil(problem.seqlen_q / _kernel_config(problem, device).block_m)
         programs = m_blocks * problem.num_heads_q * problem.batch
         rows = problem.qhead_per_kvhead * problem.seqlen_q
         if rows > MAX_ROWS or not packed.is_packed(problem, device, programs):
@@ -239,9 +240,19 @@ def _as_cached(problem: Problem) -> DecodeProblem:
     return replace(cached, num_splits=0) if cached.num_splits > 1 else cached
 
 
-def _kernel_config(problem: Problem) -> ForwardConfig:
-    dims = problem.head_dim, problem.head_dim_v
-    return select_forward_config(NAMES[problem.dtype], *dims, problem.masked, problem.seqlen_k)
+def _kernel_config(problem: Problem, device: DeviceInfo) -> ForwardConfig:
+    """sm_margin is not looked at: with it a call has the same tiles, so the same bits."""
+    sequences = max(1, problem.batch) if problem.varlen else 1
+    return select_forward_config(
+        NAMES[problem.dtype],
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.masked,
+        problem.seqlen_k,
+        ceil(problem.total_q / sequences),
+        problem.num_heads_q * problem.batch,
+        device.num_sms,
+    )
 
 
 def _unfit_for_tma(problem: Problem) -> tuple[str, ...]:
