@@ -99,7 +99,7 @@ def test_varlen_counts_the_tiles_of_all_tokens():
 
 def test_a_launch_tells_its_shared_memory():
     launch = prepared(qkv(), causal=True)
-    # SharedStorage; four Q of 192 rows, later out; four stages of K and V of 64 keys: 128 bytes each
+    # SharedStorage; four Q of 192 rows, later out; four stages of K and V of 64 keys, in 128 bytes
     assert launch.shared_memory_bytes == 1024 + 128 * (4 * 192 + 4 * 2 * 64)
 
 
