@@ -128,11 +128,8 @@ def test_one_wait_in_a_step_of_generate(name, cache, waits):
     assert max(steps) <= (masks if cache == "static" else 1) + looks
 
 
-@pytest.mark.skipif(RELEASE < (5, 4), reason="positions are a tensor: the cache may be longer")
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-@torch.no_grad()
-def test_a_mask_of_ones_is_none_in_generate(name):
-    """So a step describes no mask. 5.18 and newer pass none."""
+def keep_masks():
+    """Register attention "kept", whose masks are appended to the list."""
     found = []
 
     def kept(*arguments, **options):
@@ -141,6 +138,15 @@ def test_a_mask_of_ones_is_none_in_generate(name):
 
     transformers.AttentionMaskInterface.register("kept", kept)
     transformers.AttentionInterface.register("kept", fa3.attention)
+    return found
+
+
+@pytest.mark.skipif(RELEASE < (5, 4), reason="positions are a tensor: the cache may be longer")
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@torch.no_grad()
+def test_a_mask_of_ones_is_none_in_generate(name):
+    """So a step describes no mask. 5.18 and newer pass none."""
+    found = keep_masks()
     config = configured(name, sliding_window=64) if name == "Gemma2" else configured(name)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="kept")
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -167,14 +173,7 @@ def test_no_wait_for_a_static_cache_without_padding(name, waits):
 @torch.no_grad()
 def test_the_mask_of_a_step_with_a_static_cache_is_a_length(ones):
     """A layer reads nothing of it, and passes it on as cache_seqlens."""
-    found = []
-
-    def kept(*arguments, **options):
-        found.append(fa3.mask(*arguments, **options))
-        return found[-1]
-
-    transformers.AttentionMaskInterface.register("kept", kept)
-    transformers.AttentionInterface.register("kept", fa3.attention)
+    found = keep_masks()
     model = transformers.AutoModelForCausalLM.from_config(
         configured("Llama"), attn_implementation="kept"
     )
