@@ -112,13 +112,19 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
         assert GOLDEN[dims] in HEAD_DIMS[kernel_config.dtype]
 
 
+# block_m → batch and seqlen_q of 16 heads whose work tiles have so many rows.
+ROWS_OF = {64: (1, 64), 128: (1, 768), 192: (64, 768)}
+
+
 @pytest.mark.parametrize(
     "kernel_config", FORWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
 )
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_config):
     dtype = DTYPES[kernel_config.dtype]
     longest = kernel_config.max_seqlen_k or 4096
-    tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype, seqlen_k=longest)
+    batch, seqlen_q = ROWS_OF[kernel_config.block_m]
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": longest, "heads": (16, 16)}
+    tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype, **sizes)
     careful = hopper(only_measured=True)
     found = plan(tensors, careful, causal=kernel_config.masked)
     assert found.backend.name == ("hopper" if kernel_config.measured else "triton")
@@ -282,8 +288,8 @@ def test_a_row_that_was_left_out_of_the_build_is_named():
     some = frozenset(
         kernel_config.name for kernel_config in all_configs() if kernel_config.head_dim == 128
     )
-    found = plan(qkv(64), hopper(some), causal=True)
-    kernel_config = select_forward_config("bf16", 64, 64, True, seqlen_k=1024)
+    found = plan(qkv(96), hopper(some), causal=True)
+    kernel_config = select_forward_config("bf16", 96, 96, True, seqlen_k=1024)
     assert found.backend.name == "triton"
     assert found.declined == (
         ("hopper", f"kernel config {kernel_config.name} is not in this build (FLASHATTN3_KERNELS)"),

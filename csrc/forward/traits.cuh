@@ -115,7 +115,7 @@ struct alignas(16) WorkTile {
 // WorkTile::n_blocks.
 template <int kStages, int kQBuffers, class TheTile = WorkTile>
 struct SharedStorage {
-  static constexpr int kTileBuffers = kQBuffers > 2 ? kQBuffers : 2;
+  static constexpr int kTileBuffers = kQBuffers > 2 ? kQBuffers : 2;  // tiles published at a time
   using Tile = TheTile;
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kStages], k_empty[kStages];
