@@ -32,7 +32,7 @@ from flashattn3.dispatch.kernel_configs import (
     configs_hash,
 )
 
-ROW = "forward_bf16_d64_full"
+ROW = "forward_bf16_d64_full_192x128x4"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ static Launches prepare(const BackwardParams& params) {
   const BackwardSizes sizes = backward_sizes<kConfig>("emulation", params.forward);
   const backward::Arguments args = make_backward_arguments<kConfig>(sizes, params);
   const backward::PreprocessArguments before = make_preprocess_arguments<kConfig>(sizes, params);
-  const int num_ctas = backward_num_ctas<kConfig>(params.forward, sizes.num_tiles, true);
+  const int num_ctas = backward_num_ctas<kConfig>(params.forward, sizes.num_tiles);
   const bool cluster = backward::uses_cluster2(kConfig), divided = sizes.divided();
   const auto sum = divided ? make_sum_arguments(sizes, params) : backward::SumArguments{};
   return {[before] { backward::preprocess_kernel<kConfig.dtype>(before); },
