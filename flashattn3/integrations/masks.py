@@ -104,7 +104,8 @@ def mask(
     known = attention_mask is None and not torch.compiler.is_compiling()
     if q_length == 1 and known and not (chunk or packed or plain.left >= 0):
         end = torch.ones(batch_size, dtype=torch.int32, device=device) + first_query
-        return plain._replace(cache_seqlens=end.clamp(max=visible)).as_mask(device)
+        end = end.clamp(max=visible).int()  # some releases give positions in 64 bits
+        return plain._replace(cache_seqlens=end).as_mask(device)
     positions = torch.arange(kv_length, device=device) + kv_offset
     valid = None if attention_mask is None else _valid(attention_mask, positions, batch_size)
     if by_row:
