@@ -88,11 +88,19 @@ def passed_by(host, given, **options) -> Passed:
 
 def both(host, given, **options) -> Passed:
     """A call with the launches that the operators know, which is as one without them."""
-    found = passed_by(host, given, **options)
-    forget_cached_calls()
-    wanted = passed_by(host, given, **options)
+    found = again = passed_by(host, given, **options)
     known = {x.data_ptr() for x in given.values() if isinstance(x, torch.Tensor) and has_data(x)}
-    expect_same_events(found.events, wanted.events, known)
+    for attempt in range(4):
+        forget_cached_calls()
+        wanted = passed_by(host, given, **options)
+        try:
+            expect_same_events(again.events, wanted.events, known)
+            break
+        except AssertionError:
+            # In one of the two, malloc may have given memory that was freed during the call.
+            if attempt == 3:
+                raise
+            again = passed_by(host, given, **options)
     assert found.written == wanted.written, (found.written, wanted.written)
     described = [described_result(x.result, given.get("out")) for x in (found, wanted)]
     assert described[0] == described[1], described
