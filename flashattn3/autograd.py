@@ -151,7 +151,7 @@ def _operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q, k and v have data: they belong to no subclass and are not on the meta device."""
+    """Return whether q, k and v have data: none is of a subclass or on the meta device."""
     return type(q) is type(k) is type(v) is Tensor and not q.is_meta
 
 

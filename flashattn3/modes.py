@@ -70,7 +70,7 @@ def refuse_tangents(function: str, *tensors: torch.Tensor | None) -> None:
 
 
 def needs_gradient(values: Iterable[object]) -> bool:
-    """Whether grad mode is on and one of these values is a tensor that requires a gradient."""
+    """Return whether grad mode is on and one of the values is a tensor that requires a gradient."""
     if not torch.is_grad_enabled():
         return False
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)

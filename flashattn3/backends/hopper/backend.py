@@ -241,7 +241,7 @@ def _as_cached(problem: Problem) -> DecodeProblem:
 
 
 def _kernel_config(problem: Problem, device: DeviceInfo) -> ForwardConfig:
-    """sm_margin is not looked at: with it a call has the same tiles, so the same bits."""
+    """The config for the problem, whatever its sm_margin, which changes no bits of a result."""
     sequences = max(1, problem.batch) if problem.varlen else 1
     return select_forward_config(
         NAMES[problem.dtype],
