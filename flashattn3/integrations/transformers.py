@@ -102,7 +102,7 @@ def attention(
         left = -1 if sliding_window is None else sliding_window - 1
         segments = Segments(causal, left)
     if query.shape[2] == 1 and cu_seq_lens_q is cu_seq_lens_k is None:
-        out = _of_one_query(query, key, value, segments, scaling, softcap or 0.0, s_aux)
+        out = _attend_to_cache(query, key, value, segments, scaling, softcap or 0.0, s_aux)
         if out is not None:
             return out, None
     divided = attention_mask is not None and attention_mask.shape[-1] > 1
@@ -137,7 +137,7 @@ def attention(
     return result, None
 
 
-def _of_one_query(
+def _attend_to_cache(
     query: Tensor,
     key: Tensor,
     value: Tensor,
