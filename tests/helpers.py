@@ -89,7 +89,7 @@ def library_double(configs=ALL_CONFIGS, error: str | None = None, **operators) -
         "prepare_forward": _prepare,
         "prepare_backward": _prepare,
         "prepare_decode": _prepare_decode,
-        "decode_size": lambda handle, *sizes: (11, 16),
+        "decode_size": lambda handle, *sizes: (11, 16, False),
     }
     return Library(configs, error, **prepared, **operators)
 

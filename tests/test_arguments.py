@@ -394,8 +394,8 @@ HINTS = {"pack_gqa": True, "sm_margin": 8, "num_splits": 4, "use_fast_accum": Tr
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("hint", HINTS)
-def test_hints_change_no_result_and_no_backend(hint, backend):
-    x = HALF.unflatten(0, (2, 10))
+def test_hints_change_no_result_and_no_backend(hint, backend, device):
+    x = HALF.unflatten(0, (2, 10)).to(device)
     given = {hint: HINTS[hint]}
     found = flash_attn_func(x, x, x, backend=backend, **given)
     torch.testing.assert_close(found, flash_attn_func(x, x, x, backend=backend), atol=2e-3, rtol=0)
@@ -419,18 +419,23 @@ def test_hints_keep_a_call_on_hopper(hint):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
-def test_fast_accumulation_changes_no_bit_of_a_backend_that_adds_in_float32(eight, backend):
-    x = HALF.unflatten(0, (2, 10))
+def test_fast_accumulation_changes_no_bit_of_a_backend_that_adds_in_float32(eight, backend, device):
+    rows, edges = HALF.to(device), EDGES.to(device)
+    x = rows.unflatten(0, (2, 10))
     qkv = (x.to(eight), x.to(eight), x.to(FP8))
     given = {"backend": backend, "out_dtype": torch.float16, "return_lse": True}
     found = flash_attn_func(*qkv, **given, use_fast_accum=True)
     assert all(map(torch.equal, found, flash_attn_func(*qkv, **given)))
     explained = explain(*qkv, backend=backend, out_dtype=torch.float16, use_fast_accum=True)
     assert set(explained.unused_hints) == {"use_fast_accum"}
-    given = {"backend": backend, "qk_dtype": eight}
-    for call, function in ((dense, flash_attn_fp8_func), (varlen, flash_attn_varlen_fp8_func)):
-        found = call(HALF, function, use_fast_accum=True, **given)
-        assert torch.equal(found, call(HALF, function, **given))
+    dense_given = {"backend": backend, "qk_dtype": eight}
+    varlen_given = {**dense_given, "cu_seqlens_q": edges, "cu_seqlens_k": edges}
+    for call, function, given in (
+        (dense, flash_attn_fp8_func, dense_given),
+        (varlen, flash_attn_varlen_fp8_func, varlen_given),
+    ):
+        found = call(rows, function, use_fast_accum=True, **given)
+        assert torch.equal(found, call(rows, function, **given))
 
 
 def test_packed_forms_take_fast_accumulation():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import needs_hopper
 
-from flashattn3 import flash_attn_fp8_func, flash_attn_func
+from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
 
@@ -72,6 +72,28 @@ def test_capture_after_any_kind_of_node(call, d, before):
             x.fill_(float("nan"))
         graph.replay()
         assert all(map(torch.equal, found, wanted))
+
+
+def cached(q, k, v, dout):
+    return (flash_attn_with_kvcache(q[:1, :1], k[:1], v[:1], backend="hopper"),)
+
+
+@pytest.mark.parametrize("call", [forward, cached], ids=lambda call: call.__name__)
+def test_a_replay_runs_the_kernel_alone(call):
+    """Counters are zero after each launch, so a replay does not clear them."""
+    tensors = inputs(128)
+    on_a_new_stream(lambda: call(*tensors))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call(*tensors)
+    graph.replay()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_gpu) == 2 and "flashattn3" in on_gpu[0], on_gpu
+    assert torch.equal(found[0], call(*tensors)[0])
 
 
 @pytest.mark.parametrize("call", [forward, gradients], ids=lambda call: call.__name__)

@@ -254,9 +254,13 @@ def test_the_grid_and_the_workspace_at_any_length():
     """At most two CTAs for each SM; the workspace has a limit, whatever batch and capacity are."""
     handle, threads, _ = prepared()
     assert threads == 256
-    size = LIBRARY.decode_size
-    assert size(handle, 1, 1, 64)[0] == 8  # KV heads
-    assert size(handle, 1, 1, 65)[0] == 16
+
+    def size(handle, *sizes):
+        num_ctas, workspace_bytes, on_warps = LIBRARY.decode_size(handle, *sizes)
+        assert not on_warps
+        return num_ctas, workspace_bytes
+
+    assert size(handle, 20, 1, 64)[0] == 160  # 8 KV heads of 20 sequences
     assert size(handle, 1, 17, 64)[0] == 16  # 4 heads of 17 tokens are two tiles
     full = size(handle, 10**6, 1, 64)
     # Of each CTA two parts of so many rows: columns and twice (max, sum), the groups' among them.
@@ -268,18 +272,56 @@ def test_the_grid_and_the_workspace_at_any_length():
     for queries, rows, num_ctas in sizes:
         found = size(handle, 1, queries, 2**20)
         assert found == (num_ctas, num_ctas * rows * row_bytes) and found[1] <= 9e6
-    assert size(handle, 0, 0, 0) == (8, 8 * 4 * row_bytes)
+    assert size(handle, 0, 5, 0) == (8, 8 * 20 * row_bytes)
     whole = prepared(whole_tiles=True)[0]
     assert size(whole, 1, 1, 2**20) == (8, 0)
     assert size(whole, 64, 1, 64) == (256, 0)  # two of 64 work tiles of a head for each CTA
     assert size(whole, 63, 1, 64) == (256, 0) and size(whole, 50, 1, 64) == (264, 0)
     assert size(prepared(num_sms=5)[0], 64, 1, 64)[0] == 10
     assert size(prepared(num_sms=5, leaves_sms=True)[0], 64, 1, 64)[0] == 5
-    # A share for each KV block up to 16, then at least two: fewer parts to combine.
+    # A share for each KV block up to 16, then at least two: fewer parts to combine. (5 queries: 20
+    # packed rows.)
     for keys, shares in ((16 * 64, 16), (17 * 64, 16), (36 * 64, 18), (64 * 64, 32)):
-        assert size(handle, 1, 1, keys)[0] == 8 * shares
+        assert size(handle, 1, 5, keys)[0] == 8 * shares
     # One KV head of a long sequence would have 264 parts to combine: groups of 16 on half SMs.
     assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**20)[0] == 128
+
+
+def test_few_rows_of_few_sequences_run_on_a_warp_kernel():
+    """One CTA for each SM, and a part of each CTA in the workspace."""
+
+    def size(handle, *sizes):
+        num_ctas, workspace_bytes, on_warps = LIBRARY.decode_size(handle, *sizes)
+        assert on_warps
+        return num_ctas, workspace_bytes
+
+    handle, part_bytes = prepared()[0], 4 * (128 + 4) * 4  # 4 rows, with twice (max, sum)
+    # Four warps of a CTA have 16 keys each, at least.
+    for keys, ctas in ((1, 1), (64, 1), (65, 2), (1024, 16), (1025, 16), (2**15, 16)):
+        assert size(handle, 1, 1, keys) == (8 * ctas, 8 * ctas * part_bytes)
+    assert size(handle, 1, 4, 2**15) == (128, 128 * 4 * part_bytes)
+    assert size(handle, 8, 1, 4096) == (128, 128 * part_bytes)
+    assert size(handle, 8, 1, 64) == (64, 64 * part_bytes)
+    assert size(prepared(whole_tiles=True)[0], 8, 1, 4096) == (64, 0)
+    assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**15)[0] == 128  # whole groups
+    assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 32, 1, 8192)[0] == 132
+    assert size(prepared(window_left=100)[0], 1, 1, 2**15)[0] == 8 * 2
+    assert size(prepared(num_sms=40, leaves_sms=True)[0], 1, 1, 2**15)[0] == 40
+    # Rows, sequences, work tiles and bytes up to which they do; batches of pages never do.
+    on_warps = [
+        LIBRARY.decode_size(prepared(**changes)[0], *sizes)[2]
+        for changes, sizes in (
+            ({}, (1, 4, 2**15)),
+            ({}, (1, 5, 2**15)),
+            ({}, (9, 1, 1024)),
+            ({}, (1, 1, 2**16)),
+            ({}, (1, 1, 2**16 + 1)),
+            ({"page_size": 16}, (1, 1, 1024)),
+            ({"page_size": 16}, (2, 1, 1024)),
+            ({"num_sms": 7, "leaves_sms": True}, (1, 1, 1024)),
+        )
+    ]
+    assert on_warps == [True, False, False, True, False, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,12 @@ __device__ __forceinline__ Arguments plain(Arguments args) {
   args.head_dim = args.head_dim_v = kHeadDim;
   args.out_vectors = cutlass::FastDivmod(kHeadDim / 4);
   args.cu_seqlens_k_new = args.cache_leftpad = args.cache_batch_idx = nullptr;
-  args.window_left = args.window_right = INT_MAX;
-  args.q_descale = args.k_descale = args.v_descale = args.sinks = nullptr;
+  args.window_right = INT_MAX;
+  if constexpr (!plain_has_window(kHeadDim)) {
+    args.window_left = INT_MAX;
+    args.sinks = nullptr;
+  }
+  args.q_descale = args.k_descale = args.v_descale = nullptr;
   args.score_scale.tanh_scale = 0.f;
   args.whole_tiles = false;
   return args;

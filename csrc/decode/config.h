@@ -17,9 +17,17 @@ struct Config {
   int num_consumers;      // warpgroups, 1 or 2, that take the KV blocks of a part in turn
 };
 
-// A short call is bound by instructions that run once, of which plain calls need two thirds. Head
-// dim 128, which most models have, has a kernel for them besides that for all calls.
-constexpr bool has_plain_kernel(const Config& config) { return config.head_dim == 128; }
+// A short call is bound by instructions that run once, of which plain calls need two thirds.
+// Besides the kernel for all calls there is one for plain ones, which may have a window and sinks
+// where models with that head dim have them (gpt-oss).
+constexpr bool plain_has_window(int head_dim) { return head_dim == 64; }
+
+// Warp kernels (warp_kernel.cuh): warps of a CTA, the most packed rows, and keys of a step of a
+// warp, 4 KB of K and of V.
+constexpr int kWarpKernelWarps = 8;
+constexpr int kWarpKernelBatch = 32;  // at most: a lane of a warp for each sequence
+constexpr int warp_kernel_rows(const Config& config) { return config.head_dim <= 128 ? 16 : 8; }
+constexpr int chunk_keys(const Config& config) { return 2048 / config.head_dim; }
 
 constexpr int kBlockM = 64;  // packed query rows of a work tile
 constexpr int kSharedStorageBytes = 1024;

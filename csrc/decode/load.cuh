@@ -22,6 +22,8 @@ constexpr uint4 kNaN = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
 static __device__ const uint4 kNaNs[] = {
     kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN,
     kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN, kNaN};
+// The same for V: zeros.
+static __device__ const uint4 kZeros[32] = {};
 
 // Address in shared memory of a 16-byte vector of a row, in the layout of tile/gemm.cuh.
 template <int kRows>

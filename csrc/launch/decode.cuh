@@ -4,9 +4,11 @@
 #include <cuda_runtime.h>
 
 #include "decode/kernel.cuh"
+#include "decode/warp_kernel.cuh"
 #include "launch/decode_arguments.h"
 #include "launch/decode_params.h"
 #include "launch/launch.cuh"
+#include "launch/warp_arguments.h"
 
 namespace flashattn3 {
 
@@ -20,6 +22,14 @@ constexpr auto decode_kernel() {
 template <decode::Config kConfig>
 LaunchSize decode_size(const char* name, const DecodeParams& params) {
   check_decode(name, kConfig.head_dim, kConfig.block_n, params);
+  if (uses_warp_kernel(params, kConfig)) {
+    const WarpGrid grid = WarpGrid::of(params, kConfig);
+    return {.num_ctas = grid.num_ctas,
+            .workspace_bytes = params.whole_tiles ? 0 : grid.workspace_bytes(params.head_dim_v),
+            .num_counters =
+                params.whole_tiles ? 0 : grid.num_counters(params.batch * params.num_heads_kv),
+            .on_warps = true};
+  }
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
   return {.num_ctas = grid.num_ctas,
           .workspace_bytes = params.whole_tiles ? 0 : grid.workspace_bytes(params.head_dim_v),
@@ -40,6 +50,20 @@ void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStre
                 stream, params.pdl, make_decode_arguments(params, grid, kConfig.block_n));
 }
 
+// Enqueues the warp kernel that takes the call.
+template <decode::Config kConfig>
+void launch_warp_kernel(const char* name, const DecodeParams& params, cudaStream_t stream) {
+  const WarpGrid grid = WarpGrid::of(params, kConfig);
+  with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
+    constexpr auto kKernel = &decode::warp_kernel<Traits>;
+    constexpr int kSharedBytes = sizeof(decode::WarpStorage<Traits>);
+    allow_shared_memory<kKernel>(kSharedBytes);
+    launch_kernel(name, "", kKernel,
+                  {static_cast<unsigned>(grid.num_ctas), Traits::kThreads, kSharedBytes}, stream,
+                  params.pdl, make_warp_arguments(params, grid, Traits::kChunk));
+  });
+}
+
 // Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a
 // problem that the kernel does not take and for a failed launch. Nothing is launched without rows.
 template <decode::Config kConfig>
@@ -47,8 +71,10 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   check_decode(name, kConfig.head_dim, kConfig.block_n, params);
   const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
   if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
-  if (is_plain(params, kConfig)) {
-    launch_decode_kernel<kConfig, decode::has_plain_kernel(kConfig)>(name, params, stream);
+  if (uses_warp_kernel(params, kConfig)) {
+    launch_warp_kernel<kConfig>(name, params, stream);
+  } else if (is_plain(params, kConfig)) {
+    launch_decode_kernel<kConfig, true>(name, params, stream);
   } else {
     launch_decode_kernel<kConfig, false>(name, params, stream);
   }

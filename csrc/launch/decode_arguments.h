@@ -122,7 +122,7 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 
-// Returns whether a call runs on the kernel for plain calls, because decode::plain keeps all
+// Returns whether a kernel for plain calls takes the call, because decode::plain keeps all
 // arguments that its result depends on. One query sees all keys whatever window_right is.
 inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
   const bool one_query = params.cu_seqlens_q == nullptr && params.seqlen_q == 1;
@@ -131,10 +131,11 @@ inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
       params.head_dim == config.head_dim && params.head_dim_v == config.head_dim;
   const bool has_tables = params.cu_seqlens_k_new != nullptr || params.cache_leftpad != nullptr ||
                           params.cache_batch_idx != nullptr;
-  const bool has_factors = params.q_descale != nullptr || params.k_descale != nullptr ||
-                           params.v_descale != nullptr || params.sinks != nullptr;
-  return decode::has_plain_kernel(config) && one_query && few_heads && all_columns && !has_tables &&
-         !has_factors && params.window_left < 0 &&
+  const bool has_descales =
+      params.q_descale != nullptr || params.k_descale != nullptr || params.v_descale != nullptr;
+  const bool has_window = params.window_left >= 0 || params.sinks != nullptr;
+  return one_query && few_heads && all_columns && !has_tables && !has_descales &&
+         (!has_window || decode::plain_has_window(config.head_dim)) &&
          score_scale_of(params, false).tanh_scale == 0.f && !params.whole_tiles;
 }
 

@@ -156,6 +156,7 @@ struct LaunchSize {
   int num_ctas;             // of the main kernel, a one-dimensional grid
   int64_t workspace_bytes;  // device memory for the duration of the launch
   int num_counters = 0;     // of DecodeParams::counters
+  bool on_warps = false;    // whether a warp kernel takes a cached call
 };
 
 }  // namespace flashattn3

@@ -5,20 +5,17 @@
 #include <mutex>
 #include <utility>
 
+#include "launch/capture_mode.h"
 #include "launch/errors.h"
 
 namespace flashattn3 {
 
 SideStream::SideStream(cudaStream_t stream) : side_(stream) {
   if (stream == cudaStreamPerThread) return;
-  // Another thread may be capturing in a mode that does not permit this.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
-  const cudaError_t created = cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking);
-  const cudaError_t recorded = cudaEventCreateWithFlags(&event_, cudaEventDisableTiming);
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "restoring the capture mode");
-  check_cuda(created, "creating a side stream");
-  check_cuda(recorded, "creating the event of a side stream");
+  const RelaxedCaptureMode relaxed;
+  check_cuda(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking), "creating a side stream");
+  check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming),
+             "creating the event of a side stream");
 }
 
 const SideStream& SideStream::of(int device, cudaStream_t stream) {

@@ -6,22 +6,35 @@
 #include <string>
 #include <tuple>
 
+#include "launch/capture_mode.h"
 #include "launch/decode_params.h"
 #include "launch/errors.h"
 
 namespace flashattn3 {
 namespace {
 
-// The memset becomes a node of the graph if the stream is captured.
-void* new_counters(size_t bytes, cudaStream_t stream) {
+// Clears counters of a capture on a stream that is not captured, and waits for it: a memset of the
+// captured stream would be a node of the graph, 2 us of each replay, though the launches leave the
+// counters at zero. Called in the relaxed capture mode.
+void clear_for_capture(void* counters, size_t bytes) {
+  cudaStream_t stream;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
+  const cudaError_t set = cudaMemsetAsync(counters, 0, bytes, stream);
+  const cudaError_t waited = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check_cuda(set, "clearing counters");
+  check_cuda(waited, "waiting for a memset");
+}
+
+void* new_counters(size_t bytes, cudaStream_t stream, bool captured) {
   void* counters = nullptr;
-  // In another capture mode cudaMalloc would invalidate a capture that another thread has begun.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
-  const cudaError_t allocated = cudaMalloc(&counters, bytes);
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "restoring the capture mode");
-  check_cuda(allocated, "allocating counters");
-  check_cuda(cudaMemsetAsync(counters, 0, bytes, stream), "clearing counters");
+  const RelaxedCaptureMode relaxed;
+  check_cuda(cudaMalloc(&counters, bytes), "allocating counters");
+  if (captured) {
+    clear_for_capture(counters, bytes);
+  } else {
+    check_cuda(cudaMemsetAsync(counters, 0, bytes, stream), "clearing counters");
+  }
   return counters;
 }
 
@@ -43,7 +56,7 @@ class Counters {
     const unsigned long long number = number_of(stream, capture);
     const std::lock_guard lock(mutex_);
     void*& counters = counters_[{device, number, capture}];
-    if (counters == nullptr) counters = new_counters(bytes, stream);
+    if (counters == nullptr) counters = new_counters(bytes, stream, capture != 0);
     return counters;
   }
 

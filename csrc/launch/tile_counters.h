@@ -14,8 +14,8 @@ namespace flashattn3 {
 // the pair allocates them; they are kept until the process ends.
 //
 // A captured stream gets counters of the capture: its launches run one after the other in every
-// replay, and no other graph has these counters. A replay sets them to zero before the first of the
-// launches.
+// replay, and no other graph has these counters. The first call of a capture waits for a stream of
+// its own that sets them to zero.
 //
 // Returns null for cudaStreamPerThread, which names the streams of many threads.
 //

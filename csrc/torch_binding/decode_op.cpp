@@ -324,9 +324,10 @@ void decode_into(StableIValue* stack, uint64_t, uint64_t) {
   run_decode(prepared_decode(kName, launch), call, out);
 }
 
-// The grid and the workspace of calls of these sizes. total_q: with cu_seqlens_q, else -1.
-std::tuple<int64_t, int64_t> decode_size(Tensor launch, int64_t batch, int64_t seqlen_q,
-                                         int64_t capacity, int64_t total_q) {
+// The grid and the workspace of calls of these sizes, and whether a warp kernel takes them.
+// total_q: with cu_seqlens_q, else -1.
+std::tuple<int64_t, int64_t, bool> decode_size(Tensor launch, int64_t batch, int64_t seqlen_q,
+                                               int64_t capacity, int64_t total_q) {
   const PreparedDecode& prepared = prepared_decode("decode_size", launch);
   const DecodeKernel& kernel = decode_kernel(prepared.config);
   DecodeParams params = decode_params_of(prepared.problem);
@@ -339,7 +340,7 @@ std::tuple<int64_t, int64_t> decode_size(Tensor launch, int64_t batch, int64_t s
     params.cu_seqlens_q = &unread;
   }
   const LaunchSize size = kernel.size(kernel.info.name, params);
-  return {size.num_ctas, size.workspace_bytes};
+  return {size.num_ctas, size.workspace_bytes, size.on_warps};
 }
 
 }  // namespace
@@ -357,7 +358,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("decode_into(Tensor(a!) out, " FA3_CACHED_CALL ") -> ()");
   library.def(
       "decode_size(Tensor launch, int batch, int seqlen_q, int capacity, int total_q=-1) -> "
-      "(int num_ctas, int workspace_bytes)");
+      "(int num_ctas, int workspace_bytes, bool on_warps)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {

@@ -106,7 +106,8 @@ class BackwardConfig:
 @dataclass(frozen=True)
 class DecodeConfig:
     """Kernel config of the decode kernels (cached calls), as in csrc/decode/config.h, for every
-    mask, page size and length. At head dim 128 a second kernel takes plain calls.
+    mask, page size and length. The config also stands for a kernel of plain calls, and for the warp
+    kernels of few packed rows and few sequences (csrc/decode/warp_kernel.cuh).
 
     dtype: of q, k, v and out, 16 bits.
     head_dim: largest supported; columns past smaller ones are zeros.

@@ -163,6 +163,7 @@ __global__ void __launch_bounds__(512)
 struct TimedCell {
   const char* name;
   int batch, seqlen, heads_q, heads_kv, head_dim, page_size;
+  int window = -1;  // of keys before the query
 };
 
 // Microseconds of one call: calls on different copies of the cache, more than L2 holds, one after
@@ -238,10 +239,10 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
       .head_dim_v = cell.head_dim,
       .num_caches = cell.batch,
       .num_pages = cell.batch * max_pages,
-      .page_size = page,
+      .page_size = cell.page_size,
       .capacity = cell.seqlen,
       .softmax_scale = 1.f / std::sqrt(float(cell.head_dim)),
-      .window_left = -1,
+      .window_left = cell.window,
       .window_right = -1,
       .num_sms = num_sms,
       .workspace = workspace.memory,
@@ -315,6 +316,20 @@ static void time_cells(int num_sms) {
                              {"32 x 4k, 32/8, page 16", 32, 4096, 32, 8, 128, 16},
                              {"32 x 4k, 32/8, page 128", 32, 4096, 32, 8, 128, 128},
                              {"1 x 4k, 32/8, page 16", 1, 4096, 32, 8, 128, 16},
+                             {"1 x 16k, 32/8, page 1", 1, 16384, 32, 8, 128, 1},
+                             {"1 x 16k, 32/8, page 16", 1, 16384, 32, 8, 128, 16},
+                             {"1 x 128k, 32/8, page 16", 1, 131072, 32, 8, 128, 16},
+                             {"1 x 4k, 64/8, d64", 1, 4096, 64, 8, 64, 0},
+                             {"1 x 16k, 64/8, d64", 1, 16384, 64, 8, 64, 0},
+                             {"1 x 4k, 8/1, d256", 1, 4096, 8, 1, 256, 0},
+                             {"1 x 16k, 8/4, d256", 1, 16384, 8, 4, 256, 0},
+                             {"32 x 8k, 64/8, d64, window 128", 32, 8192, 64, 8, 64, 0, 128},
+                             {"128 x 256, 32/8", 128, 256, 32, 8, 128, 0},
+                             {"32 x 256, 32/8", 32, 256, 32, 8, 128, 0},
+                             {"32 x 128, 32/8", 32, 128, 32, 8, 128, 0},
+                             {"16 x 512, 32/8", 16, 512, 32, 8, 128, 0},
+                             {"4 x 4k, 32/8", 4, 4096, 32, 8, 128, 0},
+                             {"8 x 4k, 32/8, page 16", 8, 4096, 32, 8, 128, 16},
                              {"32 x 4k, 64/8, d64", 32, 4096, 64, 8, 64, 0},
                              {"32 x 4k, 8/1, d256", 32, 4096, 8, 1, 256, 0},
                              {"32 x 8k, 64/1", 32, 8192, 64, 1, 128, 0}};

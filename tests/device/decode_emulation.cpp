@@ -10,36 +10,70 @@
 #include <utility>
 
 #include "decode/kernel.cuh"
+#include "decode/warp_kernel.cuh"
 #include "decode_cases.h"
 #include "decode_configs.h"
 #include "decode_problem.h"
 #include "launch/decode_arguments.h"
+#include "launch/warp_arguments.h"
 #include "run_grid.h"
 
 namespace flashattn3::decode {
 alignas(
-    1024) thread_local uint8_t shared[emulation::kSharedBytes];  // of the kernel, which declares it
+    1024) thread_local uint8_t shared[emulation::kSharedBytes];  // of the kernels, which declare it
 }  // namespace flashattn3::decode
 
 using namespace flashattn3;
 
-// The kernels of a config: one takes all calls, the other one plain calls.
-struct Kernels {
-  void (*all)(const decode::Arguments);
-  void (*plain)(const decode::Arguments);
+// What launch/decode.cuh launches for a call. The workspace and the counters of `params` are unset.
+struct Launch {
+  void (*kernel)(const decode::Arguments);
+  int num_ctas, num_threads;
+  int64_t workspace_bytes;
+  int num_counters;
+  decode::Arguments (*arguments)(const DecodeParams& params);
 
   template <decode::Config kConfig>
-  static Kernels of() {
-    return {
-        &decode::decode_kernel<decode::KernelTraits<kConfig>>,
-        &decode::decode_kernel<decode::KernelTraits<kConfig, decode::has_plain_kernel(kConfig)>>};
+  static Launch of(const DecodeParams& params) {
+    if (uses_warp_kernel(params, kConfig)) return of_warp_kernel<kConfig>(params);
+    const DecodeGrid grid = DecodeGrid::of(params, kConfig);
+    return {.kernel = is_plain(params, kConfig)
+                          ? &decode::decode_kernel<decode::KernelTraits<kConfig, true>>
+                          : &decode::decode_kernel<decode::KernelTraits<kConfig>>,
+            .num_ctas = grid.num_ctas,
+            .num_threads = decode::num_threads(kConfig),
+            .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
+            .num_counters = decode::num_counters(grid.num_ctas),
+            .arguments = [](const DecodeParams& params) {
+              const DecodeGrid grid = DecodeGrid::of(params, kConfig);
+              return make_decode_arguments(params, grid, kConfig.block_n);
+            }};
+  }
+
+  template <decode::Config kConfig>
+  static Launch of_warp_kernel(const DecodeParams& params) {
+    const WarpGrid grid = WarpGrid::of(params, kConfig);
+    Launch launch{.num_ctas = grid.num_ctas,
+                  .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
+                  .num_counters = grid.num_counters(params.batch * params.num_heads_kv),
+                  .arguments = [](const DecodeParams& params) {
+                    return make_warp_arguments(params, WarpGrid::of(params, kConfig),
+                                               decode::chunk_keys(kConfig));
+                  }};
+    with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
+      launch.kernel = &decode::warp_kernel<Traits>;
+      launch.num_threads = Traits::kThreads;
+    });
+    return launch;
   }
 };
+using LaunchOf = Launch (*)(const DecodeParams& params);
 template <size_t... kIndex>
-static std::vector<Kernels> kernels(std::index_sequence<kIndex...>) {
-  return {Kernels::of<kCheckConfigs[kIndex]>()...};
+static std::vector<LaunchOf> launches(std::index_sequence<kIndex...>) {
+  return {&Launch::of<kCheckConfigs[kIndex]>...};
 }
-static const std::vector<Kernels> kKernels = kernels(std::make_index_sequence<kNumCheckConfigs>());
+static const std::vector<LaunchOf> kLaunches =
+    launches(std::make_index_sequence<kNumCheckConfigs>());
 
 struct HostMemory {
   uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
@@ -61,22 +95,19 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
   params.leaves_sms = turn.num_sms == 5;
-  const DecodeGrid grid = DecodeGrid::of(params, kCheckConfigs[config]);
-  std::vector<uint8_t> workspace(grid.workspace_bytes(params.head_dim_v), 0xff);
-  std::vector<uint32_t> counters(decode::num_counters(grid.num_ctas));
+  const Launch launch = kLaunches[config](params);
+  std::vector<uint8_t> workspace(launch.workspace_bytes, 0xff);
+  std::vector<uint32_t> counters(launch.num_counters);
   params.workspace = workspace.data(), params.counters = counters.data();
   check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
                kCheckConfigs[config].block_n, params);
-  const decode::Arguments args = make_decode_arguments(params, grid, kCheckConfigs[config].block_n);
-  const Kernels& kernels = kKernels[config];
-  const auto kernel = is_plain(params, kCheckConfigs[config]) ? kernels.plain : kernels.all;
-  emulation::kernel = [&] { kernel(args); };
-  std::vector<int> order(grid.num_ctas);
+  const decode::Arguments args = launch.arguments(params);
+  emulation::kernel = [&] { launch.kernel(args); };
+  std::vector<int> order(launch.num_ctas);
   std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(turn.seed);
   std::shuffle(order.begin(), order.end(), random);
-  if (!emulation::run_ctas(order, decode::num_threads(kCheckConfigs[config]), turn.seed))
-    return "deadlock";
+  if (!emulation::run_ctas(order, launch.num_threads, turn.seed)) return "deadlock";
   for (const uint32_t counter : counters) {
     if (counter != 0) return "a counter is not 0";
   }

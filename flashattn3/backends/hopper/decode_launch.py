@@ -39,6 +39,8 @@ MAX_ROWS = 256
 # about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth
 # and 1024 of its tensor cores for each 64 rows.
 DECODE_ROWS = 192
+# Warp kernels: the most packed rows, and elements of K of a step of a warp.
+WARP_KERNEL_ROWS, WARP_KERNEL_ELEMENTS = 16, 2048
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 # Tensors on which no launch of up to DECODE_ROWS packed rows depends.
 _PLANNED_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - {"scheduler_metadata"}
@@ -108,8 +110,22 @@ class DecodeLaunch:
     ) -> dict[str, object]:
         """The grid and the workspace of a call of the problem, at any lengths of its cache."""
         rows = total_q if self.problem.varlen else -1
-        sizes = self.library.decode_size(self.prepared.handle, batch, seqlen_q, capacity, rows)
-        return {"grid": (sizes[0], 1, 1), "workspace_bytes": sizes[1]}
+        num_ctas, workspace_bytes, on_warps = self.library.decode_size(
+            self.prepared.handle, batch, seqlen_q, capacity, rows
+        )
+        sizes = {"grid": (num_ctas, 1, 1), "workspace_bytes": workspace_bytes}
+        return sizes | self._describe_warps() if on_warps else sizes
+
+    def _describe_warps(self) -> dict[str, object]:
+        """What differs where a warp kernel takes a call, as in csrc/decode/config.h."""
+        keys = WARP_KERNEL_ELEMENTS // self.kernel_config.head_dim
+        whole = self.problem.num_splits == 1
+        return {
+            "tile": f"up to {WARP_KERNEL_ROWS} packed rows x {keys} keys of a warp",
+            "num_stages": 1,
+            "warpgroups": "8 warps, each loads and multiplies",
+            "parts": "none: whole tiles" if whole else "by the keys of each sequence",
+        }
 
 
 def _stages_of(config: DecodeConfig, leaves_sms: bool) -> object:

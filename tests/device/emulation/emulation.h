@@ -175,6 +175,15 @@ inline std::array<uint64_t, 4> of_quad(uint64_t value) {
   return {quad[0], quad[1], quad[2], quad[3]};
 }
 
+// Returns the values of all lanes.
+inline std::array<uint64_t, 32> of_warp(uint64_t value) {
+  Warp& warp = running->warps[running->thread / 32];
+  uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
+  slot[running->thread % 32] = value;
+  meet(warp.shuffle, 32, "shuffle or __syncwarp");
+  return std::to_array(slot);
+}
+
 // Rounds that something takes: mostly few, sometimes many.
 template <class Random>
 uint64_t random_delay(Random&& random) {
@@ -279,4 +288,13 @@ Value __ldcs(const Value* at) {
   return *at;
 }
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
+inline int __ffs(uint32_t bits) { return bits == 0 ? 0 : std::countr_zero(bits) + 1; }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return result;
+}
 inline void __nanosleep(unsigned) { emulation::yield(); }

@@ -9,25 +9,42 @@
 
 namespace flashattn3 {
 
-template <ElementType kElement>
-void mma_fragment(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  uint32_t words[6][32];
-  for (int lane = 0; lane < 32; ++lane) {
-    for (int i = 0; i < 4; ++i) words[i][lane] = emulation::shuffle(a[i], lane);
-    for (int i = 0; i < 2; ++i) words[4 + i][lane] = emulation::shuffle(b[i], lane);
+// The words of all lanes, by word and lane.
+template <int kCount>
+void gather_words(const uint32_t (&mine)[kCount], uint32_t (&words)[kCount][32]) {
+  for (int i = 0; i < kCount; ++i) {
+    const auto of_lanes = emulation::of_warp(mine[i]);
+    std::copy(of_lanes.begin(), of_lanes.end(), words[i]);
   }
-  const auto element = [&](int word, int lane, int half) {
-    return element_of<kElement>(static_cast<uint16_t>(words[word][lane] >> 16 * half));
+}
+
+// kDepth: 16, or 8, which has the first word of each operand row.
+template <ElementType kElement, int kDepth>
+void mma_of_depth(float (&d)[4], const uint32_t (&a)[kDepth / 4], const uint32_t (&b)[kDepth / 8]) {
+  uint32_t of_a[kDepth / 4][32], of_b[kDepth / 8][32];
+  gather_words(a, of_a), gather_words(b, of_b);
+  const auto element = [](uint32_t word, int half) {
+    return element_of<kElement>(static_cast<uint16_t>(word >> 16 * half));
   };
   const int lane = static_cast<int>(threadIdx.x % 32), row = lane / 4;
   for (int i = 0; i < 4; ++i) {
     const int column = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      d[i] += element(row_of(i) + k / 8 * 2, row * 4 + k % 8 / 2, k % 2) *
-              element(4 + k / 8, column * 4 + k % 8 / 2, k % 2);
+    for (int k = 0; k < kDepth; ++k) {
+      d[i] += element(of_a[row_of(i) + k / 8 * 2][row * 4 + k % 8 / 2], k % 2) *
+              element(of_b[k / 8][column * 4 + k % 8 / 2], k % 2);
     }
     if (std::isnan(d[i])) d[i] = emulation::kCanonicalNan;
   }
+}
+
+template <ElementType kElement>
+void mma_fragment(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  mma_of_depth<kElement, 16>(d, a, b);
+}
+
+template <ElementType kElement>
+void mma_half_fragment(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  mma_of_depth<kElement, 8>(d, a, {b});
 }
 
 }  // namespace flashattn3

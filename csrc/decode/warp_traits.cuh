@@ -1,0 +1,34 @@
+// Compile-time properties of a warp kernel (warp_kernel.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "decode/config.h"
+
+namespace flashattn3::decode {
+
+// Where the tokens of a cache are.
+enum class Pages {
+  kNone,   // a dense cache
+  kEven,   // pages whose size is a multiple of a chunk
+  kUneven  // pages of any size
+};
+
+// kTheRowTiles: of 8 packed rows. kIsPlain: of the kernel for plain calls alone (arguments.h).
+template <Config kConfig, int kTheRowTiles, Pages kThePages, bool kIsPlain>
+struct WarpTraits {
+  static constexpr bool kPlain = kIsPlain;
+  static constexpr Pages kPages = kThePages;
+  static constexpr ElementType kElement = kConfig.dtype;
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kRowTiles = kTheRowTiles;
+  static constexpr int kRows = 8 * kRowTiles;
+  static constexpr int kChunk = chunk_keys(kConfig);
+  static constexpr int kVecs = kHeadDim / 8;  // 16-byte vectors of a row
+  static constexpr int kWarps = kWarpKernelWarps;
+  static constexpr int kThreads = 32 * kWarps;
+
+  static_assert(kChunk % 8 == 0);
+};
+
+}  // namespace flashattn3::decode

@@ -1,0 +1,114 @@
+// Which cached calls run on a warp kernel (decode/warp_kernel.cuh), and the launch of one.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "decode/arguments.h"
+#include "decode/config.h"
+#include "decode/warp_traits.cuh"
+#include "decode/workspace.h"
+#include "launch/decode_arguments.h"
+#include "launch/decode_params.h"
+
+namespace flashattn3 {
+
+// Bytes of K and V up to which warp kernels are faster (H100: 1 x 16k keys 27 instead of 30 us, but
+// 1 x 512k 699 instead of 690).
+constexpr int64_t kWarpKernelBytes = int64_t{256} << 20;
+
+// Returns whether a call runs on a warp kernel: one sequence, or several in dense caches. Half of
+// the CTAs at least can go where the keys are, however unequal the sequences: half of the SMs draw
+// nearly all of the bandwidth.
+inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& config) {
+  const int64_t rows = int64_t{params.seqlen_q} * (params.num_heads_q / params.num_heads_kv);
+  if (params.cu_seqlens_q != nullptr || rows > decode::warp_kernel_rows(config)) return false;
+  const bool one = params.batch == 1;
+  if (!one && (params.batch > decode::kWarpKernelBatch || params.page_size > 0)) return false;
+  const int64_t tiles = int64_t{params.batch} * params.num_heads_kv;
+  if (tiles > (one ? params.num_sms : params.num_sms / 2)) return false;
+  return tiles * params.capacity * (params.head_dim + params.head_dim_v) * 2 <= kWarpKernelBytes;
+}
+
+// The most chunks of a sequence in which a query sees a key.
+inline int64_t most_chunks(const DecodeParams& params, const decode::Config& config) {
+  const int64_t chunk = decode::chunk_keys(config);
+  int64_t keys = params.capacity;
+  // The first query's window begins anywhere in a chunk.
+  if (params.window_left >= 0) {
+    keys = std::min(keys, int64_t{params.window_left} + params.seqlen_q + chunk - 1);
+  }
+  return (keys + chunk - 1) / chunk;
+}
+
+// The CTAs and the workspace of a launch of a warp kernel.
+struct WarpGrid {
+  int ctas_of_head;  // that have keys of the same KV head
+  int num_ctas;
+  int partial_rows;  // of a work tile
+
+  static WarpGrid of(const DecodeParams& params, const decode::Config& config) {
+    // Half of the warps have a chunk at least.
+    constexpr int kChunksOfCta = decode::kWarpKernelWarps / 2;
+    const int64_t wanted =
+        int64_t{params.batch} * ((most_chunks(params, config) + kChunksOfCta - 1) / kChunksOfCta);
+    int ctas = static_cast<int>(std::clamp<int64_t>(
+        wanted, params.batch, std::max(params.batch, params.num_sms / params.num_heads_kv)));
+    if (params.batch == 1 && ctas > decode::kMostInOneGroup) {
+      ctas = ctas / decode::kGroup * decode::kGroup;
+    }
+    if (params.whole_tiles) ctas = params.batch;
+    return {ctas, ctas * params.num_heads_kv,
+            params.seqlen_q * (params.num_heads_q / params.num_heads_kv)};
+  }
+  // The parts have statistics, and so do the groups of parts.
+  int64_t stats_bytes() const { return int64_t{2} * num_ctas * partial_rows * sizeof(float2); }
+  int64_t workspace_bytes(int head_dim_v) const {
+    return stats_bytes() + int64_t{num_ctas} * partial_rows * head_dim_v * sizeof(float);
+  }
+  int num_counters(int tiles) const { return tiles * decode::counters_of_tile(ctas_of_head); }
+};
+
+inline decode::Arguments make_warp_arguments(const DecodeParams& params, const WarpGrid& grid,
+                                             int chunk) {
+  const DecodeGrid as_grid{.num_shares = grid.ctas_of_head,
+                           .share_heads = params.num_heads_kv,
+                           .num_ctas = grid.num_ctas,
+                           .partial_rows = grid.partial_rows,
+                           .log2_stages = 0};
+  decode::Arguments args = make_decode_arguments(params, as_grid, chunk);
+  args.partial_out =
+      reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) + grid.stats_bytes());
+  return args;
+}
+
+// Calls call(WarpTraits()) with those of the warp kernel that takes the call.
+template <decode::Config kConfig, int kRowTiles, class Call>
+void with_warp_traits_of_rows(const DecodeParams& params, Call&& call) {
+  using enum decode::Pages;
+  const auto with_pages = [&]<decode::Pages kPages>() {
+    if (is_plain(params, kConfig)) {
+      call(decode::WarpTraits<kConfig, kRowTiles, kPages, true>());
+    } else {
+      call(decode::WarpTraits<kConfig, kRowTiles, kPages, false>());
+    }
+  };
+  if (params.page_table == nullptr) {
+    with_pages.template operator()<kNone>();
+  } else if (params.page_size % decode::chunk_keys(kConfig) == 0) {
+    with_pages.template operator()<kEven>();
+  } else {
+    call(decode::WarpTraits<kConfig, kRowTiles, kUneven, false>());
+  }
+}
+template <decode::Config kConfig, class Call>
+void with_warp_traits(const DecodeParams& params, Call&& call) {
+  if constexpr (decode::warp_kernel_rows(kConfig) > 8) {
+    if (WarpGrid::of(params, kConfig).partial_rows > 8) {
+      return with_warp_traits_of_rows<kConfig, 2>(params, call);
+    }
+  }
+  with_warp_traits_of_rows<kConfig, 1>(params, call);
+}
+
+}  // namespace flashattn3
