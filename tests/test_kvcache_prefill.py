@@ -212,9 +212,16 @@ def test_the_grid_and_the_workspace_of_forward_rows():
     """A CTA for each SM, at most one for each work tile; only ragged batches have a workspace."""
     handle, threads, _ = prepared()
     assert threads == 512
-    size = LIBRARY.decode_size
-    # 8 KV heads with 4 query heads each: 12 slices of 64 rows are 4 tiles, 16 are 6.
-    assert size(handle, 1, 192, 64) == (32, 0) and size(handle, 1, 193, 64) == (48, 0)
+
+    def size(handle, *sizes):
+        num_ctas, workspace_bytes, on_warps = LIBRARY.decode_size(handle, *sizes)
+        assert not on_warps
+        return num_ctas, workspace_bytes
+
+    # 8 KV heads with 4 query heads each, 12 slices of 64 rows for a KV head, or 16. One slice is a
+    # tile up to 132 slices, two are up to 264, then three.
+    assert size(handle, 1, 192, 64) == (96, 0) and size(handle, 1, 193, 64) == (128, 0)
+    assert size(handle, 2, 192, 64) == (96, 0) and size(handle, 4, 192, 64) == (128, 0)
     assert size(handle, 4, 2048, 2**20) == (132, 0)
     assert size(prepared(num_sms=5)[0], 4, 2048, 64) == (5, 0)
     # The order of the sequences, 2 batch + 1 numbers, and the tile semaphore.

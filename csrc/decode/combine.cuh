@@ -195,21 +195,7 @@ class Combine {
       // The work tile begins in the first part alone, so the others are equally far apart.
       if (k == 0) rows = row_at(parts.distance(), 0);
     }
-    float max = all.max;
-#pragma unroll
-    for (int k = 0; k < kGroup; ++k) max = fmaxf(max, stats[k].x);
-    const float before = rescale_factor(all.max, max);
-    all = {max, all.sum * before};
-    sum = make_float4(sum.x * before, sum.y * before, sum.z * before, sum.w * before);
-#pragma unroll
-    for (int k = 0; k < kGroup; ++k) {
-      const float factor = rescale_factor(stats[k].x, max);
-      all.sum += stats[k].y * factor;
-      sum.x += value[k].x * factor;
-      sum.y += value[k].y * factor;
-      sum.z += value[k].z * factor;
-      sum.w += value[k].w * factor;
-    }
+    add_results(value, stats, sum, all);
   }
 
   // Sums all elements over the parts. They become rows of out if they are the whole work tile, else

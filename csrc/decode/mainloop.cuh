@@ -46,7 +46,7 @@ class Mainloop {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
     const RowMask mask(args_, tile, sequence);
-    const ScoreScale scale = scale_of(part);
+    const ScoreScale scale = scale_of(args_, part);
     storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is loaded.
     fence_async_proxy();
     const int first = part.n_blocks.begin + warpgroup_;
@@ -80,17 +80,6 @@ class Mainloop {
       has_rows = uniform(threadIdx.x % 128 / 32) * kRowsOfWarp < tile.num_rows();
     }
   };
-
-  // The scale of this part's scores, with its descales.
-  __device__ __forceinline__ ScoreScale scale_of(const Part& part) const {
-    const int at = part.batch_idx * args_.num_heads_kv + part.kv_head;
-    float descale = 1.f;
-    if (args_.q_descale != nullptr) descale *= args_.q_descale[at];
-    if (args_.k_descale != nullptr) descale *= args_.k_descale[at];
-    ScoreScale scale = args_.score_scale;
-    (scale.caps() ? scale.tanh_scale : scale.factor) *= descale;
-    return scale;
-  }
 
   __device__ __forceinline__ void step(Out& o, Softmax& softmax, const RowMask& mask,
                                        const ScoreScale& scale, int block) {

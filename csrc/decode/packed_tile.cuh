@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/mask.cuh"
+#include "attention/score_scale.cuh"
 #include "decode/arguments.h"
 #include "decode/config.h"
 #include "decode/work_share.cuh"
@@ -73,6 +74,17 @@ __host__ __device__ __forceinline__ KeyRange visible_keys(const Arguments& args,
   if (args.window_left != INT_MAX) keys.begin = max(keys.begin, position - args.window_left);
   if (args.window_right != INT_MAX) keys.end = min(keys.end, position + args.window_right + 1);
   return keys;
+}
+
+// The scale of a part's scores, with its descales.
+__device__ __forceinline__ ScoreScale scale_of(const Arguments& args, const Part& part) {
+  const int at = part.batch_idx * args.num_heads_kv + part.kv_head;
+  float descale = 1.f;
+  if (args.q_descale != nullptr) descale *= args.q_descale[at];
+  if (args.k_descale != nullptr) descale *= args.k_descale[at];
+  ScoreScale scale = args.score_scale;
+  (scale.caps() ? scale.tanh_scale : scale.factor) *= descale;
+  return scale;
 }
 
 }  // namespace flashattn3::decode

@@ -25,6 +25,29 @@ __device__ __forceinline__ float rescale_factor(float from, float to) {
   return exp2_approx(from - reference_of(to));
 }
 
+// Adds values relative to their rows' maxima to a sum of four columns of a row, whose statistics
+// are `all`. stats: (max, sum) of each.
+template <int kCount>
+__device__ __forceinline__ void add_results(const float4 (&value)[kCount],
+                                            const float2 (&stats)[kCount], float4& sum,
+                                            RowStats& all) {
+  float max = all.max;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) max = fmaxf(max, stats[k].x);
+  const float before = rescale_factor(all.max, max);
+  all = {max, all.sum * before};
+  sum = make_float4(sum.x * before, sum.y * before, sum.z * before, sum.w * before);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const float factor = rescale_factor(stats[k].x, max);
+    all.sum += stats[k].y * factor;
+    sum.x += value[k].x * factor;
+    sum.y += value[k].y * factor;
+    sum.z += value[k].z * factor;
+    sum.w += value[k].w * factor;
+  }
+}
+
 // A thread's two rows; four lanes share a row.
 template <int kBlockN>
 struct RowSoftmax {

@@ -60,7 +60,7 @@ class WarpKernel {
       mainloop.load(mainloop.find_place(sequence, chunk), part.kv_head);
     }
     mainloop.load_q(tile, args_.q + part.batch_idx * args_.q_batch);
-    mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(part), chunk,
+    mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(args_, part), chunk,
                     Traits::kWarps * split.count);
     store(o, row);
     __syncthreads();  // Sync: all warps have stored O and its statistics.
@@ -125,16 +125,6 @@ class WarpKernel {
     return {batch_idx, cta - first, __shfl_sync(~0u, mine, batch_idx)};
   }
 
-  __device__ __forceinline__ ScoreScale scale_of(const Part& part) const {
-    const int at = part.batch_idx * args_.num_heads_kv + part.kv_head;
-    float descale = 1.f;
-    if (args_.q_descale != nullptr) descale *= args_.q_descale[at];
-    if (args_.k_descale != nullptr) descale *= args_.k_descale[at];
-    ScoreScale scale = args_.score_scale;
-    (scale.caps() ? scale.tanh_scale : scale.factor) *= descale;
-    return scale;
-  }
-
   // Returns whether this CTA is the last of `count` to arrive. All threads call it.
   __device__ __forceinline__ bool arrive(uint32_t* counter, int count) const {
     __syncthreads();  // Sync: the CTA's results are stored, and is_last was read.
@@ -186,13 +176,6 @@ class WarpKernel {
                    pack<Traits::kElement>(sum.z * factor, sum.w * factor));
   }
 
-  static __device__ __forceinline__ void add(float4& sum, float4 value, float factor) {
-    sum.x += value.x * factor;
-    sum.y += value.y * factor;
-    sum.z += value.z * factor;
-    sum.w += value.w * factor;
-  }
-
   // Adds the results of the warps: the part of this CTA, or all of the work tile.
   __device__ __forceinline__ void add_warps(const PackedTile& tile, const RowStore& store,
                                             const Split& split) const {
@@ -200,17 +183,16 @@ class WarpKernel {
     for (int i = threadIdx.x; i < tile.num_rows() * args_.out_vectors; i += Traits::kThreads) {
       int row, vector;
       args_.out_vectors(row, vector, i);
-      RowStats all{-INFINITY, 0.f};
-#pragma unroll
-      for (int w = 0; w < Traits::kWarps; ++w) all.max = fmaxf(all.max, storage_.stats[w][row].max);
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+      float4 value[Traits::kWarps];
+      float2 stats[Traits::kWarps];
 #pragma unroll
       for (int w = 0; w < Traits::kWarps; ++w) {
-        const RowStats stats = storage_.stats[w][row];
-        const float factor = rescale_factor(stats.max, all.max);
-        all.sum += stats.sum * factor;
-        add(sum, storage_.out[w][row][Storage::place(row, vector)], factor);
+        value[w] = storage_.out[w][row][Storage::place(row, vector)];
+        stats[w] = make_float2(storage_.stats[w][row].max, storage_.stats[w][row].sum);
       }
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+      RowStats all{-INFINITY, 0.f};
+      add_results(value, stats, sum, all);
       if (split.count == 1) {
         finish(tile, store, row, 4 * vector, sum, all);
       } else {
@@ -243,18 +225,7 @@ class WarpKernel {
       value_at += rows * args_.head_dim_v;
       stats_at += rows;
     }
-    float max = all.max;
-#pragma unroll
-    for (int k = 0; k < kGroup; ++k) max = fmaxf(max, stats[k].x);
-    const float before = rescale_factor(all.max, max);
-    all = {max, all.sum * before};
-    sum = make_float4(sum.x * before, sum.y * before, sum.z * before, sum.w * before);
-#pragma unroll
-    for (int k = 0; k < kGroup; ++k) {
-      const float factor = rescale_factor(stats[k].x, max);
-      all.sum += stats[k].y * factor;
-      add(sum, value[k], factor);
-    }
+    add_results(value, stats, sum, all);
   }
 
   // Adds the parts: rows of out if they are the whole work tile, else the result of the group, in

@@ -204,14 +204,14 @@ class CachedTiles {
   __device__ __forceinline__ int describe_slices(CachedWorkTile& tile, int block,
                                                  int num_rows) const {
     const int num_heads = args_.qhead_per_kvhead, first_head = tile.kv_head * num_heads;
-    const int first_slice = block * Traits::kConsumers;
+    const int first_slice = block * args_.slices_of_tile;
     int row = first_slice / num_heads * kSliceRows, head = first_slice % num_heads;
     tile.first_row = row;
     tile.head = first_head + head;
     int last_row = -1;
 #pragma unroll
     for (int i = 0; i < Traits::kConsumers; ++i) {
-      const bool has_rows = row < num_rows;
+      const bool has_rows = i < args_.slices_of_tile && row < num_rows;
       tile.slices[i] = {has_rows ? row - i * kSliceRows : num_rows, first_head + head};
       if (has_rows) last_row = min(row + kSliceRows, num_rows) - 1;
       if (++head == num_heads) head = 0, row += kSliceRows;

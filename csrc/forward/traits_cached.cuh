@@ -26,13 +26,14 @@ struct CacheTile {
 struct CachedArguments : Arguments {
   CachedKeys keys;
   CacheTile k_tile, v_tile;  // of the maps k and v
+  int slices_of_tile;        // slices of a work tile, at most one for each warpgroup
   int log2_box_rows;         // slots of a box; they divide the page and block_n
 };
 
-// A WorkTile of a cached sequence: as many slices as warpgroups, each 64 rows of one of the query
-// heads that share a KV head. The slices of these heads are numbered together, those of the same
-// rows one after the other, so that few tokens fill whole work tiles and few tiles load the same
-// keys. first_row and head are those of the first slice.
+// A WorkTile of a cached sequence: slices_of_tile slices, each 64 rows of one of the query heads
+// that share a KV head. The slices of these heads are numbered together, those of the same rows one
+// after the other, so that few tokens fill whole work tiles and few tiles load the same keys.
+// first_row and head are those of the first slice.
 struct CachedWorkTile : WorkTile {
   // The slice of each warpgroup. A slice without rows has num_rows as its row_origin.
   struct Slice {

@@ -23,12 +23,23 @@ constexpr auto forward_kernel() {
 }
 
 // The query heads that share a KV head have work tiles together in cached configs, else each its
-// own.
+// own. Few slices go to as many SMs: with a slice for each of its warpgroups a tile would take
+// longer, and leave SMs without one.
 template <forward::Config kConfig>
 TileShape forward_tile_shape(const AttentionProblem& problem) {
-  constexpr int kRows = forward::query_box_rows(kConfig);
-  const int heads = kConfig.cached ? problem.num_heads_q / problem.num_heads_kv : 1;
-  return {.rows = kRows, .slices = kConfig.block_m / kRows, .heads = heads};
+  constexpr int kRows = forward::query_box_rows(kConfig), kSlices = kConfig.block_m / kRows;
+  TileShape shape{.rows = kRows, .slices = kSlices};
+  if constexpr (kConfig.cached) {
+    shape.heads = problem.num_heads_q / problem.num_heads_kv;
+    if (!problem.varlen) {
+      const TileShape single{.rows = kRows, .slices = 1, .heads = shape.heads};
+      const int64_t slices =
+          single.num_blocks(problem.seqlen_q) * problem.batch * problem.num_heads_kv;
+      shape.slices = static_cast<int>(
+          std::clamp<int64_t>((slices + problem.num_sms - 1) / problem.num_sms, 1, kSlices));
+    }
+  }
+  return shape;
 }
 
 template <forward::Config kConfig>

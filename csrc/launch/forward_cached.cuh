@@ -134,6 +134,7 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
                .cache_batch_idx = params.cache_batch_idx,
                .seqlen_k = params.seqlen_k,
                .seqlen_new = params.seqlen_new};
+  args.slices_of_tile = forward_tile_shape<kConfig>(forward).slices;
   args.log2_box_rows = std::bit_width(static_cast<unsigned>(box_rows)) - 1;
   return args;
 }
