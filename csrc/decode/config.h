@@ -22,12 +22,12 @@ struct Config {
 // where models with that head dim have them (gpt-oss).
 constexpr bool plain_has_window(int head_dim) { return head_dim == 64; }
 
-// Warp kernels (warp_kernel.cuh): warps of a CTA, the most packed rows, and keys of a step of a
-// warp, 4 KB of K and of V.
+// Warp kernels (warp_kernel.cuh): warps of a CTA; the most sequences, a lane of a warp for each,
+// and packed rows; keys of a KV block, 4 KB of K and of V.
 constexpr int kWarpKernelWarps = 8;
-constexpr int kWarpKernelBatch = 32;  // at most: a lane of a warp for each sequence
+constexpr int kWarpKernelBatch = 32;
 constexpr int warp_kernel_rows(const Config& config) { return config.head_dim <= 128 ? 16 : 8; }
-constexpr int chunk_keys(const Config& config) { return 2048 / config.head_dim; }
+constexpr int warp_block_n(const Config& config) { return 2048 / config.head_dim; }
 
 constexpr int kBlockM = 64;  // packed query rows of a work tile
 constexpr int kSharedStorageBytes = 1024;

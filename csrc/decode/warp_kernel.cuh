@@ -1,7 +1,7 @@
 // The decode kernel for few rows and few sequences: the CTAs of a KV head are divided among the
-// sequences, in proportion to their keys, and the warps of a sequence's CTAs take chunks of keys in
-// turn (warp_mainloop.cuh). Of a single sequence they know their first chunk before the length, so
-// K and V are asked for at once.
+// sequences, in proportion to their keys, and the warps of a sequence's CTAs take its KV blocks in
+// turn (warp_mainloop.cuh). The warps of a single sequence know their first KV block before its
+// length, so they load K and V at once.
 //
 // The warps of a CTA add their results in shared memory, and the last CTA of a work tile to arrive
 // those of its CTAs (workspace.h has why in two levels), each in a fixed order.
@@ -48,19 +48,19 @@ class WarpKernel {
     const Split split = find_split(cta);
     if (split.batch_idx < 0) return;
     part.batch_idx = split.batch_idx;
-    const CachedSequence sequence = find_cached_sequence<Traits::kChunk>(args_, part.batch_idx);
+    const CachedSequence sequence = find_cached_sequence<Traits::kBlockN>(args_, part.batch_idx);
     const PackedTile tile = PackedTile::of(args_, sequence, part);
     const int warp = threadIdx.x / 32;
 
     typename WarpMainloop<Traits>::Out o;
     RowStats row[kRowTiles];
     WarpMainloop<Traits> mainloop(args_);
-    const int chunk = sequence.n_blocks.begin + warp * split.count + split.index;
-    if (chunk * Traits::kChunk < args_.capacity) {
-      mainloop.load(mainloop.find_place(sequence, chunk), part.kv_head);
+    const int n_block = sequence.n_blocks.begin + warp * split.count + split.index;
+    if (n_block * Traits::kBlockN < args_.capacity) {
+      mainloop.load(mainloop.find_place(sequence, n_block), part.kv_head);
     }
     mainloop.load_q(tile, args_.q + part.batch_idx * args_.q_batch);
-    mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(args_, part), chunk,
+    mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(args_, part), n_block,
                     Traits::kWarps * split.count);
     store(o, row);
     __syncthreads();  // Sync: all warps have stored O and its statistics.
@@ -96,22 +96,22 @@ class WarpKernel {
   };
 
   // cta: among those of its KV head. Each sequence gets one, and the others by its share of the
-  // chunks. All threads of a warp call it; lane b computes for sequence b.
+  // KV blocks. All threads of a warp call it; lane b computes for sequence b.
   __device__ __forceinline__ Split find_split(int cta) const {
     const int num_ctas = args_.num_shares;
     if (args_.batch == 1) return {0, cta, num_ctas};
     if (args_.batch == num_ctas) return {cta, 0, 1};
     const int lane = threadIdx.x % 32;
-    int chunks = 0;
+    int n_blocks = 0;
     if (lane < args_.batch) {
-      const BlockRange of_lane = find_cached_sequence<Traits::kChunk>(args_, lane).n_blocks;
-      chunks = of_lane.end - of_lane.begin;
+      const BlockRange of_lane = find_cached_sequence<Traits::kBlockN>(args_, lane).n_blocks;
+      n_blocks = of_lane.end - of_lane.begin;
     }
-    const int total = __reduce_add_sync(~0u, chunks);
+    const int total = __reduce_add_sync(~0u, n_blocks);
     // The factor is a little too large, so that whole numbers stay whole: no sum of quotients that
     // are rounded down exceeds the CTAs by it.
-    const float per_chunk = static_cast<float>(num_ctas - args_.batch) * (1.f + 0x1p-16f) / total;
-    const int mine = lane < args_.batch ? 1 + static_cast<int>(chunks * per_chunk) : 0;
+    const float per_block = static_cast<float>(num_ctas - args_.batch) * (1.f + 0x1p-16f) / total;
+    const int mine = lane < args_.batch ? 1 + static_cast<int>(n_blocks * per_block) : 0;
     int end = mine;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {

@@ -1,4 +1,4 @@
-// The main loop of a warp of the warp kernel: from S = Q K^T to O for chunks of 8 to 32 keys.
+// The main loop of a warp of the warp kernel: from S = Q K^T to O for KV blocks of 8 to 32 keys.
 //
 // K and V go from global memory into the registers that mma.sync reads: no shared memory, no
 // barrier, and few instructions before the first load. A GEMM sums over head dims (QK) or keys (PV)
@@ -28,19 +28,19 @@
 
 namespace flashattn3::decode {
 
-// Where the keys of a chunk are: with kUneven lane i has the place of key i, else all lanes have
+// Where the keys of a KV block are: with kUneven lane i has the place of key i, else all lanes have
 // that of the first one.
-struct ChunkPlace {
+struct BlockPlace {
   int page, slot;  // page: of a dense cache the sequence's entry
-  int last;        // rows of the chunk that the cache has, less one; not with kUneven
+  int last;        // keys of the KV block that the cache has, less one; not with kUneven
 };
 
 template <class Traits>
 class WarpMainloop {
   static constexpr ElementType kElement = Traits::kElement;
   static constexpr Pages kPages = Traits::kPages;
-  static constexpr int kChunk = Traits::kChunk, kRowTiles = Traits::kRowTiles;
-  static constexpr int kKeyTiles = kChunk / 8;  // of 8 keys
+  static constexpr int kBlockN = Traits::kBlockN, kRowTiles = Traits::kRowTiles;
+  static constexpr int kKeyTiles = kBlockN / 8;  // of 8 keys
   static constexpr int kKeyVecs = Traits::kVecs / 4, kValueVecs = Traits::kVecs / 8;
   using Scores = float[kKeyTiles][4];
 
@@ -50,8 +50,8 @@ class WarpMainloop {
   __device__ __forceinline__ explicit WarpMainloop(const Arguments& args)
       : args_(args), g_(threadIdx.x % 32 / 4), t_(threadIdx.x % 4) {}
 
-  // Loads a chunk of the cache.
-  __device__ __forceinline__ void load(const ChunkPlace& place, int kv_head) {
+  // Loads a KV block of the cache.
+  __device__ __forceinline__ void load(const BlockPlace& place, int kv_head) {
     load_keys(place, kv_head);
     load_values(place, kv_head);
   }
@@ -73,11 +73,11 @@ class WarpMainloop {
     }
   }
 
-  // Computes O and the row statistics of chunks chunk, chunk + step, ... as far as a query sees
-  // keys. The first one is loaded. O is relative to the maximum of its row.
+  // Computes O and the row statistics of KV blocks n_block, n_block + step, ... as far as a query
+  // sees keys. The first one is loaded. O is relative to the maximum of its row.
   __device__ __forceinline__ void attend(Out& o, RowStats (&row)[kRowTiles], const PackedTile& tile,
                                          const CachedSequence& sequence, int kv_head,
-                                         const ScoreScale& scale, int chunk, int step) {
+                                         const ScoreScale& scale, int n_block, int step) {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       row[r] = {-INFINITY, 0.f};
@@ -95,22 +95,22 @@ class WarpMainloop {
     const int end = visible_keys(args_, sequence, tile.first_query).end;
     const int num_keys = sequence.num_keys;
     // The page table is read a step ahead.
-    ChunkPlace next{};
-    if ((chunk + step) * kChunk < num_keys) next = find_place(sequence, chunk + step);
+    BlockPlace next{};
+    if ((n_block + step) * kBlockN < num_keys) next = find_place(sequence, n_block + step);
 #pragma unroll 1
-    for (; chunk * kChunk < num_keys; chunk += step) {
-      const int first = chunk * kChunk;
+    for (; n_block * kBlockN < num_keys; n_block += step) {
+      const int first = n_block * kBlockN;
       Scores s;
       multiply_keys(s);
-      const ChunkPlace place = next;
-      const bool more = (chunk + step) * kChunk < num_keys;
+      const BlockPlace place = next;
+      const bool more = (n_block + step) * kBlockN < num_keys;
       if (more) {
         load_keys(place, kv_head);
-        if ((chunk + 2 * step) * kChunk < num_keys) {
-          next = find_place(sequence, chunk + 2 * step);
+        if ((n_block + 2 * step) * kBlockN < num_keys) {
+          next = find_place(sequence, n_block + 2 * step);
         }
       }
-      const bool whole = first >= begin && first + kChunk <= end;
+      const bool whole = first >= begin && first + kBlockN <= end;
       convert_scores(s, visible, scale, first, whole);
       float factor[kRowTiles];
       update(s, row, factor);
@@ -123,15 +123,15 @@ class WarpMainloop {
     for (int r = 0; r < kRowTiles; ++r) row[r].sum = quad_sum(row[r].sum);
   }
 
-  // chunk: one of which the cache has a key.
-  __device__ __forceinline__ ChunkPlace find_place(const CachedSequence& sequence,
-                                                   int chunk) const {
-    int key = chunk * kChunk;
+  // n_block: one of which the cache has a key.
+  __device__ __forceinline__ BlockPlace find_place(const CachedSequence& sequence,
+                                                   int n_block) const {
+    int key = n_block * kBlockN;
     const int last = args_.capacity - 1 - key;
     if constexpr (kPages == Pages::kUneven) {
-      key += min(static_cast<int>(threadIdx.x % kChunk), last);
+      key += min(static_cast<int>(threadIdx.x % kBlockN), last);
     }
-    ChunkPlace place{sequence.cache_idx, key, last};
+    BlockPlace place{sequence.cache_idx, key, last};
     if constexpr (kPages != Pages::kNone) {
       if (place.page >= 0) {
         int index;
@@ -147,14 +147,15 @@ class WarpMainloop {
     return Traits::kPlain || vec * 8 < head_dim;
   }
 
-  // The rows of a chunk, as its place. lost: a row in place of those of a page that does not exist.
-  struct Rows {
+  // Addresses of the keys of a KV block in K or V. lost: what stands for the keys of a page that
+  // does not exist.
+  struct Addresses {
     const uint16_t* first;
     int64_t slot;  // 0: the page does not exist
     int last;
 
-    __device__ __forceinline__ Rows(const Arguments& args, const CacheTensor& cache,
-                                    const ChunkPlace& place, int kv_head, const uint4* lost)
+    __device__ __forceinline__ Addresses(const Arguments& args, const CacheTensor& cache,
+                                         const BlockPlace& place, int kv_head, const uint4* lost)
         : first(cache.data + place.page * cache.page + kv_head * cache.head +
                 place.slot * cache.slot),
           slot(cache.slot),
@@ -165,7 +166,7 @@ class WarpMainloop {
         slot = 0;
       }
     }
-    // Row i; one past the end of the cache is the last one.
+    // Of key i; one past the end of the cache is the last one.
     __device__ __forceinline__ const uint16_t* at(int i) const {
       if constexpr (kPages == Pages::kUneven) {
         return reinterpret_cast<const uint16_t*>(
@@ -175,31 +176,31 @@ class WarpMainloop {
     }
   };
 
-  __device__ __forceinline__ uint4 load(const uint16_t* row, int vec, int head_dim) const {
+  __device__ __forceinline__ uint4 load(const uint16_t* key, int vec, int head_dim) const {
     if (!has_column(vec, head_dim)) return make_uint4(0, 0, 0, 0);
-    return policy_.load(row + vec * 8);
+    return policy_.load(key + vec * 8);
   }
 
-  __device__ __forceinline__ void load_keys(const ChunkPlace& place, int kv_head) {
-    const Rows rows(args_, args_.k, place, kv_head, kNaNs);
+  __device__ __forceinline__ void load_keys(const BlockPlace& place, int kv_head) {
+    const Addresses keys(args_, args_.k, place, kv_head, kNaNs);
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
-      const uint16_t* row = rows.at(g_ + 8 * n);
+      const uint16_t* key = keys.at(g_ + 8 * n);
 #pragma unroll
-      for (int i = 0; i < kKeyVecs; ++i) k_[n][i] = load(row, t_ + 4 * i, args_.head_dim);
+      for (int i = 0; i < kKeyVecs; ++i) k_[n][i] = load(key, t_ + 4 * i, args_.head_dim);
     }
   }
 
   // The lane's i-th key of V.
-  __device__ __forceinline__ int value_row(int i) const { return 2 * t_ + i % 2 + i / 2 * 8; }
+  __device__ __forceinline__ int value_key(int i) const { return 2 * t_ + i % 2 + i / 2 * 8; }
 
-  __device__ __forceinline__ void load_values(const ChunkPlace& place, int kv_head) {
-    const Rows rows(args_, args_.v, place, kv_head, kZeros);
+  __device__ __forceinline__ void load_values(const BlockPlace& place, int kv_head) {
+    const Addresses keys(args_, args_.v, place, kv_head, kZeros);
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
-      const uint16_t* row = rows.at(value_row(i));
+      const uint16_t* key = keys.at(value_key(i));
 #pragma unroll
-      for (int j = 0; j < kValueVecs; ++j) v_[i][j] = load(row, g_ + 8 * j, args_.head_dim_v);
+      for (int j = 0; j < kValueVecs; ++j) v_[i][j] = load(key, g_ + 8 * j, args_.head_dim_v);
     }
   }
 
@@ -207,7 +208,7 @@ class WarpMainloop {
   __device__ __forceinline__ void clear_values(const CachedSequence& sequence, int first) {
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
-      const int key = first + value_row(i);
+      const int key = first + value_key(i);
       if (key >= sequence.first_key && key < sequence.num_keys) continue;
 #pragma unroll
       for (int j = 0; j < kValueVecs; ++j) v_[i][j] = make_uint4(0, 0, 0, 0);

@@ -10,7 +10,7 @@ namespace flashattn3::decode {
 // Where the tokens of a cache are.
 enum class Pages {
   kNone,   // a dense cache
-  kEven,   // pages whose size is a multiple of a chunk
+  kEven,   // pages whose size is a multiple of a KV block
   kUneven  // pages of any size
 };
 
@@ -23,12 +23,12 @@ struct WarpTraits {
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kRowTiles = kTheRowTiles;
   static constexpr int kRows = 8 * kRowTiles;
-  static constexpr int kChunk = chunk_keys(kConfig);
+  static constexpr int kBlockN = warp_block_n(kConfig);
   static constexpr int kVecs = kHeadDim / 8;  // 16-byte vectors of a row
   static constexpr int kWarps = kWarpKernelWarps;
   static constexpr int kThreads = 32 * kWarps;
 
-  static_assert(kChunk % 8 == 0);
+  static_assert(kBlockN % 8 == 0);
 };
 
 }  // namespace flashattn3::decode

@@ -60,7 +60,7 @@ void launch_warp_kernel(const char* name, const DecodeParams& params, cudaStream
     allow_shared_memory<kKernel>(kSharedBytes);
     launch_kernel(name, "", kKernel,
                   {static_cast<unsigned>(grid.num_ctas), Traits::kThreads, kSharedBytes}, stream,
-                  params.pdl, make_warp_arguments(params, grid, Traits::kChunk));
+                  params.pdl, make_warp_arguments(params, grid, Traits::kBlockN));
   });
 }
 

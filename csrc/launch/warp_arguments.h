@@ -30,15 +30,15 @@ inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& c
   return tiles * params.capacity * (params.head_dim + params.head_dim_v) * 2 <= kWarpKernelBytes;
 }
 
-// The most chunks of a sequence in which a query sees a key.
-inline int64_t most_chunks(const DecodeParams& params, const decode::Config& config) {
-  const int64_t chunk = decode::chunk_keys(config);
+// The most KV blocks of a sequence in which a query sees a key.
+inline int64_t most_n_blocks(const DecodeParams& params, const decode::Config& config) {
+  const int64_t block_n = decode::warp_block_n(config);
   int64_t keys = params.capacity;
-  // The first query's window begins anywhere in a chunk.
+  // The first query's window begins anywhere in a KV block.
   if (params.window_left >= 0) {
-    keys = std::min(keys, int64_t{params.window_left} + params.seqlen_q + chunk - 1);
+    keys = std::min(keys, int64_t{params.window_left} + params.seqlen_q + block_n - 1);
   }
-  return (keys + chunk - 1) / chunk;
+  return (keys + block_n - 1) / block_n;
 }
 
 // The CTAs and the workspace of a launch of a warp kernel.
@@ -48,10 +48,10 @@ struct WarpGrid {
   int partial_rows;  // of a work tile
 
   static WarpGrid of(const DecodeParams& params, const decode::Config& config) {
-    // Half of the warps have a chunk at least.
-    constexpr int kChunksOfCta = decode::kWarpKernelWarps / 2;
+    // Half of the warps have a KV block at least.
+    constexpr int kBlocksOfCta = decode::kWarpKernelWarps / 2;
     const int64_t wanted =
-        int64_t{params.batch} * ((most_chunks(params, config) + kChunksOfCta - 1) / kChunksOfCta);
+        int64_t{params.batch} * ((most_n_blocks(params, config) + kBlocksOfCta - 1) / kBlocksOfCta);
     int ctas = static_cast<int>(std::clamp<int64_t>(
         wanted, params.batch, std::max(params.batch, params.num_sms / params.num_heads_kv)));
     if (params.batch == 1 && ctas > decode::kMostInOneGroup) {
@@ -70,13 +70,13 @@ struct WarpGrid {
 };
 
 inline decode::Arguments make_warp_arguments(const DecodeParams& params, const WarpGrid& grid,
-                                             int chunk) {
+                                             int block_n) {
   const DecodeGrid as_grid{.num_shares = grid.ctas_of_head,
                            .share_heads = params.num_heads_kv,
                            .num_ctas = grid.num_ctas,
                            .partial_rows = grid.partial_rows,
                            .log2_stages = 0};
-  decode::Arguments args = make_decode_arguments(params, as_grid, chunk);
+  decode::Arguments args = make_decode_arguments(params, as_grid, block_n);
   args.partial_out =
       reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) + grid.stats_bytes());
   return args;
@@ -95,7 +95,7 @@ void with_warp_traits_of_rows(const DecodeParams& params, Call&& call) {
   };
   if (params.page_table == nullptr) {
     with_pages.template operator()<kNone>();
-  } else if (params.page_size % decode::chunk_keys(kConfig) == 0) {
+  } else if (params.page_size % decode::warp_block_n(kConfig) == 0) {
     with_pages.template operator()<kEven>();
   } else {
     call(decode::WarpTraits<kConfig, kRowTiles, kUneven, false>());

@@ -58,7 +58,7 @@ struct Launch {
                   .num_counters = grid.num_counters(params.batch * params.num_heads_kv),
                   .arguments = [](const DecodeParams& params) {
                     return make_warp_arguments(params, WarpGrid::of(params, kConfig),
-                                               decode::chunk_keys(kConfig));
+                                               decode::warp_block_n(kConfig));
                   }};
     with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
       launch.kernel = &decode::warp_kernel<Traits>;
