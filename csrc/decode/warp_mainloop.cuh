@@ -52,8 +52,8 @@ class WarpMainloop {
 
   // Loads a KV block of the cache.
   __device__ __forceinline__ void load(const BlockPlace& place, int kv_head) {
-    load_keys(place, kv_head);
-    load_values(place, kv_head);
+    load_k(place, kv_head);
+    load_v(place, kv_head);
   }
 
   // q: of the sequence.
@@ -101,11 +101,11 @@ class WarpMainloop {
     for (; n_block * kBlockN < num_keys; n_block += step) {
       const int first = n_block * kBlockN;
       Scores s;
-      multiply_keys(s);
+      gemm_qk(s);
       const BlockPlace place = next;
       const bool more = (n_block + step) * kBlockN < num_keys;
       if (more) {
-        load_keys(place, kv_head);
+        load_k(place, kv_head);
         if ((n_block + 2 * step) * kBlockN < num_keys) {
           next = find_place(sequence, n_block + 2 * step);
         }
@@ -115,9 +115,9 @@ class WarpMainloop {
       float factor[kRowTiles];
       update(s, row, factor);
       rescale(o, factor);
-      if (!whole) clear_values(sequence, first);
-      multiply_values(o, s);
-      if (more) load_values(place, kv_head);
+      if (!whole) zero_fill_v(sequence, first);
+      gemm_pv(o, s);
+      if (more) load_v(place, kv_head);
     }
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) row[r].sum = quad_sum(row[r].sum);
@@ -181,7 +181,7 @@ class WarpMainloop {
     return policy_.load(key + vec * 8);
   }
 
-  __device__ __forceinline__ void load_keys(const BlockPlace& place, int kv_head) {
+  __device__ __forceinline__ void load_k(const BlockPlace& place, int kv_head) {
     const Addresses keys(args_, args_.k, place, kv_head, kNaNs);
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
@@ -192,23 +192,23 @@ class WarpMainloop {
   }
 
   // The lane's i-th key of V.
-  __device__ __forceinline__ int value_key(int i) const { return 2 * t_ + i % 2 + i / 2 * 8; }
+  __device__ __forceinline__ int v_key(int i) const { return 2 * t_ + i % 2 + i / 2 * 8; }
 
-  __device__ __forceinline__ void load_values(const BlockPlace& place, int kv_head) {
+  __device__ __forceinline__ void load_v(const BlockPlace& place, int kv_head) {
     const Addresses keys(args_, args_.v, place, kv_head, kZeros);
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
-      const uint16_t* key = keys.at(value_key(i));
+      const uint16_t* key = keys.at(v_key(i));
 #pragma unroll
       for (int j = 0; j < kValueVecs; ++j) v_[i][j] = load(key, g_ + 8 * j, args_.head_dim_v);
     }
   }
 
   // Replaces V of keys that no query sees by zeros: unused memory may hold NaN.
-  __device__ __forceinline__ void clear_values(const CachedSequence& sequence, int first) {
+  __device__ __forceinline__ void zero_fill_v(const CachedSequence& sequence, int first) {
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
-      const int key = first + value_key(i);
+      const int key = first + v_key(i);
       if (key >= sequence.first_key && key < sequence.num_keys) continue;
 #pragma unroll
       for (int j = 0; j < kValueVecs; ++j) v_[i][j] = make_uint4(0, 0, 0, 0);
@@ -216,7 +216,7 @@ class WarpMainloop {
   }
 
   // s: [n][i] is key 8 n + 2 t + i % 2 of row g + 8 (i / 2).
-  __device__ __forceinline__ void multiply_keys(Scores& s) const {
+  __device__ __forceinline__ void gemm_qk(Scores& s) const {
     // Two sums, because an MMA waits for the one whose sum it adds to.
     float part[kKeyTiles][2][4] = {};
 #pragma unroll
@@ -296,7 +296,7 @@ class WarpMainloop {
     }
   }
 
-  __device__ __forceinline__ void multiply_values(Out& o, const Scores& s) const {
+  __device__ __forceinline__ void gemm_pv(Out& o, const Scores& s) const {
     uint32_t probabilities[kRowTiles][kKeyTiles];
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
