@@ -302,16 +302,17 @@ def test_few_rows_of_few_sequences_run_on_a_warp_kernel():
     assert size(handle, 1, 4, 2**15) == (128, 128 * 4 * part_bytes)
     assert size(handle, 8, 1, 4096) == (128, 128 * part_bytes)
     assert size(handle, 8, 1, 64) == (64, 64 * part_bytes)
-    assert size(prepared(whole_tiles=True)[0], 8, 1, 4096) == (64, 0)
     assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**15)[0] == 128  # whole groups
     assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 32, 1, 8192)[0] == 132
     assert size(prepared(window_left=100)[0], 1, 1, 2**15)[0] == 8 * 2
     assert size(prepared(num_sms=40, leaves_sms=True)[0], 1, 1, 2**15)[0] == 40
-    # Rows, sequences, work tiles and bytes up to which they do; batches of pages never do.
+    # Rows, sequences, work tiles and bytes up to which they do. Whole tiles and batches of pages
+    # never do.
     on_warps = [
         LIBRARY.decode_size(prepared(**changes)[0], *sizes)[2]
         for changes, sizes in (
             ({}, (1, 4, 2**15)),
+            ({"whole_tiles": True}, (1, 4, 2**15)),
             ({}, (1, 5, 2**15)),
             ({}, (9, 1, 1024)),
             ({}, (1, 1, 2**16)),
@@ -321,7 +322,7 @@ def test_few_rows_of_few_sequences_run_on_a_warp_kernel():
             ({"num_sms": 7, "leaves_sms": True}, (1, 1, 1024)),
         )
     ]
-    assert on_warps == [True, False, False, True, False, True, False, False]
+    assert on_warps == [True, False, False, False, True, False, True, False, False]
 
 
 @pytest.mark.parametrize(

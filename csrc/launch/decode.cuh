@@ -25,9 +25,8 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
   if (uses_warp_kernel(params, kConfig)) {
     const WarpGrid grid = WarpGrid::of(params, kConfig);
     return {.num_ctas = grid.num_ctas,
-            .workspace_bytes = params.whole_tiles ? 0 : grid.workspace_bytes(params.head_dim_v),
-            .num_counters =
-                params.whole_tiles ? 0 : grid.num_counters(params.batch * params.num_heads_kv),
+            .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
+            .num_counters = grid.num_counters(params.batch * params.num_heads_kv),
             .on_warps = true};
   }
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);

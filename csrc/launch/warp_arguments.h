@@ -19,10 +19,12 @@ constexpr int64_t kWarpKernelBytes = int64_t{256} << 20;
 
 // Returns whether a call runs on a warp kernel: one sequence, or several in dense caches. Half of
 // the CTAs at least can go where the keys are, however unequal the sequences: half of the SMs draw
-// nearly all of the bandwidth.
+// nearly all of the bandwidth. With whole_tiles none does: a row's bits must not depend on the
+// batch or the capacity.
 inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& config) {
   const int64_t rows = int64_t{params.seqlen_q} * (params.num_heads_q / params.num_heads_kv);
-  if (params.cu_seqlens_q != nullptr || rows > decode::warp_kernel_rows(config)) return false;
+  if (params.whole_tiles || params.cu_seqlens_q != nullptr) return false;
+  if (rows > decode::warp_kernel_rows(config)) return false;
   const bool one = params.batch == 1;
   if (!one && (params.batch > decode::kWarpKernelBatch || params.page_size > 0)) return false;
   const int64_t tiles = int64_t{params.batch} * params.num_heads_kv;
@@ -57,7 +59,6 @@ struct WarpGrid {
     if (params.batch == 1 && ctas > decode::kMostInOneGroup) {
       ctas = ctas / decode::kGroup * decode::kGroup;
     }
-    if (params.whole_tiles) ctas = params.batch;
     return {ctas, ctas * params.num_heads_kv,
             params.seqlen_q * (params.num_heads_q / params.num_heads_kv)};
   }

@@ -119,12 +119,11 @@ class DecodeLaunch:
     def _describe_warps(self) -> dict[str, object]:
         """What differs where a warp kernel takes a call, as in csrc/decode/config.h."""
         keys = WARP_KERNEL_ELEMENTS // self.kernel_config.head_dim
-        whole = self.problem.num_splits == 1
         return {
             "tile": f"up to {WARP_KERNEL_ROWS} packed rows x {keys} keys of a warp",
             "num_stages": 1,
             "warpgroups": "8 warps, each loads and multiplies",
-            "parts": "none: whole tiles" if whole else "by the keys of each sequence",
+            "parts": "by the keys of each sequence",
         }
 
 
