@@ -62,7 +62,7 @@ class WarpKernel {
     mainloop.load_q(tile, args_.q + part.batch_idx * args_.q_batch);
     mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(args_, part), n_block,
                     Traits::kWarps * split.count);
-    store(o, row);
+    store_warp(o, row);
     __syncthreads();  // Sync: all warps have stored O and its statistics.
 
     const RowStore store(args_, tile, sequence, part);
@@ -133,8 +133,8 @@ class WarpKernel {
     return storage_.is_last;
   }
 
-  __device__ __forceinline__ void store(const typename WarpMainloop<Traits>::Out& o,
-                                        const RowStats (&row)[kRowTiles]) const {
+  __device__ __forceinline__ void store_warp(const typename WarpMainloop<Traits>::Out& o,
+                                             const RowStats (&row)[kRowTiles]) const {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
