@@ -110,7 +110,11 @@ def _checks(config) -> str:
         return ""
     if config.kind == "decode":
         rows = load_kernel_configs().DECODE_TILE_ROWS
-        return f"static_assert(decode::kBlockM == {rows});\n"
+        return (
+            f"static_assert(decode::kBlockM == {rows});\n"
+            f"static_assert(decode::warp_kernel_rows(kConfig) == {config.warp_kernel_rows});\n"
+            f"static_assert(decode::warp_block_n(kConfig) == {config.warp_block_n});\n"
+        )
     block_m = load_kernel_configs().BACKWARD_BLOCK_M
     return (
         f"static_assert(backward::kBlockM == {block_m});\n"

@@ -7,6 +7,7 @@ tensors before it looks for one.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import get_type_hints
 
 import pytest
@@ -250,16 +251,18 @@ def prepared(**changes):
     return LIBRARY.prepare_decode(DECODE_CONFIGS.index(config), *RECORD._replace(**changes))
 
 
+def size_of(handle, *sizes, on_warps=False):
+    """The grid and the workspace of calls that a warp kernel takes, or does not."""
+    num_ctas, workspace_bytes, found = LIBRARY.decode_size(handle, *sizes)
+    assert found == on_warps
+    return num_ctas, workspace_bytes
+
+
 def test_the_grid_and_the_workspace_at_any_length():
     """At most two CTAs for each SM; the workspace has a limit, whatever batch and capacity are."""
     handle, threads, _ = prepared()
     assert threads == 256
-
-    def size(handle, *sizes):
-        num_ctas, workspace_bytes, on_warps = LIBRARY.decode_size(handle, *sizes)
-        assert not on_warps
-        return num_ctas, workspace_bytes
-
+    size = size_of
     assert size(handle, 20, 1, 64)[0] == 160  # 8 KV heads of 20 sequences
     assert size(handle, 1, 17, 64)[0] == 16  # 4 heads of 17 tokens are two tiles
     full = size(handle, 10**6, 1, 64)
@@ -289,12 +292,7 @@ def test_the_grid_and_the_workspace_at_any_length():
 
 def test_few_rows_of_few_sequences_run_on_a_warp_kernel():
     """One CTA for each SM, and a part of each CTA in the workspace."""
-
-    def size(handle, *sizes):
-        num_ctas, workspace_bytes, on_warps = LIBRARY.decode_size(handle, *sizes)
-        assert on_warps
-        return num_ctas, workspace_bytes
-
+    size = partial(size_of, on_warps=True)
     handle, part_bytes = prepared()[0], 4 * (128 + 4) * 4  # 4 rows, with twice (max, sum)
     # Four warps of a CTA have 16 keys each, at least.
     for keys, ctas in ((1, 1), (64, 1), (65, 2), (1024, 16), (1025, 16), (2**15, 16)):

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import H100, HOPPER_IS_MISSING, Prepared, forget_cached_calls, library_double
-from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, tensors_of
+from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, size_of, tensors_of
 
 from flashattn3 import doctor, explain_with_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
 from flashattn3.backends.hopper import decode_launch
@@ -212,12 +212,7 @@ def test_the_grid_and_the_workspace_of_forward_rows():
     """A CTA for each SM, at most one for each work tile; only ragged batches have a workspace."""
     handle, threads, _ = prepared()
     assert threads == 512
-
-    def size(handle, *sizes):
-        num_ctas, workspace_bytes, on_warps = LIBRARY.decode_size(handle, *sizes)
-        assert not on_warps
-        return num_ctas, workspace_bytes
-
+    size = size_of
     # 8 KV heads with 4 query heads each, 12 slices of 64 rows for a KV head, or 16. One slice is a
     # tile up to 132 slices, two are up to 264, then three.
     assert size(handle, 1, 192, 64) == (96, 0) and size(handle, 1, 193, 64) == (128, 0)

@@ -221,11 +221,8 @@ class Combine {
         const int at = row_at(parts.partial(0), row);
         *reinterpret_cast<float4*>(out_at(at) + column) = sum;
         if (column == 0) group_stats()[at] = as_float2(all);
-      } else if (tile.has(row)) {
-        const float factor = store.finish(row, all, column == 0);
-        *reinterpret_cast<uint2*>(store.row_of_out(row) + column) =
-            make_uint2(pack<Traits::kElement>(sum.x * factor, sum.y * factor),
-                       pack<Traits::kElement>(sum.z * factor, sum.w * factor));
+      } else {
+        store.template store<Traits::kElement>(row, column, sum, all);
       }
     }
   }

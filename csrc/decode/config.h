@@ -22,8 +22,8 @@ struct Config {
 // where models with that head dim have them (gpt-oss).
 constexpr bool plain_has_window(int head_dim) { return head_dim == 64; }
 
-// Warp kernels (warp_kernel.cuh): warps of a CTA; the most sequences, a lane of a warp for each,
-// and packed rows; keys of a KV block, 4 KB of K and of V.
+// Warp kernels (warp_kernel.cuh; DecodeConfig has the same in Python): warps of a CTA; the most
+// sequences, a lane of a warp for each, and packed rows; keys of a KV block, 4 KB of K and of V.
 constexpr int kWarpKernelWarps = 8;
 constexpr int kWarpKernelBatch = 32;
 constexpr int warp_kernel_rows(const Config& config) { return config.head_dim <= 128 ? 16 : 8; }

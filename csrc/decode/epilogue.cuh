@@ -42,6 +42,16 @@ class RowStore {
     return stats.sum == 0.f ? 0.f : factor / stats.sum;
   }
 
+  // Normalises and stores four elements of a row, if the row exists.
+  template <ElementType kElement>
+  __device__ __forceinline__ void store(int row, int column, float4 sum, RowStats stats) const {
+    if (!tile_.has(row)) return;
+    const float factor = finish(row, stats, column == 0);
+    *reinterpret_cast<uint2*>(row_of_out(row) + column) =
+        make_uint2(pack<kElement>(sum.x * factor, sum.y * factor),
+                   pack<kElement>(sum.z * factor, sum.w * factor));
+  }
+
   __device__ __forceinline__ uint16_t* row_of_out(int row) const {
     return args_.out + batch_idx_ * args_.out_batch + token(row) * args_.out_seq +
            tile_.head_of(row) * args_.out_head;

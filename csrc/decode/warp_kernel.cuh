@@ -16,7 +16,7 @@
 
 namespace flashattn3::decode {
 
-// What the warps of a CTA hand to each other: O and the statistics of each row.
+// O and the row statistics that the warps of a CTA exchange.
 template <class Traits>
 struct WarpStorage {
   RowStats stats[Traits::kWarps][Traits::kRows];
@@ -166,16 +166,6 @@ class WarpKernel {
     return args_.partial_out + int64_t{row} * args_.head_dim_v + column;
   }
 
-  // Stores four elements of a row of the work tile.
-  __device__ __forceinline__ void finish(const PackedTile& tile, const RowStore& store, int row,
-                                         int column, float4 sum, RowStats all) const {
-    if (!tile.has(row)) return;
-    const float factor = store.finish(row, all, column == 0);
-    *reinterpret_cast<uint2*>(store.row_of_out(row) + column) =
-        make_uint2(pack<Traits::kElement>(sum.x * factor, sum.y * factor),
-                   pack<Traits::kElement>(sum.z * factor, sum.w * factor));
-  }
-
   // Adds the results of the warps: the part of this CTA, or all of the work tile.
   __device__ __forceinline__ void add_warps(const PackedTile& tile, const RowStore& store,
                                             const Split& split) const {
@@ -194,7 +184,7 @@ class WarpKernel {
       RowStats all{-INFINITY, 0.f};
       add_results(value, stats, sum, all);
       if (split.count == 1) {
-        finish(tile, store, row, 4 * vector, sum, all);
+        store.template store<Traits::kElement>(row, 4 * vector, sum, all);
       } else {
         const int at = row_at(split.index, row);
         *reinterpret_cast<float4*>(out_at(at, 4 * vector)) = sum;
@@ -243,7 +233,7 @@ class WarpKernel {
         add_parts(parts, first, row, 4 * vector, sum, all);
       }
       if (is_whole) {
-        finish(tile, store, row, 4 * vector, sum, all);
+        store.template store<Traits::kElement>(row, 4 * vector, sum, all);
       } else {
         const int at = row_at(parts.first, row);
         *reinterpret_cast<float4*>(out_at(at, 4 * vector)) = sum;

@@ -166,7 +166,7 @@ class WarpMainloop {
         slot = 0;
       }
     }
-    // Of key i; one past the end of the cache is the last one.
+    // Returns the address of key i; that of the last key for one past the end of the cache.
     __device__ __forceinline__ const uint16_t* at(int i) const {
       if constexpr (kPages == Pages::kUneven) {
         return reinterpret_cast<const uint16_t*>(

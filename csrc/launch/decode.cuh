@@ -23,10 +23,10 @@ template <decode::Config kConfig>
 LaunchSize decode_size(const char* name, const DecodeParams& params) {
   check_decode(name, kConfig.head_dim, kConfig.block_n, params);
   if (uses_warp_kernel(params, kConfig)) {
-    const WarpGrid grid = WarpGrid::of(params, kConfig);
+    const DecodeGrid grid = warp_grid(params, kConfig);
     return {.num_ctas = grid.num_ctas,
             .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
-            .num_counters = grid.num_counters(params.batch * params.num_heads_kv),
+            .num_counters = num_warp_counters(params, grid),
             .on_warps = true};
   }
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
@@ -52,14 +52,14 @@ void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStre
 // Enqueues the warp kernel that takes the call.
 template <decode::Config kConfig>
 void launch_warp_kernel(const char* name, const DecodeParams& params, cudaStream_t stream) {
-  const WarpGrid grid = WarpGrid::of(params, kConfig);
+  const DecodeGrid grid = warp_grid(params, kConfig);
   with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
     constexpr auto kKernel = &decode::warp_kernel<Traits>;
     constexpr int kSharedBytes = sizeof(decode::WarpStorage<Traits>);
     allow_shared_memory<kKernel>(kSharedBytes);
     launch_kernel(name, "", kKernel,
                   {static_cast<unsigned>(grid.num_ctas), Traits::kThreads, kSharedBytes}, stream,
-                  params.pdl, make_warp_arguments(params, grid, Traits::kBlockN));
+                  params.pdl, make_decode_arguments(params, grid, Traits::kBlockN));
   });
 }
 

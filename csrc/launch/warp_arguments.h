@@ -43,44 +43,28 @@ inline int64_t most_n_blocks(const DecodeParams& params, const decode::Config& c
   return (keys + block_n - 1) / block_n;
 }
 
-// The CTAs and the workspace of a launch of a warp kernel.
-struct WarpGrid {
-  int ctas_of_head;  // that have keys of the same KV head
-  int num_ctas;
-  int partial_rows;  // of a work tile
-
-  static WarpGrid of(const DecodeParams& params, const decode::Config& config) {
-    // Half of the warps have a KV block at least.
-    constexpr int kBlocksOfCta = decode::kWarpKernelWarps / 2;
-    const int64_t wanted =
-        int64_t{params.batch} * ((most_n_blocks(params, config) + kBlocksOfCta - 1) / kBlocksOfCta);
-    int ctas = static_cast<int>(std::clamp<int64_t>(
-        wanted, params.batch, std::max(params.batch, params.num_sms / params.num_heads_kv)));
-    if (params.batch == 1 && ctas > decode::kMostInOneGroup) {
-      ctas = ctas / decode::kGroup * decode::kGroup;
-    }
-    return {ctas, ctas * params.num_heads_kv,
-            params.seqlen_q * (params.num_heads_q / params.num_heads_kv)};
+// The CTAs and the workspace of a launch of a warp kernel, whatever the lengths are: a share is a
+// CTA of each KV head.
+inline DecodeGrid warp_grid(const DecodeParams& params, const decode::Config& config) {
+  // Half of the warps have a KV block at least.
+  constexpr int kBlocksOfCta = decode::kWarpKernelWarps / 2;
+  const int64_t wanted =
+      int64_t{params.batch} * ((most_n_blocks(params, config) + kBlocksOfCta - 1) / kBlocksOfCta);
+  int shares = static_cast<int>(std::clamp<int64_t>(
+      wanted, params.batch, std::max(params.batch, params.num_sms / params.num_heads_kv)));
+  if (params.batch == 1 && shares > decode::kMostInOneGroup) {
+    shares = shares / decode::kGroup * decode::kGroup;
   }
-  // The parts have statistics, and so do the groups of parts.
-  int64_t stats_bytes() const { return int64_t{2} * num_ctas * partial_rows * sizeof(float2); }
-  int64_t workspace_bytes(int head_dim_v) const {
-    return stats_bytes() + int64_t{num_ctas} * partial_rows * head_dim_v * sizeof(float);
-  }
-  int num_counters(int tiles) const { return tiles * decode::counters_of_tile(ctas_of_head); }
-};
+  return {.num_shares = shares,
+          .share_heads = params.num_heads_kv,
+          .num_ctas = shares * params.num_heads_kv,
+          .partial_rows = params.seqlen_q * (params.num_heads_q / params.num_heads_kv),
+          .log2_stages = 0,
+          .parts_of_cta = 1};
+}
 
-inline decode::Arguments make_warp_arguments(const DecodeParams& params, const WarpGrid& grid,
-                                             int block_n) {
-  const DecodeGrid as_grid{.num_shares = grid.ctas_of_head,
-                           .share_heads = params.num_heads_kv,
-                           .num_ctas = grid.num_ctas,
-                           .partial_rows = grid.partial_rows,
-                           .log2_stages = 0};
-  decode::Arguments args = make_decode_arguments(params, as_grid, block_n);
-  args.partial_out =
-      reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) + grid.stats_bytes());
-  return args;
+inline int num_warp_counters(const DecodeParams& params, const DecodeGrid& grid) {
+  return params.batch * params.num_heads_kv * decode::counters_of_tile(grid.num_shares);
 }
 
 // Calls call(WarpTraits()) with those of the warp kernel that takes the call.
@@ -105,7 +89,7 @@ void with_warp_traits_of_rows(const DecodeParams& params, Call&& call) {
 template <decode::Config kConfig, class Call>
 void with_warp_traits(const DecodeParams& params, Call&& call) {
   if constexpr (decode::warp_kernel_rows(kConfig) > 8) {
-    if (WarpGrid::of(params, kConfig).partial_rows > 8) {
+    if (warp_grid(params, kConfig).partial_rows > 8) {
       return with_warp_traits_of_rows<kConfig, 2>(params, call);
     }
   }

@@ -134,6 +134,16 @@ class DecodeConfig:
     def name(self) -> str:
         return f"decode_{self.dtype}_d{self.head_dim}_{self.block_n}x{self.num_stages}"
 
+    @property
+    def warp_kernel_rows(self) -> int:
+        """The most packed rows of a call that a warp kernel takes."""
+        return 16 if self.head_dim <= 128 else 8
+
+    @property
+    def warp_block_n(self) -> int:
+        """Keys of a KV block of a warp kernel."""
+        return 2048 // self.head_dim
+
 
 def _dims(config: ForwardConfig | BackwardConfig) -> str:
     """Part of a config's name."""

@@ -25,7 +25,8 @@ alignas(
 
 using namespace flashattn3;
 
-// What launch/decode.cuh launches for a call. The workspace and the counters of `params` are unset.
+// The launch that launch/decode.cuh makes for a call. `params` has no workspace and no counters
+// yet.
 struct Launch {
   void (*kernel)(const decode::Arguments);
   int num_ctas, num_threads;
@@ -52,13 +53,13 @@ struct Launch {
 
   template <decode::Config kConfig>
   static Launch of_warp_kernel(const DecodeParams& params) {
-    const WarpGrid grid = WarpGrid::of(params, kConfig);
+    const DecodeGrid grid = warp_grid(params, kConfig);
     Launch launch{.num_ctas = grid.num_ctas,
                   .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
-                  .num_counters = grid.num_counters(params.batch * params.num_heads_kv),
+                  .num_counters = num_warp_counters(params, grid),
                   .arguments = [](const DecodeParams& params) {
-                    return make_warp_arguments(params, WarpGrid::of(params, kConfig),
-                                               decode::warp_block_n(kConfig));
+                    return make_decode_arguments(params, warp_grid(params, kConfig),
+                                                 decode::warp_block_n(kConfig));
                   }};
     with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
       launch.kernel = &decode::warp_kernel<Traits>;

@@ -39,8 +39,6 @@ MAX_ROWS = 256
 # about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth
 # and 1024 of its tensor cores for each 64 rows.
 DECODE_ROWS = 192
-# Warp kernels: the most packed rows, and elements of K of a step of a warp.
-WARP_KERNEL_ROWS, WARP_KERNEL_ELEMENTS = 16, 2048
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 # Tensors on which no launch of up to DECODE_ROWS packed rows depends.
 _PLANNED_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - {"scheduler_metadata"}
@@ -117,10 +115,10 @@ class DecodeLaunch:
         return sizes | self._describe_warps() if on_warps else sizes
 
     def _describe_warps(self) -> dict[str, object]:
-        """What differs where a warp kernel takes a call, as in csrc/decode/config.h."""
-        keys = WARP_KERNEL_ELEMENTS // self.kernel_config.head_dim
+        """Describe the warp kernel of the config, in place of its decode kernel."""
+        rows, keys = self.kernel_config.warp_kernel_rows, self.kernel_config.warp_block_n
         return {
-            "tile": f"up to {WARP_KERNEL_ROWS} packed rows x {keys} keys of a warp",
+            "tile": f"up to {rows} packed rows x {keys} keys of a warp",
             "num_stages": 1,
             "warpgroups": "8 warps, each loads and multiplies",
             "parts": "by the keys of each sequence",

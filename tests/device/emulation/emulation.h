@@ -164,24 +164,19 @@ Value shuffle(Value value, int source) {
 
 inline void meet_warp() { shuffle(0, 0); }
 
-// Returns the values of the calling lane's quad.
-inline std::array<uint64_t, 4> of_quad(uint64_t value) {
-  Warp& warp = running->warps[running->thread / 32];
-  uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
-  const int lane = running->thread % 32;
-  slot[lane] = value;
-  meet(warp.shuffle, 32, "shuffle or __syncwarp");
-  const uint64_t* quad = slot + lane / 4 * 4;
-  return {quad[0], quad[1], quad[2], quad[3]};
-}
-
-// Returns the values of all lanes.
-inline std::array<uint64_t, 32> of_warp(uint64_t value) {
+// Returns the values of all lanes, until the warp's next shuffle but one.
+inline const uint64_t (&of_warp(uint64_t value))[32] {
   Warp& warp = running->warps[running->thread / 32];
   uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
   slot[running->thread % 32] = value;
   meet(warp.shuffle, 32, "shuffle or __syncwarp");
-  return std::to_array(slot);
+  return slot;
+}
+
+// Returns the values of the calling lane's quad.
+inline std::array<uint64_t, 4> of_quad(uint64_t value) {
+  const uint64_t* quad = of_warp(value) + running->thread % 32 / 4 * 4;
+  return {quad[0], quad[1], quad[2], quad[3]};
 }
 
 // Rounds that something takes: mostly few, sometimes many.

@@ -13,8 +13,7 @@ namespace flashattn3 {
 template <int kCount>
 void gather_words(const uint32_t (&mine)[kCount], uint32_t (&words)[kCount][32]) {
   for (int i = 0; i < kCount; ++i) {
-    const auto of_lanes = emulation::of_warp(mine[i]);
-    std::copy(of_lanes.begin(), of_lanes.end(), words[i]);
+    std::copy_n(emulation::of_warp(mine[i]), 32, words[i]);
   }
 }
 
