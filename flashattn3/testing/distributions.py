@@ -177,20 +177,24 @@ def cases(lengths: Iterable[int], head_dims: Iterable[int]) -> list[Distribution
     ]
 
 
-def _heavy(seqlen_k: int) -> list[DistributionCase]:
-    """One key has probability p; the sum of the others' exponentials is that of a normal.
+def _heavy_bounds(seqlen_k: int) -> Bounds:
+    """Where one key outweighs all others.
 
-    The keys of the heavy one's own block are truncated beside it; with fewer than 2048 keys a block
-    of 128 weighs more than a sixteenth.
+    The keys of its own block are truncated beside it; with fewer than 2048 keys a block of 128
+    weighs more than a sixteenth.
     """
-    bounds = Bounds(error=0.03, lse=0.02 if seqlen_k >= 2048 else 0.04)
+    return Bounds(error=0.03, lse=0.02 if seqlen_k >= 2048 else 0.04)
+
+
+def _heavy(seqlen_k: int) -> list[DistributionCase]:
+    """One key has probability p; the sum of the others' exponentials is that of a normal."""
     return [
         DistributionCase(
             f"heavy-p{p}-{position}-{'noise' if spread else 'same'}"
             f"-{'light0' if light_at_zero else 'heavy0'}-v{mean}",
             seqlen_k,
             0,
-            bounds,
+            _heavy_bounds(seqlen_k),
             spread=spread,
             heavy=math.log(p / (1 - p) * (seqlen_k - 1)) + spread**2 / 2,
             position=position,
@@ -213,7 +217,7 @@ def _selves(seqlen_k: int) -> list[DistributionCase]:
             f"self-p{p}",
             seqlen_k,
             0,
-            Bounds(error=0.03, lse=0.02 if seqlen_k >= 2048 else 0.03),
+            _heavy_bounds(seqlen_k),
             heavy=math.log(p / (1 - p) * seqlen_k) + 0.5,
             position=SELF,
             v_mean=0.5,
