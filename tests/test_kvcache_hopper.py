@@ -291,16 +291,16 @@ def test_the_grid_and_the_workspace_at_any_length():
 
 
 def test_few_rows_of_few_sequences_run_on_a_warp_kernel():
-    """One CTA for each SM, and a part of each CTA in the workspace."""
+    """One CTA for each SM; parts are not in the workspace."""
     size = partial(size_of, on_warps=True)
-    handle, part_bytes = prepared()[0], 4 * (128 + 4) * 4  # 4 rows, with twice (max, sum)
+    handle = prepared()[0]
     # Four warps of a CTA have 16 keys each, at least.
     for keys, ctas in ((1, 1), (64, 1), (65, 2), (1024, 16), (1025, 16), (2**15, 16)):
-        assert size(handle, 1, 1, keys) == (8 * ctas, 8 * ctas * part_bytes)
-    assert size(handle, 1, 4, 2**15) == (128, 128 * 4 * part_bytes)
-    assert size(handle, 8, 1, 4096) == (128, 128 * part_bytes)
-    assert size(handle, 8, 1, 64) == (64, 64 * part_bytes)
-    assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**15)[0] == 128  # whole groups
+        assert size(handle, 1, 1, keys) == (8 * ctas, 0)
+    assert size(handle, 1, 4, 2**15) == (128, 0)
+    assert size(handle, 8, 1, 4096) == (128, 0)
+    assert size(handle, 8, 1, 64) == (64, 0)
+    assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**15)[0] == 132
     assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 32, 1, 8192)[0] == 132
     assert size(prepared(window_left=100)[0], 1, 1, 2**15)[0] == 8 * 2
     assert size(prepared(num_sms=40, leaves_sms=True)[0], 1, 1, 2**15)[0] == 40

@@ -10,6 +10,7 @@
 #include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "decode/config.h"
+#include "decode/part_memory.h"
 
 namespace flashattn3::decode {
 
@@ -86,11 +87,13 @@ struct Arguments {
   // Partial results (workspace.h): O of each part, (num_partials, partial_rows, head_dim_v), and
   // its row statistics, (num_partials, partial_rows), then those of groups of parts. partial_rows:
   // rows of a work tile that there can be, at most kBlockM. partial_counters: 3 for each CTA, zero
-  // before the launch and after it.
+  // before the launch and after it. A warp kernel has part_memory instead.
   int partial_rows;
   float* partial_out;
   float2* partial_stats;
   uint32_t* partial_counters;
+  PartMemory* part_memory;
+  int part_records;
 };
 
 // The arguments of a plain call (is_plain in launch/decode_arguments.h), with constants for those

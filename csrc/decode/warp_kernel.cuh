@@ -1,17 +1,13 @@
 // The decode kernel for few rows and few sequences: the CTAs of a KV head are divided among the
 // sequences, in proportion to their keys, and the warps of a sequence's CTAs take its KV blocks in
 // turn (warp_mainloop.cuh). The warps of a single sequence know their first KV block before its
-// length, so they load K and V at once.
-//
-// The warps of a CTA add their results in shared memory, and the last CTA of a work tile to arrive
-// those of its CTAs (workspace.h has why in two levels), each in a fixed order.
+// length, so they load K and V at once. The results of warps and CTAs are joined by warp_join.cuh.
 #pragma once
 
 #include "decode/epilogue.cuh"
+#include "decode/warp_join.cuh"
 #include "decode/warp_mainloop.cuh"
 #include "decode/warp_traits.cuh"
-#include "decode/workspace.h"
-#include "ptx/arrival_counter.cuh"
 #include "ptx/pdl.cuh"
 
 namespace flashattn3::decode {
@@ -21,7 +17,7 @@ template <class Traits>
 struct WarpStorage {
   RowStats stats[Traits::kWarps][Traits::kRows];
   float4 out[Traits::kWarps][Traits::kRows][Traits::kHeadDim / 4];
-  int is_last;
+  Turn turn;
 
   // Place of a vector of a row in `out`: eight lanes write vectors 2 (lane / 4) of rows
   // 2 (lane % 4), and 32 read neighbouring vectors of a row, each without a bank conflict.
@@ -48,6 +44,9 @@ class WarpKernel {
     const Split split = find_split(cta);
     if (split.batch_idx < 0) return;
     part.batch_idx = split.batch_idx;
+    WarpJoin<Traits> join(args_, split, part.kv_head, cta);
+    const bool is_split = split.count > 1;
+    if (is_split) join.start();
     const CachedSequence sequence = find_cached_sequence<Traits::kBlockN>(args_, part.batch_idx);
     const PackedTile tile = PackedTile::of(args_, sequence, part);
     const int warp = threadIdx.x / 32;
@@ -62,39 +61,25 @@ class WarpKernel {
     mainloop.load_q(tile, args_.q + part.batch_idx * args_.q_batch);
     mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(args_, part), n_block,
                     Traits::kWarps * split.count);
+    if (is_split) join.look();
     store_warp(o, row);
     __syncthreads();  // Sync: all warps have stored O and its statistics.
 
     const RowStore store(args_, tile, sequence, part);
-    first_part_ = part.kv_head * args_.num_shares + cta - split.index;
-    add_warps(tile, store, split);
-    if (split.count == 1) return;
-    uint32_t* counters = args_.partial_counters + (part.kv_head * args_.batch + part.batch_idx) *
-                                                      counters_of_tile(args_.num_shares);
-    Parts parts{args_.partial_stats, 0, 1, split.count};
-    if (split.count > kMostInOneGroup) {
-      const int group = split.index / kGroup, leader = group * kGroup;
-      parts = {args_.partial_stats, leader, 1, min(kGroup, split.count - leader)};
-      if (!arrive(counters + 1 + group, parts.count)) return;
-      combine(parts, tile, store, false);
-      parts = {group_stats(), 0, kGroup, (split.count + kGroup - 1) / kGroup};
-    }
-    if (!arrive(counters, parts.count)) return;
-    combine(parts, tile, store, true);
+    add_warps(tile, [&](int i, int row, int vector, const float4& sum, const RowStats& all) {
+      if (is_split) {
+        join.store_part(i, sum, all);
+      } else {
+        store.template store<Traits::kElement>(row, 4 * vector, sum, all);
+      }
+    });
+    if (!is_split) return;
+    if (threadIdx.x == 0) storage_.turn = join.turn();
+    __syncthreads();  // Sync: the turn is known.
+    join.run(storage_.turn, tile, store);
   }
 
  private:
-  // Parts first, first + step, ... of the work tile.
-  struct Parts {
-    const float2* stats;
-    int first, step, count;
-  };
-
-  // The CTA is the index-th of `count` CTAs of a sequence. batch_idx -1: it has none.
-  struct Split {
-    int batch_idx, index, count;
-  };
-
   // cta: among those of its KV head. Each sequence gets one, and the others by its share of the
   // KV blocks. All threads of a warp call it; lane b computes for sequence b.
   __device__ __forceinline__ Split find_split(int cta) const {
@@ -125,14 +110,6 @@ class WarpKernel {
     return {batch_idx, cta - first, __shfl_sync(~0u, mine, batch_idx)};
   }
 
-  // Returns whether this CTA is the last of `count` to arrive. All threads call it.
-  __device__ __forceinline__ bool arrive(uint32_t* counter, int count) const {
-    __syncthreads();  // Sync: the CTA's results are stored, and is_last was read.
-    if (threadIdx.x == 0) storage_.is_last = arrive_last(counter, count);
-    __syncthreads();  // Sync: is_last is written.
-    return storage_.is_last;
-  }
-
   __device__ __forceinline__ void store_warp(const typename WarpMainloop<Traits>::Out& o,
                                              const RowStats (&row)[kRowTiles]) const {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -155,20 +132,10 @@ class WarpKernel {
     }
   }
 
-  __device__ __forceinline__ float2* group_stats() const {
-    return args_.partial_stats + gridDim.x * args_.partial_rows;
-  }
-  // Index of a row of a part of the work tile among those of all.
-  __device__ __forceinline__ int row_at(int part, int row) const {
-    return (first_part_ + part) * args_.partial_rows + row;
-  }
-  __device__ __forceinline__ float* out_at(int row, int column) const {
-    return args_.partial_out + int64_t{row} * args_.head_dim_v + column;
-  }
-
-  // Adds the results of the warps: the part of this CTA, or all of the work tile.
-  __device__ __forceinline__ void add_warps(const PackedTile& tile, const RowStore& store,
-                                            const Split& split) const {
+  // Calls store(i, row, vector, sum, stats) with the sum of the warps' results, for each vector i
+  // of O.
+  template <class Store>
+  __device__ __forceinline__ void add_warps(const PackedTile& tile, Store&& store) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < tile.num_rows() * args_.out_vectors; i += Traits::kThreads) {
       int row, vector;
@@ -183,68 +150,12 @@ class WarpKernel {
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
       RowStats all{-INFINITY, 0.f};
       add_results(value, stats, sum, all);
-      if (split.count == 1) {
-        store.template store<Traits::kElement>(row, 4 * vector, sum, all);
-      } else {
-        const int at = row_at(split.index, row);
-        *reinterpret_cast<float4*>(out_at(at, 4 * vector)) = sum;
-        if (vector == 0) args_.partial_stats[at] = make_float2(all.max, all.sum);
-      }
-    }
-  }
-
-  // Adds an element of parts first to first + kGroup - 1, as far as there are any. All values are
-  // loaded before the first is used.
-  __device__ __forceinline__ void add_parts(const Parts& parts, int first, int row, int column,
-                                            float4& sum, RowStats& all) const {
-    float4 value[kGroup];
-    float2 stats[kGroup];
-    const int at = row_at(parts.first + first * parts.step, row);
-    const float* value_at = out_at(at, column);
-    const float2* stats_at = parts.stats + at;
-    const int rows = parts.step * args_.partial_rows;
-#pragma unroll
-    for (int k = 0; k < kGroup; ++k) {
-      value[k] = make_float4(0.f, 0.f, 0.f, 0.f);
-      stats[k] = make_float2(-INFINITY, 0.f);
-      if (first + k < parts.count) {
-        // L2 only: other SMs have written these lines during the kernel.
-        value[k] = __ldcg(reinterpret_cast<const float4*>(value_at));
-        stats[k] = __ldcg(stats_at);
-      }
-      value_at += rows * args_.head_dim_v;
-      stats_at += rows;
-    }
-    add_results(value, stats, sum, all);
-  }
-
-  // Adds the parts: rows of out if they are the whole work tile, else the result of the group, in
-  // place of its first part.
-  __device__ __forceinline__ void combine(const Parts& parts, const PackedTile& tile,
-                                          const RowStore& store, bool is_whole) const {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < tile.num_rows() * args_.out_vectors; i += Traits::kThreads) {
-      int row, vector;
-      args_.out_vectors(row, vector, i);
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-      RowStats all{-INFINITY, 0.f};
-#pragma unroll 1
-      for (int first = 0; first < parts.count; first += kGroup) {
-        add_parts(parts, first, row, 4 * vector, sum, all);
-      }
-      if (is_whole) {
-        store.template store<Traits::kElement>(row, 4 * vector, sum, all);
-      } else {
-        const int at = row_at(parts.first, row);
-        *reinterpret_cast<float4*>(out_at(at, 4 * vector)) = sum;
-        if (vector == 0) group_stats()[at] = make_float2(all.max, all.sum);
-      }
+      store(i, row, vector, sum, all);
     }
   }
 
   const Arguments& args_;
   Storage& storage_;
-  int first_part_;
 };
 
 template <class Traits>

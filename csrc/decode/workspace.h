@@ -41,10 +41,4 @@ struct ArrivalGroup {
   }
 };
 
-// Counters of a work tile of a warp kernel, of which `most` CTAs may have a part: one of all parts,
-// and one of each group if there may be more than one.
-__host__ __device__ __forceinline__ int counters_of_tile(int most) {
-  return most <= kMostInOneGroup ? 1 : 1 + (most + kGroup - 1) / kGroup;
-}
-
 }  // namespace flashattn3::decode

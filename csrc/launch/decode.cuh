@@ -24,10 +24,11 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
   check_decode(name, kConfig.head_dim, kConfig.block_n, params);
   if (uses_warp_kernel(params, kConfig)) {
     const DecodeGrid grid = warp_grid(params, kConfig);
+    const int records = num_part_records(params, grid);
     return {.num_ctas = grid.num_ctas,
-            .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
-            .num_counters = num_warp_counters(params, grid),
-            .on_warps = true};
+            .workspace_bytes = 0,
+            .on_warps = true,
+            .part_bytes = records > 0 ? decode::PartMemory::bytes(records) : 0};
   }
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
   return {.num_ctas = grid.num_ctas,
@@ -59,7 +60,7 @@ void launch_warp_kernel(const char* name, const DecodeParams& params, cudaStream
     allow_shared_memory<kKernel>(kSharedBytes);
     launch_kernel(name, "", kKernel,
                   {static_cast<unsigned>(grid.num_ctas), Traits::kThreads, kSharedBytes}, stream,
-                  params.pdl, make_decode_arguments(params, grid, Traits::kBlockN));
+                  params.pdl, make_warp_arguments(params, grid, Traits::kBlockN));
   });
 }
 

@@ -148,9 +148,9 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
                                                int block_n) {
   const bool varlen = params.cu_seqlens_q != nullptr;
   const bool paged = params.page_table != nullptr;
+  auto* memory = static_cast<uint8_t*>(params.workspace);
   // No distance of two positions exceeds 2^30 (MAX_ROWS).
   const auto window = [](int side) { return side < 0 ? INT_MAX : std::min(side, 1 << 30); };
-  auto* stats = static_cast<float2*>(params.workspace);
   return {.q = static_cast<const uint16_t*>(params.q),
           .out = static_cast<uint16_t*>(params.out),
           .lse = params.lse,
@@ -200,9 +200,8 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .whole_tiles = params.whole_tiles,
           .log2_stages = grid.log2_stages,
           .partial_rows = grid.partial_rows,
-          .partial_out = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) +
-                                                  grid.stats_bytes()),
-          .partial_stats = stats,
+          .partial_out = reinterpret_cast<float*>(memory + grid.stats_bytes()),
+          .partial_stats = reinterpret_cast<float2*>(memory),
           .partial_counters = params.counters};
 }
 

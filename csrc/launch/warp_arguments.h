@@ -17,6 +17,10 @@ namespace flashattn3 {
 // 1 x 512k 699 instead of 690).
 constexpr int64_t kWarpKernelBytes = int64_t{256} << 20;
 
+inline int most_warp_ctas(const DecodeParams& params) {
+  return std::min(params.num_sms, decode::PartMemory::kMostCtas);
+}
+
 // Returns whether a call runs on a warp kernel: one sequence, or several in dense caches. Half of
 // the CTAs at least can go where the keys are, however unequal the sequences: half of the SMs draw
 // nearly all of the bandwidth. With whole_tiles none does: a row's bits must not depend on the
@@ -28,7 +32,8 @@ inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& c
   const bool one = params.batch == 1;
   if (!one && (params.batch > decode::kWarpKernelBatch || params.page_size > 0)) return false;
   const int64_t tiles = int64_t{params.batch} * params.num_heads_kv;
-  if (tiles > (one ? params.num_sms : params.num_sms / 2)) return false;
+  const int num_ctas = most_warp_ctas(params);
+  if (tiles > (one ? num_ctas : num_ctas / 2)) return false;
   return tiles * params.capacity * (params.head_dim + params.head_dim_v) * 2 <= kWarpKernelBytes;
 }
 
@@ -43,28 +48,36 @@ inline int64_t most_n_blocks(const DecodeParams& params, const decode::Config& c
   return (keys + block_n - 1) / block_n;
 }
 
-// The CTAs and the workspace of a launch of a warp kernel, whatever the lengths are: a share is a
-// CTA of each KV head.
+// The CTAs of a launch of a warp kernel, whatever the lengths are: a share is a CTA of each KV
+// head.
 inline DecodeGrid warp_grid(const DecodeParams& params, const decode::Config& config) {
   // Half of the warps have a KV block at least.
   constexpr int kBlocksOfCta = decode::kWarpKernelWarps / 2;
   const int64_t wanted =
       int64_t{params.batch} * ((most_n_blocks(params, config) + kBlocksOfCta - 1) / kBlocksOfCta);
-  int shares = static_cast<int>(std::clamp<int64_t>(
-      wanted, params.batch, std::max(params.batch, params.num_sms / params.num_heads_kv)));
-  if (params.batch == 1 && shares > decode::kMostInOneGroup) {
-    shares = shares / decode::kGroup * decode::kGroup;
-  }
+  const int shares = static_cast<int>(std::clamp<int64_t>(
+      wanted, params.batch, std::max(params.batch, most_warp_ctas(params) / params.num_heads_kv)));
   return {.num_shares = shares,
           .share_heads = params.num_heads_kv,
           .num_ctas = shares * params.num_heads_kv,
           .partial_rows = params.seqlen_q * (params.num_heads_q / params.num_heads_kv),
           .log2_stages = 0,
-          .parts_of_cta = 1};
+          .parts_of_cta = 0};
 }
 
-inline int num_warp_counters(const DecodeParams& params, const DecodeGrid& grid) {
-  return params.batch * params.num_heads_kv * decode::counters_of_tile(grid.num_shares);
+// Records of PartMemory that a launch takes; 0: no work tile has several CTAs.
+inline int num_part_records(const DecodeParams& params, const DecodeGrid& grid) {
+  if (grid.num_shares <= params.batch) return 0;
+  return decode::PartMemory::num_records(grid.partial_rows * params.head_dim_v / 8);
+}
+
+// Parts are in params.part_memory, not in the workspace.
+inline decode::Arguments make_warp_arguments(const DecodeParams& params, const DecodeGrid& grid,
+                                             int block_n) {
+  decode::Arguments args = make_decode_arguments(params, grid, block_n);
+  args.part_memory = static_cast<decode::PartMemory*>(params.part_memory);
+  args.part_records = num_part_records(params, grid);
+  return args;
 }
 
 // Calls call(WarpTraits()) with those of the warp kernel that takes the call.

@@ -19,7 +19,7 @@
 #include "launch/fill_rows.h"
 #include "launch/registry.h"
 #include "launch/side_stream.h"
-#include "launch/tile_counters.h"
+#include "launch/stream_memory.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/decode_call.h"
@@ -190,28 +190,42 @@ DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, c
   return params;
 }
 
-// Counters of a call whose stream has none of its own.
+// Counters and parts of a call whose stream has none of its own.
 Tensor new_counters(int64_t count, int device, cudaStream_t stream) {
   const Tensor counters = new_tensor<1>({count}, aoti_torch_dtype_int32(), device);
   check_cuda(cudaMemsetAsync(counters.data_ptr(), 0, count * sizeof(uint32_t), stream),
              "clearing counters");
   return counters;
 }
+Tensor new_part_memory(int64_t bytes, int device, cudaStream_t stream) {
+  const Tensor parts = new_tensor<1>({bytes}, aoti_torch_dtype_uint8(), device);
+  set_part_memory(parts.data_ptr(), bytes, stream);
+  return parts;
+}
 
 // Tensors of a launch, which live until it is enqueued.
 struct LaunchMemory {
-  std::optional<Tensor> workspace, counters;
+  std::optional<Tensor> workspace, counters, parts;
 
   // Allocates what the kernel needs and sets it in params.
   LaunchMemory(const DecodeKernel& kernel, DecodeParams& params, int device, cudaStream_t stream) {
     const LaunchSize size = kernel.size(kernel.info.name, params);
     workspace = new_workspace(size.workspace_bytes, device);
     if (workspace) params.workspace = workspace->data_ptr();
-    if (size.num_counters == 0) return;
-    params.counters = partial_counters(device, stream, size.num_counters);
-    if (params.counters != nullptr) return;
-    counters = new_counters(size.num_counters, device, stream);
-    params.counters = static_cast<uint32_t*>(counters->data_ptr());
+    if (size.num_counters > 0) {
+      params.counters = partial_counters(device, stream, size.num_counters);
+      if (params.counters == nullptr) {
+        counters = new_counters(size.num_counters, device, stream);
+        params.counters = static_cast<uint32_t*>(counters->data_ptr());
+      }
+    }
+    if (size.part_bytes > 0) {
+      params.part_memory = part_memory(device, stream, size.part_bytes);
+      if (params.part_memory == nullptr) {
+        parts = new_part_memory(size.part_bytes, device, stream);
+        params.part_memory = parts->data_ptr();
+      }
+    }
   }
 };
 

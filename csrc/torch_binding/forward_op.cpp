@@ -18,7 +18,7 @@
 #include "launch/params.h"
 #include "launch/quantize.h"
 #include "launch/registry.h"
-#include "launch/tile_counters.h"
+#include "launch/stream_memory.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/prepared.h"

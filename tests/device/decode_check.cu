@@ -7,6 +7,8 @@
 //       prints microseconds of decode steps beside those of a kernel that only reads as many bytes
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
 // prints the --from with which to continue.
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -22,6 +24,7 @@ using flashattn3::config_of;
 using flashattn3::DecodeParams;
 using flashattn3::kCheckConfigNames;
 using flashattn3::kNumCheckConfigs;
+using flashattn3::decode::PartMemory;
 
 using Launch = void (*)(const DecodeParams&, cudaStream_t);
 template <size_t... kIndex>
@@ -29,6 +32,29 @@ static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
   return {&flashattn3::launch_check_config<kIndex>...};
 }
 static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckConfigs>());
+
+// The largest PartMemory, which all launches share.
+struct Parts {
+  static constexpr int64_t kBytes =
+      PartMemory::bytes(PartMemory::num_records(PartMemory::kMostBlocks));
+  std::vector<uint32_t> between_launches;
+  void* memory;
+
+  Parts() : between_launches(kBytes / sizeof(uint32_t), flashattn3::kUnwritten) {
+    std::fill_n(between_launches.begin(), PartMemory::kMostCtas, 0);
+    check(cudaMalloc(&memory, kBytes));
+    check(cudaMemcpy(memory, between_launches.data(), kBytes, cudaMemcpyHostToDevice));
+  }
+  bool are_unwritten() const {
+    std::vector<uint32_t> found(between_launches.size());
+    check(cudaMemcpy(found.data(), memory, kBytes, cudaMemcpyDeviceToHost));
+    return found == between_launches;
+  }
+  static Parts& all() {
+    static Parts parts;
+    return parts;
+  }
+};
 
 // Workspace and counters of launches on up to num_sms CTAs; the workspace is NaN.
 struct Workspace {
@@ -56,6 +82,28 @@ struct Workspace {
   }
 };
 
+// Holds all SMs but three for a millisecond. CTAs of a warp kernel then find that others have not
+// started.
+__global__ void hold_kernel() {
+  uint64_t begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do {
+    __nanosleep(1000);
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - begin < 1'000'000);
+}
+static void hold_sms(int num_sms) {
+  static cudaStream_t stream = [] {
+    cudaStream_t stream;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return stream;
+  }();
+  constexpr int kAllShared = 232448;
+  check(cudaFuncSetAttribute(hold_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAllShared));
+  hold_kernel<<<num_sms - 3, 32, kAllShared, stream>>>();
+  usleep(100);  // until it runs
+}
+
 // Device copies of a problem's tables, freed with it, and its tensors.
 struct DeviceMemory {
   std::vector<void*> all;
@@ -70,16 +118,18 @@ struct DeviceMemory {
   uint16_t* operator()(Tensor& tensor) const { return tensor.data(); }
 };
 
-// Runs the case on all SMs twice, which must be bitwise equal, then on 1 and 3 SMs, so that each
-// CTA has many parts, and without splits. Returns false on failure.
+// Runs the case on all SMs twice, and while a kernel holds most of them, which must be bitwise
+// equal, then on 1 and 3 SMs, so that each CTA has many parts, and without splits. Returns false on
+// failure.
 static bool run_case(const DecodeCase& c, int index, int num_sms) {
   struct Turn {
     const char* name;
     int num_sms;
-    bool whole_tiles, pdl;
+    bool whole_tiles, pdl, held = false;
   };
   const Turn turns[] = {{"all SMs", num_sms, false, true},
                         {"again", num_sms, false, false},
+                        {"held SMs", num_sms, false, false, true},
                         {"3 SMs", 3, false, false},
                         {"1 SM", 1, false, false},
                         {"whole tiles", num_sms, true, false}};
@@ -99,6 +149,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
     params.num_sms = turn.num_sms, params.workspace = workspace.memory;
     params.leaves_sms = turn.num_sms == 3;
     params.counters = workspace.counters;
+    params.part_memory = Parts::all().memory;
     params.whole_tiles = turn.whole_tiles, params.pdl = turn.pdl;
     check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
@@ -108,6 +159,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
                   kCheckConfigNames[config], turn.name);
     alarm(30);
     std::string wrong;
+    if (turn.held) hold_sms(num_sms);
     try {
       kLaunch[config](params, nullptr);
     } catch (const std::exception& error) {
@@ -118,6 +170,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
     problem.out.download();
     check(cudaMemcpy(problem.lse.data(), lse, problem.lse.size() * 4, cudaMemcpyDeviceToHost));
     if (!workspace.counters_are_zero()) wrong += " a counter is not 0;";
+    if (!Parts::all().are_unwritten()) wrong += " a part or a count is left;";
     if (const int64_t stray = count_stray(problem)) {
       wrong += " " + std::to_string(stray) + " elements written outside;";
     }
@@ -247,6 +300,7 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
       .num_sms = num_sms,
       .workspace = workspace.memory,
       .counters = workspace.counters,
+      .part_memory = Parts::all().memory,
       .pdl = false,
   };
   const int config = config_of(false, cell.head_dim);

@@ -32,6 +32,7 @@ struct Launch {
   int num_ctas, num_threads;
   int64_t workspace_bytes;
   int num_counters;
+  bool is_warp_kernel = false;
   decode::Arguments (*arguments)(const DecodeParams& params);
 
   template <decode::Config kConfig>
@@ -55,11 +56,10 @@ struct Launch {
   static Launch of_warp_kernel(const DecodeParams& params) {
     const DecodeGrid grid = warp_grid(params, kConfig);
     Launch launch{.num_ctas = grid.num_ctas,
-                  .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
-                  .num_counters = num_warp_counters(params, grid),
+                  .is_warp_kernel = true,
                   .arguments = [](const DecodeParams& params) {
-                    return make_decode_arguments(params, warp_grid(params, kConfig),
-                                                 decode::warp_block_n(kConfig));
+                    return make_warp_arguments(params, warp_grid(params, kConfig),
+                                               decode::warp_block_n(kConfig));
                   }};
     with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
       launch.kernel = &decode::warp_kernel<Traits>;
@@ -89,9 +89,21 @@ struct Turn {
   int num_sms;
   bool whole_tiles;
   uint32_t seed;
+  int num_resident;  // CTAs of a warp kernel that run at a time
 };
 
-// Runs the CTAs of one launch one after the other. Returns an error message, or "".
+// The largest PartMemory, as it is between launches.
+static std::vector<uint32_t> new_parts() {
+  using decode::PartMemory;
+  std::vector<uint32_t> parts(
+      PartMemory::bytes(PartMemory::num_records(PartMemory::kMostBlocks)) / sizeof(uint32_t),
+      kUnwritten);
+  std::fill_n(parts.begin(), PartMemory::kMostCtas, 0);
+  return parts;
+}
+
+// Runs the CTAs of one launch one after the other; several at a time of a warp kernel, which may
+// wait for each other. Returns an error message, or "".
 static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
@@ -100,6 +112,8 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   std::vector<uint8_t> workspace(launch.workspace_bytes, 0xff);
   std::vector<uint32_t> counters(launch.num_counters);
   params.workspace = workspace.data(), params.counters = counters.data();
+  static std::vector<uint32_t> parts = new_parts();  // of all launches
+  params.part_memory = parts.data();
   check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
                kCheckConfigs[config].block_n, params);
   const decode::Arguments args = launch.arguments(params);
@@ -108,7 +122,10 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(turn.seed);
   std::shuffle(order.begin(), order.end(), random);
-  if (!emulation::run_ctas(order, launch.num_threads, turn.seed)) return "deadlock";
+  emulation::Grid grid{launch.num_ctas, launch.num_threads};
+  if (launch.is_warp_kernel) grid.resident = turn.num_resident;
+  if (!emulation::run_grid(grid, order, turn.seed)) return "deadlock";
+  if (parts != new_parts()) return "a part or a count is left";
   for (const uint32_t counter : counters) {
     if (counter != 0) return "a counter is not 0";
   }
@@ -116,11 +133,11 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
 }
 
 static bool run_case(const DecodeCase& c) {
-  const Turn turns[] = {{"132 CTAs", 132, false, 1},
-                        {"132 CTAs again", 132, false, 2},
-                        {"5 CTAs", 5, false, 3},
-                        {"1 CTA", 1, false, 4},
-                        {"3 CTAs, whole tiles", 3, true, 5}};
+  const Turn turns[] = {{"132 CTAs", 132, false, 1, 132},
+                        {"132 CTAs again", 132, false, 2, 1},
+                        {"5 CTAs", 5, false, 3, 3},
+                        {"1 CTA", 1, false, 4, 1},
+                        {"3 CTAs, whole tiles", 3, true, 5, 1}};
   DecodeProblem problem(c);
   const int config = config_of(c.fp16, std::max(c.head_dim, c.head_dim_v));
   const std::vector<DecodeRow> rows = reference_rows(problem);

@@ -24,7 +24,7 @@
 #include "forward_problem.h"
 #include "forward_quantized.h"
 #include "harness.cuh"
-#include "launch/tile_counters.h"
+#include "launch/stream_memory.h"
 
 using flashattn3::ElementType;
 using flashattn3::ForwardParams;

@@ -106,6 +106,7 @@ struct Cta {
   uint64_t round = 0;
   uint32_t seed = 0;
   std::mt19937 random;
+  int vote = 0;       // __syncthreads_or
   int slow_warp = 0;  // sleeps more often than others
   Cluster* cluster = nullptr;
   uint32_t rank = 0;  // in the cluster
@@ -236,6 +237,16 @@ inline struct {
 inline void __syncthreads() {
   emulation::meet(emulation::running->barriers[0], emulation::running->num_threads,
                   "__syncthreads");
+}
+inline int __syncthreads_or(int condition) {
+  emulation::Cta& cta = *emulation::running;
+  cta.vote |= condition;
+  __syncthreads();
+  const int any = cta.vote;
+  __syncthreads();
+  cta.vote = 0;
+  __syncthreads();
+  return any;
 }
 inline void __syncwarp() { emulation::meet_warp(); }
 template <class Value>

@@ -13,5 +13,10 @@ inline bool arrive_last(uint32_t* counter, int count) {
   *counter = 0;
   return true;
 }
+inline uint32_t count_up_to(uint32_t* counter, int count) {
+  const uint32_t before = *counter;
+  arrive_last(counter, count);
+  return before;
+}
 
 }  // namespace flashattn3
