@@ -45,7 +45,6 @@ struct DecodeGrid {
   int num_ctas;      // all run at a time
   int partial_rows;  // rows of a work tile that there can be
   int log2_stages;   // of the stages in use
-  int parts_of_cta;  // partial results that a CTA may have, 2 or 1
 
   // Each CTA has an SM, or the half of one. A call that leaves SMs free has one CTA for each SM
   // that it may use.
@@ -66,12 +65,8 @@ struct DecodeGrid {
     const int shares = static_cast<int>(
         aligned_shares(std::clamp<int64_t>(wanted, 1, most / heads), tiles_of_head));
     const int num_stages = share_sm ? config.num_stages_beside : config.num_stages;
-    return {shares,
-            heads,
-            shares * heads,
-            tokens * rows.heads,
-            std::countr_zero(static_cast<unsigned>(num_stages)),
-            2};
+    return {shares, heads, shares * heads, tokens * rows.heads,
+            std::countr_zero(static_cast<unsigned>(num_stages))};
   }
 
   // With sequences of equal lengths a share is then a whole number of work tiles, or a work tile a
@@ -96,7 +91,7 @@ struct DecodeGrid {
     return heads;
   }
 
-  int num_partials() const { return parts_of_cta * num_ctas; }
+  int num_partials() const { return decode::num_partials(num_ctas); }
   // The parts have statistics, and so do the groups of parts.
   int64_t stats_bytes() const {
     return int64_t{2} * num_partials() * partial_rows * sizeof(float2);

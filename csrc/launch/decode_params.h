@@ -99,9 +99,8 @@ struct DecodeParams {
   // launch that uses them; every launch resets them to zero. Launches that may run concurrently
   // must not share them. Of a cached forward kernel: as ForwardParams::tile_counter, or null.
   uint32_t* counters;
-  // decode::PartMemory of LaunchSize::part_bytes, null if that is 0: as it describes before the first
-  // launch that uses it and after every launch. Launches that may run concurrently must not share
-  // it.
+  // decode::PartMemory of LaunchSize::part_bytes; null if that is 0. Launches that may run
+  // concurrently must not share it.
   void* part_memory = nullptr;
   bool pdl;  // as in ForwardParams
 };

@@ -3,7 +3,8 @@
 // forward_op.cpp apply.
 //
 // Nothing depends on a length on the host, so a captured call is right for other lengths. The
-// workspace is torch's, in a capture of the graph's pool.
+// workspace is torch's, in a capture of the graph's pool; counters and parts that outlast a launch
+// belong to the stream (launch/stream_memory.h).
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
