@@ -9,11 +9,15 @@
 namespace flashattn3 {
 
 // Copies 16 bytes to shared memory, or writes zeros there if !exists; `from` is then not read. Both
-// addresses are multiples of 16 bytes.
+// addresses are multiples of 16 bytes. The data is read once: it leaves L2 before what other
+// kernels left there.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(exists ? 16 : 0)
-               : "memory");
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to),
+      "l"(from), "r"(exists ? 16 : 0), "l"(policy)
+      : "memory");
 }
 
 // Arrives at the barrier once when all copies that this thread has issued so far are complete. The
