@@ -24,7 +24,6 @@ using flashattn3::config_of;
 using flashattn3::DecodeParams;
 using flashattn3::kCheckConfigNames;
 using flashattn3::kNumCheckConfigs;
-using flashattn3::decode::PartMemory;
 
 using Launch = void (*)(const DecodeParams&, cudaStream_t);
 template <size_t... kIndex>
@@ -35,19 +34,17 @@ static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNu
 
 // The largest PartMemory, which all launches share.
 struct Parts {
-  static constexpr int64_t kBytes =
-      PartMemory::bytes(PartMemory::num_records(PartMemory::kMostBlocks));
-  std::vector<uint32_t> between_launches;
+  const std::vector<uint32_t> between_launches = parts_between_launches();
+  const size_t num_bytes = between_launches.size() * sizeof(uint32_t);
   void* memory;
 
-  Parts() : between_launches(kBytes / sizeof(uint32_t), flashattn3::kUnwritten) {
-    std::fill_n(between_launches.begin(), PartMemory::kMostCtas, 0);
-    check(cudaMalloc(&memory, kBytes));
-    check(cudaMemcpy(memory, between_launches.data(), kBytes, cudaMemcpyHostToDevice));
+  Parts() {
+    check(cudaMalloc(&memory, num_bytes));
+    check(cudaMemcpy(memory, between_launches.data(), num_bytes, cudaMemcpyHostToDevice));
   }
   bool are_unwritten() const {
     std::vector<uint32_t> found(between_launches.size());
-    check(cudaMemcpy(found.data(), memory, kBytes, cudaMemcpyDeviceToHost));
+    check(cudaMemcpy(found.data(), memory, num_bytes, cudaMemcpyDeviceToHost));
     return found == between_launches;
   }
   static Parts& all() {

@@ -92,16 +92,6 @@ struct Turn {
   int num_resident;  // CTAs of a warp kernel that run at a time
 };
 
-// The largest PartMemory, as it is between launches.
-static std::vector<uint32_t> new_parts() {
-  using decode::PartMemory;
-  std::vector<uint32_t> parts(
-      PartMemory::bytes(PartMemory::num_records(PartMemory::kMostBlocks)) / sizeof(uint32_t),
-      kUnwritten);
-  std::fill_n(parts.begin(), PartMemory::kMostCtas, 0);
-  return parts;
-}
-
 // Runs the CTAs of one launch one after the other; several at a time of a warp kernel, which may
 // wait for each other. Returns an error message, or "".
 static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
@@ -112,7 +102,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   std::vector<uint8_t> workspace(launch.workspace_bytes, 0xff);
   std::vector<uint32_t> counters(launch.num_counters);
   params.workspace = workspace.data(), params.counters = counters.data();
-  static std::vector<uint32_t> parts = new_parts();  // of all launches
+  static std::vector<uint32_t> parts = parts_between_launches();  // of all launches
   params.part_memory = parts.data();
   check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
                kCheckConfigs[config].block_n, params);
@@ -125,7 +115,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   emulation::Grid grid{launch.num_ctas, launch.num_threads};
   if (launch.is_warp_kernel) grid.resident = turn.num_resident;
   if (!emulation::run_grid(grid, order, turn.seed)) return "deadlock";
-  if (parts != new_parts()) return "a part or a count is left";
+  if (parts != parts_between_launches()) return "a part or a count is left";
   for (const uint32_t counter : counters) {
     if (counter != 0) return "a counter is not 0";
   }

@@ -22,7 +22,8 @@ std::vector<uint64_t> words_of(const void* arguments) {
 std::vector<uint64_t> words_of_arguments(const std::string& name, void** arguments) {
   const auto is = [&](const char* part) { return name.find(part) != std::string::npos; };
   if (is("append_kernel")) return words_of<flashattn3::append::Arguments>(arguments[0]);
-  if (is("decode_kernel") || is("warp_kernel"))
+  if (is("decode_kernel") || is("warp_kernel")) {
     return words_of<flashattn3::decode::Arguments>(arguments[0]);
+  }
   return {};
 }
