@@ -1,38 +1,64 @@
 // Persistent tile scheduler: the order of work tiles (block, flattened batch x head).
-//
 // CTA b starts with tile b and then draws tile indices from an atomic counter; with tile_semaphore
 // it draws all of them. Heads are numbered across the batch, so that heads that share K and V are
-// neighbours, and are divided into L2 head groups. Within a group, one block of all heads is
-// followed by the next block of all heads, the longest first if rows see different numbers of keys.
-// Groups are small, which spreads memory traffic over the whole kernel, except the last: it has a
-// tile for every SM, and its short tiles at the end let all SMs finish together.
+// neighbours, and divided into L2 head groups: one block of all heads of a group is followed by the
+// next block, the longest first if rows see different numbers of keys. Groups are small, to spread
+// memory traffic over the kernel, except the last: with a tile for every SM, all end together.
 #pragma once
 
 #include <cstdint>
 
 namespace flashattn3 {
 
-// Varlen order, written on the device before the kernel: batch_idx at each position of the order,
-// and the number of blocks of all positions before it.
+// Heads, numbered across the batch, that have as many blocks each.
+struct HeadGroups {
+  int num_blocks;      // of a head
+  int num_heads;       // heads times batch
+  int l2_group_heads;  // heads of each group but the last; divides those before the last group
+  int last_l2_group_heads;
+
+  // The last group: heads that are no whole group, or one group, and more up to last_group_tiles.
+  __host__ __device__ static HeadGroups of(int num_blocks, int num_heads, int l2_group_heads,
+                                           int last_group_tiles) {
+    const int group = max(1, min(l2_group_heads, num_heads));
+    int last = num_heads % group == 0 ? group : num_heads % group;
+    for (int more = group; last < num_heads && last * num_blocks < last_group_tiles; more *= 2) {
+      last = min(num_heads, last + more);
+    }
+    return {num_blocks, num_heads, group, last};
+  }
+};
+
+// A sequence in the order of a varlen batch. Consecutive sequences with as many blocks of queries
+// and of keys form a run, whose tiles are ordered as those of a dense batch.
+struct alignas(16) VarlenPlace {
+  int32_t first_block, num_blocks;   // blocks of all sequences before, and of this one
+  int32_t first_of_run, run_length;  // place of the run's first sequence, and how many it has
+};
+
+// The order of the sequences with blocks, which varlen/prepare.cuh writes before the kernel.
 struct VarlenSchedule {
-  int32_t* workspace;  // 2 * batch + 1; null: all sequences have num_blocks blocks
+  void* workspace;  // of batch + 1 VarlenPlace and batch int32; null: all have as many blocks
   int batch;
-  // Arrays of `batch` and of batch + 1 elements.
-  __host__ __device__ __forceinline__ int32_t* batch_indices() const { return workspace; }
-  __host__ __device__ __forceinline__ int32_t* first_blocks() const { return workspace + batch; }
+
+  // [-1]: first_block of all sequences together, and as num_blocks the number of sequences.
+  __host__ __device__ __forceinline__ VarlenPlace* places() const {
+    return static_cast<VarlenPlace*>(workspace) + 1;
+  }
+  __host__ __device__ __forceinline__ int32_t* batch_indices() const {
+    return reinterpret_cast<int32_t*>(places() + batch);
+  }
 };
 
 struct TileSchedulerParams {
-  int num_tiles;        // varlen: an upper bound
-  int num_blocks;       // of the longest sequence
-  int num_batch_heads;  // heads times batch
-  int l2_group_heads;   // heads of each group but the last; divides the heads before the last group
-  int last_l2_group_heads;
+  int num_tiles;     // varlen: an upper bound
+  HeadGroups heads;  // varlen: of sequences that are as long as the longest
+  int last_group_tiles;
   bool last_block_first;
   VarlenSchedule varlen;
-  // [0] counts the tiles drawn after the first of each CTA, [1] the CTAs that are done; both are 0
-  // before and after the kernel. Null: static order, every second round reversed, so that a CTA
-  // with a long tile gets a short one next.
+  // [0] counts the tiles drawn after the first of each CTA, [1] the CTAs that are done; 0 before
+  // and after the kernel. Null: static order, every second round reversed: short tiles follow long
+  // ones.
   int32_t* tile_counter;
   // Null, or 0 before the launch and used by this launch alone: counts all tiles drawn, in index
   // order, so that a tile may wait for those before it. tile_counter is then not used.
@@ -44,52 +70,45 @@ struct TileCoord {
   int batch_head_idx;  // head + num_heads * batch_idx
 };
 
-__host__ __device__ __forceinline__ TileCoord tile_coord(const TileSchedulerParams& params,
-                                                         int index) {
-  const int last_head = params.num_batch_heads - params.last_l2_group_heads;
-  const int l2_group_tiles = params.l2_group_heads * params.num_blocks;
-  const bool last = index >= last_head * params.num_blocks;
-  const int first_head = last ? last_head : index / l2_group_tiles * params.l2_group_heads;
-  const int heads = last ? params.last_l2_group_heads : params.l2_group_heads;
-  const int within = index - first_head * params.num_blocks;
-  const int block = within / heads;
-  return {params.last_block_first ? params.num_blocks - 1 - block : block,
-          first_head + within - block * heads};
-}
-
-// Varlen: one sequence after the other, all heads of each.
-__host__ __device__ __forceinline__ TileCoord varlen_tile_coord(const TileSchedulerParams& params,
-                                                                int index) {
-  const int num_heads = params.num_batch_heads / params.varlen.batch;
-  const int32_t* first_blocks = params.varlen.first_blocks();
-  // Binary search: the last position with first_blocks * num_heads <= index.
-  int low = 0, high = params.varlen.batch;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (first_blocks[middle] * num_heads <= index) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const int num_blocks = first_blocks[low + 1] - first_blocks[low];
-  const int within = index - first_blocks[low] * num_heads;
-  const int head = within / num_blocks, block = within - head * num_blocks;
-  return {params.last_block_first ? num_blocks - 1 - block : block,
-          head + params.varlen.batch_indices()[low] * num_heads};
+__host__ __device__ __forceinline__ TileCoord tile_coord(const HeadGroups& heads,
+                                                         bool last_block_first, int index) {
+  const int last_head = heads.num_heads - heads.last_l2_group_heads;
+  const int l2_group_tiles = heads.l2_group_heads * heads.num_blocks;
+  const bool last = index >= last_head * heads.num_blocks;
+  const int first_head = last ? last_head : index / l2_group_tiles * heads.l2_group_heads;
+  const int group = last ? heads.last_l2_group_heads : heads.l2_group_heads;
+  const int within = index - first_head * heads.num_blocks;
+  const int block = within / group;
+  return {last_block_first ? heads.num_blocks - 1 - block : block,
+          first_head + within - block * group};
 }
 
 __host__ __device__ __forceinline__ TileCoord find_tile(const TileSchedulerParams& params,
                                                         int index) {
-  return params.varlen.workspace != nullptr ? varlen_tile_coord(params, index)
-                                            : tile_coord(params, index);
+  const VarlenSchedule& schedule = params.varlen;
+  if (schedule.workspace == nullptr)
+    return tile_coord(params.heads, params.last_block_first, index);
+  const int num_heads = params.heads.num_heads / schedule.batch;
+  // Binary search: the last place with first_block * num_heads <= index.
+  int low = 0;
+  for (int high = schedule.places()[-1].num_blocks; high - low > 1;) {
+    const int middle = (low + high) / 2;
+    (schedule.places()[middle].first_block * num_heads <= index ? low : high) = middle;
+  }
+  const VarlenPlace place = schedule.places()[low];
+  const int blocks_before = place.first_block - (low - place.first_of_run) * place.num_blocks;
+  const HeadGroups run = HeadGroups::of(place.num_blocks, place.run_length * num_heads,
+                                        params.heads.l2_group_heads, params.last_group_tiles);
+  TileCoord coord = tile_coord(run, params.last_block_first, index - blocks_before * num_heads);
+  const int sequence = coord.batch_head_idx / num_heads, at = place.first_of_run + sequence;
+  coord.batch_head_idx += (schedule.batch_indices()[at] - sequence) * num_heads;
+  return coord;
 }
 
 // The actual number of tiles; varlen: mostly fewer than params.num_tiles.
 __host__ __device__ __forceinline__ int count_tiles(const TileSchedulerParams& params) {
   if (params.varlen.workspace == nullptr) return params.num_tiles;
-  return params.varlen.first_blocks()[params.varlen.batch] *
-         (params.num_batch_heads / params.varlen.batch);
+  return params.varlen.places()[-1].first_block * (params.heads.num_heads / params.varlen.batch);
 }
 
 // Draws the tiles of one CTA; one thread uses it.
@@ -98,7 +117,6 @@ class TileScheduler {
   __device__ __forceinline__ explicit TileScheduler(const TileSchedulerParams& params)
       : params_(params),
         num_tiles_(count_tiles(params)),
-        round_(0),
         index_(params.tile_semaphore != nullptr ? atomicAdd(params.tile_semaphore, 1)
                                                 : blockIdx.x) {}
 
@@ -109,16 +127,13 @@ class TileScheduler {
   __device__ __forceinline__ void request() {
     if (params_.tile_semaphore != nullptr) {
       next_ = atomicAdd(params_.tile_semaphore, 1);
-      return;
-    }
-    if (params_.tile_counter != nullptr) {
+    } else if (params_.tile_counter != nullptr) {
       next_ = static_cast<int>(gridDim.x) + atomicAdd(params_.tile_counter, 1);
-      return;
+    } else {
+      // A reversed round that is not full gives some CTAs no tile; no round follows it.
+      const int first = ++round_ * static_cast<int>(gridDim.x);
+      next_ = first + (round_ % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     }
-    ++round_;
-    const int first = round_ * static_cast<int>(gridDim.x);
-    next_ = first + (round_ % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    // A reversed round that is not full gives some CTAs no tile; no round follows it.
   }
 
   __device__ __forceinline__ void advance() { index_ = next_; }
@@ -134,10 +149,7 @@ class TileScheduler {
 
  private:
   const TileSchedulerParams& params_;
-  int num_tiles_;
-  int round_;
-  int index_;
-  int next_;
+  int num_tiles_, index_, next_, round_ = 0;
 };
 
 }  // namespace flashattn3

@@ -157,11 +157,11 @@ class WorkTileBlocks {
 // Work tile of a scheduler index, with kBlockN keys. With varlen it may have no keys.
 template <int kBlockN>
 __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, int index) {
+  const HeadGroups& heads = args.scheduler.heads;
   TileCoord coord = find_tile(args.scheduler, index);
-  const bool reversed =
-      args.traversal == Traversal::kDiagonalReversed &&
-      coord.batch_head_idx >= args.scheduler.num_batch_heads - args.scheduler.last_l2_group_heads;
-  if (reversed) coord.block = args.scheduler.num_blocks - 1 - coord.block;
+  const bool reversed = args.traversal == Traversal::kDiagonalReversed &&
+                        coord.batch_head_idx >= heads.num_heads - heads.last_l2_group_heads;
+  if (reversed) coord.block = heads.num_blocks - 1 - coord.block;
   const int batch_idx = coord.batch_head_idx / args.num_heads_kv;
   const Sequence rows = find_sequence(args.seqlens_q, batch_idx);
   const Sequence keys = find_sequence(args.seqlens_k, batch_idx);

@@ -220,7 +220,7 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
   if (forward.seqlen_k <= 0) return;
   const BackwardSizes sizes = backward_sizes<kConfig>(name, forward);
   const backward::Arguments args = make_backward_arguments<kConfig>(sizes, params);
-  if (forward.varlen) launch_varlen_backward(forward, backward::block_n(kConfig), stream);
+  if (forward.varlen) launch_varlen_backward(params, backward::block_n(kConfig), stream);
   launch_kernel(name, " preprocess", backward::preprocess_kernel<kConfig.dtype>,
                 {sizes.num_m_blocks(), backward::kPreprocessThreads}, stream, forward.pdl,
                 make_preprocess_arguments<kConfig>(sizes, params));

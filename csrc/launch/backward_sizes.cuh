@@ -50,7 +50,7 @@ inline int64_t workspace_rows(const AttentionProblem& problem) {
 // add to, Q, dO and dq_accum of these heads, 8 bytes for each element of Q, should stay in L2.
 template <backward::Config kConfig>
 int heads_in_turn(const AttentionProblem& problem, int num_heads) {
-  if (problem.masked() || !problem.deterministic || problem.varlen) return 1;
+  if (problem.masked() || !problem.deterministic) return 1;
   constexpr int64_t kElements = 1 << 21, kMostHeads = 16;
   const int64_t queries = int64_t{std::max(1, problem.seqlen_q)} * problem.num_heads_q / num_heads;
   return static_cast<int>(

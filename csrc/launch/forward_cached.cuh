@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <climits>
+#include <cstddef>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -40,7 +41,7 @@ inline ForwardParams forward_params_of(const DecodeParams& params) {
   forward.lse_stride = params.lse_stride;
   forward.positions_q = {params.cu_seqlens_q, nullptr};
   forward.positions_k = {nullptr, params.cache_seqlens};  // for the order of the sequences alone
-  forward.varlen_schedule = static_cast<int32_t*>(params.workspace);
+  forward.varlen_schedule = params.workspace;
   forward.tile_counter = reinterpret_cast<int32_t*>(params.counters);
   forward.pdl = params.pdl;
   return forward;
@@ -84,7 +85,8 @@ LaunchSize cached_forward_size(const char* name, const DecodeParams& params) {
   const ForwardParams forward = forward_params_of(params);
   const int64_t tiles = num_tiles(forward, forward_tiles<kConfig>(forward));
   // The order of the sequences and, behind it, the tile semaphore.
-  const int64_t schedule = forward.varlen ? (int64_t{2} * params.batch + 2) * sizeof(int32_t) : 0;
+  const int64_t schedule =
+      forward.varlen ? varlen_schedule_bytes(params.batch) + int64_t{sizeof(int32_t)} : 0;
   return {.num_ctas = num_persistent_ctas(forward, tiles),
           .workspace_bytes = schedule,
           .num_counters = kTileCounters};
@@ -151,7 +153,10 @@ void launch_cached_forward(const char* name, const DecodeParams& params, cudaStr
   // Beside a decode kernel some CTAs start late. Each draws even its first tile then, so that none
   // waits for a CTA that has no SM yet.
   int32_t* const semaphore =
-      params.min_queries > 0 ? forward.varlen_schedule + 2 * forward.batch + 1 : nullptr;
+      params.min_queries > 0
+          ? reinterpret_cast<int32_t*>(static_cast<std::byte*>(forward.varlen_schedule) +
+                                       varlen_schedule_bytes(forward.batch))
+          : nullptr;
   if (forward.varlen) {
     launch_varlen_forward(forward, forward_tile_shape<kConfig>(forward), stream, params.min_queries,
                           semaphore);

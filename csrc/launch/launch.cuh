@@ -74,21 +74,13 @@ inline SequenceTable seqlens_k_of(const ForwardParams& params) {
 
 inline TileSchedulerParams make_scheduler_params(const ForwardParams& params,
                                                  const WorkTiles& tiles) {
-  const int64_t blocks = tiles.shape.num_blocks(tiles.longest);
-  const int64_t heads = int64_t{tiles.num_heads} * params.batch;
-  const int64_t group = std::clamp<int64_t>(tiles.l2_group_heads, 1, std::max<int64_t>(1, heads));
-  // The last group has the heads that are no whole group, or one group, and as many more as it
-  // needs.
-  int64_t last_l2_group = heads % group == 0 ? group : heads % group, more = group;
-  while (last_l2_group < heads && last_l2_group * blocks < tiles.last_group_tiles) {
-    last_l2_group = std::min(heads, last_l2_group + more);
-    more *= 2;
-  }
-  return {.num_tiles = static_cast<int>(num_tiles(params, tiles)),
-          .num_blocks = static_cast<int>(blocks),
-          .num_batch_heads = static_cast<int>(heads),
-          .l2_group_heads = static_cast<int>(group),
-          .last_l2_group_heads = static_cast<int>(last_l2_group),
+  // num_tiles checks that these products fit in int.
+  const int count = static_cast<int>(num_tiles(params, tiles));
+  const int blocks = static_cast<int>(tiles.shape.num_blocks(tiles.longest));
+  return {.num_tiles = count,
+          .heads = HeadGroups::of(blocks, tiles.num_heads * params.batch, tiles.l2_group_heads,
+                                  tiles.last_group_tiles),
+          .last_group_tiles = tiles.last_group_tiles,
           .last_block_first = tiles.last_block_first,
           .varlen = {params.varlen ? params.varlen_schedule : nullptr, params.batch},
           .tile_counter = params.tile_counter};

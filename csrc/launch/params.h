@@ -99,6 +99,9 @@ struct QuantizedParams {
   void* promoted = nullptr;
 };
 
+// Bytes for the order of the sequences (attention/tile_scheduler.cuh, VarlenSchedule).
+constexpr int64_t varlen_schedule_bytes(int64_t batch) { return 16 * (batch + 1) + 4 * batch; }
+
 struct ForwardParams : AttentionProblem {
   // Tensors of the config's element type; base addresses are multiples of 16 bytes.
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); varlen: (total_q, ...)
@@ -119,8 +122,8 @@ struct ForwardParams : AttentionProblem {
   TokenPositions positions_q;  // of q and out
   TokenPositions positions_k;  // of k and v
 
-  // Varlen: workspace of 2 * batch + 1 int32, which every launch fills.
-  int32_t* varlen_schedule;
+  // Varlen: workspace of varlen_schedule_bytes, 16-byte aligned, which every launch fills.
+  void* varlen_schedule;
 
   QuantizedParams quantized;  // read by 8-bit kernel configs
 

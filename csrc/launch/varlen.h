@@ -14,7 +14,8 @@ namespace flashattn3 {
 void launch_varlen_forward(const ForwardParams& params, const TileShape& shape, cudaStream_t stream,
                            int min_queries = 0, int32_t* semaphore = nullptr);
 
-// Fills params.varlen_schedule for tiles of block_n keys. As above.
-void launch_varlen_backward(const ForwardParams& params, int block_n, cudaStream_t stream);
+// Fills params.forward.varlen_schedule for tiles of block_n keys and clears the rows of dq, dk and
+// dv that belong to no sequence. As above.
+void launch_varlen_backward(const BackwardParams& params, int block_n, cudaStream_t stream);
 
 }  // namespace flashattn3

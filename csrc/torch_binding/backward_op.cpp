@@ -67,7 +67,7 @@ void clear(const Tensor& tensor, cudaStream_t stream) {
   }
 }
 
-// Rows of gradients that belong to no sequence become 0.
+// Rows of gradients that belong to no sequence become 0: with varlen by the launch.
 void run(const BackwardKernel& kernel, const AttentionProblem& problem, const BackwardCall& call,
          const Gradients& gradients, int device) {
   const auto& [dq, dk, dv] = gradients;
@@ -91,8 +91,9 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
       .workspace = workspace ? workspace->data_ptr() : nullptr,
   };
   params.forward.v_stride = row_strides(call.tensors.v, varlen);
-  // The kernels write only the rows of sequences, and none if there is no query or no key.
-  if (varlen || call.tensors.shortened() || problem.seqlen_q == 0 || problem.seqlen_k == 0) {
+  const bool launched = problem.batch > 0 && problem.seqlen_q > 0 && problem.seqlen_k > 0 &&
+                        problem.total_q > 0 && problem.total_k > 0;
+  if (!launched || (!varlen && call.tensors.shortened())) {
     for (const Tensor* gradient : {&dq, &dk, &dv}) clear(*gradient, stream);
   }
   kernel.launch(kernel.info.name, params, stream);

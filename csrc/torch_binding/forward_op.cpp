@@ -153,7 +153,7 @@ ForwardParams make_params(const AttentionProblem& problem, const CallTensors& te
   params.positions_q = {indices(tensors.cu_seqlens_q), indices(tensors.seqused_q)};
   params.positions_k = {indices(tensors.cu_seqlens_k), indices(tensors.seqused_k)};
   if (varlen_schedule) {
-    params.varlen_schedule = static_cast<int32_t*>(varlen_schedule->data_ptr());
+    params.varlen_schedule = varlen_schedule->data_ptr();
   }
   params.tile_counter = tile_counter(device, stream);
   params.pdl = true;
@@ -162,7 +162,7 @@ ForwardParams make_params(const AttentionProblem& problem, const CallTensors& te
 
 std::optional<Tensor> new_varlen_schedule(const AttentionProblem& problem, int device) {
   if (!problem.varlen) return std::nullopt;
-  return new_tensor<1>({2 * int64_t{problem.batch} + 1}, aoti_torch_dtype_int32(), device);
+  return new_workspace(varlen_schedule_bytes(problem.batch), device);
 }
 
 std::optional<Tensor> new_workspace(int64_t bytes, int device) {

@@ -1,107 +1,145 @@
-// Prepares a varlen forward: writes the order in which the kernel visits the sequences, and zeros
-// the rows of out and lse that no sequence owns.
+// Prepares a varlen call: writes the order in which the kernel visits the sequences, and clears the
+// rows of the results that no sequence owns.
 #pragma once
 
 #include <cstdint>
-#include <cub/block/block_radix_sort.cuh>
-#include <cub/block/block_scan.cuh>
 
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "attention/tile_shape.h"
+#include "ptx/pdl.cuh"
 #include "tile/tma_store.cuh"
 
 namespace flashattn3::varlen {
 
+// A result in rows of tokens, whose rows outside the sequences become 0.
+struct Result {
+  uint16_t* data;     // (rows, heads, columns); null: nothing is written
+  int64_t seq, head;  // strides in elements
+  int num_heads, columns;
+};
+
+// The backward's work tiles are n_blocks: keys take the place of the forward's queries.
 struct Arguments {
-  SequenceTable seqlens_q;
-  SequenceTable seqlens_k;
+  SequenceTable seqlens;        // of the tokens that work tiles have: queries in the forward
+  SequenceTable other_seqlens;  // of the tokens that they visit
   int batch;
   TileShape shape;
   VarlenSchedule schedule;  // output
 
-  uint16_t* out;  // (rows, heads, columns), strides in elements
-  float* lse;     // null: not written
-  int64_t out_seq, out_head;
+  Result of_tiles[2];  // forward: out; backward: dk, dv
+  Result of_others;    // backward: dq
+  float* lse;          // of the rows of of_tiles[0]: -inf outside the sequences; null: not written
   int64_t lse_seq, lse_head;
-  int num_heads;
-  int head_dim_v;
 
-  int min_queries;     // sequences with fewer have no block
+  int min_tokens;      // sequences with fewer tokens have no block
   int32_t* semaphore;  // set to 0, or null
 };
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 256;
+constexpr int kTokensPerStep = 128;
 
-// Sorts the sequences by their number of keys, most first, so that no long sequence starts last.
-// Runs in one CTA; a larger batch is sorted in parts of 1024 sequences.
-__device__ inline void order_sequences(const Arguments& args) {
-  using Sort = cub::BlockRadixSort<int, kThreads, 1, int>;
-  using Scan = cub::BlockScan<int, kThreads>;
-  __shared__ union {
-    typename Sort::TempStorage sort;
-    typename Scan::TempStorage scan;
-  } temp_storage;
-  int blocks_before = 0;
-  for (int begin = 0; begin < args.batch; begin += kThreads) {
-    const int place = begin + static_cast<int>(threadIdx.x);
-    int num_keys[1] = {place < args.batch ? find_sequence(args.seqlens_k, place).length : -1};
-    int batch_idx[1] = {place};
-    Sort(temp_storage.sort).SortDescending(num_keys, batch_idx);
-    __syncthreads();
-    // Padding sorts last, so batch_idx[0] is a sequence if place < batch.
-    int blocks = 0;
-    if (place < args.batch) {
-      const int length = find_sequence(args.seqlens_q, batch_idx[0]).length;
-      if (length >= args.min_queries) blocks = static_cast<int>(args.shape.num_blocks(length));
-    }
-    int before, all;
-    Scan(temp_storage.scan).ExclusiveSum(blocks, before, all);
-    __syncthreads();
-    if (place < args.batch) {
-      args.schedule.batch_indices()[place] = batch_idx[0];
-      args.schedule.first_blocks()[place] = blocks_before + before;
-    }
-    blocks_before += all;
-  }
-  if (threadIdx.x != 0) return;
-  args.schedule.first_blocks()[args.batch] = blocks_before;
-  if (args.semaphore != nullptr) *args.semaphore = 0;
+// Sequences with a greater weight come first: those whose tiles visit more tokens, then those with
+// more blocks. The lower half is the number of blocks; a sequence without blocks weighs 0.
+__device__ __forceinline__ int64_t weight_of(const Arguments& args, int batch_idx) {
+  const int tokens = find_sequence(args.seqlens, batch_idx).length;
+  if (tokens <= 0 || tokens < args.min_tokens) return 0;
+  const int64_t visited = find_sequence(args.other_seqlens, batch_idx).length;
+  const int64_t steps = (visited + kTokensPerStep - 1) / kTokensPerStep;
+  return steps << 32 | args.shape.num_blocks(tokens);
 }
 
-// Writes out 0 and lse -inf to rows begin to end - 1.
-__device__ inline void zero_unused_rows(const Arguments& args, int begin, int end) {
-  const int vecs = (args.head_dim_v + 7) / 8;
-  const int64_t count = static_cast<int64_t>(max(0, end - begin)) * args.num_heads * vecs;
+// Writes the place of a sequence, found by comparing its weight with all others'; sequences of one
+// weight are a run. batch_idx -1: writes the totals.
+__device__ inline void write_place(const Arguments& args, int batch_idx) {
+  const int64_t weight = batch_idx < 0 ? 0 : weight_of(args, batch_idx);
+  if (batch_idx >= 0 && weight == 0) return;
+  enum { kGreater, kBlocksOfGreater, kEqual, kEqualBefore, kNumCounts };
+  __shared__ int sums[kNumCounts];
+  if (threadIdx.x < kNumCounts) sums[threadIdx.x] = 0;
+  __syncthreads();
+  int counts[kNumCounts] = {};
+  for (int other = threadIdx.x; other < args.batch; other += kThreads) {
+    const int64_t other_weight = weight_of(args, other);
+    if (other_weight > weight) {
+      counts[kGreater] += 1;
+      counts[kBlocksOfGreater] += static_cast<int>(other_weight);
+    } else if (other_weight == weight) {
+      counts[kEqual] += 1;
+      counts[kEqualBefore] += other < batch_idx;
+    }
+  }
+  for (int i = 0; i < kNumCounts; ++i) {
+    const int sum = __reduce_add_sync(~0u, counts[i]);
+    if (threadIdx.x % 32 == 0) atomicAdd(&sums[i], sum);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const int greater = sums[kGreater], blocks_before = sums[kBlocksOfGreater];
+  if (batch_idx < 0) {
+    args.schedule.places()[-1] = {.first_block = blocks_before, .num_blocks = greater};
+    return;
+  }
+  const int num_blocks = static_cast<int>(weight), place = greater + sums[kEqualBefore];
+  args.schedule.places()[place] = {.first_block = blocks_before + sums[kEqualBefore] * num_blocks,
+                                   .num_blocks = num_blocks,
+                                   .first_of_run = greater,
+                                   .run_length = sums[kEqual]};
+  args.schedule.batch_indices()[place] = batch_idx;
+}
+
+__device__ inline void zero_rows(const Result& result, int begin, int end) {
+  if (result.data == nullptr) return;
+  const int vecs = (result.columns + 7) / 8;
+  const int64_t count = static_cast<int64_t>(max(0, end - begin)) * result.num_heads * vecs;
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
     const int vec = static_cast<int>(i % vecs);
-    const int head = static_cast<int>(i / vecs % args.num_heads);
-    const int64_t row = begin + i / vecs / args.num_heads;
-    store_columns(args.out + row * args.out_seq + head * args.out_head, vec * 8, args.head_dim_v,
+    const int head = static_cast<int>(i / vecs % result.num_heads);
+    const int64_t row = begin + i / vecs / result.num_heads;
+    store_columns(result.data + row * result.seq + head * result.head, vec * 8, result.columns,
                   make_uint4(0, 0, 0, 0));
-    if (vec == 0 && args.lse != nullptr) {
-      args.lse[row * args.lse_seq + head * args.lse_head] = -INFINITY;
-    }
   }
 }
 
-// CTA 0 sorts; CTA 1 + b zeros the rows between the used rows of sequence b and the next sequence;
-// the last CTA zeros the rows before the first sequence and after the last. Every row that no
-// sequence owns is in one of these ranges, whatever the table holds: between the first and the last
-// offset, some pair of neighbouring offsets encloses it. Owned rows in them are written later.
-__global__ void __launch_bounds__(kThreads) prepare(const Arguments args) {
-  if (blockIdx.x == 0) {
-    order_sequences(args);
-  } else if (static_cast<int>(blockIdx.x) <= args.batch) {
-    const int batch_idx = blockIdx.x - 1;
-    const Sequence rows = find_sequence(args.seqlens_q, batch_idx);
-    zero_unused_rows(args, rows.offset + rows.length,
-                     min(args.seqlens_q.cu_seqlens[batch_idx + 1], args.seqlens_q.total));
-  } else {
-    const int first = args.seqlens_q.cu_seqlens[0], last = args.seqlens_q.cu_seqlens[args.batch];
-    zero_unused_rows(args, 0, min(first, args.seqlens_q.total));
-    zero_unused_rows(args, max(last, 0), args.seqlens_q.total);
+__device__ inline void clear_lse(const Arguments& args, int begin, int end) {
+  if (args.lse == nullptr) return;
+  const int num_heads = args.of_tiles[0].num_heads;
+  const int64_t count = static_cast<int64_t>(max(0, end - begin)) * num_heads;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
+    args.lse[(begin + i / num_heads) * args.lse_seq + i % num_heads * args.lse_head] = -INFINITY;
   }
+}
+
+// Calls clear with the range of rows between the used rows of a sequence and the next sequence; for
+// batch_idx -1 with those before the first sequence and after the last. Every row that no sequence
+// owns is in one of these ranges, whatever the table holds: between the first and the last offset,
+// some pair of neighbouring offsets encloses it. Owned rows in them are written later.
+template <class Clear>
+__device__ __forceinline__ void clear_unused_rows(const SequenceTable& table, int batch,
+                                                  int batch_idx, const Clear& clear) {
+  if (batch_idx < 0) {
+    clear(0, min(table.cu_seqlens[0], table.total));
+    clear(max(table.cu_seqlens[batch], 0), table.total);
+  } else {
+    const Sequence rows = find_sequence(table, batch_idx);
+    clear(rows.offset + rows.length, min(table.cu_seqlens[batch_idx + 1], table.total));
+  }
+}
+
+// CTA 1 + b is for sequence b, CTA 0 for what no sequence has.
+__global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Arguments args) {
+  launch_dependents();
+  griddepcontrol_wait();
+  const int batch_idx = static_cast<int>(blockIdx.x) - 1;
+  write_place(args, batch_idx);
+  if (batch_idx < 0 && args.semaphore != nullptr && threadIdx.x == 0) *args.semaphore = 0;
+  clear_unused_rows(args.seqlens, args.batch, batch_idx, [&](int begin, int end) {
+    for (const Result& result : args.of_tiles) zero_rows(result, begin, end);
+    clear_lse(args, begin, end);
+  });
+  if (args.of_others.data == nullptr) return;
+  clear_unused_rows(args.other_seqlens, args.batch, batch_idx,
+                    [&](int begin, int end) { zero_rows(args.of_others, begin, end); });
 }
 
 }  // namespace flashattn3::varlen

@@ -115,7 +115,9 @@ struct DeviceProblem {
     clear_results();
     cu_q = device_copy(c.cu_q), cu_k = device_copy(c.cu_k);
     used_q = device_copy(c.used_q), used_k = device_copy(c.used_k);
-    varlen_schedule = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1, -1));
+    const int64_t schedule_words =
+        c.cu_q.empty() ? 0 : flashattn3::varlen_schedule_bytes(c.batch) / 4;
+    varlen_schedule = device_copy(std::vector<int>(schedule_words, -1));
     check(cudaGetLastError());
   }
   ~DeviceProblem() {

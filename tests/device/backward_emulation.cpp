@@ -17,6 +17,7 @@
 #include "backward_params.h"
 #include "launch/backward.cuh"
 #include "run_grid.h"
+#include "varlen_schedule.h"
 
 // Of the kernels, which declare it.
 namespace flashattn3::backward {
@@ -79,18 +80,18 @@ constexpr Turn kTurns[] = {{"one cluster after the other", false, 132, 1, 1},
                            {"deterministic", true, 132, 2, 3},
                            {"deterministic, 3 SMs", true, 3, 3, 4}};
 
-// What varlen/prepare.cuh does for sequences of keys.
-static void prepare_varlen(const BackwardProblem& p, int32_t* workspace, int block_n) {
-  const int batch = p.c.batch;
-  const VarlenSchedule schedule{workspace, batch};
-  int32_t* const order = schedule.batch_indices();
-  std::iota(order, order + batch, 0);
-  std::stable_sort(order, order + batch,
-                   [&](int a, int b) { return p.queries(a).length > p.queries(b).length; });
-  schedule.first_blocks()[0] = 0;
-  for (int i = 0; i < batch; ++i) {
-    schedule.first_blocks()[i + 1] =
-        schedule.first_blocks()[i] + (p.keys(order[i]).length + block_n - 1) / block_n;
+// What varlen/prepare.cuh does: the order of the sequences, and rows of no sequence.
+static void prepare_varlen(BackwardProblem& p, void* workspace, int block_n) {
+  std::vector<VarlenExtent> extents;
+  for (int b = 0; b < p.c.batch; ++b) {
+    extents.push_back({p.queries(b).length, (p.keys(b).length + block_n - 1) / block_n});
+  }
+  write_varlen_schedule(extents, workspace);
+  for (const Gradient* g : {&p.reference.dq, &p.reference.dk, &p.reference.dv}) {
+    const std::vector<uint8_t> owners = owners_of(p, *g);
+    for (size_t i = 0; i < owners.size(); ++i) {
+      if (owners[i] == kNoSequence) p.tensor(*g).host[i] = 0;
+    }
   }
 }
 
@@ -115,7 +116,7 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
                                       {p.lse.data(), p.dlse.data(), stride, stride, table(c.cu_q),
                                        table(c.cu_k), table(c.used_q), table(c.used_k)},
                                       [](Tensor& tensor) { return tensor.host.data() + kGuard; });
-  std::vector<int32_t> schedule(2 * c.batch + 1, -1);
+  std::vector<int32_t> schedule(varlen_schedule_bytes(c.batch) / 4, -1);
   params.forward.varlen_schedule = schedule.data();
   params.forward.num_sms = turn.num_sms;
   params.forward.deterministic = turn.deterministic;

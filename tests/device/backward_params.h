@@ -62,30 +62,46 @@ inline std::vector<int> configs_of(const Case& c) {
   return found;
 }
 
-// Checks that the rows of sequences are written, and nothing else except padding columns up to a
-// multiple of 8. Returns an error message, or "".
-inline std::string check_coverage(BackwardProblem& p, const Gradient& g) {
+// What a gradient's elements belong to: nothing, no sequence of a varlen batch, a sequence, or the
+// columns up to a multiple of 8 of one.
+enum Owner : uint8_t { kOutside, kNoSequence, kSequence, kPadding };
+
+inline std::vector<uint8_t> owners_of(BackwardProblem& p, const Gradient& g) {
   Tensor& tensor = p.tensor(g);
-  std::vector<bool> owned(tensor.host.size()), padding(tensor.host.size());
+  std::vector<uint8_t> owners(tensor.host.size(), kOutside);
+  const auto mark = [&](int batch_coord, int row, int columns, Owner as) {
+    for (int h = 0; h < tensor.heads; ++h) {
+      const int64_t at = tensor.row(batch_coord, row, h) - tensor.host.data();
+      std::fill_n(owners.begin() + at, columns, as);
+    }
+  };
+  if (!p.c.cu_q.empty()) {
+    for (int row = 0; row < tensor.seq; ++row) mark(0, row, tensor.dim, kNoSequence);
+  }
   for (int b = 0; b < p.c.batch; ++b) {
     const Rows rows = p.rows_of(g, b);
-    for (int s = 0; s < rows.length; ++s) {
-      for (int h = 0; h < tensor.heads; ++h) {
-        const int64_t at = tensor.row(rows.batch_coord, rows.offset + s, h) - tensor.host.data();
-        std::fill_n(padding.begin() + at, (tensor.dim + 7) / 8 * 8, true);
-        std::fill_n(owned.begin() + at, tensor.dim, true);
-      }
+    for (int row = rows.offset; row < rows.offset + rows.length; ++row) {
+      mark(rows.batch_coord, row, (tensor.dim + 7) / 8 * 8, kPadding);
+      mark(rows.batch_coord, row, tensor.dim, kSequence);
     }
   }
-  int64_t missing = 0, outside = 0;
-  for (size_t i = 0; i < owned.size(); ++i) {
-    const uint16_t found = tensor.host[i];
-    if (owned[i] && !std::isfinite(to_float(found, p.c.fp16))) ++missing;
-    if (!padding[i] && found != kNaN) ++outside;
+  return owners;
+}
+
+// Checks that the rows of sequences are written, with cu_seqlens those between them cleared, and
+// nothing else written except padding. Returns an error message, or "".
+inline std::string check_coverage(BackwardProblem& p, const Gradient& g) {
+  const std::vector<uint8_t> owners = owners_of(p, g);
+  int64_t missing = 0, dirty = 0, outside = 0;
+  for (size_t i = 0; i < owners.size(); ++i) {
+    const uint16_t found = p.tensor(g).host[i];
+    if (owners[i] == kSequence && !std::isfinite(to_float(found, p.c.fp16))) ++missing;
+    if (owners[i] == kNoSequence && found != 0) ++dirty;
+    if (owners[i] == kOutside && found != kNaN) ++outside;
   }
-  if (missing == 0 && outside == 0) return "";
+  if (missing == 0 && dirty == 0 && outside == 0) return "";
   return std::string(g.name) + ": " + std::to_string(missing) + " elements not finite, " +
-         std::to_string(outside) + " written outside";
+         std::to_string(dirty) + " not cleared, " + std::to_string(outside) + " written outside";
 }
 
 // Describes how two results differ; "" if they do not.

@@ -46,7 +46,8 @@ static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* co
     params.num_sms = turn == 2 ? 3 : num_sms;
     params.pdl = turn == 0;
     params.counters = turn == 0 ? reinterpret_cast<uint32_t*>(counter) : nullptr;
-    params.workspace = const_cast<int*>(memory(std::vector<int>(2 * c.batch + 1, -1)));
+    params.workspace = const_cast<int*>(
+        memory(std::vector<int>(flashattn3::varlen_schedule_bytes(c.batch) / 4, -1)));
     check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
     problem.out.upload();

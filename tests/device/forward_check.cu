@@ -54,7 +54,9 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   params.varlen = !c.cu_q.empty();
   params.positions_q = {device_copy(c.cu_q), device_copy(c.used_q)};
   params.positions_k = {device_copy(c.cu_k), device_copy(c.used_k)};
-  params.varlen_schedule = device_copy(std::vector<int>(c.cu_q.empty() ? 0 : 2 * c.batch + 1));
+  const int64_t schedule_words =
+      c.cu_q.empty() ? 0 : flashattn3::varlen_schedule_bytes(c.batch) / 4;
+  params.varlen_schedule = device_copy(std::vector<int>(schedule_words, -1));
   params.softmax_scale = c.scale, params.softcap = c.softcap;
   params.window_left = c.left, params.window_right = c.right;
   params.num_sms = num_sms;

@@ -14,6 +14,7 @@
 #include "forward_configs.h"
 #include "launch/forward_cached.cuh"
 #include "run_grid.h"
+#include "varlen_schedule.h"
 
 namespace flashattn3::forward {
 alignas(
@@ -68,24 +69,19 @@ struct Turn {
 // What varlen/prepare.cuh does: the order of the sequences, and rows of no sequence.
 static void prepare_varlen(DecodeProblem& problem, const DecodeParams& params,
                            const TileShape& shape) {
-  const VarlenSchedule schedule{static_cast<int32_t*>(params.workspace), params.batch};
-  std::vector<int> keys(params.batch);
-  for (int b = 0; b < params.batch; ++b) keys[b] = problem.sequence(b).num_keys;
-  int32_t* const order = schedule.batch_indices();
-  std::iota(order, order + params.batch, 0);
-  std::stable_sort(order, order + params.batch, [&](int a, int b) { return keys[a] > keys[b]; });
-  schedule.first_blocks()[0] = 0;
-  for (int i = 0; i < params.batch; ++i) {
-    const int rows = problem.sequence(order[i]).num_queries;
-    schedule.first_blocks()[i + 1] =
-        schedule.first_blocks()[i] + static_cast<int>(shape.num_blocks(rows));
+  std::vector<VarlenExtent> extents;
+  for (int b = 0; b < params.batch; ++b) {
+    const auto sequence = problem.sequence(b);
+    extents.push_back(
+        {sequence.num_keys, static_cast<int>(shape.num_blocks(sequence.num_queries))});
   }
+  write_varlen_schedule(extents, params.workspace);
 }
 
 // Runs the CTAs of one launch one after the other. Returns an error message, or "".
 static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
-  std::vector<int32_t> schedule(2 * params.batch + 1, -1);
+  std::vector<int32_t> schedule(varlen_schedule_bytes(params.batch) / 4, -1);
   uint32_t counters[2] = {};
   params.num_sms = turn.num_sms, params.workspace = schedule.data();
   params.counters = turn.counted ? counters : nullptr;
