@@ -162,7 +162,11 @@ def forward_operator(*arguments) -> tuple[Tensor, Tensor]:
 
 
 def _forward_fake(*arguments):
-    tensors, options = tensors_among(arguments), Options(*options_among(arguments))
+    return fake_forward_of(tensors_among(arguments), Options(*options_among(arguments)))
+
+
+def fake_forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """out and lse of tensors without data, after the checks."""
     check(tensors, options)
     q, _, v = in_rows(options.function, tensors)
     heads_and_rows = (
@@ -179,5 +183,12 @@ for _name in FORWARDS:
 
 
 @torch.library.register_fake("flashattn3::backward")
-def _backward_fake(dout, dlse, out, lse, q, k, v, *arguments):
+def _backward_fake(dout, dlse, out, lse, *arguments):
+    tensors, options = arguments[: inputs.NUM_TENSORS], arguments[inputs.NUM_TENSORS :]
+    return fake_backward_of(dout, dlse, out, lse, Tensors(*tensors), Options(*options))
+
+
+def fake_backward_of(dout, dlse, out, lse, tensors: Tensors, options: Options):
+    """dq, dk and dv of tensors without data."""
+    q, k, v = tensors[:3]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -64,9 +64,9 @@ class Waits:
         return patch
 
 
-def without_reading(q, k, v, *lengths, return_lse=False, **options):
-    out = torch.zeros_like(q)
-    return (out, out[..., 0].T.float()) if return_lse else out
+def without_reading(q, k, v, *edges, return_lse=False, **options):
+    out = torch.zeros_like(q.transpose(1, 2))
+    return (out, out[..., 0].mT.float()) if return_lse else out
 
 
 @pytest.fixture
@@ -83,9 +83,8 @@ def waits(monkeypatch):
 
         return count
 
-    monkeypatch.setattr(  # the reference backend reads cu_seqlens
-        fa3, "flash_attn_varlen_func", without_reading
-    )
+    # The reference backend reads cu_seqlens.
+    monkeypatch.setattr(fa3, "flash_attn_bhsd_func", without_reading)
     name = "counted"
     transformers.AttentionMaskInterface.register(name, counted(fa3.mask))
     transformers.AttentionInterface.register(name, counted(fa3.attention))

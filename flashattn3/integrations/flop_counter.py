@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import ops  # noqa: F401  (defines the operators)
+from .. import bhsd  # noqa: F401  (defines the operators)
 
 
 def register_flop_formulas() -> None:
@@ -19,7 +19,12 @@ def register_flop_formulas() -> None:
     """
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    formulas = {"forward": _forward_flop, "backward": _backward_flop}
+    formulas = {
+        "forward": _forward_flop,
+        "backward": _backward_flop,
+        "forward_bhsd": _forward_bhsd_flop,
+        "backward_bhsd": _backward_bhsd_flop,
+    }
     for name, formula in formulas.items():
         operator = getattr(torch.ops.flashattn3, name)
         if operator not in flop_registry:
@@ -44,8 +49,8 @@ def _scores(given: dict) -> int:
     if edges_q is None:
         return q.shape[0] * heads * q.shape[1] * k.shape[1]
     if edges_q.is_meta or isinstance(edges_q, FakeTensor):
-        longest_q = given.get("max_seqlen_q") or q.shape[0]
-        longest_k = given.get("max_seqlen_k") or k.shape[0]
+        longest_q = given.get("max_seqlen_q") or q.shape[-3]
+        longest_k = given.get("max_seqlen_k") or k.shape[-3]
         return (edges_q.shape[0] - 1) * heads * longest_q * longest_k
     lengths = edges_q.diff().long() * edges_k.diff().long()
     return heads * int(lengths.sum())
@@ -60,4 +65,19 @@ def _forward_flop(*arguments, out_val=None, **named) -> int:
 def _backward_flop(*arguments, out_val=None, **named) -> int:
     """Five GEMMs: Q Kᵀ, dQ and dK over head_dim; dP and dV over head_dim_v."""
     given = _given(torch.ops.flashattn3.backward.default, arguments, named)
+    return 2 * _scores(given) * (3 * given["q"].shape[-1] + 2 * given["out"].shape[-1])
+
+
+def _tokens_first(operator: torch._ops.OpOverload, arguments: tuple, named: dict) -> dict:
+    given = _given(operator, arguments, named)
+    return given | {name: given[name].transpose(1, 2) for name in ("q", "k")}
+
+
+def _forward_bhsd_flop(*arguments, out_val=None, **named) -> int:
+    given = _tokens_first(torch.ops.flashattn3.forward_bhsd.default, arguments, named)
+    return 2 * _scores(given) * (given["q"].shape[-1] + out_val[0].shape[-1])
+
+
+def _backward_bhsd_flop(*arguments, out_val=None, **named) -> int:
+    given = _tokens_first(torch.ops.flashattn3.backward_bhsd.default, arguments, named)
     return 2 * _scores(given) * (3 * given["q"].shape[-1] + 2 * given["out"].shape[-1])

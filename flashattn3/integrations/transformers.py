@@ -20,12 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..api import flash_attn_varlen_func
-from ..autograd import attend
+from ..bhsd import attend_bhsd, call_operator
 from ..call.dtypes import SIXTEEN_BIT
-from ..call.inputs import Tensors
 from ..call.public import public, reader
-from ..call.spec import Options
 from ..errors import UnsupportedError, shown, value_error
 from ..kvcache.api import flash_attn_with_kvcache
 from ..kvcache.ops import is_watched
@@ -123,17 +120,12 @@ def attention(
         "softcap": softcap or 0.0,
         "return_lse": s_aux is not None,
     }
-    packed = segments.cu_seqlens_q is not None
-    if packed:
-        edges = segments.cu_seqlens_q, segments.cu_seqlens_k
-        rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        result = flash_attn_varlen_func(*rows, *edges, *lengths, **options)
-    else:
-        result = flash_attn_bhsd_func(query, key, value, **options)
+    edges = segments.cu_seqlens_q, segments.cu_seqlens_k
+    traced = torch.compiler.is_compiling() and type(query) is Tensor
+    run = call_operator if traced else flash_attn_bhsd_func
+    result = run(query, key, value, *edges, **options)
     if s_aux is not None:
         result = _with_sinks(*result, s_aux)
-    if packed:
-        result = result.unflatten(0, (query.shape[0], lengths[0]))
     return result, None
 
 
@@ -183,15 +175,13 @@ def _fits_a_cached_call(query: Tensor, key: Tensor, value: Tensor, end: Tensor |
     return fits and key.stride(3) == value.stride(3) == 1
 
 
-def _bhsd(options: Options, q, k, v):
-    return attend(Tensors(q, k, v), options, bhsd=True)
-
-
-@public(_bhsd)
+@public(attend_bhsd)
 def flash_attn_bhsd_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Sequence[int] = (-1, -1),
@@ -204,6 +194,8 @@ def flash_attn_bhsd_func(
         q: (batch, num_heads_q, seqlen_q, head_dim), any strides.
         k, v: (batch, num_heads_kv, seqlen_k, head_dim) and (batch, num_heads_kv, seqlen_k,
             head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), as in ``flash_attn_varlen_func``: of
+            sequences packed into the flattened batch, none longer than seqlen_q and seqlen_k.
         All other arguments are those of ``flash_attn_func``.
 
     Returns: as ``flash_attn_func``: out (batch, seqlen_q, num_heads_q, head_dim_v), and lse.

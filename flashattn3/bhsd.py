@@ -1,0 +1,220 @@
+"""Attention of q, k and v whose heads come before their tokens, as models have them.
+
+A compiled graph calls the operators ``flashattn3::forward_bhsd`` and ``flashattn3::backward_bhsd``:
+they take and return the tensors that the graph has, so that inductor writes each where the kernels
+read it. With operators of rows it would copy the views of q and k that it saves for the backward.
+They have no argument that this call does not have, because torch spends 0.1 us on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .autograd import attend
+from .call.inputs import Tensors
+from .call.spec import Options
+from .dispatch.selection import ANY, named_backend
+from .errors import value_error
+from .modes import has_autocast, is_plain, needs_gradient
+from .operator_rules import under_autocast
+from .ops import backward_of, fake_backward_of, fake_forward_of, forward_of
+
+FUNCTION = "flash_attn_bhsd_func"
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap"
+)
+torch.library.define("flashattn3::forward_bhsd", f"({_SCHEMA}) -> (Tensor out, Tensor lse)")
+torch.library.define(
+    "flashattn3::backward_bhsd",
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv)",
+)
+NUM_TENSORS = 5  # among the operator's arguments, before the options
+
+
+def attend_bhsd(
+    options: Options, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute out (batch, seqlen_q, heads, head_dim_v), or out and lse (batch, heads, seqlen_q).
+
+    cu_seqlens_q, cu_seqlens_k: int32, of sequences in the rows of the batch, one after the other.
+    """
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        wanted = "a tensor: cu_seqlens_q and cu_seqlens_k belong together"
+        raise value_error(options.function, missing, wanted, None)
+    if torch.compiler.is_compiling() and type(q) is type(k) is type(v) is Tensor:
+        window = options.window_left, options.window_right
+        values = options.softmax_scale, options.causal, window, options.softcap
+        return call_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, *values, options.return_lse)
+    if cu_seqlens_q is None:
+        return attend(Tensors(q, k, v), options, bhsd=True)
+    options = options._replace(max_seqlen_q=q.shape[2], max_seqlen_k=k.shape[2])
+    result = attend(_in_rows(q, k, v, cu_seqlens_q, cu_seqlens_k), options)
+    if not options.return_lse:
+        return _of_batch(result, q)
+    return _of_batch(result[0], q), _lse_of_batch(result[1], q)
+
+
+def call_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same in code that is being compiled, where it is faster to call from compiled code too:
+    whatever Python reads while it is traced, the compiled function checks in each call."""
+    if has_autocast():
+        q, k, v = under_autocast(Tensors(q, k, v))[:3]
+    out, lse = torch.ops.flashattn3.forward_bhsd.default(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, *window_size, softcap
+    )
+    return (out, lse) if return_lse else out
+
+
+def _in_rows(q: Tensor, k: Tensor, v: Tensor, edges_q: Tensor | None, edges_k: Tensor | None):
+    """The tensors of a call with tokens before heads, varlen if there are cu_seqlens."""
+    if edges_q is None:
+        return Tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return Tensors(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), edges_q, edges_k)
+
+
+def _of_batch(rows: Tensor, like: Tensor) -> Tensor:
+    """(batch, seqlen, heads, ·) of rows. like: (batch, heads, seqlen, ·)."""
+    batch, heads, seqlen, _ = like.shape
+    return rows.view(batch, seqlen, heads, rows.shape[2])
+
+
+def _lse_of_batch(lse: Tensor, q: Tensor) -> Tensor:
+    """(batch, heads, seqlen) of (heads, rows)."""
+    batch, heads, seqlen, _ = q.shape
+    return lse.view(heads, batch, seqlen).transpose(0, 1)
+
+
+def _options(
+    named: str | None, longest_q, longest_k, scale, causal, left, right, softcap
+) -> Options:
+    """The options of a running operator. named: the backend in force."""
+    return Options(
+        longest_q,
+        longest_k,
+        softmax_scale=scale,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        backend=named or ANY,
+        function=FUNCTION,
+    )
+
+
+_known_options = lru_cache(maxsize=4096)(_options)  # symbolic sizes have no hash
+
+
+def _call_of(arguments: tuple, options: Callable) -> tuple[Tensors, Options]:
+    """The call of an operator's arguments, in rows."""
+    q, k, v, edges_q, edges_k, *values = arguments
+    lengths = (None, None) if edges_q is None else (q.shape[2], k.shape[2])
+    return _in_rows(q, k, v, edges_q, edges_k), options(named_backend.get(), *lengths, *values)
+
+
+def _forward(forward_of: Callable, options: Callable, *arguments) -> tuple[Tensor, Tensor]:
+    """forward_of: computes the call in rows."""
+    out, lse = forward_of(*_call_of(arguments, options))
+    q, varlen = arguments[0], arguments[3] is not None
+    return (_of_batch(out, q), _lse_of_batch(lse, q)) if varlen else (out, lse)
+
+
+def _backward(
+    backward_of: Callable,
+    options: Callable,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *arguments,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """backward_of: computes the gradient of the call in rows."""
+    sides, varlen = arguments[:3], arguments[3] is not None
+    if varlen:
+        dout, out = dout.flatten(0, 1), out.flatten(0, 1)
+        dlse, lse = (None if x is None else x.transpose(0, 1).flatten(1) for x in (dlse, lse))
+    gradients = backward_of(dout, dlse, out, lse, *_call_of(arguments, options))
+    if varlen:
+        gradients = map(_of_batch, gradients, sides)
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+    return dq, dk, dv
+
+
+def _run_forward(*arguments):
+    return _forward(forward_of, _known_options, *arguments)
+
+
+def _run_backward(*arguments):
+    return _backward(backward_of, _known_options, *arguments)
+
+
+@torch.library.register_fake("flashattn3::forward_bhsd")
+def _forward_fake(*arguments):
+    return _forward(fake_forward_of, _options, *arguments)
+
+
+@torch.library.register_fake("flashattn3::backward_bhsd")
+def _backward_fake(*arguments):
+    return _backward(fake_backward_of, _options, *arguments)
+
+
+torch.library.impl("flashattn3::forward_bhsd", "CompositeExplicitAutograd", _run_forward)
+torch.library.impl("flashattn3::backward_bhsd", "CompositeExplicitAutograd", _run_backward)
+
+
+class _BhsdAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        results = torch.ops.flashattn3.forward_bhsd.default(*arguments)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*results, *arguments[:NUM_TENSORS])
+        ctx.values = arguments[NUM_TENSORS:]
+        return results
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        nothing = (None,) * (NUM_TENSORS - 3 + len(ctx.values))
+        if dout is None and dlse is None:
+            return (None, None, None, *nothing)
+        out, lse, *tensors = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        arguments = dout, dlse, out, lse, *tensors, *ctx.values
+        return (*torch.ops.flashattn3.backward_bhsd.default(*arguments), *nothing)
+
+
+# What a compiled graph calls: it needs no gradient there, so they compute at once (autograd.py).
+@torch.library.impl("flashattn3::forward_bhsd", "Autograd")
+def _forward_for_autograd(*arguments):
+    q = arguments[0]
+    if needs_gradient(arguments[:3]):
+        return _BhsdAttention.apply(*arguments)
+    if type(q) is Tensor and not q.is_meta and is_plain():
+        return _run_forward(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.flashattn3.forward_bhsd.default(*arguments)
+
+
+@torch.library.impl("flashattn3::backward_bhsd", "Autograd")
+def _backward_for_autograd(*arguments):
+    dout = arguments[0]
+    if type(dout) is Tensor and not dout.is_meta and is_plain():
+        return _run_backward(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.flashattn3.backward_bhsd.default(*arguments)
