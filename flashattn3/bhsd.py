@@ -17,11 +17,13 @@ from torch import Tensor
 from .autograd import attend
 from .call.inputs import Tensors
 from .call.spec import Options
+from .call.value_checks import is_checked
+from .dispatch.planned import PlannedCalls
 from .dispatch.selection import ANY, named_backend
 from .errors import value_error
 from .modes import has_autocast, is_plain, needs_gradient
 from .operator_rules import under_autocast
-from .ops import backward_of, fake_backward_of, fake_forward_of, forward_of
+from .ops import backward_of, fake_backward_of, fake_forward_of, forward_of, launch_of
 
 FUNCTION = "flash_attn_bhsd_func"
 _SCHEMA = (
@@ -157,12 +159,40 @@ def _backward(
     return dq, dk, dv
 
 
+@lru_cache(maxsize=4096)
+def _planned_calls(named: str | None, *values) -> PlannedCalls:
+    """Those of calls with these options. named: the backend in force."""
+    return PlannedCalls()
+
+
+def _plan(calls: PlannedCalls, arguments: tuple) -> None:
+    """Let the backend's operators find the launches of further calls like this one."""
+    tensors, options = _call_of(arguments, _known_options)
+    planned = None if is_checked(tensors.q.device) else launch_of(tensors, options).planned_bhsd
+    if planned is not None:
+        calls.add(planned)
+
+
 def _run_forward(*arguments):
-    return _forward(forward_of, _known_options, *arguments)
+    calls = _planned_calls(named_backend.get(), *arguments[NUM_TENSORS:])
+    if calls.found is not None:
+        operators, launches = calls.found
+        results = operators.forward(launches, *arguments[:NUM_TENSORS])
+        if results[0] is not None:
+            return results
+    results = _forward(forward_of, _known_options, *arguments)
+    _plan(calls, arguments)
+    return results
 
 
-def _run_backward(*arguments):
-    return _backward(backward_of, _known_options, *arguments)
+def _run_backward(dout, dlse, out, lse, *arguments):
+    calls = _planned_calls(named_backend.get(), *arguments[NUM_TENSORS:])
+    if dlse is None and calls.found is not None:
+        operators, launches = calls.found
+        results = operators.backward(launches, dout, out, lse, *arguments[:NUM_TENSORS])
+        if results[0] is not None:
+            return results
+    return _backward(backward_of, _known_options, dout, dlse, out, lse, *arguments)
 
 
 @torch.library.register_fake("flashattn3::forward_bhsd")

@@ -49,7 +49,7 @@ def check_short_sequences_beside_long_ones(host):
     assert (begin, forked, end, joined) == (["record", 0], ["wait", 1], ["record", 1], ["wait", 0])
     # Ten shares of the work for each of eight KV heads, on five eighths of the SMs.
     alone = 116 * 1024  # bytes of shared memory with which no two CTAs share an SM
-    assert decode == ["launch", 80, 256, alone] and prepare == ["launch"]
+    assert decode == ["launch", 80, 256, alone] and prepare == ["launch", 5, 256, 0]
     # At most 13 work tiles of a KV head: 303 tokens of 4 sequences have up to 8 slices of a head.
     assert forward[:3] == ["launch", 104, 512]
     forward[1] = 100

@@ -25,6 +25,7 @@ from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
 from flashattn3 import (
+    bhsd,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -150,14 +151,14 @@ def check_bhsd(host):
 
     for dense in (False, True):  # in the memory of q, k and v, heads or tokens come first
         results = []
-        for bhsd in (False, True):
+        for is_bhsd in (False, True):
             leaves = [x.detach() for x in inputs(136 + 8 * dense, 152 + 8 * dense, dv=32)]
             if dense:
                 leaves = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves]
             dout = torch.randn(2, 136 + 8 * dense, 4, 32).bfloat16()
-            leaves = [x.transpose(1, 2) if bhsd else x for x in leaves]
+            leaves = [x.transpose(1, 2) if is_bhsd else x for x in leaves]
             leaves = [x.requires_grad_() for x in leaves]
-            function = flash_attn_bhsd_func if bhsd else flash_attn_func
+            function = flash_attn_bhsd_func if is_bhsd else flash_attn_func
             results.append((*passed(partial(function, causal=True), leaves, dout), leaves))
         (wanted, _, _), (found, kept, leaves) = results
         assert found == wanted and sum(event[0] == "launch" for event in found) == 5
@@ -174,6 +175,69 @@ def check_bhsd(host):
     assert type(out.grad_fn).__name__ == NODE and out.dtype == torch.bfloat16
     with torch.no_grad():
         assert flash_attn_bhsd_func(q, k, v).grad_fn is None
+
+
+def check_operators_of_compiled_graphs(host):
+    """A call like an earlier one passes the same to the driver and returns the same kind of
+    tensors, without a key or a plan; one that is not, or that needs a copy, has its own plan."""
+    operators = torch.ops.flashattn3
+    uses = {"plans": lambda: ops._plan.cache_info()[:2], "values": lambda: 0.3}
+    edges = torch.tensor([0, 3, 44, 88, 88], dtype=torch.int32)
+
+    def given(batch=2, seqlen=44, heads=(4, 2), dims=(64, 32), dtype=torch.bfloat16, tokens=True):
+        shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
+        if tokens:  # come before heads in memory
+            made = [torch.zeros(batch, seqlen, n, d, dtype=dtype) for n, d in shapes]
+            return [x.transpose(1, 2) for x in made]
+        return [torch.zeros(batch, n, seqlen, d, dtype=dtype) for n, d in shapes]
+
+    def layout(x):
+        return x.shape, x.stride(), x.dtype
+
+    def both(tensors, packed, dlse=False):
+        arguments = *tensors, *((edges, edges) if packed else (None, None))
+        arguments += uses["values"](), True, -1, 0, 0.0
+        out, lse = operators.forward_bhsd.default(*arguments)
+        dout, dlse = torch.zeros_like(out), torch.zeros_like(lse) if dlse else None
+        return out, lse, *operators.backward_bhsd.default(dout, dlse, out, lse, *arguments)
+
+    def passes(tensors, packed, **options):
+        """Events of both passes, kinds of the results, and whether Python looked for a plan."""
+        kept, before = [], uses["plans"]()
+        events = events_of(host, lambda: kept.extend(both(tensors, packed, **options)))
+        return events, [layout(x) for x in kept], uses["plans"]() != before
+
+    bhsd.is_checked, checked = lambda device: False, bhsd.is_checked
+    try:
+        for packed in (False, True):
+            for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dims": (96, 96)}):
+                tensors = given(**other)
+                known = {x.data_ptr() for x in (*tensors, edges)}
+                first, kinds, planned = passes(tensors, packed)
+                assert planned
+                for _ in range(2):
+                    events, found, planned = passes(tensors, packed)
+                    assert found == kinds and not planned
+                    without = [x for x in events if x[0] not in ("descriptor", "strides")]
+                    wanted = [x for x in first if x[0] not in ("descriptor", "strides")]
+                    expect_same_events(without, wanted, known)
+            assert passes(given(tokens=False), packed)[2] == packed  # rows are a copy if packed
+            assert not passes(given(), packed)[2]
+            assert passes(given(), packed, dlse=True)[2]
+            for other in ({"batch": 1}, {"seqlen": 43}, {"heads": (8, 2)}, {"dims": (64, 64)}):
+                if not packed:
+                    assert passes(given(**other), packed)[2]
+            unaligned = [torch.zeros(2, 4, 44, 65).bfloat16()[..., 1:] for _ in range(3)]
+            assert all(passes(unaligned, packed)[2] for _ in range(2))
+        operator = operators.forward_bhsd.default
+        values = 0.3, True, -1, 0, 0.0
+        tensors = given()
+        with pytest.raises(ValueError, match=r"cu_seqlens_q.dtype must be torch.int32"):
+            operator(*tensors, edges.long(), edges, *values)
+        with pytest.raises(ValueError, match=r"k.dtype must be torch.bfloat16"):
+            operator(tensors[0], tensors[1].half(), tensors[2], None, None, *values)
+    finally:
+        bhsd.is_checked = checked
 
 
 def check_gradients_that_tma_cannot_read(host):
@@ -337,12 +401,19 @@ def times_of_calls() -> dict[str, float]:
         views = [x.transpose(1, 2) for x in turned]
         torch.autograd.grad(flash_attn_func(*views), turned, dout)
 
+    def both_of_a_graph(edges=None):
+        given = *(x.detach() for x in turned), edges, edges, None, True, -1, 0, 0.0
+        out, lse = torch.ops.flashattn3.forward_bhsd.default(*given)
+        torch.ops.flashattn3.backward_bhsd.default(dout, None, out, lse, *given)
+
     calls = {
         "forward": lambda: flash_attn_func(*plain),
         "forward with gradients": lambda: flash_attn_func(q, k, v),
         "forward and backward": both,
         "forward and backward, heads first": both_of_bhsd,
         "forward and backward, transposed": both_of_transposes,
+        "operators of a compiled graph": both_of_a_graph,
+        "operators of a compiled graph, packed": partial(both_of_a_graph, edges * 64),
         "cached call": partial(cached, *plain[1:]),
         "cached call, paged": partial(cached, *pages, page_table=table),
         "cached call with new keys": partial(cached, *plain[1:], **new),
@@ -358,6 +429,7 @@ def print_times() -> None:
     """Times of calls with this autograd node and with the one in Python."""
     torch.set_num_threads(1)
     use_cached_calls()
+    bhsd.is_checked = ops.is_checked = lambda device: False
     with_node = times_of_calls()
     HopperLaunch.differentiable = None
     ops._plan.cache_clear()

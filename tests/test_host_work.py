@@ -24,10 +24,11 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.inputs import Tensors
+from flashattn3.dispatch.planned import Planned
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention
 from flashattn3.kvcache import ops as kvcache
-from flashattn3.kvcache.planned import Operators, Planned
+from flashattn3.kvcache.planned import Operators
 from flashattn3.quantization import dispatch
 
 PACKAGE = flashattn3.__path__[0]

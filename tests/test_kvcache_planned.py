@@ -19,8 +19,9 @@ from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.dispatch.planned import MOST, Planned, PlannedCalls
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.planned import MOST, Operators, Planned, PlannedCalls, planned_calls
+from flashattn3.kvcache.planned import Operators, planned_calls
 from flashattn3.kvcache.problem import DECODE, DecodeTensors
 
 

@@ -171,6 +171,17 @@ const PreparedLaunches& prepared_launches(const char* function, const Tensor& te
   return *launches;
 }
 
+std::span<const PlannedPasses> planned_passes(const char* function, const Tensor& tensor) {
+  const auto launches = records_in<PlannedPasses>(tensor);
+  bool fits = !launches.empty();
+  for (const PlannedPasses& planned : launches) {
+    fits =
+        fits && planned.forward.pass == Pass::kForward && planned.backward.pass == Pass::kBackward;
+  }
+  expect(fits, function, "launches", "planned launches", "another tensor");
+  return launches;
+}
+
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor) {
   return found<PreparedDecode>(function, Pass::kDecode, "a result of prepare_decode", tensor);
 }

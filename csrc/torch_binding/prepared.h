@@ -33,6 +33,12 @@ struct PreparedLaunches {
   PreparedLaunch forward, backward;
   int64_t bhsd;  // 1: q, k and v are (batch, heads, tokens, head_dim), out is not; else 0
 };
+// The same for calls on the GPU of this index, further ones behind it: PlannedPasses of several
+// problems.
+struct PlannedPasses {
+  PreparedLaunch forward, backward;
+  int64_t device;
+};
 using PreparedDecode = Prepared<CachedProblem>;
 // A prepared launch and the calls that it is planned for: those with seqlen_q queries of each
 // sequence, or of the longest of a varlen batch, on the GPU of this index. Joined as above, further
@@ -46,6 +52,7 @@ struct PlannedDecode {
 // as the pass says) did not return.
 const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor);
 const PreparedLaunches& prepared_launches(const char* function, const Tensor& tensor);
+std::span<const PlannedPasses> planned_passes(const char* function, const Tensor& tensor);
 // The same of prepare_decode.
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor);
 std::span<const PlannedDecode> planned_decodes(const char* function, const Tensor& tensor);

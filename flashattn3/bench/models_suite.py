@@ -69,11 +69,16 @@ class ModelCase:
 
 _1B = (16, 2048, 32, 8, 8192, 128256)
 CASES = (
-    ModelCase("12x768", "train", 8, 1024, 12, 768, 12, 12, 2048),
-    ModelCase("6x384", "train", 4, 256, 6, 384, 6, 6, 1024),
-    ModelCase("16x2048", "train", 1, 8192, 16, 2048, 16, 16, 5504),
+    *(
+        ModelCase(name, work, *sizes)
+        for work in ("train", *COMPILED)
+        for name, *sizes in (
+            ("12x768", 8, 1024, 12, 768, 12, 12, 2048),
+            ("6x384", 4, 256, 6, 384, 6, 6, 1024),
+            ("16x2048", 1, 8192, 16, 2048, 16, 16, 5504),
+        )
+    ),
     ModelCase("llama-1b", "train", 4, 4096, *_1B),
-    *(ModelCase("12x768", work, 8, 1024, 12, 768, 12, 12, 2048) for work in COMPILED),
     ModelCase("llama-1b", "prefill", 1, 8192, *_1B),
     ModelCase("llama-1b", "decode", 1, 4096, *_1B),
     ModelCase("12x768", "padding", 8, 1024, 12, 768, 12, 12, 2048),

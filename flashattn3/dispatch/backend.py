@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..call.inputs import Tensors
     from ..call.problem import Problem
     from .device import DeviceInfo
+    from .planned import Planned
 
 # Of the backends, in the order in which automatic dispatch tries them.
 NAMES = ("hopper", "triton", "reference")
@@ -24,6 +25,18 @@ class Differentiable(NamedTuple):
 
     bshd: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     bhsd: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class BhsdOperators(NamedTuple):
+    """Functions that find the launches of a call whose tensors have heads before tokens, run it and
+    return its results, None in place of each if no launches are planned for such a call.
+
+    forward: of (launches, q, k, v, cu_seqlens_q, cu_seqlens_k): out and lse.
+    backward: of (launches, dout, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k): dq, dk and dv.
+    """
+
+    forward: Callable[..., tuple[Tensor | None, Tensor | None]]
+    backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 
 class Launch(Protocol):
@@ -46,6 +59,10 @@ class Launch(Protocol):
     @property
     def differentiable(self) -> Differentiable | None:
         """``forward`` with an autograd node of its own behind out; None: autograd.py makes one."""
+
+    @property
+    def planned_bhsd(self) -> Planned | None:
+        """Both passes of such calls as ``BhsdOperators`` find them; None where they cannot."""
 
 
 class Backend(Protocol):

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..dispatch.planned import PlannedCalls
 from .problem import DecodeOptions, lse_shape, one_q_position
-
-MOST = 16  # launches of calls with the same options; the operator tries one after the other
 
 
 class Operators(NamedTuple):
@@ -55,35 +52,6 @@ class NewTokens(NamedTuple):
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     rotary_interleaved: bool
-
-
-class Planned(NamedTuple):
-    """A launch as the backend's operators know it.
-
-    words: the launch and what of a call its plan depends on; with those of others joined, launches.
-    """
-
-    operators: Operators
-    words: Tensor
-
-
-class PlannedCalls:
-    """The launches of calls with the same options, the newest first. A call whose launch is not
-    among them, or no longer, is checked in Python each time.
-
-    found: the operators and their launches; None before the first.
-    """
-
-    def __init__(self) -> None:
-        self.found: tuple[Operators, Tensor] | None = None
-        self._words: list[Tensor] = []
-        self._lock = Lock()
-
-    def add(self, planned: Planned) -> None:
-        with self._lock, _disable_current_modes():  # the tensors outlive the call
-            others = [x for x in self._words if not torch.equal(x, planned.words)]
-            self._words = [planned.words, *others][:MOST]
-            self.found = planned.operators, torch.cat(self._words)
 
 
 @lru_cache(maxsize=4096)

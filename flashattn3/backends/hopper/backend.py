@@ -42,6 +42,7 @@ from .library import Library, library_for_gpu, mended_by
 
 if TYPE_CHECKING:
     from ...dispatch.backend import Differentiable
+    from ...dispatch.planned import Planned
     from ...kvcache.problem import DecodeProblem
 
 CAPABILITY = 90
@@ -123,6 +124,10 @@ class HopperLaunch:
     @cached_property
     def differentiable(self) -> Differentiable | None:
         return hopper_launch.prepare_differentiable(self, self.library)
+
+    @cached_property
+    def planned_bhsd(self) -> Planned | None:
+        return hopper_launch.planned_bhsd(self, self.library)
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

@@ -21,7 +21,8 @@ from ...dispatch.kernel_configs import (
     select_cached_forward_config,
     select_decode_config,
 )
-from ...kvcache.planned import Operators, Planned
+from ...dispatch.planned import Planned
+from ...kvcache.planned import Operators
 from ...kvcache.problem import DecodeTensors
 from .launch_record import decode_record_of
 

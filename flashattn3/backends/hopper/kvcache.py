@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...dispatch.device import DeviceInfo
 from ...dispatch.kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
-from ...kvcache.planned import Planned
+from ...dispatch.planned import Planned
 from ..triton.kvcache import BACKEND as TRITON
 from . import append_launch, decode_launch
 from .backend import BACKEND as FORWARD

@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...call.dtypes import EIGHT_BIT
 from ...call.inputs import ALIGNMENT_BYTES, Tensors, as_scaled
 from ...call.problem import Problem
-from ...dispatch.backend import Differentiable
+from ...dispatch.backend import BhsdOperators, Differentiable
 from ...dispatch.kernel_configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
     BackwardConfig,
     ForwardConfig,
 )
+from ...dispatch.planned import Planned
 from ..conversions import with_dense_rows
 from .launch_record import record_of
 
@@ -110,22 +111,41 @@ def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors],
 def prepare_differentiable(launch: HopperLaunch, library: Library) -> Differentiable | None:
     """Build the functions whose autograd node runs in C++. None where a pass needs a copy first,
     another backend or more tensors than q, k and v."""
-    problem, config = launch.problem, launch.config
-    aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
-    copied = problem.copied or config.copied
-    if config.launch is None or config.gradient_config is None:
-        return None
-    if problem.varlen or problem.dtype in EIGHT_BIT or copied or not aligned:
-        return None
-    operator = library.autograd_node()
+    handles = None if launch.problem.varlen else _handles_of_both_passes(launch, library)
+    operator = None if handles is None else library.autograd_node()
     if operator is None:
         return None
-    backward = backward_launch(problem, launch.device, config.gradient_config, library)
-    handles = config.launch.handle, backward.handle
     flags = torch.tensor([[0], [1]], device="cpu")
     return Differentiable(
         *(partial(operator, attn_mask=torch.cat((*handles, bhsd))) for bhsd in flags)
     )
+
+
+def planned_bhsd(launch: HopperLaunch, library: Library) -> Planned | None:
+    """Both passes of a call whose tensors have heads before tokens. None as above, and where the
+    sequences have a used length."""
+    problem = launch.problem
+    shortened = problem.q.has_seqused or problem.k.has_seqused
+    handles = None if shortened else _handles_of_both_passes(launch, library)
+    if handles is None:
+        return None
+    index = problem.device.index
+    with _disable_current_modes():  # the plan outlives the call
+        device = torch.tensor([-1 if index is None else index], device="cpu")
+        operators = BhsdOperators(library.forward_bhsd, library.backward_bhsd)
+        return Planned(operators, torch.cat((*handles, device)))
+
+
+def _handles_of_both_passes(launch: HopperLaunch, library: Library) -> tuple[Tensor, Tensor] | None:
+    """The prepared launches; None where a pass needs a copy first, or another backend."""
+    problem, config = launch.problem, launch.config
+    aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
+    if config.launch is None or config.gradient_config is None or not aligned:
+        return None
+    if problem.dtype in EIGHT_BIT or problem.copied or config.copied:
+        return None
+    backward = backward_launch(problem, launch.device, config.gradient_config, library)
+    return config.launch.handle, backward.handle
 
 
 def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:

@@ -106,7 +106,7 @@ class ReferenceBackend:
 class ReferenceLaunch:
     """See ``Launch``."""
 
-    differentiable = None
+    differentiable = planned_bhsd = None
 
     problem: Problem
     config: ReferenceConfig

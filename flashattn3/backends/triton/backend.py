@@ -72,7 +72,7 @@ class TritonConfig:
 class TritonLaunch:
     """See ``Launch``. Triton is imported when a pass first runs."""
 
-    differentiable = None
+    differentiable = planned_bhsd = None
 
     problem: Problem
     config: TritonConfig

@@ -1,0 +1,42 @@
+"""Launches of calls that are like an earlier one: an operator of the backend finds a call's launch
+from its tensors, in less time than Python takes to read them."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+MOST = 16  # launches of calls with the same options; the operator tries one after the other
+
+
+class Planned(NamedTuple):
+    """A launch as the backend's operators know it.
+
+    words: the launch and what of a call its plan depends on; with those of others joined, launches.
+    """
+
+    operators: NamedTuple
+    words: Tensor
+
+
+class PlannedCalls:
+    """The launches of calls with the same options, the newest first. A call whose launch is not
+    among them, or no longer, is checked in Python each time.
+
+    found: the operators and their launches; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.found: tuple[NamedTuple, Tensor] | None = None
+        self._words: list[Tensor] = []
+        self._lock = Lock()
+
+    def add(self, planned: Planned) -> None:
+        with self._lock, _disable_current_modes():  # the tensors outlive the call
+            others = [x for x in self._words if not torch.equal(x, planned.words)]
+            self._words = [planned.words, *others][:MOST]
+            self.found = planned.operators, torch.cat(self._words)
