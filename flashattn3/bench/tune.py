@@ -33,6 +33,14 @@ KERNELS = ("forward", "bwd", "bwd_dkdv", "bwd_dq")
 OWN_KEYS = ("bwd", "bwd_dkdv")  # a program holds an n_block, with accumulators of dK and dV
 MAX_STACK_BYTES = 320
 COMPILE_SECONDS = 150
+BLOCKS_N = tuple((block_n, 0) for block_n in (32, 64, 128))
+# (block_n, slice_n) of forwards with mma.sync
+SLICED_BLOCKS_N = tuple(
+    (block_n, slice_n)
+    for slice_n in (16, 32)
+    for block_n in (32, 48, 64, 80, 96, 128)
+    if block_n % slice_n == 0
+)
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,12 @@ class Candidate:
 
 
 def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
-    """The tiles worth compiling: accumulators must fit the registers of their warps."""
+    """The tiles worth compiling: accumulators must fit the registers of their warps. A forward with
+    mma.sync multiplies its n_block whole or in slices."""
     tiles = []
-    for block_m, block_n, num_warps, num_stages in itertools.product(
-        (32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)
+    slices = SLICED_BLOCKS_N if kernel == "forward" and not wgmma else ()
+    for block_m, (block_n, slice_n), num_warps, num_stages in itertools.product(
+        (32, 64, 128), BLOCKS_N + slices, (4, 8), (1, 2, 3)
     ):
         owned, streamed = (block_n, block_m) if kernel in OWN_KEYS else (block_m, block_n)
         accumulators = 2 * head_dim if kernel in OWN_KEYS else head_dim
@@ -88,7 +98,7 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
         rows_per_warp = owned // num_warps
         if registers > 224 or registers < 40 or rows_per_warp < 8 or (wgmma and streamed < 32):
             continue
-        tiles.append(Tile(block_m, block_n, num_warps, num_stages))
+        tiles.append(Tile(block_m, block_n, num_warps, num_stages, slice_n))
     return tiles
 
 

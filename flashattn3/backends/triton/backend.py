@@ -153,7 +153,7 @@ class TritonBackend:
         tiles = tile_config.masked if problem.masked else tile_config.full
         tiles = replace(
             tiles,
-            forward=_within_blocks(tiles.forward, problem),
+            forward=_forward_tile(tiles.forward, problem, device),
             bwd=tiles.bwd if _adds_dq(problem, device) else None,
         )
         m_blocks = tiles.forward.num_m_blocks(problem.seqlen_q)
@@ -173,11 +173,15 @@ class TritonBackend:
 BACKEND = TritonBackend()
 
 
-def _within_blocks(tile: Tile, problem: Problem) -> Tile:
-    """Limit block_n to the smallest descale block, so that a tile's keys share a descale."""
+def _forward_tile(tile: Tile, problem: Problem, device: DeviceInfo) -> Tile:
+    """The tile of a config, or the next smaller one that the problem and the device allow."""
     descales = (problem.k.descales, problem.v.descales)
     blocks = [of.block for of in descales if of is not None and of.num_blocks > 1]
-    return replace(tile, block_n=min([tile.block_n, *blocks]))
+    block_n = min([tile.block_n, *blocks])
+    whole = device.lowering in TCGEN05
+    if whole or blocks:  # an n_block divides every descale block, so that its keys share a descale
+        block_n = 1 << (block_n.bit_length() - 1)
+    return replace(tile, block_n=block_n, slice_n=0 if whole else min(tile.slice_n, block_n))
 
 
 def _adds_dq(problem: Problem, device: DeviceInfo) -> bool:

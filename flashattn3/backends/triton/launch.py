@@ -22,7 +22,7 @@ from ..results import result_shapes
 from .backend import TritonConfig
 from .kernels import backward, forward
 from .kernels.launch import Launch, is_elementwise, stride_unit
-from .tile_configs import Tile, blocks_alike, padded
+from .tile_configs import MAX_HEAD_DIM, Tile, blocks_alike, padded
 
 OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
 SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
@@ -195,6 +195,9 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         *_descale_layouts(problem),
     )
     constants = _features(problem, tile) | {
+        "SLICE_N": tile.slice_n or tile.block_n,
+        "K_STRIDE_S": _constant_stride(problem.k.stride[1], tile),
+        "V_STRIDE_S": _constant_stride(problem.v.stride[1], tile),
         "NEGATIVE_SCALE": not fp8 and problem.score_scale.softmax_scale < 0,
         "SPLIT": config.num_splits > 1,
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
@@ -214,6 +217,14 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     types = (dtype, dtype, dtype_v, out_type, "fp32", *_indices(problem), *descales)
     launch = _launch(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
     return replace(launch, unaligned=alike)
+
+
+def _constant_stride(stride: int, tile: Tile) -> int:
+    """A token stride that the forward is compiled for, so that the pointers of a slice share
+    registers. 0, a run-time stride, for whole n_blocks and where a block's offsets exceed 32 bits.
+    """
+    fits = stride * tile.block_n + MAX_HEAD_DIM <= 2**31
+    return stride if tile.slice_n and fits else 0
 
 
 def combine_launch(problem: Problem, config: TritonConfig) -> Launch:

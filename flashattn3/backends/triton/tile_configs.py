@@ -14,6 +14,9 @@ from math import ceil
 class Tile:
     """block_m query rows by block_n keys; num_stages is the depth of the load pipeline.
 
+    slice_n: in the forward for mma.sync, keys that it multiplies at a time (kernels/forward.py). It
+        divides block_n, which then need not be a power of two, and makes the token strides of K
+        and V constants of the kernel. 0: the whole n_block, run-time strides.
     biased: in the backward, -lse and -delta are the accumulator biases of S and dP, which takes no
         registers for them. If not, they are added to S and dP, and the load pipeline has them.
     """
@@ -22,6 +25,7 @@ class Tile:
     block_n: int
     num_warps: int
     num_stages: int
+    slice_n: int = 0
     biased: bool = True
 
     def num_m_blocks(self, rows: int) -> int:
@@ -92,14 +96,14 @@ TILE_CONFIGS = (
         full=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
         masked=Tiles(Tile(128, 128, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3))),
     TileConfig(64, False, 99,
-        full=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3), BWD_D64),
-        masked=Tiles(Tile(128, 64, 4, 2), Tile(32, 128, 4, 3), Tile(128, 64, 4, 2), BWD_D64)),
+        full=Tiles(Tile(128, 64, 4, 3, 16), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3), BWD_D64),
+        masked=Tiles(Tile(128, 64, 4, 3, 16), Tile(32, 128, 4, 3), Tile(128, 64, 4, 2), BWD_D64)),
     TileConfig(128, False, 163,
-        full=Tiles(Tile(128, 32, 4, 3), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2), BWD_D128),
-        masked=Tiles(Tile(128, 32, 4, 2), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3), BWD_D128)),
+        full=Tiles(Tile(128, 32, 4, 3, 16), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2), BWD_D128),
+        masked=Tiles(Tile(128, 48, 4, 3, 16), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3), BWD_D128)),
     TileConfig(128, False, 99,
-        full=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128),
-        masked=Tiles(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128)),
+        full=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128),
+        masked=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128)),
     TileConfig(256, False, 163,
         full=Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
         masked=Tiles(Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2))),

@@ -5,6 +5,10 @@ running sum l of exp2(score - m); the accumulator is rescaled when m grows (Dao,
 algorithm 1). With num_splits > 1 several programs share a work tile, each with a split of the keys,
 and ``combine_kernel`` combines them by their lse.
 
+For mma.sync an n_block is multiplied in slices of SLICE_N keys, with one softmax update for all of
+them. Triton emits all ldmatrix instructions of a tile before its first mma: at head dim 128 a V
+tile of 64 keys takes 128 registers per thread, a slice of 16 keys, the depth of one mma, takes 32.
+
 For 8-bit inputs (Q and K e4m3 or int8, V e4m3) the descales of Q and K are part of the score
 factor. The accumulator is in units of the descale of V's current block: a change of unit is folded
 into the rescale. P stays in float16.
@@ -135,6 +139,9 @@ def forward_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SLICE_N: tl.constexpr,
+    K_STRIDE_S: tl.constexpr,
+    V_STRIDE_S: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     SPLIT: tl.constexpr,
     TAIL: tl.constexpr,
@@ -145,6 +152,8 @@ def forward_kernel(
     batch.
 
     Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last n_block may be partial.
+    SLICE_N divides BLOCK_N; it and BLOCK_M are powers of two. K_STRIDE_S, V_STRIDE_S: the strides
+    k_stride_s and v_stride_s if the kernel is compiled for them, else 0.
     scale_log2 >= 0 (for a negative scale q is negated): with SOFTCAP it is the factor inside tanh.
     FP8: v is e4m3 as bytes, q and k are e4m3 bytes or int8, with descales as in ``descale_of``; an
     n_block lies within one descale block. scale_log2 may be negative.
@@ -190,18 +199,21 @@ def forward_kernel(
     out_stride_b, out_stride_s, out_stride_h = strides_of(
         out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
     )
+    SLICED: tl.constexpr = SLICE_N < BLOCK_N
     head_kv = (head // qhead_per_kvhead).to(tl.int64)
     head = head.to(tl.int64)
     row_offsets = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     columns_v = tl.arange(0, BLOCK_DV)
-    keys = tl.arange(0, BLOCK_N)
+    keys = tl.arange(0, SLICE_N)
     rows = first_row + row_offsets
     q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + (start_q + first_row) * q_stride_s
     k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
     v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
-    k_tile += tile_offsets(keys, columns, k_stride_s)
-    v_tile += tile_offsets(keys, columns_v, v_stride_s)
+    if not K_STRIDE_S:
+        k_tile += tile_offsets(keys, columns, k_stride_s)
+    if not V_STRIDE_S:
+        v_tile += tile_offsets(keys, columns_v, v_stride_s)
     k_step = tl.cast(k_stride_s, tl.int64)
     v_step = tl.cast(v_stride_s, tl.int64)
 
@@ -229,58 +241,76 @@ def forward_kernel(
     # into the argument of exp2. FP8 multiplies each n_block by its own factor.
     factor = 1.0 if SOFTCAP or FP8 else scale_log2
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    # With slices each column of row_sum is the sum of every eighth key: each thread sums its own
+    # probabilities, and the threads of a row are reduced once, after the loop.
+    row_sum = tl.zeros((BLOCK_M, 8) if SLICED else (BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     edges = (begin, full_begin, full_end, end)
     for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL else 2):
         MASKED = stage != FULL
         stage_begin, stage_end = stage_range(edges, stage)
         for first_key in range(stage_begin, stage_end, BLOCK_N):
-            num_keys = length_k - first_key
-            k = load_tile(
-                k_tile + first_key * k_step,
-                keys,
-                num_keys,
-                columns,
-                HEAD_DIM,
-                MASKED and TAIL,
-                HEAD_DIM < BLOCK_D,
-            )
-            if FP8:
-                k = as_operand(k, NATIVE_FP8)
-            scores = tl.dot(q, tl.trans(k))
-            if FP8:
-                k_scale = descale_of(
-                    first_key, head, batch_idx, k_descale,
-                    k_scale_stride_b, k_scale_stride_h, k_scale_stride_n,
-                    k_scale_group, k_block, num_k_blocks,
-                )  # fmt: skip
-                row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
-                scores = scores.to(tl.float32) * row_scale[:, None]  # int8: int32
-            if SOFTCAP:
-                scaled = scores if FP8 else scores * scale_log2
-                scores = cap_log2 * tanh_exp2(scaled, SOFTCAP)
-            if MASKED:
-                reach = diagonal - first_key
-                seen = visible(
-                    rows[:, None],
-                    keys[None, :],
+            scores = ()
+            for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
+                num_keys = length_k - first_key - slice_key
+                k = load_tile(
+                    slice_pointers(
+                        k_tile + first_key * k_step, slice_key, k_step, keys, columns, K_STRIDE_S
+                    ),
+                    keys,
                     num_keys,
-                    reach,
-                    window_left,
-                    window_right,
-                    LEFT,
-                    RIGHT,
+                    columns,
+                    HEAD_DIM,
+                    MASKED and TAIL,
+                    HEAD_DIM < BLOCK_D,
                 )
-                scores = tl.where(seen, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+                if FP8:
+                    k = as_operand(k, NATIVE_FP8)
+                s = tl.dot(q, tl.trans(k))
+                if FP8:
+                    if slice_key == 0:
+                        k_scale = descale_of(
+                            first_key, head, batch_idx, k_descale,
+                            k_scale_stride_b, k_scale_stride_h, k_scale_stride_n,
+                            k_scale_group, k_block, num_k_blocks,
+                        )  # fmt: skip
+                        row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
+                    s = s.to(tl.float32) * row_scale[:, None]  # int8: int32
+                if SOFTCAP:
+                    scaled = s if FP8 else s * scale_log2
+                    s = cap_log2 * tanh_exp2(scaled, SOFTCAP)
+                if MASKED:
+                    seen = visible(
+                        rows[:, None],
+                        keys[None, :],
+                        num_keys,
+                        diagonal - first_key - slice_key,
+                        window_left,
+                        window_right,
+                        LEFT,
+                        RIGHT,
+                    )
+                    s = tl.where(seen, s, float("-inf"))
+                scores += (s,)
+            block_max = scores[0]
+            for i in tl.static_range(1, BLOCK_N // SLICE_N):
+                block_max = tl.maximum(block_max, scores[i])
+            new_max = tl.maximum(row_max, tl.max(block_max, 1) * factor)
             reference = new_max
             if MASKED:
                 # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
                 reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.math.exp2(scores * factor - reference[:, None])
+            probabilities = ()
+            for i in tl.static_range(BLOCK_N // SLICE_N):
+                probabilities += (tl.math.exp2(scores[i] * factor - reference[:, None]),)
             decay = tl.math.exp2(row_max - reference)
-            row_sum = row_sum * decay + tl.sum(p, 1)
+            if SLICED:
+                row_sum = row_sum * decay[:, None]
+                for i in tl.static_range(BLOCK_N // SLICE_N):
+                    eighths = tl.reshape(probabilities[i], (BLOCK_M, SLICE_N // 8, 8))
+                    row_sum += tl.sum(eighths, 1)
+            else:
+                row_sum = row_sum * decay + tl.sum(probabilities[0], 1)
             if FP8:
                 new_unit = descale_of(
                     first_key, head, batch_idx, v_descale,
@@ -293,20 +323,26 @@ def forward_kernel(
                 decay = decay * tl.where(new_unit == v_unit, 1.0, v_unit / new_unit)
                 v_unit = new_unit
             acc = acc * decay[:, None]
-            v = load_tile(
-                v_tile + first_key * v_step,
-                keys,
-                num_keys,
-                columns_v,
-                HEAD_DIM_V,
-                MASKED and TAIL,
-                HEAD_DIM_V < BLOCK_DV,
-            )
-            if FP8:
-                v = as_float16(v, NATIVE_FP8)
-            acc = tl.dot(p.to(v.dtype), v, acc)
+            for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
+                v = load_tile(
+                    slice_pointers(
+                        v_tile + first_key * v_step, slice_key, v_step, keys, columns_v, V_STRIDE_S
+                    ),
+                    keys,
+                    length_k - first_key - slice_key,
+                    columns_v,
+                    HEAD_DIM_V,
+                    MASKED and TAIL,
+                    HEAD_DIM_V < BLOCK_DV,
+                )
+                if FP8:
+                    v = as_float16(v, NATIVE_FP8)
+                p = probabilities[slice_key // SLICE_N]
+                acc = tl.dot(p.to(v.dtype), v, acc)
             row_max = new_max
 
+    if SLICED:
+        row_sum = tl.sum(row_sum, 1)
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
     out = acc * tl.where(empty, 1.0, 1.0 / row_sum)[:, None]
@@ -325,6 +361,21 @@ def forward_kernel(
     out_tile += (start_q + first_row) * out_stride_s
     out_tile += tile_offsets(row_offsets, columns_v, out_stride_s)
     store_tile(out_tile, out, rows, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+
+
+@triton.jit
+def slice_pointers(block, slice_key, stride, keys, columns, STRIDE: tl.constexpr):
+    """Pointers of the slice that begins slice_key keys after its n_block.
+
+    block: pointers to the n_block's first slice; with a STRIDE, to its first element. Then the
+    pointers of a thread, which are 8 keys apart, differ by constants and need one register pair.
+    """
+    if STRIDE:
+        block += (keys % 8)[:, None] * STRIDE + columns[None, :]
+        block += (keys // 8 * 8 + slice_key)[:, None] * STRIDE
+    elif slice_key > 0:
+        block += slice_key * stride
+    return block
 
 
 @triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "num_rows", "num_splits"])
