@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .autograd import attend
 from .call.inputs import Tensors
-from .call.spec import Options
+from .call.spec import CALL, OF_MODELS, Options
 from .call.value_checks import is_checked
 from .dispatch.planned import PlannedCalls
 from .dispatch.selection import ANY, named_backend
@@ -26,10 +26,8 @@ from .operator_rules import under_autocast
 from .ops import backward_of, fake_backward_of, fake_forward_of, forward_of, launch_of
 
 FUNCTION = "flash_attn_bhsd_func"
-_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap"
-)
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_SCHEMA = ", ".join((_TENSORS, *(f"{CALL.types[name]} {name}" for name in OF_MODELS)))
 torch.library.define("flashattn3::forward_bhsd", f"({_SCHEMA}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flashattn3::backward_bhsd",
@@ -51,9 +49,8 @@ def attend_bhsd(
         wanted = "a tensor: cu_seqlens_q and cu_seqlens_k belong together"
         raise value_error(options.function, missing, wanted, None)
     if torch.compiler.is_compiling() and type(q) is type(k) is type(v) is Tensor:
-        window = options.window_left, options.window_right
-        values = options.softmax_scale, options.causal, window, options.softcap
-        return call_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, *values, options.return_lse)
+        values = tuple([getattr(options, name) for name in OF_MODELS])
+        return call_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, values, options.return_lse)
     if cu_seqlens_q is None:
         return attend(Tensors(q, k, v), options, bhsd=True)
     options = options._replace(max_seqlen_q=q.shape[2], max_seqlen_k=k.shape[2])
@@ -69,19 +66,18 @@ def call_operator(
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
+    values: tuple,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in code that is being compiled, where it is faster to call from compiled code too:
-    whatever Python reads while it is traced, the compiled function checks in each call."""
+    whatever Python reads while it is traced, the compiled function checks in each call.
+
+    values: of OF_MODELS.
+    """
     if has_autocast():
         q, k, v = under_autocast(Tensors(q, k, v))[:3]
-    out, lse = torch.ops.flashattn3.forward_bhsd.default(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, *window_size, softcap
-    )
+    operator = torch.ops.flashattn3.forward_bhsd.default
+    out, lse = operator(q, k, v, cu_seqlens_q, cu_seqlens_k, *values)
     return (out, lse) if return_lse else out
 
 
@@ -104,21 +100,10 @@ def _lse_of_batch(lse: Tensor, q: Tensor) -> Tensor:
     return lse.view(heads, batch, seqlen).transpose(0, 1)
 
 
-def _options(
-    named: str | None, longest_q, longest_k, scale, causal, left, right, softcap
-) -> Options:
-    """The options of a running operator. named: the backend in force."""
-    return Options(
-        longest_q,
-        longest_k,
-        softmax_scale=scale,
-        causal=causal,
-        window_left=left,
-        window_right=right,
-        softcap=softcap,
-        backend=named or ANY,
-        function=FUNCTION,
-    )
+def _options(named: str | None, longest_q, longest_k, *values) -> Options:
+    """The options of a running operator. named: the backend in force. values: of OF_MODELS."""
+    given = dict(zip(OF_MODELS, values, strict=True))
+    return Options(longest_q, longest_k, **given, backend=named or ANY, function=FUNCTION)
 
 
 _known_options = lru_cache(maxsize=4096)(_options)  # symbolic sizes have no hash

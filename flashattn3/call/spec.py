@@ -156,7 +156,7 @@ class Description:
 
     Options: the options of a call in plain values: the fields that have a type, and the public
         function that was called, for errors.
-    schema: of the options as arguments of an operator.
+    schema: of the options as arguments of an operator. types: of each.
     to_backend: names of the options that a problem has for the backends.
     """
 
@@ -170,6 +170,7 @@ class Description:
         self.Options = namedtuple(options, (*names, "function"), defaults=(*defaults, function))
         schema = [f"{field.type} {name}" for name, field in names.items()]
         self.schema = ", ".join((*schema, "str function"))
+        self.types = {name: field.type for name, field in names.items()}
         self.to_backend = tuple(name for name, field in names.items() if field.to_backend)
 
     def check(self, options: tuple) -> None:
@@ -214,6 +215,8 @@ def refuse(function: str, name: str, default: object, value: object) -> None:
 CALL = Description("Options", FIELDS, "flash_attn_func")
 # max_seqlen None: not known on the host, then all tokens are the bound.
 Options = CALL.Options
+# The options that the attention of a model has: arguments of the operators in bhsd.py.
+OF_MODELS = "softmax_scale", "causal", "window_left", "window_right", "softcap"
 
 
 class ScoreScale(NamedTuple):

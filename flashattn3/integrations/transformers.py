@@ -113,17 +113,16 @@ def attention(
         segments = segments.cut_at(cu_seq_lens_q, cu_seq_lens_k, lengths)
     elif segments.causal and not divided and position_ids is not None:
         segments = segments.at_positions(position_ids, query.shape[0], lengths, module)
-    options = {
-        "softmax_scale": scaling,
-        "causal": segments.causal,
-        "window_size": (segments.left, 0 if segments.causal else segments.left),
-        "softcap": softcap or 0.0,
-        "return_lse": s_aux is not None,
-    }
     edges = segments.cu_seqlens_q, segments.cu_seqlens_k
-    traced = torch.compiler.is_compiling() and type(query) is Tensor
-    run = call_operator if traced else flash_attn_bhsd_func
-    result = run(query, key, value, *edges, **options)
+    window = segments.left, 0 if segments.causal else segments.left
+    sinks, cap = s_aux is not None, softcap or 0.0
+    if torch.compiler.is_compiling() and type(query) is Tensor:
+        values = scaling, segments.causal, *window, cap
+        result = call_operator(query, key, value, *edges, values, sinks)
+    else:
+        options = {"causal": segments.causal, "window_size": window, "softcap": cap}
+        options |= {"softmax_scale": scaling, "return_lse": sinks}
+        result = flash_attn_bhsd_func(query, key, value, *edges, **options)
     if s_aux is not None:
         result = _with_sinks(*result, s_aux)
     return result, None
