@@ -41,7 +41,7 @@ FEATURES = {
 # least 64.
 SPILL_BOUND_BYTES = {
     "mma.sync": {
-        "forward": {32: 224, 64: 160, 128: 192, 256: 112},
+        "forward": {32: 224, 64: 120, 128: 140, 256: 112},
         "bwd": {64: 400, 128: 872},
         "bwd_dkdv": {32: 288, 64: 784, 128: 904, 256: 528},
         "bwd_dq": {32: 160, 64: 504, 128: 344, 256: 136},
@@ -55,8 +55,8 @@ SPILL_BOUND_BYTES = {
 EIGHT_BIT = ("float8_e4m3fn", "int8")
 # The same of the forward on 8 bits, by whether the chip multiplies it; it has the tiles of 16 bits.
 FP8_SPILL_BOUND_BYTES = {
-    False: {32: 128, 64: 128, 128: 340, 256: 620},
-    True: {32: 210, 64: 130, 128: 210, 256: 640},
+    False: {32: 128, 64: 64, 128: 340, 256: 620},
+    True: {32: 210, 64: 64, 128: 150, 256: 640},
 }
 ROW_KERNELS_BOUND_BYTES = {32: 64, 64: 64, 128: 64, 256: 320}  # of merge and statistics
 PRODUCTS = ("forward", "bwd", "bwd_dkdv", "bwd_dq")  # kernels that multiply matrices

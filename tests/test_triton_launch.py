@@ -8,20 +8,22 @@ import pytest
 import torch
 from helpers import A100, B200, H100, LOWERED_H100, RTX5090
 
-from flashattn3.backends import TRITON
-from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.backends import REFERENCE, TRITON
+from flashattn3.call.inputs import Scaled, Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options
-from flashattn3.dispatch.device import DeviceInfo
+from flashattn3.dispatch.device import DeviceInfo, describe_device
 
 pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
 
+import flashattn3.backends.triton.launch as triton_launch
+from flashattn3.backends.triton.backend import TritonLaunch, _forward_tile
 from flashattn3.backends.triton.kernels import backward, launch, variable_launch
 from flashattn3.backends.triton.launch import all_launches
-from flashattn3.backends.triton.tile_configs import blocks_alike
+from flashattn3.backends.triton.tile_configs import Tile, blocks_alike
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,86 @@ def test_kernels_are_told_the_unit_of_all_strides(shape, units):
     assert set(found.values()) == units
     for name in ("forward", "bwd"):
         assert found[name] == (8 if 8 in units and shape["width"] != 73 else 1)
+
+
+@pytest.mark.parametrize("chip", [A100, H100, LOWERED_H100, B200, RTX5090], ids=lambda x: x.name)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_forwards_with_mma_sync_have_slices_and_constant_token_strides(head_dim, chip):
+    constants = launches(head_dim, head_dim, chip=chip)["forward"].constants
+    strides = constants["K_STRIDE_S"], constants["V_STRIDE_S"]
+    if chip.lowering == 90:
+        assert (constants["SLICE_N"], strides) == (constants["BLOCK_N"], (0, 0))
+    else:
+        assert (constants["SLICE_N"], strides) == (16, (3 * head_dim, 3 * head_dim))
+
+
+@pytest.mark.parametrize("excess, constant", [(0, True), (8, False)])
+def test_a_token_stride_is_a_constant_if_a_block_has_offsets_of_32_bits(excess, constant):
+    block_n = launches(64, 64)["forward"].constants["BLOCK_N"]
+    stride = (2**31 - 256) // block_n // 8 * 8 + excess
+    q = torch.empty(1, 64, 1, 64, device="meta", dtype=torch.bfloat16)
+    k = torch.empty_strided(q.shape, (64 * stride, stride, 64, 1), device="meta", dtype=q.dtype)
+    for tensors, of_k in ((Tensors(q, k, q), True), (Tensors(q, q, k), False)):
+        problem = describe(tuple(map(metadata_of, tensors)), Options())
+        constants = all_launches(problem, TRITON.configure(problem, A100))["forward"].constants
+        found = constants["K_STRIDE_S"], constants["V_STRIDE_S"]
+        wanted = (stride if constant else 0), 64
+        assert found == (wanted if of_k else wanted[::-1])
+
+
+SLICED = Tile(32, 48, 4, 2, 16)
+
+
+@pytest.mark.parametrize("constant", [True, False], ids=["constant-strides", "run-time-strides"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"causal": True},
+        {"window_left": 70, "window_right": 9},
+        {"num_splits": 3, "softcap": 2.0},
+    ],
+    ids=["full", "causal", "window", "splits-softcap"],
+)
+def test_slices_of_a_block_that_is_no_power_of_two(features, constant, device, monkeypatch):
+    if not constant:
+        monkeypatch.setattr(triton_launch, "_constant_stride", lambda stride, tile: 0)
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (2, 70, 2, 64), (2, 149, 1, 64), (2, 149, 1, 40)
+    of = {"dtype": torch.float16, "device": device, "generator": generator}
+    tensors = Tensors(*(torch.randn(shape, **of) for shape in shapes))
+    problem = describe(tuple(map(metadata_of, tensors)), Options(**features))
+    device_info = describe_device(tensors.q.device)
+    config = TRITON.configure(problem, device_info)
+    splits = features.get("num_splits", 1)
+    grid = (SLICED.num_m_blocks(70) * 2 * 2 * splits, 1, 1)
+    config = replace(
+        config,
+        tiles=replace(config.tiles, forward=SLICED),
+        num_splits=splits,
+        grid=grid,
+        packed=None,
+    )
+    found = TritonLaunch(problem, config).forward(tensors)
+    wanted = REFERENCE.prepare(problem, device_info).forward(tensors)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("block, block_n", [(None, 48), (128, 32)])
+def test_an_n_block_lies_within_a_descale_block(block, block_n):
+    x = torch.empty(1, 512, 2, 64, device="meta", dtype=torch.float8_e4m3fn)
+    descale = torch.empty(1, 2, 4 if block else 1, device="meta")
+    side = Scaled(x, descale, block)
+    problem = describe(tuple(map(metadata_of, Tensors(side, side, side))), Options())
+    assert _forward_tile(SLICED, problem, A100) == replace(SLICED, block_n=block_n)
+
+
+def test_tcgen05_has_no_slices():
+    x = torch.empty(1, 64, 2, 64, device="meta", dtype=torch.bfloat16)
+    problem = describe(tuple(map(metadata_of, Tensors(x, x, x))), Options())
+    found = _forward_tile(SLICED, problem, replace(B200, lowering=100))
+    assert found == replace(SLICED, block_n=32, slice_n=0)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
