@@ -23,7 +23,7 @@ from .dispatch.selection import ANY, named_backend
 from .errors import value_error
 from .modes import has_autocast, is_plain, needs_gradient
 from .operator_rules import under_autocast
-from .ops import backward_of, fake_backward_of, fake_forward_of, forward_of, launch_of
+from .ops import backward_of, fake_backward_of, fake_forward_of, launch_of
 
 FUNCTION = "flash_attn_bhsd_func"
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
@@ -69,8 +69,8 @@ def call_operator(
     values: tuple,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same in code that is being compiled, where it is faster to call from compiled code too:
-    whatever Python reads while it is traced, the compiled function checks in each call.
+    """Call the operator from code that is being compiled. Such code calls it at once: the compiled
+    function checks in each call whatever Python read while it was traced.
 
     values: of OF_MODELS.
     """
@@ -150,14 +150,6 @@ def _planned_calls(named: str | None, *values) -> PlannedCalls:
     return PlannedCalls()
 
 
-def _plan(calls: PlannedCalls, arguments: tuple) -> None:
-    """Let the backend's operators find the launches of further calls like this one."""
-    tensors, options = _call_of(arguments, _known_options)
-    planned = None if is_checked(tensors.q.device) else launch_of(tensors, options).planned_bhsd
-    if planned is not None:
-        calls.add(planned)
-
-
 def _run_forward(*arguments):
     calls = _planned_calls(named_backend.get(), *arguments[NUM_TENSORS:])
     if calls.found is not None:
@@ -165,9 +157,17 @@ def _run_forward(*arguments):
         results = operators.forward(launches, *arguments[:NUM_TENSORS])
         if results[0] is not None:
             return results
-    results = _forward(forward_of, _known_options, *arguments)
-    _plan(calls, arguments)
-    return results
+
+    def forward_and_plan(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+        """Compute the call, and let the backend's operators find its launch for further ones."""
+        launch = launch_of(tensors, options)
+        results = launch.forward(tensors)
+        planned = None if is_checked(tensors.q.device) else launch.planned_bhsd
+        if planned is not None:
+            calls.add(planned)
+        return results
+
+    return _forward(forward_and_plan, _known_options, *arguments)
 
 
 def _run_backward(dout, dlse, out, lse, *arguments):
@@ -214,7 +214,8 @@ class _BhsdAttention(torch.autograd.Function):
         return (*torch.ops.flashattn3.backward_bhsd.default(*arguments), *nothing)
 
 
-# What a compiled graph calls: it needs no gradient there, so they compute at once (autograd.py).
+# A compiled graph calls these implementations. It needs no gradient there, so they compute at once,
+# as those of autograd.py do.
 @torch.library.impl("flashattn3::forward_bhsd", "Autograd")
 def _forward_for_autograd(*arguments):
     q = arguments[0]

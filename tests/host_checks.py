@@ -181,7 +181,7 @@ def check_operators_of_compiled_graphs(host):
     """A call like an earlier one passes the same to the driver and returns the same kind of
     tensors, without a key or a plan; one that is not, or that needs a copy, has its own plan."""
     operators = torch.ops.flashattn3
-    uses = {"plans": lambda: ops._plan.cache_info()[:2], "values": lambda: 0.3}
+    values = 0.3, True, -1, 0, 0.0
     edges = torch.tensor([0, 3, 44, 88, 88], dtype=torch.int32)
 
     def given(batch=2, seqlen=44, heads=(4, 2), dims=(64, 32), dtype=torch.bfloat16, tokens=True):
@@ -195,17 +195,19 @@ def check_operators_of_compiled_graphs(host):
         return x.shape, x.stride(), x.dtype
 
     def both(tensors, packed, dlse=False):
-        arguments = *tensors, *((edges, edges) if packed else (None, None))
-        arguments += uses["values"](), True, -1, 0, 0.0
+        arguments = *tensors, *((edges, edges) if packed else (None, None)), *values
         out, lse = operators.forward_bhsd.default(*arguments)
         dout, dlse = torch.zeros_like(out), torch.zeros_like(lse) if dlse else None
         return out, lse, *operators.backward_bhsd.default(dout, dlse, out, lse, *arguments)
 
     def passes(tensors, packed, **options):
         """Events of both passes, kinds of the results, and whether Python looked for a plan."""
-        kept, before = [], uses["plans"]()
+        kept, before = [], ops._plan.cache_info()[:2]
         events = events_of(host, lambda: kept.extend(both(tensors, packed, **options)))
-        return events, [layout(x) for x in kept], uses["plans"]() != before
+        return events, [layout(x) for x in kept], ops._plan.cache_info()[:2] != before
+
+    def without_descriptors(events):
+        return [x for x in events if x[0] not in ("descriptor", "strides")]
 
     bhsd.is_checked, checked = lambda device: False, bhsd.is_checked
     try:
@@ -218,9 +220,7 @@ def check_operators_of_compiled_graphs(host):
                 for _ in range(2):
                     events, found, planned = passes(tensors, packed)
                     assert found == kinds and not planned
-                    without = [x for x in events if x[0] not in ("descriptor", "strides")]
-                    wanted = [x for x in first if x[0] not in ("descriptor", "strides")]
-                    expect_same_events(without, wanted, known)
+                    expect_same_events(*map(without_descriptors, (events, first)), known)
             assert passes(given(tokens=False), packed)[2] == packed  # rows are a copy if packed
             assert not passes(given(), packed)[2]
             assert passes(given(), packed, dlse=True)[2]
@@ -230,7 +230,6 @@ def check_operators_of_compiled_graphs(host):
             unaligned = [torch.zeros(2, 4, 44, 65).bfloat16()[..., 1:] for _ in range(3)]
             assert all(passes(unaligned, packed)[2] for _ in range(2))
         operator = operators.forward_bhsd.default
-        values = 0.3, True, -1, 0, 0.0
         tensors = given()
         with pytest.raises(ValueError, match=r"cu_seqlens_q.dtype must be torch.int32"):
             operator(*tensors, edges.long(), edges, *values)

@@ -215,9 +215,7 @@ constexpr auto backward_kernel() {
 template <backward::Config kConfig>
 void launch_backward(const char* name, const BackwardParams& params, cudaStream_t stream) {
   const ForwardParams& forward = params.forward;
-  if (forward.batch <= 0 || forward.num_heads_q <= 0 || forward.seqlen_q <= 0) return;
-  if (forward.varlen && (forward.total_q <= 0 || forward.total_k <= 0)) return;
-  if (forward.seqlen_k <= 0) return;
+  if (forward.has_no_gradients()) return;
   const BackwardSizes sizes = backward_sizes<kConfig>(name, forward);
   const backward::Arguments args = make_backward_arguments<kConfig>(sizes, params);
   if (forward.varlen) launch_varlen_backward(params, backward::block_n(kConfig), stream);

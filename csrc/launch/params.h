@@ -58,6 +58,11 @@ struct AttentionProblem {
 #undef FLASHATTN3_MEMBER
 
   bool masked() const { return window_left >= 0 || window_right >= 0; }
+  // Whether a backward has nothing to compute: there is no query or no key.
+  bool has_no_gradients() const {
+    const bool no_tokens = varlen && (total_q <= 0 || total_k <= 0);
+    return batch <= 0 || num_heads_q <= 0 || seqlen_q <= 0 || seqlen_k <= 0 || no_tokens;
+  }
 };
 
 // Strides in elements; the head dim axis has stride 1. Strides in bytes must be multiples of 16

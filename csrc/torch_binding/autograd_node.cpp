@@ -61,16 +61,7 @@ Tensor copied(const Tensor& tensor) {
 }
 
 // The tensor, or a copy, with rows that TMA reads. The last axis is a multiple of 16 bytes.
-Tensor in_aligned_rows(const Tensor& tensor) {
-  constexpr int64_t kAligned = 8;  // elements in 16 bytes
-  const int last = static_cast<int>(tensor.dim()) - 1;
-  bool fits = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && tensor.stride(last) == 1;
-  for (int axis = 0; fits && axis < last; ++axis) {
-    const int64_t stride = tensor.stride(axis);
-    fits = tensor.size(axis) <= 1 || (stride != 0 && stride % kAligned == 0);
-  }
-  return fits ? tensor : copied(tensor);
-}
+Tensor in_aligned_rows(const Tensor& tensor) { return fits_tma(tensor) ? tensor : copied(tensor); }
 
 // A view of a tensor of four axes with heads and tokens exchanged.
 Tensor exchanged(const Tensor& tensor) {
@@ -78,12 +69,7 @@ Tensor exchanged(const Tensor& tensor) {
   const int64_t sizes[] = {tensor.size(0), tensor.size(2), tensor.size(1), tensor.size(3)};
   const int64_t strides[] = {tensor.stride(0), tensor.stride(2), tensor.stride(1),
                              tensor.stride(3)};
-  int64_t offset;
-  check_torch(aoti_torch_get_storage_offset(tensor.get(), &offset), "asking for an offset");
-  AtenTensorHandle view = nullptr;
-  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), 4, sizes, strides, offset, &view),
-              "a view of a tensor");
-  return Tensor(view);
+  return view_of(tensor, sizes, strides);
 }
 
 Tensor in_dense_memory(const Tensor& tensor) {

@@ -91,9 +91,7 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
       .workspace = workspace ? workspace->data_ptr() : nullptr,
   };
   params.forward.v_stride = row_strides(call.tensors.v, varlen);
-  const bool launched = problem.batch > 0 && problem.seqlen_q > 0 && problem.seqlen_k > 0 &&
-                        problem.total_q > 0 && problem.total_k > 0;
-  if (!launched || (!varlen && call.tensors.shortened())) {
+  if (problem.has_no_gradients() || (!varlen && call.tensors.shortened())) {
     for (const Tensor* gradient : {&dq, &dk, &dv}) clear(*gradient, stream);
   }
   kernel.launch(kernel.info.name, params, stream);

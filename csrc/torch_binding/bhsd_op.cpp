@@ -3,7 +3,6 @@
 // their heads before their tokens (BHSD), out and dout do not. The operators find the launches that
 // were planned for such a call: they read the tensors in less time than Python takes to make a key
 // of them, and view them as rows in less time than torch's operators.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -31,24 +30,8 @@ constexpr Axes kHeadsFirst{1, 2}, kTokensFirst{2, 1};
 
 // Whether TMA reads the tensor, and with varlen (rows, heads, columns) is a view of it.
 bool is_readable(const Tensor& x, const Axes& axes, bool varlen) {
-  constexpr int64_t kAligned = 8;  // elements in 16 bytes
-  if (x.dim() != 4 || x.stride(3) != 1 || reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 != 0) {
-    return false;
-  }
-  for (int axis = 0; axis < 3; ++axis) {
-    if (x.size(axis) > 1 && (x.stride(axis) == 0 || x.stride(axis) % kAligned != 0)) return false;
-  }
+  if (x.dim() != 4 || !fits_tma(x)) return false;
   return !varlen || x.size(0) == 1 || x.stride(0) == x.size(axes.tokens) * x.stride(axes.tokens);
-}
-
-Tensor view_of(const Tensor& x, std::span<const int64_t> sizes, std::span<const int64_t> strides) {
-  int64_t offset;
-  check_torch(aoti_torch_get_storage_offset(x.get(), &offset), "asking for an offset");
-  AtenTensorHandle view = nullptr;
-  check_torch(aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(sizes.size()),
-                                             sizes.data(), strides.data(), offset, &view),
-              "a view of a tensor");
-  return Tensor(view);
 }
 
 // (batch, tokens, heads, columns), or with varlen (rows, heads, columns).

@@ -2,6 +2,7 @@
 // call once and keep them for the calls. They use no GPU.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <span>
@@ -127,6 +128,22 @@ const Launch& found(const char* function, Pass pass, const char* wanted, const T
   return *launch;
 }
 
+// The records of planned launches in a tensor: one at least, all of which fit.
+template <class Record>
+std::span<const Record> planned(const char* function, const Tensor& tensor,
+                                bool (*fits)(const Record&)) {
+  const std::span<const Record> records = records_in<Record>(tensor);
+  const bool good = !records.empty() && std::ranges::all_of(records, fits);
+  expect(good, function, "launches", "planned launches", "another tensor");
+  return records;
+}
+
+// launches: PreparedLaunches or PlannedPasses.
+template <class Launches>
+bool are_both_passes(const Launches& launches) {
+  return launches.forward.pass == Pass::kForward && launches.backward.pass == Pass::kBackward;
+}
+
 template <class Params>
 void prepare(const char* function, Pass pass, const Kernel<Params>& (*kernel_of)(int64_t),
              StableIValue* stack) {
@@ -165,21 +182,13 @@ const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Ten
 
 const PreparedLaunches& prepared_launches(const char* function, const Tensor& tensor) {
   const auto* launches = record_in<PreparedLaunches>(tensor);
-  const bool fits = launches != nullptr && launches->forward.pass == Pass::kForward &&
-                    launches->backward.pass == Pass::kBackward;
+  const bool fits = launches != nullptr && are_both_passes(*launches);
   expect(fits, function, "launches", "those of a forward and a backward", "another tensor");
   return *launches;
 }
 
 std::span<const PlannedPasses> planned_passes(const char* function, const Tensor& tensor) {
-  const auto launches = records_in<PlannedPasses>(tensor);
-  bool fits = !launches.empty();
-  for (const PlannedPasses& planned : launches) {
-    fits =
-        fits && planned.forward.pass == Pass::kForward && planned.backward.pass == Pass::kBackward;
-  }
-  expect(fits, function, "launches", "planned launches", "another tensor");
-  return launches;
+  return planned<PlannedPasses>(function, tensor, are_both_passes<PlannedPasses>);
 }
 
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor) {
@@ -187,13 +196,9 @@ const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor
 }
 
 std::span<const PlannedDecode> planned_decodes(const char* function, const Tensor& tensor) {
-  const auto launches = records_in<PlannedDecode>(tensor);
-  bool fits = !launches.empty();
-  for (const PlannedDecode& planned : launches) {
-    fits = fits && planned.launch.pass == Pass::kDecode;
-  }
-  expect(fits, function, "launches", "planned launches", "another tensor");
-  return launches;
+  return planned<PlannedDecode>(function, tensor, [](const PlannedDecode& planned) {
+    return planned.launch.pass == Pass::kDecode;
+  });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {

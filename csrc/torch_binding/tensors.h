@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "launch/errors.h"
 #include "launch/params.h"
@@ -89,6 +90,31 @@ inline Strides row_strides(const Tensor& tensor, bool varlen) {
   return {.batch = varlen ? 0 : tensor.stride(0),
           .seq = tensor.stride(rows),
           .head = tensor.stride(rows + 1)};
+}
+
+// Whether TMA reads a tensor of 16 bits: addresses and strides are multiples of 16 bytes, the last
+// stride is 1.
+inline bool fits_tma(const Tensor& tensor) {
+  constexpr int64_t kAligned = 8;  // elements in 16 bytes
+  const int64_t last = tensor.dim() - 1;
+  bool fits = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && tensor.stride(last) == 1;
+  for (int64_t axis = 0; fits && axis < last; ++axis) {
+    const int64_t stride = tensor.stride(axis);
+    fits = tensor.size(axis) <= 1 || (stride != 0 && stride % kAligned == 0);
+  }
+  return fits;
+}
+
+// A view of a tensor from its first element on.
+inline Tensor view_of(const Tensor& tensor, std::span<const int64_t> sizes,
+                      std::span<const int64_t> strides) {
+  int64_t offset;
+  check_torch(aoti_torch_get_storage_offset(tensor.get(), &offset), "asking for an offset");
+  AtenTensorHandle view = nullptr;
+  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()),
+                                             sizes.data(), strides.data(), offset, &view),
+              "a view of a tensor");
+  return Tensor(view);
 }
 
 // For new_tensor, in the place of a GPU's index.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,16 +19,11 @@ def register_flop_formulas() -> None:
     """
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    formulas = {
-        "forward": _forward_flop,
-        "backward": _backward_flop,
-        "forward_bhsd": _forward_bhsd_flop,
-        "backward_bhsd": _backward_bhsd_flop,
-    }
-    for name, formula in formulas.items():
-        operator = getattr(torch.ops.flashattn3, name)
-        if operator not in flop_registry:
-            register_flop_formula(operator, get_raw=True)(formula)
+    for suffix in ("", "_bhsd"):
+        for name, formula in (("forward", _forward_flop), ("backward", _backward_flop)):
+            operator = getattr(torch.ops.flashattn3, name + suffix)
+            if operator not in flop_registry:
+                register_flop_formula(operator, get_raw=True)(partial(formula, operator.default))
 
 
 @cache
@@ -37,7 +32,11 @@ def _names(operator: torch._ops.OpOverload) -> tuple[str, ...]:
 
 
 def _given(operator: torch._ops.OpOverload, arguments: tuple, named: dict) -> dict:
-    return dict(zip(_names(operator), arguments, strict=False)) | named
+    """The arguments of a call by name; q and k with tokens before heads."""
+    given = dict(zip(_names(operator), arguments, strict=False)) | named
+    if operator._schema.name.endswith("_bhsd"):
+        given |= {name: given[name].transpose(1, 2) for name in ("q", "k")}
+    return given
 
 
 def _scores(given: dict) -> int:
@@ -56,28 +55,13 @@ def _scores(given: dict) -> int:
     return heads * int(lengths.sum())
 
 
-def _forward_flop(*arguments, out_val=None, **named) -> int:
+def _forward_flop(operator, *arguments, out_val=None, **named) -> int:
     """Two GEMMs: Q Kᵀ over head_dim and P V over head_dim_v."""
-    given = _given(torch.ops.flashattn3.forward.default, arguments, named)
-    return 2 * _scores(given) * (given["q"].shape[-1] + out_val[0].shape[-1])
-
-
-def _backward_flop(*arguments, out_val=None, **named) -> int:
-    """Five GEMMs: Q Kᵀ, dQ and dK over head_dim; dP and dV over head_dim_v."""
-    given = _given(torch.ops.flashattn3.backward.default, arguments, named)
-    return 2 * _scores(given) * (3 * given["q"].shape[-1] + 2 * given["out"].shape[-1])
-
-
-def _tokens_first(operator: torch._ops.OpOverload, arguments: tuple, named: dict) -> dict:
     given = _given(operator, arguments, named)
-    return given | {name: given[name].transpose(1, 2) for name in ("q", "k")}
-
-
-def _forward_bhsd_flop(*arguments, out_val=None, **named) -> int:
-    given = _tokens_first(torch.ops.flashattn3.forward_bhsd.default, arguments, named)
     return 2 * _scores(given) * (given["q"].shape[-1] + out_val[0].shape[-1])
 
 
-def _backward_bhsd_flop(*arguments, out_val=None, **named) -> int:
-    given = _tokens_first(torch.ops.flashattn3.backward_bhsd.default, arguments, named)
+def _backward_flop(operator, *arguments, out_val=None, **named) -> int:
+    """Five GEMMs: Q Kᵀ, dQ and dK over head_dim; dP and dV over head_dim_v."""
+    given = _given(operator, arguments, named)
     return 2 * _scores(given) * (3 * given["q"].shape[-1] + 2 * given["out"].shape[-1])

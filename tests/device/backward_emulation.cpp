@@ -80,7 +80,8 @@ constexpr Turn kTurns[] = {{"one cluster after the other", false, 132, 1, 1},
                            {"deterministic", true, 132, 2, 3},
                            {"deterministic, 3 SMs", true, 3, 3, 4}};
 
-// What varlen/prepare.cuh does: the order of the sequences, and rows of no sequence.
+// Emulates varlen/prepare.cuh: writes the order of the sequences and clears the rows of no
+// sequence.
 static void prepare_varlen(BackwardProblem& p, void* workspace, int block_n) {
   std::vector<VarlenExtent> extents;
   for (int b = 0; b < p.c.batch; ++b) {

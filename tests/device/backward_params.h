@@ -62,8 +62,8 @@ inline std::vector<int> configs_of(const Case& c) {
   return found;
 }
 
-// What a gradient's elements belong to: nothing, no sequence of a varlen batch, a sequence, or the
-// columns up to a multiple of 8 of one.
+// The owner of a gradient's element: nothing, no sequence of a varlen batch, a sequence, or the
+// padding columns of a sequence up to a multiple of 8.
 enum Owner : uint8_t { kOutside, kNoSequence, kSequence, kPadding };
 
 inline std::vector<uint8_t> owners_of(BackwardProblem& p, const Gradient& g) {

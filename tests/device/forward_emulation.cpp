@@ -66,7 +66,7 @@ struct Turn {
   uint32_t seed;
 };
 
-// What varlen/prepare.cuh does: the order of the sequences, and rows of no sequence.
+// Emulates varlen/prepare.cuh: writes the order of the sequences.
 static void prepare_varlen(DecodeProblem& problem, const DecodeParams& params,
                            const TileShape& shape) {
   std::vector<VarlenExtent> extents;

@@ -1,4 +1,4 @@
-// What csrc/varlen/prepare.cuh writes, by sorting on the host.
+// Writes the schedule of csrc/varlen/prepare.cuh by sorting on the host.
 #pragma once
 
 #include <algorithm>

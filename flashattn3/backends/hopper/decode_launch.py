@@ -251,10 +251,7 @@ def planned_decode(launch: DecodeLaunch, seqlen_q: int, appends: bool) -> Planne
         return None
     append = library.append_planned if appends else None
     operators = Operators(library.decode_planned, library.decode_planned_with, append)
-    index = problem.device.index
-    with _disable_current_modes():  # the plan outlives the call
-        words = torch.tensor((-1 if index is None else index, seqlen_q), device="cpu")
-        return Planned(operators, torch.cat((launch.prepared.handle, words)))
+    return Planned.of(operators, (launch.prepared.handle,), problem.device, seqlen_q)
 
 
 def _is_aligned(out: Tensor) -> bool:

@@ -129,11 +129,8 @@ def planned_bhsd(launch: HopperLaunch, library: Library) -> Planned | None:
     handles = None if shortened else _handles_of_both_passes(launch, library)
     if handles is None:
         return None
-    index = problem.device.index
-    with _disable_current_modes():  # the plan outlives the call
-        device = torch.tensor([-1 if index is None else index], device="cpu")
-        operators = BhsdOperators(library.forward_bhsd, library.backward_bhsd)
-        return Planned(operators, torch.cat((*handles, device)))
+    operators = BhsdOperators(library.forward_bhsd, library.backward_bhsd)
+    return Planned.of(operators, handles, problem.device)
 
 
 def _handles_of_both_passes(launch: HopperLaunch, library: Library) -> tuple[Tensor, Tensor] | None:
