@@ -237,7 +237,7 @@ static const Tests kTests = {
     {"attention/tile_scheduler: order", Where::kHost, check_order},
     {"attention/tile_scheduler: head groups", Where::kHost, check_groups},
     {"attention/tile_scheduler: varlen order", Where::kHost, check_varlen_order},
-    {"varlen/prepare", Where::kGpu, check_prepare},
+    {"attention/tile_scheduler: prepared order", Where::kGpu, check_prepare},
     {"attention/tile_scheduler: draws", Where::kGpu, check_draws},
     {"attention/tile_scheduler: varlen draws", Where::kGpu, check_varlen_draws}};
 
