@@ -219,8 +219,8 @@ def test_the_grid_and_the_workspace_of_forward_rows():
     assert size(handle, 2, 192, 64) == (96, 0) and size(handle, 4, 192, 64) == (128, 0)
     assert size(handle, 4, 2048, 2**20) == (132, 0)
     assert size(prepared(num_sms=5)[0], 4, 2048, 64) == (5, 0)
-    # The order of the sequences, 2 batch + 1 numbers, and the tile semaphore.
-    assert size(handle, 4, 2048, 2**20, 2051) == (132, 40)
+    # batch + 1 VarlenPlace of 16 bytes, batch int32, and the tile semaphore.
+    assert size(handle, 4, 2048, 2**20, 2051) == (132, 5 * 16 + 4 * 4 + 4)
     assert size(handle, 4, 2048, 2**20, 4)[0] == 64  # of 4 sequences with 4 slices each
     assert prepared(page_size=3)[0] is not None
 

@@ -20,10 +20,12 @@ import triton
 import triton.language as tl
 
 import flashattn3.backends.triton.launch as triton_launch
+from flashattn3.backends.packed import as_cached
 from flashattn3.backends.triton.backend import TritonLaunch, _forward_tile
+from flashattn3.backends.triton.cache_tiles import LARGEST_FEW_ROWS, select_tile
 from flashattn3.backends.triton.kernels import backward, launch, variable_launch
 from flashattn3.backends.triton.launch import all_launches
-from flashattn3.backends.triton.tile_configs import Tile, blocks_alike
+from flashattn3.backends.triton.tile_configs import Tile, blocks_alike, padded
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,19 @@ def test_tcgen05_has_no_slices():
     problem = describe(tuple(map(metadata_of, Tensors(x, x, x))), Options())
     found = _forward_tile(SLICED, problem, replace(B200, lowering=100))
     assert found == replace(SLICED, block_n=32, slice_n=0)
+
+
+@pytest.mark.parametrize("chip", [A100, H100, LOWERED_H100, B200, RTX5090], ids=lambda x: x.name)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_cached_kernels_multiply_whole_blocks_of_a_power_of_two(head_dim, chip):
+    """Triton has no ranges of another length, and these kernels have no slices."""
+    q = torch.empty(1, 300, 8, head_dim, device="meta", dtype=torch.bfloat16)
+    k = q[:, :, :2]
+    problem = describe(tuple(map(metadata_of, Tensors(q, k, k))), Options(causal=True))
+    cached = as_cached(problem)
+    assert cached.rows > LARGEST_FEW_ROWS
+    tile = select_tile(cached, chip)
+    assert tile.block_n == padded(tile.block_n)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -177,11 +177,13 @@ def _forward_tile(tile: Tile, problem: Problem, device: DeviceInfo) -> Tile:
     """The tile of a config, or the next smaller one that the problem and the device allow."""
     descales = (problem.k.descales, problem.v.descales)
     blocks = [of.block for of in descales if of is not None and of.num_blocks > 1]
-    block_n = min([tile.block_n, *blocks])
-    whole = device.lowering in TCGEN05
-    if whole or blocks:  # an n_block divides every descale block, so that its keys share a descale
-        block_n = 1 << (block_n.bit_length() - 1)
-    return replace(tile, block_n=block_n, slice_n=0 if whole else min(tile.slice_n, block_n))
+    if device.lowering in TCGEN05:
+        tile = tile.of_whole_blocks()
+    if not blocks:
+        return tile
+    # An n_block divides every descale block, so that its keys share a descale.
+    block_n = 1 << (min(tile.block_n, *blocks).bit_length() - 1)
+    return replace(tile, block_n=block_n, slice_n=min(tile.slice_n, block_n))
 
 
 def _adds_dq(problem: Problem, device: DeviceInfo) -> bool:

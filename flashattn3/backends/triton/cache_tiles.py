@@ -74,7 +74,7 @@ class CacheTile:
 def select_tile(problem: object, device: DeviceInfo) -> CacheTile:
     """By packed rows, head dims, page size and shared memory; only decode has a tile.
 
-    Few rows read memory as fast as it goes. Many have the forward's tile: its loop is the same. In
+    Few rows read memory as fast as it goes. Many have the forward's tile in whole n_blocks. In
     a batch that has both a sequence of few rows gets its own tile.
     """
     arch = None if device.lowering == device.capability else f"sm{device.lowering}"
@@ -85,7 +85,7 @@ def select_tile(problem: object, device: DeviceInfo) -> CacheTile:
     if problem.rows > LARGEST_FEW_ROWS:
         dims = problem.head_dim, problem.head_dim_v
         config = select_tile_config(*dims, device.lowering, device.shared_memory_bytes)
-        tile = config.masked.forward
+        tile = config.masked.forward.of_whole_blocks()
         of_one = problem.rows_of_one_query
         if problem.varlen and of_one <= LARGEST_FEW_ROWS < min(tile.block_m, problem.rows):
             few_m, few_n = of_one, few.block_n

@@ -6,7 +6,7 @@ selected. ``python -m flashattn3.bench.tune`` measures candidates on the current
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 
@@ -27,6 +27,14 @@ class Tile:
     num_stages: int
     slice_n: int = 0
     biased: bool = True
+
+    def of_whole_blocks(self) -> Tile:
+        """The tile for a kernel that multiplies a whole n_block at a time. For a sliced tile its
+        n_block is a power of two, with the two stages that were measured without slices."""
+        if not self.slice_n:
+            return self
+        block_n = 1 << (self.block_n.bit_length() - 1)
+        return replace(self, block_n=block_n, slice_n=0, num_stages=2)
 
     def num_m_blocks(self, rows: int) -> int:
         return ceil(rows / self.block_m)
