@@ -19,7 +19,7 @@ from .call.inputs import Tensors
 from .call.spec import CALL, OF_MODELS, Options
 from .call.value_checks import is_checked
 from .dispatch.planned import PlannedCalls
-from .dispatch.selection import ANY, named_backend
+from .dispatch.selection import ANY, named_backend, traced_backends
 from .errors import value_error
 from .modes import has_autocast, is_plain, needs_gradient
 from .operator_rules import under_autocast
@@ -48,7 +48,7 @@ def attend_bhsd(
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         wanted = "a tensor: cu_seqlens_q and cu_seqlens_k belong together"
         raise value_error(options.function, missing, wanted, None)
-    if torch.compiler.is_compiling() and type(q) is type(k) is type(v) is Tensor:
+    if is_compiled(q, k, v):
         values = tuple([getattr(options, name) for name in OF_MODELS])
         return call_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, values, options.return_lse)
     if cu_seqlens_q is None:
@@ -58,6 +58,13 @@ def attend_bhsd(
     if not options.return_lse:
         return _of_batch(result, q)
     return _of_batch(result[0], q), _lse_of_batch(result[1], q)
+
+
+def is_compiled(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether a call is being compiled to an operator. Within a ``use_backend`` that is
+    compiled too it is not: the operators run on the backend that is in force when they run."""
+    plain = type(q) is type(k) is type(v) is Tensor
+    return torch.compiler.is_compiling() and plain and not traced_backends
 
 
 def call_operator(

@@ -10,7 +10,7 @@ from helpers import EVERY_BACKEND
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
-from flashattn3 import flash_attn_func, flash_attn_varlen_func, use_backend
+from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_varlen_func, use_backend
 from flashattn3.integrations.flop_counter import register_flop_formulas
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
 
@@ -21,10 +21,10 @@ OPTIONS = {"softmax_scale": 0.3, "causal": True, "window_size": (6, 0), "softcap
 
 def make_leaves(device, dtype, tokens_first, dims=(16, 16)):
     """q with 4 heads, k and v with 2, heads first; tokens_first: in memory."""
-    leaves = []
+    generator, leaves = torch.Generator(device).manual_seed(0), []
     for heads, dim in ((4, dims[0]), (2, dims[0]), (2, dims[1])):
         shape = (SEQLEN, heads) if tokens_first else (heads, SEQLEN)
-        leaf = torch.randn(BATCH, *shape, dim, device=device, dtype=dtype)
+        leaf = torch.randn(BATCH, *shape, dim, device=device, dtype=dtype, generator=generator)
         leaf = leaf.transpose(1, 2) if tokens_first else leaf
         leaves.append(leaf.detach().requires_grad_())
     return leaves
@@ -50,19 +50,29 @@ def in_rows(q, k, v, edges_q, edges_k, **options):
     return out.unflatten(0, (BATCH, SEQLEN)), lse.unflatten(1, (BATCH, SEQLEN)).transpose(0, 1)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+def within(backend, function):
+    def run(*arguments):
+        with use_backend(backend):
+            return function(*arguments)
+
+    return run
+
+
+def compiled(function):
+    torch.compiler.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dims", [(16, 16), (20, 12)])
-def test_results_are_those_of_rows(dims, backend, packed, tokens_first, compiled, device):
+def test_results_are_those_of_rows(dims, backend, packed, tokens_first, is_compiled, device):
     dtype = torch.float16
     leaves = make_leaves(device, dtype, tokens_first, dims)
     edges = edges_on(device, packed)
-    torch.compiler.reset()
-    run = loss_of
-    if compiled:
-        run = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    run = compiled(loss_of) if is_compiled else loss_of
     with use_backend(backend):
         found = run(flash_attn_bhsd_func, leaves, edges)
         gradients = torch.autograd.grad(found[2], leaves)
@@ -71,6 +81,23 @@ def test_results_are_those_of_rows(dims, backend, packed, tokens_first, compiled
     for a, b in zip((*found[:2], *gradients), (*wanted[:2], *wanted_gradients), strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(a, b, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["eager", "compiled", "compiled-with-the-block"])
+def test_a_call_runs_on_the_backend_in_force(kind, packed, needs_gradient, device):
+    """The Hopper kernels take no float32."""
+    function = flash_attn_bhsd_func
+    if kind == "compiled":
+        function = compiled(function)
+    function = within("hopper", function)
+    if kind == "compiled-with-the-block":
+        function = compiled(function)
+    leaves = make_leaves(device, torch.float32, True)
+    leaves = [x.requires_grad_(needs_gradient) for x in leaves]
+    with pytest.raises(UnsupportedError, match="'hopper'"):
+        function(*leaves, *edges_on(device, packed))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -119,10 +146,8 @@ def test_a_graph_passes_its_own_tensors(device):
 
 def test_autocast_reaches_a_compiled_call(device):
     leaves = make_leaves(device, torch.float32, True)
-    torch.compiler.reset()
-    compiled = torch.compile(flash_attn_bhsd_func, backend="aot_eager", fullgraph=True)
     with torch.autocast(device.type, torch.bfloat16):
-        out = compiled(*leaves)
+        out = compiled(flash_attn_bhsd_func)(*leaves)
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert all(x.grad.dtype == torch.float32 for x in leaves)
@@ -142,14 +167,11 @@ def test_flop_counts_are_those_of_rows(packed, device):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_errors_name_the_argument(compiled, device):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_errors_name_the_argument(is_compiled, device):
     q, k, v = make_leaves(device, torch.float16, True)
     edges = edges_on(device, True)
-    torch.compiler.reset()
-    run = flash_attn_bhsd_func
-    if compiled:
-        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    run = compiled(flash_attn_bhsd_func) if is_compiled else flash_attn_bhsd_func
     calls = {
         "k.dtype": lambda: run(q, k.float(), v),
         "cu_seqlens_q.dtype": lambda: run(q, k, v, edges[0].long(), edges[1]),

@@ -36,7 +36,8 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 def reader(description: Description, function: str, names: tuple[str, ...]) -> Callable:
     """Build the function that reads the options ``names``, in this order and window_size first.
 
-    A call with plain values is read once and then found by them.
+    A call with plain values is read once and then found by them. ``use_backend`` counts for a
+    function without a backend argument too.
     """
     scale = names.index("softmax_scale") - 1  # its place among the values
 
@@ -47,7 +48,8 @@ def reader(description: Description, function: str, names: tuple[str, ...]) -> C
         return convert((left, right), *values)
 
     def convert(*values):
-        return description.convert(function, dict(zip(names, values, strict=True)))
+        given = {"backend": None} | dict(zip(names, values, strict=True))
+        return description.convert(function, given)
 
     def read(window_size, *values):
         if not torch.compiler.is_compiling():

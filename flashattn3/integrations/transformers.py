@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..bhsd import attend_bhsd, call_operator
+from ..bhsd import attend_bhsd, call_operator, is_compiled
 from ..call.dtypes import SIXTEEN_BIT
 from ..call.public import public, reader
 from ..errors import UnsupportedError, shown, value_error
@@ -32,7 +32,7 @@ from .libraries import import_library
 from .masks import mask
 from .segments import Segments
 
-OLDEST, NEWEST = "4.57", "5.23"  # releases of transformers that the tests cover
+OLDEST, NEWEST = "4.57", "5.24"  # releases of transformers that the tests cover
 TAKEN = ("eager", "sdpa", "flex_attention")
 
 
@@ -116,7 +116,7 @@ def attention(
     edges = segments.cu_seqlens_q, segments.cu_seqlens_k
     window = segments.left, 0 if segments.causal else segments.left
     sinks, cap = s_aux is not None, softcap or 0.0
-    if torch.compiler.is_compiling() and type(query) is Tensor:
+    if is_compiled(query, key, value):
         values = scaling, segments.causal, *window, cap
         result = call_operator(query, key, value, *edges, values, sinks)
     else:
