@@ -220,7 +220,8 @@ def flash_attn_func(
         num_splits: number of KV splits, at most 256; the partial results are combined exactly. 1:
             no split; <= 0: chosen automatically. A hint.
         pack_gqa: True asks for the packed layout of grouped queries, False for the other. A hint.
-        deterministic: gradients are bitwise the same in every run.
+        deterministic: gradients are bitwise the same in every run; also asked for by
+            torch.use_deterministic_algorithms(True).
         sm_margin: number of streaming multiprocessors to leave free. A hint.
         return_attn_probs: FlashAttention-3's name for return_lse.
         return_lse: also return the log-sum-exp of every row.

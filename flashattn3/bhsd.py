@@ -62,7 +62,7 @@ def attend_bhsd(
 
 def is_compiled(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether a call is being compiled to an operator. Within a ``use_backend`` that is
-    compiled too it is not: the operators run on the backend that is in force when they run."""
+    compiled too it is not, because the operators run on the backend in force when they run."""
     plain = type(q) is type(k) is type(v) is Tensor
     return torch.compiler.is_compiling() and plain and not traced_backends
 
@@ -107,10 +107,16 @@ def _lse_of_batch(lse: Tensor, q: Tensor) -> Tensor:
     return lse.view(heads, batch, seqlen).transpose(0, 1)
 
 
-def _options(named: str | None, longest_q, longest_k, *values) -> Options:
-    """The options of a running operator. named: the backend in force. values: of OF_MODELS."""
+def _in_force() -> tuple[str, bool]:
+    """What is asked of all calls: the backend, and whether gradients are deterministic."""
+    return named_backend.get() or ANY, torch.are_deterministic_algorithms_enabled()
+
+
+def _options(backend: str, deterministic: bool, longest_q, longest_k, *values) -> Options:
+    """The options of a running operator. values: of OF_MODELS."""
     given = dict(zip(OF_MODELS, values, strict=True))
-    return Options(longest_q, longest_k, **given, backend=named or ANY, function=FUNCTION)
+    given |= {"deterministic": deterministic, "backend": backend}
+    return Options(longest_q, longest_k, **given, function=FUNCTION)
 
 
 _known_options = lru_cache(maxsize=4096)(_options)  # symbolic sizes have no hash
@@ -120,7 +126,7 @@ def _call_of(arguments: tuple, options: Callable) -> tuple[Tensors, Options]:
     """The call of an operator's arguments, in rows."""
     q, k, v, edges_q, edges_k, *values = arguments
     lengths = (None, None) if edges_q is None else (q.shape[2], k.shape[2])
-    return _in_rows(q, k, v, edges_q, edges_k), options(named_backend.get(), *lengths, *values)
+    return _in_rows(q, k, v, edges_q, edges_k), options(*_in_force(), *lengths, *values)
 
 
 def _forward(forward_of: Callable, options: Callable, *arguments) -> tuple[Tensor, Tensor]:
@@ -152,13 +158,13 @@ def _backward(
 
 
 @lru_cache(maxsize=4096)
-def _planned_calls(named: str | None, *values) -> PlannedCalls:
-    """Those of calls with these options. named: the backend in force."""
+def _planned_calls(backend: str, deterministic: bool, *values) -> PlannedCalls:
+    """Those of calls with these options."""
     return PlannedCalls()
 
 
 def _run_forward(*arguments):
-    calls = _planned_calls(named_backend.get(), *arguments[NUM_TENSORS:])
+    calls = _planned_calls(*_in_force(), *arguments[NUM_TENSORS:])
     if calls.found is not None:
         operators, launches = calls.found
         results = operators.forward(launches, *arguments[:NUM_TENSORS])
@@ -178,7 +184,7 @@ def _run_forward(*arguments):
 
 
 def _run_backward(dout, dlse, out, lse, *arguments):
-    calls = _planned_calls(named_backend.get(), *arguments[NUM_TENSORS:])
+    calls = _planned_calls(*_in_force(), *arguments[NUM_TENSORS:])
     if dlse is None and calls.found is not None:
         operators, launches = calls.found
         results = operators.backward(launches, dout, out, lse, *arguments[:NUM_TENSORS])

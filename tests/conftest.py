@@ -169,8 +169,9 @@ def device():
 
 
 @pytest.fixture
-def poisoned_memory():
-    """Fresh tensors are NaN, so a value that a backend forgets to write shows."""
+def poisoned_memory(monkeypatch):
+    """Fresh tensors are NaN, so a value that a backend forgets to write shows. Calls are not
+    deterministic by that."""
     import torch
 
     before = (
@@ -181,6 +182,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all(), "torch does not fill fresh tensors"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: before[0])
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -16,11 +16,13 @@ from flashattn3 import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    ops,
     use_backend,
 )
 from flashattn3.call.dtypes import FP8
 from flashattn3.call.inputs import Scaled, Tensors
 from flashattn3.call.spec import Options
+from flashattn3.integrations.transformers import flash_attn_bhsd_func
 from flashattn3.ops import operator_arguments
 from flashattn3.testing import make_inputs
 
@@ -349,3 +351,46 @@ def test_saved_tensors_may_come_back_with_other_strides(device):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT):
         found = gradients()
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.fixture
+def deterministic_torch():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def of_rows(q, k, v):
+    return flash_attn_func(q, k, v, causal=True)
+
+
+def of_packed_rows(q, k, v):
+    edges = torch.tensor([0, 5, 18], dtype=torch.int32, device=q.device)
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    return flash_attn_varlen_func(*packed, edges, edges, 13, 13, causal=True)
+
+
+def of_heads(q, k, v):
+    return flash_attn_bhsd_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("function", [of_rows, of_packed_rows, of_heads])
+def test_torch_asks_for_deterministic_gradients(
+    function, is_compiled, device, deterministic_torch, monkeypatch
+):
+    asked = set()
+    plan = ops._plan
+
+    def recorded(key, options):
+        asked.add(options.deterministic)
+        return plan(key, options)
+
+    monkeypatch.setattr(ops, "_plan", recorded)
+    torch.compiler.reset()
+    run = torch.compile(function, backend="aot_eager", fullgraph=True) if is_compiled else function
+    for wanted in (True, False, True):
+        torch.use_deterministic_algorithms(wanted)
+        asked.clear()
+        run(*leaves(9, 9, device)).sum().backward()
+        assert asked == {wanted}

@@ -13,6 +13,9 @@ from ..dispatch.selection import named_backend
 from .spec import CALL, Description
 
 F = TypeVar("F", bound=Callable)
+# Options that torch.use_deterministic_algorithms and ``use_backend`` ask of all calls, with the
+# values of a call that asks for nothing itself.
+OF_ALL_CALLS = {"deterministic": False, "backend": None}
 
 
 def once_for_plain_values(read: Callable) -> Callable:
@@ -36,26 +39,27 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 def reader(description: Description, function: str, names: tuple[str, ...]) -> Callable:
     """Build the function that reads the options ``names``, in this order and window_size first.
 
-    A call with plain values is read once and then found by them. ``use_backend`` counts for a
-    function without a backend argument too.
+    A call with plain values is read once and then found by them, and by what torch and
+    ``use_backend`` ask of all calls, also of functions without such an argument.
     """
     scale = names.index("softmax_scale") - 1  # its place among the values
 
     @once_for_plain_values
-    def read_once(left, right, forced, *values):
+    def read_once(left, right, forced, deterministic, *values):
         if values[scale] == 0:
             raise TypeError  # a scale of 0 warns, which the function counts, not this cache
         return convert((left, right), *values)
 
     def convert(*values):
-        given = {"backend": None} | dict(zip(names, values, strict=True))
-        return description.convert(function, given)
+        given = dict(zip(names, values, strict=True))
+        return description.convert(function, OF_ALL_CALLS | given)
 
     def read(window_size, *values):
         if not torch.compiler.is_compiling():
             try:
                 left, right = window_size
-                return read_once(left, right, named_backend.get(), *values)
+                deterministic = torch.are_deterministic_algorithms_enabled()
+                return read_once(left, right, named_backend.get(), deterministic, *values)
             except (TypeError, ValueError):
                 pass  # the conversion finds the words for it
         return convert(window_size, *values)

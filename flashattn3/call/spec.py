@@ -87,6 +87,11 @@ def _causal(function: str, name: str, value: object) -> bool:
     return boolean(function, name, value)
 
 
+def _deterministic(function: str, name: str, value: object) -> bool:
+    """``torch.use_deterministic_algorithms`` counts for every call."""
+    return boolean(function, name, value) or torch.are_deterministic_algorithms_enabled()
+
+
 def _dtype(function: str, name: str, value: object) -> torch.dtype | None:
     if not (value is None or isinstance(value, torch.dtype)):
         raise type_error(function, name, "a torch.dtype or None", shown(value))
@@ -128,7 +133,7 @@ FIELDS = (
         wanted=f"at most {MAX_SPLITS}", legal=lambda splits: splits <= MAX_SPLITS,
     ),
     Field("pack_gqa", "bool?", None, or_none(boolean), hint=True, to_backend=True),
-    Field("deterministic", "bool", False, boolean, to_backend=True, of_cached_calls=False),
+    Field("deterministic", "bool", False, _deterministic, to_backend=True, of_cached_calls=False),
     Field(
         "sm_margin", "int", 0, integer, hint=True, to_backend=True,
         wanted=">= 0", legal=lambda sms: sms >= 0,
