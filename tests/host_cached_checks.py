@@ -49,10 +49,11 @@ def check_short_sequences_beside_long_ones(host):
     assert (begin, forked, end, joined) == (["record", 0], ["wait", 1], ["record", 1], ["wait", 0])
     # Ten shares of the work for each of eight KV heads, on five eighths of the SMs.
     alone = 116 * 1024  # bytes of shared memory with which no two CTAs share an SM
-    assert decode == ["launch", 80, 256, alone] and prepare == ["launch", 5, 256, 0]
+    # A CTA of the preparing kernel for each SM, as many for each of the 4 sequences and one more.
+    assert decode == ["launch", 80, 256, alone] and prepare == ["launch", 130, 256, 0]
     # At most 13 work tiles of a KV head: 303 tokens of 4 sequences have up to 8 slices of a head.
     assert forward[:3] == ["launch", 104, 512]
-    forward[1] = 100
+    prepare[1] = forward[1] = 100
     assert passed(sm_margin=32) == [["launch", 96, 256, alone], prepare, forward]
 
 

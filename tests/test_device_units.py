@@ -168,6 +168,14 @@ def test_backward_on_the_cpu(checkout, options):
 
 
 @pytest.mark.slow
+def test_backward_ends_with_overlapping_sequences_on_the_cpu(checkout):
+    """Those of clusters, which have one work tile each: CTAs of others draw tiles to the last."""
+    code, lines = run(build(checkout, "backward_emulation"), "--overlapping")
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) >= 8
+
+
+@pytest.mark.slow
 def test_query_heads_divided_in_varlen_batches_on_the_cpu(checkout):
     """Head dims 64 to 256: gaps, used lengths, sequences without keys or queries, wrong tables;
     deterministic too. 20 s of a CPU."""

@@ -16,16 +16,19 @@ constexpr int arrivals_of_tile(const Config& config) {
 }
 
 // Waits until all work tiles of the KV head are done; their additions are then visible. All threads
-// of the CTA call it.
+// of the CTA call it. Clusters have one tile each, so that tiles of sequences that overlap, where
+// cu_seqlens is wrong, may have none: nothing waits for them.
 template <Config kConfig>
 __device__ __forceinline__ void wait_for_tiles(const Arguments& args, int batch_idx, int head,
                                                int num_keys) {
   constexpr int kBlockN = block_n(kConfig);
   const int num_tiles = (num_keys + kBlockN - 1) / kBlockN;
-  if (threadIdx.x == 0) {
-    const int32_t* through =
+  const bool all_run =
+      !uses_cluster2(kConfig) || count_tiles(args.scheduler) <= args.scheduler.num_tiles;
+  if (threadIdx.x == 0 && all_run) {
+    const int32_t* tiles_done =
         args.workspace.tiles_done + batch_idx * args.num_heads_kv + head / args.qhead_per_kvhead;
-    while (load_acquire(through) < num_tiles * arrivals_of_tile(kConfig)) __nanosleep(256);
+    while (load_acquire(tiles_done) < num_tiles * arrivals_of_tile(kConfig)) __nanosleep(256);
   }
   __syncthreads();
   fence_global_proxies();

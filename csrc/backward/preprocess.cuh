@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.workspace.tile_semaphore = 0;
   // Last heads first: the heads that the main kernel begins with are then in L2.
   const int number = gridDim.x - 1 - blockIdx.x;
-  // Resets all counts, also of blocks without rows: no cu_seqlens can then cause a deadlock.
+  // Resets all counts, also of sequences without rows, for any cu_seqlens.
   if (threadIdx.x == 0 && number < args.num_batch_heads) args.workspace.tiles_done[number] = 0;
   if (threadIdx.x < args.dq_semaphores_per_block) {
     args.workspace.dq_semaphore[int64_t{number} * args.dq_semaphores_per_block + threadIdx.x] = 0;

@@ -1,5 +1,5 @@
-// Launch of one backward: preprocess, main kernel, postprocess. Included by the generated unit of
-// each kernel config.
+// Launch of one backward: varlen::prepare, preprocess, main kernel, postprocess, and sum_parts if
+// the query heads of a KV head are divided. Included by the generated unit of each kernel config.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -21,15 +21,27 @@ inline decode::PackedRows packed_rows(const DecodeParams& params) {
   return decode::PackedRows::of(params.num_heads_q / params.num_heads_kv);
 }
 
-// Upper bound on the units of work (decode/work_share.cuh), whatever the lengths are.
-inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
-  const decode::PackedRows rows = packed_rows(params);
-  const int tokens = rows.tokens;
-  const int64_t token_tiles = (int64_t{params.seqlen_q} + tokens - 1) / tokens;
+// Upper bound on the units of work (decode/work_share.cuh) of `token_tiles` tiles of tokens.
+inline int64_t units_of_tiles(const DecodeParams& params, int64_t token_tiles, int block_n) {
   const int64_t blocks =
       params.whole_tiles ? 1
                          : std::max<int64_t>(1, (int64_t{params.capacity} + block_n - 1) / block_n);
-  return int64_t{params.batch} * params.num_heads_kv * rows.head_tiles * token_tiles * blocks;
+  return token_tiles * params.num_heads_kv * packed_rows(params).head_tiles * blocks;
+}
+
+// The bound if every sequence has seqlen_q queries, by which the grid is chosen.
+inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
+  const int tokens = packed_rows(params).tokens;
+  const int64_t token_tiles = (int64_t{params.seqlen_q} + tokens - 1) / tokens;
+  return units_of_tiles(params, params.batch * token_tiles, block_n);
+}
+
+// The bound for sequences that together have the queries of the call.
+inline int64_t most_decode_units(const DecodeParams& params, int block_n) {
+  const int64_t units = max_decode_units(params, block_n);
+  if (params.cu_seqlens_q == nullptr) return units;
+  const int64_t token_tiles = params.total_q / packed_rows(params).tokens + int64_t{params.batch};
+  return std::min(units, units_of_tiles(params, token_tiles, block_n));
 }
 
 // The CTAs and the workspace of a launch, whatever the lengths are.
@@ -118,7 +130,7 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   };
   check_head_dim("head_dim", params.head_dim);
   check_head_dim("head_dim_v", params.head_dim_v);
-  const int64_t units = max_decode_units(params, block_n);
+  const int64_t units = most_decode_units(params, block_n);
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 

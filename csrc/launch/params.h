@@ -146,7 +146,7 @@ struct BackwardParams {
 
   const void* dout;   // as out
   const float* dlse;  // as lse; null: 0
-  // Rows that belong to no sequence are not written; columns up to a multiple of 8 may be.
+  // Varlen: rows that belong to no sequence become 0. Columns up to a multiple of 8 may be written.
   void* dq;  // as q
   void* dk;  // as k
   void* dv;  // as v

@@ -52,9 +52,12 @@ void ask_device(const KernelInstance& kernel, KernelInfo& info) {
   info.num_registers = attributes.numRegs;
   info.local_bytes = static_cast<int>(attributes.localSizeBytes);
   info.max_threads = attributes.maxThreadsPerBlock;
-  check_cuda(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  kernel.shared_memory_bytes),
-             kernel.name);
+  // A launch that needs more may have raised the limit, once for all its further launches.
+  if (attributes.maxDynamicSharedSizeBytes < kernel.shared_memory_bytes) {
+    check_cuda(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    kernel.shared_memory_bytes),
+               kernel.name);
+  }
   check_cuda(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&info.blocks_per_sm, kernel.kernel,
                                                     kernel.num_threads, kernel.shared_memory_bytes),

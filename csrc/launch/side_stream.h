@@ -22,10 +22,10 @@ class SideStream {
 
  private:
   explicit SideStream(cudaStream_t stream);
-  void wait(cudaStream_t waiting, cudaStream_t other) const;
+  static void wait(cudaStream_t waiting, cudaStream_t other, cudaEvent_t event);
 
   cudaStream_t side_;
-  cudaEvent_t event_ = nullptr;  // null: the stream is its own side stream
+  cudaEvent_t forked_ = nullptr, joined_ = nullptr;  // null: the stream is its own side stream
 };
 
 }  // namespace flashattn3

@@ -62,12 +62,11 @@ void check_results(const char* function, const AttentionProblem& problem, const 
 Tensor new_rows(const AttentionProblem& problem, int64_t tokens, int64_t heads, int64_t columns,
                 int32_t dtype, int device);
 
-// Fills everything but v_stride and the extra arguments of 8-bit kernels. varlen_schedule: its
-// memory, or null. Looks up the tile counter of the stream.
+// Fills everything but v_stride, tile_counter and the extra arguments of 8-bit kernels.
+// varlen_schedule: its memory, or null.
 ForwardParams make_params(const AttentionProblem& problem, const CallTensors& tensors,
                           const Tensor& out, const Tensor& lse,
-                          const std::optional<Tensor>& varlen_schedule, int device,
-                          cudaStream_t stream);
+                          const std::optional<Tensor>& varlen_schedule);
 
 // Allocates memory for the order of the sequences; none if not varlen. It may be released once the
 // launch is enqueued, because torch's allocator reuses memory in stream order.

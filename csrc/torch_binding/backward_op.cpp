@@ -77,7 +77,7 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
   const std::optional<Tensor> workspace =
       new_workspace(kernel.size(kernel.info.name, problem).workspace_bytes, device);
   BackwardParams params{
-      .forward = make_params(problem, call.tensors, call.out, call.lse, schedule, device, stream),
+      .forward = make_params(problem, call.tensors, call.out, call.lse, schedule),
       .dout = call.dout.data_ptr(),
       .dlse = call.dlse ? static_cast<const float*>(call.dlse->data_ptr()) : nullptr,
       .dq = dq.data_ptr(),

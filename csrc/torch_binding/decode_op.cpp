@@ -256,7 +256,12 @@ void launch_mixed(const PreparedDecode& launch, DecodeParams params, int device,
   const LaunchMemory memory_of_long(for_long, params, device, stream);
   const LaunchMemory memory_of_short(for_short, of_short, device, stream_of_short);
   for_short.launch(for_short.info.name, of_short, stream_of_short);
-  for_long.launch(for_long.info.name, params, stream);
+  try {
+    for_long.launch(for_long.info.name, params, stream);
+  } catch (...) {  // out and the workspace are released in the order of `stream`
+    if (beside) side.join(stream);
+    throw;
+  }
   if (beside) side.join(stream);
 }
 

@@ -136,8 +136,7 @@ Tensor new_rows(const AttentionProblem& problem, int64_t tokens, int64_t heads, 
 
 ForwardParams make_params(const AttentionProblem& problem, const CallTensors& tensors,
                           const Tensor& out, const Tensor& lse,
-                          const std::optional<Tensor>& varlen_schedule, int device,
-                          cudaStream_t stream) {
+                          const std::optional<Tensor>& varlen_schedule) {
   const bool varlen = problem.varlen;
   ForwardParams params{problem};
   params.q = tensors.q.data_ptr();
@@ -155,7 +154,6 @@ ForwardParams make_params(const AttentionProblem& problem, const CallTensors& te
   if (varlen_schedule) {
     params.varlen_schedule = varlen_schedule->data_ptr();
   }
-  params.tile_counter = tile_counter(device, stream);
   params.pdl = true;
   return params;
 }
@@ -246,7 +244,8 @@ void run(const ForwardKernel& kernel, const AttentionProblem& problem, const For
          const Tensor& out, const Tensor& lse, int device) {
   const cudaStream_t stream = current_stream(device);
   const std::optional<Tensor> schedule = new_varlen_schedule(problem, device);
-  ForwardParams params = make_params(problem, call.tensors, out, lse, schedule, device, stream);
+  ForwardParams params = make_params(problem, call.tensors, out, lse, schedule);
+  params.tile_counter = tile_counter(device, stream);
   std::optional<Tensor> promoted;
   if (is_quantized(kernel.info.dtype)) {
     promoted = new_workspace(kernel.size(kernel.info.name, problem).workspace_bytes, device);

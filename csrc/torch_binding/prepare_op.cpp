@@ -21,19 +21,19 @@ constexpr const char* schema_type() {
 }
 
 // One argument of the schemas for each field, in the order of the fields.
-std::string fields_of_attention() {
-  std::string text;
 #define FLASHATTN3_ARGUMENT(type, field) \
   text += std::string(", ") + schema_type<type>() + " " #field;
+std::string fields_of_attention() {
+  std::string text;
   FLASHATTN3_PROBLEM_FIELDS(FLASHATTN3_ARGUMENT)
   return text;
 }
 std::string fields_of_cached_call() {
   std::string text;
   FLASHATTN3_CACHED_FIELDS(FLASHATTN3_ARGUMENT)
-#undef FLASHATTN3_ARGUMENT
   return text;
 }
+#undef FLASHATTN3_ARGUMENT
 
 std::string schema(const char* name) {
   return std::string(name) + "(int config" + fields_of_attention() +

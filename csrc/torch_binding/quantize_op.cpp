@@ -30,11 +30,11 @@ TokenTensor token_tensor(const char* function, const Tensor& tensor,
   const int64_t tokens = tensor.size(seq);
   return {.data = tensor.data_ptr(),
           .stride = row_strides(tensor, varlen),
-          .batch = static_cast<int>(varlen ? cu_seqlens->numel() - 1 : tensor.size(0)),
-          .seqlen = static_cast<int>(varlen ? max_seqlen : tokens),
-          .total = static_cast<int>(tokens),
-          .num_heads = static_cast<int>(tensor.size(seq + 1)),
-          .head_dim = static_cast<int>(head_dim),
+          .batch = to_int(function, "the batch", varlen ? cu_seqlens->numel() - 1 : tensor.size(0)),
+          .seqlen = to_int(function, "the longest sequence", varlen ? max_seqlen : tokens),
+          .total = to_int(function, "the number of tokens", tokens),
+          .num_heads = to_int(function, "the number of heads", tensor.size(seq + 1)),
+          .head_dim = to_int(function, "the head dim", head_dim),
           .cu_seqlens = indices(cu_seqlens)};
 }
 

@@ -88,57 +88,77 @@ __device__ inline void write_place(const Arguments& args, int batch_idx) {
   args.schedule.batch_indices()[place] = batch_idx;
 }
 
+// A warp clears a row at a time.
 __device__ inline void zero_rows(const Result& result, int begin, int end) {
   if (result.data == nullptr) return;
-  const int vecs = (result.columns + 7) / 8;
-  const int64_t count = static_cast<int64_t>(max(0, end - begin)) * result.num_heads * vecs;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    const int vec = static_cast<int>(i % vecs);
-    const int head = static_cast<int>(i / vecs % result.num_heads);
-    const int64_t row = begin + i / vecs / result.num_heads;
-    store_columns(result.data + row * result.seq + head * result.head, vec * 8, result.columns,
-                  make_uint4(0, 0, 0, 0));
+  const int vecs = (result.columns + 7) / 8, count = result.num_heads * vecs;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int row = begin + warp; row < end; row += kThreads / 32) {
+    uint16_t* data = result.data + row * result.seq;
+    for (int i = lane; i < count; i += 32) {
+      const int head = i / vecs, vec = i - head * vecs;
+      store_columns(data + head * result.head, vec * 8, result.columns, make_uint4(0, 0, 0, 0));
+    }
   }
 }
 
 __device__ inline void clear_lse(const Arguments& args, int begin, int end) {
   if (args.lse == nullptr) return;
-  const int num_heads = args.of_tiles[0].num_heads;
-  const int64_t count = static_cast<int64_t>(max(0, end - begin)) * num_heads;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    args.lse[(begin + i / num_heads) * args.lse_seq + i % num_heads * args.lse_head] = -INFINITY;
+  const int first = begin + static_cast<int>(threadIdx.x);
+  for (int head = 0; head < args.of_tiles[0].num_heads; ++head) {
+    float* lse = args.lse + head * args.lse_head;
+    for (int row = first; row < end; row += kThreads) lse[row * args.lse_seq] = -INFINITY;
   }
 }
 
-// Calls clear with the range of rows between the used rows of a sequence and the next sequence; for
-// batch_idx -1 with those before the first sequence and after the last. Every row that no sequence
-// owns is in one of these ranges, whatever the table holds: between the first and the last offset,
-// some pair of neighbouring offsets encloses it. Owned rows in them are written later.
+// One of the CTAs that divide the rows of a sequence.
+struct Part {
+  int index, count;
+
+  // Calls clear with this part of the rows from begin to end.
+  template <class Clear>
+  __device__ __forceinline__ void of_rows(int begin, int end, const Clear& clear) const {
+    const int rows = max(0, end - begin), share = (rows + count - 1) / count;
+    const int first = min(index * share, rows);
+    clear(begin + first, begin + min(first + share, rows));
+  }
+};
+
+// Calls clear with a part of the rows between the used rows of a sequence and the next sequence;
+// for batch_idx -1 of those before the first sequence and after the last. Every row that no
+// sequence owns is in one of these ranges, whatever the table holds: between the first and the last
+// offset, some pair of neighbouring offsets encloses it. Owned rows in them are written later.
 template <class Clear>
 __device__ __forceinline__ void clear_unused_rows(const SequenceTable& table, int batch,
-                                                  int batch_idx, const Clear& clear) {
+                                                  int batch_idx, Part part, const Clear& clear) {
   if (batch_idx < 0) {
-    clear(0, min(table.cu_seqlens[0], table.total));
-    clear(max(table.cu_seqlens[batch], 0), table.total);
+    part.of_rows(0, min(table.cu_seqlens[0], table.total), clear);
+    part.of_rows(max(table.cu_seqlens[batch], 0), table.total, clear);
   } else {
     const Sequence rows = find_sequence(table, batch_idx);
-    clear(rows.offset + rows.length, min(table.cu_seqlens[batch_idx + 1], table.total));
+    const int next = min(table.cu_seqlens[batch_idx + 1], table.total);
+    part.of_rows(rows.offset + rows.length, next, clear);
   }
 }
 
-// CTA 1 + b is for sequence b, CTA 0 for what no sequence has.
+// CTA 1 + b of each batch + 1 CTAs is for sequence b, CTA 0 for what no sequence has. The rows that
+// they clear are divided between the CTAs of a sequence, the first of which writes its place.
 __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Arguments args) {
   launch_dependents();
   griddepcontrol_wait();
-  const int batch_idx = static_cast<int>(blockIdx.x) - 1;
-  write_place(args, batch_idx);
-  if (batch_idx < 0 && args.semaphore != nullptr && threadIdx.x == 0) *args.semaphore = 0;
-  clear_unused_rows(args.seqlens, args.batch, batch_idx, [&](int begin, int end) {
+  const int ctas = args.batch + 1, cta = static_cast<int>(blockIdx.x);
+  const int batch_idx = cta % ctas - 1;
+  const Part part{cta / ctas, static_cast<int>(gridDim.x) / ctas};
+  if (part.index == 0) {
+    write_place(args, batch_idx);
+    if (batch_idx < 0 && args.semaphore != nullptr && threadIdx.x == 0) *args.semaphore = 0;
+  }
+  clear_unused_rows(args.seqlens, args.batch, batch_idx, part, [&](int begin, int end) {
     for (const Result& result : args.of_tiles) zero_rows(result, begin, end);
     clear_lse(args, begin, end);
   });
   if (args.of_others.data == nullptr) return;
-  clear_unused_rows(args.other_seqlens, args.batch, batch_idx,
+  clear_unused_rows(args.other_seqlens, args.batch, batch_idx, part,
                     [&](int begin, int end) { zero_rows(args.of_others, begin, end); });
 }
 

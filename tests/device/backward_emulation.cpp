@@ -2,6 +2,9 @@
 // problems of backward_check that are short, with several orders of the CTAs.
 //   backward_emulation [--only part of a name] [--config part of a config name] [--steps number]
 //                      [--seed number]
+//   backward_emulation --overlapping
+//       whether the kernels end where cu_seqlens is wrong: sequences overlap, and have more work
+//       tiles than the grid was made for
 //       --steps: runs problems of at most so many steps (64 queries x 64 keys x 64 columns)
 //       --seed: of other schedules
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
@@ -16,8 +19,8 @@
 #include "backward_configs.h"
 #include "backward_params.h"
 #include "launch/backward.cuh"
+#include "launch/varlen_arguments.h"
 #include "run_grid.h"
-#include "varlen_schedule.h"
 
 // Of the kernels, which declare it.
 namespace flashattn3::backward {
@@ -80,22 +83,6 @@ constexpr Turn kTurns[] = {{"one cluster after the other", false, 132, 1, 1},
                            {"deterministic", true, 132, 2, 3},
                            {"deterministic, 3 SMs", true, 3, 3, 4}};
 
-// Emulates varlen/prepare.cuh: writes the order of the sequences and clears the rows of no
-// sequence.
-static void prepare_varlen(BackwardProblem& p, void* workspace, int block_n) {
-  std::vector<VarlenExtent> extents;
-  for (int b = 0; b < p.c.batch; ++b) {
-    extents.push_back({p.queries(b).length, (p.keys(b).length + block_n - 1) / block_n});
-  }
-  write_varlen_schedule(extents, workspace);
-  for (const Gradient* g : {&p.reference.dq, &p.reference.dk, &p.reference.dv}) {
-    const std::vector<uint8_t> owners = owners_of(p, *g);
-    for (size_t i = 0; i < owners.size(); ++i) {
-      if (owners[i] == kNoSequence) p.tensor(*g).host[i] = 0;
-    }
-  }
-}
-
 static bool run_in_order(const std::function<void()>& kernel, int num_ctas, int num_threads,
                          uint32_t seed) {
   std::vector<int> order(num_ctas);
@@ -121,9 +108,6 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   params.forward.varlen_schedule = schedule.data();
   params.forward.num_sms = turn.num_sms;
   params.forward.deterministic = turn.deterministic;
-  if (params.forward.varlen) {
-    prepare_varlen(p, schedule.data(), backward::block_n(kCheckConfigs[config]));
-  }
   constexpr int64_t kGuardBytes = 1024;
   const int64_t bytes = kFunctions[config].size("emulation", params.forward).workspace_bytes;
   std::vector<uint8_t> workspace(bytes + 2 * kGuardBytes, 0xff);
@@ -131,6 +115,14 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   Launches launches = kFunctions[config].prepare(params);
   num_parts = launches.num_parts;
   emulation::shared_memory = launches.shared;
+  if (params.forward.varlen) {
+    const int block_n = backward::block_n(kCheckConfigs[config]);
+    const varlen::Arguments args = make_prepare_arguments(params, block_n);
+    if (!run_in_order([args] { varlen::prepare(args); }, num_prepare_ctas(params.forward),
+                      varlen::kThreads, seed)) {
+      return "deadlock in varlen::prepare";
+    }
+  }
   if (!run_in_order(launches.preprocess, launches.num_m_blocks, backward::kPreprocessThreads,
                     seed)) {
     return "deadlock in preprocess";
@@ -200,7 +192,41 @@ static int64_t num_steps(const Case& c, int head_dim) {
   return steps * head_dim / 64;
 }
 
+static bool ends_with_overlapping_sequences(int config, const Turn& turn) {
+  const std::vector<Case> cases = with_defaults({{.name = "overlapping sequences",
+                                                  .batch = 3,
+                                                  .seqlen_q = 300,
+                                                  .seqlen_k = 300,
+                                                  .head_dim = kCheckConfigs[config].head_dim,
+                                                  .head_dim_v = kCheckConfigs[config].head_dim_v,
+                                                  .cu_q = {0, 300, 0, 300},
+                                                  .cu_k = {0, 300, 0, 300},
+                                                  .total_q = 300,
+                                                  .total_k = 300}});
+  BackwardProblem p(cases[0]);
+  int num_parts = 0;
+  const std::string wrong = run(p, config, turn, turn.seed, num_parts);
+  std::printf("%s  %-28s %s %s\n", wrong.empty() ? "PASS" : "FAIL", kCheckConfigNames[config],
+              turn.name, wrong.c_str());
+  std::fflush(stdout);
+  return wrong.empty();
+}
+
+static int run_overlapping_sequences() {
+  int run = 0, failed = 0;
+  for (int config = 0; config < kNumCheckConfigs; ++config) {
+    if (!backward::uses_cluster2(kCheckConfigs[config])) continue;
+    for (const Turn& turn : kTurns) {
+      ++run;
+      failed += !ends_with_overlapping_sequences(config, turn);
+    }
+  }
+  std::printf("%d cases, %d failed\n", run, failed);
+  return failed != 0 || run == 0;
+}
+
 int main(int argc, char** argv) {
+  if (argc == 2 && !std::strcmp(argv[1], "--overlapping")) return run_overlapping_sequences();
   const char *part = "", *config_part = "";
   int64_t steps = 100;
   uint32_t seed = 0;

@@ -13,8 +13,8 @@
 #include "forward_cached_cases.h"
 #include "forward_configs.h"
 #include "launch/forward_cached.cuh"
+#include "launch/varlen_arguments.h"
 #include "run_grid.h"
-#include "varlen_schedule.h"
 
 namespace flashattn3::forward {
 alignas(
@@ -26,8 +26,9 @@ using namespace flashattn3;
 // CTAs of a launch, and how to run one.
 struct Launch {
   int num_ctas, num_threads;
-  TileShape shape;
   std::function<void()> kernel;
+  int num_prepare_ctas;  // 0: not varlen
+  std::function<void()> varlen_prepare;
 };
 
 template <forward::Config kConfig>
@@ -36,9 +37,11 @@ static Launch prepare(const char* name, const DecodeParams& params) {
     check_cached_forward<kConfig>(name, params);
     const ForwardParams forward = forward_params_of(params);
     const forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
+    const varlen::Arguments before =
+        make_prepare_arguments(forward, forward_tile_shape<kConfig>(forward), 0, nullptr);
     return {num_persistent_ctas(forward, args.scheduler.num_tiles), forward::num_threads(kConfig),
-            forward_tile_shape<kConfig>(forward),
-            [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); }};
+            [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); },
+            forward.varlen ? num_prepare_ctas(forward) : 0, [before] { varlen::prepare(before); }};
   } else {
     return {};
   }
@@ -66,19 +69,13 @@ struct Turn {
   uint32_t seed;
 };
 
-// Emulates varlen/prepare.cuh: writes the order of the sequences.
-static void prepare_varlen(DecodeProblem& problem, const DecodeParams& params,
-                           const TileShape& shape) {
-  std::vector<VarlenExtent> extents;
-  for (int b = 0; b < params.batch; ++b) {
-    const auto sequence = problem.sequence(b);
-    extents.push_back(
-        {sequence.num_keys, static_cast<int>(shape.num_blocks(sequence.num_queries))});
-  }
-  write_varlen_schedule(extents, params.workspace);
+static bool run_in_order(const std::function<void()>& kernel, std::vector<int> order,
+                         int num_threads, uint32_t seed) {
+  emulation::kernel = kernel;
+  return emulation::run_ctas(order, num_threads, seed);
 }
 
-// Runs the CTAs of one launch one after the other. Returns an error message, or "".
+// Runs the CTAs of one call one after the other. Returns an error message, or "".
 static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   std::vector<int32_t> schedule(varlen_schedule_bytes(params.batch) / 4, -1);
@@ -86,13 +83,21 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   params.num_sms = turn.num_sms, params.workspace = schedule.data();
   params.counters = turn.counted ? counters : nullptr;
   const Launch launch = kPrepare[config](kCheckConfigNames[config], params);
-  if (params.cu_seqlens_q != nullptr) prepare_varlen(problem, params, launch.shape);
-  emulation::kernel = launch.kernel;
-  std::vector<int> order(launch.num_ctas);
-  std::iota(order.begin(), order.end(), 0);
   std::mt19937 random(turn.seed);
-  std::shuffle(order.begin(), order.end(), random);
-  if (!emulation::run_ctas(order, launch.num_threads, turn.seed)) return "deadlock";
+  const auto shuffled = [&](int count) {
+    std::vector<int> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    return order;
+  };
+  if (launch.num_prepare_ctas > 0 &&
+      !run_in_order(launch.varlen_prepare, shuffled(launch.num_prepare_ctas), varlen::kThreads,
+                    turn.seed)) {
+    return "deadlock in varlen::prepare";
+  }
+  if (!run_in_order(launch.kernel, shuffled(launch.num_ctas), launch.num_threads, turn.seed)) {
+    return "deadlock";
+  }
   if (counters[0] != 0 || counters[1] != 0) return "the tile counter was not put back";
   return "";
 }
