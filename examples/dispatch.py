@@ -1,4 +1,4 @@
-"""Who runs a call, why, and how to insist on somebody.
+"""Which backend runs a call and why, and how to require a backend.
 
 python examples/dispatch.py
 """

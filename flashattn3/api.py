@@ -225,25 +225,27 @@ def flash_attn_func(
         sm_margin: number of streaming multiprocessors to leave free. A hint.
         return_attn_probs: FlashAttention-3's name for return_lse.
         return_lse: also return the log-sum-exp of every row.
-        backend: name of the only backend that may run this call; None dispatches by the device.
+        backend: name of the only backend that may run this call. None: that of ``use_backend``,
+            else of FLASHATTN3_BACKEND, else the first of hopper, triton and reference that takes
+            the call.
         out_dtype: with 8-bit inputs bfloat16 (None), float16 or, on the reference backend,
             float32; with other inputs None or q's dtype.
         use_fast_accum: for 8-bit inputs on the Hopper backend. False: out leaves the tensor cores'
             accumulators for float32 every 768 keys. True: out stays in them, which is faster
             beyond 768 keys and drops low bits: where V's values share one sign, out loses
-            n * 2**-16 of itself over n keys (V = 1: about 8 % from 4096 keys on), and light keys
-            vanish beside a heavy one. Other backends and 16-bit inputs accumulate in float32
+            about n * 2**-16 of itself over n keys (V = 1, 4096 keys: 1 to 12 % by the tests), and
+            light keys vanish beside a heavy one. Other backends and 16-bit inputs accumulate in float32
             either way. A hint.
         qv, attention_chunk: not supported yet, an error if given.
 
         Numbers and bools may be Python's, numpy's or 0-d tensors; one on a GPU is read, which waits
-        for the device. A hint, but for use_fast_accum, changes no result: a backend that has no use
-        for it runs without it, and ``explain`` says so.
+        for the device. A hint, but for use_fast_accum, changes a result by rounding at most: a
+        backend that has no use for it runs without it, and ``explain`` says so.
 
     Returns:
-        out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype, of 8 bits in out_dtype; with
-        return_lse also lse (batch, num_heads_q, seqlen_q), natural logarithm, float32, of float64
-        inputs float64. A row that sees no key has out 0, lse -inf and gradient 0. Both are
+        out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype, for 8-bit inputs in out_dtype;
+        with return_lse also lse (batch, num_heads_q, seqlen_q), natural logarithm, float32 (float64
+        for float64 inputs). A row that sees no key has out 0, lse -inf and gradient 0. Both are
         differentiable with respect to q, k and v, unless these have 8 bits: in reverse mode and
         once, with torch.func's grad, vjp, jacrev and vmap too.
 
@@ -295,10 +297,11 @@ def flash_attn_varlen_func(
         k, v: (total_k, num_heads_kv, head_dim) and (total_k, num_heads_kv, head_dim_v).
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device, from 0, non-decreasing:
             sequence i holds the rows cu_seqlens[i] up to cu_seqlens[i + 1]. cu_seqlens_k may be
-            None: k and v then have the axes (batch, seqlen_k, ·, ·), of which seqused_k counts.
+            None: k and v then have the axes (batch, seqlen_k, ·, ·), of which seqused_k counts
+            (None: all).
         max_seqlen_q, max_seqlen_k: at least the longest sequence, an int or a 0-d integer tensor.
-            One that lies on a GPU is not read, which would wait for the device: the number of rows
-            stands in, at the price of a larger grid.
+            None, or a tensor on a GPU, which is not read, since that would wait for the device: the
+            number of rows stands in, at the price of a larger grid.
         seqused_q, seqused_k: int32 (batch,), rows of each sequence that count, from its beginning.
         q_descale, k_descale, v_descale: (batch, num_heads_kv), or one for each block of each
             sequence, (batch, num_heads_kv, ceil(max_seqlen / block)). BlockScaled q, k and v hold
@@ -513,9 +516,9 @@ def flash_attn_varlen_fp8_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_attn_fp8_func`` over sequences of different lengths, packed one after another.
 
-    Rows beyond seqused do not count in the result, but in the scale of their block and the vectors
-    of smooth_k, one for each sequence and head; one that is not finite makes its block
-    of int8 NaN.
+    Rows beyond seqused are masked, but they enter the largest value of their block and the vector
+    of smooth_k (one for each sequence and head). A value there that is not finite makes its int8
+    block NaN.
 
     Args: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·), of 16 bits; the
         others are those of ``flash_attn_varlen_func`` and ``flash_attn_fp8_func``, as are the

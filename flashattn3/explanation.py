@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 class Explanation:
     """How a call would run. str() gives it as text.
 
+    backend, device: names of the backend that runs the call and of the device.
+    config: tile, stages and kernel config by name; the names depend on the backend.
+    grid: of the launch; None where the backend launches no kernel of its own.
+    shared_memory_bytes: of one block; None where it is not known.
     declined: every other backend's name and why it does not run the call.
     unused_hints: name of each hint given that the backend runs without, and why.
     """

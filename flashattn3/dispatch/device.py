@@ -53,10 +53,9 @@ def describe_device(device: torch.device) -> DeviceInfo:
     of a smaller chip can be run and tested on a larger one.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda":
-        return DeviceInfo(
-            device.type, device.type, interpreted=interpreted, shared_memory_bytes=99 * 1024
-        )
+    if device.type != "cuda" or torch.version.hip:  # torch names AMD's GPUs cuda too
+        kind = "ROCm" if device.type == "cuda" else device.type
+        return DeviceInfo(kind, kind, interpreted=interpreted, shared_memory_bytes=99 * 1024)
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major * 10 + properties.minor
     info = DeviceInfo(

@@ -78,9 +78,16 @@ def attention(
     Args:
         query: (batch, seqlen_q, heads, head_dim); key and value likewise.
         attn_mask: None, or bool (batch or 1, 1, 1, seqlen_k): which keys count, in any order.
+        dropout_p: must be 0.
         is_causal: only where seqlen_q is seqlen_k.
+        scale: factor of the scores; None: head_dim ** -0.5.
+        enable_gqa: required where key and value have fewer heads than query.
+        window_size: (-1, -1) with an attn_mask; else as in ``flash_attn_func``, and so is softcap.
 
     Returns: out; with return_lse also lse (batch, seqlen_q, heads).
+
+    Raises:
+        UnsupportedError: dropout, context parallelism, or another kind of mask.
     """
     if dropout_p:
         raise _unsupported("dropout_p", 0, dropout_p)

@@ -86,11 +86,19 @@ def attention(
         attention_mask: from ``mask``, or None.
         sliding_window: w: a query sees the w - 1 keys before it, and after it where the mask is not
             causal. Where ``mask`` describes a window, that one counts.
+        scaling: factor of the scores; None: head_dim ** -0.5.
+        dropout: must be 0.
+        is_causal: None: that of module.
+        softcap: None or 0: no cap.
+        position_ids: packed sequences are found by them where there is no attention_mask.
         s_aux: (heads,), attention sinks: one more key per head with this score and no value.
         cu_seq_lens_q, cu_seq_lens_k: sequences packed into one row of the batch.
         others: arguments that change no number, and those that are refused.
 
     Returns: out (batch, seqlen_q, heads, head_dim_v) and None in place of the probabilities.
+
+    Raises:
+        UnsupportedError: dropout, or another argument that flashattn3 does not support.
     """
     _refuse(dropout, others)
     segments = Segments.of_mask(attention_mask, query.shape[0])

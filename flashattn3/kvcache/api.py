@@ -164,8 +164,8 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention to keys and values in a cache, to which new ones may be added: of a few queries of
-    each sequence, or of chunks of a prompt.
+    """Attend with a KV cache: a few queries of each sequence (decode) or chunks of a prompt
+    (prefill). If k and v are given, they are first written into the cache.
 
     The queries of a sequence are its last positions. Nothing waits for the device, and nothing on
     the host depends on a length, so a CUDA graph of a call serves other lengths and page tables.
@@ -190,7 +190,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 (batch,); keys before it are hidden, positions count them.
         page_table: int32 (batch, max_pages), any row stride: the pages of each sequence in order.
         cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,), as in ``flash_attn_varlen_func``.
-        max_seqlen_q: with cu_seqlens_q, at least its longest sequence; one on a GPU is not read.
+        max_seqlen_q: required with cu_seqlens_q, else None: at least the longest sequence, an int
+            or a 0-d integer tensor; one on a GPU is not read, and total_q stands in.
         rotary_seqlens: int32 (batch,), positions of the first new tokens, instead of cache_seqlens.
         q_descale, k_descale, v_descale: float32 (batch, num_heads_kv), any strides: a stored value
             times its descale is the real one. New k and v are divided by theirs.
@@ -200,7 +201,7 @@ def flash_attn_with_kvcache(
         rotary_interleaved: rotated pairs are columns (2i, 2i + 1); else (i, i + rotary_dim / 2).
         scheduler_metadata: from ``get_scheduler_metadata`` for the same lengths and options; rows
             of a sequence with other ones become NaN.
-        num_splits: 0: the keys of the whole batch are cut into equal parts, which depend on the
+        num_splits: <= 0: the keys of the whole batch are cut into equal parts, which depend on the
             lengths in the batch; 1: no sequence is cut, and a row's bits do not depend on the
             other lengths; n up to 256: n equal parts of each sequence, fewer where it has fewer
             tiles.
@@ -215,13 +216,13 @@ def flash_attn_with_kvcache(
         out: where the result is written, of the shape and dtype below.
         out_dtype: None or q's.
         return_lse: also return the log-sum-exp.
-        backend: name of the only backend that may run this call.
+        backend: as in ``flash_attn_func``.
         qv, attention_chunk, tree_mask, split_tokens: not supported yet, an error if given.
 
     Returns:
         out in q's shape with v_cache's head dim, in q's dtype; with return_lse also lse (batch,
-        num_heads_q, seqlen_q) or (num_heads_q, total_q), float32, of float64 float64. Two values,
-        where FlashAttention-3 returns four. A row without keys has out 0 and lse -inf (its sink's
+        num_heads_q, seqlen_q) or (num_heads_q, total_q), float32 (float64 for float64 inputs). Two
+        values, where FlashAttention-3 returns four. A row without keys has out 0 and lse -inf (its sink's
         value, if there is one), and so has a row of no sequence.
 
     Raises:
@@ -301,7 +302,7 @@ def append_kvcache(
         k, v, k_cache, v_cache and all others: as in ``flash_attn_with_kvcache``. Token i of a
             sequence is written to position cache_seqlens + i; on a GPU a token that has no place
             in the cache, or whose page does not exist, is dropped, on a CPU it is an error.
-        q: with rotary_cos alone: queries to be rotated beside the keys, query i to position
+        q: queries to rotate, only if rotary_cos and rotary_sin are given; query i has position
             cache_seqlens + i (or rotary_seqlens + i); (batch, seqlen_q, num_heads_q, head_dim), or
             (total_q, ...) with cu_seqlens_q.
 
@@ -351,7 +352,8 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """The lengths and options of a ``flash_attn_with_kvcache``, for its scheduler_metadata.
+    """Return the lengths and options of a ``flash_attn_with_kvcache`` call, for its argument
+    scheduler_metadata.
 
     No call needs it: schedules are computed from the lengths on the device. Code that was written
     for FlashAttention-3 may copy it into a buffer of a CUDA graph. A call with other lengths or
@@ -359,7 +361,7 @@ def get_scheduler_metadata(
 
     Args: those of the call; batch_size, head counts, headdim and headdim_v (None: headdim) of its
         tensors. max_seqlen_q: queries of each sequence where cu_seqlens_q is None. max_seqlen_k:
-        not needed. page_size: None for a dense cache. max_seqlen_k_new: new tokens of each sequence
+        required as in FlashAttention-3, checked, and otherwise unused. page_size: None for a dense cache. max_seqlen_k_new: new tokens of each sequence
         where cu_seqlens_k_new is None. has_softcap: whether softcap is positive.
 
     Returns:
@@ -439,11 +441,13 @@ def flash_attn_combine(
             num_heads_q, head_dim_v), float32, float16 or bfloat16 (float64 on the reference
             backend); any strides, if the last is not 1 it is copied.
         lse_partial: (parts, batch, seqlen_q, num_heads_q) or (parts, total_q, num_heads_q),
-            float32, any strides: ``torch.stack(lses).transpose(-1, -2)`` of what calls return.
+            float32, with float64 out_partial float64; any strides:
+            ``torch.stack(lses).transpose(-1, -2)`` of what calls return.
         out: where the result is written; out_dtype: its dtype; None: out_partial's.
 
     Returns:
-        out and lse, of one part's shape. A row without keys in every part has out 0 and lse -inf.
+        out, and lse (batch, seqlen_q, num_heads_q) or (total_q, num_heads_q): heads last, where
+        attention calls return them first. A row without keys in every part has out 0 and lse -inf.
 
     Raises: TypeError, ValueError: an argument is invalid.
     """

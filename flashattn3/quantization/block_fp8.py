@@ -35,6 +35,8 @@ class BlockScaled:
         read V in, see permuted_v.py.
     descale: float32 (batch, heads, blocks), one per ``block`` tokens counted from the beginning of
         each sequence; 2**-126 for blocks without tokens.
+    block: tokens of a head that share a descale: 64, 128 or 256.
+    hadamard: whether the head dim of data is rotated; q and k must agree, v is never rotated.
     cu_seqlens: int32 (batch + 1), the cumulative lengths of a varlen batch; else None.
     layout: layout of data, "rows" or "permuted".
     shape: shape of the tensor in layout "rows"; required with layout "permuted".

@@ -30,6 +30,9 @@ LARGEST_EXACT_CAP = 256.0  # at this cap tanh's absolute error is 1e-4 in a scor
 SMALLEST_DIVISOR = 2.0**-64  # smallest scale that lse is divided by, far from overflow
 LSE_DELTA_ROWS = backward.LSE_DELTA_ROWS.value
 SMALLEST_FP8_WIDTH = 32  # smallest head dim (K) of an 8-bit dot
+# With more columns of V than these, the kernel of dK and dV multiplies at least as many of K: with
+# fewer, ptxas spills 7 KB per thread on 8.0 (docs/log/triton.md, 2026-11-26).
+WIDE = 128
 ROWS_PER_PROGRAM = 64  # rows per program of the row-wise kernels (combine, preprocess)
 COMBINE_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 
@@ -349,6 +352,8 @@ def _bwd_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
         "NUM_WARPS": tile.num_warps,
     }
+    if constants["BLOCK_DV"] > WIDE and not config.tile_config.wgmma:
+        constants["BLOCK_D"] = max(constants["BLOCK_D"], WIDE)
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
     dtype = NAMES[problem.dtype]
     gradients = (dtype, dtype, _dq_accum_type(config))
