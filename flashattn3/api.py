@@ -234,8 +234,8 @@ def flash_attn_func(
             accumulators for float32 every 768 keys. True: out stays in them, which is faster
             beyond 768 keys and drops low bits: where V's values share one sign, out loses
             about n * 2**-16 of itself over n keys (V = 1, 4096 keys: 1 to 12 % by the tests), and
-            light keys vanish beside a heavy one. Other backends and 16-bit inputs accumulate in float32
-            either way. A hint.
+            light keys vanish beside a heavy one. Other backends and 16-bit inputs accumulate in
+            float32 either way. A hint.
         qv, attention_chunk: not supported yet, an error if given.
 
         Numbers and bools may be Python's, numpy's or 0-d tensors; one on a GPU is read, which waits

@@ -24,7 +24,7 @@ from .call.spec import Options
 from .call.value_checks import check_values, is_checked
 from .dispatch.device import describe_device
 from .dispatch.planner import Plan, choose
-from .dispatch.selection import ANY, FROM_ENVIRONMENT, named_backend
+from .dispatch.selection import ANY, named_backend
 from .modes import no_fp8_gradient
 from .operator_rules import warn_of_reference
 
@@ -55,13 +55,7 @@ def _plan(key: tuple, options: Options) -> Plan:
 
 def _chosen(metadata: tuple, options: Options) -> Plan:
     problem = describe(metadata, options)
-    try:
-        return choose(problem, describe_device(problem.device), BACKENDS)
-    except ValueError as error:
-        if options.backend and options.backend == FROM_ENVIRONMENT:
-            told = f"{error}; FLASHATTN3_BACKEND={FROM_ENVIRONMENT} is set"
-            raise type(error)(told) from None
-        raise
+    return choose(problem, describe_device(problem.device), BACKENDS)
 
 
 def plan_on(device: torch.device, tensors: Tensors, options: Options) -> Plan:

@@ -57,6 +57,19 @@ def check_short_sequences_beside_long_ones(host):
     assert passed(sm_margin=32) == [["launch", 96, 256, alone], prepare, forward]
 
 
+def check_units_of_a_mixed_batch(host):
+    """A call is refused for the work that it may have, not for that of 64 prompts as long as its
+    one: 64 * 8 * 256 * 2**14 units are 2**31."""
+    use_cached_calls()
+    q = torch.zeros(63 + 2048, 64, 128).bfloat16()
+    k, v = torch.zeros(2, 1, 256, 8, 128).bfloat16()
+    edges = torch.tensor([*range(64), 63 + 2048], dtype=torch.int32)
+    table = torch.zeros(64, 2**20 // 256, dtype=torch.int32)
+    lengths = torch.full((64,), 4000, dtype=torch.int32)
+    call = partial(flash_attn_with_kvcache, k_cache=k, v_cache=v, page_table=table)
+    assert call(q, cu_seqlens_q=edges, max_seqlen_q=2048, cache_seqlens=lengths).shape == q.shape
+
+
 class Passed(NamedTuple):
     """A call: what it passed to the driver and returned, or its error; the number of its tensors'
     writes that autograd counts; the number of its checks in Python."""

@@ -226,6 +226,15 @@ def test_what_is_swept_is_launched_on_another_chip(chip):
             assert (launch.constants, options) == (other[name].constants, other[name].options)
 
 
+@pytest.mark.parametrize("chip", [A100, L4], ids=lambda chip: chip.name)
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_few_columns_of_k_beside_many_of_v_spill_little(head_dim, chip, compilers):
+    """ptxas spilled 7 KB per thread where the kernel of dK and dV had as few of K as q."""
+    arguments = chip, head_dim, {"causal": True}, "bfloat16", True, 256, 0, "bwd_dkdv"
+    (report,) = compilers.submit(compile_all, *arguments).result()
+    assert report.stack_bytes <= SPILL_BOUND_BYTES["mma.sync"]["bwd_dkdv"][256]
+
+
 @pytest.fixture(scope="module", params=map(param_of, ALL))
 def compiled(request, compiler) -> tuple[DeviceInfo, int, str, list[Report]]:
     """chip, head dim of the row, dtype and the reports. pytest runs the tests of one in a row."""

@@ -76,9 +76,10 @@ def test_the_error_says_that_the_environment_forces_the_backend(name):
     code = """
 import torch, flashattn3
 q = torch.ones(1, 8, 2, 16)
-for call in (flashattn3.flash_attn_func, flashattn3.explain):
+names = ("flash_attn_func", "explain", "flash_attn_fp8_func", "flash_attn_with_kvcache")
+for call in (getattr(flashattn3, name) for name in names):
     try:
-        call(q, q, q)
+        call(q.half(), q.half(), q.half())
     except ValueError as error:
         print(error)
 try:
@@ -86,7 +87,7 @@ try:
 except ValueError as error:
     print(error)"""
     *forced, named = run_python(code, FLASHATTN3_BACKEND=name, TRITON_INTERPRET=None).splitlines()
-    assert len(forced) == 2
+    assert len(forced) == 4
     assert all(line.endswith(f"; FLASHATTN3_BACKEND={name} is set") for line in forced)
     assert "FLASHATTN3_BACKEND" not in named
 

@@ -62,3 +62,17 @@ assert {name}.real
 """
     told = run_python(code)
     assert f"{name} must not be installed, got {name} at {tmp_path}" in told
+
+
+def test_refused_where_a_module_without_a_spec_has_the_name():
+    code = """
+import sys, types
+sys.modules["flash_attn_interface"] = types.ModuleType("flash_attn_interface")
+from flashattn3 import UnsupportedError
+from flashattn3.integrations.flash_attn_3 import install_as_flash_attn_3
+try:
+    install_as_flash_attn_3()
+except UnsupportedError as error:
+    print(error)
+"""
+    assert "flash_attn_interface must not be installed, got flash_attn_inte" in run_python(code)

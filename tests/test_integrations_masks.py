@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import gc
 import inspect
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -224,6 +227,42 @@ def test_masks_that_follow_each_other_at_one_address():
     model, eager = pair(configured("Gemma2"))
     for side in ("left", "all ones", "right", "both", "left"):
         assert_equal_logits(model, eager, padded(side).bool())
+
+
+def test_threads_read_their_masks_side_by_side(monkeypatch):
+    """Masks of other threads come and go while one is read, and none is read by another thread."""
+    own = OwnMasks(segments._numbers_of)
+    monkeypatch.setattr(segments, "_numbers_of", own)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(own.read_some, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [[1 + i % 3 for i in range(200)]] * 8
+
+
+class OwnMasks:
+    """Counts the sequences of masks, each in the thread that made it."""
+
+    def __init__(self, numbers_of):
+        self.numbers_of, self.made = numbers_of, threading.local()
+
+    def __call__(self, mask):
+        assert any(mask is own for own in self.made.masks)
+        return self.numbers_of(mask)
+
+    def read_some(self, _):
+        counts = []
+        for i in range(200):
+            lengths = [2] * (1 + i % 3) + [0] * (2 - i % 3)
+            edges = torch.tensor([0, *lengths]).cumsum(0).int()
+            made = segments.Segments(True, cu_seqlens_q=edges, cu_seqlens_k=edges)
+            self.made.masks = [made.as_mask(edges.device, {}) for _ in range(2)]
+            read = [segments._checked(mask, batch=5) for mask in self.made.masks]
+            counts.append(read[0].cu_seqlens_q.diff().count_nonzero().item())
+        return counts
 
 
 @torch.no_grad()

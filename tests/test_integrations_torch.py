@@ -12,7 +12,7 @@ import torch
 import torch.nn.attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashattn3 import UnsupportedError, flash_attn_varlen_func
+from flashattn3 import UnsupportedError, flash_attn_varlen_func, use_backend
 from flashattn3.integrations import torch as provider
 
 if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
@@ -195,6 +195,31 @@ def test_an_argument_that_torch_has_no_kernel_for_either(calls):
     q, k, v = leaves(2)
     with pytest.raises(UnsupportedError, match="aten::_scaled_dot_product_flash_attention"):
         torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.1)
+
+
+def test_a_scale_that_no_backend_takes_goes_to_the_former_kernel(calls):
+    tensors = leaves(2)
+
+    def results(scale):
+        out = scaled_dot_product_attention(*tensors, scale=scale)
+        return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    scales = 1e35, 1e-35
+    active = [results(scale) for scale in scales]
+    with use_backend("hopper"), pytest.raises(UnsupportedError, match="got 'hopper'"):
+        results(0.1)
+    restore_flash_attention_impl()
+    for found, scale in zip(active, scales, strict=True):
+        torch.testing.assert_close(found, results(scale), rtol=0, atol=0, equal_nan=True)
+
+
+def test_operators_below_autocast_keep_their_dtype(calls):
+    tensors = [x.detach() for x in leaves(2)]
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert operator(*tensors)[0].dtype == torch.float32
+        assert scaled_dot_product_attention(*tensors).dtype == torch.bfloat16
+    assert calls == ["flash_attn_func"] * 2
 
 
 def test_restore_brings_the_former_kernels_back_bit_for_bit(calls):

@@ -65,6 +65,7 @@ MAY_IMPORT = {
     "dispatch.planner": {
         "dispatch.backend",
         "dispatch.device",
+        "dispatch.selection",
         "errors",
         "call.problem",
         "call.spec",
@@ -213,6 +214,7 @@ MAY_IMPORT = {
         "errors",
         "kvcache.metadata",
         "kvcache.problem",
+        "modes",
     },
     "kvcache.value_checks": {
         "call.value_checks",
@@ -233,6 +235,7 @@ MAY_IMPORT = {
         "errors",
         "kvcache",
         "modes",
+        "operator_rules",
     },
     "kvcache.explanation": {
         "dispatch.device",

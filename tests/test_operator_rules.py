@@ -7,10 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import forget_cached_calls
 from torch.utils.flop_counter import FlopCounterMode
 
-from flashattn3 import flash_attn_func, flash_attn_varlen_func, operator_rules
+from flashattn3 import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    operator_rules,
+)
 from flashattn3.integrations.flop_counter import register_flop_formulas
+from flashattn3.kvcache import ops as kvcache_ops
 
 
 def flops(function, *tensors, **options):
@@ -76,6 +83,15 @@ def test_one_warning_where_a_gpu_call_lands_on_reference(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         operator_rules.warn_of_reference(plan())
+
+
+def test_cached_calls_warn_too(monkeypatch):
+    planned = []
+    monkeypatch.setattr(kvcache_ops, "warn_of_reference", planned.append)
+    forget_cached_calls()
+    q, cache = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16)
+    flash_attn_with_kvcache(q, cache, cache)
+    assert [found.backend.name for found in planned] == ["reference"]
 
 
 @pytest.mark.gpu

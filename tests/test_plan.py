@@ -32,7 +32,7 @@ from flashattn3.backends.triton.tile_configs import MAX_HEAD_DIM, TILE_CONFIGS, 
 from flashattn3.call.inputs import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options
-from flashattn3.dispatch.device import SHARED_MEMORY_KIB
+from flashattn3.dispatch.device import SHARED_MEMORY_KIB, describe_device
 from flashattn3.dispatch.planner import choose
 
 
@@ -261,3 +261,12 @@ def test_the_same_call_is_planned_once(monkeypatch):
     monkeypatch.setattr(ops, "choose", lambda *arguments: calls.append(arguments))
     flashattn3.flash_attn_func(torch.randn_like(q), q, q)
     assert calls == []
+
+
+def test_amd_gpus_run_the_reference(monkeypatch):
+    """torch for ROCm names them cuda, and their capabilities mean something else."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    info = replace(describe_device.__wrapped__(torch.device("cuda", 0)), interpreted=False)
+    assert info.kind == "ROCm"
+    available = [backend.name for backend in BACKENDS if backend.unavailable_reason(info) is None]
+    assert available == ["reference"]

@@ -12,10 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashattn3 import (
     UnsupportedError,
+    append_kvcache,
+    flash_attn_combine,
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     quantize_block_fp8,
     use_backend,
 )
@@ -148,6 +151,29 @@ def test_forward_mode_is_refused_and_never_zero(argument, requires_grad):
         with torch.no_grad(), pytest.raises(UnsupportedError, match=REFUSED):
             dense(*tensors)
         assert dense(*operands(dense))[0].any()
+
+
+def attend_to_cache(q, k):
+    return flash_attn_with_kvcache(q, k, k)
+
+
+def append(k, cache):
+    return append_kvcache(k, k, cache.clone(), cache.clone(), cache_seqlens=2)
+
+
+def combine(out, _):
+    return flash_attn_combine(out, out[..., 0])[0]
+
+
+@pytest.mark.parametrize("function", [attend_to_cache, append, combine])
+def test_cached_calls_refuse_tangents(function):
+    x, cache = normal(2, 3, 2, 16), normal(2, 8, 2, 16)
+    with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
+        torch.func.jvp(lambda x: function(x, cache), (x,), (x,))
+    with forward_ad.dual_level():
+        function(x, cache)
+        with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
+            function(forward_ad.make_dual(x, x), cache)
 
 
 @pytest.mark.parametrize("function", [flash_attn_fp8_func, lambda x, *_: quantize_block_fp8(x)])

@@ -55,7 +55,7 @@ def reader(description: Description, function: str, names: tuple[str, ...]) -> C
         return description.convert(function, OF_ALL_CALLS | given)
 
     def read(window_size, *values):
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and isinstance(window_size, (tuple, list)):
             try:
                 left, right = window_size
                 deterministic = torch.are_deterministic_algorithms_enabled()

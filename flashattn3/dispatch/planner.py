@@ -10,6 +10,7 @@ from ..call.spec import HINTS
 from ..errors import UnsupportedError, complaint, value_error
 from .backend import Backend, Launch
 from .device import DeviceInfo
+from .selection import FROM_ENVIRONMENT
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,16 @@ def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) ->
     Raises ValueError for a name that no backend has and UnsupportedError, with every reason, if
     no backend takes the problem. A named backend never falls back to another.
     """
+    try:
+        return _chosen(problem, device, backends)
+    except ValueError as error:
+        if problem.backend and problem.backend == FROM_ENVIRONMENT:
+            told = f"{error}; FLASHATTN3_BACKEND={FROM_ENVIRONMENT} is set"
+            raise type(error)(told) from None
+        raise
+
+
+def _chosen(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
     names = tuple(backend.name for backend in backends)
     if problem.backend is not None and problem.backend not in names:
         raise value_error(problem.function, "backend", f"one of {names}", repr(problem.backend))

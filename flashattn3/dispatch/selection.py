@@ -48,7 +48,9 @@ def use_backend(name: str) -> Iterator[None]:
 
     It never falls back: a call that the backend does not take raises UnsupportedError. For a
     compiled function the block around its run counts, not the one around its compilation; a block
-    inside it counts for the calls there. A gradient runs on the backend of its forward.
+    inside it counts for the calls there. A gradient runs on the backend of its forward; that of a
+    compiled function whose block is around its run may run on another one, since it is a call of
+    its own, on a GPU in a thread of autograd, in which only FLASHATTN3_BACKEND counts.
     """
     known_backend("use_backend", "name", name)
     if torch.compiler.is_compiling():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..api import flash_attn_func, flash_attn_varlen_func
+from ..call.arguments import window
 from ..errors import UnsupportedError, complaint, shown, value_error
 from .libraries import import_library
 
@@ -122,7 +123,7 @@ def _check_mask(mask: Tensor, query: Tensor, key: Tensor, window_size: tuple[int
     if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
         wanted = f"bool ({batch}, 1, 1, {keys}), one flag per key"
         raise _unsupported("attn_mask", wanted, f"{shown(mask)}; use the backend 'native'")
-    if tuple(window_size) != (-1, -1):
+    if window(_FUNCTION, "window_size", window_size) != (-1, -1):
         raise _unsupported("window_size", "(-1, -1) with an attn_mask", tuple(window_size))
 
 

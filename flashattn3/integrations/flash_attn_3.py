@@ -62,5 +62,6 @@ class _Interface(ModuleType):
 
 
 def _origin(name: str) -> str:
-    spec = importlib.util.find_spec(name)
+    loaded = sys.modules.get(name)
+    spec = loaded.__spec__ if loaded else importlib.util.find_spec(name)
     return f"{name} at {spec.origin}" if spec and spec.origin else name

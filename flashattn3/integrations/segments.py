@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from threading import Lock, get_ident
 from typing import NamedTuple
 
 import torch
@@ -119,7 +120,8 @@ class Segments(NamedTuple):
         flags = self.causal + 2 * self.in_chunks + 4 * (self.cache_seqlens is not None)
         mask = edges.expand(-1, 1 + flags, 2 + self.left, -1)
         if to_read:
-            _readings[mask] = None
+            with _lock:
+                _readings[mask] = _Unread(get_ident())
         return mask
 
     def packed(self, lengths: tuple[int, int]) -> Segments:
@@ -209,22 +211,32 @@ class _Reading(NamedTuple):
     filled: int
 
 
-# Masks of eager forwards, and what a layer has read in them, None before. An entry goes with its
-# mask, so it serves no other one.
+class _Unread(NamedTuple):
+    """thread: identifier of the thread that made the mask, so that another thread, whose stream may
+    be another one, does not read the mask beside its own."""
+
+    thread: int
+
+
+# Masks of eager forwards, and what a layer has read in them. An entry goes with its mask, so it
+# serves no other one.
 _readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = Lock()
 
 
 def _checked(mask: Tensor, batch: int) -> Segments | None:
     """The segments of a mask, none if every row of the batch is one; None if the mask is a copy of
     one that was read, such as the copies for layers on other devices."""
-    reading = _readings.get(mask)
-    if reading is None:
-        if mask not in _readings:
-            if any(known and other.shape == mask.shape for other, known in _readings.items()):
+    with _lock:
+        reading = _readings.get(mask)
+        if reading is None:
+            known = [of for of, found in _readings.items() if type(found) is _Reading]
+            if any(of.shape == mask.shape for of in known):
                 return None
-            _readings[mask] = None
-        _read_masks(mask.device)
-        reading = _readings[mask]
+        if type(reading) is not _Reading:
+            _readings[mask] = _Unread(get_ident())
+            _read_masks(mask.device)
+            reading = _readings[mask]
     fault, segments, filled = reading
     if fault:
         raise UnsupportedError(fault)
@@ -233,8 +245,9 @@ def _checked(mask: Tensor, batch: int) -> Segments | None:
 
 
 def _read_masks(device: torch.device) -> None:
-    """Read all masks on the device that no layer has read, in one wait for it."""
-    unread = [m for m, reading in _readings.items() if reading is None and m.device == device]
+    """Read this thread's masks on the device that no layer has read, in one wait for it."""
+    own = _Unread(get_ident())
+    unread = [m for m, reading in _readings.items() if reading == own and m.device == device]
     numbers = torch.stack([_numbers_of(mask) for mask in unread]).tolist()
     for mask, (fault, end, filled) in zip(unread, numbers, strict=True):
         message = next((text for i, text in enumerate(FAULTS) if fault >> i & 1), None)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,9 @@ from torch import Tensor
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ..call.inputs import Tensors
 from ..call.spec import Options
-from ..dispatch.selection import backend_in_force
+from ..dispatch.selection import backend_in_force, named_backend
 from ..errors import UnsupportedError, expect
+from ..modes import has_autocast
 from ..ops import backward_of
 from .libraries import release
 
@@ -154,7 +156,8 @@ def _move_flash_ahead() -> list[int]:
 
 @dataclass(frozen=True)
 class _Override:
-    """One operator: flashattn3's function, or the former kernel where that returns NotImplemented.
+    """One operator: flashattn3's function, or the former kernel where that returns NotImplemented,
+    or where no backend takes the call and the caller names none.
 
     former: None where torch has no kernel for the dispatch key.
     """
@@ -164,16 +167,28 @@ class _Override:
     former: object
 
     def __call__(self, keyset, *arguments, **options):
-        with torch.no_grad():  # autograd's kernels are above this dispatch key
-            result = self.function(*arguments, **options)
-        if result is not NotImplemented:
-            return result
+        reason = "flashattn3 does not support these arguments"
+        try:
+            with torch.no_grad(), _without_autocast(arguments[0].device.type):
+                result = self.function(*arguments, **options)
+            if result is not NotImplemented:
+                return result
+        except UnsupportedError as error:
+            if named_backend.get() is not None:
+                raise
+            reason = str(error)
         if self.former is None:
             raise UnsupportedError(
-                f"aten::{self.name}: flashattn3 does not support these arguments, and torch has no "
-                "kernel of its own for them on this device"
+                f"aten::{self.name}: {reason}, and torch has no kernel of its own for them on this "
+                "device"
             )
         return self.former.call_boxed(keyset, *arguments, **options)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    """Autocast's kernels are above the dispatch key, as autograd's are: what they cast, they cast
+    before."""
+    return torch.autocast(device_type, enabled=False) if has_autocast() else nullcontext()
 
 
 def _window(left: int | None, right: int | None) -> tuple[int, int]:

@@ -222,8 +222,8 @@ def flash_attn_with_kvcache(
     Returns:
         out in q's shape with v_cache's head dim, in q's dtype; with return_lse also lse (batch,
         num_heads_q, seqlen_q) or (num_heads_q, total_q), float32 (float64 for float64 inputs). Two
-        values, where FlashAttention-3 returns four. A row without keys has out 0 and lse -inf (its sink's
-        value, if there is one), and so has a row of no sequence.
+        values, where FlashAttention-3 returns four. A row without keys has out 0 and lse -inf (its
+        sink's value, if there is one), and so has a row of no sequence.
 
     Raises:
         TypeError, ValueError: an argument is invalid; all are checked from metadata, before
@@ -361,8 +361,9 @@ def get_scheduler_metadata(
 
     Args: those of the call; batch_size, head counts, headdim and headdim_v (None: headdim) of its
         tensors. max_seqlen_q: queries of each sequence where cu_seqlens_q is None. max_seqlen_k:
-        required as in FlashAttention-3, checked, and otherwise unused. page_size: None for a dense cache. max_seqlen_k_new: new tokens of each sequence
-        where cu_seqlens_k_new is None. has_softcap: whether softcap is positive.
+        required as in FlashAttention-3, checked, and otherwise unused. page_size: None for a dense
+        cache. max_seqlen_k_new: new tokens of each sequence where cu_seqlens_k_new is None.
+        has_softcap: whether softcap is positive.
 
     Returns:
         int32, one-dimensional, on cache_seqlens' device; its size depends on batch_size alone.

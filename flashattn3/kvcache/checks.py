@@ -11,6 +11,7 @@ from torch import Tensor
 from ..call.arguments import expect_strided
 from ..call.dtypes import FULL_PRECISION, SIXTEEN_BIT
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
+from ..modes import refuse_tangents
 from .metadata import metadata_size
 from .problem import (
     DECODE,
@@ -36,6 +37,7 @@ def unsupported(function: str, what: str, wanted: object, got: object) -> Unsupp
 
 def check_tensors(function: str, required: int, **tensors: object) -> None:
     """All are plain tensors without a gradient; the first ``required`` are given."""
+    refuse_tangents(function, *(x for x in tensors.values() if isinstance(x, Tensor)))
     wants_gradient = torch.is_grad_enabled()
     for index, (name, x) in enumerate(tensors.items()):
         if x is None and index >= required:

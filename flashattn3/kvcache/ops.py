@@ -18,7 +18,8 @@ from ..dispatch.device import describe_device
 from ..dispatch.planner import Plan, choose
 from ..dispatch.selection import ANY, named_backend
 from ..errors import expect
-from ..modes import is_traced
+from ..modes import is_plain
+from ..operator_rules import warn_of_reference
 from . import problem as problems
 from .backends import CACHE_BACKENDS
 from .checks import check_append, check_combine, check_decode, check_out, check_tensors
@@ -73,7 +74,9 @@ torch.library.define(
 @lru_cache(maxsize=4096)
 def plan_of(problem) -> Plan:
     """The backend of a problem and its tiles."""
-    return choose(problem, describe_device(problem.device), CACHE_BACKENDS)
+    plan = choose(problem, describe_device(problem.device), CACHE_BACKENDS)
+    warn_of_reference(plan)
+    return plan
 
 
 class CheckedCall(NamedTuple):
@@ -232,8 +235,9 @@ def run_combine(
 
 
 def is_watched(x: Tensor, other: Tensor) -> bool:
-    """Whether the compiler, a torch mode or a tensor subclass must see the operator."""
-    return not type(x) is type(other) is Tensor or x.is_meta or is_traced()
+    """Whether the compiler, a torch mode, a transform, a dual level or a tensor subclass must see
+    the operator."""
+    return not type(x) is type(other) is Tensor or x.is_meta or not is_plain()
 
 
 def dense_rows(x: Tensor) -> Tensor:
