@@ -187,7 +187,7 @@ def _gradient(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]
     return _backward_operator(dout, dlse, out, lse, *tensors, *options)
 
 
-def _no_second_derivative(ctx, *gradients):
+def no_second_derivative(ctx, *gradients):
     raise NotImplementedError(
         "flashattn3::backward: the second derivative of attention is not implemented"
     )
@@ -284,7 +284,7 @@ class _AttentionGradient(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.function = inputs[-1].function
 
-    backward = staticmethod(_no_second_derivative)
+    backward = staticmethod(no_second_derivative)
 
     @staticmethod
     def jvp(ctx, *tangents):

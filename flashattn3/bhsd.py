@@ -14,14 +14,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .autograd import attend
+from .autograd import attend, no_second_derivative
 from .call.inputs import Tensors
 from .call.spec import CALL, OF_MODELS, Options
 from .call.value_checks import is_checked
 from .dispatch.planned import PlannedCalls
 from .dispatch.selection import ANY, named_backend, traced_backends
 from .errors import value_error
-from .modes import has_autocast, is_plain, needs_gradient
+from .modes import has_autocast, is_plain, needs_gradient, refuse_tangents
 from .operator_rules import under_autocast
 from .ops import backward_of, fake_backward_of, fake_forward_of, launch_of
 
@@ -35,6 +35,7 @@ torch.library.define(
     "(Tensor dq, Tensor dk, Tensor dv)",
 )
 NUM_TENSORS = 5  # among the operator's arguments, before the options
+NUM_DIFFERENTIABLE = 7  # dout, dlse, out, lse, q, k, v: the first arguments of the backward
 
 
 def attend_bhsd(
@@ -227,6 +228,14 @@ class _BhsdAttention(torch.autograd.Function):
         return (*torch.ops.flashattn3.backward_bhsd.default(*arguments), *nothing)
 
 
+class _BhsdGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        return torch.ops.flashattn3.backward_bhsd.default(*arguments)
+
+    backward = staticmethod(no_second_derivative)
+
+
 # A compiled graph calls these implementations. It needs no gradient there, so they compute at once,
 # as those of autograd.py do.
 @torch.library.impl("flashattn3::forward_bhsd", "Autograd")
@@ -236,6 +245,7 @@ def _forward_for_autograd(*arguments):
         return _BhsdAttention.apply(*arguments)
     if type(q) is Tensor and not q.is_meta and is_plain():
         return _run_forward(*arguments)
+    refuse_tangents(FUNCTION, *arguments[:3])
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.flashattn3.forward_bhsd.default(*arguments)
 
@@ -243,7 +253,11 @@ def _forward_for_autograd(*arguments):
 @torch.library.impl("flashattn3::backward_bhsd", "Autograd")
 def _backward_for_autograd(*arguments):
     dout = arguments[0]
+    given = arguments[:NUM_DIFFERENTIABLE]
+    if needs_gradient(given):
+        return _BhsdGradient.apply(*arguments)
     if type(dout) is Tensor and not dout.is_meta and is_plain():
         return _run_backward(*arguments)
+    refuse_tangents(FUNCTION, *given)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.flashattn3.backward_bhsd.default(*arguments)

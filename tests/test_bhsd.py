@@ -8,6 +8,7 @@ import torch
 from functorch.compile import make_boxed_func
 from helpers import EVERY_BACKEND
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_varlen_func, use_backend
@@ -115,6 +116,21 @@ def test_opcheck(backend, packed, device):
         for dlse in (None, torch.randn_like(lse)):
             given = torch.randn_like(out), dlse, out, lse, *arguments
             torch.library.opcheck(operators.backward_bhsd.default, given)
+
+
+def test_the_operators_have_no_second_derivative_and_no_tangents(device):
+    q, k, v = make_leaves(device, torch.float32, True)
+    forward = torch.ops.flashattn3.forward_bhsd.default
+    values = None, None, 0.3, True, -1, -1, 0.0
+    out, _ = forward(q, k, v, *values)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative of attention"):
+        dq.sum().backward()
+    q, k, v = (x.detach() for x in (q, k, v))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(k, k)
+        with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
+            forward(q, dual, v, *values)
 
 
 def test_a_graph_passes_its_own_tensors(device):

@@ -114,6 +114,7 @@ struct KernelGrid {
   unsigned num_ctas;
   int num_threads;
   int shared_memory_bytes = 0;
+  unsigned cluster_ctas = 0;  // CTAs of a cluster; 0: as the kernel says
 };
 
 // Enqueues a kernel. name: of the kernel config, part: of its launch ("" for the main kernel), both
@@ -121,16 +122,23 @@ struct KernelGrid {
 template <class Arguments>
 void launch_kernel(const char* name, const char* part, void (*kernel)(Arguments),
                    const KernelGrid& grid, cudaStream_t stream, bool pdl, const Arguments& args) {
-  cudaLaunchAttribute pdl_attribute;
-  pdl_attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  pdl_attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
+  config.attrs = attributes;
+  if (pdl) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster_ctas > 0) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {grid.cluster_ctas, 1, 1};
+  }
   config.gridDim = dim3(grid.num_ctas);
   config.blockDim = dim3(grid.num_threads);
   config.dynamicSmemBytes = grid.shared_memory_bytes;
   config.stream = stream;
-  config.attrs = &pdl_attribute;
-  config.numAttrs = pdl ? 1 : 0;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args);
   if (status == cudaSuccess) return;
   cudaGetLastError();  // so that the next call does not report it again

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "launch/errors.h"
+#include "launch/launch.cuh"
 #include "launch/quantize.h"
 #include "quantize/kernel.cuh"
 #include "quantize/sample_mean.cuh"
@@ -62,18 +63,9 @@ void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, 
   const int64_t grid = clusters * ctas;
   expect(grid <= INT_MAX, name, "the number of CTAs", "below 2^31", grid);
   if (grid == 0) return;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(ctas), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, args), name);
+  launch_kernel(name, "", kernel,
+                {static_cast<unsigned>(grid), threads, 0, static_cast<unsigned>(ctas)}, stream,
+                true, args);
 }
 
 // Returns choose(integral_constant) for padded_columns(head_dim).

@@ -1,5 +1,6 @@
 #include "launch/stream_memory.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -62,8 +63,9 @@ class StreamMemory {
       memory_[key] = memory;
     }
     if (capture.number == 0) return memory;
-    if (kept_bytes_ + bytes <= kMostKeptBytes) {
-      kept_bytes_ += bytes;
+    const size_t allocated = std::max(bytes, kLeastAllocation);
+    if (kept_bytes_ + allocated <= kMostKeptBytes) {
+      kept_bytes_ += allocated;
     } else {
       return_with(capture.graph, key);
     }
@@ -148,6 +150,7 @@ class StreamMemory {
   // A graph with a user object takes 1.6 us longer in each replay (H100), so the first captures
   // keep their memory, up to so many bytes.
   static constexpr size_t kMostKeptBytes = size_t{128} << 20;
+  static constexpr size_t kLeastAllocation = 512;  // of cudaMalloc
 
   const Set set_;
   std::mutex creating_;  // held while CUDA is called, and of kept_bytes_

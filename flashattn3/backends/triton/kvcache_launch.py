@@ -99,8 +99,8 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
             join(
                 (programs_per_tile * min(tiles, slots // 2), 1, 1),
                 (out_parts, lse_parts, out, lse, *indices, tensors.sinks),
-                (),
-                (*places, *sizes, slots),
+                places,
+                (*sizes, slots),
             )
         return out
 
