@@ -48,6 +48,7 @@ def compile_all(device: DeviceInfo, shape: str) -> list[tuple]:
     from flashattn3.backends.triton.cache_tiles import select_tile
     from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
     from flashattn3.backends.triton.kvcache_launch import sample_launches
+    from flashattn3.call.metadata import metadata_of
     from flashattn3.kvcache import problem as of_cache
 
     def of(*shape, dtype=torch.bfloat16):
@@ -76,9 +77,9 @@ def compile_all(device: DeviceInfo, shape: str) -> list[tuple]:
             cu_seqlens_k_new=edges, q_descale=factors, k_descale=factors, v_descale=factors,
             sinks=of(heads, dtype=torch.float32), scheduler_metadata=of(18, dtype=ints),
         )  # fmt: skip
-    metadata = tuple(map(of_cache.metadata_of, tensors))
+    metadata = tuple(map(metadata_of, tensors))
     problem = of_cache.describe_decode(metadata, options, rows)
-    metadata = tuple(map(of_cache.metadata_of, appended))
+    metadata = tuple(map(metadata_of, appended))
     other = of_cache.describe_append(metadata, of_cache.AppendOptions())
     tile = select_tile(problem, device)
     dense = select_tile(replace(problem, page_size=0), device)
@@ -121,6 +122,7 @@ from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel
 from flashattn3.backends.triton.cache_tiles import select_tile
 from flashattn3.backends.triton.kvcache_launch import sample_launches
 from flashattn3.dispatch.device import DeviceInfo
+from flashattn3.call.metadata import metadata_of
 from flashattn3.kvcache.problem import *
 
 def of(*shape, dtype=torch.bfloat16):

@@ -39,6 +39,7 @@ from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.call.inputs import Tensors
 from flashattn3.call.inputs import metadata_of as metadata_of_input
+from flashattn3.call.metadata import metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options
 from flashattn3.dispatch.kernel_configs import DECODE_CONFIGS, select_decode_config
@@ -53,7 +54,6 @@ from flashattn3.kvcache.problem import (
     DecodeTensors,
     describe_append,
     describe_decode,
-    metadata_of,
 )
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 

@@ -43,10 +43,12 @@ MAY_IMPORT = {
     "call.spec": {"call.arguments", "dispatch.selection", "errors"},
     "call.public": {"call.spec", "dispatch.selection"},
     "call.dtypes": {"dispatch.kernel_configs"},
+    "call.metadata": set(),
     "call.quantization_limits": set(),
     "call.descales": {"errors", "call.dtypes", "call.quantization_limits"},
     "call.value_checks": {"errors"},
     "call.inputs": {
+        "call.metadata",
         "call.arguments",
         "call.spec",
         "call.value_checks",
@@ -55,6 +57,7 @@ MAY_IMPORT = {
         "quantization",
     },
     "call.problem": {
+        "call.metadata",
         "call.descales",
         "call.dtypes",
         "call.inputs",
@@ -114,6 +117,7 @@ MAY_IMPORT = {
     "backends.gpu_limits": {"dispatch.backend", "call.dtypes", "call.problem"},
     "backends.conversions": {"call.inputs", "call.problem", "quantization"},
     "backends.hopper.launch": {
+        "call.metadata",
         "dispatch.backend",
         "dispatch.planned",
         "backends.conversions",
@@ -183,6 +187,7 @@ MAY_IMPORT = {
         "kvcache.problem",
     },
     "backends.triton.kvcache": {
+        "backends.triton.tile_configs",
         "backends.triton.backend",
         "backends.triton.cache_tiles",
         "backends.triton.kvcache_launch",
@@ -205,10 +210,11 @@ MAY_IMPORT = {
     },
     "backends.reference.rotary": set(),
     "kvcache": set(),
-    "kvcache.problem": {"call.arguments", "call.spec"},
+    "kvcache.problem": {"call.metadata", "call.arguments", "call.spec"},
     "kvcache.planned": {"dispatch.planned", "kvcache.problem"},
     "kvcache.metadata": {"call.spec", "kvcache.problem"},
     "kvcache.checks": {
+        "call.metadata",
         "call.arguments",
         "call.dtypes",
         "errors",
@@ -228,6 +234,7 @@ MAY_IMPORT = {
         "backends.triton.kvcache",
     },
     "kvcache.ops": {
+        "call.metadata",
         "call.value_checks",
         "dispatch.device",
         "dispatch.planner",
@@ -238,12 +245,14 @@ MAY_IMPORT = {
         "operator_rules",
     },
     "kvcache.explanation": {
+        "call.metadata",
         "dispatch.device",
         "dispatch.planner",
         "explanation",
         "kvcache",
     },
     "kvcache.api": {
+        "call.metadata",
         "call.arguments",
         "call.public",
         "dispatch.selection",

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from ..backends.triton.backend import TritonConfig
 from ..backends.triton.tile_configs import Tile, TileConfig, Tiles, padded
-from ..call.inputs import Metadata
+from ..call.metadata import Metadata
 from ..call.problem import Problem, describe
 from ..call.spec import Options
 from ..dispatch.device import SHARED_MEMORY_KIB

@@ -16,7 +16,8 @@ from .dtypes import EIGHT_BIT, OUT_DTYPES
 from .quantization_limits import BLOCKS
 
 if TYPE_CHECKING:
-    from .inputs import Metadata, Scaled
+    from .inputs import Scaled
+    from .metadata import Metadata
     from .spec import Options
 
 

@@ -18,11 +18,10 @@ from ..errors import expect, shown, type_error
 from ..modes import is_traced
 from ..quantization import BlockScaled
 from .arguments import expect_strided
+from .metadata import ALIGNMENT_BYTES, Metadata
 from .spec import Options
 from .value_checks import check_same_values, is_checked
 
-# Address alignment that TMA and 16-byte vector loads need.
-ALIGNMENT_BYTES = 16
 SIDES = ("q", "k", "v")
 
 
@@ -133,19 +132,6 @@ def as_scaled(x: Tensor | Scaled) -> Scaled:
 
 def data_of(x: Tensor | Scaled) -> Tensor:
     return x.data if type(x) is Scaled else x
-
-
-class Metadata(NamedTuple):
-    """The properties of a tensor that checks and planning read.
-
-    aligned: whether its address is a multiple of 16 bytes.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    aligned: bool = True
 
 
 def key_of(tensors: Tensors) -> tuple:

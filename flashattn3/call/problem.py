@@ -16,7 +16,8 @@ from ..errors import expect
 from ..quantization import permuted_v
 from .descales import Descales, block_of, check_scaled, descales_of
 from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
-from .inputs import SIDES, Metadata, Scaled, Tensors, as_scaled, data_of
+from .inputs import SIDES, Scaled, Tensors, as_scaled, data_of
+from .metadata import Metadata
 from .spec import CALL, Options, ScoreScale, expect_no_cap, score_scale_of
 
 
@@ -230,8 +231,8 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
         score_scale=score_scale_of(options, q.shape[-1]),
-        copied=tuple(name for name, t in given if _has_sparse_rows(t)),
-        misaligned=tuple(name for name, t in given if not (t.aligned or _has_sparse_rows(t))),
+        copied=tuple(name for name, t in given if not t.rows_are_dense),
+        misaligned=tuple(name for name, t in given if t.rows_are_dense and not t.aligned),
         varlen=varlen,
         **operands,
     )
@@ -261,14 +262,10 @@ def _is_dense(tensor: Metadata) -> bool:
     return tensor.aligned
 
 
-def _has_sparse_rows(tensor: Metadata | None) -> bool:
-    return tensor.stride[-1] != 1 and tensor.shape[-1] > 1
-
-
 def _strides(tensor: Metadata, varlen: bool) -> tuple[int, int, int]:
     """(batch, sequence, head) strides of the tensor, or of its contiguous copy if it is copied."""
     *_, rows, heads, head_dim = tensor.shape
-    if _has_sparse_rows(tensor):
+    if not tensor.rows_are_dense:
         strides = (rows * heads * head_dim, heads * head_dim, head_dim)
     else:
         strides = (0, *tensor.stride)[-4:-1]

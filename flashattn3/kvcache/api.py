@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import boolean, integer, length
+from ..call.metadata import metadata_of
 from ..call.public import public
 from ..dispatch.selection import backend_in_force
 from ..errors import expect, shown, type_error, value_error
@@ -33,7 +34,6 @@ from .problem import (
     DecodeOptions,
     DecodeTensors,
     Lengths,
-    metadata_of,
     one_q_position,
 )
 

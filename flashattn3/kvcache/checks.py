@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import expect_strided
-from ..call.dtypes import FULL_PRECISION, SIXTEEN_BIT
+from ..call.dtypes import EIGHT_BIT, FULL_PRECISION, SIXTEEN_BIT
+from ..call.metadata import Metadata
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from ..modes import refuse_tangents
 from .metadata import metadata_size
@@ -21,11 +22,9 @@ from .problem import (
     DecodeOptions,
     DecodeTensors,
     Lengths,
-    Metadata,
 )
 
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION)
-EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
 MAX_CAPACITY = 2**30  # keys of one sequence
 Found = Metadata | None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..dispatch.device import describe_device
 from ..dispatch.planner import Plan, choose
 from ..explanation import Explanation, explanation_of, place_of
@@ -17,12 +18,8 @@ from .problem import (
     AppendTensors,
     DecodeTensors,
     Lengths,
-    Metadata,
     describe_append,
     describe_decode,
-    key_of,
-    metadata_of,
-    metadata_under,
 )
 from .value_checks import capacity_of
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..call.value_checks import is_checked
 from ..dispatch.device import describe_device
 from ..dispatch.planner import Plan, choose
@@ -32,11 +33,7 @@ from .problem import (
     DecodeOptions,
     DecodeTensors,
     Lengths,
-    Metadata,
-    key_of,
     lse_shape,
-    metadata_of,
-    metadata_under,
 )
 from .value_checks import check_append_values, check_decode_values
 

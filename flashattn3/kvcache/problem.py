@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import boolean, real
+from ..call.metadata import Metadata
 from ..call.spec import (
     CALL,
     Description,
@@ -27,7 +28,6 @@ from ..call.spec import (
 MAX_HEAD_DIM = 256
 # Packed query rows (token-major, qhead_per_kvhead rows for a token) that plans distinguish.
 PLANNED_ROWS = (16, 32, 64, 128, 192, 256)
-ALIGNMENT_BYTES = 16  # of addresses and strides that kernels copy whole vectors from
 
 
 class DecodeTensors(NamedTuple):
@@ -145,57 +145,6 @@ class AppendOptions(NamedTuple):
     one_q_position: bool = False
     backend: str | None = None
     function: str = "append_kvcache"
-
-
-class Metadata(NamedTuple):
-    """What the checks read of a tensor. aligned: whether its address is a multiple of 16 bytes."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    aligned: bool = True
-
-    @property
-    def rows_are_dense(self) -> bool:
-        return not self.shape or self.shape[-1] <= 1 or self.stride[-1] == 1
-
-    @property
-    def rows_are_aligned(self) -> bool:
-        """Whether every row begins at a multiple of 16 bytes."""
-        step = ALIGNMENT_BYTES // self.dtype.itemsize
-        axes = zip(self.shape[:-1], self.stride, strict=False)
-        return self.aligned and all(size <= 1 or stride % step == 0 for size, stride in axes)
-
-    @property
-    def is_expanded(self) -> bool:
-        """Whether several rows have one address."""
-        axes = zip(self.shape[:-1], self.stride, strict=False)
-        return any(size > 1 and stride == 0 for size, stride in axes)
-
-
-def metadata_of(tensor: Tensor | None) -> Metadata | None:
-    """The metadata of a tensor that may have no memory."""
-    if tensor is None:
-        return None
-    return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-def key_of(tensors: tuple[Tensor | None, ...]) -> tuple[tuple | None, ...]:
-    """The metadata of all tensors as plain tuples, the key of a checked call."""
-    return tuple(
-        [
-            None
-            if x is None
-            else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT_BYTES == 0)
-            for x in tensors
-        ]
-    )
-
-
-def metadata_under(key: tuple[tuple | None, ...]) -> tuple[Metadata | None, ...]:
-    """The metadata of the tensors with this key."""
-    return tuple([None if fields is None else Metadata(*fields) for fields in key])
 
 
 # The options that backends read, by their names in ``DecodeOptions``.

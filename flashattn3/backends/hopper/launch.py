@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.dtypes import EIGHT_BIT
-from ...call.inputs import ALIGNMENT_BYTES, Tensors, as_scaled
+from ...call.inputs import Tensors, as_scaled
+from ...call.metadata import ALIGNMENT_BYTES
 from ...call.problem import Problem
 from ...dispatch.backend import BhsdOperators, Differentiable
 from ...dispatch.kernel_configs import (

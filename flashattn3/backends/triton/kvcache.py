@@ -15,11 +15,11 @@ from ...dispatch.backend import head_dim_reason, score_factor_reason
 from ...dispatch.device import DeviceInfo
 from .backend import BACKEND as FORWARD
 from .cache_tiles import CacheTile, select_tile
+from .tile_configs import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from ...kvcache.problem import AppendTensors, DecodeTensors, Lengths
 
-MAX_HEAD_DIM = 256
 COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
