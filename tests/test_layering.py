@@ -160,7 +160,11 @@ MAY_IMPORT = {
         "backends.triton.kvcache_launch",
         "backends.triton.tile_configs",
     },
-    "backends.triton.cache_tiles": {"backends.triton.tile_configs", "dispatch.device"},
+    "backends.triton.cache_tiles": {
+        "kvcache.problem",
+        "backends.triton.tile_configs",
+        "dispatch.device",
+    },
     "backends.triton.launch": {
         "backends.conversions",
         "backends.results",
@@ -187,6 +191,7 @@ MAY_IMPORT = {
         "kvcache.problem",
     },
     "backends.triton.kvcache": {
+        "kvcache.problem",
         "backends.triton.tile_configs",
         "backends.triton.backend",
         "backends.triton.cache_tiles",
@@ -203,6 +208,7 @@ MAY_IMPORT = {
         "backends.triton.tile_configs",
     },
     "backends.reference.kvcache": {
+        "kvcache.problem",
         "backends.reference.rotary",
         "call.spec",
         "dispatch.backend",

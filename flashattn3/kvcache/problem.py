@@ -230,6 +230,9 @@ class CombineProblem:
     backend: str | None
 
 
+CacheProblem = DecodeProblem | AppendProblem | CombineProblem
+
+
 def describe_decode(
     found: tuple[Metadata | None, ...], options: DecodeOptions, max_seqlen_q: int | None
 ) -> DecodeProblem:

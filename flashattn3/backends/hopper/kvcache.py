@@ -15,6 +15,7 @@ from torch import Tensor
 from ...dispatch.device import DeviceInfo
 from ...dispatch.kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
 from ...dispatch.planned import Planned
+from ...kvcache.problem import AppendProblem, CacheProblem, CombineProblem, DecodeProblem
 from ..triton.kvcache import BACKEND as TRITON
 from . import append_launch, decode_launch
 from .backend import BACKEND as FORWARD
@@ -57,11 +58,11 @@ class HopperCacheBackend:
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return self._forward.unavailable_reason(device)
 
-    def unused_hints(self, problem: object, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: CacheProblem, device: DeviceInfo) -> dict[str, str]:
         return {}
 
-    def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
-        if not _is_decode(problem):
+    def decline_reason(self, problem: CacheProblem, device: DeviceInfo) -> str | None:
+        if not isinstance(problem, DecodeProblem):
             if self.append_reason(problem) is None:
                 return None
             reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
@@ -77,8 +78,8 @@ class HopperCacheBackend:
             return f"{again}, over {limit} only with backend='hopper'; {why}"
         return self._forward.unusable_reason(config, problem.backend)
 
-    def prepare(self, problem: object, device: DeviceInfo) -> object:
-        if not _is_decode(problem):
+    def prepare(self, problem: CacheProblem, device: DeviceInfo) -> object:
+        if not isinstance(problem, DecodeProblem):
             if self.append_reason(problem) is None:
                 return append_launch.AppendLaunch(problem, self._forward.library())
             return TRITON.prepare(problem, device)
@@ -86,19 +87,19 @@ class HopperCacheBackend:
         launch = decode_launch.decode_launch(problem, device, library, *chosen)
         return HopperCachedCall(launch, self._append_kernel_reason(problem) is None)
 
-    def append_reason(self, problem: object) -> str | None:
+    def append_reason(self, problem: AppendProblem | CombineProblem) -> str | None:
         """Why a problem that is no decode does not run on the append kernel; or None."""
-        if not hasattr(problem, "rotary_dim"):
+        if isinstance(problem, CombineProblem):
             return "combines partial results"
         return self._append_kernel_reason(problem)
 
-    def _append_kernel_reason(self, problem: object) -> str | None:
+    def _append_kernel_reason(self, problem: DecodeProblem | AppendProblem) -> str | None:
         """Why the append kernel does not write new tokens of a problem's dtype and head dims."""
         if self._forward.only_measured and not APPEND_MEASURED and problem.backend != self.name:
             return "the append kernel was never run on a GPU; backend='hopper' would run it"
         return append_launch.unfit_reason(problem)
 
-    def _choose(self, problem: object) -> tuple[KernelConfig, str]:
+    def _choose(self, problem: DecodeProblem) -> tuple[KernelConfig, str]:
         """The kernel config of a problem that is not unfit, and why of this kind."""
         reason = decode_launch.forward_reason(problem)
         if reason is None:
@@ -110,10 +111,6 @@ class HopperCacheBackend:
             if reason is None:
                 return config, f"over {decode_launch.DECODE_ROWS} packed rows"
         return decode_launch.config_of(problem), reason
-
-
-def _is_decode(problem: object) -> bool:
-    return hasattr(problem, "rows")
 
 
 BACKEND = HopperCacheBackend()

@@ -15,16 +15,12 @@ from torch import Tensor
 from ...call.spec import HINTS
 from ...dispatch.backend import score_factor_reason
 from ...kvcache.metadata import HEADER, PER_SEQUENCE, make_metadata
+from ...kvcache.problem import DecodeProblem
 from .rotary import rotated
 
 if TYPE_CHECKING:
     from ...dispatch.device import DeviceInfo
-    from ...kvcache.problem import (
-        AppendTensors,
-        DecodeProblem,
-        DecodeTensors,
-        Lengths,
-    )
+    from ...kvcache.problem import AppendTensors, CacheProblem, DecodeTensors, Lengths
 
 _MAX_SCORES = 2**26  # alive at once
 
@@ -32,7 +28,7 @@ _MAX_SCORES = 2**26  # alive at once
 class ReferenceCachedCall(NamedTuple):
     """Computes float16 and bfloat16 in float32, float32 and float64 in their own dtype."""
 
-    problem: object
+    problem: CacheProblem
     needs_lse = True
 
     def describe(self) -> dict[str, object]:
@@ -80,17 +76,17 @@ class ReferenceCacheBackend:
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
 
-    def unused_hints(self, problem: object, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: CacheProblem, device: DeviceInfo) -> dict[str, str]:
         unused = "runs in torch operations, which have no such choice"
         return {field.name: unused for field in HINTS if field.name != "num_splits"}
 
-    def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
-        if not hasattr(problem, "score_scale"):
+    def decline_reason(self, problem: CacheProblem, device: DeviceInfo) -> str | None:
+        if not isinstance(problem, DecodeProblem):
             return None
         dtype = _wide(problem.dtype)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
-    def prepare(self, problem: object, device: DeviceInfo) -> ReferenceCachedCall:
+    def prepare(self, problem: CacheProblem, device: DeviceInfo) -> ReferenceCachedCall:
         return ReferenceCachedCall(problem)
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
 from ...dispatch.device import DeviceInfo
+from ...kvcache.problem import CacheProblem, DecodeProblem
 from .tile_configs import Tile, padded, select_tile_config
-
-if TYPE_CHECKING:
-    from ...kvcache.problem import DecodeProblem
 
 TILE_BYTES = 16 * 1024  # of K or of V in one stage
 # With three stages of K and V two programs share the 227 KiB of a Hopper SM, one has the 163 of an
@@ -71,14 +68,14 @@ class CacheTile:
         return slots * self.block_m * (head_dim_v + 1) * 4
 
 
-def select_tile(problem: object, device: DeviceInfo) -> CacheTile:
+def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
     """By packed rows, head dims, page size and shared memory; only decode has a tile.
 
     Few rows read memory as fast as it goes. Many have the forward's tile in whole n_blocks. In
     a batch that has both a sequence of few rows gets its own tile.
     """
     arch = None if device.lowering == device.capability else f"sm{device.lowering}"
-    if not hasattr(problem, "rows"):
+    if not isinstance(problem, DecodeProblem):
         return CacheTile(0, 0, 4, 2, 0, arch=arch)
     few = _tile_of_few_rows(problem, device)
     tile, few_m, few_n = few, 0, 0
@@ -103,7 +100,7 @@ def select_tile(problem: object, device: DeviceInfo) -> CacheTile:
     )
 
 
-def _tile_of_few_rows(problem: object, device: DeviceInfo) -> Tile:
+def _tile_of_few_rows(problem: DecodeProblem, device: DeviceInfo) -> Tile:
     widest = padded(max(problem.head_dim, problem.head_dim_v))
     block_n = min(128, max(16, TILE_BYTES // (2 * widest)))
     stages = 3 if device.shared_memory_bytes >= THREE_STAGES_KIB * 1024 else 2

@@ -13,12 +13,13 @@ from torch import Tensor
 from ...call.dtypes import SIXTEEN_BIT
 from ...dispatch.backend import head_dim_reason, score_factor_reason
 from ...dispatch.device import DeviceInfo
+from ...kvcache.problem import CombineProblem, DecodeProblem
 from .backend import BACKEND as FORWARD
 from .cache_tiles import CacheTile, select_tile
 from .tile_configs import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
-    from ...kvcache.problem import AppendTensors, DecodeTensors, Lengths
+    from ...kvcache.problem import AppendTensors, CacheProblem, DecodeTensors, Lengths
 
 COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -31,7 +32,7 @@ class TritonCachedCall:
 
     needs_lse = True
 
-    def __init__(self, problem: object, tile: CacheTile) -> None:
+    def __init__(self, problem: CacheProblem, tile: CacheTile) -> None:
         self.problem, self.tile = problem, tile
 
     def describe(self) -> dict[str, object]:
@@ -94,12 +95,11 @@ class TritonCacheBackend:
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return FORWARD.unavailable_reason(device)
 
-    def unused_hints(self, problem: object, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: CacheProblem, device: DeviceInfo) -> dict[str, str]:
         return {}
 
-    def decline_reason(self, problem: object, device: DeviceInfo) -> str | None:
-        combines = not hasattr(problem, "num_heads_kv")
-        legal = COMBINE_DTYPES if combines else SIXTEEN_BIT
+    def decline_reason(self, problem: CacheProblem, device: DeviceInfo) -> str | None:
+        legal = COMBINE_DTYPES if isinstance(problem, CombineProblem) else SIXTEEN_BIT
         if problem.dtype not in legal:
             return f"takes {', '.join(map(str, legal))}, not {problem.dtype}"
         if problem.out_dtype not in legal:
@@ -109,11 +109,11 @@ class TritonCacheBackend:
             return reason
         if device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
-        if hasattr(problem, "score_scale"):
+        if isinstance(problem, DecodeProblem):
             return score_factor_reason(problem, 100, torch.float32)
         return None
 
-    def prepare(self, problem: object, device: DeviceInfo) -> TritonCachedCall:
+    def prepare(self, problem: CacheProblem, device: DeviceInfo) -> TritonCachedCall:
         return TritonCachedCall(problem, select_tile(problem, device))
 
 
