@@ -36,21 +36,14 @@ struct alignas(16) VarlenPlace {
   int32_t first_of_run, run_length;  // place of the run's first sequence, and how many it has
 };
 
-struct alignas(16) VarlenTotals {
-  int32_t num_blocks, num_sequences;  // of all sequences with blocks
-};
-
 // The order of the sequences with blocks, which varlen/prepare.cuh writes before the kernel.
 struct VarlenSchedule {
-  // Of VarlenTotals, batch VarlenPlace and batch int32; null: all sequences have as many blocks.
-  void* workspace;
+  void* workspace;  // of batch + 1 VarlenPlace and batch int32; null: all have as many blocks
   int batch;
 
-  __host__ __device__ __forceinline__ VarlenTotals& totals() const {
-    return *static_cast<VarlenTotals*>(workspace);
-  }
+  // [-1]: first_block of all sequences together, and as num_blocks the number of sequences.
   __host__ __device__ __forceinline__ VarlenPlace* places() const {
-    return reinterpret_cast<VarlenPlace*>(&totals() + 1);
+    return static_cast<VarlenPlace*>(workspace) + 1;
   }
   __host__ __device__ __forceinline__ int32_t* batch_indices() const {
     return reinterpret_cast<int32_t*>(places() + batch);
@@ -93,13 +86,12 @@ __host__ __device__ __forceinline__ TileCoord tile_coord(const HeadGroups& heads
 __host__ __device__ __forceinline__ TileCoord find_tile(const TileSchedulerParams& params,
                                                         int index) {
   const VarlenSchedule& schedule = params.varlen;
-  if (schedule.workspace == nullptr) {
+  if (schedule.workspace == nullptr)
     return tile_coord(params.heads, params.last_block_first, index);
-  }
   const int num_heads = params.heads.num_heads / schedule.batch;
   // Binary search: the last place with first_block * num_heads <= index.
   int low = 0;
-  for (int high = schedule.totals().num_sequences; high - low > 1;) {
+  for (int high = schedule.places()[-1].num_blocks; high - low > 1;) {
     const int middle = (low + high) / 2;
     (schedule.places()[middle].first_block * num_heads <= index ? low : high) = middle;
   }
@@ -116,7 +108,7 @@ __host__ __device__ __forceinline__ TileCoord find_tile(const TileSchedulerParam
 // The actual number of tiles; varlen: mostly fewer than params.num_tiles.
 __host__ __device__ __forceinline__ int count_tiles(const TileSchedulerParams& params) {
   if (params.varlen.workspace == nullptr) return params.num_tiles;
-  return params.varlen.totals().num_blocks * (params.heads.num_heads / params.varlen.batch);
+  return params.varlen.places()[-1].first_block * (params.heads.num_heads / params.varlen.batch);
 }
 
 // Draws the tiles of one CTA; one thread uses it.

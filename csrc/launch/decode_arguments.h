@@ -157,7 +157,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
   const bool paged = params.page_table != nullptr;
   auto* memory = static_cast<uint8_t*>(params.workspace);
   // No distance of two positions exceeds 2^30 - 1 (MAX_ROWS); position + side + 1 fits in an int.
-  constexpr int kMostDistance = (1 << 30) - 1;
+  static constexpr int kMostDistance = (1 << 30) - 1;
   const auto window = [](int side) { return side < 0 ? INT_MAX : std::min(side, kMostDistance); };
   return {.q = static_cast<const uint16_t*>(params.q),
           .out = static_cast<uint16_t*>(params.out),

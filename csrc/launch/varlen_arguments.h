@@ -12,8 +12,7 @@
 
 namespace flashattn3 {
 
-static_assert(varlen_schedule_bytes(7) ==
-              sizeof(VarlenTotals) + 7 * (sizeof(VarlenPlace) + sizeof(int32_t)));
+static_assert(varlen_schedule_bytes(7) == 8 * sizeof(VarlenPlace) + 7 * sizeof(int32_t));
 
 inline varlen::Result result_of(void* data, const Strides& strides, int num_heads, int columns) {
   return {static_cast<uint16_t*>(data), strides.seq, strides.head, num_heads, columns};

@@ -77,7 +77,7 @@ __device__ inline void write_place(const Arguments& args, int batch_idx) {
   if (threadIdx.x != 0) return;
   const int greater = sums[kGreater], blocks_before = sums[kBlocksOfGreater];
   if (batch_idx < 0) {
-    args.schedule.totals() = {.num_blocks = blocks_before, .num_sequences = greater};
+    args.schedule.places()[-1] = {.first_block = blocks_before, .num_blocks = greater};
     return;
   }
   const int num_blocks = static_cast<int>(weight), place = greater + sums[kEqualBefore];

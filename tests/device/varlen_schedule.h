@@ -39,5 +39,5 @@ inline void write_varlen_schedule(const std::vector<VarlenExtent>& batch, void* 
       blocks_before += blocks;
     }
   }
-  schedule.totals() = {blocks_before, count};
+  schedule.places()[-1] = {blocks_before, count, 0, 0};
 }

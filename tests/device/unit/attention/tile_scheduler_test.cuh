@@ -166,7 +166,7 @@ inline void check_prepare(Result& result) {
       }
       std::vector<int32_t> wanted = schedule_of(extents), found = words.download();
       const VarlenSchedule places{wanted.data(), batch};
-      const int count = places.totals().num_sequences;
+      const int count = places.places()[-1].num_blocks;
       const auto compare = [&](int begin, int end) {
         for (int i = begin; i < end; ++i) result.equal(wanted[i], found[i], "word", i, batch);
       };
