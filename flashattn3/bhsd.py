@@ -109,7 +109,8 @@ def _lse_of_batch(lse: Tensor, q: Tensor) -> Tensor:
 
 
 def _in_force() -> tuple[str, bool]:
-    """What is asked of all calls: the backend, and whether gradients are deterministic."""
+    """Return the options in force for all calls: the backend, and whether gradients are
+    deterministic."""
     return named_backend.get() or ANY, torch.are_deterministic_algorithms_enabled()
 
 

@@ -51,8 +51,8 @@ inline varlen::Arguments make_prepare_arguments(const BackwardParams& params, in
   return args;
 }
 
-// As many for each sequence, and for the rows of no sequence, as give every SM one: a sequence may
-// have far more rows than it uses.
+// Returns a multiple of batch + 1: each sequence, and the rows of no sequence, get the same number
+// of CTAs, so that every SM has one. A sequence may have far more rows than it uses.
 inline int num_prepare_ctas(const AttentionProblem& problem) {
   const int ctas = problem.batch + 1;
   return ctas * std::max(1, problem.num_sms / ctas);

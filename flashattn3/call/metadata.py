@@ -1,4 +1,4 @@
-"""What checks and plans read of a tensor, and the key under which a plan is found."""
+"""The metadata of a tensor that checks and plans read, and the key under which a plan is cached."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Metadata(NamedTuple):
 
     @property
     def rows_are_aligned(self) -> bool:
-        """Whether every row begins at a multiple of 16 bytes."""
+        """Return whether every row begins at a multiple of 16 bytes."""
         step = ALIGNMENT_BYTES // self.dtype.itemsize
         axes = zip(self.shape[:-1], self.stride, strict=False)
         return self.aligned and all(size <= 1 or stride % step == 0 for size, stride in axes)
 
     @property
     def is_expanded(self) -> bool:
-        """Whether several rows have one address."""
+        """Return whether several rows have one address."""
         axes = zip(self.shape[:-1], self.stride, strict=False)
         return any(size > 1 and stride == 0 for size, stride in axes)
 

@@ -232,8 +232,8 @@ def run_combine(
 
 
 def is_watched(x: Tensor, other: Tensor) -> bool:
-    """Whether the compiler, a torch mode, a transform, a dual level or a tensor subclass must see
-    the operator."""
+    """Return whether the call must go through the operator: for the compiler, a torch mode, a
+    transform, a dual level or a tensor subclass."""
     return not type(x) is type(other) is Tensor or x.is_meta or not is_plain()
 
 

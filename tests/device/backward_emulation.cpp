@@ -2,11 +2,11 @@
 // problems of backward_check that are short, with several orders of the CTAs.
 //   backward_emulation [--only part of a name] [--config part of a config name] [--steps number]
 //                      [--seed number]
-//   backward_emulation --overlapping
-//       whether the kernels end where cu_seqlens is wrong: sequences overlap, and have more work
-//       tiles than the grid was made for
 //       --steps: runs problems of at most so many steps (64 queries x 64 keys x 64 columns)
 //       --seed: of other schedules
+//   backward_emulation --overlapping
+//       checks that the kernels end where cu_seqlens is wrong: sequences overlap, and have more
+//       work tiles than the grid was made for
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <array>
 #include <cstdio>
