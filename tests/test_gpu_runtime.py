@@ -281,3 +281,19 @@ for longest in (3, 0):
     run(320, longest, hadamard=False)
 print(run(64, 330).float().sub(1).abs().max().item() < 0.1)"""
     assert run_python(code).splitlines()[-1] == "True"
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_the_first_gradient_of_a_process_may_allocate_no_memory(backend):
+    """No call of the CUDA runtime has then bound a context in autograd's thread."""
+    code = f"""
+import torch
+from flashattn3 import flash_attn_func
+q, k, v, gradient = torch.ones(4, 4, 1024, 8, 64, device="cuda", dtype=torch.float16)
+for x in (q, k, v):
+    x.requires_grad_()
+out = flash_attn_func(q, k, v, causal=True, backend={backend!r})
+torch.empty(2**30, device="cuda", dtype=torch.uint8)
+torch.autograd.backward(out, gradient)
+print(v.grad.float().sum(1).sub(1024).abs().max().item() < 4)"""
+    assert run_python(code).splitlines()[-1] == "True"

@@ -115,10 +115,11 @@ __device__ inline void clear_lse(const Arguments& args, int begin, int end) {
 struct Part {
   int index, count;
 
-  // Calls clear with this part of the rows from begin to end.
+  // Calls clear with this part of the rows from begin to end. begin: not negative.
   template <class Clear>
   __device__ __forceinline__ void of_rows(int begin, int end, const Clear& clear) const {
-    const int rows = max(0, end - begin), share = (rows + count - 1) / count;
+    if (end <= begin) return;  // begin may be the largest integer, so clear must not add to it
+    const int rows = end - begin, share = (rows + count - 1) / count;
     const int first = min(index * share, rows);
     clear(begin + first, begin + min(first + share, rows));
   }

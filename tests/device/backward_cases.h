@@ -1,6 +1,7 @@
 // The problems that backward_check runs.
 #pragma once
 
+#include <climits>
 #include <string>
 #include <vector>
 
@@ -560,9 +561,9 @@ inline std::vector<Case> backward_cases() {
        .seqlen_k = 200,
        .heads_q = 2,
        .heads_kv = 2,
-       .cu_q = {-50, 100, 100, 2000000000},
-       .cu_k = {-2000000000, 100, 1000, 50},
-       .used_k = {2000000000, -3, 7},
+       .cu_q = {-50, 100, 100, INT_MAX},
+       .cu_k = {INT_MIN, 100, 1000, 50},
+       .used_k = {INT_MAX, -3, 7},
        .total_q = 200,
        .total_k = 200},
       {.name = "varlen in parts, two sequences",
@@ -581,9 +582,9 @@ inline std::vector<Case> backward_cases() {
        .seqlen_k = 150,
        .heads_q = 4,
        .heads_kv = 2,
-       .cu_q = {-50, 100, 100, 2000000000},
-       .cu_k = {-2000000000, 100, 1000, 50},
-       .used_k = {2000000000, -3, 7},
+       .cu_q = {-50, 100, 100, INT_MAX},
+       .cu_k = {INT_MIN, 100, 1000, 50},
+       .used_k = {INT_MAX, -3, 7},
        .total_q = 200,
        .total_k = 200},
       {.name = "varlen in parts, columns past a multiple of 8, fp16",

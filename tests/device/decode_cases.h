@@ -1,6 +1,7 @@
 // The problems that decode_check runs.
 #pragma once
 
+#include <climits>
 #include <initializer_list>
 #include <random>
 #include <string>
@@ -100,7 +101,7 @@ inline std::vector<DecodeCase> decode_cases() {
        .batch = 2,
        .seqlens = {700, 70},
        .cache_idx = {5, 0}},
-      {.name = "hostile lengths", .batch = 2, .capacity = 90, .seqlens = {2000000000, -5}},
+      {.name = "hostile lengths", .batch = 2, .capacity = 90, .seqlens = {INT_MAX, INT_MIN}},
       {.name = "softcap", .heads_q = 8, .softcap = 5.f},
       {.name = "sinks", .heads_q = 8, .heads_kv = 2, .capacity = 2000, .sinks = true},
       {.name = "sinks, no keys", .heads_q = 8, .seqlens = {0}, .sinks = true},

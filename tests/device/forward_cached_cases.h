@@ -171,7 +171,7 @@ inline std::vector<DecodeCase> cached_cases() {
        .batch = 2,
        .seqlen_q = 100,
        .capacity = 90,
-       .seqlens = {2000000000, -5}},
+       .seqlens = {INT_MAX, INT_MIN}},
       {.name = "a lost page", .batch = 2, .seqlen_q = 200, .page_size = 64, .lost_page = true},
       {.name = "a lost page of 16",
        .batch = 2,

@@ -1,6 +1,7 @@
 // The problems that forward_check runs.
 #pragma once
 
+#include <climits>
 #include <vector>
 
 #include "cases.h"
@@ -325,9 +326,9 @@ inline std::vector<Case> forward_cases() {
        .seqlen_k = 200,
        .heads_q = 2,
        .heads_kv = 2,
-       .cu_q = {-50, 100, 100, 2000000000},
-       .cu_k = {-2000000000, 100, 1000, 50},
-       .used_k = {2000000000, -3, 7},
+       .cu_q = {-50, 100, 100, INT_MAX},
+       .cu_k = {INT_MIN, 100, 1000, 50},
+       .used_k = {INT_MAX, -3, 7},
        .total_q = 200,
        .total_k = 200},
       {.name = "long", .seqlen_q = 1024, .seqlen_k = 8192, .heads_q = 4, .heads_kv = 2},

@@ -47,10 +47,14 @@ void log_arguments(const void* kernel, void** arguments) {
   log("\n");
 }
 
+// Whether this thread has bound a context. Here no other call of the runtime binds one.
+thread_local bool has_context = false;
+
 CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
                 const cuuint64_t* extent, const cuuint64_t* stride, const cuuint32_t*,
                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
   *map = {};
   log("descriptor %ju %ju", uintmax_t{reinterpret_cast<uintptr_t>(address)}, uintmax_t{extent[0]});
   for (cuuint32_t i = 1; i < rank; ++i) log(" %ju", uintmax_t{extent[i]});
@@ -83,7 +87,10 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int) {
+  has_context = true;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = 132;
   return cudaSuccess;
