@@ -37,8 +37,8 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 }
 
 // Returns the status of encode(), which calls the encoder. The driver refuses a thread without a
-// context. A call of the runtime binds one, but the threads of torch's autograd may make none before
-// a gradient, if the memory that it needs is cached.
+// context. A call of the runtime binds one, but the threads of torch's autograd may make none
+// before a gradient, if the memory that it needs is cached.
 template <class Encode>
 CUresult in_context_of_device(const Encode& encode) {
   const CUresult status = encode();
@@ -71,16 +71,14 @@ inline CUtensorMap encode_tensor_map(const char* name, const TensorMapKey& key) 
   const int element = element_bytes(key.type);
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUtensorMapDataType type = key.type == ElementType::kBFloat16
-                                       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                   : key.type == ElementType::kFloat16
-                                       ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                       : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const CUtensorMapDataType type =
+      key.type == ElementType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+      : key.type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                          : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const CUresult status = in_context_of_device([&] {
     return tensor_map_encoder()(&map, type, key.rank, const_cast<void*>(key.address), key.extent,
-                                key.bytes, key.box, element_strides,
-                                CU_TENSOR_MAP_INTERLEAVE_NONE, key.swizzle,
-                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                key.bytes, key.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                key.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
   if (status != CUDA_SUCCESS) {
@@ -195,8 +193,7 @@ inline CUtensorMap make_float_map(const char* name, const float* address, int64_
     return tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2,
                                 const_cast<float*>(address), extent, bytes, box, element_strides,
                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
   if (status != CUDA_SUCCESS) {
     const std::string size = std::to_string(columns) + " x " + std::to_string(rows) + " floats";
