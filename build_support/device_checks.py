@@ -21,8 +21,6 @@ def write_configs(folder: Path, check: str) -> list:
     if kind == "forward":
         configs += table.CACHED_FORWARD_CONFIGS
         configs += forward_variants(table)
-    if kind == "backward":
-        configs += backward_variants(table)
     write_if_changed(folder / f"{check}_configs.h", header(kind, configs))
     return configs
 
@@ -36,11 +34,6 @@ def forward_variants(table: ModuleType) -> list:
         *(make("bf16", 192, 192, masked, 128, 96, 2, 2, 1) for masked in (False, True)),
         *(make("bf16", 192, 128, masked, 128, 64, 3, 2, 2) for masked in (False, True)),
     ]
-
-
-def backward_variants(table: ModuleType) -> list:
-    """A backward config that was slower than the one of the table."""
-    return [table.BackwardConfig("bf16", 192, 128, 2, 2)]
 
 
 def header(kind: str, configs: list) -> str:

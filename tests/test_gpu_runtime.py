@@ -42,13 +42,17 @@ def run(case, tensors, backend, dout=None, dlse=None, deterministic=True):
     return (*outputs, *torch.autograd.grad(outputs, tensors[:3], (dout, dlse)))
 
 
+def reads_lengths(backend, case) -> bool:
+    """Whether the call waits for the GPU, to compute sequences of one length together."""
+    return backend == "reference" and case.varlen
+
+
 @contextmanager
-def waits_refused(reads_lengths: bool):
-    """Let a call that waits for the GPU fail. reads_lengths: it does so, to compute sequences of
-    one length together, and no other backend does."""
+def waits_refused(waits: bool):
+    """Let a call that waits for the GPU fail, or one that should."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    waits = pytest.raises(RuntimeError, match="synchronizing") if reads_lengths else nullcontext()
+    waits = pytest.raises(RuntimeError, match="synchronizing") if waits else nullcontext()
     try:
         with waits:
             yield
@@ -63,7 +67,7 @@ def test_nothing_waits_for_the_gpu(case, backend, deterministic):
     tensors, dout, dlse = prepared(case)
     both_passes = partial(run, case, tensors, backend, dout, dlse, deterministic)
     both_passes()  # compiles, and loads the kernels
-    with waits_refused(reads_lengths=backend == "reference" and case.varlen):
+    with waits_refused(reads_lengths(backend, case)):
         both_passes()
 
 
@@ -171,7 +175,7 @@ def fill(old, new):
 @every_backend
 @each_case
 def test_work_goes_to_the_current_stream(case, backend):
-    """On a stream that is held up, nothing has happened when the call returns."""
+    """On a stream that is held up, nothing has happened when a call returns that need not wait."""
     tensors, dout, dlse = prepared(case)
     wanted = run(case, tensors, backend, dout, dlse)
     fresh, _, _ = prepared(case)
@@ -183,7 +187,7 @@ def test_work_goes_to_the_current_stream(case, backend):
         torch.cuda._sleep(1_000_000_000)  # about 0.6 s: the reference takes over 0.1 on a busy host
         fill(fresh[:3], values)
         found = run(case, fresh, backend, dout, dlse)
-        assert not side.query(), "the stream was waited for"
+        assert side.query() == reads_lengths(backend, case), "was the stream waited for?"
     side.synchronize()
     assert all(map(torch.equal, found, wanted))
 

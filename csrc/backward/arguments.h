@@ -34,7 +34,8 @@ enum class Traversal { kAscending, kDiagonal, kDiagonalReversed, kStaggered, kHe
 // at a new block. lse and minus_delta are fp32 (heads, rows); dq_accum is in tiles of 64 rows, in
 // accumulator order.
 struct Workspace {
-  float* lse;               // log2 units; +inf for rows that see no key or do not exist
+  float* lse;               // log2 units; +inf for rows that see no key or do not exist. P is
+                            // 2^(score - lse) in the config's unit_of_probabilities()
   float* minus_delta;       // minus the row's sum of dout * out, plus the gradient of its lse
   float* dq_accum;          // (heads, rows / 64, the config's head_dim, 64)
   int32_t* tile_semaphore;  // number of work tiles drawn
@@ -153,6 +154,7 @@ struct PreprocessArguments {
   int head_dim_v;
   int dq_semaphores_per_block;  // per block of 64 rows
   int dq_accum_columns;         // columns of dq_accum to set to 0; 0: none
+  float log2_unit;              // log2_unit_of_probabilities()
 };
 
 }  // namespace flashattn3::backward

@@ -1,5 +1,5 @@
-// dQ writer, one thread per consumer warpgroup: adds a step's 64 rows of dQ in fp32 to dq_accum,
-// which sums over the work tiles that the rows see.
+// dQ writer, one thread per consumer warpgroup or per part of dQ: adds a step's 64 rows of dQ, or a
+// part of their columns, in fp32 to dq_accum, which sums over the work tiles that the rows see.
 #pragma once
 
 #include <cute/arch/util.hpp>
@@ -16,12 +16,12 @@ class DqWriter {
   using Traits = KernelTraits<kConfig>;
 
  public:
-  __device__ __forceinline__ DqWriter(const Arguments& args, uint8_t* shared, int warpgroup)
+  // writer: number of the warpgroup, or of the part of dQ.
+  __device__ __forceinline__ DqWriter(const Arguments& args, uint8_t* shared, int writer)
       : args_(args),
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
-        dq_smem_(cute::cast_smem_ptr_to_uint(shared) + Traits::kDqOffset +
-                 warpgroup * Traits::kDqBytes),
-        warpgroup_(warpgroup) {}
+        dq_smem_(cute::cast_smem_ptr_to_uint(shared) + Traits::kDqOffset),
+        writer_(writer) {}
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -33,9 +33,16 @@ class DqWriter {
       if (tile.first_key < 0) return;
       WorkTileSteps steps(args_, tile.m_blocks, tile.start);
       const int count = steps.count();
-      for (int i = 0; i < count; ++i, steps.advance()) {
-        if (dq_warpgroup_ == warpgroup_) write(tile, steps.head(tile), steps.block());
-        dq_warpgroup_ = dq_warpgroup_ + 1 == Traits::kConsumers ? 0 : dq_warpgroup_ + 1;
+      for (int i = 0; i < count; ++i, steps.advance(), turn_.advance()) {
+        const int warpgroup = turn_.index();
+        if (Traits::kDqParts > 1 && writer_ < Traits::kConsumers) {
+          Barrier& full = storage_.dq_full[Traits::kConsumers + writer_];
+          write(tile, steps.head(tile), steps.block(), writer_, full, own_.phase());
+          own_.advance();
+        } else if (Traits::kDqParts > 1 || warpgroup == writer_) {
+          write(tile, steps.head(tile), steps.block(), warpgroup, storage_.dq_full[warpgroup],
+                turn_.phase());
+        }
       }
       wait_for_memory();
       // Sync: this thread's additions for the tile are in memory.
@@ -44,28 +51,32 @@ class DqWriter {
   }
 
  private:
-  // Writes dQ of one m_block of a head: the first tile stores, later tiles add.
-  __device__ __forceinline__ void write(const WorkTile& tile, int head, int block) {
+  // Writes dQ, or this thread's part, of one m_block of a head, which a warpgroup has computed: the
+  // first tile stores, later tiles add.
+  __device__ __forceinline__ void write(const WorkTile& tile, int head, int block, int warpgroup,
+                                        Barrier& full, uint32_t phase) {
+    const int part = Traits::kDqParts > 1 ? writer_ : 0;
     const int64_t row = workspace_row(args_, tile, head, block);
-    int32_t* dq_semaphore = args_.workspace.dq_semaphore + row / kBlockM;
+    int32_t* dq_semaphore = args_.workspace.dq_semaphore + row / kBlockM * Traits::kDqParts + part;
     const int before = args_.deterministic ? tiles_before<Traits::kBlockN>(args_, tile, block) : 0;
     // Sync: all earlier tiles have added their dQ.
     while (before > 0 && load_acquire(dq_semaphore) < before) {
     }
-    storage_.dq_full[warpgroup_].wait(dq_.phase());  // Sync: all four warps have written.
+    full.wait(phase);  // Sync: all four warps have written.
     // Sync: if another tile was the first, it has stored.
     const bool first = args_.deterministic ? before == 0 : claim_dq_accum(dq_semaphore);
     fence_global_proxies();
-    float* dq_accum = args_.workspace.dq_accum + row * Traits::kHeadDim;
+    const uint32_t dq = dq_smem_ + warpgroup * Traits::kDqBytes;
+    float* dq_accum =
+        args_.workspace.dq_accum + row * Traits::kHeadDim + part * (Traits::kDqBytes / 4);
     if (first) {
-      store_floats(dq_accum, dq_smem_, Traits::kDqBytes);
+      store_floats(dq_accum, dq, Traits::kDqBytes);
     } else {
-      add_floats(dq_accum, dq_smem_, Traits::kDqBytes);
+      add_floats(dq_accum, dq, Traits::kDqBytes);
     }
     commit_stores();
     wait_for_stores();
-    storage_.dq_empty[warpgroup_].arrive();  // Sync: the dQ buffer has been read.
-    dq_.advance();
+    storage_.dq_empty[warpgroup].arrive();  // Sync: the dQ buffer has been read.
     if (first || args_.deterministic) {
       wait_for_memory();
       add_release(dq_semaphore,
@@ -82,10 +93,10 @@ class DqWriter {
   const Arguments& args_;
   SharedStorageOf<kConfig>& storage_;
   uint32_t dq_smem_;
-  int warpgroup_;
-  int dq_warpgroup_ = 0;  // the warpgroup that computes dQ of the step
+  int writer_;
   PipelineState<2> tile_{0};
-  PipelineState<1> dq_{0};
+  PipelineState<1> own_{0};                    // of the part that a warpgroup computes in each step
+  PipelineState<Traits::kConsumers> turn_{0};  // index: the warpgroup whose turn it is
 };
 
 }  // namespace flashattn3::backward

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     const int warp = uniform(threadIdx.x % 128 / 32);
-    if (warp > Traits::kConsumers || !cute::elect_one_sync()) return;
+    if (warp > Traits::kDqWriters || !cute::elect_one_sync()) return;
     if (warp == 0) {
       cute::prefetch_tma_descriptor(&args.q);
       cute::prefetch_tma_descriptor(&args.k);

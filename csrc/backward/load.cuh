@@ -72,37 +72,45 @@ class Producer {
     Barrier& full = storage_.q_dout_full[stage];
     // Sync: every consumer warp has released the stage.
     storage_.q_dout_empty[stage].wait(rows_.phase());
-    load_with_lse_or_delta(shared_ + Traits::kQOffset + stage * Traits::kMBlockBytes, &args_.q,
-                           full, storage_.lse[stage], at, 0, row, head, q_batch_coord);
-    if (begins) load_k(Traits::kKOffset, &args_.k, storage_.k_full, storage_.k_empty, tile);
-    load_with_lse_or_delta(shared_ + Traits::kDoutOffset + stage * Traits::kMBlockBytes,
-                           &args_.dout, full, storage_.minus_delta[stage], at, 1, row, head,
-                           q_batch_coord);
+    load_with_lse_or_delta<Traits::kAtoms>(shared_ + Traits::kQOffset + stage * Traits::kQBytes,
+                                           &args_.q, full, storage_.lse[stage], at, 0, row, head,
+                                           q_batch_coord);
     if (begins) {
-      load_k(Traits::kVOffset, &args_.v, storage_.v_full, storage_.v_empty, tile);
+      load_keys<Traits::kAtoms>(Traits::kKOffset, &args_.k, storage_.k_full, storage_.k_empty,
+                                tile);
+    }
+    load_with_lse_or_delta<Traits::kAtomsV>(
+        shared_ + Traits::kDoutOffset + stage * Traits::kDoutBytes, &args_.dout, full,
+        storage_.minus_delta[stage], at, 1, row, head, q_batch_coord);
+    if (begins) {
+      load_keys<Traits::kAtomsV>(Traits::kVOffset, &args_.v, storage_.v_full, storage_.v_empty,
+                                 tile);
       kv_phase_ ^= 1;
     }
     rows_.advance();
   }
 
+  template <int kAtoms>
   __device__ __forceinline__ void load_with_lse_or_delta(uint8_t* to, const CUtensorMap* map,
                                                          Barrier& full, float* lse_or_delta, int at,
                                                          int which, int row, int head,
                                                          int batch_coord) {
     constexpr uint32_t kLseBytes = kBlockM * sizeof(float);
-    full.arrive_and_expect(Traits::kMBlockBytes + kLseBytes);
-    copy_tile<kBlockM, Traits::kAtoms, 64>(to, map, full, kReadAgain, row, head, batch_coord);
+    full.arrive_and_expect(kBlockM * kAtoms * 128 + kLseBytes);
+    copy_tile<kBlockM, kAtoms, 64>(to, map, full, kReadAgain, row, head, batch_coord);
     copy_floats(lse_or_delta, &args_.lse_delta, full, kReadAgain, at, which);
   }
 
-  __device__ __forceinline__ void load_k(int offset, const CUtensorMap* map, Barrier& full,
-                                         Barrier& empty, const WorkTile& tile) {
+  // Loads K or V of the tile.
+  template <int kAtoms>
+  __device__ __forceinline__ void load_keys(int offset, const CUtensorMap* map, Barrier& full,
+                                            Barrier& empty, const WorkTile& tile) {
     // Sync: every consumer warp has released the previous tile's buffer.
     empty.wait(kv_phase_);
-    full.arrive_and_expect(Traits::kNBlockBytes);
-    copy_tile<Traits::kBlockN, Traits::kAtoms, 64>(shared_ + offset, map, full, kReadOnce,
-                                                   tile.key_offset + tile.first_key,
-                                                   kv_head(args_, tile), tile.batch_coord);
+    full.arrive_and_expect(Traits::kBlockN * kAtoms * 128);
+    copy_tile<Traits::kBlockN, kAtoms, 64>(shared_ + offset, map, full, kReadOnce,
+                                           tile.key_offset + tile.first_key, kv_head(args_, tile),
+                                           tile.batch_coord);
   }
 
   const Arguments& args_;

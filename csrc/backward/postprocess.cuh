@@ -12,7 +12,7 @@ namespace flashattn3::backward {
 
 // Arrivals of a work tile at tiles_done: one of each CTA, or of each dQ writer.
 constexpr int arrivals_of_tile(const Config& config) {
-  return uses_cluster2(config) ? 2 : config.num_mma_warpgroups;
+  return uses_cluster2(config) ? 2 : num_dq_writers(config);
 }
 
 // Waits until all work tiles of the KV head are done; their additions are then visible. All threads

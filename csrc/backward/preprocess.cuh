@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       const float natural =
           args.lse[batch_coord * args.lse_batch + token * args.lse_seq + head * args.lse_head];
       if (natural != -INFINITY) {
-        lse = natural * kLog2e;
+        lse = natural * kLog2e + args.log2_unit;
         minus_delta = -sum;
         if (args.dlse != nullptr) {
           minus_delta += args.dlse[batch_coord * args.dlse_batch + token * args.dlse_seq +

@@ -16,21 +16,29 @@ struct KernelTraits {
   static constexpr Config kConfig = kTheConfig;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kStages = kConfig.num_stages;
   static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // 64 columns each
+  static constexpr int kAtomsV = head_dim_bytes(kHeadDimV) / 128;
   static constexpr int kConsumers = kConfig.num_mma_warpgroups;
   static constexpr int kThreads = num_threads(kConfig);
   static constexpr int kBlockN = block_n(kConfig);
-  static constexpr int kNBlockBytes = kBlockN * kAtoms * 128;
-  static constexpr int kMBlockBytes = kBlockM * kAtoms * 128;
+  static constexpr int kKBytes = kBlockN * kAtoms * 128;
+  static constexpr int kVBytes = kBlockN * kAtomsV * 128;
+  static constexpr int kQBytes = kBlockM * kAtoms * 128;
+  static constexpr int kDoutBytes = kBlockM * kAtomsV * 128;
   static constexpr int kDsBytes = kBlockN * kBlockM * 2;
-  static constexpr int kDqBytes = kBlockM * kHeadDim * 4;
+  // The warpgroups compute the last part of dQ in turn, and the others one each.
+  static constexpr int kDqParts = num_dq_parts(kConfig);
+  static constexpr int kDqWriters = num_dq_writers(kConfig);
+  static constexpr int kDqColumns = kHeadDim / kDqParts;
+  static constexpr int kDqBytes = kBlockM * kDqColumns * 4;  // of a part
   // Shared memory, in bytes: SharedStorage, K, V, stages of Q, stages of dO, dS, dQ.
   static constexpr int kKOffset = kSharedStorageBytes;
-  static constexpr int kVOffset = kKOffset + kNBlockBytes;
-  static constexpr int kQOffset = kVOffset + kNBlockBytes;
-  static constexpr int kDoutOffset = kQOffset + kStages * kMBlockBytes;
-  static constexpr int kDsOffset = kDoutOffset + kStages * kMBlockBytes;
+  static constexpr int kVOffset = kKOffset + kKBytes;
+  static constexpr int kQOffset = kVOffset + kVBytes;
+  static constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
+  static constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
   static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes;
 
   // setmaxnreg: multiples of 8; the total is at most the CTA's registers at launch.
@@ -57,8 +65,8 @@ struct KernelTraits {
 
   static_assert(kConsumers == 2 || kConsumers == 3);
   static_assert(kStages >= 2 && (kStages & (kStages - 1)) == 0, "a step's number gives its stage");
-  static_assert(kConfig.head_dim_v == kHeadDim);
-  static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dK and dV are kept in registers");
+  static_assert(kDqParts == 1 ? kHeadDimV == kHeadDim : kDqParts == kConsumers + 1);
+  static_assert(kHeadDim % 32 == 0 && kHeadDimV <= 128, "dK and dV are kept in registers");
   static_assert(kDqOffset + kConsumers * kDqBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA");
 };
@@ -70,21 +78,23 @@ struct KernelTraits {
 //   k_empty, q_dout_empty  one for each consumer warp, after its last read
 //   v_empty                every consumer thread, after its last read of V's buffer
 //   ds_full[s]   each consumer warp: its part of dS of a step is written
-//   ds_empty[s]  the 4 warps of the warpgroup that computes dQ of the step
-//   dq_full[w]   the 4 warps of warpgroup w: dQ of a step is written
-//   dq_empty[w]  1: the dQ writer: dQ has been read
+//   ds_empty[s]  the 4 warps of the warpgroup that computes dQ of the step; where dQ is in parts,
+//                every consumer warp
+//   dq_full[w]   the 4 warps of warpgroup w: dQ of a step, or its last part, is written in turn
+//   dq_full[kConsumers + w]  the same warps: part w is written
+//   dq_empty[w]  1: a dQ writer has read what warpgroup w wrote last
 //   tile_full    1: the producer; tile_empty: every thread that reads the work tile
 // First phase: readers wait with phase 0, writers with phase 1, which passes at once.
 // A step is 64 queries of one head for this n_block. Steps are counted from the start of the
 // kernel: step t uses dS buffer t % 2, and warpgroup t % kConsumers computes its dQ.
-template <int kStages, int kConsumers>
+template <int kStages, int kConsumers, int kDqWriters>
 struct SharedStorage {
   float lse[kStages][kBlockM];
   float minus_delta[kStages][kBlockM];
   Barrier k_full, k_empty, v_full, v_empty;
   Barrier q_dout_full[kStages], q_dout_empty[kStages];
   Barrier ds_full[2], ds_empty[2];
-  Barrier dq_full[kConsumers], dq_empty[kConsumers];
+  Barrier dq_full[kDqWriters == kConsumers ? kConsumers : 2 * kConsumers], dq_empty[kConsumers];
   Barrier tile_full[2], tile_empty[2];
   WorkTile tile[2];
 
@@ -97,16 +107,18 @@ struct SharedStorage {
       q_dout_full[i].init(2), q_dout_empty[i].init(kWarps);
     }
     for (int i = 0; i < 2; ++i) {
-      ds_full[i].init(kWarps), ds_empty[i].init(4);
-      // All consumer threads, and one dQ writer thread for each consumer warpgroup.
-      tile_full[i].init(1), tile_empty[i].init(32 * kWarps + kConsumers);
+      ds_full[i].init(kWarps), ds_empty[i].init(kDqWriters == kConsumers ? 4 : kWarps);
+      // All consumer threads, and the dQ writer threads.
+      tile_full[i].init(1), tile_empty[i].init(32 * kWarps + kDqWriters);
     }
-    for (int i = 0; i < kConsumers; ++i) dq_full[i].init(4), dq_empty[i].init(1);
+    for (Barrier& barrier : dq_full) barrier.init(4);
+    for (Barrier& barrier : dq_empty) barrier.init(1);
     fence_barrier_init();
   }
 };
 
 template <Config kConfig>
-using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups>;
+using SharedStorageOf =
+    SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups, num_dq_writers(kConfig)>;
 
 }  // namespace flashattn3::backward

@@ -191,7 +191,8 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardSizes& siz
           .dq_semaphores_per_block = backward::num_dq_semaphores(kConfig),
           .dq_accum_columns = backward::uses_cluster2(kConfig) && !zeroes_dq<kConfig>(forward)
                                   ? kConfig.head_dim
-                                  : 0};
+                                  : 0,
+          .log2_unit = backward::log2_unit_of_probabilities(kConfig)};
 }
 
 template <backward::Config kConfig>

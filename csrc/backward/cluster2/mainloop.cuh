@@ -212,11 +212,12 @@ class Consumer {
   // Computes dS of the step at ds_at_ and stores it to shared memory.
   __device__ __forceinline__ void store_ds(const uint32_t (&packed)[kQueries / 4],
                                            const Scores& dp) {
+    constexpr float kUnit = unit_of_probabilities(kConfig);
     Scores p;
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) {
       const float2 pair = unpack<kElement>(packed[i]);
-      p[2 * i] = pair.x, p[2 * i + 1] = pair.y;
+      p[2 * i] = pair.x * kUnit, p[2 * i + 1] = pair.y * kUnit;
     }
     const uint32_t b = ds_at_.index();
     Scores minus_delta;
@@ -253,7 +254,7 @@ class Consumer {
         shared_ + Traits::kVOffset + half() + threadIdx.x % 128 / 32 * kRowsOfWarp * 128;
     const int column = warpgroup_ * Traits::kHalf;
     store_gradient<kElement, Traits::kHalf>(value_target(args_, tile_, warp_first_key()), column,
-                                            dv, 1.f, staged, 64 * 128);
+                                            dv, unit_of_probabilities(kConfig), staged, 64 * 128);
     store_gradient<kElement, Traits::kHalf>(key_target(args_, tile_, warp_first_key()), column, dk,
                                             args_.softmax_scale, staged, 64 * 128);
   }

@@ -21,8 +21,7 @@ class GradientConsumer : Consumer<kConfig> {
   using typename Base::Scores;
   using typename Base::Traits;
   static constexpr ElementType kElement = Traits::kElement;
-  static constexpr int kDoutBytes = Traits::kAtomsV * Traits::kAtomBytes;
-  using ValueGradient = float[Traits::kHeadDimV / 2];
+  using ValueGradient = float[Traits::kHeadDim / 2];
 
  public:
   __device__ __forceinline__ GradientConsumer(const Arguments& args, const WorkTile& tile,
@@ -40,7 +39,7 @@ class GradientConsumer : Consumer<kConfig> {
     ValueGradient dv;
     QueryGradient finished;
 #pragma unroll
-    for (int i = 0; i < Traits::kHeadDimV / 2; ++i) dv[i] = 0.f;
+    for (int i = 0; i < Traits::kHeadDim / 2; ++i) dv[i] = 0.f;
     this->storage_.keys_full.wait(0);  // Sync: K and V are loaded.
     Scores dp;
     start_dp(dp);
@@ -53,8 +52,9 @@ class GradientConsumer : Consumer<kConfig> {
     this->adder_.end();
     // Sync: all four warps have read their keys of V, which dV is staged over.
     named_barrier_sync(2, 128);
-    store_gradient<kElement, Traits::kHeadDimV>(
-        value_target(this->args_, this->tile_, this->warp_first_key()), 0, dv, 1.f,
+    store_gradient<kElement, Traits::kHeadDim>(
+        value_target(this->args_, this->tile_, this->warp_first_key()), 0, dv,
+        unit_of_probabilities(kConfig),
         this->shared_ + Traits::kVOffset + threadIdx.x % 128 / 32 * kRowsOfWarp * 128,
         Traits::kAtomBytes);
   }
@@ -66,8 +66,9 @@ class GradientConsumer : Consumer<kConfig> {
     const uint32_t b = this->step_.index();
     Scores dp;
     if constexpr (kMore) start_dp(dp);
-    gemm_ss_mn_b<kElement, Traits::kHeadDimV>(dv, this->at(Traits::kPOffset + b * Traits::kDsBytes),
-                                              this->at(Traits::kDoutOffset + b * kDoutBytes));
+    gemm_ss_mn_b<kElement, Traits::kHeadDim>(
+        dv, this->at(Traits::kPOffset + b * Traits::kDsBytes),
+        this->at(Traits::kDoutOffset + b * Traits::kTileBytes));
     if (others) this->add_dq(finished);
     // Sync: all gradient warps have written dS.
     this->storage_.ds_full[b].wait(this->step_.phase());
@@ -88,10 +89,11 @@ class GradientConsumer : Consumer<kConfig> {
   __device__ __forceinline__ void start_dp(Scores& dp) {
     const uint32_t b = ds_at_.index();
     this->storage_.dout_full[b].wait(ds_at_.phase());  // Sync: dO and delta are loaded.
-    this->template zero_fill_queries<Traits::kAtomsV>(Traits::kDoutOffset + b * kDoutBytes, block_);
+    this->template zero_fill_queries<Traits::kAtoms>(Traits::kDoutOffset + b * Traits::kTileBytes,
+                                                     block_);
     load_per_column(dp, this->storage_.minus_delta[b]);
-    gemm_ss<kElement, Traits::kBlockN, kBlockM, Traits::kHeadDimV, true>(
-        dp, this->at(Traits::kVOffset), this->at(Traits::kDoutOffset + b * kDoutBytes));
+    gemm_ss<kElement, Traits::kBlockN, kBlockM, Traits::kHeadDim, true>(
+        dp, this->at(Traits::kVOffset), this->at(Traits::kDoutOffset + b * Traits::kTileBytes));
   }
 
   // Computes dS of the step at ds_at_ and stores it. dp: dP - delta.
@@ -99,6 +101,7 @@ class GradientConsumer : Consumer<kConfig> {
     const uint32_t b = ds_at_.index();
     // With a cap, P times the cap's derivative is in the dS buffer.
     const int from = this->args_.score_scale.caps() ? Traits::kDsOffset : Traits::kPOffset;
+    constexpr float kUnit = unit_of_probabilities(kConfig);
     uint32_t packed[kBlockM / 4];
     // Sync: all score warps have written P.
     this->storage_.p_full[b].wait(ds_at_.phase());
@@ -106,7 +109,7 @@ class GradientConsumer : Consumer<kConfig> {
 #pragma unroll
     for (int i = 0; i < kBlockM / 4; ++i) {
       const float2 p = unpack<kElement>(packed[i]);
-      packed[i] = pack<kElement>(p.x * dp[2 * i], p.y * dp[2 * i + 1]);
+      packed[i] = pack<kElement>(p.x * kUnit * dp[2 * i], p.y * kUnit * dp[2 * i + 1]);
     }
     // Sync: all warps of both CTAs have read dS of two steps before.
     this->storage_.ds_empty[b].wait(ds_at_.phase() ^ 1);

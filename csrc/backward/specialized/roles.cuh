@@ -25,8 +25,8 @@ __device__ __forceinline__ void zero_fill_kv(const Arguments& args, const WorkTi
     return max(0, tile.num_keys - tile.first_key - cta * Traits::kBlockN);
   };
   // K, V and K's columns for dQ follow each other.
-  zero_fill_rows<Traits::kBlockN, Traits::kAtoms + Traits::kAtomsV + 2>(
-      shared + Traits::kKOffset, used(rank), threadIdx.x, kThreads);
+  zero_fill_rows<Traits::kBlockN, 2 * Traits::kAtoms + 2>(shared + Traits::kKOffset, used(rank),
+                                                          threadIdx.x, kThreads);
   zero_fill_rows<Traits::kBlockN, 2>(shared + Traits::kOtherKOffset, used(1 - rank), threadIdx.x,
                                      kThreads);
   fence_async_proxy();

@@ -18,7 +18,6 @@ class ScoreConsumer : Consumer<kConfig> {
   using typename Base::Scores;
   using typename Base::Traits;
   static constexpr ElementType kElement = Traits::kElement;
-  static constexpr int kQBytes = Traits::kAtoms * Traits::kAtomBytes;
   using KeyGradient = float[Traits::kHeadDim / 2];
 
  public:
@@ -66,7 +65,6 @@ class ScoreConsumer : Consumer<kConfig> {
   template <bool kMore>
   __device__ __forceinline__ void step(KeyGradient& dk, QueryGradient& finished, bool others) {
     const uint32_t b = this->step_.index();
-    const uint32_t q = Traits::kQBuffers == 2 ? b : scores_q_.before(1).index();
     Scores s, lse;
     if constexpr (kMore) start_qk(s, lse);
     if (others) {
@@ -76,7 +74,7 @@ class ScoreConsumer : Consumer<kConfig> {
     // Sync: all gradient warps have written dS.
     this->storage_.ds_full[b].wait(this->step_.phase());
     gemm_ss_mn_b<kElement, Traits::kHeadDim>(dk, this->at(Traits::kDsOffset + b * Traits::kDsBytes),
-                                             this->at(Traits::kQOffset + q * kQBytes));
+                                             this->at(Traits::kQOffset + b * Traits::kTileBytes));
     QueryGradient dq;
     this->start_dq(dq);
     if constexpr (kMore) {
@@ -85,7 +83,7 @@ class ScoreConsumer : Consumer<kConfig> {
       make_probabilities(s, lse);
     }
     warpgroup_wait<1>();
-    this->storage_.q_empty[q].arrive_warp();  // Sync: this warp is done with Q and lse.
+    this->storage_.q_empty[b].arrive_warp();  // Sync: this warp is done with Q and lse.
     if constexpr (kMore) store_p(s);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dk);
@@ -94,15 +92,14 @@ class ScoreConsumer : Consumer<kConfig> {
 
   // Starts the QK GEMM of the step at scores_at_ and loads its lse.
   __device__ __forceinline__ void start_qk(Scores& s, Scores& lse) {
-    const bool two = Traits::kQBuffers == 2;
-    const uint32_t q = two ? scores_at_.index() : scores_q_.index();
-    // Sync: Q and lse are loaded.
-    this->storage_.q_full[q].wait(two ? scores_at_.phase() : scores_q_.phase());
-    this->template zero_fill_queries<Traits::kAtoms>(Traits::kQOffset + q * kQBytes, block_);
+    const uint32_t b = scores_at_.index();
+    this->storage_.q_full[b].wait(scores_at_.phase());  // Sync: Q and lse are loaded.
+    this->template zero_fill_queries<Traits::kAtoms>(Traits::kQOffset + b * Traits::kTileBytes,
+                                                     block_);
     // Before the GEMMs start: these loads are slow during WGMMA.
-    load_per_column(lse, this->storage_.lse[q]);
+    load_per_column(lse, this->storage_.lse[b]);
     gemm_ss<kElement, Traits::kBlockN, kBlockM, Traits::kHeadDim>(
-        s, this->at(Traits::kKOffset), this->at(Traits::kQOffset + q * kQBytes));
+        s, this->at(Traits::kKOffset), this->at(Traits::kQOffset + b * Traits::kTileBytes));
   }
 
   // Computes P of the step at scores_at_. The mask's branch keeps ptxas from moving the wait for
@@ -123,8 +120,7 @@ class ScoreConsumer : Consumer<kConfig> {
     stage(p, Traits::kPOffset);
     if (this->args_.score_scale.caps()) {
       // tanh cannot be recovered later from 16 bits of P.
-      differentiate_cap(p, this->storage_.lse[Traits::kQBuffers == 2 ? b : scores_q_.index()],
-                        this->args_.score_scale);
+      differentiate_cap(p, this->storage_.lse[b], this->args_.score_scale);
       // Sync: all warps of both CTAs have read dS of two steps before.
       this->storage_.ds_empty[b].wait(scores_at_.phase() ^ 1);
       stage(p, Traits::kDsOffset);
@@ -133,7 +129,6 @@ class ScoreConsumer : Consumer<kConfig> {
     __syncwarp();
     this->storage_.p_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     scores_at_.advance();
-    scores_q_.advance();
     block_ = this->order_.next(block_);
   }
 
@@ -144,10 +139,9 @@ class ScoreConsumer : Consumer<kConfig> {
     stage_rows(this->rows_of_warp(offset, scores_at_.index()), packed);
   }
 
-  BlockRange full_blocks_;                        // m_blocks that see all of the CTA's keys
-  int block_;                                     // m_block of the next P
-  PipelineState<2> scores_at_{0};                 // step of the next P
-  PipelineState<Traits::kQBuffers> scores_q_{0};  // its Q buffer; two buffers are used as P's are
+  BlockRange full_blocks_;         // m_blocks that see all of the CTA's keys
+  int block_;                      // m_block of the next P
+  PipelineState<2> scores_at_{0};  // step of the next P
 };
 
 }  // namespace flashattn3::backward::specialized

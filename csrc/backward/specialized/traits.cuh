@@ -25,13 +25,12 @@ namespace flashattn3::backward::specialized {
 //                   zero_dq_accum, if it runs: dQ of a step may be added
 //   Deterministic only:
 //   dq_released[b]  1: the thread in release_dq_semaphore: the other two may be reused
-// Step i uses buffer b = i % 2, of Q and lse i % kQBuffers.
-template <int kQBuffers>
+// Step i uses buffer b = i % 2.
 struct SharedStorage {
-  float lse[kQBuffers][kBlockM];
+  float lse[2][kBlockM];
   float minus_delta[2][kBlockM];
   Barrier keys_full;
-  Barrier q_full[kQBuffers], q_empty[kQBuffers];
+  Barrier q_full[2], q_empty[2];
   Barrier dout_full[2], dout_empty[2];
   Barrier p_full[2];
   Barrier ds_full[2], ds_empty[2];
@@ -52,7 +51,6 @@ struct SharedStorage {
       other_full[i].init(1);
       dq_ready[i].init(1), dq_added[i].init(2 * kWarps), dq_released[i].init(1);
     }
-    for (int i = 2; i < kQBuffers; ++i) q_full[i].init(1), q_empty[i].init(kWarps);
     fence_barrier_init();
   }
 };
@@ -60,37 +58,35 @@ struct SharedStorage {
 template <Config kTheConfig>
 struct KernelTraits {
   static constexpr Config kConfig = kTheConfig;
-  static constexpr int kQBuffers = kConfig.num_stages;
-  using Storage = SharedStorage<kQBuffers>;
+  using Storage = SharedStorage;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr int kHeadDim = kConfig.head_dim;
-  static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kConsumers = kConfig.num_mma_warpgroups;
   static constexpr int kThreads = num_threads(kConfig);
   static constexpr int kBlockN = block_n(kConfig) / 2;          // of a CTA
   static constexpr int kQuarter = kHeadDim / 4;                 // columns of dQ of a warpgroup
   static constexpr int kAtoms = head_dim_bytes(kConfig) / 128;  // 64 columns each
-  static constexpr int kAtomsV = head_dim_bytes(kHeadDimV) / 128;
-  static constexpr int kAtomBytes = 64 * 128;  // all tiles have 64 rows
+  static constexpr int kAtomBytes = 64 * 128;                   // all tiles have 64 rows
+  static constexpr int kTileBytes = kAtoms * kAtomBytes;
   static constexpr int kDsBytes = kBlockN * kBlockM * 2;
   // Shared memory, in bytes: SharedStorage; K; V; the columns of this CTA's half of dQ, of its own
-  // and of the other CTA's K, each quarter in an atom of which 48 columns are used; kQBuffers
-  // tiles of Q; two tiles each of dO, P, dS and the other CTA's dS.
+  // and of the other CTA's K, each quarter in an atom of which 48 columns are used; two tiles each
+  // of Q, dO, P, dS and the other CTA's dS.
   static constexpr int kKOffset = kSharedStorageBytes;
-  static constexpr int kVOffset = kKOffset + kAtoms * kAtomBytes;
-  static constexpr int kDqKOffset = kVOffset + kAtomsV * kAtomBytes;
+  static constexpr int kVOffset = kKOffset + kTileBytes;
+  static constexpr int kDqKOffset = kVOffset + kTileBytes;
   static constexpr int kOtherKOffset = kDqKOffset + 2 * kAtomBytes;
   static constexpr int kQOffset = kOtherKOffset + 2 * kAtomBytes;
-  static constexpr int kDoutOffset = kQOffset + kQBuffers * kAtoms * kAtomBytes;
-  static constexpr int kPOffset = kDoutOffset + 2 * kAtomsV * kAtomBytes;
+  static constexpr int kDoutOffset = kQOffset + 2 * kTileBytes;
+  static constexpr int kPOffset = kDoutOffset + 2 * kTileBytes;
   static constexpr int kDsOffset = kPOffset + 2 * kDsBytes;
   static constexpr int kOtherDsOffset = kDsOffset + 2 * kDsBytes;
 
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
-  static_assert(kConsumers == 2 && kQBuffers >= 2 && kBlockM == 64 && kBlockN == 64);
-  static_assert(kQuarter == 48 && (kHeadDimV == 192 || kHeadDimV == 128), "GEMM widths");
+  static_assert(kConsumers == 2 && kBlockM == 64 && kBlockN == 64);
+  static_assert(kQuarter == 48 && kConfig.head_dim_v == kHeadDim, "GEMM widths");
   static_assert(kOtherDsOffset + 2 * kDsBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA");
 };

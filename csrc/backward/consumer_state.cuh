@@ -1,0 +1,224 @@
+// What the steps of a consumer warpgroup share: its state, the waits for Q and dO, dS in shared
+// memory, and dQ in turn with the other warpgroups. step.cuh and wide_step.cuh have the steps.
+#pragma once
+
+#include "attention/mask.cuh"
+#include "backward/arguments.h"
+#include "backward/probabilities.cuh"
+#include "backward/traits.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/smem_operand.cuh"
+#include "ptx/store_shared.cuh"
+#include "tile/fragment.h"
+#include "tile/gemm.cuh"
+#include "tile/gemm_mn.cuh"
+#include "tile/tma_load.cuh"
+#include "tile/tma_store.cuh"
+
+namespace flashattn3::backward {
+
+template <Config kConfig>
+class ConsumerState {
+ protected:
+  using Traits = KernelTraits<kConfig>;
+  static constexpr ElementType kElement = Traits::kElement;
+  static constexpr int kHeadDim = Traits::kHeadDim, kHeadDimV = Traits::kHeadDimV;
+  static constexpr int kThreads = 128 * Traits::kConsumers;
+  static constexpr int kLastPart = Traits::kDqParts - 1;
+  using Scores = float[kBlockM / 2];
+  using KeyGradient = float[kHeadDim / 2];
+  using ValueGradient = float[kHeadDimV / 2];
+  using QueryGradient = float[Traits::kDqColumns / 2];  // a part of dQ
+  using Operand = Probabilities<kElement, kBlockM>;
+
+ public:
+  // warpgroup: 0 to kConsumers - 1, the same in all lanes of a warp.
+  __device__ __forceinline__ ConsumerState(const Arguments& args, uint8_t* shared, int warpgroup)
+      : args_(args),
+        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        shared_(shared),
+        warpgroup_(warpgroup) {
+    const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
+    const int lane = threadIdx.x % 32;
+    low_ = opaque_uniform(base / 16);
+    const uint32_t first_row = base + Traits::kDsOffset + threadIdx.x / 32 * kRowsOfWarp * 128;
+    // The shuffle hides the address from ptxas, which would compute it anew in every step.
+    ds_row_ = __shfl_sync(~0u, first_row + staged_row_of_lane(lane), lane);
+    turn_ = warpgroup + 1;
+  }
+
+ protected:
+  // Waits for Q, dO, lse and delta of a step. All warpgroups call it, also those that skip the step
+  // and only release the stage.
+  __device__ __forceinline__ void wait_for_q_dout(int block) {
+    const uint32_t stage = q_dout().index();
+    storage_.q_dout_full[stage].wait(q_dout().phase());  // Sync: all four are loaded.
+    zero_fill_q_dout(stage, block);
+  }
+
+  // Sets the probabilities of keys that a query of the m_block does not see to 0. full_blocks:
+  // m_blocks that see all keys of this warpgroup.
+  __device__ __forceinline__ void mask_unless_full(Scores& p, int block, BlockRange full_blocks) {
+    if (contains(full_blocks, block)) return;
+    mask_probabilities<kBlockM>(p, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
+                                block * kBlockM);
+  }
+
+  // Starts dV += P dO or dK += dS Q. offset: of the stage's dO or Q, as Traits::kDoutLow.
+  template <int kColumns>
+  __device__ __forceinline__ void start_gradient(float (&gradient)[kColumns / 2],
+                                                 const Operand& operand, uint32_t offset) {
+    gemm_rs<kElement, kBlockM, kColumns>(
+        gradient, operand, SmemOperand{low() + offset, opaque_desc_high<1>(opaque_ones())});
+  }
+  static __device__ __forceinline__ uint32_t q_low(uint32_t stage) {
+    return Traits::kQLow + stage * (Traits::kQBytes / 16);
+  }
+  static __device__ __forceinline__ uint32_t dout_low(uint32_t stage) {
+    return Traits::kDoutLow + stage * (Traits::kDoutBytes / 16);
+  }
+  // The address of shared memory / 16. Where registers are few, ptxas must not know that it is the
+  // same in every step, or it keeps what follows from it in registers.
+  __device__ __forceinline__ uint32_t low() const {
+    return Traits::kDqParts > 1 ? low_ + (opaque_ones() + 1) : low_;
+  }
+
+  // Returns thread_column, the column of this thread's register 0, from ds_row_, which is in a
+  // register anyway: row lane % 16 has 128 bytes, so bits 7 and 8 of its address are lane % 4.
+  __device__ __forceinline__ uint32_t column() const { return ds_row_ / 128 % 4 * 2; }
+  // Lane 0 arrives for the warp. ds_row_ tells lanes apart without threadIdx: only lane 0 stores at
+  // the beginning of the warp's rows, a multiple of their 2048 bytes.
+  __device__ __forceinline__ void arrive_warp(Barrier& barrier) const {
+    barrier.arrive_warp((ds_row_ & (kRowsOfWarp * 128 - 1)) == 0);
+  }
+
+  // The stage of Q and dO of this step, and the dS buffers of this step and of the previous one.
+  __device__ __forceinline__ PipelineState<Traits::kStages> q_dout() const {
+    return PipelineState<Traits::kStages>::after_steps(step_);
+  }
+  __device__ __forceinline__ PipelineState<2> ds_buffer() const {
+    return PipelineState<2>::after_steps(step_);
+  }
+  __device__ __forceinline__ PipelineState<2> previous_ds_buffer() const {
+    return PipelineState<2>::after_steps(step_ - 1);
+  }
+
+  // Returns whether this warpgroup computes the last part of dQ of the previous step; if so its
+  // next turn is kConsumers steps later. The turn for a tile's last dQ is taken after the tile's
+  // last step, so no warpgroup has a turn in the next tile's first step.
+  __device__ __forceinline__ bool takes_turn() {
+    if (turn_ != 0) return false;
+    turn_ = Traits::kConsumers;
+    return true;
+  }
+
+  // Stores dS of this warp's 16 keys to shared memory.
+  __device__ __forceinline__ void store_ds(const Operand& ds) {
+    stage_in_ds(ds);
+    fence_async_proxy();
+    __syncwarp();
+    arrive_warp(storage_.ds_full[ds_buffer().index()]);  // Sync: this warp has written and fenced.
+  }
+  // Writes this warp's 16 keys of the dS buffer.
+  __device__ __forceinline__ void stage_in_ds(const Operand& values) {
+    // Sync: the warpgroups that computed dQ of the step before last have read the buffer.
+    storage_.ds_empty[ds_buffer().index()].wait(ds_buffer().phase() ^ 1);
+    uint32_t word[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) word[i] = values[i / 4][i % 4];
+    stage_rows_at(ds_row_ + ds_buffer().index() * Traits::kDsBytes, word);
+  }
+  // Sync: this warp has read the previous step's dS.
+  __device__ __forceinline__ void release_previous_ds() {
+    arrive_warp(storage_.ds_empty[previous_ds_buffer().index()]);
+  }
+
+  // Starts the GEMM of a part of dQ of the previous step.
+  __device__ __forceinline__ void start_dq(QueryGradient& dq, int part) {
+    const PipelineState<2> at = previous_ds_buffer();
+    storage_.ds_full[at.index()].wait(at.phase());  // Sync: all consumer warps have written dS.
+    gemm_ss_mn_ab_in_halves<kElement, Traits::kBlockN, Traits::kDqColumns>(
+        dq, low() + Traits::kDsLow + at.index() * (Traits::kDsBytes / 16),
+        low() + Traits::kKLow + part * (Traits::kBlockN * 128 / 16));
+  }
+
+  // Passes a part of dQ to its dQ writer through shared memory.
+  __device__ __forceinline__ void hand_over(const QueryGradient& dq, int part) {
+    // Sync: what this warpgroup handed over last has been read.
+    storage_.dq_empty[warpgroup_].wait(dq_.phase() ^ 1);
+    float4* dq_accum =
+        reinterpret_cast<float4*>(shared_ + Traits::kDqOffset + warpgroup_ * Traits::kDqBytes) +
+        threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < Traits::kDqColumns / 8; ++i) {
+      dq_accum[i * 128] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    // Sync: this warp has written and fenced.
+    arrive_warp(storage_.dq_full[warpgroup_ + (part == kLastPart ? 0 : Traits::kConsumers)]);
+    dq_.advance();
+  }
+
+  // Computes a part of dQ of the previous step. kReleases: this warpgroup does not read its dS
+  // again.
+  template <bool kReleases>
+  __device__ __forceinline__ void gemm_dq(int part) {
+    QueryGradient dq;
+    start_dq(dq, part);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(dq);
+    if (kReleases) release_previous_ds();
+    hand_over(dq, part);
+  }
+
+  // Zero fill past the end of the sequence of keys: those tokens may belong to another sequence or
+  // to none and hold NaN, and 0 * NaN is NaN.
+  __device__ __forceinline__ void zero_fill_kv() {
+    if (args_.seqlens_k.cu_seqlens == nullptr && args_.seqlens_k.seqused == nullptr) return;
+    const int used = uniform(tile().num_keys) - uniform(tile().first_key);
+    if (used >= Traits::kBlockN) return;
+    zero_fill_rows<Traits::kBlockN, Traits::kAtoms>(shared_ + Traits::kKOffset, used, threadIdx.x,
+                                                    kThreads);
+    zero_fill_rows<Traits::kBlockN, Traits::kAtomsV>(shared_ + Traits::kVOffset, used, threadIdx.x,
+                                                     kThreads);
+    fence_async_proxy();
+    named_barrier_sync(1 + Traits::kConsumers, kThreads);  // Sync: all warpgroups have filled.
+  }
+
+  // The same for queries; rows past the end have lse +inf and delta 0.
+  __device__ __forceinline__ void zero_fill_q_dout(uint32_t stage, int block) {
+    if (block != partial_block_) return;
+    const int used = uniform(tile().num_rows) - block * kBlockM;
+    if (used >= kBlockM) return;
+    zero_fill_rows<kBlockM, Traits::kAtoms>(shared_ + Traits::kQOffset + stage * Traits::kQBytes,
+                                            used, threadIdx.x, kThreads);
+    zero_fill_rows<kBlockM, Traits::kAtomsV>(
+        shared_ + Traits::kDoutOffset + stage * Traits::kDoutBytes, used, threadIdx.x, kThreads);
+    fence_async_proxy();
+    named_barrier_sync(1 + Traits::kConsumers, kThreads);  // Sync: as above.
+  }
+
+  __device__ __forceinline__ const WorkTile& tile() const { return storage_.tile[tile_.index()]; }
+  __device__ __forceinline__ int warp_first_key() const {
+    return tile().first_key + threadIdx.x / 32 * kRowsOfWarp;
+  }
+  __device__ __forceinline__ Mask tile_mask() const {
+    return Mask::of(uniform(tile().num_rows), uniform(tile().num_keys), args_.window);
+  }
+
+  const Arguments& args_;
+  SharedStorageOf<kConfig>& storage_;
+  uint8_t* shared_;
+  int warpgroup_;
+  PipelineState<2> tile_{0};
+  PipelineState<1> dq_{0};  // this warpgroup's dQ buffer
+  uint32_t kv_phase_ = 0;
+  uint32_t low_;       // address of shared memory / 16
+  uint32_t ds_row_;    // where this lane stores dS in buffer 0 (staged_row_of_lane)
+  uint32_t step_ = 0;  // steps since the start of the kernel
+  int turn_;           // steps until this warpgroup computes dQ of the previous step
+  int partial_block_;  // the m_block that needs zero fill; -1: none
+};
+
+}  // namespace flashattn3::backward
