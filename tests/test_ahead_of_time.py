@@ -41,7 +41,7 @@ FEATURES = {
 # least 64.
 SPILL_BOUND_BYTES = {
     "mma.sync": {
-        "forward": {32: 224, 64: 120, 128: 140, 256: 112},
+        "forward": {32: 224, 64: 120, 96: 290, 128: 140, 160: 120, 192: 64, 256: 112},
         "bwd": {64: 400, 128: 872},
         "bwd_dkdv": {32: 288, 64: 784, 128: 904, 256: 528},
         "bwd_dq": {32: 160, 64: 504, 128: 344, 256: 136},
@@ -177,6 +177,8 @@ def submit(pool, arguments):
 
 
 HEAD_DIMS = sorted({tile_config.head_dim for tile_config in TILE_CONFIGS})
+# Rows of 8 bits, which the kernels multiply with all columns at a time.
+WHOLE_HEAD_DIMS = [head_dim for head_dim in HEAD_DIMS if head_dim & (head_dim - 1) == 0]
 CHIPS = (A100, RTX3090, ORIN, L4, H100, LOWERED_H100, B200, RTX5090)
 # Both sets of tiles of every row on every chip that takes it; the third set of features on two of
 # them.
@@ -185,8 +187,10 @@ ALL += [(chip, d, "full", "float16") for chip in CHIPS for d in HEAD_DIMS]
 for of in EIGHT_BIT:
     ALL += [(chip, 128, "softcap-split", of) for chip in (A100, L4, H100)]
     ALL += [(chip, d, "full", of) for chip in (A100, L4, H100) for d in (64, 128)]
-    ALL += [(chip, d, "varlen-causal-window", of) for chip in CHIPS for d in HEAD_DIMS]
+    ALL += [(chip, d, "varlen-causal-window", of) for chip in CHIPS for d in WHOLE_HEAD_DIMS]
 ALL += [(chip, d, "softcap-split", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
+# out in float32 goes through shared memory, of which this chip has the least.
+ALL += [(RTX5090, d, "softcap-split", "bfloat16") for d in HEAD_DIMS if d not in WHOLE_HEAD_DIMS]
 
 
 def name_of(arguments) -> str:
@@ -364,13 +368,15 @@ def test_single_elements_of_k_and_v_have_one_swizzle(compiler, dims, padding):
 def spill_bound_bytes(chip: DeviceInfo, head_dim: int, fp8: bool, kernel: str) -> int:
     if fp8 and kernel == "forward":
         return FP8_SPILL_BOUND_BYTES[chip.lowering >= FIRST_WITH_FP8][head_dim]
+    whole = min(row for row in WHOLE_HEAD_DIMS if row >= head_dim)
     if kernel in PRODUCTS:
-        return SPILL_BOUND_BYTES[products_of(chip)][kernel][head_dim]
-    return ROW_KERNELS_BOUND_BYTES[head_dim]
+        bounds = SPILL_BOUND_BYTES[products_of(chip)][kernel]
+        return bounds.get(head_dim, bounds.get(whole))
+    return ROW_KERNELS_BOUND_BYTES[whole]
 
 
 def adds_dq(chip: DeviceInfo, head_dim: int) -> bool:
-    return products_of(chip) == "mma.sync" and head_dim in (64, 128)
+    return products_of(chip) == "mma.sync" and head_dim in (64, 96, 128)
 
 
 def products_of(chip: DeviceInfo) -> str:

@@ -218,16 +218,21 @@ def test_parts_of_the_query_heads_in_a_varlen_batch(lengths, heads, options, par
 @pytest.mark.parametrize("dv", [64, 128, 160, 192])
 @pytest.mark.parametrize("d", [136, 192])
 def test_a_gradient_of_192_columns_tells_its_workspace(d, dv):
+    in_parts = dv <= 128  # one CTA for a block of 128 keys; else two, each with 64
     for options in ({}, {"deterministic": True}, {"causal": True, "sm_margin": 20}):
         launch = prepared(qkv(d=d, dv=dv), backward_launch, **options)
         parts = 2 * 512 * 8 * (d + dv) * 2
-        assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 192, 2, 2 * 8, parts)
-        assert launch.num_ctas == 2 * 2 * 8 * 4  # two for each block of 128 keys
-        # SharedStorage; K and two Q, three with 128 columns of V; V, two dO; quarters of K; two P,
-        # dS and other dS
-        q, v = (4 if dv <= 128 else 3) * 64 * 384, 3 * 64 * (256 if dv <= 128 else 384)
-        scores = 6 * 64 * 64 * 2
-        assert launch.shared_memory_bytes == 3072 + q + v + 4 * 8192 + scores
+        semaphores = 3 if in_parts else 2
+        assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 192, semaphores, 2 * 8, parts)
+        assert launch.num_ctas == (1 if in_parts else 2) * 2 * 8 * 4
+        scores = 64 * 64 * 2
+        if in_parts:  # SharedStorage; K and two Q; V and two dO; two dS; two parts of dQ
+            rows = (128 + 2 * 64) * (384 + 256)
+            scores = 4 * scores + 2 * 64 * 64 * 4
+        else:  # SharedStorage; K and two Q; V and two dO; quarters of K; two P, dS and other dS
+            rows = 2 * 3 * 64 * 384 + 4 * 8192
+            scores = 6 * scores
+        assert launch.shared_memory_bytes == 3072 + rows + scores
 
 
 def test_8_bits_promote_in_a_workspace_only_where_they_promote():

@@ -230,16 +230,37 @@ def test_blocks_alike_have_one_swizzle(dims, blocks):
     assert tuple(blocks_alike(*dims).values()) == blocks
 
 
-def test_single_element_loads_have_blocks_alike():
+def test_single_element_loads_have_blocks_alike_with_wgmma():
     """Odd strides are known beforehand, the address of a tensor is not."""
 
     def blocks(launch, aligned):
         constants = launch.constants_of(aligned)
         return constants["BLOCK_D"], constants["BLOCK_DV"]
 
-    even, odd = (launches(64, width, 32)["forward"] for width in (64, 73))
-    assert (blocks(even, True), blocks(even, False)) == ((64, 32), (64, 64))
-    assert (blocks(odd, True), blocks(odd, False)) == ((64, 64), (64, 64))
+    for chip, alike in ((H100, (64, 64)), (A100, (64, 32))):
+        even, odd = (launches(64, width, 32, chip)["forward"] for width in (64, 73))
+        assert (blocks(even, True), blocks(even, False)) == ((64, 32), alike)
+        assert (blocks(odd, True), blocks(odd, False)) == (alike, alike)
+
+
+@pytest.mark.parametrize(
+    "head_dims, widths",
+    [
+        ((96, 96), (64, 32, 64, 32)),
+        ((80, 72), (64, 16, 64, 16)),
+        ((40, 104), (32, 16, 128, 0)),
+        ((192, 128), (128, 64, 128, 0)),
+        ((160, 8), (128, 32, 16, 0)),
+        ((136, 255), (128, 16, 256, 0)),
+    ],
+)
+@pytest.mark.parametrize("width", [256, 259])
+def test_mma_sync_multiplies_columns_in_parts(head_dims, widths, width):
+    launch = launches(head_dims[0], width, head_dims[1], A100)["forward"]
+    for aligned in (True, False):
+        constants = launch.constants_of(aligned)
+        found = (constants[x] for x in ("BLOCK_D", "REST_D", "BLOCK_DV", "REST_DV"))
+        assert tuple(found) == widths
 
 
 def test_a_variable_launch_compiles_for_the_unit_of_each_calls_strides(monkeypatch):

@@ -23,7 +23,7 @@ namespace flashattn3::backward {
 //     add from the last tile on, so that all advance at the same pace and none waits.
 //   kDiagonalReversed: as kDiagonal, but the tiles of the last L2 head group descend from the last
 //     m_block, and there tiles add from the first tile on. So the longest tiles are scheduled
-//     first, and all SMs finish together. Beyond 128 columns.
+//     first, and all SMs finish together.
 //   kStaggered: each tile starts at an m_block of its own and wraps around; no fixed order.
 //   kHeadsInnermost: descending from near the last m_block, wrapping around, all heads at each
 //     m_block; each tile starts at an m_block and head of its own; no fixed order. With a mask,

@@ -31,8 +31,8 @@ class DqWriter {
       storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread has read it.
       tile_.advance();
       if (tile.first_key < 0) return;
-      WorkTileSteps steps(args_, tile.m_blocks, tile.start);
-      const int count = steps.count();
+      WorkTileSteps steps(args_, tile);
+      const int count = WorkTileSteps::count(args_, tile);
       for (int i = 0; i < count; ++i, steps.advance(), turn_.advance()) {
         const int warpgroup = turn_.index();
         if (Traits::kDqParts > 1 && writer_ < Traits::kConsumers) {

@@ -29,8 +29,9 @@ class Producer {
     WorkTile tile;
     while (next_valid_tile(tile)) {
       publish(tile);
-      WorkTileSteps steps(args_, tile.m_blocks, tile.start);
-      const int count = steps.count(), request_at = max(0, count - kRequestSteps);
+      WorkTileSteps steps(args_, tile);
+      const int count = WorkTileSteps::count(args_, tile),
+                request_at = max(0, count - kRequestSteps);
       for (int i = 0; i < count; ++i, steps.advance()) {
         if (i == request_at) tiles_.request();
         load_rows(tile, steps.head(tile), steps.block(), i == 0);

@@ -51,8 +51,7 @@ class Consumer : ConsumerStep<kConfig> {
 
  private:
   __device__ __forceinline__ void attend() {
-    WorkTileBlocks steps(args_, {uniform(tile().m_blocks.begin), uniform(tile().m_blocks.end)},
-                         uniform(tile().start));
+    WorkTileBlocks steps(args_, tile());
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
     const int num_rows = uniform(tile().num_rows);

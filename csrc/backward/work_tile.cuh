@@ -41,7 +41,7 @@ struct alignas(16) WorkTile {
   int row_offset;       // of the sequence in q
   BlockRange m_blocks;  // m_blocks that see at least one of its keys; may be empty
   int start;            // the m_block that is visited first
-  bool descending;      // m_blocks are visited from the last to the first, beyond 128 columns
+  bool descending;      // m_blocks are visited from the last to the first
   int first_head;       // the query head of the KV head that is visited first at each m_block
 };
 
@@ -58,13 +58,8 @@ __device__ __forceinline__ int kv_head(const Arguments& args, const WorkTile& ti
   return args.head_parts.div(tile.head);
 }
 
-// Next m_block, wrapping around from the last to the first.
-__device__ __forceinline__ int next_block(const BlockRange& rows, int block) {
-  return block + 1 == rows.end ? rows.begin : block + 1;
-}
-
-// The order in which a work tile of more than 128 columns visits its m_blocks, of which there is at
-// least one: from the first to the last or back, wrapping around. No step branches on that.
+// The order in which a work tile visits its m_blocks, of which there is at least one: from the
+// first to the last or back, wrapping around. No step branches on that.
 struct BlockOrder {
   int first, last, distance;
 
@@ -94,11 +89,11 @@ __device__ __forceinline__ bool contains(BlockRange range, int block) {
 // Iterator over the steps of a work tile: m_block and query head of each.
 class WorkTileSteps {
  public:
-  __device__ __forceinline__ WorkTileSteps(const Arguments& args, const BlockRange& rows, int start)
-      : args_(args), rows_(rows), start_(start), block_(start) {}
+  __device__ __forceinline__ WorkTileSteps(const Arguments& args, const WorkTile& tile)
+      : args_(args), order_(BlockOrder::of(tile)), start_(tile.start), block_(tile.start) {}
 
-  __device__ __forceinline__ int count() const {
-    return (rows_.end - rows_.begin) * args_.qhead_per_kvhead;
+  static __device__ __forceinline__ int count(const Arguments& args, const WorkTile& tile) {
+    return (tile.m_blocks.end - tile.m_blocks.begin) * args.qhead_per_kvhead;
   }
   __device__ __forceinline__ int block() const { return block_; }
   // Head of q.
@@ -111,16 +106,16 @@ class WorkTileSteps {
     if (args_.traversal == Traversal::kHeadsInnermost) {
       if (++nth_head_ < args_.qhead_per_kvhead) return;
       nth_head_ = 0;
-      block_ = block_ == rows_.begin ? rows_.end - 1 : block_ - 1;
+      block_ = order_.next(block_);
     } else {
-      block_ = next_block(rows_, block_);
+      block_ = order_.next(block_);
       nth_head_ += block_ == start_;
     }
   }
 
  private:
   const Arguments& args_;
-  BlockRange rows_;
+  BlockOrder order_;
   int start_;
   int block_;
   int nth_head_ = 0;
@@ -131,26 +126,23 @@ class WorkTileSteps {
 // loads the traversal from the arguments nor branches on it.
 class WorkTileBlocks {
  public:
-  __device__ __forceinline__ WorkTileBlocks(const Arguments& args, const BlockRange& rows,
-                                            int start)
-      : block_(start) {
+  __device__ __forceinline__ WorkTileBlocks(const Arguments& args, const WorkTile& tile)
+      : order_(BlockOrder::uniform_of(tile)), block_(opaque_uniform(tile.start)) {
     const bool heads_innermost = args.traversal == Traversal::kHeadsInnermost;
     steps_per_block_ = opaque_uniform(heads_innermost ? args.qhead_per_kvhead : 1);
-    distance_ = opaque_uniform(heads_innermost ? -1 : 1);
-    first_ = opaque_uniform(heads_innermost ? rows.end - 1 : rows.begin);
-    last_ = opaque_uniform(heads_innermost ? rows.begin : rows.end - 1);
-    count_ = opaque_uniform((rows.end - rows.begin) * args.qhead_per_kvhead);
+    count_ = opaque_uniform(WorkTileSteps::count(args, tile));
   }
   __device__ __forceinline__ int count() const { return count_; }
   __device__ __forceinline__ int block() const { return block_; }
   __device__ __forceinline__ void advance() {
     if (++nth_step_ < steps_per_block_) return;
     nth_step_ = 0;
-    block_ = block_ == last_ ? first_ : block_ + distance_;
+    block_ = order_.next(block_);
   }
 
  private:
-  int count_, block_, steps_per_block_, distance_, first_, last_;
+  BlockOrder order_;
+  int count_, block_, steps_per_block_;
   int nth_step_ = 0;  // with this block
 };
 
@@ -178,7 +170,7 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   tile.m_blocks = m_block_range<kBlockM>(mask, rows.length, tile.first_key,
                                          min(tile.first_key + kBlockN, keys.length) - 1);
   const int num_tiles = (keys.length + kBlockN - 1) / kBlockN;
-  tile.descending = reversed;
+  tile.descending = reversed || args.traversal == Traversal::kHeadsInnermost;
   tile.start = reversed ? tile.m_blocks.end - 1 : tile.m_blocks.begin;
   tile.first_head = 0;
   if (args.traversal == Traversal::kStaggered) {

@@ -147,7 +147,7 @@ backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
   if (!forward.masked()) {
     args.traversal = forward.deterministic ? Traversal::kAscending : Traversal::kStaggered;
   } else if (forward.deterministic) {
-    args.traversal = kCluster2 && !varlen ? Traversal::kDiagonalReversed : Traversal::kDiagonal;
+    args.traversal = !varlen ? Traversal::kDiagonalReversed : Traversal::kDiagonal;
   } else {
     args.traversal = shared && !kCluster2 ? Traversal::kHeadsInnermost : Traversal::kDiagonal;
   }

@@ -71,7 +71,10 @@ class Candidate:
         arch = None if self.lowering == self.capability else f"sm{self.lowering}"
         programs = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
         launches = triton_launch.all_launches(
-            problem, TritonConfig(tile_config, tiles, 1, (programs, 1, 1), arch)
+            problem,
+            TritonConfig(
+                tile_config, tiles, 1, (programs, 1, 1), arch, in_parts=self.lowering < 90
+            ),
         )
         return launches[self.kernel]
 

@@ -23,6 +23,7 @@ from .tile_configs import (
     Tile,
     TileConfig,
     Tiles,
+    padded,
     select_tile_config,
 )
 
@@ -40,6 +41,8 @@ class TritonConfig:
     native_fp8: whether it multiplies e4m3; if not, the kernel converts e4m3 to float16. int8 is
         always native.
     packed: the tile of a forward that the kernels of cached calls run; None: forward.py runs it.
+    in_parts: whether the forward multiplies 96 columns, for example, as 64 and 32, not as 128
+        (``parts_of_columns``). mma.sync in 16 bits.
     """
 
     tile_config: TileConfig
@@ -49,6 +52,7 @@ class TritonConfig:
     arch: str | None = None
     native_fp8: bool = False
     packed: CacheTile | None = None
+    in_parts: bool = False
 
     def describe(self) -> dict[str, object]:
         if self.packed is not None:
@@ -147,8 +151,10 @@ class TritonBackend:
         return TritonLaunch(problem, self.configure(problem, device))
 
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
+        dims, eight_bit = (problem.head_dim, problem.head_dim_v), problem.dtype in EIGHT_BIT
+        in_parts = not eight_bit and device.lowering != 90 and device.lowering not in TCGEN05
         tile_config = select_tile_config(
-            problem.head_dim, problem.head_dim_v, device.lowering, device.shared_memory_bytes
+            *(dims if in_parts else map(padded, dims)), device.lowering, device.shared_memory_bytes
         )
         tiles = tile_config.masked if problem.masked else tile_config.full
         tiles = replace(
@@ -166,8 +172,10 @@ class TritonBackend:
             return TritonConfig(tile_config, tiles, cached.num_splits, grid, arch, packed=tile)
         num_splits = _num_splits(problem, programs, tiles.forward, device.num_sms)
         grid = (programs * num_splits, 1, 1)
-        native_fp8 = problem.dtype in EIGHT_BIT and (device.lowering or 0) >= FIRST_WITH_FP8
-        return TritonConfig(tile_config, tiles, num_splits, grid, arch, native_fp8)
+        native_fp8 = eight_bit and (device.lowering or 0) >= FIRST_WITH_FP8
+        return TritonConfig(
+            tile_config, tiles, num_splits, grid, arch, native_fp8, in_parts=in_parts
+        )
 
 
 BACKEND = TritonBackend()

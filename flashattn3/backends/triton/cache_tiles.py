@@ -81,7 +81,7 @@ def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
     tile, few_m, few_n = few, 0, 0
     if problem.rows > LARGEST_FEW_ROWS:
         dims = problem.head_dim, problem.head_dim_v
-        config = select_tile_config(*dims, device.lowering, device.shared_memory_bytes)
+        config = select_tile_config(*map(padded, dims), device.lowering, device.shared_memory_bytes)
         tile = config.masked.forward.of_whole_blocks()
         of_one = problem.rows_of_one_query
         if problem.varlen and of_one <= LARGEST_FEW_ROWS < min(tile.block_m, problem.rows):

@@ -22,7 +22,7 @@ from ..results import result_shapes
 from .backend import TritonConfig
 from .kernels import backward, forward
 from .kernels.launch import Launch, is_elementwise, stride_unit
-from .tile_configs import MAX_HEAD_DIM, Tile, blocks_alike, padded
+from .tile_configs import MAX_HEAD_DIM, Tile, blocks_alike, padded, parts_of_columns
 
 OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
 SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
@@ -206,11 +206,16 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
         "FP8": fp8,
         "NATIVE_FP8": config.native_fp8,
+        "REST_D": 0,
+        "REST_DV": 0,
     }
     dims = problem.head_dim, problem.head_dim_v
-    alike = {} if fp8 else blocks_alike(*dims)
+    alike = {} if fp8 or config.in_parts else blocks_alike(*dims)
+    if config.in_parts:
+        constants["BLOCK_D"], constants["REST_D"] = parts_of_columns(problem.head_dim)
+        constants["BLOCK_DV"], constants["REST_DV"] = parts_of_columns(problem.head_dim_v)
     # The first scalars are the strides of q, k and v.
-    if tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9]):
+    elif tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9]):
         constants |= alike
     if fp8:
         constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])

@@ -86,7 +86,34 @@ class TileConfig:
 BWD_D64 = Tile(32, 128, 4, 2, biased=False)
 BWD_D128 = Tile(64, 64, 4, 2)
 
+
+def forward_alone(row: TileConfig, head_dim: int, full: Tile, masked: Tile) -> TileConfig:
+    """The row with other tiles for the forward, for head dims up to head_dim."""
+    return replace(
+        row,
+        head_dim=head_dim,
+        full=replace(row.full, forward=full),
+        masked=replace(row.masked, forward=masked),
+    )
+
+
 # fmt: off
+D128_163 = TileConfig(128, False, 163,
+    full=Tiles(Tile(128, 32, 4, 3, 16), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2), BWD_D128),
+    masked=Tiles(Tile(128, 48, 4, 3, 16), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3), BWD_D128))
+D128_99 = TileConfig(128, False, 99,
+    full=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128),
+    masked=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128))
+D256_163 = TileConfig(256, False, 163,
+    full=Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
+    masked=Tiles(Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)))
+D256_99 = TileConfig(256, False, 99,
+    full=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)),
+    masked=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)))
+D96 = Tile(128, 64, 4, 2, 16), Tile(128, 64, 4, 2, 32)
+D160_163 = Tile(128, 32, 4, 3, 16), Tile(128, 32, 4, 3, 16)
+D160_99 = Tile(64, 64, 4, 2, 32), Tile(64, 64, 4, 2, 32)
+D192 = Tile(64, 64, 4, 2, 16), Tile(64, 64, 4, 2, 16)
 TILE_CONFIGS = (
     TileConfig(32, True, 227,
         full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)),
@@ -106,18 +133,16 @@ TILE_CONFIGS = (
     TileConfig(64, False, 99,
         full=Tiles(Tile(128, 64, 4, 3, 16), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3), BWD_D64),
         masked=Tiles(Tile(128, 64, 4, 3, 16), Tile(32, 128, 4, 3), Tile(128, 64, 4, 2), BWD_D64)),
-    TileConfig(128, False, 163,
-        full=Tiles(Tile(128, 32, 4, 3, 16), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2), BWD_D128),
-        masked=Tiles(Tile(128, 48, 4, 3, 16), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3), BWD_D128)),
-    TileConfig(128, False, 99,
-        full=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128),
-        masked=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128)),
-    TileConfig(256, False, 163,
-        full=Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
-        masked=Tiles(Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2))),
-    TileConfig(256, False, 99,
-        full=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)),
-        masked=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2))),
+    forward_alone(D128_163, 96, *D96),
+    forward_alone(D128_99, 96, *D96),
+    D128_163,
+    D128_99,
+    forward_alone(D256_163, 160, *D160_163),
+    forward_alone(D256_99, 160, *D160_99),
+    forward_alone(D256_163, 192, *D192),
+    forward_alone(D256_99, 192, *D192),
+    D256_163,
+    D256_99,
 )
 # fmt: on
 WIDEST_SWIZZLE = 64  # columns of 16 bits in 128 bytes
@@ -128,7 +153,8 @@ MIN_SHARED_MEMORY_KIB = min(tile_config.shared_memory_kib for tile_config in TIL
 def select_tile_config(
     head_dim: int, head_dim_v: int, lowering: int | None, shared_memory_bytes: int
 ) -> TileConfig:
-    """The first config that fits the larger of the two head dims and that the GPU can run.
+    """The first config that fits the larger of the two head dims and that the GPU can run. Kernels
+    that multiply all columns at a time pass padded head dims.
 
     lowering: the compute capability that Triton compiles for, 90 for 9.0; None in the interpreter.
     """
@@ -146,6 +172,15 @@ def select_tile_config(
 def padded(head_dim: int) -> int:
     """head_dim rounded up to a power of two (tl.arange), at least 16 (tl.dot)."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def parts_of_columns(head_dim: int) -> tuple[int, int]:
+    """Two powers of two, at least 16, whose sum is the least that holds head_dim columns; or one of
+    them and 0, where the sum would be no less. mma.sync multiplies the parts one after the other.
+    """
+    wide = 1 << (head_dim.bit_length() - 1)
+    rest = padded(head_dim - wide) if 16 <= wide < head_dim else 0
+    return (wide, rest) if rest and wide + rest < padded(head_dim) else (padded(head_dim), 0)
 
 
 def blocks_alike(head_dim: int, head_dim_v: int) -> dict[str, int]:

@@ -147,11 +147,14 @@ def forward_kernel(
     TAIL: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    REST_D: tl.constexpr,
+    REST_DV: tl.constexpr,
 ):
     """out and lse of one work tile of one head. Grid: num_m_blocks * num_splits * num_heads *
     batch.
 
     Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last n_block may be partial.
+    BLOCK_D, BLOCK_DV: powers of two; REST_D, REST_DV: columns behind them, a power of two or 0.
     SLICE_N divides BLOCK_N; it and BLOCK_M are powers of two. K_STRIDE_S, V_STRIDE_S: the strides
     k_stride_s and v_stride_s if the kernel is compiled for them, else 0.
     scale_log2 >= 0 (for a negative scale q is negated): with SOFTCAP it is the factor inside tanh.
@@ -205,11 +208,23 @@ def forward_kernel(
     row_offsets = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     columns_v = tl.arange(0, BLOCK_DV)
+    if REST_D:
+        rest = tl.arange(0, REST_D)
+    if REST_DV:
+        rest_v = tl.arange(0, REST_DV)
     keys = tl.arange(0, SLICE_N)
     rows = first_row + row_offsets
     q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + (start_q + first_row) * q_stride_s
     k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
     v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
+    if REST_D:
+        k_rest_tile = k_tile + BLOCK_D
+        if not K_STRIDE_S:
+            k_rest_tile += tile_offsets(keys, rest, k_stride_s)
+    if REST_DV:
+        v_rest_tile = v_tile + BLOCK_DV
+        if not V_STRIDE_S:
+            v_rest_tile += tile_offsets(keys, rest_v, v_stride_s)
     if not K_STRIDE_S:
         k_tile += tile_offsets(keys, columns, k_stride_s)
     if not V_STRIDE_S:
@@ -226,8 +241,20 @@ def forward_kernel(
         True,
         HEAD_DIM < BLOCK_D,
     )
+    if REST_D:
+        q_rest = load_tile(
+            q_tile + BLOCK_D + tile_offsets(row_offsets, rest, q_stride_s),
+            rows,
+            length_q,
+            BLOCK_D + rest,
+            HEAD_DIM,
+            True,
+            HEAD_DIM < BLOCK_D + REST_D,
+        )
     if NEGATIVE_SCALE:
         q = -q
+        if REST_D:
+            q_rest = -q_rest
     if FP8:
         q = as_operand(q, NATIVE_FP8)
         row_factor = scale_log2 * descale_of(
@@ -241,6 +268,8 @@ def forward_kernel(
     # into the argument of exp2. FP8 multiplies each n_block by its own factor.
     factor = 1.0 if SOFTCAP or FP8 else scale_log2
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
+    if REST_DV:
+        acc_rest = tl.zeros((BLOCK_M, REST_DV), dtype=tl.float32)
     # With slices each column of row_sum is the sum of every eighth key: each thread sums its own
     # probabilities, and the threads of a row are reduced once, after the loop.
     row_sum = tl.zeros((BLOCK_M, 8) if SLICED else (BLOCK_M,), dtype=tl.float32)
@@ -267,6 +296,24 @@ def forward_kernel(
                 if FP8:
                     k = as_operand(k, NATIVE_FP8)
                 s = tl.dot(q, tl.trans(k))
+                if REST_D:
+                    k_rest = load_tile(
+                        slice_pointers(
+                            k_rest_tile + first_key * k_step,
+                            slice_key,
+                            k_step,
+                            keys,
+                            rest,
+                            K_STRIDE_S,
+                        ),
+                        keys,
+                        num_keys,
+                        BLOCK_D + rest,
+                        HEAD_DIM,
+                        MASKED and TAIL,
+                        HEAD_DIM < BLOCK_D + REST_D,
+                    )
+                    s = tl.dot(q_rest, tl.trans(k_rest), s)
                 if FP8:
                     if slice_key == 0:
                         k_scale = descale_of(
@@ -323,6 +370,8 @@ def forward_kernel(
                 decay = decay * tl.where(new_unit == v_unit, 1.0, v_unit / new_unit)
                 v_unit = new_unit
             acc = acc * decay[:, None]
+            if REST_DV:
+                acc_rest = acc_rest * decay[:, None]
             for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
                 v = load_tile(
                     slice_pointers(
@@ -339,13 +388,32 @@ def forward_kernel(
                     v = as_float16(v, NATIVE_FP8)
                 p = probabilities[slice_key // SLICE_N]
                 acc = tl.dot(p.to(v.dtype), v, acc)
+                if REST_DV:
+                    v_rest = load_tile(
+                        slice_pointers(
+                            v_rest_tile + first_key * v_step,
+                            slice_key,
+                            v_step,
+                            keys,
+                            rest_v,
+                            V_STRIDE_S,
+                        ),
+                        keys,
+                        length_k - first_key - slice_key,
+                        BLOCK_DV + rest_v,
+                        HEAD_DIM_V,
+                        MASKED and TAIL,
+                        HEAD_DIM_V < BLOCK_DV + REST_DV,
+                    )
+                    acc_rest = tl.dot(p.to(v_rest.dtype), v_rest, acc_rest)
             row_max = new_max
 
     if SLICED:
         row_sum = tl.sum(row_sum, 1)
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
-    out = acc * tl.where(empty, 1.0, 1.0 / row_sum)[:, None]
+    one_over_sum = tl.where(empty, 1.0, 1.0 / row_sum)[:, None]
+    out = acc * one_over_sum
     if FP8:
         out = out * v_unit
     lse_rows = (
@@ -359,6 +427,16 @@ def forward_kernel(
     tl.store(lse_rows, lse, mask=rows < length_q)
     out_tile = out_ptr + split * out_stride_p + batch_idx * out_stride_b + head * out_stride_h
     out_tile += (start_q + first_row) * out_stride_s
+    if REST_DV:
+        store_tile(
+            out_tile + BLOCK_DV + tile_offsets(row_offsets, rest_v, out_stride_s),
+            acc_rest * one_over_sum,
+            rows,
+            length_q,
+            BLOCK_DV + rest_v,
+            HEAD_DIM_V,
+            HEAD_DIM_V < BLOCK_DV + REST_DV,
+        )
     out_tile += tile_offsets(row_offsets, columns_v, out_stride_s)
     store_tile(out_tile, out, rows, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
 
