@@ -239,6 +239,17 @@ def test_few_columns_of_k_beside_many_of_v_spill_little(head_dim, chip, compiler
     assert report.stack_bytes <= SPILL_BOUND_BYTES["mma.sync"]["bwd_dkdv"][256]
 
 
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("chip", [A100, L4, RTX5090], ids=lambda chip: chip.name)
+def test_few_columns_of_v_beside_many_of_q_fit(chip, features, compilers):
+    """The row of V up to 128 columns, which has a tile of its own for the forward."""
+    for head_dim in (192, 256):
+        of = chip, head_dim, FEATURES[features], "bfloat16", True, 128, 0, "forward"
+        (report,) = compilers.submit(compile_all, *of).result()
+        assert report.shared_memory_bytes <= chip.shared_memory_bytes
+        assert report.stack_bytes <= SPILL_BOUND_BYTES["mma.sync"]["forward"][128]
+
+
 @pytest.fixture(scope="module", params=map(param_of, ALL))
 def compiled(request, compiler) -> tuple[DeviceInfo, int, str, list[Report]]:
     """chip, head dim of the row, dtype and the reports. pytest runs the tests of one in a row."""

@@ -108,10 +108,17 @@ def test_the_wider_head_dim_decides():
         plan(A100, 64, dv=128).launch.config.tile_config
         == plan(A100, 128).launch.config.tile_config
     )
-    assert (
-        plan(A100, 192, dv=128).launch.config.tile_config
-        == plan(A100, 192).launch.config.tile_config
-    )
+    assert plan(A100, 64, dv=192).launch.config.tile_config.head_dim == 192
+
+
+@pytest.mark.parametrize("device", [A100, L4], ids=lambda d: d.name)
+@pytest.mark.parametrize("d", [136, 192, 256])
+def test_few_columns_of_v_have_a_row(d, device):
+    """With whole columns, as in 8 bits, the wider head dim decides."""
+    for dv, largest_v in ((64, 128), (128, 128), (136, None)):
+        assert plan(device, d, dv=dv).launch.config.tile_config.head_dim_v == largest_v
+    cached = plan(device, d, dv=128, dtype=torch.float8_e4m3fn).launch.config.tile_config
+    assert (cached.head_dim, cached.head_dim_v) == (256, None)
 
 
 def test_rows_fit_the_chips_that_choose_them():
@@ -128,7 +135,7 @@ def test_every_row_is_chosen_by_some_chip():
         select_tile_config(d, d, gpu.lowering, gpu.shared_memory_bytes)
         for gpu in GPUS
         for d in ROW_OF_HEAD_DIM
-    }
+    } | {select_tile_config(256, 128, gpu.lowering, gpu.shared_memory_bytes) for gpu in GPUS}
     assert chosen == set(TILE_CONFIGS)
 
 

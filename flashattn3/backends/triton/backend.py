@@ -23,8 +23,8 @@ from .tile_configs import (
     Tile,
     TileConfig,
     Tiles,
-    padded,
     select_tile_config,
+    widest,
 )
 
 TCGEN05 = range(100, 120)  # capabilities whose own tensor core instructions are tcgen05's
@@ -66,9 +66,7 @@ class TritonConfig:
             "num_splits": self.num_splits,
             "grid": self.grid,
             "shared_memory_bytes": self.tile_config.shared_memory_kib * 1024,
-            "tile config": f"head dim <= {self.tile_config.head_dim}, "
-            f"{self.tile_config.shared_memory_kib} KiB, "
-            + ("wgmma" if self.tile_config.wgmma else "mma.sync"),
+            "tile config": self.tile_config.describe(),
         }
 
 
@@ -153,9 +151,9 @@ class TritonBackend:
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
         dims, eight_bit = (problem.head_dim, problem.head_dim_v), problem.dtype in EIGHT_BIT
         in_parts = not eight_bit and device.lowering != 90 and device.lowering not in TCGEN05
-        tile_config = select_tile_config(
-            *(dims if in_parts else map(padded, dims)), device.lowering, device.shared_memory_bytes
-        )
+        if not in_parts:
+            dims = (widest(*dims),) * 2
+        tile_config = select_tile_config(*dims, device.lowering, device.shared_memory_bytes)
         tiles = tile_config.masked if problem.masked else tile_config.full
         tiles = replace(
             tiles,

@@ -7,7 +7,7 @@ from math import ceil
 
 from ...dispatch.device import DeviceInfo
 from ...kvcache.problem import CacheProblem, DecodeProblem
-from .tile_configs import Tile, padded, select_tile_config
+from .tile_configs import Tile, select_tile_config, widest
 
 TILE_BYTES = 16 * 1024  # of K or of V in one stage
 # With three stages of K and V two programs share the 227 KiB of a Hopper SM, one has the 163 of an
@@ -80,8 +80,8 @@ def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
     few = _tile_of_few_rows(problem, device)
     tile, few_m, few_n = few, 0, 0
     if problem.rows > LARGEST_FEW_ROWS:
-        dims = problem.head_dim, problem.head_dim_v
-        config = select_tile_config(*map(padded, dims), device.lowering, device.shared_memory_bytes)
+        columns = widest(problem.head_dim, problem.head_dim_v)
+        config = select_tile_config(columns, columns, device.lowering, device.shared_memory_bytes)
         tile = config.masked.forward.of_whole_blocks()
         of_one = problem.rows_of_one_query
         if problem.varlen and of_one <= LARGEST_FEW_ROWS < min(tile.block_m, problem.rows):
@@ -101,7 +101,7 @@ def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
 
 
 def _tile_of_few_rows(problem: DecodeProblem, device: DeviceInfo) -> Tile:
-    widest = padded(max(problem.head_dim, problem.head_dim_v))
-    block_n = min(128, max(16, TILE_BYTES // (2 * widest)))
+    columns = widest(problem.head_dim, problem.head_dim_v)
+    block_n = min(128, max(16, TILE_BYTES // (2 * columns)))
     stages = 3 if device.shared_memory_bytes >= THREE_STAGES_KIB * 1024 else 2
     return Tile(min(problem.rows, LARGEST_FEW_ROWS), block_n, 4, stages)

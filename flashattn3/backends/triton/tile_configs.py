@@ -72,6 +72,7 @@ class TileConfig:
     """Tiles for head dims up to head_dim on GPUs with at least shared_memory_kib per block.
 
     wgmma: for code that uses WGMMA (lowering 90).
+    head_dim_v: largest of V; None: head_dim.
     full, masked: without and with a causal mask or window.
     """
 
@@ -80,6 +81,16 @@ class TileConfig:
     shared_memory_kib: int
     full: Tiles
     masked: Tiles
+    head_dim_v: int | None = None
+
+    def fits(self, head_dim: int, head_dim_v: int) -> bool:
+        largest_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        return head_dim <= self.head_dim and head_dim_v <= largest_v
+
+    def describe(self) -> str:
+        of_v = f", of V <= {self.head_dim_v}" if self.head_dim_v else ""
+        products = "wgmma" if self.wgmma else "mma.sync"
+        return f"head dim <= {self.head_dim}{of_v}, {self.shared_memory_kib} KiB, {products}"
 
 
 # The backward in five GEMMs with mma.sync.
@@ -87,11 +98,14 @@ BWD_D64 = Tile(32, 128, 4, 2, biased=False)
 BWD_D128 = Tile(64, 64, 4, 2)
 
 
-def forward_alone(row: TileConfig, head_dim: int, full: Tile, masked: Tile) -> TileConfig:
-    """The row with other tiles for the forward, for head dims up to head_dim."""
+def forward_alone(
+    row: TileConfig, head_dim: int, full: Tile, masked: Tile, head_dim_v: int | None = None
+) -> TileConfig:
+    """The row with other tiles for the forward, for head dims up to these."""
     return replace(
         row,
         head_dim=head_dim,
+        head_dim_v=head_dim_v,
         full=replace(row.full, forward=full),
         masked=replace(row.masked, forward=masked),
     )
@@ -111,6 +125,9 @@ D256_99 = TileConfig(256, False, 99,
     full=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)),
     masked=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)))
 D96 = Tile(128, 64, 4, 2, 16), Tile(128, 64, 4, 2, 32)
+# Triton 3.6 divides the columns of a tile of 64 rows x 128 columns of V among the warps, so that P
+# goes through shared memory; not those of 128 rows.
+D256_V128 = Tile(128, 32, 4, 2, 16), Tile(128, 32, 4, 2, 16)
 D160_163 = Tile(128, 32, 4, 3, 16), Tile(128, 32, 4, 3, 16)
 D160_99 = Tile(64, 64, 4, 2, 32), Tile(64, 64, 4, 2, 32)
 D192 = Tile(64, 64, 4, 2, 16), Tile(64, 64, 4, 2, 16)
@@ -137,6 +154,8 @@ TILE_CONFIGS = (
     forward_alone(D128_99, 96, *D96),
     D128_163,
     D128_99,
+    forward_alone(D256_163, 256, *D256_V128, head_dim_v=128),
+    forward_alone(D256_99, 256, *D256_V128, head_dim_v=128),
     forward_alone(D256_163, 160, *D160_163),
     forward_alone(D256_99, 160, *D160_99),
     forward_alone(D256_163, 192, *D192),
@@ -153,25 +172,30 @@ MIN_SHARED_MEMORY_KIB = min(tile_config.shared_memory_kib for tile_config in TIL
 def select_tile_config(
     head_dim: int, head_dim_v: int, lowering: int | None, shared_memory_bytes: int
 ) -> TileConfig:
-    """The first config that fits the larger of the two head dims and that the GPU can run. Kernels
-    that multiply all columns at a time pass padded head dims.
+    """The first config that fits the head dims and that the GPU can run. Kernels that multiply all
+    columns at a time pass ``widest`` for both.
 
     lowering: the compute capability that Triton compiles for, 90 for 9.0; None in the interpreter.
     """
-    widest = max(head_dim, head_dim_v)
     wgmma = lowering == 90
     for tile_config in TILE_CONFIGS:
         fits = tile_config.shared_memory_kib * 1024 <= shared_memory_bytes
-        if widest <= tile_config.head_dim and fits and tile_config.wgmma in (wgmma, False):
+        if tile_config.fits(head_dim, head_dim_v) and fits and tile_config.wgmma in (wgmma, False):
             return tile_config
     raise LookupError(
-        f"no tiles for head dim {widest} with {shared_memory_bytes} bytes of shared memory"
+        f"no tiles for head dims {head_dim}, {head_dim_v} with {shared_memory_bytes} bytes of "
+        "shared memory"
     )
 
 
 def padded(head_dim: int) -> int:
     """head_dim rounded up to a power of two (tl.arange), at least 16 (tl.dot)."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def widest(head_dim: int, head_dim_v: int) -> int:
+    """The larger head dim, ``padded``."""
+    return padded(max(head_dim, head_dim_v))
 
 
 def parts_of_columns(head_dim: int) -> tuple[int, int]:
