@@ -77,15 +77,15 @@ class Producer {
                                            &args_.q, full, storage_.lse[stage], at, 0, row, head,
                                            q_batch_coord);
     if (begins) {
-      load_keys<Traits::kAtoms>(Traits::kKOffset, &args_.k, storage_.k_full, storage_.k_empty,
-                                tile);
+      load_k_or_v<Traits::kAtoms>(Traits::kKOffset, &args_.k, storage_.k_full, storage_.k_empty,
+                                  tile);
     }
     load_with_lse_or_delta<Traits::kAtomsV>(
         shared_ + Traits::kDoutOffset + stage * Traits::kDoutBytes, &args_.dout, full,
         storage_.minus_delta[stage], at, 1, row, head, q_batch_coord);
     if (begins) {
-      load_keys<Traits::kAtomsV>(Traits::kVOffset, &args_.v, storage_.v_full, storage_.v_empty,
-                                 tile);
+      load_k_or_v<Traits::kAtomsV>(Traits::kVOffset, &args_.v, storage_.v_full, storage_.v_empty,
+                                   tile);
       kv_phase_ ^= 1;
     }
     rows_.advance();
@@ -104,8 +104,8 @@ class Producer {
 
   // Loads K or V of the tile.
   template <int kAtoms>
-  __device__ __forceinline__ void load_keys(int offset, const CUtensorMap* map, Barrier& full,
-                                            Barrier& empty, const WorkTile& tile) {
+  __device__ __forceinline__ void load_k_or_v(int offset, const CUtensorMap* map, Barrier& full,
+                                              Barrier& empty, const WorkTile& tile) {
     // Sync: every consumer warp has released the previous tile's buffer.
     empty.wait(kv_phase_);
     full.arrive_and_expect(Traits::kBlockN * kAtoms * 128);
