@@ -64,9 +64,9 @@ constexpr int head_dim_bytes(int head_dim) { return (head_dim + 63) / 64 * 128; 
 constexpr int head_dim_bytes(const Config& config) { return head_dim_bytes(config.head_dim); }
 
 // K, V; stages of Q and of dO; two tiles of dS, keys x queries of a step; for each warpgroup 64
-// rows of dQ in fp32. cluster2: 64 keys of K, of V and of half the columns of the other CTA's K;
-// two Q, one dO; two tiles each of P, dS and the other CTA's dS. Specialized: num_stages Q, two dO,
-// and of both CTAs' K a second time half the columns, in two atoms.
+// rows of dQ, or of a part of it, in fp32. cluster2: 64 keys of K, of V and of half the columns of
+// the other CTA's K; two Q, one dO; two tiles each of P, dS and the other CTA's dS. Specialized:
+// two Q, two dO, and of both CTAs' K a second time half the columns, in two atoms.
 constexpr int smem_bytes(const Config& config) {
   const int bytes = head_dim_bytes(config), keys = block_n(config);
   if (is_specialized(config)) {

@@ -23,6 +23,7 @@ class Step : protected ConsumerState<kConfig> {
   using typename Base::ValueGradient;
 
   // block: m_block (kBlockM queries). full_blocks: m_blocks that see all keys of this warpgroup.
+  // The last argument tells WideStep whether there is a dQ to compute; here the turn tells it.
   __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, int block,
                                        BlockRange full_blocks, bool) {
     auto& storage = this->storage_;
