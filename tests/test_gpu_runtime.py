@@ -43,16 +43,17 @@ def run(case, tensors, backend, dout=None, dlse=None, deterministic=True):
 
 
 def reads_lengths(backend, case) -> bool:
-    """Whether the call waits for the GPU, to compute sequences of one length together."""
+    """Return whether the backend reads the lengths of the sequences, and so waits for the GPU: the
+    reference backend computes sequences of one length together."""
     return backend == "reference" and case.varlen
 
 
 @contextmanager
-def waits_refused(waits: bool):
-    """Let a call that waits for the GPU fail, or one that should."""
+def waits_refused(must_wait: bool):
+    """Let a call that waits for the GPU fail; with must_wait, one that does not wait."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    waits = pytest.raises(RuntimeError, match="synchronizing") if waits else nullcontext()
+    waits = pytest.raises(RuntimeError, match="synchronizing") if must_wait else nullcontext()
     try:
         with waits:
             yield

@@ -1,5 +1,6 @@
-// What the steps of a consumer warpgroup share: its state, the waits for Q and dO, dS in shared
-// memory, and dQ in turn with the other warpgroups. step.cuh and wide_step.cuh have the steps.
+// The base class of a consumer warpgroup's steps (step.cuh, wide_step.cuh): it holds the state,
+// waits for Q and dO, stores dS to shared memory, and computes dQ in turn with the other
+// warpgroups.
 #pragma once
 
 #include "attention/mask.cuh"

@@ -30,8 +30,8 @@ class Producer {
     while (next_valid_tile(tile)) {
       publish(tile);
       WorkTileSteps steps(args_, tile);
-      const int count = WorkTileSteps::count(args_, tile),
-                request_at = max(0, count - kRequestSteps);
+      const int count = WorkTileSteps::count(args_, tile);
+      const int request_at = max(0, count - kRequestSteps);
       for (int i = 0; i < count; ++i, steps.advance()) {
         if (i == request_at) tiles_.request();
         load_rows(tile, steps.head(tile), steps.block(), i == 0);

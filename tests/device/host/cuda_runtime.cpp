@@ -47,7 +47,7 @@ void log_arguments(const void* kernel, void** arguments) {
   log("\n");
 }
 
-// Whether this thread has bound a context. Here no other call of the runtime binds one.
+// True once this thread has bound a context; here only cudaSetDevice binds one.
 thread_local bool has_context = false;
 
 CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address,
