@@ -42,9 +42,9 @@ FEATURES = {
 SPILL_BOUND_BYTES = {
     "mma.sync": {
         "forward": {32: 224, 64: 120, 96: 290, 128: 140, 160: 120, 192: 64, 256: 112},
-        "bwd": {64: 400, 128: 872},
-        "bwd_dkdv": {32: 288, 64: 784, 128: 904, 256: 528},
-        "bwd_dq": {32: 160, 64: 504, 128: 344, 256: 136},
+        "bwd": {64: 400, 96: 824, 128: 872, 160: 200, 192: 224, 256: 416},
+        "bwd_dkdv": {32: 288, 64: 784, 96: 784, 128: 904, 160: 64, 192: 160, 256: 72},
+        "bwd_dq": {32: 160, 64: 504, 96: 264, 128: 344, 160: 376, 192: 64, 256: 136},
     },
     "wgmma": {
         "forward": {32: 64, 64: 64, 128: 64, 256: 80},
@@ -292,27 +292,35 @@ def test_kernels_spill_no_more_than_measured(compiled):
         assert spilled <= bound, f"{report.kernel}: spills {spilled} bytes, bound {bound}"
 
 
-ADDED = [(A100, 64), (A100, 128), (RTX3090, 128), (LOWERED_H100, 64), (RTX5090, 128)]
+ADDED = [(A100, d) for d in (40, 64, 80, 96, 128, 136, 160, 192, 256)]
+ADDED += [(RTX3090, 128), (L4, 256), (RTX5090, 128), (RTX5090, 192)]
+ADDED += [(LOWERED_H100, 64), (LOWERED_H100, 160), (LOWERED_H100, 256)]
 
 
 @pytest.mark.parametrize("features", ["full", "varlen-causal-window"])
 @pytest.mark.parametrize("chip, head_dim", ADDED, ids=lambda x: getattr(x, "name", str(x)))
-def test_dq_is_added_from_the_registers_of_its_gemm(compiler, chip, head_dim, features):
-    """In each loop one RED per register of a thread. The accumulator has the layout that
-    ``_dq_index`` makes consecutive: all warps along the columns."""
+def test_dq_is_added_once_from_the_registers_of_its_gemm(compiler, chip, head_dim, features):
+    """In each loop one RED per element: no warp holds a copy of another's tile, which it would add
+    too. ``_dq_index`` makes consecutive what a warp adds: all warps are along one side."""
     given = (chip, head_dim, features, "bfloat16")
     launch = launches_of(chip, head_dim, FEATURES[features], "bfloat16")["bwd"]
     (report,) = compiler((*given, True, None, 0, "bwd"))
     num_warps = launch.options["num_warps"]
-    rows, loops = launch.constants["BLOCK_M"], 2 if features == "full" else 3
-    of_a_thread = rows * head_dim // (32 * num_warps)
+    rows, columns, part = (launch.constants[x] for x in ("BLOCK_M", "BLOCK_D", "PART_D"))
+    loops = 2 if features == "full" else 3
+    of_a_thread = rows * columns // (32 * num_warps)
     assert report.ptx.count("red.relaxed.gpu.global.add.f32") == loops * of_a_thread
-    tile = rf"tensor<{rows}x{head_dim}xf32, (#\w+)>"
+    widths = [min(part, columns - first) for first in range(0, columns, part)]
+    tile = rf"tensor<({rows}x\d+)xf32, (#\w+)>"
     added = re.findall(rf'inline_asm "{{ red.*? %[\w#]+, (%[\w#]+) : .*?, {tile} ->', report.ttgir)
-    assert len(added) == loops
-    for value, layout in added:
-        assert re.search(rf"{value} = tt\.dot .* -> {tile}", report.ttgir), "converted"
-        assert re.search(rf"^{layout} = .*warpsPerCTA = \[1, {num_warps}\]", report.ttgir, re.M)
+    assert sorted(shape for _, shape, _ in added) == sorted(
+        f"{rows}x{width}" for width in widths * loops
+    )
+    for value, shape, layout in added:
+        product = rf"{value} = tt\.dot .* -> tensor<{shape}xf32, {layout}>"
+        assert re.search(product, report.ttgir), "converted"
+        warps = rf"^{layout} = .*warpsPerCTA = \[(1, {num_warps}|{num_warps}, 1)\]"
+        assert re.search(warps, report.ttgir, re.M)
 
 
 ODD_MULTIPLES_OF_8 = (40, 56, 72, 88, 104, 120)
@@ -376,6 +384,19 @@ def test_single_elements_of_k_and_v_have_one_swizzle(compiler, dims, padding):
     assert not report.stale
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("of", EIGHT_BIT)
+@pytest.mark.parametrize("dims", [(56, 8), (64, 16), (128, 40), (256, 32)], ids=str)
+def test_eight_bit_k_and_fewer_columns_of_v_have_one_swizzle(compiler, dims, of, aligned):
+    """V is converted, so that it is not pipelined either."""
+    head_dim, dim_v = dims
+    for features in ("full", "varlen-causal-window"):
+        (report,) = compiler((H100, head_dim, features, of, aligned, dim_v, 0, "forward"))
+        assert "wgmma" in report.ptx
+        assert not ptx.buffers_of_two_swizzles(report.ptx)
+        assert not report.stale
+
+
 def spill_bound_bytes(chip: DeviceInfo, head_dim: int, fp8: bool, kernel: str) -> int:
     if fp8 and kernel == "forward":
         return FP8_SPILL_BOUND_BYTES[chip.lowering >= FIRST_WITH_FP8][head_dim]
@@ -387,7 +408,7 @@ def spill_bound_bytes(chip: DeviceInfo, head_dim: int, fp8: bool, kernel: str) -
 
 
 def adds_dq(chip: DeviceInfo, head_dim: int) -> bool:
-    return products_of(chip) == "mma.sync" and head_dim in (64, 96, 128)
+    return products_of(chip) == "mma.sync" and head_dim > 32
 
 
 def products_of(chip: DeviceInfo) -> str:

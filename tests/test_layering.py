@@ -158,16 +158,19 @@ MAY_IMPORT = {
         "backends.triton.cache_tiles",
         "backends.packed",
         "backends.triton.kvcache_launch",
+        "backends.triton.columns",
         "backends.triton.tile_configs",
     },
     "backends.triton.cache_tiles": {
         "kvcache.problem",
+        "backends.triton.columns",
         "backends.triton.tile_configs",
         "dispatch.device",
     },
     "backends.triton.launch": {
         "backends.conversions",
         "backends.results",
+        "backends.triton.columns",
         "backends.triton.tile_configs",
         "backends.gpu_limits",
         "backends.triton.backend",
@@ -178,6 +181,7 @@ MAY_IMPORT = {
         "call.dtypes",
         "backends.triton.kernels",
     },
+    "backends.triton.columns": set(),
     "backends.triton.tile_configs": set(),
     # Cached calls have a backend of their own beside each of the others.
     "backends.hopper.kvcache": {
@@ -204,8 +208,8 @@ MAY_IMPORT = {
         "backends.triton.kernels",
         "backends.triton.cache_tiles",
         "call.dtypes",
+        "backends.triton.columns",
         "backends.triton.launch",
-        "backends.triton.tile_configs",
     },
     "backends.reference.kvcache": {
         "kvcache.problem",
@@ -265,7 +269,7 @@ MAY_IMPORT = {
         "errors",
         "kvcache",
     },
-    "backends.triton.kernels": {"backends.triton.kernels", "backends.triton.tile_configs"},
+    "backends.triton.kernels": {"backends.triton.kernels"},
     "backends": {
         "backends.hopper.backend",
         "backends.reference.backend",
@@ -373,6 +377,7 @@ TORCH_FREE = (
     "dispatch.kernel_configs",
     "dispatch.backend",
     "call.quantization_limits",
+    "backends.triton.columns",
     "backends.triton.tile_configs",
 )
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}

@@ -54,7 +54,7 @@ def tiles(*args, **kwargs):
 # Chip → its rows by head dim: (shared memory in KiB, whether it is for wgmma).
 HOPPER = dict.fromkeys((32, 64, 128, 256), (227, True))
 SMALL = dict.fromkeys((32, 64, 96, 128, 160, 192, 256), (99, False))
-LARGE = {head_dim: (99 if head_dim <= 64 else 163, False) for head_dim in SMALL}
+LARGE = {head_dim: (163 if head_dim in (128, 160, 256) else 99, False) for head_dim in SMALL}
 GOLDEN_ROWS = {
     H100: HOPPER,
     A100: LARGE,

@@ -23,9 +23,11 @@ import flashattn3.backends.triton.launch as triton_launch
 from flashattn3.backends.packed import as_cached
 from flashattn3.backends.triton.backend import TritonLaunch, _forward_tile
 from flashattn3.backends.triton.cache_tiles import LARGEST_FEW_ROWS, select_tile
+from flashattn3.backends.triton.columns import blocks_alike, fp8_columns, padded
 from flashattn3.backends.triton.kernels import backward, launch, variable_launch
+from flashattn3.backends.triton.kernels.column_parts import column_parts
 from flashattn3.backends.triton.launch import all_launches
-from flashattn3.backends.triton.tile_configs import Tile, blocks_alike, padded
+from flashattn3.backends.triton.tile_configs import Tile
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_cached_kernels_multiply_whole_blocks_of_a_power_of_two(head_dim, chip):
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_dq_is_added_where_that_was_measured(head_dim, chip, deterministic):
     found = launches(head_dim, head_dim, chip=chip, deterministic=deterministic).keys()
-    adds = head_dim in (64, 128) and chip.lowering != 90 and not deterministic
+    adds = head_dim != 32 and chip.lowering != 90 and not deterministic
     of_dq = ["bwd", "bwd_postprocess"] if adds else ["bwd_dkdv", "bwd_dq"]
     assert [*found] == ["forward", "combine", "bwd_preprocess", *of_dq]
 
@@ -197,22 +199,30 @@ def test_dq_is_not_added_by_tcgen05():
 
 
 @triton.jit
-def _write_index(out, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NUM_WARPS: tl.constexpr):
-    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    thread, register = backward._dq_index(rows, columns, BLOCK_M, BLOCK_D, NUM_WARPS)
-    tl.store(out + rows[:, None] * BLOCK_D + columns[None, :], thread + register)
+def _write_elements(
+    out, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PART_D: tl.constexpr, NUM_WARPS: tl.constexpr
+):
+    columns = column_parts(BLOCK_D, PART_D)
+    pointers = backward._dq_pointers(out, BLOCK_M, columns, NUM_WARPS)
+    for i in tl.static_range(len(columns)):
+        elements = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + columns[i][None, :]
+        tl.store(pointers[i], elements)
 
 
 @pytest.mark.parametrize("num_warps", [4, 8])
-@pytest.mark.parametrize("block_d", [16, 32, 64, 128])
-@pytest.mark.parametrize("block_m", [32, 64])
-def test_dq_index_is_a_permutation(block_m, block_d, num_warps, device):
-    index = torch.empty(block_m, block_d, dtype=torch.int32, device=device)
-    _write_index[(1,)](index, block_m, block_d, num_warps)
-    assert index.flatten().sort().values.tolist() == list(range(block_m * block_d))
-    # Column 0 of eight rows and the next columns of even index: the lanes of a warp.
-    lanes = index[:8, :8:2].flatten().tolist()
-    assert lanes == list(range(32))
+@pytest.mark.parametrize(
+    "block_d, part_d", [(16, 16), (64, 64), (128, 128), (80, 64), (96, 64), (192, 64), (160, 128)]
+)
+@pytest.mark.parametrize("block_m", [16, 32, 64])
+def test_dq_accum_is_a_permutation(block_m, block_d, part_d, num_warps, device):
+    """And the lanes of a warp, the next columns of even index of eight rows, are consecutive."""
+    elements = torch.empty(block_m * block_d, dtype=torch.int32, device=device)
+    _write_elements[(1,)](elements, block_m, block_d, part_d, num_warps)
+    place = elements.argsort().view(block_m, block_d)
+    assert elements.sort().values.tolist() == list(range(block_m * block_d))
+    for part in range(0, block_d, part_d):
+        lanes = place[:8, part : part + 8 : 2].flatten()
+        assert (lanes - lanes[0]).tolist() == list(range(32))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +237,7 @@ def test_dq_index_is_a_permutation(block_m, block_d, num_warps, device):
     ],
 )
 def test_blocks_alike_have_one_swizzle(dims, blocks):
-    assert tuple(blocks_alike(*dims).values()) == blocks
+    assert blocks_alike(*dims) == blocks
 
 
 def test_single_element_loads_have_blocks_alike_with_wgmma():
@@ -243,24 +253,62 @@ def test_single_element_loads_have_blocks_alike_with_wgmma():
         assert (blocks(odd, True), blocks(odd, False)) == (alike, alike)
 
 
-@pytest.mark.parametrize(
-    "head_dims, widths",
-    [
-        ((96, 96), (64, 32, 64, 32)),
-        ((80, 72), (64, 16, 64, 16)),
-        ((40, 104), (32, 16, 128, 0)),
-        ((192, 128), (128, 64, 128, 0)),
-        ((160, 8), (128, 32, 16, 0)),
-        ((136, 255), (128, 16, 256, 0)),
-    ],
-)
+FORWARD_PARTS = {
+    (96, 96): (96, 64, 96, 64),
+    (80, 72): (80, 64, 80, 64),
+    (40, 104): (48, 32, 128, 128),
+    (192, 128): (192, 128, 128, 128),
+    (160, 8): (160, 128, 16, 16),
+    (136, 255): (144, 128, 256, 256),
+}
+BACKWARD_PARTS = {
+    (96, 96): (96, 64, 96, 64),
+    (80, 40): (80, 64, 64, 64),
+    (128, 104): (128, 128, 128, 128),
+    (192, 160): (192, 64, 160, 64),
+    (64, 256): (128, 128, 256, 256),
+    (136, 144): (160, 64, 160, 64),
+    (200, 100): (256, 256, 128, 128),
+}
+
+
+def columns_of(launch, aligned) -> tuple[int, ...]:
+    constants = launch.constants_of(aligned)
+    return tuple(constants[x] for x in ("BLOCK_D", "PART_D", "BLOCK_DV", "PART_DV"))
+
+
 @pytest.mark.parametrize("width", [256, 259])
-def test_mma_sync_multiplies_columns_in_parts(head_dims, widths, width):
-    launch = launches(head_dims[0], width, head_dims[1], A100)["forward"]
+@pytest.mark.parametrize("dims", FORWARD_PARTS)
+def test_the_forward_with_mma_sync_multiplies_columns_in_parts(dims, width):
+    launch = launches(dims[0], width, dims[1], A100)["forward"]
     for aligned in (True, False):
-        constants = launch.constants_of(aligned)
-        found = (constants[x] for x in ("BLOCK_D", "REST_D", "BLOCK_DV", "REST_DV"))
-        assert tuple(found) == widths
+        assert columns_of(launch, aligned) == FORWARD_PARTS[dims]
+
+
+@pytest.mark.parametrize("dims", BACKWARD_PARTS)
+def test_the_backward_with_mma_sync_multiplies_columns_in_parts(dims):
+    found = launches(dims[0], 256, dims[1], A100)
+    assert columns_of(found["bwd"], True) == BACKWARD_PARTS[dims]
+    for name in ("bwd_preprocess", "bwd_postprocess"):  # agree on dq_accum
+        constants = found[name].constants
+        assert (constants["BLOCK_D"], constants["PART_D"]) == BACKWARD_PARTS[dims][:2]
+
+
+@pytest.mark.parametrize("chip", [H100, replace(B200, lowering=100)], ids=lambda chip: chip.name)
+def test_wgmma_and_tcgen05_multiply_whole_columns(chip):
+    found = launches(96, 256, 80, chip)
+    for name in ("forward", "bwd_dkdv", "bwd_dq"):
+        assert columns_of(found[name], True) == (128, 128, 128, 128)
+
+
+@pytest.mark.parametrize("head_dim", [8, 56, 64, 128, 256])
+@pytest.mark.parametrize("head_dim_v", [8, 16, 40, 64, 256])
+def test_eight_bit_v_has_at_least_the_swizzle_of_k_with_wgmma(head_dim, head_dim_v):
+    """In bytes: V is multiplied in float16."""
+    columns = fp8_columns(head_dim, head_dim_v, wgmma=True)
+    of_k, of_v = (min(128, bytes_) for bytes_ in (columns["BLOCK_D"], 2 * columns["BLOCK_DV"]))
+    assert of_v >= of_k
+    assert columns["BLOCK_DV"] >= padded(head_dim_v)
 
 
 def test_a_variable_launch_compiles_for_the_unit_of_each_calls_strides(monkeypatch):

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from ..backends.triton.backend import TritonConfig
-from ..backends.triton.tile_configs import Tile, TileConfig, Tiles, padded
+from ..backends.triton.tile_configs import Tile, TileConfig, Tiles
 from ..call.metadata import Metadata
 from ..call.problem import Problem, describe
 from ..call.spec import Options
@@ -91,8 +91,9 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
     mma.sync multiplies its n_block whole or in slices."""
     tiles = []
     slices = SLICED_BLOCKS_N if kernel == "forward" and not wgmma else ()
-    for block_m, (block_n, slice_n), num_warps, num_stages in itertools.product(
-        (32, 64, 128), BLOCKS_N + slices, (4, 8), (1, 2, 3)
+    biases = (True, False) if kernel == "bwd" else (True,)
+    for block_m, (block_n, slice_n), num_warps, num_stages, biased in itertools.product(
+        (16, 32, 64, 128), BLOCKS_N + slices, (4, 8), (1, 2, 3), biases
     ):
         owned, streamed = (block_n, block_m) if kernel in OWN_KEYS else (block_m, block_n)
         accumulators = 2 * head_dim if kernel in OWN_KEYS else head_dim
@@ -101,7 +102,7 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
         rows_per_warp = owned // num_warps
         if registers > 224 or registers < 40 or rows_per_warp < 8 or (wgmma and streamed < 32):
             continue
-        tiles.append(Tile(block_m, block_n, num_warps, num_stages, slice_n))
+        tiles.append(Tile(block_m, block_n, num_warps, num_stages, slice_n, biased))
     return tiles
 
 
@@ -152,7 +153,8 @@ def make_tensors(candidate: Candidate) -> list[torch.Tensor]:
         return [q, k, v, dout, lse, delta, out[0], *[None] * 4]
     dq_accum = None
     if candidate.kernel == "bwd":
-        dq_accum = torch.zeros(*shape, padded(problem.head_dim), device="cuda")
+        columns = candidate.launch().constants["BLOCK_D"]
+        dq_accum = torch.zeros(*shape, columns, device="cuda")
     return [q, k, v, dout, lse, delta, *out, dq_accum, *[None] * 4]
 
 

@@ -17,6 +17,7 @@ from ...dispatch.device import DeviceInfo
 from .. import gpu_limits, packed
 from ..conversions import converting
 from .cache_tiles import CacheTile, select_tile
+from .columns import widest
 from .tile_configs import (
     MAX_HEAD_DIM,
     MIN_SHARED_MEMORY_KIB,
@@ -24,7 +25,6 @@ from .tile_configs import (
     TileConfig,
     Tiles,
     select_tile_config,
-    widest,
 )
 
 TCGEN05 = range(100, 120)  # capabilities whose own tensor core instructions are tcgen05's
@@ -41,8 +41,8 @@ class TritonConfig:
     native_fp8: whether it multiplies e4m3; if not, the kernel converts e4m3 to float16. int8 is
         always native.
     packed: the tile of a forward that the kernels of cached calls run; None: forward.py runs it.
-    in_parts: whether the forward multiplies 96 columns, for example, as 64 and 32, not as 128
-        (``parts_of_columns``). mma.sync in 16 bits.
+    in_parts: whether kernels multiply 96 columns, for example, as 64 and 32, not as 128
+        (columns.py). mma.sync in 16 bits.
     """
 
     tile_config: TileConfig

@@ -7,7 +7,8 @@ from math import ceil
 
 from ...dispatch.device import DeviceInfo
 from ...kvcache.problem import CacheProblem, DecodeProblem
-from .tile_configs import Tile, select_tile_config, widest
+from .columns import widest
+from .tile_configs import Tile, select_tile_config
 
 TILE_BYTES = 16 * 1024  # of K or of V in one stage
 # With three stages of K and V two programs share the 227 KiB of a Hopper SM, one has the 163 of an

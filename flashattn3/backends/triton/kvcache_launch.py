@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...call.dtypes import NAMES
 from .cache_tiles import CacheTile
+from .columns import blocks_alike, padded
 from .kernels import append, cache_parts, combine, decode
 from .kernels.launch import Launch, is_elementwise
 from .kernels.variable_launch import VariableLaunch
 from .launch import capping
-from .tile_configs import blocks_alike, padded
 
 if TYPE_CHECKING:
     from ...kvcache.problem import (
@@ -136,7 +136,7 @@ def _pair_strides(*descales: Tensor | None) -> tuple[int, ...]:
 
 def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
     dims = problem.head_dim, problem.head_dim_v
-    alike = blocks_alike(*dims)
+    alike = dict(zip(("BLOCK_D", "BLOCK_DV"), blocks_alike(*dims), strict=True))
     constants = {
         "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,

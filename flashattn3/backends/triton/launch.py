@@ -20,19 +20,23 @@ from ...call.spec import LOG2E, ScoreScale
 from ..conversions import with_dense_rows
 from ..results import result_shapes
 from .backend import TritonConfig
+from .columns import (
+    backward_columns,
+    blocks_alike,
+    forward_columns,
+    fp8_columns,
+    padded,
+    whole_columns,
+)
 from .kernels import backward, forward
 from .kernels.launch import Launch, is_elementwise, stride_unit
-from .tile_configs import MAX_HEAD_DIM, Tile, blocks_alike, padded, parts_of_columns
+from .tile_configs import MAX_HEAD_DIM, Tile
 
 OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
 SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
 LARGEST_EXACT_CAP = 256.0  # at this cap tanh's absolute error is 1e-4 in a score
 SMALLEST_DIVISOR = 2.0**-64  # smallest scale that lse is divided by, far from overflow
 LSE_DELTA_ROWS = backward.LSE_DELTA_ROWS.value
-SMALLEST_FP8_WIDTH = 32  # smallest head dim (K) of an 8-bit dot
-# With more columns of V than these, the kernel of dK and dV multiplies at least as many of K: with
-# fewer, ptxas spills 7 KB per thread on 8.0 (docs/log/triton.md, 2026-11-26).
-WIDE = 128
 ROWS_PER_PROGRAM = 64  # rows per program of the row-wise kernels (combine, preprocess)
 COMBINE_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 
@@ -147,7 +151,7 @@ def _prepare_backward(
     launches = backward_launches(problem, config, dout_stride, dlse_stride)
     preprocess, main, last = launches.values()
     shape = lse_delta_shape(problem)
-    accum_shape = (*shape, padded(problem.head_dim))
+    accum_shape = (*shape, _backward_columns(problem, config)["BLOCK_D"])
     adds_dq = config.tiles.bwd is not None
     new_like = torch.zeros if problem.varlen else torch.empty
 
@@ -197,7 +201,17 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         *score_scale.log2_factors,
         *_descale_layouts(problem),
     )
-    constants = _features(problem, tile) | {
+    dims, alike = (problem.head_dim, problem.head_dim_v), {}
+    if fp8:
+        columns = fp8_columns(*dims, config.tile_config.wgmma)
+    elif config.in_parts:
+        columns = forward_columns(*dims)
+    else:
+        alike = whole_columns(*blocks_alike(*dims))
+        # The first scalars are the strides of q, k and v.
+        unpipelined = tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9])
+        columns = alike if unpipelined else whole_columns(*dims)
+    constants = _features(problem, tile, columns) | {
         "SLICE_N": tile.slice_n or tile.block_n,
         "K_STRIDE_S": _constant_stride(problem.k.stride[1], tile),
         "V_STRIDE_S": _constant_stride(problem.v.stride[1], tile),
@@ -206,19 +220,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
         "FP8": fp8,
         "NATIVE_FP8": config.native_fp8,
-        "REST_D": 0,
-        "REST_DV": 0,
     }
-    dims = problem.head_dim, problem.head_dim_v
-    alike = {} if fp8 or config.in_parts else blocks_alike(*dims)
-    if config.in_parts:
-        constants["BLOCK_D"], constants["REST_D"] = parts_of_columns(problem.head_dim)
-        constants["BLOCK_DV"], constants["REST_DV"] = parts_of_columns(problem.head_dim_v)
-    # The first scalars are the strides of q, k and v.
-    elif tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9]):
-        constants |= alike
-    if fp8:
-        constants["BLOCK_D"] = max(SMALLEST_FP8_WIDTH, constants["BLOCK_D"])
     dtype, dtype_v = (OPERAND_TYPES[x] for x in (problem.dtype, v_dtype(problem.dtype)))
     out_type = "fp32" if config.num_splits > 1 else NAMES[problem.out_dtype]
     descales = ("fp32" if descales else None for descales in _all_descales(problem))
@@ -322,8 +324,10 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
         problem.total_q,
         -1.0 / problem.score_scale.softmax_scale if _lse_in_scores(problem, config) else -LOG2E,
     )
+    columns = _backward_columns(problem, config)
     constants = _value_row(problem, dout_strides) | {
-        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_D": columns["BLOCK_D"],
+        "PART_D": columns["PART_D"],
         "VARLEN": problem.varlen,
         "USED_Q": problem.q.has_seqused,
         "HAS_DLSE": has_dlse,
@@ -351,14 +355,13 @@ def _bwd_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
         *_bounds_and_factors(problem),
     )
     tail_q, tail_k = problem.seqlen_q % tile.block_m, problem.seqlen_k % tile.block_n
-    constants = _features(problem, tile, dout_strides) | {
+    columns = _backward_columns(problem, config)
+    constants = _features(problem, tile, columns, dout_strides) | {
         "LSE_IN_SCORES": _lse_in_scores(problem, config),
         "DELTA_IN_DP": tile.biased,
         "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
         "NUM_WARPS": tile.num_warps,
     }
-    if constants["BLOCK_DV"] > WIDE and not config.tile_config.wgmma:
-        constants["BLOCK_D"] = max(constants["BLOCK_D"], WIDE)
     grid = (num_n_blocks * heads * problem.batch, 1, 1)
     dtype = NAMES[problem.dtype]
     gradients = (dtype, dtype, _dq_accum_type(config))
@@ -368,6 +371,7 @@ def _bwd_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
 
 def _postprocess_launch(problem: Problem, config: TritonConfig) -> Launch:
     tile = config.tiles.bwd
+    columns = _backward_columns(problem, config)
     num_m_blocks = tile.num_m_blocks(problem.seqlen_q)
     scalars = (
         *_lse_delta_strides(problem),
@@ -381,7 +385,8 @@ def _postprocess_launch(problem: Problem, config: TritonConfig) -> Launch:
     constants = {
         "STRIDE_UNIT": stride_unit(problem.head_dim),
         "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_D": columns["BLOCK_D"],
+        "PART_D": columns["PART_D"],
         "BLOCK_M": tile.block_m,
         "NUM_WARPS": tile.num_warps,
         "VARLEN": problem.varlen,
@@ -404,7 +409,8 @@ def _dq_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
         problem.num_heads_q,
         *_bounds_and_factors(problem),
     )
-    constants = _features(problem, tile, dout_strides) | {
+    columns = _backward_columns(problem, config)
+    constants = _features(problem, tile, columns, dout_strides) | {
         "LSE_IN_SCORES": _lse_in_scores(problem, config),
         "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
     }
@@ -503,6 +509,14 @@ def _bounds_and_factors(problem: Problem) -> tuple[int | float, ...]:
     )
 
 
+def _backward_columns(problem: Problem, config: TritonConfig) -> dict[str, int]:
+    dims = problem.head_dim, problem.head_dim_v
+    if config.tile_config.wgmma:
+        return whole_columns(*dims)
+    narrowest = config.tiles.of_bwd_kernel.narrowest_part if config.in_parts else None
+    return backward_columns(*dims, narrowest)
+
+
 def _lse_in_scores(problem: Problem, config: TritonConfig) -> bool:
     """Whether the backward subtracts lse from raw scores: not if they are capped, nor if the scale
     is too small to divide by, nor where the tile has no biases."""
@@ -522,7 +536,7 @@ def capping(scale: ScoreScale) -> int:
 
 
 def _features(
-    problem: Problem, tile: Tile, dout_strides: tuple[int, ...] = ()
+    problem: Problem, tile: Tile, columns: dict[str, int], dout_strides: tuple[int, ...] = ()
 ) -> dict[str, object]:
     """constexpr arguments that the forward and the backward kernels share."""
     strides = (*problem.q.stride, *problem.k.stride, *problem.v.stride, *dout_strides)
@@ -530,8 +544,7 @@ def _features(
         "STRIDE_UNIT": stride_unit(problem.head_dim, problem.head_dim_v, *strides),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded(problem.head_dim),
-        "BLOCK_DV": padded(problem.head_dim_v),
+        **columns,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "VARLEN": problem.varlen,

@@ -36,6 +36,12 @@ class Tile:
         block_n = 1 << (self.block_n.bit_length() - 1)
         return replace(self, block_n=block_n, slice_n=0, num_stages=2)
 
+    @property
+    def narrowest_part(self) -> int:
+        """Columns of dQ that give every warp an mma.sync tile of 16 x 8. With fewer, warps hold
+        copies of one tile, and each adds its own to dq_accum."""
+        return max(16, 16 * 8 * self.num_warps // self.block_m)
+
     def num_m_blocks(self, rows: int) -> int:
         return ceil(rows / self.block_m)
 
@@ -96,41 +102,16 @@ class TileConfig:
 # The backward in five GEMMs with mma.sync.
 BWD_D64 = Tile(32, 128, 4, 2, biased=False)
 BWD_D128 = Tile(64, 64, 4, 2)
-
-
-def forward_alone(
-    row: TileConfig, head_dim: int, full: Tile, masked: Tile, head_dim_v: int | None = None
-) -> TileConfig:
-    """The row with other tiles for the forward, for head dims up to these."""
-    return replace(
-        row,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        full=replace(row.full, forward=full),
-        masked=replace(row.masked, forward=masked),
-    )
-
-
+BWD_D192 = Tile(16, 64, 4, 3)
+BWD_D256 = Tile(64, 64, 8, 2, biased=False)
 # fmt: off
-D128_163 = TileConfig(128, False, 163,
-    full=Tiles(Tile(128, 32, 4, 3, 16), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2), BWD_D128),
-    masked=Tiles(Tile(128, 48, 4, 3, 16), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3), BWD_D128))
-D128_99 = TileConfig(128, False, 99,
-    full=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128),
-    masked=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128))
-D256_163 = TileConfig(256, False, 163,
-    full=Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)),
-    masked=Tiles(Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2)))
-D256_99 = TileConfig(256, False, 99,
-    full=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)),
-    masked=Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2)))
-D96 = Tile(128, 64, 4, 2, 16), Tile(128, 64, 4, 2, 32)
+D160 = Tiles(Tile(128, 32, 4, 3, 16), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2), BWD_D192)
+D160_99 = replace(D160, forward=Tile(64, 64, 4, 2, 32))
+D192 = Tiles(Tile(64, 64, 4, 2, 16), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), BWD_D192)
 # Triton 3.6 divides the columns of a tile of 64 rows x 128 columns of V among the warps, so that P
 # goes through shared memory; not those of 128 rows.
-D256_V128 = Tile(128, 32, 4, 2, 16), Tile(128, 32, 4, 2, 16)
-D160_163 = Tile(128, 32, 4, 3, 16), Tile(128, 32, 4, 3, 16)
-D160_99 = Tile(64, 64, 4, 2, 32), Tile(64, 64, 4, 2, 32)
-D192 = Tile(64, 64, 4, 2, 16), Tile(64, 64, 4, 2, 16)
+D256_V128 = replace(D192, forward=Tile(128, 32, 4, 2, 16))
+D256_99 = Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
 TILE_CONFIGS = (
     TileConfig(32, True, 227,
         full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)),
@@ -150,21 +131,25 @@ TILE_CONFIGS = (
     TileConfig(64, False, 99,
         full=Tiles(Tile(128, 64, 4, 3, 16), Tile(32, 128, 4, 3), Tile(128, 32, 4, 3), BWD_D64),
         masked=Tiles(Tile(128, 64, 4, 3, 16), Tile(32, 128, 4, 3), Tile(128, 64, 4, 2), BWD_D64)),
-    forward_alone(D128_163, 96, *D96),
-    forward_alone(D128_99, 96, *D96),
-    D128_163,
-    D128_99,
-    forward_alone(D256_163, 256, *D256_V128, head_dim_v=128),
-    forward_alone(D256_99, 256, *D256_V128, head_dim_v=128),
-    forward_alone(D256_163, 160, *D160_163),
-    forward_alone(D256_99, 160, *D160_99),
-    forward_alone(D256_163, 192, *D192),
-    forward_alone(D256_99, 192, *D192),
-    D256_163,
-    D256_99,
+    TileConfig(96, False, 99,
+        full=Tiles(Tile(128, 64, 4, 2, 16), Tile(64, 64, 4, 2), Tile(128, 32, 4, 2), BWD_D128),
+        masked=Tiles(Tile(128, 64, 4, 2, 32), Tile(64, 64, 4, 2), Tile(128, 32, 4, 2), BWD_D128)),
+    TileConfig(128, False, 163,
+        full=Tiles(Tile(128, 32, 4, 3, 16), Tile(64, 32, 4, 2), Tile(128, 32, 4, 2), BWD_D128),
+        masked=Tiles(Tile(128, 48, 4, 3, 16), Tile(64, 64, 4, 1), Tile(128, 32, 4, 3), BWD_D128)),
+    TileConfig(128, False, 99,
+        full=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128),
+        masked=Tiles(Tile(128, 32, 4, 2, 16), Tile(32, 128, 8, 3), Tile(128, 32, 4, 2), BWD_D128)),
+    TileConfig(256, False, 99, D256_V128, D256_V128, head_dim_v=128),
+    TileConfig(160, False, 163, D160, D160),
+    TileConfig(160, False, 99, D160_99, D160_99),
+    TileConfig(192, False, 99, D192, D192),
+    TileConfig(256, False, 163,
+        full=Tiles(Tile(64, 32, 4, 3), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2), BWD_D256),
+        masked=Tiles(Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 64, 4, 2), BWD_D256)),
+    TileConfig(256, False, 99, D256_99, D256_99),
 )
 # fmt: on
-WIDEST_SWIZZLE = 64  # columns of 16 bits in 128 bytes
 MAX_HEAD_DIM = max(tile_config.head_dim for tile_config in TILE_CONFIGS)
 MIN_SHARED_MEMORY_KIB = min(tile_config.shared_memory_kib for tile_config in TILE_CONFIGS)
 
@@ -186,35 +171,3 @@ def select_tile_config(
         f"no tiles for head dims {head_dim}, {head_dim_v} with {shared_memory_bytes} bytes of "
         "shared memory"
     )
-
-
-def padded(head_dim: int) -> int:
-    """head_dim rounded up to a power of two (tl.arange), at least 16 (tl.dot)."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def widest(head_dim: int, head_dim_v: int) -> int:
-    """The larger head dim, ``padded``."""
-    return padded(max(head_dim, head_dim_v))
-
-
-def parts_of_columns(head_dim: int) -> tuple[int, int]:
-    """Two powers of two, at least 16, whose sum is the least that holds head_dim columns; or one of
-    them and 0, where the sum would be no less. mma.sync multiplies the parts one after the other.
-    """
-    wide = 1 << (head_dim.bit_length() - 1)
-    rest = padded(head_dim - wide) if 16 <= wide < head_dim else 0
-    return (wide, rest) if rest and wide + rest < padded(head_dim) else (padded(head_dim), 0)
-
-
-def blocks_alike(head_dim: int, head_dim_v: int) -> dict[str, int]:
-    """BLOCK_D and BLOCK_DV where loads are not pipelined, because Triton loads single elements or
-    has one stage: ``padded``, but K and V have the same shared-memory swizzle, 32, 64 or 128 bytes.
-
-    Without a pipeline K and V take turns in one buffer. With two swizzles ptxas 12.8 (of Triton
-    3.6) computes V's matrix descriptors on 9.0 from an unrelated register, so WGMMA reads anywhere
-    in shared memory (docs/log/triton.md, 2026-11-24).
-    """
-    block_d, block_dv = padded(head_dim), padded(head_dim_v)
-    least = min(WIDEST_SWIZZLE, max(block_d, block_dv))
-    return {"BLOCK_D": max(block_d, least), "BLOCK_DV": max(block_dv, least)}

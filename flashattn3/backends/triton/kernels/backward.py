@@ -17,6 +17,16 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from .column_parts import (
+    column_parts,
+    dot_columns,
+    dot_rows,
+    load_parts,
+    scale_parts,
+    store_parts,
+    tile_pointers,
+    zero_parts,
+)
 from .common import (
     FULL,
     load_tile,
@@ -26,7 +36,6 @@ from .common import (
     round_up,
     sequence,
     stage_range,
-    store_tile,
     strides_of,
     tanh_exp2,
     tile_offsets,
@@ -59,8 +68,8 @@ def _lse_delta_start(start_q, batch_idx, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def _dq_index(rows, columns, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Index of each element of a (BLOCK_M, BLOCK_D) tile of dq_accum, as two parts to be added.
+def _dq_index(BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Index of each element of a (BLOCK_M, WIDTH) tile of dq_accum, as two parts to be added.
 
     The index is register * threads + thread, of the thread and the register that hold the element
     in the accumulator of dS K: mma.sync tiles of 16 x 8 with two columns of rows r and r + 8 per
@@ -69,12 +78,23 @@ def _dq_index(rows, columns, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NUM_W
     layout of the accumulator the additions are scattered, not wrong. FlashAttention-2 also keeps
     dq_accum in the order of its accumulator (flash_bwd_kernel.h, atomicAdd of acc_dq).
     """
-    WARPS: tl.constexpr = min(NUM_WARPS, BLOCK_D // 8)
+    WARPS: tl.constexpr = min(NUM_WARPS, WIDTH // 8)
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     thread = (rows % 8 * 4)[:, None] + (columns // 8 % WARPS * 32 + columns // 2 % 4)[None, :]
     register = (rows // 8 * 2)[:, None] + (
         columns // (8 * WARPS) * (BLOCK_M // 4) + columns % 2
     )[None, :]  # fmt: skip
     return thread, register * (32 * WARPS)
+
+
+@triton.jit
+def _dq_pointers(tile, BLOCK_M: tl.constexpr, columns, NUM_WARPS: tl.constexpr):
+    """Pointers to the elements of a tile of dq_accum, one part of its columns after the other."""
+    pointers = ()
+    for i in tl.static_range(len(columns)):
+        thread, register = _dq_index(BLOCK_M, columns[i].shape[0], NUM_WARPS)
+        pointers += (tile + i * BLOCK_M * columns[0].shape[0] + thread + register,)
+    return pointers
 
 
 @triton.jit
@@ -131,6 +151,7 @@ def bwd_preprocess_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PART_D: tl.constexpr,
     VARLEN: tl.constexpr,
     USED_Q: tl.constexpr,
     HAS_DLSE: tl.constexpr,
@@ -183,30 +204,32 @@ def bwd_preprocess_kernel(
     # The gradient of an empty row is 0 even where dlse is not finite.
     tl.store(minus_delta_ptr + lse_delta, tl.where(empty, 0.0, minus_delta), mask=padded)
     if dq_accum_ptr is not None:
-        dq_accum = dq_accum_ptr + tile_offsets(lse_delta, tl.arange(0, BLOCK_D), BLOCK_D)
-        zeros = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        tl.store(dq_accum, zeros, mask=padded[:, None])
+        accum_columns = column_parts(BLOCK_D, PART_D)
+        dq_accum = tile_pointers(dq_accum_ptr, lse_delta, accum_columns, BLOCK_D)
+        zeros = zero_parts(BLOCK_M, accum_columns)
+        for i in tl.static_range(len(zeros)):
+            tl.store(dq_accum[i], zeros[i], mask=padded[:, None])
 
 
 @triton.jit
 def _probabilities(
     a, b, minus_lse, scale_log2, cap_log2, SOFTCAP: tl.constexpr, LSE_IN_SCORES: tl.constexpr
 ):
-    """P = exp(scale * a b - lse), and the derivative of the cap at the score.
+    """P = exp(scale * a b^T - lse), and the derivative of the cap at the score.
 
     LSE_IN_SCORES: minus_lse is in units of a raw score and is the accumulator bias of the GEMM.
     Each exponential then needs one multiply, and no register holds lse.
     """
     slope = 1.0
     if LSE_IN_SCORES:
-        shape: tl.constexpr = (a.shape[0], b.shape[1])
-        p = tl.math.exp2(tl.dot(a, b, tl.broadcast_to(minus_lse, shape)) * scale_log2)
+        shape: tl.constexpr = (a[0].shape[0], b[0].shape[0])
+        p = tl.math.exp2(dot_rows(a, b, tl.broadcast_to(minus_lse, shape)) * scale_log2)
     elif SOFTCAP:
-        capped = tanh_exp2(tl.dot(a, b) * scale_log2, SOFTCAP)
+        capped = tanh_exp2(dot_rows(a, b) * scale_log2, SOFTCAP)
         p = tl.math.exp2(capped * cap_log2 + minus_lse)
         slope = 1.0 - capped * capped
     else:
-        p = tl.math.exp2(tl.dot(a, b) * scale_log2 + minus_lse)
+        p = tl.math.exp2(dot_rows(a, b) * scale_log2 + minus_lse)
     return p, slope
 
 
@@ -274,6 +297,8 @@ def bwd_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PART_D: tl.constexpr,
+    PART_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -289,8 +314,8 @@ def bwd_kernel(
 ):
     """dK and dV of one n_block of one KV head. Grid: num_n_blocks * num_heads_kv * batch.
 
-    dq_accum: float32, the rows of minus_lse with BLOCK_D columns, each tile of BLOCK_M rows
-    permuted by ``_dq_index``; the program adds its dS K. None: ``bwd_dq_kernel`` computes dQ.
+    dq_accum: float32, the rows of minus_lse with BLOCK_D columns; the program adds its dS K to
+    tiles of BLOCK_M rows (``_dq_pointers``). None: ``bwd_dq_kernel`` computes dQ.
 
     S and dP are computed transposed, keys by rows, so that P^T and dS^T feed the next GEMM from
     registers. TAIL: the last m_block or the last n_block may be partial. DELTA_IN_DP: minus_delta
@@ -330,41 +355,30 @@ def bwd_kernel(
 
     key_offsets = tl.arange(0, BLOCK_N)
     row_offsets = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_D)
-    columns_v = tl.arange(0, BLOCK_DV)
+    columns = column_parts(BLOCK_D, PART_D)
+    columns_v = column_parts(BLOCK_DV, PART_DV)
     keys = first_key + key_offsets
     first_key_row = start_k + first_key
     k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + first_key_row * k_stride_s
     v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + first_key_row * v_stride_s
-    k = load_tile(
-        k_tile + tile_offsets(key_offsets, columns, k_stride_s),
-        keys, length_k, columns, HEAD_DIM, TAIL, HEAD_DIM < BLOCK_D,
-    )  # fmt: skip
-    v = load_tile(
-        v_tile + tile_offsets(key_offsets, columns_v, v_stride_s),
-        keys, length_k, columns_v, HEAD_DIM_V, TAIL, HEAD_DIM_V < BLOCK_DV,
-    )  # fmt: skip
-    q_offsets = tile_offsets(row_offsets, columns, q_stride_s)
-    dout_offsets = tile_offsets(row_offsets, columns_v, dout_stride_s)
-    dq_thread, dq_register = _dq_index(row_offsets, columns, BLOCK_M, BLOCK_D, NUM_WARPS)
+    k_pointers = tile_pointers(k_tile, key_offsets, columns, k_stride_s)
+    v_pointers = tile_pointers(v_tile, key_offsets, columns_v, v_stride_s)
+    k = load_parts(k_pointers, 0, keys, length_k, columns, HEAD_DIM, TAIL)
+    v = load_parts(v_pointers, 0, keys, length_k, columns_v, HEAD_DIM_V, TAIL)
 
     q_step = tl.cast(q_stride_s, tl.int64)
     dout_step = tl.cast(dout_stride_s, tl.int64)
 
-    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_DV), dtype=tl.float32)
+    dk = zero_parts(BLOCK_N, columns)
+    dv = zero_parts(BLOCK_N, columns_v)
     for qhead in range(qhead_per_kvhead):
         head = head_kv * qhead_per_kvhead + qhead
-        q_head = (
-            q_ptr + batch_idx * q_stride_b + head * q_stride_h + start_q * q_stride_s + q_offsets
-        )
+        q_head = q_ptr + batch_idx * q_stride_b + head * q_stride_h + start_q * q_stride_s
         dout_head = (
-            dout_ptr
-            + batch_idx * dout_stride_b
-            + head * dout_stride_h
-            + start_q * dout_stride_s
-            + dout_offsets
+            dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + start_q * dout_stride_s
         )
+        q_pointers = tile_pointers(q_head, row_offsets, columns, q_stride_s)
+        dout_pointers = tile_pointers(dout_head, row_offsets, columns_v, dout_stride_s)
         lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
         lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
         if dq_accum_ptr is not None:
@@ -374,14 +388,14 @@ def bwd_kernel(
             stage_begin, stage_end = stage_range(edges, stage)
             for first_row in range(stage_begin, stage_end, BLOCK_M):
                 rows = first_row + row_offsets
-                q = load_tile(
-                    q_head + first_row * q_step,
-                    rows, length_q, columns, HEAD_DIM, MASKED and TAIL, HEAD_DIM < BLOCK_D,
+                q = load_parts(
+                    q_pointers, first_row * q_step, rows, length_q, columns, HEAD_DIM,
+                    MASKED and TAIL,
                 )  # fmt: skip
                 minus_lse = tl.load(minus_lse_ptr + lse_delta + rows)[None, :]
                 minus_delta = tl.load(minus_delta_ptr + lse_delta + rows)[None, :]
                 p, slope = _probabilities(
-                    k, tl.trans(q), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
+                    k, q, minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
                 )
                 if MASKED:
                     seen = visible(
@@ -395,31 +409,32 @@ def bwd_kernel(
                         RIGHT,
                     )
                     p = tl.where(seen, p, 0.0)
-                dout = load_tile(
-                    dout_head + first_row * dout_step,
-                    rows, length_q, columns_v, HEAD_DIM_V, MASKED and TAIL,
-                    HEAD_DIM_V < BLOCK_DV,
+                dout = load_parts(
+                    dout_pointers, first_row * dout_step, rows, length_q, columns_v, HEAD_DIM_V,
+                    MASKED and TAIL,
                 )  # fmt: skip
-                dv = tl.dot(p.to(dout.dtype), dout, dv)
+                dv = dot_columns(p.to(dout[0].dtype), dout, dv)
                 if DELTA_IN_DP:
-                    dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
+                    dp = dot_rows(v, dout, tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
                 else:
-                    dp = tl.dot(v, tl.trans(dout)) - (-minus_delta)  # a sum would become the bias
-                ds = (p * dp * slope).to(q.dtype)
-                dk = tl.dot(ds, q, dk)
+                    dp = dot_rows(v, dout) - (-minus_delta)  # a sum would become the bias
+                ds = (p * dp * slope).to(q[0].dtype)
+                dk = dot_columns(ds, q, dk)
                 if dq_accum_ptr is not None:
                     # A conversion of first_row itself would be Q's: Triton gives all GEMMs that
                     # share a value the layout of the last, and P goes through shared memory.
                     m_block = tl.cast(first_row // BLOCK_M, tl.int64)
-                    dq_tile = dq_head + m_block * (BLOCK_M * BLOCK_D) + dq_thread
-                    _add(dq_tile + dq_register, tl.dot(tl.trans(ds), k))
+                    dq_tile = dq_head + m_block * (BLOCK_M * BLOCK_D)
+                    dq_pointers = _dq_pointers(dq_tile, BLOCK_M, columns, NUM_WARPS)
+                    for i in tl.static_range(len(columns)):
+                        _add(dq_pointers[i], tl.dot(tl.trans(ds), k[i]))
 
     dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
     dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
-    dk_tile += tile_offsets(key_offsets, columns, dk_stride_s)
-    dv_tile += tile_offsets(key_offsets, columns_v, dv_stride_s)
-    store_tile(dk_tile, dk * softmax_scale, keys, length_k, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)
-    store_tile(dv_tile, dv, keys, length_k, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+    dk_pointers = tile_pointers(dk_tile, key_offsets, columns, dk_stride_s)
+    dv_pointers = tile_pointers(dv_tile, key_offsets, columns_v, dv_stride_s)
+    store_parts(dk_pointers, scale_parts(dk, softmax_scale), keys, length_k, columns, HEAD_DIM)
+    store_parts(dv_pointers, dv, keys, length_k, columns_v, HEAD_DIM_V)
 
 
 @triton.jit(
@@ -481,6 +496,8 @@ def bwd_dq_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PART_D: tl.constexpr,
+    PART_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -522,8 +539,8 @@ def bwd_dq_kernel(
     )
 
     row_offsets = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_D)
-    columns_v = tl.arange(0, BLOCK_DV)
+    columns = column_parts(BLOCK_D, PART_D)
+    columns_v = column_parts(BLOCK_DV, PART_DV)
     keys = tl.arange(0, BLOCK_N)
     rows = first_row + row_offsets
     first_q_row = start_q + first_row
@@ -533,16 +550,12 @@ def bwd_dq_kernel(
     )
     k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
     v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
-    k_tile += tile_offsets(keys, columns, k_stride_s)
-    v_tile += tile_offsets(keys, columns_v, v_stride_s)
-    q = load_tile(
-        q_tile + tile_offsets(row_offsets, columns, q_stride_s),
-        rows, length_q, columns, HEAD_DIM, True, HEAD_DIM < BLOCK_D,
-    )  # fmt: skip
-    dout = load_tile(
-        dout_tile + tile_offsets(row_offsets, columns_v, dout_stride_s),
-        rows, length_q, columns_v, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV,
-    )  # fmt: skip
+    q_pointers = tile_pointers(q_tile, row_offsets, columns, q_stride_s)
+    dout_pointers = tile_pointers(dout_tile, row_offsets, columns_v, dout_stride_s)
+    k_pointers = tile_pointers(k_tile, keys, columns, k_stride_s)
+    v_pointers = tile_pointers(v_tile, keys, columns_v, v_stride_s)
+    q = load_parts(q_pointers, 0, rows, length_q, columns, HEAD_DIM, True)
+    dout = load_parts(dout_pointers, 0, rows, length_q, columns_v, HEAD_DIM_V, True)
     lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
     lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
     minus_lse = tl.load(minus_lse_ptr + lse_delta + rows)[:, None]
@@ -550,33 +563,20 @@ def bwd_dq_kernel(
 
     k_step = tl.cast(k_stride_s, tl.int64)
     v_step = tl.cast(v_stride_s, tl.int64)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    dq = zero_parts(BLOCK_M, columns)
     for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL else 2):
         MASKED = stage != FULL
         stage_begin, stage_end = stage_range(edges, stage)
         for first_key in range(stage_begin, stage_end, BLOCK_N):
             num_keys = length_k - first_key
-            k = load_tile(
-                k_tile + first_key * k_step,
-                keys,
-                num_keys,
-                columns,
-                HEAD_DIM,
+            k = load_parts(
+                k_pointers, first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL
+            )
+            v = load_parts(
+                v_pointers, first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V,
                 MASKED and TAIL,
-                HEAD_DIM < BLOCK_D,
-            )
-            v = load_tile(
-                v_tile + first_key * v_step,
-                keys,
-                num_keys,
-                columns_v,
-                HEAD_DIM_V,
-                MASKED and TAIL,
-                HEAD_DIM_V < BLOCK_DV,
-            )
-            p, slope = _probabilities(
-                q, tl.trans(k), minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
-            )
+            )  # fmt: skip
+            p, slope = _probabilities(q, k, minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES)
             if MASKED:
                 reach = diagonal - first_key
                 seen = visible(
@@ -590,13 +590,13 @@ def bwd_dq_kernel(
                     RIGHT,
                 )
                 p = tl.where(seen, p, 0.0)
-            dp = tl.dot(dout, tl.trans(v), tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))
+            dp = dot_rows(dout, v, tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))
             ds = p * dp * slope
-            dq = tl.dot(ds.to(k.dtype), k, dq)
+            dq = dot_columns(ds.to(k[0].dtype), k, dq)
 
     dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
-    dq_tile += tile_offsets(row_offsets, columns, dq_stride_s)
-    store_tile(dq_tile, dq * softmax_scale, rows, length_q, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)
+    dq_pointers = tile_pointers(dq_tile, row_offsets, columns, dq_stride_s)
+    store_parts(dq_pointers, scale_parts(dq, softmax_scale), rows, length_q, columns, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "seqlen_q", "total_q"])
@@ -618,6 +618,7 @@ def bwd_postprocess_kernel(
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PART_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -638,13 +639,16 @@ def bwd_postprocess_kernel(
     if first_row >= length_q:
         return
     row_offsets = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_D)
+    columns = column_parts(BLOCK_D, PART_D)
     lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
     lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
-    dq_thread, dq_register = _dq_index(row_offsets, columns, BLOCK_M, BLOCK_D, NUM_WARPS)
-    dq = tl.load(dq_accum_ptr + (lse_delta + first_row) * BLOCK_D + dq_thread + dq_register)
+    accum_tile = dq_accum_ptr + (lse_delta + first_row) * BLOCK_D
+    accum_pointers = _dq_pointers(accum_tile, BLOCK_M, columns, NUM_WARPS)
+    dq = ()
+    for i in tl.static_range(len(columns)):
+        dq += (tl.load(accum_pointers[i]),)
     first_q_row = start_q + first_row
     dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
-    dq_tile += tile_offsets(row_offsets, columns, dq_stride_s)
+    dq_pointers = tile_pointers(dq_tile, row_offsets, columns, dq_stride_s)
     rows = first_row + row_offsets
-    store_tile(dq_tile, dq * softmax_scale, rows, length_q, columns, HEAD_DIM, HEAD_DIM < BLOCK_D)
+    store_parts(dq_pointers, scale_parts(dq, softmax_scale), rows, length_q, columns, HEAD_DIM)

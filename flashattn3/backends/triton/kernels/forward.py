@@ -17,6 +17,16 @@ into the rescale. P stays in float16.
 import triton
 import triton.language as tl
 
+from .column_parts import (
+    column_parts,
+    dot_columns,
+    dot_rows,
+    load_parts,
+    scale_parts,
+    store_parts,
+    tile_pointers,
+    zero_parts,
+)
 from .common import (
     FULL,
     load_tile,
@@ -131,6 +141,8 @@ def forward_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PART_D: tl.constexpr,
+    PART_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -147,14 +159,12 @@ def forward_kernel(
     TAIL: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
-    REST_D: tl.constexpr,
-    REST_DV: tl.constexpr,
 ):
     """out and lse of one work tile of one head. Grid: num_m_blocks * num_splits * num_heads *
     batch.
 
     Stride suffixes: p split, b batch, s sequence, h head. TAIL: the last n_block may be partial.
-    BLOCK_D, BLOCK_DV: powers of two; REST_D, REST_DV: columns behind them, a power of two or 0.
+    BLOCK_D, BLOCK_DV: columns that are multiplied, in parts of PART_D, PART_DV (column_parts.py).
     SLICE_N divides BLOCK_N; it and BLOCK_M are powers of two. K_STRIDE_S, V_STRIDE_S: the strides
     k_stride_s and v_stride_s if the kernel is compiled for them, else 0.
     scale_log2 >= 0 (for a negative scale q is negated): with SOFTCAP it is the factor inside tanh.
@@ -206,57 +216,24 @@ def forward_kernel(
     head_kv = (head // qhead_per_kvhead).to(tl.int64)
     head = head.to(tl.int64)
     row_offsets = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_D)
-    columns_v = tl.arange(0, BLOCK_DV)
-    if REST_D:
-        rest = tl.arange(0, REST_D)
-    if REST_DV:
-        rest_v = tl.arange(0, REST_DV)
+    columns = column_parts(BLOCK_D, PART_D)
+    columns_v = column_parts(BLOCK_DV, PART_DV)
     keys = tl.arange(0, SLICE_N)
     rows = first_row + row_offsets
     q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + (start_q + first_row) * q_stride_s
     k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
     v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
-    if REST_D:
-        k_rest_tile = k_tile + BLOCK_D
-        if not K_STRIDE_S:
-            k_rest_tile += tile_offsets(keys, rest, k_stride_s)
-    if REST_DV:
-        v_rest_tile = v_tile + BLOCK_DV
-        if not V_STRIDE_S:
-            v_rest_tile += tile_offsets(keys, rest_v, v_stride_s)
-    if not K_STRIDE_S:
-        k_tile += tile_offsets(keys, columns, k_stride_s)
-    if not V_STRIDE_S:
-        v_tile += tile_offsets(keys, columns_v, v_stride_s)
+    k_pointers = block_pointers(k_tile, keys, columns, k_stride_s, K_STRIDE_S)
+    v_pointers = block_pointers(v_tile, keys, columns_v, v_stride_s, V_STRIDE_S)
     k_step = tl.cast(k_stride_s, tl.int64)
     v_step = tl.cast(v_stride_s, tl.int64)
 
-    q = load_tile(
-        q_tile + tile_offsets(row_offsets, columns, q_stride_s),
-        rows,
-        length_q,
-        columns,
-        HEAD_DIM,
-        True,
-        HEAD_DIM < BLOCK_D,
-    )
-    if REST_D:
-        q_rest = load_tile(
-            q_tile + BLOCK_D + tile_offsets(row_offsets, rest, q_stride_s),
-            rows,
-            length_q,
-            BLOCK_D + rest,
-            HEAD_DIM,
-            True,
-            HEAD_DIM < BLOCK_D + REST_D,
-        )
+    q_pointers = tile_pointers(q_tile, row_offsets, columns, q_stride_s)
+    q = load_parts(q_pointers, 0, rows, length_q, columns, HEAD_DIM, True)
     if NEGATIVE_SCALE:
-        q = -q
-        if REST_D:
-            q_rest = -q_rest
+        q = scale_parts(q, -1.0)
     if FP8:
-        q = as_operand(q, NATIVE_FP8)
+        q = (as_operand(q[0], NATIVE_FP8),)
         row_factor = scale_log2 * descale_of(
             rows, head, batch_idx, q_descale, q_scale_stride_b, q_scale_stride_h, q_scale_stride_n,
             q_scale_group, q_block, num_q_blocks,
@@ -267,9 +244,7 @@ def forward_kernel(
     # With SOFTCAP the scores are in the log2 domain before the maximum; else the scale is folded
     # into the argument of exp2. FP8 multiplies each n_block by its own factor.
     factor = 1.0 if SOFTCAP or FP8 else scale_log2
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
-    if REST_DV:
-        acc_rest = tl.zeros((BLOCK_M, REST_DV), dtype=tl.float32)
+    acc = zero_parts(BLOCK_M, columns_v)
     # With slices each column of row_sum is the sum of every eighth key: each thread sums its own
     # probabilities, and the threads of a row are reduced once, after the loop.
     row_sum = tl.zeros((BLOCK_M, 8) if SLICED else (BLOCK_M,), dtype=tl.float32)
@@ -282,38 +257,13 @@ def forward_kernel(
             scores = ()
             for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
                 num_keys = length_k - first_key - slice_key
-                k = load_tile(
-                    slice_pointers(
-                        k_tile + first_key * k_step, slice_key, k_step, keys, columns, K_STRIDE_S
-                    ),
-                    keys,
-                    num_keys,
-                    columns,
-                    HEAD_DIM,
-                    MASKED and TAIL,
-                    HEAD_DIM < BLOCK_D,
+                k_slice = slice_pointers(
+                    k_pointers, first_key, slice_key, k_step, keys, columns, K_STRIDE_S
                 )
+                k = load_parts(k_slice, 0, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL)
                 if FP8:
-                    k = as_operand(k, NATIVE_FP8)
-                s = tl.dot(q, tl.trans(k))
-                if REST_D:
-                    k_rest = load_tile(
-                        slice_pointers(
-                            k_rest_tile + first_key * k_step,
-                            slice_key,
-                            k_step,
-                            keys,
-                            rest,
-                            K_STRIDE_S,
-                        ),
-                        keys,
-                        num_keys,
-                        BLOCK_D + rest,
-                        HEAD_DIM,
-                        MASKED and TAIL,
-                        HEAD_DIM < BLOCK_D + REST_D,
-                    )
-                    s = tl.dot(q_rest, tl.trans(k_rest), s)
+                    k = (as_operand(k[0], NATIVE_FP8),)
+                s = dot_rows(q, k)
                 if FP8:
                     if slice_key == 0:
                         k_scale = descale_of(
@@ -369,53 +319,25 @@ def forward_kernel(
                 new_unit = tl.where(tl.abs(new_unit) < smallest, smallest, new_unit)
                 decay = decay * tl.where(new_unit == v_unit, 1.0, v_unit / new_unit)
                 v_unit = new_unit
-            acc = acc * decay[:, None]
-            if REST_DV:
-                acc_rest = acc_rest * decay[:, None]
+            acc = scale_parts(acc, decay[:, None])
             for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
-                v = load_tile(
-                    slice_pointers(
-                        v_tile + first_key * v_step, slice_key, v_step, keys, columns_v, V_STRIDE_S
-                    ),
-                    keys,
-                    length_k - first_key - slice_key,
-                    columns_v,
-                    HEAD_DIM_V,
-                    MASKED and TAIL,
-                    HEAD_DIM_V < BLOCK_DV,
+                num_keys = length_k - first_key - slice_key
+                v_slice = slice_pointers(
+                    v_pointers, first_key, slice_key, v_step, keys, columns_v, V_STRIDE_S
                 )
+                v = load_parts(v_slice, 0, keys, num_keys, columns_v, HEAD_DIM_V, MASKED and TAIL)
                 if FP8:
-                    v = as_float16(v, NATIVE_FP8)
-                p = probabilities[slice_key // SLICE_N]
-                acc = tl.dot(p.to(v.dtype), v, acc)
-                if REST_DV:
-                    v_rest = load_tile(
-                        slice_pointers(
-                            v_rest_tile + first_key * v_step,
-                            slice_key,
-                            v_step,
-                            keys,
-                            rest_v,
-                            V_STRIDE_S,
-                        ),
-                        keys,
-                        length_k - first_key - slice_key,
-                        BLOCK_DV + rest_v,
-                        HEAD_DIM_V,
-                        MASKED and TAIL,
-                        HEAD_DIM_V < BLOCK_DV + REST_DV,
-                    )
-                    acc_rest = tl.dot(p.to(v_rest.dtype), v_rest, acc_rest)
+                    v = (as_float16(v[0], NATIVE_FP8),)
+                acc = dot_columns(probabilities[slice_key // SLICE_N].to(v[0].dtype), v, acc)
             row_max = new_max
 
     if SLICED:
         row_sum = tl.sum(row_sum, 1)
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
-    one_over_sum = tl.where(empty, 1.0, 1.0 / row_sum)[:, None]
-    out = acc * one_over_sum
+    acc = scale_parts(acc, tl.where(empty, 1.0, 1.0 / row_sum)[:, None])
     if FP8:
-        out = out * v_unit
+        acc = scale_parts(acc, v_unit)
     lse_rows = (
         lse_ptr
         + split * lse_stride_p
@@ -427,33 +349,40 @@ def forward_kernel(
     tl.store(lse_rows, lse, mask=rows < length_q)
     out_tile = out_ptr + split * out_stride_p + batch_idx * out_stride_b + head * out_stride_h
     out_tile += (start_q + first_row) * out_stride_s
-    if REST_DV:
-        store_tile(
-            out_tile + BLOCK_DV + tile_offsets(row_offsets, rest_v, out_stride_s),
-            acc_rest * one_over_sum,
-            rows,
-            length_q,
-            BLOCK_DV + rest_v,
-            HEAD_DIM_V,
-            HEAD_DIM_V < BLOCK_DV + REST_DV,
-        )
-    out_tile += tile_offsets(row_offsets, columns_v, out_stride_s)
-    store_tile(out_tile, out, rows, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+    out_pointers = tile_pointers(out_tile, row_offsets, columns_v, out_stride_s)
+    store_parts(out_pointers, acc, rows, length_q, columns_v, HEAD_DIM_V)
 
 
 @triton.jit
-def slice_pointers(block, slice_key, stride, keys, columns, STRIDE: tl.constexpr):
-    """Pointers of the slice that begins slice_key keys after its n_block.
-
-    block: pointers to the n_block's first slice; with a STRIDE, to its first element. Then the
-    pointers of a thread, which are 8 keys apart, differ by constants and need one register pair.
-    """
+def block_pointers(pointer, keys, columns, stride, STRIDE: tl.constexpr):
+    """Pointers of the first slice of a tensor's first n_block, for each part of its columns; with a
+    STRIDE, to the first element of the slice."""
     if STRIDE:
-        block += (keys % 8)[:, None] * STRIDE + columns[None, :]
-        block += (keys // 8 * 8 + slice_key)[:, None] * STRIDE
-    elif slice_key > 0:
-        block += slice_key * stride
-    return block
+        pointers = ()
+        for _ in tl.static_range(len(columns)):
+            pointers += (pointer,)
+    else:
+        pointers = tile_pointers(pointer, keys, columns, stride)
+    return pointers
+
+
+@triton.jit
+def slice_pointers(block, first_key, slice_key, stride, keys, columns, STRIDE: tl.constexpr):
+    """Pointers of the slice that begins slice_key keys after the n_block that begins at first_key.
+
+    block: ``block_pointers``. With a STRIDE the pointers of a thread, which are 8 keys apart,
+    differ by constants and need one register pair.
+    """
+    pointers = ()
+    for i in tl.static_range(len(columns)):
+        pointer = block[i] + first_key * stride
+        if STRIDE:
+            pointer += (keys % 8)[:, None] * STRIDE + columns[i][None, :]
+            pointer += (keys // 8 * 8 + slice_key)[:, None] * STRIDE
+        elif slice_key > 0:
+            pointer += slice_key * stride
+        pointers += (pointer,)
+    return pointers
 
 
 @triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "num_rows", "num_splits"])
