@@ -168,6 +168,37 @@ def test_the_table_of_cached_calls():
                 assert ("." in cell) == (1000 * measured < 99.95), (case, provider)
 
 
+def fa2_ratios(folder: str, row: str, column: str) -> list[str]:
+    """flashattn3's speed over FlashAttention-2 in the cells of one column whose row begins so."""
+    return [
+        f"{r['speed_ratio']['fa2']:.2f}"
+        for suite in ("odd-dims", "dims")
+        for r in records(f"{folder}/{suite}.jsonl")
+        if r["provider"] == "flashattn3" and r["column"] == column and r["row"].startswith(row)
+    ]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_tables_of_head_dims_of_triton(direction):
+    (_, *columns), *rows = TABLES["Triton"][1 if direction == "fwd" else 2]
+    folder = "h100-sm80" + "-backward" * (direction == "bwd")
+    assert rows
+    for head_dim, *cells in rows:
+        for column, cell in zip(columns, cells, strict=True):
+            both = [
+                fa2_ratios(folder, f"{direction} d{head_dim} {mask}", column)
+                for mask in ("full", "causal")
+            ]
+            assert bool(cell) == all(both), (head_dim, column)
+            if cell:
+                shown = cell.split(" / ")
+                assert all(x in found for x, found in zip(shown, both, strict=True)), (
+                    head_dim,
+                    column,
+                    both,
+                )
+
+
 SUMMARY = {
     "Hopper forward": ("h100", "fwd"),
     "Hopper backward": ("h100-backward", "bwd"),
