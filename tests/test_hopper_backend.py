@@ -114,6 +114,7 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
 
 # block_m → batch and seqlen_q of 16 heads whose work tiles have so many rows.
 ROWS_OF = {64: (1, 64), 128: (1, 768), 192: (64, 768)}
+KEYS_OF = {(64, 96): 257, (64, 112): 197}  # head dim and block_n → keys in such blocks
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,8 @@ ROWS_OF = {64: (1, 64), 128: (1, 768), 192: (64, 768)}
 )
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_config):
     dtype = DTYPES[kernel_config.dtype]
-    longest = kernel_config.max_seqlen_k or 4096
+    keys = KEYS_OF.get((kernel_config.head_dim, kernel_config.block_n), 4096)
+    longest = kernel_config.max_seqlen_k or keys
     batch, seqlen_q = ROWS_OF[kernel_config.block_m]
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": longest, "heads": (16, 16)}
     tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype, **sizes)

@@ -42,7 +42,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 74
+    assert len(set(names)) == len(names) <= 88
     assert all(name.isidentifier() for name in names)
 
 
@@ -96,7 +96,7 @@ def test_every_problem_finds_exactly_one_row(dtype, masked):
             assert config.head_dim == min(d for d in HEAD_DIMS[dtype] if d >= head_dim)
             assert config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k
         kin = [
-            (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k, r.block_m)
+            (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k, r.block_m, r.block_n)
             for r in FORWARD_CONFIGS
         ]
         assert len(set(kin)) == len(kin)
@@ -198,13 +198,30 @@ def test_few_work_tiles_are_small(seqlen_q, num_batch_heads, block_m):
     assert config.block_m == block_m
 
 
-def test_tiles_of_other_sizes_give_the_same_bits():
-    """A row's result depends on the blocks of keys alone, so the number of SMs changes nothing."""
-    of = {}
-    for r in FORWARD_CONFIGS:
-        key = r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k
-        of.setdefault(key, set()).add((r.block_n, r.keys_per_descale, r.promote_keys))
-    assert all(len(blocks) == 1 for blocks in of.values())
+BLOCKS_OF_KEYS = {50: 96, 77: 96, 112: 112, 128: 128, 197: 112, 256: 128, 257: 96, 384: 128}
+BLOCKS_OF_KEYS |= dict.fromkeys((0, 577, 729, 1024, 1500, 4096, 4097), 128)
+
+
+@pytest.mark.parametrize(("seqlen_k", "block_n"), BLOCKS_OF_KEYS.items())
+def test_few_keys_are_in_the_blocks_that_they_fill(seqlen_k, block_n):
+    config = select_forward_config("bf16", 64, 64, False, seqlen_k)
+    assert config.block_n == block_n
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_keys_alone_decide_their_blocks(head_dim, masked, dtype):
+    """A row's result depends on the blocks of keys alone, so the number of queries, heads, batches
+    and SMs changes no bit of it."""
+    for seqlen_k in (1, 77, 128, 197, 257, 300, 512, 1000, 1024, 1025, 5000):
+        found = {
+            select_forward_config(dtype, head_dim, head_dim, masked, seqlen_k, seqlen_q, heads, 132)
+            for seqlen_q in (1, 64, 197, 768, 4096)
+            for heads in (1, 16, 1024)
+        }
+        blocks = {(r.block_n, r.keys_per_descale, r.promote_keys) for r in found}
+        assert len(blocks) == 1, (seqlen_k, blocks)
 
 
 @pytest.mark.parametrize("kind", [ForwardConfig, BackwardConfig, DecodeConfig])

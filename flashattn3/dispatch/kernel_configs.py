@@ -183,6 +183,7 @@ def _backward_configs(
 
 MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
 MEASURED_64 = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-25"
+MEASURED_SHORT = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-26"
 MEASURED_192 = "H100 80GB HBM3, forward_check --time, 2026-11-24"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 # dtypes, head dim, masked, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
@@ -190,6 +191,12 @@ FORWARD_CONFIGS = (
     *_forward_configs(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 4, measured=MEASURED_64),
     *_forward_configs(SIXTEEN_BIT, 64, False, 128, 128, 4, 2, 4, measured=MEASURED_64),
     *_forward_configs(SIXTEEN_BIT, 64, False, 64, 128, 4, 1, 4, measured=MEASURED_64),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 192, 112, 4, 3, 4, measured=MEASURED_SHORT),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 128, 112, 4, 2, 4, measured=MEASURED_SHORT),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 64, 112, 4, 1, 4, measured=MEASURED_SHORT),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 192, 96, 4, 3, 4, measured=MEASURED_SHORT),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 128, 96, 4, 2, 4, measured=MEASURED_SHORT),
+    *_forward_configs(SIXTEEN_BIT, 64, False, 64, 96, 4, 1, 4, measured=MEASURED_SHORT),
     *_forward_configs(
         SIXTEEN_BIT, 64, True, 192, 64, 4, 3, 4, max_seqlen_k=1024, measured=MEASURED_64
     ),
@@ -197,6 +204,9 @@ FORWARD_CONFIGS = (
         SIXTEEN_BIT, 64, True, 128, 64, 4, 2, 4, max_seqlen_k=1024, measured=MEASURED_64
     ),
     *_forward_configs(SIXTEEN_BIT, 64, True, 192, 128, 4, 3, 4, measured=MEASURED_64),
+    *_forward_configs(
+        SIXTEEN_BIT, 96, False, 192, 64, 3, 3, 2, max_seqlen_k=1024, measured=MEASURED_SHORT
+    ),
     *_forward_configs(SIXTEEN_BIT, 96, False, 192, 96, 2, 3, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 96, True, 192, 96, 2, 3, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 128, False, 192, 64, 4, 3, 2, measured=MEASURED),
@@ -278,6 +288,8 @@ def all_configs() -> tuple[KernelConfig, ...]:
 
 # Time of a work tile of so many rows over that of one of 192 rows (H100, head dim 64).
 TILE_TIMES = {192: 1.0, 128: 0.87, 64: 0.68}
+# Time of a key in a block of so many keys over that in a block of 128 (the same); else 1.
+KEY_TIMES = {112: 1.04, 96: 1.04}
 
 
 def select_forward_config(
@@ -291,7 +303,8 @@ def select_forward_config(
     num_sms: int = 1,
 ) -> ForwardConfig | None:
     """The config with the smallest sufficient head dim, head dim of V and max_seqlen_k, in this
-    order, and of those the one whose work tiles take the least time; None if there is none.
+    order, then the one whose blocks of keys take the least time, so that the keys alone decide how
+    a row is summed, and of those the one whose work tiles do; None if there is none.
 
     seqlen_q: of a sequence on average; by default so long that the largest tile is best.
     num_batch_heads: query heads times batch.
@@ -309,8 +322,14 @@ def select_forward_config(
         num_tiles = math.ceil(seqlen_q / config.block_m) * num_batch_heads
         return math.ceil(num_tiles / num_sms) * TILE_TIMES[config.block_m]
 
+    def key_time(config: ForwardConfig) -> float:
+        keys = math.ceil(seqlen_k / config.block_n) * config.block_n
+        return keys * KEY_TIMES.get(config.block_n, 1.0)
+
     def order(config: ForwardConfig) -> tuple[float, ...]:
-        return config.head_dim, config.head_dim_v, config.max_seqlen_k or math.inf, time(config)
+        longest = config.max_seqlen_k or math.inf
+        key = key_time(config), -config.block_n
+        return config.head_dim, config.head_dim_v, longest, *key, time(config)
 
     return min(fitting, key=order, default=None)
 
