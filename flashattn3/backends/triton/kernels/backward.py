@@ -78,7 +78,8 @@ def _dq_index(BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, NUM_WARPS: tl.constexp
     layout of the accumulator the additions are scattered, not wrong. FlashAttention-2 also keeps
     dq_accum in the order of its accumulator (flash_bwd_kernel.h, atomicAdd of acc_dq).
     """
-    WARPS: tl.constexpr = min(NUM_WARPS, WIDTH // 8)
+    # Not min(), of which Triton 3.5 makes no constexpr.
+    WARPS: tl.constexpr = NUM_WARPS if NUM_WARPS <= WIDTH // 8 else WIDTH // 8
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     thread = (rows % 8 * 4)[:, None] + (columns // 8 % WARPS * 32 + columns // 2 % 4)[None, :]
     register = (rows // 8 * 2)[:, None] + (

@@ -19,7 +19,8 @@ def column_parts(BLOCK: tl.constexpr, PART: tl.constexpr):
     """BLOCK columns in parts of PART, of which the last may be narrower."""
     columns = ()
     for first in tl.static_range(0, BLOCK, PART):
-        columns += (first + tl.arange(0, min(PART, BLOCK - first)),)
+        # Triton 3.5 makes no constexpr of min().
+        columns += (first + tl.arange(0, PART if first + PART <= BLOCK else BLOCK - first),)
     return columns
 
 
