@@ -23,20 +23,21 @@ def widest(head_dim: int, head_dim_v: int) -> int:
 
 
 def whole_columns(head_dim: int, head_dim_v: int) -> dict[str, int]:
-    """All columns at once."""
+    """The kernels multiply all columns at once."""
     return _constants(*((padded(dim),) * 2 for dim in (head_dim, head_dim_v)))
 
 
 def forward_columns(head_dim: int, head_dim_v: int) -> dict[str, int]:
-    """Of the forward with mma.sync: at most two parts, the first as wide as fits."""
+    """The forward with mma.sync multiplies at most two parts, the first as wide as fits."""
     dims = head_dim, head_dim_v
     return _constants(*(in_parts(dim, 1 << (dim.bit_length() - 1)) for dim in dims))
 
 
 def backward_columns(head_dim: int, head_dim_v: int, narrowest: int | None) -> dict[str, int]:
-    """Of the backward without WGMMA. narrowest: of the parts, with mma.sync; None: with tcgen05,
-    all columns at once.
+    """The backward without WGMMA multiplies parts of 64 columns, up to 192 columns.
 
+    narrowest: columns of the narrowest part, with mma.sync; None: tcgen05 multiplies all columns
+        at once.
     With more than 128 columns of V at once, at least 128 of Q and K are multiplied: with fewer,
     ptxas spills 7 KB per thread on 8.0 (docs/log/triton.md, 2026-11-26).
     """
@@ -71,8 +72,11 @@ def blocks_alike(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def fp8_columns(head_dim: int, head_dim_v: int, wgmma: bool) -> dict[str, int]:
-    """Of the 8-bit forward. wgmma: V, in float16, has at least the swizzle of K, in bytes, since
-    with a narrower one its descriptors are wrong, as in ``blocks_alike``."""
+    """The 8-bit forward multiplies all columns at once.
+
+    wgmma: the swizzle of V, which is float16, is at least as wide in bytes as that of K: the
+        matrix descriptors of a narrower one are wrong, as in ``blocks_alike``.
+    """
     width = max(SMALLEST_FP8_WIDTH, padded(head_dim))
     least = min(WIDEST_SWIZZLE, width // 2) if wgmma else 0
     return whole_columns(width, max(head_dim_v, least))
