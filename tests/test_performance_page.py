@@ -178,10 +178,17 @@ def fa2_ratios(folder: str, row: str, column: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_the_tables_of_head_dims_of_triton(direction):
-    (_, *columns), *rows = TABLES["Triton"][1 if direction == "fwd" else 2]
-    folder = "h100-sm80" + "-backward" * (direction == "bwd")
+@pytest.mark.parametrize(
+    ("table", "folder", "direction"),
+    [
+        (1, "h100-sm80", "fwd"),
+        (2, "h100-sm80-backward", "bwd"),
+        (3, "h100-triton", "fwd"),
+        (4, "h100-triton", "bwd"),
+    ],
+)
+def test_the_tables_of_head_dims_of_triton(table, folder, direction):
+    (_, *columns), *rows = TABLES["Triton"][table]
     assert rows
     for head_dim, *cells in rows:
         for column, cell in zip(columns, cells, strict=True):

@@ -52,7 +52,7 @@ def tiles(*args, **kwargs):
 
 
 # Chip → its rows by head dim: (shared memory in KiB, whether it is for wgmma).
-HOPPER = dict.fromkeys((32, 64, 128, 256), (227, True))
+HOPPER = dict.fromkeys((32, 56, 64, 80, 96, 120, 128, 192, 256), (227, True))
 SMALL = dict.fromkeys((32, 64, 96, 128, 160, 192, 256), (99, False))
 LARGE = {head_dim: (163 if head_dim in (128, 160, 256) else 99, False) for head_dim in SMALL}
 GOLDEN_ROWS = {
@@ -67,18 +67,20 @@ GOLDEN_ROWS = {
     replace(H100, shared_memory_bytes=163 * 1024): LARGE,
     replace(H100, shared_memory_bytes=99 * 1024): SMALL,
 }
-# Head dim → its row, with mma.sync, which multiplies columns in parts, and with WGMMA.
+# Head dim → its row, with mma.sync and with WGMMA.
 ROW_OF_HEAD_DIM = {
     8: (32, 32),
     32: (32, 32),
-    33: (64, 64),
+    33: (64, 56),
     64: (64, 64),
-    72: (96, 128),
-    96: (96, 128),
-    97: (128, 128),
+    72: (96, 80),
+    81: (96, 96),
+    96: (96, 96),
+    97: (128, 120),
+    121: (128, 128),
     128: (128, 128),
-    129: (160, 256),
-    161: (192, 256),
+    129: (160, 192),
+    161: (192, 192),
     193: (256, 256),
     256: (256, 256),
 }
@@ -93,7 +95,7 @@ def test_every_gpu_gets_its_row(device, head_dim):
     assert found.backend.name == "triton"
     assert found.declined == ()
     tile_config = found.launch.config.tile_config
-    assert tile_config.head_dim == ROW_OF_HEAD_DIM[head_dim][device.lowering == 90]
+    assert tile_config.head_dim == ROW_OF_HEAD_DIM[head_dim][GOLDEN_ROWS[device] is HOPPER]
     assert (tile_config.shared_memory_kib, tile_config.wgmma) == GOLDEN_ROWS[device][
         tile_config.head_dim
     ]

@@ -267,7 +267,7 @@ BACKWARD_PARTS = {
     (128, 104): (128, 128, 128, 128),
     (192, 160): (192, 64, 160, 64),
     (64, 256): (128, 128, 256, 256),
-    (136, 144): (160, 64, 160, 64),
+    (136, 160): (160, 64, 160, 64),
     (200, 100): (256, 256, 128, 128),
 }
 
@@ -285,6 +285,15 @@ def test_the_forward_with_mma_sync_multiplies_columns_in_parts(dims, width):
         assert columns_of(launch, aligned) == FORWARD_PARTS[dims]
 
 
+@pytest.mark.parametrize("dims", FORWARD_PARTS)
+def test_the_forward_with_wgmma_does_so_where_loads_are_pipelined(dims):
+    whole = tuple(x for block in blocks_alike(*dims) for x in (block, block))
+    even, odd = (launches(dims[0], width, dims[1], H100)["forward"] for width in (256, 259))
+    in_parts = FORWARD_PARTS[dims] if dims[1] % 8 == 0 else whole
+    assert columns_of(even, True) == in_parts
+    assert columns_of(even, False) == columns_of(odd, True) == columns_of(odd, False) == whole
+
+
 @pytest.mark.parametrize("dims", BACKWARD_PARTS)
 def test_the_backward_with_mma_sync_multiplies_columns_in_parts(dims):
     found = launches(dims[0], 256, dims[1], A100)
@@ -294,9 +303,16 @@ def test_the_backward_with_mma_sync_multiplies_columns_in_parts(dims):
         assert (constants["BLOCK_D"], constants["PART_D"]) == BACKWARD_PARTS[dims][:2]
 
 
-@pytest.mark.parametrize("chip", [H100, replace(B200, lowering=100)], ids=lambda chip: chip.name)
-def test_wgmma_and_tcgen05_multiply_whole_columns(chip):
-    found = launches(96, 256, 80, chip)
+@pytest.mark.parametrize("dims", BACKWARD_PARTS)
+def test_the_backward_with_wgmma_has_parts_as_narrow_as_its_rows(dims):
+    found = launches(dims[0], 256, dims[1], H100)
+    wanted = (144, 64, 160, 64) if dims == (136, 160) else BACKWARD_PARTS[dims]
+    for name in ("bwd_dkdv", "bwd_dq"):
+        assert columns_of(found[name], True) == wanted
+
+
+def test_tcgen05_multiplies_whole_columns():
+    found = launches(96, 256, 80, replace(B200, lowering=100))
     for name in ("forward", "bwd_dkdv", "bwd_dq"):
         assert columns_of(found[name], True) == (128, 128, 128, 128)
 

@@ -42,7 +42,8 @@ class TritonConfig:
         always native.
     packed: the tile of a forward that the kernels of cached calls run; None: forward.py runs it.
     in_parts: whether kernels multiply 96 columns, for example, as 64 and 32, not as 128
-        (columns.py). mma.sync in 16 bits.
+        (columns.py). In 16 bits, except with tcgen05.
+    wgmma: whether Triton multiplies by WGMMA.
     """
 
     tile_config: TileConfig
@@ -53,6 +54,7 @@ class TritonConfig:
     native_fp8: bool = False
     packed: CacheTile | None = None
     in_parts: bool = False
+    wgmma: bool = False
 
     def describe(self) -> dict[str, object]:
         if self.packed is not None:
@@ -150,7 +152,7 @@ class TritonBackend:
 
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
         dims, eight_bit = (problem.head_dim, problem.head_dim_v), problem.dtype in EIGHT_BIT
-        in_parts = not eight_bit and device.lowering != 90 and device.lowering not in TCGEN05
+        in_parts = not eight_bit and device.lowering not in TCGEN05
         if not in_parts:
             dims = (widest(*dims),) * 2
         tile_config = select_tile_config(*dims, device.lowering, device.shared_memory_bytes)
@@ -163,17 +165,17 @@ class TritonBackend:
         m_blocks = tiles.forward.num_m_blocks(problem.seqlen_q)
         programs = m_blocks * problem.num_heads_q * problem.batch
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
+        products = {"in_parts": in_parts, "wgmma": device.lowering == 90}
         if packed.is_packed(problem, device, programs):
             cached = packed.as_cached(problem)
             tile, sizes = select_tile(cached, device), (problem.batch, problem.total_q)
             grid = (tile.grid(cached, *sizes, problem.seqlen_q)[1], 1, 1)
-            return TritonConfig(tile_config, tiles, cached.num_splits, grid, arch, packed=tile)
+            splits = cached.num_splits
+            return TritonConfig(tile_config, tiles, splits, grid, arch, packed=tile, **products)
         num_splits = _num_splits(problem, programs, tiles.forward, device.num_sms)
         grid = (programs * num_splits, 1, 1)
         native_fp8 = eight_bit and (device.lowering or 0) >= FIRST_WITH_FP8
-        return TritonConfig(
-            tile_config, tiles, num_splits, grid, arch, native_fp8, in_parts=in_parts
-        )
+        return TritonConfig(tile_config, tiles, num_splits, grid, arch, native_fp8, **products)
 
 
 BACKEND = TritonBackend()

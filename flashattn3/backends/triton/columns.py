@@ -23,21 +23,20 @@ def widest(head_dim: int, head_dim_v: int) -> int:
 
 
 def whole_columns(head_dim: int, head_dim_v: int) -> dict[str, int]:
-    """The kernels multiply all columns at once."""
+    """A kernel multiplies all columns at once."""
     return _constants(*((padded(dim),) * 2 for dim in (head_dim, head_dim_v)))
 
 
 def forward_columns(head_dim: int, head_dim_v: int) -> dict[str, int]:
-    """The forward with mma.sync multiplies at most two parts, the first as wide as fits."""
+    """The forward multiplies at most two parts, the first as wide as fits."""
     dims = head_dim, head_dim_v
     return _constants(*(in_parts(dim, 1 << (dim.bit_length() - 1)) for dim in dims))
 
 
 def backward_columns(head_dim: int, head_dim_v: int, narrowest: int | None) -> dict[str, int]:
-    """The backward without WGMMA multiplies parts of 64 columns, up to 192 columns.
+    """The backward multiplies parts of 64 columns, up to 192 columns.
 
-    narrowest: columns of the narrowest part, with mma.sync; None: tcgen05 multiplies all columns
-        at once.
+    narrowest: columns of the narrowest part; None: tcgen05 multiplies all columns at once.
     With more than 128 columns of V at once, at least 128 of Q and K are multiplied: with fewer,
     ptxas spills 7 KB per thread on 8.0 (docs/log/triton.md, 2026-11-26).
     """

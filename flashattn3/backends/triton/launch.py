@@ -201,16 +201,16 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         *score_scale.log2_factors,
         *_descale_layouts(problem),
     )
-    dims, alike = (problem.head_dim, problem.head_dim_v), {}
+    dims = problem.head_dim, problem.head_dim_v
+    columns = forward_columns(*dims) if config.in_parts else whole_columns(*dims)
+    alike = {}
     if fp8:
-        columns = fp8_columns(*dims, config.tile_config.wgmma)
-    elif config.in_parts:
-        columns = forward_columns(*dims)
-    else:
+        columns = fp8_columns(*dims, config.wgmma)
+    elif config.wgmma:
         alike = whole_columns(*blocks_alike(*dims))
         # The first scalars are the strides of q, k and v.
         unpipelined = tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9])
-        columns = alike if unpipelined else whole_columns(*dims)
+        columns = alike if unpipelined else columns
     constants = _features(problem, tile, columns) | {
         "SLICE_N": tile.slice_n or tile.block_n,
         "K_STRIDE_S": _constant_stride(problem.k.stride[1], tile),
@@ -511,8 +511,6 @@ def _bounds_and_factors(problem: Problem) -> tuple[int | float, ...]:
 
 def _backward_columns(problem: Problem, config: TritonConfig) -> dict[str, int]:
     dims = problem.head_dim, problem.head_dim_v
-    if config.tile_config.wgmma:
-        return whole_columns(*dims)
     narrowest = config.tiles.of_bwd_kernel.narrowest_part if config.in_parts else None
     return backward_columns(*dims, narrowest)
 

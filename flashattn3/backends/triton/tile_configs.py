@@ -112,18 +112,29 @@ D192 = Tiles(Tile(64, 64, 4, 2, 16), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), BWD
 # goes through shared memory; not those of 128 rows.
 D256_V128 = replace(D192, forward=Tile(128, 32, 4, 2, 16))
 D256_99 = Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
+# WGMMA, full and masked. WIDE is for wide rows, and for rows that begin anywhere in a line of 128
+# bytes: more queries share what a block of keys takes to load.
+WIDE = Tile(128, 64, 8, 3)
+WGMMA_D64 = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3))
+WGMMA_D96 = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
+WGMMA_D128 = (
+    Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 32, 8, 3)),
+    Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+)
+WGMMA_D192 = Tiles(WIDE, Tile(64, 128, 8, 2), Tile(64, 32, 4, 2))
 TILE_CONFIGS = (
     TileConfig(32, True, 227,
         full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)),
         masked=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3))),
-    TileConfig(64, True, 227,
-        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),
-        masked=Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3))),
-    TileConfig(128, True, 227,
-        full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 32, 8, 3)),
-        masked=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))),
+    TileConfig(56, True, 227, replace(WGMMA_D64, forward=WIDE), replace(WGMMA_D64, forward=WIDE)),
+    TileConfig(64, True, 227, WGMMA_D64, WGMMA_D64),
+    TileConfig(80, True, 227, WGMMA_D96, WGMMA_D96),
+    TileConfig(96, True, 227, replace(WGMMA_D96, forward=WIDE), WGMMA_D96),
+    TileConfig(120, True, 227, *(replace(tiles, forward=WIDE) for tiles in WGMMA_D128)),
+    TileConfig(128, True, 227, *WGMMA_D128),
+    TileConfig(192, True, 227, WGMMA_D192, WGMMA_D192),
     TileConfig(256, True, 227,
-        full=Tiles(Tile(128, 64, 8, 2), Tile(32, 32, 4, 3), Tile(128, 32, 8, 3)),
+        full=Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
         masked=Tiles(Tile(128, 32, 8, 3), Tile(32, 32, 4, 3), Tile(128, 32, 8, 3))),
     TileConfig(32, False, 99,
         full=Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
