@@ -195,8 +195,8 @@ for of in EIGHT_BIT:
 ALL += [(chip, d, "softcap-split", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
 ALL += [(H100, d, "softcap-split", "bfloat16") for d in (96, 192)]
 # out in float32 goes through shared memory, of which this chip has the least.
-NARROW = [d for d in HEAD_DIMS[RTX5090] if d not in WHOLE_HEAD_DIMS]
-ALL += [(RTX5090, d, "softcap-split", "bfloat16") for d in NARROW]
+IN_PARTS = [d for d in HEAD_DIMS[RTX5090] if d not in WHOLE_HEAD_DIMS]
+ALL += [(RTX5090, d, "softcap-split", "bfloat16") for d in IN_PARTS]
 
 
 def name_of(arguments) -> str:

@@ -22,7 +22,7 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm
 
-from ..backends.triton.backend import TCGEN05, TritonConfig
+from ..backends.triton.backend import TritonConfig
 from ..backends.triton.tile_configs import Tile, TileConfig, Tiles
 from ..call.metadata import Metadata
 from ..call.problem import Problem, describe
@@ -70,8 +70,8 @@ class Candidate:
         tile_config = TileConfig(self.head_dim, self.lowering == 90, 0, tiles, tiles)
         arch = None if self.lowering == self.capability else f"sm{self.lowering}"
         programs = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
-        products = {"in_parts": self.lowering not in TCGEN05, "wgmma": self.lowering == 90}
-        config = TritonConfig(tile_config, tiles, 1, (programs, 1, 1), arch, **products)
+        grid = (programs, 1, 1)
+        config = TritonConfig(tile_config, tiles, 1, grid, arch, lowering=self.lowering)
         return triton_launch.all_launches(problem, config)[self.kernel]
 
     def flops(self) -> float:

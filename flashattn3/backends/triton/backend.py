@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -41,9 +41,7 @@ class TritonConfig:
     native_fp8: whether it multiplies e4m3; if not, the kernel converts e4m3 to float16. int8 is
         always native.
     packed: the tile of a forward that the kernels of cached calls run; None: forward.py runs it.
-    in_parts: whether kernels multiply 96 columns, for example, as 64 and 32, not as 128
-        (columns.py). In 16 bits, except with tcgen05.
-    wgmma: whether Triton multiplies by WGMMA.
+    lowering: of the device.
     """
 
     tile_config: TileConfig
@@ -53,8 +51,18 @@ class TritonConfig:
     arch: str | None = None
     native_fp8: bool = False
     packed: CacheTile | None = None
-    in_parts: bool = False
-    wgmma: bool = False
+    lowering: int | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether kernels for 16 bits multiply 96 columns, for example, as 64 and 32, not as 128
+        (columns.py)."""
+        return self.lowering not in TCGEN05
+
+    @property
+    def wgmma(self) -> bool:
+        """Whether Triton multiplies by WGMMA."""
+        return self.lowering == 90
 
     def describe(self) -> dict[str, object]:
         if self.packed is not None:
@@ -152,8 +160,7 @@ class TritonBackend:
 
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
         dims, eight_bit = (problem.head_dim, problem.head_dim_v), problem.dtype in EIGHT_BIT
-        in_parts = not eight_bit and device.lowering not in TCGEN05
-        if not in_parts:
+        if eight_bit or device.lowering in TCGEN05:
             dims = (widest(*dims),) * 2
         tile_config = select_tile_config(*dims, device.lowering, device.shared_memory_bytes)
         tiles = tile_config.masked if problem.masked else tile_config.full
@@ -165,17 +172,16 @@ class TritonBackend:
         m_blocks = tiles.forward.num_m_blocks(problem.seqlen_q)
         programs = m_blocks * problem.num_heads_q * problem.batch
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
-        products = {"in_parts": in_parts, "wgmma": device.lowering == 90}
+        config = partial(TritonConfig, tile_config, tiles, arch=arch, lowering=device.lowering)
         if packed.is_packed(problem, device, programs):
             cached = packed.as_cached(problem)
             tile, sizes = select_tile(cached, device), (problem.batch, problem.total_q)
             grid = (tile.grid(cached, *sizes, problem.seqlen_q)[1], 1, 1)
-            splits = cached.num_splits
-            return TritonConfig(tile_config, tiles, splits, grid, arch, packed=tile, **products)
+            return config(num_splits=cached.num_splits, grid=grid, packed=tile)
         num_splits = _num_splits(problem, programs, tiles.forward, device.num_sms)
         grid = (programs * num_splits, 1, 1)
         native_fp8 = eight_bit and (device.lowering or 0) >= FIRST_WITH_FP8
-        return TritonConfig(tile_config, tiles, num_splits, grid, arch, native_fp8, **products)
+        return config(num_splits=num_splits, grid=grid, native_fp8=native_fp8)
 
 
 BACKEND = TritonBackend()

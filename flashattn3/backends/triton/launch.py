@@ -202,15 +202,16 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         *_descale_layouts(problem),
     )
     dims = problem.head_dim, problem.head_dim_v
-    columns = forward_columns(*dims) if config.in_parts else whole_columns(*dims)
     alike = {}
     if fp8:
         columns = fp8_columns(*dims, config.wgmma)
-    elif config.wgmma:
+    else:
+        columns = forward_columns(*dims) if config.in_parts else whole_columns(*dims)
+    if config.wgmma and not fp8:
         alike = whole_columns(*blocks_alike(*dims))
         # The first scalars are the strides of q, k and v.
-        unpipelined = tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9])
-        columns = alike if unpipelined else columns
+        if tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9]):
+            columns = alike
     constants = _features(problem, tile, columns) | {
         "SLICE_N": tile.slice_n or tile.block_n,
         "K_STRIDE_S": _constant_stride(problem.k.stride[1], tile),

@@ -116,6 +116,7 @@ D256_99 = Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile
 # bytes: more queries share what a block of keys takes to load.
 WIDE = Tile(128, 64, 8, 3)
 WGMMA_D64 = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3))
+WGMMA_D56 = replace(WGMMA_D64, forward=WIDE)
 WGMMA_D96 = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
 WGMMA_D128 = (
     Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 32, 8, 3)),
@@ -126,7 +127,7 @@ TILE_CONFIGS = (
     TileConfig(32, True, 227,
         full=Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)),
         masked=Tiles(Tile(128, 64, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3))),
-    TileConfig(56, True, 227, replace(WGMMA_D64, forward=WIDE), replace(WGMMA_D64, forward=WIDE)),
+    TileConfig(56, True, 227, WGMMA_D56, WGMMA_D56),
     TileConfig(64, True, 227, WGMMA_D64, WGMMA_D64),
     TileConfig(80, True, 227, WGMMA_D96, WGMMA_D96),
     TileConfig(96, True, 227, replace(WGMMA_D96, forward=WIDE), WGMMA_D96),
