@@ -8,6 +8,7 @@ bypasses the dispatcher.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from .call.inputs import (
     tensors_by_name,
 )
 from .call.spec import Options
+from .dispatch.planned import PlannedCalls
 from .modes import (
     has_autocast,
     has_dual_level,
@@ -68,35 +70,49 @@ def attend(
     if has_autocast():
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
-    if type(q) is Scaled:
-        plain = _is_plain_8_bits(q, k, v)
-    else:
-        plain = type(q) is type(k) is type(v) is Tensor and is_plain() and not q.is_meta
-        needs_gradient = plain and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if needs_gradient and torch.is_grad_enabled():
-            if q.dtype in EIGHT_BIT:
-                refuse_gradients(options.function, q=q, k=k, v=v)
-            return _attend_with_gradients(tensors, options, bhsd)
+    if type(q) is type(k) is type(v) is Tensor and is_plain() and not q.is_meta:
+        return _attend_plain(tensors, options, bhsd)
     if bhsd:
         tensors = _transposed(tensors)
+    plain = type(q) is Scaled and _is_plain_8_bits(q, k, v)
     out, lse = (forward_of if plain else _watched_or_scaled)(tensors, options)
     return (out, lse) if options.return_lse else out
 
 
-def _attend_with_gradients(
-    tensors: Tensors, options: Options, bhsd: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+@lru_cache(maxsize=4096)
+def planned_calls(options: Options, bhsd: bool) -> PlannedCalls:
+    """The launches of eager calls with these options."""
+    return PlannedCalls()
+
+
+def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tuple[Tensor, Tensor]:
     """An eager call that nothing watches, with a node in C++ where the backend has one."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    differentiably = needs_gradient and torch.is_grad_enabled()
+    # The node of the backend does not differentiate lse.
+    plannable = tensors.cu_seqlens_q is None and not (differentiably and options.return_lse)
+    if plannable:
+        calls = planned_calls(options, bhsd)
+        results = calls.attend(q, k, v, differentiably) if calls.found else None
+        if results is not None:
+            return results if options.return_lse else results[0]
+    if differentiably and q.dtype in EIGHT_BIT:
+        refuse_gradients(options.function, q=q, k=k, v=v)
     key = checked_key_of(options.function, tensors)
     if bhsd:
         key = key_of_transposed(key)
     launch = launch_under(key, tensors, options)
-    differentiable = launch.differentiable
-    if differentiable is not None and not options.return_lse:  # its lse has no gradient
-        run = differentiable.bhsd if bhsd else differentiable.bshd
-        return run(tensors.q, tensors.k, tensors.v)[0]
+    planned = (launch.planned_bhsd if bhsd else launch.planned_bshd) if plannable else None
+    if planned is not None:
+        calls.add(planned)
     if bhsd:
         tensors = _transposed(tensors)
+    if not differentiably:
+        out, lse = launch.forward(tensors)
+        return (out, lse) if options.return_lse else out
+    if planned is not None and planned.operators.differentiable is not None:
+        return planned.operators.differentiable(q, k, v, attn_mask=planned.words)[0]
     return _apply(tensors.q, tensors.k, tensors.v, tensors, options, key, launch)
 
 

@@ -14,14 +14,22 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .autograd import attend, no_second_derivative
+from .autograd import attend, no_second_derivative, planned_calls
 from .call.inputs import Tensors
+from .call.public import once_for_plain_values, reader
 from .call.spec import CALL, OF_MODELS, Options
 from .call.value_checks import is_checked
 from .dispatch.planned import PlannedCalls
 from .dispatch.selection import ANY, named_backend, traced_backends
 from .errors import value_error
-from .modes import has_autocast, is_plain, needs_gradient, refuse_tangents
+from .modes import (
+    are_deterministic,
+    has_autocast,
+    is_plain,
+    is_plain_if_eager,
+    needs_gradient,
+    refuse_tangents,
+)
 from .operator_rules import under_autocast
 from .ops import backward_of, fake_backward_of, fake_forward_of, launch_of
 
@@ -59,6 +67,38 @@ def attend_bhsd(
     if not options.return_lse:
         return _of_batch(result, q)
     return _of_batch(result[0], q), _lse_of_batch(result[1], q)
+
+
+def attend_like_before(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, left: int, cap: float
+) -> Tensor | None:
+    """Compute out of an eager call like an earlier one, as each layer of a model is like the layer
+    before. None if ``attend_bhsd`` has to, because there was none or torch watches the call.
+
+    left: keys that a window shows before the diagonal, and after it if not causal.
+    """
+    plain = type(q) is type(k) is type(v) is Tensor and is_plain_if_eager()
+    if not plain or q.is_meta or has_autocast():
+        return None
+    try:
+        calls = _calls_of(named_backend.get(), are_deterministic(), scale, causal, left, cap)
+    except TypeError:  # a value of a type without hash
+        return None
+    if calls.found is None:
+        return None
+    needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    results = calls.attend(q, k, v, needs_gradient and torch.is_grad_enabled())
+    return None if results is None else results[0]
+
+
+@once_for_plain_values
+def _calls_of(backend, deterministic, scale, causal, left, cap) -> PlannedCalls:
+    """Those of ``autograd.planned_calls`` for calls that name no other option."""
+    window = left, 0 if causal else left
+    return planned_calls(_read_options(window, scale, causal, cap), True)
+
+
+_read_options = reader(CALL, FUNCTION, ("window_size", "softmax_scale", "causal", "softcap"))
 
 
 def is_compiled(q: Tensor, k: Tensor, v: Tensor) -> bool:

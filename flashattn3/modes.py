@@ -17,16 +17,18 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 
 def is_plain() -> bool:
     """Whether nothing of torch watches the call: no compiler, mode, transform or dual level."""
-    return not (
-        _is_compiling()
-        or _num_modes()
-        or _transforms() is not None
-        or forward_ad._current_level >= 0
-    )
+    return not _is_compiling() and is_plain_if_eager()
 
 
-# Whether autocast is enabled for any kind of device.
+def is_plain_if_eager() -> bool:
+    """The same of a call that the compiler is known not to trace."""
+    return not (_num_modes() or _transforms() is not None or forward_ad._current_level >= 0)
+
+
+# Whether autocast is enabled for any kind of device, and whether torch's algorithms are asked to be
+# deterministic, without the calls of Python functions around them.
 has_autocast = torch._C._is_any_autocast_enabled
+are_deterministic = torch._C._get_deterministic_algorithms
 
 
 def is_traced() -> bool:

@@ -11,6 +11,7 @@ MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=1000000000 keeps it fro
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,9 @@ from flashattn3 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     ops,
+    use_backend,
 )
+from flashattn3.autograd import planned_calls
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
 from flashattn3.integrations.segments import Segments
@@ -239,6 +242,96 @@ def check_operators_of_compiled_graphs(host):
         bhsd.is_checked = checked
 
 
+def check_calls_like_an_earlier_one(host):
+    """Such a call finds its launch without Python, passes the same to the driver and returns the
+    same. Any other call is checked as the first one was."""
+
+    def given(is_bhsd, seqlen=56, heads=(4, 2), dtype=torch.bfloat16, batch=2, dv=64):
+        shapes = [(heads[0], 64), (heads[1], 64), (heads[1], dv)]
+        tensors = [torch.randn(batch, seqlen, *shape).to(dtype) for shape in shapes]
+        return [x.transpose(1, 2) if is_bhsd else x for x in tensors]
+
+    def run(tensors, is_bhsd, gradients, **options):
+        """Events of a call and its gradient without descriptors, which are cached; layouts of the
+        results; whether Python looked for a plan."""
+        function = flash_attn_bhsd_func if is_bhsd else flash_attn_func
+        leaves, results = [x.detach().requires_grad_(gradients) for x in tensors], []
+
+        def both():
+            found = function(*leaves, causal=True, **options)
+            out = found[0] if options.get("return_lse") else found
+            results.extend(found if options.get("return_lse") else [out])
+            if gradients:
+                results.extend(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+        before = ops._plan.cache_info()[:2]
+        events = [x for x in events_of(host, both) if x[0] not in ("descriptor", "strides")]
+        kinds = [(x.shape, x.stride(), x.dtype, type(x.grad_fn).__name__) for x in results]
+        return events, kinds, ops._plan.cache_info()[:2] != before
+
+    def is_planned_in_python(*arguments, **options):
+        return run(*arguments, **options)[2]
+
+    for is_bhsd, gradients in itertools.product((False, True), repeat=2):
+        planned_calls.cache_clear()
+        for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dv": 32}):
+            tensors = given(is_bhsd, **other)
+            known = {x.data_ptr() for x in tensors}
+            first, kinds, planned = run(tensors, is_bhsd, gradients)
+            of_backward = 3 + ("heads" not in other)  # one sums the parts of a KV head
+            assert [x[0] for x in first].count("launch") == 1 + gradients * of_backward
+            assert planned
+            for _ in range(2):
+                events, found, planned = run(tensors, is_bhsd, gradients)
+                assert found == kinds and not planned
+                expect_same_events(events, first, known)
+        assert not is_planned_in_python(given(is_bhsd), is_bhsd, gradients)
+        for other in ({"batch": 1}, {"seqlen": 57}, {"heads": (8, 2)}, {"dv": 16}):
+            assert is_planned_in_python(given(is_bhsd, **other), is_bhsd, gradients)
+            assert not is_planned_in_python(given(is_bhsd, **other), is_bhsd, gradients)
+        unaligned = [torch.zeros(2, 4, 4, 65).bfloat16()[..., 1:] for _ in range(3)]
+        for _ in range(2):
+            assert is_planned_in_python(unaligned, is_bhsd, gradients)
+        assert is_planned_in_python(given(is_bhsd), is_bhsd, gradients, softmax_scale=0.3)
+        for _ in range(2):  # the node does not differentiate lse
+            planned = is_planned_in_python(given(is_bhsd), is_bhsd, gradients, return_lse=True)
+        assert planned == gradients
+        with use_backend("reference"):
+            assert is_planned_in_python(given(is_bhsd), is_bhsd, gradients)
+        function = flash_attn_bhsd_func if is_bhsd else flash_attn_func
+        meta = [x.to("meta").requires_grad_(gradients) for x in given(is_bhsd)]
+        out = function(*meta, causal=True)
+        assert out.is_meta and out.shape == (2, 56, 4, 64)
+        q, k, v = given(is_bhsd)
+        with pytest.raises(ValueError, match=r"k.dtype must be torch.bfloat16"):
+            function(q.requires_grad_(gradients), k.half(), v, causal=True)
+
+
+def check_layers_like_an_earlier_one(host):
+    """A layer of a model finds the launch of the function for its layout and options."""
+    layer = torch.nn.Module()
+    layer.is_causal = True
+    cases = (
+        ({}, {"causal": True}),
+        ({"is_causal": False, "scaling": 0.2}, {"softmax_scale": 0.2}),
+        ({"sliding_window": 9, "softcap": 7.0}, {"causal": True, "window_size": (8, 0)}),
+        ({"sliding_window": 9, "is_causal": False}, {"window_size": (8, 8)}),
+    )
+    for options, of_function in cases:
+        planned_calls.cache_clear()
+        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in inputs(64)]
+        cap = {"softcap": 7.0} if "softcap" in options else {}
+        wanted = launches_of(flash_attn_bhsd_func(*leaves, **of_function, **cap))
+        for _ in range(3):
+            out, _ = attention(layer, *leaves, None, **options)
+            assert torch.equal(launches_of(out), wanted)
+        before = ops._plan.cache_info()
+        attention(layer, *leaves, None, **options)
+        with torch.no_grad():
+            attention(layer, *leaves, None, **options)
+        assert ops._plan.cache_info() == before
+
+
 def check_gradients_that_tma_cannot_read(host):
     q, k, v = inputs(40, heads=(2, 2))
     flash_attn_func(q, k, v).sum().backward()  # an expanded gradient
@@ -314,15 +407,14 @@ def check_calls_without_the_node(host):
 def check_refusals(host):
     q, k, v = inputs(32)
     operator = torch._scaled_dot_product_flash_attention_for_cpu
-    with pytest.raises(RuntimeError, match="attn_mask must be prepared launches, got None"):
+    with pytest.raises(RuntimeError, match="attn_mask must be planned launches, got None"):
         operator(q, k, v)
-    with pytest.raises(RuntimeError, match="launches must be those of a forward and a backward"):
+    with pytest.raises(RuntimeError, match="launches must be planned launches, got another"):
         operator(q, k, v, attn_mask=torch.zeros(4, dtype=torch.int64))
-    out = flash_attn_func(q, k, v)
-    (launches,) = [x for x in vars_saved(out.grad_fn) if x.dtype == torch.int64]
+    launches = launches_of(flash_attn_func(q, k, v))
     with pytest.raises(RuntimeError, match="must be unset: launches hold the options"):
         operator(q, k, v, is_causal=True, attn_mask=launches)
-    with pytest.raises(RuntimeError, match=r"forward: k.shape must be \(2, 32, 2, 64\)"):
+    with pytest.raises(RuntimeError, match="forward: q, k and v must be those of a planned"):
         operator(q, k[:, :31], v, attn_mask=launches)
 
 
@@ -365,6 +457,12 @@ def check_the_next_token_of_a_model(host):
         expect_same_events(events_of(host, layer), wanted, known)
         assert _checked_decode.cache_info() == checks
         assert [event[0] for event in wanted].count("launch") == 1
+
+
+def launches_of(out):
+    """What the node of out in C++ has saved."""
+    (launches,) = [x for x in vars_saved(out.grad_fn) if x.dtype == torch.int64]
+    return launches
 
 
 def vars_saved(node):
@@ -430,8 +528,9 @@ def print_times() -> None:
     use_cached_calls()
     bhsd.is_checked = ops.is_checked = lambda device: False
     with_node = times_of_calls()
-    HopperLaunch.differentiable = None
+    HopperLaunch.planned_bshd = HopperLaunch.planned_bhsd = None
     ops._plan.cache_clear()
+    planned_calls.cache_clear()
     without = times_of_calls()
     for name, time in with_node.items():
         print(f"{name}: {time:.1f} us, without the node in C++ {without[name]:.1f}")

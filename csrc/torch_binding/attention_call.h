@@ -26,10 +26,12 @@ struct Shape {
   int64_t size[5];
 };
 
-// The tensors that both passes read. varlen: the cu_seqlens are given.
+// The tensors that both passes read. varlen: the cu_seqlens are given. bhsd: q, k and v have their
+// heads before their tokens; not with varlen.
 struct CallTensors {
   Tensor q, k, v;
   std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+  bool bhsd = false;
 
   static CallTensors take(Arguments& arguments);
   // Whether used lengths shorten the sequences.
@@ -43,8 +45,13 @@ void expect_shape(const char* function, const char* name, const Tensor& tensor,
 // than 1.
 void expect_rows(const char* function, const char* name, const Tensor& tensor, Shape wanted);
 
-// (batch, tokens, heads, columns), or with varlen (tokens, heads, columns).
-Shape rows_shape(const AttentionProblem& problem, int64_t tokens, int64_t heads, int64_t columns);
+// Axes of q, k, v and their gradients; by default of out and dout.
+inline const Axes& axes_of(const AttentionProblem& problem, bool bhsd = false) {
+  return problem.varlen ? kVarlen : bhsd ? kBhsd : kBshd;
+}
+// The shape of `tokens` rows in these axes, without the batch if varlen.
+Shape rows_shape(const AttentionProblem& problem, const Axes& axes, int64_t tokens, int64_t heads,
+                 int64_t columns);
 // (batch, num_heads_q, seqlen_q), or with varlen (num_heads_q, total_q): of lse.
 Shape lse_shape(const AttentionProblem& problem);
 
@@ -58,9 +65,9 @@ void check_results(const char* function, const AttentionProblem& problem, const 
                    const Tensor& lse);
 
 // Allocates a 16-bit tensor of `tokens` rows whose columns are rounded up to a multiple of 8 (16
-// bytes).
-Tensor new_rows(const AttentionProblem& problem, int64_t tokens, int64_t heads, int64_t columns,
-                int32_t dtype, int device);
+// bytes). In memory each row follows the row before it, whatever the axes.
+Tensor new_rows(const AttentionProblem& problem, const Axes& axes, int64_t tokens, int64_t heads,
+                int64_t columns, int32_t dtype, int device);
 
 // Fills everything but v_stride, tile_counter and the extra arguments of 8-bit kernels.
 // varlen_schedule: its memory, or null.
@@ -99,7 +106,7 @@ struct BackwardCall {
   CallTensors tensors;
 };
 
-// Dense, in the rows of q, k and v, columns rounded up to a multiple of 8 (16 bytes).
+// In the axes of q, k and v, as new_rows allocates them.
 struct Gradients {
   Tensor dq, dk, dv;
 };

@@ -4,11 +4,11 @@
 // stable ABI has no nodes of its own. This operator has one: it saves q, k, v, out, lse and
 // attn_mask and passes them to the backward, and no code between the two reads a shape.
 //
-// attn_mask: the prepared launches of both passes. q, k, v and out have their tokens before their
-// heads (BSHD), as everywhere in this library; with bhsd q, k, v and their gradients have their
-// heads first (BHSD), so that a caller with such tensors needs no transposes, which have nodes of
-// their own. dropout_p, is_causal and scale have their defaults: the launches have the options of
-// the call.
+// attn_mask: PlannedPasses, among which the operator finds the launches of the call; RuntimeError
+// if there are none. Out has its tokens before its heads (BSHD), and so have q, k, v and their
+// gradients; with passes that say bhsd, these have their heads first (BHSD), so that a caller with
+// such tensors needs no transposes, which have nodes of their own. dropout_p, is_causal and scale
+// have their defaults: the launches have the options of the call.
 #include "torch_binding/autograd_node.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -20,6 +20,7 @@
 
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/planned_passes.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
@@ -41,11 +42,14 @@ struct Options {
   }
 };
 
-const PreparedLaunches& launches_of(const char* function, const Options& options) {
+const PlannedPasses& passes_of(const char* function, const Options& options,
+                               const GivenTensors& tensors) {
   const bool unset = options.dropout_p == 0 && !options.is_causal && !options.scale;
   expect(unset, function, "dropout_p, is_causal, scale", "unset: launches hold the options", "set");
-  expect(options.launches.has_value(), function, "attn_mask", "prepared launches", "None");
-  return prepared_launches(function, *options.launches);
+  expect(options.launches.has_value(), function, "attn_mask", "planned launches", "None");
+  const PlannedPasses* planned = find_planned(function, *options.launches, tensors);
+  expect(planned != nullptr, function, "q, k and v", "those of a planned call", "others");
+  return *planned;
 }
 
 // A dense copy of a tensor of three or four axes.
@@ -63,15 +67,6 @@ Tensor copied(const Tensor& tensor) {
 // The tensor, or a copy, with rows that TMA reads. The last axis is a multiple of 16 bytes.
 Tensor in_aligned_rows(const Tensor& tensor) { return fits_tma(tensor) ? tensor : copied(tensor); }
 
-// A view of a tensor of four axes with heads and tokens exchanged.
-Tensor exchanged(const Tensor& tensor) {
-  expect(tensor.dim() == 4, "attention", "the number of axes of q, k and v", 4, tensor.dim());
-  const int64_t sizes[] = {tensor.size(0), tensor.size(2), tensor.size(1), tensor.size(3)};
-  const int64_t strides[] = {tensor.stride(0), tensor.stride(2), tensor.stride(1),
-                             tensor.stride(3)};
-  return view_of(tensor, sizes, strides);
-}
-
 Tensor in_dense_memory(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : copied(tensor);
 }
@@ -79,16 +74,15 @@ Tensor in_dense_memory(const Tensor& tensor) {
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr char kName[] = "forward";
   Arguments arguments(stack);
-  ForwardCall call{.tensors = {.q = arguments.take<Tensor>(),
-                               .k = arguments.take<Tensor>(),
-                               .v = arguments.take<Tensor>()}};
+  const GivenTensors given{
+      .q = arguments.take<Tensor>(), .k = arguments.take<Tensor>(), .v = arguments.take<Tensor>()};
   const Options options = Options::take(arguments);
-  const PreparedLaunches& launches = launches_of(kName, options);
-  CallTensors& tensors = call.tensors;
-  if (launches.bhsd != 0) {
-    for (Tensor* x : {&tensors.q, &tensors.k, &tensors.v}) *x = exchanged(*x);
-  }
-  const auto [out, lse] = run_forward(kName, launches.forward, call);
+  const PlannedPasses& planned = passes_of(kName, options, given);
+  const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
+  expect(fits_tma(q) && fits_tma(k) && fits_tma(v), kName, "q, k and v",
+         "of addresses and strides of a planned call", "others");
+  const ForwardCall call{.tensors = {.q = q, .k = k, .v = v, .bhsd = planned.bhsd != 0}};
+  const auto [out, lse] = run_forward(kName, planned.forward, call);
   return_results(stack, std::tuple(out, lse));
 }
 
@@ -96,23 +90,21 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr char kName[] = "backward";
   Arguments arguments(stack);
-  const Tensor dout = arguments.take<Tensor>(), q = arguments.take<Tensor>(),
-               k = arguments.take<Tensor>(), v = arguments.take<Tensor>(),
-               out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
+  const Tensor dout = arguments.take<Tensor>();
+  const GivenTensors given{
+      .q = arguments.take<Tensor>(), .k = arguments.take<Tensor>(), .v = arguments.take<Tensor>()};
+  const Tensor out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
   const Options options = Options::take(arguments);
-  const PreparedLaunches& launches = launches_of(kName, options);
-  const bool bhsd = launches.bhsd != 0;
-  const auto rows = [=](const Tensor& x) { return in_aligned_rows(bhsd ? exchanged(x) : x); };
+  const PlannedPasses& planned = passes_of(kName, options, given);
   const BackwardCall call{.dout = in_aligned_rows(dout),
                           .out = in_aligned_rows(out),
                           .lse = in_dense_memory(lse),
-                          .tensors = {.q = rows(q), .k = rows(k), .v = rows(v)}};
-  const auto [dq, dk, dv] = run_backward(kName, launches.backward, call);
-  if (bhsd) {
-    return_results(stack, std::tuple(exchanged(dq), exchanged(dk), exchanged(dv)));
-  } else {
-    return_results(stack, std::tuple(dq, dk, dv));
-  }
+                          .tensors = {.q = in_aligned_rows(given.q),
+                                      .k = in_aligned_rows(given.k),
+                                      .v = in_aligned_rows(given.v),
+                                      .bhsd = planned.bhsd != 0}};
+  const auto [dq, dk, dv] = run_backward(kName, planned.backward, call);
+  return_results(stack, std::tuple(dq, dk, dv));
 }
 
 }  // namespace

@@ -30,7 +30,8 @@ void check_call(const char* function, const AttentionProblem& problem, const Bac
   check_tensors(function, problem, call.tensors, false);
   check_results(function, problem, call.out, call.lse);
   expect_rows(function, "dout", call.dout,
-              rows_shape(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v));
+              rows_shape(problem, axes_of(problem), problem.total_q, problem.num_heads_q,
+                         problem.head_dim_v));
   if (call.dlse) expect_shape(function, "dlse", *call.dlse, lse_shape(problem));
 }
 
@@ -43,13 +44,14 @@ void check_gradient(const char* function, const char* name, const Tensor& gradie
 
 void check_gradients(const char* function, const AttentionProblem& problem,
                      const Gradients& gradients) {
+  const Axes& axes = axes_of(problem);
   const int64_t heads_kv = problem.num_heads_kv;
   check_gradient(function, "dq", gradients.dq,
-                 rows_shape(problem, problem.total_q, problem.num_heads_q, problem.head_dim));
+                 rows_shape(problem, axes, problem.total_q, problem.num_heads_q, problem.head_dim));
   check_gradient(function, "dk", gradients.dk,
-                 rows_shape(problem, problem.total_k, heads_kv, problem.head_dim));
+                 rows_shape(problem, axes, problem.total_k, heads_kv, problem.head_dim));
   check_gradient(function, "dv", gradients.dv,
-                 rows_shape(problem, problem.total_k, heads_kv, problem.head_dim_v));
+                 rows_shape(problem, axes, problem.total_k, heads_kv, problem.head_dim_v));
 }
 
 // Strides of (batch, heads, rows), or with varlen (heads, rows).
@@ -72,6 +74,7 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
          const Gradients& gradients, int device) {
   const auto& [dq, dk, dv] = gradients;
   const bool varlen = problem.varlen;
+  const Axes& axes = axes_of(problem, call.tensors.bhsd);
   const cudaStream_t stream = current_stream(device);
   const std::optional<Tensor> schedule = new_varlen_schedule(problem, device);
   const std::optional<Tensor> workspace =
@@ -83,14 +86,14 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
       .dq = dq.data_ptr(),
       .dk = dk.data_ptr(),
       .dv = dv.data_ptr(),
-      .dout_stride = row_strides(call.dout, varlen),
+      .dout_stride = row_strides(call.dout, axes_of(problem)),
       .dlse_stride = call.dlse ? lse_strides(*call.dlse, varlen) : Strides{},
-      .dq_stride = row_strides(dq, varlen),
-      .dk_stride = row_strides(dk, varlen),
-      .dv_stride = row_strides(dv, varlen),
+      .dq_stride = row_strides(dq, axes),
+      .dk_stride = row_strides(dk, axes),
+      .dv_stride = row_strides(dv, axes),
       .workspace = workspace ? workspace->data_ptr() : nullptr,
   };
-  params.forward.v_stride = row_strides(call.tensors.v, varlen);
+  params.forward.v_stride = row_strides(call.tensors.v, axes);
   if (problem.has_no_gradients() || (!varlen && call.tensors.shortened())) {
     for (const Tensor* gradient : {&dq, &dk, &dv}) clear(*gradient, stream);
   }
@@ -133,7 +136,8 @@ Gradients run_backward(const char* function, const PreparedLaunch& launch,
   const DeviceGuard guard(device);
   const int32_t dtype = dtype_of(call.tensors.q);
   const auto gradient_of = [&](int64_t tokens, int64_t heads, int64_t columns) {
-    return new_rows(problem, tokens, heads, columns, dtype, device);
+    return new_rows(problem, axes_of(problem, call.tensors.bhsd), tokens, heads, columns, dtype,
+                    device);
   };
   const Gradients gradients{
       .dq = gradient_of(problem.total_q, problem.num_heads_q, problem.head_dim),

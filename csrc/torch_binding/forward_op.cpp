@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -87,9 +88,13 @@ void expect_rows(const char* function, const char* name, const Tensor& tensor, S
   expect(false, function, what.c_str(), 1, tensor.stride(last));
 }
 
-Shape rows_shape(const AttentionProblem& problem, int64_t tokens, int64_t heads, int64_t columns) {
+Shape rows_shape(const AttentionProblem& problem, const Axes& axes, int64_t tokens, int64_t heads,
+                 int64_t columns) {
   if (problem.varlen) return {3, {tokens, heads, columns}};
-  return {4, {problem.batch, tokens, heads, columns}};
+  Shape shape{4, {problem.batch, 0, 0, columns}};
+  shape.size[axes.rows] = tokens;
+  shape.size[axes.heads] = heads;
+  return shape;
 }
 
 Shape lse_shape(const AttentionProblem& problem) {
@@ -99,14 +104,16 @@ Shape lse_shape(const AttentionProblem& problem) {
 
 void check_tensors(const char* function, const AttentionProblem& problem,
                    const CallTensors& tensors, bool v_is_permuted) {
+  const auto expect_rows_of = [&](const char* name, const Tensor& tensor, int64_t tokens,
+                                  int64_t heads, int64_t columns) {
+    expect_shape(function, name, tensor,
+                 rows_shape(problem, axes_of(problem, tensors.bhsd), tokens, heads, columns));
+  };
   const int64_t heads_kv = problem.num_heads_kv;
-  expect_shape(function, "q", tensors.q,
-               rows_shape(problem, problem.total_q, problem.num_heads_q, problem.head_dim));
-  expect_shape(function, "k", tensors.k,
-               rows_shape(problem, problem.total_k, heads_kv, problem.head_dim));
+  expect_rows_of("q", tensors.q, problem.total_q, problem.num_heads_q, problem.head_dim);
+  expect_rows_of("k", tensors.k, problem.total_k, heads_kv, problem.head_dim);
   if (!v_is_permuted) {
-    expect_shape(function, "v", tensors.v,
-                 rows_shape(problem, problem.total_k, heads_kv, problem.head_dim_v));
+    expect_rows_of("v", tensors.v, problem.total_k, heads_kv, problem.head_dim_v);
   }
   if (problem.varlen) {
     check_index(function, "cu_seqlens_q", tensors.cu_seqlens_q, problem.batch + 1, true);
@@ -122,16 +129,20 @@ void check_tensors(const char* function, const AttentionProblem& problem,
 void check_results(const char* function, const AttentionProblem& problem, const Tensor& out,
                    const Tensor& lse) {
   expect_rows(function, "out", out,
-              rows_shape(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v));
+              rows_shape(problem, axes_of(problem), problem.total_q, problem.num_heads_q,
+                         problem.head_dim_v));
   expect_shape(function, "lse", lse, lse_shape(problem));
   expect(lse.is_contiguous(), function, "lse", "contiguous", "another layout");
 }
 
-Tensor new_rows(const AttentionProblem& problem, int64_t tokens, int64_t heads, int64_t columns,
-                int32_t dtype, int device) {
-  const int64_t whole = (columns + 7) / 8 * 8;
+Tensor new_rows(const AttentionProblem& problem, const Axes& axes, int64_t tokens, int64_t heads,
+                int64_t columns, int32_t dtype, int device) {
+  const int64_t whole = (columns + 7) / 8 * 8, row = heads * whole;
   if (problem.varlen) return new_tensor<3>({tokens, heads, whole}, dtype, device);
-  return new_tensor<4>({problem.batch, tokens, heads, whole}, dtype, device);
+  std::array<int64_t, 4> sizes{problem.batch, 0, 0, whole}, strides{tokens * row, 0, 0, 1};
+  sizes[axes.rows] = tokens, strides[axes.rows] = row;
+  sizes[axes.heads] = heads, strides[axes.heads] = whole;
+  return new_strided(sizes, strides, dtype, device);
 }
 
 ForwardParams make_params(const AttentionProblem& problem, const CallTensors& tensors,
@@ -144,9 +155,9 @@ ForwardParams make_params(const AttentionProblem& problem, const CallTensors& te
   params.v = tensors.v.data_ptr();
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
-  params.q_stride = row_strides(tensors.q, varlen);
-  params.k_stride = row_strides(tensors.k, varlen);
-  params.out_stride = row_strides(out, varlen);
+  params.q_stride = row_strides(tensors.q, axes_of(problem, tensors.bhsd));
+  params.k_stride = row_strides(tensors.k, axes_of(problem, tensors.bhsd));
+  params.out_stride = row_strides(out, axes_of(problem));
   const int64_t rows = problem.total_q;
   params.lse_stride = {.batch = varlen ? 0 : problem.num_heads_q * rows, .seq = 1, .head = rows};
   params.positions_q = {indices(tensors.cu_seqlens_q), indices(tensors.seqused_q)};
@@ -251,7 +262,7 @@ void run(const ForwardKernel& kernel, const AttentionProblem& problem, const For
     promoted = new_workspace(kernel.size(kernel.info.name, problem).workspace_bytes, device);
     params.quantized = quantized_params(problem, call, promoted);
   } else {
-    params.v_stride = row_strides(call.tensors.v, problem.varlen);
+    params.v_stride = row_strides(call.tensors.v, axes_of(problem, call.tensors.bhsd));
   }
   kernel.launch(kernel.info.name, params, stream);
 }
@@ -294,7 +305,8 @@ ForwardResults run_forward(const char* function, const PreparedLaunch& launch,
                         : problem.out_is_fp16            ? aoti_torch_dtype_float16()
                                                          : aoti_torch_dtype_bfloat16();
   const int64_t rows = problem.total_q, heads = problem.num_heads_q;
-  const Tensor out = new_rows(problem, rows, heads, problem.head_dim_v, dtype, device);
+  const Tensor out =
+      new_rows(problem, axes_of(problem), rows, heads, problem.head_dim_v, dtype, device);
   const int32_t fp32 = aoti_torch_dtype_float32();
   const Tensor lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
                                     : new_tensor<3>({problem.batch, heads, rows}, fp32, device);

@@ -138,10 +138,8 @@ std::span<const Record> planned(const char* function, const Tensor& tensor,
   return records;
 }
 
-// launches: PreparedLaunches or PlannedPasses.
-template <class Launches>
-bool are_both_passes(const Launches& launches) {
-  return launches.forward.pass == Pass::kForward && launches.backward.pass == Pass::kBackward;
+bool are_both_passes(const PlannedPasses& planned) {
+  return planned.forward.pass == Pass::kForward && planned.backward.pass == Pass::kBackward;
 }
 
 template <class Params>
@@ -180,15 +178,8 @@ const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Ten
   return found<PreparedLaunch>(function, pass, wanted, tensor);
 }
 
-const PreparedLaunches& prepared_launches(const char* function, const Tensor& tensor) {
-  const auto* launches = record_in<PreparedLaunches>(tensor);
-  const bool fits = launches != nullptr && are_both_passes(*launches);
-  expect(fits, function, "launches", "those of a forward and a backward", "another tensor");
-  return *launches;
-}
-
 std::span<const PlannedPasses> planned_passes(const char* function, const Tensor& tensor) {
-  return planned<PlannedPasses>(function, tensor, are_both_passes<PlannedPasses>);
+  return planned<PlannedPasses>(function, tensor, are_both_passes);
 }
 
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor) {

@@ -28,16 +28,14 @@ struct Prepared {
   Problem problem;
 };
 using PreparedLaunch = Prepared<AttentionProblem>;
-// Both passes of one call, as torch.cat joins their tensors with one that holds bhsd.
-struct PreparedLaunches {
-  PreparedLaunch forward, backward;
-  int64_t bhsd;  // 1: q, k and v are (batch, heads, tokens, head_dim), out is not; else 0
-};
-// The same for calls on the GPU of this index, further ones behind it: PlannedPasses of several
-// problems.
+// Both passes of calls on the GPU of this index, as torch.cat joins their tensors with one that
+// holds the rest, further ones behind it: PlannedPasses of several problems.
 struct PlannedPasses {
   PreparedLaunch forward, backward;
   int64_t device;
+  int64_t bhsd;  // 1: q, k and v have their heads before their tokens, out does not; else 0
+
+  const Axes& axes() const { return bhsd != 0 ? kBhsd : kBshd; }  // of q, k and v with a batch
 };
 using PreparedDecode = Prepared<CachedProblem>;
 // A prepared launch and the calls that it is planned for: those with seqlen_q queries of each
@@ -51,7 +49,6 @@ struct PlannedDecode {
 // The prepared launch in `tensor`. Throws for a tensor that prepare_forward (or prepare_backward,
 // as the pass says) did not return.
 const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor);
-const PreparedLaunches& prepared_launches(const char* function, const Tensor& tensor);
 std::span<const PlannedPasses> planned_passes(const char* function, const Tensor& tensor);
 // The same of prepare_decode.
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor);

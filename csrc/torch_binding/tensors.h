@@ -84,12 +84,20 @@ inline int to_int(const char* function, const char* name, int64_t number) {
   return static_cast<int>(number);
 }
 
-// Strides of (batch, rows, heads, ·), or with varlen (rows, heads, ·).
+// The axes of a tensor's rows and heads. Before them is the batch, behind them are the columns.
+struct Axes {
+  int rows, heads;
+};
+// (batch, rows, heads, ·), (batch, heads, rows, ·) and, with varlen, (rows, heads, ·).
+constexpr Axes kBshd{1, 2}, kBhsd{2, 1}, kVarlen{0, 1};
+
+inline Strides row_strides(const Tensor& tensor, const Axes& axes) {
+  return {.batch = axes.rows > 0 ? tensor.stride(0) : 0,
+          .seq = tensor.stride(axes.rows),
+          .head = tensor.stride(axes.heads)};
+}
 inline Strides row_strides(const Tensor& tensor, bool varlen) {
-  const int64_t rows = varlen ? 0 : 1;
-  return {.batch = varlen ? 0 : tensor.stride(0),
-          .seq = tensor.stride(rows),
-          .head = tensor.stride(rows + 1)};
+  return row_strides(tensor, varlen ? kVarlen : kBshd);
 }
 
 // Whether TMA reads a tensor of 16 bits: addresses and strides are multiples of 16 bytes, the last
@@ -120,12 +128,10 @@ inline Tensor view_of(const Tensor& tensor, std::span<const int64_t> sizes,
 // For new_tensor, in the place of a GPU's index.
 constexpr int kCpu = -1;
 
-// Allocates a dense, uninitialised tensor on a GPU, or with kCpu on the CPU.
+// Allocates an uninitialised tensor on a GPU, or with kCpu on the CPU.
 template <size_t kRank>
-Tensor new_tensor(const std::array<int64_t, kRank>& sizes, int32_t dtype, int device) {
-  std::array<int64_t, kRank> strides;
-  int64_t stride = 1;
-  for (size_t i = kRank; i-- > 0; stride *= sizes[i]) strides[i] = stride;
+Tensor new_strided(const std::array<int64_t, kRank>& sizes,
+                   const std::array<int64_t, kRank>& strides, int32_t dtype, int device) {
   AtenTensorHandle handle = nullptr;
   check_torch(aoti_torch_empty_strided(
                   kRank, sizes.data(), strides.data(), dtype,
@@ -133,6 +139,15 @@ Tensor new_tensor(const std::array<int64_t, kRank>& sizes, int32_t dtype, int de
                   device == kCpu ? 0 : device, &handle),
               "allocating a result");
   return Tensor(handle);
+}
+
+// The same, dense.
+template <size_t kRank>
+Tensor new_tensor(const std::array<int64_t, kRank>& sizes, int32_t dtype, int device) {
+  std::array<int64_t, kRank> strides;
+  int64_t stride = 1;
+  for (size_t i = kRank; i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  return new_strided(sizes, strides, dtype, device);
 }
 
 inline const int32_t* indices(const std::optional<Tensor>& tensor) {

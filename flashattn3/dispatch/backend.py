@@ -19,22 +19,19 @@ if TYPE_CHECKING:
 NAMES = ("hopper", "triton", "reference")
 
 
-class Differentiable(NamedTuple):
-    """Functions of q, k and v that return out and lse, of which out is differentiable. q, k and v
-    are (batch, seqlen, heads, head_dim), as out is, or (batch, heads, seqlen, head_dim)."""
+class PassOperators(NamedTuple):
+    """Functions that find the launches of a call among planned ones and run it.
 
-    bshd: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    bhsd: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class BhsdOperators(NamedTuple):
-    """Functions that find the launches of a call whose tensors have heads before tokens, run it and
-    return its results, None in place of each if no launches are planned for such a call.
-
-    forward: of (launches, q, k, v, cu_seqlens_q, cu_seqlens_k): out and lse.
-    backward: of (launches, dout, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k): dq, dk and dv.
+    differentiable: of (q, k, v, attn_mask=launches), without cu_seqlens: out with an autograd node
+        of its own, and lse. RuntimeError if no launches are planned for such a call. None:
+        autograd.py makes the node.
+    forward: of (launches, q, k, v, cu_seqlens_q, cu_seqlens_k), where q, k and v have a batch also
+        with cu_seqlens: out and lse, None in place of each if no launches are planned for it.
+    backward: of (launches, dout, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k): dq, dk and dv, or
+        None as above.
     """
 
+    differentiable: Callable[..., tuple[Tensor, Tensor]] | None
     forward: Callable[..., tuple[Tensor | None, Tensor | None]]
     backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
@@ -57,12 +54,12 @@ class Launch(Protocol):
         """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
 
     @property
-    def differentiable(self) -> Differentiable | None:
-        """``forward`` with an autograd node of its own behind out; None: autograd.py makes one."""
+    def planned_bshd(self) -> Planned | None:
+        """Both passes of such calls as ``PassOperators`` find them; None where they cannot."""
 
     @property
     def planned_bhsd(self) -> Planned | None:
-        """Both passes of such calls as ``BhsdOperators`` find them; None where they cannot."""
+        """The same of calls whose q, k and v have heads before tokens."""
 
 
 class Backend(Protocol):

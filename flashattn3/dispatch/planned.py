@@ -3,6 +3,8 @@ from its tensors, in less time than Python takes to read them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import NamedTuple
 
@@ -11,6 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 MOST = 16  # launches of calls with the same options; the operator tries one after the other
+
+
+@contextmanager
+def _outliving_the_call() -> Iterator[None]:
+    """Without the modes of a call, for tensors that others use later, also with gradients."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        yield
 
 
 class Planned(NamedTuple):
@@ -28,7 +37,7 @@ class Planned(NamedTuple):
     ) -> Planned:
         """handles: prepared launches, for calls on the device and with these numbers."""
         index = -1 if device.index is None else device.index
-        with _disable_current_modes():  # the plan outlives the call
+        with _outliving_the_call():
             words = torch.tensor((index, *numbers), device="cpu")
             return Planned(operators, torch.cat((*handles, words)))
 
@@ -45,8 +54,24 @@ class PlannedCalls:
         self._words: list[Tensor] = []
         self._lock = Lock()
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, differentiably: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute out and lse, or only out differentiably; None if Python has to check the call: no
+        launch is planned for it, or the launch failed and will again. ``found`` must not be None.
+        """
+        operators, launches = self.found
+        try:
+            if differentiably:
+                run = operators.differentiable
+                return None if run is None else run(q, k, v, attn_mask=launches)
+            results = operators.forward(launches, q, k, v, None, None)
+        except RuntimeError:
+            return None
+        return None if results[0] is None else results
+
     def add(self, planned: Planned) -> None:
-        with self._lock, _disable_current_modes():  # the tensors outlive the call
+        with self._lock, _outliving_the_call():
             if self._words and self._words[0] is planned.words:
                 return
             others = [x for x in self._words if not torch.equal(x, planned.words)]

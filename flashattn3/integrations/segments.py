@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import UnsupportedError, shown
+from ..errors import UnsupportedError, shown, value_error
 
 INSTEAD = "use attn_implementation='sdpa' or 'flex_attention' for this part of the model"
 HOLES = (
@@ -139,11 +139,17 @@ class Segments(NamedTuple):
         keys = _flattened((zero, begin, end), lengths[1])
         return Segments(self.causal, self.left, queries, keys, self.in_chunks)
 
-    def cut_at(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, lengths: tuple) -> Segments:
+    def cut_at(
+        self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, lengths: tuple
+    ) -> Segments:
         """Divide the segments further at the limits of packed sequences.
 
         lengths: (seqlen_q, seqlen_k) of the call.
         """
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            missing = "cu_seq_lens_q" if cu_seqlens_q is None else "cu_seq_lens_k"
+            wanted = "a tensor: cu_seq_lens_q and cu_seq_lens_k belong together"
+            raise value_error("transformers attention", missing, wanted, None)
         new = cu_seqlens_q.int(), cu_seqlens_k.int()
         if self.in_chunks and torch.compiler.is_compiling():
             # Chunks are right where every sequence begins with one.
@@ -161,23 +167,6 @@ class Segments(NamedTuple):
         old = self.cu_seqlens_q, self.cu_seqlens_k
         merged = (torch.cat(pair).sort().values for pair in zip(old, new, strict=True))
         return Segments(self.causal, self.left, *merged)
-
-    def at_positions(
-        self, position_ids: Tensor, batch: int, lengths: tuple, layer: torch.nn.Module
-    ) -> Segments:
-        """Divide rows where position 0 begins a sequence, for models that give their mask function
-        no positions.
-
-        lengths: (seqlen_q, seqlen_k) of the call; only where they are equal can rows be packed.
-        """
-        length = lengths[0]
-        packable = length == lengths[1] and length > 1
-        if not packable or position_ids.shape not in ((1, length), (batch, length)):
-            return self
-        edges = _edges_of_positions(position_ids, batch, layer)
-        if edges is None:
-            return self
-        return self._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
 
 
 def _of_one_query(sizes: Sequence[int]) -> bool:
@@ -282,7 +271,7 @@ def edges_of(begins: Tensor, count: int) -> Tensor:
 
 
 class _ReadPositions(NamedTuple):
-    """The position_ids that were read last, for a batch, and their cu_seqlens.
+    """The position_ids that were read last, for a batch of rows of a length, and their cu_seqlens.
 
     version: of the tensor; an inference tensor has none. layer: that read them, and its index.
     """
@@ -290,44 +279,53 @@ class _ReadPositions(NamedTuple):
     position_ids: weakref.ref
     version: int | None
     batch: int
+    length: int
     layer: weakref.ref
     layer_idx: int | None
     edges: Tensor | None
-
-    def serve(self, position_ids: Tensor, version: int | None, batch: int, layer) -> bool:
-        """Return whether a later layer of the same forward asks for them."""
-        reader, index = self.layer(), getattr(layer, "layer_idx", None)
-        ordered = index is not None and self.layer_idx is not None
-        later = index > self.layer_idx if ordered else reader is not layer
-        same = self.position_ids() is position_ids and self.version == version
-        return same and self.batch == batch and reader is not None and later
 
 
 _last_positions: list[_ReadPositions] = []  # at most one
 
 
-def _edges_of_positions(position_ids: Tensor, batch: int, layer: torch.nn.Module) -> Tensor | None:
-    """cu_seqlens of the sequences, None if every row is one.
+def edges_of_positions(
+    position_ids: Tensor, batch: int, length: int, layer: torch.nn.Module
+) -> Tensor | None:
+    """cu_seqlens of the sequences that begin at position 0, for models that give their mask
+    function no positions; None if every row is one, and for positions of another shape.
 
     The first layer of a forward reads the positions for all, which get the same tensor. In the next
-    forward their values may have changed. A compiled function cannot read them: there they may be
-    ``most_packed`` sequences.
+    forward their values may have changed.
     """
-    if torch.compiler.is_compiling():
-        begins = _begins(position_ids, batch)
-        count = batch * most_packed(position_ids.shape[1])
-        torch._assert_async(begins.sum() <= count, TOO_MANY)
-        return edges_of(begins, count)
+    index = getattr(layer, "layer_idx", None)
     version = None if position_ids.is_inference() else position_ids._version
-    if _last_positions and _last_positions[0].serve(position_ids, version, batch, layer):
-        return _last_positions[0].edges
-    later = position_ids[:, 1:]
-    zeros = later.numel() - int(torch.count_nonzero(later))
-    count = batch + zeros * (batch if position_ids.shape[0] == 1 else 1)
-    edges = edges_of(_begins(position_ids, batch), count) if zeros else None
-    place = weakref.ref(layer), getattr(layer, "layer_idx", None)
-    _last_positions[:] = [_ReadPositions(weakref.ref(position_ids), version, batch, *place, edges)]
+    for of, of_version, of_batch, of_length, reader, reader_index, edges in _last_positions:
+        if of() is position_ids and (of_version, of_batch, of_length) == (version, batch, length):
+            ordered = index is not None and reader_index is not None
+            later = index > reader_index if ordered else reader() is not layer
+            if later and reader() is not None:
+                return edges
+    if position_ids.shape not in ((1, length), (batch, length)):
+        return None
+    later, edges = position_ids[:, 1:], None
+    if not later.all():
+        zeros = later.numel() - int(torch.count_nonzero(later))
+        count = batch + zeros * (batch if position_ids.shape[0] == 1 else 1)
+        edges = edges_of(_begins(position_ids, batch), count)
+    of = weakref.ref(position_ids), version, batch, length
+    _last_positions[:] = [_ReadPositions(*of, weakref.ref(layer), index, edges)]
     return edges
+
+
+def edges_of_traced_positions(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
+    """The same in a compiled function, which cannot read positions: there may be ``most_packed``
+    sequences."""
+    if position_ids.shape not in ((1, length), (batch, length)):
+        return None
+    begins = _begins(position_ids, batch)
+    count = batch * most_packed(length)
+    torch._assert_async(begins.sum() <= count, TOO_MANY)
+    return edges_of(begins, count)
 
 
 def _begins(position_ids: Tensor, batch: int) -> Tensor:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..bhsd import attend_bhsd, call_operator, is_compiled
+from ..bhsd import attend_bhsd, attend_like_before, call_operator, is_compiled
 from ..call.dtypes import SIXTEEN_BIT
 from ..call.public import public, reader
 from ..errors import UnsupportedError, shown, value_error
@@ -30,7 +30,7 @@ from ..kvcache.planned import Further, run_planned
 from ..kvcache.problem import DECODE, MAX_HEAD_DIM
 from .libraries import import_library
 from .masks import mask
-from .segments import Segments
+from .segments import Segments, edges_of_positions, edges_of_traced_positions
 
 OLDEST, NEWEST = "4.57", "5.24"  # releases of transformers that the tests cover
 TAKEN = ("eager", "sdpa", "flex_attention")
@@ -100,40 +100,61 @@ def attention(
     Raises:
         UnsupportedError: dropout, or another argument that flashattn3 does not support.
     """
-    _refuse(dropout, others)
-    segments = Segments.of_mask(attention_mask, query.shape[0])
-    if segments is None:
+    compiling = torch.compiler.is_compiling()
+    if compiling or dropout or not _REFUSED.keys().isdisjoint(others):
+        _refuse(dropout, others)
+    batch, _, length, _ = query.shape
+    lengths = length, key.shape[2]
+    if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        left = -1 if sliding_window is None else sliding_window - 1
-        segments = Segments(causal, left)
-    if query.shape[2] == 1 and cu_seq_lens_q is cu_seq_lens_k is None:
+        segments = Segments(causal, -1 if sliding_window is None else sliding_window - 1)
+    else:
+        segments = Segments.of_mask(attention_mask, batch)
+    is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if length == 1 and not is_packed:
         out = _attend_to_cache(query, key, value, segments, scaling, softcap or 0.0, s_aux)
         if out is not None:
             return out, None
-    divided = attention_mask is not None and attention_mask.shape[-1] > 1
-    lengths = query.shape[2], key.shape[2]
-    segments = segments.packed(lengths)
-    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
-        wanted = "a tensor: cu_seq_lens_q and cu_seq_lens_k belong together"
-        raise value_error("transformers attention", missing, wanted, None)
-    if cu_seq_lens_q is not None:
+    is_whole = attention_mask is None or attention_mask.shape[-1] == 1
+    if attention_mask is not None:
+        segments = segments.packed(lengths)
+    if is_packed:
         segments = segments.cut_at(cu_seq_lens_q, cu_seq_lens_k, lengths)
-    elif segments.causal and not divided and position_ids is not None:
-        segments = segments.at_positions(position_ids, query.shape[0], lengths, module)
-    edges = segments.cu_seqlens_q, segments.cu_seqlens_k
-    window = segments.left, 0 if segments.causal else segments.left
-    sinks, cap = s_aux is not None, softcap or 0.0
-    if is_compiled(query, key, value):
-        values = scaling, segments.causal, *window, cap
-        result = call_operator(query, key, value, *edges, values, sinks)
+    elif position_ids is not None and segments.causal and is_whole and 1 < length == lengths[1]:
+        if compiling:
+            edges = edges_of_traced_positions(position_ids, batch, length)
+        else:
+            edges = edges_of_positions(position_ids, batch, length, module)
+        if edges is not None:
+            segments = segments._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
+    return _attend(query, key, value, segments, scaling, softcap or 0.0, s_aux), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    softcap: float,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """The attention of all queries."""
+    causal, left, edges_q, edges_k = segments[:4]
+    compiling = torch.compiler.is_compiling()
+    if s_aux is None and edges_q is None and not compiling:
+        out = attend_like_before(query, key, value, scaling, causal, left, softcap)
+        if out is not None:
+            return out
+    right = 0 if causal else left
+    if compiling and is_compiled(query, key, value):
+        values = scaling, causal, left, right, softcap
+        result = call_operator(query, key, value, edges_q, edges_k, values, s_aux is not None)
     else:
-        options = {"causal": segments.causal, "window_size": window, "softcap": cap}
-        options |= {"softmax_scale": scaling, "return_lse": sinks}
-        result = flash_attn_bhsd_func(query, key, value, *edges, **options)
-    if s_aux is not None:
-        result = _with_sinks(*result, s_aux)
-    return result, None
+        options = {"causal": causal, "window_size": (left, right), "softcap": softcap}
+        options |= {"softmax_scale": scaling, "return_lse": s_aux is not None}
+        result = flash_attn_bhsd_func(query, key, value, edges_q, edges_k, **options)
+    return result if s_aux is None else _with_sinks(*result, s_aux)
 
 
 def _attend_to_cache(

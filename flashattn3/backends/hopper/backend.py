@@ -41,7 +41,6 @@ from .decode_launch import (
 from .library import Library, library_for_gpu, mended_by
 
 if TYPE_CHECKING:
-    from ...dispatch.backend import Differentiable
     from ...dispatch.planned import Planned
     from ...kvcache.problem import DecodeProblem
 
@@ -122,12 +121,12 @@ class HopperLaunch:
         return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
-    def differentiable(self) -> Differentiable | None:
-        return hopper_launch.prepare_differentiable(self, self.library)
+    def planned_bshd(self) -> Planned | None:
+        return hopper_launch.planned(self, self.library, bhsd=False)
 
     @cached_property
     def planned_bhsd(self) -> Planned | None:
-        return hopper_launch.planned_bhsd(self, self.library)
+        return hopper_launch.planned(self, self.library, bhsd=True)
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +15,7 @@ from ...call.dtypes import EIGHT_BIT
 from ...call.inputs import Tensors, as_scaled
 from ...call.metadata import ALIGNMENT_BYTES
 from ...call.problem import Problem
-from ...dispatch.backend import BhsdOperators, Differentiable
+from ...dispatch.backend import PassOperators
 from ...dispatch.kernel_configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
@@ -109,41 +108,23 @@ def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors],
     )
 
 
-def prepare_differentiable(launch: HopperLaunch, library: Library) -> Differentiable | None:
-    """Build the functions whose autograd node runs in C++. None where a pass needs a copy first,
-    another backend or more tensors than q, k and v."""
-    handles = None if launch.problem.varlen else _handles_of_both_passes(launch, library)
-    operator = None if handles is None else library.autograd_node()
-    if operator is None:
-        return None
-    flags = torch.tensor([[0], [1]], device="cpu")
-    return Differentiable(
-        *(partial(operator, attn_mask=torch.cat((*handles, bhsd))) for bhsd in flags)
-    )
-
-
-def planned_bhsd(launch: HopperLaunch, library: Library) -> Planned | None:
-    """Both passes of a call whose tensors have heads before tokens. None as above, and where the
-    sequences have a used length."""
-    problem = launch.problem
-    shortened = problem.q.has_seqused or problem.k.has_seqused
-    handles = None if shortened else _handles_of_both_passes(launch, library)
-    if handles is None:
-        return None
-    operators = BhsdOperators(library.forward_bhsd, library.backward_bhsd)
-    return Planned.of(operators, handles, problem.device)
-
-
-def _handles_of_both_passes(launch: HopperLaunch, library: Library) -> tuple[Tensor, Tensor] | None:
-    """The prepared launches; None where a pass needs a copy first, or another backend."""
+def planned(launch: HopperLaunch, library: Library, bhsd: bool) -> Planned | None:
+    """Both passes of a call. None where a pass needs a copy first or another backend, and where the
+    sequences have a used length. bhsd: q, k and v have heads before tokens."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     if config.launch is None or config.gradient_config is None or not aligned:
         return None
-    if problem.dtype in EIGHT_BIT or problem.copied or config.copied:
+    shortened = problem.q.has_seqused or problem.k.has_seqused
+    if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
+        return None
+    node = library.autograd_node()
+    operators = PassOperators(node, library.forward_planned, library.backward_planned)
+    if not any(operators):
         return None
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
-    return config.launch.handle, backward.handle
+    handles = config.launch.handle, backward.handle
+    return Planned.of(operators, handles, problem.device, int(bhsd))
 
 
 def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:

@@ -53,8 +53,8 @@ class Library:
     decode_size: Callable | None = None
     decode: Callable | None = None
     decode_into: Callable | None = None
-    forward_bhsd: Callable | None = None
-    backward_bhsd: Callable | None = None
+    forward_planned: Callable | None = None
+    backward_planned: Callable | None = None
     decode_planned: Callable | None = None
     decode_planned_with: Callable | None = None
     append_planned: Callable | None = None
@@ -100,7 +100,7 @@ def find_library() -> Library:
     checked = {name: getattr(operators, name).default for name in arguments}
     newer = "register_autograd_node", "append", "decode_into"
     newer += "decode_planned", "decode_planned_with", "append_planned"
-    newer += "forward_bhsd", "backward_bhsd"
+    newer += "forward_planned", "backward_planned"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")

@@ -106,7 +106,7 @@ class ReferenceBackend:
 class ReferenceLaunch:
     """See ``Launch``."""
 
-    differentiable = planned_bhsd = None
+    planned_bshd = planned_bhsd = None
 
     problem: Problem
     config: ReferenceConfig

@@ -84,7 +84,7 @@ class TritonConfig:
 class TritonLaunch:
     """See ``Launch``. Triton is imported when a pass first runs."""
 
-    differentiable = planned_bhsd = None
+    planned_bshd = planned_bhsd = None
 
     problem: Problem
     config: TritonConfig

@@ -1,0 +1,158 @@
+// flashattn3_hopper::forward_planned and backward_planned: the passes of a call that is like an
+// earlier one, without an autograd node. q, k, v and their gradients have the axes that the planned
+// passes name. With cu_seqlens the operators view tensors as rows in less time than torch's
+// operators take.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "torch_binding/attention_call.h"
+#include "torch_binding/boxed.h"
+#include "torch_binding/planned_passes.h"
+#include "torch_binding/prepared.h"
+#include "torch_binding/tensors.h"
+
+namespace flashattn3 {
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+// Whether TMA reads the tensor, and with varlen (rows, heads, columns) is a view of it.
+bool is_readable(const Tensor& x, const Axes& axes, bool varlen) {
+  if (x.dim() != 4 || !fits_tma(x)) return false;
+  return !varlen || x.size(0) == 1 || x.stride(0) == x.size(axes.rows) * x.stride(axes.rows);
+}
+
+// (rows, heads, columns) of readable tensors, without varlen the tensor.
+Tensor rows_of(const Tensor& x, const Axes& axes, bool varlen) {
+  if (!varlen) return x;
+  const int64_t sizes[] = {x.size(0) * x.size(axes.rows), x.size(axes.heads), x.size(3)};
+  const int64_t strides[] = {x.stride(axes.rows), x.stride(axes.heads), 1};
+  return view_of(x, sizes, strides);
+}
+
+// The inverse: dense rows as tensors of these axes.
+Tensor batch_of(const Tensor& rows, int64_t batch, const Axes& axes, bool varlen) {
+  if (!varlen) return rows;
+  const int64_t tokens = rows.size(0) / batch, heads = rows.size(1), columns = rows.size(2);
+  int64_t sizes[] = {batch, 0, 0, columns}, strides[] = {tokens * heads * columns, 0, 0, 1};
+  sizes[axes.heads] = heads, strides[axes.heads] = columns;
+  sizes[axes.rows] = tokens, strides[axes.rows] = heads * columns;
+  return view_of(rows, sizes, strides);
+}
+
+// (batch, heads, tokens) of lse, with varlen (heads, rows).
+Tensor lse_of_batch(const Tensor& lse, int64_t batch) {
+  const int64_t heads = lse.size(0), rows = lse.size(1), tokens = rows / batch;
+  const int64_t sizes[] = {batch, heads, tokens}, strides[] = {tokens, rows, 1};
+  return view_of(lse, sizes, strides);
+}
+
+GivenTensors take_tensors(Arguments& arguments) {
+  return {.q = arguments.take<Tensor>(),
+          .k = arguments.take<Tensor>(),
+          .v = arguments.take<Tensor>(),
+          .cu_seqlens_q = arguments.take<Optional>(),
+          .cu_seqlens_k = arguments.take<Optional>()};
+}
+
+bool are_readable(const GivenTensors& given, const Axes& axes) {
+  const auto fits = [&](const Tensor& x) {
+    return is_readable(x, axes, given.varlen()) && x.numel() > 0;
+  };
+  return fits(given.q) && fits(given.k) && fits(given.v);
+}
+
+CallTensors in_rows(const GivenTensors& given, bool bhsd) {
+  const bool varlen = given.varlen();
+  const Axes& axes = bhsd ? kBhsd : kBshd;
+  return {.q = rows_of(given.q, axes, varlen),
+          .k = rows_of(given.k, axes, varlen),
+          .v = rows_of(given.v, axes, varlen),
+          .cu_seqlens_q = given.cu_seqlens_q,
+          .cu_seqlens_k = given.cu_seqlens_k,
+          .bhsd = bhsd && !varlen};
+}
+
+std::tuple<Optional, Optional> run(const Tensor& launches, const GivenTensors& given) {
+  constexpr char kName[] = "forward_planned";
+  const PlannedPasses* planned = find_planned(kName, launches, given);
+  if (planned == nullptr || !are_readable(given, planned->axes())) return {};
+  const CallTensors tensors = in_rows(given, planned->bhsd != 0);
+  auto [out, lse] = run_forward(kName, planned->forward, {.tensors = tensors});
+  if (!given.varlen()) return {out, lse};
+  const int64_t batch = given.q.size(0);
+  return {batch_of(out, batch, kBshd, true), lse_of_batch(lse, batch)};
+}
+
+// dout, out and lse have the shapes that the forward returns.
+std::tuple<Optional, Optional, Optional> run(const Tensor& launches, const Tensor& dout,
+                                             const Tensor& out, const Tensor& lse,
+                                             const GivenTensors& given) {
+  constexpr char kName[] = "backward_planned";
+  const PlannedPasses* planned = find_planned(kName, launches, given);
+  const bool varlen = given.varlen();
+  if (planned == nullptr || !are_readable(given, planned->axes()) ||
+      !is_readable(dout, kBshd, varlen) || !is_readable(out, kBshd, varlen)) {
+    return {};
+  }
+  const Axes& axes = planned->axes();
+  const int64_t batch = given.q.size(0);
+  const int64_t seqlen = given.q.size(axes.rows), heads = given.q.size(axes.heads);
+  const auto is_lse = [&] {
+    if (lse.dim() != 3 || lse.size(0) != batch || lse.size(1) != heads) return false;
+    if (!varlen) return lse.is_contiguous();
+    return lse.size(2) == seqlen && lse.stride(2) == 1 && lse.stride(1) == batch * seqlen &&
+           (batch == 1 || lse.stride(0) == seqlen);
+  };
+  if (!is_lse()) return {};
+  const int64_t sizes[] = {heads, batch * seqlen}, strides[] = {batch * seqlen, 1};
+  const BackwardCall call{.dout = rows_of(dout, kBshd, varlen),
+                          .out = rows_of(out, kBshd, varlen),
+                          .lse = varlen ? view_of(lse, sizes, strides) : lse,
+                          .tensors = in_rows(given, planned->bhsd != 0)};
+  const auto [dq, dk, dv] = run_backward(kName, planned->backward, call);
+  return {batch_of(dq, batch, axes, varlen), batch_of(dk, batch, axes, varlen),
+          batch_of(dv, batch, axes, varlen)};
+}
+
+void forward_planned(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor launches = arguments.take<Tensor>();
+  return_results(stack, run(launches, take_tensors(arguments)));
+}
+
+void backward_planned(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor launches = arguments.take<Tensor>(), dout = arguments.take<Tensor>(),
+               out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
+  return_results(stack, run(launches, dout, out, lse, take_tensors(arguments)));
+}
+
+}  // namespace
+
+// launches holds some PlannedPasses. An operator returns None if none of them is for such a call,
+// or if a tensor would have to be copied.
+STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
+#define FA3_CALL "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+  library.def("forward_planned(Tensor launches, " FA3_CALL ") -> (Tensor? out, Tensor? lse)");
+  library.def("backward_planned(Tensor launches, Tensor dout, Tensor out, Tensor lse, " FA3_CALL
+              ") -> (Tensor? dq, Tensor? dk, Tensor? dv)");
+#undef FA3_CALL
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
+  library.impl("forward_planned", forward_planned);
+  library.impl("backward_planned", backward_planned);
+}
+
+// Tensors on the CPU, for which no launch is planned, get None.
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
+  library.impl("forward_planned", forward_planned);
+  library.impl("backward_planned", backward_planned);
+}
+
+}  // namespace flashattn3
