@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .autograd import attend, no_second_derivative, planned_calls
 from .call.inputs import Tensors
-from .call.public import once_for_plain_values, reader
+from .call.public import once_for_plain_values
 from .call.spec import CALL, OF_MODELS, Options
 from .call.value_checks import is_checked
 from .dispatch.planned import PlannedCalls
@@ -70,35 +70,30 @@ def attend_bhsd(
 
 
 def attend_like_before(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, left: int, cap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
 ) -> Tensor | None:
     """Compute out of an eager call like an earlier one, as each layer of a model is like the layer
-    before. None if ``attend_bhsd`` has to, because there was none or torch watches the call.
-
-    left: keys that a window shows before the diagonal, and after it if not causal.
-    """
+    before. None if ``attend_bhsd`` has to, because there was none or torch watches the call."""
     plain = type(q) is type(k) is type(v) is Tensor and is_plain_if_eager()
     if not plain or q.is_meta or has_autocast():
         return None
+    in_force = named_backend.get() or ANY, are_deterministic()
     try:
-        calls = _calls_of(named_backend.get(), are_deterministic(), scale, causal, left, cap)
-    except TypeError:  # a value of a type without hash
+        calls = _planned_calls(*in_force, scale, causal, left, right, softcap)
+    except TypeError:  # a value of a type without hash, or of one that equals no other
         return None
     if calls.found is None:
         return None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     results = calls.attend(q, k, v, needs_gradient and torch.is_grad_enabled())
     return None if results is None else results[0]
-
-
-@once_for_plain_values
-def _calls_of(backend, deterministic, scale, causal, left, cap) -> PlannedCalls:
-    """Those of ``autograd.planned_calls`` for calls that name no other option."""
-    window = left, 0 if causal else left
-    return planned_calls(_read_options(window, scale, causal, cap), True)
-
-
-_read_options = reader(CALL, FUNCTION, ("window_size", "softmax_scale", "causal", "softcap"))
 
 
 def is_compiled(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -199,10 +194,10 @@ def _backward(
     return dq, dk, dv
 
 
-@lru_cache(maxsize=4096)
+@once_for_plain_values
 def _planned_calls(backend: str, deterministic: bool, *values) -> PlannedCalls:
-    """Those of calls with these options."""
-    return PlannedCalls()
+    """Those of calls with these options, also eager ones. values: of OF_MODELS."""
+    return planned_calls(_options(backend, deterministic, None, None, *values), True)
 
 
 def _run_forward(*arguments):

@@ -127,7 +127,13 @@ def attention(
             edges = edges_of_positions(position_ids, batch, length, module)
         if edges is not None:
             segments = segments._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
-    return _attend(query, key, value, segments, scaling, softcap or 0.0, s_aux), None
+    if s_aux is None and segments.cu_seqlens_q is None and not compiling:
+        causal, left = segments.causal, segments.left
+        values = scaling, causal, left, 0 if causal else left, softcap or 0.0
+        out = attend_like_before(query, key, value, *values)
+        if out is not None:
+            return out, None
+    return _attend(query, key, value, segments, scaling, softcap or 0.0, s_aux, compiling), None
 
 
 def _attend(
@@ -138,14 +144,9 @@ def _attend(
     scaling: float | None,
     softcap: float,
     s_aux: Tensor | None,
+    compiling: bool,
 ) -> Tensor:
-    """The attention of all queries."""
     causal, left, edges_q, edges_k = segments[:4]
-    compiling = torch.compiler.is_compiling()
-    if s_aux is None and edges_q is None and not compiling:
-        out = attend_like_before(query, key, value, scaling, causal, left, softcap)
-        if out is not None:
-            return out
     right = 0 if causal else left
     if compiling and is_compiled(query, key, value):
         values = scaling, causal, left, right, softcap
