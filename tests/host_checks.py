@@ -67,6 +67,11 @@ def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfl
     return [torch.randn(2, *shape).to(dtype).requires_grad_() for shape in shapes]
 
 
+def forget_planned_calls() -> None:
+    for cache in (planned_calls, bhsd._planned_calls):
+        cache.cache_clear()
+
+
 def recorded(host: ctypes.CDLL, call) -> tuple[object, list[list[int]], int]:
     """The result of a call; address and extents of its TMA descriptors; its number of launches."""
     host.host_log(True)
@@ -273,7 +278,7 @@ def check_calls_like_an_earlier_one(host):
         return run(*arguments, **options)[2]
 
     for is_bhsd, gradients in itertools.product((False, True), repeat=2):
-        planned_calls.cache_clear()
+        forget_planned_calls()
         for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dv": 32}):
             tensors = given(is_bhsd, **other)
             known = {x.data_ptr() for x in tensors}
@@ -318,7 +323,7 @@ def check_layers_like_an_earlier_one(host):
         ({"sliding_window": 9, "is_causal": False}, {"window_size": (8, 8)}),
     )
     for options, of_function in cases:
-        planned_calls.cache_clear()
+        forget_planned_calls()
         leaves = [x.detach().transpose(1, 2).requires_grad_() for x in inputs(64)]
         cap = {"softcap": 7.0} if "softcap" in options else {}
         wanted = launches_of(flash_attn_bhsd_func(*leaves, **of_function, **cap))
@@ -539,7 +544,7 @@ def print_times() -> None:
     with_node = times_of_calls()
     HopperLaunch.planned_bshd = HopperLaunch.planned_bhsd = None
     ops._plan.cache_clear()
-    planned_calls.cache_clear()
+    forget_planned_calls()
     without = times_of_calls()
     for name, time in with_node.items():
         print(f"{name}: {time:.1f} us, without the node in C++ {without[name]:.1f}")
