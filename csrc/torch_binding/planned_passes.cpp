@@ -17,7 +17,8 @@ bool are_edges(const std::optional<Tensor>& edges, int64_t device, int batch) {
 // All tensors have four axes.
 bool are_planned_for(const PlannedPasses& planned, const GivenTensors& tensors) {
   const AttentionProblem& problem = planned.forward.problem;
-  if (tensors.varlen() != problem.varlen) return false;
+  const bool edges = tensors.cu_seqlens_k.has_value();
+  if (tensors.varlen() != problem.varlen || edges != problem.varlen) return false;
   const Axes& axes = planned.axes();
   const bool fp16 = forward_kernel(planned.forward.config).info.dtype == ElementType::kFloat16;
   const int32_t dtype = fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();

@@ -89,7 +89,7 @@ struct Axes {
   int rows, heads;
 };
 // (batch, rows, heads, ·), (batch, heads, rows, ·) and, with varlen, (rows, heads, ·).
-constexpr Axes kBshd{1, 2}, kBhsd{2, 1}, kVarlen{0, 1};
+inline constexpr Axes kBshd{1, 2}, kBhsd{2, 1}, kVarlen{0, 1};
 
 inline Strides row_strides(const Tensor& tensor, const Axes& axes) {
   return {.batch = axes.rows > 0 ? tensor.stride(0) : 0,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-MOST = 16  # launches of calls with the same options; the operator tries one after the other
+MOST = 64  # launches of calls with the same options; the operator tries one after the other
 
 
 @contextmanager
@@ -51,7 +51,7 @@ class PlannedCalls:
 
     def __init__(self) -> None:
         self.found: tuple[NamedTuple, Tensor] | None = None
-        self._words: list[Tensor] = []
+        self._words: dict[bytes, Tensor] = {}  # of each launch, by its bytes, the newest last
         self._lock = Lock()
 
     def attend(
@@ -72,8 +72,9 @@ class PlannedCalls:
 
     def add(self, planned: Planned) -> None:
         with self._lock, _outliving_the_call():
-            if self._words and self._words[0] is planned.words:
-                return
-            others = [x for x in self._words if not torch.equal(x, planned.words)]
-            self._words = [planned.words, *others][:MOST]
-            self.found = planned.operators, torch.cat(self._words)
+            key = planned.words.numpy().tobytes()
+            self._words.pop(key, None)
+            if len(self._words) == MOST:
+                del self._words[next(iter(self._words))]
+            self._words[key] = planned.words
+            self.found = planned.operators, torch.cat(tuple(reversed(self._words.values())))
