@@ -69,24 +69,18 @@ def attend_bhsd(
     return _of_batch(result[0], q), _lse_of_batch(result[1], q)
 
 
-def attend_like_before(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-) -> Tensor | None:
+def attend_like_before(q: Tensor, k: Tensor, v: Tensor, *values) -> Tensor | None:
     """Compute out of an eager call like an earlier one, as each layer of a model is like the layer
-    before. None if ``attend_bhsd`` has to, because there was none or torch watches the call."""
+    before. None if ``attend_bhsd`` has to, because there was none or torch watches the call.
+
+    values: of OF_MODELS.
+    """
     plain = type(q) is type(k) is type(v) is Tensor and is_plain_if_eager()
     if not plain or q.is_meta or has_autocast():
         return None
     in_force = named_backend.get() or ANY, are_deterministic()
     try:
-        calls = _planned_calls(*in_force, scale, causal, left, right, softcap)
+        calls = _planned_calls(*in_force, *values)
     except TypeError:  # a value of a type without hash, or of one that equals no other
         return None
     if calls.found is None:

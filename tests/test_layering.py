@@ -390,13 +390,14 @@ TORCH_FREE = (
     "backends.triton.tile_configs",
 )
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
-# Run on a CPU or under FLASHATTN3_CHECK=1; read a number that the caller passed as a tensor; once.
+# Run on a CPU or under FLASHATTN3_CHECK=1; read a number that the caller passed as a tensor; once;
+# read a tensor that is on the CPU.
 MAY_WAIT = {
     *("check_values", "check_edges", "check_same_values"),
     *("check_decode_values", "check_append_values", "check_lengths"),
     *("_check_pages", "_check_metadata_values"),
     *("_scalar", "_listed"),
-    "_kept_signs",
+    *("_kept_signs", "_values_of"),
 }
 
 

@@ -51,7 +51,7 @@ class PlannedCalls:
 
     def __init__(self) -> None:
         self.found: tuple[NamedTuple, Tensor] | None = None
-        self._words: dict[bytes, Tensor] = {}  # of each launch, by its bytes, the newest last
+        self._words: dict[tuple[int, ...], Tensor] = {}  # by their values, the newest last
         self._lock = Lock()
 
     def attend(
@@ -72,9 +72,13 @@ class PlannedCalls:
 
     def add(self, planned: Planned) -> None:
         with self._lock, _outliving_the_call():
-            key = planned.words.numpy().tobytes()
+            key = _values_of(planned.words)
             self._words.pop(key, None)
             if len(self._words) == MOST:
                 del self._words[next(iter(self._words))]
             self._words[key] = planned.words
             self.found = planned.operators, torch.cat(tuple(reversed(self._words.values())))
+
+
+def _values_of(words: Tensor) -> tuple[int, ...]:
+    return tuple(words.tolist())  # of the CPU's memory
