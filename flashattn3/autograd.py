@@ -70,7 +70,7 @@ def attend(
     if has_autocast():
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
-    if type(q) is type(k) is type(v) is Tensor and is_plain() and not q.is_meta:
+    if is_plain() and have_data(q, k, v):
         return _attend_plain(tensors, options, bhsd)
     if bhsd:
         tensors = _transposed(tensors)
@@ -163,10 +163,10 @@ def _operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     If not, the call bypasses the dispatcher, which halves the host time of a small call.
     """
-    return not _have_data(q, k, v) or is_traced()
+    return not have_data(q, k, v) or is_traced()
 
 
-def _have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether q, k and v have data: none is of a subclass or on the meta device."""
     return type(q) is type(k) is type(v) is Tensor and not q.is_meta
 
@@ -346,7 +346,7 @@ def _mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
 def _forward_for_autograd(*arguments):
     q, k, v = arguments[:3]
     has_8_bits = len(arguments) > END_OF_OPTIONS
-    runs = is_plain() and _have_data(q, k, v)
+    runs = is_plain() and have_data(q, k, v)
     if not needs_gradient(arguments if has_8_bits else (q, k, v)):
         if runs:
             return run_forward_operator(*arguments)
@@ -368,7 +368,7 @@ for _name in FORWARDS:
 def _backward_for_autograd(dout, dlse, out, lse, *arguments):
     tensors, options = arguments[:NUM_TENSORS], arguments[NUM_TENSORS:]
     given = (dout, dlse, out, lse, *tensors[:3])
-    runs = is_plain() and _have_data(dout, out, tensors[0])
+    runs = is_plain() and have_data(dout, out, tensors[0])
     if needs_gradient(given):
         options = options_in_force(options) if runs else Options(*options)
         return _AttentionGradient.apply(dout, dlse, out, lse, *tensors, options)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .autograd import attend, no_second_derivative, planned_calls
+from .autograd import attend, have_data, no_second_derivative, planned_calls
 from .call.inputs import Tensors
 from .call.public import once_for_plain_values
 from .call.spec import CALL, OF_MODELS, Options
@@ -75,12 +75,10 @@ def attend_like_before(q: Tensor, k: Tensor, v: Tensor, *values) -> Tensor | Non
 
     values: of OF_MODELS.
     """
-    plain = type(q) is type(k) is type(v) is Tensor and is_plain_if_eager()
-    if not plain or q.is_meta or has_autocast():
+    if has_autocast() or not (is_plain_if_eager() and have_data(q, k, v)):
         return None
-    in_force = named_backend.get() or ANY, are_deterministic()
     try:
-        calls = _planned_calls(*in_force, *values)
+        calls = _planned_calls(*_in_force(), *values)
     except TypeError:  # a value of a type without hash, or of one that equals no other
         return None
     if calls.found is None:
@@ -140,7 +138,7 @@ def _lse_of_batch(lse: Tensor, q: Tensor) -> Tensor:
 def _in_force() -> tuple[str, bool]:
     """Return the options in force for all calls: the backend, and whether gradients are
     deterministic."""
-    return named_backend.get() or ANY, torch.are_deterministic_algorithms_enabled()
+    return named_backend.get() or ANY, are_deterministic()
 
 
 def _options(backend: str, deterministic: bool, longest_q, longest_k, *values) -> Options:

@@ -25,9 +25,9 @@ def is_plain_if_eager() -> bool:
     return not (_num_modes() or _transforms() is not None or forward_ad._current_level >= 0)
 
 
-# Whether autocast is enabled for any kind of device, and whether torch's algorithms are asked to be
-# deterministic, without the calls of Python functions around them.
+# Returns whether autocast is enabled for any kind of device.
 has_autocast = torch._C._is_any_autocast_enabled
+# Returns what torch.are_deterministic_algorithms_enabled, a function in Python, returns.
 are_deterministic = torch._C._get_deterministic_algorithms
 
 

@@ -66,23 +66,22 @@ bool are_readable(const GivenTensors& given, const Axes& axes) {
   return fits(given.q) && fits(given.k) && fits(given.v);
 }
 
-CallTensors in_rows(const GivenTensors& given, bool bhsd) {
+CallTensors in_rows(const GivenTensors& given, const PlannedPasses& planned) {
   const bool varlen = given.varlen();
-  const Axes& axes = bhsd ? kBhsd : kBshd;
+  const Axes& axes = planned.axes();
   return {.q = rows_of(given.q, axes, varlen),
           .k = rows_of(given.k, axes, varlen),
           .v = rows_of(given.v, axes, varlen),
           .cu_seqlens_q = given.cu_seqlens_q,
           .cu_seqlens_k = given.cu_seqlens_k,
-          .bhsd = bhsd && !varlen};
+          .bhsd = planned.bhsd != 0 && !varlen};
 }
 
 std::tuple<Optional, Optional> run(const Tensor& launches, const GivenTensors& given) {
   constexpr char kName[] = "forward_planned";
   const PlannedPasses* planned = find_planned(kName, launches, given);
   if (planned == nullptr || !are_readable(given, planned->axes())) return {};
-  const CallTensors tensors = in_rows(given, planned->bhsd != 0);
-  auto [out, lse] = run_forward(kName, planned->forward, {.tensors = tensors});
+  auto [out, lse] = run_forward(kName, planned->forward, {.tensors = in_rows(given, *planned)});
   if (!given.varlen()) return {out, lse};
   const int64_t batch = given.q.size(0);
   return {batch_of(out, batch, kBshd, true), lse_of_batch(lse, batch)};
@@ -113,7 +112,7 @@ std::tuple<Optional, Optional, Optional> run(const Tensor& launches, const Tenso
   const BackwardCall call{.dout = rows_of(dout, kBshd, varlen),
                           .out = rows_of(out, kBshd, varlen),
                           .lse = varlen ? view_of(lse, sizes, strides) : lse,
-                          .tensors = in_rows(given, planned->bhsd != 0)};
+                          .tensors = in_rows(given, *planned)};
   const auto [dq, dk, dv] = run_backward(kName, planned->backward, call);
   return {batch_of(dq, batch, axes, varlen), batch_of(dk, batch, axes, varlen),
           batch_of(dv, batch, axes, varlen)};

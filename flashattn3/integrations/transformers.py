@@ -127,34 +127,31 @@ def attention(
             edges = edges_of_positions(position_ids, batch, length, module)
         if edges is not None:
             segments = segments._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
-    if s_aux is None and segments.cu_seqlens_q is None and not compiling:
-        causal, left = segments.causal, segments.left
-        values = scaling, causal, left, 0 if causal else left, softcap or 0.0
-        out = attend_like_before(query, key, value, *values)
-        if out is not None:
-            return out, None
-    return _attend(query, key, value, segments, scaling, softcap or 0.0, s_aux, compiling), None
+    causal, left = segments.causal, segments.left
+    edges = segments.cu_seqlens_q, segments.cu_seqlens_k  # torch 2.8 traces no slice
+    values = scaling, causal, left, 0 if causal else left, softcap or 0.0
+    return _attend((query, key, value), edges, values, s_aux, compiling), None
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scaling: float | None,
-    softcap: float,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    edges: tuple[Tensor | None, Tensor | None],
+    values: tuple,
     s_aux: Tensor | None,
     compiling: bool,
 ) -> Tensor:
-    causal, left, edges_q, edges_k = segments[:4]
-    right = 0 if causal else left
-    if compiling and is_compiled(query, key, value):
-        values = scaling, causal, left, right, softcap
-        result = call_operator(query, key, value, edges_q, edges_k, values, s_aux is not None)
+    """The attention of all queries. edges: cu_seqlens of queries and keys. values: of OF_MODELS."""
+    if s_aux is None and edges[0] is None and not compiling:
+        out = attend_like_before(*qkv, *values)
+        if out is not None:
+            return out
+    if compiling and is_compiled(*qkv):
+        result = call_operator(*qkv, *edges, values, s_aux is not None)
     else:
+        scaling, causal, left, right, softcap = values
         options = {"causal": causal, "window_size": (left, right), "softcap": softcap}
         options |= {"softmax_scale": scaling, "return_lse": s_aux is not None}
-        result = flash_attn_bhsd_func(query, key, value, edges_q, edges_k, **options)
+        result = flash_attn_bhsd_func(*qkv, *edges, **options)
     return result if s_aux is None else _with_sinks(*result, s_aux)
 
 
