@@ -237,6 +237,8 @@ def flash_attn_func(
             light keys vanish beside a heavy one. Other backends and 16-bit inputs accumulate in
             float32 either way. A hint.
         qv, attention_chunk: not supported yet, an error if given.
+        FlashAttention-2's keywords dropout_p, alibi_slopes and block_table are taken with the
+        values 0, None and None.
 
         Numbers and bools may be Python's, numpy's or 0-d tensors; one on a GPU is read, which waits
         for the device. A hint, but for use_fast_accum, changes a result by rounding at most: a

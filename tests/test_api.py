@@ -174,10 +174,6 @@ def test_packed_forms_of_flash_attention_2(device):
         (lambda q, kv, e: flash_attn_kvpacked_func(q, q), "kv.shape must be (batch, seqlen_k, 2, "),
         (lambda q, kv, e: flash_attn_kvpacked_func(q, kv, 0.1), "dropout_p must be 0, got 0.1"),
         (
-            lambda q, kv, e: flash_attn_kvpacked_func(q, kv, alibi_slopes=q),
-            "alibi_slopes must be None, got Tensor",
-        ),
-        (
             lambda q, kv, e: flash_attn_varlen_qkvpacked_func(kv[0], e, 3),
             "qkv.shape must be (total, 3, heads, head_dim), got (7, 2, 2, 16)",
         ),

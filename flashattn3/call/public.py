@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from ..dispatch.selection import named_backend
+from .foreign import translated
 from .spec import CALL, Description
 
 F = TypeVar("F", bound=Callable)
@@ -72,7 +73,8 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
     read by the fields of its description, its other arguments go to ``form(options, ...)``.
 
     The function is compiled from its signature, as namedtuple and dataclass do it, so that Python
-    binds the arguments and no call builds a dictionary.
+    binds the arguments and no call fills a dictionary. Keywords that are not in the signature go to
+    ``translated``, and the function is called again with what it makes of them.
     """
 
     def decorate(described: F) -> F:
@@ -90,16 +92,21 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
                 heads, star = [*heads, "*"], True
             required = parameter.default is parameter.empty
             heads.append(name if required else f"{name}=defaults[{name!r}]")
+        given = ", ".join(f"{name!r}: {name}" for name in parameters)
         source = (
-            "def make(form, read, defaults):\n"
-            f"    def {function}({', '.join(heads)}):\n"
+            "def make(form, read, translated, defaults):\n"
+            f"    def {function}({', '.join(heads)}, **foreign):\n"
+            "        if foreign:\n"
+            f"            given = translated({function!r}, {{{given}}}, foreign)\n"
+            f"            return {function}(**given)\n"
             f"        return form(read({', '.join(names)}), {', '.join(taken)})\n"
             f"    return {function}\n"
         )
         space = {}
         exec(compile(source, f"<flashattn3 {function}>", "exec"), space)
         defaults = {name: parameter.default for name, parameter in parameters.items()}
-        made = space["make"](form, reader(description, function, tuple(names)), defaults)
+        read = reader(description, function, tuple(names))
+        made = space["make"](form, read, translated, defaults)
         return wraps(described)(made)
 
     return decorate

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.selection import backend_in_force
-from ..errors import UnsupportedError, expect, shown, type_error
+from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from .arguments import boolean, integer, length, real, window
 
 LOG2E = math.log2(math.e)
@@ -45,6 +45,7 @@ class Field:
     of_cached_calls: whether calls with a cache of keys take it too.
     parts: names of the fields of ``Options`` that a pair becomes; a flag with ``parts`` of one name
         is another name of that flag.
+    instead: why only the default is supported, or what to use.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Field:
     to_backend: bool = False
     of_cached_calls: bool = True
     parts: tuple[str, ...] = ()
+    instead: str = "it is not supported yet by any backend"
 
     def is_asked(self, value: object) -> bool:
         """Whether the value of a hint asks for something: not None, nor at most the default."""
@@ -150,8 +152,14 @@ FIELDS = (
     Field("out_dtype", "ScalarType?", None, _dtype, to_backend=True),
     Field("qv", "", None, _none_for_qv),
     Field("attention_chunk", "", 0, integer),
-    Field("dropout_p", "", 0, real, of_cached_calls=False),
-    Field("alibi_slopes", "", None, as_given, of_cached_calls=False),
+    Field(
+        "dropout_p", "", 0, real, of_cached_calls=False,
+        instead="torch.nn.functional.scaled_dot_product_attention drops probabilities",
+    ),
+    Field(
+        "alibi_slopes", "", None, as_given, of_cached_calls=False,
+        instead="torch.nn.functional.scaled_dot_product_attention takes biases as attn_mask",
+    ),
 )  # fmt: skip
 HINTS = tuple(field for field in FIELDS if field.hint)
 
@@ -191,11 +199,11 @@ class Description:
         for name, field in self.fields.items():
             if name not in given:  # Options has the default, which torch.compile would guard here
                 continue
-            value = field.convert(function, name, given[name])
             if not field.type and not field.parts:
-                if value is not None if field.default is None else value != field.default:
-                    refuse(function, name, field.default, given[name])
-            elif not field.parts:
+                expect_default(function, field, given[name])
+                continue
+            value = field.convert(function, name, given[name])
+            if not field.parts:
                 found[name] = value
             elif len(field.parts) == 1:
                 found[field.parts[0]] = found.get(field.parts[0], False) or value
@@ -209,12 +217,12 @@ def _spread(field: Field, of_pair: object, of_other: object) -> tuple:
     return tuple(of_pair) if field.parts else (of_other,)
 
 
-def refuse(function: str, name: str, default: object, value: object) -> None:
-    """Raise UnsupportedError for an argument that no backend supports."""
-    raise UnsupportedError(
-        f"{function}: {name} must be {default}, got {shown(value)}: "
-        "it is not supported yet by any backend"
-    )
+def expect_default(function: str, field: Field, value: object) -> None:
+    """Raise UnsupportedError for another value than the default, which no backend supports."""
+    found = field.convert(function, field.name, value)
+    if found is not None if field.default is None else found != field.default:
+        sentence = complaint(function, field.name, field.default, shown(value))
+        raise UnsupportedError(f"{sentence}: {field.instead}")
 
 
 CALL = Description("Options", FIELDS, "flash_attn_func")

@@ -189,6 +189,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int32 (batch,), the row of the caches, or of page_table, of each sequence.
         cache_leftpad: int32 (batch,); keys before it are hidden, positions count them.
         page_table: int32 (batch, max_pages), any row stride: the pages of each sequence in order.
+            block_table, FlashAttention-2's keyword, is another name of it.
         cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,), as in ``flash_attn_varlen_func``.
         max_seqlen_q: required with cu_seqlens_q, else None: at least the longest sequence, an int
             or a 0-d integer tensor; one on a GPU is not read, and total_q stands in.

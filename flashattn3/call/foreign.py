@@ -1,0 +1,52 @@
+"""Keywords of other attention functions, which our signatures lack.
+
+FlashAttention-2's are taken at their neutral values, which code that was written for it passes in
+every call. Those of torch's scaled_dot_product_attention get a sentence with our names.
+"""
+
+from __future__ import annotations
+
+from ..errors import type_error, value_error
+from .spec import CALL, Field, as_given, expect_default
+
+_OTHER_NAMES = {"block_table": "page_table"}
+_OF_FLASH_ATTENTION_2 = {
+    "dropout_p": CALL.fields["dropout_p"],
+    "alibi_slopes": CALL.fields["alibi_slopes"],
+    "block_table": Field(
+        "block_table", "", None, as_given, instead="flash_attn_with_kvcache reads keys in pages"
+    ),
+}
+_OF_TORCH = {
+    "scale": "given as softmax_scale",
+    "is_causal": "given as causal, which is aligned to the bottom right",
+    "attn_mask": "given as causal, window_size or sequences of flash_attn_varlen_func",
+    "enable_gqa": "left out: k and v may have fewer heads than q in every call",
+}
+
+
+def translated(
+    function: str, given: dict[str, object], foreign: dict[str, object]
+) -> dict[str, object]:
+    """The arguments of a call, by the names in its signature.
+
+    given: those that the signature has. foreign: keywords that it lacks.
+
+    Raises: UnsupportedError for a value that no backend computes, TypeError for other keywords,
+    ValueError for an argument under two names.
+    """
+    for name, value in foreign.items():
+        own = _OTHER_NAMES.get(name)
+        if own in given:
+            if value is not None and given[own] is not None:
+                wanted = f"None with {own}: both name one argument"
+                raise value_error(function, name, wanted, "a second value")
+            given[own] = given[own] if value is None else value
+        elif name in _OF_FLASH_ATTENTION_2:
+            expect_default(function, _OF_FLASH_ATTENTION_2[name], value)
+        elif name in _OF_TORCH:
+            found = "the name in torch's scaled_dot_product_attention"
+            raise type_error(function, name, _OF_TORCH[name], found)
+        else:  # as Python says it
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return given

@@ -1,0 +1,126 @@
+"""Keywords of FlashAttention-2 and of torch's attention in calls of the public functions."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flashattn3 import (
+    UnsupportedError,
+    explain,
+    explain_with_kvcache,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_fp8_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+X = torch.randn(2, 6, 2, 16, generator=torch.Generator().manual_seed(0))
+HALF, ROWS = X.half(), X.flatten(0, 1)
+EDGES = torch.tensor([0, 6, 12], dtype=torch.int32)
+TABLE = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32)
+VARLEN = EDGES, EDGES, 6, 6
+CALLS = {
+    flash_attn_func: (X, X, X),
+    flash_attn_varlen_func: (ROWS, ROWS, ROWS, *VARLEN),
+    flash_attn_qkvpacked_func: (torch.stack((X, X, X), 2),),
+    flash_attn_kvpacked_func: (X, torch.stack((X, X), 2)),
+    flash_attn_varlen_qkvpacked_func: (torch.stack((ROWS, ROWS, ROWS), 1), EDGES, 6),
+    flash_attn_varlen_kvpacked_func: (ROWS, torch.stack((ROWS, ROWS), 1), *VARLEN),
+    flash_attn_fp8_func: (HALF, HALF, HALF),
+    flash_attn_varlen_fp8_func: (*[ROWS.half()] * 3, *VARLEN),
+    flash_attn_with_kvcache: (X, X, X),
+    explain: (X, X, X),
+    explain_with_kvcache: (X, X, X),
+}
+by_name = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+TORCH = "the name in torch's scaled_dot_product_attention"
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
+REFUSED = {
+    "dropout": (
+        {"dropout_p": 0.1},
+        UnsupportedError,
+        f"dropout_p must be 0, got 0.1 (float): {SDPA} drops probabilities",
+    ),
+    "dropout's type": ({"dropout_p": None}, TypeError, "dropout_p must be a float, got None"),
+    "ALiBi": (
+        {"alibi_slopes": torch.ones(2)},
+        UnsupportedError,
+        "alibi_slopes must be None, got Tensor of shape (2,) and dtype torch.float32: "
+        f"{SDPA} takes biases as attn_mask",
+    ),
+    "scale": ({"scale": 0.1}, TypeError, f"scale must be given as softmax_scale, got {TORCH}"),
+    "is_causal": (
+        {"is_causal": False},
+        TypeError,
+        f"is_causal must be given as causal, which is aligned to the bottom right, got {TORCH}",
+    ),
+    "attn_mask": (
+        {"attn_mask": None},
+        TypeError,
+        "attn_mask must be given as causal, window_size or sequences of flash_attn_varlen_func, "
+        f"got {TORCH}",
+    ),
+    "enable_gqa": (
+        {"enable_gqa": True},
+        TypeError,
+        "enable_gqa must be left out: k and v may have fewer heads than q in every call, "
+        f"got {TORCH}",
+    ),
+}
+
+
+def same(found, wanted) -> bool:
+    return torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
+
+
+@by_name
+def test_neutral_values_of_flash_attention_2_change_nothing(call):
+    neutral = {"dropout_p": 0.0, "alibi_slopes": None, "block_table": None}
+    assert same(call(*CALLS[call], **neutral), call(*CALLS[call]))
+
+
+@by_name
+def test_other_keywords_get_one_sentence(call):
+    function = call.__name__.replace("explain_with_kvcache", "flash_attn_with_kvcache")
+    for given, kind, sentence in REFUSED.values():
+        with pytest.raises(kind, match=re.escape(f"{function}: {sentence}") + "$") as caught:
+            call(*CALLS[call], **given)
+        assert type(caught.value) is kind
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'cousal'"):
+        call(*CALLS[call], cousal=True)
+    if "kvcache" not in function:
+        with pytest.raises(UnsupportedError, match="flash_attn_with_kvcache reads keys in pages"):
+            call(*CALLS[call], block_table=TABLE)
+
+
+def test_block_table_names_the_page_table_of_a_cached_call():
+    q, pages = X[:, :1], X.view(4, 3, 2, 16)[:2]
+    given = {"cache_seqlens": 5}
+    wanted = flash_attn_with_kvcache(q, pages, pages, page_table=TABLE, **given)
+    for named in (
+        {"block_table": TABLE},
+        {"block_table": TABLE, "page_table": None},
+        {"block_table": None, "page_table": TABLE},
+    ):
+        assert torch.equal(flash_attn_with_kvcache(q, pages, pages, **named, **given), wanted)
+    sentence = "block_table must be None with page_table: both name one argument"
+    with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: {sentence}"):
+        flash_attn_with_kvcache(q, pages, pages, page_table=TABLE, block_table=TABLE)
+
+
+def test_compiled_calls_take_them_too():
+    def attend(x, pages):
+        out = flash_attn_func(x, x, x, dropout_p=0.0, alibi_slopes=None)
+        return out[:, :1] + flash_attn_with_kvcache(x[:, :1], pages, pages, block_table=TABLE)
+
+    pages = X.view(4, 3, 2, 16)[:2]
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(X, pages), attend(X, pages))
