@@ -130,7 +130,13 @@ def short_demo(tmp_path, monkeypatch):
 def test_demo_reports_both_losses_and_draws(short_demo, tmp_path, capsys):
     assert short_demo("--attention-backend", "reference") == 0
     printed = capsys.readouterr().out
-    for wanted in ("flashattn3 (reference)", "torch SDPA", "tokens/s", "MiB", "the losses agree"):
+    for wanted in (
+        "flashattn3 (reference)",
+        "torch SDPA",
+        "MiB",
+        "the losses agree",
+        demo.CPU_NOTE,
+    ):
         assert wanted in printed
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 

@@ -20,7 +20,7 @@ struct QuantizedTraits : KernelTraits<kConfig> {
   static constexpr int kAccumulatorBias = kInteger ? kInt8Bias<kHeadDim> : 0;
   static constexpr int kShiftUnit = kInteger ? kAccumulatorBias : 1;
   // Lower bound on log2 of a row's largest probability when row_max is set (softmax_e4m3.cuh): as
-  // low as the error on data with outliers allows, because it costs rescaling (docs/fp8.md).
+  // low as the error on data with outliers allows, because it costs rescaling (docs/hopper-fp8.md).
   static constexpr int kLowest = kHeadDim > 128 && !kInteger ? 7 : 5;
   static constexpr int kKeysPerDescale = kConfig.keys_per_descale;
   static constexpr int kDescaleGroups = kBlockN / kKeysPerDescale;

@@ -46,7 +46,12 @@ COLORS = {
     "fp8 block+hadamard+smooth_k, int8": "tab:cyan",
     "fp8 block+hadamard, e4m3": "tab:olive",
 }
-MAX_PANELS_PER_LINE = 6
+MAX_PANELS_PER_LINE = 3  # read at the width of a page
+NAMES = {
+    "fa2": "FlashAttention-2",
+    "cudnn": "cuDNN",
+    "sdpa": "torch SDPA",
+}  # others: as in the code
 MAX_LABELS = 12  # of groups of bars in a panel
 
 
@@ -62,7 +67,7 @@ def draw(records: list[Record], header: Record, path: Path) -> None:
     per_line = min(len(rows), MAX_PANELS_PER_LINE)
     lines = -(-len(rows) // per_line)
     figure, grid = plt.subplots(
-        lines, per_line, figsize=(3.4 * per_line + 1.5, 2.8 * lines + 0.8), squeeze=False
+        lines, per_line, figsize=(3.6 * per_line, 2.6 * lines + 0.6), squeeze=False
     )
     panels = list(grid.flat)
     for panel, row in zip(panels, rows, strict=False):
@@ -70,12 +75,12 @@ def draw(records: list[Record], header: Record, path: Path) -> None:
         (curves if chosen[0]["record"] == "memory" else _bars)(panel, _series(chosen))
         if chosen[0]["record"] in ("error", "distribution"):
             panel.set_yscale("log")
-        panel.set_title(row, fontsize=9)
-        panel.tick_params(labelsize=7)
+        panel.set_title(row, fontsize=11)
+        panel.tick_params(labelsize=9)
     for panel in panels[len(rows) :]:
         panel.set_visible(False)
     panels[0].set_ylabel(measures(records[0])[0].unit)
-    panels[0].legend(fontsize=7)
+    panels[0].legend(fontsize=8)
     lowering = f", lowering sm_{header['lowering']}" if header["lowering"] else ""
     figure.suptitle(f"{header['device']}{lowering}, torch {header['torch']}", fontsize=10)
     figure.tight_layout()
@@ -108,7 +113,9 @@ def _bars(panel, series: dict[str, dict[str, float]]) -> None:
     width = 0.8 / max(1, len(series))
     for index, (name, values) in enumerate(series.items()):
         places = [columns.index(column) + (index + 0.5) * width - 0.4 for column in values]
-        panel.bar(places, list(values.values()), width, label=name, color=COLORS[name])
+        panel.bar(
+            places, list(values.values()), width, label=NAMES.get(name, name), color=COLORS[name]
+        )
     if len(columns) > MAX_LABELS:
         panel.set_xlabel("cases in the order of the table")
     else:
@@ -119,7 +126,9 @@ def curves(panel, series: dict[str, dict[str, float]]) -> None:
     """Both axes in powers of two, where linear growth is a straight line of slope 1."""
     for name, values in series.items():
         lengths = [int(column) for column in values]
-        panel.plot(lengths, list(values.values()), "o-", label=name, color=COLORS[name])
+        panel.plot(
+            lengths, list(values.values()), "o-", label=NAMES.get(name, name), color=COLORS[name]
+        )
     for axis, scale in ((panel.xaxis, panel.set_xscale), (panel.yaxis, panel.set_yscale)):
         scale("log", base=2)
         axis.set_major_formatter("{x:g}")

@@ -27,6 +27,10 @@ TORCH = "torch SDPA"
 FIGURE = "demo.png"
 CPU_LENGTHS = tuple(2**i for i in range(8, 13))
 GPU_LENGTHS = tuple(2**i for i in range(10, 16))
+CPU_NOTE = (
+    "A CPU run shows that the results agree. It does not show speed or memory: on a CPU flashattn3\n"
+    "is a reference of torch operations, block by block, and the kernels need a GPU."
+)
 MemoryCurves = dict[str, dict[int, int]]
 
 
@@ -75,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     draw(results, curves, figure)
     print(_table(results, backend))
     print(f"figure: {figure}")
+    if recipe.device.type == "cpu":
+        print(CPU_NOTE)
     difference = abs(results[0].validation_loss - results[1].validation_loss)
     agree = difference <= recipe.tolerance  # NaN does not agree
     verdict = "agree" if agree else "DO NOT AGREE"

@@ -22,7 +22,7 @@ DEVIATIONS = 3.0
 POWERS = (torch.abs, torch.square)
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 # e4m3 WGMMA truncates each product at the accumulator's exponent, so a sum of n products of one
-# sign loses up to n times this of itself (docs/fp8.md).
+# sign loses up to n times this of itself (docs/hopper-fp8.md).
 E4M3_TRUNCATION = 2.0**-16
 
 
