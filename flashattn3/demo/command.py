@@ -28,8 +28,8 @@ FIGURE = "demo.png"
 CPU_LENGTHS = tuple(2**i for i in range(8, 13))
 GPU_LENGTHS = tuple(2**i for i in range(10, 16))
 CPU_NOTE = (
-    "A CPU run shows that the results agree. It does not show speed or memory: on a CPU flashattn3\n"
-    "is a reference of torch operations, block by block, and the kernels need a GPU."
+    "A CPU run shows that the results agree, not speed or memory: on a CPU flashattn3 is a\n"
+    "reference of torch operations, block by block. The kernels need a GPU."
 )
 MemoryCurves = dict[str, dict[int, int]]
 
