@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -22,8 +24,15 @@ _OPTIONS = [x for x in CALL.fields.values() if x.type and isinstance(x.default, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status. Bad options exit with 2 and a sentence."""
-    args = build_parser().parse_args(argv)
-    return args.run(args)
+    try:
+        try:
+            args = build_parser().parse_args(argv)
+            return args.run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has ended, as in ``flashattn3 doctor | head -1``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -26,9 +26,6 @@ class Parser(argparse.ArgumentParser):
 
 def integer(smallest: int, largest: int = LARGEST) -> Callable[[str], int]:
     """The type of an option that is an integer of a range."""
-    wanted = f"an integer of at least {smallest}"
-    if largest < LARGEST:
-        wanted += f" and at most {largest}"
 
     def parsed(text: str) -> int:
         try:
@@ -36,6 +33,9 @@ def integer(smallest: int, largest: int = LARGEST) -> Callable[[str], int]:
         except ValueError:
             value = None
         if value is None or not smallest <= value <= largest:
+            wanted = f"an integer of at least {smallest}"
+            if largest < LARGEST or (value or 0) > largest:
+                wanted += f" and at most {largest}"
             raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
         return value
 

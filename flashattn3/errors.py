@@ -20,7 +20,7 @@ def shown(value: object) -> str:
     kind = type(value).__name__
     if value is None:
         return "None"
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
         return f"{kind} of shape {tuple(value.shape)} and dtype {value.dtype}"
     try:
         text = repr(value)

@@ -30,7 +30,7 @@ class Explanation:
     grid: of the launch; None where the backend launches no kernel of its own.
     shared_memory_bytes: of one block; None where it is not known.
     declined: every other backend's name and why it does not run the call.
-    unused_hints: name of each hint given that the backend runs without, and why.
+    unused_hints: name of each hint, or other argument, given that has no effect, and why.
     """
 
     backend: str

@@ -133,6 +133,10 @@ WRONG = [
     ({"backend": ""}, "backend must be one of ('hopper', 'triton', 'reference'), got ''"),
     ({"out_dtype": []}, "out_dtype must be a torch.dtype or None, got [] (list)"),
     ({"out_dtype": False}, "out_dtype must be a torch.dtype or None, got False (bool)"),
+    (
+        {"out_dtype": np.float32},
+        "out_dtype must be a torch.dtype or None, got <class 'numpy.float32",
+    ),
     ({"out_dtype": 0}, "out_dtype must be a torch.dtype or None, got 0 (int)"),
     ({"window_size": ([1], [2])}, "window_size[0] must be an int, got [1] (list)"),
     ({"window_size": (2**63, 0)}, "window_size[0] must be an int of 64 bits, got 922"),

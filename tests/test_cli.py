@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -51,7 +52,10 @@ def test_explain_prints_what_the_function_says(capsys):
             ("explain", "--seqlen-q", "-3"),
             "--seqlen-q: an integer of at least 0, got '-3'",
         ),
-        (("explain", "--heads", "1" + "0" * 21), "argument --heads: an integer of at least 1, got"),
+        (
+            ("explain", "--heads", "1" + "0" * 21),
+            "argument --heads: an integer of at least 1 and at most 9223372036854775807, got",
+        ),
         (("explain", "--seqlen-q", "9" * 18), "have no address"),
         (("explain", "--window", "left", "0"), "argument --window"),
         (("explain", "--no-such-option"), "unrecognized arguments: --no-such-option"),
@@ -59,7 +63,10 @@ def test_explain_prints_what_the_function_says(capsys):
         (("explain", "--dtype", "int8"), "invalid choice"),
         (("explain", "--device", "cuda:99"), "CUDA devices"),
         (("demo", "--steps", "0"), "an integer of at least 1, got '0'"),
-        (("demo", "--seed", "1" + "0" * 23), "an integer of at least 0, got '1000"),
+        (
+            ("demo", "--seed", "1" + "0" * 23),
+            "an integer of at least 0 and at most 9223372036854775807, got '1000",
+        ),
         (("demo", "--output", ""), "a folder, got ''"),
         (("demo", "--seqlen", "9999999"), "seqlen must be below"),
         (("demo", "--attention-backend", "no-such"), "backend must be one of"),
@@ -80,6 +87,16 @@ def test_bad_options_are_refused_with_one_line(options, said, capsys):
     line = refusal(capsys, *options)
     assert said in line
     assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [("doctor",), ("explain", "--device", "cpu"), ("--help",)])
+def test_a_reader_that_ends_early_ends_the_command(options, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(options) == 1
+        pipe.flush()
 
 
 @pytest.mark.parametrize("command", ["demo", "bench"])

@@ -378,6 +378,8 @@ def test_scheduler_metadata(case, backend, device, unchecked):
     buffer = torch.full((40,), 99, dtype=torch.int32, device=device)
     buffer[: found.numel()] = found
     assert all(map(torch.equal, call(buffer[: found.numel()]), wanted))
+    for_new_tokens = metadata_of(case, inputs, max_seqlen_k_new=1)  # the call has none
+    assert all(map(torch.equal, call(for_new_tokens), wanted))
     stale = metadata_of(case, inputs, cache_seqlens=torch.tensor([20, 32], device=device).int())
     out, lse = call(stale)
     first = (slice(0, 1), slice(None)) if case.ragged else (0, slice(None))

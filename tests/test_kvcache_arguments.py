@@ -11,6 +11,7 @@ from helpers import A100, CPU, H100
 from flashattn3 import (
     UnsupportedError,
     append_kvcache,
+    explain_with_kvcache,
     flash_attn_combine,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
@@ -268,11 +269,6 @@ REFUSED = {
         ValueError,
         "max_seqlen_q must be None without cu_seqlens_q",
     ),
-    "cu_seqlens_k_new without k": (
-        {"cu_seqlens_k_new": ints(0, 1, 2)},
-        ValueError,
-        "cu_seqlens_k_new must be None without k and v",
-    ),
     "metadata's size": (
         {"scheduler_metadata": ints(1, 2, 3)},
         ValueError,
@@ -305,6 +301,11 @@ REFUSED = {
     "sm_margin": ({"sm_margin": -1}, ValueError, "sm_margin must be >= 0"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap must be finite and >= 0"),
     "scale": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
+    "rotary_interleaved": (
+        {"rotary_interleaved": "y"},
+        TypeError,
+        "rotary_interleaved must be a bool, got 'y' (str)",
+    ),
     "qv": ({"qv": torch.ones(1)}, UnsupportedError, "qv must be None"),
     "attention_chunk": ({"attention_chunk": 8}, UnsupportedError, "attention_chunk must be 0"),
     "tree_mask": ({"tree_mask": ints(1)}, UnsupportedError, "tree_mask must be None"),
@@ -391,27 +392,92 @@ def test_a_page_past_the_length_is_not_looked_at():
     call(**paged(page_table=ints(0, 1, -1, 99, 2, -7, 9, 9).view(2, 4), cache_seqlens=ints(9, 8)))
 
 
+CACHES = {
+    "q": torch.randn(B, SQ, H, D),
+    "k_cache": torch.randn(B, CAP, HK, D),
+    "v_cache": torch.randn(B, CAP, HK, D),
+}
+
+
 def metadata(**changes):
-    arguments = (B, SQ, CAP, H, HK, D, ints(5, 7), torch.float32)
-    return get_scheduler_metadata(*arguments, **changes)
+    arguments = {"batch_size": B, "max_seqlen_q": SQ, "max_seqlen_k": CAP, "num_heads_q": H}
+    arguments |= {"num_heads_kv": HK, "headdim": D, "cache_seqlens": ints(5, 7)}
+    arguments |= {"qkv_dtype": torch.float32}
+    return get_scheduler_metadata(**{**arguments, **changes})
 
 
-def test_stale_metadata_is_an_error_where_values_are_checked():
+STALE = {
+    "causal": ({"causal": True}, "be made with causal=False, got causal=True"),
+    "window": (
+        {"window_size": (4, 0), "has_softcap": True},
+        "be made with has_softcap=False, window_size=(-1, -1), "
+        "got has_softcap=True, window_size=(4, 0)",
+    ),
+    "splits": ({"num_splits": 3, "causal": True}, "be made with causal=False, num_splits=0, got "),
+    "heads": ({"num_heads_q": 6}, "be made with num_heads_q=4, got num_heads_q=6"),
+    "pages": ({"page_size": 8}, "be made with page_size=0, got page_size=8"),
+    "dtype": ({"qkv_dtype": torch.float16}, "be made with qkv_dtype=torch.float32, got "),
+}
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_stale_metadata_is_an_error_that_names_the_options(name):
+    changes, message = STALE[name]
+    with pytest.raises(ValueError, match=re.escape(f"scheduler_metadata must {message}")):
+        call(scheduler_metadata=metadata(**changes))
+
+
+def test_metadata_of_other_lengths_or_of_nothing_is_an_error():
+    other, foreign, unknown = metadata(cache_seqlens=ints(5, 8)), metadata(), metadata()
+    foreign[0], unknown[1] = 0, 0
     call(scheduler_metadata=metadata())
-    for changes, message in (
-        ({"causal": True}, "scheduler_metadata must be that of these options"),
-        ({"max_seqlen_k_new": 1}, "scheduler_metadata of sequence 0 must be (5, 0, 3, 0)"),
+    for given, message in (
+        (other, " of sequence 1 must be (7, 0, 3, 0) (cached, new, queries, left padding)"),
+        (foreign, " must be from get_scheduler_metadata, got other numbers"),
+        (unknown, " must be made with the options of this call, got other options"),
     ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call(scheduler_metadata=metadata(**changes))
+        with pytest.raises(ValueError, match=re.escape(f"scheduler_metadata{message}")):
+            call(scheduler_metadata=given)
     with pytest.raises(ValueError, match=re.escape("batch_size")):
         call(scheduler_metadata=get_scheduler_metadata(3, SQ, CAP, H, HK, D, ints(1, 2, 3)))
+
+
+def test_metadata_for_new_tokens_fits_a_call_without():
+    edges = ints(0, 1, 4)
+    wanted = call(scheduler_metadata=None, **CACHES)
+    for changes in ({"max_seqlen_k_new": 1}, {"cu_seqlens_k_new": edges}):
+        given = metadata(**changes)
+        assert torch.equal(call(scheduler_metadata=given, **CACHES), wanted)
+        with pytest.raises(ValueError, match=r"sequence 0 must be \(5, 2, 3, 0\)"):
+            call(scheduler_metadata=given, **new(2))
+
+
+def test_arguments_of_new_tokens_and_of_tables_have_no_effect_without():
+    """FlashAttention-3 ignores them."""
+    without_k = {"cu_seqlens_k_new": ints(0, 1, 2), "rotary_seqlens": ints(0, 1)}
+    wanted = call(**CACHES)
+    for given in (without_k, {"cu_seqlens_k_new": ints(3)}, {"rotary_seqlens": "nonsense"}):
+        assert torch.equal(call(**CACHES, **given), wanted)
+    caches = {name: x.clone() for name, x in CACHES.items() if name != "q"}
+    copies = {name: x.clone() for name, x in caches.items()}
+    given = {"q": CACHES["q"], **new()}
+    wanted = call(**caches, **given)
+    assert torch.equal(call(**copies, **given, rotary_seqlens=ints(0, 1)), wanted)
+    assert all(torch.equal(copies[name], caches[name]) for name in caches)
+    arguments = {"cache_seqlens": ints(5, 7), **CACHES, **without_k}
+    explained = explain_with_kvcache(**arguments)
+    assert explained.unused_hints == {
+        "cu_seqlens_k_new": "writes nothing without k and v",
+        "rotary_seqlens": "rotates nothing without rotary_cos and rotary_sin",
+    }
+    assert not explain_with_kvcache(**arguments, **new(), **tables()).unused_hints
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"qkv_dtype": "bf16"}, "qkv_dtype must be one of"),
+        ({"batch_size": -1}, "batch_size must be between 0 and 1073741824, got -1"),
         ({"max_seqlen_q": -1}, "max_seqlen_q must be between 0 and"),
         ({"max_seqlen_k_new": 2**31}, "max_seqlen_k_new must be between 0 and"),
         ({"num_heads_q": 3}, "num_heads_q must be a multiple of num_heads_kv, 2, got 3"),

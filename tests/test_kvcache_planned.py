@@ -208,7 +208,7 @@ def new_tokens(batch=2, heads=2, d=64, dtype=torch.bfloat16):
 def test_new_tokens_go_to_an_operator_of_their_own(causal, double):
     q, k, v = tensors_of()
     new, tables = new_tokens(), torch.zeros(2, 99, 16)
-    rotary = {"rotary_cos": tables[0], "rotary_sin": tables[1], "rotary_interleaved": False}
+    rotary = {"rotary_cos": tables[0], "rotary_sin": tables[1], "rotary_interleaved": 0}
     flash_attn_with_kvcache(q, k, v, **new, causal=causal)
     assert double.more == []
     for more in ({}, rotary, {"out": torch.zeros(2, 1, 4, 64).bfloat16()}):
@@ -238,7 +238,6 @@ def test_new_tokens_that_the_operator_does_not_take(double):
     for more in (
         {"k_descale": ones, "v_descale": ones},
         {**rotary, "rotary_seqlens": ints(1, 2)},
-        {**rotary, "rotary_interleaved": 0},
         {"sinks": torch.zeros(4)},
         {"k": torch.nn.Parameter(new["k"], requires_grad=False)},
         {"out": torch.nn.Parameter(torch.zeros(2, 1, 4, 64).bfloat16(), requires_grad=False)},

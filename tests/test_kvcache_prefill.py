@@ -499,6 +499,7 @@ def test_stale_metadata_gives_nan_rows(case):
         return call_cached(inputs, backend="hopper", scheduler_metadata=metadata)
 
     assert all(map(torch.equal, call(), wanted))
+    assert all(map(torch.equal, call(max_seqlen_k_new=1), wanted))  # the call has no new tokens
     stale = given["cache_seqlens"].clone()
     stale[1] += 1
     out, lse = call(cache_seqlens=stale)

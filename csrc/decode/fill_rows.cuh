@@ -52,7 +52,8 @@ __device__ __forceinline__ void fill(const FillArguments& args, int batch_idx, i
   }
 }
 
-// Whether the metadata was made for the lengths of the sequence and the options of the call.
+// Whether the metadata was made for the lengths of the sequence and the options of the call. A
+// sequence without new tokens fits any number of them, as in flashattn3/kvcache/metadata.py.
 __device__ __forceinline__ bool metadata_fits(const FillArguments& args, int batch_idx,
                                               int num_queries) {
   int num_new = args.seqlen_new;
@@ -63,7 +64,8 @@ __device__ __forceinline__ bool metadata_fits(const FillArguments& args, int bat
   const int leftpad = args.cache_leftpad == nullptr ? 0 : args.cache_leftpad[batch_idx];
   const int32_t* own = args.metadata + kMetadataHeader + batch_idx * kMetadataPerSequence;
   return args.metadata[0] == kMetadataMagic && args.metadata[1] == args.options_hash &&
-         own[0] == cached && own[1] == num_new && own[2] == num_queries && own[3] == leftpad;
+         own[0] == cached && (num_new == 0 || own[1] == num_new) && own[2] == num_queries &&
+         own[3] == leftpad;
 }
 
 // CTA b has sequence b and, with cu_seqlens_q, the tokens between it and the next one; the last CTA

@@ -65,6 +65,12 @@ def _with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     function = options.function
     seqlen, cache_seqlens = _seqlens(function, cache_seqlens)
+    if k is v is None:
+        cu_seqlens_k_new = None
+    if rotary_cos is rotary_sin is None:
+        rotary_seqlens = None
+    if type(rotary_interleaved) is not bool:
+        rotary_interleaved = boolean(function, "rotary_interleaved", rotary_interleaved)
     longest = None
     if not (cu_seqlens_q is max_seqlen_q is None):
         longest = _longest(function, cu_seqlens_q, max_seqlen_q)
@@ -77,7 +83,7 @@ def _with_kvcache(
         if not (out is longest is cache_batch_idx is cache_leftpad is cu_seqlens_q is None):
             most = -1 if longest is None else longest
             further = Further(out, most, cache_batch_idx, cache_leftpad, cu_seqlens_q)
-        if not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is None):
+        if not (k is v is rotary_cos is rotary_sin is None):
             new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
         result = run_planned(
             options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new
@@ -92,7 +98,7 @@ def _with_kvcache(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
     )  # fmt: skip
-    if k is v is rotary_cos is rotary_sin is rotary_seqlens is cu_seqlens_k_new is None:
+    if k is v is rotary_cos is rotary_sin is None:
         return _attended(tensors, Lengths(seqlen, 0, longest), options, out, watched)
     if watched or not type(k) is type(v) is Tensor:
         rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
@@ -115,8 +121,7 @@ def _with_kvcache(
         k, v, k_cache, v_cache, to_rotate, rotated, cache_seqlens, page_table, cache_batch_idx,
         edges, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
     )  # fmt: skip
-    interleaved = boolean(function, "rotary_interleaved", rotary_interleaved)
-    how = AppendOptions(interleaved, one_q_position(options), options.backend, function)
+    how = AppendOptions(rotary_interleaved, one_q_position(options), options.backend, function)
     if checked is not None:
         ops.check_values_before_append(checked, tensors, lengths, options, appended, how)
     ops.run_append(appended, lengths, how)
@@ -190,10 +195,12 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 (batch,); keys before it are hidden, positions count them.
         page_table: int32 (batch, max_pages), any row stride: the pages of each sequence in order.
             block_table, FlashAttention-2's keyword, is another name of it.
-        cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,), as in ``flash_attn_varlen_func``.
+        cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,), as in ``flash_attn_varlen_func``; the
+            second has no effect without k and v.
         max_seqlen_q: required with cu_seqlens_q, else None: at least the longest sequence, an int
             or a 0-d integer tensor; one on a GPU is not read, and total_q stands in.
         rotary_seqlens: int32 (batch,), positions of the first new tokens, instead of cache_seqlens.
+            Without tables it has no effect.
         q_descale, k_descale, v_descale: float32 (batch, num_heads_kv), any strides: a stored value
             times its descale is the real one. New k and v are divided by theirs.
         softmax_scale: None stands for head_dim ** -0.5.
@@ -358,7 +365,8 @@ def get_scheduler_metadata(
 
     No call needs it: schedules are computed from the lengths on the device. Code that was written
     for FlashAttention-3 may copy it into a buffer of a CUDA graph. A call with other lengths or
-    options returns NaN rows and never plausible numbers.
+    options returns NaN rows and never plausible numbers; a call without new tokens takes metadata
+    for new ones.
 
     Args: those of the call; batch_size, head counts, headdim and headdim_v (None: headdim) of its
         tensors. max_seqlen_q: queries of each sequence where cu_seqlens_q is None. max_seqlen_k:
@@ -387,7 +395,7 @@ def get_scheduler_metadata(
     tensors = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     tensors |= {"cu_seqlens_k_new": cu_seqlens_k_new, "cache_leftpad": cache_leftpad}
     check_tensors(function, 1, **tensors)
-    batch = integer(function, "batch_size", batch_size)
+    batch = _counted(function, "batch_size", batch_size, 0)
     for name, x in tensors.items():
         if x is not None:
             entries = (batch + name.startswith("cu_"),)

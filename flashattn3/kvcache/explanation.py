@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from inspect import signature
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,7 +67,24 @@ def explain_with_kvcache(
     described = _described(plan, tensors, lengths)
     if watched.append is not None:
         described |= {"append": _append_on(place, *watched.append)}
-    return explanation_of(plan, CACHE_BACKENDS, described)
+    explained = explanation_of(plan, CACHE_BACKENDS, described)
+    unused = _unused(dict(zip(_NAMES, arguments, strict=False)) | named)
+    return replace(explained, unused_hints=explained.unused_hints | unused)
+
+
+_NAMES = tuple(signature(flash_attn_with_kvcache).parameters)
+
+
+def _unused(given: dict[str, object]) -> dict[str, str]:
+    """Arguments of a call that belong to others, which it lacks; what the backend does not do."""
+    rotary = "rotates nothing without rotary_cos and rotary_sin"
+    found = {"cu_seqlens_k_new": ("k", "writes nothing without k and v")}
+    found |= {"rotary_seqlens": ("rotary_cos", rotary)}
+    return {
+        name: reason
+        for name, (other, reason) in found.items()
+        if given.get(name) is not None and given.get(other) is None
+    }
 
 
 def _append_on(place: torch.device, tensors: AppendTensors, _, options: AppendOptions) -> str:

@@ -112,9 +112,8 @@ def _with_more(
         return None, ()
     if new is None:
         return operators.decode_with, further
-    k, v, _, cos, sin, interleaved = new
-    plain = type(k) is type(v) is Tensor and type(interleaved) is bool
-    if not plain or _need_gradient(k, v, cos, sin):
+    k, v, _, cos, sin, _ = new
+    if not type(k) is type(v) is Tensor or _need_gradient(k, v, cos, sin):
         return None, ()
     return operators.append, (*further, *new, one_q_position(options))
 
