@@ -12,6 +12,7 @@ import torch
 from helpers import (
     CACHE_BACKENDS,
     GPU,
+    H100,
     ROOT,
     SIXTEEN_BIT,
     TRITON_DTYPES,
@@ -23,8 +24,11 @@ from flashattn3 import (
     flash_attn_combine,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
+    use_backend,
 )
+from flashattn3.backends.triton.kvcache import BACKEND as TRITON_CACHE
 from flashattn3.kvcache import ops
+from flashattn3.kvcache.problem import CombineProblem
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 LENGTHS = (0, 1, 17, 40)
@@ -429,6 +433,21 @@ def test_combine_joins_calls_over_parts_of_the_keys(ragged, backend, device):
     empty = torch.full_like(lses, -math.inf).transpose(-1, -2)
     out, lse = flash_attn_combine(torch.full_like(outs, math.nan), empty)
     assert not out.any() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("head_dim", [1, 300, 512, 1100])
+def test_combine_takes_any_head_dim(head_dim, device):
+    """On a GPU by a kernel, not by the reference backend."""
+    parts = torch.randn(3, 5, 2, head_dim, device=device), torch.randn(3, 5, 2, device=device)
+    wide = [x.double() for x in parts]
+    weights = wide[1].softmax(0).unsqueeze(-1)
+    with use_backend("triton"):
+        out, lse = flash_attn_combine(*parts)
+    torch.testing.assert_close(out.double(), (weights * wide[0]).sum(0), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse.double(), wide[1].logsumexp(0), atol=1e-6, rtol=1e-6)
+    dtypes = torch.float32, torch.bfloat16, torch.device("cuda", 0)
+    problem = CombineProblem("flash_attn_combine", *dtypes, head_dim, head_dim, None)
+    assert TRITON_CACHE.decline_reason(problem, H100) is None
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,33 @@ def test_kernels_fit_their_chip(chip, shape, compilers):
             assert few_rows == (16 if shape == "mixed" else 0)
 
 
+def compile_combine(device: DeviceInfo, head_dim: int) -> tuple[int, bool]:
+    """Bytes of local memory of a thread, and whether parts are loaded 8 bytes at once or more."""
+    import torch
+
+    from flashattn3.backends.triton.cache_tiles import select_tile
+    from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
+    from flashattn3.backends.triton.kvcache_launch import combine_rows_launch
+    from flashattn3.kvcache.problem import CombineProblem
+
+    dtypes = torch.float32, torch.bfloat16, torch.device("cuda", 0)
+    problem = CombineProblem("flash_attn_combine", *dtypes, head_dim, head_dim, None)
+    launch = combine_rows_launch(problem, select_tile(problem, device))
+    rows, lse = (2**20 * head_dim, 2**16 * head_dim, 16 * head_dim, head_dim), (2**20, 2**16, 16, 1)
+    strides = (*rows, *rows[1:], *lse, *lse[1:])
+    sample = launch.sample(("fp32", "fp32", "bf16", "fp32"), strides, (64,) * 4)
+    kernel = compile_kernel(sample, device.capability)
+    return resources(kernel).stack_bytes, re.search(
+        r"ld.global.v[24].b32", kernel.asm["ptx"]
+    ) is not None
+
+
+@pytest.mark.parametrize("head_dim", [64, 512, 576])
+@pytest.mark.parametrize("chip", [ORIN, H100], ids=lambda chip: f"sm{chip.capability}")
+def test_combine_does_not_spill(chip, head_dim, compilers):
+    assert compilers.submit(compile_combine, chip, head_dim).result() == (0, True)
+
+
 DIMS_CODE = """
 import json, ptx, sass, torch
 from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel

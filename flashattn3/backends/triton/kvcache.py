@@ -104,7 +104,8 @@ class TritonCacheBackend:
             return f"takes {', '.join(map(str, legal))}, not {problem.dtype}"
         if problem.out_dtype not in legal:
             return f"writes {', '.join(map(str, legal))}, not {problem.out_dtype}"
-        reason = head_dim_reason(problem, MAX_HEAD_DIM)
+        combines = isinstance(problem, CombineProblem)
+        reason = None if combines else head_dim_reason(problem, MAX_HEAD_DIM)
         if reason is not None:
             return reason
         if device.interpreted and problem.dtype == torch.bfloat16:

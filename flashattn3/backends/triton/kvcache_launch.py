@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 LARGEST_WINDOW = 2**30  # keys are counted in 32 bits
 APPEND_ROWS = 16
 COMBINE_ROWS = 4
+COMBINE_COLUMNS = 512  # of a program at most: 16 numbers of a part in each thread
 
 
 def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
@@ -253,13 +254,14 @@ def append_launch(problem: AppendProblem, tile: CacheTile) -> VariableLaunch:
 def prepare_combine(problem: CombineProblem, tile: CacheTile) -> Callable:
     """Build a function of (out, lse, out_partial, lse_partial)."""
     launch = combine_rows_launch(problem, tile)
+    column_blocks = ceil(problem.head_dim / launch.constants["BLOCK_D"])
 
     def run(out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
         *lead, heads, _ = out.shape
         seqlen_q = lead[-1]
         num_rows = out.numel() // problem.head_dim
         launch(
-            (ceil(num_rows / COMBINE_ROWS), 1, 1),
+            (ceil(num_rows / COMBINE_ROWS), column_blocks, 1),
             (out_partial, lse_partial, out, lse),
             (
                 *_part_strides(out_partial)[:4],
@@ -283,7 +285,7 @@ def combine_rows_launch(problem: CombineProblem, tile: CacheTile) -> VariableLau
     constants = {
         "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_D": min(padded(problem.head_dim), COMBINE_COLUMNS),
         "ROWS": COMBINE_ROWS,
     }
     return VariableLaunch(

@@ -37,8 +37,8 @@ def combine_rows_kernel(
 ):
     """out = sum over p of exp(lse_p - lse) * out_p, lse = log(sum over p of exp(lse_p)).
 
-    Grid: blocks of ROWS rows, all (batch, seqlen_q, heads) flattened, heads innermost. A part
-    without keys (lse -inf) has weight 0, whatever its rows hold.
+    Grid: (blocks of ROWS rows, all (batch, seqlen_q, heads) flattened, heads innermost; blocks of
+    BLOCK_D columns). A part without keys (lse -inf) has weight 0, whatever its rows hold.
     """
     out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
     out_stride_b, out_stride_s, out_stride_h = strides_of(
@@ -48,7 +48,7 @@ def combine_rows_kernel(
         result_stride_b, result_stride_s, result_stride_h, STRIDE_UNIT
     )
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = rows < num_rows
     head = (rows % num_heads).to(tl.int64)
     token = (rows // num_heads % seqlen_q).to(tl.int64)
@@ -85,4 +85,5 @@ def combine_rows_kernel(
     target = batch_idx * result_lse_stride_b + token * result_lse_stride_s
     target += head * result_lse_stride_h
     lse = tl.where(empty, float("-inf"), largest + tl.log(total))
-    tl.store(lse_ptr + target, lse, mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + target, lse, mask=inside)
