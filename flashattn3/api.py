@@ -183,7 +183,7 @@ def flash_attn_func(
     window_size: Sequence[int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int | None = 0,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -217,8 +217,10 @@ def flash_attn_func(
         window_size: (left, right) keys visible on each side of that diagonal, inclusive; a
             negative number or None is open. With causal the right side is 0.
         softcap: if positive, scores become softcap * tanh(score / softcap) before the mask.
-        num_splits: number of KV splits, at most 256; the partial results are combined exactly. 1:
-            no split; <= 0: chosen automatically. A hint.
+        num_splits: number of KV splits, at most 256; the partial results are combined exactly. 0
+            or None: chosen, so that few queries of many keys occupy every SM; a row's bits then
+            depend on the batch and the lengths. 1: none. A hint: on Hopper any other number gives
+            every SM an equal share of the keys.
         pack_gqa: True asks for the packed layout of grouped queries, False for the other. A hint.
         deterministic: gradients are bitwise the same in every run; also asked for by
             torch.use_deterministic_algorithms(True).
@@ -281,7 +283,7 @@ def flash_attn_varlen_func(
     window_size: Sequence[int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int | None = 0,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -549,7 +551,7 @@ def explain(
     window_size: Sequence[int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int | None = 0,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,

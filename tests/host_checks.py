@@ -312,6 +312,56 @@ def check_calls_like_an_earlier_one(host):
             function(q.requires_grad_(gradients), k.half(), v, causal=True)
 
 
+def launches_of_three(host, call):
+    """Launches and result of a call, the second and third time of which Python does not plan."""
+    found, results = [], []
+    for repeated in (False, True, True):
+        before = ops._plan.cache_info()[:2]
+        events = events_of(host, lambda: results.append(call()))
+        found.append([event for event in events if event[0] == "launch"])
+        assert (ops._plan.cache_info()[:2] == before) == repeated
+    assert found[0] == found[1] == found[2], found
+    return found[0], results[-1]
+
+
+def check_few_queries_of_many_keys(host):
+    """A decode kernel runs the forward of such a call as it runs the cached call, with an autograd
+    node in C++ if there are gradients."""
+    use_cached_calls()
+    for batch, is_bhsd, gradients in itertools.product((1, 3), (False, True), (False, True)):
+        forget_planned_calls()
+        shapes = (2, 32), (2000 + batch, 8), (2000 + batch, 8)
+        tensors = [torch.zeros(batch, *shape, 128).bfloat16() for shape in shapes]
+        events = events_of(host, partial(flash_attn_with_kvcache, *tensors, causal=True))
+        leaves = [x.transpose(1, 2) if is_bhsd else x for x in tensors]
+        leaves = [x.requires_grad_(gradients) for x in leaves]
+        call = partial(flash_attn_bhsd_func if is_bhsd else flash_attn_func, *leaves, causal=True)
+        found, out = launches_of_three(host, call)
+        assert found == [event for event in events if event[0] == "launch"]
+        assert out.shape == tensors[0].shape and out.is_contiguous()
+        if gradients:
+            assert type(out.grad_fn).__name__ == NODE
+            backward = events_of(host, partial(torch.autograd.grad, out, leaves, out))
+            assert sum(event[0] == "launch" for event in backward) >= 3
+        else:
+            assert call(return_lse=True)[1].shape == (batch, 32, 2)
+
+
+def check_few_queries_of_many_keys_in_packed_batches(host):
+    bhsd.is_checked, checked = lambda device: False, bhsd.is_checked
+    try:
+        edges = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (1, 900)]
+        shapes = (32, 2), (8, 1800), (8, 1800)
+        tensors = [torch.zeros(1, *shape, 128).bfloat16() for shape in shapes]
+        operator = torch.ops.flashattn3.forward_bhsd.default
+        call = partial(operator, *tensors, *edges, 0.3, True, -1, 0, 0.0)
+        found, (out, lse) = launches_of_three(host, call)
+        assert found[0][1] > H100.num_sms and len(found) == 2  # the second clears other rows
+        assert out.shape == (1, 2, 32, 128) and lse.shape == (1, 32, 2)
+    finally:
+        bhsd.is_checked = checked
+
+
 def check_layers_like_an_earlier_one(host):
     """A layer of a model finds the launch of the function for its layout and options."""
     layer = torch.nn.Module()

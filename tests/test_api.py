@@ -32,7 +32,7 @@ def test_signatures_are_those_of_the_contract():
     shared = (
         "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
         "v_descale=None, "
-        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
+        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=0, pack_gqa=None, "
         "deterministic=False, sm_margin=0, return_attn_probs=False, *, "
         "return_lse=False, backend=None, out_dtype=None, use_fast_accum=False"
     )

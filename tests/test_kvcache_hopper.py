@@ -562,12 +562,12 @@ def test_forwards_of_few_query_rows_run_on_a_decode_kernel():
             assert packed.prepared.handle.record.whole_tiles == (num_splits == 1)
             assert set(plan.unused_hints) == ({"num_splits"} if num_splits > 1 else set())
     chunk = 1, 64, 16384
-    assert forward_plan(*chunk, num_splits=0).launch.config.packed is not None
-    assert forward_plan(*chunk).launch.config.packed is None
+    assert forward_plan(*chunk).launch.config.packed is not None
+    assert forward_plan(*chunk, num_splits=1).launch.config.packed is None
     for others in (
         {"seqlen_k": 512},
-        {"seqlen_q": 65, "num_splits": 0},
-        {"pack_gqa": False, "num_splits": 0},
+        {"seqlen_q": 129},
+        {"pack_gqa": False},
         {"d": 132},
     ):
         of = {"batch": 1, "seqlen_q": 1, "seqlen_k": 8192, **others}

@@ -6,13 +6,19 @@ import pytest
 import torch
 from helpers import (
     A100,
+    B200,
     H100,
+    L4,
+    ORIN,
     WITHOUT_HOPPER,
     case_named,
     forward_holds,
     gradients_hold,
+    library_double,
 )
 
+from flashattn3 import flash_attn_func, flash_attn_varlen_func
+from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.call.inputs import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options
@@ -21,45 +27,103 @@ from flashattn3.testing import call, make_inputs, make_output_gradients
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+HOPPER = HopperBackend(library=library_double)
 
 
-def plan(device, batch, seqlen_q, seqlen_k, heads=32, heads_kv=8, dtype=torch.bfloat16, **options):
-    shapes = (seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
-    tensors = (torch.empty(batch, *of, 128, device="meta", dtype=dtype) for of in shapes)
+def plan(
+    device, batch, seqlen_q, seqlen_k, heads=32, heads_kv=8, dims=(128, 128), varlen=False,
+    backends=WITHOUT_HOPPER, dtype=torch.bfloat16, **options,
+):  # fmt: skip
+    of = {"device": "meta", "dtype": dtype}
+    shapes = (
+        (seqlen_q, heads, dims[0]),
+        (seqlen_k, heads_kv, dims[0]),
+        (seqlen_k, heads_kv, dims[1]),
+    )
+    tensors = [torch.empty(batch, *shape, **of) for shape in shapes]
+    if varlen:
+        edges = torch.empty(batch + 1, device="meta", dtype=torch.int32)
+        tensors = [*(x.flatten(0, 1) for x in tensors), edges, edges]
+        options |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
     problem = describe(tuple(map(metadata_of, Tensors(*tensors))), Options(**options))
-    return choose(problem, device, WITHOUT_HOPPER)
+    return choose(problem, device, backends)
 
 
-SHORT = ((16, 1, 8192), (64, 1, 2048), (1, 1, 65536))
-CHUNKS = ((1, 64, 16384), (1, 256, 16384))
+def on_hopper(*shape, **options):
+    return plan(H100, *shape, backends=(HOPPER, *WITHOUT_HOPPER), **options)
 
 
-@pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
-def test_which_calls_are_packed(device):
-    """With one split only rows that one tile holds: with more, a tile would read all keys again."""
-    for shape in SHORT:
-        config = plan(device, *shape).launch.config
-        assert config.packed.block_m == 16 and config.num_splits == 1
-    for shape in CHUNKS:
-        assert plan(device, *shape).launch.config.packed is None
-    for shape in (*SHORT, CHUNKS[0]):
-        config = plan(device, *shape, num_splits=0).launch.config
-        assert config.packed is not None and config.grid[0] >= config.packed.num_ctas
+# batch, queries, keys, query and KV heads of calls that must not read with a CTA for each head.
+LONG = (
+    *((1, 1, 1024, 32, 8), (1, 1, 16384, 32, 8), (1, 1, 65536, 32, 8), (1, 1, 131072, 32, 8)),
+    *((1, 1, 65536, 8, 1), (1, 4, 65536, 32, 32), (4, 1, 32768, 32, 8), (1, 16, 16384, 32, 8)),
+    *((16, 1, 8192, 32, 8), (64, 1, 2048, 32, 8), (1, 64, 16384, 8, 8), (1, 128, 16384, 32, 8)),
+)
+# Small GPUs have a CTA for each of their SMs in some of them.
+SMALL = LONG[:9]
+DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_the_default_occupies_every_sm(varlen):
+    """Few queries of many keys are packed and cut into parts on every GPU, with every head dim."""
+    for shape in LONG:
+        for dims in DIMS:
+            packed = on_hopper(*shape, dims=dims, varlen=varlen).launch.config.packed
+            assert packed.kernel_config.kind == "decode", (shape, dims)
+            record = packed.prepared.handle.record
+            assert not record.whole_tiles and record.num_sms == 132, (shape, dims)
+    for device in (H100, A100, L4, ORIN, B200):
+        for shape in LONG if device.num_sms > 100 else SMALL:
+            config = plan(device, *shape, varlen=varlen).launch.config
+            assert config.packed is not None and config.num_splits == 0, (device.name, shape)
+            assert config.grid[0] > device.num_sms, (device.name, shape)
+            none = plan(device, *shape, varlen=varlen, num_splits=1).launch.config
+            assert none.num_splits == 1, (device.name, shape)
+            assert none.packed is None or none.grid[0] <= 64 * shape[0], (device.name, shape)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_left": 4000, "softcap": 3.0}])
+def test_masks_are_packed_too(options):
+    for shape in LONG[1:]:
+        for found in (on_hopper(*shape, **options), plan(ORIN, *shape, **options)):
+            if found.device is H100 or shape in SMALL:
+                assert found.launch.config.packed is not None, (shape, found.device.name)
+
+
+def test_which_calls_are_not_packed():
+    """Short keys, enough CTAs, num_splits=1 with rows of several tiles, pack_gqa=False."""
+    wide = {"seqlen_q": 4096, "seqlen_k": 4096}
     for others in (
         {"seqlen_k": 512},
-        {"seqlen_q": 4096, "seqlen_k": 4096, "num_splits": 0},
-        {"pack_gqa": False, "num_splits": 0},
+        wide,
+        {"seqlen_q": 500},
+        {"seqlen_q": 64, "num_splits": 1},
+        {"pack_gqa": False},
     ):
         of = {"batch": 1, "seqlen_q": 1, "seqlen_k": 8192, **others}
-        assert plan(device, **of).launch.config.packed is None
-    assert plan(device, 1, 300, 300, pack_gqa=True).launch.config.packed is not None
+        assert plan(A100, **of).launch.config.packed is None, others
+        assert on_hopper(**of).launch.config.packed is None, others
+    assert plan(A100, 1, 300, 300, pack_gqa=True).launch.config.packed is not None
+    used = on_hopper(1, 8, 8192, varlen=True, num_splits=3)
+    assert set(used.unused_hints) == {"num_splits"}
+    assert not on_hopper(1, 4096, 4096, num_splits=1).unused_hints
+    assert set(on_hopper(1, 4096, 4096, num_splits=2).unused_hints) == {"num_splits"}
 
 
-def test_explain_describes_the_packed_tile():
-    described = plan(A100, *SHORT[0], num_splits=0).launch.describe()
+def test_explain_shows_the_splits_and_why():
+    described = plan(A100, 16, 1, 8192).launch.describe()
     assert described["tile"] == "16 packed rows x 64 keys"
-    assert described["num_splits"] == "chosen"
-    used = plan(A100, *SHORT[0], pack_gqa=True, sm_margin=8)
+    assert described["packed"] == "up to 64 packed query rows"
+    assert described["num_splits"] == "about 2 of each work tile: 344 CTAs for 128"
+    assert plan(A100, 16, 1, 8192, num_splits=3).launch.describe()["num_splits"] == 3
+    chunk = on_hopper(1, 64, 16384).launch.describe()
+    assert chunk["kernel"] == "decode: 32 CTAs of 192 query rows for 132 SMs"
+    assert chunk["num_splits"].startswith("about ")
+    assert on_hopper(1, 1, 512).launch.describe()["num_splits"] == "1: fewer than 1024 keys"
+    whole = plan(A100, 1, 4096, 4096).launch.describe()
+    assert whole["num_splits"] == "1: 1024 work tiles of 128 rows for 108 SMs"
+    used = plan(A100, 16, 1, 8192, pack_gqa=True, sm_margin=8)
     assert not used.unused_hints and used.launch.config.packed.num_ctas == 2 * 100
     unused = plan(A100, 1, 4096, 4096, sm_margin=8, pack_gqa=False).unused_hints
     assert set(unused) == {"sm_margin"}
@@ -68,6 +132,8 @@ def test_explain_describes_the_packed_tile():
 NAMES = (
     *("gqa-2", "causal-empty-rows", "softcap-causal", "scale-negative", "scale-zero", "dim-8"),
     *("layout-bhsd", "layout-packed", "layout-unaligned", "splits", "no-keys", "no-queries"),
+    *("varlen-causal-cross", "varlen-empty-sequences", "varlen-no-keys", "varlen-no-queries"),
+    *("varlen-no-sequence", "varlen-seqused", "varlen-tail-rows", "varlen-splits"),
 )
 
 
@@ -77,9 +143,30 @@ def test_against_float64(name, device):
     forward_holds(case, make_inputs(case, device, torch.float16), "triton", pack_gqa=True)
 
 
+def test_no_sequence_sees_its_neighbours(device):
+    """Their keys are in the same cache. NaN in them reaches no row of another sequence."""
+    edges = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+    edges_k = torch.tensor([0, 70, 203], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(n, 2, 16, device=device).half() for n in (8, 203, 203))
+    options = {"backend": "triton", "pack_gqa": True, "return_lse": True}
+    lengths = edges, edges_k, 5, 133
+    whole = flash_attn_varlen_func(q, k, v, *lengths, **options)
+    for hidden, rows in ((slice(0, 70), slice(3, 8)), (slice(70, 203), slice(0, 3))):
+        wrong = [x.clone().index_fill_(0, torch.arange(203, device=device)[hidden], float("nan"))
+                 for x in (k, v)]  # fmt: skip
+        out, lse = flash_attn_varlen_func(q, *wrong, *lengths, **options)
+        assert torch.equal(out[rows], whole[0][rows])
+        assert torch.equal(lse[:, rows], whole[1][:, rows])
+    used = torch.tensor([9, 100], dtype=torch.int32, device=device)
+    found = flash_attn_varlen_func(q, k, v, *lengths, seqused_k=used, **options)
+    wanted = flash_attn_func(q[None, 3:], k[None, 70:170], v[None, 70:170], **options)
+    torch.testing.assert_close(found[0][3:], wanted[0][0], atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-def test_gradients_after_a_packed_forward(num_splits, device):
-    case = case_named("splits")
+@pytest.mark.parametrize("name", ["splits", "varlen-splits"])
+def test_gradients_after_a_packed_forward(name, num_splits, device):
+    case = case_named(name)
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)
     dout, dlse = make_output_gradients(case, tensors)
     options = {"backend": "triton", "pack_gqa": True, "num_splits": num_splits}

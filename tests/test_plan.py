@@ -232,11 +232,11 @@ def test_the_first_that_does_not_decline_is_taken():
     assert absent.seen == [] and last.seen == []  # never asked
 
 
-def test_one_pass_unless_splits_are_asked_for():
+def test_splits_are_chosen_unless_their_number_is_given():
     lonely = {"batch": 1, "seqlen_q": 1, "seqlen_k": 65536}
-    assert plan(H100, **lonely).launch.config.num_splits == 1
+    assert plan(H100, num_splits=1, **lonely).launch.config.num_splits == 1
     assert plan(H100, num_splits=5, **lonely).launch.config.num_splits == 5
-    chosen = plan(H100, num_splits=0, pack_gqa=False, **lonely).launch.config
+    chosen = plan(H100, pack_gqa=False, **lonely).launch.config
     assert chosen.num_splits == 132 // 8  # 8 heads of one work tile each on 132 SMs
     assert chosen.grid == (8 * chosen.num_splits, 1, 1)
     assert plan(H100, batch=64, num_splits=-1).launch.config.num_splits == 1  # every SM has work

@@ -20,6 +20,7 @@
 
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/packed_forward.h"
 #include "torch_binding/planned_passes.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
@@ -81,8 +82,8 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
   expect(fits_tma(q) && fits_tma(k) && fits_tma(v), kName, "q, k and v",
          "of addresses and strides of a planned call", "others");
-  const ForwardCall call{.tensors = {.q = q, .k = k, .v = v, .bhsd = planned.bhsd != 0}};
-  const auto [out, lse] = run_forward(kName, planned.forward, call);
+  const CallTensors tensors{.q = q, .k = k, .v = v, .bhsd = planned.bhsd != 0};
+  const auto [out, lse] = run_planned_forward(kName, planned, tensors);
   return_results(stack, std::tuple(out, lse));
 }
 

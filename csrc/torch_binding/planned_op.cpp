@@ -11,6 +11,7 @@
 
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/packed_forward.h"
 #include "torch_binding/planned_passes.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
@@ -81,7 +82,7 @@ std::tuple<Optional, Optional> run(const Tensor& launches, const GivenTensors& g
   constexpr char kName[] = "forward_planned";
   const PlannedPasses* planned = find_planned(kName, launches, given);
   if (planned == nullptr || !are_readable(given, planned->axes())) return {};
-  auto [out, lse] = run_forward(kName, planned->forward, {.tensors = in_rows(given, *planned)});
+  auto [out, lse] = run_planned_forward(kName, *planned, in_rows(given, *planned));
   if (!given.varlen()) return {out, lse};
   const int64_t batch = given.q.size(0);
   return {batch_of(out, batch, kBshd, true), lse_of_batch(lse, batch)};

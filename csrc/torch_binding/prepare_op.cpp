@@ -170,6 +170,9 @@ void prepare_decode(StableIValue* stack, uint64_t, uint64_t) {
                                    int64_t{kernel.info.shared_memory_bytes}));
 }
 
+// Stands for the decode launch of planned passes without one.
+std::tuple<Tensor> no_decode() { return {kept(PreparedDecode{})}; }
+
 }  // namespace
 
 const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor) {
@@ -198,12 +201,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(("prepare_decode(int config" + fields_of_cached_call() +
                ") -> (Tensor launch, int num_threads, int shared_memory_bytes)")
                   .c_str());
+  library.def("no_decode() -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {
   library.impl("prepare_forward", prepare_forward);
   library.impl("prepare_backward", prepare_backward);
   library.impl("prepare_decode", prepare_decode);
+  library.impl("no_decode", boxed<no_decode>);
 }
 
 }  // namespace flashattn3

@@ -28,16 +28,18 @@ struct Prepared {
   Problem problem;
 };
 using PreparedLaunch = Prepared<AttentionProblem>;
+using PreparedDecode = Prepared<CachedProblem>;
 // Both passes of calls on the GPU of this index, as torch.cat joins their tensors with one that
 // holds the rest, further ones behind it: PlannedPasses of several problems.
 struct PlannedPasses {
   PreparedLaunch forward, backward;
+  PreparedDecode packed;  // of the decode kernel that runs the forward; of no pass: none does
   int64_t device;
   int64_t bhsd;  // 1: q, k and v have their heads before their tokens, out does not; else 0
 
   const Axes& axes() const { return bhsd != 0 ? kBhsd : kBshd; }  // of q, k and v with a batch
+  bool is_packed() const { return packed.pass == Pass::kDecode; }
 };
-using PreparedDecode = Prepared<CachedProblem>;
 // A prepared launch and the calls that it is planned for: those with seqlen_q queries of each
 // sequence, or of the longest of a varlen batch, on the GPU of this index. Joined as above, further
 // ones behind it.

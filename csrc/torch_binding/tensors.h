@@ -113,14 +113,14 @@ inline bool fits_tma(const Tensor& tensor) {
   return fits;
 }
 
-// A view of a tensor from its first element on.
+// A view of a tensor from an element of its memory on.
 inline Tensor view_of(const Tensor& tensor, std::span<const int64_t> sizes,
-                      std::span<const int64_t> strides) {
+                      std::span<const int64_t> strides, int64_t first = 0) {
   int64_t offset;
   check_torch(aoti_torch_get_storage_offset(tensor.get(), &offset), "asking for an offset");
   AtenTensorHandle view = nullptr;
   check_torch(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()),
-                                             sizes.data(), strides.data(), offset, &view),
+                                             sizes.data(), strides.data(), offset + first, &view),
               "a view of a tensor");
   return Tensor(view);
 }

@@ -246,6 +246,7 @@ def _normalised(options: Options, q: Metadata, total_q: int, total_k: int) -> di
         # sequence lengths.
         "window_left": -1 if options.window_left >= total_k - 1 else options.window_left,
         "window_right": -1 if right >= total_q - 1 else right,
+        "num_splits": max(0, options.num_splits),
         "backend": options.backend or None,
         "out_dtype": out_dtype(q.dtype, options.out_dtype),
     }

@@ -94,6 +94,11 @@ def _deterministic(function: str, name: str, value: object) -> bool:
     return boolean(function, name, value) or torch.are_deterministic_algorithms_enabled()
 
 
+def _splits(function: str, name: str, value: object) -> int:
+    """None stands for 0: chosen."""
+    return 0 if value is None else integer(function, name, value)
+
+
 def _dtype(function: str, name: str, value: object) -> torch.dtype | None:
     if not (value is None or isinstance(value, torch.dtype)):
         raise type_error(function, name, "a torch.dtype or None", shown(value))
@@ -131,7 +136,7 @@ FIELDS = (
         wanted="finite and >= 0", legal=lambda cap: _is_finite(cap) and cap >= 0,
     ),
     Field(
-        "num_splits", "int", 1, integer, hint=True, to_backend=True,
+        "num_splits", "int", 0, _splits, hint=True, to_backend=True,
         wanted=f"at most {MAX_SPLITS}", legal=lambda splits: splits <= MAX_SPLITS,
     ),
     Field("pack_gqa", "bool?", None, or_none(boolean), hint=True, to_backend=True),

@@ -230,7 +230,7 @@ def _flash_forward(
         "q_descale": q_descale,
         "k_descale": k_descale,
         "v_descale": v_descale,
-        "num_splits": 1 if num_splits is None else num_splits,
+        "num_splits": num_splits,
         "return_lse": True,
     }
     if cum_seq_q is None:

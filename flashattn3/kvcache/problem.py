@@ -75,7 +75,6 @@ class DecodeTensors(NamedTuple):
 _OWN = (
     replace(CALL.fields["softmax_scale"], convert=or_none(real)),
     replace(CALL.fields["causal"], convert=boolean),
-    replace(CALL.fields["num_splits"], default=0),
     replace(CALL.fields["qv"], convert=as_given),
     Field("return_softmax_lse", "", False, boolean, parts=("return_lse",)),
     Field("tree_mask", "", None, as_given),

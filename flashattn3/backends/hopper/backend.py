@@ -31,7 +31,7 @@ from ..conversions import converting
 from ..triton.backend import BACKEND as TRITON
 from . import launch as hopper_launch
 from .decode_launch import (
-    MAX_ROWS,
+    DECODE_TILE_ROWS,
     DecodeLaunch,
     config_of,
     decode_launch,
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.
 SMALLEST_GRADIENT_CAP = 2.0**-6
+# A decode kernel multiplies at half the speed of the forward (H100): its work tiles have 64 rows.
+PACKED = packed.PackedKernel(DECODE_TILE_ROWS, slowness=2.0, max_rows=512)
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ class HopperConfig:
     gradient_config: None if the gradient runs on Triton.
     copied: names of tensors that are copied because TMA cannot read them: it needs addresses and
         strides in multiples of 16 bytes.
-    launch: the prepared launch of the forward; None where it is packed.
-    packed: that of a decode kernel, which runs the forward of few query rows; None: kernel_config.
+    launch: the prepared launch of kernel_config.
+    packing: whether a decode kernel runs the forward instead, and why.
+    packed: the launch of that kernel; None: kernel_config runs the forward.
     """
 
     kernel_config: ForwardConfig
-    launch: hopper_launch.Launch | None = field(compare=False, repr=False)
+    launch: hopper_launch.Launch = field(compare=False, repr=False)
+    packing: packed.Choice
     gradient_config: BackwardConfig | None = None
     copied: tuple[str, ...] = ()
     packed: DecodeLaunch | None = None
@@ -83,6 +87,7 @@ class HopperConfig:
             "tile": f"{kernel_config.block_m} rows x {kernel_config.block_n} keys",
             "num_stages": kernel_config.num_stages,
             "warpgroups": f"1 loads, {kernel_config.num_mma_warpgroups} multiply",
+            "num_splits": f"1: {self.packing.reason}",
             "grid": (self.launch.num_ctas, 1, 1),
             "shared_memory_bytes": self.launch.shared_memory_bytes,
             "workspace_bytes": self.launch.workspace_bytes,
@@ -110,6 +115,7 @@ class HopperLaunch:
         if launch is not None:
             sizes = problem.batch, problem.total_q, problem.seqlen_q, problem.seqlen_k
             described |= launch.describe_sizes(*sizes)
+            described |= packed.describe_splits(problem, described["grid"][0], DECODE_TILE_ROWS)
         return described
 
     @cached_property
@@ -186,15 +192,12 @@ class HopperBackend:
         return None
 
     def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
-        if self._packs(problem, device):
-            unused = {}
-            if problem.num_splits > 1:
-                unused["num_splits"] = "gives every SM an equal share of the keys"
-        else:
-            unused = {
-                "pack_gqa": f"packs up to {MAX_ROWS} grouped query rows of dense 16-bit calls",
-                "num_splits": "computes all keys in one pass",
-            }
+        packs = self._packing(problem, device).packs
+        rows = f"packs up to {PACKED.max_rows} query rows of 16 bits"
+        unused = {} if packs else {"pack_gqa": rows}
+        if problem.num_splits > 1:
+            shares = "gives every SM an equal share of the keys"
+            unused["num_splits"] = shares if packs else "computes all keys in one pass"
         if problem.dtype not in EIGHT_BIT:
             unused["use_fast_accum"] = "accumulates 16-bit products in float32"
         return unused
@@ -205,26 +208,29 @@ class HopperBackend:
     def _configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
         kernel_config = _kernel_config(problem, device)
         gradient_config = self._gradient_config(problem)
-        if self._packs(problem, device):
-            cached = _as_cached(problem)
-            config, reason = config_of(cached), "few query rows of many keys"
-            launch = decode_launch(cached, device, self.library(), config, reason)
-            return HopperConfig(kernel_config, None, gradient_config, packed=launch)
+        packing, copied = self._packing(problem, device), _unfit_for_tma(problem)
         launch = hopper_launch.forward_launch(problem, device, kernel_config, self.library())
-        return HopperConfig(kernel_config, launch, gradient_config, _unfit_for_tma(problem))
+        config = HopperConfig(kernel_config, launch, packing, gradient_config, copied)
+        if not packing.packs:
+            return config
+        cached = _as_cached(problem)
+        of = cached, device, self.library(), config_of(cached), packing.reason
+        return replace(config, packed=decode_launch(*of))
 
-    def _packs(self, problem: Problem, device: DeviceInfo) -> bool:
-        """Whether a decode kernel runs the forward."""
-        if problem.dtype in EIGHT_BIT or problem.copied or _unfit_for_tma(problem):
-            return False
-        m_blocks = ceil(problem.seqlen_q / _kernel_config(problem, device).block_m)
-        programs = m_blocks * problem.num_heads_q * problem.batch
-        rows = problem.qhead_per_kvhead * problem.seqlen_q
-        if rows > MAX_ROWS or not packed.is_packed(problem, device, programs):
-            return False
+    def _packing(self, problem: Problem, device: DeviceInfo) -> packed.Choice:
+        """Whether a decode kernel runs the forward, and why."""
+        copied = problem.copied or _unfit_for_tma(problem)
+        if copied:
+            return packed.Choice(False, f"{copied[0]} is copied")
+        block_m = _kernel_config(problem, device).block_m
+        num_ctas = ceil(problem.seqlen_q / block_m) * problem.num_heads_q * problem.batch
+        choice = packed.choose(problem, device, packed.Grid(num_ctas, block_m), PACKED)
+        if not choice.packs:
+            return choice
         cached = _as_cached(problem)
         reason = unfit_reason(cached)
-        return reason is None and not self.unusable_reason(config_of(cached), problem.backend)
+        reason = reason or self.unusable_reason(config_of(cached), problem.backend)
+        return choice if reason is None else packed.Choice(False, reason)
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
         dtype = NAMES[problem.dtype]

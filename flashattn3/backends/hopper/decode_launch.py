@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from .library import Library
 
 ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
-# Packed rows up to which a forward without a cache runs on a decode kernel: every DECODE_TILE_ROWS
-# rows read the keys again.
-MAX_ROWS = 256
 # Packed rows up to which a cached call runs on a decode kernel, which reads K and V once for each
 # DECODE_TILE_ROWS rows, of all heads of a KV head. Reading them takes longer than multiplying up to
 # about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth

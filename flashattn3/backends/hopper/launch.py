@@ -113,7 +113,7 @@ def planned(launch: HopperLaunch, library: Library, bhsd: bool) -> Planned | Non
     sequences have a used length. bhsd: q, k and v have heads before tokens."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
-    if config.launch is None or config.gradient_config is None or not aligned:
+    if config.gradient_config is None or not aligned:
         return None
     shortened = problem.q.has_seqused or problem.k.has_seqused
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
@@ -123,7 +123,9 @@ def planned(launch: HopperLaunch, library: Library, bhsd: bool) -> Planned | Non
     if not any(operators):
         return None
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
-    handles = config.launch.handle, backward.handle
+    with _disable_current_modes():
+        decode = config.packed.prepared.handle if config.packed else library.no_decode()
+    handles = config.launch.handle, backward.handle, decode
     return Planned.of(operators, handles, problem.device, int(bhsd))
 
 

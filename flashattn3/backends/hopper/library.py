@@ -50,6 +50,7 @@ class Library:
     backward: Callable | None = None
     autograd_node: Callable[[], Callable | None] = lambda: None
     prepare_decode: Callable | None = None
+    no_decode: Callable | None = None
     decode_size: Callable | None = None
     decode: Callable | None = None
     decode_into: Callable | None = None
@@ -100,7 +101,7 @@ def find_library() -> Library:
     checked = {name: getattr(operators, name).default for name in arguments}
     newer = "register_autograd_node", "append", "decode_into"
     newer += "decode_planned", "decode_planned_with", "append_planned"
-    newer += "forward_planned", "backward_planned"
+    newer += "forward_planned", "backward_planned", "no_decode"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")

@@ -27,6 +27,7 @@ from .tile_configs import (
     select_tile_config,
 )
 
+PACKED_SLOWNESS = 2.0
 TCGEN05 = range(100, 120)  # capabilities whose own tensor core instructions are tcgen05's
 FEW_ROWS = 16  # of a sequence, on average: dq_accum, in float32, has 128 rows for each
 FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
@@ -36,7 +37,8 @@ FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
 class TritonConfig:
     """The tile config of a plan and its tiles for the mask.
 
-    num_splits: number of KV splits.
+    num_splits: number of KV splits; 0: of a packed forward, chosen.
+    why: it has as many, or is packed.
     arch: target architecture for Triton, such as "sm80"; None for the GPU's own.
     native_fp8: whether it multiplies e4m3; if not, the kernel converts e4m3 to float16. int8 is
         always native.
@@ -47,6 +49,7 @@ class TritonConfig:
     tile_config: TileConfig
     tiles: Tiles
     num_splits: int
+    why: str
     grid: tuple[int, int, int]
     arch: str | None = None
     native_fp8: bool = False
@@ -66,14 +69,13 @@ class TritonConfig:
 
     def describe(self) -> dict[str, object]:
         if self.packed is not None:
-            described = self.packed.describe() | {"num_splits": self.num_splits or "chosen"}
-            return described | {"grid": self.grid}
+            return self.packed.describe() | {"packed": self.why, "grid": self.grid}
         forward = self.tiles.forward
         return {
             "tile": f"{forward.block_m} rows x {forward.block_n} keys",
             "num_warps": forward.num_warps,
             "num_stages": forward.num_stages,
-            "num_splits": self.num_splits,
+            "num_splits": f"{self.num_splits}: {self.why}",
             "grid": self.grid,
             "shared_memory_bytes": self.tile_config.shared_memory_kib * 1024,
             "tile config": self.tile_config.describe(),
@@ -90,7 +92,10 @@ class TritonLaunch:
     config: TritonConfig
 
     def describe(self) -> dict[str, object]:
-        described = self.config.describe()
+        described, tile = self.config.describe(), self.config.packed
+        if tile is not None:
+            of_parts = self.problem, self.config.grid[0], tile.block_m
+            described |= packed.describe_splits(*of_parts)
         if self.problem.dtype in EIGHT_BIT:
             return described
         return described | {"backward": self.config.tiles.describe_backward()}
@@ -151,7 +156,7 @@ class TritonBackend:
     def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
         unused = {"use_fast_accum": "accumulates in float32"}
         if self.configure(problem, device).packed is None:
-            unused["pack_gqa"] = "packs the query heads of dense 16-bit calls alone"
+            unused["pack_gqa"] = "packs the query rows of 16-bit calls alone"
             unused["sm_margin"] = "launches one program per tile, which leaves no SM free"
         return unused
 
@@ -173,15 +178,19 @@ class TritonBackend:
         programs = m_blocks * problem.num_heads_q * problem.batch
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
         config = partial(TritonConfig, tile_config, tiles, arch=arch, lowering=device.lowering)
-        if packed.is_packed(problem, device, programs):
+        block_m = tiles.forward.block_m
+        kernel = packed.PackedKernel(block_m, PACKED_SLOWNESS)
+        packing = packed.choose(problem, device, packed.Grid(programs, block_m), kernel)
+        if packing.packs:
             cached = packed.as_cached(problem)
             tile, sizes = select_tile(cached, device), (problem.batch, problem.total_q)
             grid = (tile.grid(cached, *sizes, problem.seqlen_q)[1], 1, 1)
-            return config(num_splits=cached.num_splits, grid=grid, packed=tile)
+            return config(cached.num_splits, packing.reason, grid, packed=tile)
         num_splits = _num_splits(problem, programs, tiles.forward, device.num_sms)
+        why = f"{programs} work tiles of {block_m} rows for {device.num_sms} SMs"
         grid = (programs * num_splits, 1, 1)
         native_fp8 = eight_bit and (device.lowering or 0) >= FIRST_WITH_FP8
-        return config(num_splits=num_splits, grid=grid, native_fp8=native_fp8)
+        return config(num_splits, why, grid, native_fp8=native_fp8)
 
 
 BACKEND = TritonBackend()

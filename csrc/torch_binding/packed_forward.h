@@ -1,0 +1,15 @@
+// The forward of a planned call. Where it has few query rows and many keys a decode kernel runs it,
+// for which the keys are a full cache (flashattn3/backends/packed.py).
+#pragma once
+
+#include "torch_binding/attention_call.h"
+#include "torch_binding/prepared.h"
+
+namespace flashattn3 {
+
+// From the tensors of a call, which fit_tma and whose sizes are those of the plan, to new results,
+// as run_forward.
+ForwardResults run_planned_forward(const char* function, const PlannedPasses& planned,
+                                   const CallTensors& tensors);
+
+}  // namespace flashattn3
