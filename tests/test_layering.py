@@ -92,6 +92,7 @@ MAY_IMPORT = {
     "backends.packed": {
         "backends.results",
         "call.dtypes",
+        "call.inputs",
         "call.problem",
         "dispatch.device",
         "kvcache.problem",
