@@ -7,10 +7,10 @@ inherit them.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
+from collections import Counter
 
 import pytest
 
@@ -81,6 +81,17 @@ def pytest_report_header(config):
     return [f"flashattn3: {' '.join(found) or 'native kernels'}"]
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What is skipped, counted by reason: a line for each test would hide the result."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common(6):
+        terminalreporter.write_line(f"skipped {count}: {reason}")
+    if rest := reasons.most_common()[6:]:
+        count = sum(count for _, count in rest)
+        terminalreporter.write_line(f"skipped {count}: {len(rest)} other reasons, which -rs lists")
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("sweep"):
@@ -98,30 +109,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
-    """Triton's interpreter replaces the functions of triton.language that a kernel may call. It
-    looks for them anew in each call of a device function, a fifth of its time, and finds none."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
-    try:
-        from triton.language.core import is_builtin
-        from triton.runtime import interpreter
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import interpreter
 
-        patch_attr, _ = interpreter._patch_attr, interpreter._patch_builtin
-    except (ImportError, AttributeError):  # another Triton: slower
-        return
-    names = {}  # of a module or class, which holds the originals when it is first seen
-
-    def patch_builtin(package, *how):
-        if package not in names:
-            members = inspect.getmembers(package)
-            names[package] = [name for name, member in members if is_builtin(member)]
-        # All are replaced together, and restored together.
-        if not names[package] or not is_builtin(getattr(package, names[package][0])):
-            return
-        for name in names[package]:
-            patch_attr(package, name, getattr(package, name), *how)
-
-    interpreter._patch_builtin = patch_builtin
+        interpreter.make_quick()
 
 
 @pytest.fixture(scope="session", autouse=True)
