@@ -58,6 +58,7 @@ MAY_IMPORT = {
         "quantization",
     },
     "call.problem": {
+        "modes",
         "call.metadata",
         "call.descales",
         "call.dtypes",
@@ -263,6 +264,14 @@ MAY_IMPORT = {
         "explanation",
         "kvcache",
     },
+    "kvcache.calls": {
+        "call.metadata",
+        "call.arguments",
+        "errors",
+        "kvcache",
+        "modes",
+        "operator_rules",
+    },
     "kvcache.api": {
         "call.metadata",
         "call.arguments",
@@ -270,6 +279,8 @@ MAY_IMPORT = {
         "dispatch.selection",
         "errors",
         "kvcache",
+        "modes",
+        "operator_rules",
     },
     "backends.triton.kernels": {"backends.triton.kernels"},
     "backends": {
