@@ -565,7 +565,7 @@ def test_forwards_of_few_query_rows_run_on_a_decode_kernel():
     assert forward_plan(*chunk).launch.config.packed is not None
     assert forward_plan(*chunk, num_splits=1).launch.config.packed is None
     for others in (
-        {"seqlen_k": 512},
+        {"seqlen_q": 8, "seqlen_k": 512},
         {"seqlen_q": 129},
         {"pack_gqa": False},
         {"d": 132},

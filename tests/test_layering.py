@@ -98,6 +98,12 @@ MAY_IMPORT = {
         "dispatch.device",
         "kvcache.problem",
     },
+    "backends.hopper.packing": {
+        "backends.packed",
+        "call.problem",
+        "dispatch.device",
+        "dispatch.kernel_configs",
+    },
     "backends.hopper.decode_launch": {
         "backends.hopper.launch_record",
         "call.dtypes",
@@ -138,6 +144,7 @@ MAY_IMPORT = {
         "backends.hopper.launch",
         "backends.packed",
         "backends.hopper.library",
+        "backends.hopper.packing",
         "backends.gpu_limits",
         "backends.triton.backend",
         "dispatch.device",

@@ -57,7 +57,7 @@ def on_hopper(*shape, **options):
 LONG = (
     *((1, 1, 1024, 32, 8), (1, 1, 16384, 32, 8), (1, 1, 65536, 32, 8), (1, 1, 131072, 32, 8)),
     *((1, 1, 65536, 8, 1), (1, 4, 65536, 32, 32), (4, 1, 32768, 32, 8), (1, 16, 16384, 32, 8)),
-    *((16, 1, 8192, 32, 8), (64, 1, 2048, 32, 8), (1, 64, 16384, 8, 8), (1, 128, 16384, 32, 8)),
+    *((16, 1, 8192, 32, 8), (64, 1, 2048, 32, 8), (1, 64, 16384, 8, 8), (1, 128, 16384, 8, 8)),
 )
 # Small GPUs have a CTA for each of their SMs in some of them.
 SMALL = LONG[:9]
@@ -95,7 +95,7 @@ def test_which_calls_are_not_packed():
     """Short keys, enough CTAs, num_splits=1 with rows of several tiles, pack_gqa=False."""
     wide = {"seqlen_q": 4096, "seqlen_k": 4096}
     for others in (
-        {"seqlen_k": 512},
+        {"seqlen_q": 16, "seqlen_k": 512},
         wide,
         {"seqlen_q": 500},
         {"seqlen_q": 64, "num_splits": 1},
@@ -111,6 +111,28 @@ def test_which_calls_are_not_packed():
     assert set(on_hopper(1, 4096, 4096, num_splits=2).unused_hints) == {"num_splits"}
 
 
+# Queries, keys, query and KV heads, head dim, microseconds on an H100 of the forward kernel and of
+# the decode kernel.
+MEASURED = (
+    *(
+        (1, 512, 32, 8, 128, 12.5, 8.1),
+        (1, 512, 8, 1, 256, 13.8, 9.4),
+        (1, 256, 16, 16, 64, 9.2, 7.3),
+    ),
+    *((16, 1024, 32, 8, 128, 16.5, 26.9), (16, 4096, 32, 8, 128, 44.2, 29.6)),
+    *((64, 2048, 8, 8, 128, 25.5, 27.9), (64, 16384, 8, 8, 128, 148.6, 49.7)),
+    *((128, 16384, 32, 8, 128, 177.0, 132.3), (128, 16384, 32, 8, 64, 102.9, 107.7)),
+    *((300, 16384, 32, 8, 128, 227.1, 398.0), (300, 16384, 8, 8, 128, 228.0, 109.9)),
+    *((192, 16384, 32, 32, 128, 225.5, 299.2), (300, 16384, 16, 8, 256, 300.3, 396.0)),
+)
+
+
+def test_the_faster_kernel_is_chosen_on_hopper():
+    for queries, keys, heads, heads_kv, d, forward_us, packed_us in MEASURED:
+        found = on_hopper(1, queries, keys, heads, heads_kv, (d, d)).launch.config.packing
+        assert found.packs == (packed_us < forward_us), (queries, keys, heads, d, found)
+
+
 def test_explain_shows_the_splits_and_why():
     described = plan(A100, 16, 1, 8192).launch.describe()
     assert described["tile"] == "16 packed rows x 64 keys"
@@ -118,9 +140,10 @@ def test_explain_shows_the_splits_and_why():
     assert described["num_splits"] == "about 2 of each work tile: 344 CTAs for 128"
     assert plan(A100, 16, 1, 8192, num_splits=3).launch.describe()["num_splits"] == 3
     chunk = on_hopper(1, 64, 16384).launch.describe()
-    assert chunk["kernel"] == "decode: 32 CTAs of 192 query rows for 132 SMs"
+    assert chunk["kernel"] == "decode: about 77 us in equal shares, 143 us in 32 CTAs"
     assert chunk["num_splits"].startswith("about ")
-    assert on_hopper(1, 1, 512).launch.describe()["num_splits"] == "1: fewer than 1024 keys"
+    short = on_hopper(1, 4, 512).launch.describe()["num_splits"]
+    assert short == "1: about 12 us in equal shares, 12 us in 32 CTAs"
     whole = plan(A100, 1, 4096, 4096).launch.describe()
     assert whole["num_splits"] == "1: 1024 work tiles of 128 rows for 108 SMs"
     used = plan(A100, 16, 1, 8192, pack_gqa=True, sm_margin=8)

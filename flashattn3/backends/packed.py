@@ -17,33 +17,20 @@ from torch import Tensor
 from ..call.dtypes import SIXTEEN_BIT
 from ..call.inputs import Tensors
 from ..call.problem import Problem
-from ..dispatch.device import DeviceInfo
 from ..kvcache.problem import DecodeProblem, DecodeTensors, Lengths, packed_rows
 from .results import result_shapes
 
 FEW_ROWS = 64  # packed rows that one tile of the forward would have too
-LONG_KEYS = 1024  # below, the forward's one launch ends sooner
+LONG_KEYS = 1024  # below, the forward's one launch may end sooner
 VARLEN = frozenset(("cache_seqlens", "cache_leftpad", "cu_seqlens_q"))
 
 
-class Grid(NamedTuple):
-    """The grid of a backend's forward for a problem: num_ctas work tiles of block_m query rows."""
+class Limits(NamedTuple):
+    """Packed rows of a KV head: few, which gain by packing with any batch, and the most that
+    pack_gqa=True packs; they are counted in 32 bits."""
 
-    num_ctas: int
-    block_m: int
-
-
-class PackedKernel(NamedTuple):
-    """What the kernels of cached calls of a backend do with packed rows.
-
-    tile_rows: of a work tile, each of which reads all keys of its KV head.
-    slowness: time of a row on all SMs over that of the forward, also on all SMs.
-    max_rows: that it takes of a KV head.
-    """
-
-    tile_rows: int
-    slowness: float
-    max_rows: int = 2**30 - 1  # packed rows are counted in 32 bits
+    few: int
+    most: int = 2**30 - 1
 
 
 class Choice(NamedTuple):
@@ -53,48 +40,37 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(problem: Problem, device: DeviceInfo, forward: Grid, kernel: PackedKernel) -> Choice:
-    """Choose by the work tiles and SMs. forward: unsplit, a CTA for each work tile."""
-    unfit = _unfit_reason(problem, kernel)
-    if unfit is not None:
-        return Choice(False, unfit)
-    if problem.pack_gqa is not None:
-        return Choice(problem.pack_gqa, f"pack_gqa={problem.pack_gqa}")
-    if problem.seqlen_k < LONG_KEYS:
-        return Choice(False, f"fewer than {LONG_KEYS} keys")
-    rows = problem.qhead_per_kvhead * problem.seqlen_q
-    if rows <= FEW_ROWS:
-        return Choice(True, f"up to {FEW_ROWS} packed query rows")
-    if problem.num_splits == 1:
-        return Choice(False, f"num_splits=1, and over {FEW_ROWS} packed query rows")
-    ctas = f"{forward.num_ctas} CTAs of {forward.block_m} query rows for {device.num_sms} SMs"
-    return Choice(_is_faster(problem, device, forward, kernel), ctas)
-
-
-def _unfit_reason(problem: Problem, kernel: PackedKernel) -> str | None:
-    """Why the kernels of cached calls cannot compute the problem, or None."""
+def choose(problem: Problem, limits: Limits, estimated: Choice) -> Choice:
+    """estimated: that of a backend for calls that ask for nothing and have more rows or fewer keys
+    than gain by packing at any rate."""
+    rows, whole = packed_rows_of(problem), problem.num_splits == 1
     if problem.dtype not in SIXTEEN_BIT:
-        return f"packs query rows of 16 bits, not {problem.dtype}"
+        return Choice(False, f"packs query rows of 16 bits, not {problem.dtype}")
     if problem.q.has_seqused:
-        return "packs no sequences with seqused_q"
-    if problem.qhead_per_kvhead * problem.seqlen_q > kernel.max_rows:
-        return f"packs up to {kernel.max_rows} query rows of a KV head"
-    return None
+        return Choice(False, "packs no sequences with seqused_q")
+    if problem.pack_gqa is False or (problem.pack_gqa and rows <= limits.most):
+        return Choice(problem.pack_gqa, f"pack_gqa={problem.pack_gqa}")
+    few = FEW_ROWS if whole else limits.few
+    if rows <= few and problem.seqlen_k >= LONG_KEYS:
+        return Choice(True, f"up to {few} packed query rows")
+    return Choice(False, "num_splits=1") if whole else estimated
 
 
-def _is_faster(problem: Problem, device: DeviceInfo, forward: Grid, kernel: PackedKernel) -> bool:
-    """Whether equal shares of all SMs take less time than a CTA of the forward, which is alone on
-    its SM while others have none: both read all keys for each of their rows."""
-    if forward.num_ctas >= device.num_sms:
-        return False
-    tiles = num_tiles(problem, kernel.tile_rows)
-    return kernel.slowness * tiles * kernel.tile_rows < device.num_sms * forward.block_m
+def packed_rows_of(problem: Problem) -> int:
+    """Query rows of a KV head."""
+    return problem.qhead_per_kvhead * problem.seqlen_q
+
+
+def visible_keys(problem: Problem) -> int:
+    """Keys that any query of a sequence may see."""
+    if problem.window_left < 0:
+        return problem.seqlen_k
+    return min(problem.seqlen_k, problem.window_left + problem.seqlen_q)
 
 
 def num_tiles(problem: Problem, tile_rows: int) -> int:
     """Work tiles of packed rows."""
-    rows = problem.qhead_per_kvhead * problem.seqlen_q
-    return problem.batch * problem.num_heads_kv * ceil(rows / tile_rows)
+    return problem.batch * problem.num_heads_kv * ceil(packed_rows_of(problem) / tile_rows)
 
 
 def describe_splits(problem: Problem, num_ctas: int, tile_rows: int) -> dict[str, object]:
@@ -112,7 +88,7 @@ def as_cached(problem: Problem) -> DecodeProblem:
     common = {name: getattr(problem, name) for name in names if hasattr(problem, name)}
     common |= {
         "page_size": 0,
-        "rows": packed_rows(problem.qhead_per_kvhead * problem.seqlen_q),
+        "rows": packed_rows(packed_rows_of(problem)),
         "given": VARLEN if problem.varlen else frozenset(),
         "sinks_dtype": None,
         "misaligned": frozenset(),

@@ -39,6 +39,7 @@ from .decode_launch import (
     unfit_reason,
 )
 from .library import Library, library_for_gpu, mended_by
+from .packing import estimate
 
 if TYPE_CHECKING:
     from ...dispatch.planned import Planned
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.
 SMALLEST_GRADIENT_CAP = 2.0**-6
-# A decode kernel multiplies at half the speed of the forward (H100): its work tiles have 64 rows.
-PACKED = packed.PackedKernel(DECODE_TILE_ROWS, slowness=2.0, max_rows=512)
+# Every DECODE_TILE_ROWS packed rows read the keys again, and 16 rows have kernels of their own.
+PACKED = packed.Limits(few=16, most=256)
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class HopperBackend:
 
     def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
         packs = self._packing(problem, device).packs
-        rows = f"packs up to {PACKED.max_rows} query rows of 16 bits"
+        rows = f"packs up to {PACKED.most} query rows of 16 bits"
         unused = {} if packs else {"pack_gqa": rows}
         if problem.num_splits > 1:
             shares = "gives every SM an equal share of the keys"
@@ -222,15 +223,13 @@ class HopperBackend:
         copied = problem.copied or _unfit_for_tma(problem)
         if copied:
             return packed.Choice(False, f"{copied[0]} is copied")
-        block_m = _kernel_config(problem, device).block_m
-        num_ctas = ceil(problem.seqlen_q / block_m) * problem.num_heads_q * problem.batch
-        choice = packed.choose(problem, device, packed.Grid(num_ctas, block_m), PACKED)
-        if not choice.packs:
-            return choice
         cached = _as_cached(problem)
         reason = unfit_reason(cached)
         reason = reason or self.unusable_reason(config_of(cached), problem.backend)
-        return choice if reason is None else packed.Choice(False, reason)
+        if reason is not None:
+            return packed.Choice(False, reason)
+        configs = _kernel_config(problem, device), config_of(cached)
+        return packed.choose(problem, PACKED, estimate(problem, device, *configs))
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
         dtype = NAMES[problem.dtype]

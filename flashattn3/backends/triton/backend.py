@@ -27,7 +27,13 @@ from .tile_configs import (
     select_tile_config,
 )
 
-PACKED_SLOWNESS = 2.0
+PACKED = packed.Limits(few=packed.FEW_ROWS)
+# Below these keys the second launch, which combines the parts, takes the host longer than the GPU
+# gains (H100): of packed rows, and of splits of other work tiles.
+PACKED_KEYS = 4096
+SPLIT_KEYS = 8192
+# SMs for a work tile of many packed rows from which on packing is faster than splits of others.
+SMS_PER_TILE = 8
 TCGEN05 = range(100, 120)  # capabilities whose own tensor core instructions are tcgen05's
 FEW_ROWS = 16  # of a sequence, on average: dq_accum, in float32, has 128 rows for each
 FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
@@ -179,8 +185,12 @@ class TritonBackend:
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
         config = partial(TritonConfig, tile_config, tiles, arch=arch, lowering=device.lowering)
         block_m = tiles.forward.block_m
-        kernel = packed.PackedKernel(block_m, PACKED_SLOWNESS)
-        packing = packed.choose(problem, device, packed.Grid(programs, block_m), kernel)
+        packed_tiles = packed.num_tiles(problem, block_m)
+        long = packed.visible_keys(problem) >= PACKED_KEYS
+        pays = long and SMS_PER_TILE * packed_tiles <= device.num_sms
+        why = f"{packed_tiles} tiles of packed rows for {device.num_sms} SMs"
+        estimated = packed.Choice(pays, why)
+        packing = packed.choose(problem, PACKED, estimated)
         if packing.packs:
             cached = packed.as_cached(problem)
             tile, sizes = select_tile(cached, device), (problem.batch, problem.total_q)
@@ -222,7 +232,7 @@ def _num_splits(problem: Problem, programs: int, tile: Tile, num_sms: int) -> in
     n_blocks = max(1, tile.num_n_blocks(problem.seqlen_k))
     if problem.num_splits > 0:
         return min(problem.num_splits, n_blocks)
-    if programs >= num_sms or programs == 0:
+    if programs >= num_sms or programs == 0 or packed.visible_keys(problem) < SPLIT_KEYS:
         return 1
     # With fewer than four n_blocks per split, combine costs more than idle SMs.
     return max(1, min(num_sms // programs, n_blocks // 4))
