@@ -3,6 +3,8 @@ capability."""
 
 from .api import (
     explain,
+    flash_attn_backward,
+    flash_attn_forward,
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -34,7 +36,9 @@ __all__ = [
     "available_backends",
     "explain",
     "explain_with_kvcache",
+    "flash_attn_backward",
     "flash_attn_combine",
+    "flash_attn_forward",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

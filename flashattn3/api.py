@@ -19,6 +19,7 @@ from .call.public import public
 from .call.spec import Options
 from .errors import expect, shown, type_error, value_error
 from .explanation import Explanation, explained
+from .passes import backward_pass, forward_pass
 from .quantization import BlockScaled
 from .quantized import Scheme, attend_quantized
 
@@ -98,6 +99,44 @@ def _varlen_quantized(
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
     return attend_quantized(options, tensors, scheme, varlen=True)
+
+
+def _forward(
+    options: Options,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    q_descale,
+    k_descale,
+    v_descale,
+):
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    return forward_pass(tensors, options, (q_descale, k_descale, v_descale))
+
+
+def _backward(
+    options: Options,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q,
+    seqused_k,
+    dlse,
+    dq,
+    dk,
+    dv,
+):
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    return backward_pass(tensors, options, dout, out, lse, dlse, (dq, dk, dv))
 
 
 def _explained(
@@ -570,4 +609,104 @@ def explain(
             CPU where there is none.
 
     Raises: what the call would raise.
+    """
+
+
+@public(_forward)
+def flash_attn_forward(
+    q: Tensor | BlockScaled,
+    k: Tensor | BlockScaled,
+    v: Tensor | BlockScaled,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    num_splits: int | None = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The forward pass alone, without autograd: for parts of attention that the caller joins.
+
+    Two parts (out_a, lse_a) and (out_b, lse_b) over different keys join to lse = logaddexp(lse_a,
+    lse_b) and out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b. ``flash_attn_combine``
+    joins any number, with lse as (batch, seqlen_q, num_heads_q). ``flash_attn_backward`` takes the
+    joined out and lse with each part's keys.
+
+    Args:
+        q, k, v and all others: as in ``flash_attn_func``, and with cu_seqlens_q as in
+            ``flash_attn_varlen_func``. Autocast does not apply.
+
+    Returns:
+        out and lse, as these functions do with return_lse.
+
+    Raises:
+        UnsupportedError: also where q, k or v requires a gradient and grad mode is on: pass
+            detached tensors, or call it under torch.no_grad() or in a torch.autograd.Function.
+        Others as ``flash_attn_func``.
+
+    Source: Liu et al., Ring Attention (arXiv 2310.01889).
+    """
+
+
+@public(_backward)
+def flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    dlse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass alone, without autograd, from out and lse that are given.
+
+    With out and lse of the whole attention and k and v of one part, the results are this part's
+    dk and dv and its share of dq: the shares of all parts add up.
+
+    Args:
+        dout, out: in q's shape with v's head dim, in q's dtype, any strides.
+        q, k, v and the options: those of the forward pass.
+        lse: (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) with cu_seqlens_q, natural
+            logarithm, float32 (float64 for float64 inputs).
+        dlse: the gradient with respect to lse, in its shape and dtype; None: 0.
+        dq, dk, dv: tensors that the gradients are added to, in place: in the shapes of q, k and v,
+            float32 (float64 for float64 inputs). Each addend was rounded to q's dtype, the sum was
+            not. None: a new tensor in q's dtype.
+
+    Returns:
+        dq, dk and dv: the given tensors, or new ones.
+
+    Raises:
+        TypeError, ValueError: an argument is illegal; nothing has been added then.
+        UnsupportedError: q, k and v have 8 bits, or as ``flash_attn_forward``.
     """
