@@ -46,7 +46,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(provider, name, spy)
 
-    for name in ("flash_attn_func", "flash_attn_varlen_func", "backward_of"):
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "attend_to_pages", "backward_of"):
         spied(name)
     activate_flash_attention_impl(provider.register(device="cpu"))
     yield found
@@ -320,6 +320,34 @@ def test_varlen_attn_with_keys_that_do_not_count_and_into_a_given_tensor(calls):
         varlen.varlen_attn_out(out, *arguments, seqused_k=used)
         torch.testing.assert_close(out, wanted, rtol=0, atol=0)
         assert calls == ["flash_attn_varlen_func"] * 2
+
+
+@VARLEN
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+def test_varlen_attn_with_a_block_table(num_splits, calls):
+    from torch.nn.attention import varlen
+
+    if not takes(varlen.varlen_attn, "block_table"):
+        pytest.skip("this torch's varlen_attn has no block_table")
+    q, (k, v) = torch.randn(7, 4, 32), torch.randn(2, 12, 8, 2, 32)
+    table = torch.tensor([[3, 1, 7], [0, 11, 2]], dtype=torch.int32)
+    used = torch.tensor([19, 10], dtype=torch.int32)
+    options = {"seqused_k": used, "block_table": table, "num_splits": num_splits}
+    options |= {"window_size": (-1, 0), "enable_gqa": True}
+    arguments = q, k, v, edges(3, 4), None, 4, 24
+    found = varlen.varlen_attn(*arguments, **options)
+    wanted = []
+    for i, rows in enumerate((slice(0, 3), slice(3, 7))):
+        keys = [x[table[i]].flatten(0, 1)[: used[i]].transpose(0, 1)[None] for x in (k, v)]
+        length = rows.stop - rows.start
+        visible = torch.ones(length, used[i]).tril(int(used[i]) - length).bool()
+        piece = exact(q[rows].transpose(0, 1)[None], *keys, visible)
+        wanted.append(piece[0].transpose(0, 1))
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=1e-5)
+    out = torch.full_like(q, math.nan)
+    varlen.varlen_attn_out(out, *arguments, **options)
+    assert torch.equal(out, found)
+    assert calls == ["attend_to_pages"] * 2
 
 
 def test_registering_twice_has_no_effect(monkeypatch):

@@ -10,8 +10,7 @@ attention (``context_parallel``).
 An operator keeps the meaning that it has in torch. The CUDA operators align causal masks to the
 bottom right, as flashattn3 does (``F.scaled_dot_product_attention``, whose causal mask is aligned
 to the top left, does not call them for unequal lengths); the CPU's align to the top left, and here
-unequal lengths go to the former kernel. So does every call with an argument that flashattn3 does
-not have: dropout, the debug mask, ALiBi, block tables.
+unequal lengths go to the former kernel. So do calls with dropout, the debug mask or ALiBi.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from ..errors import UnsupportedError, expect
 from ..modes import has_autocast
 from ..ops import backward_of
 from .libraries import release
+from .paged import attend_to_pages
 
 OLDEST = "2.10"  # the first release with a registry
 NEWEST = "2.15"  # the last release that the tests ran with
@@ -219,9 +219,9 @@ def _flash_forward(
     num_splits=None,
 ):
     """query (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cum_seq_q."""
-    if dropout_p or return_debug_mask or alibi_slopes is not None or block_table is not None:
+    if dropout_p or return_debug_mask or alibi_slopes is not None:
         return NotImplemented
-    if cum_seq_q is None and seqused_k is not None:
+    if cum_seq_q is None and not (seqused_k is block_table is None):
         return NotImplemented
     options = {
         "softmax_scale": scale,
@@ -233,7 +233,10 @@ def _flash_forward(
         "num_splits": num_splits,
         "return_lse": True,
     }
-    if cum_seq_q is None:
+    if block_table is not None:
+        edges = block_table, cum_seq_q, max_q, cum_seq_k, seqused_k
+        out, lse = attend_to_pages("varlen_attn", query, key, value, *edges, **options)
+    elif cum_seq_q is None:
         out, lse = flash_attn_func(query, key, value, **options)
     else:
         lengths = cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k
