@@ -30,12 +30,18 @@ out = nested.flash_attn_with_kvcache(q[:, -1:], cache, cache, cache_seqlens=leng
 torch.testing.assert_close(out, flash_attn_func(q[:, -1:], cache[:, :7], cache[:, :7]))
 assert nested.flash_attn_combine is flashattn3.flash_attn_combine
 assert nested.get_scheduler_metadata is flashattn3.get_scheduler_metadata
+from flash_attn_interface import _flash_attn_forward
+assert _flash_attn_forward is nested._flash_attn_forward
+from flashattn3.integrations.flash_attn_2 import install_as_flash_attn_2
+install_as_flash_attn_2()
+install_as_flash_attn_2()
+import flash_attn.layers.rotary
 try:
-    from flash_attn_interface import _flash_attn_forward
-except ImportError:
+    import flash_attn.losses
+except ModuleNotFoundError:
     print("done")
 import importlib.metadata
-for name in ("flash-attn-3", "flash_attn_3"):
+for name in ("flash-attn-3", "flash_attn_3", "flash-attn", "flash_attn"):
     try:
         importlib.metadata.distribution(name)
         raise SystemExit(f"claims the distribution {{name}}")
@@ -45,16 +51,18 @@ for name in ("flash-attn-3", "flash_attn_3"):
     assert run_python(code).strip() == "done"
 
 
-@pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn_3"])
-def test_refused_where_the_real_package_is(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "generation"), [("flash_attn_interface", 3), ("flash_attn_3", 3), ("flash_attn", 2)]
+)
+def test_refused_where_the_real_package_is(name, generation, tmp_path):
     (tmp_path / f"{name}.py").write_text("real = True\n")
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from flashattn3 import UnsupportedError
-from flashattn3.integrations.flash_attn_3 import install_as_flash_attn_3
+from flashattn3.integrations.flash_attn_{generation} import install_as_flash_attn_{generation}
 try:
-    install_as_flash_attn_3()
+    install_as_flash_attn_{generation}()
 except UnsupportedError as error:
     print(error)
 import {name}
