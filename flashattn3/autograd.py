@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from .call.dtypes import EIGHT_BIT
 from .call.inputs import (
@@ -40,7 +41,7 @@ from .modes import (
     refuse_gradients,
     refuse_tangents,
 )
-from .operator_rules import under_autocast
+from .operator_rules import recorded, under_autocast
 from .ops import (
     END_OF_OPTIONS,
     FORWARDS,
@@ -51,6 +52,7 @@ from .ops import (
     operator_arguments,
     options_among,
     options_in_force,
+    plan_of,
     run_backward_operator,
     run_forward_operator,
     tensors_among,
@@ -71,7 +73,11 @@ def attend(
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
     if is_plain() and have_data(q, k, v):
-        return _attend_plain(tensors, options, bhsd)
+        attend_plain = _attend_plain
+        if profiler._is_profiler_enabled:
+            in_rows = _transposed(tensors) if bhsd else tensors
+            attend_plain = recorded(plan_of(in_rows, options), attend_plain)
+        return attend_plain(tensors, options, bhsd)
     if bhsd:
         tensors = _transposed(tensors)
     plain = type(q) is Scaled and _is_plain_8_bits(q, k, v)
@@ -233,7 +239,8 @@ class _Attention(torch.autograd.Function):
         launch, key, options = ctx.call
         *tensors, out, lse = ctx.saved_tensors
         plain = type(dout) is Tensor and not is_batched(dout, dlse) and is_plain()
-        if plain and not torch.is_grad_enabled():
+        unrecorded = not profiler._is_profiler_enabled
+        if plain and unrecorded and not torch.is_grad_enabled():
             q, k, v = tensors[:3]
             if q.stride() == key[0][1] and k.stride() == key[1][1] and v.stride() == key[2][1]:
                 dq, dk, dv = launch.backward(dout, dlse, out, lse, Tensors(*tensors))

@@ -50,6 +50,30 @@ def is_batched(*gradients: torch.Tensor | None) -> bool:
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
+def refuse_transforms(function: str, *tensors: torch.Tensor) -> None:
+    """Raise inside functionalize, and inside vmap if it maps one of the tensors: torch lets neither
+    reach an operator that writes to its arguments."""
+    top = None if _is_compiling() else _transforms()
+    if top is None:
+        return
+    functional = top.key() == torch._C._functorch.TransformType.Functionalize
+    if functional or any(map(torch._C._functorch.is_batchedtensor, tensors)):
+        name = "functionalize" if functional else "vmap"
+        raise UnsupportedError(
+            f"{function}: torch.func.{name} is not supported, because results are written in "
+            f"place; call it outside of {name}"
+        )
+
+
+def refuse_jit_trace(function: str) -> None:
+    """Raise under torch.jit.trace, which would keep the lengths and the plan of one call."""
+    if not _is_compiling() and torch._C._get_tracing_state() is not None:
+        raise UnsupportedError(
+            f"{function}: torch.jit.trace (and torch.onnx.export with dynamo=False) is not "
+            "supported; use torch.compile or torch.export"
+        )
+
+
 def has_dual_level() -> bool:
     """Whether forward-mode differentiation is active, so that tensors may have tangents."""
     return forward_ad._current_level >= 0

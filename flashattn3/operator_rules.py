@@ -1,9 +1,10 @@
-"""Two rules around a call: q, k and v follow autocast, and a GPU call that runs on the reference
-backend unasked is reported."""
+"""Rules around a call: q, k and v follow autocast, a GPU call that runs on the reference backend
+unasked is reported, and torch's profiler shows function, backend and kernel."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,35 @@ def under_autocast(tensors: Tensors) -> Tensors:
         return tensors
     dtype = torch.get_autocast_dtype(q.device.type)
     return Tensors(_cast(q, dtype), _cast(k, dtype), _cast(v, dtype), *indices_of(tensors))
+
+
+def as_cache_under_autocast(
+    cache: object, *tensors: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Cast queries, new keys and new values of a cached call to the cache's dtype where autocast is
+    enabled for its device. A cache is never cast: it is memory of the caller, and large."""
+    if not (isinstance(cache, torch.Tensor) and cache.dtype in _CAST):
+        return tensors
+    if not torch.is_autocast_enabled(cache.device.type):
+        return tensors
+    return tuple(_cast(x, cache.dtype) for x in tensors)
+
+
+def recorded(plan: Plan, run: Callable, part: str = "", kernel: str = "kernel config") -> Callable:
+    """``run`` under a name in torch's profiler: the function, the backend and its kernel.
+
+    part: of the call, of those that are not the whole. kernel: what ``describe`` calls it.
+    Ask ``profiler._is_profiler_enabled`` first, which costs less than a call.
+    """
+    described = plan.launch.describe()
+    name = described.get(kernel) or described.get("tile") or described.get("kernel") or ""
+    label = f"flashattn3::{plan.problem.function}{part} [{plan.backend.name} {name}".rstrip() + "]"
+
+    def under_its_name(*arguments):
+        with torch.profiler.record_function(label):
+            return run(*arguments)
+
+    return under_its_name
 
 
 def _cast(x: object, dtype: torch.dtype) -> object:

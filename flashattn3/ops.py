@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from .backends import BACKENDS
 from .call import inputs, spec
@@ -26,7 +27,7 @@ from .dispatch.device import describe_device
 from .dispatch.planner import Plan, choose
 from .dispatch.selection import ANY, named_backend
 from .modes import no_fp8_gradient
-from .operator_rules import warn_of_reference
+from .operator_rules import recorded, warn_of_reference
 
 if TYPE_CHECKING:
     from .dispatch.backend import Launch
@@ -91,7 +92,10 @@ def launch_under(key: tuple, tensors: Tensors, options: Options) -> Launch:
 
 def forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Compute out and lse, not differentiably and without the dispatcher."""
-    return launch_of(tensors, options).forward(tensors)
+    forward = launch_of(tensors, options).forward
+    if profiler._is_profiler_enabled:
+        forward = recorded(plan_of(tensors, options), forward)
+    return forward(tensors)
 
 
 def backward_of(
@@ -101,7 +105,10 @@ def backward_of(
     plan = plan_of(tensors, options)
     if plan.problem.dtype in EIGHT_BIT:
         raise no_fp8_gradient(plan.problem.function, "q")
-    return plan.launch.backward(dout, dlse, out, lse, tensors)
+    backward = plan.launch.backward
+    if profiler._is_profiler_enabled:
+        backward = recorded(plan, backward, " backward", "gradient")
+    return backward(dout, dlse, out, lse, tensors)
 
 
 def options_in_force(values: tuple) -> Options:

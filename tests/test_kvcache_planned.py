@@ -343,7 +343,7 @@ def test_watched_calls_do_not_go_to_the_operator(double):
         assert flash_attn_with_kvcache(*fake).shape == q.shape
     assert flash_attn_with_kvcache(*(x.to("meta") for x in (q, k, v))).is_meta
     q3, k3, v3 = (torch.stack((x, x)) for x in (q, k, v))
-    with pytest.raises(RuntimeError):  # no rule for vmap
+    with pytest.raises(UnsupportedError, match=r"torch.func.vmap is not supported"):
         torch.vmap(flash_attn_with_kvcache)(q3, k3, v3)
     compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
     assert compiled(q, k, v).shape == q.shape

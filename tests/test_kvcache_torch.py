@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers import GPU, needs_hopper
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashattn3 import append_kvcache, flash_attn_combine, flash_attn_with_kvcache
+from flashattn3 import (
+    UnsupportedError,
+    append_kvcache,
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from flashattn3.kvcache.problem import (
     AppendOptions,
     AppendTensors,
@@ -176,3 +185,77 @@ def test_without_gradients(mode, device):
     with mode():
         found = call_cached(make_cache_inputs(case, device, torch.float16))
     assert all(map(torch.equal, found, wanted))
+
+
+X = torch.randint(-8, 9, (2, 4, 2, 16)) / 4  # the same in all dtypes
+EDGES = torch.tensor([0, 4], dtype=torch.int32)
+CALLS = {
+    "flash_attn_with_kvcache": lambda x: flash_attn_with_kvcache(x, X, X, cache_seqlens=3),
+    "flash_attn_with_kvcache, new": lambda x: flash_attn_with_kvcache(
+        X, X.clone(), X.clone(), x[:, :1], x[:, :1], cache_seqlens=3
+    ),
+    "append_kvcache": lambda x: append_kvcache(x, x, X.clone(), X.clone(), cache_seqlens=0),
+    "flash_attn_combine": lambda x: flash_attn_combine(x[None], X[None, ..., 0]),
+}
+DENSE = {
+    "flash_attn_func": lambda x: flash_attn_func(x, x, x),
+    "flash_attn_varlen_func": lambda x: flash_attn_varlen_func(*[x[0]] * 3, EDGES, EDGES, 4, 4),
+}
+TRANSFORMS = {
+    "vmap": (lambda call: torch.func.vmap(call)(X[None]), "torch.func.vmap is not supported"),
+    "functionalize": (
+        lambda call: torch.func.functionalize(call)(X),
+        "torch.func.functionalize is not supported",
+    ),
+    "trace": (
+        lambda call: torch.jit.trace(call, (X,)),
+        r"torch.jit.trace \(and torch.onnx.export with dynamo=False\) is not supported",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace")
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [*((name, "trace") for name in DENSE), *itertools.product(CALLS, TRANSFORMS)],
+)
+def test_transforms_that_a_call_does_not_support_are_named(name, transform):
+    apply, sentence = TRANSFORMS[transform]
+    call = (CALLS | DENSE)[name]
+    call(X)  # a trace is refused after a like call too
+    with pytest.raises(UnsupportedError, match=f"^{name.partition(',')[0]}: {sentence}"):
+        apply(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_casts_to_the_cache_s_dtype(dtype, compiled, fresh_dynamo):
+    caches = [X.to(dtype, copy=True) for _ in range(2)]
+    copies = [x.clone() for x in caches]
+    q, new, cos = X[:, :1], X[:, 1:2] * 2, torch.randn(9, 8)
+
+    def call(q, new, k_cache, v_cache):
+        given = {"rotary_cos": cos, "rotary_sin": cos, "cache_seqlens": 2}
+        return flash_attn_with_kvcache(q, k_cache, v_cache, new, new, **given)
+
+    wanted = call(q.to(dtype), new.to(dtype), *caches)
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(q, new.half(), *copies)
+    assert found.dtype == dtype and torch.equal(found, wanted)
+    assert all(map(torch.equal, copies, caches))
+    with torch.autocast("cpu", torch.bfloat16):
+        append_kvcache(new, new, *copies, cache_seqlens=1)
+    assert torch.equal(copies[0][:, 1:2], new.to(dtype))
+
+
+def test_tensors_of_inference_mode_are_written_outside_of_it():
+    with torch.inference_mode():
+        caches, out = [X.clone() for _ in range(2)], torch.empty_like(X[:, :1])
+    copies, new = [x.clone() for x in caches], X[:, :1] * 3
+    wanted = flash_attn_with_kvcache(new, *copies, new, new, cache_seqlens=2)
+    found = flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=2, out=out)
+    assert found is out and torch.equal(out, wanted)
+    assert all(map(torch.equal, caches, copies))
+    flash_attn_combine(X[None, :, :1], X[None, :, :1, :, 0], out=out)
+    torch.testing.assert_close(out, X[:, :1])

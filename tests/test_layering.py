@@ -59,6 +59,7 @@ MAY_IMPORT = {
         "quantization",
     },
     "call.problem": {
+        "modes",
         "call.metadata",
         "call.descales",
         "call.dtypes",
@@ -271,6 +272,14 @@ MAY_IMPORT = {
         "explanation",
         "kvcache",
     },
+    "kvcache.calls": {
+        "call.metadata",
+        "call.arguments",
+        "errors",
+        "kvcache",
+        "modes",
+        "operator_rules",
+    },
     "kvcache.api": {
         "call.metadata",
         "call.arguments",
@@ -278,6 +287,8 @@ MAY_IMPORT = {
         "dispatch.selection",
         "errors",
         "kvcache",
+        "modes",
+        "operator_rules",
     },
     "backends.triton.kernels": {"backends.triton.kernels"},
     "backends": {

@@ -11,10 +11,14 @@ from helpers import forget_cached_calls
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashattn3 import (
+    append_kvcache,
+    flash_attn_combine,
+    flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     operator_rules,
+    use_backend,
 )
 from flashattn3.integrations.flop_counter import register_flop_formulas
 from flashattn3.kvcache import ops as kvcache_ops
@@ -60,6 +64,61 @@ def test_flops_of_sequences():
     forward, backward = flops(flash_attn_varlen_func, q, k, v, *edges, 7, 8)
     scores = 2 * (3 * 8 + 7 * 4)
     assert (forward, backward) == (2 * 2 * scores * 16, 5 * 2 * scores * 16)
+
+
+X, EDGES = torch.randn(1, 8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
+LEAF, LENGTH = X.clone().requires_grad_(), {"cache_seqlens": 4}
+# Each: a call and the names that torch's profiler shows of it.
+RECORDED = {
+    "dense": (
+        lambda: flash_attn_func(LEAF, X, X).sum().backward(),
+        ("flash_attn_func", "flash_attn_func backward"),
+    ),
+    "varlen": (
+        lambda: flash_attn_varlen_func(*[LEAF[0]] * 3, EDGES, EDGES, 8, 8).sum().backward(),
+        ("flash_attn_varlen_func", "flash_attn_varlen_func backward"),
+    ),
+    "8 bits": (lambda: flash_attn_fp8_func(*[X.half()] * 3), ("flash_attn_fp8_func",)),
+    "cached": (lambda: flash_attn_with_kvcache(X, X, X), ("flash_attn_with_kvcache",)),
+    "new tokens": (
+        lambda: flash_attn_with_kvcache(X, X, X, X[:, :4], X[:, :4], **LENGTH),
+        ("flash_attn_with_kvcache append", "flash_attn_with_kvcache"),
+    ),
+    "append": (lambda: append_kvcache(X[:, :4], X[:, :4], X, X, **LENGTH), ("append_kvcache",)),
+    "combine": (lambda: flash_attn_combine(X[None], X[None, ..., 0]), ("flash_attn_combine",)),
+}
+
+
+@pytest.mark.parametrize("call", RECORDED)
+def test_the_profiler_shows_function_and_backend(call):
+    run, wanted = RECORDED[call]
+    with use_backend("reference"):
+        run()
+        with torch.autograd.profiler.profile() as profile:
+            run()
+    own = [event.name for event in profile.function_events if event.name.startswith("flashattn3::")]
+    assert own == [f"flashattn3::{name} [reference]" for name in wanted]
+
+
+def test_the_profiler_shows_the_kernel():
+    described = {
+        "kernel config": "forward_bf16_d128",
+        "tile": "64",
+        "gradient": "backward_bf16_d128",
+    }
+    of_triton = {"tile": "128 rows x 32 keys"}
+    for kernel, of, wanted in (
+        ("kernel config", described, "forward_bf16_d128"),
+        ("gradient", described, "backward_bf16_d128"),
+        ("kernel config", of_triton, "128 rows x 32 keys"),
+    ):
+        planned = plan(backend="one")
+        planned.launch = SimpleNamespace(describe=lambda of=of: of)
+        run = operator_rules.recorded(planned, lambda x: x + 1, " part", kernel)
+        with torch.autograd.profiler.profile() as profile:
+            assert run(1) == 2
+        names = {event.name for event in profile.function_events}
+        assert names == {f"flashattn3::flash_attn_func part [one {wanted}]"}
 
 
 def plan(kind="cuda", backend="reference", asked=None):

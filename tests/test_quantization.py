@@ -77,6 +77,15 @@ def test_dequantize_gives_the_tensor_back_in_any_type(dtype, eight):
 
 
 @of_both
+def test_the_largest_numbers_of_float32_stay_finite(eight):
+    largest = torch.finfo(torch.float32).max
+    numbers = torch.tensor(largest) * torch.linspace(1, 1 - 2**-20, 64)
+    x = torch.cat((numbers, -numbers)).view(2, 64, 1, 1)
+    quantized = quantize_block_fp8(x.view(128, 1, 1, 1), dtype=eight)
+    torch.testing.assert_close(quantized.dequantize().flatten(), x.flatten(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
 def test_blocks_do_not_see_each_other(eight):
     x = normal(1, 256, 2, 16)
     x[:, 128:] *= 1e4

@@ -13,6 +13,7 @@ from dataclasses import dataclass, make_dataclass
 import torch
 
 from ..errors import expect
+from ..modes import refuse_jit_trace
 from ..quantization import permuted_v
 from .descales import Descales, block_of, check_scaled, descales_of
 from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
@@ -93,6 +94,7 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
     tensors: the tensors themselves or their metadata, in the order of ``Tensors``.
     """
     tensors, function = Tensors(*tensors), options.function
+    refuse_jit_trace(function)
     q, k, v = in_rows(function, tensors)
     varlen = tensors.cu_seqlens_q is not None
     _check_qkv(function, q, k, v, varlen)

@@ -12,7 +12,7 @@ from ..call.arguments import expect_strided
 from ..call.dtypes import EIGHT_BIT, FULL_PRECISION, SIXTEEN_BIT
 from ..call.metadata import Metadata
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
-from ..modes import refuse_tangents
+from ..modes import refuse_jit_trace, refuse_tangents, refuse_transforms
 from .metadata import metadata_size
 from .problem import (
     DECODE,
@@ -36,7 +36,8 @@ def unsupported(function: str, what: str, wanted: object, got: object) -> Unsupp
 
 def check_tensors(function: str, required: int, **tensors: object) -> None:
     """All are plain tensors without a gradient; the first ``required`` are given."""
-    refuse_tangents(function, *(x for x in tensors.values() if isinstance(x, Tensor)))
+    given = [x for x in tensors.values() if isinstance(x, Tensor)]
+    refuse_tangents(function, *given)
     wants_gradient = torch.is_grad_enabled()
     for index, (name, x) in enumerate(tensors.items()):
         if x is None and index >= required:
@@ -50,11 +51,13 @@ def check_tensors(function: str, required: int, **tensors: object) -> None:
             raise UnsupportedError(
                 f"{sentence}: there is no gradient through a cache; call it under torch.no_grad()"
             )
+    refuse_transforms(function, *given)
 
 
 def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Lengths) -> None:
     """Raise for an invalid cached call. found: in the order of DecodeTensors."""
     tensors, function = DecodeTensors(*found), options.function
+    refuse_jit_trace(function)
     q, k, v = tensors[:3]
     varlen = tensors.cu_seqlens_q is not None
     batch = check_queries(function, q, tensors.cu_seqlens_q)
@@ -248,6 +251,7 @@ def check_out(
 def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Lengths) -> None:
     """Raise for an invalid append. found: in the order of AppendTensors."""
     tensors, function = AppendTensors(*found), options.function
+    refuse_jit_trace(function)
     k, v, k_cache, v_cache = tensors[:4]
     varlen = tensors.cu_seqlens_k_new is not None
     axes = "(total_new, heads, head_dim)" if varlen else "(batch, seqlen_new, heads, head_dim)"
@@ -326,6 +330,7 @@ def check_combine(
     function: str, out_partial: Metadata, lse_partial: Metadata, what: str, out_dtype: torch.dtype
 ) -> None:
     """what: the argument that has out's dtype."""
+    refuse_jit_trace(function)
     shape = tuple(out_partial.shape)
     axes = "(num_splits, batch, seqlen_q, heads, head_dim) or (num_splits, total_q, heads, ·)"
     expect(len(shape) in (4, 5), function, "out_partial.shape", axes, shape)

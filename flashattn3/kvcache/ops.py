@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..call.value_checks import is_checked
@@ -20,7 +21,7 @@ from ..dispatch.planner import Plan, choose
 from ..dispatch.selection import ANY, named_backend
 from ..errors import expect
 from ..modes import is_plain
-from ..operator_rules import warn_of_reference
+from ..operator_rules import recorded, warn_of_reference
 from . import problem as problems
 from .backends import CACHE_BACKENDS
 from .checks import check_append, check_combine, check_decode, check_out, check_tensors
@@ -273,7 +274,10 @@ def run_checked(
     options_hash = _check_values(checked, tensors, lengths, options)
     if checked.copies_q:
         tensors = tensors._replace(q=tensors.q.contiguous())
-    return checked.plan.launch.decode(out, lse, tensors, lengths, options_hash)
+    decode = checked.plan.launch.decode
+    if profiler._is_profiler_enabled:
+        decode = recorded(checked.plan, decode)
+    return decode(out, lse, tensors, lengths, options_hash)
 
 
 def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: str) -> None:
@@ -298,7 +302,10 @@ def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions)
     if copied:
         dense = {name: getattr(tensors, name).contiguous() for name in copied}
         tensors = tensors._replace(**dense)
-    plan.launch.append(tensors, lengths)
+    append = plan.launch.append
+    if profiler._is_profiler_enabled:
+        append = recorded(plan, append, "" if options.function == "append_kvcache" else " append")
+    append(tensors, lengths)
 
 
 def _combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> None:
@@ -309,7 +316,10 @@ def _combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> N
         function, dtype, out.dtype, out_partial.device, dim, dim, backend or None
     )
     plan = plan_of(problem)
-    plan.launch.combine(out, lse, out_partial, lse_partial)
+    combine = plan.launch.combine
+    if profiler._is_profiler_enabled:
+        combine = recorded(plan, combine)
+    combine(out, lse, out_partial, lse_partial)
 
 
 def _in_force(backend: str | None) -> str:

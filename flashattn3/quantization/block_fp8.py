@@ -89,9 +89,15 @@ class BlockScaled:
         return self if here else replace(self, **moved)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the values in layout "rows", rotated back and with the mean added."""
+        """Return the values in layout "rows", rotated back and with the mean added.
+
+        A product that rounds beyond float32's range, as 127 * (amax / 127) may for the largest
+        numbers, is the largest of float32.
+        """
         of = self.token_positions()
-        x = self.in_rows().data.float() * of_tokens(self.descale, self.block, of)[..., None]
+        descale = of_tokens(self.descale, self.block, of)[..., None]
+        x, largest = self.in_rows().data.float() * descale, torch.finfo(torch.float32).max
+        x = torch.where(descale.isfinite(), x.clamp(-largest, largest), x)
         x = rotation.rotate_back(x) if self.hadamard else x
         return (x if self.mean is None else x + of_sequences(self.mean, of)).to(dtype)
 
@@ -168,7 +174,8 @@ def quantize_block_fp8(
     Blocks with amax below 448 * 2**-126 (int8: 127 * 2**-126), including all-zero blocks, have
     descale 2**-126. In e4m3, NaN and infinite elements become NaN (with hadamard the whole vector
     of their token and head) and do not affect the descale. int8 has no NaN: a block with such an
-    element has descale NaN and data 0, so the whole block is NaN.
+    element has descale NaN and data 0, so the whole block is NaN. With hadamard elements from
+    2**128 / head_dim on may count as infinite: their sums may leave float32.
 
     Raises: TypeError, ValueError; UnsupportedError if x requires a gradient, unless under
     ``torch.no_grad()``.

@@ -7,6 +7,7 @@ cache's capacity. Rows whose metadata or page numbers are wrong become NaN, as i
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class ReferenceCachedCall(NamedTuple):
         options_hash: int,
     ) -> Tensor:
         out = tensors.new_out() if out is None else out
-        with torch.autocast(out.device.type, enabled=False):
+        with torch.autocast(out.device.type, enabled=False), _writing_to(out):
             _decode(self.problem, out, lse, tensors, lengths, options_hash)
         return out
 
@@ -56,7 +57,8 @@ class ReferenceCachedCall(NamedTuple):
         """Every call is checked in Python."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
-        with torch.autocast(tensors.k.device.type, enabled=False):
+        written = tensors.k_cache, tensors.v_cache, tensors.q_out
+        with torch.autocast(tensors.k.device.type, enabled=False), _writing_to(*written):
             _append(self.problem, tensors, lengths)
 
     def combine(self, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
@@ -64,7 +66,9 @@ class ReferenceCachedCall(NamedTuple):
         total = torch.logsumexp(lse_partial, 0)
         weights = torch.exp(lse_partial - _finite(total)).unsqueeze(-1)
         # A part without keys has weight 0, whatever its rows hold.
-        out.copy_(torch.where(weights == 0, 0.0, wide * weights).sum(0))
+        joined = torch.where(weights == 0, 0.0, wide * weights).sum(0)
+        with _writing_to(out):
+            out.copy_(joined)
         lse.copy_(total)
 
 
@@ -91,6 +95,13 @@ class ReferenceCacheBackend:
 
 
 BACKEND = ReferenceCacheBackend()
+
+
+def _writing_to(*tensors: Tensor | None) -> AbstractContextManager:
+    """What torch's operations need to write to tensors that were made in inference mode, as the
+    kernels of other backends can anywhere."""
+    of_inference = any(x is not None and x.is_inference() for x in tensors)
+    return torch.inference_mode() if of_inference else nullcontext()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,204 @@
+"""How a cached call runs: as an earlier one did, or checked and planned; with new tokens they are
+written first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from ..call.arguments import boolean, integer, length
+from ..call.metadata import metadata_of
+from ..errors import expect, shown, value_error
+from ..modes import has_autocast
+from ..operator_rules import as_cache_under_autocast
+from . import ops
+from .checks import check_decode, check_out, check_tensors
+from .planned import Further, NewTokens, run_planned
+from .problem import (
+    AppendOptions,
+    AppendTensors,
+    DecodeOptions,
+    DecodeTensors,
+    Lengths,
+    one_q_position,
+)
+
+
+def with_kvcache(
+    options: DecodeOptions,
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    rotary_cos,
+    rotary_sin,
+    cache_seqlens,
+    cache_batch_idx,
+    cache_leftpad,
+    page_table,
+    cu_seqlens_q,
+    cu_seqlens_k_new,
+    max_seqlen_q,
+    rotary_seqlens,
+    q_descale,
+    k_descale,
+    v_descale,
+    rotary_interleaved,
+    scheduler_metadata,
+    sinks,
+    out,
+) -> Tensor | tuple[Tensor, Tensor]:
+    function = options.function
+    seqlen, cache_seqlens = seqlens_of(function, cache_seqlens)
+    if k is v is None:
+        cu_seqlens_k_new = None
+    if rotary_cos is rotary_sin is None:
+        rotary_seqlens = None
+    if type(rotary_interleaved) is not bool:
+        rotary_interleaved = boolean(function, "rotary_interleaved", rotary_interleaved)
+    longest = None
+    if not (cu_seqlens_q is max_seqlen_q is None):
+        longest = _longest(function, cu_seqlens_q, max_seqlen_q)
+    watched = ops.is_watched(q, k_cache)
+    if (
+        rotary_seqlens is q_descale is k_descale is v_descale is sinks is scheduler_metadata is None
+        and not watched
+        and not profiler._is_profiler_enabled  # else the call says which kernel it runs
+    ):
+        further = new = None
+        if not (out is longest is cache_batch_idx is cache_leftpad is cu_seqlens_q is None):
+            most = -1 if longest is None else longest
+            further = Further(out, most, cache_batch_idx, cache_leftpad, cu_seqlens_q)
+        if not (k is v is rotary_cos is rotary_sin is None):
+            new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
+        result = run_planned(
+            options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new
+        )
+        if result is not None:
+            if new is not None:
+                ops.count_writes(k_cache, v_cache)
+            if out is not None:
+                ops.count_writes(out)
+            return result
+    if has_autocast():
+        q, k, v = as_cache_under_autocast(k_cache, q, k, v)
+    tensors = DecodeTensors(
+        q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
+        cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
+    )  # fmt: skip
+    lengths = Lengths(seqlen, 0, longest)
+    if k is v is rotary_cos is rotary_sin is None:
+        return _attended(tensors, lengths, options, out, watched)
+    new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
+    return _appended(tensors, lengths, options, out, watched, new, rotary_seqlens)
+
+
+def _appended(
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options: DecodeOptions,
+    out: Tensor | None,
+    watched: bool,
+    new: NewTokens,
+    rotary_seqlens: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Write the new tokens, then attend; all is checked before. watched: of ``is_watched``."""
+    function, q = options.function, tensors.q
+    k, v, edges_k, cos, sin, interleaved = new
+    if watched or not type(k) is type(v) is Tensor:
+        rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": rotary_seqlens}
+        check_tensors(function, 3, **tensors._asdict(), k=k, v=v, **rotary)
+        _check_new_tokens(function, k, v, cu_seqlens_k_new=edges_k, **rotary)
+    dense = edges_k is None and k.ndim == 4
+    lengths = lengths._replace(seqlen_new=k.shape[1] if dense else 0)
+    rotated = to_rotate = edges = None
+    if cos is not None:
+        rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+        to_rotate, edges, tensors = q, tensors.cu_seqlens_q, tensors._replace(q=rotated)
+    checked = ops.check_call(tensors, lengths, options)
+    if not torch.compiler.is_compiling():  # which traces all checks before anything runs
+        batch = tensors.query_sizes(lengths.max_seqlen_q)[0]
+        if dense:
+            expect(k.shape[0] == batch, function, "k.shape[0]", f"{batch} (q's batch)", k.shape[0])
+        _check_given(out, q, ops.result_shapes(q, tensors.v_cache)[0], options)
+    appended = AppendTensors(
+        k, v, *tensors[1:3], to_rotate, rotated, *tensors[3:6], edges, edges_k, cos, sin,
+        rotary_seqlens, tensors.k_descale, tensors.v_descale,
+    )  # fmt: skip
+    how = AppendOptions(interleaved, one_q_position(options), options.backend, function)
+    if checked is not None:
+        ops.check_values_before_append(checked, tensors, lengths, options, appended, how)
+    ops.run_append(appended, lengths, how)
+    return _attended(tensors, lengths, options, out, watched, checked)
+
+
+def _attended(
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options: DecodeOptions,
+    out: Tensor | None,
+    watched: bool,
+    checked: ops.CheckedCall | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run the call. watched: of ``is_watched``. checked: None: neither it nor out was checked
+    yet."""
+    q, given = tensors.q, out
+    if watched:
+        check_tensors(options.function, 3, **tensors._asdict())
+        if q.ndim not in (3, 4) or tensors.v_cache.ndim != 4:  # the check names the tensor
+            check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+        out_shape, lse_shape = ops.result_shapes(q, tensors.v_cache)
+        _check_given(given, q, out_shape, options)
+        out = q.new_empty(out_shape) if given is None else given
+        lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
+        ops.decode_operator(out, lse, tensors, lengths, options)
+    else:
+        if checked is None:
+            checked = ops.checked_call(tensors, lengths, options)
+            _check_given(given, q, checked.out_shape, options)
+        shape, dtype = checked.lse_shape, checked.lse_dtype
+        lse = None if shape is None else q.new_empty(shape, dtype=dtype)
+        out = ops.run_checked(checked, given, lse, tensors, lengths, options)
+        if given is not None:
+            ops.count_writes(out)
+    return (out, lse) if options.return_lse else out
+
+
+def _check_given(
+    out: Tensor | None, q: Tensor, shape: tuple[int, ...], options: DecodeOptions
+) -> None:
+    if out is not None:
+        check_tensors(options.function, 0, out=out)
+        check_out(options.function, "out", metadata_of(out), shape, q.dtype, q.device, "q")
+
+
+def seqlens_of(function: str, cache_seqlens: object) -> tuple[int | None, Tensor | None]:
+    """(int, None) or (None, tensor)."""
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return None, cache_seqlens
+    return integer(function, "cache_seqlens", cache_seqlens), None
+
+
+def _longest(function: str, cu_seqlens_q: Tensor | None, max_seqlen_q: object) -> int | None:
+    """Return the number of queries of the longest sequence; a call has one of the two arguments."""
+    if cu_seqlens_q is None:
+        raise value_error(
+            function, "max_seqlen_q", "None without cu_seqlens_q", shown(max_seqlen_q)
+        )
+    expect(max_seqlen_q is not None, function, "max_seqlen_q", "an int with cu_seqlens_q", None)
+    return length(function, "max_seqlen_q", max_seqlen_q)
+
+
+def _check_new_tokens(
+    function: str, k: Tensor | None, v: Tensor | None, **others: Tensor | None
+) -> None:
+    if k is not None and v is not None:
+        return
+    wanted = "a tensor: k and v are appended together"
+    expect(k is None, function, "v", wanted, None)
+    expect(v is None, function, "k", wanted, None)
+    for name, given in others.items():
+        if given is not None:
+            raise value_error(function, name, "None without k and v", "a tensor")
