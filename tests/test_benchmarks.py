@@ -13,7 +13,15 @@ from helpers import H100, library_double
 from flashattn3 import BlockScaled, flash_attn_func
 from flashattn3.backends import TRITON
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.bench import gate, host_suite, providers, quantize_suite, robot_suite, timing
+from flashattn3.bench import (
+    few_queries_suite,
+    gate,
+    host_suite,
+    providers,
+    quantize_suite,
+    robot_suite,
+    timing,
+)
 from flashattn3.bench.accuracy_suite import accuracy_cases, findings
 from flashattn3.bench.cached_suite import HOST_WORK
 from flashattn3.bench.command import ALL
@@ -530,6 +538,16 @@ def test_quick_robot_suite(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "robot fwd, GPU, all cells: math" in printed
     assert "robot fwd, host + GPU, all cells: math" in printed
+
+
+def test_few_queries_are_compared_with_the_cached_call():
+    cell, *_ = cells("few-queries", ["fwd"], quick=True)
+    own = few_queries_suite.OWN
+    settings = Settings(torch.device("cpu"), torch.float32, ("math",), 2, 0.1, own)
+    for time in robot_suite.TIMES:
+        records = few_queries_suite.run_few_queries(cell, time, settings)
+        assert [r["provider"] for r in records] == [*own, "math"]
+        assert all((r["status"], r["column"]) == ("ok", time) for r in records)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

@@ -20,6 +20,9 @@ from .cached_suite import SUITES as CACHED
 from .distributions_suite import SUITE as DISTRIBUTIONS
 from .distributions_suite import distribution_cases, run_distribution
 from .environment import header
+from .few_queries_suite import OWN as OF_FEW_QUERIES
+from .few_queries_suite import SUITE as FEW_QUERIES
+from .few_queries_suite import run_few_queries
 from .figure import draw
 from .host_suite import WORK, run_host
 from .ladder_figure import draw_ladder
@@ -42,11 +45,13 @@ from .varlen_suite import run_varlen
 SUITES = (*CASES, SPARSE, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED)
 SUITES += ("varlen", "memory", "host", "models")
 ALL = SUITES[:-1]  # the last needs transformers
-ONLY = {"fp8": ("fwd",), "deterministic": ("bwd",), ROBOT: ("fwd",)}  # directions of a suite
+# Directions of a suite.
+ONLY = {"deterministic": ("bwd",), **dict.fromkeys(("fp8", ROBOT, FEW_QUERIES), ("fwd",))}
 # Of ours; elsewhere one.
 OWN = {
     "fp8": (*EIGHT_BIT, OURS),
     "gqa": (OURS, MHA),
+    FEW_QUERIES: OF_FEW_QUERIES,
     "deterministic": (DETERMINISTIC, OURS),
     "captured": (CAPTURED, OURS),
 }
@@ -59,6 +64,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 INAPPLICABLE = {
     "fp8": ("direction",),
     ROBOT: ("direction",),
+    FEW_QUERIES: ("direction",),
     "deterministic": ("direction", "baselines"),
     "captured": ("baselines",),
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
@@ -183,7 +189,7 @@ def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Set
         baselines = ()
     elif suite == LADDER:
         baselines = RUNGS
-    elif suite not in ("fp8", "gqa"):
+    elif suite not in ("fp8", "gqa", FEW_QUERIES):
         baselines += ("naive",)
     dtype = "bfloat16" if on_gpu else OF_16_BIT.get(suite, "float32")
     return Settings(
@@ -256,4 +262,6 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
         return [lambda cell=cell: run_rung(cell, settings) for cell in chosen]
     if suite == ROBOT:
         return [lambda of=of: run_robot(*of, settings) for of in product(chosen, TIMES)]
+    if suite == FEW_QUERIES:
+        return [lambda of=of: run_few_queries(*of, settings) for of in product(chosen, TIMES)]
     return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]

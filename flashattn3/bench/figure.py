@@ -23,6 +23,8 @@ COLORS = {
     "captured": "tab:cyan",
     "flashattn3": "tab:green",
     "mha": "tab:gray",
+    "cached": "tab:olive",
+    "one part": "tab:gray",
     "on 16 SMs": "tab:olive",
     "fa2": "tab:blue",
     "cudnn": "tab:orange",

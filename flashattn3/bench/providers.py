@@ -4,7 +4,8 @@ An attention here is a function (q, k, v, causal) -> out of (batch, seqlen, head
 int8" and "fp8 e4m3" take q, k and v already quantized, q and k rotated to the type they name, with
 "fast accum" behind the name with use_fast_accum=True; "quantize+int8" and "quantize+e4m3" quantize
 them so, "quantize+int8+smooth_k" after k's mean was subtracted; "mha" takes the heads of k and v
-once for each query head; "on 16 SMs" is our call with that ``sm_margin``; "triton" is our call on
+once for each query head; "cached" is the cached call of k and v, "one part" our call with
+``num_splits=1``; "on 16 SMs" is our call with that ``sm_margin``; "triton" is our call on
 that backend, "captured" our call as the replay of a CUDA graph, "ladder fa1" and "ladder fa2" are
 kernels of examples/learn.
 """
@@ -37,6 +38,14 @@ def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def fast_accum(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal, use_fast_accum=True)
+
+
+def cached(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_with_kvcache(q, k, v, causal=causal)
+
+
+def in_one_part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flashattn3.flash_attn_func(q, k, v, causal=causal, num_splits=1)
 
 
 @cache
@@ -109,6 +118,7 @@ def _with_backend(backend: SDPBackend) -> Attention:
 
 OURS, DETERMINISTIC, CAPTURED = "flashattn3", "deterministic", "captured"
 MHA, TRITON = "mha", "triton"
+CACHED, ONE_PART = "cached", "one part"
 FEW = 16  # SMs of a Jetson Orin
 ON_FEW_SMS = f"on {FEW} SMs"
 NAIVE, LADDER_FA1, LADDER_FA2 = "naive", "ladder fa1", "ladder fa2"
@@ -129,6 +139,8 @@ PROVIDERS: dict[str, Attention] = {
     CAPTURED: ours,
     OURS: ours,
     MHA: ours,
+    CACHED: cached,
+    ONE_PART: in_one_part,
     ON_FEW_SMS: on_few_sms,
     **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
     NAIVE: naive,

@@ -60,7 +60,9 @@ class Measure(NamedTuple):
 # By suite, else by kind of record: a table for each, the first also as a picture.
 MEASURES = {
     "time": (Measure("TFLOP/s", lambda record: record["tflops"]),),
-    "robot": (Measure("us", lambda record: record["median_ms"] * 1e3),),
+    **dict.fromkeys(
+        ("robot", "few-queries"), (Measure("us", lambda record: record["median_ms"] * 1e3),)
+    ),
     "host": (Measure("host time (us)", lambda record: record["median_ms"] * 1e3),),
     "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
     "latency": (
@@ -89,7 +91,8 @@ RATIOS_OF = {
     "deterministic": (DETERMINISTIC,),
     "captured": (CAPTURED,),
     "quantize": (OURS,),
-    **dict.fromkeys(("robot", "decode", "latency", "paged", "ragged", "chunk", "mixed"), (OURS,)),
+    **dict.fromkeys(("robot", "few-queries", "decode", "latency", "paged"), (OURS,)),
+    **dict.fromkeys(("ragged", "chunk", "mixed"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..testing import (
+    FEW_QUERIES,
     GROUPED_GRID,
     NAMED_SHAPES,
     ODD_DIMS,
@@ -22,6 +23,7 @@ CASES = {
     "odd-dims": ODD_DIMS,
     "shapes": NAMED_SHAPES,
     "robot": ROBOT_SHAPES,
+    "few-queries": FEW_QUERIES,
     "gqa": GROUPED_GRID,
     "deterministic": PAPER_GRID,
     "captured": PAPER_GRID,
@@ -32,7 +34,7 @@ CASES = {
         if case.head_dim <= 128 and case.seqlen_k >= 1024
     ),
 }
-BY_NAME = ("shapes", "robot")  # suites in which a row of the table is one case
+BY_NAME = ("shapes", "robot", "few-queries")  # suites in which a row of the table is one case
 BY_HEADS = ("dims", "gqa")  # suites whose rows always name the heads; else grouped ones do
 
 

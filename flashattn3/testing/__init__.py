@@ -6,6 +6,7 @@ is not imported here.
 """
 
 from .cases import (
+    FEW_QUERIES,
     FORWARD_CASES,
     GROUPED_GRID,
     NAMED_SHAPES,
@@ -43,6 +44,7 @@ from .tolerance import (
 
 __all__ = [
     "E4M3_TRUNCATION",
+    "FEW_QUERIES",
     "FLOAT32_EPS",
     "FORMS",
     "FORWARD_CASES",

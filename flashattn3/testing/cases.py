@@ -333,6 +333,23 @@ ROBOT_SHAPES: tuple[Case, ...] = (
     dense("self-800", (800, 800), heads=(8, 1), dims=(256, 256), batch=1),
 )
 
+# Few queries of many keys: a decoded token, a drafted block, actions over a long context.
+FEW_QUERIES: tuple[Case, ...] = tuple(
+    dense(
+        f"{batch}x{queries}x{keys}-{heads[0]}/{heads[1]}-d{dims[0]}", (queries, keys), heads, dims,
+        batch,
+    )
+    for batch, queries, keys, heads, dims in (
+        *((1, 1, keys, (32, 8), (128, 128)) for keys in (128, 512, 1024, 16384, 65536, 131072)),
+        *((1, 1, 65536, (8, 1), (128, 128)), (1, 1, 4096, (32, 32), (128, 128))),
+        *((4, 1, 32768, (32, 8), (128, 128)), (16, 1, 8192, (8, 8), (128, 128))),
+        *((1, queries, 16384, (32, 8), (128, 128)) for queries in (4, 16, 64, 128, 300)),
+        *((1, queries, 16384, (8, 8), (128, 128)) for queries in (64, 128, 300)),
+        *((1, 1, 16384, (16, 16), (64, 64)), (1, 64, 16384, (16, 16), (192, 128))),
+        *((1, 16, 16384, (8, 1), (256, 256)), (1, 16, 1024, (32, 8), (128, 128))),
+    )
+)  # fmt: skip
+
 # Attention of models that people train and serve: encoders, vision, diffusion, speech, language.
 MODEL_SHAPES: tuple[Case, ...] = (
     dense("bert-128", (128, 128), heads=(16, 16), batch=128),
