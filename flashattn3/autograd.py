@@ -7,8 +7,8 @@ bypasses the dispatcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,18 +23,27 @@ from .call.inputs import (
     checked_key_of,
     data_of,
     flat,
+    key_of,
     key_of_transposed,
     of_flat,
     tensors_by_name,
 )
 from .call.spec import Options
-from .dispatch.planned import PlannedCalls
+from .dispatch.launch_cache import LaunchCache
+from .gradient import (
+    CU_SEQLENS_Q,
+    AttentionGradient,
+    backward_operator,
+    checked_saved,
+    gradient_of,
+    mapped,
+    or_zeros,
+)
 from .modes import (
     has_autocast,
     has_dual_level,
     is_batched,
     is_plain,
-    is_traced,
     is_transformed,
     needs_gradient,
     no_tangent,
@@ -45,11 +54,12 @@ from .operator_rules import recorded, under_autocast
 from .ops import (
     END_OF_OPTIONS,
     FORWARDS,
-    backward_of,
     forward_of,
     forward_operator,
+    have_data,
     launch_under,
     operator_arguments,
+    operator_is_watched,
     options_among,
     options_in_force,
     plan_of,
@@ -58,8 +68,8 @@ from .ops import (
     tensors_among,
 )
 
-NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
-CU_SEQLENS_Q = Tensors._fields.index("cu_seqlens_q")
+if TYPE_CHECKING:
+    from .dispatch.backend import Launch
 
 
 def attend(
@@ -86,40 +96,63 @@ def attend(
 
 
 @lru_cache(maxsize=4096)
-def planned_calls(options: Options, bhsd: bool) -> PlannedCalls:
-    """The launches of eager calls with these options."""
-    return PlannedCalls()
+def launch_cache(options: Options, bhsd: bool) -> LaunchCache:
+    """That of eager calls with these options, and of compiled ones. bhsd: as in ``attend``."""
+    return LaunchCache(options, bhsd, _forward_of_node, _backward_of_node)
 
 
 def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """An eager call that nothing watches, with a node in C++ where the backend has one."""
+    """An eager call that nothing watches, with a node in C++ where the backend has one.
+
+    Hooks see the same saved tensors with either node, and of any such call: checkpoints compare
+    them with those of the same call at another time.
+    """
     q, k, v = tensors.q, tensors.k, tensors.v
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     differentiably = needs_gradient and torch.is_grad_enabled()
     # The node of the backend does not differentiate lse.
-    plannable = tensors.cu_seqlens_q is None and not (differentiably and options.return_lse)
-    if plannable:
-        calls = planned_calls(options, bhsd)
-        results = calls.attend(q, k, v, differentiably) if calls.found else None
+    has_cache = tensors.cu_seqlens_q is None and not (differentiably and options.return_lse)
+    if has_cache:
+        cache = launch_cache(options, bhsd)
+        results = cache.attend(q, k, v, differentiably) if cache.operators is not None else None
         if results is not None:
             return results if options.return_lse else results[0]
     if differentiably and q.dtype in EIGHT_BIT:
         refuse_gradients(options.function, q=q, k=k, v=v)
     key = checked_key_of(options.function, tensors)
-    if bhsd:
-        key = key_of_transposed(key)
-    launch = launch_under(key, tensors, options)
-    planned = (launch.planned_bhsd if bhsd else launch.planned_bshd) if plannable else None
-    if planned is not None:
-        calls.add(planned)
-    if bhsd:
-        tensors = _transposed(tensors)
-    if not differentiably:
-        out, lse = launch.forward(tensors)
-        return (out, lse) if options.return_lse else out
-    if planned is not None and planned.operators.differentiable is not None:
-        return planned.operators.differentiable(q, k, v, attn_mask=planned.words)[0]
-    return _apply(tensors.q, tensors.k, tensors.v, tensors, options, key, launch)
+    launch = launch_under(key_of_transposed(key) if bhsd else key, tensors, options)
+    if has_cache and launch.passes is not None:
+        cache.keep(launch.passes, q, k, v, None, None)
+        if differentiably and cache.operators is not None:
+            results = cache.attend(q, k, v, True)
+            if results is not None:
+                return results[0]
+    if differentiably:
+        return _apply(q, k, v, tensors, options, key, launch, bhsd)
+    out, lse = launch.forward(_transposed(tensors) if bhsd else tensors)
+    return (out, lse) if options.return_lse else out
+
+
+def _launch_of_node(cache: LaunchCache, tensors: Tensors) -> Launch:
+    """The launch of a call that the node got; the operators find it from now on."""
+    key = checked_key_of(cache.options.function, tensors)
+    launch = launch_under(key_of_transposed(key) if cache.bhsd else key, tensors, cache.options)
+    if launch.passes is not None:
+        cache.keep(launch.passes, *tensors[:5])
+    return launch
+
+
+def _forward_of_node(cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    tensors = Tensors(q, k, v)
+    return _launch_of_node(cache, tensors).forward(_transposed(tensors) if cache.bhsd else tensors)
+
+
+def _backward_of_node(cache: LaunchCache, dout, out, lse, *of_call) -> tuple[Tensor, ...]:
+    tensors = Tensors(*of_call)
+    in_rows = _transposed(tensors) if cache.bhsd else tensors
+    out, lse = checked_saved(cache.options.function, dout, out, lse, in_rows)
+    gradients = _launch_of_node(cache, tensors).backward(dout, None, out, lse, in_rows)
+    return tuple(x.transpose(1, 2) for x in gradients) if cache.bhsd else gradients
 
 
 def _transposed(tensors: Tensors) -> Tensors:
@@ -150,39 +183,17 @@ def _watched_or_scaled(tensors: Tensors, options: Options) -> tuple[Tensor, Tens
 def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Compute out and lse; only the operator does so differentiably."""
     q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
-    if _operator_is_watched(q, k, v):
+    if operator_is_watched(q, k, v):
         return forward_operator(*operator_arguments(tensors, options))
     return forward_of(tensors, options)
 
 
-def _run_backward(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv, not differentiably, from the tensors and the options."""
-    *tensors, options = arguments
-    if _operator_is_watched(dout, out, tensors[0]):
-        return _backward_operator(dout, dlse, out, lse, *tensors, *options)
-    return backward_of(dout, dlse, out, lse, Tensors(*tensors), options)
-
-
-def _operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the compiler, a torch mode, a tensor subclass or a tensor without data needs the
-    operator.
-
-    If not, the call bypasses the dispatcher, which halves the host time of a small call.
-    """
-    return not have_data(q, k, v) or is_traced()
-
-
-def have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether q, k and v have data: none is of a subclass or on the meta device."""
-    return type(q) is type(k) is type(v) is Tensor and not q.is_meta
-
-
-_backward_operator = torch.ops.flashattn3.backward.default
-
-
 def _save_for_backward(ctx, tensors: Tensors, options: Options, results: tuple) -> None:
+    """Save in the order of the node in C++, as ``_Attention`` does: checkpoints count."""
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*map(data_of, tensors), *results)
+    q, k, v, *indices = map(data_of, tensors)
+    out, lse = results
+    ctx.save_for_backward(k, q, v, lse, out, *indices)
     ctx.options = options
 
 
@@ -190,43 +201,22 @@ def _differentiate(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     """dq, dk and dv, or three times None."""
     if dout is None and dlse is None:
         return (None, None, None)
-    *tensors, out, lse = ctx.saved_tensors
-    return _gradient(_given(dout, out), dlse, out, lse, *tensors, ctx.options)
-
-
-def _given(dout: Tensor | None, out: Tensor) -> Tensor:
-    return torch.zeros_like(out) if dout is None else dout
-
-
-def _gradient(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
-    *tensors, options = arguments
-    if not is_batched(dout, dlse):
-        if type(dout) is type(tensors[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
-            return backward_of(dout, dlse, out, lse, Tensors(*tensors), options)
-        if has_dual_level() or is_transformed():
-            return _AttentionGradient.apply(dout, dlse, out, lse, *arguments)
-    return _backward_operator(dout, dlse, out, lse, *tensors, *options)
-
-
-def no_second_derivative(ctx, *gradients):
-    raise NotImplementedError(
-        "flashattn3::backward: the second derivative of attention is not implemented"
-    )
+    k, q, v, lse, out, *indices = ctx.saved_tensors
+    return gradient_of(or_zeros(dout, out), dlse, out, lse, q, k, v, *indices, ctx.options)
 
 
 class _Attention(torch.autograd.Function):
     """Computes what an eager call returns from q, k and v, all of the tensors, the options, the key
-    of the tensors and the launch.
+    of the tensors, the launch, and whether heads come before tokens.
 
     Without return_lse autograd does not see lse, one result less to wrap.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, tensors, options, key, launch):
-        out, lse = launch.forward(tensors)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.call = launch, key, options
+    def forward(ctx, q, k, v, tensors, options, key, launch, bhsd):
+        out, lse = launch.forward(_transposed(tensors) if bhsd else tensors)
+        ctx.save_for_backward(k, q, v, lse, out, *tensors[3:])
+        ctx.call = launch, key, options, bhsd
         if not options.return_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -236,19 +226,23 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse=None):
         """The forward's launch computes the gradient, unless something watches it or hooks on saved
         tensors have returned others."""
-        launch, key, options = ctx.call
-        *tensors, out, lse = ctx.saved_tensors
-        plain = type(dout) is Tensor and not is_batched(dout, dlse) and is_plain()
-        unrecorded = not profiler._is_profiler_enabled
-        if plain and unrecorded and not torch.is_grad_enabled():
-            q, k, v = tensors[:3]
-            if q.stride() == key[0][1] and k.stride() == key[1][1] and v.stride() == key[2][1]:
-                dq, dk, dv = launch.backward(dout, dlse, out, lse, Tensors(*tensors))
-                return dq, dk, dv, None, None, None, None
+        nothing = (None,) * 5
         if dout is None and dlse is None:
-            return (None,) * 7
-        dq, dk, dv = _gradient(_given(dout, out), dlse, out, lse, *tensors, options)
-        return dq, dk, dv, None, None, None, None
+            return (None, None, None, *nothing)
+        launch, key, options, bhsd = ctx.call
+        k, q, v, lse, out, *indices = ctx.saved_tensors
+        tensors = Tensors(q, k, v, *indices)
+        in_rows = _transposed(tensors) if bhsd else tensors
+        plain = type(dout) is Tensor and not is_batched(dout, dlse) and is_plain()
+        at_once = plain and not torch.is_grad_enabled()
+        if at_once:
+            out, lse = checked_saved(options.function, dout, out, lse, in_rows)
+        if at_once and key_of(tensors) == key and not profiler._is_profiler_enabled:
+            gradients = launch.backward(dout, dlse, out, lse, in_rows)
+        else:
+            gradients = gradient_of(or_zeros(dout, out), dlse, out, lse, *in_rows, options)
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients) if bhsd else gradients
+        return (dq, dk, dv, *nothing)
 
 
 # What Function.apply calls where no transform is active, as is known here. The rest of apply, which
@@ -295,57 +289,7 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _mapped(_TransformedAttention.apply, CU_SEQLENS_Q, info, in_dims, arguments)
-
-
-class _AttentionGradient(torch.autograd.Function):
-    """Computes the gradient when a transform or a second derivative applies to it."""
-
-    forward = staticmethod(_run_backward)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.function = inputs[-1].function
-
-    backward = staticmethod(no_second_derivative)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise no_tangent(ctx.function)
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        place = NUM_GRADIENTS + CU_SEQLENS_Q
-        return _mapped(_AttentionGradient.apply, place, info, in_dims, arguments)
-
-
-def _mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
-    """Apply a function to every entry of a mapped axis, which comes first in the results.
-
-    Dense calls merge the axis into the batch, the first axis of every tensor. Varlen calls run one
-    entry at a time, because entries may have different sequences.
-
-    place: index of cu_seqlens_q among the arguments.
-    """
-    size = info.batch_size
-    batched = [
-        x
-        if not isinstance(x, Tensor)
-        else (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0))
-        for x, dim in zip(arguments, in_dims, strict=True)
-    ]
-
-    def entries(convert: Callable[[Tensor], Tensor]) -> tuple:
-        return function(*(convert(x) if isinstance(x, Tensor) else x for x in batched))
-
-    if batched[place] is not None:
-        found = [entries(lambda x, i=i: x[i]) for i in range(size)]
-        results = tuple(torch.stack(of_entries) for of_entries in zip(*found, strict=True))
-    else:
-        merged = entries(lambda x: x.flatten(0, 1))
-        batch = next(x.shape[1] for x in batched if isinstance(x, Tensor))
-        results = tuple(x.unflatten(0, (size, batch)) for x in merged)
-    return results, (0,) * len(results)
+        return mapped(_TransformedAttention.apply, CU_SEQLENS_Q, info, in_dims, arguments)
 
 
 # A compiled graph calls these implementations. It needs no gradient there, so they compute at once;
@@ -378,9 +322,9 @@ def _backward_for_autograd(dout, dlse, out, lse, *arguments):
     runs = is_plain() and have_data(dout, out, tensors[0])
     if needs_gradient(given):
         options = options_in_force(options) if runs else Options(*options)
-        return _AttentionGradient.apply(dout, dlse, out, lse, *tensors, options)
+        return AttentionGradient.apply(dout, dlse, out, lse, *tensors, options)
     if runs:
         return run_backward_operator(dout, dlse, out, lse, *arguments)
     refuse_tangents(Options(*options).function, *given)
     with torch._C._AutoDispatchBelowAutograd():
-        return _backward_operator(dout, dlse, out, lse, *arguments)
+        return backward_operator(dout, dlse, out, lse, *arguments)

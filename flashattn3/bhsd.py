@@ -14,24 +14,26 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .autograd import attend, have_data, no_second_derivative, planned_calls
+from .autograd import attend, launch_cache
 from .call.inputs import Tensors
 from .call.public import once_for_plain_values
 from .call.spec import CALL, OF_MODELS, Options
 from .call.value_checks import is_checked
-from .dispatch.planned import PlannedCalls
+from .dispatch.launch_cache import LaunchCache
 from .dispatch.selection import ANY, named_backend, traced_backends
 from .errors import value_error
+from .gradient import no_second_derivative, or_zeros
 from .modes import (
     are_deterministic,
     has_autocast,
+    is_batched,
     is_plain,
     is_plain_if_eager,
     needs_gradient,
     refuse_tangents,
 )
 from .operator_rules import under_autocast
-from .ops import backward_of, fake_backward_of, fake_forward_of, launch_of
+from .ops import backward_of, fake_backward_of, fake_forward_of, have_data, launch_of
 
 FUNCTION = "flash_attn_bhsd_func"
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
@@ -78,13 +80,13 @@ def attend_like_before(q: Tensor, k: Tensor, v: Tensor, *values) -> Tensor | Non
     if has_autocast() or not (is_plain_if_eager() and have_data(q, k, v)):
         return None
     try:
-        calls = _planned_calls(*_in_force(), *values)
+        cache = _launch_cache(*_in_force(), *values)
     except TypeError:  # a value of a type without hash, or of one that equals no other
         return None
-    if calls.found is None:
+    if cache.operators is None:
         return None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    results = calls.attend(q, k, v, needs_gradient and torch.is_grad_enabled())
+    results = cache.attend(q, k, v, needs_gradient and torch.is_grad_enabled())
     return None if results is None else results[0]
 
 
@@ -151,16 +153,16 @@ def _options(backend: str, deterministic: bool, longest_q, longest_k, *values) -
 _known_options = lru_cache(maxsize=4096)(_options)  # symbolic sizes have no hash
 
 
-def _call_of(arguments: tuple, options: Callable) -> tuple[Tensors, Options]:
+def _call_of(arguments: tuple, options: Callable, in_force: tuple) -> tuple[Tensors, Options]:
     """The call of an operator's arguments, in rows."""
     q, k, v, edges_q, edges_k, *values = arguments
     lengths = (None, None) if edges_q is None else (q.shape[2], k.shape[2])
-    return _in_rows(q, k, v, edges_q, edges_k), options(*_in_force(), *lengths, *values)
+    return _in_rows(q, k, v, edges_q, edges_k), options(*in_force, *lengths, *values)
 
 
 def _forward(forward_of: Callable, options: Callable, *arguments) -> tuple[Tensor, Tensor]:
     """forward_of: computes the call in rows."""
-    out, lse = forward_of(*_call_of(arguments, options))
+    out, lse = forward_of(*_call_of(arguments, options, _in_force()))
     q, varlen = arguments[0], arguments[3] is not None
     return (_of_batch(out, q), _lse_of_batch(lse, q)) if varlen else (out, lse)
 
@@ -168,18 +170,19 @@ def _forward(forward_of: Callable, options: Callable, *arguments) -> tuple[Tenso
 def _backward(
     backward_of: Callable,
     options: Callable,
+    in_force: tuple[str, bool],
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *arguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """backward_of: computes the gradient of the call in rows."""
+    """backward_of: computes the gradient of the call in rows. in_force: in its forward."""
     sides, varlen = arguments[:3], arguments[3] is not None
     if varlen:
         dout, out = dout.flatten(0, 1), out.flatten(0, 1)
         dlse, lse = (None if x is None else x.transpose(0, 1).flatten(1) for x in (dlse, lse))
-    gradients = backward_of(dout, dlse, out, lse, *_call_of(arguments, options))
+    gradients = backward_of(dout, dlse, out, lse, *_call_of(arguments, options, in_force))
     if varlen:
         gradients = map(_of_batch, gradients, sides)
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
@@ -187,16 +190,15 @@ def _backward(
 
 
 @once_for_plain_values
-def _planned_calls(backend: str, deterministic: bool, *values) -> PlannedCalls:
-    """Those of calls with these options, also eager ones. values: of OF_MODELS."""
-    return planned_calls(_options(backend, deterministic, None, None, *values), True)
+def _launch_cache(backend: str, deterministic: bool, *values) -> LaunchCache:
+    """That of calls with these options, also eager ones. values: of OF_MODELS."""
+    return launch_cache(_options(backend, deterministic, None, None, *values), True)
 
 
 def _run_forward(*arguments):
-    calls = _planned_calls(*_in_force(), *arguments[NUM_TENSORS:])
-    if calls.found is not None:
-        operators, launches = calls.found
-        results = operators.forward(launches, *arguments[:NUM_TENSORS])
+    cache = _launch_cache(*_in_force(), *arguments[NUM_TENSORS:])
+    if cache.operators is not None:
+        results = cache.operators.forward(cache.number, *arguments[:NUM_TENSORS])
         if results[0] is not None:
             return results
 
@@ -204,22 +206,26 @@ def _run_forward(*arguments):
         """Compute the call, and let the backend's operators find its launch for further ones."""
         launch = launch_of(tensors, options)
         results = launch.forward(tensors)
-        planned = None if is_checked(tensors.q.device) else launch.planned_bhsd
-        if planned is not None:
-            calls.add(planned)
+        if launch.passes is not None and not is_checked(tensors.q.device):
+            cache.keep(launch.passes, *arguments[:NUM_TENSORS])
         return results
 
     return _forward(forward_and_plan, _known_options, *arguments)
 
 
 def _run_backward(dout, dlse, out, lse, *arguments):
-    calls = _planned_calls(*_in_force(), *arguments[NUM_TENSORS:])
-    if dlse is None and calls.found is not None:
-        operators, launches = calls.found
-        results = operators.backward(launches, dout, out, lse, *arguments[:NUM_TENSORS])
+    """A compiled graph has no place for what was in force in the forward."""
+    return _run_backward_of(_in_force(), dout, dlse, out, lse, *arguments)
+
+
+def _run_backward_of(in_force: tuple[str, bool], dout, dlse, out, lse, *arguments):
+    cache = _launch_cache(*in_force, *arguments[NUM_TENSORS:])
+    if dlse is None and cache.operators is not None:
+        given = dout, out, lse, *arguments[:NUM_TENSORS]
+        results = cache.operators.backward(cache.number, *given)
         if results[0] is not None:
             return results
-    return _backward(backward_of, _known_options, dout, dlse, out, lse, *arguments)
+    return _backward(backward_of, _known_options, in_force, dout, dlse, out, lse, *arguments)
 
 
 @torch.library.register_fake("flashattn3::forward_bhsd")
@@ -229,11 +235,17 @@ def _forward_fake(*arguments):
 
 @torch.library.register_fake("flashattn3::backward_bhsd")
 def _backward_fake(*arguments):
-    return _backward(fake_backward_of, _options, *arguments)
+    return _backward(fake_backward_of, _options, _in_force(), *arguments)
 
 
 torch.library.impl("flashattn3::forward_bhsd", "CompositeExplicitAutograd", _run_forward)
 torch.library.impl("flashattn3::backward_bhsd", "CompositeExplicitAutograd", _run_backward)
+
+
+def _runs_at_once(dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing watches this gradient of an operator's call."""
+    plain = type(dout) is Tensor and not is_batched(dout) and have_data(q, k, v)
+    return plain and is_plain() and not torch.is_grad_enabled()
 
 
 class _BhsdAttention(torch.autograd.Function):
@@ -242,7 +254,7 @@ class _BhsdAttention(torch.autograd.Function):
         results = torch.ops.flashattn3.forward_bhsd.default(*arguments)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*results, *arguments[:NUM_TENSORS])
-        ctx.values = arguments[NUM_TENSORS:]
+        ctx.values, ctx.in_force = arguments[NUM_TENSORS:], _in_force()
         return results
 
     @staticmethod
@@ -251,8 +263,9 @@ class _BhsdAttention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None, None, None, *nothing)
         out, lse, *tensors = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        arguments = dout, dlse, out, lse, *tensors, *ctx.values
+        arguments = or_zeros(dout, out), dlse, out, lse, *tensors, *ctx.values
+        if _runs_at_once(dout, *tensors[:3]):
+            return (*_run_backward_of(ctx.in_force, *arguments), *nothing)
         return (*torch.ops.flashattn3.backward_bhsd.default(*arguments), *nothing)
 
 

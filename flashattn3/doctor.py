@@ -17,6 +17,7 @@ import flashattn3
 
 from . import triton_toolchain
 from .backends import BACKENDS
+from .backends.hopper import autograd_node
 from .backends.hopper.library import KernelInfo, find_library, kernel_info
 from .bench.environment import triton_version
 from .call.metadata import Metadata, metadata_of
@@ -92,7 +93,10 @@ def _hopper_kernels() -> str:
         resources = [_resources(info) for info in kernel_info()]
     except ImportError as error:
         resources = [f"  {error}"]
-    return "\n".join([_line("Hopper kernels", summary), *resources])
+    reason = autograd_node.unusable_reason()
+    node = "in C++" if reason is None else f"in Python, more host time: {reason}"
+    lines = _line("autograd node", node), _line("Hopper kernels", summary)
+    return "\n".join([*lines, *resources])
 
 
 def _resources(info: KernelInfo) -> str:

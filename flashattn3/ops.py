@@ -26,7 +26,7 @@ from .call.value_checks import check_values, is_checked
 from .dispatch.device import describe_device
 from .dispatch.planner import Plan, choose
 from .dispatch.selection import ANY, named_backend
-from .modes import no_fp8_gradient
+from .modes import is_traced, no_fp8_gradient
 from .operator_rules import recorded, warn_of_reference
 
 if TYPE_CHECKING:
@@ -109,6 +109,20 @@ def backward_of(
     if profiler._is_profiler_enabled:
         backward = recorded(plan, backward, " backward", "gradient")
     return backward(dout, dlse, out, lse, tensors)
+
+
+def operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the compiler, a torch mode, a tensor subclass or a tensor without data needs the
+    operator.
+
+    If not, the call bypasses the dispatcher, which halves the host time of a small call.
+    """
+    return not have_data(q, k, v) or is_traced()
+
+
+def have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether q, k and v have data: none is of a subclass or on the meta device."""
+    return type(q) is type(k) is type(v) is Tensor and not q.is_meta
 
 
 def options_in_force(values: tuple) -> Options:

@@ -14,10 +14,12 @@ import ctypes
 import itertools
 import sys
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from timeit import repeat
 
 import host_cached_checks
+import host_saved_checks
 import pytest
 import torch
 from helpers import H100, WITHOUT_HOPPER, forget_cached_calls
@@ -26,6 +28,7 @@ from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
 from flashattn3 import (
+    autograd,
     bhsd,
     flash_attn_func,
     flash_attn_varlen_func,
@@ -33,9 +36,9 @@ from flashattn3 import (
     ops,
     use_backend,
 )
-from flashattn3.autograd import planned_calls
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
+from flashattn3.dispatch import launch_cache
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention, flash_attn_bhsd_func
 from flashattn3.kvcache.ops import _checked_decode
@@ -47,13 +50,12 @@ OWN_NODE = "_AttentionBackward"
 def use(path: Path) -> ctypes.CDLL:
     """Plan CPU tensors for an H100 whose operators are the library's."""
     hopper_library.OPS_LIBRARY = path
-    hopper_library._registered_node = lambda operators: (
-        torch._scaled_dot_product_flash_attention_for_cpu
-    )
     library = hopper_library.find_library()
     assert library.error is None, library.error
     host = ctypes.CDLL(str(path))
     host.host_events.restype = ctypes.c_char_p
+    launch_cache.has_node = attrgetter("is_cpu")
+    library.autograd_node()
     host.host_register_node()
     backend = HopperBackend(library=lambda: library, only_measured=False)
     ops.BACKENDS, ops.describe_device = (backend, *WITHOUT_HOPPER), lambda device: H100
@@ -68,7 +70,7 @@ def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfl
 
 
 def forget_planned_calls() -> None:
-    for cache in (planned_calls, bhsd._planned_calls):
+    for cache in (autograd.launch_cache, bhsd._launch_cache):
         cache.cache_clear()
 
 
@@ -378,10 +380,10 @@ def check_layers_like_an_earlier_one(host):
     for options, of_function in cases:
         forget_planned_calls()
         leaves = [x.detach().transpose(1, 2).requires_grad_() for x in inputs(64)]
-        wanted = launches_of(flash_attn_bhsd_func(*leaves, **of_function))
+        wanted = options_of(flash_attn_bhsd_func(*leaves, **of_function))
         for _ in range(3):
             out, _ = attention(layer, *leaves, None, **options)
-            assert torch.equal(launches_of(out), wanted)
+            assert options_of(out) == wanted
         before = ops._plan.cache_info()
         attention(layer, *leaves, None, **options)
         with torch.no_grad():
@@ -397,19 +399,6 @@ def check_gradients_that_tma_cannot_read(host):
     unaligned = torch.randn(out.numel() + 1).bfloat16()[1:].view_as(out)
     _, descriptors, launches = recorded(host, lambda: out.backward(unaligned))
     assert launches == 3 and unaligned.data_ptr() not in [x[0] for x in descriptors]
-
-
-def check_hooks_on_saved_tensors(host):
-    def other_memory(x):
-        return x if x.dtype == torch.int64 else x.mT.contiguous().mT
-
-    q, k, v = inputs(56, heads=(2, 2))
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, other_memory):
-        out = flash_attn_func(q, k, v)
-    _, descriptors, launches = recorded(host, lambda: out.backward(torch.ones_like(out)))
-    assert launches == 3
-    given = {x.data_ptr() for x in (q, k, v)}
-    assert not given & {x[0] for x in descriptors}  # copies with rows that TMA reads
 
 
 def check_autograd_rules(host):
@@ -454,25 +443,26 @@ def check_calls_without_the_node(host):
     rows = [x.flatten(0, 1) for x in (q, k, v)]
     out = flash_attn_varlen_func(*rows, edges, edges, 48, 48)
     assert type(out.grad_fn).__name__ == OWN_NODE
-    for options in ({"d": 20}, {"dv": 36}):
-        out = flash_attn_func(*inputs(48, **options))
-        assert type(out.grad_fn).__name__ == OWN_NODE
     shifted = torch.randn(q.numel() + 1).bfloat16()[1:].view_as(q).requires_grad_()
-    assert type(flash_attn_func(shifted, k, v).grad_fn).__name__ == OWN_NODE
+    for tensors in (inputs(48, d=20), inputs(48, dv=36), (shifted, k, v)):
+        forget_planned_calls()
+        assert type(flash_attn_func(*tensors).grad_fn).__name__ == OWN_NODE
+        flash_attn_func(q, k, v)  # now there are launches for these options
+        assert type(flash_attn_func(*tensors).grad_fn).__name__ == NODE
 
 
 def check_refusals(host):
     q, k, v = inputs(32)
     operator = torch._scaled_dot_product_flash_attention_for_cpu
-    with pytest.raises(RuntimeError, match="attn_mask must be planned launches, got None"):
-        operator(q, k, v)
-    with pytest.raises(RuntimeError, match="launches must be planned launches, got another"):
-        operator(q, k, v, attn_mask=torch.zeros(4, dtype=torch.int64))
-    launches = launches_of(flash_attn_func(q, k, v))
-    with pytest.raises(RuntimeError, match="must be unset: launches hold the options"):
-        operator(q, k, v, is_causal=True, attn_mask=launches)
-    with pytest.raises(RuntimeError, match="forward: q, k and v must be those of a planned"):
-        operator(q, k[:, :31], v, attn_mask=launches)
+    number = flash_attn_func(q, k, v).grad_fn._saved_dropout_p
+    for wrong in (0.0, number + 0.5, -1.0):
+        with pytest.raises(RuntimeError, match="dropout_p must be the number of a call's options"):
+            operator(q, k, v, wrong)
+    for given in ({"is_causal": True}, {"attn_mask": q.detach()}, {"scale": 0.5}):
+        with pytest.raises(RuntimeError, match="must be unset: the options have a number"):
+            operator(q, k, v, number, **given)
+    with pytest.raises(RuntimeError, match=r"^flash_attn_func: v\.shape\[-3\] must be 31"):
+        operator(q, k[:, :31], v, number)
 
 
 def check_python_work(host):
@@ -525,15 +515,10 @@ def check_the_next_token_of_a_model(host):
         assert [event[0] for event in wanted].count("launch") == 1
 
 
-def launches_of(out):
-    """Return the launches that the autograd node of out has saved."""
-    (launches,) = [x for x in vars_saved(out.grad_fn) if x.dtype == torch.int64]
-    return launches
-
-
-def vars_saved(node):
-    names = [name for name in dir(node) if name.startswith("_saved_")]
-    return [x for x in (getattr(node, name) for name in names) if isinstance(x, torch.Tensor)]
+def options_of(out):
+    """The options whose number the autograd node of out has saved."""
+    found = launch_cache._numbered[int(out.grad_fn._saved_dropout_p)].options
+    return found._replace(backend=None, window_right=0 if found.causal else found.window_right)
 
 
 def times_of_calls() -> dict[str, float]:
@@ -594,7 +579,7 @@ def print_times() -> None:
     use_cached_calls()
     bhsd.is_checked = ops.is_checked = lambda device: False
     with_node = times_of_calls()
-    HopperLaunch.planned_bshd = HopperLaunch.planned_bhsd = None
+    HopperLaunch.passes = None
     ops._plan.cache_clear()
     forget_planned_calls()
     without = times_of_calls()
@@ -607,7 +592,7 @@ def main() -> None:
     if sys.argv[2:] == ["--time"]:
         return print_times()
     torch.manual_seed(0)
-    named = globals() | vars(host_cached_checks)
+    named = globals() | vars(host_cached_checks) | vars(host_saved_checks)
     checks = [check for name, check in named.items() if name.startswith("check_")]
     for check in checks:
         check(host)

@@ -102,6 +102,7 @@ def test_the_kernels_are_counted_with_and_without_the_module(
     monkeypatch.setattr(doctor, "kernel_info", kernel_info)
     printed = printed_by_doctor(capsys)
     assert f"Hopper kernels   1 of {len(all_configs())} kernel configs\n{said}" in printed
+    assert "autograd node    in C++" in printed
 
 
 @pytest.mark.skipif(GPU, reason="says what a machine without GPU sees")

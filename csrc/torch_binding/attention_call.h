@@ -42,7 +42,7 @@ struct CallTensors {
 void expect_shape(const char* function, const char* name, const Tensor& tensor,
                   const Shape& wanted);
 // Throws the same of tensors of `wanted` with any larger last axis, or if that has another stride
-// than 1.
+// than 1 in a tensor with elements.
 void expect_rows(const char* function, const char* name, const Tensor& tensor, Shape wanted);
 
 // Axes of q, k, v and their gradients; by default of out and dout.

@@ -1,57 +1,68 @@
 // Attention whose autograd node runs in C++: the CUDA kernels of
 // aten::_scaled_dot_product_flash_attention_for_cpu and of its backward, for which torch has none.
 // An autograd node written in Python takes longer than the launches of a small call, and LibTorch's
-// stable ABI has no nodes of its own. This operator has one: it saves q, k, v, out, lse and
-// attn_mask and passes them to the backward, and no code between the two reads a shape.
+// stable ABI has no nodes of its own. This operator has one: it saves k, q, v, lse and out, in
+// this order, and passes them to the backward, and no code between the two reads a shape.
 //
-// attn_mask: PlannedPasses, among which the operator finds the launches of the call; RuntimeError
-// if there are none. Out has its tokens before its heads (BSHD), and so have q, k, v and their
-// gradients; with passes that say bhsd, these have their heads first (BHSD), so that a caller with
-// such tensors needs no transposes, which have nodes of their own. dropout_p, is_causal and scale
-// have their defaults: the launches have the options of the call.
+// dropout_p: the number of the call's options and axes, under which launch_cache.h finds its
+// launches; never 0, so that torch's own kernel refuses it. The others have their defaults. Out has
+// its tokens before its heads (BSHD), and so have q, k, v and their gradients; with passes that say
+// bhsd, these have their heads first (BHSD), so that a caller with such tensors needs no
+// transposes, which have nodes of their own.
+//
+// When the operator runs, hooks on saved tensors have seen k, q and v. So it does not leave a call
+// to its caller, which would save them again: a call without launches, or with tensors that the
+// kernels cannot read, is computed in Python, which keeps its launches for further ones.
 #include "torch_binding/autograd_node.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
+#include <array>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/launch_cache.h"
 #include "torch_binding/packed_forward.h"
-#include "torch_binding/planned_passes.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 namespace {
 
+using Optional = std::optional<Tensor>;
+
 // What follows the tensors in both schemas.
-struct Options {
+struct Rest {
   double dropout_p;
   bool is_causal;
-  std::optional<Tensor> launches;
+  Optional attn_mask;
   std::optional<double> scale;
 
-  static Options take(Arguments& arguments) {
+  static Rest take(Arguments& arguments) {
     return {.dropout_p = arguments.take<double>(),
             .is_causal = arguments.take<bool>(),
-            .launches = arguments.take<std::optional<Tensor>>(),
+            .attn_mask = arguments.take<Optional>(),
             .scale = arguments.take<std::optional<double>>()};
   }
-};
 
-const PlannedPasses& passes_of(const char* function, const Options& options,
-                               const GivenTensors& tensors) {
-  const bool unset = options.dropout_p == 0 && !options.is_causal && !options.scale;
-  expect(unset, function, "dropout_p, is_causal, scale", "unset: launches hold the options", "set");
-  expect(options.launches.has_value(), function, "attn_mask", "planned launches", "None");
-  const PlannedPasses* planned = find_planned(function, *options.launches, tensors);
-  expect(planned != nullptr, function, "q, k and v", "those of a planned call", "others");
-  return *planned;
-}
+  // The number of the options.
+  int64_t options(const char* function) const {
+    expect(dropout_p >= 1 && dropout_p == std::floor(dropout_p), function, "dropout_p",
+           "the number of a call's options", dropout_p);
+    const bool has_mask = attn_mask && attn_mask->defined();  // autograd passes an undefined one
+    expect(!is_causal && !has_mask && !scale, function, "is_causal, attn_mask and scale",
+           "unset: the options have a number", "set");
+    return static_cast<int64_t>(dropout_p);
+  }
+};
 
 // A dense copy of a tensor of three or four axes.
 Tensor copied(const Tensor& tensor) {
@@ -72,39 +83,80 @@ Tensor in_dense_memory(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : copied(tensor);
 }
 
+// Calls an operator of this library that Python implements and returns its results, kNumResults
+// tensors; the last that it returns is a message, in bytes, if it has failed. Values on its stack
+// belong to whoever reads them.
+template <size_t kNumResults, class... Values>
+std::array<Tensor, kNumResults> run_in_python(const char* name, const Values&... values) {
+  StableIValue stack[] = {::from(values)...};
+  static_assert(sizeof...(values) > kNumResults);
+  check_torch(aoti_torch_call_dispatcher(name, "", stack), name);
+  std::array<Optional, kNumResults + 1> results;
+  for (size_t i = 0; i <= kNumResults; ++i) results[i] = ::to<Optional>(stack[i]);
+  if (const Optional& message = results[kNumResults]) {
+    const auto* text = static_cast<const char*>(message->data_ptr());
+    throw std::runtime_error(std::string(text, static_cast<size_t>(message->numel())));
+  }
+  std::array<Tensor, kNumResults> tensors;
+  for (size_t i = 0; i < kNumResults; ++i) tensors[i] = *results[i];
+  return tensors;
+}
+
 void forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr char kName[] = "forward";
   Arguments arguments(stack);
   const GivenTensors given{
       .q = arguments.take<Tensor>(), .k = arguments.take<Tensor>(), .v = arguments.take<Tensor>()};
-  const Options options = Options::take(arguments);
-  const PlannedPasses& planned = passes_of(kName, options, given);
+  const int64_t options = Rest::take(arguments).options("forward");
   const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
-  expect(fits_tma(q) && fits_tma(k) && fits_tma(v), kName, "q, k and v",
-         "of addresses and strides of a planned call", "others");
-  const CallTensors tensors{.q = q, .k = k, .v = v, .bhsd = planned.bhsd != 0};
-  const auto [out, lse] = run_planned_forward(kName, planned, tensors);
+  const std::optional<PlannedPasses> planned = find_passes(options, given);
+  if (planned && fits_tma(q) && fits_tma(k) && fits_tma(v)) {
+    const CallTensors tensors{.q = q, .k = k, .v = v, .bhsd = planned->bhsd};
+    const auto [out, lse] = run_planned_forward("forward", *planned, tensors);
+    return return_results(stack, std::tuple(out, lse));
+  }
+  const auto [out, lse] =
+      run_in_python<2>("flashattn3_hopper::forward_in_python", options, q, k, v);
   return_results(stack, std::tuple(out, lse));
+}
+
+// Whether the tensors are what a call with these q, k and v has saved, and dout is its gradient.
+bool are_of_call(const Tensor& dout, const Tensor& out, const Tensor& lse,
+                 const GivenTensors& given, const Axes& axes) {
+  const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
+  const auto fits = [&](const Tensor& x) {
+    return x.dim() == 4 && x.size(0) == q.size(0) && x.size(1) == q.size(axes.rows) &&
+           x.size(2) == q.size(axes.heads) && x.size(3) == v.size(3) &&
+           dtype_of(x) == dtype_of(q) && x.get_device_index() == q.get_device_index();
+  };
+  return fits(dout) && fits(out) && lse.dim() == 3 && lse.size(0) == q.size(0) &&
+         lse.size(1) == q.size(axes.heads) && lse.size(2) == q.size(axes.rows) &&
+         dtype_of(lse) == aoti_torch_dtype_float32() &&
+         lse.get_device_index() == q.get_device_index();
 }
 
 // Saved tensors are those of the forward, but hooks on them may have returned others.
 void backward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr char kName[] = "backward";
   Arguments arguments(stack);
   const Tensor dout = arguments.take<Tensor>();
   const GivenTensors given{
       .q = arguments.take<Tensor>(), .k = arguments.take<Tensor>(), .v = arguments.take<Tensor>()};
   const Tensor out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
-  const Options options = Options::take(arguments);
-  const PlannedPasses& planned = passes_of(kName, options, given);
-  const BackwardCall call{.dout = in_aligned_rows(dout),
-                          .out = in_aligned_rows(out),
-                          .lse = in_dense_memory(lse),
-                          .tensors = {.q = in_aligned_rows(given.q),
-                                      .k = in_aligned_rows(given.k),
-                                      .v = in_aligned_rows(given.v),
-                                      .bhsd = planned.bhsd != 0}};
-  const auto [dq, dk, dv] = run_backward(kName, planned.backward, call);
+  const int64_t options = Rest::take(arguments).options("backward");
+  const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
+  const std::optional<PlannedPasses> planned = find_passes(options, given);
+  if (planned && are_of_call(dout, out, lse, given, planned->axes())) {
+    const BackwardCall call{.dout = in_aligned_rows(dout),
+                            .out = in_aligned_rows(out),
+                            .lse = in_dense_memory(lse),
+                            .tensors = {.q = in_aligned_rows(q),
+                                        .k = in_aligned_rows(k),
+                                        .v = in_aligned_rows(v),
+                                        .bhsd = planned->bhsd}};
+    const auto [dq, dk, dv] = run_backward("backward", planned->backward, call);
+    return return_results(stack, std::tuple(dq, dk, dv));
+  }
+  const auto [dq, dk, dv] =
+      run_in_python<3>("flashattn3_hopper::backward_in_python", options, dout, out, lse, q, k, v);
   return_results(stack, std::tuple(dq, dk, dv));
 }
 
@@ -129,8 +181,16 @@ std::tuple<> register_for_gpus() {
 
 }  // namespace
 
+// Python implements the last two (flashattn3/dispatch/launch_cache.py). error: the message of an
+// exception, in UTF-8; the others are then None.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("register_autograd_node() -> ()");
+  library.def(
+      "forward_in_python(int options, Tensor q, Tensor k, Tensor v) -> (Tensor? out, Tensor? lse, "
+      "Tensor? error)");
+  library.def(
+      "backward_in_python(int options, Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, "
+      "Tensor v) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? error)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {

@@ -83,7 +83,7 @@ void expect_rows(const char* function, const char* name, const Tensor& tensor, S
     wanted.size[last] = tensor.size(last);
   }
   expect_shape(function, name, tensor, wanted);
-  if (tensor.size(last) <= 1 || tensor.stride(last) == 1) return;
+  if (tensor.numel() == 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1) return;
   const std::string what = std::string(name) + ".stride(-1)";
   expect(false, function, what.c_str(), 1, tensor.stride(last));
 }

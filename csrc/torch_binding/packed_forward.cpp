@@ -53,7 +53,7 @@ DecodeCall dense_call(const CallTensors& tensors) {
 
 ForwardResults run_planned_forward(const char* function, const PlannedPasses& planned,
                                    const CallTensors& tensors) {
-  if (!planned.is_packed()) return run_forward(function, planned.forward, {.tensors = tensors});
+  if (!planned.packed) return run_forward(function, planned.forward, {.tensors = tensors});
   const AttentionProblem& problem = planned.forward.problem;
   DecodeCall call = problem.varlen ? varlen_call(problem, tensors) : dense_call(tensors);
   const int64_t heads = problem.num_heads_q, rows = problem.total_q;
@@ -61,7 +61,7 @@ ForwardResults run_planned_forward(const char* function, const PlannedPasses& pl
   const int device = device_of(function, tensors);
   call.lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
                             : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
-  const Tensor out = run_decode(planned.packed, call, {});
+  const Tensor out = run_decode(*planned.packed, call, {});
   return {out, *call.lse};
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "torch_binding/attention_call.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_cache.h"
 
 namespace flashattn3 {
 

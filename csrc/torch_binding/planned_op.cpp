@@ -11,9 +11,8 @@
 
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/launch_cache.h"
 #include "torch_binding/packed_forward.h"
-#include "torch_binding/planned_passes.h"
-#include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -75,28 +74,25 @@ CallTensors in_rows(const GivenTensors& given, const PlannedPasses& planned) {
           .v = rows_of(given.v, axes, varlen),
           .cu_seqlens_q = given.cu_seqlens_q,
           .cu_seqlens_k = given.cu_seqlens_k,
-          .bhsd = planned.bhsd != 0 && !varlen};
+          .bhsd = planned.bhsd && !varlen};
 }
 
-std::tuple<Optional, Optional> run(const Tensor& launches, const GivenTensors& given) {
-  constexpr char kName[] = "forward_planned";
-  const PlannedPasses* planned = find_planned(kName, launches, given);
-  if (planned == nullptr || !are_readable(given, planned->axes())) return {};
-  auto [out, lse] = run_planned_forward(kName, *planned, in_rows(given, *planned));
+std::tuple<Optional, Optional> run(int64_t options, const GivenTensors& given) {
+  const std::optional<PlannedPasses> planned = find_passes(options, given);
+  if (!planned || !are_readable(given, planned->axes())) return {};
+  auto [out, lse] = run_planned_forward("forward_planned", *planned, in_rows(given, *planned));
   if (!given.varlen()) return {out, lse};
   const int64_t batch = given.q.size(0);
   return {batch_of(out, batch, kBshd, true), lse_of_batch(lse, batch)};
 }
 
 // dout, out and lse have the shapes that the forward returns.
-std::tuple<Optional, Optional, Optional> run(const Tensor& launches, const Tensor& dout,
-                                             const Tensor& out, const Tensor& lse,
-                                             const GivenTensors& given) {
-  constexpr char kName[] = "backward_planned";
-  const PlannedPasses* planned = find_planned(kName, launches, given);
+std::tuple<Optional, Optional, Optional> run(int64_t options, const Tensor& dout, const Tensor& out,
+                                             const Tensor& lse, const GivenTensors& given) {
+  const std::optional<PlannedPasses> planned = find_passes(options, given);
   const bool varlen = given.varlen();
-  if (planned == nullptr || !are_readable(given, planned->axes()) ||
-      !is_readable(dout, kBshd, varlen) || !is_readable(out, kBshd, varlen)) {
+  if (!planned || !are_readable(given, planned->axes()) || !is_readable(dout, kBshd, varlen) ||
+      !is_readable(out, kBshd, varlen)) {
     return {};
   }
   const Axes& axes = planned->axes();
@@ -114,32 +110,33 @@ std::tuple<Optional, Optional, Optional> run(const Tensor& launches, const Tenso
                           .out = rows_of(out, kBshd, varlen),
                           .lse = varlen ? view_of(lse, sizes, strides) : lse,
                           .tensors = in_rows(given, *planned)};
-  const auto [dq, dk, dv] = run_backward(kName, planned->backward, call);
+  const auto [dq, dk, dv] = run_backward("backward_planned", planned->backward, call);
   return {batch_of(dq, batch, axes, varlen), batch_of(dk, batch, axes, varlen),
           batch_of(dv, batch, axes, varlen)};
 }
 
 void forward_planned(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  const Tensor launches = arguments.take<Tensor>();
-  return_results(stack, run(launches, take_tensors(arguments)));
+  const int64_t options = arguments.take<int64_t>();
+  return_results(stack, run(options, take_tensors(arguments)));
 }
 
 void backward_planned(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  const Tensor launches = arguments.take<Tensor>(), dout = arguments.take<Tensor>(),
-               out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
-  return_results(stack, run(launches, dout, out, lse, take_tensors(arguments)));
+  const int64_t options = arguments.take<int64_t>();
+  const Tensor dout = arguments.take<Tensor>(), out = arguments.take<Tensor>(),
+               lse = arguments.take<Tensor>();
+  return_results(stack, run(options, dout, out, lse, take_tensors(arguments)));
 }
 
 }  // namespace
 
-// launches holds some PlannedPasses. An operator returns None if none of them is for such a call,
-// or if a tensor would have to be copied.
+// options: as find_passes. An operator returns None if no passes are kept for such a call, or if a
+// tensor would have to be copied.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 #define FA3_CALL "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-  library.def("forward_planned(Tensor launches, " FA3_CALL ") -> (Tensor? out, Tensor? lse)");
-  library.def("backward_planned(Tensor launches, Tensor dout, Tensor out, Tensor lse, " FA3_CALL
+  library.def("forward_planned(int options, " FA3_CALL ") -> (Tensor? out, Tensor? lse)");
+  library.def("backward_planned(int options, Tensor dout, Tensor out, Tensor lse, " FA3_CALL
               ") -> (Tensor? dq, Tensor? dk, Tensor? dv)");
 #undef FA3_CALL
 }

@@ -138,10 +138,6 @@ std::span<const Record> planned(const char* function, const Tensor& tensor,
   return records;
 }
 
-bool are_both_passes(const PlannedPasses& planned) {
-  return planned.forward.pass == Pass::kForward && planned.backward.pass == Pass::kBackward;
-}
-
 template <class Params>
 void prepare(const char* function, Pass pass, const Kernel<Params>& (*kernel_of)(int64_t),
              StableIValue* stack) {
@@ -170,19 +166,12 @@ void prepare_decode(StableIValue* stack, uint64_t, uint64_t) {
                                    int64_t{kernel.info.shared_memory_bytes}));
 }
 
-// Stands for the decode launch of planned passes without one.
-std::tuple<Tensor> no_decode() { return {kept(PreparedDecode{})}; }
-
 }  // namespace
 
 const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor) {
   const char* wanted =
       pass == Pass::kForward ? "a result of prepare_forward" : "a result of prepare_backward";
   return found<PreparedLaunch>(function, pass, wanted, tensor);
-}
-
-std::span<const PlannedPasses> planned_passes(const char* function, const Tensor& tensor) {
-  return planned<PlannedPasses>(function, tensor, are_both_passes);
 }
 
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor) {
@@ -201,14 +190,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(("prepare_decode(int config" + fields_of_cached_call() +
                ") -> (Tensor launch, int num_threads, int shared_memory_bytes)")
                   .c_str());
-  library.def("no_decode() -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {
   library.impl("prepare_forward", prepare_forward);
   library.impl("prepare_backward", prepare_backward);
   library.impl("prepare_decode", prepare_decode);
-  library.impl("no_decode", boxed<no_decode>);
 }
 
 }  // namespace flashattn3

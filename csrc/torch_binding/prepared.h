@@ -29,20 +29,9 @@ struct Prepared {
 };
 using PreparedLaunch = Prepared<AttentionProblem>;
 using PreparedDecode = Prepared<CachedProblem>;
-// Both passes of calls on the GPU of this index, as torch.cat joins their tensors with one that
-// holds the rest, further ones behind it: PlannedPasses of several problems.
-struct PlannedPasses {
-  PreparedLaunch forward, backward;
-  PreparedDecode packed;  // of the decode kernel that runs the forward; of no pass: none does
-  int64_t device;
-  int64_t bhsd;  // 1: q, k and v have their heads before their tokens, out does not; else 0
-
-  const Axes& axes() const { return bhsd != 0 ? kBhsd : kBshd; }  // of q, k and v with a batch
-  bool is_packed() const { return packed.pass == Pass::kDecode; }
-};
 // A prepared launch and the calls that it is planned for: those with seqlen_q queries of each
-// sequence, or of the longest of a varlen batch, on the GPU of this index. Joined as above, further
-// ones behind it.
+// sequence, or of the longest of a varlen batch, on the GPU of this index. torch.cat joins the
+// launch's tensor with one that holds the rest, further ones behind it.
 struct PlannedDecode {
   PreparedDecode launch;
   int64_t device, seqlen_q;
@@ -51,7 +40,6 @@ struct PlannedDecode {
 // The prepared launch in `tensor`. Throws for a tensor that prepare_forward (or prepare_backward,
 // as the pass says) did not return.
 const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor);
-std::span<const PlannedPasses> planned_passes(const char* function, const Tensor& tensor);
 // The same of prepare_decode.
 const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor);
 std::span<const PlannedDecode> planned_decodes(const char* function, const Tensor& tensor);

@@ -13,24 +13,27 @@ if TYPE_CHECKING:
     from ..call.inputs import Tensors
     from ..call.problem import Problem
     from .device import DeviceInfo
-    from .planned import Planned
+    from .launch_cache import Passes
 
 # Of the backends, in the order in which automatic dispatch tries them.
 NAMES = ("hopper", "triton", "reference")
 
 
 class PassOperators(NamedTuple):
-    """Functions that find the launches of a call among planned ones and run it.
+    """Functions that keep the launches of calls, find that of a call and run it.
 
-    differentiable: of (q, k, v, attn_mask=launches), without cu_seqlens: out with an autograd node
-        of its own, and lse. RuntimeError if no launches are planned for such a call. None:
+    number: of a ``LaunchCache``. q, k and v have a batch also with cu_seqlens.
+
+    keep: of (number, bhsd, the launch of each pass, q, k, v, cu_seqlens_q, cu_seqlens_k).
+    differentiable: of (q, k, v, number): out with an autograd node of its own, and lse. None:
         autograd.py makes the node.
-    forward: of (launches, q, k, v, cu_seqlens_q, cu_seqlens_k), where q, k and v have a batch also
-        with cu_seqlens: out and lse, None in place of each if no launches are planned for it.
-    backward: of (launches, dout, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k): dq, dk and dv, or
+    forward: of (number, q, k, v, cu_seqlens_q, cu_seqlens_k): out and lse, None in place of each if
+        no launch is kept for such a call.
+    backward: of (number, dout, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k): dq, dk and dv, or
         None as above.
     """
 
+    keep: Callable[..., None]
     differentiable: Callable[..., tuple[Tensor, Tensor]] | None
     forward: Callable[..., tuple[Tensor | None, Tensor | None]]
     backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
@@ -54,12 +57,8 @@ class Launch(Protocol):
         """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
 
     @property
-    def planned_bshd(self) -> Planned | None:
-        """Both passes of such calls as ``PassOperators`` find them; None where they cannot."""
-
-    @property
-    def planned_bhsd(self) -> Planned | None:
-        """The same of calls whose q, k and v have heads before tokens."""
+    def passes(self) -> Passes | None:
+        """Both passes as ``PassOperators`` keep them; None where they cannot run such calls."""
 
 
 class Backend(Protocol):

@@ -1,5 +1,5 @@
-"""Launches of calls that are like an earlier one: an operator of the backend finds a call's launch
-from its tensors, in less time than Python takes to read them."""
+"""Launches of cached calls that are like an earlier one: an operator of the backend finds a call's
+launch from its tensors, in less time than Python takes to read them."""
 
 from __future__ import annotations
 
@@ -53,22 +53,6 @@ class PlannedCalls:
         self.found: tuple[NamedTuple, Tensor] | None = None
         self._words: dict[tuple[int, ...], Tensor] = {}  # by their values, the newest last
         self._lock = Lock()
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, differentiably: bool
-    ) -> tuple[Tensor, Tensor] | None:
-        """Compute out and lse, or only out differentiably; None if Python has to check the call: no
-        launch is planned for it, or the launch failed and will again. ``found`` must not be None.
-        """
-        operators, launches = self.found
-        try:
-            if differentiably:
-                run = operators.differentiable
-                return None if run is None else run(q, k, v, attn_mask=launches)
-            results = operators.forward(launches, q, k, v, None, None)
-        except RuntimeError:
-            return None
-        return None if results[0] is None else results
 
     def add(self, planned: Planned) -> None:
         with self._lock, _outliving_the_call():

@@ -42,7 +42,7 @@ from .library import Library, library_for_gpu, mended_by
 from .packing import estimate
 
 if TYPE_CHECKING:
-    from ...dispatch.planned import Planned
+    from ...dispatch.launch_cache import Passes
     from ...kvcache.problem import DecodeProblem
 
 CAPABILITY = 90
@@ -128,12 +128,8 @@ class HopperLaunch:
         return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
-    def planned_bshd(self) -> Planned | None:
-        return hopper_launch.planned(self, self.library, bhsd=False)
-
-    @cached_property
-    def planned_bhsd(self) -> Planned | None:
-        return hopper_launch.planned(self, self.library, bhsd=True)
+    def passes(self) -> Passes | None:
+        return hopper_launch.passes(self, self.library)
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

@@ -22,7 +22,7 @@ from ...dispatch.kernel_configs import (
     BackwardConfig,
     ForwardConfig,
 )
-from ...dispatch.planned import Planned
+from ...dispatch.launch_cache import Passes
 from ..conversions import with_dense_rows
 from .launch_record import record_of
 
@@ -108,9 +108,9 @@ def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors],
     )
 
 
-def planned(launch: HopperLaunch, library: Library, bhsd: bool) -> Planned | None:
+def passes(launch: HopperLaunch, library: Library) -> Passes | None:
     """Both passes of a call. None where a pass needs a copy first or another backend, and where the
-    sequences have a used length. bhsd: q, k and v have heads before tokens."""
+    sequences have a used length."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     if config.gradient_config is None or not aligned:
@@ -119,14 +119,13 @@ def planned(launch: HopperLaunch, library: Library, bhsd: bool) -> Planned | Non
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
         return None
     node = library.autograd_node()
-    operators = PassOperators(node, library.forward_planned, library.backward_planned)
+    of_passes = library.forward_planned, library.backward_planned
+    operators = PassOperators(library.keep_passes, node, *of_passes)
     if not any(operators):
         return None
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
-    with _disable_current_modes():
-        decode = config.packed.prepared.handle if config.packed else library.no_decode()
-    handles = config.launch.handle, backward.handle, decode
-    return Planned.of(operators, handles, problem.device, int(bhsd))
+    decode = config.packed and config.packed.prepared.handle
+    return Passes(operators, config.launch.handle, backward.handle, decode)
 
 
 def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from ...dispatch.kernel_configs import configs_hash
+from .autograd_node import registered_node
 from .launch_record import DECODE_ARGUMENTS, DecodeRecord, LaunchRecord
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -34,9 +35,8 @@ class Library:
 
     error: why the library cannot be used; None if it can.
     cuda_version: of the CUDA runtime inside it, such as "13.0".
-    autograd_node: registers the autograd node in C++ (csrc/torch_binding/autograd_node.cpp), in
-        the first call, and returns the attention that has it; None if another copy of the library
-        has registered its own in this process.
+    autograd_node: registers the autograd node in C++, in the first call, and returns the attention
+        that has it, or None (autograd_node.py).
     The others: operators of torch.ops.flashattn3_hopper, as the builtins that their calls call.
     """
 
@@ -50,10 +50,10 @@ class Library:
     backward: Callable | None = None
     autograd_node: Callable[[], Callable | None] = lambda: None
     prepare_decode: Callable | None = None
-    no_decode: Callable | None = None
     decode_size: Callable | None = None
     decode: Callable | None = None
     decode_into: Callable | None = None
+    keep_passes: Callable | None = None
     forward_planned: Callable | None = None
     backward_planned: Callable | None = None
     decode_planned: Callable | None = None
@@ -101,7 +101,7 @@ def find_library() -> Library:
     checked = {name: getattr(operators, name).default for name in arguments}
     newer = "register_autograd_node", "append", "decode_into"
     newer += "decode_planned", "decode_planned_with", "append_planned"
-    newer += "forward_planned", "backward_planned", "no_decode"
+    newer += "keep_passes", "forward_planned", "backward_planned"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")
@@ -109,19 +109,9 @@ def find_library() -> Library:
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
         cuda_version=_text(loaded, "cuda_version"),
-        autograd_node=partial(_registered_node, operators),
+        autograd_node=partial(registered_node, operators),
         **{name: getattr(operators, name).default._op for name in (*checked, *others)},
     )
-
-
-@cache
-def _registered_node(operators: object) -> Callable | None:
-    """The operator with the autograd node, whose CUDA kernels are this library's from now on."""
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
-        return None
-    operators.register_autograd_node.default()
-    return getattr(torch, name)
 
 
 def _arguments_of(operator: torch._ops.OpOverload) -> tuple[str, ...]:

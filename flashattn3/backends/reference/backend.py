@@ -106,7 +106,7 @@ class ReferenceBackend:
 class ReferenceLaunch:
     """See ``Launch``."""
 
-    planned_bshd = planned_bhsd = None
+    passes = None
 
     problem: Problem
     config: ReferenceConfig

@@ -92,7 +92,7 @@ class TritonConfig:
 class TritonLaunch:
     """See ``Launch``. Triton is imported when a pass first runs."""
 
-    planned_bshd = planned_bhsd = None
+    passes = None
 
     problem: Problem
     config: TritonConfig

@@ -1,0 +1,159 @@
+"""Checks of saved tensors that tests/host_checks.py runs: no kernel computes, so they see what is
+saved, which errors are raised and what the driver gets."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from host_cached_checks import events_of
+from saved_tensors import (
+    AROUND,
+    LENGTHS,
+    RIGHT,
+    WRONG,
+    attention_of,
+    gradients_of,
+    inputs,
+    of_two_shapes,
+    saved_by,
+    saved_of,
+    with_hook,
+)
+
+from flashattn3 import autograd, bhsd, flash_attn_varlen_func, ops
+from flashattn3.backends.hopper.backend import HopperLaunch
+
+NODES = "ScaledDotProductFlashAttentionForCpuBackward0", "_AttentionBackward"
+
+
+def forget() -> None:
+    for cache in (autograd.launch_cache, bhsd._launch_cache):
+        cache.cache_clear()
+
+
+def without_node() -> pytest.MonkeyPatch:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(HopperLaunch, "passes", None)
+    forget()
+    ops._plan.cache_clear()  # launches keep their passes
+    return patch
+
+
+def calls(is_bhsd: bool):
+    """Kinds of calls, each with its tensors; the last two need copies or columns of zeros."""
+    for n in LENGTHS:
+        for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dv": 32}, {"d": 20}):
+            yield inputs(n, **{"d": 64, **other})
+    yield [x.detach()[..., 1:].requires_grad_() for x in inputs(64, d=65)]
+    few = inputs(4096, d=64)
+    yield [few[0].detach()[:, :2].requires_grad_(), *few[1:]]  # a decode kernel runs the forward
+
+
+def check_what_a_call_saves(host):
+    """It depends on the call alone: first or later, whatever ran before, with either node."""
+    for is_bhsd in (False, True):
+        attention = attention_of(is_bhsd)
+        for has_node in (True, False):
+            patch = pytest.MonkeyPatch() if has_node else without_node()
+            for fresh in (True, False):
+                for tensors in calls(is_bhsd):
+                    if fresh:
+                        forget()
+                    for _ in range(2):
+                        assert saved_by(partial(attention, *tensors)) == saved_of(*tensors, is_bhsd)
+                    kind = type(attention(*tensors).grad_fn).__name__
+                    assert kind == NODES[1] or has_node
+            patch.undo()
+            forget()
+
+
+def check_checkpoints(host):
+    """Also where the launches of the forward are no longer kept in the backward."""
+    for is_bhsd in (False, True):
+        model = of_two_shapes(attention_of(is_bhsd))
+        for around in AROUND.values():
+            for has_node in (True, False):
+                patch = pytest.MonkeyPatch() if has_node else without_node()
+                for n in LENGTHS:
+                    leaves = [x.detach().requires_grad_() for x in inputs(n, d=64)]
+                    out = around(model, *leaves)
+                    forget()
+                    out.sum().backward()
+                    assert all(x.grad.shape == x.shape for x in leaves)
+                patch.undo()
+                forget()
+
+
+def check_exchanged_tensors(host):
+    """Copies are read where TMA cannot read the tensors; others are refused with one sentence."""
+    names = "k", "q", "v", "lse", "out"
+    for is_bhsd in (False, True):
+        attention, tensors = attention_of(is_bhsd), inputs(72, d=64)
+        for has_node in (True, False):
+            patch = pytest.MonkeyPatch() if has_node else without_node()
+            gradients_of(attention, tensors)
+            for unpack in RIGHT.values():
+                run = partial(gradients_of, with_hook(attention, unpack), tensors)
+                descriptors = [x[1] for x in events_of(host, run) if x[0] == "descriptor"]
+                assert all(address % 16 == 0 for address in descriptors)
+            for kind, unpack in WRONG.items():
+                if kind == "device":  # the CPU is the GPU here
+                    continue
+                for index, name in enumerate(names):
+                    if kind == "shape" and name in "kv":
+                        continue
+                    what = r"\w+" if kind == "shape" else name
+                    error = RuntimeError if has_node else ValueError
+                    with pytest.raises(error, match=rf"flash_attn\w+: saved {what}\.{kind} must"):
+                        gradients_of(with_hook(attention, unpack, index), tensors)
+            patch.undo()
+            forget()
+
+
+def check_hooks_that_raise(host):
+    """Their errors are passed on, and no tensor is saved twice."""
+    for error in (RuntimeError, KeyError):
+        for is_bhsd in (False, True):
+            seen = []
+
+            def pack(x, seen=seen, error=error):
+                seen.append(x)
+                if len(seen) == 4:
+                    raise error("of the hook")
+
+            q, k, v = inputs(64, d=64)
+            attention_of(is_bhsd)(q, k, v)
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+                pytest.raises(error, match="of the hook"),
+            ):
+                attention_of(is_bhsd)(q, k, v)
+            assert len(seen) == 4
+
+
+def check_errors_of_calls_that_the_node_gets(host):
+    """A call that is invalid is refused as where no call ran before."""
+    q, k, v = inputs(64, d=64)
+    for is_bhsd in (False, True):
+        attention = attention_of(is_bhsd)
+        for wrong in ((q, k.half(), v), (q, k[:, :9], v), (q, k[..., :8], v), (q[0], k[0], v[0])):
+            found = []
+            for known in (False, True):
+                forget()
+                if known:
+                    attention(q, k, v)
+                with pytest.raises(ValueError, match=r"^flash_attn") as error:
+                    attention(*wrong)
+                found.append(str(error.value))
+            assert found[0] == found[1], found
+
+
+def check_no_query_row(host):
+    q, k, v = (torch.zeros(n, 2, 64).half().requires_grad_() for n in (0, 24, 24))
+    edges = [torch.tensor(x, dtype=torch.int32) for x in ([0, 0], [0, 24])]
+    out = flash_attn_varlen_func(q, k, v, *edges, 1, 24)
+    events = events_of(host, out.sum().backward)
+    cleared = [x[2] for x in events if x[0] == "memset"]
+    assert cleared == [k.numel() * 2, v.numel() * 2]

@@ -1,0 +1,144 @@
+"""Checkpoints, offloading and hooks on saved tensors. tests/host_saved_checks.py does the same over
+the Hopper kernels without a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import EVERY_BACKEND, GPU
+from saved_tensors import (
+    AROUND,
+    LENGTHS,
+    RIGHT,
+    WRONG,
+    attention_of,
+    gradients_of,
+    inputs,
+    of_two_shapes,
+    on_cpu,
+    saved_by,
+    saved_of,
+    with_hook,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from flashattn3 import bhsd as bhsd_module
+from flashattn3 import flash_attn_varlen_func, use_backend
+from flashattn3.backends.hopper import autograd_node
+from flashattn3.integrations.transformers import flash_attn_bhsd_func
+
+ON_PINNED = pytest.param("pinned", marks=pytest.mark.gpu)
+
+
+BACKENDS = (EVERY_BACKEND[0], pytest.param("triton", marks=pytest.mark.slow), "reference")
+LENGTHS_HERE = LENGTHS if GPU else tuple(n // 8 for n in LENGTHS)
+
+
+@pytest.mark.parametrize("bhsd", [False, True])
+@pytest.mark.parametrize("around", [*AROUND, ON_PINNED])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_those_without_a_checkpoint(backend, around, bhsd, device):
+    model = of_two_shapes(attention_of(bhsd))
+    run = partial({**AROUND, "pinned": partial(on_cpu, pinned=True)}[around], model)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with use_backend(backend):
+            for n in LENGTHS_HERE:
+                tensors = inputs(n, device)
+                for a, b in zip(
+                    gradients_of(run, tensors), gradients_of(model, tensors), strict=True
+                ):
+                    assert torch.equal(a, b)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("bhsd", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_call_saves_depends_on_the_call_alone(backend, bhsd, device):
+    with use_backend(backend):
+        for n in LENGTHS_HERE:
+            for other in ({}, {"d": 20}, {"dv": 12}, {"heads": (2, 2)}, {"dtype": torch.float16}):
+                tensors = inputs(n, device, **other)
+                call = partial(attention_of(bhsd), *tensors)
+                saved = saved_of(*tensors, bhsd)
+                assert saved_by(call) == saved
+                with FlopCounterMode(display=False):
+                    watched = saved_by(call)
+                assert watched == saved_of(*tensors)
+
+
+@pytest.mark.parametrize("bhsd", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hooks_that_return_other_tensors(backend, bhsd, device):
+    n = LENGTHS_HERE[0]
+    call, tensors = attention_of(bhsd), inputs(n, device)
+    names = "k", "q", "v", "lse", "out"
+    with use_backend(backend):
+        wanted = gradients_of(call, tensors)
+        for unpack in RIGHT.values():
+            for a, b in zip(gradients_of(with_hook(call, unpack), tensors), wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        for kind, unpack in WRONG.items():
+            for index, name in enumerate(names):
+                if kind == "shape" and name in "kv":  # of which there may be any number of rows
+                    continue
+                match = (
+                    rf"saved \w+\.{kind} must be" if kind == "shape" else rf"saved {name}.{kind}"
+                )
+                with pytest.raises((ValueError, RuntimeError), match=match):
+                    gradients_of(with_hook(call, unpack, index), tensors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_query_row_and_an_expanded_gradient(backend, device):
+    q, k, v = (torch.zeros(n, 2, 16, device=device).half().requires_grad_() for n in (0, 8, 8))
+    edges = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 0], [0, 8])]
+    out = flash_attn_varlen_func(q, k, v, *edges, 1, 8, backend=backend)
+    out.sum().backward()
+    assert q.grad.shape == q.shape and not k.grad.any() and not v.grad.any()
+
+
+def test_the_gradient_keeps_what_was_in_force_in_its_forward(device, monkeypatch):
+    """Eager calls of the layout with heads first, and operators of a graph that runs eagerly."""
+    seen = []
+    backward_of = bhsd_module.backward_of
+
+    def spy(dout, dlse, out, lse, tensors, options):
+        seen.append((options.backend, options.deterministic))
+        return backward_of(dout, dlse, out, lse, tensors, options)
+
+    monkeypatch.setattr(bhsd_module, "backward_of", spy)
+    leaves = [x.transpose(1, 2) for x in inputs(16, device)]
+    torch.compiler.reset()
+    run = torch.compile(partial(flash_attn_bhsd_func, causal=True), backend="eager")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with use_backend("reference"):
+            out = run(*leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    out.sum().backward()
+    assert seen == [("reference", True)]
+
+
+@pytest.mark.parametrize("kind", ["switch", "schema"])
+def test_the_node_is_used_only_where_torch_has_the_known_operator(kind, monkeypatch):
+    if kind == "switch":
+        monkeypatch.setenv(autograd_node.SWITCH, "0")
+        wanted = "FLASHATTN3_AUTOGRAD_NODE=0"
+    else:
+        name = f"{autograd_node.NAME}_backward"
+        schema = autograd_node.SCHEMAS[name].replace("is_causal, ", "is_causal, int window=0, ")
+        monkeypatch.setitem(autograd_node.SCHEMAS, name, schema)
+        wanted = f"torch {torch.__version__} has another aten::{name}"
+    assert autograd_node.unusable_reason.__wrapped__() == wanted
+    monkeypatch.setattr(autograd_node, "unusable_reason", lambda: wanted)
+    assert autograd_node.registered_node.__wrapped__(None) is None
+
+
+def test_this_torch_has_the_known_operator():
+    for name, schema in autograd_node.SCHEMAS.items():
+        assert autograd_node.schema_of(name) == schema
