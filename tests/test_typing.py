@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -63,8 +64,14 @@ def test_the_stubs_are_those_of_the_sources():
         assert path.read_text() == text, f"{path.name}: python .ci/stubs.py writes it anew"
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory) -> Path:
+NOT_TRACKED = shutil.ignore_patterns(
+    *(".git", ".venv*", "build", "out", "site", "benchmarks", "*.egg-info", "*.so", "_lib"),
+    *("__pycache__", ".*cache*"),
+)
+
+
+@pytest.fixture(scope="module", params=["copied", "editable"])
+def python(request, tmp_path_factory) -> Path:
     """One of an environment where the package is installed, beside the packages of this one."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
@@ -72,9 +79,17 @@ def python(tmp_path_factory) -> Path:
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     asked = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True)
     site = Path(asked.stdout.strip())
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
-    shutil.copytree(ROOT / "flashattn3", site / "flashattn3", ignore=ignored)
     (site / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    if request.param == "copied":
+        shutil.copytree(ROOT / "flashattn3", site / "flashattn3", ignore=NOT_TRACKED)
+        return python
+    checkout = tmp_path_factory.mktemp("checkout") / "copy"
+    shutil.copytree(ROOT, checkout, ignore=NOT_TRACKED)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    options = ["--no-build-isolation", "--no-deps", "--editable", str(checkout)]
+    variables = os.environ | {"FLASHATTN3_BUILD": "python"}
+    done = subprocess.run([*pip, *options], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return python
 
 
@@ -84,7 +99,8 @@ def complaints(python: Path, text: str, folder: Path) -> list[str]:
     user.write_text(text)
     options = ("--strict", "--no-error-summary", "--python-executable", str(python))
     command = [sys.executable, "-m", "mypy", *options, user.name]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    variables = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout.splitlines()
 
