@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ def _with_three_values(function: Callable) -> Callable:
         result = function(*arguments, **options)
         return (*result, None) if isinstance(result, tuple) else result
 
+    call.__signature__ = signature(function)  # inspect.getfullargspec reads it
     return call
 
 

@@ -10,7 +10,7 @@ and causal by keyword. num_splits is chosen by default, as everywhere in flashat
 from __future__ import annotations
 
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .paged import attend_to_pages
 from .stand_in import install
 
 _VARLEN = signature(api.flash_attn_varlen_func)
+_TABLES = ("page_table", "block_table")
 # Of varlen calls, without a meaning where keys are in pages: a bound, gradients, a hint.
 _NOT_IN_PAGES = ("max_seqlen_k", "deterministic", "use_fast_accum")
 
@@ -64,12 +65,26 @@ def flash_attn_varlen_func(*arguments, page_table=None, block_table=None, **opti
     return attend_to_pages(function, *tensors, table, *edges, used, **options)
 
 
+flash_attn_varlen_func.__signature__ = _VARLEN.replace(
+    parameters=(
+        *_VARLEN.parameters.values(),
+        *(
+            Parameter(x, Parameter.KEYWORD_ONLY, default=None)
+            for x in ("page_table", "block_table")
+        ),
+    )
+)
+
+
 @wraps(cached.flash_attn_with_kvcache)
 def flash_attn_with_kvcache(*arguments, **options):
     """``flashattn3.flash_attn_with_kvcache``, with four values for return_softmax_lse, of which the
     last two, FlashAttention-3's parts of a split, are empty."""
     result = cached.flash_attn_with_kvcache(*arguments, **options)
     return (*result, *_no_parts(result[0])) if isinstance(result, tuple) else result
+
+
+flash_attn_with_kvcache.__signature__ = signature(cached.flash_attn_with_kvcache)
 
 
 @one_pass

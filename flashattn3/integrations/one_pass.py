@@ -18,7 +18,8 @@ def one_pass(function: Callable, older: Callable | None = None) -> Callable:
 
     older: makes the result of such a call from q, k, v and the result, where it differed too.
     """
-    place = [*signature(function).parameters].index("window_size_left")
+    described = signature(function)
+    place = [*described.parameters].index("window_size_left")
 
     @wraps(function)
     def call(*arguments, window_size=None, **options):
@@ -35,6 +36,7 @@ def one_pass(function: Callable, older: Callable | None = None) -> Callable:
             return result
         return older(*arguments[:3], *(options[x] for x in "qkv" if x in options), *result)
 
+    call.__signature__ = described  # inspect.getfullargspec reads it, and callers read that
     return call
 
 
