@@ -312,6 +312,9 @@ def test_the_order_of_flash_attention_2_is_explained():
         lambda: flash_attn_func(x, x, x, 0.0, None),
     ):
         assert "FlashAttention-2 has dropout_p, softmax_scale and causal" in sentence_of(call)
+    lengths = EDGES, EDGES, 8, 8
+    found = sentence_of(lambda: flash_attn_varlen_func(*[ROWS] * 3, *lengths, 0.0, None, True))
+    assert "softmax_scale must be a float, got True (bool); pass softmax_scale and causal" in found
 
 
 def test_dense_keys_need_no_cu_seqlens():

@@ -70,6 +70,9 @@ def or_none(convert: Convert) -> Convert:
 
 
 def _scale(function: str, name: str, value: object) -> float:
+    if isinstance(value, bool):
+        by_name = "pass softmax_scale and causal by name, FlashAttention-2 has them elsewhere"
+        raise type_error(function, name, "a float", f"{shown(value)}; {by_name}")
     scale = real(function, name, value)
     if scale == 0 and not torch.compiler.is_compiling():
         _warn_of_zero_scale(function)
