@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import forked
 import pytest
 import torch
 
@@ -94,20 +95,22 @@ def library_double(configs=ALL_CONFIGS, error: str | None = None, **operators) -
     return Library(configs, error, **prepared, **operators)
 
 
-def run_python(code: str, **environment: str | None) -> str:
-    """Standard output of ``python -c code``; a variable given as None is not set there."""
+def run_program(program: Callable, *arguments, folder: Path = ROOT, **environment) -> str:
+    """Standard output of ``program(*arguments)`` in a process of its own; a variable given as None
+    is not set there."""
     variables = {**os.environ, **environment}
     variables = {name: value for name, value in variables.items() if value is not None}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    with TemporaryDirectory() as log:
+        how = {"folder": folder, "variables": variables, "log": Path(log) / "standard"}
+        status = forked.run(program, *arguments, **how, timeout=300)
+        out, err = ((Path(log) / f"standard.{end}").read_text() for end in ("out", "err"))
+    assert status == 0, f"exit status {status}\n{out}\n{err}"
+    return out
+
+
+def run_python(code: str, **environment: str | None) -> str:
+    """Standard output of ``python -c code``, with torch imported."""
+    return run_program(forked.run_code, code, **environment)
 
 
 def _hopper_is_missing() -> str | None:

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import forked
 import pytest
 import torch
-from helpers import GPU, ROOT, run_python
+from helpers import GPU, ROOT, run_program, run_python
 
 from flashattn3.cli import build_parser
 
@@ -79,18 +80,26 @@ def test_the_pages_that_show_calls_are_run():
     }
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+ALONE = [path for path in EXAMPLES if path.name not in TWO_PROCESSES]
+
+
+@pytest.mark.parametrize("path", ALONE, ids=name_of)
 def test_an_example_runs(path, tmp_path):
     if path.name in NEEDED:
         pytest.importorskip(NEEDED[path.name])
-    command = [sys.executable, str(path)]
-    if path.name == TWO_GPUS and torch.cuda.device_count() < 2:
+    # Triton does not interpret: they are programs of their own.
+    assert run_program(forked.run_file, str(path), folder=tmp_path, TRITON_INTERPRET=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO_PROCESSES)
+def test_an_example_of_two_processes_runs(name, tmp_path):
+    if name == TWO_GPUS and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    if path.name in TWO_PROCESSES:
-        processes = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        command = [sys.executable, *processes, str(path)]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    variables.pop("TRITON_INTERPRET", None)  # they are programs of their own
+    variables.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
     )

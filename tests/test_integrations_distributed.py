@@ -11,7 +11,10 @@ import torch
 from helpers import ROOT
 
 available = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-pytestmark = pytest.mark.skipif(not available, reason="this torch has no gloo")
+pytestmark = [
+    pytest.mark.skipif(not available, reason="this torch has no gloo"),
+    pytest.mark.slow,  # two processes and their launcher import torch
+]
 
 
 @pytest.mark.parametrize("check", ["ring", "dtensor"])
