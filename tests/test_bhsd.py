@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers import EVERY_BACKEND
+from helpers import EVERY_BACKEND, needs_hopper
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
@@ -64,11 +64,17 @@ def compiled(function):
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "packed", "tokens_first", "is_compiled"),  # every pair of values
+    [
+        ((16, 16), False, False, False),
+        ((16, 16), True, True, True),
+        ((20, 12), False, True, True),
+        ((20, 12), True, False, True),
+        ((20, 12), True, True, False),
+    ],
+)
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("dims", [(16, 16), (20, 12)])
 def test_results_are_those_of_rows(dims, backend, packed, tokens_first, is_compiled, device):
     dtype = torch.float16
     leaves = make_leaves(device, dtype, tokens_first, dims)
@@ -101,8 +107,15 @@ def test_a_call_runs_on_the_backend_in_force(kind, packed, needs_gradient, devic
         function(*leaves, *edges_on(device, packed))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize(
+    ("backend", "packed"),
+    [
+        pytest.param("hopper", False, marks=needs_hopper),
+        pytest.param("hopper", True, marks=needs_hopper),
+        ("triton", True),
+        ("reference", False),
+    ],
+)
 def test_opcheck(backend, packed, device):
     leaves = make_leaves(device, torch.float16, True, (20, 12))
     values = 0.3, True, 6, 0, 4.0

@@ -53,9 +53,9 @@ poisoned = pytest.mark.usefixtures("poisoned_memory")
 # Blocks of q, k and v that end elsewhere than the tiles, and more than one of each.
 LONGER = (
     dense("blocks", (200, 300), heads=(4, 2), batch=2),
-    dense("blocks-causal", (257, 385), heads=(4, 1), causal=True, dims=(128, 64)),
+    dense("blocks-causal", (257, 385), heads=(2, 1), causal=True, dims=(128, 64), batch=1),
     dense("blocks-window", (200, 520), window=(150, 20), batch=1),
-    dense("blocks-splits", (33, 700), num_splits=3, heads=(4, 2), softcap=20.0),
+    dense("blocks-splits", (33, 700), num_splits=3, heads=(4, 2), softcap=20.0, batch=1),
     varlen("blocks-varlen", (200, 7, 129), (300, 260, 129), heads=(4, 2), causal=True),
     varlen("blocks-used", (200, 129), (300, 260), seqused_q=(200, 90), seqused_k=(65, 257)),
 )
@@ -418,8 +418,7 @@ def test_gradients_are_refused_at_the_call(call_fp8, device):
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("form", ["head", "int8 head"])
-@pytest.mark.parametrize("name", ["gqa-2", "varlen-seqused"])
+@pytest.mark.parametrize(("name", "form"), [("gqa-2", "head"), ("varlen-seqused", "int8 head")])
 def test_opcheck(name, form, backend, device):
     case = case_named(name)
     given, _ = make_fp8_inputs(case, device, form)
@@ -441,8 +440,7 @@ one_graph = pytest.mark.skipif(
 
 
 @one_graph
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("dynamic", "dtype"), [(False, FP8), (True, INT8)])
 def test_compiled_calls(dynamic, dtype, device):
     torch._dynamo.reset()
 

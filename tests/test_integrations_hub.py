@@ -50,6 +50,7 @@ def test_what_is_written(tmp_path):
             assert own_name is None, f"{path}: {own_name.group()}"
 
 
+@pytest.mark.slow
 def test_two_copies_beside_the_package(tmp_path):
     first, second = (write(tmp_path / name)[0] for name in ("first", "second"))
     code = f"""{COPY}

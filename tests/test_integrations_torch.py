@@ -149,7 +149,9 @@ def test_modules(training, calls):
         assert calls[-1] == "backward_of"
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiled(compiler, calls):
     if compiler == "inductor":
         pytest.importorskip("torch._inductor")
