@@ -415,7 +415,7 @@ STALE = {
     ),
     "splits": ({"num_splits": 3, "causal": True}, "be made with causal=False, num_splits=0, got "),
     "heads": ({"num_heads_q": 6}, "be made with num_heads_q=4, got num_heads_q=6"),
-    "pages": ({"page_size": 8}, "be made with page_size=0, got page_size=8"),
+    "pages": ({"page_size": 8}, "be made with page_size=None, got page_size=8"),
     "dtype": ({"qkv_dtype": torch.float16}, "be made with qkv_dtype=torch.float32, got "),
 }
 

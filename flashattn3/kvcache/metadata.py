@@ -47,7 +47,8 @@ def hash_of_options(sizes: tuple[int, ...], dtype: torch.dtype, options: DecodeO
         total = (total * 1_000_003 + int(number) + 2) % _LARGEST_HASH
     if not torch.compiler.is_compiling():
         scheduled["window_size"] = scheduled.pop("window_left"), scheduled.pop("window_right")
-        of_tensors = dict(zip(_SIZES, sizes, strict=True)) | {"qkv_dtype": dtype}
+        of_tensors = dict(zip(_SIZES, (*sizes[:-1], sizes[-1] or None), strict=True))
+        of_tensors |= {"qkv_dtype": dtype}
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[total] = of_tensors | {"has_softcap": is_capped(options)} | scheduled
