@@ -220,7 +220,7 @@ def test_rotary(interleaved):
     assert torch.equal(found[:, :, 2], qkv[:, :, 2])
     weights = torch.randn_like(qkv)
     (gradient,) = torch.autograd.grad((found * weights).sum(), leaf)
-    cos, sin = layer._tables
+    cos, sin = layer._cos_cached, layer._sin_cached  # as decoding code and subclasses read them
     back = apply_rotary(weights[:, :, 0], cos, sin, torch.tensor([0, 3]), None, None, interleaved,
                         conjugate=True)  # fmt: skip
     torch.testing.assert_close(gradient[:, :, 0], back)

@@ -124,6 +124,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offsets: int
 class RotaryEmbedding(torch.nn.Module):
     """Rotates q and k in place, with tables that grow to the longest call.
 
+    Subclasses and decoding code read the tables, so these have FlashAttention-2's names.
+
     Args:
         dim: rotated columns of a head.
         base: of the frequencies, base ** (-2i / dim).
@@ -144,32 +146,40 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.scale_base = scale_base
-        self.register_buffer("inv_freq", self._inverse_frequencies(device), persistent=False)
-        self._tables: tuple[Tensor, ...] | None = None
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached = self._sin_cached = self._cos_k_cached = self._sin_k_cached = None
 
-    def _inverse_frequencies(self, device: torch.device | str | None) -> Tensor:
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
         return self.base ** -(torch.arange(0, self.dim, 2, device=device).float() / self.dim)
 
-    def _extend(self, length: int, like: Tensor) -> None:
-        """Make tables of at least this length, on the device and in the dtype of a tensor."""
-        if self._tables is not None:
-            cos = self._tables[0]
-            kept = cos.device == like.device and cos.dtype == like.dtype
+    def _update_cos_sin_cache(
+        self,
+        seqlen: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make tables of at least this length; those of k only with scale_base."""
+        cos = self._cos_cached
+        if cos is not None and cos.device == device and cos.dtype == dtype:
             stale = self.training and cos.is_inference()
-            if kept and not stale and cos.shape[0] >= length:
+            if seqlen <= self._seq_len_cached and not stale:
                 return
+        self._seq_len_cached = seqlen
         # A model in 16 bits has rounded the buffer: the frequencies are computed again.
         exact = self.inv_freq.dtype == torch.float32
-        inverse = self.inv_freq if exact else self._inverse_frequencies(like.device)
-        positions = torch.arange(length, device=like.device).float()
-        angles = torch.outer(positions, inverse.to(like.device))
-        tables = (angles.cos(), angles.sin())
-        if self.scale_base is not None:
-            columns = torch.arange(0, self.dim, 2, device=like.device).float()
-            grown = (columns + 0.4 * self.dim) / (1.4 * self.dim)
-            scale = grown ** ((positions - length // 2) / self.scale_base)[:, None]
-            tables = (*(x * scale for x in tables), *(x / scale for x in tables))
-        self._tables = tuple(x.to(like.dtype) for x in tables)
+        inverse = self.inv_freq if exact else self._compute_inv_freq(device)
+        positions = torch.arange(seqlen, device=device).float()
+        angles = torch.outer(positions, inverse.to(device))
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale_base is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        columns = torch.arange(0, self.dim, 2, device=device).float()
+        grown = (columns + 0.4 * self.dim) / (1.4 * self.dim)
+        scale = grown ** ((positions - seqlen // 2) / self.scale_base)[:, None]
+        self._cos_cached, self._sin_cached = ((x * scale).to(dtype) for x in (cos, sin))
+        self._cos_k_cached, self._sin_k_cached = ((x / scale).to(dtype) for x in (cos, sin))
 
     def forward(
         self,
@@ -184,13 +194,15 @@ class RotaryEmbedding(torch.nn.Module):
         qkv: as in ``apply_rotary_emb_qkv_``; with kv (batch, seqlen, 2, heads, head_dim) it is q.
         seqlen_offset: of the first token; with a tensor (batch,) max_seqlen sizes the tables.
         """
+        if max_seqlen is None and isinstance(seqlen_offset, int):
+            max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is not None:
-            self._extend(max_seqlen, qkv)
-        elif isinstance(seqlen_offset, int):
-            self._extend(qkv.shape[1] + seqlen_offset, qkv)
+            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
         wanted = "given where seqlen_offset is a tensor and no table is there"
-        expect(self._tables is not None, "RotaryEmbedding", "max_seqlen", wanted, None)
-        of_q, of_k = self._tables[:2], self._tables[2:] or self._tables[:2]
+        expect(self._cos_cached is not None, "RotaryEmbedding", "max_seqlen", wanted, None)
+        of_q = of_k = self._cos_cached, self._sin_cached
+        if self.scale_base is not None:
+            of_k = self._cos_k_cached, self._sin_k_cached
         if kv is None:
             how = self.interleaved, seqlen_offset, num_heads_q
             return apply_rotary_emb_qkv_(qkv, *of_q, *of_k, *how)
