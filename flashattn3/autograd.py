@@ -233,7 +233,7 @@ class _Attention(torch.autograd.Function):
         k, q, v, lse, out, *indices = ctx.saved_tensors
         tensors = Tensors(q, k, v, *indices)
         in_rows = _transposed(tensors) if bhsd else tensors
-        plain = type(dout) is Tensor and not is_batched(dout, dlse) and is_plain()
+        plain = is_plain() and type(dout) is Tensor and not is_batched(dout, dlse)
         at_once = plain and not torch.is_grad_enabled()
         if at_once:
             out, lse = checked_saved(options.function, dout, out, lse, in_rows)

@@ -43,7 +43,8 @@ def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
 def gradient_of(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
     *tensors, options = arguments
-    if not is_batched(dout, dlse):
+    # Compiled autograd traces this, and not what the other conditions read.
+    if not torch.compiler.is_compiling() and not is_batched(dout, dlse):
         if type(dout) is type(tensors[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
             return backward_of(dout, dlse, out, lse, Tensors(*tensors), options)
         if has_dual_level() or is_transformed():

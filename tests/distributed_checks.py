@@ -1,6 +1,6 @@
 """What each process of tests/test_integrations_distributed.py runs: gloo on a CPU.
 
-torchrun --nproc-per-node 2 tests/distributed_checks.py ring|dtensor
+torchrun --nproc-per-node 2 tests/distributed_checks.py ring|dtensor|fsdp
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional
+from saved_tensors import AROUND, LENGTHS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -122,12 +123,46 @@ def check_dtensor(mesh) -> None:
         assert "local_map" in str(error)
 
 
+class Block(torch.nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return x + self.out(flash_attn_func(q, k, v, causal=True).flatten(2))
+
+
+def check_fsdp(mesh) -> None:
+    """Checkpointed and offloaded blocks, batches of several lengths: the mean of the gradients of
+    two processes is the gradient of one."""
+    from torch.distributed.fsdp import fully_shard
+
+    for around in AROUND.values():
+        torch.manual_seed(0)
+        blocks, alone = (torch.nn.ModuleList([Block(2), Block(4)]) for _ in range(2))
+        alone.load_state_dict(blocks.state_dict())
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        for rows in LENGTHS:
+            x = torch.randn(2, rows // 8, 32, generator=torch.Generator().manual_seed(rows))
+            part = x[dist.get_rank()][None].requires_grad_()
+            for block in blocks:
+                part = around(block, part)
+            part.square().mean().backward()
+            alone[1](alone[0](x)).square().mean().backward()
+            for a, b in zip(blocks.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-6)
+                a.grad = b.grad = None
+
+
+CHECKS = {"ring": check_ring, "dtensor": check_dtensor, "fsdp": check_fsdp}
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    {"ring": check_ring, "dtensor": check_dtensor}[sys.argv[1]](
-        init_device_mesh("cpu", (dist.get_world_size(),))
-    )
+    CHECKS[sys.argv[1]](init_device_mesh("cpu", (dist.get_world_size(),)))
     dist.barrier()  # a process whose peer has left aborts in gloo's threads
     dist.destroy_process_group()
     sys.stdout.flush()

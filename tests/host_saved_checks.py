@@ -19,6 +19,7 @@ from saved_tensors import (
     of_two_shapes,
     saved_by,
     saved_of,
+    under_compiled_autograd,
     with_hook,
 )
 
@@ -44,7 +45,7 @@ def without_node() -> pytest.MonkeyPatch:
 def calls(is_bhsd: bool):
     """Kinds of calls, each with its tensors; the last two need copies or columns of zeros."""
     for n in LENGTHS:
-        for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dv": 32}, {"d": 20}):
+        for other in ({}, {"dtype": torch.bfloat16}, {"heads": (2, 2)}, {"dv": 32}, {"d": 20}):
             yield inputs(n, **{"d": 64, **other})
     yield [x.detach()[..., 1:].requires_grad_() for x in inputs(64, d=65)]
     few = inputs(4096, d=64)
@@ -138,7 +139,7 @@ def check_errors_of_calls_that_the_node_gets(host):
     q, k, v = inputs(64, d=64)
     for is_bhsd in (False, True):
         attention = attention_of(is_bhsd)
-        for wrong in ((q, k.half(), v), (q, k[:, :9], v), (q, k[..., :8], v), (q[0], k[0], v[0])):
+        for wrong in ((q, k.float(), v), (q, k[:, :9], v), (q, k[..., :8], v), (q[0], k[0], v[0])):
             found = []
             for known in (False, True):
                 forget()
@@ -148,6 +149,14 @@ def check_errors_of_calls_that_the_node_gets(host):
                     attention(*wrong)
                 found.append(str(error.value))
             assert found[0] == found[1], found
+
+
+def check_compiled_autograd(host):
+    """inductor expects other strides of the node's gradients where tokens come first."""
+    for is_bhsd in (False, True):
+        tensors = inputs(88, d=64)
+        found = under_compiled_autograd(attention_of(is_bhsd), tensors, "aot_eager")
+        assert [x.shape for x in found] == [x.shape for x in tensors]
 
 
 def check_no_query_row(host):

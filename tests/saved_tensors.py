@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flashattn3 import flash_attn_func
@@ -36,7 +37,7 @@ AROUND = {
 }
 
 
-def inputs(seqlen: int, device="cpu", dtype=torch.bfloat16, heads=(4, 2), d=16, dv=None, batch=1):
+def inputs(seqlen: int, device="cpu", dtype=torch.float16, heads=(4, 2), d=16, dv=None, batch=1):
     """q, k and v with gradients, heads behind tokens."""
     generator = torch.Generator().manual_seed(seqlen)
     shapes = (heads[0], d), (heads[1], d), (heads[1], dv or d)
@@ -72,6 +73,16 @@ def gradients_of(run: Callable, tensors) -> list[torch.Tensor]:
     out = run(*leaves)
     out.backward(torch.ones_like(out))
     return [out.detach(), *(x.grad for x in leaves)]
+
+
+def under_compiled_autograd(attention: Callable, tensors, compiler: str) -> list[torch.Tensor]:
+    """Gradients of an eager forward whose backward is compiled."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = attention(*leaves)
+    torch.compiler.reset()
+    with compiled_autograd._enable(torch.compile(backend=compiler)):
+        out.square().sum().backward()
+    return [x.grad for x in leaves]
 
 
 def saved_by(call: Callable) -> list[tuple]:

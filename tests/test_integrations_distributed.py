@@ -1,4 +1,4 @@
-"""Two processes on one machine, with gloo: ring attention over the provider, and DTensor."""
+"""Two processes on one machine, with gloo: ring attention over the provider, DTensor and FSDP2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("check", ["ring", "dtensor"])
+@pytest.mark.parametrize("check", ["ring", "dtensor", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes(check):
     if check == "ring" and not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
         pytest.skip("torch 2.11 has the first registry of providers that restores")
