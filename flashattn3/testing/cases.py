@@ -49,7 +49,7 @@ class Case:
     tail_rows: int = 0
     layout: str = "bshd"
     distribution: str = "normal"
-    num_splits: int = 1
+    num_splits: int = 0
 
     @property
     def id(self) -> str:
