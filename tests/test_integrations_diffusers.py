@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 
 import pytest
 import torch
@@ -69,18 +70,7 @@ def made(name, **config):
 
 
 def test_flux(calls):
-    model = made(
-        "FluxTransformer2DModel",
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=[4, 4, 8],
-    )
+    model = flux()
     inputs = {
         "hidden_states": torch.randn(2, 16, 4),
         "encoder_hidden_states": torch.randn(2, 8, 32),
@@ -232,8 +222,8 @@ def test_unet_by_the_provider_of_torch(sdpa_provider, calls):
     assert calls["flash_attn_func"] == 8
 
 
-def test_stable_diffusion_3_by_the_provider_of_torch(sdpa_provider, calls):
-    model = made(
+def stable_diffusion_3():
+    return made(
         "SD3Transformer2DModel",
         sample_size=16,
         patch_size=2,
@@ -246,6 +236,10 @@ def test_stable_diffusion_3_by_the_provider_of_torch(sdpa_provider, calls):
         pooled_projection_dim=32,
         out_channels=4,
     )
+
+
+def test_stable_diffusion_3_by_the_provider_of_torch(sdpa_provider, calls):
+    model = stable_diffusion_3()
     inputs = {
         "hidden_states": torch.randn(2, 4, 16, 16),
         "encoder_hidden_states": torch.randn(2, 7, 32),
@@ -254,6 +248,29 @@ def test_stable_diffusion_3_by_the_provider_of_torch(sdpa_provider, calls):
     }
     compared_by_provider(model, inputs, sdpa_provider)
     assert calls["flash_attn_func"] == 2
+
+
+def vae():
+    blocks = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+    return made("AutoencoderKL", **blocks, block_out_channels=(4,), norm_num_groups=2)
+
+
+def flux():
+    sizes = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    return made("FluxTransformer2DModel", patch_size=1, axes_dims_rope=[4, 4, 8], **sizes)
+
+
+@pytest.mark.parametrize("model", [stable_diffusion_3, vae, flux])
+def test_a_model_that_does_not_ask_for_its_backend(model, calls):
+    model = model()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.set_attention_backend(fa3.NAME)
+    texts = [str(w.message) for w in found if "diffusers attention" in str(w.message)]
+    assert len(texts) == (type(model).__name__ != "FluxTransformer2DModel")
+    for text in texts:
+        assert type(model).__name__ in text and "flashattn3.integrations.torch.register" in text
 
 
 # The function itself.

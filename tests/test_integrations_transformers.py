@@ -240,19 +240,44 @@ def test_half_of_a_packing_is_refused():
 
 @torch.no_grad()
 def test_positions_are_read_again_for_another_batch_and_another_model():
-    first, second = (pair(configured("Llama"))[0] for _ in range(2))
+    first, second = (pair(configured("GptOss"))[0] for _ in range(2))
     ids, packed = tokens(3), torch.cat([torch.arange(9), torch.arange(12)])[None]
-    wanted = second(ids, position_ids=packed.clone()).logits
-    alone = second(ids[:1], position_ids=packed.clone()).logits
+    wanted = second(ids, position_ids=packed.clone(), use_cache=False).logits
+    alone = second(ids[:1], position_ids=packed.clone(), use_cache=False).logits
     for batch, then in ((1, 3), (3, 1)):
-        first(ids[:batch], position_ids=packed)
-        found = second(ids[:then], position_ids=packed).logits
+        first(ids[:batch], position_ids=packed, use_cache=False)
+        found = second(ids[:then], position_ids=packed, use_cache=False).logits
         assert torch.equal(found, wanted if then == 3 else alone)
     with torch.inference_mode():  # whose tensors count no writes
         positions = torch.arange(ROWS)[None].clone()
-        first(ids, position_ids=positions)
+        first(ids, position_ids=positions, use_cache=False)
         positions.copy_(packed)
-        assert torch.equal(second(ids, position_ids=positions).logits, wanted)
+        assert torch.equal(second(ids, position_ids=positions, use_cache=False).logits, wanted)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2", "Gemma2", "GptOss"])
+@torch.no_grad()
+def test_positions_do_not_pack_with_a_cache(name):
+    """As with transformers' own attention."""
+    packed = torch.cat([torch.arange(9), torch.arange(12)])[None].expand(2, -1)
+    models = pair(configured(name))
+    found, wanted = (m(tokens(), position_ids=packed, use_cache=True).logits for m in models)
+    assert_close(found, wanted)
+
+
+@torch.no_grad()
+def test_positions_that_begin_anywhere():
+    """A sequence begins where a position is not the one before it plus 1."""
+    packed = torch.cat([torch.arange(3, 12), torch.arange(5, 17)])[None]
+    options = {"position_ids": packed, "use_cache": False}
+    model, eager = pair(configured("Llama"))
+    assert_close(model(tokens(1), **options).logits, eager(tokens(1), **options).logits)
+    model = pair(configured("GptOss"))[0]
+    found = model(tokens(1), **options).logits
+    alone = model(tokens(1)[:, :9], position_ids=packed[:, :9], use_cache=False).logits
+    assert_close(found[:, :9], alone)
+    second = {"position_ids": packed[:, 9:], "use_cache": False}
+    assert_close(found[:, 9:], model(tokens(1)[:, 9:], **second).logits)
 
 
 def generated(model, ids, **options):
@@ -719,7 +744,7 @@ def test_attention_dropout_in_training():
         model.train()(tokens())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32])
 def test_four_dimensional_masks(dtype):
     model = pair(configured("Llama"))[0]
     mask = torch.ones(2, 1, ROWS, ROWS).tril().to(dtype)

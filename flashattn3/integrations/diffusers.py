@@ -5,10 +5,14 @@
     pipeline.transformer.set_attention_backend("flashattn3")
 
 Processors that call ``F.scaled_dot_product_attention`` themselves (UNets, Stable Diffusion 3,
-PixArt) do not ask the dispatcher: ``flashattn3.integrations.torch`` serves them.
+PixArt) do not ask the dispatcher: ``flashattn3.integrations.torch`` serves them. diffusers takes
+the backend for such models too, so ``set_attention_backend`` then warns.
 """
 
 from __future__ import annotations
+
+import functools
+import warnings
 
 import torch
 from torch import Tensor
@@ -54,7 +58,41 @@ def register() -> str:
     by_name[member._name_] = by_value[NAME] = member
     order.append(member._name_)
     add(member)(attention)
+    _warn_of_others()
     return NAME
+
+
+def _warn_of_others() -> None:
+    """From now on setting the backend of a model whose layers do not ask for it gives a warning."""
+    from diffusers.models.modeling_utils import ModelMixin
+
+    set_backend = ModelMixin.set_attention_backend
+
+    @functools.wraps(set_backend)
+    def set_and_warn(model, backend, *arguments, **options):
+        result = set_backend(model, backend, *arguments, **options)
+        if str(backend).lower() == NAME:
+            _warn_unless_asked(model)
+        return result
+
+    ModelMixin.set_attention_backend = set_and_warn
+
+
+def _warn_unless_asked(model: torch.nn.Module) -> None:
+    """A processor that asks the dispatcher has an attribute for the backend."""
+    found = (getattr(module, "processor", None) for module in model.modules())
+    processors = [x for x in found if x is not None]
+    others = [x for x in processors if not hasattr(x, "_attention_backend")]
+    if processors and not others:
+        return
+    names = ", ".join(sorted({type(x).__name__ for x in others})) or "no processor that asks"
+    warnings.warn(
+        f"{_FUNCTION}: {len(others) or 'all'} of {len(processors)} attention layers of "
+        f"{type(model).__name__} do not ask for the backend {NAME!r} ({names}) and keep torch's "
+        "attention; for these, activate flashattn3.integrations.torch.register(prefer=True), "
+        "which serves F.scaled_dot_product_attention of the whole process",
+        stacklevel=3,
+    )
 
 
 def attention(

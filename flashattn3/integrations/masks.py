@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, shown
 from .libraries import release
+from .refused_models import expect_attention
 from .segments import (
     AHEAD,
     HOLES,
@@ -95,12 +97,16 @@ def mask(
     first_query = 0 if q_length == kv_length else q_offset - kv_offset
     packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
     in_chunks = chunk is not None and chunk < kv_length and _counts_by_row(mask_function)
-    plain = Segments(causal, left if left < kv_length - 1 else -1, in_chunks=in_chunks)
+    reach = left if left < kv_length - 1 else -1
+    plain = Segments(causal, reach, in_chunks=in_chunks, lengths=(q_length, kv_length))
+    if config is not None and not torch.compiler.is_compiling():
+        expect_attention(config, (id(config), get_ident(), causal, local_size))
     rows = _Rows(batch_size, q_length, kv_length, first_query, visible)
     # A static cache is longer than the keys that it holds.
     ends_early = isinstance(first_query, Tensor) or min(first_query + q_length, visible) < kv_length
     if attention_mask is None and (by_row or not (chunk or ends_early or packed)):
-        return None if plain.left < 0 else plain.as_mask(device)
+        is_none = plain.left < 0 and not (causal and q_length > 1 and _says_otherwise(config))
+        return None if is_none else plain.as_mask(device)
     known = attention_mask is None and not torch.compiler.is_compiling()
     if q_length == 1 and known and not (chunk or packed or plain.left >= 0):
         end = torch.ones(batch_size, dtype=torch.int32, device=device) + first_query
@@ -128,6 +134,12 @@ def mask(
     if not in_chunks or not packed or _chunks_begin_with_sequences():
         chunk = None
     return _mask_of_function(plain, rows, mask_function, positions, valid, ends_early, chunk, limit)
+
+
+def _says_otherwise(config) -> bool:
+    """Return whether layers without a mask may be bidirectional, although this mask is causal: the
+    text of PaliGemma is, and None would show it all tokens."""
+    return bool(getattr(config, "use_bidirectional_attention", False))
 
 
 def _is_full(attention_mask: Tensor | None, length: int | None) -> bool:

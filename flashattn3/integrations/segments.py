@@ -2,10 +2,12 @@
 from transformers' mask function to its layers.
 
 A mask passes through transformers as a tensor, whose *shape* carries what is not data:
-(2 or 3, 1 + causal + 2 · in_chunks, left + 2, 1 + number of segments), int32: cu_seqlens of the
-queries and of the keys, expanded along axes 1 and 2; left is the reach of a window in keys, -1
-where there is none. No segment stands for one dense call. A third row says which fault the mask
-has, so it is not checked yet. Four axes, because transformers leaves only such masks alone.
+(2 or 3, 1 + causal + 2 · in_chunks, left + 2, 1 + number of segments): cu_seqlens of the queries
+and of the keys, expanded along axes 1 and 2; left is the reach of a window in keys, -1 where there
+is none. No segment stands for one dense call. A third row says which fault the mask has, so it is
+not checked yet. Four axes, because transformers leaves only such masks alone. The int32 data is
+viewed as uint32, ``DTYPE``: torch adds no such tensor to scores and selects none by it, so no mask
+of a user has this dtype, and a model that computes with the mask itself gets an error.
 
 In a step of generate each row has one query, which sees consecutive keys: there the tensor holds
 cache_seqlens and, where the keys do not begin at the first, cache_leftpad, (1 to 3, more than 4,
@@ -28,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import UnsupportedError, shown, value_error
 
+DTYPE = torch.uint32
 INSTEAD = "use attn_implementation='sdpa' or 'flex_attention' for this part of the model"
 HOLES = (
     "transformers mask: the tokens of a row must follow each other, got padding between them; "
@@ -63,6 +66,7 @@ class Segments(NamedTuple):
         code: whether they are chunks.
     cache_seqlens, cache_leftpad: int32 (batch,), of one query in each row, in place of cu_seqlens:
         where the keys that it sees end and begin; None: at the last, at the first.
+    lengths: (seqlen_q, seqlen_k) that a mask is made for. An eager call compares its own.
     """
 
     causal: bool
@@ -72,27 +76,34 @@ class Segments(NamedTuple):
     in_chunks: bool = False
     cache_seqlens: Tensor | None = None
     cache_leftpad: Tensor | None = None
+    lengths: tuple[int, int] | None = None
 
     @staticmethod
-    def of_mask(mask: Tensor | None, batch: int) -> Segments | None:
-        """Read what ``as_mask`` returned. None stays None; another mask raises, and so does one
-        with a fault. batch: number of rows of the call."""
-        if mask is None:
-            return None
+    def of_mask(mask: Tensor, batch: int, lengths: tuple[int, int], layer: object) -> Segments:
+        """Read what ``as_mask`` returned. Another mask raises, and so does one with a fault or of
+        other lengths.
+
+        batch: number of rows of the call. lengths: its (seqlen_q, seqlen_k). layer: for messages.
+        """
         sizes = mask.shape
-        rows = sizes[0] if mask.dtype == torch.int32 and len(sizes) == 4 else 0
+        rows = sizes[0] if mask.dtype == DTYPE and len(sizes) == 4 else 0
         if not (2 - _of_one_query(sizes)) <= rows <= 3:
             raise UnsupportedError(
                 "transformers attention: attention_mask must be None, or 2-dimensional where the "
                 f"model takes it, got {shown(mask)}: flashattn3 does not support additive and "
                 f"4-dimensional masks; {INSTEAD}"
             )
+        compiling = torch.compiler.is_compiling()
+        if not compiling and getattr(mask, "_segments_of", lengths) != lengths:
+            raise _misfit(mask._segments_of, lengths, layer)
         if rows == 3:
-            checked = None if torch.compiler.is_compiling() else _checked(mask, batch)
+            checked = None if compiling else _checked(mask, batch)
             if checked is not None:
                 return checked
-            torch._assert_async(mask[2, 0, 0, 0] == 0, " or ".join(FAULTS))
-        return _segments(sizes, (mask[0, 0, 0],) if rows == 1 else mask[:2, 0, 0])
+        data = mask.view(torch.int32)
+        if rows == 3:
+            torch._assert_async(data[2, 0, 0, 0] == 0, " or ".join(FAULTS))
+        return _segments(sizes, (data[0, 0, 0],) if rows == 1 else data[:2, 0, 0])
 
     def as_mask(self, device: torch.device, faults: dict[str, Tensor] | None = None) -> Tensor:
         """The tensor for transformers.
@@ -118,7 +129,9 @@ class Segments(NamedTuple):
                 torch._assert_async(~flag, message)
         edges = torch.stack(rows)[:, None, None]
         flags = self.causal + 2 * self.in_chunks + 4 * (self.cache_seqlens is not None)
-        mask = edges.expand(-1, 1 + flags, 2 + self.left, -1)
+        mask = edges.view(DTYPE).expand(-1, 1 + flags, 2 + self.left, -1)
+        if not torch.compiler.is_compiling() and self.lengths is not None:
+            mask._segments_of = self.lengths
         if to_read:
             with _lock:
                 _readings[mask] = _Unread(get_ident())
@@ -167,6 +180,14 @@ class Segments(NamedTuple):
         old = self.cu_seqlens_q, self.cu_seqlens_k
         merged = (torch.cat(pair).sort().values for pair in zip(old, new, strict=True))
         return Segments(self.causal, self.left, *merged)
+
+
+def _misfit(made_for: tuple[int, int], lengths: tuple[int, int], layer: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"transformers attention: attention_mask must be for the lengths of the call, {lengths} "
+        f"queries and keys, got one for {made_for}: {type(layer).__name__} does not use the mask "
+        f"that its model made for it; {INSTEAD}"
+    )
 
 
 def _of_one_query(sizes: Sequence[int]) -> bool:
@@ -241,18 +262,19 @@ def _read_masks(device: torch.device) -> None:
     for mask, (fault, end, filled) in zip(unread, numbers, strict=True):
         message = next((text for i, text in enumerate(FAULTS) if fault >> i & 1), None)
         kept = None if _of_one_query(mask.shape) else end + 1
-        edges = mask[:2, 0, 0, :kept].clone()  # a view would keep the mask
+        edges = mask.view(torch.int32)[:2, 0, 0, :kept].clone()  # a view would keep the mask
         _readings[mask] = _Reading(message, _segments(mask.shape, edges), filled)
 
 
 def _numbers_of(mask: Tensor) -> Tensor:
     """(3,): the fault, the number of segments before the empty ones at the end, and the number of
     segments with keys; of one query in each row: the fault and zeros."""
+    data = mask.view(torch.int32)
     if _of_one_query(mask.shape):
-        return torch.nn.functional.pad(mask[2, 0, 0, :1].long(), (0, 2))
-    edges = mask[:2, 0, 0]
+        return torch.nn.functional.pad(data[2, 0, 0, :1].long(), (0, 2))
+    edges = data[:2, 0, 0]
     inside = (edges < edges[:, -1:]).any(0)
-    return torch.stack((mask[2, 0, 0, 0].long(), inside.sum(), edges[1].diff().count_nonzero()))
+    return torch.stack((data[2, 0, 0, 0].long(), inside.sum(), edges[1].diff().count_nonzero()))
 
 
 def most_packed(length: int) -> int:
@@ -291,8 +313,9 @@ _last_positions: list[_ReadPositions] = []  # at most one
 def edges_of_positions(
     position_ids: Tensor, batch: int, length: int, layer: torch.nn.Module
 ) -> Tensor | None:
-    """cu_seqlens of the sequences that begin at position 0, for models that give their mask
-    function no positions; None if every row is one, and for positions of another shape.
+    """cu_seqlens of packed sequences, for models that give their mask function no positions: a
+    sequence begins where a position is not the one before it plus 1, as transformers has it. None
+    if every row is one sequence, and for positions of another shape.
 
     The first layer of a forward reads the positions for all, which get the same tensor. In the next
     forward their values may have changed.
@@ -307,11 +330,9 @@ def edges_of_positions(
                 return edges
     if position_ids.shape not in ((1, length), (batch, length)):
         return None
-    later, edges = position_ids[:, 1:], None
-    if not later.all():
-        zeros = later.numel() - int(torch.count_nonzero(later))
-        count = batch + zeros * (batch if position_ids.shape[0] == 1 else 1)
-        edges = edges_of(_begins(position_ids, batch), count)
+    begins = _begins(position_ids, batch)
+    count = int(begins.sum())
+    edges = None if count == batch else edges_of(begins, count)
     of = weakref.ref(position_ids), version, batch, length
     _last_positions[:] = [_ReadPositions(*of, weakref.ref(layer), index, edges)]
     return edges
@@ -329,6 +350,5 @@ def edges_of_traced_positions(position_ids: Tensor, batch: int, length: int) -> 
 
 
 def _begins(position_ids: Tensor, batch: int) -> Tensor:
-    begins = (position_ids == 0).expand(batch, -1).clone()
-    begins[:, 0] = True
-    return begins
+    later = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
+    return torch.nn.functional.pad(later, (1, 0), value=True)

@@ -30,6 +30,7 @@ from ..kvcache.planned import Further, run_planned
 from ..kvcache.problem import DECODE, MAX_HEAD_DIM
 from .libraries import import_library
 from .masks import mask
+from .refused_models import _awaited, attention_was_called, attention_was_compiled, refuse_models
 from .segments import Segments, edges_of_positions, edges_of_traced_positions
 
 OLDEST, NEWEST = "4.57", "5.24"  # releases of transformers that the tests cover
@@ -58,6 +59,7 @@ def register(name: str = "fa3") -> str:
         raise value_error(function, "name", wanted, repr(name))
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+    refuse_models(name)
     return name
 
 
@@ -90,7 +92,8 @@ def attention(
         dropout: must be 0.
         is_causal: None: that of module.
         softcap: None or 0: no cap.
-        position_ids: packed sequences are found by them where there is no attention_mask.
+        position_ids: packed sequences are found by them where there is no attention_mask and no
+            cache, in models that do not give them to the mask function (``WITHOUT_POSITIONS``).
         s_aux: (heads,), attention sinks: one more key per head with this score and no value.
         cu_seq_lens_q, cu_seq_lens_k: sequences packed into one row of the batch.
         others: arguments that change no number, and those that are refused.
@@ -101,6 +104,10 @@ def attention(
         UnsupportedError: dropout, or another argument that flashattn3 does not support.
     """
     compiling = torch.compiler.is_compiling()
+    if compiling:
+        attention_was_compiled()
+    elif _awaited:
+        attention_was_called()
     if compiling or dropout or not _REFUSED.keys().isdisjoint(others):
         _refuse(dropout, others)
     batch, _, length, _ = query.shape
@@ -109,7 +116,7 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         segments = Segments(causal, -1 if sliding_window is None else sliding_window - 1)
     else:
-        segments = Segments.of_mask(attention_mask, batch)
+        segments = Segments.of_mask(attention_mask, batch, lengths, module)
     is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if length == 1 and not is_packed:
         out = _attend_to_cache(query, key, value, segments, scaling, softcap or 0.0, s_aux)
@@ -120,7 +127,7 @@ def attention(
         segments = segments.packed(lengths)
     if is_packed:
         segments = segments.cut_at(cu_seq_lens_q, cu_seq_lens_k, lengths)
-    elif position_ids is not None and segments.causal and is_whole and 1 < length == lengths[1]:
+    elif is_whole and _is_packed(module, position_ids, segments, lengths, others):
         if compiling:
             edges = edges_of_traced_positions(position_ids, batch, length)
         else:
@@ -131,6 +138,28 @@ def attention(
     edges = segments.cu_seqlens_q, segments.cu_seqlens_k  # torch 2.8 traces no slice
     values = scaling, causal, left, 0 if causal else left, softcap or 0.0
     return _attend((query, key, value), edges, values, s_aux, compiling), None
+
+
+# Models whose mask function gets no position_ids. Those of other models find packed sequences
+# themselves, where there is no cache: a layer then has a mask.
+WITHOUT_POSITIONS = "gpt_oss", "afmoe", "granitemoehybrid"
+
+
+def _is_packed(
+    module: torch.nn.Module,
+    position_ids: Tensor | None,
+    segments: Segments,
+    lengths: tuple[int, int],
+    others: dict,
+) -> bool:
+    """Return whether the positions must be read: a layer says by use_cache that there is no
+    cache."""
+    if position_ids is None or others.get("use_cache") is not False:
+        return False
+    if not segments.causal or not 1 < lengths[0] == lengths[1]:
+        return False
+    config = getattr(module, "config", None)
+    return getattr(config, "model_type", None) in WITHOUT_POSITIONS
 
 
 def _attend(

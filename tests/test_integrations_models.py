@@ -1,0 +1,128 @@
+"""Models of transformers under attn_implementation="fa3" are right or refused, never wrong.
+
+The sweep tries every model_type; ``.ci/models.py`` writes its results to docs.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from flashattn3 import UnsupportedError
+from flashattn3.integrations import masks, refused_models
+from flashattn3.integrations import transformers as fa3
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import small_models  # noqa: E402
+
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
+RIGHT = ("llama", "paligemma", "deepseek_v3", "jamba", "opt", "siglip", "t5gemma", "whisper", "vit")
+# Named by their class when they are made, in all releases.
+REFUSED = (
+    *("xglm", "gpt_neox_japanese", "trocr", "mvp", "led", "blip", "groupvit"),
+    *("falcon", "gpt_neo", "bloom", "mpt", "sam_vision_model", "data2vec-vision"),
+    *("roformer", "big_bird", "rembert", "megatron-bert", "mpnet", "longformer", "luke", "doge"),
+    *("deepseek_v32", "deepseek_v4", "bigbird_pegasus"),
+)
+# Refused until the release that gave them transformers' AttentionInterface.
+REFUSED_BEFORE = {"gptj": (5, 24), "codegen": (5, 24), "bert": (5, 0)}
+KINDS = (*RIGHT, *REFUSED, *REFUSED_BEFORE)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    fa3.register()
+    transformers.logging.set_verbosity_error()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small models are slower with more
+    monkeypatch.setattr(refused_models, "_awaited", set())
+    monkeypatch.setattr(fa3, "_awaited", refused_models._awaited)
+    yield
+    torch.set_num_threads(threads)
+
+
+def outcome(kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="transformers: a .* model asked for the mask")
+        return small_models.outcome(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_each_sort(kind):
+    if kind not in small_models.model_classes():
+        pytest.skip(f"this transformers has no {kind}")
+    refused = kind in REFUSED or REFUSED_BEFORE.get(kind, (0, 0)) > RELEASE
+    found = outcome(kind)
+    if refused:
+        assert found.startswith("refused: it")
+    elif RELEASE >= (5, 0):
+        assert found == "right"
+    else:  # 4.57 makes no small model of some, and passes additive masks to others
+        assert "WRONG" not in found and "ERROR" not in found
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", small_models.model_classes())
+def test_every_model(kind):
+    found = outcome(kind)
+    assert "WRONG" not in found and "ERROR" not in found
+
+
+def test_the_error_names_model_argument_and_alternative():
+    with pytest.raises(UnsupportedError) as error:
+        small_models.build("XGLMForCausalLM", small_models.small_config("xglm"), "fa3")
+    for part in ("XGLMForCausalLM", "attn_implementation='fa3'", "use attn_implementation="):
+        assert part in str(error.value)
+
+
+def test_a_mask_for_other_lengths():
+    """The mask of MiniMax has the length of its first layer, which keeps no keys."""
+    config = small_models.small_config("minimax")
+    eager = small_models.build("MiniMaxForCausalLM", config, "eager")
+    inputs = small_models.inputs_of(eager) | {"attention_mask": small_models.mask_of("left")}
+    eager.generate(**inputs, max_new_tokens=4)
+    model = small_models.build("MiniMaxForCausalLM", config, "fa3")
+    with pytest.raises(
+        UnsupportedError, match=r"lengths of the call, \(1, 13\) .* for \(1, 1\): M"
+    ):
+        model.generate(**inputs, max_new_tokens=4)
+
+
+def test_a_mask_of_a_user_is_not_read_as_segments():
+    """Whatever its dtype and batch; transformers passes masks with four axes on as they are."""
+    layer, q = torch.nn.Module(), torch.randn(3, 2, 4, 8)
+    for dtype in (torch.int32, torch.int64, torch.bool, torch.float32):
+        mask = torch.ones(3, 1, 4, 4, dtype=dtype)
+        with pytest.raises(UnsupportedError, match="attention_mask must be None, or 2-dim"):
+            fa3.attention(layer, q, q, q, mask)
+
+
+def test_a_mask_that_no_attention_follows():
+    config = transformers.LlamaConfig()
+    arguments = {"q_length": 8, "config": config}
+    made = (2, 8, transformers.masking_utils.causal_mask_function)
+    q = torch.randn(2, 2, 8, 8)
+    for _ in range(3):
+        masks.mask(*made, **arguments)
+        fa3.attention(torch.nn.Module(), q, q, q, None)
+    other = transformers.GPT2Config()
+    masks.mask(*made, **arguments | {"config": other})
+    with pytest.warns(UserWarning, match="'gpt2' model asked for the mask of flashattn3 twice"):
+        masks.mask(*made, **arguments | {"config": other})
+    masks.mask(*made, **arguments | {"config": other})  # once
+
+
+def test_a_compiled_layer_follows_its_mask():
+    """Although its compiled code reports no call."""
+    torch._dynamo.reset()
+    made = (2, 8, transformers.masking_utils.causal_mask_function)
+    q, config = torch.randn(2, 2, 8, 8), transformers.LlamaConfig()
+    layer = torch.compile(fa3.attention, fullgraph=True, backend="eager")
+    for _ in range(3):
+        masks.mask(*made, q_length=8, config=config)
+        layer(torch.nn.Module(), q, q, q, None)
