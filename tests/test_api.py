@@ -233,7 +233,7 @@ def test_max_seqlen_may_be_a_tensor(device):
             torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("num_splits", [-1, 0, 1, 2, 50])
+@pytest.mark.parametrize("num_splits", [None, -1, 0, 1, 2, 50])
 def test_every_number_of_splits_is_exact(num_splits, device):
     q, k = tokens(1, 3, 2, 16, device=device), tokens(1, 50, 2, 16, device=device)
     torch.testing.assert_close(

@@ -64,7 +64,7 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
+    num_splits: int | None = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
@@ -117,8 +117,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved: rotated pairs are columns (2i, 2i + 1); else (i, i + rotary_dim / 2).
         scheduler_metadata: from ``get_scheduler_metadata`` for the same lengths and options; rows
             of a sequence with other ones become NaN.
-        num_splits: <= 0: the keys of the whole batch are cut into equal parts, which depend on the
-            lengths in the batch; 1: no sequence is cut, and a row's bits do not depend on the
+        num_splits: 0 or None: the keys of the whole batch are cut into equal parts, which depend on
+            the lengths in the batch; 1: no sequence is cut, and a row's bits do not depend on the
             other lengths; n up to 256: n equal parts of each sequence, fewer where it has fewer
             tiles.
         pack_gqa: None or True: query heads that share a KV head share a tile. False is not
@@ -226,7 +226,7 @@ def get_scheduler_metadata(
     window_size: Sequence[int] = (-1, -1),
     attention_chunk: int = 0,
     has_softcap: bool = False,
-    num_splits: int = 0,
+    num_splits: int | None = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
