@@ -107,6 +107,7 @@ def test_which_calls_are_not_packed():
     assert plan(A100, 1, 300, 300, pack_gqa=True).launch.config.packed is not None
     used = on_hopper(1, 8, 8192, varlen=True, num_splits=3)
     assert set(used.unused_hints) == {"num_splits"}
+    assert str(used.launch.describe()["num_splits"]).startswith("about ")
     assert not on_hopper(1, 4096, 4096, num_splits=1).unused_hints
     assert set(on_hopper(1, 4096, 4096, num_splits=2).unused_hints) == {"num_splits"}
 

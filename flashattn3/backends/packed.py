@@ -73,10 +73,13 @@ def num_tiles(problem: Problem, tile_rows: int) -> int:
     return problem.batch * problem.num_heads_kv * ceil(packed_rows_of(problem) / tile_rows)
 
 
-def describe_splits(problem: Problem, num_ctas: int, tile_rows: int) -> dict[str, object]:
-    """How many parts the work tiles of a packed forward have. num_ctas: of its launch."""
-    if problem.num_splits > 0:
-        return {"num_splits": problem.num_splits}
+def describe_splits(
+    problem: Problem, num_splits: int, num_ctas: int, tile_rows: int
+) -> dict[str, object]:
+    """How many parts the work tiles of a packed forward have. num_splits: 0: equal shares of all
+    work for each of num_ctas."""
+    if num_splits > 0:
+        return {"num_splits": num_splits}
     tiles = num_tiles(problem, tile_rows)
     parts = max(1, num_ctas // max(1, tiles))
     return {"num_splits": f"about {parts} of each work tile: {num_ctas} CTAs for {tiles}"}

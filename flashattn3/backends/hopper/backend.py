@@ -116,7 +116,8 @@ class HopperLaunch:
         if launch is not None:
             sizes = problem.batch, problem.total_q, problem.seqlen_q, problem.seqlen_k
             described |= launch.describe_sizes(*sizes)
-            described |= packed.describe_splits(problem, described["grid"][0], DECODE_TILE_ROWS)
+            splits = launch.problem.num_splits, described["grid"][0], DECODE_TILE_ROWS
+            described |= packed.describe_splits(problem, *splits)
         return described
 
     @cached_property

@@ -100,8 +100,8 @@ class TritonLaunch:
     def describe(self) -> dict[str, object]:
         described, tile = self.config.describe(), self.config.packed
         if tile is not None:
-            of_parts = self.problem, self.config.grid[0], tile.block_m
-            described |= packed.describe_splits(*of_parts)
+            splits = self.config.num_splits, self.config.grid[0], tile.block_m
+            described |= packed.describe_splits(self.problem, *splits)
         if self.problem.dtype in EIGHT_BIT:
             return described
         return described | {"backward": self.config.tiles.describe_backward()}
