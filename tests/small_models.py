@@ -25,6 +25,7 @@ TOLERANCE, LARGEST = 1e-4, 30_000_000  # relative error; number of weights
 
 # What a field becomes, by the first pattern that its name matches.
 SIZES = (
+    (r"^qk_head_dim$", None),  # a sum of two others
     (r"(^|_)(head_dim|d_kv|key_value_dim|attention_head_dim|v_head_dim|qk_\w*head_dim)$", 16),
     (r"(^|_)(q_lora_rank|kv_lora_rank|o_lora_rank|index_head_dim)$", 32),
     (r"(key_value_heads|kv_heads|num_query_groups)$", 2),
