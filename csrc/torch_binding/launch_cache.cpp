@@ -23,14 +23,15 @@ constexpr int kAxes = 4;
 // The options, the GPU, the dtype, the number of edges (-1: no varlen), the sizes of q, k and v.
 using Key = std::array<int64_t, 4 + 3 * kAxes>;
 
+// A sum of products, which the processor computes side by side.
 struct Hash {
   size_t operator()(const Key& key) const {
-    uint64_t hash = 0;
+    uint64_t hash = 0, factor = 1;
     for (const int64_t word : key) {
-      hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15;  // 2^64 / golden ratio
-      hash ^= hash >> 32;
+      factor *= 0x9e3779b97f4a7c15;  // 2^64 / golden ratio, odd
+      hash += static_cast<uint64_t>(word) * factor;
     }
-    return hash;
+    return hash ^ hash >> 32;
   }
 };
 

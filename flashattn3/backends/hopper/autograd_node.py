@@ -16,7 +16,7 @@ from ...dispatch.launch_cache import backward_in_python, forward_in_python
 
 SWITCH = "FLASHATTN3_AUTOGRAD_NODE"
 NAME = "_scaled_dot_product_flash_attention_for_cpu"
-# The schemas of torch 2.9 to 2.14. The kernels read arguments by their place.
+# As torch 2.13 and 2.14 have them. The kernels read arguments by their place.
 _OPTIONS = "*, Tensor? attn_mask=None, float? scale=None"
 SCHEMAS = {
     NAME: f"aten::{NAME}(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
