@@ -32,7 +32,7 @@ SIZES = (
     (r"(attention_heads|num_heads|n_heads?|n_head|heads|attn_heads)$", 4),
     (r"(feat_extract_layers|conv\w*_layers|adapter_layers|deconv\w*)$", None),
     (r"(hidden_layers|num_layers|n_layers?|_layers|num_blocks|^depth|_depth)$", 2),
-    (r"rotary_dim$", 8),
+    (r"rotary_dim$|^(mamba_)?chunk_size$", 8),
     (r"(vocab_size|vocabulary_size)$", VOCABULARY),
     (r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|ffn_size|d_inner|n_inner|inner_dim)", 64),
     (r"(num_experts|n_routed_experts|local_experts|n_experts|moe_num_experts)$", 4),
