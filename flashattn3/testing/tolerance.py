@@ -251,7 +251,7 @@ def _report(
 
 
 def _largest(error: Tensor) -> float:
-    return float(error.max()) if error.numel() else 0.0
+    return float(error.detach().max()) if error.numel() else 0.0
 
 
 def _root_mean_square(error: Tensor) -> float:
