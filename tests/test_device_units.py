@@ -168,6 +168,15 @@ def test_backward_on_the_cpu(checkout, options):
 
 
 @pytest.mark.slow
+def test_partial_sums_of_query_heads_may_leave_float16_on_the_cpu(checkout):
+    options = ("--only", "heads of opposite signs", "--steps", "1000")
+    code, lines = run(build(checkout, "backward_emulation"), *options)
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    assert lines[-1] == "4 cases, 0 failed"
+    assert sum("in 4 parts;" in line for line in lines) >= 4 * 2
+
+
+@pytest.mark.slow
 def test_backward_ends_with_overlapping_sequences_on_the_cpu(checkout):
     """Those of clusters, which have one work tile each: CTAs of others draw tiles to the last."""
     code, lines = run(build(checkout, "backward_emulation"), "--overlapping")

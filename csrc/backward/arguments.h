@@ -53,6 +53,14 @@ struct Workspace {
   }
 };
 
+// Partial sums of dK and dV over the parts of a KV head's query heads (reduce_parts.cuh). Each
+// sequence starts at a new tile.
+struct PartialSums {
+  float4* sums;           // (tiles, heads of k, warps_of_tile(), nodes, reduced_floats() / 4, 32)
+  int32_t* states;        // (tiles, heads of k, warps_of_tile(), nodes): dq_semaphore.cuh
+  int tiles_of_sequence;  // with cu_seqlens 1, since key_offset also counts
+};
+
 struct Arguments {
   // (head_dim, rows, heads, batch), innermost first; batch is 1 with cu_seqlens. Boxes of 64
   // columns x 64 rows (q, dout), an n_block's rows (k, v) or 16 rows (dk, dv).
@@ -71,7 +79,7 @@ struct Arguments {
   TileSchedulerParams scheduler;  // of n_blocks
   Workspace workspace;
   int num_heads_q;
-  int num_heads_kv;                // of dk and dv: heads of k and v times head_parts
+  int num_heads_kv;                // of work tiles: heads of k and v times head_parts
   cutlass::FastDivmod head_parts;  // parts into which the query heads of a KV head are divided
   int qhead_per_kvhead;            // query heads of a part
   int head_dim;
@@ -82,6 +90,7 @@ struct Arguments {
   bool zeroes_dq;       // cluster2: work tiles write the zeros of dq_accum, not preprocess
   float softmax_scale;  // of dq and dk
   ScoreScale score_scale;
+  PartialSums partial_sums;
 };
 
 // The 64 rows of a head that a CTA of preprocess or postprocess computes: a block of the workspace.
@@ -150,7 +159,7 @@ struct PreprocessArguments {
   Workspace workspace;
   int batch;
   int num_heads;
-  int num_batch_heads;  // heads of k, times batch
+  int64_t num_counts;  // of tiles_done and of the states of partial sums after it
   int head_dim_v;
   int dq_semaphores_per_block;  // per block of 64 rows
   int dq_accum_columns;         // columns of dq_accum to set to 0; 0: none

@@ -53,6 +53,16 @@ constexpr int block_n(const Config& config) {
   return uses_cluster2(config) ? 128 : 64 * config.num_mma_warpgroups;
 }
 
+// Consumer warps of a work tile.
+constexpr int warps_of_tile(const Config& config) {
+  return (uses_cluster2(config) ? 8 : 4) * config.num_mma_warpgroups;
+}
+
+// Accumulators of dK and dV of a lane, which are added where query heads are divided.
+constexpr int reduced_floats(const Config& config) {
+  return (config.head_dim + config.head_dim_v) * block_n(config) / (32 * warps_of_tile(config));
+}
+
 // Threads of a CTA: consumer warpgroups and one producer warpgroup.
 constexpr int num_threads(const Config& config) { return 128 * (config.num_mma_warpgroups + 1); }
 

@@ -1,4 +1,5 @@
-// Synchronisation of work tiles, across CTAs, that add to the same m_block of dq_accum.
+// Synchronisation of work tiles, across CTAs, that add to the same memory: an m_block of dq_accum,
+// or sums of parts (reduce_parts.cuh).
 #pragma once
 
 #include <cstdint>
@@ -10,15 +11,27 @@
 
 namespace flashattn3::backward {
 
-// States of an m_block of dq_accum. The first tile stores and the others add once that is done, so
-// that dq_accum need not be zeroed beforehand.
+// States of such memory. The first tile stores and the others add once that is done, so that it
+// need not be zeroed beforehand.
 constexpr int32_t kNobody = 0, kStoring = 1, kStored = 2;
 
 // True: the caller is the first; it must store and then set kStored. False: it may add.
-__device__ __forceinline__ bool claim_dq_accum(int32_t* state) {
+__device__ __forceinline__ bool claim(int32_t* state) {
   int32_t found = exchange_if(state, kNobody, kStoring);
   if (found == kNobody) return true;
   while (found != kStored) found = load_acquire(state);
+  return false;
+}
+
+// The same for a whole warp. The vote shows ptxas that all lanes leave the loop together; else it
+// would keep no value of the warp's in uniform registers, in no step.
+__device__ __forceinline__ bool warp_claims(int32_t* state) {
+  int32_t found = 0;
+  if (threadIdx.x % 32 == 0) found = exchange_if(state, kNobody, kStoring);
+  found = __shfl_sync(~0u, found, 0);
+  if (found == kNobody) return true;
+  while (__any_sync(~0u, found != kStored)) found = load_acquire(state);
+  __syncwarp();  // all lanes see what the first warp has stored
   return false;
 }
 

@@ -36,29 +36,29 @@ __device__ __forceinline__ void store_gradient(const RowTarget& target, int firs
 // first_key: of the warp, in the sequence.
 __device__ __forceinline__ RowTarget key_target(const Arguments& args, const WorkTile& tile,
                                                 int first_key) {
-  const int row = tile.key_offset + first_key;
-  return {.tensor_map = &args.dk_map,
-          .row = row,
-          .head = tile.head,
-          .batch_coord = tile.batch_coord,
-          .data = args.dk + tile.batch_coord * args.dk_batch + row * args.dk_seq +
-                  tile.head * args.dk_head,
-          .row_stride = args.dk_seq,
-          .num_rows = uniform(min(kRowsOfWarp, tile.num_keys - first_key)),
-          .num_columns = args.head_dim};
+  const int row = tile.key_offset + first_key, head = kv_head(args, tile);
+  return {
+      .tensor_map = &args.dk_map,
+      .row = row,
+      .head = head,
+      .batch_coord = tile.batch_coord,
+      .data = args.dk + tile.batch_coord * args.dk_batch + row * args.dk_seq + head * args.dk_head,
+      .row_stride = args.dk_seq,
+      .num_rows = uniform(min(kRowsOfWarp, tile.num_keys - first_key)),
+      .num_columns = args.head_dim};
 }
 __device__ __forceinline__ RowTarget value_target(const Arguments& args, const WorkTile& tile,
                                                   int first_key) {
-  const int row = tile.key_offset + first_key;
-  return {.tensor_map = &args.dv_map,
-          .row = row,
-          .head = tile.head,
-          .batch_coord = tile.batch_coord,
-          .data = args.dv + tile.batch_coord * args.dv_batch + row * args.dv_seq +
-                  tile.head * args.dv_head,
-          .row_stride = args.dv_seq,
-          .num_rows = uniform(min(kRowsOfWarp, tile.num_keys - first_key)),
-          .num_columns = args.head_dim_v};
+  const int row = tile.key_offset + first_key, head = kv_head(args, tile);
+  return {
+      .tensor_map = &args.dv_map,
+      .row = row,
+      .head = head,
+      .batch_coord = tile.batch_coord,
+      .data = args.dv + tile.batch_coord * args.dv_batch + row * args.dv_seq + head * args.dv_head,
+      .row_stride = args.dv_seq,
+      .num_rows = uniform(min(kRowsOfWarp, tile.num_keys - first_key)),
+      .num_columns = args.head_dim_v};
 }
 
 // Stores zeros for keys that no query sees.

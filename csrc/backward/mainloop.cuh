@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "backward/epilogue.cuh"
+#include "backward/reduce_parts.cuh"
 #include "backward/step.cuh"
 #include "backward/wide_step.cuh"
 
@@ -87,6 +88,12 @@ class Consumer : ConsumerStep<kConfig> {
     storage_.k_empty.arrive_warp();  // Sync: this warp is done with K.
     // Sync: all four warps have read their keys of V, which dV and dK are staged over.
     named_barrier_sync(1 + warpgroup_, 128);
+    if (reduce_parts<kConfig>(args_, tile(), threadIdx.x / 32, dk, dv)) store(dk, dv);
+    storage_.v_empty.arrive();  // Sync: this thread is done with V's buffer.
+  }
+
+  // Stores them over this warp's keys of V.
+  __device__ __forceinline__ void store(const KeyGradient& dk, const ValueGradient& dv) {
     uint8_t* staged = shared_ + Traits::kVOffset + threadIdx.x / 32 * kRowsOfWarp * 128;
     constexpr int kOtherColumns = kHeadDim - kHeadDimV;
     store_gradient<kElement, kHeadDimV>(value_target(args_, tile(), warp_first_key()), 0, dv,
@@ -101,7 +108,6 @@ class Consumer : ConsumerStep<kConfig> {
           reinterpret_cast<const float (&)[kOtherColumns / 2]>(dk[kHeadDimV / 2]),
           args_.softmax_scale, staged, Traits::kBlockN * 128);
     }
-    storage_.v_empty.arrive();  // Sync: this thread is done with V's buffer.
   }
 };
 

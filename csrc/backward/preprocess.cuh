@@ -1,5 +1,5 @@
 // Preprocess: computes delta (sum of dout * out per row) and lse in log2 units, and resets
-// dq_semaphore, tiles_done and, with cluster2, dq_accum to 0.
+// dq_semaphore, tiles_done, the states of partial sums and, with cluster2, dq_accum to 0.
 #pragma once
 
 #include "backward/arguments.h"
@@ -40,7 +40,10 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   // Last heads first: the heads that the main kernel begins with are then in L2.
   const int number = gridDim.x - 1 - blockIdx.x;
   // Resets all counts, also of sequences without rows, for any cu_seqlens.
-  if (threadIdx.x == 0 && number < args.num_batch_heads) args.workspace.tiles_done[number] = 0;
+  for (int64_t i = int64_t{number} * kPreprocessThreads + threadIdx.x; i < args.num_counts;
+       i += int64_t{gridDim.x} * kPreprocessThreads) {
+    args.workspace.tiles_done[i] = 0;
+  }
   if (threadIdx.x < args.dq_semaphores_per_block) {
     args.workspace.dq_semaphore[int64_t{number} * args.dq_semaphores_per_block + threadIdx.x] = 0;
   }

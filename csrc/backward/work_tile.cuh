@@ -32,7 +32,7 @@ __host__ __device__ __forceinline__ BlockRange full_m_blocks(const Mask& mask, i
 
 struct alignas(16) WorkTile {
   int first_key;        // in the sequence; -1: no tile is left
-  int head;             // of dk and dv (Arguments)
+  int head;             // a part of a KV head: head_parts for each one of k and v
   int batch_coord;      // batch coordinate for TMA and pointers; 0 with cu_seqlens
   int key_offset;       // of the sequence in k and v
   int num_rows;         // of the sequence

@@ -1,5 +1,5 @@
-// Launch of one backward: varlen::prepare, preprocess, main kernel, postprocess, and sum_parts if
-// the query heads of a KV head are divided. Included by the generated unit of each kernel config.
+// Launch of one backward: varlen::prepare, preprocess, main kernel, postprocess. Included by the
+// generated unit of each kernel config.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,6 @@
 #include "backward/kernel.cuh"
 #include "backward/postprocess.cuh"
 #include "backward/preprocess.cuh"
-#include "backward/sum_parts.cuh"
 #include "launch/backward_sizes.cuh"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
@@ -30,63 +29,9 @@ backward::Workspace make_workspace(const BackwardSizes& sizes, const BackwardPar
   workspace.minus_delta = workspace.lse + sizes.rows;
   workspace.tile_semaphore = reinterpret_cast<int32_t*>(workspace.minus_delta + sizes.rows);
   workspace.tiles_done = workspace.tile_semaphore + 1;
-  workspace.dq_semaphore =
-      workspace.tiles_done + int64_t{params.forward.batch} * sizes.num_gradient_heads;
+  workspace.dq_semaphore = workspace.tiles_done + sizes.num_heads_done + sizes.num_partial_sums;
   workspace.num_rows = sizes.rows_of_head;
   return workspace;
-}
-
-// dK and dV as the main kernel stores them: the call's own, or their parts in the workspace.
-struct KeyGradients {
-  uint16_t *dk, *dv;
-  Strides dk_stride, dv_stride;
-};
-
-inline KeyGradients stored_gradients(const BackwardSizes& sizes, const BackwardParams& params) {
-  if (!sizes.divided()) {
-    return {static_cast<uint16_t*>(params.dk), static_cast<uint16_t*>(params.dv), params.dk_stride,
-            params.dv_stride};
-  }
-  const ForwardParams& forward = params.forward;
-  auto* dk = reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(params.workspace) +
-                                         sizes.bytes_before_parts);
-  const auto dense = [&](int head_dim) {
-    const int64_t head = round_up(head_dim, 8);
-    const int64_t seq = head * sizes.num_gradient_heads;
-    return Strides{seq * forward.seqlen_k, seq, head};
-  };
-  return {dk, dk + sizes.dk_elements, dense(forward.head_dim), dense(forward.head_dim_v)};
-}
-
-// Returns the arguments of sum_parts_kernel. The query heads must be divided.
-inline backward::SumArguments make_sum_arguments(const BackwardSizes& sizes,
-                                                 const BackwardParams& params) {
-  const ForwardParams& forward = params.forward;
-  const KeyGradients parts = stored_gradients(sizes, params);
-  const int64_t rows = num_key_tokens(forward) * forward.num_heads_kv;
-  const auto gradient = [&](const uint16_t* parts, void* sum, const Strides& stride, int columns) {
-    const int vectors = round_up(columns, 8) / 8;
-    return backward::SummedGradient{.parts = parts,
-                                    .sum = static_cast<uint16_t*>(sum),
-                                    .batch = stride.batch,
-                                    .seq = stride.seq,
-                                    .head = stride.head,
-                                    .vectors = cutlass::FastDivmod(vectors),
-                                    .num_columns = columns,
-                                    .count = rows * vectors};
-  };
-  return {.dk = gradient(parts.dk, params.dk, params.dk_stride, forward.head_dim),
-          .dv = gradient(parts.dv, params.dv, params.dv_stride, forward.head_dim_v),
-          .seqlens_k = seqlens_k_of(forward),
-          .batch = forward.batch,
-          .heads = cutlass::FastDivmod(forward.num_heads_kv),
-          .seqlen = cutlass::FastDivmod(forward.varlen ? forward.total_k : forward.seqlen_k),
-          .num_parts = sizes.num_head_parts};
-}
-
-inline unsigned num_sum_ctas(const backward::SumArguments& args) {
-  const int64_t count = args.dk.count + args.dv.count;
-  return static_cast<unsigned>((count + backward::kSumThreads - 1) / backward::kSumThreads);
 }
 
 template <backward::Config kConfig>
@@ -112,23 +57,20 @@ backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
   args.k = map("k", forward.k, k_shape, forward.k_stride, keys);
   args.v = map("v", forward.v, v_shape, forward.v_stride, keys);
   args.dout = map("dout", params.dout, out_shape, params.dout_stride, backward::kBlockM);
-  const KeyGradients stored = stored_gradients(sizes, params);
-  TensorMapShape dk_shape = k_shape, dv_shape = v_shape;
-  dk_shape.heads = dv_shape.heads = sizes.num_gradient_heads;
-  args.dk_map = map("dk", stored.dk, dk_shape, stored.dk_stride, kRowsOfWarp);
-  args.dv_map = map("dv", stored.dv, dv_shape, stored.dv_stride, kRowsOfWarp);
+  args.dk_map = map("dk", params.dk, k_shape, params.dk_stride, kRowsOfWarp);
+  args.dv_map = map("dv", params.dv, v_shape, params.dv_stride, kRowsOfWarp);
   args.dq = static_cast<uint16_t*>(params.dq);
-  args.dk = stored.dk;
-  args.dv = stored.dv;
+  args.dk = static_cast<uint16_t*>(params.dk);
+  args.dv = static_cast<uint16_t*>(params.dv);
   args.dq_batch = varlen ? 0 : params.dq_stride.batch;
   args.dq_seq = params.dq_stride.seq;
   args.dq_head = params.dq_stride.head;
-  args.dk_batch = varlen ? 0 : stored.dk_stride.batch;
-  args.dk_seq = stored.dk_stride.seq;
-  args.dk_head = stored.dk_stride.head;
-  args.dv_batch = varlen ? 0 : stored.dv_stride.batch;
-  args.dv_seq = stored.dv_stride.seq;
-  args.dv_head = stored.dv_stride.head;
+  args.dk_batch = varlen ? 0 : params.dk_stride.batch;
+  args.dk_seq = params.dk_stride.seq;
+  args.dk_head = params.dk_stride.head;
+  args.dv_batch = varlen ? 0 : params.dv_stride.batch;
+  args.dv_seq = params.dv_stride.seq;
+  args.dv_head = params.dv_stride.head;
   args.seqlens_q = seqlens_q_of(forward);
   args.seqlens_k = seqlens_k_of(forward);
   args.workspace = make_workspace<kConfig>(sizes, params);
@@ -138,7 +80,7 @@ backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
   args.scheduler.tile_counter = nullptr;
   args.scheduler.tile_semaphore = args.workspace.tile_semaphore;
   args.num_heads_q = forward.num_heads_q;
-  args.num_heads_kv = sizes.num_gradient_heads;
+  args.num_heads_kv = sizes.num_part_heads;
   args.head_parts = cutlass::FastDivmod(sizes.num_head_parts);
   args.qhead_per_kvhead = args.num_heads_q / args.num_heads_kv;
   const bool shared = args.qhead_per_kvhead > 1;
@@ -158,6 +100,9 @@ backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
   args.zeroes_dq = zeroes_dq<kConfig>(forward);
   args.softmax_scale = forward.softmax_scale;
   args.score_scale = score_scale_of(forward, false);
+  args.partial_sums = {reinterpret_cast<float4*>(static_cast<uint8_t*>(params.workspace) +
+                                                 sizes.bytes_before_partial_sums),
+                       args.workspace.tiles_done + sizes.num_heads_done, sizes.tiles_of_sequence};
   return args;
 }
 
@@ -186,7 +131,7 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardSizes& siz
           .workspace = make_workspace<kConfig>(sizes, params),
           .batch = forward.batch,
           .num_heads = forward.num_heads_q,
-          .num_batch_heads = sizes.num_gradient_heads * forward.batch,
+          .num_counts = sizes.num_heads_done + sizes.num_partial_sums,
           .head_dim_v = forward.head_dim_v,
           .dq_semaphores_per_block = backward::num_dq_semaphores(kConfig),
           .dq_accum_columns = backward::uses_cluster2(kConfig) && !zeroes_dq<kConfig>(forward)
@@ -231,10 +176,6 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
                 forward.pdl, args);
   launch_kernel(name, " postprocess", backward::postprocess_kernel<BackwardTraitsOf<kConfig>>,
                 {sizes.num_m_blocks(), 128}, stream, forward.pdl, args);
-  if (!sizes.divided()) return;
-  const backward::SumArguments sum = make_sum_arguments(sizes, params);
-  launch_kernel(name, " sum of parts", backward::sum_parts_kernel<kConfig.dtype>,
-                {num_sum_ctas(sum), backward::kSumThreads}, stream, forward.pdl, sum);
 }
 
 }  // namespace flashattn3

@@ -19,20 +19,18 @@ constexpr Integer round_up(Integer value, Integer multiple) {
 
 // Sizes of a launch, all of which follow from the problem.
 struct BackwardSizes {
-  int64_t rows_of_head;    // of dq_accum, lse and delta: Workspace::num_rows
-  int64_t rows;            // of all heads
-  int num_head_parts;      // parts into which the query heads of a KV head are divided
-  int num_gradient_heads;  // heads of dk and dv that the main kernel stores
+  int64_t rows_of_head;  // of dq_accum, lse and delta: Workspace::num_rows
+  int64_t rows;          // of all heads
+  int num_head_parts;    // parts into which the query heads of a KV head are divided
+  int num_part_heads;    // heads of work tiles: one for each part of a KV head
   WorkTiles tiles;
   int64_t num_tiles;
-  int64_t bytes_before_parts;        // of the workspace
-  int64_t dk_elements, dv_elements;  // of the parts of dk and dv; 0 if the heads are not divided
+  int tiles_of_sequence;     // PartialSums
+  int64_t num_heads_done;    // counts of tiles_done
+  int64_t num_partial_sums;  // of a consumer warp's sums of parts; 0 if heads are not divided
+  int64_t bytes_before_partial_sums, workspace_bytes;
 
-  bool divided() const { return num_head_parts > 1; }
   unsigned num_m_blocks() const { return static_cast<unsigned>(rows / backward::kBlockM); }
-  int64_t workspace_bytes() const {
-    return bytes_before_parts + (dk_elements + dv_elements) * int64_t{sizeof(uint16_t)};
-  }
 };
 
 // Rows of a head in the workspace, in whole blocks: of one sequence, or with cu_seqlens of all
@@ -76,11 +74,6 @@ WorkTiles backward_tiles(const AttentionProblem& problem, int num_heads) {
           .last_block_first = problem.masked() && problem.deterministic};
 }
 
-// Tokens of k and v, of all sequences.
-inline int64_t num_key_tokens(const AttentionProblem& problem) {
-  return problem.varlen ? problem.total_k : int64_t{problem.batch} * problem.seqlen_k;
-}
-
 // Estimates how many queries see a key. In a varlen batch the average key is in a sequence longer
 // than the average sequence: twice as long if the lengths are distributed exponentially.
 inline int64_t queries_of_a_key(const AttentionProblem& problem) {
@@ -93,18 +86,16 @@ inline int64_t queries_of_a_key(const AttentionProblem& problem) {
 }
 
 // Parts into which the query heads of a KV head are divided. Each part has work tiles of its own:
-// there are then enough for all SMs, and those that run at a time read few heads of Q and dO. dK
-// and dV of the parts are kept in 16 bits and added afterwards (sum_parts.cuh), as FlashAttention-2
-// does for each query head. That costs time in proportion to the keys and gains time in proportion
-// to the queries that see a key, so it takes many of these, or a mask and few work tiles, or idle
-// SMs. Measured on an H100 (docs/log/hopper-backward.md).
+// there are then enough for all SMs, and those that run at a time read few heads of Q and dO. The
+// tiles of the parts sum their dK and dV in float32 (reduce_parts.cuh). That costs time in
+// proportion to the keys and gains time in proportion to the queries that see a key, so it takes
+// many of these, or a mask and few work tiles, or idle SMs. Measured on an H100
+// (docs/log/hopper-backward.md).
 template <backward::Config kConfig>
 int num_head_parts(const AttentionProblem& problem) {
   constexpr int kManyQueries = 2048, kSomeQueries = 512;
   const int heads_kv = problem.num_heads_kv, group = problem.num_heads_q / heads_kv;
-  // sum_parts.cuh counts the 16-byte vectors of dK and of dV in 32 bits.
-  const int64_t vectors = num_key_tokens(problem) * heads_kv * (kConfig.head_dim / 8);
-  if (group == 1 || vectors > INT_MAX) return 1;
+  if (group == 1) return 1;
   const int64_t tiles = num_tiles(problem, backward_tiles<kConfig>(problem, heads_kv));
   if (tiles == 0) return 1;
   int parts = 1;
@@ -133,17 +124,22 @@ BackwardSizes backward_sizes(const char* name, const AttentionProblem& problem) 
       sizes.rows_of_head * problem.num_heads_q * int64_t{problem.varlen ? 1 : problem.batch};
   expect(sizes.rows <= INT_MAX, "launch", "rows of queries of all heads", "below 2^31", sizes.rows);
   sizes.num_head_parts = num_head_parts<kConfig>(problem);
-  sizes.num_gradient_heads = problem.num_heads_kv * sizes.num_head_parts;
-  sizes.tiles = backward_tiles<kConfig>(problem, sizes.num_gradient_heads);
+  sizes.num_part_heads = problem.num_heads_kv * sizes.num_head_parts;
+  sizes.tiles = backward_tiles<kConfig>(problem, sizes.num_part_heads);
   sizes.num_tiles = num_tiles(problem, sizes.tiles);
-  const int64_t counters = sizes.rows / backward::kBlockM * backward::num_dq_semaphores(kConfig) +
-                           1 + int64_t{problem.batch} * sizes.num_gradient_heads;
-  sizes.bytes_before_parts =
-      round_up<int64_t>((sizes.rows * (kConfig.head_dim + 2) + counters) * 4, 16);
-  const int64_t rows_of_parts =
-      sizes.divided() ? num_key_tokens(problem) * sizes.num_gradient_heads : 0;
-  sizes.dk_elements = rows_of_parts * round_up(problem.head_dim, 8);
-  sizes.dv_elements = rows_of_parts * round_up(problem.head_dim_v, 8);
+  constexpr int kBlockN = backward::block_n(kConfig);
+  sizes.tiles_of_sequence = problem.varlen ? 1 : (problem.seqlen_k + kBlockN - 1) / kBlockN;
+  const int64_t tiles = int64_t{problem.batch} * sizes.tiles_of_sequence +
+                        (problem.varlen ? problem.total_k / kBlockN : 0);
+  sizes.num_heads_done = int64_t{problem.batch} * sizes.num_part_heads;
+  sizes.num_partial_sums =
+      tiles * backward::warps_of_tile(kConfig) * (sizes.num_part_heads - problem.num_heads_kv);
+  const int64_t semaphores = sizes.rows / backward::kBlockM * backward::num_dq_semaphores(kConfig);
+  const int64_t words = sizes.rows * (kConfig.head_dim + 2) + 1 + sizes.num_heads_done +
+                        sizes.num_partial_sums + semaphores;
+  sizes.bytes_before_partial_sums = round_up<int64_t>(words * 4, 16);
+  sizes.workspace_bytes = sizes.bytes_before_partial_sums +
+                          sizes.num_partial_sums * backward::reduced_floats(kConfig) * 32 * 4;
   return sizes;
 }
 
@@ -196,7 +192,7 @@ template <backward::Config kConfig>
 LaunchSize backward_size(const char* name, const AttentionProblem& problem) {
   const BackwardSizes sizes = backward_sizes<kConfig>(name, problem);
   return {.num_ctas = backward_num_ctas<kConfig>(problem, sizes.num_tiles),
-          .workspace_bytes = sizes.workspace_bytes()};
+          .workspace_bytes = sizes.workspace_bytes};
 }
 
 }  // namespace flashattn3

@@ -17,7 +17,7 @@ static BackwardSizes check_config_sizes(const AttentionProblem& problem) {
 
 template <>
 int64_t check_config_workspace_bytes<BACKWARD_CHECK_CONFIG>(const ForwardParams& params) {
-  return check_config_sizes(params).workspace_bytes();
+  return check_config_sizes(params).workspace_bytes;
 }
 
 template <>

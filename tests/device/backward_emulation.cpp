@@ -34,11 +34,10 @@ using namespace flashattn3;
 
 // The launches of a backward.
 struct Launches {
-  std::function<void()> preprocess, main, postprocess, sum;
+  std::function<void()> preprocess, main, postprocess;
   emulation::Grid grid;  // of the main kernel
   int num_m_blocks;
-  int num_parts;     // of the query heads of a KV head
-  int num_sum_ctas;  // 0 if they are not divided
+  int num_parts;  // of the query heads of a KV head
   uint8_t* shared;
 };
 
@@ -48,16 +47,13 @@ static Launches prepare(const BackwardParams& params) {
   const backward::Arguments args = make_backward_arguments<kConfig>(sizes, params);
   const backward::PreprocessArguments before = make_preprocess_arguments<kConfig>(sizes, params);
   const int num_ctas = backward_num_ctas<kConfig>(params.forward, sizes.num_tiles);
-  const bool cluster = backward::uses_cluster2(kConfig), divided = sizes.divided();
-  const auto sum = divided ? make_sum_arguments(sizes, params) : backward::SumArguments{};
+  const bool cluster = backward::uses_cluster2(kConfig);
   return {[before] { backward::preprocess_kernel<kConfig.dtype>(before); },
           [args] { backward_kernel<kConfig>()(args); },
           [args] { backward::postprocess_kernel<BackwardTraitsOf<kConfig>>(args); },
-          [sum] { backward::sum_parts_kernel<kConfig.dtype>(sum); },
           {num_ctas, backward::num_threads(kConfig), cluster ? 2 : 1},
           static_cast<int>(sizes.num_m_blocks()),
           sizes.num_head_parts,
-          divided ? static_cast<int>(num_sum_ctas(sum)) : 0,
           cluster ? backward::cluster2::shared : backward::shared};
 }
 
@@ -137,10 +133,6 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   if (!run_in_order(launches.postprocess, launches.num_m_blocks, 128, seed)) {
     return "deadlock in postprocess";
   }
-  if (launches.num_sum_ctas > 0 &&
-      !run_in_order(launches.sum, launches.num_sum_ctas, backward::kSumThreads, seed)) {
-    return "deadlock in the sum of parts";
-  }
   const auto touched = [](uint8_t x) { return x != 0xff; };
   if (std::any_of(workspace.begin(), workspace.begin() + kGuardBytes, touched) ||
       std::any_of(workspace.end() - kGuardBytes, workspace.end(), touched)) {
@@ -192,6 +184,20 @@ static int64_t num_steps(const Case& c, int head_dim) {
   return steps * head_dim / 64;
 }
 
+static std::vector<Case> all_cases() {
+  std::vector<Case> cases = backward_cases();
+  for (const int head_dim : {64, 128, 192, 256}) {
+    cases.push_back({.name = "heads of opposite signs, fp16",
+                     .fp16 = true,
+                     .seqlen_q = 64,
+                     .seqlen_k = 16,
+                     .heads_q = 4,
+                     .head_dim = head_dim,
+                     .data = Data::kOpposite});
+  }
+  return with_defaults(cases);
+}
+
 static bool ends_with_overlapping_sequences(int config, const Turn& turn) {
   const std::vector<Case> cases = with_defaults({{.name = "overlapping sequences",
                                                   .batch = 3,
@@ -237,7 +243,7 @@ int main(int argc, char** argv) {
     if (!std::strcmp(argv[i], "--seed")) seed = std::atoi(argv[i + 1]);
   }
   int run = 0, failed = 0;
-  for (const Case& c : backward_cases()) {
+  for (const Case& c : all_cases()) {
     if (c.name.find(part) == std::string::npos) continue;
     for (const int config : configs_of(c)) {
       if (std::strstr(kCheckConfigNames[config], config_part) == nullptr) continue;

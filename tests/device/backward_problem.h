@@ -259,7 +259,11 @@ struct BackwardProblem : Inputs {
       for (int h = 0; h < c.heads_q; ++h) {
         for (int s = 0; s < rows.length; ++s) {
           uint16_t* at = dout.row(rows.batch_coord, rows.offset + s, h);
-          for (int i = 0; i < c.head_dim_v; ++i) at[i] = to_bits(normal(random), c.fp16);
+          for (int i = 0; i < c.head_dim_v; ++i) {
+            float x = normal(random);
+            if (c.data == Data::kOpposite) x = h < c.heads_q / 2 ? 2e4f : -2e4f;
+            at[i] = to_bits(x, c.fp16);
+          }
           read(dout, rows, h, s, r.dout.row(b, h, s));
           read(q, rows, h, s, r.q.row(b, h, s));
           if (c.dlse) *r.dlse.row(b, h, s) = dlse[row_index(rows, s, h)] = normal(random);

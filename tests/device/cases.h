@@ -5,7 +5,9 @@
 #include <string>
 #include <vector>
 
-enum class Data { kNormal, kGrowsToFirst, kGrowsToLast, kOutlier, kConstant, kLarge };
+// kOpposite: all keys have nearly equal weight, and dout has opposite signs in the first and the
+// second half of the heads: dV of a query head is beyond fp16, that of a KV head is not.
+enum class Data { kNormal, kGrowsToFirst, kGrowsToLast, kOutlier, kConstant, kLarge, kOpposite };
 
 struct Case {
   std::string name;

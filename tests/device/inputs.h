@@ -33,6 +33,7 @@ struct Inputs {
               x = direction[i] + 0.1f * x;
             if (c.data == Data::kConstant) x = 0.5f;
             if (c.data == Data::kLarge) x *= 30.f;
+            if (c.data == Data::kOpposite) x *= 0.1f;
             at[i] = to_bits(x, c.fp16);
           }
         }
@@ -51,7 +52,8 @@ struct Inputs {
             at[i] = to_bits(x, c.fp16);
           }
           uint16_t* values = v.row(cols.batch_coord, cols.offset + s, h);
-          for (int i = 0; i < c.head_dim_v; ++i) values[i] = to_bits(normal(random), c.fp16);
+          const float size = c.data == Data::kOpposite ? 1e-3f : 1.f;
+          for (int i = 0; i < c.head_dim_v; ++i) values[i] = to_bits(normal(random) * size, c.fp16);
         }
       }
     }

@@ -15,6 +15,7 @@
 #include "backward/cluster2/traits.cuh"
 #include "backward/epilogue.cuh"
 #include "backward/probabilities.cuh"
+#include "backward/reduce_parts.cuh"
 #include "backward/work_tile.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/opaque.cuh"
@@ -82,7 +83,8 @@ class Consumer {
     adder_.template add<true>(finished);
     adder_.template add<false>(finished);
     adder_.end();
-    store(dk, dv);
+    const int warp = rank_ * 4 * Traits::kConsumers + threadIdx.x / 32;
+    if (reduce_parts<kConfig>(args_, tile_, warp, dk, dv)) store(dk, dv);
   }
 
  private:

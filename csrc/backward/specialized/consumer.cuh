@@ -4,6 +4,7 @@
 #include "attention/mask.cuh"
 #include "backward/arguments.h"
 #include "backward/cluster2/dq_adder.cuh"
+#include "backward/reduce_parts.cuh"
 #include "backward/specialized/traits.cuh"
 #include "backward/work_tile.cuh"
 #include "ptx/cluster.cuh"
@@ -42,6 +43,16 @@ class Consumer {
   __device__ __forceinline__ int num_steps() const {
     const int num_blocks = uniform(tile_.m_blocks.end) - uniform(tile_.m_blocks.begin);
     return num_blocks * args_.qhead_per_kvhead;
+  }
+
+  // reduce_parts() with the accumulators of one of dK and dV, which this warpgroup has all columns
+  // of.
+  __device__ __forceinline__ bool reduce(float (&gradient)[Traits::kHeadDim / 2]) const {
+    constexpr int kHalf = Traits::kHeadDim / 4;
+    const int warp = rank_ * 4 * Traits::kConsumers + threadIdx.x / 32;
+    return reduce_parts<kConfig>(args_, tile_, warp,
+                                 reinterpret_cast<float (&)[kHalf]>(gradient[0]),
+                                 reinterpret_cast<float (&)[kHalf]>(gradient[kHalf]));
   }
 
   // Starts dq = this quarter of dS^T K of the step at step_, over the keys of both CTAs.

@@ -52,6 +52,7 @@ class GradientConsumer : Consumer<kConfig> {
     this->adder_.end();
     // Sync: all four warps have read their keys of V, which dV is staged over.
     named_barrier_sync(2, 128);
+    if (!this->reduce(dv)) return;
     store_gradient<kElement, Traits::kHeadDim>(
         value_target(this->args_, this->tile_, this->warp_first_key()), 0, dv,
         unit_of_probabilities(kConfig),

@@ -52,6 +52,7 @@ class ScoreConsumer : Consumer<kConfig> {
     this->adder_.end();
     // Sync: all four warps have read their keys of K, which dK is staged over.
     named_barrier_sync(1, 128);
+    if (!this->reduce(dk)) return;
     store_gradient<kElement, Traits::kHeadDim>(
         key_target(this->args_, this->tile_, this->warp_first_key()), 0, dk,
         this->args_.softmax_scale,
