@@ -13,7 +13,12 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-EIGHT_BIT = {"attention/descale.cuh", "tile/permuted_v.h", "tile/permuted_v_tile.cuh"}
+EIGHT_BIT = {
+    "attention/descale.cuh",
+    "forward/single_key.cuh",
+    "tile/permuted_v.h",
+    "tile/permuted_v_tile.cuh",
+}
 # The kernel's arguments hold these records; the main loop reads none of them.
 NOT_IN_MAIN_LOOP = {"attention/seqlen.cuh", "attention/tile_scheduler.cuh"}
 

@@ -131,8 +131,8 @@ def shared_keys(seqlens, group, dtype, device, dims=(64, 64)):
     return case, tensors, make_output_gradients(case, tensors)[0]
 
 
-# On Hopper query heads of a KV head have work tiles of their own, and dk and dv are sums of several.
-# Rounded to 16 bits before they are added, they have 1.2 times these errors.
+# On Hopper query heads of a KV head have work tiles of their own, whose dk and dv are summed.
+# Rounded to 16 bits before, they have 1.2 times these errors.
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("group", [4, 8, 16] if GPU else [4])
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT if GPU else [torch.float16])

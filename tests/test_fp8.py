@@ -227,6 +227,27 @@ def test_blocks_of_v_may_differ_by_any_factor(backend, device):
         check_fp8("out", out.double() / scale, reference / scale, case, backend)
 
 
+# Every row sees one key, or with a causal mask the first row does.
+ONE_KEY = (
+    dense("one-key", (5, 1), heads=(4, 2)),
+    dense("one-key-each", (200, 200), batch=1, heads=(2, 1), dims=(128, 128), window=(0, 0)),
+    dense("one-key-first", (513, 513), batch=1, heads=(1, 1), dims=(256, 256), causal=True),
+)
+
+
+@pytest.mark.interpreted(quick=lambda case, form, **_: case.name == "one-key" and form == "head")
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("form", ["head", "block", "int8 block"])
+@pytest.mark.parametrize("case", ONE_KEY, ids=lambda case: case.name)
+def test_out_of_one_key_is_v(case, form, backend, device):
+    """Softmax is 1 there, whatever a row of many keys needs as correction."""
+    given, values = make_fp8_inputs(case, device, form)
+    out = call(case, given, backend=backend, out_dtype=torch.float16)
+    alone = slice(0, 1) if case.causal else slice(None)
+    v = values.v.float().half().repeat_interleave(case.num_heads_q // case.num_heads_kv, 2)
+    assert torch.equal(out[:, alone], v[:, alone].expand_as(out[:, alone]))
+
+
 def test_a_group_of_query_heads_may_share_q_descales(device):
     case = dense("shared", (130, 70), heads=(4, 2))
     given, _ = make_fp8_inputs(case, device, "raw")

@@ -16,7 +16,7 @@ namespace flashattn3::backward {
 constexpr int32_t kNobody = 0, kStoring = 1, kStored = 2;
 
 // True: the caller is the first; it must store and then set kStored. False: it may add.
-__device__ __forceinline__ bool claim(int32_t* state) {
+__device__ __forceinline__ bool claim_dq_accum(int32_t* state) {
   int32_t found = exchange_if(state, kNobody, kStoring);
   if (found == kNobody) return true;
   while (found != kStored) found = load_acquire(state);

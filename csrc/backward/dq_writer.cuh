@@ -64,7 +64,7 @@ class DqWriter {
     }
     full.wait(phase);  // Sync: all four warps have written.
     // Sync: if another tile was the first, it has stored.
-    const bool first = args_.deterministic ? before == 0 : claim(dq_semaphore);
+    const bool first = args_.deterministic ? before == 0 : claim_dq_accum(dq_semaphore);
     fence_global_proxies();
     const uint32_t dq = dq_smem_ + warpgroup * Traits::kDqBytes;
     float* dq_accum =

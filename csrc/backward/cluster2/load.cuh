@@ -161,7 +161,7 @@ __device__ __forceinline__ void zero_dq_accum(const Arguments& args, const WorkT
     // before, which may be reused.
     storage.ds_full[at.index()].wait(at.phase());
     int32_t* const state = dq_semaphore_of(args, number, rank);
-    if (uniform(claims && claim(state))) {
+    if (uniform(claims && claim_dq_accum(state))) {
       write_zeros<Traits>(args, number, rank);
       if (claims) add_release(state, kStored - kStoring);  // Sync: others may add.
     }
