@@ -17,6 +17,7 @@ from saved_tensors import (
     gradients_of,
     inputs,
     of_two_shapes,
+    on_backend,
     on_cpu,
     saved_by,
     saved_of,
@@ -41,17 +42,14 @@ LENGTHS_HERE = LENGTHS if GPU else (8, 10, 8)
 @pytest.mark.parametrize("around", [*AROUND, ON_PINNED])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_those_without_a_checkpoint(backend, around, bhsd, device):
-    model = of_two_shapes(attention_of(bhsd))
+    model = of_two_shapes(on_backend(backend, attention_of(bhsd)))
     run = partial({**AROUND, "pinned": partial(on_cpu, pinned=True)}[around], model)
     torch.use_deterministic_algorithms(True)
     try:
-        with use_backend(backend):
-            for n in LENGTHS_HERE:
-                tensors = inputs(n, device)
-                for a, b in zip(
-                    gradients_of(run, tensors), gradients_of(model, tensors), strict=True
-                ):
-                    assert torch.equal(a, b)
+        for n in LENGTHS_HERE:
+            tensors = inputs(n, device)
+            for a, b in zip(gradients_of(run, tensors), gradients_of(model, tensors), strict=True):
+                assert torch.equal(a, b)
     finally:
         torch.use_deterministic_algorithms(False)
 
