@@ -325,7 +325,7 @@ def check_planned_calls_of_changed_tensors(host):
         {**ragged, "max_seqlen_q": None},
         {**ragged, "out": out},
     )
-    new = ("k", "v", "rotary_cos", "rotary_sin", "rotary_interleaved")
+    new = ("k", "v", "cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_interleaved")
     plain = {name: x for name, x in known.items() if name not in new}
     for changes in invalid:
         run(known), run(known | ragged)

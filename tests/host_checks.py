@@ -501,7 +501,7 @@ def check_the_next_token_of_a_model(host):
         Segments(True, cache_seqlens=ends, cache_leftpad=begins),
     ):
         mask = segments.as_mask(ends.device)
-        found = Segments.of_mask(mask, 3)
+        found = Segments.of_mask(mask, 3, tuple(x.shape[2] for x in bhsd[:2]), None)
         lengths = {"cache_seqlens": found.cache_seqlens, "cache_leftpad": found.cache_leftpad}
         options = {"causal": True, "window_size": (found.left, 0), "softmax_scale": 0.1}
         forget_cached_calls()

@@ -64,9 +64,9 @@ class LaunchCache:
             return None
         try:
             return run(q, k, v, self.number)
-        except RuntimeError:  # hooks on saved tensors have seen this call: it must not run again
+        except RuntimeError as raised:  # hooks on saved tensors have seen the call: no second try
             error = _failed.__dict__.pop("error", None)
-            if error is None:
+            if error is None or _text(error) not in str(raised):  # of a hook, or of the kernel
                 raise
             raise error from None
 
@@ -117,5 +117,8 @@ def backward_in_python(number: int, *tensors: Tensor) -> tuple[Tensor | None, ..
 
 
 def _message(error: BaseException) -> Tensor:
-    text = str(error) or type(error).__name__
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_text(error).encode()), dtype=torch.uint8)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
