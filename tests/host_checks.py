@@ -93,30 +93,31 @@ def expect_descriptors(descriptors, *tensors):
     assert descriptors[: len(tensors)] == [[x.data_ptr(), *extents(x)] for x in tensors]
 
 
-def expect_parts(host, out, tensors, num_launches, *parts):
-    """The backward stores dk and dv in tensors of these extents, which are no results."""
+def expect_sums(host, out, tensors, num_launches, *extents_of_sums):
+    """The backward stores dk and dv, which have these extents, as the results."""
     gradients, descriptors, launches = recorded(
         host, lambda: torch.autograd.grad(out, tensors, torch.randn_like(out))
     )
     assert launches == num_launches
-    results = {x.data_ptr() for x in gradients}
-    found = [extents for address, *extents in descriptors if address not in results]
-    assert all(extents in found for extents in parts)
+    results = [x.data_ptr() for x in gradients[1:]]
+    stored = zip(results, extents_of_sums, strict=True)
+    assert all([address, *extents] in descriptors for address, extents in stored)
 
 
 def check_divided_heads(host):
-    """Few work tiles: each query head has parts of dk and dv in the workspace, which are added."""
+    """Few work tiles: each query head has a tile, and the tiles of a KV head are summed by the same
+    kernel."""
     tensors = inputs(76, 92, dv=32)
     out = flash_attn_func(*tensors, causal=True)
-    expect_parts(host, out, tensors, 4, [64, 92, 4, 2], [32, 92, 4, 2])
+    expect_sums(host, out, tensors, 3, [64, 92, 2, 2], [32, 92, 2, 2])
 
 
 def check_divided_heads_of_a_varlen_batch(host):
-    """The same; the fifth launch, the first, sorts the sequences."""
+    """The same; the fourth launch, the first, sorts the sequences."""
     tensors = [x.detach().flatten(0, 1).requires_grad_() for x in inputs(78, 94, dv=32)]
     edges = [torch.tensor([0, 20, n], dtype=torch.int32) for n in (156, 188)]
     out = flash_attn_varlen_func(*tensors, *edges, 136, 168, causal=True)
-    expect_parts(host, out, tensors, 5, [64, 188, 4, 1], [32, 188, 4, 1])
+    expect_sums(host, out, tensors, 4, [64, 188, 2, 1], [32, 188, 2, 1])
 
 
 def check_both_passes(host):
@@ -171,7 +172,7 @@ def check_bhsd(host):
             function = flash_attn_bhsd_func if is_bhsd else flash_attn_func
             results.append((*passed(partial(function, causal=True), leaves, dout), leaves))
         (wanted, _, _), (found, kept, leaves) = results
-        assert found == wanted and sum(event[0] == "launch" for event in found) == 5
+        assert found == wanted and sum(event[0] == "launch" for event in found) == 4
         out = kept["out"]
         assert type(out.grad_fn).__name__ == NODE and out.is_contiguous()
         assert out.grad_fn.next_functions[0][0].variable is leaves[0]
@@ -285,8 +286,7 @@ def check_calls_like_an_earlier_one(host):
             tensors = given(is_bhsd, **other)
             known = {x.data_ptr() for x in tensors}
             first, kinds, planned = run(tensors, is_bhsd, gradients)
-            of_backward = 3 + ("heads" not in other)  # one sums the parts of a KV head
-            assert [x[0] for x in first].count("launch") == 1 + gradients * of_backward
+            assert [x[0] for x in first].count("launch") == 1 + gradients * 3
             assert planned
             for _ in range(2):
                 events, found, planned = run(tensors, is_bhsd, gradients)
