@@ -21,7 +21,7 @@ EMULATIONS = ("append_emulation", "decode_emulation", "forward_emulation", "back
 HOST_LIBRARY = "libflashattn3_host.so"
 DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, *EMULATIONS, HOST_LIBRARY)
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
-STREAM_MEMORY = "launch/stream_memory.cpp.o"  # which the checks link too
+STREAM_COUNTERS = "launch/stream_counters.cpp.o"  # which the checks link too
 # The suffix names the Python version: pybind11 has no stable ABI.
 INFO_MODULE = Path(f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}")
 
@@ -84,7 +84,7 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
     if DEVICE_TESTS.is_dir():  # absent where the kernels are built without tests
         for check in KERNEL_CHECKS:
             num_configs = len(write_configs(units[0].parent, check))
-            _kernel_check(lines, check, generated, [*shared, STREAM_MEMORY], num_configs)
+            _kernel_check(lines, check, generated, [*shared, STREAM_COUNTERS], num_configs)
         unit_check = _compile(lines, DEVICE_TESTS / f"{UNIT_CHECK}.cu", device)
         _link(lines, Path(UNIT_CHECK), [unit_check], ["-cudart=static"])
         _emulations(lines, tools, units[0].parent)

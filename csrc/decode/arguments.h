@@ -10,6 +10,7 @@
 #include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "decode/config.h"
+#include "decode/counters.h"
 #include "decode/part_memory.h"
 
 namespace flashattn3::decode {
@@ -86,14 +87,14 @@ struct Arguments {
   int log2_stages;   // of the stages in use
   // Partial results (workspace.h): O of each part, (num_partials, partial_rows, head_dim_v), and
   // its row statistics, (num_partials, partial_rows), then those of groups of parts. partial_rows:
-  // rows of a work tile that there can be, at most kBlockM. partial_counters: 3 for each CTA, zero
-  // before the launch and after it. A warp kernel has part_memory instead.
+  // rows of a work tile that there can be, at most kBlockM. A warp kernel has
+  // part_memory instead.
   int partial_rows;
   float* partial_out;
   float2* partial_stats;
-  uint32_t* partial_counters;
   PartMemory* part_memory;
-  int part_records;
+  int part_records;    // of part_memory; 0: no work tile has several CTAs
+  Counters* counters;  // null with whole_tiles
 };
 
 // The arguments of a plain call (is_plain in launch/decode_arguments.h), with constants for those

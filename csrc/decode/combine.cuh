@@ -110,8 +110,8 @@ class Combine {
     if (warp < count && threadIdx.x % 32 == 0) {
       const Part& part = storage_.pending[warp].part;
       const ArrivalGroup group = ArrivalGroup::of(storage_.share.cta, part);
-      storage_.is_last[warp] = arrive_last(
-          args_.partial_counters + partial_of(group.leader, part.first_cta), group.num_ctas);
+      storage_.is_last[warp] =
+          arrive_last(group.counter(*args_.counters, part), storage_.launch, group.num_ctas);
     }
     named_barrier_sync(1, kCombineThreads);  // Sync: is_last is written.
     for (int i = 0; i < count; ++i) {
@@ -149,8 +149,8 @@ class Combine {
       if (is_whole) return;
       named_barrier_sync(1, kCombineThreads);  // Sync: the group is stored, and is_last was read.
       if (threadIdx.x == 0) {
-        is_last =
-            arrive_last(args_.partial_counters + num_partials(gridDim.x) + part.first_cta, groups);
+        is_last = arrive_last(ArrivalGroup::counter_of_groups(*args_.counters, part),
+                              storage_.launch, groups);
       }
       named_barrier_sync(1, kCombineThreads);  // Sync: is_last is written.
       if (!is_last) return;

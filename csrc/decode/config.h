@@ -25,6 +25,8 @@ constexpr bool plain_has_window(int head_dim) { return head_dim == 64; }
 // Warp kernels (warp_kernel.cuh; DecodeConfig has the same in Python): warps of a CTA; the most
 // sequences, a lane of a warp for each, and packed rows; keys of a KV block, 4 KB of K and of V.
 constexpr int kWarpKernelWarps = 8;
+// A warpgroup more, one warp of which counts the CTAs: setmaxnreg is for whole warpgroups.
+constexpr int kWarpKernelThreads = 32 * (kWarpKernelWarps + 4);
 constexpr int kWarpKernelBatch = 32;
 constexpr int warp_kernel_rows(const Config& config) { return config.head_dim <= 128 ? 16 : 8; }
 constexpr int warp_block_n(const Config& config) { return 2048 / config.head_dim; }

@@ -5,6 +5,7 @@
 #include "decode/combine.cuh"
 #include "decode/epilogue.cuh"
 #include "decode/mainloop.cuh"
+#include "decode/part_queue.cuh"
 #include "decode/traits.cuh"
 
 namespace flashattn3::decode {
@@ -21,11 +22,12 @@ class Consumer {
         mainloop_(args, shared, warpgroup),
         warpgroup_(warpgroup) {}
 
-  __device__ __forceinline__ void run(PartIterator<Traits::kBlockN> parts) {
+  __device__ __forceinline__ void run() {
     typename Mainloop<kConfig>::Out o;
     typename Mainloop<kConfig>::Softmax softmax;
     const Combine<Traits, SharedStorageOf<kConfig>> combine(args_, storage_);
     PipelineState<1> write(1), read(0);
+    PartQueue<kConfig> parts(args_, storage_);
     int num_pending = 0;
     Part part;
     while (parts.next(part)) {

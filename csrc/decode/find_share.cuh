@@ -56,6 +56,8 @@ __device__ __forceinline__ void find_share(const Arguments& args, Storage& stora
       if (share.begin < share.first_unit + units) break;
       share.first_unit += units;
     }
+    // The lengths have changed: the share's sequence is none of these.
+    if (share.begin >= share.first_unit + units) share.end = share.begin;
     storage.share = share;
   }
   __syncthreads();

@@ -30,10 +30,10 @@ __device__ __forceinline__ void decode(const Arguments& args) {
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    Producer<kConfig>(args, shared).run({args, storage.share});
+    Producer<kConfig>(args, shared).run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<kConfig>(args, shared, warpgroup).run({args, storage.share});
+    Consumer<kConfig>(args, shared, warpgroup).run();
   }
 }
 

@@ -10,6 +10,7 @@
 #include <cute/arch/util.hpp>
 
 #include "decode/packed_tile.cuh"
+#include "decode/part_queue.cuh"
 #include "decode/traits.cuh"
 #include "decode/work_share.cuh"
 #include "ptx/cp_async.cuh"
@@ -50,7 +51,9 @@ class Producer {
         kv_0_(args.log2_stages, 1),
         kv_1_(args.log2_stages, 1) {}
 
-  __device__ __forceinline__ void run(PartIterator<kBlockN> parts) {
+  __device__ __forceinline__ void run() {
+    PartPublisher<kConfig> publisher(args_, storage_, threadIdx.x % 128 == 0);
+    PartQueue<kConfig> parts(args_, storage_);
     Part part;
     while (parts.next(part)) {
       const CachedSequence& sequence = parts.sequence();
@@ -60,6 +63,7 @@ class Producer {
       for (int block = part.n_blocks.begin; block < part.n_blocks.end; ++block) {
         rows = load_kv(sequence, part, block, rows, warpgroup);
         warpgroup = Traits::kConsumers - 1 - warpgroup;
+        if (block == part.n_blocks.begin) publisher.publish_next();
       }
     }
     wait_for_copies();  // no thread exits with a copy in flight

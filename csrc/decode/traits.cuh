@@ -79,6 +79,8 @@ struct PendingPart {
 //   exchange_full    1 per warp of warpgroup 1 (4), after it has written O and its statistics;
 //                    warpgroup 0 waits
 //   exchange_empty   1 per warp of warpgroup 0 (4), after it has read them; warpgroup 1 waits
+//   part_full   1: the thread that publishes parts (part_queue.cuh); all threads wait
+//   part_empty  1 per warp, after it has read the part; the thread that publishes waits
 // Every thread that waits for a barrier waits for each of its phases: warpgroup 1 waits for Q and
 // releases it in a part that has no KV block for it too, and parts with one KV block have no phase
 // of the exchange barriers for either side.
@@ -88,8 +90,14 @@ struct SharedStorage {
   Barrier k_full[kConsumers][kStages], k_empty[kConsumers][kStages];
   Barrier v_full[kConsumers][kStages], v_empty[kConsumers][kStages];
   Barrier exchange_full, exchange_empty;
+  // While a part is published, warps may be at the three before: Q has two buffers at most.
+  static constexpr int kPartBuffers = 4;
+  Barrier part_full[kPartBuffers], part_empty[kPartBuffers];
+  PendingPart parts[kPartBuffers];  // num_ctas 0: no part is left
+  uint64_t launch;                  // its number (ptx/arrival_counter.cuh), with the last of them
   int warp_sums[4 * (kConsumers + 1)];  // find_share
   WorkShare share;
+  WorkShare unpublished;   // what is left of it; of the thread that publishes
   PendingPart pending[2];  // the parts whose work tiles other CTAs share (combine.cuh)
   int is_last[2];          // whether this CTA combines them
 
@@ -109,6 +117,10 @@ struct SharedStorage {
     }
     exchange_full.init(4 * kArrivalsPerWarp);
     exchange_empty.init(4 * kArrivalsPerWarp);
+    for (int i = 0; i < kPartBuffers; ++i) {
+      part_full[i].init(1);
+      part_empty[i].init(4 * (kConsumers + 1) * kArrivalsPerWarp);
+    }
   }
 };
 

@@ -3,9 +3,19 @@
 // say that they were written. Every block is summed in a fixed order, so that two launches give the
 // same bits.
 //
-// No CTA waits for one that has not started, because that one might need its SM. The CTAs of a tile
-// count when they start, and one that does not see the count complete when its own part is ready
-// declines. The last one to start always sees it, and joins the blocks of those that declined.
+// Who writes and who waits. One warp of each CTA makes the CTA's own words of the memory
+// kUnwritten, whatever they were, and then arrives at the counter of its KV head (release). The
+// counter returns to 0 with the last CTA of the head, which the host knows, so no length changes
+// that. A CTA reads words of others only once it has seen all of them arrive (acquire): what it
+// finds was written by this launch.
+//
+// No CTA waits for one that has not started, because that one might need its SM: a CTA that does
+// not see all of its head arrive when its own part is ready declines. The last one to arrive always
+// sees it, and joins the blocks of those that declined.
+//
+// Lengths may change while the CTAs read them. CTAs then disagree on who shares a work tile, and
+// one may wait for a part that nobody writes: it finds that their Splits are not those that it
+// expects, and gives up. All that remains of the launch are wrong numbers in out.
 #pragma once
 
 #include "decode/arguments.h"
@@ -19,38 +29,87 @@ namespace flashattn3::decode {
 // The CTA is the index-th of `count` CTAs of a sequence. batch_idx -1: it has none.
 struct Split {
   int batch_idx, index, count;
+
+  __device__ __forceinline__ uint32_t word() const {
+    static_assert(kWarpKernelBatch < 256 && PartMemory::kMostCtas < 256);
+    return static_cast<uint32_t>(batch_idx + 1) << 16 | index << 8 | count;
+  }
+  static __device__ __forceinline__ Split of(uint32_t word) {
+    return {static_cast<int>(word >> 16) - 1, static_cast<int>(word >> 8 & 255),
+            static_cast<int>(word & 255)};
+  }
 };
 
-enum class Turn { kDeclines, kJoins, kJoinsLast };
+// is_last: no CTA of the head started after this one. knows_all: all have started.
+struct StartOrder {
+  bool is_last, knows_all;
+};
+
+enum class Turn { kDone, kDeclines, kJoins, kJoinsLast };
 
 template <class Traits>
 class WarpJoin {
   static constexpr int kPairs = 16;  // of lanes, each of which loads a block of a part at a time
   static constexpr int kBatch = 4;   // parts that a lane loads at a time
+  static constexpr int kLooks = 8;   // at the counter before the part is ready; 0.4 us each
+  static constexpr int kPolls = 64;  // of a part until its CTAs are compared
 
  public:
+  // cta: among those of the KV head.
   __device__ __forceinline__ WarpJoin(const Arguments& args, const Split& split, int kv_head,
                                       int cta)
       : args_(args),
         split_(split),
-        counter_(args.part_memory->started + kv_head * args.batch + split.batch_idx),
+        kv_head_(kv_head),
+        cta_(cta),
         pairs_of_block_(split.count > kBatch ? kPairs : 1),
-        first_part_(kv_head * args.num_shares + cta - split.index),
-        first_record_(first_part_ * (args.partial_rows * args.out_vectors / 2)) {}
+        first_record_((first_cta() + cta - split.index) * blocks_of_tile()) {}
 
-  // Counts the CTA.
-  __device__ __forceinline__ void start() {
-    if (threadIdx.x == 0) before_ = count_up_to(counter_, split_.count);
+  // Called by one warp: initialises this CTA's words and arrives. The result is of lane 0.
+  __device__ __forceinline__ StartOrder start() const {
+    const int lane = threadIdx.x % 32;
+    if (is_split()) {
+      for (int i = lane; i < 2 * blocks_of_tile(); i += 32) {
+        clear_marked(values_at(record(i / 2, split_.index)) + i % 2);
+      }
+      for (int i = lane; i < blocks_of_tile(); i += 32) {
+        clear_marked(stats_at(record(i, split_.index)));
+      }
+    }
+    StartOrder order{};
+    if (lane == 0) {
+      store_relaxed(args_.part_memory->splits + first_cta() + cta_, split_.word());
+      store_relaxed(joins() + cta_, is_split() ? kUnwritten : 1);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      order.is_last = order.knows_all = arrive_last(counter(), args_.num_shares);
+      for (int i = 0; i < kLooks && !order.knows_all; ++i) order.knows_all = all_arrived(counter());
+    }
+    return order;
   }
-  // Asks whether all CTAs have started.
-  __device__ __forceinline__ void look() {
-    if (threadIdx.x == 0) missing_ = load_relaxed(counter_);
+  // Called by the same warp once the part is ready. The result is of lane 0.
+  __device__ __forceinline__ Turn turn(const StartOrder& order) const {
+    if (threadIdx.x % 32 != 0 || (!order.is_last && !is_split())) return Turn::kDone;
+    if (order.is_last) return Turn::kJoinsLast;
+    const bool knows_all = order.knows_all || all_arrived(counter());
+    store_relaxed(joins() + cta_, knows_all);
+    return knows_all ? Turn::kJoins : Turn::kDeclines;
   }
-  // Called by thread 0. The counter returns to 0 with the last CTA.
-  __device__ __forceinline__ Turn turn() const {
-    if (before_ == static_cast<uint32_t>(split_.count - 1)) return Turn::kJoinsLast;
-    return missing_ == 0 ? Turn::kJoins : Turn::kDeclines;
+  // Called by the same warp of the CTA that started last: waits until each other CTA of the head
+  // has said whether it joins its blocks.
+  __device__ __forceinline__ bool some_declined() const {
+    bool found = false;
+    for (int other = threadIdx.x % 32; other < args_.num_shares; other += 32) {
+      if (other == cta_) continue;
+      uint32_t word;
+      while ((word = load_relaxed(joins() + other)) == kUnwritten) poll_again();
+      found = found || word == 0;
+    }
+    return __any_sync(~0u, found);
   }
+
+  __device__ __forceinline__ bool is_split() const { return split_.count > 1; }
 
   // Stores vector i of the part's rows.
   __device__ __forceinline__ void store_part(int i, const float4& sum, const RowStats& all) const {
@@ -59,29 +118,49 @@ class WarpJoin {
     if (i % 2 == 0) store_marked(stats_at(at), make_float2(all.max, all.sum));
   }
 
-  // Joins this CTA's blocks, and those of CTAs that declined if it is the last. All threads call it
-  // after their part is stored.
-  __device__ __forceinline__ void run(Turn turn, const PackedTile& tile, const RowStore& to) const {
-    uint32_t* joins = args_.part_memory->joins + first_part_;
-    if (turn != Turn::kJoinsLast && threadIdx.x == 0) {
-      store_relaxed(joins + split_.index, turn == Turn::kJoins);
-    }
-    if (turn == Turn::kDeclines) return;
-    int whose = split_.index, next = 0;
+  // Joins the blocks of the CTA: index, index + count, ... A warp joins one at a time, or as many
+  // as it has pairs of lanes where a lane can load all parts at a time. All loading warps call it,
+  // once their part is stored and all CTAs have started.
+  __device__ __forceinline__ void join_blocks(const PackedTile& tile, const RowStore& to) const {
+    const int num_blocks = tile.num_rows() * args_.out_vectors / 2;
+    const int blocks_of_warp = kPairs / pairs_of_block_;
+    const int first = threadIdx.x / 32 * blocks_of_warp;
 #pragma unroll 1
-    while (true) {
-      join_blocks(whose, tile, to);
-      if (turn == Turn::kJoins) return;
-      if (next == 0 && !__syncthreads_or(declines(joins))) break;  // nearly always
-      while (next < split_.count && load_relaxed(joins + next) != 0) ++next;
-      if (next == split_.count) break;
-      whose = next++;
+    for (int i = first; split_.index + i * split_.count < num_blocks;
+         i += Traits::kWarps * blocks_of_warp) {
+      const int pair = threadIdx.x % 32 / 2;
+      const int block = split_.index + (i + pair / pairs_of_block_) * split_.count;
+      join_block(block, pair % pairs_of_block_, block < num_blocks, to);
     }
-    __syncthreads();  // Sync: all warps have read who declined.
-    if (threadIdx.x < split_.count) joins[threadIdx.x] = kUnwritten;
+  }
+
+  // Joins the blocks of the CTAs that declined. sequence: any of the batch, whose queries are
+  // alike.
+  __device__ __forceinline__ void join_declined(const CachedSequence& sequence) const {
+#pragma unroll 1
+    for (int other = 0; other < args_.num_shares; ++other) {
+      if (other == cta_ || load_relaxed(joins() + other) != 0) continue;
+      const Split split = Split::of(load_relaxed(args_.part_memory->splits + first_cta() + other));
+      Part part{};
+      part.batch_idx = split.batch_idx, part.kv_head = kv_head_;
+      const PackedTile its_tile = PackedTile::of(args_, sequence, part);
+      const RowStore store(args_, its_tile, sequence, part);
+      WarpJoin(args_, split, kv_head_, other).join_blocks(its_tile, store);
+    }
   }
 
  private:
+  __device__ __forceinline__ int first_cta() const { return kv_head_ * args_.num_shares; }
+  __device__ __forceinline__ uint32_t* counter() const {
+    return args_.counters->started + kv_head_;
+  }
+  __device__ __forceinline__ uint32_t* joins() const {
+    return args_.part_memory->joins + first_cta();
+  }
+  __device__ __forceinline__ int blocks_of_tile() const {
+    return args_.partial_rows * args_.out_vectors / 2;
+  }
+
   // Index of a part of a block.
   __device__ __forceinline__ int record(int block, int part) const {
     return first_record_ + block * split_.count + part;
@@ -94,30 +173,15 @@ class WarpJoin {
     return args_.part_memory->stats(args_.part_records) + record;
   }
 
-  // Waits for what another CTA says of its blocks. The last threads do, whose warps have the fewest
-  // of their own.
-  __device__ __forceinline__ bool declines(const uint32_t* joins) const {
-    const int other = Traits::kThreads - 1 - static_cast<int>(threadIdx.x);
-    if (other >= split_.count || other == split_.index) return false;
-    uint32_t word;
-    while ((word = load_relaxed(joins + other)) == kUnwritten) poll_again();
-    return word == 0;
-  }
-
-  // Joins the blocks of a CTA: index, index + count, ... A warp joins one at a time, or as many as
-  // it has pairs of lanes where a lane can load all parts at a time.
-  __device__ __forceinline__ void join_blocks(int index, const PackedTile& tile,
-                                              const RowStore& to) const {
-    const int num_blocks = tile.num_rows() * args_.out_vectors / 2;
-    const int blocks_of_warp = kPairs / pairs_of_block_;
-    const int first = threadIdx.x / 32 * blocks_of_warp;
-#pragma unroll 1
-    for (int i = first; index + i * split_.count < num_blocks;
-         i += Traits::kWarps * blocks_of_warp) {
-      const int pair = threadIdx.x % 32 / 2;
-      const int block = index + (i + pair / pairs_of_block_) * split_.count;
-      join_block(block, pair % pairs_of_block_, block < num_blocks, to);
+  // Returns whether the CTAs of the work tile have the Splits with which they write the parts that
+  // this one reads. All lanes call it.
+  __device__ __forceinline__ bool all_agree() const {
+    const uint32_t* splits = args_.part_memory->splits + first_cta() + cta_ - split_.index;
+    bool agree = true;
+    for (int i = threadIdx.x % 32; i < split_.count; i += 32) {
+      agree = agree && load_relaxed(splits + i) == Split{split_.batch_idx, i, split_.count}.word();
     }
+    return __all_sync(~0u, agree);
   }
 
   // All lanes call it.
@@ -158,14 +222,15 @@ class WarpJoin {
   }
 
   // Adds parts part, part + pairs_of_block_, ..., kBatch at most, as far as they are before `end`,
-  // once all are written, and makes their words kUnwritten. All lanes call it.
+  // once all are written. All lanes call it.
   __device__ __forceinline__ void add_parts(int records, int part, int end, float4& sum,
                                             RowStats& all) const {
-    float4* values = values_at(records + part) + threadIdx.x % 2;
-    float2* stats = stats_at(records + part);
+    const float4* values = values_at(records + part) + threadIdx.x % 2;
+    const float2* stats = stats_at(records + part);
     float4 new_sum;
     RowStats new_all;
-    while (true) {
+#pragma unroll 1
+    for (int polls = 1;; ++polls) {
       float4 value[kBatch];
       float2 its_stats[kBatch];
 #pragma unroll
@@ -190,24 +255,17 @@ class WarpJoin {
       }
       // All lanes go on together: two of them read the same statistics.
       if (!__any_sync(~0u, missing)) break;
+      if (polls % kPolls == 0 && !all_agree()) break;
       poll_again();
     }
     sum = new_sum, all = new_all;
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (part + k * pairs_of_block_ < end) {
-        clear_marked(values + 2 * k * pairs_of_block_);
-        if (threadIdx.x % 2 == 0) clear_marked(stats + k * pairs_of_block_);
-      }
-    }
   }
 
   const Arguments& args_;
   const Split split_;
-  uint32_t* const counter_;
+  const int kv_head_, cta_;
   const int pairs_of_block_;  // a power of 2
-  const int first_part_, first_record_;
-  uint32_t before_ = 0, missing_ = 0;
+  const int first_record_;
 };
 
 }  // namespace flashattn3::decode

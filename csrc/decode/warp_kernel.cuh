@@ -1,8 +1,12 @@
 // The decode kernel for few rows and few sequences: the CTAs of a KV head are divided among the
 // sequences, in proportion to their keys, and the warps of a sequence's CTAs take its KV blocks in
 // turn (warp_mainloop.cuh). The warps of a single sequence know their first KV block before its
-// length, so they load K and V at once. The results of warps and CTAs are joined by warp_join.cuh.
+// length, so they load K and V at once. The results of warps and CTAs are joined by warp_join.cuh;
+// another warp counts the CTAs that have started, so that the others do not wait for its memory
+// fence.
 #pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
 
 #include "decode/epilogue.cuh"
 #include "decode/warp_join.cuh"
@@ -17,7 +21,9 @@ template <class Traits>
 struct WarpStorage {
   RowStats stats[Traits::kWarps][Traits::kRows];
   float4 out[Traits::kWarps][Traits::kRows][Traits::kHeadDim / 4];
+  Split split;
   Turn turn;
+  bool some_declined;
 
   // Place of a vector of a row in `out`: eight lanes write vectors 2 (lane / 4) of rows
   // 2 (lane % 4), and 32 read neighbouring vectors of a row, each without a bank conflict.
@@ -36,21 +42,80 @@ class WarpKernel {
       : args_(args), storage_(storage) {}
 
   __device__ __forceinline__ void run() {
+    const int warp = uniform(threadIdx.x / 32);
     launch_dependents();
     griddepcontrol_wait();
     int cta;
     Part part{};
     args_.share_heads(cta, part.kv_head, blockIdx.x);
     const Split split = find_split(cta);
-    if (split.batch_idx < 0) return;
-    part.batch_idx = split.batch_idx;
-    WarpJoin<Traits> join(args_, split, part.kv_head, cta);
-    const bool is_split = split.count > 1;
-    if (is_split) join.start();
+    part.batch_idx = max(split.batch_idx, 0);
+    const WarpJoin<Traits> join(args_, split, part.kv_head, cta);
+    if (warp < Traits::kWarps) {
+      cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters>();
+      run_loader(join, split, part, warp);
+    } else {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kControlRegisters>();
+      run_control(join, warp == Traits::kWarps);
+    }
+  }
+
+ private:
+  // Some work tile has several CTAs.
+  __device__ __forceinline__ bool has_parts() const { return args_.part_records > 0; }
+
+  // The warps that load and multiply.
+  __device__ __forceinline__ void run_loader(const WarpJoin<Traits>& join, const Split& split,
+                                             const Part& part, int warp) const {
     const CachedSequence sequence = find_cached_sequence<Traits::kBlockN>(args_, part.batch_idx);
     const PackedTile tile = PackedTile::of(args_, sequence, part);
-    const int warp = threadIdx.x / 32;
+    const bool has_work = split.batch_idx >= 0;
+    if (has_work) attend(split, warp, part, sequence, tile);
+    __syncthreads();  // Sync: all warps have stored O and its statistics.
 
+    const RowStore store(args_, tile, sequence, part);
+    if (has_work) {
+      add_warps(tile, [&](int i, int row, int vector, const float4& sum, const RowStats& all) {
+        if (join.is_split()) {
+          join.store_part(i, sum, all);
+        } else {
+          store.template store<Traits::kElement>(row, 4 * vector, sum, all);
+        }
+      });
+    }
+    if (!has_parts()) return;
+    __syncthreads();  // Sync: the turn is known, and all threads have stored the part.
+    const Turn turn = storage_.turn;
+    if (turn == Turn::kDone || turn == Turn::kDeclines) return;
+    if (join.is_split()) join.join_blocks(tile, store);
+    if (turn == Turn::kJoins) return;
+    __syncthreads();  // Sync: it is known whether a CTA declined.
+    if (storage_.some_declined) join.join_declined(sequence);
+  }
+
+  // The other warps, one of which counts the CTAs.
+  __device__ __forceinline__ void run_control(const WarpJoin<Traits>& join, bool counts) const {
+    StartOrder order{};
+    if (has_parts() && counts) order = join.start();
+    __syncthreads();
+    if (!has_parts()) return;
+    if (counts) {
+      const Turn turn = join.turn(order);
+      if (threadIdx.x % 32 == 0) storage_.turn = turn;
+    }
+    __syncthreads();
+    if (storage_.turn != Turn::kJoinsLast) return;
+    if (counts) {
+      const bool some_declined = join.some_declined();
+      if (threadIdx.x % 32 == 0) storage_.some_declined = some_declined;
+    }
+    __syncthreads();
+  }
+
+  // Computes O and the row statistics of a warp's KV blocks.
+  __device__ __forceinline__ void attend(const Split& split, int warp, const Part& part,
+                                         const CachedSequence& sequence,
+                                         const PackedTile& tile) const {
     typename WarpMainloop<Traits>::Out o;
     RowStats row[kRowTiles];
     WarpMainloop<Traits> mainloop(args_);
@@ -61,31 +126,26 @@ class WarpKernel {
     mainloop.load_q(tile, args_.q + part.batch_idx * args_.q_batch);
     mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(args_, part), n_block,
                     Traits::kWarps * split.count);
-    if (is_split) join.look();
     store_warp(o, row);
-    __syncthreads();  // Sync: all warps have stored O and its statistics.
-
-    const RowStore store(args_, tile, sequence, part);
-    add_warps(tile, [&](int i, int row, int vector, const float4& sum, const RowStats& all) {
-      if (is_split) {
-        join.store_part(i, sum, all);
-      } else {
-        store.template store<Traits::kElement>(row, 4 * vector, sum, all);
-      }
-    });
-    if (!is_split) return;
-    if (threadIdx.x == 0) storage_.turn = join.turn();
-    __syncthreads();  // Sync: the turn is known.
-    join.run(storage_.turn, tile, store);
   }
 
- private:
-  // cta: among those of its KV head. Each sequence gets one, and the others by its share of the
-  // KV blocks. All threads of a warp call it; lane b computes for sequence b.
+  // cta: among those of its KV head. All threads of the CTA call it. One warp reads the lengths of
+  // several sequences: they may change, and all warps must have the same split.
   __device__ __forceinline__ Split find_split(int cta) const {
+    if (args_.batch == 1) return {0, cta, args_.num_shares};
+    if (args_.batch == args_.num_shares) return {cta, 0, 1};
+    if (threadIdx.x < 32) {
+      const Split split = divide_ctas(cta);
+      if (threadIdx.x == 0) storage_.split = split;
+    }
+    __syncthreads();  // Sync: the split is written.
+    return storage_.split;
+  }
+
+  // Each sequence gets one CTA, and the others by its share of the KV blocks. All threads of a warp
+  // call it; lane b computes for sequence b.
+  __device__ __forceinline__ Split divide_ctas(int cta) const {
     const int num_ctas = args_.num_shares;
-    if (args_.batch == 1) return {0, cta, num_ctas};
-    if (args_.batch == num_ctas) return {cta, 0, 1};
     const int lane = threadIdx.x % 32;
     int n_blocks = 0;
     if (lane < args_.batch) {
@@ -137,7 +197,7 @@ class WarpKernel {
   template <class Store>
   __device__ __forceinline__ void add_warps(const PackedTile& tile, Store&& store) const {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < tile.num_rows() * args_.out_vectors; i += Traits::kThreads) {
+    for (int i = threadIdx.x; i < tile.num_rows() * args_.out_vectors; i += 32 * Traits::kWarps) {
       int row, vector;
       args_.out_vectors(row, vector, i);
       float4 value[Traits::kWarps];

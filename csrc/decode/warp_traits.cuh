@@ -24,11 +24,16 @@ struct WarpTraits {
   static constexpr int kRowTiles = kTheRowTiles;
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kBlockN = warp_block_n(kConfig);
-  static constexpr int kVecs = kHeadDim / 8;  // 16-byte vectors of a row
-  static constexpr int kWarps = kWarpKernelWarps;
-  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kVecs = kHeadDim / 8;       // 16-byte vectors of a row
+  static constexpr int kWarps = kWarpKernelWarps;  // that load and multiply
+  static constexpr int kThreads = kWarpKernelThreads;
+  // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
+  static constexpr int kRegisters = 240;
+  static constexpr int kControlRegisters = 24;
 
   static_assert(kBlockN % 8 == 0);
+  static_assert(32 * kWarps * kRegisters + (kThreads - 32 * kWarps) * kControlRegisters <=
+                kThreads * (65536 / kThreads / 8 * 8));
 };
 
 }  // namespace flashattn3::decode

@@ -87,8 +87,8 @@ __host__ __device__ __forceinline__ int units_of_sequence(const Arguments& args,
   return sequence.num_tiles * units_of_tile(args, sequence);
 }
 
-// Units begin to end - 1 of one head of a group belong to this CTA. The first of them is in
-// sequence batch_idx, whose first unit is first_unit; these are unset without units.
+// Units begin to end - 1 of one head of a group belong to this CTA, or are left of them. The first
+// of them is in sequence batch_idx, whose first unit is first_unit; these are unset without units.
 struct WorkShare {
   int begin, end;
   unsigned units, rest;  // of each share; the first `rest` shares have one more
@@ -129,59 +129,42 @@ struct Part {
   int num_ctas;   // 1: the part is the whole work tile
 };
 
-// Returns the parts of a share, in order. All threads of a CTA have the same. share: in shared
-// memory, which saves registers; it must outlive the iterator.
+// Takes the next part off the share: sets part, whose sequence share.sequence then is. Returns
+// false if there is none. The first part follows from the share alone, of others the lengths are
+// read.
 template <int kBlockN>
-class PartIterator {
- public:
-  __host__ __device__ __forceinline__ PartIterator(const Arguments& args, const WorkShare& share)
-      : args_(args),
-        share_(share),
-        unit_(share.begin),
-        batch_idx_(share.batch_idx),
-        first_unit_(share.first_unit),
-        sequence_(share.sequence) {}
-
-  // Sets part to the next part; returns false if there is none.
-  __host__ __device__ __forceinline__ bool next(Part& part) {
-    if (unit_ >= share_.end) return false;
-    int units = units_of_tile(args_, sequence_);
-    while (unit_ - first_unit_ >= sequence_.num_tiles * units) {
-      first_unit_ += sequence_.num_tiles * units;
-      sequence_ = find_cached_sequence<kBlockN>(args_, ++batch_idx_);
-      units = units_of_tile(args_, sequence_);
-    }
-    // Unsigned, which takes fewer instructions.
-    const int tile = static_cast<unsigned>(unit_ - first_unit_) / static_cast<unsigned>(units);
-    const int first_of_tile = first_unit_ + tile * units;
-    const int begin = unit_ - first_of_tile;
-    const int count = min(units - begin, share_.end - unit_);
-    const int row_tiles = sequence_.row_tiles;
-    part.batch_idx = batch_idx_;
-    const int group = row_tiles == 1 ? tile : tile / row_tiles;
-    part.kv_head = group * args_.share_heads + share_.head;
-    part.row_tile = tile - group * row_tiles;
-    part.n_blocks = sequence_.n_blocks;
-    if (!args_.whole_tiles) {
-      part.n_blocks.begin += begin;
-      part.n_blocks.end = part.n_blocks.begin + count;
-    }
-    part.first_cta = share_.cta_of(first_of_tile);
-    part.num_ctas = share_.cta_of(first_of_tile + units - 1) - part.first_cta + 1;
-    unit_ += count;
-    return true;
+__host__ __device__ __forceinline__ bool take_part(const Arguments& args, WorkShare& share,
+                                                   Part& part) {
+  if (share.begin >= share.end) return false;
+  int units = units_of_tile(args, share.sequence);
+  while (share.begin - share.first_unit >= share.sequence.num_tiles * units) {
+    if (share.batch_idx + 1 >= args.batch) return false;  // the lengths have changed
+    share.first_unit += share.sequence.num_tiles * units;
+    share.sequence = find_cached_sequence<kBlockN>(args, ++share.batch_idx);
+    units = units_of_tile(args, share.sequence);
   }
-
-  // The sequence of the part that next() returned last.
-  __host__ __device__ __forceinline__ const CachedSequence& sequence() const { return sequence_; }
-
- private:
-  const Arguments& args_;
-  const WorkShare& share_;
-  int unit_;        // first unit of the next part
-  int batch_idx_;   // sequence of the last part
-  int first_unit_;  // of that sequence
-  CachedSequence sequence_;
-};
+  // Unsigned, which takes fewer instructions.
+  const int tile =
+      static_cast<unsigned>(share.begin - share.first_unit) / static_cast<unsigned>(units);
+  const int first_of_tile = share.first_unit + tile * units;
+  const int begin = share.begin - first_of_tile;
+  const int count = min(units - begin, share.end - share.begin);
+  const int row_tiles = share.sequence.row_tiles;
+  part.batch_idx = share.batch_idx;
+  const int group = row_tiles == 1 ? tile : tile / row_tiles;
+  part.kv_head = group * args.share_heads + share.head;
+  part.row_tile = tile - group * row_tiles;
+  part.n_blocks = share.sequence.n_blocks;
+  if (!args.whole_tiles) {
+    part.n_blocks.begin += begin;
+    part.n_blocks.end = part.n_blocks.begin + count;
+  }
+  part.first_cta = share.cta_of(first_of_tile);
+  const int last_cta = share.cta_of(first_of_tile + units - 1);
+  // No other CTA than those of the head, even if the lengths have changed.
+  part.num_ctas = min(last_cta, share.first_cta + args.num_shares - 1) - part.first_cta + 1;
+  share.begin += count;
+  return true;
+}
 
 }  // namespace flashattn3::decode

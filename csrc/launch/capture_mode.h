@@ -1,4 +1,4 @@
-// Lets a thread call what a stream capture does not permit.
+// Whether a stream is captured, and what a thread may call then.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,6 +6,28 @@
 #include "launch/errors.h"
 
 namespace flashattn3 {
+
+// The capture of a stream. number: no other capture of the process has it; 0: there is none.
+struct Capture {
+  unsigned long long number = 0;
+  cudaGraph_t graph = nullptr;
+
+  static Capture of(cudaStream_t stream) {
+    Capture capture;
+    cudaStreamCaptureStatus status;
+#if CUDART_VERSION >= 13000
+    const auto ask = &cudaStreamGetCaptureInfo;
+    const cudaError_t asked =
+        ask(stream, &status, &capture.number, &capture.graph, nullptr, nullptr, nullptr);
+#else
+    const auto ask = &cudaStreamGetCaptureInfo_v2;
+    const cudaError_t asked =
+        ask(stream, &status, &capture.number, &capture.graph, nullptr, nullptr);
+#endif
+    check_cuda(asked, "asking whether the stream is captured");
+    return status == cudaStreamCaptureStatusActive ? capture : Capture();
+  }
+};
 
 // While it lives, the calling thread is in the relaxed capture mode: cudaMalloc, for one, would
 // else invalidate a capture that this thread or another one has begun.

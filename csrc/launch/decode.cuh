@@ -26,14 +26,12 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
     const DecodeGrid grid = warp_grid(params, kConfig);
     const int records = num_part_records(params, grid);
     return {.num_ctas = grid.num_ctas,
-            .workspace_bytes = 0,
-            .on_warps = true,
-            .part_bytes = records > 0 ? decode::PartMemory::bytes(records) : 0};
+            .workspace_bytes = records > 0 ? decode::PartMemory::bytes(records) : 0,
+            .on_warps = true};
   }
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
   return {.num_ctas = grid.num_ctas,
-          .workspace_bytes = params.whole_tiles ? 0 : grid.workspace_bytes(params.head_dim_v),
-          .num_counters = params.whole_tiles ? 0 : decode::num_counters(grid.num_ctas)};
+          .workspace_bytes = params.whole_tiles ? 0 : grid.workspace_bytes(params.head_dim_v)};
 }
 
 // Enqueues the kernel of a config for all calls, or that for plain ones.

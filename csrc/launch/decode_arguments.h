@@ -113,7 +113,8 @@ struct DecodeGrid {
   }
 };
 
-static_assert(decode::num_counters(DecodeGrid::kMostCtasPerSm) == kPartialCountersPerSm);
+static_assert(DecodeGrid::kMostCtasPerSm * decode::Counters::kMostSms ==
+              decode::Counters::kMostCtas);
 
 inline decode::CacheTensor cache_tensor(const CacheParams& cache) {
   return {.data = static_cast<const uint16_t*>(cache.data),
@@ -130,6 +131,9 @@ inline void check_decode(const char* name, int head_dim, int block_n, const Deco
   };
   check_head_dim("head_dim", params.head_dim);
   check_head_dim("head_dim_v", params.head_dim_v);
+  constexpr int kMostSms = decode::Counters::kMostSms;
+  expect(params.num_sms <= kMostSms, "launch", "num_sms", "at most " + std::to_string(kMostSms),
+         params.num_sms);
   const int64_t units = most_decode_units(params, block_n);
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
@@ -210,7 +214,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .partial_rows = grid.partial_rows,
           .partial_out = reinterpret_cast<float*>(memory + grid.stats_bytes()),
           .partial_stats = reinterpret_cast<float2*>(memory),
-          .partial_counters = params.counters};
+          .counters = params.whole_tiles ? nullptr : params.counters};
 }
 
 }  // namespace flashattn3

@@ -5,6 +5,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "decode/counters.h"
 #include "launch/params.h"
 
 namespace flashattn3 {
@@ -44,8 +45,6 @@ struct CacheParams {
   const void* data;  // a multiple of 16 bytes
   Strides stride;    // in elements; batch: between pages, or sequences of a dense cache
 };
-
-constexpr int kPartialCountersPerSm = 6;  // decode::num_counters of as many CTAs as an SM may get
 
 struct DecodeParams {
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); with cu_seqlens_q (total_q, ...)
@@ -95,13 +94,9 @@ struct DecodeParams {
   // LaunchSize::workspace_bytes, an address that is a multiple of 16, not initialised; null if
   // there are none.
   void* workspace;
-  // LaunchSize::num_counters, at most kPartialCountersPerSm for each SM and zero before the first
-  // launch that uses them; every launch resets them to zero. Launches that may run concurrently
-  // must not share them. Of a cached forward kernel: as ForwardParams::tile_counter, or null.
-  uint32_t* counters;
-  // decode::PartMemory of LaunchSize::part_bytes; null if that is 0. Launches that may run
-  // concurrently must not share it.
-  void* part_memory = nullptr;
+  // Zero before the first launch that uses them. Launches that may run concurrently must not share
+  // them. Of a cached forward kernel may be null.
+  decode::Counters* counters;
   bool pdl;  // as in ForwardParams
 };
 

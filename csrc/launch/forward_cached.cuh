@@ -42,12 +42,10 @@ inline ForwardParams forward_params_of(const DecodeParams& params) {
   forward.positions_q = {params.cu_seqlens_q, nullptr};
   forward.positions_k = {nullptr, params.cache_seqlens};  // for the order of the sequences alone
   forward.varlen_schedule = params.workspace;
-  forward.tile_counter = reinterpret_cast<int32_t*>(params.counters);
+  forward.tile_counter = params.counters == nullptr ? nullptr : params.counters->tile;
   forward.pdl = params.pdl;
   return forward;
 }
-
-constexpr int kTileCounters = 2;  // ForwardParams::tile_counter
 
 // Slots of a TMA box: the largest number that divides the page and the KV block. A dense cache has
 // pages of any size, but a box that crosses the end of one has no keys beyond it.
@@ -87,9 +85,7 @@ LaunchSize cached_forward_size(const char* name, const DecodeParams& params) {
   // The order of the sequences and, behind it, the tile semaphore.
   const int64_t schedule =
       forward.varlen ? varlen_schedule_bytes(params.batch) + int64_t{sizeof(int32_t)} : 0;
-  return {.num_ctas = num_persistent_ctas(forward, tiles),
-          .workspace_bytes = schedule,
-          .num_counters = kTileCounters};
+  return {.num_ctas = num_persistent_ctas(forward, tiles), .workspace_bytes = schedule};
 }
 
 template <forward::Config kConfig>

@@ -1,7 +1,8 @@
 #include "launch/side_stream.h"
 
+#include <algorithm>
+#include <list>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -10,34 +11,86 @@
 
 namespace flashattn3 {
 
-SideStream::SideStream(cudaStream_t stream) : side_(stream) {
-  if (stream == cudaStreamPerThread) return;
-  const RelaxedCaptureMode relaxed;
-  check_cuda(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking), "creating a side stream");
-  for (cudaEvent_t* event : {&forked_, &joined_}) {
-    check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming),
-               "creating an event of a side stream");
+struct SideStream::Lent {
+  const int device, priority;
+  cudaStream_t stream = nullptr;
+  cudaEvent_t forked = nullptr, joined = nullptr;
+
+  Lent(int device, int priority) : device(device), priority(priority) {
+    const RelaxedCaptureMode relaxed;
+    check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority),
+               "creating a side stream");
+    for (cudaEvent_t* event : {&forked, &joined}) {
+      check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming),
+                 "creating an event of a side stream");
+    }
   }
+};
+
+namespace {
+
+using Lent = SideStream::Lent;
+
+// Side streams that no call uses, the one that was used last at the end. Never destroyed: a call
+// may be the process's last.
+struct Unused {
+  std::mutex mutex;
+  std::list<std::unique_ptr<Lent>> streams;
+
+  static Unused& all() {
+    static Unused& unused = *new Unused;
+    return unused;
+  }
+};
+
+// A side stream stays in the capture in which it was used, until that ends.
+std::unique_ptr<Lent> lend(int device, cudaStream_t stream) {
+  int priority;
+  check_cuda(cudaStreamGetPriority(stream, &priority), "asking for a stream's priority");
+  const unsigned long long capture = Capture::of(stream).number;
+  Unused& unused = Unused::all();
+  {
+    const std::lock_guard lock(unused.mutex);
+    const auto fits = [&](const std::unique_ptr<Lent>& lent) {
+      if (lent->device != device || lent->priority != priority) return false;
+      const unsigned long long its_capture = Capture::of(lent->stream).number;
+      return its_capture == 0 || its_capture == capture;
+    };
+    const auto found = std::find_if(unused.streams.begin(), unused.streams.end(), fits);
+    if (found != unused.streams.end()) {
+      std::unique_ptr<Lent> lent = std::move(*found);
+      unused.streams.erase(found);
+      return lent;
+    }
+  }
+  return std::make_unique<Lent>(device, priority);
 }
 
-const SideStream& SideStream::of(int device, cudaStream_t stream) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<SideStream>> streams;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<SideStream>& found = streams[{device, stream}];
-  if (found == nullptr) found.reset(new SideStream(stream));
-  return *found;
+cudaError_t wait_for(cudaStream_t waiting, cudaStream_t other, cudaEvent_t event) {
+  const cudaError_t recorded = cudaEventRecord(event, other);
+  return recorded != cudaSuccess ? recorded : cudaStreamWaitEvent(waiting, event, 0);
 }
 
-void SideStream::fork(cudaStream_t stream) const { wait(side_, stream, forked_); }
-void SideStream::join(cudaStream_t stream) const { wait(stream, side_, joined_); }
+}  // namespace
 
-// A thread that uses the same streams may record the event in between: the wait is then for more of
-// the same stream's work. So each direction has an event of its own.
-void SideStream::wait(cudaStream_t waiting, cudaStream_t other, cudaEvent_t event) {
-  if (event == nullptr) return;
-  check_cuda(cudaEventRecord(event, other), "recording an event of a side stream");
-  check_cuda(cudaStreamWaitEvent(waiting, event, 0), "waiting for an event of a side stream");
+SideStream::SideStream(int device, cudaStream_t stream)
+    : stream_(stream), lent_(lend(device, stream)) {
+  check_cuda(wait_for(get(), stream_, lent_->forked), "forking a side stream");
+}
+
+// Errors are those of a stream that is lost anyway; the exception that ends the call says more.
+SideStream::~SideStream() {
+  if (!joined_) wait_for(stream_, get(), lent_->joined);
+  Unused& unused = Unused::all();
+  const std::lock_guard lock(unused.mutex);
+  unused.streams.push_back(std::move(lent_));
+}
+
+cudaStream_t SideStream::get() const { return lent_->stream; }
+
+void SideStream::join() {
+  check_cuda(wait_for(stream_, get(), lent_->joined), "joining a side stream");
+  joined_ = true;
 }
 
 }  // namespace flashattn3

@@ -3,29 +3,35 @@
 
 #include <cuda_runtime.h>
 
+#include <memory>
+
 namespace flashattn3 {
 
-// A stream whose work runs between what the caller's stream has and what follows there. Both may be
-// captured: the side stream then belongs to the capture until it is joined.
+// A stream of the same priority whose work runs between what the caller's stream has and what
+// follows there. Both may be captured: the side stream then belongs to the capture.
+//
+// Side streams are kept until the process ends and lent again: there are as many of each device and
+// priority as calls, or captures, used at a time. Work of a later call waits for that of an earlier
+// one on the same side stream.
 class SideStream {
  public:
-  // The side stream of a device and stream; the first call for the pair creates it, and it is kept
-  // until the process ends. The stream's device must be the current one. cudaStreamPerThread, which
-  // names the streams of many threads, is its own side stream.
-  static const SideStream& of(int device, cudaStream_t stream);
+  // Work that is enqueued on get() waits for that of `stream`, whose device must be the current
+  // one.
+  SideStream(int device, cudaStream_t stream);
+  // Joins as well if join() was not called, such as after an exception.
+  ~SideStream();
+  SideStream(const SideStream&) = delete;
 
-  cudaStream_t stream() const { return side_; }
-  // Work that is enqueued on stream() from here on waits for that of `stream`.
-  void fork(cudaStream_t stream) const;
-  // Work that is enqueued on `stream` from here on waits for that of stream().
-  void join(cudaStream_t stream) const;
+  cudaStream_t get() const;
+  // Work that is enqueued on `stream` from here on waits for that of get().
+  void join();
+
+  struct Lent;
 
  private:
-  explicit SideStream(cudaStream_t stream);
-  static void wait(cudaStream_t waiting, cudaStream_t other, cudaEvent_t event);
-
-  cudaStream_t side_;
-  cudaEvent_t forked_ = nullptr, joined_ = nullptr;  // null: the stream is its own side stream
+  const cudaStream_t stream_;
+  std::unique_ptr<Lent> lent_;
+  bool joined_ = false;
 };
 
 }  // namespace flashattn3

@@ -67,14 +67,14 @@ inline DecodeGrid warp_grid(const DecodeParams& params, const decode::Config& co
 // Records of PartMemory that a launch takes; 0: no work tile has several CTAs.
 inline int num_part_records(const DecodeParams& params, const DecodeGrid& grid) {
   if (grid.num_shares <= params.batch) return 0;
-  return decode::PartMemory::num_records(grid.partial_rows * params.head_dim_v / 8);
+  return grid.num_ctas * (grid.partial_rows * params.head_dim_v / 8);
 }
 
-// Parts are in params.part_memory, not in the workspace.
+// The workspace is PartMemory.
 inline decode::Arguments make_warp_arguments(const DecodeParams& params, const DecodeGrid& grid,
                                              int block_n) {
   decode::Arguments args = make_decode_arguments(params, grid, block_n);
-  args.part_memory = static_cast<decode::PartMemory*>(params.part_memory);
+  args.part_memory = static_cast<decode::PartMemory*>(params.workspace);
   args.part_records = num_part_records(params, grid);
   return args;
 }

@@ -3,8 +3,8 @@
 // forward_op.cpp apply.
 //
 // Nothing depends on a length on the host, so a captured call is right for other lengths. The
-// workspace is torch's, in a capture of the graph's pool; counters and parts that outlast a launch
-// belong to the stream (launch/stream_memory.h).
+// workspace is torch's, in a capture of the graph's pool; counters, which outlast a launch, belong
+// to the stream (launch/stream_counters.h).
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -20,7 +20,7 @@
 #include "launch/fill_rows.h"
 #include "launch/registry.h"
 #include "launch/side_stream.h"
-#include "launch/stream_memory.h"
+#include "launch/stream_counters.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/decode_call.h"
@@ -191,42 +191,22 @@ DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, c
   return params;
 }
 
-// Counters and parts of a call whose stream has none of its own.
-Tensor new_counters(int64_t count, int device, cudaStream_t stream) {
-  const Tensor counters = new_tensor<1>({count}, aoti_torch_dtype_int32(), device);
-  check_cuda(cudaMemsetAsync(counters.data_ptr(), 0, count * sizeof(uint32_t), stream),
-             "clearing counters");
-  return counters;
-}
-Tensor new_part_memory(int64_t bytes, int device, cudaStream_t stream) {
-  const Tensor parts = new_tensor<1>({bytes}, aoti_torch_dtype_uint8(), device);
-  set_part_memory(parts.data_ptr(), bytes, stream);
-  return parts;
-}
-
-// Tensors of a launch, which live until it is enqueued.
+// What a launch needs besides its tensors. It lives until the launch is enqueued.
 struct LaunchMemory {
-  std::optional<Tensor> workspace, counters, parts;
+  std::optional<Tensor> workspace, counters;
+  StreamCounters of_stream;
 
   // Allocates what the kernel needs and sets it in params.
-  LaunchMemory(const DecodeKernel& kernel, DecodeParams& params, int device, cudaStream_t stream) {
-    const LaunchSize size = kernel.size(kernel.info.name, params);
-    workspace = new_workspace(size.workspace_bytes, device);
+  LaunchMemory(const DecodeKernel& kernel, DecodeParams& params, int device, cudaStream_t stream)
+      : workspace(new_workspace(kernel.size(kernel.info.name, params).workspace_bytes, device)),
+        of_stream(device, stream) {
     if (workspace) params.workspace = workspace->data_ptr();
-    if (size.num_counters > 0) {
-      params.counters = partial_counters(device, stream, size.num_counters);
-      if (params.counters == nullptr) {
-        counters = new_counters(size.num_counters, device, stream);
-        params.counters = static_cast<uint32_t*>(counters->data_ptr());
-      }
-    }
-    if (size.part_bytes > 0) {
-      params.part_memory = part_memory(device, stream, size.part_bytes);
-      if (params.part_memory == nullptr) {
-        parts = new_part_memory(size.part_bytes, device, stream);
-        params.part_memory = parts->data_ptr();
-      }
-    }
+    params.counters = of_stream.get();
+    if (params.counters != nullptr) return;
+    constexpr int64_t kBytes = sizeof(decode::Counters);
+    counters = new_tensor<1>({kBytes}, aoti_torch_dtype_uint8(), device);
+    params.counters = static_cast<decode::Counters*>(counters->data_ptr());
+    check_cuda(cudaMemsetAsync(params.counters, 0, kBytes, stream), "clearing counters");
   }
 };
 
@@ -247,22 +227,19 @@ void launch_mixed(const PreparedDecode& launch, DecodeParams params, int device,
     of_short.num_sms = std::max(1, params.num_sms * 5 / 8);
     of_short.leaves_sms = true;
   }
-  const SideStream& side = SideStream::of(device, stream);
-  const cudaStream_t stream_of_short = beside ? side.stream() : stream;
+  // Memory of both kernels is allocated, and reused by later calls, in the order of `stream`, so
+  // the side stream is joined before it is released, also after an exception.
+  std::optional<LaunchMemory> memory_of_long, memory_of_short;
+  std::optional<SideStream> side;
   // Before the counters are looked up: a capture has its own, and the fork makes the side stream a
   // part of it.
-  if (beside) side.fork(stream);
-  // Memory of both kernels is allocated, and reused by later calls, in the order of `stream`.
-  const LaunchMemory memory_of_long(for_long, params, device, stream);
-  const LaunchMemory memory_of_short(for_short, of_short, device, stream_of_short);
+  if (beside) side.emplace(device, stream);
+  const cudaStream_t stream_of_short = beside ? side->get() : stream;
+  memory_of_long.emplace(for_long, params, device, stream);
+  memory_of_short.emplace(for_short, of_short, device, stream_of_short);
   for_short.launch(for_short.info.name, of_short, stream_of_short);
-  try {
-    for_long.launch(for_long.info.name, params, stream);
-  } catch (...) {  // out and the workspace are released in the order of `stream`
-    if (beside) side.join(stream);
-    throw;
-  }
-  if (beside) side.join(stream);
+  for_long.launch(for_long.info.name, params, stream);
+  if (beside) side->join();
 }
 
 }  // namespace
@@ -330,7 +307,7 @@ Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call,
 
 namespace {
 
-void decode(StableIValue* stack, uint64_t, uint64_t) {
+void decode_operator(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor launch = arguments.take<Tensor>();
   const DecodeCall call = DecodeCall::take(arguments);
@@ -386,13 +363,13 @@ STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library)
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
-  library.impl("decode", decode);
+  library.impl("decode", decode_operator);
   library.impl("decode_into", decode_into);
 }
 
 // Tensors on the CPU get an error that names them.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
-  library.impl("decode", decode);
+  library.impl("decode", decode_operator);
   library.impl("decode_into", decode_into);
 }
 

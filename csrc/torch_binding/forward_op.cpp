@@ -19,7 +19,7 @@
 #include "launch/params.h"
 #include "launch/quantize.h"
 #include "launch/registry.h"
-#include "launch/stream_memory.h"
+#include "launch/stream_counters.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/prepared.h"
@@ -256,7 +256,8 @@ void run(const ForwardKernel& kernel, const AttentionProblem& problem, const For
   const cudaStream_t stream = current_stream(device);
   const std::optional<Tensor> schedule = new_varlen_schedule(problem, device);
   ForwardParams params = make_params(problem, call.tensors, out, lse, schedule);
-  params.tile_counter = tile_counter(device, stream);
+  const StreamCounters counters(device, stream);
+  params.tile_counter = counters.get() == nullptr ? nullptr : counters.get()->tile;
   std::optional<Tensor> promoted;
   if (is_quantized(kernel.info.dtype)) {
     promoted = new_workspace(kernel.size(kernel.info.name, problem).workspace_bytes, device);

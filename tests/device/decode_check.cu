@@ -32,38 +32,18 @@ static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
 }
 static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckConfigs>());
 
-// The largest PartMemory, which all launches share.
-struct Parts {
-  const std::vector<uint32_t> between_launches = parts_between_launches();
-  const size_t num_bytes = between_launches.size() * sizeof(uint32_t);
-  void* memory;
-
-  Parts() {
-    check(cudaMalloc(&memory, num_bytes));
-    check(cudaMemcpy(memory, between_launches.data(), num_bytes, cudaMemcpyHostToDevice));
-  }
-  bool are_unwritten() const {
-    std::vector<uint32_t> found(between_launches.size());
-    check(cudaMemcpy(found.data(), memory, num_bytes, cudaMemcpyDeviceToHost));
-    return found == between_launches;
-  }
-  static Parts& all() {
-    static Parts parts;
-    return parts;
-  }
-};
-
-// Workspace and counters of launches on up to num_sms CTAs; the workspace is NaN.
+// Workspace and counters of launches on up to num_sms CTAs; the workspace has words that no kernel
+// would take for unwritten ones, and large numbers.
 struct Workspace {
   void* memory = nullptr;
-  uint32_t* counters = nullptr;
+  flashattn3::decode::Counters* counters = nullptr;
   int num_sms;
   int64_t bytes;
 
   explicit Workspace(int num_sms)
       : num_sms(num_sms),
         bytes(int64_t{2} * num_sms * flashattn3::decode::kBlockM * (256 * 4 + 16)) {
-    const size_t counter_bytes = num_sms * flashattn3::kPartialCountersPerSm * sizeof(uint32_t);
+    const size_t counter_bytes = sizeof(*counters);
     check(cudaMalloc(&memory, bytes));
     check(cudaMalloc(&counters, counter_bytes));
     check(cudaMemset(counters, 0, counter_bytes));
@@ -71,11 +51,13 @@ struct Workspace {
   }
   ~Workspace() { cudaFree(memory), cudaFree(counters); }
   Workspace(const Workspace&) = delete;
-  void poison() { check(cudaMemset(memory, 0xff, bytes)); }
-  bool counters_are_zero() const {
-    std::vector<uint32_t> found(num_sms * flashattn3::kPartialCountersPerSm);
-    check(cudaMemcpy(found.data(), counters, found.size() * 4, cudaMemcpyDeviceToHost));
-    return std::all_of(found.begin(), found.end(), [](uint32_t x) { return x == 0; });
+  void poison() { check(cudaMemset(memory, 0x7f, bytes)); }
+  bool counters_are_set() const {
+    flashattn3::decode::Counters found;
+    check(cudaMemcpy(&found, counters, sizeof(found), cudaMemcpyDeviceToHost));
+    return found.launch % flashattn3::kLaunchStep == 0 &&
+           std::all_of(std::begin(found.started), std::end(found.started),
+                       [](uint32_t x) { return x == 0; });
   }
 };
 
@@ -146,7 +128,6 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
     params.num_sms = turn.num_sms, params.workspace = workspace.memory;
     params.leaves_sms = turn.num_sms == 3;
     params.counters = workspace.counters;
-    params.part_memory = Parts::all().memory;
     params.whole_tiles = turn.whole_tiles, params.pdl = turn.pdl;
     check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
@@ -166,8 +147,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
     alarm(0);
     problem.out.download();
     check(cudaMemcpy(problem.lse.data(), lse, problem.lse.size() * 4, cudaMemcpyDeviceToHost));
-    if (!workspace.counters_are_zero()) wrong += " a counter is not 0;";
-    if (!Parts::all().are_unwritten()) wrong += " a part or a count is left;";
+    if (!workspace.counters_are_set()) wrong += " a count is left;";
     if (const int64_t stray = count_stray(problem)) {
       wrong += " " + std::to_string(stray) + " elements written outside;";
     }
@@ -297,7 +277,6 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
       .num_sms = num_sms,
       .workspace = workspace.memory,
       .counters = workspace.counters,
-      .part_memory = Parts::all().memory,
       .pdl = false,
   };
   const int config = config_of(false, cell.head_dim);

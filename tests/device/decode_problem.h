@@ -11,19 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "decode/part_memory.h"
 #include "launch/decode_params.h"
-#include "ptx/marked_memory.cuh"
 #include "tensors.h"
-
-// The largest PartMemory, as it is between launches.
-inline std::vector<uint32_t> parts_between_launches() {
-  using flashattn3::decode::PartMemory;
-  constexpr int64_t kBytes = PartMemory::bytes(PartMemory::num_records(PartMemory::kMostBlocks));
-  std::vector<uint32_t> parts(kBytes / sizeof(uint32_t), flashattn3::kUnwritten);
-  std::fill_n(parts.begin(), PartMemory::kMostCtas, 0);
-  return parts;
-}
 
 struct DecodeCase {
   std::string name;

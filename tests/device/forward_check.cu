@@ -24,7 +24,7 @@
 #include "forward_problem.h"
 #include "forward_quantized.h"
 #include "harness.cuh"
-#include "launch/stream_memory.h"
+#include "launch/stream_counters.h"
 
 using flashattn3::ElementType;
 using flashattn3::ForwardParams;
@@ -369,12 +369,12 @@ static void time_host(int num_sms, int* counter) {
 static bool check_counters() {
   cudaStream_t first, stream;
   check(cudaStreamCreate(&first));
-  const int* counters = flashattn3::tile_counter(0, first);
+  const auto* counters = flashattn3::StreamCounters(0, first).get();
   check(cudaStreamDestroy(first));
   for (int i = 0; i < 1000; ++i) {
     check(cudaStreamCreate(&stream));
     if (stream != first) continue;
-    const bool good = flashattn3::tile_counter(0, stream) != counters;
+    const bool good = flashattn3::StreamCounters(0, stream).get() != counters;
     std::printf("%s  counters of a stream whose handle another had\n", good ? "PASS" : "FAIL");
     return good;
   }

@@ -103,10 +103,10 @@ inline void check_batch(Result& result, const Batch& batch) {
   for (int block = 0; block < num_ctas; ++block) {
     const WorkShare share = share_of(args, block);
     const int cta = share.cta;
-    PartIterator<kBlockN> parts(args, share);
+    WorkShare left = share;
     Part part;
     int units = 0;
-    while (parts.next(part)) {
+    while (take_part<kBlockN>(args, left, part)) {
       Found& found = tiles[{part.batch_idx, part.kv_head, part.row_tile}];
       for (int block = part.n_blocks.begin; block < part.n_blocks.end; ++block) {
         ++found.blocks[block];
@@ -221,19 +221,26 @@ inline void check_groups(Result& result) {
     const int num_ctas = batch.num_ctas();
     std::map<int, std::pair<int, int>> arrivals;  // counter: arrivals, and how many it waits for
     std::map<int, std::tuple<int, int, int, int>> owner;
+    Counters counters;
     for (int block = 0; block < num_ctas; ++block) {
-      const WorkShare share = share_of(batch.args, block);
+      WorkShare share = share_of(batch.args, block);
       const int cta = share.cta;
-      PartIterator<kBlockN> parts(batch.args, share);
       Part part;
-      while (parts.next(part)) {
+      while (take_part<kBlockN>(batch.args, share, part)) {
         if (part.num_ctas == 1) continue;
         const ArrivalGroup group = ArrivalGroup::of(cta, part);
-        const int counter = partial_of(group.leader, part.first_cta);
-        auto& [count, wanted] = arrivals[counter];
-        ++count, wanted = group.num_ctas;
-        const std::tuple id{part.batch_idx, part.kv_head, part.row_tile, group.leader};
-        result.equal(1, owner.insert({counter, id}).first->second == id, "owner", counter);
+        const auto arrive = [&](const uint64_t* at, int leader, int num_arrivals) {
+          const int counter = static_cast<int>(at - counters.tiles);
+          auto& [count, wanted] = arrivals[counter];
+          ++count, wanted = num_arrivals;
+          const std::tuple id{part.batch_idx, part.kv_head, part.row_tile, leader};
+          result.equal(1, owner.insert({counter, id}).first->second == id, "owner", counter);
+        };
+        arrive(group.counter(counters, part), group.leader, group.num_ctas);
+        const int num_groups = ArrivalGroup::count(part.num_ctas);
+        if (num_groups > 1 && group.leader == cta) {
+          arrive(ArrivalGroup::counter_of_groups(counters, part), -1, num_groups);
+        }
         const int most = part.num_ctas <= kMostInOneGroup ? kMostInOneGroup : kGroup;
         result.equal(1, group.num_ctas <= most, "CTAs of a group");
       }
