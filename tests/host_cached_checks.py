@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+import pytest
 import torch
 from helpers import H100, forget_cached_calls
 
@@ -34,13 +35,18 @@ def events_of(host, call) -> list[list]:
     return [[name, *map(int, numbers)] for name, *numbers in events]
 
 
+def mixed_call(longest: int) -> partial:
+    """A call of three sequences of one query and one of many."""
+    use_cached_calls()
+    q = torch.zeros(longest + 3, 32, 128).bfloat16()
+    k, v = torch.zeros(2, 4, 1024, 8, 128).bfloat16()
+    edges = torch.tensor([0, 1, 2, 3, longest + 3], dtype=torch.int32)
+    return partial(flash_attn_with_kvcache, q, k, v, cu_seqlens_q=edges, max_seqlen_q=longest)
+
+
 def check_short_sequences_beside_long_ones(host):
     """A decode kernel in a stream beside, or before the forward kernel if SMs are to stay free."""
-    use_cached_calls()
-    q = torch.zeros(303, 32, 128).bfloat16()
-    k, v = torch.zeros(2, 4, 1024, 8, 128).bfloat16()
-    edges = torch.tensor([0, 1, 2, 3, 303], dtype=torch.int32)
-    call = partial(flash_attn_with_kvcache, q, k, v, cu_seqlens_q=edges, max_seqlen_q=300)
+    call = mixed_call(300)
 
     def passed(**options):
         names = ("record", "wait", "launch")
@@ -56,6 +62,25 @@ def check_short_sequences_beside_long_ones(host):
     assert forward[:3] == ["launch", 104, 512]
     prepare[1] = forward[1] = 100
     assert passed(sm_margin=32) == [["launch", 96, 256, alone], prepare, forward]
+
+
+def check_the_side_stream(host):
+    """It has the priority of the caller's stream, and is joined after a launch that failed too."""
+    call = mixed_call(200)
+    for priority in (-2, -1):
+        host.host_stream_priority(priority)
+        created = [event for event in events_of(host, call) if event[0] == "stream"]
+        assert created == [["stream", priority]]
+    host.host_stream_priority(0)
+
+    def fail():
+        host.host_fail_next_launch()
+        with pytest.raises(RuntimeError, match="no GPU"):
+            call()
+
+    fork, join = [["record", 0], ["wait", 1]], [["record", 1], ["wait", 0]]
+    names = "record", "wait", "launch"
+    assert [event for event in events_of(host, fail) if event[0] in names] == [*fork, *join]
 
 
 def check_units_of_a_mixed_batch(host):

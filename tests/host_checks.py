@@ -120,6 +120,15 @@ def check_divided_heads_of_a_varlen_batch(host):
     expect_sums(host, out, tensors, 4, [64, 188, 2, 1], [32, 188, 2, 1])
 
 
+def check_out_of_memory(host):
+    """The error is torch's own, on a GPU torch.OutOfMemoryError."""
+    q = torch.zeros(1, 1, 64, 128).bfloat16().expand(2**29, 1, 64, 128)  # 8 TiB of out
+    k = torch.zeros(1, 8, 64, 128).bfloat16().expand(2**29, 8, 64, 128)
+    host_cached_checks.use_cached_calls()
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        flash_attn_with_kvcache(q, k, k)
+
+
 def check_both_passes(host):
     q, k, v = inputs(72, 88, heads=(4, 4), dv=32)
     out, descriptors, launches = recorded(host, lambda: flash_attn_func(q, k, v, causal=True))

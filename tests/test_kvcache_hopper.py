@@ -291,15 +291,21 @@ def test_the_grid_and_the_workspace_at_any_length():
 
 
 def test_few_rows_of_few_sequences_run_on_a_warp_kernel():
-    """One CTA for each SM; parts are not in the workspace."""
+    """One CTA for each SM; each has its part of a work tile in the workspace, 40 bytes for eight
+    columns of a row, and four words."""
     size = partial(size_of, on_warps=True)
     handle = prepared()[0]
+
+    def with_parts(ctas, rows):
+        return 8 * ctas, 2 * 144 * 4 + 8 * ctas * rows * 16 * 40
+
     # Four warps of a CTA have 16 keys each, at least.
-    for keys, ctas in ((1, 1), (64, 1), (65, 2), (1024, 16), (1025, 16), (2**15, 16)):
-        assert size(handle, 1, 1, keys) == (8 * ctas, 0)
-    assert size(handle, 1, 4, 2**15) == (128, 0)
-    assert size(handle, 8, 1, 4096) == (128, 0)
-    assert size(handle, 8, 1, 64) == (64, 0)
+    for keys, ctas in ((65, 2), (1024, 16), (1025, 16), (2**15, 16)):
+        assert size(handle, 1, 1, keys) == with_parts(ctas, rows=4)
+    assert size(handle, 1, 4, 2**15) == with_parts(16, rows=16)
+    assert size(handle, 8, 1, 4096) == with_parts(16, rows=4)
+    for sizes in ((1, 1, 1), (1, 1, 64), (8, 1, 64)):  # a CTA for each work tile
+        assert size(handle, *sizes) == (8 * sizes[0], 0)
     assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 1, 1, 2**15)[0] == 132
     assert size(prepared(num_heads_kv=1, num_heads_q=8)[0], 32, 1, 8192)[0] == 132
     assert size(prepared(window_left=100)[0], 1, 1, 2**15)[0] == 8 * 2

@@ -22,6 +22,7 @@ struct WarpStorage {
   RowStats stats[Traits::kWarps][Traits::kRows];
   float4 out[Traits::kWarps][Traits::kRows][Traits::kHeadDim / 4];
   Split split;
+  CachedSequence sequence;
   Turn turn;
   bool some_declined;
 
@@ -67,7 +68,9 @@ class WarpKernel {
   // The warps that load and multiply.
   __device__ __forceinline__ void run_loader(const WarpJoin<Traits>& join, const Split& split,
                                              const Part& part, int warp) const {
-    const CachedSequence sequence = find_cached_sequence<Traits::kBlockN>(args_, part.batch_idx);
+    const CachedSequence sequence =
+        divides() ? storage_.sequence
+                  : find_cached_sequence<Traits::kBlockN>(args_, part.batch_idx);
     const PackedTile tile = PackedTile::of(args_, sequence, part);
     const bool has_work = split.batch_idx >= 0;
     if (has_work) attend(split, warp, part, sequence, tile);
@@ -129,29 +132,28 @@ class WarpKernel {
     store_warp(o, row);
   }
 
+  // Whether the lengths decide which CTA has which sequence.
+  __device__ __forceinline__ bool divides() const {
+    return args_.batch > 1 && args_.batch != args_.num_shares;
+  }
+
   // cta: among those of its KV head. All threads of the CTA call it. One warp reads the lengths of
-  // several sequences: they may change, and all warps must have the same split.
+  // several sequences: they may change, and all warps must have the same.
   __device__ __forceinline__ Split find_split(int cta) const {
-    if (args_.batch == 1) return {0, cta, args_.num_shares};
-    if (args_.batch == args_.num_shares) return {cta, 0, 1};
-    if (threadIdx.x < 32) {
-      const Split split = divide_ctas(cta);
-      if (threadIdx.x == 0) storage_.split = split;
-    }
-    __syncthreads();  // Sync: the split is written.
+    if (!divides()) return args_.batch == 1 ? Split{0, cta, args_.num_shares} : Split{cta, 0, 1};
+    if (threadIdx.x < 32) divide_ctas(cta);
+    __syncthreads();  // Sync: split and sequence are written.
     return storage_.split;
   }
 
   // Each sequence gets one CTA, and the others by its share of the KV blocks. All threads of a warp
-  // call it; lane b computes for sequence b.
-  __device__ __forceinline__ Split divide_ctas(int cta) const {
+  // call it; lane b computes for sequence b, and stores it if it is this CTA's.
+  __device__ __forceinline__ void divide_ctas(int cta) const {
     const int num_ctas = args_.num_shares;
     const int lane = threadIdx.x % 32;
-    int n_blocks = 0;
-    if (lane < args_.batch) {
-      const BlockRange of_lane = find_cached_sequence<Traits::kBlockN>(args_, lane).n_blocks;
-      n_blocks = of_lane.end - of_lane.begin;
-    }
+    CachedSequence sequence{};
+    if (lane < args_.batch) sequence = find_cached_sequence<Traits::kBlockN>(args_, lane);
+    const int n_blocks = sequence.n_blocks.end - sequence.n_blocks.begin;
     const int total = __reduce_add_sync(~0u, n_blocks);
     // The factor is a little too large, so that whole numbers stay whole: no sum of quotients that
     // are rounded down exceeds the CTAs by it.
@@ -164,10 +166,10 @@ class WarpKernel {
       if (lane >= distance) end += before;
     }
     const uint32_t later = __ballot_sync(~0u, cta < end);
-    if (later == 0) return {-1, 0, 0};
-    const int batch_idx = __ffs(later) - 1;
-    const int first = __shfl_sync(~0u, end - mine, batch_idx);
-    return {batch_idx, cta - first, __shfl_sync(~0u, mine, batch_idx)};
+    const int batch_idx = __ffs(later) - 1;  // -1: none
+    if (lane != max(batch_idx, 0)) return;
+    storage_.sequence = sequence;
+    storage_.split = batch_idx < 0 ? Split{-1, 0, 0} : Split{batch_idx, cta - (end - mine), mine};
   }
 
   __device__ __forceinline__ void store_warp(const typename WarpMainloop<Traits>::Out& o,

@@ -128,16 +128,21 @@ inline Tensor view_of(const Tensor& tensor, std::span<const int64_t> sizes,
 // For new_tensor, in the place of a GPU's index.
 constexpr int kCpu = -1;
 
+// Throws torch's own exception, such as torch.OutOfMemoryError, after an allocation that failed.
+[[noreturn]] void throw_of_allocation(std::span<const int64_t> sizes, int32_t dtype,
+                                      int32_t device_type, int device);
+
 // Allocates an uninitialised tensor on a GPU, or with kCpu on the CPU.
 template <size_t kRank>
 Tensor new_strided(const std::array<int64_t, kRank>& sizes,
                    const std::array<int64_t, kRank>& strides, int32_t dtype, int device) {
+  const int32_t type =
+      device == kCpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda();
+  const int index = device == kCpu ? 0 : device;
   AtenTensorHandle handle = nullptr;
-  check_torch(aoti_torch_empty_strided(
-                  kRank, sizes.data(), strides.data(), dtype,
-                  device == kCpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
-                  device == kCpu ? 0 : device, &handle),
-              "allocating a result");
+  const AOTITorchError status =
+      aoti_torch_empty_strided(kRank, sizes.data(), strides.data(), dtype, type, index, &handle);
+  if (status != AOTI_TORCH_SUCCESS) throw_of_allocation(sizes, dtype, type, index);
   return Tensor(handle);
 }
 

@@ -100,8 +100,9 @@ struct Turn {
 };
 
 // Runs the CTAs of one launch one after the other; several at a time of a warp kernel, which may
-// wait for each other. Returns an error message, or "".
-static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
+// wait for each other. The lengths of a raced launch change meanwhile. Returns an error message, or
+// "".
+static std::string run(DecodeProblem& problem, int config, const Turn& turn, bool raced) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
   params.leaves_sms = turn.num_sms == 5;
@@ -112,15 +113,27 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   params.workspace = workspace.data(), params.counters = &counters;
   check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
                kCheckConfigs[config].block_n, params);
+  std::mt19937 random(turn.seed);
+  std::vector<int32_t> lengths = problem.c.seqlens;
+  if (raced) {
+    params.cache_seqlens = lengths.data();
+    // A warp of a warp kernel reads the length of its sequence in one instruction, here in turn.
+    emulation::disturb = [&, any_time = !launch.is_warp_kernel](bool starts) {
+      if (!starts && !any_time) return;
+      const int keys = static_cast<int>(random() % 3 == 0 ? 1 : random() % (params.capacity + 1));
+      lengths[random() % lengths.size()] = keys;
+    };
+  }
   const decode::Arguments args = launch.arguments(params);
   emulation::kernel = [&] { launch.kernel(args); };
   std::vector<int> order(launch.num_ctas);
   std::iota(order.begin(), order.end(), 0);
-  std::mt19937 random(turn.seed);
   std::shuffle(order.begin(), order.end(), random);
   emulation::Grid grid{launch.num_ctas, launch.num_threads};
   if (launch.is_warp_kernel) grid.resident = turn.num_resident;
-  if (!emulation::run_grid(grid, order, turn.seed)) return "deadlock";
+  const bool ended = emulation::run_grid(grid, order, turn.seed);
+  emulation::disturb = nullptr;
+  if (!ended) return raced ? "deadlock of a raced launch" : "deadlock";
   return are_between_launches(counters) ? "" : "a count is left";
 }
 
@@ -139,7 +152,9 @@ static bool run_case(const DecodeCase& c) {
   for (const Turn& turn : turns) {
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
     std::fill(problem.lse.begin(), problem.lse.end(), NAN);
-    std::string wrong = run(problem, config, turn);
+    std::string wrong;
+    if (problem.c.seqlens.size() > 1) wrong = run(problem, config, turn, true);
+    wrong += run(problem, config, turn, false);
     if (const int64_t stray = count_stray(problem)) {
       wrong += " " + std::to_string(stray) + " elements written outside";
     }

@@ -6,6 +6,8 @@
 namespace emulation {
 
 inline std::function<void()> kernel;
+// Called, if set, when a cluster starts (true) and before a CTA goes on (false).
+inline std::function<void(bool starts)> disturb;
 
 inline void run_fiber() {
   kernel();
@@ -120,6 +122,7 @@ inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t s
   while (true) {
     while (next < order.size() &&
            resident.size() < static_cast<size_t>(grid.resident * grid.cluster_size)) {
+      if (disturb) disturb(true);
       Cluster& cluster = clusters[order[next]];
       for (int rank = 0; rank < grid.cluster_size; ++rank) {
         if (unused.empty()) unused.push_back(std::make_unique<Cta>());
@@ -136,6 +139,7 @@ inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t s
     if (resident.empty()) return true;
     const size_t i = resident.size() == 1 ? 0 : random() % resident.size();
     running = resident[i].get();
+    if (disturb) disturb(false);
     std::memcpy(shared_memory, running->memory.data(), kSharedBytes);
     State state = State::kRuns;
     const uint64_t before = progress;

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "kernel_arguments.h"
 #include "torch_binding/autograd_node.h"
@@ -23,6 +24,8 @@ namespace {
 // and one for the arguments of a kernel of cached calls, while it is on.
 bool logging = false;
 std::string events;
+int stream_priority = 0;
+bool next_launch_fails = false;
 
 template <class... Values>
 void log(const char* format, Values... values) {
@@ -75,6 +78,9 @@ EXPORTED void host_log(bool on) {
   events.clear();
 }
 EXPORTED const char* host_events() { return events.c_str(); }
+// Of torch's stream.
+EXPORTED void host_stream_priority(int priority) { stream_priority = priority; }
+EXPORTED void host_fail_next_launch() { next_launch_fails = true; }
 EXPORTED void host_register_node() { flashattn3::register_autograd_node("CPU"); }
 
 int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
@@ -127,6 +133,7 @@ cudaError_t cudaMemsetAsync(void* data, int, size_t bytes, cudaStream_t) {
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
+  if (std::exchange(next_launch_fails, false)) return cudaErrorLaunchFailure;
   log("launch %u %u %zu\n", config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes);
   log_arguments(kernel, arguments);
   return cudaSuccess;
@@ -147,13 +154,12 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-int side_priority;
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
-  *priority = stream == nullptr ? 0 : side_priority;
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
+  *priority = stream_priority;
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  side_priority = priority;
+  log("stream %d\n", priority);
   return cudaStreamCreateWithFlags(stream, flags);
 }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }

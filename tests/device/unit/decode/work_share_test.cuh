@@ -229,10 +229,10 @@ inline void check_groups(Result& result) {
       while (take_part<kBlockN>(batch.args, share, part)) {
         if (part.num_ctas == 1) continue;
         const ArrivalGroup group = ArrivalGroup::of(cta, part);
-        const auto arrive = [&](const uint64_t* at, int leader, int num_arrivals) {
+        const auto arrive = [&](const uint64_t* at, int leader, int expected) {
           const int counter = static_cast<int>(at - counters.tiles);
           auto& [count, wanted] = arrivals[counter];
-          ++count, wanted = num_arrivals;
+          ++count, wanted = expected;
           const std::tuple id{part.batch_idx, part.kv_head, part.row_tile, leader};
           result.equal(1, owner.insert({counter, id}).first->second == id, "owner", counter);
         };
