@@ -288,7 +288,7 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
   const auto read = [&](int copy) {
     read_kernel<<<4 * num_sms, 512, 0, stream>>>(
         reinterpret_cast<const uint4*>(cache + copy * 2 * elements), bytes / 16,
-        workspace.counters);
+        static_cast<uint32_t*>(workspace.memory));
   };
   decode(0);
   check(cudaStreamSynchronize(stream));

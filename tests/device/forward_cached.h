@@ -45,7 +45,8 @@ static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* co
     flashattn3::DecodeParams params = make_params(problem, memory, lse);
     params.num_sms = turn == 2 ? 3 : num_sms;
     params.pdl = turn == 0;
-    params.counters = turn == 0 ? reinterpret_cast<uint32_t*>(counter) : nullptr;
+    params.counters =
+        turn == 0 ? reinterpret_cast<flashattn3::decode::Counters*>(counter) : nullptr;
     params.workspace = const_cast<int*>(
         memory(std::vector<int>(flashattn3::varlen_schedule_bytes(c.batch) / 4, -1)));
     check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
@@ -188,7 +189,7 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
                       .window_left = -1,
                       .window_right = 0,
                       .num_sms = num_sms,
-                      .counters = reinterpret_cast<uint32_t*>(counter),
+                      .counters = reinterpret_cast<flashattn3::decode::Counters*>(counter),
                       .pdl = true});
   }
   const int of_cached = flashattn3::cached_config(false, d);

@@ -407,8 +407,8 @@ int main(int argc, char** argv) {
   signal(SIGALRM, on_alarm);
   int num_sms = 0, *counter;
   check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
-  check(cudaMalloc(&counter, 8));
-  check(cudaMemset(counter, 0, 8));
+  check(cudaMalloc(&counter, sizeof(flashattn3::decode::Counters)));
+  check(cudaMemset(counter, 0, sizeof(flashattn3::decode::Counters)));
   if (timing && part != nullptr && !std::strcmp(part, "cached")) {
     time_cached(num_sms, counter);
     return 0;

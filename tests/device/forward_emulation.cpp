@@ -79,9 +79,9 @@ static bool run_in_order(const std::function<void()>& kernel, std::vector<int> o
 static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   std::vector<int32_t> schedule(varlen_schedule_bytes(params.batch) / 4, -1);
-  uint32_t counters[2] = {};
+  decode::Counters counters{};
   params.num_sms = turn.num_sms, params.workspace = schedule.data();
-  params.counters = turn.counted ? counters : nullptr;
+  params.counters = turn.counted ? &counters : nullptr;
   const Launch launch = kPrepare[config](kCheckConfigNames[config], params);
   std::mt19937 random(turn.seed);
   const auto shuffled = [&](int count) {
@@ -98,7 +98,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
   if (!run_in_order(launch.kernel, shuffled(launch.num_ctas), launch.num_threads, turn.seed)) {
     return "deadlock";
   }
-  if (counters[0] != 0 || counters[1] != 0) return "the tile counter was not put back";
+  if (counters.tile[0] != 0 || counters.tile[1] != 0) return "the tile counter was not put back";
   return "";
 }
 
