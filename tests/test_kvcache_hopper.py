@@ -600,13 +600,13 @@ def test_a_packed_forward_equals_the_cached_call(shape, options, num_splits, poi
     q = torch.randn(batch, seqlen_q, 32, 128, device="cuda").bfloat16()
     k, v = (torch.randn(batch, seqlen_k, 8, 128, device="cuda").bfloat16() for _ in range(2))
     options = {**options, "num_splits": num_splits, "backend": "hopper", "return_lse": True}
-    found = flash_attn_func(q, k, v, **options)
+    found = flash_attn_func(q, k, v, **options, pack_gqa=True)
     wanted = flash_attn_with_kvcache(q, k, v, **options)
     assert all(map(torch.equal, found, wanted))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     dout = torch.randn_like(q)
     gradients = []
-    for pack_gqa in (None, False):
+    for pack_gqa in (True, False):
         out, _ = flash_attn_func(*leaves, **options, pack_gqa=pack_gqa)
         gradients.append(torch.autograd.grad(out, leaves, dout))
     for got, right in zip(*gradients, strict=True):
