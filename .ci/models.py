@@ -28,8 +28,8 @@ have the model. `python .ci/models.py` writes this page.
 NOT_TRIED = """
 ## Not tried
 
-Of these the test could not make a small model, or its eager attention did not run on the test's
-inputs: no statement about them, but that the errors above hold for them too.
+The test could not make a small model of these, or their eager attention did not run on its inputs.
+The table makes no statement about them; the errors above hold for them too.
 
 """
 

@@ -14,9 +14,10 @@ struct Counters {
 
   int32_t tile[2];             // of a forward kernel, TileSchedulerParams::tile_counter
   uint32_t started[kMostSms];  // of a warp kernel, a counter for each KV head; 0 between launches
-  // Of the decode kernels. launch: their number so far times 2^16, and during a launch the CTAs
-  // that have started. The others: the number of the launch that used the counter last times 2^16,
-  // and the arrivals; a later launch takes the counter for 0. 2^48 launches take 40 years.
+  // The decode kernels use the rest. launch: the number of launches so far times 2^16, plus the
+  // CTAs that have started during a launch. The others hold the number of the last launch that used
+  // the counter times 2^16, plus its arrivals; a later launch reads them as 0. 2^48 launches take
+  // 40 years.
   uint64_t launch;
   uint64_t tiles[kMostCtas];                 // of the work tile that begins in this CTA
   uint64_t groups[kMostCtas / kGroup];       // of a group of parts whose first CTA is one of 16

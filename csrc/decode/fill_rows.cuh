@@ -52,7 +52,7 @@ __device__ __forceinline__ void fill(const FillArguments& args, int batch_idx, i
   }
 }
 
-// Whether the metadata was made for the lengths of the sequence and the options of the call. A
+// Returns whether the metadata fits the lengths of the sequence and the options of the call. A
 // sequence without new tokens fits any number of them, as in flashattn3/kvcache/metadata.py.
 __device__ __forceinline__ bool metadata_fits(const FillArguments& args, int batch_idx,
                                               int num_queries) {

@@ -9,7 +9,7 @@
 
 namespace flashattn3::decode {
 
-// Of the producer; one thread publishes.
+// The producer's side of the queue; one thread publishes.
 template <Config kConfig>
 class PartPublisher {
   using Storage = SharedStorageOf<kConfig>;
@@ -49,7 +49,8 @@ class PartPublisher {
   bool publishes_;  // another part, or the end
 };
 
-// Of the producer and of each consumer: all lanes of all warps call next() until it returns false.
+// The reading side, for the producer and each consumer: all lanes of all warps call next() until it
+// returns false.
 template <Config kConfig>
 class PartQueue {
   using Storage = SharedStorageOf<kConfig>;

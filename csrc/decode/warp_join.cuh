@@ -3,11 +3,11 @@
 // say that they were written. Every block is summed in a fixed order, so that two launches give the
 // same bits.
 //
-// Who writes and who waits. One warp of each CTA makes the CTA's own words of the memory
-// kUnwritten, whatever they were, and then arrives at the counter of its KV head (release). The
-// counter returns to 0 with the last CTA of the head, which the host knows, so no length changes
-// that. A CTA reads words of others only once it has seen all of them arrive (acquire): what it
-// finds was written by this launch.
+// Synchronization of writers and readers. One warp of each CTA makes the CTA's own words of the
+// memory kUnwritten, whatever they were, and then arrives at the counter of its KV head (release).
+// The counter returns to 0 with the last CTA of the head, which the host knows, so no length
+// changes that. A CTA reads words of others only once it has seen all of them arrive (acquire):
+// what it finds was written by this launch.
 //
 // No CTA waits for one that has not started, because that one might need its SM: a CTA that does
 // not see all of its head arrive when its own part is ready declines. The last one to arrive always

@@ -132,7 +132,7 @@ class WarpKernel {
     store_warp(o, row);
   }
 
-  // Whether the lengths decide which CTA has which sequence.
+  // Returns whether the assignment of sequences to CTAs depends on the lengths.
   __device__ __forceinline__ bool divides() const {
     return args_.batch > 1 && args_.batch != args_.num_shares;
   }
