@@ -103,24 +103,26 @@ def test_a_launch_tells_its_shared_memory():
     assert launch.shared_memory_bytes == 1024 + 128 * (4 * 192 + 4 * 2 * 64)
 
 
-def workspace_bytes(rows, columns, semaphores, gradient_heads, bytes_of_parts):
+def workspace_bytes(rows, columns, semaphores, part_heads, sums=0, warps=0, floats=0):
     """Return the size of a backward's workspace.
 
-    rows: of dq_accum, lse and delta. gradient_heads: heads of dk and dv that the main kernel
-    stores, of all sequences. bytes_of_parts: of dk and dv where query heads are divided.
+    rows: of dq_accum, lse and delta. part_heads: parts of the KV heads, of all sequences. sums:
+    partial sums of dk and dv, one less than the parts of each tile and KV head, of so many warps
+    with a state each, and so many floats.
     """
-    # dq_semaphore, tile_semaphore, tiles_done
-    counters = semaphores * rows // 64 + 1 + gradient_heads
-    return -(-4 * (rows * (columns + 2) + counters) // 16) * 16 + bytes_of_parts
+    # dq_semaphore, tile_semaphore, tiles_done, states of partial sums
+    counters = semaphores * rows // 64 + 1 + part_heads + sums * warps
+    return -(-4 * (rows * (columns + 2) + counters) // 16) * 16 + sums * floats * 4
 
 
 @pytest.mark.parametrize("heads_kv", [4, 8])
 def test_a_gradient_tells_its_workspace(heads_kv):
     """With so few tiles, two query heads of a KV head have parts of dk and dv of their own."""
     launch = prepared(qkv(heads=(8, heads_kv)), backward_launch)
-    parts = 2 * 512 * 8 * (64 + 64) * 2 if heads_kv == 4 else 0
-    assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 64, 1, 2 * 8, parts)
-    assert launch.num_ctas == 2 * 8 * 3  # blocks of 192 keys
+    sums = 2 * 3 * 4 if heads_kv == 4 else 0  # blocks of 192 keys
+    sizes = sums, 12, 192 * (64 + 64)
+    assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 64, 1, 2 * 8, *sizes)
+    assert launch.num_ctas == 2 * 8 * 3
     # SharedStorage; K and V of 192 keys, four Q and dO; two dS; dQ of three warpgroups
     inputs, scores, dq = 2 * 128 * (192 + 4 * 64), 2 * 192 * 64 * 2, 3 * 64 * 64 * 4
     assert launch.shared_memory_bytes == 3072 + inputs + scores + dq
@@ -169,9 +171,9 @@ def test_parts_of_the_query_heads(batch, seqlen, heads, options, parts):
     q = torch.empty(batch, seqlen, heads[0], 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, seqlen, heads[1], 128, dtype=torch.bfloat16, device="meta")
     launch = prepared(Tensors(q, k, k), backward_launch, **options)
-    rows, gradient_heads = batch * seqlen * heads[0], batch * heads[1] * parts
-    of_parts = seqlen * gradient_heads * 2 * 128 * 2 if parts > 1 else 0
-    assert launch.workspace_bytes == workspace_bytes(rows, 128, 1, gradient_heads, of_parts)
+    sums = batch * -(-seqlen // 128) * heads[1] * (parts - 1)
+    sizes = batch * heads[1] * parts, sums, 8, 128 * (128 + 128)
+    assert launch.workspace_bytes == workspace_bytes(batch * seqlen * heads[0], 128, 1, *sizes)
 
 
 # Tokens of the sequences of the suite varlen.
@@ -210,9 +212,9 @@ def test_parts_of_the_query_heads_in_a_varlen_batch(lengths, heads, options, par
     longest = {"max_seqlen_q": longest, "max_seqlen_k": longest}
     launch = prepared(tensors, backward_launch, **longest, **options)
     rows = (total // 64 + len(lengths)) * 64 * heads[0]
-    of_parts = total * heads[1] * parts * 2 * 128 * 2 if parts > 1 else 0
-    gradient_heads = len(lengths) * heads[1] * parts
-    assert launch.workspace_bytes == workspace_bytes(rows, 128, 1, gradient_heads, of_parts)
+    sums = (total // 128 + len(lengths)) * heads[1] * (parts - 1)
+    sizes = len(lengths) * heads[1] * parts, sums, 8, 128 * (128 + 128)
+    assert launch.workspace_bytes == workspace_bytes(rows, 128, 1, *sizes)
 
 
 @pytest.mark.parametrize("dv", [64, 128, 160, 192])
@@ -221,9 +223,9 @@ def test_a_gradient_of_192_columns_tells_its_workspace(d, dv):
     in_parts = dv <= 128  # one CTA for a block of 128 keys; else two, each with 64
     for options in ({}, {"deterministic": True}, {"causal": True, "sm_margin": 20}):
         launch = prepared(qkv(d=d, dv=dv), backward_launch, **options)
-        parts = 2 * 512 * 8 * (d + dv) * 2
-        semaphores = 3 if in_parts else 2
-        assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 192, semaphores, 2 * 8, parts)
+        semaphores, warps, columns = (3, 8, 192 + 128) if in_parts else (2, 16, 192 + 192)
+        sizes = 2 * 8, 2 * 4 * 4, warps, 128 * columns  # heads, sums of blocks of 128 keys
+        assert launch.workspace_bytes == workspace_bytes(2 * 8 * 512, 192, semaphores, *sizes)
         assert launch.num_ctas == (1 if in_parts else 2) * 2 * 8 * 4
         scores = 64 * 64 * 2
         if in_parts:  # SharedStorage; K and two Q; V and two dO; two dS; two parts of dQ
