@@ -157,7 +157,11 @@ TYPE_ERRORS = [
     (dense(q=[1.0]), "q must be a torch.Tensor, got [1.0] (list)"),
     (dense(k=None), "k must be a torch.Tensor, got None"),
     (dense(softmax_scale="1"), "softmax_scale must be a float, got '1' (str)"),
-    (dense(softmax_scale=True), "softmax_scale must be a float, got True (bool)"),
+    (
+        dense(softmax_scale=True),
+        "softmax_scale must be a float, got True (bool); pass softmax_scale and causal by name, "
+        "FlashAttention-2 has them elsewhere",
+    ),
     (dense(causal=2), "causal must be a bool, got 2 (int)"),
     (dense(window_size=3), "window_size must be a pair (left, right), got 3 (int)"),
     (
