@@ -1,4 +1,4 @@
-// Whether a stream is captured, and what a thread may call then.
+// Tells whether a stream is captured, and lets a thread call CUDA functions during a capture.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -123,7 +123,7 @@ class StreamCounters::Pool {
       before = num_launches_;
     }
     if (cudaDeviceSynchronize() != cudaSuccess) {
-      cudaGetLastError();  // an error of a kernel is met by the launch that follows
+      cudaGetLastError();  // the next launch reports an error of a kernel
       return;
     }
     const std::lock_guard lock(mutex_);

@@ -45,7 +45,7 @@ __device__ __forceinline__ uint64_t start_launch(uint64_t* launches, int num_cta
   return before & ~(kLaunchStep - 1);
 }
 
-// As arrive_last, for the launch of this number: arrivals of earlier ones do not count.
+// Like arrive_last above, for the launch of this number: arrivals of earlier ones do not count.
 __device__ __forceinline__ bool arrive_last(uint64_t* counter, uint64_t launch, int count) {
   uint64_t before;
   asm volatile(

@@ -119,7 +119,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   return_results(stack, std::tuple(out, lse));
 }
 
-// Whether the tensors are what a call with these q, k and v has saved, and dout is its gradient.
+// Returns whether a call with these q, k and v saves such tensors, and dout fits its out.
 bool are_of_call(const Tensor& dout, const Tensor& out, const Tensor& lse,
                  const GivenTensors& given, const Axes& axes) {
   const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;

@@ -191,7 +191,7 @@ DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, c
   return params;
 }
 
-// What a launch needs besides its tensors. It lives until the launch is enqueued.
+// Memory that a launch needs besides its tensors. It lives until the launch is enqueued.
 struct LaunchMemory {
   std::optional<Tensor> workspace, counters;
   StreamCounters of_stream;
