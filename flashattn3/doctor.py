@@ -20,6 +20,7 @@ from .backends import BACKENDS
 from .backends.hopper import autograd_node
 from .backends.hopper.library import KernelInfo, find_library, kernel_info
 from .bench.environment import triton_version
+from .call.cached import DecodeOptions, DecodeTensors, describe_decode
 from .call.metadata import Metadata, metadata_of
 from .call.problem import Problem, describe
 from .call.spec import Options
@@ -27,7 +28,6 @@ from .dispatch.device import DeviceInfo, describe_device
 from .dispatch.kernel_configs import all_configs
 from .dispatch.planner import choose, decline_reason
 from .kvcache.backends import CACHE_BACKENDS
-from .kvcache.problem import DecodeOptions, DecodeTensors, describe_decode
 
 SHAPE = (1, 128, 2, 128)  # of q, k and v in _ordinary_problem and _probe
 CACHED_CALLS = {"cached calls": 1, "cached chunks": 2048}  # queries of a sequence

@@ -14,10 +14,10 @@ from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
+from flashattn3.call.cached import DECODE
 from flashattn3.call.metadata import metadata_of
 from flashattn3.kvcache import ops as kvcache
 from flashattn3.kvcache.planned import planned_calls
-from flashattn3.kvcache.problem import DECODE
 
 
 def use_cached_calls() -> None:

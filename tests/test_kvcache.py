@@ -27,8 +27,8 @@ from flashattn3 import (
     use_backend,
 )
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON_CACHE
+from flashattn3.call.cached import CombineProblem
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.problem import CombineProblem
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 LENGTHS = (0, 1, 17, 40)

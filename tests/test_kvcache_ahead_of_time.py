@@ -48,8 +48,8 @@ def compile_all(device: DeviceInfo, shape: str) -> list[tuple]:
     from flashattn3.backends.triton.cache_tiles import select_tile
     from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
     from flashattn3.backends.triton.kvcache_launch import sample_launches
+    from flashattn3.call import cached as of_cache
     from flashattn3.call.metadata import metadata_of
-    from flashattn3.kvcache import problem as of_cache
 
     def of(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -123,7 +123,7 @@ def compile_combine(device: DeviceInfo, head_dim: int) -> tuple[int, bool]:
     from flashattn3.backends.triton.cache_tiles import select_tile
     from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
     from flashattn3.backends.triton.kvcache_launch import combine_rows_launch
-    from flashattn3.kvcache.problem import CombineProblem
+    from flashattn3.call.cached import CombineProblem
 
     dtypes = torch.float32, torch.bfloat16, torch.device("cuda", 0)
     problem = CombineProblem("flash_attn_combine", *dtypes, head_dim, head_dim, None)
@@ -150,7 +150,7 @@ from flashattn3.backends.triton.cache_tiles import select_tile
 from flashattn3.backends.triton.kvcache_launch import sample_launches
 from flashattn3.dispatch.device import DeviceInfo
 from flashattn3.call.metadata import metadata_of
-from flashattn3.kvcache.problem import *
+from flashattn3.call.cached import *
 
 def of(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

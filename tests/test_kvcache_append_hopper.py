@@ -21,10 +21,10 @@ from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.backends.triton.kvcache import TritonCachedCall
+from flashattn3.call.cached import AppendOptions, AppendTensors, describe_append
 from flashattn3.call.metadata import metadata_of
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.problem import AppendOptions, AppendTensors, describe_append
 
 LIBRARY = find_library()
 pytest.importorskip("triton")

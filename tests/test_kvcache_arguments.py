@@ -16,12 +16,12 @@ from flashattn3 import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
+from flashattn3.call.cached import DecodeOptions, DecodeTensors, Lengths, describe_decode
+from flashattn3.call.cached_checks import check_decode
 from flashattn3.call.metadata import metadata_of
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
 from flashattn3.kvcache.backends import CACHE_BACKENDS
-from flashattn3.kvcache.checks import check_decode
-from flashattn3.kvcache.problem import DecodeOptions, DecodeTensors, Lengths, describe_decode
 
 B, SQ, H, HK, D, CAP, PAGE = 2, 3, 4, 2, 16, 32, 8
 

@@ -37,16 +37,7 @@ from flashattn3.backends.hopper.launch_record import DecodeRecord
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON
-from flashattn3.call.inputs import Tensors
-from flashattn3.call.inputs import metadata_of as metadata_of_input
-from flashattn3.call.metadata import metadata_of
-from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.kernel_configs import DECODE_CONFIGS, select_decode_config
-from flashattn3.dispatch.planner import choose
-from flashattn3.kvcache import explanation, ops
-from flashattn3.kvcache.metadata import HEADER, MAGIC, PER_SEQUENCE
-from flashattn3.kvcache.problem import (
+from flashattn3.call.cached import (
     AppendOptions,
     AppendTensors,
     CombineProblem,
@@ -55,6 +46,15 @@ from flashattn3.kvcache.problem import (
     describe_append,
     describe_decode,
 )
+from flashattn3.call.inputs import Tensors
+from flashattn3.call.inputs import metadata_of as metadata_of_input
+from flashattn3.call.metadata import metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.scheduler_metadata import HEADER, MAGIC, PER_SEQUENCE
+from flashattn3.call.spec import Options
+from flashattn3.dispatch.kernel_configs import DECODE_CONFIGS, select_decode_config
+from flashattn3.dispatch.planner import choose
+from flashattn3.kvcache import explanation, ops
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 LIBRARY = find_library()

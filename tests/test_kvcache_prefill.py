@@ -22,6 +22,7 @@ from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.launch_record import DecodeRecord
 from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.call.cached import DecodeTensors, Lengths
 from flashattn3.dispatch.kernel_configs import (
     CACHED_CONFIGS,
     CACHED_FORWARD_MEASURED,
@@ -29,7 +30,6 @@ from flashattn3.dispatch.kernel_configs import (
     select_decode_config,
 )
 from flashattn3.dispatch.planner import choose
-from flashattn3.kvcache.problem import DecodeTensors, Lengths
 from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 pytest.importorskip("triton")

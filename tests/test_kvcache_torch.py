@@ -18,7 +18,7 @@ from flashattn3 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flashattn3.kvcache.problem import (
+from flashattn3.call.cached import (
     AppendOptions,
     AppendTensors,
     DecodeOptions,

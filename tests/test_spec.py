@@ -14,9 +14,9 @@ from helpers import GPU, ROOT
 
 import flashattn3
 from flashattn3.call import inputs, spec
+from flashattn3.call.cached import DECODE, DecodeOptions
 from flashattn3.call.problem import Problem
 from flashattn3.call.public import public
-from flashattn3.kvcache.problem import DECODE, DecodeOptions
 from flashattn3.quantized import Scheme
 
 FUNCTIONS = [

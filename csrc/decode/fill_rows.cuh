@@ -10,8 +10,8 @@
 
 namespace flashattn3::decode {
 
-// Layout of the scheduler metadata, as in flashattn3/kvcache/metadata.py: kMagic, the hash of the
-// options, then for each sequence cached tokens, new tokens, queries, left padding.
+// Layout of the scheduler metadata, as in flashattn3/call/scheduler_metadata.py: kMagic, the hash
+// of the options, then for each sequence cached tokens, new tokens, queries, left padding.
 constexpr int kMetadataMagic = 0x6b763031;
 constexpr int kMetadataHeader = 2, kMetadataPerSequence = 4;
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ void fill(const FillArguments& args, int batch_idx, i
 }
 
 // Returns whether the metadata fits the lengths of the sequence and the options of the call. A
-// sequence without new tokens fits any number of them, as in flashattn3/kvcache/metadata.py.
+// sequence without new tokens fits any number of them, as in flashattn3/call/scheduler_metadata.py.
 __device__ __forceinline__ bool metadata_fits(const FillArguments& args, int batch_idx,
                                               int num_queries) {
   int num_new = args.seqlen_new;

@@ -14,7 +14,7 @@
 namespace flashattn3 {
 
 // Arguments of an append, in the order of the schema. The tensors are those of AppendTensors in
-// flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is null; -1: the
+// flashattn3/call/cached.py. seqlen: cached tokens where cache_seqlens is null; -1: the
 // capacity.
 struct AppendCall {
   Tensor k, v, k_cache, v_cache;

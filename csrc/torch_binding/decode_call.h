@@ -15,7 +15,7 @@
 namespace flashattn3 {
 
 // Arguments of a cached call, in the order of the schema of decode. The tensors are those of
-// DecodeTensors in flashattn3/kvcache/problem.py. seqlen: cached tokens where cache_seqlens is
+// DecodeTensors in flashattn3/call/cached.py. seqlen: cached tokens where cache_seqlens is
 // null; -1: the capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the
 // metadata holds.
 struct DecodeCall {

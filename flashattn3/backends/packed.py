@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.cached import DecodeProblem, DecodeTensors, Lengths, packed_rows
 from ..call.dtypes import SIXTEEN_BIT
 from ..call.inputs import Tensors
 from ..call.problem import Problem
-from ..kvcache.problem import DecodeProblem, DecodeTensors, Lengths, packed_rows
 from .results import result_shapes
 
 FEW_ROWS = 64  # packed rows that one tile of the forward would have too

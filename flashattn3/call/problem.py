@@ -20,6 +20,7 @@ from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
 from .inputs import SIDES, Scaled, Tensors, as_scaled, data_of
 from .metadata import Metadata
 from .spec import CALL, Options, ScoreScale, expect_no_cap, score_scale_of
+from .tensor_checks import check_device, check_int32
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,7 @@ def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: boo
     for name, tensor, dtype in (("k", k, q.dtype), ("v", v, v_dtype(q.dtype))):
         wanted = f"{dtype} as q's" if dtype == q.dtype else f"{dtype} where q is {q.dtype}"
         expect(tensor.dtype == dtype, function, f"{name}.dtype", wanted, tensor.dtype)
-        got, wanted = tensor.device, f"{q.device} as q's"
-        expect(got == q.device, function, f"{name}.device", wanted, got)
+        check_device(function, name, tensor, q.device, "q")
         if not varlen:
             got = tensor.shape[0]
             expect(
@@ -185,10 +185,8 @@ def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: boo
 def _check_index(function: str, name: str, index: Metadata | None, device, required: bool) -> None:
     if index is None:
         expect(not required, function, name, "an int32 tensor", None)
-        return
-    expect(len(index.shape) == 1, function, f"{name}.shape", "one-dimensional", tuple(index.shape))
-    expect(index.dtype == torch.int32, function, f"{name}.dtype", torch.int32, index.dtype)
-    expect(index.device == device, function, f"{name}.device", f"{device} as q's", index.device)
+    else:
+        check_int32(function, name, index, 1, device, "q")
 
 
 def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) -> Problem:

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import boolean, integer
-from ..call.metadata import metadata_of
-from ..call.public import public
-from ..dispatch.selection import backend_in_force
-from ..errors import expect, shown, type_error, value_error
-from ..modes import has_autocast
-from ..operator_rules import as_cache_under_autocast
-from . import ops
-from .calls import seqlens_of, with_kvcache
-from .checks import (
+from ..call.cached import (
+    DECODE,
+    AppendOptions,
+    AppendTensors,
+    Lengths,
+)
+from ..call.cached_checks import (
     DTYPES,
     MAX_CAPACITY,
     check_combine,
@@ -27,13 +25,15 @@ from .checks import (
     check_out,
     check_tensors,
 )
-from .metadata import hash_of_options, make_metadata
-from .problem import (
-    DECODE,
-    AppendOptions,
-    AppendTensors,
-    Lengths,
-)
+from ..call.metadata import metadata_of
+from ..call.public import public
+from ..call.scheduler_metadata import hash_of_options, make_metadata
+from ..dispatch.selection import backend_in_force
+from ..errors import expect, shown, type_error, value_error
+from ..modes import has_autocast
+from ..operator_rules import as_cache_under_autocast
+from . import ops
+from .calls import seqlens_of, with_kvcache
 
 
 @public(with_kvcache, DECODE)

@@ -8,14 +8,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..call.arguments import boolean, integer, length
-from ..call.metadata import metadata_of
-from ..errors import expect, shown, value_error
-from ..modes import has_autocast
-from ..operator_rules import as_cache_under_autocast
-from . import ops
-from .checks import check_decode, check_out, check_tensors
-from .planned import Further, NewTokens, run_planned
-from .problem import (
+from ..call.cached import (
     AppendOptions,
     AppendTensors,
     DecodeOptions,
@@ -23,6 +16,13 @@ from .problem import (
     Lengths,
     one_q_position,
 )
+from ..call.cached_checks import check_decode, check_out, check_tensors
+from ..call.metadata import metadata_of
+from ..errors import expect, shown, value_error
+from ..modes import has_autocast
+from ..operator_rules import as_cache_under_autocast
+from . import ops
+from .planned import Further, NewTokens, run_planned
 
 
 def with_kvcache(

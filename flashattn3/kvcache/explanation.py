@@ -8,15 +8,7 @@ from inspect import signature
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
-from ..dispatch.device import describe_device
-from ..dispatch.planner import Plan, choose
-from ..explanation import Explanation, explanation_of, place_of
-from . import ops
-from .api import flash_attn_with_kvcache
-from .backends import CACHE_BACKENDS
-from .checks import check_decode
-from .problem import (
+from ..call.cached import (
     AppendOptions,
     AppendTensors,
     DecodeTensors,
@@ -24,7 +16,15 @@ from .problem import (
     describe_append,
     describe_decode,
 )
-from .value_checks import capacity_of
+from ..call.cached_checks import check_decode
+from ..call.cached_value_checks import capacity_of
+from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
+from ..dispatch.device import describe_device
+from ..dispatch.planner import Plan, choose
+from ..explanation import Explanation, explanation_of, place_of
+from . import ops
+from .api import flash_attn_with_kvcache
+from .backends import CACHE_BACKENDS
 
 
 class _Watched(TorchDispatchMode):

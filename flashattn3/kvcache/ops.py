@@ -14,20 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
-from ..call.value_checks import is_checked
-from ..dispatch.device import describe_device
-from ..dispatch.planner import Plan, choose
-from ..dispatch.selection import ANY, named_backend
-from ..errors import expect
-from ..modes import is_plain
-from ..operator_rules import recorded, warn_of_reference
-from . import problem as problems
-from .backends import CACHE_BACKENDS
-from .checks import check_append, check_combine, check_decode, check_out, check_tensors
-from .metadata import hash_of_options
-from .planned import planned_calls
-from .problem import (
+from ..call import cached as problems
+from ..call.cached import (
     AppendOptions,
     AppendTensors,
     CombineProblem,
@@ -36,7 +24,19 @@ from .problem import (
     Lengths,
     lse_shape,
 )
-from .value_checks import check_append_values, check_decode_values
+from ..call.cached_checks import check_append, check_combine, check_decode, check_out, check_tensors
+from ..call.cached_value_checks import check_append_values, check_decode_values
+from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
+from ..call.scheduler_metadata import hash_of_options
+from ..call.value_checks import is_checked
+from ..dispatch.device import describe_device
+from ..dispatch.planner import Plan, choose
+from ..dispatch.selection import ANY, named_backend
+from ..errors import expect
+from ..modes import is_plain
+from ..operator_rules import recorded, warn_of_reference
+from .backends import CACHE_BACKENDS
+from .planned import planned_calls
 
 _LENGTHS = "SymInt? seqlen, SymInt seqlen_new, SymInt? max_seqlen_q"
 _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields)

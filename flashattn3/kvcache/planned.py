@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.cached import DecodeOptions, lse_shape, one_q_position
 from ..dispatch.planned import PlannedCalls
-from .problem import DecodeOptions, lse_shape, one_q_position
 
 
 class Operators(NamedTuple):

@@ -10,7 +10,7 @@ from ...dispatch.backend import head_dim_reason
 from ...dispatch.kernel_configs import APPEND_MEASURED, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
-    from ...kvcache.problem import AppendProblem, AppendTensors, Lengths
+    from ...call.cached import AppendProblem, AppendTensors, Lengths
     from .library import Library
 
 

@@ -42,8 +42,8 @@ from .library import Library, library_for_gpu, mended_by
 from .packing import estimate
 
 if TYPE_CHECKING:
+    from ...call.cached import DecodeProblem
     from ...dispatch.launch_cache import Passes
-    from ...kvcache.problem import DecodeProblem
 
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.

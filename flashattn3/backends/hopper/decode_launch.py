@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...call.cached import DecodeTensors
 from ...call.dtypes import NAMES, SIXTEEN_BIT
 from ...dispatch.backend import score_factor_reason
 from ...dispatch.kernel_configs import (
@@ -23,12 +24,11 @@ from ...dispatch.kernel_configs import (
 )
 from ...dispatch.planned import Planned
 from ...kvcache.planned import Operators
-from ...kvcache.problem import DecodeTensors
 from .launch_record import decode_record_of
 
 if TYPE_CHECKING:
+    from ...call.cached import DecodeProblem, Lengths
     from ...dispatch.device import DeviceInfo
-    from ...kvcache.problem import DecodeProblem, Lengths
     from .library import Library
 
 ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once

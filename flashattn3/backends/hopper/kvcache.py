@@ -12,10 +12,10 @@ from functools import cached_property
 
 from torch import Tensor
 
+from ...call.cached import AppendProblem, CacheProblem, CombineProblem, DecodeProblem
 from ...dispatch.device import DeviceInfo
 from ...dispatch.kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
 from ...dispatch.planned import Planned
-from ...kvcache.problem import AppendProblem, CacheProblem, CombineProblem, DecodeProblem
 from ..triton.kvcache import BACKEND as TRITON
 from . import append_launch, decode_launch
 from .backend import BACKEND as FORWARD

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 import torch
 
+from ...call.cached import DecodeTensors
 from ...call.spec import ScoreScale
-from ...kvcache.problem import DecodeTensors
 
 if TYPE_CHECKING:
+    from ...call.cached import DecodeProblem
     from ...call.problem import Problem
     from ...dispatch.device import DeviceInfo
-    from ...kvcache.problem import DecodeProblem
 
 
 # The arguments of prepare_forward and prepare_backward after the index of the kernel config.

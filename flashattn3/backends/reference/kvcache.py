@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.cached import DecodeProblem
+from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
 from ...call.spec import HINTS
 from ...dispatch.backend import score_factor_reason
-from ...kvcache.metadata import HEADER, PER_SEQUENCE, make_metadata
-from ...kvcache.problem import DecodeProblem
 from .rotary import rotated
 
 if TYPE_CHECKING:
+    from ...call.cached import AppendTensors, CacheProblem, DecodeTensors, Lengths
     from ...dispatch.device import DeviceInfo
-    from ...kvcache.problem import AppendTensors, CacheProblem, DecodeTensors, Lengths
 
 _MAX_SCORES = 2**26  # alive at once
 

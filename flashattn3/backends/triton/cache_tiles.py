@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from ...call.cached import CacheProblem, DecodeProblem
 from ...dispatch.device import DeviceInfo
-from ...kvcache.problem import CacheProblem, DecodeProblem
 from .columns import widest
 from .tile_configs import Tile, select_tile_config
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...call.cached import CombineProblem, DecodeProblem
 from ...call.dtypes import SIXTEEN_BIT
 from ...dispatch.backend import head_dim_reason, score_factor_reason
 from ...dispatch.device import DeviceInfo
-from ...kvcache.problem import CombineProblem, DecodeProblem
 from .backend import BACKEND as FORWARD
 from .cache_tiles import CacheTile, select_tile
 from .tile_configs import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
-    from ...kvcache.problem import AppendTensors, CacheProblem, DecodeTensors, Lengths
+    from ...call.cached import AppendTensors, CacheProblem, DecodeTensors, Lengths
 
 COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

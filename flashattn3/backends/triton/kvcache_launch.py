@@ -21,7 +21,7 @@ from .kernels.variable_launch import VariableLaunch
 from .launch import capping
 
 if TYPE_CHECKING:
-    from ...kvcache.problem import (
+    from ...call.cached import (
         AppendProblem,
         AppendTensors,
         CombineProblem,

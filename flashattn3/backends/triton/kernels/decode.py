@@ -27,7 +27,7 @@ from .common import (
 )
 from .forward import LN2
 
-# Layout of the scheduler metadata, as in flashattn3/kvcache/metadata.py.
+# Layout of the scheduler metadata, as in flashattn3/call/scheduler_metadata.py.
 HEADER = tl.constexpr(2)
 PER_SEQUENCE = tl.constexpr(4)
 MAGIC = tl.constexpr(0x6B763031)

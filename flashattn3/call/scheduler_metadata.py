@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.spec import ScoreScale, is_capped
-from .problem import DecodeOptions
+from .cached import DecodeOptions
+from .spec import ScoreScale, is_capped
 
 HEADER, PER_SEQUENCE = 2, 4
 MAGIC = 0x6B763031

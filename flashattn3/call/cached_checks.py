@@ -8,13 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.arguments import expect_strided
-from ..call.dtypes import EIGHT_BIT, FULL_PRECISION, SIXTEEN_BIT
-from ..call.metadata import Metadata
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from ..modes import refuse_jit_trace, refuse_tangents, refuse_transforms
-from .metadata import metadata_size
-from .problem import (
+from .arguments import expect_strided
+from .cached import (
     DECODE,
     MAX_HEAD_DIM,
     AppendOptions,
@@ -23,6 +20,10 @@ from .problem import (
     DecodeTensors,
     Lengths,
 )
+from .dtypes import EIGHT_BIT, FULL_PRECISION, SIXTEEN_BIT
+from .metadata import Metadata
+from .scheduler_metadata import metadata_size
+from .tensor_checks import check_device, check_int32
 
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION)
 MAX_CAPACITY = 2**30  # keys of one sequence
@@ -103,7 +104,7 @@ def check_edges(
     tensor whose device it is."""
     if edges is None:
         return
-    _check_int32(function, name, edges, 1, device, of)
+    check_int32(function, name, edges, 1, device, of)
     entries = edges.shape[0]
     expect(entries >= 1, function, f"{name}.shape[0]", "batch + 1 >= 1", entries)
     expect(edges.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(edges.stride)[-1])
@@ -141,7 +142,7 @@ def _check_cache(function: str, tensors: DecodeTensors | AppendTensors, batch: i
     for name, cache in (("k_cache", k), ("v_cache", v)):
         axes = f"({lead}, num_heads_kv, head_dim)"
         expect(len(cache.shape) == 4, function, f"{name}.shape", axes, tuple(cache.shape))
-        _check_device(function, name, cache, device, of)
+        check_device(function, name, cache, device, of)
         dense, stride = cache.rows_are_dense, tuple(cache.stride)
         expect(dense, function, f"{name}.stride(-1)", "1: a cache is not copied", stride[-1])
         size = cache.shape[-1]
@@ -153,7 +154,7 @@ def _check_cache(function: str, tensors: DecodeTensors | AppendTensors, batch: i
     expect(k.shape[2] >= 1, function, "k_cache.shape[2]", "at least 1 head", k.shape[2])
     rows, holder, capacity = k.shape[0], "k_cache", k.shape[1]
     if table is not None:
-        _check_int32(function, "page_table", table, 2, device, of)
+        check_int32(function, "page_table", table, 2, device, of)
         wanted = "1: any row stride, dense rows"
         expect(table.rows_are_dense, function, "page_table.stride(-1)", wanted, table.stride[-1])
         expect(k.shape[1] >= 1, function, "k_cache.shape[1]", "a page_size >= 1", k.shape[1])
@@ -171,22 +172,10 @@ def _check_indices(function: str, tensors, batch: int, names: tuple[str, ...]) -
         index = getattr(tensors, name)
         if index is None:
             continue
-        _check_int32(function, name, index, 1, device, "k_cache")
+        check_int32(function, name, index, 1, device, "k_cache")
         found, wanted = index.shape[0], f"{batch} (batch)"
         expect(found == batch, function, f"{name}.shape[0]", wanted, found)
         expect(index.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(index.stride)[-1])
-
-
-def _check_int32(function: str, name: str, x: Metadata, ndim: int, device, of: str) -> None:
-    wanted = ("one-dimensional", "two-dimensional: (batch, max_pages)")[ndim - 1]
-    expect(len(x.shape) == ndim, function, f"{name}.shape", wanted, tuple(x.shape))
-    expect(x.dtype == torch.int32, function, f"{name}.dtype", torch.int32, x.dtype)
-    _check_device(function, name, x, device, of)
-
-
-def _check_device(function: str, name: str, x: Metadata, device: torch.device, of: str) -> None:
-    """of: name of the tensor whose device it is."""
-    expect(x.device == device, function, f"{name}.device", f"{device} as {of}'s", x.device)
 
 
 def check_descale(
@@ -202,7 +191,7 @@ def check_descale(
     expect(shape == wanted, function, f"{name}.shape", f"{wanted} {axes}", shape)
     dtype = descale.dtype
     expect(dtype == torch.float32, function, f"{name}.dtype", torch.float32, dtype)
-    _check_device(function, name, descale, device, of)
+    check_device(function, name, descale, device, of)
 
 
 def _check_sinks(function: str, sinks: Found, q: Metadata) -> None:
@@ -212,7 +201,7 @@ def _check_sinks(function: str, sinks: Found, q: Metadata) -> None:
     expect(found == wanted, function, "sinks.shape", f"{wanted} (num_heads_q)", found)
     legal = (torch.float32, q.dtype)
     expect(sinks.dtype in legal, function, "sinks.dtype", f"one of {legal}", sinks.dtype)
-    _check_device(function, "sinks", sinks, q.device, "q")
+    check_device(function, "sinks", sinks, q.device, "q")
     stride = tuple(sinks.stride)
     expect(sinks.rows_are_dense, function, "sinks.stride(-1)", 1, stride[-1])
 
@@ -221,7 +210,7 @@ def _check_metadata(function: str, metadata: Found, batch: int, device) -> None:
     if metadata is None:
         return
     name = "scheduler_metadata"
-    _check_int32(function, name, metadata, 1, device, "q")
+    check_int32(function, name, metadata, 1, device, "q")
     size, found = metadata_size(batch), metadata.shape[0]
     wanted = f"{size}, from get_scheduler_metadata with batch_size={batch}"
     expect(found == size, function, f"{name}.shape[0]", wanted, found)
@@ -242,7 +231,7 @@ def check_out(
     found = tuple(out.shape)
     expect(found == tuple(shape), function, f"{name}.shape", tuple(shape), found)
     expect(out.dtype == dtype, function, f"{name}.dtype", dtype, out.dtype)
-    _check_device(function, name, out, device, of)
+    check_device(function, name, out, device, of)
     expect(out.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(out.stride)[-1])
     wanted = "without a stride of 0: every row is written"
     expect(not out.is_expanded, function, f"{name}.stride", wanted, tuple(out.stride))
@@ -257,7 +246,7 @@ def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Leng
     axes = "(total_new, heads, head_dim)" if varlen else "(batch, seqlen_new, heads, head_dim)"
     for name, x in (("k", k), ("v", v)):
         expect(len(x.shape) == 4 - varlen, function, f"{name}.shape", axes, tuple(x.shape))
-        _check_device(function, name, x, k_cache.device, "k_cache")
+        check_device(function, name, x, k_cache.device, "k_cache")
     check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, None, k.device, "k")
     batch = tensors.cu_seqlens_k_new.shape[0] - 1 if varlen else k.shape[0]
     _check_dtypes(function, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
@@ -294,7 +283,7 @@ def _check_rotated_q(function: str, tensors: AppendTensors, batch: int) -> None:
     found = check_queries(function, q, tensors.cu_seqlens_q)
     expect(found == batch, function, "q's batch", f"{batch} as k's", found)
     expect(q.dtype == k.dtype, function, "q.dtype", f"{k.dtype} as k's", q.dtype)
-    _check_device(function, "q", q, k.device, "k")
+    check_device(function, "q", q, k.device, "k")
     wanted = f"{k.shape[-1]} (k's head_dim)"
     expect(q.shape[-1] == k.shape[-1], function, "q.shape[-1]", wanted, q.shape[-1])
     expect(q.shape[-2] >= 1, function, "q.shape[-2]", "at least 1 head", q.shape[-2])
@@ -315,7 +304,7 @@ def _check_rotary(function: str, tensors: AppendTensors) -> None:
         axes = "(positions, rotary_dim / 2)"
         expect(len(shape) == 2, function, f"{name}.shape", axes, shape)
         expect(table.dtype in legal, function, f"{name}.dtype", f"one of {legal}", table.dtype)
-        _check_device(function, name, table, k.device, "k")
+        check_device(function, name, table, k.device, "k")
         expect(table.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(table.stride)[-1])
     found, wanted = tuple(sin.shape), f"{tuple(cos.shape)} as rotary_cos's"
     expect(found == tuple(cos.shape), function, "rotary_sin.shape", wanted, found)
@@ -342,5 +331,5 @@ def check_combine(
     expect(found == wanted, function, "lse_partial.shape", f"{wanted} as out_partial's", found)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     expect(lse_partial.dtype == wide, function, "lse_partial.dtype", wide, lse_partial.dtype)
-    _check_device(function, "lse_partial", lse_partial, out_partial.device, "out_partial")
+    check_device(function, "lse_partial", lse_partial, out_partial.device, "out_partial")
     expect(out_dtype in DTYPES, function, what, f"one of {DTYPES}", out_dtype)

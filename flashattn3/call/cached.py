@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.arguments import boolean, real
-from ..call.metadata import Metadata
-from ..call.spec import (
+from .arguments import boolean, real
+from .metadata import Metadata
+from .spec import (
     CALL,
     Description,
     Field,

@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.value_checks import check_edges, check_longest
 from ..errors import expect, value_error
-from .metadata import HEADER, MAGIC, PER_SEQUENCE, differences
-from .problem import AppendTensors, DecodeOptions, DecodeTensors, Lengths
+from .cached import AppendTensors, DecodeOptions, DecodeTensors, Lengths
+from .scheduler_metadata import HEADER, MAGIC, PER_SEQUENCE, differences
+from .value_checks import check_edges, check_longest
 
 
 def check_decode_values(
