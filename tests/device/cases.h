@@ -1,9 +1,12 @@
 // Description of one problem of forward_check or backward_check.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
+
+#include "case_table.h"
 
 // kOpposite: all keys have nearly equal weight, and dout has opposite signs in the first and the
 // second half of the heads: dV of a query head is beyond fp16, that of a KV head is not.
@@ -34,4 +37,23 @@ inline std::vector<Case> with_defaults(std::vector<Case> cases) {
     if (std::isnan(c.scale)) c.scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   }
   return cases;
+}
+
+inline void set(Case& c, Field& field) {
+  std::string data;
+  const bool known = read_mask(field, c.left, c.right) || field.read("fp16", c.fp16) ||
+                     field.read("batch", c.batch) || field.read("q", c.seqlen_q) ||
+                     field.read("k", c.seqlen_k) || field.read("heads", c.heads_q, c.heads_kv) ||
+                     field.read("d", c.head_dim, c.head_dim_v) ||
+                     field.read("softcap", c.softcap) || field.read("scale", c.scale) ||
+                     field.read("data", data) || field.read("head_major", c.head_major) ||
+                     field.read("padding", c.pitch_padding) || field.read("cu_q", c.cu_q) ||
+                     field.read("cu_k", c.cu_k) || field.read("used_q", c.used_q) ||
+                     field.read("used_k", c.used_k) || field.read("total", c.total_q, c.total_k) ||
+                     field.read("dlse", c.dlse) || field.read("other_strides", c.other_strides);
+  const std::vector<std::string> names = {"normal",   "grows_to_first", "grows_to_last", "outlier",
+                                          "constant", "large",          "opposite"};
+  const auto found = std::find(names.begin(), names.end(), data);
+  if (!known || (!data.empty() && found == names.end())) field.refuse();
+  if (!data.empty()) c.data = static_cast<Data>(found - names.begin());
 }

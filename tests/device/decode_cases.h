@@ -1,7 +1,6 @@
 // The problems that decode_check runs.
 #pragma once
 
-#include <climits>
 #include <initializer_list>
 #include <random>
 #include <string>
@@ -9,168 +8,78 @@
 
 #include "decode_problem.h"
 
-inline std::vector<DecodeCase> decode_cases() {
-  return {
-      {.name = "one key", .capacity = 1},
-      {.name = "one KV block", .capacity = 64},
-      {.name = "one key more", .capacity = 65},
-      {.name = "three KV blocks", .capacity = 190, .seqlens = {190}},
-      {.name = "no keys", .capacity = 64, .seqlens = {0}},
-      {.name = "one sequence", .capacity = 5000, .seqlens = {4321}},
-      {.name = "one KV head, long", .heads_q = 8, .capacity = 40000, .seqlens = {39999}},
-      {.name = "two levels of groups", .heads_q = 8, .heads_kv = 2, .capacity = 2500},
-      {.name = "two full levels", .heads_q = 8, .heads_kv = 2, .capacity = 30000},
-      {.name = "32/8 heads", .heads_q = 32, .heads_kv = 8, .capacity = 1024},
-      {.name = "32/32 heads", .heads_q = 32, .heads_kv = 32, .capacity = 300},
-      {.name = "qheads 5", .seqlen_q = 3, .heads_q = 10, .heads_kv = 2, .right = 0},
-      {.name = "qheads 7, 20 queries", .seqlen_q = 20, .heads_q = 7, .right = 0},
-      {.name = "qheads 16", .heads_q = 16, .capacity = 700},
-      {.name = "qheads 64", .heads_q = 64, .capacity = 700},
-      {.name = "qheads 80", .heads_q = 80, .capacity = 700},
-      {.name = "qheads 128, two KV heads", .heads_q = 256, .heads_kv = 2, .capacity = 333},
-      {.name = "ragged lengths",
-       .batch = 7,
-       .heads_q = 8,
-       .heads_kv = 2,
-       .capacity = 3000,
-       .seqlens = {0, 1, 64, 65, 2999, 3000, 777}},
-      {.name = "one long, many short",
-       .batch = 33,
-       .heads_q = 8,
-       .heads_kv = 2,
-       .capacity = 9000,
-       .seqlens = {40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 9000,
-                   40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40}},
-      {.name = "one long of 32",
-       .batch = 32,
-       .heads_q = 8,
-       .capacity = 9000,
-       .seqlens = {40, 40, 40, 40, 40, 40, 40, 40, 40, 40,   40, 40, 40, 40, 0,  40,
-                   40, 40, 40, 40, 40, 40, 40, 40, 40, 9000, 40, 40, 40, 40, 40, 40}},
-      {.name = "9 query heads", .heads_q = 9, .capacity = 700},
-      {.name = "12 short work tiles",
-       .batch = 6,
-       .heads_q = 4,
-       .heads_kv = 2,
-       .capacity = 130,
-       .seqlens = {130, 65, 129, 128, 100, 70}},
-      {.name = "400 sequences",
-       .batch = 400,
-       .heads_q = 2,
-       .capacity = 130,
-       .seqlens = std::vector<int>(400, 129)},
-      {.name = "causal, 4 queries", .seqlen_q = 4, .heads_q = 8, .heads_kv = 2, .right = 0},
-      {.name = "causal, 64 queries", .seqlen_q = 64, .heads_q = 4, .heads_kv = 2, .right = 0},
-      {.name = "causal, 300 queries", .seqlen_q = 300, .heads_q = 4, .heads_kv = 2, .right = 0},
-      {.name = "more queries than keys",
-       .seqlen_q = 70,
-       .heads_q = 2,
-       .capacity = 100,
-       .seqlens = {33},
-       .right = 0},
-      {.name = "window", .seqlen_q = 3, .heads_q = 8, .capacity = 2000, .left = 128, .right = 0},
-      {.name = "window of one key", .heads_q = 8, .capacity = 2000, .left = 0, .right = 0},
-      {.name = "window, both sides",
-       .seqlen_q = 40,
-       .heads_q = 2,
-       .capacity = 500,
-       .left = 20,
-       .right = 5},
-      {.name = "varlen queries",
-       .batch = 4,
-       .seqlen_q = 33,
-       .heads_q = 8,
-       .heads_kv = 2,
-       .seqlens = {999, 1000, 5, 300},
-       .cu_q = {0, 1, 34, 34, 40},
-       .right = 0},
-      {.name = "new tokens",
-       .batch = 2,
-       .heads_q = 4,
-       .seqlens = {100, 999},
-       .seqlen_new = 3,
-       .right = 0},
-      {.name = "new tokens, varlen",
-       .batch = 3,
-       .heads_q = 4,
-       .seqlens = {100, 999, 64},
-       .cu_new = {0, 1, 1, 9}},
-      {.name = "left padding", .batch = 2, .seqlens = {700, 10}, .leftpad = {300, 20}},
-      {.name = "cache_batch_idx", .batch = 3, .seqlens = {700, 10, 333}, .cache_idx = {4, 0, 2}},
-      {.name = "an entry that does not exist",
-       .batch = 2,
-       .seqlens = {700, 70},
-       .cache_idx = {5, 0}},
-      {.name = "hostile lengths", .batch = 2, .capacity = 90, .seqlens = {INT_MAX, INT_MIN}},
-      {.name = "softcap", .heads_q = 8, .softcap = 5.f},
-      {.name = "sinks", .heads_q = 8, .heads_kv = 2, .capacity = 2000, .sinks = true},
-      {.name = "sinks, no keys", .heads_q = 8, .seqlens = {0}, .sinks = true},
-      {.name = "descales", .batch = 3, .heads_q = 8, .heads_kv = 2, .descales = true},
-      {.name = "descales, softcap",
-       .batch = 3,
-       .heads_q = 8,
-       .heads_kv = 2,
-       .softcap = 3.f,
-       .descales = true},
-      {.name = "scores grow", .heads_q = 8, .capacity = 3000, .grows = true},
-      {.name = "negative scale", .heads_q = 8, .scale = -0.1f},
-      {.name = "page 1", .batch = 2, .heads_q = 8, .page_size = 1, .seqlens = {999, 65}},
-      {.name = "page 3", .batch = 2, .heads_q = 8, .page_size = 3, .seqlens = {999, 65}},
-      {.name = "page 16", .batch = 2, .heads_q = 8, .page_size = 16, .seqlens = {999, 65}},
-      {.name = "page 64, heads first",
-       .batch = 2,
-       .heads_q = 8,
-       .heads_kv = 2,
-       .page_size = 64,
-       .seqlens = {999, 65},
-       .head_major = true},
-      {.name = "page 256, padded rows",
-       .batch = 2,
-       .heads_q = 8,
-       .heads_kv = 2,
-       .page_size = 256,
-       .seqlens = {999, 257},
-       .padding = 8},
-      {.name = "page 16, window", .page_size = 16, .left = 100, .right = 0},
-      {.name = "a lost page", .batch = 2, .page_size = 64, .lost_page = true},
-      {.name = "a lost page before the window",
-       .page_size = 64,
-       .left = 100,
-       .right = 0,
-       .lost_page = true},
-      {.name = "d64", .batch = 2, .heads_q = 64, .heads_kv = 8, .head_dim = 64},
-      {.name = "d64, window, sinks, page 16",
-       .heads_q = 64,
-       .heads_kv = 8,
-       .head_dim = 64,
-       .page_size = 16,
-       .left = 127,
-       .right = 0,
-       .sinks = true},
-      {.name = "d64, window, sinks, one sequence",
-       .heads_q = 64,
-       .heads_kv = 8,
-       .head_dim = 64,
-       .capacity = 3000,
-       .left = 127,
-       .right = 0,
-       .sinks = true},
-      {.name = "d256, page 3", .heads_q = 8, .head_dim = 256, .page_size = 3, .seqlens = {999}},
-      {.name = "d40, values 24", .heads_q = 8, .head_dim = 40, .head_dim_v = 24, .padding = 8},
-      {.name = "d80, values 72", .heads_q = 8, .head_dim = 80, .head_dim_v = 72, .page_size = 16},
-      {.name = "d192, values 128", .heads_q = 8, .head_dim = 192, .head_dim_v = 128},
-      {.name = "d256", .batch = 2, .heads_q = 8, .head_dim = 256, .capacity = 800},
-      {.name = "d256, 51 queries", .seqlen_q = 51, .heads_q = 8, .head_dim = 256, .capacity = 851},
-      {.name = "d256, page 16, long",
-       .heads_q = 8,
-       .head_dim = 256,
-       .capacity = 20000,
-       .page_size = 16},
-      {.name = "fp16", .fp16 = true, .batch = 2, .heads_q = 8, .heads_kv = 2, .capacity = 3000},
-      {.name = "fp16 d64", .fp16 = true, .heads_q = 8, .head_dim = 64, .page_size = 16},
-      {.name = "fp16 d256", .fp16 = true, .heads_q = 8, .head_dim = 256, .capacity = 3000},
-  };
-}
+constexpr const char* kDecodeCases = R"(
+one key | capacity 1
+one KV block | capacity 64
+one key more | capacity 65
+three KV blocks | capacity 190, seqlens 190
+no keys | capacity 64, seqlens 0
+one sequence | capacity 5000, seqlens 4321
+one KV head, long | heads 8, capacity 40000, seqlens 39999
+two levels of groups | heads 8 2, capacity 2500
+two full levels | heads 8 2, capacity 30000
+32/8 heads | heads 32 8, capacity 1024
+32/32 heads | heads 32 32, capacity 300
+qheads 5 | q 3, heads 10 2, causal
+qheads 7, 20 queries | q 20, heads 7, causal
+qheads 16 | heads 16, capacity 700
+qheads 64 | heads 64, capacity 700
+qheads 80 | heads 80, capacity 700
+qheads 128, two KV heads | heads 256 2, capacity 333
+ragged lengths | batch 7, heads 8 2, capacity 3000, seqlens 0 1 64 65 2999 3000 777
+one long, many short | batch 33, heads 8 2, capacity 9000,
+    seqlens 40 40 40 40 40 40 40 40 40 40 40 40 40 40 40 40 9000 40 40 40 40 40 40 40 40 40 40 40 40 40 40 40 40
+one long of 32 | batch 32, heads 8, capacity 9000,
+    seqlens 40 40 40 40 40 40 40 40 40 40 40 40 40 40 0 40 40 40 40 40 40 40 40 40 40 9000 40 40 40 40 40 40
+9 query heads | heads 9, capacity 700
+12 short work tiles | batch 6, heads 4 2, capacity 130, seqlens 130 65 129 128 100 70
+400 sequences | batch 400, heads 2, capacity 130,
+    seqlens 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129 129
+causal, 4 queries | q 4, heads 8 2, causal
+causal, 64 queries | q 64, heads 4 2, causal
+causal, 300 queries | q 300, heads 4 2, causal
+more queries than keys | q 70, heads 2, capacity 100, seqlens 33, causal
+window | q 3, heads 8, capacity 2000, window 128 0
+window of one key | heads 8, capacity 2000, window 0 0
+window, both sides | q 40, heads 2, capacity 500, window 20 5
+varlen queries | batch 4, q 33, heads 8 2, seqlens 999 1000 5 300, cu_q 0 1 34 34 40, causal
+new tokens | batch 2, seqlens 100 999, new 3, causal
+new tokens, varlen | batch 3, seqlens 100 999 64, cu_new 0 1 1 9
+left padding | batch 2, seqlens 700 10, leftpad 300 20
+cache_batch_idx | batch 3, seqlens 700 10 333, cache_idx 4 0 2
+an entry that does not exist | batch 2, seqlens 700 70, cache_idx 5 0
+hostile lengths | batch 2, capacity 90, seqlens max min
+softcap | heads 8, softcap 5
+sinks | heads 8 2, capacity 2000, sinks
+sinks, no keys | heads 8, seqlens 0, sinks
+descales | batch 3, heads 8 2, descales
+descales, softcap | batch 3, heads 8 2, softcap 3, descales
+scores grow | heads 8, capacity 3000, grows
+negative scale | heads 8, scale -0.1
+page 1 | batch 2, heads 8, page 1, seqlens 999 65
+page 3 | batch 2, heads 8, page 3, seqlens 999 65
+page 16 | batch 2, heads 8, page 16, seqlens 999 65
+page 64, heads first | batch 2, heads 8 2, page 64, seqlens 999 65, head_major
+page 256, padded rows | batch 2, heads 8 2, page 256, seqlens 999 257, padding 8
+page 16, window | page 16, window 100 0
+a lost page | batch 2, page 64, lost_page
+a lost page before the window | page 64, window 100 0, lost_page
+d64 | batch 2, heads 64 8, d 64
+d64, window, sinks, page 16 | heads 64 8, d 64, page 16, window 127 0, sinks
+d64, window, sinks, one sequence | heads 64 8, d 64, capacity 3000, window 127 0, sinks
+d256, page 3 | heads 8, d 256, page 3, seqlens 999
+d40, values 24 | heads 8, d 40 24, padding 8
+d80, values 72 | heads 8, d 80 72, page 16
+d192, values 128 | heads 8, d 192 128
+d256 | batch 2, heads 8, d 256, capacity 800
+d256, 51 queries | q 51, heads 8, d 256, capacity 851
+d256, page 16, long | heads 8, d 256, capacity 20000, page 16
+fp16 | fp16, batch 2, heads 8 2, capacity 3000
+fp16 d64 | fp16, heads 8, d 64, page 16
+fp16 d256 | fp16, heads 8, d 256, capacity 3000
+)";
+
+inline std::vector<DecodeCase> decode_cases() { return read_cases<DecodeCase>(kDecodeCases); }
 
 // A problem with every option at random, alone and with others. It has at most `most` KV blocks of
 // work tiles, so that the emulation computes it in seconds.

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "case_table.h"
 #include "launch/decode_params.h"
 #include "tensors.h"
 
@@ -31,6 +32,22 @@ struct DecodeCase {
   bool grows = false;       // scores grow towards the last key
   bool lost_page = false;   // the second page of sequence 0 does not exist
 };
+
+inline void set(DecodeCase& c, Field& field) {
+  const bool known = read_mask(field, c.left, c.right) || field.read("fp16", c.fp16) ||
+                     field.read("batch", c.batch) || field.read("q", c.seqlen_q) ||
+                     field.read("heads", c.heads_q, c.heads_kv) ||
+                     field.read("d", c.head_dim, c.head_dim_v) ||
+                     field.read("capacity", c.capacity) || field.read("page", c.page_size) ||
+                     field.read("seqlens", c.seqlens) || field.read("cu_q", c.cu_q) ||
+                     field.read("cu_new", c.cu_new) || field.read("new", c.seqlen_new) ||
+                     field.read("leftpad", c.leftpad) || field.read("cache_idx", c.cache_idx) ||
+                     field.read("softcap", c.softcap) || field.read("scale", c.scale) ||
+                     field.read("sinks", c.sinks) || field.read("descales", c.descales) ||
+                     field.read("head_major", c.head_major) || field.read("padding", c.padding) ||
+                     field.read("grows", c.grows) || field.read("lost_page", c.lost_page);
+  if (!known) field.refuse();
+}
 
 // Keys and queries of a sequence, by the definition in launch/decode_params.h.
 struct DecodeSequence {

@@ -1,356 +1,89 @@
 // The problems that forward_check runs.
 #pragma once
 
-#include <climits>
 #include <vector>
 
 #include "cases.h"
 
-inline std::vector<Case> forward_cases() {
-  return with_defaults({
-      {.name = "smallest", .seqlen_q = 64, .seqlen_k = 80},
-      {.name = "one block of keys, ragged", .seqlen_q = 64, .seqlen_k = 17},
-      {.name = "one query, one key", .seqlen_q = 1, .seqlen_k = 1},
-      {.name = "two steps", .seqlen_q = 192, .seqlen_k = 160},
-      {.name = "many steps", .seqlen_q = 192, .seqlen_k = 1280},
-      {.name = "several tiles",
-       .batch = 2,
-       .seqlen_q = 640,
-       .seqlen_k = 640,
-       .heads_q = 3,
-       .heads_kv = 3},
-      {.name = "odd lengths",
-       .batch = 3,
-       .seqlen_q = 333,
-       .seqlen_k = 517,
-       .heads_q = 2,
-       .heads_kv = 2},
-      {.name = "causal square",
-       .seqlen_q = 512,
-       .seqlen_k = 512,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .right = 0},
-      {.name = "causal, more keys", .seqlen_q = 113, .seqlen_k = 511, .right = 0},
-      {.name = "causal, more queries: empty rows", .seqlen_q = 500, .seqlen_k = 129, .right = 0},
-      {.name = "causal, gqa 4",
-       .batch = 2,
-       .seqlen_q = 257,
-       .seqlen_k = 257,
-       .heads_q = 8,
-       .heads_kv = 2,
-       .right = 0},
-      {.name = "mqa", .seqlen_q = 200, .seqlen_k = 300, .heads_q = 6, .heads_kv = 1},
-      {.name = "window 100, 0", .seqlen_q = 700, .seqlen_k = 700, .left = 100, .right = 0},
-      {.name = "window 33, 47", .seqlen_q = 400, .seqlen_k = 600, .left = 33, .right = 47},
-      {.name = "window 0, 0", .seqlen_q = 300, .seqlen_k = 300, .left = 0, .right = 0},
-      {.name = "window left only", .seqlen_q = 300, .seqlen_k = 900, .left = 250},
-      {.name = "softcap", .seqlen_q = 200, .seqlen_k = 333, .softcap = 15.f},
-      {.name = "softcap causal", .seqlen_q = 333, .seqlen_k = 333, .right = 0, .softcap = 3.f},
-      {.name = "negative scale", .seqlen_q = 200, .seqlen_k = 333, .right = 0, .scale = -0.11f},
-      {.name = "scale 0", .seqlen_q = 100, .seqlen_k = 100, .right = 0, .scale = 1e-30f},
-      {.name = "large scores", .seqlen_q = 256, .seqlen_k = 512, .right = 0, .data = Data::kLarge},
-      {.name = "large scores full", .seqlen_q = 256, .seqlen_k = 512, .data = Data::kLarge},
-      {.name = "scores grow to the first key",
-       .seqlen_q = 200,
-       .seqlen_k = 2000,
-       .data = Data::kGrowsToFirst},
-      {.name = "the same, causal",
-       .seqlen_q = 900,
-       .seqlen_k = 900,
-       .right = 0,
-       .data = Data::kGrowsToFirst},
-      {.name = "scores grow to the last key",
-       .seqlen_q = 200,
-       .seqlen_k = 2000,
-       .data = Data::kGrowsToLast},
-      {.name = "one outlier", .seqlen_q = 200, .seqlen_k = 1111, .data = Data::kOutlier},
-      {.name = "constant", .seqlen_q = 200, .seqlen_k = 500, .data = Data::kConstant},
-      {.name = "no keys", .seqlen_q = 100, .seqlen_k = 0},
-      {.name = "long d64", .seqlen_q = 100, .seqlen_k = 13001, .head_dim = 64},
-      {.name = "long d128", .seqlen_q = 300, .seqlen_k = 10000, .right = 0},
-      {.name = "long d256", .seqlen_q = 100, .seqlen_k = 9000, .head_dim = 256},
-      {.name = "long, grows",
-       .seqlen_q = 100,
-       .seqlen_k = 9000,
-       .right = 0,
-       .data = Data::kGrowsToFirst},
-      {.name = "heads first, padded pitch",
-       .batch = 2,
-       .seqlen_q = 150,
-       .seqlen_k = 250,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .right = 0,
-       .head_major = true,
-       .pitch_padding = 8},
-      {.name = "head dim 80, values 40",
-       .seqlen_q = 150,
-       .seqlen_k = 250,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .head_dim = 80,
-       .head_dim_v = 40,
-       .right = 0,
-       .pitch_padding = 8},
-      {.name = "head dim 104, values 72",
-       .seqlen_q = 150,
-       .seqlen_k = 250,
-       .head_dim = 104,
-       .head_dim_v = 72,
-       .pitch_padding = 16},
-      {.name = "d64",
-       .batch = 2,
-       .seqlen_q = 500,
-       .seqlen_k = 777,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .head_dim = 64},
-      {.name = "d64 causal",
-       .batch = 2,
-       .seqlen_q = 777,
-       .seqlen_k = 777,
-       .heads_q = 4,
-       .heads_kv = 2,
-       .head_dim = 64,
-       .right = 0},
-      {.name = "d64 window",
-       .seqlen_q = 777,
-       .seqlen_k = 777,
-       .head_dim = 64,
-       .left = 129,
-       .right = 64},
-      {.name = "d96",
-       .seqlen_q = 300,
-       .seqlen_k = 555,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .head_dim = 96},
-      {.name = "d96 causal",
-       .seqlen_q = 555,
-       .seqlen_k = 555,
-       .heads_q = 2,
-       .heads_kv = 1,
-       .head_dim = 96,
-       .right = 0},
-      {.name = "d192", .seqlen_q = 300, .seqlen_k = 555, .head_dim = 192},
-      {.name = "d192 causal, values 128",
-       .seqlen_q = 555,
-       .seqlen_k = 555,
-       .head_dim = 192,
-       .head_dim_v = 128,
-       .right = 0},
-      {.name = "d192, values 128",
-       .batch = 2,
-       .seqlen_q = 300,
-       .seqlen_k = 555,
-       .heads_q = 4,
-       .heads_kv = 2,
-       .head_dim = 192,
-       .head_dim_v = 128},
-      {.name = "d192, values 128, one query, one key",
-       .seqlen_q = 1,
-       .seqlen_k = 1,
-       .head_dim = 192,
-       .head_dim_v = 128},
-      {.name = "d192, values 128, window, softcap, fp16",
-       .fp16 = true,
-       .seqlen_q = 400,
-       .seqlen_k = 600,
-       .head_dim = 192,
-       .head_dim_v = 128,
-       .left = 33,
-       .right = 47,
-       .softcap = 5.f},
-      {.name = "d192, values 128, scores grow to the first key",
-       .seqlen_q = 600,
-       .seqlen_k = 900,
-       .head_dim = 192,
-       .head_dim_v = 128,
-       .data = Data::kGrowsToFirst},
-      {.name = "d192, values 128, fp16, large scores",
-       .fp16 = true,
-       .seqlen_q = 256,
-       .seqlen_k = 512,
-       .head_dim = 192,
-       .head_dim_v = 128,
-       .right = 0,
-       .data = Data::kLarge},
-      {.name = "d160, values 72, padded pitch",
-       .fp16 = true,  // TMA does not read this pitch in 8 bits
-       .batch = 2,
-       .seqlen_q = 257,
-       .seqlen_k = 257,
-       .heads_q = 4,
-       .heads_kv = 2,
-       .head_dim = 160,
-       .head_dim_v = 72,
-       .right = 0,
-       .head_major = true,
-       .pitch_padding = 8},
-      {.name = "varlen d192, values 128",
-       .batch = 4,
-       .seqlen_q = 200,
-       .seqlen_k = 333,
-       .heads_q = 2,
-       .head_dim = 192,
-       .head_dim_v = 128,
-       .cu_q = {0, 200, 201, 333, 333},
-       .cu_k = {0, 333, 400, 401, 500},
-       .used_k = {300, 67, 1, 99},
-       .total_q = 333,
-       .total_k = 500},
-      {.name = "varlen d192 causal, values 128",
-       .batch = 3,
-       .seqlen_q = 200,
-       .seqlen_k = 333,
-       .heads_q = 2,
-       .head_dim = 192,
-       .head_dim_v = 128,
-       .right = 0,
-       .cu_q = {0, 200, 201, 333},
-       .cu_k = {0, 333, 400, 401},
-       .total_q = 333,
-       .total_k = 401},
-      {.name = "d192, many tiles, causal, values 128",
-       .batch = 2,
-       .seqlen_q = 400,
-       .seqlen_k = 400,
-       .heads_q = 50,
-       .heads_kv = 50,
-       .head_dim = 192,
-       .head_dim_v = 128,
-       .right = 0},
-      {.name = "d256",
-       .seqlen_q = 300,
-       .seqlen_k = 555,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .head_dim = 256},
-      {.name = "d256 causal",
-       .seqlen_q = 700,
-       .seqlen_k = 700,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .head_dim = 256,
-       .right = 0},
-      {.name = "fp16", .fp16 = true, .seqlen_q = 300, .seqlen_k = 600, .heads_q = 2, .heads_kv = 2},
-      {.name = "fp16 causal",
-       .fp16 = true,
-       .seqlen_q = 600,
-       .seqlen_k = 600,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .right = 0},
-      {.name = "fp16 growing",
-       .fp16 = true,
-       .seqlen_q = 600,
-       .seqlen_k = 600,
-       .right = 0,
-       .data = Data::kGrowsToFirst},
-      {.name = "fp16 d64 causal",
-       .fp16 = true,
-       .seqlen_q = 600,
-       .seqlen_k = 600,
-       .head_dim = 64,
-       .right = 0},
-      {.name = "fp16 d256 causal",
-       .fp16 = true,
-       .seqlen_q = 600,
-       .seqlen_k = 600,
-       .head_dim = 256,
-       .right = 0},
-      {.name = "varlen",
-       .batch = 4,
-       .seqlen_q = 300,
-       .seqlen_k = 310,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .cu_q = {0, 5, 305, 305, 400},
-       .cu_k = {0, 17, 117, 200, 510},
-       .total_q = 400,
-       .total_k = 510},
-      {.name = "varlen causal gqa",
-       .batch = 4,
-       .seqlen_q = 300,
-       .seqlen_k = 310,
-       .heads_q = 4,
-       .heads_kv = 2,
-       .right = 0,
-       .cu_q = {0, 5, 305, 305, 400},
-       .cu_k = {0, 17, 117, 200, 510},
-       .total_q = 400,
-       .total_k = 510},
-      {.name = "varlen with gaps and seqused",
-       .batch = 3,
-       .seqlen_q = 200,
-       .seqlen_k = 200,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .right = 0,
-       .cu_q = {7, 207, 300, 450},
-       .cu_k = {3, 203, 350, 500},
-       .used_q = {150, 93, 0},
-       .used_k = {199, 1, 100},
-       .total_q = 500,
-       .total_k = 600},
-      {.name = "seqused on dense tensors",
-       .batch = 3,
-       .seqlen_q = 130,
-       .seqlen_k = 400,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .used_k = {399, 0, 81}},
-      {.name = "varlen d64",
-       .batch = 3,
-       .seqlen_q = 200,
-       .seqlen_k = 333,
-       .head_dim = 64,
-       .cu_q = {0, 200, 201, 333},
-       .cu_k = {0, 333, 400, 401},
-       .total_q = 333,
-       .total_k = 401},
-      {.name = "varlen d256 causal",
-       .batch = 3,
-       .seqlen_q = 200,
-       .seqlen_k = 333,
-       .head_dim = 256,
-       .right = 0,
-       .cu_q = {0, 200, 201, 333},
-       .cu_k = {0, 333, 400, 401},
-       .total_q = 333,
-       .total_k = 401},
-      {.name = "hostile tables",
-       .batch = 3,
-       .seqlen_q = 200,
-       .seqlen_k = 200,
-       .heads_q = 2,
-       .heads_kv = 2,
-       .cu_q = {-50, 100, 100, INT_MAX},
-       .cu_k = {INT_MIN, 100, 1000, 50},
-       .used_k = {INT_MAX, -3, 7},
-       .total_q = 200,
-       .total_k = 200},
-      {.name = "long", .seqlen_q = 1024, .seqlen_k = 8192, .heads_q = 4, .heads_kv = 2},
-      {.name = "long causal",
-       .seqlen_q = 4096,
-       .seqlen_k = 4096,
-       .heads_q = 8,
-       .heads_kv = 8,
-       .right = 0},
-      {.name = "long causal d64",
-       .seqlen_q = 4096,
-       .seqlen_k = 4096,
-       .heads_q = 8,
-       .heads_kv = 8,
-       .head_dim = 64,
-       .right = 0},
-      {.name = "long causal d256",
-       .seqlen_q = 4096,
-       .seqlen_k = 4096,
-       .heads_q = 4,
-       .heads_kv = 4,
-       .head_dim = 256,
-       .right = 0},
-  });
-}
+constexpr const char* kForwardCases = R"(
+smallest | q 64, k 80
+one block of keys, ragged | q 64, k 17
+one query, one key | q 1, k 1
+two steps | q 192, k 160
+many steps | q 192, k 1280
+several tiles | batch 2, q 640, k 640, heads 3 3
+odd lengths | batch 3, q 333, k 517, heads 2 2
+causal square | q 512, k 512, heads 2 2, causal
+causal, more keys | q 113, k 511, causal
+causal, more queries: empty rows | q 500, k 129, causal
+causal, gqa 4 | batch 2, q 257, k 257, heads 8 2, causal
+mqa | q 200, k 300, heads 6
+window 100, 0 | q 700, k 700, window 100 0
+window 33, 47 | q 400, k 600, window 33 47
+window 0, 0 | q 300, k 300, window 0 0
+window left only | q 300, k 900, window 250 -1
+softcap | q 200, k 333, softcap 15
+softcap causal | q 333, k 333, causal, softcap 3
+negative scale | q 200, k 333, causal, scale -0.11
+scale 0 | q 100, k 100, causal, scale 1e-30
+large scores | q 256, k 512, causal, data large
+large scores full | q 256, k 512, data large
+scores grow to the first key | q 200, k 2000, data grows_to_first
+the same, causal | q 900, k 900, causal, data grows_to_first
+scores grow to the last key | q 200, k 2000, data grows_to_last
+one outlier | q 200, k 1111, data outlier
+constant | q 200, k 500, data constant
+no keys | q 100, k 0
+long d64 | q 100, k 13001, d 64
+long d128 | q 300, k 10000, causal
+long d256 | q 100, k 9000, d 256
+long, grows | q 100, k 9000, causal, data grows_to_first
+heads first, padded pitch | batch 2, q 150, k 250, heads 2 2, causal, head_major, padding 8
+head dim 80, values 40 | q 150, k 250, heads 2 2, d 80 40, causal, padding 8
+head dim 104, values 72 | q 150, k 250, d 104 72, padding 16
+d64 | batch 2, q 500, k 777, heads 2 2, d 64
+d64 causal | batch 2, q 777, k 777, heads 4 2, d 64, causal
+d64 window | q 777, k 777, d 64, window 129 64
+d96 | q 300, k 555, heads 2 2, d 96
+d96 causal | q 555, k 555, heads 2, d 96, causal
+d192 | q 300, k 555, d 192
+d192 causal, values 128 | q 555, k 555, d 192 128, causal
+d192, values 128 | batch 2, q 300, k 555, heads 4 2, d 192 128
+d192, values 128, one query, one key | q 1, k 1, d 192 128
+d192, values 128, window, softcap, fp16 | fp16, q 400, k 600, d 192 128, window 33 47, softcap 5
+d192, values 128, scores grow to the first key | q 600, k 900, d 192 128, data grows_to_first
+d192, values 128, fp16, large scores | fp16, q 256, k 512, d 192 128, causal, data large
+# fp16, since TMA does not read this pitch in 8 bits.
+d160, values 72, padded pitch | fp16, batch 2, q 257, k 257, heads 4 2, d 160 72, causal,
+    head_major, padding 8
+varlen d192, values 128 | batch 4, q 200, k 333, heads 2, d 192 128, cu_q 0 200 201 333 333,
+    cu_k 0 333 400 401 500, used_k 300 67 1 99, total 333 500
+varlen d192 causal, values 128 | batch 3, q 200, k 333, heads 2, d 192 128, causal,
+    cu_q 0 200 201 333, cu_k 0 333 400 401, total 333 401
+d192, many tiles, causal, values 128 | batch 2, q 400, k 400, heads 50 50, d 192 128, causal
+d256 | q 300, k 555, heads 2 2, d 256
+d256 causal | q 700, k 700, heads 2 2, d 256, causal
+fp16 | fp16, q 300, k 600, heads 2 2
+fp16 causal | fp16, q 600, k 600, heads 2 2, causal
+fp16 growing | fp16, q 600, k 600, causal, data grows_to_first
+fp16 d64 causal | fp16, q 600, k 600, d 64, causal
+fp16 d256 causal | fp16, q 600, k 600, d 256, causal
+varlen | batch 4, q 300, k 310, heads 2 2, cu_q 0 5 305 305 400, cu_k 0 17 117 200 510,
+    total 400 510
+varlen causal gqa | batch 4, q 300, k 310, heads 4 2, causal, cu_q 0 5 305 305 400,
+    cu_k 0 17 117 200 510, total 400 510
+varlen with gaps and seqused | batch 3, q 200, k 200, heads 2 2, causal, cu_q 7 207 300 450,
+    cu_k 3 203 350 500, used_q 150 93 0, used_k 199 1 100, total 500 600
+seqused on dense tensors | batch 3, q 130, k 400, heads 2 2, used_k 399 0 81
+varlen d64 | batch 3, q 200, k 333, d 64, cu_q 0 200 201 333, cu_k 0 333 400 401, total 333 401
+varlen d256 causal | batch 3, q 200, k 333, d 256, causal, cu_q 0 200 201 333, cu_k 0 333 400 401,
+    total 333 401
+hostile tables | batch 3, q 200, k 200, heads 2 2, cu_q -50 100 100 max, cu_k min 100 1000 50,
+    used_k max -3 7, total 200 200
+long | q 1024, k 8192, heads 4 2
+long causal | q 4096, k 4096, heads 8 8, causal
+long causal d64 | q 4096, k 4096, heads 8 8, d 64, causal
+long causal d256 | q 4096, k 4096, heads 4 4, d 256, causal
+)";
+
+inline std::vector<Case> forward_cases() { return with_defaults(read_cases<Case>(kForwardCases)); }
