@@ -33,13 +33,10 @@ HOPPER = b"flashattn3_hopper"  # the namespace of the Hopper library
 # What needs the package under its own name, or is no part of attention.
 LEFT_OUT = (
     "__main__.py",
-    "bench",
     "cli.py",
     "command_line.py",
-    "demo",
     "doctor.py",
     "integrations",
-    "testing",
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from flashattn3 import flash_attn_func
-from flashattn3.bench.precision import PRECISIONS, arguments_in, errors
+from flashattn3_bench.precision import PRECISIONS, arguments_in, errors
 
 
 def normal(*shape: int) -> torch.Tensor:

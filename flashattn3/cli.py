@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 import flashattn3
 
 from . import doctor
-from .bench import command as bench
-from .bench.command import DTYPES
 from .call.spec import CALL
-from .command_line import Parser, choose_device, integer
-from .demo import command as demo
+from .command_line import DTYPES, Parser, choose_device, integer
 
 # The options of a call that are flags or numbers, by the fields that describe them.
 _OPTIONS = [x for x in CALL.fields.values() if x.type and isinstance(x.default, (int, float))]
@@ -41,9 +40,30 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="command")
     doctor.add_parser(subparsers)
     _add_explain(subparsers)
-    bench.add_parser(subparsers)
-    demo.add_parser(subparsers)
+    _add_benchmarks(subparsers)
     return parser
+
+
+def _add_benchmarks(subparsers: argparse._SubParsersAction) -> None:
+    """bench and demo. They are a package beside this one, which a copy of flashattn3 may lack."""
+    if importlib.util.find_spec("flashattn3_bench"):
+        from flashattn3_bench import command as bench
+        from flashattn3_bench.demo import command as demo
+
+        bench.add_parser(subparsers)
+        demo.add_parser(subparsers)
+        return
+    for name in ("bench", "demo"):
+        absent = subparsers.add_parser(
+            name, help="not installed", add_help=False, prefix_chars="\0"
+        )
+        absent.add_argument("options", nargs="*")  # with this prefix, every word
+        absent.set_defaults(run=_refuse_benchmarks, parser=absent)
+
+
+def _refuse_benchmarks(args: argparse.Namespace) -> NoReturn:
+    needed = "the package flashattn3_bench, which every wheel and checkout of flashattn3 has"
+    args.parser.exit(2, f"{args.parser.prog}: error: needs {needed}\n")
 
 
 def _add_explain(subparsers: argparse._SubParsersAction) -> None:

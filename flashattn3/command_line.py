@@ -14,6 +14,7 @@ import torch
 
 Refuse = Callable[[str], NoReturn]  # Parser.error
 LARGEST = 2**63 - 1  # of torch's integers
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Parser(argparse.ArgumentParser):

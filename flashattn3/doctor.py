@@ -19,7 +19,6 @@ from . import triton_toolchain
 from .backends import BACKENDS
 from .backends.hopper import autograd_node
 from .backends.hopper.library import KernelInfo, find_library, kernel_info
-from .bench.environment import triton_version
 from .call.cached import DecodeOptions, DecodeTensors, describe_decode
 from .call.metadata import Metadata, metadata_of
 from .call.problem import Problem, describe
@@ -74,7 +73,7 @@ def _versions() -> str:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda (of torch)": torch.version.cuda or "none: a CPU build",
-        "triton": triton_version() or "not installed",
+        "triton": triton_toolchain.installed_version() or "not installed",
     }
     return "\n".join(_line(name, found) for name, found in versions.items())
 

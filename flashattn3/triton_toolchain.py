@@ -25,6 +25,14 @@ def find_errors() -> list[str]:
     return [error for error in found if error is not None]
 
 
+def installed_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
 def wanted_triton() -> str | None:
     """The Triton that the installed torch requires, as 'triton==3.8.0'; None for CPU builds."""
     for line in metadata.requires("torch") or ():

@@ -21,7 +21,7 @@ from flashattn3.dispatch.device import DeviceInfo, default_lowering, describe_de
 from flashattn3.dispatch.kernel_configs import all_configs
 from flashattn3.kvcache import ops as cached_ops
 from flashattn3.kvcache.planned import planned_calls
-from flashattn3.testing import (
+from flashattn3_bench.checking import (
     FORWARD_CASES,
     FORWARD_FACTOR,
     GRADIENT_FACTOR,

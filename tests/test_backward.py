@@ -15,14 +15,14 @@ from helpers import (
     quick_case,
 )
 
-from flashattn3.testing import (
+from flashattn3_bench.checking import (
     FORWARD_CASES,
     call,
     gradients,
     make_inputs,
     make_output_gradients,
 )
-from flashattn3.testing.cases import dense, varlen
+from flashattn3_bench.checking.cases import dense, varlen
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -13,7 +13,12 @@ from helpers import H100, library_double
 from flashattn3 import BlockScaled, flash_attn_func
 from flashattn3.backends import TRITON
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.bench import (
+from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.call.spec import Options
+from flashattn3.cli import main
+from flashattn3.dispatch.planner import choose
+from flashattn3_bench import (
     few_queries_suite,
     gate,
     host_suite,
@@ -22,14 +27,16 @@ from flashattn3.bench import (
     robot_suite,
     timing,
 )
-from flashattn3.bench.accuracy_suite import accuracy_cases, findings
-from flashattn3.bench.cached_suite import HOST_WORK
-from flashattn3.bench.command import ALL
-from flashattn3.bench.inputs import make_inputs, prepare, quantized
-from flashattn3.bench.memory import peak_bytes
-from flashattn3.bench.memory_suite import training_step
-from flashattn3.bench.precision import PRECISIONS, arguments_in, errors
-from flashattn3.bench.providers import (
+from flashattn3_bench.accuracy_suite import accuracy_cases, findings
+from flashattn3_bench.cached_suite import HOST_WORK
+from flashattn3_bench.checking import Case
+from flashattn3_bench.checking.distributions import cases as distribution_cases
+from flashattn3_bench.command import ALL
+from flashattn3_bench.inputs import make_inputs, prepare, quantized
+from flashattn3_bench.memory import peak_bytes
+from flashattn3_bench.memory_suite import training_step
+from flashattn3_bench.precision import PRECISIONS, arguments_in, errors
+from flashattn3_bench.providers import (
     BASELINES,
     CAPTURED,
     DETERMINISTIC,
@@ -49,16 +56,9 @@ from flashattn3.bench.providers import (
     naive,
     sdpa,
 )
-from flashattn3.bench.report import geometric_means, ratios, summary
-from flashattn3.bench.runner import Settings
-from flashattn3.bench.suites import CASES, Cell, cells
-from flashattn3.call.inputs import Tensors, metadata_of
-from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
-from flashattn3.cli import main
-from flashattn3.dispatch.planner import choose
-from flashattn3.testing import Case
-from flashattn3.testing.distributions import cases as distribution_cases
+from flashattn3_bench.report import geometric_means, ratios, summary
+from flashattn3_bench.runner import Settings
+from flashattn3_bench.suites import CASES, Cell, cells
 
 CPU = torch.device("cpu")
 SMALL = Case("small", 2, 48, 80, 4, 2, 16, 24)
@@ -428,7 +428,7 @@ def test_a_missed_bound_keeps_its_number_and_fails_the_run(tmp_path, monkeypatch
 
     monkeypatch.setattr("flashattn3.flash_attn_func", wrong)
     few = [case for case in distribution_cases((128,), (64,)) if case.name in ("ones", "mean-1")]
-    monkeypatch.setattr("flashattn3.bench.command.distribution_cases", lambda *_: few)
+    monkeypatch.setattr("flashattn3_bench.command.distribution_cases", lambda *_: few)
     assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 1
     _, *records = lines(tmp_path / "fp8-distributions.jsonl")
     ours = [r for r in records if r["provider"].startswith(OURS)]
@@ -443,9 +443,9 @@ def test_a_precision_that_gives_nan_fails_the_run(tmp_path, monkeypatch, capsys)
     def spoilt(precision, q, k, v):
         return arguments_in(precision, q * (math.nan if "block" in precision else 1.0), k, v)
 
-    monkeypatch.setattr("flashattn3.bench.accuracy_suite.arguments_in", spoilt)
+    monkeypatch.setattr("flashattn3_bench.accuracy_suite.arguments_in", spoilt)
     few = accuracy_cases(quick=True)[:2]
-    monkeypatch.setattr("flashattn3.bench.command.accuracy_cases", lambda quick: few)
+    monkeypatch.setattr("flashattn3_bench.command.accuracy_cases", lambda quick: few)
     assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 1
     _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
     assert len(records) == 2 * len(PRECISIONS)
@@ -620,7 +620,7 @@ def test_a_wrong_result_has_no_number_and_fails_the_run(tmp_path, monkeypatch, c
     wrong = dict(
         providers.PROVIDERS, **{OURS: lambda q, k, v, causal: naive(q, k, v, causal) * 1.01}
     )
-    monkeypatch.setattr("flashattn3.bench.runner.PROVIDERS", wrong)
+    monkeypatch.setattr("flashattn3_bench.runner.PROVIDERS", wrong)
     assert bench(tmp_path, "--suite", "shapes", "--direction", "fwd") == 1
     ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["provider"] == OURS]
     assert all(r["status"] == "FAILED" and "median_ms" not in r for r in ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,9 +12,9 @@ import torch
 from helpers import ROOT
 
 import flashattn3
-from flashattn3.bench import command as bench
 from flashattn3.cli import main
-from flashattn3.demo import command as demo
+from flashattn3_bench import command as bench
+from flashattn3_bench.demo import command as demo
 
 no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="says what a machine without GPU sees"
@@ -86,6 +87,14 @@ def test_explain_prints_what_the_function_says(capsys):
 def test_bad_options_are_refused_with_one_line(options, said, capsys):
     line = refusal(capsys, *options)
     assert said in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [("demo",), ("bench", "--suite", "grid", "--quick")])
+def test_a_copy_without_the_benchmarks_says_so(options, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", {}.get)
+    line = refusal(capsys, *options)
+    assert line.startswith(f"flashattn3 {options[0]}: error: needs the package flashattn3_bench")
     assert line.count("\n") == 1
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU
+from support.fp8 import make_fp8_inputs
 
-from flashattn3.testing import (
+from flashattn3_bench.checking import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     Case,
@@ -21,12 +22,11 @@ from flashattn3.testing import (
     check_fp8,
     check_lse,
     gradients,
-    make_fp8_inputs,
     make_inputs,
     make_output_gradients,
 )
-from flashattn3.testing.cases import NAMED_SHAPES, dense, varlen
-from flashattn3.testing.tolerance import FP8_LSE_TOLERANCE
+from flashattn3_bench.checking.cases import NAMED_SHAPES, dense, varlen
+from flashattn3_bench.checking.tolerance import FP8_LSE_TOLERANCE
 
 SMALL = (
     dense("two-tiles", (200, 300), heads=(4, 2), causal=True, batch=1),

@@ -9,7 +9,8 @@ import re
 import pytest
 from helpers import ROOT, run_python
 
-SOURCES = sorted((ROOT / "flashattn3").rglob("*.py"))
+PACKAGES = ("flashattn3", "flashattn3_bench")
+SOURCES = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
 # Block pointers are gone from Triton main.
 GONE_FROM_TRITON = {"make_block_ptr", "advance"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import BACKEND_DTYPES, forward_holds, quick_case
 
-from flashattn3.testing import FORWARD_CASES, make_inputs
+from flashattn3_bench.checking import FORWARD_CASES, make_inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

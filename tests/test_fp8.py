@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers import EVERY_BACKEND, GPU, case_named
+from support.fp8 import FORMS, make_fp8_inputs
 from torch.nn.functional import pad
 
 from flashattn3 import (
@@ -29,8 +30,7 @@ from flashattn3.call.spec import Options
 from flashattn3.ops import operator_arguments
 from flashattn3.quantization import block_fp8
 from flashattn3.quantization.hadamard import rotate
-from flashattn3.testing import (
-    FORMS,
+from flashattn3_bench.checking import (
     FORWARD_CASES,
     FORWARD_FACTOR,
     FP8_OF_16_BIT,
@@ -42,12 +42,11 @@ from flashattn3.testing import (
     check_exp2_lse,
     check_fp8,
     check_lse,
-    make_fp8_inputs,
     make_inputs,
     score_floor,
 )
-from flashattn3.testing.cases import dense, varlen
-from flashattn3.testing.tolerance import FP8_LSE_TOLERANCE
+from flashattn3_bench.checking.cases import dense, varlen
+from flashattn3_bench.checking.tolerance import FP8_LSE_TOLERANCE
 
 poisoned = pytest.mark.usefixtures("poisoned_memory")
 # Blocks of q, k and v that end elsewhere than the tiles, and more than one of each.

@@ -1,5 +1,5 @@
 """8-bit attention of data that trained models have, on every backend, held to the bounds of
-flashattn3.testing.distributions."""
+flashattn3_bench.checking.distributions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from helpers import EVERY_BACKEND, GPU, needs_hopper
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, quantize_block_fp8
 from flashattn3.call.dtypes import EIGHT_BIT, FP8
 from flashattn3.call.inputs import Tensors
-from flashattn3.testing import FP8_OF_16_BIT, attention
-from flashattn3.testing.distributions import (
+from flashattn3_bench.checking import FP8_OF_16_BIT, attention
+from flashattn3_bench.checking.distributions import (
     Bounds,
     DistributionCase,
     Errors,

@@ -860,8 +860,8 @@ def test_the_benchmark_of_models(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     import json
 
-    from flashattn3.bench import models_suite
     from flashattn3.cli import main
+    from flashattn3_bench import models_suite
 
     monkeypatch.setattr(models_suite, "STEPS_PER_SAMPLE", 1)
     monkeypatch.setattr(models_suite, "NEW_TOKENS", 4)

@@ -19,6 +19,7 @@ from helpers import (
     forget_cached_calls,
     needs_hopper,
 )
+from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 from flashattn3 import (
     flash_attn_combine,
@@ -29,7 +30,6 @@ from flashattn3 import (
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON_CACHE
 from flashattn3.call.cached import CombineProblem
 from flashattn3.kvcache import ops
-from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 LENGTHS = (0, 1, 17, 40)
 CASES = (

@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import CACHE_BACKENDS as BACKENDS
 from helpers import GPU, TRITON_DTYPES
+from support.kvcache import CacheCase, CacheInputs, check_cached
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.kvcache import ops
-from flashattn3.testing.kvcache import CacheCase, CacheInputs, check_cached
 
 HEADS, DIM = 2, 24
 

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from flashattn3.bench import cached_suite
-from flashattn3.bench.cached_suite import cached_cells, run_cached, run_cached_host
-from flashattn3.bench.providers import OURS
-from flashattn3.bench.runner import FAILED, OK, Settings
 from flashattn3.cli import main
+from flashattn3_bench import cached_suite
+from flashattn3_bench.cached_suite import cached_cells, run_cached, run_cached_host
+from flashattn3_bench.providers import OURS
+from flashattn3_bench.runner import FAILED, OK, Settings
 
 CPU = Settings(torch.device("cpu"), torch.float32, ("math",), rounds=2, round_ms=0.1)
 
@@ -50,7 +50,7 @@ def test_bytes_of_a_window_are_those_of_its_keys():
 
 @pytest.mark.parametrize("work", cached_suite.HOST_WORK)
 def test_host_time_of_a_cached_call(work, monkeypatch):
-    from flashattn3.bench import host_suite
+    from flashattn3_bench import host_suite
 
     monkeypatch.setattr(host_suite, "SAMPLES", 5)
     monkeypatch.setattr(host_suite, "WARM_UP_CALLS", 1)

@@ -23,6 +23,7 @@ from helpers import (
     library_double,
     needs_hopper,
 )
+from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 from flashattn3 import (
     UnsupportedError,
@@ -55,7 +56,6 @@ from flashattn3.call.spec import Options
 from flashattn3.dispatch.kernel_configs import DECODE_CONFIGS, select_decode_config
 from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import explanation, ops
-from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 LIBRARY = find_library()
 HOPPER = HopperCacheBackend(HopperBackend(library=library_double))

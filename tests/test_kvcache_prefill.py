@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import H100, HOPPER_IS_MISSING, Prepared, forget_cached_calls, library_double
+from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, size_of, tensors_of
 
 from flashattn3 import doctor, explain_with_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
@@ -30,7 +31,6 @@ from flashattn3.dispatch.kernel_configs import (
     select_decode_config,
 )
 from flashattn3.dispatch.planner import choose
-from flashattn3.testing.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 pytest.importorskip("triton")
 HOPPER = HopperCacheBackend(HopperBackend(library=library_double, only_measured=False))

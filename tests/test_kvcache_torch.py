@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers import GPU, needs_hopper
+from support.kvcache import CacheCase, call_cached, make_cache_inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,7 +26,6 @@ from flashattn3.call.cached import (
     DecodeTensors,
     Lengths,
 )
-from flashattn3.testing.kvcache import CacheCase, call_cached, make_cache_inputs
 
 CASES = (
     CacheCase("opcheck", (9, 17), 2, page_size=8, options={"causal": True}),

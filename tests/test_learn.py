@@ -12,12 +12,12 @@ import pytest
 import torch
 from helpers import GPU, ROOT, run_program, run_python
 
-from flashattn3.bench import memory_traffic
-from flashattn3.bench.command import SUITES
-from flashattn3.bench.ladder_suite import run_sparse, sparse_work
-from flashattn3.bench.runner import Settings
 from flashattn3.cli import main
-from flashattn3.testing import Case
+from flashattn3_bench import memory_traffic
+from flashattn3_bench.checking import Case
+from flashattn3_bench.command import SUITES
+from flashattn3_bench.ladder_suite import run_sparse, sparse_work
+from flashattn3_bench.runner import Settings
 
 LEARN = ROOT / "examples" / "learn"
 if not LEARN.is_dir():

@@ -16,7 +16,7 @@ from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.inputs import Tensors
 from flashattn3.call.spec import Options
 from flashattn3.ops import plan_of
-from flashattn3.testing import call, make_inputs, make_output_gradients
+from flashattn3_bench.checking import call, make_inputs, make_output_gradients
 
 GUARD = 8192  # elements on each side of a tensor
 CANARY = 77  # exact in every dtype

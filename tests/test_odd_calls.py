@@ -25,8 +25,8 @@ from flashattn3 import BlockScaled, Explanation, quantize_block_fp8
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.inputs import Tensors
 from flashattn3.quantization import dispatch
-from flashattn3.testing import attention
-from flashattn3.testing.tolerance import FP8_OF_16_BIT
+from flashattn3_bench.checking import attention
+from flashattn3_bench.checking.tolerance import FP8_OF_16_BIT
 
 ILLEGAL, EITHER = object(), object()  # EITHER: an error or the right result of the value as it is
 MAY_WARN = ".*softmax_scale is 0"

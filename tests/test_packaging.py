@@ -19,6 +19,7 @@ import pytest
 from helpers import ROOT
 
 import flashattn3
+import flashattn3_bench
 from flashattn3.backends.hopper import library as hopper_library
 
 if not (ROOT / "pyproject.toml").is_file():
@@ -94,7 +95,8 @@ def metadata(wheel: zipfile.ZipFile, name: str = "METADATA") -> str:
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flashattn3").rglob("*.py")}
+    packages = ("flashattn3", "flashattn3_bench")
+    modules = {str(p.relative_to(ROOT)) for name in packages for p in (ROOT / name).rglob("*.py")}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     types = {"flashattn3/py.typed", "flashattn3/api.pyi", "flashattn3/kvcache/api.pyi"}
     assert packed == modules | types
@@ -237,8 +239,9 @@ def test_missing_cutlass_is_said_with_what_mends_it(tmp_path):
 
 def test_every_module_imports():
     """The benchmarks and the tuner too, which no other test runs on a CPU."""
-    names = [module.name for module in pkgutil.walk_packages(flashattn3.__path__, "flashattn3.")]
-    assert "flashattn3.bench.tune" in names
+    packages = (flashattn3, flashattn3_bench)
+    names = [m.name for x in packages for m in pkgutil.walk_packages(x.__path__, f"{x.__name__}.")]
+    assert "flashattn3_bench.tune" in names
     for name in names:
         if name.rpartition(".")[2] != "__main__":
             try:

@@ -23,7 +23,7 @@ from flashattn3.call.inputs import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options
 from flashattn3.dispatch.planner import choose
-from flashattn3.testing import call, make_inputs, make_output_gradients
+from flashattn3_bench.checking import call, make_inputs, make_output_gradients
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

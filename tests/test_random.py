@@ -20,9 +20,11 @@ from helpers import (
     gradients_hold,
 )
 from hypothesis import HealthCheck, given, seed, settings
+from support.fp8 import make_fp8_inputs, scales_of_v
+from support.strategies import random_cases, random_fp8_problems
 
 from flashattn3 import BlockScaled
-from flashattn3.testing import (
+from flashattn3_bench.checking import (
     E4M3_TRUNCATION,
     FLOAT32_EPS,
     FORWARD_FACTOR,
@@ -32,15 +34,12 @@ from flashattn3.testing import (
     check_lse,
     check_rounded_p,
     dropped_values,
-    make_fp8_inputs,
     make_inputs,
     make_output_gradients,
-    scales_of_v,
     score_floor,
     score_rounding,
 )
-from flashattn3.testing.strategies import random_cases, random_fp8_problems
-from flashattn3.testing.tolerance import FP8_DROPPED_WEIGHT, FP8_EXP2_ERROR
+from flashattn3_bench.checking.tolerance import FP8_DROPPED_WEIGHT, FP8_EXP2_ERROR
 
 # On a GPU nearly every example of Triton's is a set of kernels to compile: few head dims, and
 # chunks that pytest-xdist can spread.

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
+from support.strategies import random_cases
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,7 @@ from flashattn3.call.problem import describe
 from flashattn3.call.spec import Options, ScoreScale
 from flashattn3.dispatch.device import DeviceInfo
 from flashattn3.ops import plan_of
-from flashattn3.testing import (
+from flashattn3_bench.checking import (
     FORWARD_CASES,
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
@@ -37,8 +38,7 @@ from flashattn3.testing import (
     make_output_gradients,
     score_floor,
 )
-from flashattn3.testing.cases import dense, varlen
-from flashattn3.testing.strategies import random_cases
+from flashattn3_bench.checking.cases import dense, varlen
 
 CPU = DeviceInfo("cpu", "cpu")
 SMALL_TILES = ReferenceConfig(block_m=24, block_n=40)

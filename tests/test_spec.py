@@ -164,7 +164,7 @@ FOREIGN = {"flash_attn_2.py", "flash_attn_3.py", "paged.py"}
 PRODUCT = [
     path
     for path in sorted((ROOT / "flashattn3").rglob("*.py"))
-    if not {"bench", "testing", *FOREIGN} & {*path.relative_to(ROOT).parts}
+    if not FOREIGN & {*path.relative_to(ROOT).parts}
 ]
 CSRC = [path for path in sorted((ROOT / "csrc").rglob("*.*")) if path.suffix != ".md"]
 # Files of the package and of csrc that name an option, prose included: at most 9 together.

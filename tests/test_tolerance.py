@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from support.fp8 import FORMS, make_fp8_inputs, scales_of_v
 
 from flashattn3 import BlockScaled
 from flashattn3.call.inputs import Tensors
-from flashattn3.testing import (
-    FORMS,
+from flashattn3_bench.checking import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     attention,
@@ -21,16 +21,14 @@ from flashattn3.testing import (
     dropped_values,
     gradient_rounding,
     gradients,
-    make_fp8_inputs,
     make_inputs,
     make_output_gradients,
     out_rounding,
-    scales_of_v,
     score_floor,
 )
-from flashattn3.testing.cases import dense, varlen
-from flashattn3.testing.fp64_reference import heads_of
-from flashattn3.testing.tolerance import FP8_DROPPED_WEIGHT
+from flashattn3_bench.checking.cases import dense, varlen
+from flashattn3_bench.checking.fp64_reference import heads_of
+from flashattn3_bench.checking.tolerance import FP8_DROPPED_WEIGHT
 
 CASE = dense("causal-empty-rows", (129, 65), (4, 2), causal=True)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -24,7 +24,7 @@ from flashattn3.call.inputs import Scaled, Tensors
 from flashattn3.call.spec import Options
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
 from flashattn3.ops import operator_arguments
-from flashattn3.testing import make_inputs
+from flashattn3_bench.checking import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
 # On a CPU inductor needs a C++ compiler, which not every machine has.

@@ -1,0 +1,407 @@
+"""Cached calls: a few queries that read a cache, dense, paged and ragged; chunks of a prompt.
+
+Every provider runs as a CUDA graph on a GPU, so no time of the host is in a number. "read" is a
+kernel that only reads as many bytes as the visible keys and values have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+import flashattn3
+
+from .checking import FORWARD_FACTOR, check
+from .cuda_graph import captured
+from .host_suite import host_ms, selected
+from .providers import BASELINES, OURS, SDPA_BACKENDS
+from .read_kernel import prepare_read
+from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
+from .timing import Timing, interleave, make_clock
+
+READ, DENSE, APART = "read", "dense", "apart"
+SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed")
+QUICK_LENGTH = 40
+
+
+@dataclass(frozen=True)
+class CachedCell:
+    """One measurement. page_size: 0 for a dense cache. heads, heads_kv: of queries and keys.
+
+    seqlen_q: queries of each sequence; ragged: with cu_seqlens_q, one query of each sequence but
+    the last, which has seqlen_q.
+    """
+
+    suite: str
+    row: str
+    lengths: tuple[int, ...]
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    seqlen_q: int = 1
+    page_size: int = 0
+    window: int = -1
+    sinks: bool = False
+    ragged: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.heads_kv
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        others = len(self.lengths) - 1
+        return (1 if self.ragged else self.seqlen_q,) * others + (self.seqlen_q,)
+
+    @property
+    def visible(self) -> int:
+        """Keys that are read, of all sequences."""
+        if self.window < 0:
+            return sum(self.lengths)
+        pairs = zip(self.lengths, self.queries, strict=True)
+        return sum(min(n, self.window + queries) for n, queries in pairs)
+
+    def num_bytes(self, itemsize: int) -> int:
+        return 2 * self.visible * self.heads_kv * self.head_dim * itemsize
+
+    @property
+    def flops(self) -> float:
+        pairs = zip(self.lengths, self.queries, strict=True)
+        scores = sum(queries * n - queries * (queries - 1) // 2 for n, queries in pairs)
+        return 4 * scores * self.heads * self.head_dim
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {"causal": True, "window_size": (self.window, -1)}
+
+
+# sequences x keys of 32 query and 8 KV heads, then of others.
+SIZES = ((1, 1024), (1, 4096), (1, 16384), (1, 131072), (8, 4096), (32, 4096), (128, 1024))
+SIZES += ((64, 16384),)
+ONE_HEAD = ((1, 4096), (1, 131072), (32, 8192), (128, 8192))
+ALL_HEADS = ((1, 4096), (16, 4096))
+PAGES = (1, 16, 64, 256)
+SHORT = (128, 256, 512, 1024, 2048, 4096, 8192)  # of a sequence alone
+CHUNKS = ((1, 2048, 16384), (4, 2048, 8192), (8, 256, 4096))  # sequences, queries, keys
+# 64 lengths from 64 to 32k, evenly spaced in their logarithm.
+RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
+
+
+def _named(keys: int) -> str:
+    return f"{keys // 1024}k" if keys % 1024 == 0 else str(keys)
+
+
+def _dense_cells() -> Iterator[CachedCell]:
+    for heads, heads_kv, sizes in ((32, 8, SIZES), (8, 1, ONE_HEAD), (32, 32, ALL_HEADS)):
+        for batch, keys in sizes:
+            row = f"{heads}/{heads_kv} heads, {batch} x {_named(keys)}"
+            yield CachedCell("decode", row, (keys,) * batch, heads, heads_kv)
+    yield CachedCell("decode", "64/8 heads, 1 x 512k", (524288,), 64, 8)
+    yield CachedCell("decode", "4 queries, 32 x 4k", (4096,) * 32, seqlen_q=4)
+    yield CachedCell(
+        "decode", "d64, window 128, sinks, 64/8, 32 x 8k", (8192,) * 32, 64, 8, 64, window=127,
+        sinks=True,
+    )  # fmt: skip
+    yield CachedCell("decode", "d256, 8/1 heads, 32 x 4k", (4096,) * 32, 8, 1, 256)
+    # A policy: 51 queries over a prefix of 800 tokens.
+    yield CachedCell("decode", "51 queries, d256, 8/1, 1 x 851", (851,), 8, 1, 256, 51)
+
+
+def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
+    """The cells of one of SUITES. quick: the same problems, cut down to a CPU's size."""
+    if suite == "decode":
+        cells = list(_dense_cells())
+    elif suite == "latency":
+        cells = [
+            CachedCell(suite, f"{heads}/{heads_kv} heads, {_named(n)}", (n,), heads, heads_kv)
+            for heads, heads_kv in ((32, 8), (8, 1))
+            for n in SHORT
+        ]
+    elif suite == "mixed":
+        row = "63 x 8k decoded, 2048 of 8k, page"
+        of = {"lengths": (8192,) * 64, "seqlen_q": 2048, "ragged": True}
+        cells = [CachedCell(suite, f"{row} {size}", **of, page_size=size) for size in (16, 128)]
+    elif suite == "paged":
+        cells = [
+            replace(cell, suite=suite, row=f"page {size}, {cell.row}", page_size=size)
+            for cell in list(_dense_cells())[:15]
+            for size in PAGES
+        ]
+    elif suite == "ragged":
+        cells = [
+            CachedCell(suite, f"{name}, page {size}", lengths, page_size=size)
+            for name, lengths in (("64 of 64 to 32k", RAGGED), ("one 64k", (65536, *(512,) * 31)))
+            for size in (16, 128)
+        ]
+    else:
+        cells = [
+            CachedCell(suite, f"{batch} x {new} of {_named(keys)}, page {size}", (keys,) * batch,
+                       seqlen_q=new, page_size=size)
+            for batch, new, keys in CHUNKS
+            for size in (16, 128)
+        ]  # fmt: skip
+    if not quick:
+        return cells
+    return list(dict.fromkeys(map(_cut_down, cells)))
+
+
+def _cut_down(cell: CachedCell) -> CachedCell:
+    lengths = tuple(max(5, min(n, QUICK_LENGTH)) for n in cell.lengths[:2])
+    group = min(2, cell.group)
+    new = min(cell.seqlen_q, 5)
+    name = f"quick {len(lengths)} x {lengths[0]}, d{cell.head_dim}, {new} queries"
+    name += f", page {cell.page_size}" * (cell.page_size > 0) + ", ragged" * cell.ragged
+    return replace(cell, row=name, lengths=lengths, heads=group, heads_kv=1, seqlen_q=new)
+
+
+@dataclass
+class CachedInputs:
+    """q: (batch, seqlen_q, heads, head_dim), of a ragged cell (total_q, heads, head_dim). k, v: of
+    each sequence, (length, heads_kv, head_dim), dense: views of one cache.
+
+    pages: (k_cache, v_cache, page_table) of the same tokens, where the cell has pages.
+    """
+
+    q: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
+    dense: tuple[Tensor, Tensor] | None
+    pages: tuple[Tensor, Tensor, Tensor] | None
+    seqlens: Tensor
+    sinks: Tensor | None
+
+
+def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
+    device, lengths = settings.device, cell.lengths
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        of = {"generator": generator, "device": device, "dtype": settings.dtype}
+        return torch.randn(*shape, **of)
+
+    batch, heads_kv, dim = len(lengths), cell.heads_kv, cell.head_dim
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    lead = (sum(cell.queries),) if cell.ragged else (batch, cell.seqlen_q)
+    q = normal(*lead, cell.heads, dim)
+    sinks = torch.randn(cell.heads, device=device) if cell.sinks else None
+    if not cell.page_size:
+        k_cache, v_cache = (normal(batch, max(lengths), heads_kv, dim) for _ in range(2))
+        k, v = ([x[i, :n] for i, n in enumerate(lengths)] for x in (k_cache, v_cache))
+        return CachedInputs(q, k, v, (k_cache, v_cache), None, seqlens, sinks)
+    size = cell.page_size
+    needed = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(needed), device=device, generator=generator).int()
+    caches = [normal(sum(needed), size, heads_kv, dim) for _ in range(2)]
+    table = torch.full((batch, max(needed)), -1, dtype=torch.int32, device=device)
+    k, v = [], []
+    for index, (begin, count) in enumerate(zip(accumulate([0, *needed]), needed, strict=False)):
+        pages = order[begin : begin + count]
+        table[index, :count] = pages
+        k.append(caches[0][pages.long()].flatten(0, 1)[: lengths[index]])
+        v.append(caches[1][pages.long()].flatten(0, 1)[: lengths[index]])
+    dense = None
+    if len(set(lengths)) == 1:
+        dense = torch.stack(k), torch.stack(v)
+        k, v = (list(x) for x in dense)
+    return CachedInputs(q, k, v, dense, (*caches, table), seqlens, sinks)
+
+
+Call = Callable[[], Tensor]
+
+
+def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[str, Call]:
+    """Provider → its call, which returns out in q's shape."""
+    if cell.ragged:
+        return _mixed_calls(cell, inputs)
+    q, options = inputs.q, {**cell.options, "sinks": inputs.sinks}
+    cached = partial(flashattn3.flash_attn_with_kvcache, q, cache_seqlens=inputs.seqlens, **options)
+    calls: dict[str, Call] = {}
+    if inputs.pages:
+        k_cache, v_cache, table = inputs.pages
+        calls[OURS] = partial(cached, k_cache, v_cache, page_table=table)
+    elif inputs.dense:
+        calls[OURS] = partial(cached, *inputs.dense)
+    if cell.suite == "chunk":
+        calls[DENSE] = partial(flashattn3.flash_attn_func, q, *inputs.dense, causal=True)
+    elif cell.suite == "paged":
+        calls[DENSE] = partial(cached, *inputs.dense)
+    plain = cell.window < 0 and not cell.sinks and cell.seqlen_q == 1
+    if cell.suite in ("decode", "latency") and plain:
+        for name in settings.baselines:
+            if name in SDPA_BACKENDS:
+                calls[name] = partial(_sdpa, name, q, *inputs.dense)
+    return calls
+
+
+def _mixed_calls(cell: CachedCell, inputs: CachedInputs) -> dict[str, Call]:
+    """All sequences in one call; the single tokens and the chunk in a call each."""
+    q, (k_cache, v_cache, table), seqlens = inputs.q, inputs.pages, inputs.seqlens
+    edges = torch.tensor([0, *accumulate(cell.queries)], dtype=torch.int32, device=q.device)
+    attend = partial(flashattn3.flash_attn_with_kvcache, causal=True)
+    whole = {"cu_seqlens_q": edges, "max_seqlen_q": cell.seqlen_q}
+    whole |= {"cache_seqlens": seqlens, "page_table": table}
+    out, others = torch.empty_like(q), len(cell.lengths) - 1
+
+    def apart() -> Tensor:
+        for lead, rows in (((others, 1), slice(others)), ((1, -1), slice(others, None))):
+            attend(
+                q[rows].unflatten(0, lead), k_cache, v_cache, cache_seqlens=seqlens[rows],
+                page_table=table[rows], out=out[rows].unflatten(0, lead),
+            )  # fmt: skip
+        return out
+
+    return {OURS: partial(attend, q, k_cache, v_cache, **whole), APART: apart}
+
+
+def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPA_BACKENDS[name]):
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def run_cached(cell: CachedCell, settings: Settings) -> list[Record]:
+    """A record for each provider, with the bytes of the visible keys and what they take."""
+    inputs = make_cached_inputs(cell, settings)
+    calls: dict[str, Call] = {}
+    refused: dict[str, tuple[str, str]] = {}
+    for name, call in _calls(cell, inputs, settings).items():
+        try:
+            _check(cell, inputs, call(), name)
+            calls[name] = captured(lambda call=call: call, settings.device)
+        except AssertionError as error:
+            refused[name] = (FAILED, str(error))
+        except Exception as error:  # whatever it is, the other providers and cells go on
+            refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
+    num_bytes = cell.num_bytes(settings.dtype.itemsize)
+    if cell.suite != "chunk":
+        read = prepare_read(num_bytes, settings.device)
+        calls[READ] = captured(lambda: read, settings.device)
+    clock = make_clock(settings.device, num_bytes)
+    timings = interleave(calls, clock, settings.rounds, settings.round_ms)
+    return [_record(cell, name, settings, timings, refused) for name in (*timings, *refused)]
+
+
+def _check(cell: CachedCell, inputs: CachedInputs, out: Tensor, name: str) -> None:
+    """Hold the last KV head of the first and the last sequence to the tolerance rule."""
+    for index in {0, len(cell.lengths) - 1}:
+        expected = [_sample(cell, inputs, dtype, index) for dtype in (torch.float64, out.dtype)]
+        found = _rows(cell, out, index)
+        check("out", found, *expected, FORWARD_FACTOR, cell.row, name)
+
+
+def _rows(cell: CachedCell, x: Tensor, index: int) -> Tensor:
+    """Queries of a sequence with the query heads of the last KV head, of q or of out."""
+    begin = sum(cell.queries[:index])
+    return x.view(-1, *x.shape[-2:])[begin : begin + cell.queries[index], -cell.group :]
+
+
+def _sample(cell: CachedCell, inputs: CachedInputs, dtype: torch.dtype, index: int) -> Tensor:
+    """out of a sequence and the last KV head, (queries, group, head_dim), computed in ``dtype``."""
+    length, group, queries = cell.lengths[index], cell.group, cell.queries[index]
+    q, k, v = _rows(cell, inputs.q, index), inputs.k[index][:, -1], inputs.v[index][:, -1]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    rows = torch.arange(queries, device=q.device) + length - queries
+    distance = torch.arange(length, device=q.device) - rows.unsqueeze(1)
+    hidden = (distance > 0) | ((distance < -cell.window) & (cell.window >= 0))
+    wide = torch.promote_types(dtype, torch.float32)
+    out = []
+    for head in range(group):
+        scores = ((q[:, head] * cell.head_dim**-0.5) @ k.T).to(wide)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if inputs.sinks is not None:
+            sink = inputs.sinks[head - group].to(wide).expand(len(scores), 1)
+            scores = torch.cat([scores, sink], 1)
+        out.append(scores.softmax(1)[:, :length].to(dtype) @ v)
+    return torch.stack(out, 1)
+
+
+def _record(
+    cell: CachedCell,
+    name: str,
+    settings: Settings,
+    timings: dict[str, Timing],
+    refused: dict[str, tuple[str, str]],
+) -> Record:
+    record = {
+        "record": "latency",
+        "suite": cell.suite,
+        "row": cell.row,
+        "column": "",
+        "direction": "",
+        "dtype": settings.dtype_name,
+        "case": cell.row,
+        "batch": len(cell.lengths),
+        "seqlen_q": cell.seqlen_q,
+        "num_heads_q": cell.heads,
+        "num_heads_kv": cell.heads_kv,
+        "head_dim": cell.head_dim,
+        "page_size": cell.page_size,
+        "num_bytes": cell.num_bytes(settings.dtype.itemsize),
+        "provider": name,
+    }
+    if name in refused:
+        status, reason = refused[name]
+        return {**record, "status": status, "reason": reason}
+    timing = timings[name]
+    ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
+    return {
+        **record,
+        "status": OK,
+        **asdict(timing),
+        "tflops": cell.flops / timing.median_ms / 1e9,
+        "gb_per_s": record["num_bytes"] / timing.median_ms / 1e6,
+        "speed_ratio": ratios,
+    }
+
+
+HOST_WORK = ("cached call", "cached call, paged", "cached call, append")
+
+
+def run_cached_host(work: str, settings: Settings) -> Iterator[Record]:
+    """Host time of one small cached call; torch's attention reads the dense cache."""
+    on_gpu = settings.device.type == "cuda"
+    lengths, dim = ((256,), 128) if on_gpu else ((8,), 8)
+    page = 16 if work.endswith("paged") else 0
+    cell = CachedCell("host", work, lengths, 8 if on_gpu else 1, 8 if on_gpu else 1, dim, 1, page)
+    inputs = make_cached_inputs(cell, settings)
+    calls = _calls(cell, inputs, settings)
+    if work == HOST_WORK[0]:
+        transposed = [x.transpose(1, 2) for x in (inputs.q, *inputs.dense)]
+        attend = partial(F.scaled_dot_product_attention, *transposed)
+        calls |= {name: attend for name in settings.baselines if name in SDPA_BACKENDS}
+    if work.endswith("append"):
+        new = torch.zeros_like(inputs.dense[0][:, :1])
+        last = inputs.seqlens - 1
+        attend = partial(flashattn3.flash_attn_with_kvcache, inputs.q, *inputs.dense, new, new)
+        calls = {OURS: partial(attend, cache_seqlens=last, causal=True)}
+    out = calls[OURS]()  # the append, if there is one, comes before what is right
+    _check(cell, inputs, out, OURS)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(settings.rounds):
+        for name, call in calls.items():
+            with selected(name):
+                samples[name] += host_ms(call, settings.device)
+    timings = {name: Timing.of(found) for name, found in samples.items()}
+    for name, timing in timings.items():
+        ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
+        yield {
+            "record": "time",
+            "suite": "host",
+            "row": f"host time: {work}",
+            "column": "",
+            "direction": work,
+            "dtype": settings.dtype_name,
+            "case": f"{lengths[0]} keys",
+            "provider": name,
+            "status": OK,
+            **asdict(timing),
+            "speed_ratio": ratios,
+        }

@@ -1,0 +1,73 @@
+"""What tests and benchmarks share: cases, inputs, the fp64 reference, and the rule that compares
+with it. What tests alone use is in tests/support.
+"""
+
+from .cases import (
+    FEW_QUERIES,
+    FORWARD_CASES,
+    GROUPED_GRID,
+    NAMED_SHAPES,
+    ODD_DIMS,
+    OTHER_DIMS,
+    PAPER_GRID,
+    ROBOT_SHAPES,
+    Case,
+    call,
+)
+from .fp64_reference import attention, gradients
+from .inputs import make_inputs, make_output_gradients
+from .rounding import (
+    E4M3_TRUNCATION,
+    FLOAT32_EPS,
+    dropped_values,
+    gradient_rounding,
+    out_rounding,
+    score_rounding,
+)
+from .tolerance import (
+    FORWARD_FACTOR,
+    FP8_OF_16_BIT,
+    FP8_OF_QUANTIZED,
+    GRADIENT_FACTOR,
+    INT8_OF_QUANTIZED,
+    check,
+    check_exp2_lse,
+    check_fp8,
+    check_lse,
+    check_rounded_p,
+    score_floor,
+)
+
+__all__ = [
+    "E4M3_TRUNCATION",
+    "FEW_QUERIES",
+    "FLOAT32_EPS",
+    "FORWARD_CASES",
+    "FORWARD_FACTOR",
+    "FP8_OF_16_BIT",
+    "FP8_OF_QUANTIZED",
+    "GRADIENT_FACTOR",
+    "GROUPED_GRID",
+    "INT8_OF_QUANTIZED",
+    "NAMED_SHAPES",
+    "ODD_DIMS",
+    "OTHER_DIMS",
+    "PAPER_GRID",
+    "ROBOT_SHAPES",
+    "Case",
+    "attention",
+    "call",
+    "check",
+    "check_exp2_lse",
+    "check_fp8",
+    "check_lse",
+    "check_rounded_p",
+    "dropped_values",
+    "gradient_rounding",
+    "gradients",
+    "make_inputs",
+    "make_output_gradients",
+    "out_rounding",
+    "score_floor",
+    "score_rounding",
+]

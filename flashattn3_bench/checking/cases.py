@@ -1,0 +1,382 @@
+"""Named problems for tests and benchmarks. A case holds no tensor: ``make_inputs`` fills it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from flashattn3.api import flash_attn_func, flash_attn_varlen_func
+from flashattn3.call.inputs import Tensors
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    seqlens_q, seqlens_k: rows of each sequence; given for varlen only, where batch, seqlen_q and
+        seqlen_k are their number and their largest.
+    seqused_q, seqused_k: rows of each varlen sequence that count; None counts all.
+    tail_rows: rows of q, k and v after the last varlen sequence, which belong to none.
+    layout: "bshd" contiguous, "unaligned" the same one element further, "bhsd" heads before rows,
+        "padded" a gap after each row, "packed" views of one tensor (same lengths and head dims).
+    distribution: "normal", "large" (scores up to 1e4), "monotone" (scores rise along the keys),
+        "outlier", "shifted" (k and v have a mean), "constant", "zero" (all scores 0), "zero-blocks"
+        (a stretch of tokens is 0), "huge" (v up to 2**110, or to the type's limit, and scores that
+        fall along the keys), "dominant" (one key in 50 scores about 8 above the others at
+        the default scale).
+    softmax_scale: None for head_dim ** -0.5. window: (left, right), -1 open. The rest as in the
+        interface.
+    """
+
+    name: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    seqlens_q: tuple[int, ...] | None = None
+    seqlens_k: tuple[int, ...] | None = None
+    seqused_q: tuple[int, ...] | None = None
+    seqused_k: tuple[int, ...] | None = None
+    tail_rows: int = 0
+    layout: str = "bshd"
+    distribution: str = "normal"
+    num_splits: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.name
+
+    @property
+    def varlen(self) -> bool:
+        return self.seqlens_q is not None
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The leading axes of q, and of k and v: (batch, seqlen) or (total,)."""
+        if not self.varlen:
+            return (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
+        return (sum(self.seqlens_q) + self.tail_rows,), (sum(self.seqlens_k) + self.tail_rows,)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the public functions, apart from tensors and lengths."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "num_splits": self.num_splits,
+        }
+
+    def reference_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``reference.attention`` and ``reference.gradients``, apart from
+        dtype.
+        """
+        left, right = self.window
+        return {
+            "softmax_scale": self.head_dim**-0.5
+            if self.softmax_scale is None
+            else self.softmax_scale,
+            "window_left": left,
+            "window_right": 0 if self.causal else right,
+            "softcap": self.softcap,
+        }
+
+
+def call(case: Case, tensors: Tensors, **more: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The case through the public interface; ``more`` adds or replaces arguments."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *descales = tensors
+    names = ("q_descale", "k_descale", "v_descale")  # where tensors has them (``Given``)
+    options = {**case.options(), **dict(zip(names, descales, strict=False)), **more}
+    if not case.varlen:
+        return flash_attn_func(q, k, v, **options)
+    lengths = cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k, seqused_q, seqused_k
+    return flash_attn_varlen_func(q, k, v, *lengths, **options)
+
+
+def dense(
+    name: str,
+    seqlens: tuple[int, int] = (113, 113),
+    heads: tuple[int, int] = (2, 2),
+    dims: tuple[int, int] = (64, 64),
+    batch: int = 2,
+    **rest: Any,
+) -> Case:
+    """seqlens (q, k), heads (q, kv), dims (qk, v)."""
+    return Case(name, batch, *seqlens, *heads, *dims, **rest)
+
+
+def varlen(
+    name: str,
+    seqlens_q: tuple[int, ...],
+    seqlens_k: tuple[int, ...],
+    heads: tuple[int, int] = (2, 2),
+    dims: tuple[int, int] = (64, 64),
+    **rest: Any,
+) -> Case:
+    longest = max(seqlens_q, default=0), max(seqlens_k, default=0)
+    varlen = {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+    return Case(name, len(seqlens_q), *longest, *heads, *dims, **varlen, **rest)
+
+
+# Small but nasty: every feature, and the edges where tiles, masks and lengths meet.
+FORWARD_CASES: tuple[Case, ...] = (
+    # lengths around the tiles
+    dense("one-token", (1, 1)),
+    dense("one-query", (1, 129)),
+    dense("one-key", (65, 1)),
+    dense("under-tile", (63, 63), causal=True),
+    dense("over-tile", (65, 65), causal=True),
+    dense("odd", (129, 113)),
+    dense("tile-exact", (128, 256), causal=True),
+    # causal with unequal lengths; more queries than keys leaves rows that see nothing
+    dense("causal", causal=True),
+    dense("causal-longer-keys", (65, 193), causal=True),
+    dense("causal-empty-rows", (193, 65), causal=True),
+    dense("causal-one-query", (1, 113), causal=True),
+    # windows
+    dense("window-both", (129, 129), window=(17, 9)),
+    dense("window-left", (129, 129), window=(31, -1)),
+    dense("window-right", (129, 129), window=(-1, 31)),
+    dense("window-diagonal", (129, 129), window=(0, 0)),
+    dense("window-causal", (113, 177), window=(40, -1), causal=True),
+    dense("window-empty-rows", (193, 65), window=(5, 5)),
+    dense("window-longer-keys", (33, 257), window=(64, 0)),
+    # softcap
+    dense("softcap", softcap=5.0, distribution="outlier"),
+    dense("softcap-causal", (129, 97), softcap=20.0, causal=True, heads=(4, 2)),
+    dense("softcap-small", (129, 193), heads=(4, 2), dims=(128, 128), softcap=0.5, causal=True),
+    dense("softcap-small-dim-192", (129, 193), dims=(192, 192), softcap=0.5, causal=True),
+    dense("softcap-small-dim-v-256", (129, 193), dims=(64, 256), softcap=1.0),
+    dense("softcap-small-dim-256", (129, 193), dims=(256, 256), softcap=4.0, batch=1),
+    dense("softcap-tiny", (65, 97), softcap=1e-3),
+    dense("softcap-lowest", (65, 97), softcap=1e-40),
+    dense("softcap-1e4", (129, 193), dims=(128, 128), softcap=1e4),
+    dense("softcap-1e6", (129, 193), softcap=1e6, causal=True),
+    dense("softcap-1e8", (129, 193), dims=(256, 256), softcap=1e8, batch=1),
+    dense("softcap-1e15", (65, 97), softcap=1e15),
+    dense("softcap-highest", (65, 97), softcap=1e39),
+    # groups of query heads
+    dense("gqa-2", heads=(4, 2), causal=True),
+    dense("gqa-8", (65, 97), heads=(8, 1), causal=True),
+    dense("gqa-16", (33, 65), heads=(16, 1), batch=1),
+    dense("mqa-one-query", (1, 129), heads=(8, 1)),
+    # head dims, and v's own
+    dense("dim-8", dims=(8, 8), causal=True),
+    dense("dim-16", dims=(16, 16)),
+    dense("dim-33", dims=(33, 33), causal=True),
+    dense("dim-40", dims=(40, 40), causal=True),
+    dense("dim-72", dims=(72, 72)),
+    dense("dim-80", dims=(80, 80), causal=True),
+    dense("dim-96", dims=(96, 96)),
+    dense("dim-128", dims=(128, 128), causal=True),
+    dense("dim-160", dims=(160, 160)),
+    dense("dim-192", dims=(192, 192), causal=True),
+    dense("dim-256", dims=(256, 256), causal=True, batch=1),
+    dense("dim-v-wider", dims=(64, 128), causal=True),
+    dense("dim-v-narrower", dims=(128, 64)),
+    dense("dim-192-128", dims=(192, 128), causal=True),
+    dense("dim-192-64", (129, 257), dims=(192, 64), heads=(4, 2), causal=True),
+    dense("dim-136-128", (193, 129), dims=(136, 128), window=(40, 9)),
+    dense("dim-136-192", (65, 193), dims=(136, 192), batch=1),
+    dense("dim-72-40", dims=(72, 40), heads=(4, 2)),
+    dense("dim-40-24", (129, 193), dims=(40, 24), causal=True),
+    dense("dim-24-40", dims=(24, 40), causal=True),
+    dense("dim-72-56", dims=(72, 56), causal=True),
+    dense("dim-56-8", (129, 193), dims=(56, 8)),
+    dense("dim-104-72", dims=(104, 72), causal=True),
+    dense("dim-33-17", (129, 193), dims=(33, 17), causal=True),
+    # scale
+    dense("scale-negative", softmax_scale=-0.3, causal=True),
+    dense("scale-zero", softmax_scale=0.0),
+    # strides
+    dense("layout-bhsd", layout="bhsd", causal=True),
+    dense("layout-packed", heads=(4, 2), layout="packed", causal=True),
+    dense("layout-padded", layout="padded"),
+    dense("layout-unaligned", layout="unaligned", causal=True),
+    dense("layout-unaligned-64-32", (129, 193), dims=(64, 32), layout="unaligned", causal=True),
+    dense("layout-unaligned-128-16", (129, 193), dims=(128, 16), layout="unaligned"),
+    dense("layout-padded-64-32", (129, 193), dims=(64, 32), layout="padded"),
+    # values
+    dense("large-scores", (129, 257), distribution="large"),
+    dense("monotone-scores", (65, 321), distribution="monotone"),
+    dense("outliers", (129, 257), distribution="outlier", causal=True),
+    dense("constant", distribution="constant", causal=True),
+    dense("zero-scores", distribution="zero"),
+    dense("zero-blocks", (129, 257), distribution="zero-blocks", heads=(4, 2)),
+    dense("huge-values", (129, 321), distribution="huge", batch=1),
+    dense("huge-values-causal", (257, 321), dims=(128, 128), distribution="huge", causal=True),
+    # ragged sequences
+    varlen("varlen", (65, 1, 113), (65, 1, 113), causal=True),
+    varlen("varlen-cross", (17, 129, 64), (113, 33, 64), heads=(4, 2)),
+    varlen("varlen-causal-cross", (113, 33, 64), (17, 129, 64), causal=True, heads=(4, 1)),
+    varlen("varlen-empty-sequences", (0, 65, 0, 33, 7), (5, 65, 0, 0, 97), causal=True),
+    varlen("varlen-no-keys", (33, 17), (0, 0)),
+    varlen("varlen-no-queries", (0, 0), (33, 17)),
+    varlen("varlen-tail-rows-alone", (0, 0), (33, 17), tail_rows=19),
+    varlen("varlen-no-sequence", (), (), tail_rows=19),
+    varlen(
+        "varlen-seqused", (65, 113), (97, 113), seqused_q=(65, 40), seqused_k=(0, 99), causal=True
+    ),
+    varlen("varlen-tail-rows", (33, 65), (65, 33), tail_rows=19, layout="padded", window=(20, 10)),
+    varlen("varlen-packed", (33, 70), (33, 70), layout="packed", causal=True, softcap=10.0),
+    varlen("varlen-dim-192", (65, 1, 193), (113, 33, 64), (4, 2), (192, 192), causal=True),
+    varlen("varlen-dim-192-128", (33, 130), (300, 64), (4, 1), (192, 128), seqused_k=(257, 0)),
+    varlen(
+        "varlen-gqa-seqused",
+        *((65, 0, 33, 7), (130, 33, 0, 97)),
+        *((8, 2), (128, 128)),
+        seqused_k=(99, 33, 0, 97),
+        tail_rows=19,
+        causal=True,
+    ),
+    varlen(
+        "varlen-gqa-dim-256",
+        *((0, 70, 5), (33, 130, 9)),
+        *((4, 1), (256, 256)),
+        seqused_k=(33, 65, 0),
+        tail_rows=7,
+    ),
+    varlen("varlen-splits", (5, 70), (130, 257), num_splits=3, causal=True, dims=(72, 40)),
+    # nothing to do, and splits
+    dense("no-keys", (33, 0)),
+    dense("no-queries", (0, 33)),
+    dense("no-batch", batch=0),
+    dense("splits", (17, 321), num_splits=3),
+    dense("splits-causal", (129, 257), num_splits=3, causal=True, heads=(4, 2)),
+)
+
+
+def _paper(head_dim: int, causal: bool, seqlen: int) -> Case:
+    heads = 2048 // head_dim
+    name = f"d{head_dim}-{'causal' if causal else 'full'}-{seqlen}"
+    return dense(
+        name,
+        (seqlen, seqlen),
+        (heads, heads),
+        (head_dim, head_dim),
+        batch=16384 // seqlen,
+        causal=causal,
+    )
+
+
+# The grid of the FlashAttention-3 paper (§4.1): batch x seqlen = 16384 tokens, heads x head_dim =
+# 2048.
+PAPER_GRID: tuple[Case, ...] = tuple(
+    _paper(head_dim, causal, seqlen)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+)
+
+
+def _trained(
+    seqlen: int, heads: tuple[int, int], dims: tuple[int, int], batch: int, causal: bool = True
+) -> Case:
+    mask = "causal" if causal else "full"
+    name = f"d{dims[0]}-{dims[1]}-{mask}-{batch}x{seqlen}-h{heads[0]}-{heads[1]}"
+    return dense(name, (seqlen, seqlen), heads, dims, batch, causal=causal)
+
+
+# The same for head dims between those of the paper, with as many heads as fit into 2048; then a
+# head dim of 160, and a head dim of V below that of Q and K beside an equal one.
+OTHER_DIMS: tuple[Case, ...] = (
+    *(
+        _paper(head_dim, causal, seqlen)
+        for head_dim in (96, 192)
+        for causal in (False, True)
+        for seqlen in (1024, 4096, 16384)
+    ),
+    _trained(4096, (8, 8), (160, 160), batch=4, causal=False),
+    _trained(4096, (16, 16), (192, 128), batch=2),
+    _trained(4096, (16, 16), (192, 192), batch=2),
+)
+
+# Of the grid, with 8 query heads to each of k and v; then shapes of language models.
+GROUPED_GRID: tuple[Case, ...] = (
+    *(
+        replace(case, name=f"{case.name}-gqa8", num_heads_kv=case.num_heads_q // 8)
+        for case in PAPER_GRID
+        if case.head_dim <= 128 and case.seqlen_k in (1024, 4096, 16384)
+    ),
+    _trained(8192, (64, 8), (128, 128), batch=1),
+    _trained(4096, (32, 4), (128, 128), batch=4),
+    _trained(2048, (32, 8), (128, 128), batch=1),
+    _trained(512, (32, 8), (128, 128), batch=1),
+    _trained(4096, (12, 4), (128, 128), batch=2),
+    _trained(4096, (16, 4), (192, 192), batch=4),
+    _trained(4096, (16, 4), (256, 256), batch=4),
+)
+
+# Head dims that are multiples of 8 and not of 16, each beside the next multiple of 16, with 16
+# heads: diffusion models have 40, SigLIP and other vision towers 72.
+ODD_DIMS: tuple[Case, ...] = tuple(
+    replace(_paper(head_dim, causal, seqlen), num_heads_q=16, num_heads_kv=16)
+    for odd in (40, 56, 72, 88, 104, 120)
+    for head_dim in (odd, odd + 8)
+    for causal in (False, True)
+    for seqlen in (1024, 4096)
+)
+
+# Robot policies: an action chunk that attends to its observation, and two sizes of a joint context.
+ROBOT_SHAPES: tuple[Case, ...] = (
+    dense("cross-512x256", (512, 256), heads=(16, 16), batch=1),
+    dense("self-768", (768, 768), heads=(16, 16), batch=1),
+    dense("self-800", (800, 800), heads=(8, 1), dims=(256, 256), batch=1),
+)
+
+# Few queries of many keys: a decoded token, a drafted block, actions over a long context.
+FEW_QUERIES: tuple[Case, ...] = tuple(
+    dense(
+        f"{batch}x{queries}x{keys}-{heads[0]}/{heads[1]}-d{dims[0]}", (queries, keys), heads, dims,
+        batch,
+    )
+    for batch, queries, keys, heads, dims in (
+        *((1, 1, keys, (32, 8), (128, 128)) for keys in (128, 512, 1024, 16384, 65536, 131072)),
+        *((1, 1, 65536, (8, 1), (128, 128)), (1, 1, 4096, (32, 32), (128, 128))),
+        *((4, 1, 32768, (32, 8), (128, 128)), (16, 1, 8192, (8, 8), (128, 128))),
+        *((1, queries, 16384, (32, 8), (128, 128)) for queries in (4, 16, 64, 128, 300)),
+        *((1, queries, 16384, (8, 8), (128, 128)) for queries in (64, 128, 300)),
+        *((1, 1, 16384, (16, 16), (64, 64)), (1, 64, 16384, (16, 16), (192, 128))),
+        *((1, 16, 16384, (8, 1), (256, 256)), (1, 16, 1024, (32, 8), (128, 128))),
+    )
+)  # fmt: skip
+
+# Attention of models that people train and serve: encoders, vision, diffusion, speech, language.
+MODEL_SHAPES: tuple[Case, ...] = (
+    dense("bert-128", (128, 128), heads=(16, 16), batch=128),
+    dense("bert-512", (512, 512), heads=(16, 16), batch=32),
+    dense("vit-197", (197, 197), heads=(16, 16), batch=64),
+    dense("dinov2-257", (257, 257), heads=(24, 24), batch=64),
+    dense("clip-577", (577, 577), heads=(16, 16), batch=1),
+    dense("siglip-729", (729, 729), heads=(16, 16), dims=(72, 72), batch=16),
+    dense("dit-256", (256, 256), heads=(16, 16), dims=(72, 72), batch=64),
+    dense("unet-4096", (4096, 4096), heads=(8, 8), dims=(40, 40), batch=8),
+    dense("unet-text", (4096, 77), heads=(8, 8), dims=(40, 40), batch=8),
+    dense("flux-4608", (4608, 4608), heads=(24, 24), dims=(128, 128), batch=1),
+    dense("wan-32k", (32760, 32760), heads=(12, 12), dims=(128, 128), batch=1),
+    dense("wan-text", (32760, 512), heads=(12, 12), dims=(128, 128), batch=1),
+    dense("whisper-1500", (1500, 1500), heads=(20, 20), batch=16),
+    dense("gpt2-1k", (1024, 1024), heads=(12, 12), batch=8, causal=True),
+    dense("llama1b-2k", (2048, 2048), heads=(32, 8), batch=1, causal=True),
+    dense("llama8b-512", (512, 512), heads=(32, 8), dims=(128, 128), batch=1, causal=True),
+    dense("llama8b-4k", (4096, 4096), heads=(32, 8), dims=(128, 128), batch=1, causal=True),
+    dense("llama70b-8k-tp8", (8192, 8192), heads=(8, 1), dims=(128, 128), batch=1, causal=True),
+    dense("gemma2-4k", (4096, 4096), heads=(8, 4), dims=(256, 256), batch=1, causal=True),
+    dense("phi3-4k", (4096, 4096), heads=(32, 32), dims=(96, 96), batch=1, causal=True),
+    dense("deepseek-4k", (4096, 4096), heads=(16, 16), dims=(192, 128), batch=1, causal=True),
+)
+
+NAMED_SHAPES: tuple[Case, ...] = (
+    *ROBOT_SHAPES[:2],
+    dense("long-32k", (32768, 32768), heads=(64, 8), dims=(128, 128), batch=1, causal=True),
+    *MODEL_SHAPES,
+)

@@ -1,0 +1,157 @@
+"""What the roundings that the algorithm has cost, element by element, from the arithmetic alone.
+
+A 16-bit kernel rounds P, dS and out to its dtype before they are multiplied, and its results when
+they are stored (docs/algorithm.md); all else is float32. A rounding moves x by at most unit * |x|,
+so a sum of products x moves by at most unit * sum |x|. Roundings are independent and as often up as
+down: such a sum moves by more than 3 * unit * sqrt(sum x^2) once in 360,000 times (variables that
+are uniform in +-a have tails below 2 exp(-3 t^2 / (2 sum a^2))). A bound here is the smaller of the
+two: right for few keys, and not too wide for many.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashattn3.call.inputs import Tensors
+
+from .fp64_reference import heads_of, scores_of_head
+
+DEVIATIONS = 3.0
+POWERS = (torch.abs, torch.square)
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+# e4m3 WGMMA truncates each product at the accumulator's exponent, so a sum of n products of one
+# sign loses up to n times this of itself (docs/hopper-fp8.md).
+E4M3_TRUNCATION = 2.0**-16
+
+
+class _Moments:
+    """The sum of |x| and that of x^2 over the rounded terms x of each element of a result."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = torch.zeros_like(result)
+        self.sums = {power: torch.zeros_like(result) for power in POWERS}
+        self.float32 = torch.zeros_like(result)  # errors of float32, which are not multiplied
+
+    def bound(self, dtype: torch.dtype) -> Tensor:
+        """With one rounding more, that of the result, which is stored in dtype."""
+        total, squares = self.sums.values()
+        likely = torch.minimum(total, DEVIATIONS * squares.sqrt())
+        return torch.finfo(dtype).eps / 2 * (_magnitude(self.result, dtype) + likely) + self.float32
+
+
+def out_rounding(
+    tensors: Tensors, dtype: torch.dtype, *, softmax_scale: float, **options: float
+) -> Tensor:
+    """Of out, in its shape: P and out are rounded to dtype. The options are ``attention``'s."""
+    q, k, v = (x.detach().double() for x in tensors[:3])
+    of_out = _Moments(q.new_zeros((*q.shape[:-1], v.shape[-1])))
+    for rows, keys in heads_of(tensors):
+        p, _ = _probabilities(q[rows], k[keys], softmax_scale, **options)
+        of_out.result[rows] = p @ v[keys]
+        for power in POWERS:
+            of_out.sums[power][rows] = power(_magnitude(p, dtype)) @ power(v[keys])
+    return of_out.bound(dtype)
+
+
+def gradient_rounding(
+    tensors: Tensors,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    softmax_scale: float,
+    **options: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of dq, dk and dv: P, dS and the results are rounded to dtype, and so are P and out of the
+    forward, from which delta is computed. With softcap, 1 - tanh^2 has the absolute error of a
+    tanh in float32. The other arguments are those of ``gradients``."""
+    inputs = [x.detach().double() for x in tensors[:3]]
+    of_dq, of_dk, of_dv = moments = [_Moments(x) for x in inputs]
+    dout = dout.double()
+    given = 0.0 * dout[..., 0] if dlse is None else dlse.double().transpose(-1, -2)
+    for rows, keys in heads_of(tensors):
+        q, k, v, do = inputs[0][rows], inputs[1][keys], inputs[2][keys], dout[rows]
+        p, slope = _probabilities(q, k, softmax_scale, **options)
+        dp, out = do @ v.T, p @ v
+        delta = (do * out).sum(1, keepdim=True) - given[rows].unsqueeze(1)
+        by_slope = softmax_scale * (p * (dp - delta)).abs() * _slope_error(k.shape[0], **options)
+        of_dq.float32[rows] += by_slope @ k.abs()
+        of_dk.float32[keys] += by_slope.T @ q.abs()
+        by_delta = p * slope * softmax_scale  # the derivative of dS by -delta
+        ds = by_delta * (dp - delta)
+        of_dq.result[rows] += ds @ k
+        of_dk.result[keys] += ds.T @ q
+        of_dv.result[keys] += p.T @ do
+        p, ds = _magnitude(p, dtype), _magnitude(ds, dtype)
+        for power in POWERS:
+            of_delta = power(do * out).sum(1, keepdim=True) + power(p * dp).sum(1, keepdim=True)
+            of_dq.sums[power][rows] += power(ds) @ power(k) + of_delta * power(by_delta @ k)
+            of_dk.sums[power][keys] += (power(ds) + of_delta * power(by_delta)).T @ power(q)
+            of_dv.sums[power][keys] += power(p).T @ power(do)
+    return tuple(x.bound(dtype) for x in moments)
+
+
+def score_rounding(tensors: Tensors, *, softmax_scale: float, unit: float, **_: float) -> Tensor:
+    """Of lse, in its shape: what a score of the row can be off by, unit times the sum of |q k|.
+
+    unit: FLOAT32_EPS, of products that float32 adds; E4M3_TRUNCATION * head_dim of e4m3 on tensor
+        cores. The other options are ``attention``'s. The log-sum-exp is off by no more than its
+        scores.
+    """
+    q, k = (x.detach().double().abs() for x in tensors[:2])
+    moved = q.new_zeros(q.shape[:-1])
+    for rows, keys in heads_of(tensors):
+        sums = q[rows] @ k[keys].T
+        moved[rows] = sums.amax(1) if sums.shape[1] else 0.0
+    return unit * abs(softmax_scale) * moved.transpose(-1, -2)
+
+
+def dropped_values(
+    values: Tensors, scales: Tensor, least: float, *, softmax_scale: float, **options: float
+) -> Tensor:
+    """By how much out moves where light keys are dropped, which out and the row sum then lack.
+
+    P times V's scale has an absolute error of least times the largest of its row.
+
+    values: what the 8-bit inputs stand for. scales: V's, (..., num_heads_kv, 1), of each key.
+    """
+    q, k, v = (x.double() for x in values[:3])
+    moved = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    for rows, keys in heads_of(values):
+        p, _ = _probabilities(q[rows], k[keys], softmax_scale, **options)
+        stored = p * scales[keys].T.abs()
+        if stored.numel():
+            error = least * stored.amax(1, keepdim=True) / scales[keys].T.abs()
+            lost, out = torch.minimum(p, error), p @ v[keys]
+            moved[rows] = lost @ v[keys].abs() + lost.sum(1, keepdim=True) * out.abs()
+    return moved
+
+
+def _probabilities(
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """P, 0 in rows that see nothing, and the derivative of the capped score by the score."""
+    scores, blind = scores_of_head(q, k, softmax_scale, window_left, window_right, softcap)
+    tanh = torch.where(scores.isfinite(), scores / softcap, 0.0) if softcap else 0.0 * q[:, :1]
+    return torch.softmax(scores, 1).masked_fill(blind, 0.0), 1.0 - tanh.square()
+
+
+def _slope_error(num_keys: int, softcap: float = 0.0, **_: int) -> float:
+    """What 1 - tanh^2 is off by, where tanh = (lse + log P) / softcap has four roundings of
+    float32: lse is at most softcap + log(num_keys), and P keeps its relative precision."""
+    if softcap == 0 or num_keys == 0:
+        return 0.0
+    return 2 * 4 * FLOAT32_EPS * (1 + (1 + math.log(num_keys)) / softcap)
+
+
+def _magnitude(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """|x|, but of numbers too small for dtype's precision that of the smallest normal one."""
+    return torch.where(x == 0, 0.0, x.abs().clamp(min=torch.finfo(dtype).tiny))

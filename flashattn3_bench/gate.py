@@ -1,0 +1,92 @@
+"""The correctness gate: nothing is timed before its result on these very inputs met the rule.
+
+FP8 is held to the attention of the 16-bit inputs, so its bounds allow for their quantization too.
+
+The fp64 reference of a whole cell would cost more than the benchmark, so one sequence and one
+key-value head with its query heads are compared: the last ones, where a wrong offset would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashattn3.call.inputs import Tensors
+
+from .checking import (
+    FORWARD_FACTOR,
+    FP8_OF_16_BIT,
+    GRADIENT_FACTOR,
+    attention,
+    check,
+    check_fp8,
+    gradients,
+)
+from .inputs import RESULTS, Inputs
+from .providers import EIGHT_BIT
+from .suites import Cell
+
+# Scores alive at once in float64: 0.5 GB.
+_CHUNK_SCORES = 2**26
+
+
+class Gate:
+    """The fp64 reference and plain PyTorch's result for one cell; both are computed once."""
+
+    def __init__(self, cell: Cell, inputs: Inputs) -> None:
+        self.cell = cell
+        self.reference = _sample_results(cell, inputs, torch.float64)
+        self.baseline = _sample_results(cell, inputs, inputs.q.dtype)
+
+    def check(self, provider: str, results: tuple[Tensor, ...]) -> None:
+        """AssertionError, with case, place and values, if a result breaks the tolerance rule."""
+        factor = FORWARD_FACTOR if self.cell.direction == "fwd" else GRADIENT_FACTOR
+        names = RESULTS[self.cell.direction]
+        for name, got, *expected in zip(names, results, self.reference, self.baseline, strict=True):
+            is_query_side = name in ("out", "dq")
+            got = got[_sample(self.cell, is_query_side)]
+            if provider in EIGHT_BIT:
+                check_fp8(name, got, expected[0], self.cell.case.name, provider, FP8_OF_16_BIT)
+            else:
+                check(name, got, *expected, factor, self.cell.case.name, provider)
+
+
+def _sample(cell: Cell, is_query_side: bool) -> tuple[slice, slice, slice]:
+    qhead_per_kvhead = cell.case.num_heads_q // cell.case.num_heads_kv if is_query_side else 1
+    return slice(-1, None), slice(None), slice(-qhead_per_kvhead, None)
+
+
+def _sample_results(cell: Cell, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """out, or dq, dk and dv, of the sample, in ``dtype``, a chunk of query rows at a time."""
+    queries, keys = _sample(cell, True), _sample(cell, False)
+    q, k, v, dout = inputs.q[queries], inputs.k[keys], inputs.v[keys], inputs.dout[queries]
+    options = {**cell.case.reference_options(), "dtype": dtype}
+    chunks = list(_chunks(cell))
+    if cell.direction == "fwd":
+        with torch.no_grad():
+            outs = [
+                attention(Tensors(q[:, rows], k[:, cols], v[:, cols]), **options)[0]
+                for rows, cols in chunks
+            ]
+        return (torch.cat(outs, dim=1),)
+    wide = torch.promote_types(dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for rows, cols in chunks:
+        part = gradients(Tensors(q[:, rows], k[:, cols], v[:, cols]), dout[:, rows], **options)
+        dq[:, rows] += part[0]
+        dk[:, cols] += part[1]
+        dv[:, cols] += part[2]
+    return dq, dk, dv
+
+
+def _chunks(cell: Cell) -> Iterator[tuple[slice, slice]]:
+    """Query rows and the keys they need. Cutting causal keys after the last one that the rows see
+    leaves the diagonal, which is aligned to the bottom right, where it was."""
+    case = cell.case
+    num_rows = max(1, _CHUNK_SCORES // case.seqlen_k)
+    for start in range(0, case.seqlen_q, num_rows):
+        stop = min(start + num_rows, case.seqlen_q)
+        last = case.seqlen_k - case.seqlen_q + stop if case.causal else case.seqlen_k
+        yield slice(start, stop), slice(0, last)

@@ -1,0 +1,145 @@
+"""Measures the host time of one small call: the forward pass without and with gradients, both
+passes, and the forward pass with quantization to 8 bits. On a GPU a call ends when its launches
+return; on a CPU the time includes the computation."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from .checking import Case
+from .gate import Gate
+from .inputs import Inputs, make_inputs, prepare
+from .providers import OURS, PROVIDERS, SDPA_BACKENDS, WHOLE_INT8, Attention
+from .runner import FAILED, OK, Record, Settings
+from .suites import Cell
+from .timing import Timing
+
+CASES = {
+    "cuda": Case("host-1x128x8x128", 1, 128, 128, 8, 8, 128, 128),
+    "cpu": Case("host-1x4x1x8", 1, 4, 4, 1, 1, 8, 8),
+}
+WARM_UP_CALLS, CALLS_PER_SAMPLE, SAMPLES = 50, 20, 50
+
+Call = Callable[[], object]
+
+
+def _forward(attend: Attention, inputs: Inputs) -> Call:
+    q, k, v, _ = inputs
+    return lambda: attend(q, k, v, False)
+
+
+def _forward_with_gradients(attend: Attention, inputs: Inputs) -> Call:
+    q, k, v = _leaves(inputs)
+    return lambda: attend(q, k, v, False)
+
+
+def _both_passes(attend: Attention, inputs: Inputs) -> Call:
+    leaves, dout = _leaves(inputs), inputs.dout
+    return lambda: torch.autograd.grad(attend(*leaves, False), leaves, dout)
+
+
+def _leaves(inputs: Inputs) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in inputs[:3]]
+
+
+BOTH = "forward + backward"
+WORK = {
+    "forward": _forward,
+    "forward with gradients": _forward_with_gradients,
+    BOTH: _both_passes,
+}
+
+
+def run_host(work: str, settings: Settings) -> Iterator[Record]:
+    """A record per provider for one of WORK; "naive" is left out, as it is no single launch."""
+    case = CASES[settings.device.type]
+    inputs = make_inputs(case, settings.device, settings.dtype)
+    names = [name for name in settings.providers if name == OURS or name in SDPA_BACKENDS]
+    if work == "forward":
+        names.insert(1, WHOLE_INT8)
+    cell = Cell("host", case, "bwd" if work == BOTH else "fwd")
+    errors = {name: _error_of(cell, name, _of(name, inputs)) for name in names}
+    calls = {name: _call(work, name, inputs) for name in names if errors[name] is None}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(settings.rounds):
+        for name, call in calls.items():
+            with selected(name):
+                samples[name] += host_ms(call, settings.device)
+    timings = {name: Timing.of(found) for name, found in samples.items()}
+    for name in names:
+        yield {
+            "record": "time",
+            "suite": "host",
+            "row": f"host time: {work}",
+            "column": "",
+            "direction": work,
+            "dtype": settings.dtype_name,
+            "case": case.name,
+            "provider": name,
+            **_outcome(name, timings, errors[name]),
+        }
+
+
+def _outcome(name: str, timings: dict[str, Timing], error: str | None) -> Record:
+    if error is not None:
+        return {"status": FAILED, "reason": error}
+    timing = timings[name]
+    ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
+    return {"status": OK, **asdict(timing), "speed_ratio": ratios}
+
+
+def _error_of(cell: Cell, name: str, inputs: Inputs) -> str | None:
+    """Return the error if the provider's results on these inputs are wrong, else None."""
+    try:
+        Gate(cell, inputs).check(name, prepare(PROVIDERS[name], cell, inputs)())
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _of(name: str, inputs: Inputs) -> Inputs:
+    """Convert float32 inputs to bfloat16 for the provider that quantizes."""
+    if name == WHOLE_INT8 and inputs.q.dtype == torch.float32:
+        return Inputs(*(x.bfloat16() for x in inputs))
+    return inputs
+
+
+def _call(work: str, name: str, inputs: Inputs) -> Call:
+    if name not in SDPA_BACKENDS:
+        return WORK[work](PROVIDERS[name], _of(name, inputs))
+    # SDPA expects heads first. Its time excludes the transposes.
+    padded_layout = Inputs(*(x.transpose(1, 2) for x in inputs))
+    return WORK[work](_sdpa, padded_layout)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def selected(name: str) -> contextlib.AbstractContextManager:
+    # Entered once and not per call: the peers are timed without what the selection itself costs.
+    return sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else contextlib.nullcontext()
+
+
+def host_ms(call: Call, device: torch.device) -> list[float]:
+    """Milliseconds per call; a sample is over so few calls that the launch queue never fills."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    for _ in range(WARM_UP_CALLS):
+        call()
+    found = []
+    for _ in range(SAMPLES):
+        wait()
+        start = time.perf_counter()
+        for _ in range(CALLS_PER_SAMPLE):
+            call()
+        found.append((time.perf_counter() - start) * 1e3 / CALLS_PER_SAMPLE)
+    return found

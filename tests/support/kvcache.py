@@ -1,0 +1,251 @@
+"""Cases of cached calls, their inputs with NaN around them, and their attention in any precision.
+
+Pages that no sequence has, table entries past a length, tokens past a length and those that no
+query sees are NaN or no page at all, so whatever a backend reads beyond a sequence shows in its
+result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import flashattn3
+from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, check, check_lse
+
+UNUSED_PAGE = -1
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """seqlens: cached tokens, of which the queries are the last. seqlens_q: one number for dense q,
+    a tuple for ragged q. page_size: 0 for a dense cache. layout: of the caches: "nhd", "hnd" (heads
+    before tokens), or "one" (K and V in one tensor). others: rows of the cache that no sequence
+    has, which makes cache_batch_idx a permutation."""
+
+    name: str
+    seqlens: tuple[int, ...]
+    seqlens_q: int | tuple[int, ...] = 1
+    num_heads_q: int = 4
+    num_heads_kv: int = 2
+    head_dim: int = 32
+    head_dim_v: int = 32
+    page_size: int = 0
+    capacity: int = 0
+    layout: str = "nhd"
+    leftpad: tuple[int, ...] | None = None
+    others: int = 0
+    sinks: bool = False
+    descales: bool = False
+    options: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def batch(self) -> int:
+        return len(self.seqlens)
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        return (self.seqlens_q,) * self.batch if isinstance(self.seqlens_q, int) else self.seqlens_q
+
+    @property
+    def ragged(self) -> bool:
+        return not isinstance(self.seqlens_q, int)
+
+
+@dataclass
+class CacheInputs:
+    """arguments: of ``flash_attn_with_kvcache``. k, v: of each sequence, (length, heads, ·)."""
+
+    arguments: dict[str, object]
+    k: list[Tensor]
+    v: list[Tensor]
+
+
+def make_cache_inputs(
+    case: CacheCase, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> CacheInputs:
+    """Drawn on the CPU from the case and the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    heads, dims = case.num_heads_kv, (case.head_dim, case.head_dim_v)
+    k, v = ([normal(n, heads, dim) for n in case.seqlens] for dim in dims)
+    stored = [[_without_hidden(case, i, x) for i, x in enumerate(of)] for of in (k, v)]
+    capacity = case.capacity or max(case.seqlens, default=0) + 3
+    rows = torch.randperm(case.batch + case.others, generator=generator)[: case.batch]
+    arguments: dict[str, object] = dict(case.options)
+    if case.others:
+        arguments["cache_batch_idx"] = rows.to(device, torch.int32)
+    else:
+        rows = torch.arange(case.batch)
+    num_caches = case.batch + case.others
+    if case.page_size:
+        table, caches = _paged(case, *stored, rows, num_caches, capacity, generator)
+        arguments["page_table"] = table.to(device)
+    else:
+        caches = _stored(case, num_caches, capacity, k[0] if k else normal(0, heads, 1))
+        for row, *of in zip(rows.tolist(), *stored, strict=True):
+            for cache, x in zip(caches, of, strict=True):
+                cache[row, : x.shape[0]] = x
+    shape = (sum(case.queries),) if case.ragged else (case.batch, case.seqlens_q)
+    q = normal(*shape, case.num_heads_q, case.head_dim)
+    if case.ragged:
+        edges = torch.tensor([0, *itertools.accumulate(case.queries)], dtype=torch.int32)
+        arguments["cu_seqlens_q"] = edges.to(device)
+        arguments["max_seqlen_q"] = max(case.queries, default=0)
+    if case.leftpad:
+        arguments["cache_leftpad"] = torch.tensor(case.leftpad, dtype=torch.int32, device=device)
+    if case.sinks:
+        arguments["sinks"] = torch.randn(case.num_heads_q, generator=generator).to(device)
+    if case.descales:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            factors = 0.5 + torch.rand(case.batch, heads, generator=generator)
+            arguments[name] = factors.to(device)
+    seqlens = torch.tensor(case.seqlens, dtype=torch.int32, device=device)
+    given = {"q": q.to(device), "k_cache": caches[0].to(device), "v_cache": caches[1].to(device)}
+    return CacheInputs({**given, "cache_seqlens": seqlens, **arguments}, k, v)
+
+
+def _without_hidden(case: CacheCase, index: int, x: Tensor) -> Tensor:
+    """The tokens of a sequence, NaN before the first that a query sees."""
+    lowest = case.leftpad[index] if case.leftpad else 0
+    left = case.options.get("window_size", (-1, -1))[0]
+    if left >= 0:
+        lowest = max(lowest, case.seqlens[index] - case.queries[index] - left)
+    x = x.clone()
+    x[:lowest] = math.nan
+    return x
+
+
+def _stored(case: CacheCase, lead: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V caches (lead, tokens, heads, ·) of NaN in the case's layout."""
+    heads, dims = case.num_heads_kv, (case.head_dim, case.head_dim_v)
+    if case.layout == "one":
+        both = like.new_full((lead, tokens, heads, sum(dims)), math.nan)
+        return both.split(dims, -1)
+    if case.layout == "hnd":
+        return tuple(
+            like.new_full((lead, heads, tokens, dim), math.nan).transpose(1, 2) for dim in dims
+        )
+    return tuple(like.new_full((lead, tokens, heads, dim), math.nan) for dim in dims)
+
+
+def _paged(case, k, v, rows, num_caches: int, capacity: int, generator) -> tuple[Tensor, tuple]:
+    """Pages in a random order; the table is a slice of a wider one."""
+    size = case.page_size
+    width = -(-capacity // size)
+    needed = [-(-n // size) for n in case.seqlens]
+    num_pages = sum(needed) + 3
+    pages = torch.randperm(num_pages, generator=generator).tolist()
+    like = k[0] if k else torch.empty(0, 1, 1)
+    caches = _stored(case, num_pages, size, like)
+    table = torch.full((num_caches, width + 5), UNUSED_PAGE, dtype=torch.int32)[:, :width]
+    for row, count, *of in zip(rows.tolist(), needed, k, v, strict=True):
+        for index in range(count):
+            page = pages.pop()
+            # A page without a visible token was given back.
+            if not of[0][index * size : (index + 1) * size].isnan().all():
+                table[row, index] = page
+            for cache, x in zip(caches, of, strict=True):
+                part = x[index * size : (index + 1) * size]
+                cache[page, : part.shape[0]] = part
+    return table, caches
+
+
+def cache_attention(
+    case: CacheCase, inputs: CacheInputs, dtype: torch.dtype = torch.float64, of_magnitudes=False
+) -> tuple[Tensor, Tensor]:
+    """out and lse, one head at a time, computed in ``dtype``; in float64 what is right.
+
+    of_magnitudes: attention of |v|, the sum of P |v|.
+    """
+    given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.arguments.items()}
+    q = given["q"].flatten(0, -3).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    out = q.new_zeros((*q.shape[:2], case.head_dim_v))
+    lse = torch.full(q.shape[:2], -math.inf, dtype=wide)
+    group, begin = case.num_heads_q // case.num_heads_kv, 0
+    for index, seqlen_q in enumerate(case.queries):
+        rows = slice(begin, begin + seqlen_q)
+        begin += seqlen_q
+        hidden = _hidden(case, index, seqlen_q)
+        for head in range(case.num_heads_q):
+            k, v = (x[index][:, head // group].to(dtype) for x in (inputs.k, inputs.v))
+            v = v.abs() if of_magnitudes else v
+            place = index, head // group
+            found = _one_head(case, given, q[rows, head], k, v, hidden, place, head)
+            out[rows, head], lse[rows, head] = found
+    out = out.view(*given["q"].shape[:-1], case.head_dim_v)
+    lse = lse if case.ragged else lse.view(*given["q"].shape[:-1])
+    return out, lse.transpose(-1, -2)
+
+
+def _hidden(case: CacheCase, index: int, seqlen_q: int) -> Tensor:
+    length = case.seqlens[index]
+    queries, keys = torch.arange(seqlen_q), torch.arange(length)
+    distance = keys - (queries + length - seqlen_q).unsqueeze(1)
+    left, right = case.options.get("window_size", (-1, -1))
+    if case.options.get("causal"):
+        right = 0
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    if case.leftpad:
+        hidden |= keys < case.leftpad[index]
+    return hidden
+
+
+def _one_head(case, given, q, k, v, hidden, place, head) -> tuple[Tensor, Tensor]:
+    scale = case.options.get("softmax_scale", case.head_dim**-0.5)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    for name in ("q_descale", "k_descale"):
+        if name in given:
+            scale = scale * float(given[name][place])
+    scores = ((q * scale) @ k.T).to(wide)
+    cap = case.options.get("softcap", 0.0)
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if case.sinks:
+        sink = given["sinks"][head].to(wide).expand(scores.shape[0], 1)
+        scores = torch.cat([scores, sink], 1)
+    lse = torch.logsumexp(scores, 1)
+    p = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(1))
+    out = p[:, : k.shape[0]].to(q.dtype) @ v
+    if "v_descale" in given:
+        out = out * float(given["v_descale"][place])
+    return out, lse
+
+
+def check_cached(
+    case: CacheCase, inputs: CacheInputs, out: Tensor, lse: Tensor, plan: object = ""
+) -> None:
+    """Hold the results of a case to the tolerance rule."""
+    reference, reference_lse = cache_attention(case, inputs)
+    baseline, _ = cache_attention(case, inputs, out.dtype)
+
+    def rounding() -> Tensor:
+        """P and out are each rounded once; P below 2**-14 by as much as at it."""
+        unit = torch.finfo(out.dtype).eps / 2
+        weights, _ = cache_attention(case, inputs, of_magnitudes=True)
+        largest = max((float(x.abs().max()) for x in inputs.v if x.numel()), default=0.0)
+        rows = max(case.seqlens, default=0)
+        return unit * (weights + reference.abs()) * 1.01 + rows * largest * 2.0**-25
+
+    args = case.name, plan
+    check("out", out, reference, baseline, FORWARD_FACTOR, *args, rounding=rounding)
+    check_lse(lse, reference_lse, *args)
+
+
+def call_cached(inputs: CacheInputs, **options) -> tuple[Tensor, Tensor]:
+    function: Callable = flashattn3.flash_attn_with_kvcache
+    return function(**inputs.arguments, return_lse=True, **options)
