@@ -1,6 +1,6 @@
 """The kernel configs of the programs in tests/device, written as a header for each.
 
-Each program checks every kernel config of flashattn3/dispatch/kernel_configs.py, and variants,
+Each program checks every kernel config of backends/hopper/kernel_configs.py, and variants,
 which no plan selects.
 """
 

@@ -24,7 +24,13 @@ NOT_IN_MAIN_LOOP = {"attention/seqlen.cuh", "attention/tile_scheduler.cuh"}
 
 # The files that q crosses from flash_attn_func to the instruction: each passes q, its address or
 # its place in shared memory on to the next one.
-PATH_IN_PYTHON = ("api.py", "call/inputs.py", "autograd.py", "ops.py", "backends/hopper/launch.py")
+PATH_IN_PYTHON = (
+    "api.py",
+    "call/operands.py",
+    "run/doors.py",
+    "run/operators.py",
+    "backends/hopper/launch.py",
+)
 PATH_IN_CSRC = (
     "torch_binding/forward_op.cpp",
     "launch/forward.cuh",

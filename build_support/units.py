@@ -13,11 +13,11 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp16": "kFloat16", "bf16": "kBFloat16", "e4m3": "kE4m3", "int8": "kInt8"}
 LIMITS_HEADER = "quantize_limits.h"
-HEADER = "// Written by the build from flashattn3/dispatch/kernel_configs.py.\n"
+HEADER = "// Written by the build from flashattn3/backends/hopper/kernel_configs.py.\n"
 
 
 def load_kernel_configs() -> ModuleType:
-    return _load("dispatch", "kernel_configs")
+    return _load("backends/hopper", "kernel_configs")
 
 
 def _load(folder: str, name: str) -> ModuleType:

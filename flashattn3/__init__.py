@@ -14,7 +14,8 @@ from .api import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from .dispatch.selection import use_backend
+from .call.block_scaled import BlockScaled
+from .call.selection import use_backend
 from .errors import UnsupportedError
 from .explanation import Explanation, available_backends
 from .kvcache.api import (
@@ -24,7 +25,7 @@ from .kvcache.api import (
     get_scheduler_metadata,
 )
 from .kvcache.explanation import explain_with_kvcache
-from .quantization import BlockScaled, quantize_block_fp8
+from .quantization import quantize_block_fp8
 
 __version__ = "0.1.0"
 

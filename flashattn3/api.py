@@ -12,16 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .autograd import attend
 from .call.arguments import expect_strided, integer, length
-from .call.inputs import Tensors, check_tensor_types, normalised, with_keys_in_rows
+from .call.block_scaled import BlockScaled
+from .call.fields import Options
+from .call.operands import Tensors, check_tensor_types, normalised, with_keys_in_rows
 from .call.public import public
-from .call.spec import Options
 from .errors import expect, shown, type_error, value_error
 from .explanation import Explanation, explained
-from .passes import backward_pass, forward_pass
-from .quantization import BlockScaled
-from .quantized import Scheme, attend_quantized
+from .run.doors import attend
+from .run.passes import backward_pass, forward_pass
+from .run.quantized import Scheme, attend_quantized
 
 
 def _dense(options: Options, q, k, v, q_descale=None, k_descale=None, v_descale=None):

@@ -4,8 +4,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from .call.block_scaled import BlockScaled
 from .explanation import Explanation
-from .quantization import BlockScaled
 
 @overload
 def flash_attn_func(

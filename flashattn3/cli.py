@@ -14,7 +14,7 @@ import torch
 import flashattn3
 
 from . import doctor
-from .call.spec import CALL
+from .call.fields import CALL
 from .command_line import DTYPES, Parser, choose_device, integer
 
 # The options of a call that are flags or numbers, by the fields that describe them.

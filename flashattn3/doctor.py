@@ -16,17 +16,17 @@ import torch
 import flashattn3
 
 from . import triton_toolchain
-from .backends import BACKENDS
-from .backends.hopper import autograd_node
+from .backends.device import DeviceInfo, describe_device
+from .backends.hopper.kernel_configs import all_configs
 from .backends.hopper.library import KernelInfo, find_library, kernel_info
+from .backends.registry import BACKENDS
 from .call.cached import DecodeOptions, DecodeTensors, describe_decode
+from .call.fields import Options
 from .call.metadata import Metadata, metadata_of
 from .call.problem import Problem, describe
-from .call.spec import Options
-from .dispatch.device import DeviceInfo, describe_device
-from .dispatch.kernel_configs import all_configs
-from .dispatch.planner import choose, decline_reason
 from .kvcache.backends import CACHE_BACKENDS
+from .run import aten_node
+from .run.planner import choose, decline_reason
 
 SHAPE = (1, 128, 2, 128)  # of q, k and v in _ordinary_problem and _probe
 CACHED_CALLS = {"cached calls": 1, "cached chunks": 2048}  # queries of a sequence
@@ -92,7 +92,7 @@ def _hopper_kernels() -> str:
         resources = [_resources(info) for info in kernel_info()]
     except ImportError as error:
         resources = [f"  {error}"]
-    reason = autograd_node.unusable_reason()
+    reason = aten_node.unusable_reason()
     node = "in C++" if reason is None else f"in Python, more host time: {reason}"
     lines = _line("autograd node", node), _line("Hopper kernels", summary)
     return "\n".join([*lines, *resources])

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import ops
-from .backends import BACKENDS
-from .call.inputs import Tensors, check_tensor_types, data_of, tensors_by_name
-from .call.spec import Options
-from .dispatch.device import describe_device
-from .dispatch.planner import Plan, decline_reason
+from .backends.device import describe_device
+from .backends.registry import BACKENDS
+from .call.fields import Options
+from .call.operands import Tensors, check_tensor_types, data_of, tensors_by_name
 from .errors import expect, shown, type_error, value_error
+from .run import operators
+from .run.planner import Plan, decline_reason
 
 if TYPE_CHECKING:
-    from .dispatch.backend import Backend
+    from .backends.base import Backend
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def explained(options: Options, tensors: Tensors, varlen: bool, device: object) 
     check_tensor_types(function, tensors, varlen)
     place = place_of(function, data_of(tensors.q), device)
     _check_devices(function, tensors, place)
-    plan = ops.plan_on(place, tensors, options)
+    plan = operators.plan_on(place, tensors, options)
     return explanation_of(plan, BACKENDS, plan.launch.describe())
 
 

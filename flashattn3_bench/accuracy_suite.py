@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 import flashattn3
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 
 from .checking import Case, attention, make_inputs
 from .precision import PRECISIONS, arguments_in, errors

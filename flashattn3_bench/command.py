@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from flashattn3.backends import BACKENDS
+from flashattn3.backends.registry import BACKENDS
+from flashattn3.call.selection import use_backend
 from flashattn3.command_line import (
     DTYPES,
     choose_device,
@@ -19,7 +20,6 @@ from flashattn3.command_line import (
     make_folder,
     require_extras,
 )
-from flashattn3.dispatch.selection import use_backend
 
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy

@@ -13,7 +13,7 @@ import torch
 
 import flashattn3
 from flashattn3 import triton_toolchain
-from flashattn3.dispatch.device import describe_device
+from flashattn3.backends.device import describe_device
 
 from .runner import Record
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 
 from .checking import (
     FORWARD_FACTOR,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashattn3.quantization import BlockScaled, quantize_block_fp8
+from flashattn3.call.block_scaled import BlockScaled
+from flashattn3.quantization import quantize_block_fp8
 
 from .checking import Case
 from .providers import Attention

@@ -10,14 +10,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import FP8, INT8
-from flashattn3.quantization import (
-    KINDS,
-    BlockScaled,
-    quantize_block_fp8,
-    quantize_qkv,
-    torch_operations,
-)
+from flashattn3.quantization import KINDS, quantize_block_fp8, quantize_qkv, torch_operations
 from flashattn3.quantization.dispatch import on_hopper
 from flashattn3.quantization.smoothing import sample_mean
 

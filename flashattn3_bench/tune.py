@@ -22,12 +22,12 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm
 
-from flashattn3.backends.triton.backend import TritonConfig
+from flashattn3.backends.device import SHARED_MEMORY_KIB
+from flashattn3.backends.triton.config import TritonConfig
 from flashattn3.backends.triton.tile_configs import Tile, TileConfig, Tiles
+from flashattn3.call.fields import Options
 from flashattn3.call.metadata import Metadata
 from flashattn3.call.problem import Problem, describe
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.device import SHARED_MEMORY_KIB
 
 KERNELS = ("forward", "bwd", "bwd_dkdv", "bwd_dq")
 OWN_KEYS = ("bwd", "bwd_dkdv")  # a program holds an n_block, with accumulators of dK and dV

@@ -13,12 +13,12 @@ import forked
 import pytest
 import torch
 
-from flashattn3.backends import BACKENDS, HOPPER
+from flashattn3.backends.device import DeviceInfo, default_lowering, describe_device
+from flashattn3.backends.hopper.kernel_configs import all_configs
 from flashattn3.backends.hopper.launch_record import DecodeRecord, LaunchRecord
 from flashattn3.backends.hopper.library import Library
+from flashattn3.backends.registry import BACKENDS, HOPPER
 from flashattn3.call.dtypes import FULL_PRECISION
-from flashattn3.dispatch.device import DeviceInfo, default_lowering, describe_device
-from flashattn3.dispatch.kernel_configs import all_configs
 from flashattn3.kvcache import ops as cached_ops
 from flashattn3.kvcache.planned import planned_calls
 from flashattn3_bench.checking import (

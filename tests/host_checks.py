@@ -27,21 +27,13 @@ from host_cached_checks import events_of, expect_same_events, use_cached_calls
 from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
-from flashattn3 import (
-    autograd,
-    bhsd,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    ops,
-    use_backend,
-)
+from flashattn3 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
-from flashattn3.dispatch import launch_cache
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention, flash_attn_bhsd_func
 from flashattn3.kvcache.ops import _checked_decode
+from flashattn3.run import bhsd, doors, launches, operators
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 OWN_NODE = "_AttentionBackward"
@@ -54,11 +46,11 @@ def use(path: Path) -> ctypes.CDLL:
     assert library.error is None, library.error
     host = ctypes.CDLL(str(path))
     host.host_events.restype = ctypes.c_char_p
-    launch_cache.has_node = attrgetter("is_cpu")
-    library.autograd_node()
+    launches.has_node = attrgetter("is_cpu")
+    launches.node_of(library)
     host.host_register_node()
     backend = HopperBackend(library=lambda: library, only_measured=False)
-    ops.BACKENDS, ops.describe_device = (backend, *WITHOUT_HOPPER), lambda device: H100
+    operators.BACKENDS, operators.describe_device = (backend, *WITHOUT_HOPPER), lambda device: H100
     return host
 
 
@@ -70,7 +62,7 @@ def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfl
 
 
 def forget_planned_calls() -> None:
-    for cache in (autograd.launch_cache, bhsd._launch_cache):
+    for cache in (doors.launch_cache, bhsd._launch_cache):
         cache.cache_clear()
 
 
@@ -222,9 +214,9 @@ def check_operators_of_compiled_graphs(host):
 
     def passes(tensors, packed, **options):
         """Events of both passes, kinds of the results, and whether Python looked for a plan."""
-        kept, before = [], ops._plan.cache_info()[:2]
+        kept, before = [], operators._plan.cache_info()[:2]
         events = events_of(host, lambda: kept.extend(both(tensors, packed, **options)))
-        return events, [layout(x) for x in kept], ops._plan.cache_info()[:2] != before
+        return events, [layout(x) for x in kept], operators._plan.cache_info()[:2] != before
 
     def without_descriptors(events):
         return [x for x in events if x[0] not in ("descriptor", "strides")]
@@ -281,10 +273,10 @@ def check_calls_like_an_earlier_one(host):
             if gradients:
                 results.extend(torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
-        before = ops._plan.cache_info()[:2]
+        before = operators._plan.cache_info()[:2]
         events = [x for x in events_of(host, both) if x[0] not in ("descriptor", "strides")]
         kinds = [(x.shape, x.stride(), x.dtype, type(x.grad_fn).__name__) for x in results]
-        return events, kinds, ops._plan.cache_info()[:2] != before
+        return events, kinds, operators._plan.cache_info()[:2] != before
 
     def is_planned_in_python(*arguments, **options):
         return run(*arguments, **options)[2]
@@ -327,10 +319,10 @@ def launches_of_three(host, call):
     """Launches and result of a call, the second and third time of which Python does not plan."""
     found, results = [], []
     for repeated in (False, True, True):
-        before = ops._plan.cache_info()[:2]
+        before = operators._plan.cache_info()[:2]
         events = events_of(host, lambda: results.append(call()))
         found.append([event for event in events if event[0] == "launch"])
-        assert (ops._plan.cache_info()[:2] == before) == repeated
+        assert (operators._plan.cache_info()[:2] == before) == repeated
     assert found[0] == found[1] == found[2], found
     return found[0], results[-1]
 
@@ -393,11 +385,11 @@ def check_layers_like_an_earlier_one(host):
         for _ in range(3):
             out, _ = attention(layer, *leaves, None, **options)
             assert options_of(out) == wanted
-        before = ops._plan.cache_info()
+        before = operators._plan.cache_info()
         attention(layer, *leaves, None, **options)
         with torch.no_grad():
             attention(layer, *leaves, None, **options)
-        assert ops._plan.cache_info() == before
+        assert operators._plan.cache_info() == before
 
 
 def check_gradients_that_tma_cannot_read(host):
@@ -526,7 +518,7 @@ def check_the_next_token_of_a_model(host):
 
 def options_of(out):
     """The options whose number the autograd node of out has saved."""
-    found = launch_cache._numbered[int(out.grad_fn._saved_dropout_p)].options
+    found = launches._numbered[int(out.grad_fn._saved_dropout_p)].options
     return found._replace(backend=None, window_right=0 if found.causal else found.window_right)
 
 
@@ -586,10 +578,10 @@ def print_times() -> None:
     """Times of calls with this autograd node and with the one in Python."""
     torch.set_num_threads(1)
     use_cached_calls()
-    bhsd.is_checked = ops.is_checked = lambda device: False
+    bhsd.is_checked = operators.is_checked = lambda device: False
     with_node = times_of_calls()
     HopperLaunch.passes = None
-    ops._plan.cache_clear()
+    operators._plan.cache_clear()
     forget_planned_calls()
     without = times_of_calls()
     for name, time in with_node.items():

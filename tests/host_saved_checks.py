@@ -23,14 +23,15 @@ from saved_tensors import (
     with_hook,
 )
 
-from flashattn3 import autograd, bhsd, flash_attn_varlen_func, ops
+from flashattn3 import flash_attn_varlen_func
 from flashattn3.backends.hopper.backend import HopperLaunch
+from flashattn3.run import bhsd, doors, operators
 
 NODES = "ScaledDotProductFlashAttentionForCpuBackward0", "_AttentionBackward"
 
 
 def forget() -> None:
-    for cache in (autograd.launch_cache, bhsd._launch_cache):
+    for cache in (doors.launch_cache, bhsd._launch_cache):
         cache.cache_clear()
 
 
@@ -38,7 +39,7 @@ def without_node() -> pytest.MonkeyPatch:
     patch = pytest.MonkeyPatch()
     patch.setattr(HopperLaunch, "passes", None)
     forget()
-    ops._plan.cache_clear()  # launches keep their passes
+    operators._plan.cache_clear()  # launches keep their passes
     return patch
 
 

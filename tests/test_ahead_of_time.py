@@ -20,9 +20,9 @@ import pytest
 import sass
 from helpers import A100, B200, H100, L4, LOWERED_H100, ORIN, RTX3090, RTX5090
 
+from flashattn3.backends.device import SHARED_MEMORY_KIB, DeviceInfo
 from flashattn3.backends.triton.backend import FIRST_WITH_FP8
 from flashattn3.backends.triton.tile_configs import TILE_CONFIGS
-from flashattn3.dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
 
 if util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -96,9 +96,9 @@ def launches_of(
     from flashattn3.backends.triton.backend import BACKEND
     from flashattn3.backends.triton.launch import all_launches
     from flashattn3.call.dtypes import EIGHT_BIT, v_dtype
-    from flashattn3.call.inputs import Scaled, Tensors, metadata_of
+    from flashattn3.call.fields import Options
+    from flashattn3.call.operands import Scaled, Tensors, metadata_of
     from flashattn3.call.problem import describe
-    from flashattn3.call.spec import Options
 
     features = dict(features)
     dtype = getattr(torch, dtype_name)

@@ -25,15 +25,16 @@ from flashattn3 import (
     flash_attn_varlen_qkvpacked_func,
     quantize_block_fp8,
 )
-from flashattn3.backends import TRITON
+from flashattn3.backends.device import describe_device
 from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.registry import TRITON
+from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import EIGHT_BIT, FP8
-from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.fields import Options, _warn_of_zero_scale
+from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options, _warn_of_zero_scale
-from flashattn3.dispatch.device import describe_device
-from flashattn3.dispatch.planner import choose
-from flashattn3.quantization import BlockScaled, dispatch, torch_operations
+from flashattn3.quantization import dispatch, torch_operations
+from flashattn3.run.planner import choose
 
 
 def normal(*shape, dtype=torch.float32, seed=0):

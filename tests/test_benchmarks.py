@@ -11,13 +11,13 @@ import torch
 from helpers import H100, library_double
 
 from flashattn3 import BlockScaled, flash_attn_func
-from flashattn3.backends import TRITON
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.backends.registry import TRITON
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
 from flashattn3.cli import main
-from flashattn3.dispatch.planner import choose
+from flashattn3.run.planner import choose
 from flashattn3_bench import (
     few_queries_suite,
     gate,

@@ -10,9 +10,9 @@ from helpers import A100, CPU, GPU, run_python
 
 import flashattn3
 from flashattn3 import doctor, triton_toolchain
+from flashattn3.backends.hopper.kernel_configs import all_configs
 from flashattn3.backends.hopper.library import Library
 from flashattn3.cli import main
-from flashattn3.dispatch.kernel_configs import all_configs
 
 FIRST_GPU = torch.device("cuda", 0)
 

@@ -7,9 +7,9 @@ import torch
 from helpers import A100, run_python
 
 import flashattn3
-from flashattn3 import ops
 from flashattn3.cli import main
 from flashattn3.kvcache import explanation
+from flashattn3.run import operators
 
 
 def meta(seqlen: int = 64, heads: int = 2) -> torch.Tensor:
@@ -23,7 +23,7 @@ def test_meta_tensors_are_explained_as_real_ones():
 
 
 def test_problems_that_fit_no_memory_are_explained(monkeypatch, capsys):
-    monkeypatch.setattr(ops, "describe_device", lambda device: A100)
+    monkeypatch.setattr(operators, "describe_device", lambda device: A100)
     explained = flashattn3.explain(*[meta(2**29)] * 3, device="cpu")
     assert explained.backend == "triton"
     assert explained.grid[0] > 10**6

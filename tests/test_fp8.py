@@ -25,11 +25,11 @@ from flashattn3 import (
 from flashattn3.backends.triton.kernels.fp8 import as_float16
 from flashattn3.call.descales import BLOCKS
 from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8
-from flashattn3.call.inputs import Scaled, Tensors
-from flashattn3.call.spec import Options
-from flashattn3.ops import operator_arguments
+from flashattn3.call.fields import Options
+from flashattn3.call.hadamard import rotate
+from flashattn3.call.operands import Scaled, Tensors
 from flashattn3.quantization import block_fp8
-from flashattn3.quantization.hadamard import rotate
+from flashattn3.run.operators import operator_arguments
 from flashattn3_bench.checking import (
     FORWARD_CASES,
     FORWARD_FACTOR,

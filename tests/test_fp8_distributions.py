@@ -11,7 +11,7 @@ from helpers import EVERY_BACKEND, GPU, needs_hopper
 
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, quantize_block_fp8
 from flashattn3.call.dtypes import EIGHT_BIT, FP8
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 from flashattn3_bench.checking import FP8_OF_16_BIT, attention
 from flashattn3_bench.checking.distributions import (
     Bounds,

@@ -21,10 +21,10 @@ from flashattn3 import (
 )
 from flashattn3.call.descales import BLOCKS, Descales
 from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, OUT_DTYPES
-from flashattn3.call.inputs import Scaled, Tensors, metadata_of, normalised
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Scaled, Tensors, metadata_of, normalised
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.planner import choose
+from flashattn3.run.planner import choose
 
 EDGES = torch.tensor([0, 70, 200], dtype=torch.int32)
 

@@ -10,7 +10,7 @@ import torch
 from helpers import EVERY_BACKEND, case_named, run_python
 
 from flashattn3 import flash_attn_fp8_func
-from flashattn3.quantization.hadamard import _kept_signs
+from flashattn3.call.hadamard import _kept_signs
 from flashattn3_bench.checking import Case, call, make_inputs, make_output_gradients
 from flashattn3_bench.checking.cases import dense, varlen
 

@@ -30,14 +30,7 @@ from helpers import (
 from flashattn3 import UnsupportedError, explain, flash_attn_func
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.launch_record import LaunchRecord
-from flashattn3.backends.hopper.library import Library
-from flashattn3.backends.triton.backend import TritonBackend
-from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, v_dtype
-from flashattn3.call.inputs import Tensors, metadata_of
-from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.kernel_configs import (
+from flashattn3.backends.hopper.kernel_configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
     HEAD_DIMS,
@@ -45,7 +38,14 @@ from flashattn3.dispatch.kernel_configs import (
     select_backward_config,
     select_forward_config,
 )
-from flashattn3.dispatch.planner import choose
+from flashattn3.backends.hopper.launch_record import LaunchRecord
+from flashattn3.backends.hopper.library import Library
+from flashattn3.backends.triton.backend import TritonBackend
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, v_dtype
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.run.planner import choose
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8, "int8": INT8}
 

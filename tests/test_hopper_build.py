@@ -22,15 +22,15 @@ sys.path.insert(0, str(ROOT))  # an installed package does not bring the build a
 
 from build_support import device_checks, ptxas, toolchain, units
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
-from flashattn3.backends.hopper.library import find_library, kernel_info
-from flashattn3.call import quantization_limits
-from flashattn3.dispatch.device import SHARED_MEMORY_KIB
-from flashattn3.dispatch.kernel_configs import (
+from flashattn3.backends.device import SHARED_MEMORY_KIB
+from flashattn3.backends.hopper.kernel_configs import (
     CACHED_FORWARD_CONFIGS,
     FORWARD_CONFIGS,
     all_configs,
     configs_hash,
 )
+from flashattn3.backends.hopper.library import find_library, kernel_info
+from flashattn3.call import quantization_limits
 
 ROW = "forward_bf16_d64_full_192x128x4"
 
@@ -289,7 +289,7 @@ def test_the_kernels_need_no_module_for_this_python(built, tmp_path, other):
 def test_a_changed_table_makes_the_build_stale(built, tmp_path):
     copy = tmp_path / "changed"
     shutil.copytree(built, copy, ignore=shutil.ignore_patterns("build"))
-    table = copy / "flashattn3" / "dispatch" / "kernel_configs.py"
+    table = copy / "flashattn3" / "backends" / "hopper" / "kernel_configs.py"
     table.write_text(
         table.read_text().replace(
             "FORWARD_CONFIGS = (",

@@ -16,19 +16,19 @@ from helpers import H100, ROOT, WITHOUT_HOPPER
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.launch import Launch, backward_launch, forward_launch
-from flashattn3.backends.hopper.launch_record import LaunchRecord
-from flashattn3.backends.hopper.library import find_library
-from flashattn3.call.dtypes import FP8
-from flashattn3.call.inputs import Tensors, metadata_of
-from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.kernel_configs import (
+from flashattn3.backends.hopper.kernel_configs import (
     FORWARD_CONFIGS,
     select_backward_config,
     select_forward_config,
 )
-from flashattn3.dispatch.planner import choose
+from flashattn3.backends.hopper.launch import Launch, backward_launch, forward_launch
+from flashattn3.backends.hopper.launch_record import LaunchRecord
+from flashattn3.backends.hopper.library import find_library
+from flashattn3.call.dtypes import FP8
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors, metadata_of
+from flashattn3.call.problem import describe
+from flashattn3.run.planner import choose
 
 LIBRARY = find_library()
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "e4m3"}

@@ -13,23 +13,20 @@ import torch
 from helpers import GPU, H100, WITHOUT_HOPPER, forget_cached_calls, library_double
 
 import flashattn3
-from flashattn3 import (
-    flash_attn_fp8_func,
-    flash_attn_func,
-    flash_attn_with_kvcache,
-    ops,
-    quantized,
-)
+from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
+from flashattn3.backends.planned import Planned
 from flashattn3.call.dtypes import FP8, INT8
-from flashattn3.call.inputs import Tensors
-from flashattn3.dispatch.planned import Planned
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention
 from flashattn3.kvcache import ops as kvcache
 from flashattn3.kvcache.planned import Operators
 from flashattn3.quantization import dispatch
+from flashattn3.run import operators as run
+from flashattn3.run import quantized
 
 PACKAGE = flashattn3.__path__[0]
 
@@ -69,13 +66,13 @@ def on_hopper(monkeypatch):
     quantize_qkv = SimpleNamespace(default=operators.pop("quantize_qkv"))
     library = library_double(permute_v=None, **operators)
     hopper = HopperBackend(library=lambda: library, only_measured=False)
-    for module in (ops, quantized):
+    for module in (run, quantized):
         monkeypatch.setattr(module, "BACKENDS", (hopper, *WITHOUT_HOPPER))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)
     monkeypatch.setattr(dispatch, "_runs_on", lambda name, *device: name == "hopper")
     namespace = SimpleNamespace(quantize_qkv=quantize_qkv)
     monkeypatch.setattr(torch.ops, "flashattn3_hopper", namespace, raising=False)
-    caches = ops._plan, quantized._checked_once
+    caches = run._plan, quantized._checked_once
     for cache in caches:
         cache.cache_clear()
     yield [torch.randn(2, 128, 4, 64).bfloat16() for _ in range(3)]
@@ -116,7 +113,7 @@ def all_files_of(call) -> set[str]:
     return found
 
 
-COMMON = {"api.py", "call/inputs.py", "autograd.py", "ops.py"}
+COMMON = {"api.py", "call/operands.py", "run/doors.py", "run/operators.py"}
 
 
 def test_files_that_q_crosses_to_the_hopper_operator(on_hopper):
@@ -162,9 +159,9 @@ def test_forward_and_backward_on_hopper(on_hopper):
 
 def test_operators_of_a_compiled_graph_on_hopper(on_hopper):
     """The dispatcher calls Python once in each pass, and not torch's autograd for operators."""
-    tensors, options = Tensors(*on_hopper), ops.Options(causal=True)
+    tensors, options = Tensors(*on_hopper), Options(causal=True)
     operators = torch.ops.flashattn3
-    arguments = ops.operator_arguments(tensors, options)
+    arguments = run.operator_arguments(tensors, options)
     with torch.no_grad():
         out, lse = operators.forward.default(*arguments)
         given = (torch.ones_like(out), None, out, lse, *tensors, *options)

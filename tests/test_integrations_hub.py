@@ -86,7 +86,7 @@ for module in (flashattn3, *copies):
     library = importlib.import_module(module.__name__ + ".backends.hopper.library").find_library()
     assert library.error is None, library.error
     assert library.configs == frozenset({sorted(LIBRARY.configs)!r})
-    (loaded,) = library.autograd_node.args
+    loaded = library.namespace
     namespace = loaded.name
     assert loaded is getattr(torch.ops, namespace)
     for name in ("prepare_forward", "forward", "backward", "permute_v"):

@@ -9,10 +9,9 @@ from itertools import product
 import pytest
 from helpers import ROOT
 
-from flashattn3.call.descales import BLOCKS
-from flashattn3.dispatch import kernel_configs
-from flashattn3.dispatch.device import SHARED_MEMORY_KIB
-from flashattn3.dispatch.kernel_configs import (
+from flashattn3.backends.device import SHARED_MEMORY_KIB
+from flashattn3.backends.hopper import kernel_configs
+from flashattn3.backends.hopper.kernel_configs import (
     BACKWARD_CONFIGS,
     CACHED_CONFIGS,
     CACHED_FORWARD_CONFIGS,
@@ -35,6 +34,7 @@ from flashattn3.dispatch.kernel_configs import (
     select_decode_config,
     select_forward_config,
 )
+from flashattn3.call.descales import BLOCKS
 
 REGISTERS_OF_AN_SM = 65536
 ids = {"ids": lambda config: config.name}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import A100, B200, H100, L4, ORIN, RTX3090, run_python
 
-from flashattn3.dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
+from flashattn3.backends.device import SHARED_MEMORY_KIB, DeviceInfo
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -148,7 +148,7 @@ import json, ptx, sass, torch
 from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel
 from flashattn3.backends.triton.cache_tiles import select_tile
 from flashattn3.backends.triton.kvcache_launch import sample_launches
-from flashattn3.dispatch.device import DeviceInfo
+from flashattn3.backends.device import DeviceInfo
 from flashattn3.call.metadata import metadata_of
 from flashattn3.call.cached import *
 

@@ -23,8 +23,8 @@ from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.backends.triton.kvcache import TritonCachedCall
 from flashattn3.call.cached import AppendOptions, AppendTensors, describe_append
 from flashattn3.call.metadata import metadata_of
-from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
+from flashattn3.run.planner import choose
 
 LIBRARY = find_library()
 pytest.importorskip("triton")

@@ -19,9 +19,9 @@ from flashattn3 import (
 from flashattn3.call.cached import DecodeOptions, DecodeTensors, Lengths, describe_decode
 from flashattn3.call.cached_checks import check_decode
 from flashattn3.call.metadata import metadata_of
-from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import ops
 from flashattn3.kvcache.backends import CACHE_BACKENDS
+from flashattn3.run.planner import choose
 
 B, SQ, H, HK, D, CAP, PAGE = 2, 3, 4, 2, 16, 32, 8
 

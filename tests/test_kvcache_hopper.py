@@ -33,6 +33,7 @@ from flashattn3 import (
     flash_attn_with_kvcache,
 )
 from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.kernel_configs import DECODE_CONFIGS, select_decode_config
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.launch_record import DecodeRecord
 from flashattn3.backends.hopper.library import find_library
@@ -47,15 +48,14 @@ from flashattn3.call.cached import (
     describe_append,
     describe_decode,
 )
-from flashattn3.call.inputs import Tensors
-from flashattn3.call.inputs import metadata_of as metadata_of_input
+from flashattn3.call.fields import Options
 from flashattn3.call.metadata import metadata_of
+from flashattn3.call.operands import Tensors
+from flashattn3.call.operands import metadata_of as metadata_of_input
 from flashattn3.call.problem import describe
 from flashattn3.call.scheduler_metadata import HEADER, MAGIC, PER_SEQUENCE
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.kernel_configs import DECODE_CONFIGS, select_decode_config
-from flashattn3.dispatch.planner import choose
 from flashattn3.kvcache import explanation, ops
+from flashattn3.run.planner import choose
 
 LIBRARY = find_library()
 HOPPER = HopperCacheBackend(HopperBackend(library=library_double))

@@ -17,10 +17,10 @@ from flashattn3.backends.hopper import kvcache as hopper_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
+from flashattn3.backends.planned import MOST, Planned, PlannedCalls
 from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
 from flashattn3.backends.triton.kvcache import BACKEND as TRITON
 from flashattn3.call.cached import DECODE, DecodeTensors
-from flashattn3.dispatch.planned import MOST, Planned, PlannedCalls
 from flashattn3.kvcache import ops
 from flashattn3.kvcache.planned import Operators, planned_calls
 

@@ -19,18 +19,18 @@ from flashattn3 import doctor, explain_with_kvcache, flash_attn_with_kvcache, ge
 from flashattn3.backends.hopper import decode_launch
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.decode_launch import DECODE_ROWS
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend
-from flashattn3.backends.hopper.launch_record import DecodeRecord
-from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
-from flashattn3.backends.triton.kvcache import BACKEND as TRITON
-from flashattn3.call.cached import DecodeTensors, Lengths
-from flashattn3.dispatch.kernel_configs import (
+from flashattn3.backends.hopper.kernel_configs import (
     CACHED_CONFIGS,
     CACHED_FORWARD_MEASURED,
     select_cached_forward_config,
     select_decode_config,
 )
-from flashattn3.dispatch.planner import choose
+from flashattn3.backends.hopper.kvcache import HopperCacheBackend
+from flashattn3.backends.hopper.launch_record import DecodeRecord
+from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
+from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.call.cached import DecodeTensors, Lengths
+from flashattn3.run.planner import choose
 
 pytest.importorskip("triton")
 HOPPER = HopperCacheBackend(HopperBackend(library=library_double, only_measured=False))

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
-from flashattn3.call.inputs import Tensors
-from flashattn3.call.spec import Options
-from flashattn3.ops import plan_of
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors
+from flashattn3.run.operators import plan_of
 from flashattn3_bench.checking import call, make_inputs, make_output_gradients
 
 GUARD = 8192  # elements on each side of a tensor

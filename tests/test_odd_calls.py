@@ -23,7 +23,7 @@ from torch import Tensor
 import flashattn3
 from flashattn3 import BlockScaled, Explanation, quantize_block_fp8
 from flashattn3.call.dtypes import FP8, INT8
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 from flashattn3.quantization import dispatch
 from flashattn3_bench.checking import attention
 from flashattn3_bench.checking.tolerance import FP8_OF_16_BIT

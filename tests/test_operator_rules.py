@@ -17,11 +17,11 @@ from flashattn3 import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
-    operator_rules,
     use_backend,
 )
 from flashattn3.integrations.flop_counter import register_flop_formulas
 from flashattn3.kvcache import ops as kvcache_ops
+from flashattn3.run import operator_rules
 
 
 def flops(function, *tensors, **options):

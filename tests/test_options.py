@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import GPU, ROOT
 
-from flashattn3.dispatch.device import describe_device
+from flashattn3.backends.device import describe_device
 
 AMPERE = ".version 8.4\n.target sm_80\nmma.sync.aligned.m16n8k16; cp.async.cg.shared.global;"
 HOPPER = ".version 8.4\n.target sm_90a\nwgmma.mma_async.sync.aligned; cp.async.cg.shared.global;"

@@ -19,10 +19,10 @@ from helpers import (
 
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.planner import choose
+from flashattn3.run.planner import choose
 from flashattn3_bench.checking import call, make_inputs, make_output_gradients
 
 pytest.importorskip("triton")

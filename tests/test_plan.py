@@ -27,13 +27,13 @@ from helpers import (
 
 import flashattn3
 from flashattn3 import UnsupportedError
-from flashattn3.backends import BACKENDS
+from flashattn3.backends.device import SHARED_MEMORY_KIB, describe_device
+from flashattn3.backends.registry import BACKENDS
 from flashattn3.backends.triton.tile_configs import MAX_HEAD_DIM, TILE_CONFIGS, select_tile_config
-from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.device import SHARED_MEMORY_KIB, describe_device
-from flashattn3.dispatch.planner import choose
+from flashattn3.run.planner import choose
 
 
 def problem(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_k=1024, **options):
@@ -276,12 +276,12 @@ def test_explain_takes_varlen():
 
 
 def test_the_same_call_is_planned_once(monkeypatch):
-    from flashattn3 import ops
+    from flashattn3.run import operators
 
     q = torch.randn(1, 5, 2, 16)
     flashattn3.flash_attn_func(q, q, q)
     calls = []
-    monkeypatch.setattr(ops, "choose", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(operators, "choose", lambda *arguments: calls.append(arguments))
     flashattn3.flash_attn_func(torch.randn_like(q), q, q)
     assert calls == []
 

@@ -15,7 +15,7 @@ from flashattn3 import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
 )
-from flashattn3.backends import BACKENDS
+from flashattn3.backends.registry import BACKENDS
 from flashattn3.call.dtypes import DTYPES
 
 pytestmark = pytest.mark.usefixtures("nothing_runs")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
 
 
 def problem(sq=8, sk=8, heads_q=4, heads_kv=2, d=16, dv=16, **options):

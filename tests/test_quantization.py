@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from flashattn3 import UnsupportedError, flash_attn_varlen_fp8_func
 from flashattn3.backends.triton.kernels.quantize import to_e4m3, to_int8
+from flashattn3.call import permuted_v
+from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8
+from flashattn3.call.hadamard import rotate, rotate_back
 from flashattn3.quantization import (
-    BlockScaled,
     dispatch,
-    permuted_v,
     quantize_block_fp8,
     quantize_qkv,
     smoothing,
     torch_operations,
     triton_launch,
 )
-from flashattn3.quantization.hadamard import rotate, rotate_back
 
 LARGEST = {FP8: 448, INT8: 127}
 of_both = pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)

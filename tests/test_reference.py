@@ -14,14 +14,14 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn3 import flash_attn_func
+from flashattn3.backends.device import DeviceInfo
 from flashattn3.backends.reference import backend as reference
 from flashattn3.backends.reference.backend import BACKEND, ReferenceConfig, ReferenceLaunch
 from flashattn3.call.dtypes import FP8, INT8
-from flashattn3.call.inputs import Tensors, metadata_of
+from flashattn3.call.fields import Options, ScoreScale
+from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options, ScoreScale
-from flashattn3.dispatch.device import DeviceInfo
-from flashattn3.ops import plan_of
+from flashattn3.run.operators import plan_of
 from flashattn3_bench.checking import (
     FORWARD_CASES,
     FORWARD_FACTOR,

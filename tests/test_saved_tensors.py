@@ -26,10 +26,10 @@ from saved_tensors import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from flashattn3 import bhsd as bhsd_module
 from flashattn3 import flash_attn_varlen_func, use_backend
-from flashattn3.backends.hopper import autograd_node
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
+from flashattn3.run import aten_node
+from flashattn3.run import bhsd as bhsd_module
 
 ON_PINNED = pytest.param("pinned", marks=pytest.mark.gpu)
 
@@ -139,18 +139,18 @@ def test_the_gradient_keeps_what_was_in_force_in_its_forward(device, monkeypatch
 @pytest.mark.parametrize("kind", ["switch", "schema"])
 def test_the_node_is_used_only_where_torch_has_the_known_operator(kind, monkeypatch):
     if kind == "switch":
-        monkeypatch.setenv(autograd_node.SWITCH, "0")
+        monkeypatch.setenv(aten_node.SWITCH, "0")
         wanted = "FLASHATTN3_AUTOGRAD_NODE=0"
     else:
-        name = f"{autograd_node.NAME}_backward"
-        schema = autograd_node.SCHEMAS[name].replace("is_causal, ", "is_causal, int window=0, ")
-        monkeypatch.setitem(autograd_node.SCHEMAS, name, schema)
+        name = f"{aten_node.NAME}_backward"
+        schema = aten_node.SCHEMAS[name].replace("is_causal, ", "is_causal, int window=0, ")
+        monkeypatch.setitem(aten_node.SCHEMAS, name, schema)
         wanted = f"torch {torch.__version__} has another aten::{name}"
-    assert autograd_node.unusable_reason.__wrapped__() == wanted
-    monkeypatch.setattr(autograd_node, "unusable_reason", lambda: wanted)
-    assert autograd_node.registered_node.__wrapped__(None) is None
+    assert aten_node.unusable_reason.__wrapped__() == wanted
+    monkeypatch.setattr(aten_node, "unusable_reason", lambda: wanted)
+    assert aten_node.registered_node.__wrapped__(None) is None
 
 
 def test_this_torch_has_the_known_operator():
-    for name, schema in autograd_node.SCHEMAS.items():
-        assert autograd_node.schema_of(name) == schema
+    for name, schema in aten_node.SCHEMAS.items():
+        assert aten_node.schema_of(name) == schema

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,11 @@ import torch
 from helpers import GPU, ROOT
 
 import flashattn3
-from flashattn3.call import inputs, spec
+from flashattn3.call import fields, operands
 from flashattn3.call.cached import DECODE, DecodeOptions
 from flashattn3.call.problem import Problem
 from flashattn3.call.public import public
-from flashattn3.quantized import Scheme
+from flashattn3.run.quantized import Scheme
 
 FUNCTIONS = [
     function
@@ -29,8 +29,8 @@ FUNCTIONS = [
 TENSORS = {
     *("q", "k", "v", "qkv", "kv", "num_heads_q", "cu_seqlens", "max_seqlen", "device"),
     *("dout", "out", "lse", "dlse", "dq", "dk", "dv"),
-    *inputs.Tensors._fields,
-    *(f"{side}_descale" for side in inputs.SIDES),
+    *operands.Tensors._fields,
+    *(f"{side}_descale" for side in operands.SIDES),
 }
 by_name = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 
@@ -39,11 +39,11 @@ by_name = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: fu
 def test_public_signatures_have_the_fields_and_their_defaults(function):
     parameters = inspect.signature(function).parameters
     options = parameters.keys() - TENSORS - set(Scheme._fields)
-    assert options <= spec.CALL.fields.keys()
+    assert options <= fields.CALL.fields.keys()
     assert "backend" in options  # its default is the one in force
     required = {"max_seqlen_q", "max_seqlen_k"}
     for name in options - required:
-        assert parameters[name].default == spec.CALL.fields[name].default, name
+        assert parameters[name].default == fields.CALL.fields[name].default, name
 
 
 @by_name
@@ -60,7 +60,7 @@ def test_the_compiled_function_has_its_signature(function):
 def test_the_whole_interface_has_every_field():
     whole = inspect.signature(flashattn3.flash_attn_varlen_func).parameters.keys()
     packed = inspect.signature(flashattn3.flash_attn_varlen_kvpacked_func).parameters.keys()
-    assert spec.CALL.fields.keys() <= whole | packed
+    assert fields.CALL.fields.keys() <= whole | packed
     explained = inspect.signature(flashattn3.explain).parameters.keys()
     assert whole - explained == set()
 
@@ -70,7 +70,7 @@ def test_a_cached_call_has_fields_of_the_same_table():
     assert DECODE.fields.keys() <= parameters.keys()
     for name, field in DECODE.fields.items():
         assert parameters[name].default == field.default, name
-    own = {name for name, field in DECODE.fields.items() if spec.CALL.fields.get(name) != field}
+    own = {name for name, field in DECODE.fields.items() if fields.CALL.fields.get(name) != field}
     differ = {"softmax_scale", "causal", "qv"}
     assert own == {*differ, "return_softmax_lse", "tree_mask", "split_tokens"}
     arguments = torch.ops.flashattn3.decode.default._schema.arguments
@@ -81,9 +81,11 @@ def test_a_cached_call_has_fields_of_the_same_table():
 def test_the_operators_take_the_fields():
     """In the order of Tensors and Options, with defaults that their types allow."""
     forward = torch.ops.flashattn3.forward
-    expected = [*inputs.Tensors._fields, *spec.Options._fields]
+    expected = [*operands.Tensors._fields, *fields.Options._fields]
     assert [argument.name for argument in forward.default._schema.arguments] == expected
-    of_8_bits = [f"{side}_{name}" for side in inputs.SIDES for name in inputs.Scaled._fields[1:]]
+    of_8_bits = [
+        f"{side}_{name}" for side in operands.SIDES for name in operands.Scaled._fields[1:]
+    ]
     names = [argument.name for argument in forward.scaled._schema.arguments]
     assert names == expected + of_8_bits
     backward = torch.ops.flashattn3.backward.default._schema.arguments
@@ -92,31 +94,31 @@ def test_the_operators_take_the_fields():
 
 
 def test_a_problem_has_the_fields_for_the_backends():
-    names = {field.name for field in fields(Problem)}
-    assert {*spec.CALL.to_backend} <= names
-    dropped = {*spec.Options._fields} - names
-    assert dropped == {"max_seqlen_q", "max_seqlen_k", "causal", *spec.ScoreScale._fields}
+    names = {field.name for field in dataclasses.fields(Problem)}
+    assert {*fields.CALL.to_backend} <= names
+    dropped = {*fields.Options._fields} - names
+    assert dropped == {"max_seqlen_q", "max_seqlen_k", "causal", *fields.ScoreScale._fields}
 
 
 def test_hints_are_named_as_the_interface_documents_them():
-    hints = {field.name for field in spec.HINTS}
+    hints = {field.name for field in fields.HINTS}
     assert hints == {"num_splits", "pack_gqa", "sm_margin", "use_fast_accum"}
 
 
 def test_flat_tensors_come_back():
     q, descale = torch.zeros(2, 3, 4, 5), torch.ones(2, 4, 1)
     edges = torch.zeros(3, dtype=torch.int32)
-    of_q = inputs.Scaled(q, descale, 64, hadamard=True, mean=descale)
-    of_v = inputs.Scaled(q, None, None, False, "permuted", 5)
-    assert len(inputs.flat(inputs.Tensors(q, q, q))) == inputs.NUM_TENSORS
+    of_q = operands.Scaled(q, descale, 64, hadamard=True, mean=descale)
+    of_v = operands.Scaled(q, None, None, False, "permuted", 5)
+    assert len(operands.flat(operands.Tensors(q, q, q))) == operands.NUM_TENSORS
     for tensors in (
-        inputs.Tensors(q, q, q),
-        inputs.Tensors(of_q, q, of_v, edges, edges, None, edges),
+        operands.Tensors(q, q, q),
+        operands.Tensors(of_q, q, of_v, edges, edges, None, edges),
     ):
-        found = inputs.of_flat(inputs.flat(tensors))
+        found = operands.of_flat(operands.flat(tensors))
         for side, given in zip(found, tensors, strict=True):
             assert type(side) is type(given)
-            if type(given) is inputs.Scaled:
+            if type(given) is operands.Scaled:
                 assert all(x is y for x, y in zip(side, given, strict=True))
             else:
                 assert side is given
@@ -173,7 +175,7 @@ MOST_FILES = {"softcap": (5, 4), "sm_margin": (7, 2), "seqused_k": (5, 2)}
 
 @pytest.mark.parametrize("option", MOST_FILES)
 def test_few_files_name_an_option(option):
-    """A new option is a field of call/spec.py, an argument in api.py, and its use in a backend;
+    """A new option is a field of call/fields.py, an argument in api.py, and its use in a backend;
     integrations name what their library names."""
     for paths, most in zip((PRODUCT, CSRC), MOST_FILES[option], strict=True):
         naming = [path for path in paths if re.search(rf"\b{option}\b", path.read_text())]
@@ -182,8 +184,8 @@ def test_few_files_name_an_option(option):
         assert paths is CSRC or "flashattn3/api.py" in names
 
 
-# After autograd.py and ops.py: the reference stands for Hopper's launch.py; Triton's kernel follows
-# in backends/triton/kernels/forward.py, the seventh file.
+# After run/operators.py: the reference stands for Hopper's launch.py; Triton's kernel follows in
+# backends/triton/kernels/forward.py, the seventh file.
 LAST_FILES = {
     "reference": ["backends/reference/backend.py"],
     "triton": ["backends/triton/launch.py", "backends/triton/kernels/launch.py"],

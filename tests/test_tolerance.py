@@ -9,7 +9,7 @@ import torch
 from support.fp8 import FORMS, make_fp8_inputs, scales_of_v
 
 from flashattn3 import BlockScaled
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 from flashattn3_bench.checking import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,

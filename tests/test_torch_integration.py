@@ -16,14 +16,14 @@ from flashattn3 import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
-    ops,
     use_backend,
 )
 from flashattn3.call.dtypes import FP8
-from flashattn3.call.inputs import Scaled, Tensors
-from flashattn3.call.spec import Options
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Scaled, Tensors
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
-from flashattn3.ops import operator_arguments
+from flashattn3.run import operators
+from flashattn3.run.operators import operator_arguments
 from flashattn3_bench.checking import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
@@ -380,13 +380,13 @@ def test_torch_asks_for_deterministic_gradients(
     function, is_compiled, device, deterministic_torch, monkeypatch
 ):
     asked = set()
-    plan = ops._plan
+    plan = operators._plan
 
     def recorded(key, options):
         asked.add(options.deterministic)
         return plan(key, options)
 
-    monkeypatch.setattr(ops, "_plan", recorded)
+    monkeypatch.setattr(operators, "_plan", recorded)
     torch.compiler.reset()
     run = torch.compile(function, backend="aot_eager", fullgraph=True) if is_compiled else function
     for wanted in (True, False, True):

@@ -22,8 +22,8 @@ from flashattn3 import (
     quantize_block_fp8,
     use_backend,
 )
-from flashattn3.quantization.hadamard import _kept_signs, signs
-from flashattn3.quantization.sign_bits import SIGN_SEED
+from flashattn3.call.hadamard import _kept_signs, signs
+from flashattn3.call.sign_bits import SIGN_SEED
 
 EDGES_Q, EDGES_K = (torch.tensor(x, dtype=torch.int32) for x in ((0, 3, 5), (0, 1, 4)))
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers import A100, B200, H100, LOWERED_H100, RTX5090
 
-from flashattn3.backends import REFERENCE, TRITON
-from flashattn3.call.inputs import Scaled, Tensors, metadata_of
+from flashattn3.backends.device import DeviceInfo, describe_device
+from flashattn3.backends.registry import REFERENCE, TRITON
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Scaled, Tensors, metadata_of
 from flashattn3.call.problem import describe
-from flashattn3.call.spec import Options
-from flashattn3.dispatch.device import DeviceInfo, describe_device
 
 pytest.importorskip("triton")
 

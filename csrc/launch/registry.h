@@ -1,6 +1,6 @@
 // The compiled kernels, in the order of FORWARD_CONFIGS, BACKWARD_CONFIGS and CACHED_CONFIGS in
-// flashattn3/dispatch/kernel_configs.py. The build generates the constants below and one unit per
-// kernel config.
+// flashattn3/backends/hopper/kernel_configs.py. The build generates the constants below and one
+// unit per kernel config.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -89,7 +89,7 @@ struct LoadedValues {
 // Float values after smoothing, if the tensor has a mean (SageAttention), and after incoherent
 // processing, if it has signs (QuIP, FlashAttention-3): signs, Walsh-Hadamard transform and scale
 // of whole tokens in TokenPositions<kColumns>. The additions follow the order of
-// flashattn3/quantization/hadamard.py: columns 1 apart, 2, 4, ...
+// flashattn3/call/hadamard.py: columns 1 apart, 2, 4, ...
 template <ElementType kType, int kColumns>
 struct FloatValues {
   float x[kVecsOfThread][kVec];

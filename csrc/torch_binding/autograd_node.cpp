@@ -181,7 +181,7 @@ std::tuple<> register_for_gpus() {
 
 }  // namespace
 
-// Python implements the last two (flashattn3/dispatch/launch_cache.py). error: the message of an
+// Python implements the last two (flashattn3/run/launches.py). error: the message of an
 // exception, in UTF-8; the others are then None.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("register_autograd_node() -> ()");

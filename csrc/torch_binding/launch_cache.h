@@ -31,7 +31,7 @@ struct PlannedPasses {
   const Axes& axes() const { return bhsd ? kBhsd : kBshd; }  // of q, k and v with a batch
 };
 
-// options: Python's number of the options and axes of a call (flashattn3/dispatch/launch_cache.py).
+// options: Python's number of the options and axes of a call (flashattn3/run/launches.py).
 // Returns the passes that were kept for calls with these options and such tensors. It compares
 // everything that a plan depends on but strides and addresses.
 std::optional<PlannedPasses> find_passes(int64_t options, const GivenTensors& tensors);

@@ -1,8 +1,1 @@
-"""The backends, in the order in which automatic dispatch tries them."""
-
-from ..dispatch.backend import NAMES
-from .hopper.backend import BACKEND as HOPPER
-from .reference.backend import BACKEND as REFERENCE
-from .triton.backend import BACKEND as TRITON
-
-BACKENDS = tuple(sorted((HOPPER, REFERENCE, TRITON), key=lambda backend: NAMES.index(backend.name)))
+"""The backends: one folder each, their interface, and what they share."""

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..call.inputs import Scaled, Tensors, data_of
+from ..call import permuted_v
+from ..call.block_scaled import BlockScaled, lse_with_mean
+from ..call.operands import Scaled, Tensors, data_of
 from ..call.problem import Problem
-from ..quantization import BlockScaled, lse_with_mean, permuted_v
 
 Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
 

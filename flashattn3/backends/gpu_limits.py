@@ -6,7 +6,7 @@ import torch
 
 from ..call.dtypes import FULL_PRECISION, SIXTEEN_BIT
 from ..call.problem import Problem
-from ..dispatch.backend import head_dim_reason, score_factor_reason
+from .base import head_dim_reason, score_factor_reason
 
 # Keeps positions of queries and of the keys they see, with tile and window, below 2**31.
 MAX_ROWS = 2**30 - 1024

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..call.cached import DecodeProblem, DecodeTensors, Lengths, packed_rows
 from ..call.dtypes import SIXTEEN_BIT
-from ..call.inputs import Tensors
+from ..call.operands import Tensors
 from ..call.problem import Problem
 from .results import result_shapes
 

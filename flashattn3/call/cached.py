@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from .arguments import boolean, real
+from .fields import CALL, Description, Field, ScoreScale, as_given, or_none, score_scale_of
 from .metadata import Metadata
-from .spec import (
-    CALL,
-    Description,
-    Field,
-    ScoreScale,
-    as_given,
-    or_none,
-    score_scale_of,
-)
 
 MAX_HEAD_DIM = 256
 # Packed query rows (token-major, qhead_per_kvhead rows for a token) that plans distinguish.

@@ -16,9 +16,9 @@ from .dtypes import EIGHT_BIT, OUT_DTYPES
 from .quantization_limits import BLOCKS
 
 if TYPE_CHECKING:
-    from .inputs import Scaled
+    from .fields import Options
     from .metadata import Metadata
-    from .spec import Options
+    from .operands import Scaled
 
 
 class Descales(NamedTuple):

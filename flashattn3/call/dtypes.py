@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import kernel_configs
-
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 EIGHT_BIT = (FP8, INT8)  # dtypes of q and k that take descales
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 FULL_PRECISION = (torch.float32, torch.float64)
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION, *EIGHT_BIT)  # dtypes of q
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # for 8-bit calls; first is the default
-NAMES = dict(zip((*SIXTEEN_BIT, *EIGHT_BIT), kernel_configs.DTYPES, strict=True))
+NAMES = dict(zip((*SIXTEEN_BIT, *EIGHT_BIT), ("fp16", "bf16", "e4m3", "int8"), strict=True))
 
 
 def out_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

@@ -7,7 +7,7 @@ every call. Those of torch's scaled_dot_product_attention get a sentence with ou
 from __future__ import annotations
 
 from ..errors import type_error, value_error
-from .spec import CALL, Field, as_given, expect_default
+from .fields import CALL, Field, as_given, expect_default
 
 _OTHER_NAMES = {"block_table": "page_table"}
 _OF_FLASH_ATTENTION_2 = {

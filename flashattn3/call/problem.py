@@ -14,12 +14,12 @@ import torch
 
 from ..errors import expect
 from ..modes import refuse_jit_trace
-from ..quantization import permuted_v
+from . import permuted_v
 from .descales import Descales, block_of, check_scaled, descales_of
 from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
-from .inputs import SIDES, Scaled, Tensors, as_scaled, data_of
+from .fields import CALL, Options, ScoreScale, expect_no_cap, score_scale_of
 from .metadata import Metadata
-from .spec import CALL, Options, ScoreScale, expect_no_cap, score_scale_of
+from .operands import SIDES, Scaled, Tensors, as_scaled, data_of
 from .tensor_checks import check_device, check_int32
 
 
@@ -48,7 +48,7 @@ _Asked = make_dataclass("_Asked", CALL.to_backend, frozen=True)
 
 @dataclass(frozen=True)
 class Problem(_Asked):
-    """One attention call, normalised, with the options that a field of call/spec.py passes on to
+    """One attention call, normalised, with the options that a field of call/fields.py passes on to
     the backends. Lengths in tokens, strides in elements.
 
     seqlen_q, seqlen_k: for varlen the upper bounds, max_seqlen_q and max_seqlen_k.

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from ..dispatch.selection import named_backend
+from .fields import CALL, Description
 from .foreign import translated
-from .spec import CALL, Description
+from .selection import named_backend
 
 F = TypeVar("F", bound=Callable)
 # Options that torch.use_deterministic_algorithms and ``use_backend`` ask of all calls, with the

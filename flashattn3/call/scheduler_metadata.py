@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cached import DecodeOptions
-from .spec import ScoreScale, is_capped
+from .fields import ScoreScale, is_capped
 
 HEADER, PER_SEQUENCE = 2, 4
 MAGIC = 0x6B763031

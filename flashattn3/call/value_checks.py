@@ -15,8 +15,8 @@ from torch import Tensor
 from ..errors import expect, value_error
 
 if TYPE_CHECKING:
-    from .inputs import Tensors
-    from .spec import Options
+    from .fields import Options
+    from .operands import Tensors
 
 OFF = ("", "0", "false", "no", "off")
 CHECKED = os.environ.get("FLASHATTN3_CHECK", "").lower() not in OFF

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ..call import inputs as checks
+from ..call import operands as checks
 from ..errors import UnsupportedError
 
 

@@ -7,7 +7,7 @@ from functools import cache, partial
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import bhsd  # noqa: F401  (defines the operators)
+from ..run import bhsd  # noqa: F401  (defines the operators)
 
 
 def register_flop_formulas() -> None:

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from ..api import flash_attn_func, flash_attn_varlen_func
-from ..call.inputs import Tensors
-from ..call.spec import Options
-from ..dispatch.selection import backend_in_force, named_backend
+from ..call.fields import Options
+from ..call.operands import Tensors
+from ..call.selection import backend_in_force, named_backend
 from ..errors import UnsupportedError, expect
 from ..modes import has_autocast
-from ..ops import backward_of
+from ..run.operators import backward_of
 from .libraries import release
 from .paged import attend_to_pages
 

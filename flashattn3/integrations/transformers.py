@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..bhsd import attend_bhsd, attend_like_before, call_operator, is_compiled
 from ..call.cached import DECODE, MAX_HEAD_DIM
 from ..call.dtypes import SIXTEEN_BIT
 from ..call.public import public, reader
@@ -28,6 +27,7 @@ from ..errors import UnsupportedError, shown, value_error
 from ..kvcache.api import flash_attn_with_kvcache
 from ..kvcache.ops import is_watched
 from ..kvcache.planned import Further, run_planned
+from ..run.bhsd import attend_bhsd, attend_like_before, call_operator, is_compiled
 from .libraries import import_library
 from .masks import mask
 from .refused_models import _awaited, attention_was_called, attention_was_compiled, refuse_models

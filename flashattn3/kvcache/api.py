@@ -28,10 +28,10 @@ from ..call.cached_checks import (
 from ..call.metadata import metadata_of
 from ..call.public import public
 from ..call.scheduler_metadata import hash_of_options, make_metadata
-from ..dispatch.selection import backend_in_force
+from ..call.selection import backend_in_force
 from ..errors import expect, shown, type_error, value_error
 from ..modes import has_autocast
-from ..operator_rules import as_cache_under_autocast
+from ..run.operator_rules import as_cache_under_autocast
 from . import ops
 from .calls import seqlens_of, with_kvcache
 

@@ -20,7 +20,7 @@ from ..call.cached_checks import check_decode, check_out, check_tensors
 from ..call.metadata import metadata_of
 from ..errors import expect, shown, value_error
 from ..modes import has_autocast
-from ..operator_rules import as_cache_under_autocast
+from ..run.operator_rules import as_cache_under_autocast
 from . import ops
 from .planned import Further, NewTokens, run_planned
 

@@ -8,6 +8,7 @@ from inspect import signature
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..backends.device import describe_device
 from ..call.cached import (
     AppendOptions,
     AppendTensors,
@@ -19,9 +20,8 @@ from ..call.cached import (
 from ..call.cached_checks import check_decode
 from ..call.cached_value_checks import capacity_of
 from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
-from ..dispatch.device import describe_device
-from ..dispatch.planner import Plan, choose
 from ..explanation import Explanation, explanation_of, place_of
+from ..run.planner import Plan, choose
 from . import ops
 from .api import flash_attn_with_kvcache
 from .backends import CACHE_BACKENDS

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from ..backends.device import describe_device
 from ..call import cached as problems
 from ..call.cached import (
     AppendOptions,
@@ -28,13 +29,12 @@ from ..call.cached_checks import check_append, check_combine, check_decode, chec
 from ..call.cached_value_checks import check_append_values, check_decode_values
 from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..call.scheduler_metadata import hash_of_options
+from ..call.selection import ANY, named_backend
 from ..call.value_checks import is_checked
-from ..dispatch.device import describe_device
-from ..dispatch.planner import Plan, choose
-from ..dispatch.selection import ANY, named_backend
 from ..errors import expect
 from ..modes import is_plain
-from ..operator_rules import recorded, warn_of_reference
+from ..run.operator_rules import recorded, warn_of_reference
+from ..run.planner import Plan, choose
 from .backends import CACHE_BACKENDS
 from .planned import planned_calls
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.planned import PlannedCalls
 from ..call.cached import DecodeOptions, lse_shape, one_q_position
-from ..dispatch.planned import PlannedCalls
 
 
 class Operators(NamedTuple):

@@ -1,13 +1,7 @@
 """8-bit tensors with a descale per block, and the Hadamard rotation against outliers."""
 
-from .block_fp8 import (
-    KINDS,
-    BlockScaled,
-    comes_permuted,
-    lse_with_mean,
-    quantize_block_fp8,
-    quantize_qkv,
-)
+from ..call.block_scaled import BlockScaled, lse_with_mean
+from .block_fp8 import KINDS, comes_permuted, quantize_block_fp8, quantize_qkv
 
 __all__ = [
     "KINDS",

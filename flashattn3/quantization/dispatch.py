@@ -7,15 +7,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..backends.device import describe_device
 from ..backends.hopper.backend import BACKEND as HOPPER
+from ..backends.hopper.kernel_configs import MAX_HEAD_DIM as HOPPER_MAX_HEAD_DIM
 from ..backends.triton.backend import BACKEND as TRITON
 from ..backends.triton.tile_configs import MAX_HEAD_DIM as TRITON_MAX_HEAD_DIM
+from ..call import permuted_v
 from ..call.dtypes import FP8, INT8, SIXTEEN_BIT
-from ..dispatch.device import describe_device
-from ..dispatch.kernel_configs import MAX_HEAD_DIM as HOPPER_MAX_HEAD_DIM
+from ..call.hadamard import signs
 from ..modes import is_traced
-from . import permuted_v, smoothing, torch_operations
-from .hadamard import signs
+from . import smoothing, torch_operations
 
 
 def on_hopper(x: Tensor) -> bool:

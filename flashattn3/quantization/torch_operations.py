@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call import hadamard as rotation
 from ..call import quantization_limits
 from ..call.dtypes import FP8, INT8
 from ..call.quantization_limits import SMALLEST_DESCALE
-from . import hadamard as rotation
-from .token_positions import TokenPositions, token_positions
+from ..call.token_positions import (
+    TokenPositions,
+    blocks_of,
+    of_sequences,
+    of_tokens,
+    token_positions,
+)
 
 LARGEST = {FP8: quantization_limits.LARGEST["e4m3"], INT8: quantization_limits.LARGEST["int8"]}
 
@@ -58,31 +64,6 @@ def scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     return floored / wanted, wanted / floored
 
 
-def of_tokens(of_blocks: Tensor, block: int, of: TokenPositions) -> Tensor:
-    """(batch, heads, blocks) → (batch, seqlen, heads), varlen (total, heads); 0 without a block."""
-    if of.sequence is None:
-        return of_blocks[:, :, of.position // block].transpose(1, 2)
-    batch, heads, num_blocks = of_blocks.shape
-    if batch == 0 or num_blocks == 0:
-        return of_blocks.new_zeros(of.position.numel(), heads)
-    return of_blocks[of.sequence, :, _blocks_of(of, block, num_blocks)]
-
-
-def _blocks_of(of: TokenPositions, block: int, num_blocks: int) -> Tensor:
-    """Block index of each token; the last block if max_seqlen is too small."""
-    return (of.position // block).clamp(max=num_blocks - 1)
-
-
-def of_sequences(mean: Tensor, of: TokenPositions) -> Tensor:
-    """(batch, heads, head_dim) → (batch, 1, heads, head_dim), varlen (total, heads, head_dim); 0
-    without a batch."""
-    if of.sequence is None:
-        return mean[:, None]
-    if mean.shape[0] == 0:
-        return mean.new_zeros(of.position.numel(), *mean.shape[1:])
-    return mean[of.sequence]
-
-
 def _amax_of_blocks(largest, block, of: TokenPositions, cu_seqlens, max_seqlen) -> Tensor:
     """amax (batch, heads, blocks). largest: largest magnitude of each token and head."""
     if of.sequence is None:
@@ -93,7 +74,7 @@ def _amax_of_blocks(largest, block, of: TokenPositions, cu_seqlens, max_seqlen) 
     heads, batch = largest.shape[1], cu_seqlens.numel() - 1
     num_blocks = -(-max_seqlen // block)
     amax = largest.new_zeros(batch * num_blocks, heads)
-    index = of.sequence * num_blocks + _blocks_of(of, block, num_blocks)
+    index = of.sequence * num_blocks + blocks_of(of, block, num_blocks)
     index = index[:, None].expand(-1, heads)
     amax.scatter_reduce_(0, index, largest.where(of.owned[:, None], 0.0), "amax")
     return amax.view(batch, num_blocks, heads).transpose(1, 2).contiguous()

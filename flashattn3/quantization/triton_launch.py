@@ -10,8 +10,8 @@ from torch import Tensor
 from ..backends.triton.kernels.launch import stride_unit
 from ..backends.triton.kernels.quantize import mean_of_sample, quantize_block
 from ..call.dtypes import INT8
+from ..call.hadamard import signs
 from ..call.quantization_limits import SAMPLE, SIGNIFICANT
-from .hadamard import signs
 from .torch_operations import LARGEST
 
 ELEMENTS_OF_THREAD = 64

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flashattn3.api import flash_attn_func, flash_attn_varlen_func
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import FP8
-from flashattn3.call.inputs import Tensors
-from flashattn3.quantization import BlockScaled, quantize_block_fp8
+from flashattn3.call.operands import Tensors
+from flashattn3.quantization import quantize_block_fp8
 
 from .rounding import E4M3_TRUNCATION, score_rounding
 

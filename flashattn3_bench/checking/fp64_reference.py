@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 
 
 def attention(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashattn3.call.dtypes import EIGHT_BIT, INT8, v_dtype
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 
 from .cases import Case
 

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from flashattn3.call.inputs import Tensors
+from flashattn3.call.operands import Tensors
 
 from .fp64_reference import heads_of, scores_of_head
 

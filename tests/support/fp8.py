@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.descales import num_blocks
 from flashattn3.call.dtypes import FP8, INT8
-from flashattn3.call.inputs import Tensors
-from flashattn3.quantization import BlockScaled, quantize_block_fp8
+from flashattn3.call.operands import Tensors
+from flashattn3.quantization import quantize_block_fp8
 from flashattn3_bench.checking.cases import Case
 from flashattn3_bench.checking.inputs import INT8_STEPS, make_inputs
 

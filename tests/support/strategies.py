@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from flashattn3.quantization.hadamard import is_rotatable
+from flashattn3.call.hadamard import is_rotatable
 from flashattn3_bench.checking.cases import Case, dense, varlen
 
 from .fp8 import FORMS

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...call.dtypes import SIXTEEN_BIT
-from ...dispatch.backend import head_dim_reason
-from ...dispatch.kernel_configs import APPEND_MEASURED, MAX_HEAD_DIM
+from ..base import head_dim_reason
+from .kernel_configs import APPEND_MEASURED, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from ...call.cached import AppendProblem, AppendTensors, Lengths

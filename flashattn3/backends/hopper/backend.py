@@ -14,20 +14,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...call.dtypes import EIGHT_BIT, NAMES
-from ...call.inputs import Tensors
+from ...call.operands import Tensors
 from ...call.problem import Problem
-from ...dispatch.device import SHARED_MEMORY_KIB, DeviceInfo
-from ...dispatch.kernel_configs import (
-    MAX_HEAD_DIM,
-    BackwardConfig,
-    ForwardConfig,
-    KernelConfig,
-    select_backward_config,
-    select_forward_config,
-)
 from ...errors import UnsupportedError
 from .. import gpu_limits, packed
 from ..conversions import converting
+from ..device import SHARED_MEMORY_KIB, DeviceInfo
 from ..triton.backend import BACKEND as TRITON
 from . import launch as hopper_launch
 from .decode_launch import (
@@ -38,12 +30,20 @@ from .decode_launch import (
     prepare_decode,
     unfit_reason,
 )
+from .kernel_configs import (
+    MAX_HEAD_DIM,
+    BackwardConfig,
+    ForwardConfig,
+    KernelConfig,
+    select_backward_config,
+    select_forward_config,
+)
 from .library import Library, library_for_gpu, mended_by
 from .packing import estimate
 
 if TYPE_CHECKING:
     from ...call.cached import DecodeProblem
-    from ...dispatch.launch_cache import Passes
+    from ..base import Passes
 
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.cached import DecodeTensors
 from ...call.dtypes import NAMES, SIXTEEN_BIT
-from ...dispatch.backend import score_factor_reason
-from ...dispatch.kernel_configs import (
+from ...kvcache.planned import Operators
+from ..base import score_factor_reason
+from ..planned import Planned
+from .kernel_configs import (
     CACHED_CONFIGS,
     DECODE_TILE_ROWS,
     MAX_HEAD_DIM,
@@ -22,13 +24,11 @@ from ...dispatch.kernel_configs import (
     select_cached_forward_config,
     select_decode_config,
 )
-from ...dispatch.planned import Planned
-from ...kvcache.planned import Operators
 from .launch_record import decode_record_of
 
 if TYPE_CHECKING:
     from ...call.cached import DecodeProblem, Lengths
-    from ...dispatch.device import DeviceInfo
+    from ..device import DeviceInfo
     from .library import Library
 
 ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once

@@ -13,13 +13,13 @@ from functools import cached_property
 from torch import Tensor
 
 from ...call.cached import AppendProblem, CacheProblem, CombineProblem, DecodeProblem
-from ...dispatch.device import DeviceInfo
-from ...dispatch.kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
-from ...dispatch.planned import Planned
+from ..device import DeviceInfo
+from ..planned import Planned
 from ..triton.kvcache import BACKEND as TRITON
 from . import append_launch, decode_launch
 from .backend import BACKEND as FORWARD
 from .backend import HopperBackend
+from .kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
 
 
 class HopperCachedCall:

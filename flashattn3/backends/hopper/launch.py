@@ -12,22 +12,16 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.dtypes import EIGHT_BIT
-from ...call.inputs import Tensors, as_scaled
 from ...call.metadata import ALIGNMENT_BYTES
+from ...call.operands import Tensors, as_scaled
 from ...call.problem import Problem
-from ...dispatch.backend import PassOperators
-from ...dispatch.kernel_configs import (
-    BACKWARD_CONFIGS,
-    FORWARD_CONFIGS,
-    BackwardConfig,
-    ForwardConfig,
-)
-from ...dispatch.launch_cache import Passes
+from ..base import Passes, PassOperators
 from ..conversions import with_dense_rows
+from .kernel_configs import BACKWARD_CONFIGS, FORWARD_CONFIGS, BackwardConfig, ForwardConfig
 from .launch_record import record_of
 
 if TYPE_CHECKING:
-    from ...dispatch.device import DeviceInfo
+    from ..device import DeviceInfo
     from .backend import HopperLaunch
     from .library import Library
 
@@ -118,9 +112,8 @@ def passes(launch: HopperLaunch, library: Library) -> Passes | None:
     shortened = problem.q.has_seqused or problem.k.has_seqused
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
         return None
-    node = library.autograd_node()
     of_passes = library.forward_planned, library.backward_planned
-    operators = PassOperators(library.keep_passes, node, *of_passes)
+    operators = PassOperators(library.keep_passes, library.namespace, *of_passes)
     if not any(operators):
         return None
     backward = backward_launch(problem, launch.device, config.gradient_config, library)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 import torch
 
 from ...call.cached import DecodeTensors
-from ...call.spec import ScoreScale
+from ...call.fields import ScoreScale
 
 if TYPE_CHECKING:
     from ...call.cached import DecodeProblem
     from ...call.problem import Problem
-    from ...dispatch.device import DeviceInfo
+    from ..device import DeviceInfo
 
 
 # The arguments of prepare_forward and prepare_backward after the index of the kernel config.

@@ -13,15 +13,14 @@ import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from ...dispatch.kernel_configs import configs_hash
-from .autograd_node import registered_node
+from .kernel_configs import configs_hash
 from .launch_record import DECODE_ARGUMENTS, DecodeRecord, LaunchRecord
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -35,8 +34,7 @@ class Library:
 
     error: why the library cannot be used; None if it can.
     cuda_version: of the CUDA runtime inside it, such as "13.0".
-    autograd_node: registers the autograd node in C++, in the first call, and returns the attention
-        that has it, or None (autograd_node.py).
+    namespace: torch.ops.flashattn3_hopper, whose other operators the autograd node needs.
     The others: operators of torch.ops.flashattn3_hopper, as the builtins that their calls call.
     """
 
@@ -48,7 +46,7 @@ class Library:
     permute_v: Callable | None = None
     prepare_backward: Callable | None = None
     backward: Callable | None = None
-    autograd_node: Callable[[], Callable | None] = lambda: None
+    namespace: torch._ops._OpNamespace | None = None
     prepare_decode: Callable | None = None
     decode_size: Callable | None = None
     decode: Callable | None = None
@@ -109,7 +107,7 @@ def find_library() -> Library:
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
         cuda_version=_text(loaded, "cuda_version"),
-        autograd_node=partial(registered_node, operators),
+        namespace=operators,
         **{name: getattr(operators, name).default._op for name in (*checked, *others)},
     )
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from ...dispatch.kernel_configs import DECODE_TILE_ROWS
 from ..packed import Choice, num_tiles, packed_rows_of, visible_keys
+from .kernel_configs import DECODE_TILE_ROWS
 
 if TYPE_CHECKING:
     from ...call.problem import Problem
-    from ...dispatch.device import DeviceInfo
-    from ...dispatch.kernel_configs import DecodeConfig, ForwardConfig
+    from ..device import DeviceInfo
+    from .kernel_configs import DecodeConfig, ForwardConfig
 
 # Packing must be estimated to take so much of the forward's time.
 SURELY_FASTER = 0.9

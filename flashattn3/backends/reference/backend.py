@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.inputs import Scaled, Tensors, data_of
-from ...call.spec import HINTS
-from ...dispatch.backend import score_factor_reason
+from ...call.fields import HINTS
+from ...call.operands import Scaled, Tensors, data_of
+from ..base import score_factor_reason
 from ..conversions import converting, with_dense_rows
 from .padded_layout import PaddedLayout, padded
 
 if TYPE_CHECKING:
     from ...call.descales import Descales
     from ...call.problem import Problem
-    from ...dispatch.device import DeviceInfo
+    from ..device import DeviceInfo
 
 _LOG2_E = math.log2(math.e)
 _BLOCK_N = 512

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ...call.cached import DecodeProblem
+from ...call.fields import HINTS
 from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
-from ...call.spec import HINTS
-from ...dispatch.backend import score_factor_reason
+from ..base import score_factor_reason
 from .rotary import rotated
 
 if TYPE_CHECKING:
     from ...call.cached import AppendTensors, CacheProblem, DecodeTensors, Lengths
-    from ...dispatch.device import DeviceInfo
+    from ..device import DeviceInfo
 
 _MAX_SCORES = 2**26  # alive at once
 

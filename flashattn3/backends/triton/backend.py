@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from ...call.dtypes import EIGHT_BIT
-from ...call.inputs import Tensors
+from ...call.operands import Tensors
 from ...call.problem import Problem
-from ...dispatch.device import DeviceInfo
 from .. import gpu_limits, packed
 from ..conversions import converting
-from .cache_tiles import CacheTile, select_tile
+from ..device import DeviceInfo
+from .cache_tiles import select_tile
 from .columns import widest
+from .config import TCGEN05, TritonConfig
 from .tile_configs import (
     MAX_HEAD_DIM,
     MIN_SHARED_MEMORY_KIB,
     Tile,
-    TileConfig,
-    Tiles,
     select_tile_config,
 )
 
@@ -34,58 +33,8 @@ PACKED_KEYS = 4096
 SPLIT_KEYS = 8192
 # SMs for a work tile of many packed rows from which on packing is faster than splits of others.
 SMS_PER_TILE = 8
-TCGEN05 = range(100, 120)  # capabilities whose own tensor core instructions are tcgen05's
 FEW_ROWS = 16  # of a sequence, on average: dq_accum, in float32, has 128 rows for each
 FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
-
-
-@dataclass(frozen=True)
-class TritonConfig:
-    """The tile config of a plan and its tiles for the mask.
-
-    num_splits: number of KV splits; 0: of a packed forward, chosen.
-    why: it has as many, or is packed.
-    arch: target architecture for Triton, such as "sm80"; None for the GPU's own.
-    native_fp8: whether it multiplies e4m3; if not, the kernel converts e4m3 to float16. int8 is
-        always native.
-    packed: the tile of a forward that the kernels of cached calls run; None: forward.py runs it.
-    lowering: of the device.
-    """
-
-    tile_config: TileConfig
-    tiles: Tiles
-    num_splits: int
-    why: str
-    grid: tuple[int, int, int]
-    arch: str | None = None
-    native_fp8: bool = False
-    packed: CacheTile | None = None
-    lowering: int | None = None
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether kernels for 16 bits multiply 96 columns, for example, as 64 and 32, not as 128
-        (columns.py)."""
-        return self.lowering not in TCGEN05
-
-    @property
-    def wgmma(self) -> bool:
-        """Whether Triton multiplies by WGMMA."""
-        return self.lowering == 90
-
-    def describe(self) -> dict[str, object]:
-        if self.packed is not None:
-            return self.packed.describe() | {"packed": self.why, "grid": self.grid}
-        forward = self.tiles.forward
-        return {
-            "tile": f"{forward.block_m} rows x {forward.block_n} keys",
-            "num_warps": forward.num_warps,
-            "num_stages": forward.num_stages,
-            "num_splits": f"{self.num_splits}: {self.why}",
-            "grid": self.grid,
-            "shared_memory_bytes": self.tile_config.shared_memory_kib * 1024,
-            "tile config": self.tile_config.describe(),
-        }
 
 
 @dataclass(frozen=True)

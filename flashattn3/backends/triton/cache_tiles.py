@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ...call.cached import CacheProblem, DecodeProblem
-from ...dispatch.device import DeviceInfo
+from ..device import DeviceInfo
 from .columns import widest
 from .tile_configs import Tile, select_tile_config
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...call.cached import CombineProblem, DecodeProblem
 from ...call.dtypes import SIXTEEN_BIT
-from ...dispatch.backend import head_dim_reason, score_factor_reason
-from ...dispatch.device import DeviceInfo
+from ..base import head_dim_reason, score_factor_reason
+from ..device import DeviceInfo
 from .backend import BACKEND as FORWARD
 from .cache_tiles import CacheTile, select_tile
 from .tile_configs import MAX_HEAD_DIM

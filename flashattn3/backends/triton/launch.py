@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ...call.descales import Descales
 from ...call.dtypes import EIGHT_BIT, FP8, INT8, NAMES, v_dtype
-from ...call.inputs import Tensors, as_scaled
+from ...call.fields import LOG2E, ScoreScale
+from ...call.operands import Tensors, as_scaled
 from ...call.problem import Problem
-from ...call.spec import LOG2E, ScoreScale
 from ..conversions import with_dense_rows
 from ..results import result_shapes
-from .backend import TritonConfig
 from .columns import (
     backward_columns,
     blocks_alike,
@@ -28,6 +27,7 @@ from .columns import (
     padded,
     whole_columns,
 )
+from .config import TritonConfig
 from .kernels import backward, forward
 from .kernels.launch import Launch, is_elementwise, stride_unit
 from .tile_configs import MAX_HEAD_DIM, Tile

@@ -10,13 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..call.inputs import Tensors
+    from ..call.operands import Tensors
     from ..call.problem import Problem
     from .device import DeviceInfo
-    from .launch_cache import Passes
-
-# Of the backends, in the order in which automatic dispatch tries them.
-NAMES = ("hopper", "triton", "reference")
 
 
 class PassOperators(NamedTuple):
@@ -25,8 +21,7 @@ class PassOperators(NamedTuple):
     number: of a ``LaunchCache``. q, k and v have a batch also with cu_seqlens.
 
     keep: of (number, bhsd, the launch of each pass, q, k, v, cu_seqlens_q, cu_seqlens_k).
-    differentiable: of (q, k, v, number): out with an autograd node of its own, and lse. None:
-        autograd.py makes the node.
+    namespace: of torch.ops, with the operators of the autograd node in C++; None: there is none.
     forward: of (number, q, k, v, cu_seqlens_q, cu_seqlens_k): out and lse, None in place of each if
         no launch is kept for such a call.
     backward: of (number, dout, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k): dq, dk and dv, or
@@ -34,9 +29,21 @@ class PassOperators(NamedTuple):
     """
 
     keep: Callable[..., None]
-    differentiable: Callable[..., tuple[Tensor, Tensor]] | None
+    namespace: torch._ops._OpNamespace | None
     forward: Callable[..., tuple[Tensor | None, Tensor | None]]
     backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+
+
+class Passes(NamedTuple):
+    """Both passes of a call: the operators and the prepared launches that they take.
+
+    packed: of the decode kernel that runs the forward; None: its own kernel does.
+    """
+
+    operators: PassOperators
+    forward: Tensor
+    backward: Tensor
+    packed: Tensor | None
 
 
 class Launch(Protocol):

@@ -6,36 +6,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 from threading import Lock, local
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .aten_node import registered_node
+
 if TYPE_CHECKING:
-    from .backend import PassOperators
+    from ..backends.base import Passes, PassOperators
 
 # The node replaces a kernel for tensors on a GPU; on others torch's own would run.
 has_node = attrgetter("is_cuda")
-
-
-class Passes(NamedTuple):
-    """Both passes of a call: the operators and the prepared launches that they take.
-
-    packed: of the decode kernel that runs the forward; None: its own kernel does.
-    """
-
-    operators: PassOperators
-    forward: Tensor
-    backward: Tensor
-    packed: Tensor | None
 
 
 class LaunchCache:
     """The launches of calls with the same options and axes. The operators keep them under a number
     of the cache; a call whose launch they do not have is checked in Python.
 
-    operators: None before the first launch.
+    operators: None before the first launch. node: attention with an autograd node in C++, or None.
     forward_of, backward_of: compute a call of the autograd node whose launch the operators do not
         have, from the cache and the tensors of the pass, and give them the launch.
     """
@@ -44,6 +34,7 @@ class LaunchCache:
         self.options, self.bhsd = options, bhsd
         self.forward_of, self.backward_of = forward_of, backward_of
         self.operators: PassOperators | None = None
+        self.node: Callable | None = None
         self.number = 0
 
     def attend(
@@ -59,7 +50,7 @@ class LaunchCache:
             except RuntimeError:
                 return None
             return None if results[0] is None else results
-        run = operators.differentiable
+        run = self.node
         if run is None or not has_node(q):
             return None
         try:
@@ -78,6 +69,7 @@ class LaunchCache:
         with _disable_current_modes():
             operators, *launches = passes
             operators.keep(self.number, self.bhsd, *launches, *tensors)
+        self.node = node_of(operators)
         self.operators = operators
 
 
@@ -114,6 +106,13 @@ def backward_in_python(number: int, *tensors: Tensor) -> tuple[Tensor | None, ..
         return (*cache.backward_of(cache, *tensors), None)
     except BaseException as error:
         return None, None, None, _message(error)
+
+
+def node_of(operators: PassOperators) -> Callable | None:
+    """The attention with the autograd node of these operators, registered in the first call."""
+    if operators.namespace is None:
+        return None
+    return registered_node(operators.namespace, forward_in_python, backward_in_python)
 
 
 def _message(error: BaseException) -> Tensor:

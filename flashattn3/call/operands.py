@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..errors import expect, shown, type_error
 from ..modes import is_traced
-from ..quantization import BlockScaled
 from .arguments import expect_strided
+from .block_scaled import BlockScaled
+from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
-from .spec import Options
 from .value_checks import check_same_values, is_checked
 
 SIDES = ("q", "k", "v")
@@ -29,7 +29,7 @@ class Scaled(NamedTuple):
     """q, k or v of 8 bits. A stored value times its descale is the real value.
 
     data: float8_e4m3fn or int8 (batch, seqlen, heads, head_dim), with varlen (total, heads,
-        head_dim); v with layout "permuted" as in ``quantization/permuted_v.py``.
+        head_dim); v with layout "permuted" as in ``permuted_v.py``.
     descale: float32 (batch, heads, blocks); None: 1.
     block: tokens of a descale; None: what the number of blocks implies.
     hadamard: whether q and k are rotated.

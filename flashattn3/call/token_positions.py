@@ -38,3 +38,28 @@ def token_positions(
     length = (edges[1:] - edges[:-1])[sequence]
     owned = (position >= 0) & (position < length)
     return TokenPositions(sequence, position.clamp(min=0).minimum((length - 1).clamp(min=0)), owned)
+
+
+def of_tokens(of_blocks: Tensor, block: int, of: TokenPositions) -> Tensor:
+    """(batch, heads, blocks) → (batch, seqlen, heads), varlen (total, heads); 0 without a block."""
+    if of.sequence is None:
+        return of_blocks[:, :, of.position // block].transpose(1, 2)
+    batch, heads, num_blocks = of_blocks.shape
+    if batch == 0 or num_blocks == 0:
+        return of_blocks.new_zeros(of.position.numel(), heads)
+    return of_blocks[of.sequence, :, blocks_of(of, block, num_blocks)]
+
+
+def blocks_of(of: TokenPositions, block: int, num_blocks: int) -> Tensor:
+    """Block index of each token; the last block if max_seqlen is too small."""
+    return (of.position // block).clamp(max=num_blocks - 1)
+
+
+def of_sequences(mean: Tensor, of: TokenPositions) -> Tensor:
+    """(batch, heads, head_dim) → (batch, 1, heads, head_dim), varlen (total, heads, head_dim); 0
+    without a batch."""
+    if of.sequence is None:
+        return mean[:, None]
+    if mean.shape[0] == 0:
+        return mean.new_zeros(of.position.numel(), *mean.shape[1:])
+    return mean[of.sequence]

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import attend
-from .backends import BACKENDS
-from .call.arguments import boolean, integer
-from .call.descales import BLOCKS, check_out_dtype
-from .call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype, v_dtype
-from .call.inputs import (
+from ..backends.device import describe_device
+from ..backends.registry import BACKENDS
+from ..call.arguments import boolean, integer
+from ..call.descales import BLOCKS, check_out_dtype
+from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype, v_dtype
+from ..call.fields import Options, expect_no_cap
+from ..call.hadamard import is_rotatable
+from ..call.operands import (
     Scaled,
     Tensors,
     check_tensor_types,
@@ -21,16 +23,14 @@ from .call.inputs import (
     indices_of,
     metadata_under,
 )
-from .call.problem import check, describe
-from .call.spec import Options, expect_no_cap
-from .call.value_checks import check_values, is_checked
-from .dispatch.device import describe_device
-from .dispatch.planner import choose
-from .errors import expect, shown, type_error, value_error
-from .modes import has_autocast, is_plain, is_traced, refuse_gradients
+from ..call.problem import check, describe
+from ..call.value_checks import check_values, is_checked
+from ..errors import expect, shown, type_error, value_error
+from ..modes import has_autocast, is_plain, is_traced, refuse_gradients
+from ..quantization import comes_permuted
+from .doors import attend
 from .operator_rules import under_autocast
-from .quantization import comes_permuted
-from .quantization.hadamard import is_rotatable
+from .planner import choose
 
 QK_DTYPES = (None, *EIGHT_BIT)
 
@@ -83,7 +83,7 @@ def attend_quantized(
     block, hadamard, qk_dtype, smooth_k = scheme
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     longest = of_8_bits.max_seqlen_q, of_8_bits.max_seqlen_k
-    from .quantization.dispatch import scaled_qkv  # its custom operators import Triton
+    from ..quantization.dispatch import scaled_qkv  # its custom operators import Triton
 
     q, of_q, k, of_k, v, of_v, mean = scaled_qkv(
         q, k, v, block, hadamard, *edges, *longest, qk_dtype, smooth_k

@@ -8,17 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .call.inputs import Tensors
-from .call.metadata import ALIGNMENT_BYTES
-from .errors import value_error
-from .modes import (
-    has_dual_level,
-    is_batched,
-    is_plain,
-    is_transformed,
-    no_tangent,
-)
-from .ops import backward_of, operator_is_watched
+from ..call.metadata import ALIGNMENT_BYTES
+from ..call.operands import Tensors
+from ..errors import value_error
+from ..modes import has_dual_level, is_batched, is_plain, is_transformed, no_tangent
+from .operators import backward_of, operator_is_watched
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
 CU_SEQLENS_Q = Tensors._fields.index("cu_seqlens_q")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from .call.dtypes import EIGHT_BIT
-from .call.inputs import (
+from ..call.dtypes import EIGHT_BIT
+from ..call.fields import Options
+from ..call.operands import (
     NUM_TENSORS,
     Scaled,
     Tensors,
@@ -28,18 +29,7 @@ from .call.inputs import (
     of_flat,
     tensors_by_name,
 )
-from .call.spec import Options
-from .dispatch.launch_cache import LaunchCache
-from .gradient import (
-    CU_SEQLENS_Q,
-    AttentionGradient,
-    backward_operator,
-    checked_saved,
-    gradient_of,
-    mapped,
-    or_zeros,
-)
-from .modes import (
+from ..modes import (
     has_autocast,
     has_dual_level,
     is_batched,
@@ -50,8 +40,18 @@ from .modes import (
     refuse_gradients,
     refuse_tangents,
 )
+from .gradient import (
+    CU_SEQLENS_Q,
+    AttentionGradient,
+    backward_operator,
+    checked_saved,
+    gradient_of,
+    mapped,
+    or_zeros,
+)
+from .launches import LaunchCache
 from .operator_rules import recorded, under_autocast
-from .ops import (
+from .operators import (
     END_OF_OPTIONS,
     FORWARDS,
     forward_of,
@@ -69,7 +69,7 @@ from .ops import (
 )
 
 if TYPE_CHECKING:
-    from .dispatch.backend import Launch
+    from ..backends.base import Launch
 
 
 def attend(

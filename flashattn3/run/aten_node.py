@@ -12,8 +12,6 @@ from functools import cache
 
 import torch
 
-from ...dispatch.launch_cache import backward_in_python, forward_in_python
-
 SWITCH = "FLASHATTN3_AUTOGRAD_NODE"
 NAME = "_scaled_dot_product_flash_attention_for_cpu"
 # As torch 2.13 and 2.14 have them. The kernels read arguments by their place.
@@ -48,11 +46,12 @@ def schema_of(name: str) -> str | None:
 
 
 @cache
-def registered_node(operators: object) -> Callable | None:
-    """The operator with the node, or None. operators: torch.ops.flashattn3_hopper."""
+def registered_node(operators: object, *in_python: Callable) -> Callable | None:
+    """The operator with the node, or None. operators: torch.ops.flashattn3_hopper. in_python: what
+    computes the passes whose launch the library does not have, under the operators' names."""
     if unusable_reason() is not None:
         return None
-    for run in (forward_in_python, backward_in_python):
+    for run in in_python:
         torch.library.impl(f"{operators.name}::{run.__name__}", "CompositeExplicitAutograd", run)
     operators.register_autograd_node.default()
     return getattr(torch, NAME)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .call.inputs import Tensors, indices_of
+from ..call.operands import Tensors, indices_of
 
 if TYPE_CHECKING:
-    from .dispatch.planner import Plan
+    from .planner import Plan
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 

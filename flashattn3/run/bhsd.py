@@ -14,16 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .autograd import attend, launch_cache
-from .call.inputs import Tensors
-from .call.public import once_for_plain_values
-from .call.spec import CALL, OF_MODELS, Options
-from .call.value_checks import is_checked
-from .dispatch.launch_cache import LaunchCache
-from .dispatch.selection import ANY, named_backend, traced_backends
-from .errors import value_error
-from .gradient import no_second_derivative, or_zeros
-from .modes import (
+from ..call.fields import CALL, OF_MODELS, Options
+from ..call.operands import Tensors
+from ..call.public import once_for_plain_values
+from ..call.selection import ANY, named_backend, traced_backends
+from ..call.value_checks import is_checked
+from ..errors import value_error
+from ..modes import (
     are_deterministic,
     has_autocast,
     is_batched,
@@ -32,8 +29,11 @@ from .modes import (
     needs_gradient,
     refuse_tangents,
 )
+from .doors import attend, launch_cache
+from .gradient import no_second_derivative, or_zeros
+from .launches import LaunchCache
 from .operator_rules import under_autocast
-from .ops import backward_of, fake_backward_of, fake_forward_of, have_data, launch_of
+from .operators import backward_of, fake_backward_of, fake_forward_of, have_data, launch_of
 
 FUNCTION = "flash_attn_bhsd_func"
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
@@ -278,7 +278,7 @@ class _BhsdGradient(torch.autograd.Function):
 
 
 # A compiled graph calls these implementations. It needs no gradient there, so they compute at once,
-# as those of autograd.py do.
+# as those of doors.py do.
 @torch.library.impl("flashattn3::forward_bhsd", "Autograd")
 def _forward_for_autograd(*arguments):
     q = arguments[0]

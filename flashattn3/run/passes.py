@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call.arguments import expect_strided
-from .call.dtypes import EIGHT_BIT
-from .call.inputs import Tensors, check_tensor_types, data_of, normalised, with_keys_in_rows
-from .call.problem import check
-from .call.spec import Options
-from .errors import UnsupportedError, complaint, expect, shown, type_error
-from .modes import is_traced, refuse_tangents
-from .ops import backward_of, forward_of, forward_operator, operator_arguments, plan_of
+from ..call.arguments import expect_strided
+from ..call.dtypes import EIGHT_BIT
+from ..call.fields import Options
+from ..call.operands import Tensors, check_tensor_types, data_of, normalised, with_keys_in_rows
+from ..call.problem import check
+from ..errors import UnsupportedError, complaint, expect, shown, type_error
+from ..modes import is_traced, refuse_tangents
+from .operators import backward_of, forward_of, forward_operator, operator_arguments, plan_of
 
 _backward_operator = torch.ops.flashattn3.backward.default
 

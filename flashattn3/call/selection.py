@@ -10,8 +10,9 @@ from contextvars import ContextVar
 import torch
 
 from ..errors import expect, shown, type_error
-from .backend import NAMES
 
+# Of the backends, in the order in which automatic dispatch tries them.
+NAMES = ("hopper", "triton", "reference")
 ANY = ""  # Options.backend of a call that any backend may run
 # Backend of calls without a backend argument: from ``use_backend``, else from the environment.
 FROM_ENVIRONMENT = os.environ.get("FLASHATTN3_BACKEND") or None

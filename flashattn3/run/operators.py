@@ -3,7 +3,7 @@
 The torch operators ``flashattn3::forward`` and ``flashattn3::backward`` do the same for whoever
 watches a call: torch.compile, modes, transforms. The forward has an overload for 8-bit inputs,
 ``scaled``, because torch spends 0.1 us on each argument. This file registers their implementation
-for every device and the fake one that torch.compile and FakeTensorMode use; autograd.py registers
+for every device and the fake one that torch.compile and FakeTensorMode use; doors.py registers
 what autograd calls.
 """
 
@@ -16,27 +16,27 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from .backends import BACKENDS
-from .call import inputs, spec
-from .call.dtypes import EIGHT_BIT, out_dtype
-from .call.inputs import Scaled, Tensors, checked_key_of, flat, key_of, metadata_under
-from .call.problem import check, describe, in_rows
-from .call.spec import Options
-from .call.value_checks import check_values, is_checked
-from .dispatch.device import describe_device
-from .dispatch.planner import Plan, choose
-from .dispatch.selection import ANY, named_backend
-from .modes import is_traced, no_fp8_gradient
+from ..backends.device import describe_device
+from ..backends.registry import BACKENDS
+from ..call import fields, operands
+from ..call.dtypes import EIGHT_BIT, out_dtype
+from ..call.fields import Options
+from ..call.operands import Scaled, Tensors, checked_key_of, flat, key_of, metadata_under
+from ..call.problem import check, describe, in_rows
+from ..call.selection import ANY, named_backend
+from ..call.value_checks import check_values, is_checked
+from ..modes import is_traced, no_fp8_gradient
 from .operator_rules import recorded, warn_of_reference
+from .planner import Plan, choose
 
 if TYPE_CHECKING:
-    from .dispatch.backend import Launch
+    from ..backends.base import Launch
 
-_SCHEMA = f"{inputs.SCHEMA}, {spec.CALL.schema}"
+_SCHEMA = f"{operands.SCHEMA}, {fields.CALL.schema}"
 torch.library.define("flashattn3::forward", f"({_SCHEMA}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flashattn3::forward.scaled",
-    f"({_SCHEMA}, {inputs.SCHEMA_OF_8_BITS}) -> (Tensor out, Tensor lse)",
+    f"({_SCHEMA}, {operands.SCHEMA_OF_8_BITS}) -> (Tensor out, Tensor lse)",
 )
 torch.library.define(
     "flashattn3::backward",
@@ -44,7 +44,9 @@ torch.library.define(
     "(Tensor dq, Tensor dk, Tensor dv)",
 )
 FORWARDS = "flashattn3::forward", "flashattn3::forward.scaled"
-END_OF_OPTIONS = inputs.NUM_TENSORS + len(Options._fields)  # among the forward operator's arguments
+END_OF_OPTIONS = operands.NUM_TENSORS + len(
+    Options._fields
+)  # among the forward operator's arguments
 
 
 @lru_cache(maxsize=4096)
@@ -67,7 +69,9 @@ def plan_on(device: torch.device, tensors: Tensors, options: Options) -> Plan:
 def _moved(of, device: torch.device):
     """The metadata of a tensor, or a ``Scaled`` of metadata, on the device instead of on meta."""
     if type(of) is Scaled:
-        return of._replace(**{x: _moved(getattr(of, x), device) for x in inputs.TENSORS_OF_8_BITS})
+        return of._replace(
+            **{x: _moved(getattr(of, x), device) for x in operands.TENSORS_OF_8_BITS}
+        )
     return of._replace(device=device) if of and of.device.type == "meta" else of
 
 
@@ -139,17 +143,17 @@ def _options_in_force(named: str | None, values: tuple) -> Options:
 def operator_arguments(tensors: Tensors, options: Options) -> tuple:
     """The arguments of the forward operator: the tensors, the options, what 8-bit inputs have."""
     values = flat(tensors)
-    return (*values[: inputs.NUM_TENSORS], *options, *values[inputs.NUM_TENSORS :])
+    return (*values[: operands.NUM_TENSORS], *options, *values[operands.NUM_TENSORS :])
 
 
 def tensors_among(arguments: tuple) -> Tensors:
     """The tensors among the forward operator's arguments."""
-    return inputs.of_flat((*arguments[: inputs.NUM_TENSORS], *arguments[END_OF_OPTIONS:]))
+    return operands.of_flat((*arguments[: operands.NUM_TENSORS], *arguments[END_OF_OPTIONS:]))
 
 
 def options_among(arguments: tuple) -> tuple:
     """The values of the options among the forward operator's arguments."""
-    return arguments[inputs.NUM_TENSORS : END_OF_OPTIONS]
+    return arguments[operands.NUM_TENSORS : END_OF_OPTIONS]
 
 
 def run_forward_operator(*arguments):
@@ -159,8 +163,8 @@ def run_forward_operator(*arguments):
 
 def run_backward_operator(dout, dlse, out, lse, *arguments):
     """The backward operator on tensors with data."""
-    options = options_in_force(arguments[inputs.NUM_TENSORS :])
-    tensors = Tensors(*arguments[: inputs.NUM_TENSORS])
+    options = options_in_force(arguments[operands.NUM_TENSORS :])
+    tensors = Tensors(*arguments[: operands.NUM_TENSORS])
     return backward_of(dout, dlse, out, lse, tensors, options)
 
 
@@ -199,7 +203,7 @@ for _name in FORWARDS:
 
 @torch.library.register_fake("flashattn3::backward")
 def _backward_fake(dout, dlse, out, lse, *arguments):
-    tensors, options = arguments[: inputs.NUM_TENSORS], arguments[inputs.NUM_TENSORS :]
+    tensors, options = arguments[: operands.NUM_TENSORS], arguments[operands.NUM_TENSORS :]
     return fake_backward_of(dout, dlse, out, lse, Tensors(*tensors), Options(*options))
 
 

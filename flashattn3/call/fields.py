@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch.selection import backend_in_force
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from .arguments import boolean, integer, length, real, window
+from .selection import backend_in_force
 
 LOG2E = math.log2(math.e)
 MAX_SPLITS = 256  # as in FlashAttention-3
@@ -236,7 +236,7 @@ def expect_default(function: str, field: Field, value: object) -> None:
 CALL = Description("Options", FIELDS, "flash_attn_func")
 # max_seqlen None: not known on the host, then all tokens are the bound.
 Options = CALL.Options
-# The options that the attention of a model has: arguments of the operators in bhsd.py.
+# The options that the attention of a model has: arguments of the operators in run/bhsd.py.
 OF_MODELS = "softmax_scale", "causal", "window_left", "window_right", "softcap"
 
 

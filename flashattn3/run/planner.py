@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..backends.base import Backend, Launch
+from ..backends.device import DeviceInfo
+from ..call.fields import HINTS
 from ..call.problem import Problem
-from ..call.spec import HINTS
+from ..call.selection import FROM_ENVIRONMENT
 from ..errors import UnsupportedError, complaint, value_error
-from .backend import Backend, Launch
-from .device import DeviceInfo
-from .selection import FROM_ENVIRONMENT
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""From a problem and a device to a backend and its kernel config."""
