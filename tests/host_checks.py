@@ -192,7 +192,7 @@ def check_bhsd(host):
 def check_operators_of_compiled_graphs(host):
     """A call like an earlier one passes the same to the driver and returns the same kind of
     tensors, without a key or a plan; one that is not, or that needs a copy, has its own plan."""
-    operators = torch.ops.flashattn3
+    registered = torch.ops.flashattn3
     values = 0.3, True, -1, 0, 0.0
     edges = torch.tensor([0, 3, 44, 88, 88], dtype=torch.int32)
 
@@ -208,9 +208,9 @@ def check_operators_of_compiled_graphs(host):
 
     def both(tensors, packed, dlse=False):
         arguments = *tensors, *((edges, edges) if packed else (None, None)), *values
-        out, lse = operators.forward_bhsd.default(*arguments)
+        out, lse = registered.forward_bhsd.default(*arguments)
         dout, dlse = torch.zeros_like(out), torch.zeros_like(lse) if dlse else None
-        return out, lse, *operators.backward_bhsd.default(dout, dlse, out, lse, *arguments)
+        return out, lse, *registered.backward_bhsd.default(dout, dlse, out, lse, *arguments)
 
     def passes(tensors, packed, **options):
         """Events of both passes, kinds of the results, and whether Python looked for a plan."""
@@ -241,7 +241,7 @@ def check_operators_of_compiled_graphs(host):
                     assert passes(given(**other), packed)[2]
             unaligned = [torch.zeros(2, 4, 44, 65).bfloat16()[..., 1:] for _ in range(3)]
             assert all(passes(unaligned, packed)[2] for _ in range(2))
-        operator = operators.forward_bhsd.default
+        operator = registered.forward_bhsd.default
         tensors = given()
         with pytest.raises(ValueError, match=r"cu_seqlens_q.dtype must be torch.int32"):
             operator(*tensors, edges.long(), edges, *values)
