@@ -38,7 +38,7 @@ def backward_columns(head_dim: int, head_dim_v: int, narrowest: int | None) -> d
 
     narrowest: columns of the narrowest part; None: tcgen05 multiplies all columns at once.
     With more than 128 columns of V at once, at least 128 of Q and K are multiplied: with fewer,
-    ptxas spills 7 KB per thread on 8.0 (docs/log/triton.md, 2026-11-26).
+    ptxas spills 7 KB per thread on 8.0 (docs/log/triton.md).
     """
 
     def of(dim: int) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def blocks_alike(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
     Without a pipeline K and V take turns in one buffer. With two swizzles ptxas 12.8 (of Triton
     3.6) computes V's matrix descriptors on 9.0 from an unrelated register, so WGMMA reads anywhere
-    in shared memory (docs/log/triton.md, 2026-11-24).
+    in shared memory (docs/log/triton.md).
     """
     block_d, block_dv = padded(head_dim), padded(head_dim_v)
     least = min(WIDEST_SWIZZLE, max(block_d, block_dv))
