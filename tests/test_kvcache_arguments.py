@@ -59,276 +59,168 @@ def tables(**changes):
 
 RAGGED_Q = {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 2, 6)}
 FP8 = torch.randn(B, CAP, HK, D).to(torch.float8_e4m3fn)
-# Each: changes to a legal call, the error's type and what its message must hold.
-REFUSED = {
-    "k without v": ({"k": new()["k"]}, ValueError, "v must be a tensor"),
-    "v without k": ({"v": new()["v"]}, ValueError, "k must be a tensor"),
-    "rotary without k": (tables(), ValueError, "rotary_cos must be None without k and v"),
-    "one table": (
-        {**new(), "rotary_cos": torch.randn(64, 8)},
-        ValueError,
-        "rotary_sin must be a tensor",
-    ),
-    "odd tables": (
-        {**new(), **tables(rotary_sin=torch.randn(64, 7))},
-        ValueError,
-        "rotary_sin.shape must be",
-    ),
-    "wide tables": (
+
+
+def text_of(value):
+    return value if isinstance(value, str) else ""
+
+
+# Each: changes to a legal call, and what the message of its error must hold.
+VALUE_ERRORS = [
+    ({"k": new()["k"]}, "v must be a tensor"),
+    ({"v": new()["v"]}, "k must be a tensor"),
+    (tables(), "rotary_cos must be None without k and v"),
+    ({**new(), "rotary_cos": torch.randn(64, 8)}, "rotary_sin must be a tensor"),
+    ({**new(), **tables(rotary_sin=torch.randn(64, 7))}, "rotary_sin.shape must be"),
+    (
         {**new(), "rotary_cos": torch.randn(64, 9), "rotary_sin": torch.randn(64, 9)},
-        ValueError,
         "rotary_cos.shape[1] must be between 1 and 8",
     ),
-    "dtype of tables": (
+    (
         {**new(), **{name: x.half() for name, x in tables().items()}},
-        ValueError,
         "rotary_cos.dtype must be one of",
     ),
-    "k without cache_seqlens": (
-        {**new(), "cache_seqlens": None},
-        ValueError,
-        "cache_seqlens must be an int or an int32 tensor",
-    ),
-    "k's heads": (
-        {"k": torch.randn(B, 1, 3, D), "v": torch.randn(B, 1, 3, D)},
-        ValueError,
-        "k.shape[-2:] must be",
-    ),
-    "k's dtype": (
-        new(dtype=torch.float16),
-        ValueError,
-        "k.dtype must be torch.float32 as k_cache's, got torch.float16",
-    ),
-    "k's batch": (
-        {name: torch.randn(3, 1, HK, D) for name in "kv"},
-        ValueError,
-        "k.shape[0] must be 2 (q's batch), got 3",
-    ),
-    "k's device": (
+    ({**new(), "cache_seqlens": None}, "cache_seqlens must be an int or an int32 tensor"),
+    ({"k": torch.randn(B, 1, 3, D), "v": torch.randn(B, 1, 3, D)}, "k.shape[-2:] must be"),
+    (new(dtype=torch.float16), "k.dtype must be torch.float32 as k_cache's, got torch.float16"),
+    ({name: torch.randn(3, 1, HK, D) for name in "kv"}, "k.shape[0] must be 2 (q's batch), got 3"),
+    (
         {name: x.to("meta") for name, x in new().items()},
-        ValueError,
         "k.device must be cpu as k_cache's, got meta",
     ),
-    "k in 8 bits": (
-        {name: x.to(torch.float8_e4m3fn) for name, x in new().items()},
-        UnsupportedError,
-        "k.dtype must be one of (torch.float16, torch.bfloat16), got torch.float8_e4m3fn",
-    ),
-    "out's rows": (
+    (
         {"out": torch.empty(1, SQ, H, D).expand(B, -1, -1, -1)},
-        ValueError,
         "out.stride must be without a stride of 0",
     ),
-    "expanded cache": (
+    (
         {**new(), "k_cache": torch.zeros(1, CAP, HK, D).expand(B, -1, -1, -1)},
-        ValueError,
         "k_cache.stride must be without a stride of 0: new tokens are written to it",
     ),
-    "cache's dtype": (
-        {"k_cache": torch.randn(B, CAP, HK, D).half()},
-        ValueError,
-        "k_cache.dtype must be torch.float32",
-    ),
-    "q's dtype": ({"q": torch.ones(B, SQ, H, D).int()}, ValueError, "q.dtype must be one of"),
-    "8-bit cache": (
-        {"k_cache": FP8, "v_cache": FP8},
-        UnsupportedError,
-        "k_cache.dtype must be one of (torch.float16, torch.bfloat16)",
-    ),
-    "q's rank": ({"q": torch.randn(B, H, D)}, ValueError, "q.shape must be (batch, seqlen_q"),
-    "heads": ({"q": torch.randn(B, SQ, 3, D)}, ValueError, "q.shape[-2] must be a multiple of"),
-    "head dim": ({"q": torch.randn(B, SQ, H, 8)}, ValueError, "k_cache.shape[-1] must be 8"),
-    "v's capacity": (
-        {"v_cache": torch.randn(B, 9, HK, D)},
-        ValueError,
-        "v_cache.shape[:3] must be (2, 32, 2)",
-    ),
-    "cache's rows": (
+    ({"k_cache": torch.randn(B, CAP, HK, D).half()}, "k_cache.dtype must be torch.float32"),
+    ({"q": torch.ones(B, SQ, H, D).int()}, "q.dtype must be one of"),
+    ({"q": torch.randn(B, H, D)}, "q.shape must be (batch, seqlen_q"),
+    ({"q": torch.randn(B, SQ, 3, D)}, "q.shape[-2] must be a multiple of"),
+    ({"q": torch.randn(B, SQ, H, 8)}, "k_cache.shape[-1] must be 8"),
+    ({"v_cache": torch.randn(B, 9, HK, D)}, "v_cache.shape[:3] must be (2, 32, 2)"),
+    (
         {"k_cache": torch.randn(3, CAP, HK, D), "v_cache": torch.randn(3, CAP, HK, D)},
-        ValueError,
         "k_cache.shape[0] must be 2 (batch) without cache_batch_idx",
     ),
-    "cache's last stride": (
-        {"k_cache": torch.randn(B, CAP, HK, 2 * D)[..., ::2]},
-        ValueError,
-        "k_cache.stride(-1) must be 1",
+    ({"k_cache": torch.randn(B, CAP, HK, 2 * D)[..., ::2]}, "k_cache.stride(-1) must be 1"),
+    (
+        paged(page_table=torch.zeros(2, 4, dtype=torch.int64)),
+        "page_table.dtype must be torch.int32",
     ),
-    "MLA": (
+    (paged(page_table=ints(0, 1)), "page_table.shape must be two-"),
+    (paged(page_table=torch.zeros(3, 4, dtype=torch.int32)), "page_table.shape[0] must be 2"),
+    (
+        paged(page_table=torch.zeros(2, 8, dtype=torch.int32)[:, ::2]),
+        "page_table.stride(-1) must be 1",
+    ),
+    (
+        paged(page_table=torch.zeros(2, 4, dtype=torch.int32, device="meta")),
+        "page_table.device must be cpu",
+    ),
+    ({"cache_seqlens": ints(5, 7, dtype=torch.int64)}, "cache_seqlens.dtype must be torch.int32"),
+    ({"cache_seqlens": ints(5)}, "cache_seqlens.shape[0] must be 2"),
+    (
+        {"cache_seqlens": torch.tensor(5, dtype=torch.int32)},
+        "cache_seqlens.shape must be one-dimensional",
+    ),
+    ({"cache_seqlens": ints(5, 7).to("meta")}, "cache_seqlens.device must be cpu"),
+    ({"cache_seqlens": ints(5, 0, 7, 0)[::2]}, "cache_seqlens.stride(-1) must be 1"),
+    ({"cache_seqlens": -1}, "cache_seqlens must be >= 0"),
+    ({"cache_leftpad": ints(1)}, "cache_leftpad.shape[0] must be 2"),
+    (
+        {"cache_batch_idx": ints(0, 1, dtype=torch.int64)},
+        "cache_batch_idx.dtype must be torch.int32",
+    ),
+    ({"k_descale": torch.ones(B)}, "k_descale.shape must be (2, 2)"),
+    ({"q_descale": torch.ones(B, HK).half()}, "q_descale.dtype must be torch.float32"),
+    ({"k_descale": torch.ones(B, HK, device="meta")}, "k_descale.device must be cpu"),
+    ({"sinks": torch.ones(3)}, "sinks.shape must be (4,)"),
+    ({"sinks": torch.ones(4).half()}, "sinks.dtype must be one of"),
+    ({"sinks": torch.ones(4, device="meta")}, "sinks.device must be cpu"),
+    ({"sinks": torch.ones(8)[::2]}, "sinks.stride(-1) must be 1"),
+    ({"v_cache": torch.randn(B, CAP, HK, D, device="meta")}, "v_cache.device must be cpu"),
+    ({"out": torch.empty(B, SQ, H, 8)}, "out.shape must be (2, 3, 4, 16)"),
+    ({"out": torch.empty(B, SQ, H, D).half()}, "out.dtype must be torch.float32"),
+    ({"out": torch.empty(B, SQ, H, 2 * D)[..., ::2]}, "out.stride(-1) must be 1"),
+    ({"out": torch.empty(B, SQ, H, D, device="meta")}, "out.device must be cpu"),
+    ({"out_dtype": torch.float16}, "out_dtype must be None or"),
+    (RAGGED_Q, "max_seqlen_q must be an int"),
+    ({"max_seqlen_q": 3}, "max_seqlen_q must be None without cu_seqlens_q"),
+    ({"scheduler_metadata": ints(1, 2, 3)}, "scheduler_metadata.shape[0] must be 10"),
+    ({"scheduler_metadata": torch.zeros(10)}, "scheduler_metadata.dtype must be torch.int32"),
+    (
+        {"scheduler_metadata": torch.zeros(10, dtype=torch.int32, device="meta")},
+        "scheduler_metadata.device must be cpu",
+    ),
+    (
+        {**RAGGED_Q, "cu_seqlens_q": ints(0, 2, 6).long(), "max_seqlen_q": 4},
+        "cu_seqlens_q.dtype must be torch.int32",
+    ),
+    (
+        {**{name: torch.randn(3, HK, D) for name in ("k", "v")}, "cu_seqlens_k_new": ints(0, 3)},
+        "cu_seqlens_k_new.shape[0] must be 3",
+    ),
+    ({"num_splits": 257}, "num_splits must be at most 256"),
+    ({"sm_margin": -1}, "sm_margin must be >= 0"),
+    ({"softcap": -1.0}, "softcap must be finite and >= 0"),
+    ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
+    ({"backend": "nobody"}, "backend must be one of"),
+]
+UNSUPPORTED = [
+    (
+        {name: x.to(torch.float8_e4m3fn) for name, x in new().items()},
+        "k.dtype must be one of (torch.float16, torch.bfloat16), got torch.float8_e4m3fn",
+    ),
+    (
+        {"k_cache": FP8, "v_cache": FP8},
+        "k_cache.dtype must be one of (torch.float16, torch.bfloat16)",
+    ),
+    (
         {
             "q": torch.randn(1, 1, 4, 576),
             "k_cache": torch.randn(1, 8, 1, 576),
             "v_cache": torch.randn(1, 8, 1, 512),
             "cache_seqlens": 3,
         },
-        UnsupportedError,
         "k_cache.shape[-1] must be at most 256, got 576",
     ),
-    "table's dtype": (
-        paged(page_table=torch.zeros(2, 4, dtype=torch.int64)),
-        ValueError,
-        "page_table.dtype must be torch.int32",
-    ),
-    "table's rank": (paged(page_table=ints(0, 1)), ValueError, "page_table.shape must be two-"),
-    "table's rows": (
-        paged(page_table=torch.zeros(3, 4, dtype=torch.int32)),
-        ValueError,
-        "page_table.shape[0] must be 2",
-    ),
-    "table's last stride": (
-        paged(page_table=torch.zeros(2, 8, dtype=torch.int32)[:, ::2]),
-        ValueError,
-        "page_table.stride(-1) must be 1",
-    ),
-    "table's device": (
-        paged(page_table=torch.zeros(2, 4, dtype=torch.int32, device="meta")),
-        ValueError,
-        "page_table.device must be cpu",
-    ),
-    "lengths' dtype": (
-        {"cache_seqlens": ints(5, 7, dtype=torch.int64)},
-        ValueError,
-        "cache_seqlens.dtype must be torch.int32",
-    ),
-    "lengths' shape": ({"cache_seqlens": ints(5)}, ValueError, "cache_seqlens.shape[0] must be 2"),
-    "lengths' rank": (
-        {"cache_seqlens": torch.tensor(5, dtype=torch.int32)},
-        ValueError,
-        "cache_seqlens.shape must be one-dimensional",
-    ),
-    "lengths' type": ({"cache_seqlens": [5, 7]}, TypeError, "cache_seqlens must be an int"),
-    "lengths' device": (
-        {"cache_seqlens": ints(5, 7).to("meta")},
-        ValueError,
-        "cache_seqlens.device must be cpu",
-    ),
-    "lengths' last stride": (
-        {"cache_seqlens": ints(5, 0, 7, 0)[::2]},
-        ValueError,
-        "cache_seqlens.stride(-1) must be 1",
-    ),
-    "negative length": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be >= 0"),
-    "leftpad": ({"cache_leftpad": ints(1)}, ValueError, "cache_leftpad.shape[0] must be 2"),
-    "batch idx": (
-        {"cache_batch_idx": ints(0, 1, dtype=torch.int64)},
-        ValueError,
-        "cache_batch_idx.dtype must be torch.int32",
-    ),
-    "descale": ({"k_descale": torch.ones(B)}, ValueError, "k_descale.shape must be (2, 2)"),
-    "descale's dtype": (
-        {"q_descale": torch.ones(B, HK).half()},
-        ValueError,
-        "q_descale.dtype must be torch.float32",
-    ),
-    "descale's device": (
-        {"k_descale": torch.ones(B, HK, device="meta")},
-        ValueError,
-        "k_descale.device must be cpu",
-    ),
-    "descale of tokens": (
-        {"v_descale": torch.ones(B, CAP, HK)},
-        UnsupportedError,
-        "v_descale.shape must be (batch, num_heads_kv)",
-    ),
-    "sinks": ({"sinks": torch.ones(3)}, ValueError, "sinks.shape must be (4,)"),
-    "sinks' dtype": ({"sinks": torch.ones(4).half()}, ValueError, "sinks.dtype must be one of"),
-    "sinks' device": (
-        {"sinks": torch.ones(4, device="meta")},
-        ValueError,
-        "sinks.device must be cpu",
-    ),
-    "sinks' last stride": (
-        {"sinks": torch.ones(8)[::2]},
-        ValueError,
-        "sinks.stride(-1) must be 1",
-    ),
-    "v_cache's device": (
-        {"v_cache": torch.randn(B, CAP, HK, D, device="meta")},
-        ValueError,
-        "v_cache.device must be cpu",
-    ),
-    "out": ({"out": torch.empty(B, SQ, H, 8)}, ValueError, "out.shape must be (2, 3, 4, 16)"),
-    "out's dtype": (
-        {"out": torch.empty(B, SQ, H, D).half()},
-        ValueError,
-        "out.dtype must be torch.float32",
-    ),
-    "out's stride": (
-        {"out": torch.empty(B, SQ, H, 2 * D)[..., ::2]},
-        ValueError,
-        "out.stride(-1) must be 1",
-    ),
-    "out's device": (
-        {"out": torch.empty(B, SQ, H, D, device="meta")},
-        ValueError,
-        "out.device must be cpu",
-    ),
-    "out_dtype": ({"out_dtype": torch.float16}, ValueError, "out_dtype must be None or"),
-    "cu_seqlens_q without max": (RAGGED_Q, ValueError, "max_seqlen_q must be an int"),
-    "max without cu_seqlens_q": (
-        {"max_seqlen_q": 3},
-        ValueError,
-        "max_seqlen_q must be None without cu_seqlens_q",
-    ),
-    "metadata's size": (
-        {"scheduler_metadata": ints(1, 2, 3)},
-        ValueError,
-        "scheduler_metadata.shape[0] must be 10",
-    ),
-    "metadata's dtype": (
-        {"scheduler_metadata": torch.zeros(10)},
-        ValueError,
-        "scheduler_metadata.dtype must be torch.int32",
-    ),
-    "metadata's device": (
-        {"scheduler_metadata": torch.zeros(10, dtype=torch.int32, device="meta")},
-        ValueError,
-        "scheduler_metadata.device must be cpu",
-    ),
-    "edges' dtype": (
-        {**RAGGED_Q, "cu_seqlens_q": ints(0, 2, 6).long(), "max_seqlen_q": 4},
-        ValueError,
-        "cu_seqlens_q.dtype must be torch.int32",
-    ),
-    "edges of new tokens": (
-        {
-            **{name: torch.randn(3, HK, D) for name in ("k", "v")},
-            "cu_seqlens_k_new": ints(0, 3),
-        },
-        ValueError,
-        "cu_seqlens_k_new.shape[0] must be 3",
-    ),
-    "num_splits": ({"num_splits": 257}, ValueError, "num_splits must be at most 256"),
-    "sm_margin": ({"sm_margin": -1}, ValueError, "sm_margin must be >= 0"),
-    "softcap": ({"softcap": -1.0}, ValueError, "softcap must be finite and >= 0"),
-    "scale": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
-    "rotary_interleaved": (
-        {"rotary_interleaved": "y"},
-        TypeError,
-        "rotary_interleaved must be a bool, got 'y' (str)",
-    ),
-    "qv": ({"qv": torch.ones(1)}, UnsupportedError, "qv must be None"),
-    "attention_chunk": ({"attention_chunk": 8}, UnsupportedError, "attention_chunk must be 0"),
-    "tree_mask": ({"tree_mask": ints(1)}, UnsupportedError, "tree_mask must be None"),
-    "split_tokens": ({"split_tokens": 128}, UnsupportedError, "split_tokens must be None"),
-    "pack_gqa": ({"pack_gqa": False}, UnsupportedError, "pack_gqa must be None or True"),
-    "backend": ({"backend": "nobody"}, ValueError, "backend must be one of"),
-    "gradient": (
+    ({"v_descale": torch.ones(B, CAP, HK)}, "v_descale.shape must be (batch, num_heads_kv)"),
+    ({"qv": torch.ones(1)}, "qv must be None"),
+    ({"attention_chunk": 8}, "attention_chunk must be 0"),
+    ({"tree_mask": ints(1)}, "tree_mask must be None"),
+    ({"split_tokens": 128}, "split_tokens must be None"),
+    ({"pack_gqa": False}, "pack_gqa must be None or True"),
+    (
         {"q": torch.randn(B, SQ, H, D, requires_grad=True)},
-        UnsupportedError,
         "q.requires_grad must be False, got True",
     ),
-    "gradient of k": (
+    (
         {**new(), "v": torch.randn(B, 1, HK, D, requires_grad=True)},
-        UnsupportedError,
         "v.requires_grad must be False, got True",
     ),
-    "not a tensor": ({"k_cache": [1.0]}, TypeError, "k_cache must be a torch.Tensor"),
-}
+]
+TYPE_ERRORS = [
+    ({"cache_seqlens": [5, 7]}, "cache_seqlens must be an int"),
+    ({"rotary_interleaved": "y"}, "rotary_interleaved must be a bool, got 'y' (str)"),
+    ({"k_cache": [1.0]}, "k_cache must be a torch.Tensor"),
+]
+REFUSED = [
+    (kind, *row)
+    for kind, rows in (
+        (ValueError, VALUE_ERRORS),
+        (UnsupportedError, UNSUPPORTED),
+        (TypeError, TYPE_ERRORS),
+    )
+    for row in rows
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name):
-    changes, kind, message = REFUSED[name]
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED, ids=text_of)
+def test_refused_by_name(kind, changes, message):
     with pytest.raises(kind, match=re.escape(f"flash_attn_with_kvcache: {message}")) as caught:
         call(**changes)
     assert type(caught.value) is kind
@@ -356,34 +248,30 @@ def test_nothing_is_written_before_all_is_checked():
     assert not any(cache.any() for cache in caches.values())
 
 
-VALUES = {
-    "length over the capacity": ({"cache_seqlens": ints(5, 33)}, "cache_seqlens[1] must be"),
-    "negative length": ({"cache_seqlens": ints(-1, 3)}, "cache_seqlens[0] must be"),
-    "no room": ({**new(3), "cache_seqlens": ints(5, 30)}, "cache_seqlens[1] must be at most"),
-    "page": (
+VALUES = [
+    ({"cache_seqlens": ints(5, 33)}, "cache_seqlens[1] must be"),
+    ({"cache_seqlens": ints(-1, 3)}, "cache_seqlens[0] must be"),
+    ({**new(3), "cache_seqlens": ints(5, 30)}, "cache_seqlens[1] must be at most"),
+    (
         paged(page_table=ints(0, 9, 1, 1, 1, 1, 1, 1).view(2, 4), cache_seqlens=ints(9, 1)),
         "page_table must be between 0 and 8",
     ),
-    "leftpad": ({"cache_leftpad": ints(0, 8)}, "cache_leftpad[1] must be 0 to 7"),
-    "batch idx": ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx[1] must be 0 to 1"),
-    "doubled batch idx": (
-        {**new(), "cache_batch_idx": ints(1, 1)},
-        "cache_batch_idx must be without duplicates",
-    ),
-    "edges": (
+    ({"cache_leftpad": ints(0, 8)}, "cache_leftpad[1] must be 0 to 7"),
+    ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx[1] must be 0 to 1"),
+    ({**new(), "cache_batch_idx": ints(1, 1)}, "cache_batch_idx must be without duplicates"),
+    (
         {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 4, 3), "max_seqlen_q": 6},
         "cu_seqlens_q must be non-decreasing",
     ),
-    "longest": (
+    (
         {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 2, 6), "max_seqlen_q": 3},
         "max_seqlen_q must be >= 4",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_values_are_checked_on_a_cpu(name):
-    changes, message = VALUES[name]
+@pytest.mark.parametrize(("changes", "message"), VALUES, ids=text_of)
+def test_values_are_checked_on_a_cpu(changes, message):
     with pytest.raises(ValueError, match=re.escape(f"flash_attn_with_kvcache: {message}")):
         call(**changes)
 
@@ -406,23 +294,22 @@ def metadata(**changes):
     return get_scheduler_metadata(**{**arguments, **changes})
 
 
-STALE = {
-    "causal": ({"causal": True}, "be made with causal=False, got causal=True"),
-    "window": (
+STALE = [
+    ({"causal": True}, "be made with causal=False, got causal=True"),
+    (
         {"window_size": (4, 0), "has_softcap": True},
         "be made with has_softcap=False, window_size=(-1, -1), "
         "got has_softcap=True, window_size=(4, 0)",
     ),
-    "splits": ({"num_splits": 3, "causal": True}, "be made with causal=False, num_splits=0, got "),
-    "heads": ({"num_heads_q": 6}, "be made with num_heads_q=4, got num_heads_q=6"),
-    "pages": ({"page_size": 8}, "be made with page_size=None, got page_size=8"),
-    "dtype": ({"qkv_dtype": torch.float16}, "be made with qkv_dtype=torch.float32, got "),
-}
+    ({"num_splits": 3, "causal": True}, "be made with causal=False, num_splits=0, got "),
+    ({"num_heads_q": 6}, "be made with num_heads_q=4, got num_heads_q=6"),
+    ({"page_size": 8}, "be made with page_size=None, got page_size=8"),
+    ({"qkv_dtype": torch.float16}, "be made with qkv_dtype=torch.float32, got "),
+]
 
 
-@pytest.mark.parametrize("name", STALE)
-def test_stale_metadata_is_an_error_that_names_the_options(name):
-    changes, message = STALE[name]
+@pytest.mark.parametrize(("changes", "message"), STALE, ids=text_of)
+def test_stale_metadata_is_an_error_that_names_the_options(changes, message):
     with pytest.raises(ValueError, match=re.escape(f"scheduler_metadata must {message}")):
         call(scheduler_metadata=metadata(**changes))
 

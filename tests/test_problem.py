@@ -3,8 +3,6 @@ normalised."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -65,8 +63,6 @@ def packed(*shape, **changes):
 LAYOUT = "(batch, seqlen, heads, head_dim)"
 VALUE_ERRORS = [
     (dense(q=zeros(8, 4, 16)), f"q.shape must be {LAYOUT}, got (8, 4, 16)"),
-    (dense(k=zeros(2, 8, 16)), f"k.shape must be {LAYOUT}, got (2, 8, 16)"),
-    (dense(v=zeros(2, 8, 2, 2, 16)), f"v.shape must be {LAYOUT}, got (2, 8, 2, 2, 16)"),
     (
         dense(q=zeros(2, 8, 4, 16, dtype=torch.int32)),
         f"q.dtype must be one of {DTYPES}, got torch.int32",
@@ -75,14 +71,8 @@ VALUE_ERRORS = [
         dense(k=zeros(2, 8, 2, 16, dtype=torch.bfloat16)),
         "k.dtype must be torch.float16 as q's, got torch.bfloat16",
     ),
-    (
-        dense(v=zeros(2, 8, 2, 16, dtype=torch.float32)),
-        "v.dtype must be torch.float16 as q's, got torch.float32",
-    ),
-    (dense(k=zeros(2, 8, 2, 16, device="meta")), "k.device must be cpu as q's, got meta"),
     (dense(v=zeros(2, 8, 2, 16, device="meta")), "v.device must be cpu as q's, got meta"),
     (dense(k=zeros(3, 8, 2, 16)), "k.shape[0] must be 2 (q's batch), got 3"),
-    (dense(v=zeros(1, 8, 2, 16)), "v.shape[0] must be 2 (q's batch), got 1"),
     (dense(v=zeros(2, 7, 2, 16)), "v.shape[-3] must be 8 (k's seqlen), got 7"),
     (dense(v=zeros(2, 8, 4, 16)), "v.shape[-2] must be 2 (k's heads), got 4"),
     (dense(k=zeros(2, 8, 2, 24)), "k.shape[-1] must be 16 (q's head_dim), got 24"),
@@ -94,14 +84,8 @@ VALUE_ERRORS = [
     ),
     (dense(q=zeros(2, 8, 0, 16)), "q.shape[-2] must be at least 1 head, got 0"),
     (dense(q=zeros(2, 8, 3, 16)), "q.shape[-2] must be a multiple of k's 2 heads, got 3"),
-    (dense(softmax_scale=math.inf), "softmax_scale must be finite, got inf"),
-    (dense(softmax_scale=math.nan), "softmax_scale must be finite, got nan"),
-    (dense(softcap=-1.0), "softcap must be finite and >= 0, got -1.0"),
-    (dense(softcap=math.inf), "softcap must be finite and >= 0, got inf"),
-    (dense(num_splits=257), "num_splits must be at most 256, got 257"),
     (dense(softmax_scale=10**400), "softmax_scale must be finite, got 1" + 59 * "0" + "... (int)"),
     (dense(sm_margin=2**63), "sm_margin must be an int of 64 bits, got 9223372036854775808 (int)"),
-    (dense(sm_margin=-1), "sm_margin must be >= 0, got -1"),
     (
         dense(backend="hopper3"),
         f"backend must be one of {tuple(b.name for b in BACKENDS)}, got 'hopper3'",
@@ -111,14 +95,9 @@ VARLEN_VALUE_ERRORS = [
     (varlen(q=zeros(1, 8, 4, 16)), "q.shape must be (total, heads, head_dim), got (1, 8, 4, 16)"),
     (varlen(cu_seqlens_q=zeros(3)), "cu_seqlens_q.dtype must be torch.int32, got torch.float16"),
     (
-        varlen(cu_seqlens_k=index(0, 3, 8, dtype=torch.int64)),
-        "cu_seqlens_k.dtype must be torch.int32, got torch.int64",
-    ),
-    (
         varlen(cu_seqlens_q=index(0, 8)[None]),
         "cu_seqlens_q.shape must be one-dimensional, got (1, 2)",
     ),
-    (varlen(cu_seqlens_q=index(0, 8)[0]), "cu_seqlens_q.shape must be one-dimensional, got ()"),
     (varlen(cu_seqlens_k=index(0, 8)), "cu_seqlens_k.shape[0] must be 3 (batch + 1), got 2"),
     (varlen(cu_seqlens_q=index()), "cu_seqlens_q.shape[0] must be batch + 1 >= 1, got 0"),
     (
@@ -126,12 +105,6 @@ VARLEN_VALUE_ERRORS = [
         "cu_seqlens_q.device must be cpu as q's, got meta",
     ),
     (varlen(seqused_q=index(3)), "seqused_q.shape[0] must be 2 (batch), got 1"),
-    (varlen(seqused_k=index(3, 4, 5)), "seqused_k.shape[0] must be 2 (batch), got 3"),
-    (
-        varlen(seqused_k=index(3, 4, dtype=torch.int64)),
-        "seqused_k.dtype must be torch.int32, got torch.int64",
-    ),
-    (varlen(max_seqlen_q=-1), "max_seqlen_q must be >= 0, got -1"),
     (varlen(max_seqlen_k=torch.tensor(-3)), "max_seqlen_k must be >= 0, got -3"),
 ]
 PACKED_SHAPE = "(batch, seqlen, 3, heads, head_dim) without num_heads_q"
@@ -155,46 +128,23 @@ PACKED_VALUE_ERRORS = [
 ]
 TYPE_ERRORS = [
     (dense(q=[1.0]), "q must be a torch.Tensor, got [1.0] (list)"),
-    (dense(k=None), "k must be a torch.Tensor, got None"),
-    (dense(softmax_scale="1"), "softmax_scale must be a float, got '1' (str)"),
     (
         dense(softmax_scale=True),
         "softmax_scale must be a float, got True (bool); pass softmax_scale and causal by name, "
         "FlashAttention-2 has them elsewhere",
     ),
-    (dense(causal=2), "causal must be a bool, got 2 (int)"),
-    (dense(window_size=3), "window_size must be a pair (left, right), got 3 (int)"),
     (
         dense(window_size=(1, 2, 3)),
         "window_size must be a pair (left, right), got (1, 2, 3) (tuple)",
     ),
-    (dense(window_size=(1.0, 2)), "window_size[0] must be an int, got 1.0 (float)"),
     (dense(window_size=(1, True)), "window_size[1] must be an int, got True (bool)"),
-    (dense(softcap=None), "softcap must be a float, got None"),
-    (dense(num_splits=2.0), "num_splits must be an int, got 2.0 (float)"),
-    (dense(pack_gqa="no"), "pack_gqa must be a bool, got 'no' (str)"),
-    (dense(deterministic=None), "deterministic must be a bool, got None"),
-    (dense(sm_margin=0.5), "sm_margin must be an int, got 0.5 (float)"),
-    (dense(backend=3), "backend must be a str or None, got 3 (int)"),
 ]
 VARLEN_TYPE_ERRORS = [
     (
         varlen(max_seqlen_q=torch.tensor([5])),
         "max_seqlen_q must be an int, got Tensor of shape (1,) and dtype torch.int64",
     ),
-    (
-        varlen(max_seqlen_k=torch.tensor(5.0)),
-        "max_seqlen_k must be an int, got Tensor of shape () and dtype torch.float32",
-    ),
-    (
-        varlen(max_seqlen_k=torch.tensor(True)),
-        "max_seqlen_k must be an int, got Tensor of shape () and dtype torch.bool",
-    ),
     (varlen(cu_seqlens_q=None), "cu_seqlens_q must be a torch.Tensor, got None"),
-    (varlen(cu_seqlens_k=[0, 3, 8]), "cu_seqlens_k must be a torch.Tensor, got [0, 3, 8] (list)"),
-    (varlen(seqused_k=[3, 5]), "seqused_k must be a torch.Tensor, got [3, 5] (list)"),
-    (varlen(max_seqlen_q="5"), "max_seqlen_q must be an int, got '5' (str)"),
-    (varlen(max_seqlen_k=5.0), "max_seqlen_k must be an int, got 5.0 (float)"),
 ]
 FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func")
 ILLEGAL = [
