@@ -24,7 +24,6 @@ from .call.cached import DecodeOptions, DecodeTensors, describe_decode
 from .call.fields import Options
 from .call.metadata import Metadata, metadata_of
 from .call.problem import Problem, describe
-from .kvcache.backends import CACHE_BACKENDS
 from .run import aten_node
 from .run.planner import choose, decline_reason
 
@@ -169,7 +168,7 @@ def _cached(device: torch.device, info: DeviceInfo, seqlen_q: int) -> str:
     x = metadata_of(like)._replace(device=device)
     q = x._replace(shape=(SHAPE[0], seqlen_q, *SHAPE[2:]))
     tensors = (q, x, x, *[None] * (len(DecodeTensors._fields) - 3))
-    plan = choose(describe_decode(tensors, DecodeOptions(), None), info, CACHE_BACKENDS)
+    plan = choose(describe_decode(tensors, DecodeOptions(), None), info, BACKENDS)
     notes = [f"{name}: {reason}" for name, reason in plan.declined]
     if plan.backend.name == "hopper":
         notes.append(str(plan.launch.describe()["kernel"]))

@@ -12,7 +12,6 @@ from helpers import H100, forget_cached_calls
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.cached import DECODE
 from flashattn3.call.metadata import metadata_of
@@ -21,8 +20,8 @@ from flashattn3.kvcache.planned import planned_calls
 
 
 def use_cached_calls() -> None:
-    backend = HopperCacheBackend(HopperBackend(library=find_library, only_measured=False))
-    kvcache.CACHE_BACKENDS, kvcache.describe_device = (backend,), lambda device: H100
+    backend = HopperBackend(library=find_library, only_measured=False)
+    kvcache.BACKENDS, kvcache.describe_device = (backend,), lambda device: H100
     kvcache.is_checked = lambda device: False
 
 

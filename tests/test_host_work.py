@@ -14,8 +14,9 @@ from helpers import GPU, H100, WITHOUT_HOPPER, forget_cached_calls, library_doub
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache
+from flashattn3.backends.base import CachedOperators
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend, HopperCachedCall
+from flashattn3.backends.hopper.decode_launch import DecodeLaunch
 from flashattn3.backends.planned import Planned
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.fields import Options
@@ -23,7 +24,6 @@ from flashattn3.call.operands import Tensors
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention
 from flashattn3.kvcache import ops as kvcache
-from flashattn3.kvcache.planned import Operators
 from flashattn3.quantization import dispatch
 from flashattn3.run import operators as run
 from flashattn3.run import quantized
@@ -193,11 +193,11 @@ def compiled(monkeypatch):
         launch._compiled = Compiled()
         return launch
 
-    from flashattn3.backends.triton import kvcache_launch
+    from flashattn3.backends.triton import cached_launch
 
-    monkeypatch.setattr(kvcache_launch, "VariableLaunch", prepared)
+    monkeypatch.setattr(cached_launch, "VariableLaunch", prepared)
     monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
-    monkeypatch.setattr(kvcache, "CACHE_BACKENDS", kvcache.CACHE_BACKENDS[1:])
+    monkeypatch.setattr(kvcache, "BACKENDS", kvcache.BACKENDS[1:])
     monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
     forget_cached_calls()
     yield
@@ -217,9 +217,9 @@ def test_a_cached_call_on_triton(length, compiled):
 def cached_on_hopper(monkeypatch):
     """Plan cached calls on CPU tensors for an H100, with an operator that does nothing."""
     library = library_double(decode=lambda *_: None, append=lambda *_: None)
-    hopper = HopperCacheBackend(HopperBackend(library=lambda: library, only_measured=False))
-    backends = (hopper, *kvcache.CACHE_BACKENDS[1:])
-    monkeypatch.setattr(kvcache, "CACHE_BACKENDS", backends)
+    hopper = HopperBackend(library=lambda: library, only_measured=False)
+    backends = (hopper, *kvcache.BACKENDS[1:])
+    monkeypatch.setattr(kvcache, "BACKENDS", backends)
     monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
     monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
     forget_cached_calls()
@@ -240,8 +240,8 @@ def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypat
     """An operator checks it and finds its launch."""
     q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
     length = torch.tensor([9]).int()
-    planned = Planned(Operators(lambda *_: q, None, None), torch.zeros(3))
-    monkeypatch.setattr(HopperCachedCall, "planned", lambda *_: planned)
+    planned = Planned(CachedOperators(lambda *_: q, None, None), torch.zeros(3))
+    monkeypatch.setattr(DecodeLaunch, "planned", lambda *_: planned)
 
     def call():
         return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
@@ -255,8 +255,8 @@ def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypat
 def test_the_next_token_of_a_model_on_hopper(cache, cached_on_hopper, monkeypatch):
     """A layer finds its launch as a cached call does; the mask of a static cache holds a length."""
     q, k = (torch.zeros(1, 8, n, 128, dtype=torch.bfloat16) for n in (1, 256))
-    planned = Planned(Operators(lambda *_: q, None, None), torch.zeros(3))
-    monkeypatch.setattr(HopperCachedCall, "planned", lambda *_: planned)
+    planned = Planned(CachedOperators(lambda *_: q, None, None), torch.zeros(3))
+    monkeypatch.setattr(DecodeLaunch, "planned", lambda *_: planned)
     mask, module = None, torch.nn.Module()
     if cache == "static":
         length = torch.tensor([9], dtype=torch.int32)
@@ -274,8 +274,8 @@ def test_a_call_that_appends_like_the_one_before_on_hopper(cached_on_hopper, mon
     q, new, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 1, 256))
     tables, length = torch.zeros(2, 256, 64), torch.tensor([9]).int()
     named = {"rotary_cos": tables[0], "rotary_sin": tables[1], "cache_seqlens": length}
-    planned = Planned(Operators(None, None, lambda *_: q), torch.zeros(3))
-    monkeypatch.setattr(HopperCachedCall, "planned", lambda *_: planned)
+    planned = Planned(CachedOperators(None, None, lambda *_: q), torch.zeros(3))
+    monkeypatch.setattr(DecodeLaunch, "planned", lambda *_: planned)
 
     def call():
         return flash_attn_with_kvcache(q, cache, cache, new, new, **named, causal=True)

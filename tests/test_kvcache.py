@@ -27,7 +27,7 @@ from flashattn3 import (
     get_scheduler_metadata,
     use_backend,
 )
-from flashattn3.backends.triton.kvcache import BACKEND as TRITON_CACHE
+from flashattn3.backends.triton.backend import BACKEND as TRITON_CACHE
 from flashattn3.call.cached import CombineProblem
 from flashattn3.kvcache import ops
 
@@ -163,10 +163,10 @@ def test_several_parts_ran(num_splits, device, monkeypatch):
     """What the workspace holds afterwards shows how many parts there were."""
     pytest.importorskip("triton")
     _several_ctas(monkeypatch)
-    from flashattn3.backends.triton import kvcache_launch
+    from flashattn3.backends.triton import cached_launch
 
     joined = []
-    build = kvcache_launch.combine_parts_launch
+    build = cached_launch.combine_parts_launch
 
     def recorded(problem, tile):
         launch = build(problem, tile)
@@ -178,7 +178,7 @@ def test_several_parts_ran(num_splits, device, monkeypatch):
         run.constants = launch.constants
         return run
 
-    monkeypatch.setattr(kvcache_launch, "combine_parts_launch", recorded)
+    monkeypatch.setattr(cached_launch, "combine_parts_launch", recorded)
     inputs = make_cache_inputs(SPLIT, device, torch.float16)
     call_cached(inputs, backend="triton", num_splits=num_splits)
     (lse_parts,) = joined

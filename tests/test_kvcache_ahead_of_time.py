@@ -46,8 +46,8 @@ def compile_all(device: DeviceInfo, shape: str) -> list[tuple]:
     import torch
 
     from flashattn3.backends.triton.cache_tiles import select_tile
+    from flashattn3.backends.triton.cached_launch import sample_launches
     from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
-    from flashattn3.backends.triton.kvcache_launch import sample_launches
     from flashattn3.call import cached as of_cache
     from flashattn3.call.metadata import metadata_of
 
@@ -121,8 +121,8 @@ def compile_combine(device: DeviceInfo, head_dim: int) -> tuple[int, bool]:
     import torch
 
     from flashattn3.backends.triton.cache_tiles import select_tile
+    from flashattn3.backends.triton.cached_launch import combine_rows_launch
     from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
-    from flashattn3.backends.triton.kvcache_launch import combine_rows_launch
     from flashattn3.call.cached import CombineProblem
 
     dtypes = torch.float32, torch.bfloat16, torch.device("cuda", 0)
@@ -147,7 +147,7 @@ DIMS_CODE = """
 import json, ptx, sass, torch
 from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel
 from flashattn3.backends.triton.cache_tiles import select_tile
-from flashattn3.backends.triton.kvcache_launch import sample_launches
+from flashattn3.backends.triton.cached_launch import sample_launches
 from flashattn3.backends.device import DeviceInfo
 from flashattn3.call.metadata import metadata_of
 from flashattn3.call.cached import *

@@ -13,14 +13,13 @@ import torch
 from helpers import H100, forget_cached_calls, library_double, needs_hopper
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
-from flashattn3.backends.hopper import kvcache
+from flashattn3.backends.hopper import cached
 from flashattn3.backends.hopper.append_launch import AppendLaunch
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
-from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
-from flashattn3.backends.triton.kvcache import BACKEND as TRITON
-from flashattn3.backends.triton.kvcache import TritonCachedCall
+from flashattn3.backends.reference.backend import BACKEND as REFERENCE
+from flashattn3.backends.triton.backend import BACKEND as TRITON
+from flashattn3.backends.triton.cached import TritonCachedCall
 from flashattn3.call.cached import AppendOptions, AppendTensors, describe_append
 from flashattn3.call.metadata import metadata_of
 from flashattn3.kvcache import ops
@@ -59,21 +58,21 @@ def problem_of(options=NAMED, **changes):
 
 
 def plan_of(problem, **options):
-    hopper = HopperCacheBackend(HopperBackend(library=library_double, **options))
+    hopper = HopperBackend(library=library_double, **options)
     return choose(problem, H100, (hopper, TRITON, REFERENCE))
 
 
 def test_the_kernel_runs_where_it_is_named_or_measured(monkeypatch):
-    monkeypatch.setattr(kvcache, "APPEND_MEASURED", "")
+    monkeypatch.setattr(cached, "APPEND_MEASURED", "")
     plan = plan_of(problem_of())
     assert type(plan.launch) is AppendLaunch and plan.backend.name == "hopper"
     unnamed = problem_of(AppendOptions())
     plan = plan_of(unnamed)
     assert type(plan.launch) is TritonCachedCall and plan.backend.name == "hopper"
-    said = HopperCacheBackend(HopperBackend(library=library_double)).append_reason(unnamed)
+    said = cached.append_reason(HopperBackend(library=library_double), unnamed)
     assert said == "the append kernel was never run on a GPU; backend='hopper' would run it"
     assert type(plan_of(unnamed, only_measured=False).launch) is AppendLaunch
-    monkeypatch.setattr(kvcache, "APPEND_MEASURED", "H100")
+    monkeypatch.setattr(cached, "APPEND_MEASURED", "H100")
     assert type(plan_of(unnamed).launch) is AppendLaunch
     triton = plan_of(problem_of(AppendOptions(backend="triton")))
     assert triton.backend.name == "triton" and type(triton.launch) is TritonCachedCall
@@ -82,10 +81,10 @@ def test_the_kernel_runs_where_it_is_named_or_measured(monkeypatch):
 def test_every_layout_of_16_bits_is_taken():
     for changes in ({"d": 36}, {"d": 256, "dtype": torch.float16}, {"rotary_cos": None}):
         assert type(plan_of(problem_of(**changes)).launch) is AppendLaunch
-    hopper = HopperCacheBackend(HopperBackend(library=library_double))
+    hopper = HopperBackend(library=library_double)
     said = hopper.decline_reason(problem_of(dtype=torch.float32), H100)
     assert said.startswith("runs Triton's kernel for this: takes torch.float16")
-    said = hopper.append_reason(problem_of(dtype=torch.float32))
+    said = cached.append_reason(hopper, problem_of(dtype=torch.float32))
     assert said == "writes float16 and bfloat16, not torch.float32"
 
 
@@ -97,8 +96,8 @@ def on_hopper(monkeypatch):
         append=lambda *given: received.append(("append", given)),
         decode=lambda *given: received.append(("decode", given)),
     )
-    hopper = HopperCacheBackend(HopperBackend(library=lambda: library, only_measured=False))
-    monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
+    hopper = HopperBackend(library=lambda: library, only_measured=False)
+    monkeypatch.setattr(ops, "BACKENDS", (hopper, TRITON, REFERENCE))
     monkeypatch.setattr(ops, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
     forget_cached_calls()

@@ -16,11 +16,11 @@ from flashattn3 import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
+from flashattn3.backends.registry import BACKENDS
 from flashattn3.call.cached import DecodeOptions, DecodeTensors, Lengths, describe_decode
 from flashattn3.call.cached_checks import check_decode
 from flashattn3.call.metadata import metadata_of
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.backends import CACHE_BACKENDS
 from flashattn3.run.planner import choose
 
 B, SQ, H, HK, D, CAP, PAGE = 2, 3, 4, 2, 16, 32, 8
@@ -428,15 +428,15 @@ def problem_of(dtype=torch.bfloat16, device="cuda", **options):
 
 def test_dispatch_without_a_gpu():
     """The reference backend runs where Triton does not; each says why it does not."""
-    unlinked = CACHE_BACKENDS[1:]
+    unlinked = BACKENDS[1:]
     for device in (A100, H100):
         plan = choose(problem_of(), device, unlinked)
         assert plan.backend.name == "triton" and plan.launch.tile.block_m == 16
-    assert choose(problem_of(device="cpu"), CPU, CACHE_BACKENDS).backend.name == "reference"
+    assert choose(problem_of(device="cpu"), CPU, BACKENDS).backend.name == "reference"
     plan = choose(problem_of(torch.float32), A100, unlinked)
     assert plan.backend.name == "reference" and "float32" in dict(plan.declined)["triton"]
     with pytest.raises(UnsupportedError, match=r"triton: takes torch\.float16, torch\.bfloat16"):
-        choose(problem_of(torch.float32, backend="triton"), A100, CACHE_BACKENDS)
+        choose(problem_of(torch.float32, backend="triton"), A100, BACKENDS)
 
 
 def test_use_backend_holds_for_cached_calls():
@@ -446,4 +446,4 @@ def test_use_backend_holds_for_cached_calls():
         call(dtype=torch.bfloat16)
     with use_backend("reference"):
         call()
-    assert ops.CACHE_BACKENDS is CACHE_BACKENDS
+    assert ops.BACKENDS is BACKENDS

@@ -34,11 +34,10 @@ from flashattn3 import (
 )
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kernel_configs import DECODE_CONFIGS, select_decode_config
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.launch_record import DecodeRecord
 from flashattn3.backends.hopper.library import find_library
-from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
-from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.backends.reference.backend import BACKEND as REFERENCE
+from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import (
     AppendOptions,
     AppendTensors,
@@ -58,7 +57,7 @@ from flashattn3.kvcache import explanation, ops
 from flashattn3.run.planner import choose
 
 LIBRARY = find_library()
-HOPPER = HopperCacheBackend(HopperBackend(library=library_double))
+HOPPER = HopperBackend(library=library_double)
 BACKENDS = (HOPPER, TRITON, REFERENCE)
 pytest.importorskip("triton")
 
@@ -180,11 +179,11 @@ def test_the_strides_of_an_axis_of_one_do_not_matter():
 
 
 def test_without_the_library_triton_serves_hopper():
-    absent = HopperCacheBackend(HopperBackend(library=lambda: library_double(error="not built")))
+    absent = HopperBackend(library=lambda: library_double(error="not built"))
     plan = choose(problem_of(tensors_of()), H100, (absent, TRITON, REFERENCE))
     assert plan.backend.name == "triton" and "not built" in dict(plan.declined)["hopper"]
     few = HopperBackend(library=lambda: library_double(configs=frozenset()))
-    reason = HopperCacheBackend(few).decline_reason(problem_of(tensors_of()), H100)
+    reason = few.decline_reason(problem_of(tensors_of()), H100)
     assert reason == "kernel config decode_bf16_d128_64x2 is not in this build (FLASHATTN3_KERNELS)"
 
 
@@ -221,7 +220,7 @@ def test_the_layout_of_the_metadata_is_that_of_the_kernel():
 
 
 def handle_of(plan) -> Prepared:
-    return plan.launch._launch.prepared.handle
+    return plan.launch.prepared.handle
 
 
 def test_what_a_plan_passes_to_the_library():
@@ -480,9 +479,9 @@ def on_hopper(monkeypatch):
         return out
 
     operators = {"decode": decode, "decode_into": decode_into}
-    hopper = HopperCacheBackend(HopperBackend(library=lambda: library_double(**operators)))
+    hopper = HopperBackend(library=lambda: library_double(**operators))
     for module in (ops, explanation):
-        monkeypatch.setattr(module, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
+        monkeypatch.setattr(module, "BACKENDS", (hopper, TRITON, REFERENCE))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
     forget_cached_calls()

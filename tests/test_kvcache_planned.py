@@ -13,16 +13,16 @@ import torch
 from helpers import H100, forget_cached_calls, library_double, needs_hopper
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
-from flashattn3.backends.hopper import kvcache as hopper_kvcache
+from flashattn3.backends.base import CachedOperators
+from flashattn3.backends.hopper import cached as hopper_cached
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.planned import MOST, Planned, PlannedCalls
-from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
-from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.backends.reference.backend import BACKEND as REFERENCE
+from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DECODE, DecodeTensors
 from flashattn3.kvcache import ops
-from flashattn3.kvcache.planned import Operators, planned_calls
+from flashattn3.kvcache.planned import planned_calls
 
 
 def ints(*values):
@@ -68,8 +68,8 @@ class Double:
 def double(monkeypatch):
     """Plan cached calls on CPU tensors for an H100, with the library of a ``Double``."""
     double = Double()
-    hopper = HopperCacheBackend(HopperBackend(library=lambda: double.library, only_measured=False))
-    monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
+    hopper = HopperBackend(library=lambda: double.library, only_measured=False)
+    monkeypatch.setattr(ops, "BACKENDS", (hopper, TRITON, REFERENCE))
     monkeypatch.setattr(ops, "describe_device", lambda device: H100)
     monkeypatch.setattr(ops, "is_checked", lambda device: False)
     forget_cached_calls()
@@ -270,9 +270,9 @@ def test_new_tokens_that_the_operator_does_not_take(double):
 
 def test_new_tokens_that_triton_writes(double, monkeypatch):
     """The append kernel does not run before a GPU has measured it."""
-    monkeypatch.setattr(hopper_kvcache, "APPEND_MEASURED", "")
-    hopper = HopperCacheBackend(HopperBackend(library=lambda: double.library))
-    monkeypatch.setattr(ops, "CACHE_BACKENDS", (hopper, TRITON, REFERENCE))
+    monkeypatch.setattr(hopper_cached, "APPEND_MEASURED", "")
+    hopper = HopperBackend(library=lambda: double.library)
+    monkeypatch.setattr(ops, "BACKENDS", (hopper, TRITON, REFERENCE))
     q, k, v = tensors_of()
     for backend, appends in ((None, False), ("hopper", True)):
         flash_attn_with_kvcache(q, k, v, backend=backend)
@@ -351,7 +351,7 @@ def test_watched_calls_do_not_go_to_the_operator(double):
 
 
 def test_the_newest_launches_are_kept():
-    calls, operators = PlannedCalls(), Operators(print, print, None)
+    calls, operators = PlannedCalls(), CachedOperators(print, print, None)
 
     def add(numbers):
         for number in numbers:

@@ -25,15 +25,14 @@ from flashattn3.backends.hopper.kernel_configs import (
     select_cached_forward_config,
     select_decode_config,
 )
-from flashattn3.backends.hopper.kvcache import HopperCacheBackend
 from flashattn3.backends.hopper.launch_record import DecodeRecord
-from flashattn3.backends.reference.kvcache import BACKEND as REFERENCE
-from flashattn3.backends.triton.kvcache import BACKEND as TRITON
+from flashattn3.backends.reference.backend import BACKEND as REFERENCE
+from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DecodeTensors, Lengths
 from flashattn3.run.planner import choose
 
 pytest.importorskip("triton")
-HOPPER = HopperCacheBackend(HopperBackend(library=library_double, only_measured=False))
+HOPPER = HopperBackend(library=library_double, only_measured=False)
 needs_hopper = pytest.mark.skipif(
     HOPPER_IS_MISSING is not None or not CACHED_FORWARD_MEASURED,
     reason=f"hopper: {HOPPER_IS_MISSING or 'the cached forward kernels were never run on a GPU'}",
@@ -93,7 +92,7 @@ def test_which_kernels_run_a_call(of, said):
     dtype = "fp16" if of.get("dtype") == torch.float16 else "bf16"
     config = select(dtype, max(of.get("d", 128), of.get("dv", 0)))
     assert described["kernel config"] == config.name
-    handle = plan.launch._launch.prepared.handle
+    handle = plan.launch.prepared.handle
     assert CACHED_CONFIGS[handle.config] is config
     if config.kind == "forward":
         rows = f"{config.block_m // 64} x 64 rows of a head"
@@ -108,7 +107,7 @@ def test_short_sequences_of_a_ragged_call_run_on_a_decode_kernel_beside():
     q = torch.empty(900, 32, 128, dtype=torch.bfloat16, device="meta")
     for longest, short in ((300, 16), (1, 0)):
         plan = plan_of(max_seqlen_q=longest, q=q, cu_seqlens_q=edges)
-        record = plan.launch._launch.prepared.handle.record
+        record = plan.launch.prepared.handle.record
         assert record.short_queries == short
         config = select_decode_config("bf16", 128)
         assert record.short_config == (CACHED_CONFIGS.index(config) if short else -1)
@@ -151,7 +150,7 @@ def test_what_a_call_passes_to_the_operator():
     """The same as of a decode kernel; an expanded q as a copy."""
     received = []
     library = library_double(decode_into=lambda *given: received.append(given))
-    hopper = HopperCacheBackend(HopperBackend(library=lambda: library, only_measured=False))
+    hopper = HopperBackend(library=lambda: library, only_measured=False)
     like = tensors_of(seqlen_q=300, page_size=16)
     out = torch.empty_like(like.q)
     for q in (like.q, like.q[:1].expand(4, -1, -1, -1)):
@@ -184,7 +183,7 @@ def test_a_forward_kernel_that_is_not_there_or_was_never_run_serves_no_call(monk
         (absent, f"kernel config {name} is not in this build (FLASHATTN3_KERNELS)"),
         (careful, f"kernel config {name} was never run on a GPU"),
     ):
-        hopper = HopperCacheBackend(backend)
+        hopper = backend
         plan = plan_of(hopper=hopper, seqlen_q=300)
         assert plan.backend.name == "triton" and said in dict(plan.declined)["hopper"]
         assert plan_of(NAMED, hopper=hopper, seqlen_q=300).launch.describe()["kernel"] == (
@@ -194,7 +193,7 @@ def test_a_forward_kernel_that_is_not_there_or_was_never_run_serves_no_call(monk
 
 
 def test_doctor_names_the_kernels(monkeypatch):
-    monkeypatch.setattr(doctor, "CACHE_BACKENDS", backends())
+    monkeypatch.setattr(doctor, "BACKENDS", backends())
     device = torch.device("cuda", 0)
     assert doctor._cached(device, H100, 1) == f"hopper ({FEW})"
     assert doctor._cached(device, H100, 2048) == f"hopper ({MANY})"
@@ -234,7 +233,7 @@ def test_what_a_forward_kernel_refuses():
     with pytest.raises(RuntimeError, match="decode: k_cache must be of rows at multiples of 16"):
         wide = torch.zeros(2, 128, 8, 132, dtype=torch.bfloat16)[..., :128]
         LIBRARY.decode(handle, *call_of(k_cache=wide))
-    assert isinstance(plan_of(seqlen_q=300).launch._launch.prepared.handle, Prepared)
+    assert isinstance(plan_of(seqlen_q=300).launch.prepared.handle, Prepared)
 
 
 G8 = {"num_heads_q": 8, "num_heads_kv": 1, "head_dim": 64, "head_dim_v": 64}

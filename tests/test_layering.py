@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "modes": {"errors"},
     "call": CALL,
     "backends.triton.kernels": {"backends.triton.kernels.*"},
-    "backends": CALL | BACKENDS | {"_kernel_info", "kvcache.planned"},
+    "backends": CALL | BACKENDS | {"_kernel_info"},
     "quantization": CALL | BACKENDS | {"quantization.*"},
     "run": CALL | {"backends.registry", "backends.base", "backends.device", "quantization", "run.*"}
     | {"quantization.dispatch"},

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..call.cached import AppendTensors, CacheProblem, DecodeTensors, Lengths
     from ..call.operands import Tensors
     from ..call.problem import Problem
     from .device import DeviceInfo
+    from .planned import Planned
 
 
 class PassOperators(NamedTuple):
@@ -46,6 +48,22 @@ class Passes(NamedTuple):
     packed: Tensor | None
 
 
+class CachedOperators(NamedTuple):
+    """Functions that find the launch of a call, run it and return out, or None if none of the
+    launches is planned for such a call. RuntimeError for tensors that do not fit each other.
+
+    decode: of (launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse). seqlen: -1:
+        the capacity. lse: where it is written; None: it is not.
+    decode_with: the same and the fields of ``Further`` in kvcache/planned.py.
+    append: the same, the fields of ``NewTokens`` and whether all queries of a sequence have one
+        position; writes the new tokens, then attends. None: appends run on another backend.
+    """
+
+    decode: Callable[..., Tensor | None]
+    decode_with: Callable[..., Tensor | None]
+    append: Callable[..., Tensor | None] | None
+
+
 class Launch(Protocol):
     """A problem prepared for a device: what a call runs, and what ``explain`` shows."""
 
@@ -68,19 +86,56 @@ class Launch(Protocol):
         """Both passes as ``PassOperators`` keep them; None where they cannot run such calls."""
 
 
+class CachedLaunch(Protocol):
+    """The same of a problem of cached calls: it has the functions of its kind of problem.
+
+    needs_lse: whether ``decode`` needs the memory of lse where the call does not return it.
+    """
+
+    needs_lse: bool
+
+    def describe(self) -> dict[str, object]:
+        """As in ``Launch``."""
+
+    def describe_sizes(
+        self, batch: int, total_q: int, seqlen_q: int, capacity: int
+    ) -> dict[str, object]:
+        """The grid and the workspace of a call of the problem, at any lengths of its cache."""
+
+    def decode(
+        self,
+        out: Tensor | None,
+        lse: Tensor | None,
+        tensors: DecodeTensors,
+        lengths: Lengths,
+        options_hash: int,
+    ) -> Tensor:
+        """Write out, new if None, and lse. Returns out."""
+
+    def planned(self, seqlen_q: int) -> Planned | None:
+        """The launch for calls with this number of queries, in a varlen batch of the longest
+        sequence. None if Python checks every call."""
+
+    def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
+        """Write the new tokens into the caches, and the rotated q into q_out."""
+
+    def combine(self, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
+        """Write the joined results into out and lse."""
+
+
 class Backend(Protocol):
     name: str
 
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         """Why this backend can run nothing on the device, or None."""
 
-    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+    def decline_reason(self, problem: Problem | CacheProblem, device: DeviceInfo) -> str | None:
         """Why this backend does not take the problem on a device where it is available, or None."""
 
-    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: Problem | CacheProblem, device: DeviceInfo) -> dict[str, str]:
         """Names of the hints that this backend ignores, each with the reason."""
 
-    def prepare(self, problem: Problem, device: DeviceInfo) -> Launch:
+    def prepare(self, problem: Problem | CacheProblem, device: DeviceInfo) -> Launch | CachedLaunch:
         """Choose the tiles. Touches no GPU: kernels are loaded when the launch first runs. Called
         once per plan, which is cached."""
 

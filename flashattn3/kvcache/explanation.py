@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.device import describe_device
+from ..backends.registry import BACKENDS
 from ..call.cached import (
     AppendOptions,
     AppendTensors,
@@ -24,7 +25,6 @@ from ..explanation import Explanation, explanation_of, place_of
 from ..run.planner import Plan, choose
 from . import ops
 from .api import flash_attn_with_kvcache
-from .backends import CACHE_BACKENDS
 
 
 class _Watched(TorchDispatchMode):
@@ -63,11 +63,11 @@ def explain_with_kvcache(
     found = _on(place, tensors)
     check_decode(found, options, lengths)
     problem = describe_decode(found, options, lengths.max_seqlen_q)
-    plan = choose(problem, describe_device(place), CACHE_BACKENDS)
+    plan = choose(problem, describe_device(place), BACKENDS)
     described = _described(plan, tensors, lengths)
     if watched.append is not None:
         described |= {"append": _append_on(place, *watched.append)}
-    explained = explanation_of(plan, CACHE_BACKENDS, described)
+    explained = explanation_of(plan, BACKENDS, described)
     unused = _unused(dict(zip(_NAMES, arguments, strict=False)) | named)
     return replace(explained, unused_hints=explained.unused_hints | unused)
 
@@ -90,7 +90,7 @@ def _unused(given: dict[str, object]) -> dict[str, str]:
 def _append_on(place: torch.device, tensors: AppendTensors, _, options: AppendOptions) -> str:
     """The backend of an append, and which kernel it runs."""
     problem = describe_append(_on(place, tensors), options)
-    plan = choose(problem, describe_device(place), CACHE_BACKENDS)
+    plan = choose(problem, describe_device(place), BACKENDS)
     kernel = plan.launch.describe().get("kernel")
     return f"{plan.backend.name}: {kernel} kernel" if kernel else plan.backend.name
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..backends.device import describe_device
+from ..backends.registry import BACKENDS
 from ..call import cached as problems
 from ..call.cached import (
     AppendOptions,
@@ -35,7 +36,6 @@ from ..errors import expect
 from ..modes import is_plain
 from ..run.operator_rules import recorded, warn_of_reference
 from ..run.planner import Plan, choose
-from .backends import CACHE_BACKENDS
 from .planned import planned_calls
 
 _LENGTHS = "SymInt? seqlen, SymInt seqlen_new, SymInt? max_seqlen_q"
@@ -72,7 +72,7 @@ torch.library.define(
 @lru_cache(maxsize=4096)
 def plan_of(problem) -> Plan:
     """The backend of a problem and its tiles."""
-    plan = choose(problem, describe_device(problem.device), CACHE_BACKENDS)
+    plan = choose(problem, describe_device(problem.device), BACKENDS)
     warn_of_reference(plan)
     return plan
 

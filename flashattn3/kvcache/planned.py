@@ -13,24 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.base import CachedOperators
 from ..backends.planned import PlannedCalls
 from ..call.cached import DecodeOptions, lse_shape, one_q_position
-
-
-class Operators(NamedTuple):
-    """Functions that find the launch of a call, run it and return out, or None if none of the
-    launches is planned for such a call. RuntimeError for tensors that do not fit each other.
-
-    decode: of (launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse). seqlen: -1:
-        the capacity. lse: where it is written; None: it is not.
-    decode_with: the same and the fields of ``Further``.
-    append: the same, the fields of ``NewTokens`` and whether all queries of a sequence have one
-        position; writes the new tokens, then attends. None: appends run on another backend.
-    """
-
-    decode: Callable[..., Tensor | None]
-    decode_with: Callable[..., Tensor | None]
-    append: Callable[..., Tensor | None] | None
 
 
 class Further(NamedTuple):
@@ -103,7 +88,7 @@ _NOTHING = Further()
 
 
 def _with_more(
-    operators: Operators, options: DecodeOptions, further: Further, new: NewTokens | None
+    operators: CachedOperators, options: DecodeOptions, further: Further, new: NewTokens | None
 ) -> tuple[Callable[..., Tensor | None] | None, tuple]:
     """The operator of a call with more arguments, and these. None if Python has to check the call:
     torch sees the operators of other classes of tensors."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...call.cached import CacheProblem, DecodeProblem
 from ...call.dtypes import EIGHT_BIT, NAMES
 from ...call.operands import Tensors
 from ...call.problem import Problem
@@ -21,13 +22,13 @@ from .. import gpu_limits, packed
 from ..conversions import converting
 from ..device import SHARED_MEMORY_KIB, DeviceInfo
 from ..triton.backend import BACKEND as TRITON
+from . import cached
 from . import launch as hopper_launch
 from .decode_launch import (
     DECODE_TILE_ROWS,
     DecodeLaunch,
     config_of,
     decode_launch,
-    prepare_decode,
     unfit_reason,
 )
 from .kernel_configs import (
@@ -42,8 +43,7 @@ from .library import Library, library_for_gpu, mended_by
 from .packing import estimate
 
 if TYPE_CHECKING:
-    from ...call.cached import DecodeProblem
-    from ..base import Passes
+    from ..base import CachedLaunch, Passes
 
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.
@@ -125,7 +125,7 @@ class HopperLaunch:
         if self.config.packed is None:
             run = hopper_launch.prepare_forward(self, self.library)
         else:
-            run = packed.prepare_packed(self.problem, prepare_decode(self.config.packed))
+            run = packed.prepare_packed(self.problem, self.config.packed.decode)
         return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
@@ -174,7 +174,9 @@ class HopperBackend:
         error = self.library().error
         return None if error is None else f"{error}; to build them, {mended_by()}"
 
-    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+    def decline_reason(self, problem: Problem | CacheProblem, device: DeviceInfo) -> str | None:
+        if isinstance(problem, CacheProblem):
+            return cached.decline_reason(self, problem, device)
         reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
         return reason or self.unusable_reason(_kernel_config(problem, device), problem.backend)
 
@@ -189,7 +191,9 @@ class HopperBackend:
             )
         return None
 
-    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: Problem | CacheProblem, device: DeviceInfo) -> dict[str, str]:
+        if isinstance(problem, CacheProblem):
+            return {}
         packs = self._packing(problem, device).packs
         rows = f"packs up to {PACKED.most} query rows of 16 bits"
         unused = {} if packs else {"pack_gqa": rows}
@@ -200,7 +204,11 @@ class HopperBackend:
             unused["use_fast_accum"] = "accumulates 16-bit products in float32"
         return unused
 
-    def prepare(self, problem: Problem, device: DeviceInfo) -> HopperLaunch:
+    def prepare(
+        self, problem: Problem | CacheProblem, device: DeviceInfo
+    ) -> HopperLaunch | CachedLaunch:
+        if isinstance(problem, CacheProblem):
+            return cached.prepare(self, problem, device)
         return HopperLaunch(problem, device, self._configure(problem, device), self.library())
 
     def _configure(self, problem: Problem, device: DeviceInfo) -> HopperConfig:
@@ -211,8 +219,8 @@ class HopperBackend:
         config = HopperConfig(kernel_config, launch, packing, gradient_config, copied)
         if not packing.packs:
             return config
-        cached = _as_cached(problem)
-        of = cached, device, self.library(), config_of(cached), packing.reason
+        few_rows = _as_cached(problem)
+        of = few_rows, device, self.library(), config_of(few_rows), packing.reason
         return replace(config, packed=decode_launch(*of))
 
     def _packing(self, problem: Problem, device: DeviceInfo) -> packed.Choice:
@@ -220,12 +228,12 @@ class HopperBackend:
         copied = problem.copied or _unfit_for_tma(problem)
         if copied:
             return packed.Choice(False, f"{copied[0]} is copied")
-        cached = _as_cached(problem)
-        reason = unfit_reason(cached)
-        reason = reason or self.unusable_reason(config_of(cached), problem.backend)
+        few_rows = _as_cached(problem)
+        reason = unfit_reason(few_rows)
+        reason = reason or self.unusable_reason(config_of(few_rows), problem.backend)
         if reason is not None:
             return packed.Choice(False, reason)
-        configs = _kernel_config(problem, device), config_of(cached)
+        configs = _kernel_config(problem, device), config_of(few_rows)
         return packed.choose(problem, PACKED, estimate(problem, device, *configs))
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:

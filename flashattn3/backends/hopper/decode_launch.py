@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,8 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.cached import DecodeTensors
 from ...call.dtypes import NAMES, SIXTEEN_BIT
-from ...kvcache.planned import Operators
-from ..base import score_factor_reason
+from ..base import CachedOperators, score_factor_reason
 from ..planned import Planned
 from .kernel_configs import (
     CACHED_CONFIGS,
@@ -55,8 +55,11 @@ class DecodeLaunch:
     """The launch of one problem of cached calls on a decode kernel or a cached forward kernel.
 
     reason: why on this kind of kernel. leaves_sms: whether SMs are to stay free. short_queries: of
-    sequences that run on a decode kernel beside a forward kernel; 0: none do.
+    sequences that run on a decode kernel beside a forward kernel; 0: none do. appends: whether the
+    append kernel writes the new tokens of such calls.
     """
+
+    needs_lse = False
 
     problem: DecodeProblem
     kernel_config: DecodeConfig | ForwardConfig
@@ -66,6 +69,7 @@ class DecodeLaunch:
     num_sms: int
     leaves_sms: bool
     short_queries: int
+    appends: bool
 
     def describe(self) -> dict[str, object]:
         config = self.kernel_config
@@ -100,6 +104,51 @@ class DecodeLaunch:
         """A forward kernel reads q by TMA, which has no stride of 0."""
         expanded = self.kernel_config.kind == "forward" and "q" in self.problem.expanded
         return expanded or "q" in self.problem.misaligned
+
+    @cached_property
+    def decode(self) -> Callable[..., Tensor]:
+        """See ``CachedLaunch``."""
+        library, handle, problem = self.library, self.prepared.handle, self.problem
+        operator, into = library.decode, library.decode_into
+        copies_q = self.copies_q
+        converts = copies_q or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
+        names = DecodeTensors._fields
+        num_passed = 1 + max(i for i, name in enumerate(names) if i < 3 or name in problem.given)
+
+        def run(
+            out: Tensor | None,
+            lse: Tensor | None,
+            tensors: DecodeTensors,
+            lengths: Lengths,
+            options_hash: int,
+        ) -> Tensor:
+            if converts:
+                tensors = _converted(problem, tensors, copies_q)
+            seqlen, seqlen_new, longest = lengths
+            if seqlen is None:
+                seqlen = -1
+            if longest is None:
+                longest = -1
+            numbers = seqlen, seqlen_new, longest, options_hash
+            if out is None:
+                return operator(handle, lse, *numbers, *tensors[:num_passed])
+            if _is_aligned(out):
+                into(out, handle, lse, *numbers, *tensors[:num_passed])
+                return out
+            return out.copy_(operator(handle, lse, *numbers, *tensors[:num_passed]))
+
+        return run
+
+    def planned(self, seqlen_q: int) -> Planned | None:
+        """See ``CachedLaunch``. None where a plan depends on more than PlannedDecode
+        (csrc/torch_binding/prepared.h) has, or a call on more than the operators take."""
+        problem, library = self.problem, self.library
+        alike = problem.given <= _PLANNED_WITH and problem.rows <= DECODE_ROWS
+        if library.decode_planned is None or not alike or problem.misaligned:
+            return None
+        append = library.append_planned if self.appends else None
+        operators = CachedOperators(library.decode_planned, library.decode_planned_with, append)
+        return Planned.of(operators, (self.prepared.handle,), problem.device, seqlen_q)
 
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
@@ -191,6 +240,7 @@ def decode_launch(
     library: Library,
     config: DecodeConfig | ForwardConfig,
     reason: str,
+    appends: bool = False,
 ) -> DecodeLaunch:
     """Check the problem's numbers in the library, once. RuntimeError if the kernel refuses it."""
     short = short_queries(problem, config, library)
@@ -199,56 +249,7 @@ def decode_launch(
     with _disable_current_modes():  # the plan outlives the call
         prepared = Prepared(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
     sms = record.num_sms, record.leaves_sms
-    return DecodeLaunch(problem, config, reason, prepared, library, *sms, short)
-
-
-def prepare_decode(launch: DecodeLaunch) -> Callable:
-    """Build a function of (out, lse, tensors, lengths, options_hash) that returns out, new if
-    None."""
-    library, handle, problem = launch.library, launch.prepared.handle, launch.problem
-    operator, into = library.decode, library.decode_into
-    copies_q = launch.copies_q
-    converts = copies_q or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
-    names = DecodeTensors._fields
-    num_passed = 1 + max(i for i, name in enumerate(names) if i < 3 or name in problem.given)
-
-    def run(
-        out: Tensor | None,
-        lse: Tensor | None,
-        tensors: DecodeTensors,
-        lengths: Lengths,
-        options_hash: int,
-    ) -> Tensor:
-        if converts:
-            tensors = _converted(problem, tensors, copies_q)
-        seqlen, seqlen_new, longest = lengths
-        if seqlen is None:
-            seqlen = -1
-        if longest is None:
-            longest = -1
-        numbers = seqlen, seqlen_new, longest, options_hash
-        if out is None:
-            return operator(handle, lse, *numbers, *tensors[:num_passed])
-        if _is_aligned(out):
-            into(out, handle, lse, *numbers, *tensors[:num_passed])
-            return out
-        return out.copy_(operator(handle, lse, *numbers, *tensors[:num_passed]))
-
-    return run
-
-
-def planned_decode(launch: DecodeLaunch, seqlen_q: int, appends: bool) -> Planned | None:
-    """The launch for calls with this number of queries, in a varlen batch of the longest sequence.
-    None where a plan depends on more than PlannedDecode (csrc/torch_binding/prepared.h) has, or a
-    call on more than the operators take. appends: whether the append kernel writes new tokens.
-    """
-    problem, library = launch.problem, launch.library
-    alike = problem.given <= _PLANNED_WITH and problem.rows <= DECODE_ROWS
-    if library.decode_planned is None or not alike or problem.misaligned:
-        return None
-    append = library.append_planned if appends else None
-    operators = Operators(library.decode_planned, library.decode_planned_with, append)
-    return Planned.of(operators, (launch.prepared.handle,), problem.device, seqlen_q)
+    return DecodeLaunch(problem, config, reason, prepared, library, *sms, short, appends)
 
 
 def _is_aligned(out: Tensor) -> bool:

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.cached import AppendProblem, CacheProblem, CombineProblem
 from ...call.fields import HINTS
 from ...call.operands import Scaled, Tensors, data_of
 from ..base import score_factor_reason
 from ..conversions import converting, with_dense_rows
+from .cached import ReferenceCachedCall
 from .padded_layout import PaddedLayout, padded
 
 if TYPE_CHECKING:
@@ -82,15 +84,21 @@ class ReferenceBackend:
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
 
-    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
+    def decline_reason(self, problem: Problem | CacheProblem, device: DeviceInfo) -> str | None:
+        if isinstance(problem, (AppendProblem, CombineProblem)):
+            return None
         dtype = _compute_dtype(problem)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
-    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: Problem | CacheProblem, device: DeviceInfo) -> dict[str, str]:
         unused = "runs in torch operations, which have no such choice"
         return {field.name: unused for field in HINTS if field.name != "num_splits"}
 
-    def prepare(self, problem: Problem, device: DeviceInfo) -> ReferenceLaunch:
+    def prepare(
+        self, problem: Problem | CacheProblem, device: DeviceInfo
+    ) -> ReferenceLaunch | ReferenceCachedCall:
+        if isinstance(problem, CacheProblem):
+            return ReferenceCachedCall(problem)
         return ReferenceLaunch(problem, self.configure(problem, device))
 
     def configure(self, problem: Problem, device: DeviceInfo) -> ReferenceConfig:

@@ -10,12 +10,14 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from ...call.cached import CacheProblem
 from ...call.dtypes import EIGHT_BIT
 from ...call.operands import Tensors
 from ...call.problem import Problem
 from .. import gpu_limits, packed
 from ..conversions import converting
 from ..device import DeviceInfo
+from . import cached
 from .cache_tiles import select_tile
 from .columns import widest
 from .config import TCGEN05, TritonConfig
@@ -67,7 +69,7 @@ class TritonLaunch:
         return converting(self.problem, run)
 
     def _decode(self) -> Callable:
-        from .kvcache_launch import prepare_decode
+        from .cached_launch import prepare_decode
 
         return prepare_decode(packed.as_cached(self.problem), self.config.packed)
 
@@ -100,22 +102,29 @@ class TritonBackend:
             return f"{needed}, {device.name} has {found}"
         return None
 
-    def decline_reason(self, problem: Problem, device: DeviceInfo) -> str | None:
-        reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
-        if reason is not None:
-            return reason
-        if device.interpreted and problem.dtype == torch.bfloat16:
+    def decline_reason(self, problem: Problem | CacheProblem, device: DeviceInfo) -> str | None:
+        if isinstance(problem, CacheProblem):
+            reason = cached.decline_reason(problem)
+        else:
+            reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
+        if reason is None and device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
-        return None
+        return reason
 
-    def unused_hints(self, problem: Problem, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: Problem | CacheProblem, device: DeviceInfo) -> dict[str, str]:
+        if isinstance(problem, CacheProblem):
+            return {}
         unused = {"use_fast_accum": "accumulates in float32"}
         if self.configure(problem, device).packed is None:
             unused["pack_gqa"] = "packs the query rows of 16-bit calls alone"
             unused["sm_margin"] = "launches one program per tile, which leaves no SM free"
         return unused
 
-    def prepare(self, problem: Problem, device: DeviceInfo) -> TritonLaunch:
+    def prepare(
+        self, problem: Problem | CacheProblem, device: DeviceInfo
+    ) -> TritonLaunch | cached.TritonCachedCall:
+        if isinstance(problem, CacheProblem):
+            return cached.TritonCachedCall(problem, select_tile(problem, device))
         return TritonLaunch(problem, self.configure(problem, device))
 
     def configure(self, problem: Problem, device: DeviceInfo) -> TritonConfig:
@@ -141,10 +150,10 @@ class TritonBackend:
         estimated = packed.Choice(pays, why)
         packing = packed.choose(problem, PACKED, estimated)
         if packing.packs:
-            cached = packed.as_cached(problem)
-            tile, sizes = select_tile(cached, device), (problem.batch, problem.total_q)
-            grid = (tile.grid(cached, *sizes, problem.seqlen_q)[1], 1, 1)
-            return config(cached.num_splits, packing.reason, grid, packed=tile)
+            few_rows = packed.as_cached(problem)
+            tile, sizes = select_tile(few_rows, device), (problem.batch, problem.total_q)
+            grid = (tile.grid(few_rows, *sizes, problem.seqlen_q)[1], 1, 1)
+            return config(few_rows.num_splits, packing.reason, grid, packed=tile)
         num_splits = _num_splits(problem, programs, tiles.forward, device.num_sms)
         why = f"{programs} work tiles of {block_m} rows for {device.num_sms} SMs"
         grid = (programs * num_splits, 1, 1)

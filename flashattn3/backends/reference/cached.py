@@ -13,21 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.cached import DecodeProblem
-from ...call.fields import HINTS
 from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
-from ..base import score_factor_reason
 from .rotary import rotated
 
 if TYPE_CHECKING:
-    from ...call.cached import AppendTensors, CacheProblem, DecodeTensors, Lengths
-    from ..device import DeviceInfo
+    from ...call.cached import AppendTensors, CacheProblem, DecodeProblem, DecodeTensors, Lengths
 
 _MAX_SCORES = 2**26  # alive at once
 
 
 class ReferenceCachedCall(NamedTuple):
-    """Computes float16 and bfloat16 in float32, float32 and float64 in their own dtype."""
+    """See ``CachedLaunch``."""
 
     problem: CacheProblem
     needs_lse = True
@@ -70,31 +66,6 @@ class ReferenceCachedCall(NamedTuple):
         with _writing_to(out):
             out.copy_(joined)
         lse.copy_(total)
-
-
-class ReferenceCacheBackend:
-    """Takes every problem of cached calls: decode, append, combine."""
-
-    name = "reference"
-
-    def unavailable_reason(self, device: DeviceInfo) -> str | None:
-        return None
-
-    def unused_hints(self, problem: CacheProblem, device: DeviceInfo) -> dict[str, str]:
-        unused = "runs in torch operations, which have no such choice"
-        return {field.name: unused for field in HINTS if field.name != "num_splits"}
-
-    def decline_reason(self, problem: CacheProblem, device: DeviceInfo) -> str | None:
-        if not isinstance(problem, DecodeProblem):
-            return None
-        dtype = _wide(problem.dtype)
-        return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
-
-    def prepare(self, problem: CacheProblem, device: DeviceInfo) -> ReferenceCachedCall:
-        return ReferenceCachedCall(problem)
-
-
-BACKEND = ReferenceCacheBackend()
 
 
 def _writing_to(*tensors: Tensor | None) -> AbstractContextManager:

@@ -1,4 +1,4 @@
-"""The Triton backend of cached calls, for every GPU from compute capability 8.0, Hopper too."""
+"""Cached calls of the Triton backend: every kind of problem, on Hopper too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import Tensor
 from ...call.cached import CombineProblem, DecodeProblem
 from ...call.dtypes import SIXTEEN_BIT
 from ..base import head_dim_reason, score_factor_reason
-from ..device import DeviceInfo
-from .backend import BACKEND as FORWARD
-from .cache_tiles import CacheTile, select_tile
+from .cache_tiles import CacheTile
 from .tile_configs import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -25,10 +23,7 @@ COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TritonCachedCall:
-    """The launches of one problem, prepared once. Triton is imported with the first.
-
-    needs_lse: whether a call that does not return lse needs its memory all the same.
-    """
+    """See ``CachedLaunch``. Triton is imported with the first launch."""
 
     needs_lse = True
 
@@ -41,7 +36,6 @@ class TritonCachedCall:
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
     ) -> dict[str, object]:
-        """The grid and the workspace of a call of the problem, at any lengths of its cache."""
         _, programs, slots = self.tile.grid(self.problem, batch, total_q, seqlen_q)
         workspace = self.tile.workspace_bytes(slots, self.problem.head_dim_v)
         return {"grid": (programs, 1, 1), "workspace_bytes": workspace}
@@ -70,55 +64,37 @@ class TritonCachedCall:
 
     @cached_property
     def _decode(self) -> Callable:
-        from .kvcache_launch import prepare_decode
+        from .cached_launch import prepare_decode
 
         return prepare_decode(self.problem, self.tile)
 
     @cached_property
     def _append(self) -> Callable:
-        from .kvcache_launch import prepare_append
+        from .cached_launch import prepare_append
 
         return prepare_append(self.problem, self.tile)
 
     @cached_property
     def _combine(self) -> Callable:
-        from .kvcache_launch import prepare_combine
+        from .cached_launch import prepare_combine
 
         return prepare_combine(self.problem, self.tile)
 
 
-class TritonCacheBackend:
-    """Takes every problem of cached calls: decode, append, combine."""
-
-    name = "triton"
-
-    def unavailable_reason(self, device: DeviceInfo) -> str | None:
-        return FORWARD.unavailable_reason(device)
-
-    def unused_hints(self, problem: CacheProblem, device: DeviceInfo) -> dict[str, str]:
-        return {}
-
-    def decline_reason(self, problem: CacheProblem, device: DeviceInfo) -> str | None:
-        legal = COMBINE_DTYPES if isinstance(problem, CombineProblem) else SIXTEEN_BIT
-        if problem.dtype not in legal:
-            return f"takes {', '.join(map(str, legal))}, not {problem.dtype}"
-        if problem.out_dtype not in legal:
-            return f"writes {', '.join(map(str, legal))}, not {problem.out_dtype}"
-        combines = isinstance(problem, CombineProblem)
-        reason = None if combines else head_dim_reason(problem, MAX_HEAD_DIM)
-        if reason is not None:
-            return reason
-        if device.interpreted and problem.dtype == torch.bfloat16:
-            return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
-        if isinstance(problem, DecodeProblem):
-            return score_factor_reason(problem, 100, torch.float32)
-        return None
-
-    def prepare(self, problem: CacheProblem, device: DeviceInfo) -> TritonCachedCall:
-        return TritonCachedCall(problem, select_tile(problem, device))
+def decline_reason(problem: CacheProblem) -> str | None:
+    """Why no kernel takes the problem, or None."""
+    combines = isinstance(problem, CombineProblem)
+    legal = COMBINE_DTYPES if combines else SIXTEEN_BIT
+    if problem.dtype not in legal:
+        return f"takes {', '.join(map(str, legal))}, not {problem.dtype}"
+    if problem.out_dtype not in legal:
+        return f"writes {', '.join(map(str, legal))}, not {problem.out_dtype}"
+    reason = None if combines else head_dim_reason(problem, MAX_HEAD_DIM)
+    if reason is None and isinstance(problem, DecodeProblem):
+        return score_factor_reason(problem, 100, torch.float32)
+    return reason
 
 
-BACKEND = TritonCacheBackend()
 _HERE = nullcontext()
 
 

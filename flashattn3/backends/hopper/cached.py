@@ -1,0 +1,72 @@
+"""Cached calls of the Hopper backend: few query rows run on the decode kernels, many on the cached
+forward kernels where these take the call.
+
+Appends run on the append kernel once a GPU has measured it, or where a call has backend="hopper";
+other appends and combinations on Triton's kernels, in the same stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...call.cached import CacheProblem, CombineProblem, DecodeProblem
+from ..triton.backend import BACKEND as TRITON
+from . import append_launch, decode_launch
+from .kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
+
+if TYPE_CHECKING:
+    from ..base import CachedLaunch
+    from ..device import DeviceInfo
+    from .backend import HopperBackend
+
+
+def decline_reason(hopper: HopperBackend, problem: CacheProblem, device: DeviceInfo) -> str | None:
+    """Why an available backend does not take the problem, or None."""
+    if not isinstance(problem, DecodeProblem):
+        if append_reason(hopper, problem) is None:
+            return None
+        reason = TRITON.unavailable_reason(device) or TRITON.decline_reason(problem, device)
+        return reason and f"runs Triton's kernel for this: {reason}"
+    reason = decode_launch.unfit_reason(problem)
+    if reason is not None:
+        return reason
+    config, why = _choose(hopper, problem)
+    limit = decode_launch.DECODE_ROWS
+    many = problem.rows > limit and problem.backend != hopper.name
+    if many and isinstance(config, DecodeConfig):
+        again = f"reads the keys again for every {decode_launch.DECODE_TILE_ROWS} rows"
+        return f"{again}, over {limit} only with backend='hopper'; {why}"
+    return hopper.unusable_reason(config, problem.backend)
+
+
+def prepare(hopper: HopperBackend, problem: CacheProblem, device: DeviceInfo) -> CachedLaunch:
+    if not isinstance(problem, DecodeProblem):
+        if append_reason(hopper, problem) is None:
+            return append_launch.AppendLaunch(problem, hopper.library())
+        return TRITON.prepare(problem, device)
+    chosen, appends = _choose(hopper, problem), append_reason(hopper, problem) is None
+    return decode_launch.decode_launch(problem, device, hopper.library(), *chosen, appends)
+
+
+def append_reason(hopper: HopperBackend, problem: CacheProblem) -> str | None:
+    """Why the append kernel does not write new tokens of a problem's dtype and head dims; or
+    None."""
+    if isinstance(problem, CombineProblem):
+        return "combines partial results"
+    if hopper.only_measured and not APPEND_MEASURED and problem.backend != hopper.name:
+        return "the append kernel was never run on a GPU; backend='hopper' would run it"
+    return append_launch.unfit_reason(problem)
+
+
+def _choose(hopper: HopperBackend, problem: DecodeProblem) -> tuple[KernelConfig, str]:
+    """The kernel config of a problem that is not unfit, and why of this kind."""
+    reason = decode_launch.forward_reason(problem)
+    if reason is None:
+        config = decode_launch.forward_config_of(problem)
+        reason = hopper.unusable_reason(config, hopper.name)
+        if hopper.only_measured and not config.measured:
+            # Not for backend="hopper" either: decode kernels, which have run, take the call.
+            reason = f"kernel config {config.name} was never run on a GPU"
+        if reason is None:
+            return config, f"over {decode_launch.DECODE_ROWS} packed rows"
+    return decode_launch.config_of(problem), reason
