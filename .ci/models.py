@@ -1,7 +1,10 @@
 """Try every model_type of transformers on flashattn3, and write docs/integrations-models.md.
 
-    python .ci/models.py try OUT.json [KIND...]  # in an environment of each release
+    python .ci/models.py try OUT.json [WORD...]  # in an environment of each release
     python .ci/models.py write OUT.json...       # the page, from all of them
+
+``try`` goes on where OUT.json ends. WORD: a model_type, or the beginning of an outcome such as "not
+tried" or "refused", to try again.
 
 tests/small_models.py makes the models, tests/test_integrations_models.py has the same as tests.
 """
@@ -34,7 +37,7 @@ The table makes no statement about them; the errors above hold for them too.
 """
 
 
-def try_all(out: Path, again: list[str]) -> None:
+def try_all(out: Path, words: list[str]) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     import torch
     import transformers
@@ -47,14 +50,16 @@ def try_all(out: Path, again: list[str]) -> None:
     warnings.simplefilter("ignore")
     fa3.register()
     found = {"release": ".".join(transformers.__version__.split(".")[:2]), "kinds": {}}
-    if again:
+    if out.exists():
         found = json.loads(out.read_text())
+    kinds = found["kinds"]
     for kind, cls in model_classes().items():
-        if again and kind not in again:
+        known = kinds.get(kind, ["", ""])[1]
+        if known and kind not in words and not known.startswith(tuple(words)):
             continue
-        found["kinds"][kind] = [cls, outcome(kind)]
-        print(kind, *found["kinds"][kind], flush=True)
-    out.write_text(json.dumps(found))
+        kinds[kind] = [cls, outcome(kind)]
+        print(kind, *kinds[kind], flush=True)
+        out.write_text(json.dumps(found))
 
 
 def write(runs: list[dict]) -> None:
