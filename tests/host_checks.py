@@ -501,8 +501,9 @@ def check_the_next_token_of_a_model(host):
         Segments(True, cache_seqlens=ends),
         Segments(True, cache_seqlens=ends, cache_leftpad=begins),
     ):
-        mask = segments.as_mask(ends.device)
-        found = Segments.of_mask(mask, 3, tuple(x.shape[2] for x in bhsd[:2]), None)
+        lengths = tuple(x.shape[2] for x in bhsd[:2])
+        mask = segments._replace(lengths=lengths).as_mask(ends.device)
+        found = Segments.of_mask(mask, 3, lengths, None)
         lengths = {"cache_seqlens": found.cache_seqlens, "cache_leftpad": found.cache_leftpad}
         options = {"causal": True, "window_size": (found.left, 0), "softmax_scale": 0.1}
         forget_cached_calls()

@@ -260,7 +260,7 @@ def test_the_next_token_of_a_model_on_hopper(cache, cached_on_hopper, monkeypatc
     mask, module = None, torch.nn.Module()
     if cache == "static":
         length = torch.tensor([9], dtype=torch.int32)
-        mask = Segments(True, cache_seqlens=length).as_mask(q.device)
+        mask = Segments(True, cache_seqlens=length, lengths=(1, 256)).as_mask(q.device)
 
     def call():
         return attention(module, q, k, k, mask, scaling=0.1, position_ids=None, use_cache=True)[0]

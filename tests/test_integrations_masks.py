@@ -259,7 +259,7 @@ class OwnMasks:
         for i in range(200):
             lengths = [2] * (1 + i % 3) + [0] * (2 - i % 3)
             edges = torch.tensor([0, *lengths]).cumsum(0).int()
-            made = segments.Segments(True, cu_seqlens_q=edges, cu_seqlens_k=edges)
+            made = segments.Segments(True, cu_seqlens_q=edges, cu_seqlens_k=edges, lengths=(6, 6))
             self.made.masks = [made.as_mask(edges.device, {}) for _ in range(2)]
             read = [segments._checked(mask, batch=5) for mask in self.made.masks]
             counts.append(read[0].cu_seqlens_q.diff().count_nonzero().item())
@@ -303,9 +303,8 @@ def test_a_hole_before_the_next_token(name):
 
 def test_a_step_takes_no_packed_sequences():
     """A mask that describes one query in each row is not ignored."""
-    mask = segments.Segments(True, cache_seqlens=torch.tensor([9], dtype=torch.int32)).as_mask(
-        "cpu"
-    )
+    end = torch.tensor([9], dtype=torch.int32)
+    mask = segments.Segments(True, cache_seqlens=end, lengths=(1, 12)).as_mask("cpu")
     q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 12, 8)
     edges = {f"cu_seq_lens_{x}": torch.tensor([0, n]).int() for x, n in (("q", 1), ("k", 12))}
     with pytest.raises(UnsupportedError, match="cu_seq_lens_q must be None where attention_mask"):

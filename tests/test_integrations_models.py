@@ -5,7 +5,9 @@ The sweep tries every model_type; ``.ci/models.py`` writes its results to docs.
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -93,13 +95,74 @@ def test_a_mask_for_other_lengths():
         model.generate(**inputs, max_new_tokens=4)
 
 
+CAUSAL = transformers.masking_utils.causal_mask_function
+
+
+@pytest.mark.parametrize("made_in", ["the compiled function", "eager code", "a copy"])
+@pytest.mark.parametrize(
+    ("lengths", "others"),
+    [((8, 8), (6, 6)), ((1, 8), (1, 6)), ((8, 8), (1, 8)), ((4, 8), (8, 8)), ((1, 8), (8, 8))],
+)
+@torch.no_grad()
+def test_a_mask_for_other_lengths_in_compiled_code(lengths, others, made_in):
+    """One for the lengths of its call is right. generate copies masks of static caches."""
+    torch._dynamo.reset()
+    layer, (q, k) = torch.nn.Module(), (torch.randn(2, 2, n, 8) for n in lengths)
+    valid = torch.ones(2, 8, dtype=torch.bool)
+    valid[0, :3] = False
+
+    def attend(queries, keys, run=fa3.attention, copied=False):
+        mask = masks.mask(2, keys, CAUSAL, q_length=queries, attention_mask=valid[:, :keys])
+        return run(layer, q, k, k, mask.clone() if copied else mask)[0]
+
+    compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    call = {
+        "the compiled function": lambda: compiled(attend),
+        "eager code": lambda: partial(attend, run=compiled(fa3.attention)),
+        "a copy": lambda: partial(attend, copied=True),
+    }[made_in]()
+    torch.testing.assert_close(call(*lengths), attend(*lengths))
+    with pytest.raises(Exception, match="attention_mask must be for the lengths of the call"):
+        call(*others)
+
+
 def test_a_mask_of_a_user_is_not_read_as_segments():
-    """Whatever its dtype and batch; transformers passes masks with four axes on as they are."""
-    layer, q = torch.nn.Module(), torch.randn(3, 2, 4, 8)
-    for dtype in (torch.int32, torch.int64, torch.bool, torch.float32):
-        mask = torch.ones(3, 1, 4, 4, dtype=dtype)
-        with pytest.raises(UnsupportedError, match="attention_mask must be None, or 2-dim"):
-            fa3.attention(layer, q, q, q, mask)
+    """Whatever its dtype and shape; transformers passes masks with four axes on as they are."""
+    layer, q, k = torch.nn.Module(), torch.randn(3, 8, 4, 8), torch.randn(3, 8, 6, 8)
+    for dtype in (torch.int32, torch.int64, torch.bool, torch.float32, torch.uint32):
+        for sizes in itertools.product((1, 3, 4), (1, 8), (1, 4), (1, 6)):
+            mask = torch.ones(sizes, dtype=torch.int32).to(dtype)
+            with pytest.raises(UnsupportedError, match="attention_mask must be None, or 2-dim"):
+                fa3.attention(layer, q, k, k, mask)
+
+
+def test_no_mask_of_a_model_fits_the_scores_of_its_call():
+    """So a mask of a user, which does, is never taken for one."""
+    for queries, keys, left, causal in itertools.product(range(1, 9), range(1, 9), (0, -1), (0, 1)):
+        for valid in (None, torch.ones(2, keys, dtype=torch.bool)):
+            if keys < queries:
+                continue
+            config = transformers.LlamaConfig(sliding_window=1)
+            options = {"q_length": queries, "q_offset": keys - queries, "attention_mask": valid}
+            options |= {"config": config} | ({"local_size": 1} if left == 0 else {})
+            if not causal:
+                options["allow_is_bidirectional_skip"] = True
+            mask = masks.mask(2, keys, CAUSAL, **options)
+            if mask is not None:
+                *_, rows, columns = mask.shape
+                assert not (rows in (1, queries) and columns in (1, keys))
+
+
+def test_a_causal_layer_of_a_model_that_asked_for_no_mask():
+    """Attention functions of transformers differ where queries are not as many as keys."""
+    layer, q, k = torch.nn.Module(), torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
+    layer.is_causal = True
+    with pytest.raises(UnsupportedError, match=r"must not be None .* \(4, 6\): Module is causal"):
+        fa3.attention(layer, q, k, k, None)
+    mask = masks.mask(2, 6, CAUSAL, q_length=4, q_offset=2)  # as a model does that asks
+    fa3.attention(layer, q, k, k, mask)
+    fa3.attention(layer, q, k, k, None, is_causal=False)
+    fa3.attention(layer, q[:, :, :1], k, k, None)
 
 
 def test_a_mask_that_no_attention_follows():

@@ -74,7 +74,8 @@ def mask(
         allow_is_bidirectional_skip: passed for masks that are not causal alone.
         use_vmap: whether the model adds a mask function of its own.
 
-    Returns: None for plain attention, or ``Segments.as_mask()``.
+    Returns: None for plain attention, where causal attention has one query or as many as keys; or
+        ``Segments.as_mask()``.
 
     Raises: UnsupportedError: the mask is of another kind. A hole between tokens is in its values,
         which the first layer reads.
@@ -105,8 +106,8 @@ def mask(
     # A static cache is longer than the keys that it holds.
     ends_early = isinstance(first_query, Tensor) or min(first_query + q_length, visible) < kv_length
     if attention_mask is None and (by_row or not (chunk or ends_early or packed)):
-        is_none = plain.left < 0 and not (causal and q_length > 1 and _says_otherwise(config))
-        return None if is_none else plain.as_mask(device)
+        must_say = causal and q_length > 1 and (q_length != kv_length or _says_otherwise(config))
+        return None if plain.left < 0 and not must_say else plain.as_mask(device)
     known = attention_mask is None and not torch.compiler.is_compiling()
     if q_length == 1 and known and not (chunk or packed or plain.left >= 0):
         end = torch.ones(batch_size, dtype=torch.int32, device=device) + first_query

@@ -1,17 +1,28 @@
 """Segments: sequences of queries and keys in the rows of a batch, and the tensor that carries them
 from transformers' mask function to its layers.
 
-A mask passes through transformers as a tensor, whose *shape* carries what is not data:
-(2 or 3, 1 + causal + 2 · in_chunks, left + 2, 1 + number of segments): cu_seqlens of the queries
-and of the keys, expanded along axes 1 and 2; left is the reach of a window in keys, -1 where there
-is none. No segment stands for one dense call. A third row says which fault the mask has, so it is
-not checked yet. Four axes, because transformers leaves only such masks alone. The int32 data is
-viewed as uint32, ``DTYPE``: torch adds no such tensor to scores and selects none by it, so no mask
-of a user has this dtype, and a model that computes with the mask itself gets an error.
+A mask passes through transformers as a tensor, whose *shape* carries what is not data. It has four
+axes, because transformers leaves only such masks alone, and int32 data viewed as uint32, ``DTYPE``:
+torch adds no such tensor to scores and selects none by it, so a model that computes with the mask
+itself gets an error. Data is expanded along the axes that it does not have. left is the reach of a
+window in keys, -1 where there is none; flags are those below.
 
-In a step of generate each row has one query, which sees consecutive keys: there the tensor holds
-cache_seqlens and, where the keys do not begin at the first, cache_leftpad, (1 to 3, more than 4,
-left + 2, batch).
+| made | shape | data |
+|---|---|---|
+| for one query in each row | (1 to 3, 1 + flags, extent, batch) | cache_seqlens, cache_leftpad |
+| else, eager | (2 or 3, 1 + flags, left + 2, edges) | cu_seqlens of the queries and of the keys |
+| else, compiled | (4 or 4 + q, 1 + flags + 16 · (left + 1), extent, 2 · edges) | the same |
+
+extent: seqlen_q + seqlen_k + 1; q: seqlen_q where it is not seqlen_k. So these shapes say for which
+lengths a mask is made, and compiled code compares them as it compiles. An eager mask of several
+queries is copied by generate, so its size must not depend on the lengths: eager code compares an
+attribute, compiled code the last edges, by an assertion on the device. A ``PLAIN`` mask is one
+dense call; its data are the lengths. A third row says which fault the mask has, so it is not
+checked yet.
+
+A mask that a user made for a call has the call's seqlen_q or 1 in axis 2 and seqlen_k or 1 in axis
+3. Ours never has both: extent is greater than seqlen_q, and an eager mask of several queries gets
+as many edges that axis 3 has neither.
 
 The first layer that meets an unchecked mask reads it, with all others of its forward: one wait for
 the device, whatever the number of masks and layers.
@@ -19,8 +30,7 @@ the device, whatever the number of masks and layers.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from threading import Lock, get_ident
 from typing import NamedTuple
 
@@ -43,6 +53,12 @@ OFF_CHUNKS = (
     "newer, or pass each sequence in a row of its own"
 )
 FAULTS = HOLES, AHEAD, OFF_CHUNKS
+MISFIT = (
+    "transformers attention: attention_mask must be for the lengths of the call: its layer does "
+    "not use the mask that its model made for it; " + INSTEAD
+)
+CAUSAL, CHUNKED, ONE_QUERY, PLAIN = 1, 2, 4, 8  # flags
+COMPILED = 4  # in axis 0, of a mask of several queries that compiled code made; others have less
 FEW_OF_A_ROW, TOKENS_OF_ANOTHER = 8, 16
 TOO_MANY = (
     f"transformers mask: compiled code takes {FEW_OF_A_ROW} packed sequences in a row, and one "
@@ -66,7 +82,7 @@ class Segments(NamedTuple):
         code: whether they are chunks.
     cache_seqlens, cache_leftpad: int32 (batch,), of one query in each row, in place of cu_seqlens:
         where the keys that it sees end and begin; None: at the last, at the first.
-    lengths: (seqlen_q, seqlen_k) that a mask is made for. An eager call compares its own.
+    lengths: (seqlen_q, seqlen_k) that a mask is made for. A call compares its own.
     """
 
     causal: bool
@@ -86,39 +102,49 @@ class Segments(NamedTuple):
         batch: number of rows of the call. lengths: its (seqlen_q, seqlen_k). layer: for messages.
         """
         sizes = mask.shape
-        rows = sizes[0] if mask.dtype == DTYPE and len(sizes) == 4 else 0
-        if not (2 - _of_one_query(sizes)) <= rows <= 3:
+        if mask.dtype != DTYPE or len(sizes) != 4 or _fits_scores(sizes, *lengths):
             raise UnsupportedError(
                 "transformers attention: attention_mask must be None, or 2-dimensional where the "
                 f"model takes it, got {shown(mask)}: flashattn3 does not support additive and "
                 f"4-dimensional masks; {INSTEAD}"
             )
         compiling = torch.compiler.is_compiling()
-        if not compiling and getattr(mask, "_segments_of", lengths) != lengths:
-            raise _misfit(mask._segments_of, lengths, layer)
-        if rows == 3:
+        made_for = _lengths_in(sizes)
+        if made_for is None and not compiling:
+            made_for = getattr(mask, "_segments_of", None)
+        data = mask.view(torch.int32)
+        if made_for is None:
+            count = 1 if _flags(sizes) & PLAIN else batch
+            same = [data[i, 0, 0, -1] == count * n for i, n in enumerate(lengths)]
+            torch._assert_async(same[0] & same[1], MISFIT)
+        elif made_for[0] != lengths[0] or made_for[1] != lengths[1]:
+            raise _misfit(made_for, lengths, layer)
+        if sizes[0] == 3:
             checked = None if compiling else _checked(mask, batch)
             if checked is not None:
                 return checked
-        data = mask.view(torch.int32)
-        if rows == 3:
             torch._assert_async(data[2, 0, 0, 0] == 0, " or ".join(FAULTS))
-        return _segments(sizes, (data[0, 0, 0],) if rows == 1 else data[:2, 0, 0])
+        return _segments(sizes, data)
 
     def as_mask(self, device: torch.device, faults: dict[str, Tensor] | None = None) -> Tensor:
-        """The tensor for transformers.
+        """The tensor for transformers. lengths must be set.
 
         faults: a bool tensor for each of FAULTS that the mask may have: whether it does. None: the
             mask has none, and nothing in it must be read. A compiled function asserts on the device
             that it has none.
         """
+        queries, keys = self.lengths
+        extent, compiling = queries + keys + 1, torch.compiler.is_compiling()
+        flags, reach = CAUSAL * self.causal + CHUNKED * self.in_chunks, 2 + self.left
         if self.cache_seqlens is not None:
             rows = [x for x in (self.cache_seqlens, self.cache_leftpad) if x is not None]
+            flags, reach = flags + ONE_QUERY, extent
         elif self.cu_seqlens_q is None:
-            rows = [torch.zeros(1, dtype=torch.int32, device=device)] * 2
+            rows = [torch.full((2,), n, dtype=torch.int32, device=device) for n in self.lengths]
+            flags += PLAIN
         else:
             rows = [self.cu_seqlens_q, self.cu_seqlens_k]
-        to_read = faults is not None and not torch.compiler.is_compiling()
+        to_read = faults is not None and not compiling
         if to_read:
             found = torch.zeros_like(rows[0])
             for message, flag in faults.items():
@@ -127,10 +153,15 @@ class Segments(NamedTuple):
         elif faults:
             for message, flag in faults.items():
                 torch._assert_async(~flag, message)
-        edges = torch.stack(rows)[:, None, None]
-        flags = self.causal + 2 * self.in_chunks + 4 * (self.cache_seqlens is not None)
-        mask = edges.view(DTYPE).expand(-1, 1 + flags, 2 + self.left, -1)
-        if not torch.compiler.is_compiling() and self.lengths is not None:
+        if not compiling and not flags & ONE_QUERY and len(rows[0]) == keys:
+            rows = [torch.cat((x, x[-1:])) for x in rows]  # one more segment, which is empty
+        data = torch.stack(rows).view(DTYPE)[:, None, None]
+        if compiling and not flags & ONE_QUERY:
+            data = data.reshape(1, 1, 1, -1)
+            others = 0 if queries == keys else queries
+            return data.expand(COMPILED + others, 1 + flags + 16 * (1 + self.left), extent, -1)
+        mask = data.expand(-1, 1 + flags, reach, -1)
+        if not compiling:
             mask._segments_of = self.lengths
         if to_read:
             with _lock:
@@ -150,7 +181,7 @@ class Segments(NamedTuple):
         begin = zero if self.cache_leftpad is None else self.cache_leftpad
         queries = _flattened((zero, zero, torch.full_like(end, lengths[0])), lengths[0])
         keys = _flattened((zero, begin, end), lengths[1])
-        return Segments(self.causal, self.left, queries, keys, self.in_chunks)
+        return Segments(self.causal, self.left, queries, keys, self.in_chunks, lengths=lengths)
 
     def cut_at(
         self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, lengths: tuple
@@ -190,18 +221,45 @@ def _misfit(made_for: tuple[int, int], lengths: tuple[int, int], layer: object) 
     )
 
 
-def _of_one_query(sizes: Sequence[int]) -> bool:
-    return len(sizes) == 4 and sizes[1] > 4
+def is_plain(mask: Tensor) -> bool:
+    """Return whether a mask of ``as_mask`` is one dense call, without segments."""
+    return bool(_flags(mask.shape) & PLAIN)
 
 
-def _segments(sizes: Sequence[int], rows: Iterable[Tensor]) -> Segments:
-    """sizes: of the mask. rows: cu_seqlens of the queries and of the keys, or cache_seqlens and
-    cache_leftpad."""
-    flags = sizes[1] - 1
-    causal, left, in_chunks = bool(flags & 1), sizes[2] - 2, bool(flags & 2)
-    if flags & 4:
-        return Segments(causal, left, None, None, in_chunks, *rows)
-    return Segments(causal, left, *(rows if sizes[3] > 1 else (None, None)), in_chunks)
+def _flags(sizes: Sequence[int]) -> int:
+    return (sizes[1] - 1) & 15
+
+
+def _fits_scores(sizes: Sequence[int], queries: int, keys: int) -> bool:
+    """Return whether a mask of these sizes is one of a user, for scores of (queries, keys)."""
+    if sizes[0] >= COMPILED or _flags(sizes) & ONE_QUERY:
+        return sizes[2] == 1 or sizes[2] == queries
+    return sizes[0] == 1 or sizes[3] == 1 or sizes[3] == keys
+
+
+def _lengths_in(sizes: Sequence[int]) -> tuple[int, int] | None:
+    """(seqlen_q, seqlen_k) that a mask of these sizes is made for; None if they do not say."""
+    total = sizes[2] - 1
+    if sizes[0] == COMPILED:
+        return total // 2, total // 2
+    if sizes[0] > COMPILED:
+        return sizes[0] - COMPILED, total - (sizes[0] - COMPILED)
+    return (1, total - 1) if _flags(sizes) & ONE_QUERY else None
+
+
+def _segments(sizes: Sequence[int], data: Tensor) -> Segments:
+    """sizes, data: of a mask, the data as int32."""
+    flags = _flags(sizes)
+    causal, in_chunks = bool(flags & CAUSAL), bool(flags & CHUNKED)
+    if flags & ONE_QUERY:
+        rows = (data[0, 0, 0],) if sizes[0] == 1 else data[:2, 0, 0]
+        return Segments(causal, -1, None, None, in_chunks, *rows)
+    compiled = sizes[0] >= COMPILED
+    left = (sizes[1] - 1) // 16 - 1 if compiled else sizes[2] - 2
+    if flags & PLAIN:
+        return Segments(causal, left, in_chunks=in_chunks)
+    rows = data[0, 0, 0].view(2, -1) if compiled else data[:2, 0, 0]
+    return Segments(causal, left, *rows, in_chunks)
 
 
 def _flattened(limits: tuple[Tensor, ...], length: int) -> Tensor:
@@ -261,8 +319,8 @@ def _read_masks(device: torch.device) -> None:
     numbers = torch.stack([_numbers_of(mask) for mask in unread]).tolist()
     for mask, (fault, end, filled) in zip(unread, numbers, strict=True):
         message = next((text for i, text in enumerate(FAULTS) if fault >> i & 1), None)
-        kept = None if _of_one_query(mask.shape) else end + 1
-        edges = mask.view(torch.int32)[:2, 0, 0, :kept].clone()  # a view would keep the mask
+        kept = None if _flags(mask.shape) & ONE_QUERY else end + 1
+        edges = mask.view(torch.int32)[..., :kept][:, :1, :1].clone()  # a view would keep the mask
         _readings[mask] = _Reading(message, _segments(mask.shape, edges), filled)
 
 
@@ -270,7 +328,7 @@ def _numbers_of(mask: Tensor) -> Tensor:
     """(3,): the fault, the number of segments before the empty ones at the end, and the number of
     segments with keys; of one query in each row: the fault and zeros."""
     data = mask.view(torch.int32)
-    if _of_one_query(mask.shape):
+    if _flags(mask.shape) & ONE_QUERY:
         return torch.nn.functional.pad(data[2, 0, 0, :1].long(), (0, 2))
     edges = data[:2, 0, 0]
     inside = (edges < edges[:, -1:]).any(0)
@@ -290,65 +348,3 @@ def edges_of(begins: Tensor, count: int) -> Tensor:
     total = begins.numel()
     found = torch.nonzero_static(begins.flatten(), size=count, fill_value=total)
     return torch.nn.functional.pad(found.flatten(), (0, 1), value=total).int()
-
-
-class _ReadPositions(NamedTuple):
-    """The position_ids that were read last, for a batch of rows of a length, and their cu_seqlens.
-
-    version: of the tensor; an inference tensor has none. layer: that read them, and its index.
-    """
-
-    position_ids: weakref.ref
-    version: int | None
-    batch: int
-    length: int
-    layer: weakref.ref
-    layer_idx: int | None
-    edges: Tensor | None
-
-
-_last_positions: list[_ReadPositions] = []  # at most one
-
-
-def edges_of_positions(
-    position_ids: Tensor, batch: int, length: int, layer: torch.nn.Module
-) -> Tensor | None:
-    """cu_seqlens of packed sequences, for models that give their mask function no positions: a
-    sequence begins where a position is not the one before it plus 1, as transformers has it. None
-    if every row is one sequence, and for positions of another shape.
-
-    The first layer of a forward reads the positions for all, which get the same tensor. In the next
-    forward their values may have changed.
-    """
-    index = getattr(layer, "layer_idx", None)
-    version = None if position_ids.is_inference() else position_ids._version
-    for of, of_version, of_batch, of_length, reader, reader_index, edges in _last_positions:
-        if of() is position_ids and (of_version, of_batch, of_length) == (version, batch, length):
-            ordered = index is not None and reader_index is not None
-            later = index > reader_index if ordered else reader() is not layer
-            if later and reader() is not None:
-                return edges
-    if position_ids.shape not in ((1, length), (batch, length)):
-        return None
-    begins = _begins(position_ids, batch)
-    count = int(begins.sum())
-    edges = None if count == batch else edges_of(begins, count)
-    of = weakref.ref(position_ids), version, batch, length
-    _last_positions[:] = [_ReadPositions(*of, weakref.ref(layer), index, edges)]
-    return edges
-
-
-def edges_of_traced_positions(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
-    """The same in a compiled function, which cannot read positions: there may be ``most_packed``
-    sequences."""
-    if position_ids.shape not in ((1, length), (batch, length)):
-        return None
-    begins = _begins(position_ids, batch)
-    count = batch * most_packed(length)
-    torch._assert_async(begins.sum() <= count, TOO_MANY)
-    return edges_of(begins, count)
-
-
-def _begins(position_ids: Tensor, batch: int) -> Tensor:
-    later = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
-    return torch.nn.functional.pad(later, (1, 0), value=True)

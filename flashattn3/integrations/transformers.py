@@ -30,8 +30,9 @@ from ..kvcache.planned import Further, run_planned
 from ..run.bhsd import attend_bhsd, attend_like_before, call_operator, is_compiled
 from .libraries import import_library
 from .masks import mask
+from .packed_positions import edges_of_positions, edges_of_traced_positions
 from .refused_models import _awaited, attention_was_called, attention_was_compiled, refuse_models
-from .segments import Segments, edges_of_positions, edges_of_traced_positions
+from .segments import INSTEAD, Segments, is_plain
 
 OLDEST, NEWEST = "4.57", "5.24"  # releases of transformers that the tests cover
 TAKEN = ("eager", "sdpa", "flex_attention")
@@ -85,7 +86,9 @@ def attention(
     Args:
         query: (batch, heads, seqlen_q, head_dim).
         key, value: (batch, heads_kv, seqlen_k, ·); value's head_dim may differ.
-        attention_mask: from ``mask``, or None.
+        attention_mask: from ``mask``, or None: then attention is causal where is_causal says so, as
+            in transformers' sdpa and flash attention; eager attention shows all keys there. A model
+            that asks for its mask never differs in this.
         sliding_window: w: a query sees the w - 1 keys before it, and after it where the mask is not
             causal. Where ``mask`` describes a window, that one counts.
         scaling: factor of the scores; None: head_dim ** -0.5.
@@ -101,7 +104,8 @@ def attention(
     Returns: out (batch, seqlen_q, heads, head_dim_v) and None in place of the probabilities.
 
     Raises:
-        UnsupportedError: dropout, or another argument that flashattn3 does not support.
+        UnsupportedError: dropout, or another argument that flashattn3 does not support; a mask of
+            other lengths; no mask for a causal layer with other numbers of queries and keys.
     """
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -118,11 +122,13 @@ def attention(
     else:
         segments = Segments.of_mask(attention_mask, batch, lengths, module)
     is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if attention_mask is None and segments.causal and 1 < length != lengths[1] and not is_packed:
+        raise _not_asked(lengths, module)
     if length == 1 and not is_packed:
         out = _attend_to_cache(query, key, value, segments, scaling, softcap or 0.0, s_aux)
         if out is not None:
             return out, None
-    is_whole = attention_mask is None or attention_mask.shape[-1] == 1
+    is_whole = attention_mask is None or is_plain(attention_mask)
     if attention_mask is not None:
         segments = segments.packed(lengths)
     if is_packed:
@@ -138,6 +144,16 @@ def attention(
     edges = segments.cu_seqlens_q, segments.cu_seqlens_k  # torch 2.8 traces no slice
     values = scaling, causal, left, 0 if causal else left, softcap or 0.0
     return _attend((query, key, value), edges, values, s_aux, compiling), None
+
+
+def _not_asked(lengths: tuple[int, int], module: torch.nn.Module) -> UnsupportedError:
+    """``mask`` returns no None for such lengths, so the model did not ask for its mask. Attention
+    functions of transformers differ here: eager shows all keys, sdpa the first ones."""
+    return UnsupportedError(
+        "transformers attention: attention_mask must not be None where the numbers of queries and "
+        f"keys differ, got {lengths}: {type(module).__name__} is causal and its model asked for no "
+        f"mask; pass attention_mask, or {INSTEAD}"
+    )
 
 
 # Models whose mask function gets no position_ids. Those of other models find packed sequences
