@@ -392,6 +392,7 @@ def test_a_wrong_call_has_no_host_time(tmp_path, capsys, monkeypatch):
     assert {r["status"] for r in records if r["provider"] != OURS} == {"ok"}
 
 
+@pytest.mark.slow
 def test_quick_accuracy_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 0
     _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
@@ -409,6 +410,7 @@ def test_quick_accuracy_suite(tmp_path, capsys):
     assert growth in printed
 
 
+@pytest.mark.slow
 def test_quick_distributions_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 0
     _, *records = lines(tmp_path / "fp8-distributions.jsonl")

@@ -112,7 +112,7 @@ def test_a_call_runs_on_the_backend_in_force(kind, packed, needs_gradient, devic
     [
         pytest.param("hopper", False, marks=needs_hopper),
         pytest.param("hopper", True, marks=needs_hopper),
-        ("triton", True),
+        pytest.param("triton", True, marks=pytest.mark.slow),
         ("reference", False),
     ],
 )

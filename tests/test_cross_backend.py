@@ -69,6 +69,7 @@ def test_compiled_kernels_agree_with_the_reference(case: Case, backend, dtype, d
         check(name, *values, GRADIENT_FACTOR, case, f"{backend} against reference")
 
 
+@pytest.mark.interpreted(quick=lambda case, form, backend: form == "int8 rotated")
 @pytest.mark.parametrize("backend", EVERY_BACKEND[:-1])
 @pytest.mark.parametrize("form", ["rotated", "int8 rotated"])
 @pytest.mark.parametrize("case", SMALL + LARGE * GPU, ids=lambda case: case.name)

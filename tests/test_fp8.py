@@ -342,6 +342,7 @@ def test_smoothing_takes_what_the_tokens_have_in_common(backend, device):
     assert rmse(lse, reference_lse) < 1.1 * rmse(plain_lse, reference_lse)
 
 
+@pytest.mark.interpreted(quick=lambda smooth, backend, **_: backend != "triton" or smooth)
 @pytest.mark.parametrize(
     ("hadamard", "smooth"),  # q and k in e4m3, in int8
     [(False, False), (True, False), (True, True)],
@@ -460,7 +461,9 @@ one_graph = pytest.mark.skipif(
 
 
 @one_graph
-@pytest.mark.parametrize(("dynamic", "dtype"), [(False, FP8), (True, INT8)])
+@pytest.mark.parametrize(
+    ("dynamic", "dtype"), [pytest.param(False, FP8, marks=pytest.mark.slow), (True, INT8)]
+)
 def test_compiled_calls(dynamic, dtype, device):
     torch._dynamo.reset()
 

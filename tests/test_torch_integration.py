@@ -44,6 +44,12 @@ def arguments_for(name, backend, device, requires_grad=True):
     return tensors, options
 
 
+checked = pytest.mark.interpreted(
+    quick=lambda name, backend, **_: backend != "triton" or name == CASES[0]
+)
+
+
+@checked
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_forward(name, backend, device):
@@ -51,6 +57,7 @@ def test_opcheck_forward(name, backend, device):
     torch.library.opcheck(torch.ops.flashattn3.forward.default, arguments)
 
 
+@checked
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("name", CASES)
