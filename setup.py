@@ -9,7 +9,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-from build_support.build import OUTPUTS, build
+from build_support.build import build
+from build_support.ninja_file import OPS_LIBRARY
 from build_support.toolchain import BuildError, kernels_are_wanted
 
 
@@ -23,19 +24,20 @@ class BuildKernels(build_ext):
         build(self.package_folder())
 
     def get_outputs(self) -> list[str]:
-        return [str(self.package_folder() / output) for output in OUTPUTS]
+        return [str(self.package_folder() / OPS_LIBRARY)]
 
     def get_output_mapping(self) -> dict[str, str]:
-        return {}  # an editable install has the libraries in the package's own folder
+        return {}  # an editable install has the library in the package's own folder
 
 
 def setup_arguments() -> dict[str, object]:
     if not kernels_are_wanted():
         return {}
     return {
-        # Named so that the wheel is for this platform and this version of Python.
-        "ext_modules": [Extension("flashattn3._kernel_info", sources=[])],
+        # It makes the wheel one of this platform. The library holds nothing of Python.
+        "ext_modules": [Extension("flashattn3._lib", sources=[], py_limited_api=True)],
         "cmdclass": {"build_ext": BuildKernels},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import join, quote
@@ -22,8 +21,6 @@ HOST_LIBRARY = "libflashattn3_host.so"
 DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, *EMULATIONS, HOST_LIBRARY)
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 STREAM_COUNTERS = "launch/stream_counters.cpp.o"  # which the checks link too
-# The suffix names the Python version: pybind11 has no stable ABI.
-INFO_MODULE = Path(f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 COMMON_FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 DEVICE_FLAGS = (
@@ -56,7 +53,7 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
     """
     lines = [f"nvcc = {_command(tools.ccache, tools.nvcc)}", f"link = {_command(tools.nvcc)}"]
     lines.append(RULES.format(common=join([*COMMON_FLAGS, f"-I{CSRC}"])))
-    library, module = package / OPS_LIBRARY, package / INFO_MODULE
+    library = package / OPS_LIBRARY
 
     device = [*DEVICE_FLAGS, f"-I{tools.cutlass_include}"]
     torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
@@ -73,15 +70,7 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
     # The CUDA runtime is static and hidden: torch loads its own, which may have another version.
     flags = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
     _link(lines, library, objects, [*flags, *TORCH_LINK_FLAGS])
-
-    python = [f"-isystem={folder}" for folder in (tools.python_include, tools.pybind11_include)]
-    bindings = [
-        _compile(lines, source, python)
-        for source in sorted((CSRC / "python_binding").glob("*.cpp"))
-    ]
-    beside = [f"-L{library.parent}", f"-l:{library.name}", "-Xlinker=-rpath=$$ORIGIN/_lib"]
-    _link(lines, module, bindings, ["-shared", "-cudart=none", *beside], needs=library)
-    if DEVICE_TESTS.is_dir():  # absent where the kernels are built without tests
+    if DEVICE_TESTS.is_dir():  # absent where kernels are built without tests
         for check in KERNEL_CHECKS:
             num_configs = len(write_configs(units[0].parent, check))
             _kernel_check(lines, check, generated, [*shared, STREAM_COUNTERS], num_configs)
@@ -93,7 +82,7 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
         runtime.append(_compile(lines, host / "kernel_arguments.cu", device))
         flags = ["-shared", "-cudart=none", "-Xlinker=-Bsymbolic", f"-L{tools.torch_lib}"]
         _link(lines, Path(HOST_LIBRARY), [*objects, *runtime], [*flags, *TORCH_LINK_FLAGS])
-    lines.append(f"default {_escaped(library)} {_escaped(module)}")
+    lines.append(f"default {_escaped(library)}")
     return "\n".join(lines) + "\n"
 
 
@@ -139,9 +128,8 @@ def _compile(
     return target
 
 
-def _link(lines: list[str], target: Path, objects, flags: list[str], needs: Path | None = None):
-    implicit = f" | {_escaped(needs)}" if needs else ""
-    lines.append(f"build {_escaped(target)}: link {' '.join(objects)}{implicit}")
+def _link(lines: list[str], target: Path, objects: Sequence[str], flags: Sequence[str]) -> None:
+    lines.append(f"build {_escaped(target)}: link {' '.join(objects)}")
     lines.append(f"  flags = {' '.join(quote(flag) for flag in flags)}")
 
 

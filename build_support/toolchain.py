@@ -17,11 +17,8 @@ from third_party import cutlass
 OLDEST_NVCC = (12, 4)  # the first that compiles C++20 with class types as template arguments
 OLDEST_TORCH_ABI = "0x0209000000000000"  # 2.9, as pyproject.toml has it
 CHOICES = ("cuda", "python")
-PYBIND11 = "pybind11>=3.0,<4"  # as pyproject.toml has it
 BUILD_REQUIREMENTS = ("ninja", "torch>=2.9", cutlass.PINNED)  # besides pyproject.toml's
-INSTALL_HINT = (
-    f"pip install ninja '{PYBIND11}' 'torch>=2.9' && pip install --no-deps {cutlass.PINNED}"
-)
+INSTALL_HINT = f"pip install ninja 'torch>=2.9' && pip install --no-deps {cutlass.PINNED}"
 
 
 class BuildError(RuntimeError):
@@ -38,8 +35,6 @@ class Toolchain:
     cutlass_include: Path
     torch_include: Path
     torch_lib: Path
-    python_include: Path
-    pybind11_include: Path
 
 
 def kernels_are_wanted() -> bool:
@@ -60,8 +55,6 @@ def find_toolchain() -> Toolchain:
         "ninja": _ninja,
         "cutlass_include": _cutlass_include,
         "torch_include": _torch_include,
-        "python_include": _python_include,
-        "pybind11_include": _pybind11_include,
     }
     found, missing = {}, []
     for name, find in finders.items():
@@ -155,18 +148,3 @@ def _torch_include() -> Path:
     if not (include / "torch" / "csrc" / "stable" / "tensor_struct.h").is_file():
         raise BuildError(f"torch 2.9 or newer: {include} has no headers of its stable interface")
     return include
-
-
-def _python_include() -> Path:
-    include = Path(sysconfig.get_path("include"))
-    if not (include / "Python.h").is_file():
-        raise BuildError(f"Python.h: not in {include} (python3-dev or python3-devel has it)")
-    return include
-
-
-def _pybind11_include() -> Path:
-    """The headers of the wheel, not the copy that torch's include folder has."""
-    spec = importlib.util.find_spec("pybind11")
-    if spec is None or not spec.submodule_search_locations:
-        raise BuildError(f"{PYBIND11}: not installed where the build runs")
-    return Path(next(iter(spec.submodule_search_locations)), "include")

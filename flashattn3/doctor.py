@@ -87,10 +87,7 @@ def _hopper_kernels() -> str:
     if library.error is not None:
         return _line("Hopper kernels", f"none: {library.error}")
     summary = f"{len(library.configs)} of {len(all_configs())} kernel configs"
-    try:
-        resources = [_resources(info) for info in kernel_info()]
-    except ImportError as error:
-        resources = [f"  {error}"]
+    resources = [_resources(info) for info in kernel_info()]
     reason = aten_node.unusable_reason()
     node = "in C++" if reason is None else f"in Python, more host time: {reason}"
     lines = _line("autograd node", node), _line("Hopper kernels", summary)

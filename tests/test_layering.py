@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "modes": {"errors"},
     "call": CALL,
     "backends.triton.kernels": {"backends.triton.kernels.*"},
-    "backends": CALL | BACKENDS | {"_kernel_info"},
+    "backends": CALL | BACKENDS,
     "quantization": CALL | BACKENDS | {"quantization.*"},
     "run": CALL | {"backends.registry", "backends.base", "backends.device", "quantization", "run.*"}
     | {"quantization.dispatch"},
@@ -47,7 +47,7 @@ MAY_WAIT = {
     *("check_decode_values", "check_append_values", "check_lengths"),
     *("_check_pages", "_check_metadata_values"),
     *("_scalar", "_listed"),
-    *("_kept_signs", "_values_of"),
+    *("_kept_signs", "_values_of", "kernel_info"),
 }
 
 
@@ -214,7 +214,6 @@ CSRC_MAY_INCLUDE = {
     **{kernel: {kernel, *CSRC_PRIMITIVES} for kernel in CSRC_KERNELS},
     "launch": {"launch", *CSRC_KERNELS, *CSRC_PRIMITIVES},
     "torch_binding": {"launch", "torch_binding"},
-    "python_binding": {"launch", "python_binding"},
 }
 
 

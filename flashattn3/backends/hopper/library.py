@@ -1,22 +1,20 @@
 """Loads the compiled operator library of the Hopper backend and checks its kernel configs.
 
 Loading ``_lib/libflashattn3_ops.so`` registers ``torch.ops.flashattn3_hopper``. The library holds
-nothing of Python; the module ``flashattn3._kernel_info`` beside it is built for one version of
-Python and only tells doctor and the tests what resources the kernels take.
+nothing of Python, and of torch it needs the stable interface alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -140,7 +138,7 @@ def library_for_gpu() -> Library:
     return library
 
 
-class KernelInfo(Protocol):
+class KernelInfo(NamedTuple):
     """The resources of one compiled kernel.
 
     num_registers, local_bytes (spills), max_threads and blocks_per_sm are what the current GPU
@@ -157,16 +155,7 @@ class KernelInfo(Protocol):
 
 
 def kernel_info() -> list[KernelInfo]:
-    """The compiled kernels of a usable library; without the module, ImportError with the reason."""
-    wanted = f"_kernel_info{sysconfig.get_config_var('EXT_SUFFIX')}"
-    # By file, because Python may find the module of another copy, which would load its library too.
-    if not (PACKAGE / wanted).is_file():
-        built = sorted(path.name for path in PACKAGE.glob("_kernel_info.*.so"))
-        found = f"only {', '.join(built)} is" if built else "it is not"
-        raise ImportError(
-            f"registers, spills and shared memory are in {wanted}, and {found} in {PACKAGE}; "
-            f"attention does not need it; to build it, {mended_by()}"
-        )
-    from ..._kernel_info import kernel_info as ask
-
-    return ask()
+    """The compiled kernels of a usable library."""
+    names = _text(ctypes.CDLL(str(PACKAGE / OPS_LIBRARY)), "compiled_configs").split()
+    numbers = torch.ops.flashattn3_hopper.kernel_info().tolist()
+    return [KernelInfo(name, *fields) for name, fields in zip(names, numbers, strict=True)]
