@@ -57,9 +57,10 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
 
     device = [*DEVICE_FLAGS, f"-I{tools.cutlass_include}"]
     torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
+    torch.append(f"-I{units[0].parent}")  # with the headers that the build writes
     objects = [_compile(lines, unit, device if unit.suffix == ".cu" else ()) for unit in units]
     objects += [_compile(lines, source) for source in sorted((CSRC / "launch").glob("*.cpp"))]
-    generated = [*device, f"-I{units[0].parent}"]  # with the headers that the build writes
+    generated = [*device, torch[-1]]
     shared = [
         _compile(lines, source, generated) for source in sorted((CSRC / "launch").glob("*.cu"))
     ]

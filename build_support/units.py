@@ -13,6 +13,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp16": "kFloat16", "bf16": "kBFloat16", "e4m3": "kE4m3", "int8": "kInt8"}
 LIMITS_HEADER = "quantize_limits.h"
+TENSORS_HEADER = "call_tensors.h"
 HEADER = "// Written by the build from flashattn3/backends/hopper/kernel_configs.py.\n"
 
 
@@ -33,8 +34,8 @@ def _load(folder: str, name: str) -> ModuleType:
 def write_units(folder: Path, pattern: str) -> list[Path]:
     """Write the units of the configs that match the glob, and the registry; return their paths.
 
-    Units of other configs are deleted; their objects stay for the next build. LIMITS_HEADER is
-    written beside the units.
+    Units of other configs are deleted; their objects stay for the next build. LIMITS_HEADER and
+    TENSORS_HEADER are written beside the units.
     """
     table = load_kernel_configs()
     configs = table.matching(pattern)
@@ -47,12 +48,37 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
     for name, text in texts.items():
         write_if_changed(folder / name, text)
     write_if_changed(folder / LIMITS_HEADER, limits_header(table.MAX_HEAD_DIM))
+    write_if_changed(folder / TENSORS_HEADER, tensors_header())
     return [folder / name for name in texts]
 
 
 def write_if_changed(path: Path, text: str) -> None:
     if not path.is_file() or path.read_text() != text:
         path.write_text(text)
+
+
+def tensors_header() -> str:
+    """The tensors of a call, and what a plan depends on, as lists of C++ macros."""
+    table = _load("call", "tensor_fields")
+    kinds = {table.ROWS: "ROWS", table.EDGES: "EDGES", table.LENGTHS: "LENGTHS"}
+
+    def macro(name: str, fields: tuple) -> str:
+        items = " ".join(f"{kinds[field.kind]}({field.name})" for field in fields)
+        taken = dict.fromkeys(kinds[field.kind] for field in fields)
+        return f"#define FLASHATTN3_{name}({', '.join(taken)}) {items}\n"
+
+    return (
+        "// Written by the build from flashattn3/call/tensor_fields.py.\n#pragma once\n\n"
+        "// The tensors of a call, and those of a call whose launch is found from its tensors.\n"
+        + macro("TENSORS", table.TENSORS)
+        + macro("FOUND_TENSORS", table.FOUND)
+        + "// Both as arguments of an operator.\n"
+        + f'#define FLASHATTN3_SCHEMA "{table.schema()}"\n'
+        + f'#define FLASHATTN3_FOUND_SCHEMA "{table.schema(table.FOUND)}"\n'
+        + "// What of a cached call a plan depends on.\n#define FLASHATTN3_CACHED_PLAN(FIELD) "
+        + " ".join(f"FIELD({name})" for name in table.CACHED_PLAN)
+        + "\n"
+    )
 
 
 def limits_header(max_head_dim: int) -> str:

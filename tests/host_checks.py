@@ -19,6 +19,7 @@ from pathlib import Path
 from timeit import repeat
 
 import host_cached_checks
+import host_plan_checks
 import host_saved_checks
 import pytest
 import torch
@@ -594,8 +595,9 @@ def main() -> None:
     if sys.argv[2:] == ["--time"]:
         return print_times()
     torch.manual_seed(0)
-    named = globals() | vars(host_cached_checks) | vars(host_saved_checks)
-    checks = [check for name, check in named.items() if name.startswith("check_")]
+    named = globals() | vars(host_cached_checks) | vars(host_saved_checks) | vars(host_plan_checks)
+    wanted = sys.argv[2] if sys.argv[2:] else "check_"
+    checks = [check for name, check in named.items() if name.startswith(wanted)]
     for check in checks:
         check(host)
         print(check.__name__)

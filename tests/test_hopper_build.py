@@ -96,7 +96,7 @@ def test_a_subset_keeps_the_places_and_untouched_files_their_time(tmp_path):
     kept = tmp_path / f"{FORWARD_CONFIGS[0].name}.cu"
     before = kept.stat().st_mtime_ns
     paths = units.write_units(tmp_path, FORWARD_CONFIGS[0].name)
-    written = {kept.name, "registry.cpp", units.LIMITS_HEADER}
+    written = {kept.name, "registry.cpp", units.LIMITS_HEADER, units.TENSORS_HEADER}
     assert {path.name for path in tmp_path.iterdir()} == written
     assert kept.stat().st_mtime_ns == before
     assert paths[-1].read_text().count("nullptr") == len(all_configs()) - 1

@@ -13,7 +13,8 @@ import torch
 from helpers import GPU, ROOT
 
 import flashattn3
-from flashattn3.call import fields, operands
+from flashattn3.backends.hopper import kernel_configs
+from flashattn3.call import dtypes, fields, operands, permuted_v
 from flashattn3.call.cached import DECODE, DecodeOptions
 from flashattn3.call.problem import Problem
 from flashattn3.call.public import public
@@ -93,6 +94,12 @@ def test_the_operators_take_the_fields():
     assert names == ["dout", "dlse", "out", "lse", *expected]
 
 
+def test_calls_name_dtypes_and_columns_as_the_kernel_configs_do():
+    """call imports no backend."""
+    assert (*dtypes.NAMES.values(),) == kernel_configs.DTYPES
+    assert kernel_configs.HEAD_DIMS[kernel_configs.E4M3] == permuted_v.COLUMNS
+
+
 def test_a_problem_has_the_fields_for_the_backends():
     names = {field.name for field in dataclasses.fields(Problem)}
     assert {*fields.CALL.to_backend} <= names
@@ -170,7 +177,7 @@ PRODUCT = [
 ]
 CSRC = [path for path in sorted((ROOT / "csrc").rglob("*.*")) if path.suffix != ".md"]
 # Files of the package and of csrc that name an option, prose included: at most 9 together.
-MOST_FILES = {"softcap": (5, 4), "sm_margin": (7, 2), "seqused_k": (5, 2)}
+MOST_FILES = {"softcap": (5, 4), "sm_margin": (7, 2), "seqused_k": (6, 2)}
 
 
 @pytest.mark.parametrize("option", MOST_FILES)

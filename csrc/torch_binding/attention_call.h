@@ -8,15 +8,11 @@
 #include <cstdint>
 #include <optional>
 
+#include "call_tensors.h"
 #include "launch/params.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
-
-// Schema arguments of every attention operator; CallTensors::take reads them.
-#define FA3_TENSORS                                                                               \
-  "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, " \
-  "Tensor? seqused_k"
 
 namespace flashattn3 {
 
@@ -26,11 +22,15 @@ struct Shape {
   int64_t size[5];
 };
 
-// The tensors that both passes read. varlen: the cu_seqlens are given. bhsd: q, k and v have their
-// heads before their tokens; not with varlen.
+// The tensors that both passes read, arguments of every attention operator: FLASHATTN3_SCHEMA.
+// varlen: the cu_seqlens are given. bhsd: q, k and v have their heads before their tokens; not with
+// varlen.
 struct CallTensors {
-  Tensor q, k, v;
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+#define FLASHATTN3_ROWS(name) Tensor name;
+#define FLASHATTN3_INDEX(name) std::optional<Tensor> name;
+  FLASHATTN3_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_INDEX, FLASHATTN3_INDEX)
+#undef FLASHATTN3_ROWS
+#undef FLASHATTN3_INDEX
   bool bhsd = false;
 
   static CallTensors take(Arguments& arguments);

@@ -147,7 +147,8 @@ Gradients run_backward(const char* function, const PreparedLaunch& launch,
   return gradients;
 }
 
-#define FA3_CALL "Tensor launch, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " FA3_TENSORS
+#define FA3_CALL \
+  "Tensor launch, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " FLASHATTN3_SCHEMA
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("backward(" FA3_CALL ") -> (Tensor dq, Tensor dk, Tensor dv)");
   library.def("backward_into(" FA3_CALL ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");

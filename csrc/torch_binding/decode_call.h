@@ -56,7 +56,13 @@ struct DecodeCall {
     const int64_t total = total_q();
     return varlen() && max_seqlen_q >= 0 ? std::min(max_seqlen_q, total) : total;
   }
+  int64_t device() const { return q.get_device_index(); }
+  int64_t dtype() const { return dtype_of(q); }
   int64_t num_heads_q() const { return q.size(varlen() ? 1 : 2); }
+  int64_t num_heads_kv() const { return k_cache.size(2); }
+  int64_t head_dim() const { return q.size(q.dim() - 1); }
+  int64_t head_dim_v() const { return v_cache.size(3); }
+  int64_t page_size() const { return page_table ? k_cache.size(1) : 0; }
 };
 
 // Returns whether all rows of a tensor of 16-bit elements begin at multiples of 16 bytes and are

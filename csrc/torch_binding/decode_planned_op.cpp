@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "call_tensors.h"
 #include "launch/errors.h"
 #include "launch/registry.h"
 #include "torch_binding/append_call.h"
@@ -22,18 +23,35 @@
 namespace flashattn3 {
 namespace {
 
+// The calls of a launch, in the words of FLASHATTN3_CACHED_PLAN.
+class PlanOf {
+ public:
+  explicit PlanOf(const PlannedDecode& planned) : planned_(planned) {}
+
+  int64_t device() const { return planned_.device; }
+  int64_t dtype() const {
+    const bool fp16 = decode_kernel(planned_.launch.config).info.dtype == ElementType::kFloat16;
+    return fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
+  }
+  int64_t seqlen_q() const { return planned_.seqlen_q; }
+  int64_t num_heads_q() const { return problem().num_heads_q; }
+  int64_t num_heads_kv() const { return problem().num_heads_kv; }
+  int64_t head_dim() const { return problem().head_dim; }
+  int64_t head_dim_v() const { return problem().head_dim_v; }
+  int64_t page_size() const { return problem().page_size; }
+
+ private:
+  const CachedProblem& problem() const { return planned_.launch.problem; }
+
+  const PlannedDecode& planned_;
+};
+
 // Returns whether the launch is planned for calls with these tensors, all of whose rows are
-// aligned. It compares everything that a plan depends on; check_decode checks the rest.
-bool is_planned_for(const PlannedDecode& planned, const DecodeCall& call) {
-  const CachedProblem& problem = planned.launch.problem;
-  const Tensor &q = call.q, &k = call.k_cache, &v = call.v_cache;
-  const bool fp16 = decode_kernel(planned.launch.config).info.dtype == ElementType::kFloat16;
-  const int64_t page_size = call.page_table ? k.size(1) : 0;
-  return q.get_device_index() == planned.device && call.seqlen_q() == planned.seqlen_q &&
-         dtype_of(q) == (fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16()) &&
-         call.num_heads_q() == problem.num_heads_q && q.size(q.dim() - 1) == problem.head_dim &&
-         k.size(2) == problem.num_heads_kv && v.size(3) == problem.head_dim_v &&
-         page_size == problem.page_size;
+// aligned. check_decode checks the rest.
+bool is_planned_for(const PlanOf& plan, const DecodeCall& call) {
+#define FLASHATTN3_EQUAL(field) &&plan.field() == call.field()
+  return true FLASHATTN3_CACHED_PLAN(FLASHATTN3_EQUAL);
+#undef FLASHATTN3_EQUAL
 }
 
 // A call and some PlannedDecode of its options, of which one may be for it.
@@ -75,7 +93,7 @@ struct PlannedCall {
                           is_cache(call.v_cache);
     if (!readable) return nullptr;
     for (const PlannedDecode& planned : all) {
-      if (is_planned_for(planned, call)) return &planned.launch;
+      if (is_planned_for(PlanOf(planned), call)) return &planned.launch;
     }
     return nullptr;
   }

@@ -56,14 +56,11 @@ void check_absent(const char* function, const char* name, const std::optional<Te
 }  // namespace
 
 CallTensors CallTensors::take(Arguments& arguments) {
-  using Optional = std::optional<Tensor>;
-  return {.q = arguments.take<Tensor>(),
-          .k = arguments.take<Tensor>(),
-          .v = arguments.take<Tensor>(),
-          .cu_seqlens_q = arguments.take<Optional>(),
-          .cu_seqlens_k = arguments.take<Optional>(),
-          .seqused_q = arguments.take<Optional>(),
-          .seqused_k = arguments.take<Optional>()};
+#define FLASHATTN3_ROWS(name) .name = arguments.take<Tensor>(),
+#define FLASHATTN3_INDEX(name) .name = arguments.take<std::optional<Tensor>>(),
+  return {FLASHATTN3_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_INDEX, FLASHATTN3_INDEX)};
+#undef FLASHATTN3_ROWS
+#undef FLASHATTN3_INDEX
 }
 
 void expect_shape(const char* function, const char* name, const Tensor& tensor,
@@ -316,7 +313,7 @@ ForwardResults run_forward(const char* function, const PreparedLaunch& launch,
 }
 
 #define FA3_CALL \
-  "Tensor launch, " FA3_TENSORS ", Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
+  "Tensor launch, " FLASHATTN3_SCHEMA ", Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def("forward(" FA3_CALL ") -> (Tensor out, Tensor lse)");
   library.def("forward_into(" FA3_CALL ", Tensor(a!) out, Tensor(b!) lse) -> ()");

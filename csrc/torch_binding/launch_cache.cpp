@@ -20,8 +20,12 @@ namespace flashattn3 {
 namespace {
 
 constexpr int kAxes = 4;
-// The options, the GPU, the dtype, the number of edges (-1: no varlen), the sizes of q, k and v.
-using Key = std::array<int64_t, 4 + 3 * kAxes>;
+#define FLASHATTN3_ROWS(name) +kAxes
+#define FLASHATTN3_EDGES(name) +1
+// The options, the GPU, the dtype, and of each tensor what a plan depends on.
+using Key = std::array<int64_t, 3 FLASHATTN3_FOUND_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_EDGES)>;
+#undef FLASHATTN3_ROWS
+#undef FLASHATTN3_EDGES
 
 // A sum of products, which the processor computes side by side.
 struct Hash {
@@ -35,33 +39,53 @@ struct Hash {
   }
 };
 
-bool are_edges(const Tensor& edges, int64_t device) {
-  return edges.dim() == 1 && edges.is_contiguous() && dtype_of(edges) == aoti_torch_dtype_int32() &&
-         edges.get_device_index() == device;
-}
+// Writes the words of a key. fits: whether all tensors were such as plans have.
+class KeyWriter {
+ public:
+  KeyWriter(Key& key, int64_t options, const Tensor& q)
+      : word_(key.begin()), device_(q.get_device_index()), dtype_(dtype_of(q)) {
+    for (const int64_t word : {options, device_, int64_t{dtype_}}) *word_++ = word;
+  }
+
+  // Sizes: the GPU and the dtype are q's.
+  void rows(const Tensor& tensor) {
+    fits_ = fits_ && tensor.dim() == kAxes && dtype_of(tensor) == dtype_ &&
+            tensor.get_device_index() == device_;
+    if (!fits_) return;
+    int64_t* sizes;
+    check_torch(aoti_torch_get_sizes(tensor.get(), &sizes), "asking for sizes");
+    for (int axis = 0; axis < kAxes; ++axis) *word_++ = sizes[axis];
+  }
+
+  // Their number; -1: there are none.
+  void edges(const std::optional<Tensor>& tensor) {
+    if (fits_ && tensor) {
+      fits_ = tensor->dim() == 1 && tensor->is_contiguous() &&
+              dtype_of(*tensor) == aoti_torch_dtype_int32() &&
+              tensor->get_device_index() == device_;
+    }
+    if (fits_) *word_++ = tensor ? tensor->size(0) : -1;
+  }
+
+  bool fits() const { return fits_; }
+
+ private:
+  Key::iterator word_;
+  int64_t device_;
+  int32_t dtype_;
+  bool fits_ = true;
+};
 
 // None for tensors that are in no plan together.
 std::optional<Key> key_of(int64_t options, const GivenTensors& tensors) {
-  const auto& [q, k, v, edges_q, edges_k] = tensors;
-  const int64_t device = q.get_device_index();
-  const int32_t dtype = dtype_of(q);
-  Key key{options, device, dtype, -1};
-  auto word = key.begin() + 4;
-  for (const Tensor* tensor : {&q, &k, &v}) {
-    const bool fits = tensor->dim() == kAxes && dtype_of(*tensor) == dtype &&
-                      tensor->get_device_index() == device;
-    if (!fits) return std::nullopt;
-    int64_t* sizes;
-    check_torch(aoti_torch_get_sizes(tensor->get(), &sizes), "asking for sizes");
-    for (int axis = 0; axis < kAxes; ++axis) *word++ = sizes[axis];
-  }
-  if (edges_q.has_value() != edges_k.has_value()) return std::nullopt;
-  if (edges_q) {
-    const bool fit = are_edges(*edges_q, device) && are_edges(*edges_k, device) &&
-                     edges_q->size(0) == edges_k->size(0);
-    if (!fit) return std::nullopt;
-    key[3] = edges_q->size(0);
-  }
+  Key key;
+  KeyWriter writer(key, options, tensors.q);
+#define FLASHATTN3_ROWS(name) writer.rows(tensors.name);
+#define FLASHATTN3_EDGES(name) writer.edges(tensors.name);
+  FLASHATTN3_FOUND_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_EDGES)
+#undef FLASHATTN3_ROWS
+#undef FLASHATTN3_EDGES
+  if (!writer.fits()) return std::nullopt;
   return key;
 }
 
@@ -95,6 +119,14 @@ LaunchCache& launch_cache() {
 
 }  // namespace
 
+GivenTensors GivenTensors::take(Arguments& arguments) {
+#define FLASHATTN3_ROWS(name) .name = arguments.take<Tensor>(),
+#define FLASHATTN3_EDGES(name) .name = arguments.take<std::optional<Tensor>>(),
+  return {FLASHATTN3_FOUND_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_EDGES)};
+#undef FLASHATTN3_ROWS
+#undef FLASHATTN3_EDGES
+}
+
 std::optional<PlannedPasses> find_passes(int64_t options, const GivenTensors& tensors) {
   const std::optional<Key> key = key_of(options, tensors);
   if (!key) return std::nullopt;
@@ -117,11 +149,7 @@ void keep_passes_of_stack(StableIValue* stack, uint64_t, uint64_t) {
   const bool bhsd = arguments.take<bool>();
   const Tensor forward = arguments.take<Tensor>(), backward = arguments.take<Tensor>();
   const Optional packed = arguments.take<Optional>();
-  const GivenTensors given{.q = arguments.take<Tensor>(),
-                           .k = arguments.take<Tensor>(),
-                           .v = arguments.take<Tensor>(),
-                           .cu_seqlens_q = arguments.take<Optional>(),
-                           .cu_seqlens_k = arguments.take<Optional>()};
+  const GivenTensors given = GivenTensors::take(arguments);
   PlannedPasses passes{.forward = prepared_launch(kName, Pass::kForward, forward),
                        .backward = prepared_launch(kName, Pass::kBackward, backward),
                        .bhsd = bhsd};
@@ -135,8 +163,8 @@ void keep_passes_of_stack(StableIValue* stack, uint64_t, uint64_t) {
 // forward, backward and packed: results of prepare_forward, prepare_backward and prepare_decode.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
-      "keep_passes(int options, bool bhsd, Tensor forward, Tensor backward, Tensor? packed, "
-      "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k) -> ()");
+      "keep_passes(int options, bool bhsd, Tensor forward, Tensor backward, Tensor? "
+      "packed, " FLASHATTN3_FOUND_SCHEMA ") -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {

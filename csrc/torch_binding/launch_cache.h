@@ -8,17 +8,23 @@
 #include <cstdint>
 #include <optional>
 
+#include "call_tensors.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 
-// The tensors of a call as its caller has them: q, k and v have four axes, also with cu_seqlens.
+// The tensors of a call as its caller has them, FLASHATTN3_FOUND_SCHEMA of the operators: q, k and
+// v have four axes, also with cu_seqlens.
 struct GivenTensors {
-  Tensor q, k, v;
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k;
+#define FLASHATTN3_ROWS(name) Tensor name;
+#define FLASHATTN3_EDGES(name) std::optional<Tensor> name;
+  FLASHATTN3_FOUND_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_EDGES)
+#undef FLASHATTN3_ROWS
+#undef FLASHATTN3_EDGES
 
+  static GivenTensors take(Arguments& arguments);
   bool varlen() const { return cu_seqlens_q.has_value(); }
 };
 

@@ -51,14 +51,6 @@ Tensor lse_of_batch(const Tensor& lse, int64_t batch) {
   return view_of(lse, sizes, strides);
 }
 
-GivenTensors take_tensors(Arguments& arguments) {
-  return {.q = arguments.take<Tensor>(),
-          .k = arguments.take<Tensor>(),
-          .v = arguments.take<Tensor>(),
-          .cu_seqlens_q = arguments.take<Optional>(),
-          .cu_seqlens_k = arguments.take<Optional>()};
-}
-
 bool are_readable(const GivenTensors& given, const Axes& axes) {
   const auto fits = [&](const Tensor& x) {
     return is_readable(x, axes, given.varlen()) && x.numel() > 0;
@@ -118,7 +110,7 @@ std::tuple<Optional, Optional, Optional> run(int64_t options, const Tensor& dout
 void forward_planned(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const int64_t options = arguments.take<int64_t>();
-  return_results(stack, run(options, take_tensors(arguments)));
+  return_results(stack, run(options, GivenTensors::take(arguments)));
 }
 
 void backward_planned(StableIValue* stack, uint64_t, uint64_t) {
@@ -126,7 +118,7 @@ void backward_planned(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t options = arguments.take<int64_t>();
   const Tensor dout = arguments.take<Tensor>(), out = arguments.take<Tensor>(),
                lse = arguments.take<Tensor>();
-  return_results(stack, run(options, dout, out, lse, take_tensors(arguments)));
+  return_results(stack, run(options, dout, out, lse, GivenTensors::take(arguments)));
 }
 
 }  // namespace
@@ -134,11 +126,11 @@ void backward_planned(StableIValue* stack, uint64_t, uint64_t) {
 // options: as find_passes. An operator returns None if no passes are kept for such a call, or if a
 // tensor would have to be copied.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
-#define FA3_CALL "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-  library.def("forward_planned(int options, " FA3_CALL ") -> (Tensor? out, Tensor? lse)");
-  library.def("backward_planned(int options, Tensor dout, Tensor out, Tensor lse, " FA3_CALL
-              ") -> (Tensor? dq, Tensor? dk, Tensor? dv)");
-#undef FA3_CALL
+  library.def("forward_planned(int options, " FLASHATTN3_FOUND_SCHEMA
+              ") -> (Tensor? out, Tensor? lse)");
+  library.def(
+      "backward_planned(int options, Tensor dout, Tensor out, Tensor lse, " FLASHATTN3_FOUND_SCHEMA
+      ") -> (Tensor? dq, Tensor? dk, Tensor? dv)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {

@@ -2,8 +2,8 @@
 
 From FIELDS follow the conversion of arguments, ``Options``, the checks of single fields, the schema
 of the operators, the list of hints and the fields that a ``Problem`` passes on to the backends, and
-the same of cached calls (call/cached.py). The public signatures repeat names and defaults for
-readers and type checkers; a test compares.
+the same of cached calls (call/cached.py). tensor_fields.py has the tensors. The public signatures
+repeat names and defaults for readers and type checkers; a test compares.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ from .arguments import expect_strided
 from .block_scaled import BlockScaled
 from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
+from .tensor_fields import EDGES, ROWS, TENSORS, schema
 from .value_checks import check_same_values, is_checked
 
-SIDES = ("q", "k", "v")
+SIDES = tuple(field.name for field in TENSORS if field.kind is ROWS)
 
 
 class Scaled(NamedTuple):
@@ -84,11 +85,10 @@ _OF_8_BITS = (
     "Tensor? {0}_descale, SymInt? {0}_block, bool {0}_hadamard, str {0}_layout, "
     "SymInt? {0}_head_dim, Tensor? {0}_mean"
 )
-SCHEMA = ", ".join(
-    (*(f"Tensor {x}" for x in SIDES), *(f"Tensor? {x}" for x in Tensors._fields[len(SIDES) :]))
-)
+SCHEMA = schema()
 SCHEMA_OF_8_BITS = ", ".join(map(_OF_8_BITS.format, SIDES))
-NUM_TENSORS = len(Tensors._fields)
+NUM_TENSORS = len(TENSORS)
+REQUIRED_OF_VARLEN = sum(field.kind in (ROWS, EDGES) for field in TENSORS)
 
 
 def flat(tensors: Tensors) -> tuple:
@@ -273,7 +273,7 @@ def tensors_by_name(tensors: Tensors) -> dict[str, Tensor | None]:
 
 def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
     """Raise TypeError for a tensor argument that is not a tensor or has no strides."""
-    required = 5 if varlen else 3
+    required = REQUIRED_OF_VARLEN if varlen else len(SIDES)
     for index, (name, value) in enumerate(tensors_by_name(tensors).items()):
         if value is None and index >= required:
             continue

@@ -18,6 +18,7 @@ from ..call.fields import CALL, OF_MODELS, Options
 from ..call.operands import Tensors
 from ..call.public import once_for_plain_values
 from ..call.selection import ANY, named_backend, traced_backends
+from ..call.tensor_fields import FOUND, schema
 from ..call.value_checks import is_checked
 from ..errors import value_error
 from ..modes import (
@@ -36,15 +37,14 @@ from .operator_rules import under_autocast
 from .operators import backward_of, fake_backward_of, fake_forward_of, have_data, launch_of
 
 FUNCTION = "flash_attn_bhsd_func"
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-_SCHEMA = ", ".join((_TENSORS, *(f"{CALL.types[name]} {name}" for name in OF_MODELS)))
+_SCHEMA = ", ".join((schema(FOUND), *(f"{CALL.types[name]} {name}" for name in OF_MODELS)))
 torch.library.define("flashattn3::forward_bhsd", f"({_SCHEMA}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flashattn3::backward_bhsd",
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) -> "
     "(Tensor dq, Tensor dk, Tensor dv)",
 )
-NUM_TENSORS = 5  # among the operator's arguments, before the options
+NUM_TENSORS = len(FOUND)  # among the operator's arguments, before the options
 NUM_DIFFERENTIABLE = 7  # dout, dlse, out, lse, q, k, v: the first arguments of the backward
 
 

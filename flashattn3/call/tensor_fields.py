@@ -1,0 +1,74 @@
+"""The tensors of a call, once: their names, and what of each a plan depends on.
+
+fields.py has the other arguments; a plan depends on all of them. The operators' schemas follow from
+this table, and so do the tensors of a call in C++ and the search for its launch there: the build
+writes them into a header (build_support/units.py), so this module imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tensor.
+
+    type: in the operators' schemas.
+    plan: the properties on which a plan depends. "sizes", "dtype" and "device" are the tensor's;
+        "readable": whether kernels read it where it lies; "given": whether it is there; "count":
+        the number of its elements. Strides, addresses and values are in no plan of a readable
+        tensor.
+    """
+
+    type: str
+    plan: tuple[str, ...]
+
+
+ROWS = Kind("Tensor", ("device", "dtype", "sizes", "readable"))
+EDGES = Kind("Tensor?", ("given", "count"))
+LENGTHS = Kind("Tensor?", ("given",))
+
+
+@dataclass(frozen=True)
+class TensorField:
+    """One tensor of a call.
+
+    found: whether the backend's operators find the launch of a call that has it from its tensors;
+        Python plans other calls.
+    """
+
+    name: str
+    kind: Kind
+    found: bool = True
+
+
+TENSORS = (
+    TensorField("q", ROWS),
+    TensorField("k", ROWS),
+    TensorField("v", ROWS),
+    TensorField("cu_seqlens_q", EDGES),
+    TensorField("cu_seqlens_k", EDGES),
+    TensorField("seqused_q", LENGTHS, found=False),
+    TensorField("seqused_k", LENGTHS, found=False),
+)
+# What of a cached call a plan depends on, besides its options: no size that grows from step to
+# step. seqlen_q: queries of a sequence, or of the longest. page_size: 0 without a page table.
+CACHED_PLAN = (
+    "device",
+    "dtype",
+    "seqlen_q",
+    "num_heads_q",
+    "num_heads_kv",
+    "head_dim",
+    "head_dim_v",
+    "page_size",
+)
+
+
+def schema(fields: tuple[TensorField, ...] = TENSORS) -> str:
+    """The tensors as arguments of an operator."""
+    return ", ".join(f"{field.kind.type} {field.name}" for field in fields)
+
+
+FOUND = tuple(field for field in TENSORS if field.found)

@@ -1,0 +1,161 @@
+"""Pairs of calls that differ in one field of the tables of calls: they share a launch exactly where
+no plan depends on the field (tests/host_checks.py runs these checks).
+
+The host library has no second GPU, so the pairs of "device" are missing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import torch
+from helpers import forget_cached_calls
+from host_cached_checks import passed_by, use_cached_calls
+
+from flashattn3.call.cached import DECODE
+from flashattn3.call.fields import CALL, Options
+from flashattn3.call.operands import Tensors
+from flashattn3.call.tensor_fields import CACHED_PLAN, FOUND, ROWS, TENSORS
+from flashattn3.kvcache.planned import planned_calls
+from flashattn3.run import doors, operators
+
+SHAPES = {"q": (2, 40, 4, 64), "k": (2, 40, 2, 64), "v": (2, 40, 2, 64)}
+
+
+def in_axes(x, is_bhsd):
+    return x.transpose(1, 2) if is_bhsd else x
+
+
+def changed_rows(name: str, varlen: bool):
+    """(property, tensor) of each way in which one of q, k and v differs from that of the call, with
+    tokens before heads."""
+    shape = SHAPES[name]
+    for axis in range(4):
+        yield (
+            "sizes",
+            torch.zeros([size + 8 * (i == axis) for i, size in enumerate(shape)]).bfloat16(),
+        )
+    *lead, columns = shape
+    zeros = partial(torch.zeros, dtype=torch.bfloat16)
+    yield "dtype", zeros(shape, dtype=torch.float16)
+    yield "readable", zeros(*lead, columns + 1)[..., 1:]
+    yield "readable", zeros(*lead, 2 * columns)[..., ::2]
+    yield "readable", zeros(1, *shape[1:]).expand(shape)
+    yield "strides", zeros(*lead, columns + 8)[..., :columns]
+    heads_first = zeros(shape).transpose(1, 2).contiguous().transpose(1, 2)
+    # With cu_seqlens, sequences follow each other in memory.
+    yield "readable" if varlen else "strides", heads_first
+    yield "address", zeros(shape)
+    yield "requires_grad", zeros(shape).requires_grad_()
+
+
+def changed_edges(edges):
+    yield "count", torch.tensor([0, 3, 8, 80], dtype=torch.int32)
+    yield "given", None
+    yield "values", torch.tensor([0, 79, 80], dtype=torch.int32)
+    yield "address", edges.clone()
+
+
+def is_shared(cache, tensors) -> bool:
+    """Whether the operators of both passes find a launch for the tensors."""
+    q, *_ = tensors
+    with torch.no_grad():
+        out, lse = cache.operators.forward(cache.number, *tensors)
+        known = torch.zeros(2, 40, 4, 64, dtype=q.dtype), torch.zeros(2, 4, 40)
+        if tensors[3] is not None:  # (heads, rows) of all sequences
+            known = known[0], torch.zeros(4, 2, 40).transpose(0, 1)
+        given = (torch.zeros_like(known[0]), *known) if out is None else (out.clone(), out, lse)
+        dq, _, _ = cache.operators.backward(cache.number, *given, *tensors)
+    assert (out is None) == (dq is None)
+    return out is not None
+
+
+def check_calls_that_differ_in_one_tensor(host):
+    """Never a shared launch where a plan depends on the property, always elsewhere."""
+    assert [field.name for field in FOUND] == [*SHAPES, "cu_seqlens_q", "cu_seqlens_k"]
+    found = torch.ops.flashattn3_hopper.forward_planned.default._schema.arguments[1:]
+    assert [x.name for x in found] == [field.name for field in TENSORS if field.found]
+    edges = torch.tensor([0, 40, 80], dtype=torch.int32)
+    for is_bhsd, varlen in product((True, False), repeat=2):
+        sides = [torch.zeros(shape).bfloat16() for shape in SHAPES.values()]
+        given = {name: in_axes(x, is_bhsd) for name, x in zip(SHAPES, sides, strict=True)}
+        given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), edges if varlen else None)
+        options = Options(softmax_scale=0.25 + is_bhsd + 2 * varlen, backend="")
+        indices = edges if varlen else None
+        in_rows = [x.flatten(0, 1) if varlen else x for x in sides]
+        launch = operators.launch_of(Tensors(*in_rows, indices, indices), options)
+        cache = doors.launch_cache(options, is_bhsd)
+        cache.keep(launch.passes, *given.values())
+        assert is_shared(cache, tuple(given.values()))
+        for field in FOUND if varlen else FOUND[: len(SHAPES)]:
+            if field.kind is ROWS:
+                changes = [
+                    (x, in_axes(value, is_bhsd)) for x, value in changed_rows(field.name, varlen)
+                ]
+            else:
+                changes = [*changed_edges(edges)]
+            for name, value in changes:
+                shared = is_shared(cache, tuple((given | {field.name: value}).values()))
+                assert shared == (name not in field.kind.plan), (field.name, name, is_bhsd, varlen)
+            assert {name for name, _ in changes} >= {*field.kind.plan} - {"device"}
+
+
+def other_value(name: str, value):
+    """A value of an option that differs from its default."""
+    if name == "out_dtype":
+        return torch.float16
+    if isinstance(value, bool):
+        return not value
+    return {"backend": "hopper", "pack_gqa": True, "function": "other"}.get(name, 7)
+
+
+def check_calls_that_differ_in_one_option(host):
+    """A plan depends on every option, so that launches are kept under the number of all of them."""
+    for kind, cached in ((CALL, partial(doors.launch_cache, bhsd=False)), (DECODE, planned_calls)):
+        plain = kind.Options()
+        assert cached(plain) is cached(kind.Options())
+        for name in plain._fields:
+            other = plain._replace(**{name: other_value(name, getattr(plain, name))})
+            assert other != plain and cached(other) is not cached(plain), name
+    assert doors.launch_cache(Options(), True) is not doors.launch_cache(Options(), False)
+
+
+def cached_call(
+    dtype=torch.bfloat16, seqlen_q=1, heads=(8, 2), dims=(64, 64), page_size=0, batch=3, tokens=64
+):
+    q = torch.zeros(batch, seqlen_q, heads[0], dims[0], dtype=dtype)
+    lead = (batch * tokens // page_size, page_size) if page_size else (batch, tokens)
+    k, v = (torch.zeros(*lead, heads[1], d, dtype=dtype) for d in dims)
+    given = {"q": q, "k_cache": k, "v_cache": v}
+    if page_size:
+        given["page_table"] = torch.zeros(batch, tokens // page_size, dtype=torch.int32)
+    return given | {"cache_seqlens": torch.full((batch,), 9, dtype=torch.int32)}
+
+
+CACHED_CHANGES = {
+    "dtype": {"dtype": torch.float16},
+    "seqlen_q": {"seqlen_q": 2},
+    "num_heads_q": {"heads": (4, 2)},
+    "num_heads_kv": {"heads": (8, 4)},
+    "head_dim": {"dims": (56, 64)},
+    "head_dim_v": {"dims": (64, 56)},
+    "page_size": {"page_size": 16},
+}
+IN_NO_CACHED_PLAN = {"batch": 5, "tokens": 128}
+
+
+def check_cached_calls_that_differ_in_one_size(host):
+    use_cached_calls()
+    assert {*CACHED_CHANGES, "device"} == {*CACHED_PLAN}
+    for paged in ({}, {"page_size": 32}):
+        changes = [(name, change, True) for name, change in CACHED_CHANGES.items()]
+        changes += [(name, {name: size}, False) for name, size in IN_NO_CACHED_PLAN.items()]
+        for name, change, in_plan in changes:
+            forget_cached_calls()
+            first = passed_by(host, cached_call(**paged))
+            again = passed_by(host, cached_call(**paged))
+            assert (first.checks, again.checks) == (1, 0)
+            other = passed_by(host, cached_call(**(paged | change)))
+            assert not isinstance(other.result, str), other.result
+            assert (other.checks == 0) == (not in_plan), (name, paged)
