@@ -1,13 +1,9 @@
-"""What all subcommands share: a parser whose errors are one line, types of options, the device and
-the folder of the results."""
+"""What all subcommands share: a parser whose errors are one line, types of options, the device."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import tempfile
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -43,25 +39,6 @@ def integer(smallest: int, largest: int = LARGEST) -> Callable[[str], int]:
     return parsed
 
 
-def folder(text: str) -> Path:
-    """The type of an option that is a folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("a folder, got ''")
-    return Path(text)
-
-
-def make_folder(path: Path, files: Iterable[str], error: Refuse) -> None:
-    """Make the folder, and call error(message) if one of the files cannot be written into it."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-        for file in (path / name for name in files):
-            if file.exists():
-                file.open("ab").close()
-    except OSError as failure:
-        error(f"--output {path}: nothing can be written there: {failure.strerror}")
-
-
 def choose_device(name: str | None, error: Refuse) -> torch.device:
     """The named device, or a GPU if there is one. Calls error(message) if it is not there."""
     if name is None:
@@ -79,10 +56,3 @@ def choose_device(name: str | None, error: Refuse) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
-
-
-def require_extras(error: Refuse) -> None:
-    """Calls error(message) if what draws and shows progress is not installed."""
-    missing = [name for name in ("tqdm", "matplotlib") if not importlib.util.find_spec(name)]
-    if missing:
-        error(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")

@@ -12,14 +12,7 @@ import torch
 
 from flashattn3.backends.registry import BACKENDS
 from flashattn3.call.selection import use_backend
-from flashattn3.command_line import (
-    DTYPES,
-    choose_device,
-    folder,
-    integer,
-    make_folder,
-    require_extras,
-)
+from flashattn3.command_line import DTYPES, choose_device, integer
 
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
@@ -40,6 +33,7 @@ from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
 from .models_suite import CASES as MODELS
 from .models_suite import QUICK_CASES as QUICK_MODELS
 from .models_suite import WORKS, run_model
+from .output import folder, make_folder, require_extras
 from .providers import BASELINES, CAPTURED, DETERMINISTIC, EIGHT_BIT, MHA, OURS
 from .quantize_suite import SUITE as QUANTIZE
 from .quantize_suite import quantize_work, run_quantize

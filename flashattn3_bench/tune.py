@@ -63,7 +63,7 @@ class Candidate:
         return describe((qkv, qkv, qkv, None, None, None, None), Options(causal=self.causal))
 
     def launch(self):
-        from flashattn3.backends.triton import launch as triton_launch
+        from .ahead_of_time import all_launches
 
         problem, tile = self.problem(), self.tile
         tiles = Tiles(tile, tile, tile, tile if self.kernel == "bwd" else None)
@@ -72,7 +72,7 @@ class Candidate:
         programs = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
         grid = (programs, 1, 1)
         config = TritonConfig(tile_config, tiles, 1, grid, arch, lowering=self.lowering)
-        return triton_launch.all_launches(problem, config)[self.kernel]
+        return all_launches(problem, config)[self.kernel]
 
     def flops(self) -> float:
         """Of the kernel's matrix products, two for each multiply-add; half if causal."""
@@ -104,7 +104,7 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
 
 def compile_candidate(candidate: Candidate) -> dict | None:
     """Registers, stack and shared memory of one candidate; None if it does not compile or fit."""
-    from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
+    from .ahead_of_time import compile_kernel, resources
 
     try:
         kernel = compile_kernel(candidate.launch(), candidate.capability)
@@ -115,7 +115,7 @@ def compile_candidate(candidate: Candidate) -> dict | None:
 
 def time_candidate(candidate: Candidate, tensors: list[torch.Tensor], rounds: int = 5) -> float:
     """Median milliseconds of a launch."""
-    from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel
+    from .ahead_of_time import compile_kernel
 
     launch = candidate.launch()
     kernel = compile_kernel(launch, candidate.capability)

@@ -94,11 +94,11 @@ def launches_of(
     import torch
 
     from flashattn3.backends.triton.backend import BACKEND
-    from flashattn3.backends.triton.launch import all_launches
     from flashattn3.call.dtypes import EIGHT_BIT, v_dtype
     from flashattn3.call.fields import Options
     from flashattn3.call.operands import Scaled, Tensors, metadata_of
     from flashattn3.call.problem import describe
+    from flashattn3_bench.ahead_of_time import all_launches
 
     features = dict(features)
     dtype = getattr(torch, dtype_name)
@@ -133,7 +133,7 @@ def compile_all(
     only: str | None = None,
 ) -> list[Report]:
     """Runs in a process of its own. only: the name of the one kernel to compile."""
-    from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
+    from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
     reports = []
     launches = launches_of(device, head_dim, features, dtype_name, head_dim_v, padding)

@@ -89,9 +89,10 @@ def problems_of(shape: str) -> tuple:
 
 def compile_all(device: DeviceInfo, shape: str) -> list[tuple]:
     """Runs in a process of its own."""
+    from support.cached_launches import sample_launches
+
     from flashattn3.backends.triton.cache_tiles import select_tile
-    from flashattn3.backends.triton.cached_launch import sample_launches
-    from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
+    from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
     problem, other = problems_of(shape)
     tile = select_tile(problem, device)
@@ -158,8 +159,8 @@ def compile_combine(device: DeviceInfo, head_dim: int) -> tuple[int, bool]:
 
     from flashattn3.backends.triton.cache_tiles import select_tile
     from flashattn3.backends.triton.cached_launch import combine_rows_launch
-    from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel, resources
     from flashattn3.call.cached import CombineProblem
+    from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
     dtypes = torch.float32, torch.bfloat16, torch.device("cuda", 0)
     problem = CombineProblem("flash_attn_combine", *dtypes, head_dim, head_dim, None)
@@ -181,9 +182,9 @@ def test_combine_does_not_spill(chip, head_dim, compilers):
 
 DIMS_CODE = """
 import json, ptx, sass, torch
-from flashattn3.backends.triton.kernels.ahead_of_time import compile_kernel
+from flashattn3_bench.ahead_of_time import compile_kernel
 from flashattn3.backends.triton.cache_tiles import select_tile
-from flashattn3.backends.triton.cached_launch import sample_launches
+from support.cached_launches import sample_launches
 from flashattn3.backends.device import DeviceInfo
 from flashattn3.call.metadata import metadata_of
 from flashattn3.call.cached import *

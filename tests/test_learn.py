@@ -163,7 +163,7 @@ sys.path.insert(0, "examples/learn")
 import step4_flash_attention_1 as fa1, step5_flash_attention_2 as fa2, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flashattn3.backends.triton.kernels.ahead_of_time import resources
+from flashattn3_bench.ahead_of_time import resources
 
 SIXTEEN = {"q_ptr", "k_ptr", "v_ptr", "dout_ptr", "dk_ptr", "dv_ptr"}
 for kernel, module in [(m.forward_kernel, m) for m in (fa1, fa2)] + [

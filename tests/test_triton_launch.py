@@ -26,8 +26,8 @@ from flashattn3.backends.triton.cache_tiles import LARGEST_FEW_ROWS, select_tile
 from flashattn3.backends.triton.columns import blocks_alike, fp8_columns, padded
 from flashattn3.backends.triton.kernels import backward, launch, variable_launch
 from flashattn3.backends.triton.kernels.column_parts import column_parts
-from flashattn3.backends.triton.launch import all_launches
 from flashattn3.backends.triton.tile_configs import Tile
+from flashattn3_bench.ahead_of_time import all_launches
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import flashattn3
-from flashattn3.command_line import choose_device, folder, integer, make_folder, require_extras
+from flashattn3.command_line import choose_device, integer
 
 from ..checking import Case
 from ..inputs import make_inputs
 from ..memory import peak_bytes
 from ..memory_suite import training_step
+from ..output import folder, make_folder, require_extras
 from ..providers import OURS, naive, ours, sdpa
 from .figure import draw
 from .model import Attention, Shape

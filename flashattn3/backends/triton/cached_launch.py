@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...call.dtypes import NAMES
 from .cache_tiles import CacheTile
 from .columns import blocks_alike, padded
 from .kernels import append, cache_parts, combine, decode
-from .kernels.launch import Launch, is_elementwise
+from .kernels.launch import is_elementwise
 from .kernels.variable_launch import VariableLaunch
 from .launch import capping
 
@@ -291,48 +290,3 @@ def combine_rows_launch(problem: CombineProblem, tile: CacheTile) -> VariableLau
     return VariableLaunch(
         combine.combine_rows_kernel, 4, constants, _options(tile), num_row_strides=7
     )
-
-
-def sample_launches(
-    problem: DecodeProblem, appended: AppendProblem, tile: CacheTile, padding: int = 0
-) -> dict[str, Launch]:
-    """Every kernel of a cached call with the numbers of a small one, to compile ahead of time.
-
-    The sinks are float32. padding: elements between two rows of q, k, v and out.
-    """
-    of = NAMES[problem.dtype]
-    index_names = ("cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad")
-    index_names += ("cu_seqlens_q", "cu_seqlens_k_new")
-    float_names = ("q_descale", "k_descale", "v_descale", "sinks")
-
-    def kinds(names: tuple[str, ...], kind: str, given: frozenset[str]) -> list[str | None]:
-        return [kind if name in given else None for name in names]
-
-    given = problem.given
-    indices, floats = kinds(index_names, "i32", given), kinds(float_names, "fp32", given)
-    metadata = kinds(("scheduler_metadata",), "i32", given)
-    of_k, of_v = (
-        (2**20 * (dim + padding), 16 * (dim + padding), dim + padding)
-        for dim in (problem.head_dim, problem.head_dim_v)
-    )
-    factors = (problem.window_left, problem.window_right, *problem.score_scale.log2_factors)
-    lengths_of = (indices[0], *indices[3:], floats[3])
-    index_names = ("cache_seqlens", "page_table", "cache_batch_idx", *index_names[4:])
-    tables = ("rotary_cos", "rotary_sin"), ("rotary_seqlens",), ("k_descale", "v_descale")
-    append_types = [of] * 6 + kinds(index_names, "i32", appended.given)
-    append_types += kinds(tables[0], "fp32", appended.given)
-    append_types += kinds(tables[1], "i32", appended.given)
-    append_types += kinds(tables[2], "fp32", appended.given)
-    return {
-        "decode": decode_launch(problem, tile).sample(
-            (of, of, of, of, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
-            (*of_k, *of_k, *of_v, *of_v),
-            (64,) * 21 + factors,
-        ),
-        "combine_parts": combine_parts_launch(problem, tile).sample(
-            ("fp32", "fp32", of, "fp32", *lengths_of), (), (64,) * 16
-        ),
-        "append": append_launch(appended, tile).sample(
-            tuple(append_types), (*of_k, *of_v, *of_k, *of_v, *of_k, *of_k), (64,) * 18
-        ),
-    }

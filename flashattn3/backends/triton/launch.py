@@ -295,21 +295,6 @@ def _padded_rows(rows: int) -> int:
     return ceil(rows / LSE_DELTA_ROWS) * LSE_DELTA_ROWS
 
 
-def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
-    """Every kernel that a call and its gradient may launch, by name, for tests and tuning."""
-    of_forward = {
-        "forward": forward_launch(problem, config),
-        "combine": combine_launch(problem, config),
-    }
-    if problem.dtype in EIGHT_BIT:
-        return of_forward
-    dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (
-        not problem.varlen
-    )
-    dout_stride += (problem.num_heads_q * problem.head_dim_v, problem.head_dim_v, 1)
-    return of_forward | backward_launches(problem, config, dout_stride, None)
-
-
 def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dlse_stride) -> Launch:
     has_dlse = dlse_stride is not None
     num_m_blocks = _padded_rows(problem.seqlen_q) // ROWS_PER_PROGRAM

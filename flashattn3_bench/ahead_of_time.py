@@ -13,7 +13,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from .launch import Launch
+from flashattn3.backends.triton.config import TritonConfig
+from flashattn3.backends.triton.kernels.launch import Launch
+from flashattn3.backends.triton.launch import backward_launches, combine_launch, forward_launch
+from flashattn3.call.dtypes import EIGHT_BIT
+from flashattn3.call.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -74,3 +78,18 @@ def _source(launch: Launch, aligned: bool) -> ASTSource:
             f"{launch.kernel.__name__}: arguments {list(signature)} do not match {names}"
         )
     return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
+    """Every kernel that a call and its gradient may launch, by name, for tests and tuning."""
+    of_forward = {
+        "forward": forward_launch(problem, config),
+        "combine": combine_launch(problem, config),
+    }
+    if problem.dtype in EIGHT_BIT:
+        return of_forward
+    dout_stride = (problem.total_q * problem.num_heads_q * problem.head_dim_v,) * (
+        not problem.varlen
+    )
+    dout_stride += (problem.num_heads_q * problem.head_dim_v, problem.head_dim_v, 1)
+    return of_forward | backward_launches(problem, config, dout_stride, None)
