@@ -1,4 +1,4 @@
-"""Writes the types of the public functions, flashattn3/api.pyi and kvcache/api.pyi, from their
+"""Writes the types of the public functions, flashattn3/api.pyi and kvcache_api.pyi, from their
 sources.
 
 A function that returns the log-sum-exp on request has an overload for each answer, which would
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flashattn3"
-STUBBED = ("api", "kvcache/api")
+STUBBED = ("api", "kvcache_api")
 POSITIONAL_FLAGS = ("return_attn_probs", "return_softmax_lse")
 FLAGS = (*POSITIONAL_FLAGS, "return_lse")
 PLAIN, WITH_LSE = "Tensor", "tuple[Tensor, Tensor]"

@@ -14,17 +14,17 @@ from .api import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .cached_explanation import explain_with_kvcache
 from .call.block_scaled import BlockScaled
 from .call.selection import use_backend
 from .errors import UnsupportedError
 from .explanation import Explanation, available_backends
-from .kvcache.api import (
+from .kvcache_api import (
     append_kvcache,
     flash_attn_combine,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from .kvcache.explanation import explain_with_kvcache
 from .quantization import quantize_block_fp8
 
 __version__ = "0.1.0"

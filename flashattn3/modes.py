@@ -25,6 +25,12 @@ def is_plain_if_eager() -> bool:
     return not (_num_modes() or _transforms() is not None or forward_ad._current_level >= 0)
 
 
+def is_watched(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether a cached call must go through its operator: for the compiler, a torch mode, a
+    transform, a dual level or a tensor subclass."""
+    return not type(x) is type(other) is torch.Tensor or x.is_meta or not is_plain()
+
+
 # Returns whether autocast is enabled for any kind of device.
 has_autocast = torch._C._is_any_autocast_enabled
 # Returns what torch.are_deterministic_algorithms_enabled, a function in Python, returns.

@@ -15,14 +15,14 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.cached import DECODE
 from flashattn3.call.metadata import metadata_of
-from flashattn3.kvcache import ops as kvcache
-from flashattn3.kvcache.planned import planned_calls
+from flashattn3.run import cached_plans
+from flashattn3.run.cached_launches import planned_calls
 
 
 def use_cached_calls() -> None:
     backend = HopperBackend(library=find_library, only_measured=False)
-    kvcache.BACKENDS, kvcache.describe_device = (backend,), lambda device: H100
-    kvcache.is_checked = lambda device: False
+    cached_plans.BACKENDS, cached_plans.describe_device = (backend,), lambda device: H100
+    cached_plans.is_checked = lambda device: False
 
 
 def events_of(host, call) -> list[list]:
@@ -106,7 +106,7 @@ class Passed(NamedTuple):
 
 
 def passed_by(host, given, **options) -> Passed:
-    caches = kvcache._checked_decode, kvcache._checked_append
+    caches = cached_plans._checked_decode, cached_plans._checked_append
     counts = [sum(cache.cache_info()[:2]) for cache in caches]
     tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
     versions = [None if x.is_inference() else x._version for x in tensors]

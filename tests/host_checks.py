@@ -33,8 +33,8 @@ from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention, flash_attn_bhsd_func
-from flashattn3.kvcache.ops import _checked_decode
 from flashattn3.run import bhsd, doors, launches, operators
+from flashattn3.run.cached_plans import _checked_decode
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 OWN_NODE = "_AttentionBackward"

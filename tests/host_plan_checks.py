@@ -17,8 +17,8 @@ from flashattn3.call.cached import DECODE
 from flashattn3.call.fields import CALL, Options
 from flashattn3.call.operands import Tensors
 from flashattn3.call.tensor_fields import CACHED_PLAN, FOUND, ROWS, TENSORS
-from flashattn3.kvcache.planned import planned_calls
 from flashattn3.run import doors, operators
+from flashattn3.run.cached_launches import planned_calls
 
 SHAPES = {"q": (2, 40, 4, 64), "k": (2, 40, 2, 64), "v": (2, 40, 2, 64)}
 

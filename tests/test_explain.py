@@ -7,8 +7,8 @@ import torch
 from helpers import A100, run_python
 
 import flashattn3
+from flashattn3 import cached_explanation as explanation
 from flashattn3.cli import main
-from flashattn3.kvcache import explanation
 from flashattn3.run import operators
 
 

@@ -23,10 +23,9 @@ from flashattn3.call.fields import Options
 from flashattn3.call.operands import Tensors
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention
-from flashattn3.kvcache import ops as kvcache
 from flashattn3.quantization import dispatch
+from flashattn3.run import cached_plans, quantized
 from flashattn3.run import operators as run
-from flashattn3.run import quantized
 
 PACKAGE = flashattn3.__path__[0]
 
@@ -196,9 +195,9 @@ def compiled(monkeypatch):
     from flashattn3.backends.triton import cached_launch
 
     monkeypatch.setattr(cached_launch, "VariableLaunch", prepared)
-    monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
-    monkeypatch.setattr(kvcache, "BACKENDS", kvcache.BACKENDS[1:])
-    monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
+    monkeypatch.setattr(cached_plans, "describe_device", lambda device: H100)
+    monkeypatch.setattr(cached_plans, "BACKENDS", cached_plans.BACKENDS[1:])
+    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
     forget_cached_calls()
     yield
     forget_cached_calls()
@@ -218,10 +217,10 @@ def cached_on_hopper(monkeypatch):
     """Plan cached calls on CPU tensors for an H100, with an operator that does nothing."""
     library = library_double(decode=lambda *_: None, append=lambda *_: None)
     hopper = HopperBackend(library=lambda: library, only_measured=False)
-    backends = (hopper, *kvcache.BACKENDS[1:])
-    monkeypatch.setattr(kvcache, "BACKENDS", backends)
-    monkeypatch.setattr(kvcache, "describe_device", lambda device: H100)
-    monkeypatch.setattr(kvcache, "is_checked", lambda device: False)
+    backends = (hopper, *cached_plans.BACKENDS[1:])
+    monkeypatch.setattr(cached_plans, "BACKENDS", backends)
+    monkeypatch.setattr(cached_plans, "describe_device", lambda device: H100)
+    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
     forget_cached_calls()
     yield
     forget_cached_calls()

@@ -29,7 +29,7 @@ from flashattn3 import (
 )
 from flashattn3.backends.triton.backend import BACKEND as TRITON_CACHE
 from flashattn3.call.cached import CombineProblem
-from flashattn3.kvcache import ops
+from flashattn3.run import cached_plans
 
 LENGTHS = (0, 1, 17, 40)
 CASES = (
@@ -299,7 +299,7 @@ def test_out_of_the_caller_and_any_strides_of_q(backend, device):
 @pytest.fixture
 def unchecked(monkeypatch):
     """As on a GPU without FLASHATTN3_CHECK."""
-    monkeypatch.setattr(ops, "is_checked", lambda device: False)
+    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
 
 
 @pytest.mark.parametrize("backend", CACHE_BACKENDS)
@@ -468,7 +468,7 @@ def test_a_growing_cache_does_not_miss_the_plan(backend, device):
                 inputs.arguments["q"][:, 0, 0, 0], 8, dtype=torch.int32
             )
             call_cached(inputs, backend=backend)
-            misses.add((page_size, ops.plan_of.cache_info().misses))
+            misses.add((page_size, cached_plans.plan_of.cache_info().misses))
     assert len(misses) == len({page_size for page_size, _ in misses}), misses
 
 

@@ -12,7 +12,7 @@ from helpers import GPU, TRITON_DTYPES
 from support.kvcache import CacheCase, CacheInputs, check_cached
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
-from flashattn3.kvcache import ops
+from flashattn3.run import cached_plans
 
 HEADS, DIM = 2, 24
 
@@ -145,7 +145,7 @@ def expected(case: AppendCase, k, v, caches, arguments):
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
     """Tokens that do not fit are an error where values are checked."""
-    monkeypatch.setattr(ops, "is_checked", lambda device: False)
+    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
 
 
 @interpreted

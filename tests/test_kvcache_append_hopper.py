@@ -22,7 +22,7 @@ from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.backends.triton.cached import TritonCachedCall
 from flashattn3.call.cached import AppendOptions, AppendTensors, describe_append
 from flashattn3.call.metadata import metadata_of
-from flashattn3.kvcache import ops
+from flashattn3.run import cached_plans
 from flashattn3.run.planner import choose
 
 LIBRARY = find_library()
@@ -97,9 +97,9 @@ def on_hopper(monkeypatch):
         decode=lambda *given: received.append(("decode", given)),
     )
     hopper = HopperBackend(library=lambda: library, only_measured=False)
-    monkeypatch.setattr(ops, "BACKENDS", (hopper, TRITON, REFERENCE))
-    monkeypatch.setattr(ops, "describe_device", lambda device: H100)
-    monkeypatch.setattr(ops, "is_checked", lambda device: False)
+    monkeypatch.setattr(cached_plans, "BACKENDS", (hopper, TRITON, REFERENCE))
+    monkeypatch.setattr(cached_plans, "describe_device", lambda device: H100)
+    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
     forget_cached_calls()
     yield received
     forget_cached_calls()

@@ -20,7 +20,7 @@ from flashattn3.backends.registry import BACKENDS
 from flashattn3.call.cached import DecodeOptions, DecodeTensors, Lengths, describe_decode
 from flashattn3.call.cached_checks import check_decode
 from flashattn3.call.metadata import metadata_of
-from flashattn3.kvcache import ops
+from flashattn3.run import cached_plans
 from flashattn3.run.planner import choose
 
 B, SQ, H, HK, D, CAP, PAGE = 2, 3, 4, 2, 16, 32, 8
@@ -446,4 +446,4 @@ def test_use_backend_holds_for_cached_calls():
         call(dtype=torch.bfloat16)
     with use_backend("reference"):
         call()
-    assert ops.BACKENDS is BACKENDS
+    assert cached_plans.BACKENDS is BACKENDS

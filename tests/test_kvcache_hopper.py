@@ -32,6 +32,7 @@ from flashattn3 import (
     flash_attn_func,
     flash_attn_with_kvcache,
 )
+from flashattn3 import cached_explanation as explanation
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kernel_configs import DECODE_CONFIGS, select_decode_config
 from flashattn3.backends.hopper.launch_record import DecodeRecord
@@ -53,7 +54,7 @@ from flashattn3.call.operands import Tensors
 from flashattn3.call.operands import metadata_of as metadata_of_input
 from flashattn3.call.problem import describe
 from flashattn3.call.scheduler_metadata import HEADER, MAGIC, PER_SEQUENCE
-from flashattn3.kvcache import explanation, ops
+from flashattn3.run import cached_plans
 from flashattn3.run.planner import choose
 
 LIBRARY = find_library()
@@ -480,10 +481,10 @@ def on_hopper(monkeypatch):
 
     operators = {"decode": decode, "decode_into": decode_into}
     hopper = HopperBackend(library=lambda: library_double(**operators))
-    for module in (ops, explanation):
+    for module in (cached_plans, explanation):
         monkeypatch.setattr(module, "BACKENDS", (hopper, TRITON, REFERENCE))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)
-    monkeypatch.setattr(ops, "is_checked", lambda device: False)
+    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
     forget_cached_calls()
     yield received
     forget_cached_calls()

@@ -21,8 +21,8 @@ from flashattn3.backends.planned import MOST, Planned, PlannedCalls
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DECODE, DecodeTensors
-from flashattn3.kvcache import ops
-from flashattn3.kvcache.planned import planned_calls
+from flashattn3.run import cached_plans
+from flashattn3.run.cached_launches import planned_calls
 
 
 def ints(*values):
@@ -69,9 +69,9 @@ def double(monkeypatch):
     """Plan cached calls on CPU tensors for an H100, with the library of a ``Double``."""
     double = Double()
     hopper = HopperBackend(library=lambda: double.library, only_measured=False)
-    monkeypatch.setattr(ops, "BACKENDS", (hopper, TRITON, REFERENCE))
-    monkeypatch.setattr(ops, "describe_device", lambda device: H100)
-    monkeypatch.setattr(ops, "is_checked", lambda device: False)
+    monkeypatch.setattr(cached_plans, "BACKENDS", (hopper, TRITON, REFERENCE))
+    monkeypatch.setattr(cached_plans, "describe_device", lambda device: H100)
+    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
     forget_cached_calls()
     yield double
     forget_cached_calls()
@@ -130,7 +130,7 @@ def test_sizes_and_lengths_that_grow_need_no_new_launch(double):
     double.result = None  # a page size that the operator does not know
     flash_attn_with_kvcache(q, k, v, page_table=table)
     assert len(double.received) == 8 and double.received[-1][5] is table
-    assert ops._checked_decode.cache_info().misses == 2
+    assert cached_plans._checked_decode.cache_info().misses == 2
 
 
 def test_a_call_that_the_operator_does_not_know_is_planned(double):
@@ -272,7 +272,7 @@ def test_new_tokens_that_triton_writes(double, monkeypatch):
     """The append kernel does not run before a GPU has measured it."""
     monkeypatch.setattr(hopper_cached, "APPEND_MEASURED", "")
     hopper = HopperBackend(library=lambda: double.library)
-    monkeypatch.setattr(ops, "BACKENDS", (hopper, TRITON, REFERENCE))
+    monkeypatch.setattr(cached_plans, "BACKENDS", (hopper, TRITON, REFERENCE))
     q, k, v = tensors_of()
     for backend, appends in ((None, False), ("hopper", True)):
         flash_attn_with_kvcache(q, k, v, backend=backend)
@@ -292,7 +292,7 @@ def test_new_tokens_that_triton_writes(double, monkeypatch):
     ids=lambda given: next(iter(given)),
 )
 def test_calls_with_more_are_checked_each_time(given, double, monkeypatch):
-    monkeypatch.setattr(ops, "run_checked", lambda *arguments: arguments[3].q)
+    monkeypatch.setattr(cached_plans, "run_checked", lambda *arguments: arguments[3].q)
     q, k, v = tensors_of()
     if "backend" not in given:
         flash_attn_with_kvcache(q, k, v)
@@ -302,7 +302,7 @@ def test_calls_with_more_are_checked_each_time(given, double, monkeypatch):
 
 
 def test_calls_whose_values_are_checked_are_checked_each_time(double, monkeypatch):
-    monkeypatch.setattr(ops, "is_checked", lambda device: True)
+    monkeypatch.setattr(cached_plans, "is_checked", lambda device: True)
     q, k, v = tensors_of()
     for _ in range(2):
         flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(3, 4))
@@ -472,17 +472,17 @@ def test_later_calls_give_the_bits_of_first_ones(more, return_lse, poisoned_memo
                 given = with_more(given, more, tokens)
             written = [name for name in ("k_cache", "v_cache", "out") if name in given]
             copies = {name: given[name].clone() for name in written}
-            checks = ops._checked_decode.cache_info()
+            checks = cached_plans._checked_decode.cache_info()
             found = [flash_attn_with_kvcache(**given, **options)]
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 found.append(flash_attn_with_kvcache(**given, **options))
             graph.replay()
-            known = ops._checked_decode.cache_info() == checks
+            known = cached_plans._checked_decode.cache_info() == checks
             forget_cached_calls()
             wanted = flash_attn_with_kvcache(**(given | copies), **options)
-            assert ops._checked_decode.cache_info().misses == 1
+            assert cached_plans._checked_decode.cache_info().misses == 1
             for results in found:
                 pairs = zip(results, wanted, strict=True) if return_lse else [(results, wanted)]
                 assert all(torch.equal(a, b) for a, b in pairs)

@@ -25,10 +25,12 @@ MAY_IMPORT = {
     "backends": CALL | BACKENDS,
     "quantization": CALL | BACKENDS | {"quantization.*"},
     "run": CALL | {"backends.registry", "backends.base", "backends.device", "quantization", "run.*"}
-    | {"quantization.dispatch"},
+    | {"backends.planned", "quantization.dispatch"},
     "explanation": CALL | {"backends.registry", "backends.base", "backends.device", "run.*"},
-    "kvcache": CALL | BACKENDS | {"run.*", "explanation", "kvcache.*"},
     "api": CALL | {"run.*", "explanation", "quantization"},
+    "kvcache_api": CALL | {"run.*"},
+    "cached_explanation": CALL | {"backends.registry", "backends.device", "run.*"}
+    | {"explanation", "kvcache_api"},
 }  # fmt: skip
 TORCH_FREE = (
     "errors",

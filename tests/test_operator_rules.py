@@ -20,8 +20,7 @@ from flashattn3 import (
     use_backend,
 )
 from flashattn3.integrations.flop_counter import register_flop_formulas
-from flashattn3.kvcache import ops as kvcache_ops
-from flashattn3.run import operator_rules
+from flashattn3.run import cached_plans, operator_rules
 
 
 def flops(function, *tensors, **options):
@@ -146,7 +145,7 @@ def test_one_warning_where_a_gpu_call_lands_on_reference(monkeypatch):
 
 def test_cached_calls_warn_too(monkeypatch):
     planned = []
-    monkeypatch.setattr(kvcache_ops, "warn_of_reference", planned.append)
+    monkeypatch.setattr(cached_plans, "warn_of_reference", planned.append)
     forget_cached_calls()
     q, cache = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16)
     flash_attn_with_kvcache(q, cache, cache)

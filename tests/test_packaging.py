@@ -97,7 +97,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     packages = ("flashattn3", "flashattn3_bench")
     modules = {str(p.relative_to(ROOT)) for name in packages for p in (ROOT / name).rglob("*.py")}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    types = {"flashattn3/py.typed", "flashattn3/api.pyi", "flashattn3/kvcache/api.pyi"}
+    types = {"flashattn3/py.typed", "flashattn3/api.pyi", "flashattn3/kvcache_api.pyi"}
     assert packed == modules | types
 
 

@@ -125,17 +125,16 @@ class AppendTensors(NamedTuple):
     v_descale: Tensor | None = None
 
 
-class AppendOptions(NamedTuple):
-    """The arguments of an append that are not tensors.
-
-    one_q_position: every query of a sequence has the position of the first new token, as without
-        causal and window in FlashAttention-3; else query i is i tokens behind it.
-    """
-
-    rotary_interleaved: bool = True
-    one_q_position: bool = False
-    backend: str | None = None
-    function: str = "append_kvcache"
+# The arguments of an append that are not tensors. one_q_position: every query of a sequence has the
+# position of the first new token, as without causal and window in FlashAttention-3; else query i is
+# i tokens behind it.
+_OF_APPENDS = (
+    Field("rotary_interleaved", "bool", True, boolean),
+    Field("one_q_position", "bool", False, boolean),
+    CALL.fields["backend"],
+)
+APPEND = Description("AppendOptions", _OF_APPENDS, "append_kvcache")
+AppendOptions = APPEND.Options
 
 
 # The options that backends read, by their names in ``DecodeOptions``.

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .. import api
+from .. import kvcache_api as cached
 from ..errors import expect, shown
-from ..kvcache import api as cached
 from . import bert_padding, rotary
 from .one_pass import one_pass, write_gradients
 from .paged import attend_to_pages

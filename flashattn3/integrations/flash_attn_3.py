@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import api
+from .. import kvcache_api as cached
 from ..errors import UnsupportedError, complaint, shown
-from ..kvcache import api as cached
 from .one_pass import one_pass, write_gradients
 from .paged import attend_to_pages
 from .stand_in import install

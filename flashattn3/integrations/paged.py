@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import expect
-from ..kvcache.api import flash_attn_with_kvcache
+from ..kvcache_api import flash_attn_with_kvcache
 
 
 def attend_to_pages(

@@ -24,10 +24,10 @@ from ..call.cached import DECODE, MAX_HEAD_DIM
 from ..call.dtypes import SIXTEEN_BIT
 from ..call.public import public, reader
 from ..errors import UnsupportedError, shown, value_error
-from ..kvcache.api import flash_attn_with_kvcache
-from ..kvcache.ops import is_watched
-from ..kvcache.planned import Further, run_planned
+from ..kvcache_api import flash_attn_with_kvcache
+from ..modes import is_watched
 from ..run.bhsd import attend_bhsd, attend_like_before, call_operator, is_compiled
+from ..run.cached_launches import Further, run_planned
 from .libraries import import_library
 from .masks import mask
 from .packed_positions import edges_of_positions, edges_of_traced_positions

@@ -9,6 +9,8 @@ from torch.autograd import profiler
 
 from ..call.arguments import boolean, integer, length
 from ..call.cached import (
+    APPEND,
+    DECODE,
     AppendOptions,
     AppendTensors,
     DecodeOptions,
@@ -16,13 +18,29 @@ from ..call.cached import (
     Lengths,
     one_q_position,
 )
-from ..call.cached_checks import check_decode, check_out, check_tensors
+from ..call.cached_checks import check_combine, check_decode, check_out, check_tensors
 from ..call.metadata import metadata_of
+from ..call.selection import backend_in_force
 from ..errors import expect, shown, value_error
-from ..modes import has_autocast
-from ..run.operator_rules import as_cache_under_autocast
-from . import ops
-from .planned import Further, NewTokens, run_planned
+from ..modes import has_autocast, is_watched
+from .cached_launches import Further, NewTokens, run_planned
+from .cached_operators import (
+    check_call,
+    count_writes,
+    decode_operator,
+    run_append,
+    run_combine,
+)
+from .cached_plans import (
+    CheckedCall,
+    check_values_before_append,
+    checked_call,
+    dense_rows,
+    lse_dtype,
+    result_shapes,
+    run_checked,
+)
+from .operator_rules import as_cache_under_autocast
 
 
 def with_kvcache(
@@ -61,37 +79,38 @@ def with_kvcache(
     longest = None
     if not (cu_seqlens_q is max_seqlen_q is None):
         longest = _longest(function, cu_seqlens_q, max_seqlen_q)
-    watched = ops.is_watched(q, k_cache)
+    watched = is_watched(q, k_cache)
+    new = None
+    if not (k is v is rotary_cos is rotary_sin is None):
+        new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
     if (
         rotary_seqlens is q_descale is k_descale is v_descale is sinks is scheduler_metadata is None
         and not watched
         and not profiler._is_profiler_enabled  # else the call says which kernel it runs
     ):
-        further = new = None
+        further = None
         if not (out is longest is cache_batch_idx is cache_leftpad is cu_seqlens_q is None):
             most = -1 if longest is None else longest
             further = Further(out, most, cache_batch_idx, cache_leftpad, cu_seqlens_q)
-        if not (k is v is rotary_cos is rotary_sin is None):
-            new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
         result = run_planned(
             options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new
         )
         if result is not None:
             if new is not None:
-                ops.count_writes(k_cache, v_cache)
+                count_writes(k_cache, v_cache)
             if out is not None:
-                ops.count_writes(out)
+                count_writes(out)
             return result
     if has_autocast():
         q, k, v = as_cache_under_autocast(k_cache, q, k, v)
+        new = new and new._replace(k=k, v=v)
     tensors = DecodeTensors(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
     )  # fmt: skip
     lengths = Lengths(seqlen, 0, longest)
-    if k is v is rotary_cos is rotary_sin is None:
+    if new is None:
         return _attended(tensors, lengths, options, out, watched)
-    new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
     return _appended(tensors, lengths, options, out, watched, new, rotary_seqlens)
 
 
@@ -117,20 +136,20 @@ def _appended(
     if cos is not None:
         rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
         to_rotate, edges, tensors = q, tensors.cu_seqlens_q, tensors._replace(q=rotated)
-    checked = ops.check_call(tensors, lengths, options)
+    checked = check_call(tensors, lengths, options)
     if not torch.compiler.is_compiling():  # which traces all checks before anything runs
         batch = tensors.query_sizes(lengths.max_seqlen_q)[0]
         if dense:
             expect(k.shape[0] == batch, function, "k.shape[0]", f"{batch} (q's batch)", k.shape[0])
-        _check_given(out, q, ops.result_shapes(q, tensors.v_cache)[0], options)
+        _check_given(out, q, result_shapes(q, tensors.v_cache)[0], options)
     appended = AppendTensors(
         k, v, *tensors[1:3], to_rotate, rotated, *tensors[3:6], edges, edges_k, cos, sin,
         rotary_seqlens, tensors.k_descale, tensors.v_descale,
     )  # fmt: skip
     how = AppendOptions(interleaved, one_q_position(options), options.backend, function)
     if checked is not None:
-        ops.check_values_before_append(checked, tensors, lengths, options, appended, how)
-    ops.run_append(appended, lengths, how)
+        check_values_before_append(checked, tensors, lengths, options, appended, how)
+    run_append(appended, lengths, how)
     return _attended(tensors, lengths, options, out, watched, checked)
 
 
@@ -140,7 +159,7 @@ def _attended(
     options: DecodeOptions,
     out: Tensor | None,
     watched: bool,
-    checked: ops.CheckedCall | None = None,
+    checked: CheckedCall | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the call. watched: of ``is_watched``. checked: None: neither it nor out was checked
     yet."""
@@ -149,20 +168,20 @@ def _attended(
         check_tensors(options.function, 3, **tensors._asdict())
         if q.ndim not in (3, 4) or tensors.v_cache.ndim != 4:  # the check names the tensor
             check_decode(tuple(map(metadata_of, tensors)), options, lengths)
-        out_shape, lse_shape = ops.result_shapes(q, tensors.v_cache)
+        out_shape, lse_shape = result_shapes(q, tensors.v_cache)
         _check_given(given, q, out_shape, options)
         out = q.new_empty(out_shape) if given is None else given
-        lse = q.new_empty(lse_shape, dtype=ops.lse_dtype(q.dtype))
-        ops.decode_operator(out, lse, tensors, lengths, options)
+        lse = q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
+        decode_operator(out, lse, tensors, lengths, options)
     else:
         if checked is None:
-            checked = ops.checked_call(tensors, lengths, options)
+            checked = checked_call(tensors, lengths, options)
             _check_given(given, q, checked.out_shape, options)
         shape, dtype = checked.lse_shape, checked.lse_dtype
         lse = None if shape is None else q.new_empty(shape, dtype=dtype)
-        out = ops.run_checked(checked, given, lse, tensors, lengths, options)
+        out = run_checked(checked, given, lse, tensors, lengths, options)
         if given is not None:
-            ops.count_writes(out)
+            count_writes(out)
     return (out, lse) if options.return_lse else out
 
 
@@ -202,3 +221,46 @@ def _check_new_tokens(
     for name, given in others.items():
         if given is not None:
             raise value_error(function, name, "None without k and v", "a tensor")
+
+
+def append(tensors: AppendTensors, given: dict[str, object]) -> Tensor | None:
+    """``append_kvcache``. given: its options, as they were passed."""
+    function = "append_kvcache"
+    k, v, k_cache, _, q = tensors[:5]
+    if has_autocast():
+        q, k, v = as_cache_under_autocast(k_cache, q, k, v)
+    seqlen, cache_seqlens = seqlens_of(function, tensors.cache_seqlens)
+    tensors = tensors._replace(k=k, v=v, q=q, cache_seqlens=cache_seqlens)
+    check_tensors(function, 4, **tensors._asdict())
+    if q is not None:
+        rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+        tensors = tensors._replace(q_out=rotated)
+    seqlen_new = k.shape[1] if tensors.cu_seqlens_k_new is None and k.ndim == 4 else 0
+    run_append(tensors, Lengths(seqlen, seqlen_new), APPEND.convert(function, given))
+    return tensors.q_out
+
+
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """``flash_attn_combine``."""
+    function = "flash_attn_combine"
+    check_tensors(function, 2, out_partial=out_partial, lse_partial=lse_partial, out=out)
+    dtype = DECODE.fields["out_dtype"].convert(function, "out_dtype", out_dtype)
+    what, of_out = "out_dtype", dtype or out_partial.dtype
+    if out is not None:
+        what, of_out = "out.dtype", out.dtype
+    parts = metadata_of(out_partial), metadata_of(lse_partial)
+    check_combine(function, *parts, what, of_out)
+    if out is None:
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=of_out)
+    else:
+        expect(dtype in (None, out.dtype), function, "out_dtype", f"{out.dtype} as out's", dtype)
+        shape, device = out_partial.shape[1:], out_partial.device
+        check_out(function, "out", metadata_of(out), shape, out.dtype, device, "out_partial")
+    # Rows of a head lie side by side, as in the lse of a call.
+    *lead, rows, heads = lse_partial.shape[1:]
+    lse = lse_partial.new_empty((*lead, heads, rows)).transpose(-1, -2)
+    backend = backend_in_force(function, "backend", None)
+    run_combine(out, lse, dense_rows(out_partial), lse_partial, backend, function)
+    return out, lse

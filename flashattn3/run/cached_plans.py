@@ -1,6 +1,5 @@
-"""The torch operators of cached calls: ``flashattn3::decode``, ``append`` and ``combine``.
+"""From the tensors of a cached call to its plan, and the run of the plan.
 
-Each writes to tensors that its schema declares as mutated: out and lse, the caches, the rotated q.
 A call is checked once for its metadata; the plan under it is cached by the problem, which has no
 size that grows from step to step.
 """
@@ -26,47 +25,15 @@ from ..call.cached import (
     Lengths,
     lse_shape,
 )
-from ..call.cached_checks import check_append, check_combine, check_decode, check_out, check_tensors
+from ..call.cached_checks import check_append, check_combine, check_decode, check_tensors
 from ..call.cached_value_checks import check_append_values, check_decode_values
 from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..call.scheduler_metadata import hash_of_options
-from ..call.selection import ANY, named_backend
 from ..call.value_checks import is_checked
 from ..errors import expect
-from ..modes import is_plain
-from ..run.operator_rules import recorded, warn_of_reference
-from ..run.planner import Plan, choose
-from .planned import planned_calls
-
-_LENGTHS = "SymInt? seqlen, SymInt seqlen_new, SymInt? max_seqlen_q"
-_NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields)
-
-
-def _tensors(fields: tuple[str, ...], required: int, mutated: dict[str, str]) -> str:
-    """A schema's tensors; mutated: name → letter of its alias set."""
-    parts = []
-    for index, name in enumerate(fields):
-        alias = f"({mutated[name]}!)" if name in mutated else ""
-        parts.append(f"Tensor{alias}{'' if index < required else '?'} {name}")
-    return ", ".join(parts)
-
-
-torch.library.define(
-    "flashattn3::decode",
-    f"(Tensor(a!) out, Tensor(b!) lse, {_tensors(DecodeTensors._fields, 3, {})}, {_LENGTHS}, "
-    f"{problems.DECODE.schema}) -> ()",
-)
-_WRITTEN = {"k_cache": "a", "v_cache": "b", "q_out": "c"}
-torch.library.define(
-    "flashattn3::append",
-    f"({_tensors(AppendTensors._fields, 4, _WRITTEN)}, {_LENGTHS}, "
-    "bool rotary_interleaved, bool one_q_position, str? backend, str function) -> ()",
-)
-torch.library.define(
-    "flashattn3::combine",
-    "(Tensor(a!) out, Tensor(b!) lse, Tensor out_partial, Tensor lse_partial, str? backend, "
-    "str function) -> ()",
-)
+from .cached_launches import planned_calls
+from .operator_rules import recorded, warn_of_reference
+from .planner import Plan, choose
 
 
 @lru_cache(maxsize=4096)
@@ -146,19 +113,6 @@ def options_hash_of(problem: problems.DecodeProblem, options: DecodeOptions) -> 
     return hash_of_options(sizes, problem.dtype, options)
 
 
-def check_call(
-    tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
-) -> CheckedCall | None:
-    """Raise what the attention would, before an append writes the caches; the compiler traces both
-    operators before it runs one. Returns the checked call if nothing watches it."""
-    if torch.compiler.is_compiling():
-        return None
-    if is_watched(tensors.q, tensors.k_cache):
-        check_decode(tuple(map(metadata_of, tensors)), options, lengths)
-        return None
-    return checked_call(tensors, lengths, options)
-
-
 def check_values_before_append(
     checked: CheckedCall,
     tensors: DecodeTensors,
@@ -208,45 +162,8 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def decode_operator(
-    out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
-) -> None:
-    torch.ops.flashattn3.decode.default(out, lse, *tensors, *lengths, *options)
-
-
-def run_append(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
-    if is_watched(tensors.k, tensors.k_cache):
-        torch.ops.flashattn3.append.default(*tensors, *lengths, *options)
-    else:
-        _append_of(tensors, lengths, options)
-        count_writes(tensors.k_cache, tensors.v_cache)
-
-
-def run_combine(
-    out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor, backend, function: str
-) -> None:
-    if is_watched(out_partial, out):
-        torch.ops.flashattn3.combine.default(out, lse, out_partial, lse_partial, backend, function)
-    else:
-        _combine_of(out, lse, out_partial, lse_partial, backend, function)
-        count_writes(out)
-
-
-def is_watched(x: Tensor, other: Tensor) -> bool:
-    """Return whether the call must go through the operator: for the compiler, a torch mode, a
-    transform, a dual level or a tensor subclass."""
-    return not type(x) is type(other) is Tensor or x.is_meta or not is_plain()
-
-
 def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def count_writes(*written: Tensor) -> None:
-    """What autograd saved of these tensors is stale; the dispatcher would count the write."""
-    for x in written:
-        if not x.is_inference():
-            torch.autograd.graph.increment_version(x)
 
 
 def _check_values(
@@ -280,14 +197,6 @@ def run_checked(
     return decode(out, lse, tensors, lengths, options_hash)
 
 
-def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: str) -> None:
-    """The public function allocates them; a caller of the operator may pass anything."""
-    q = tensors.q
-    shapes = result_shapes(q, tensors.v_cache)
-    check_out(function, "out", metadata_of(out), shapes[0], q.dtype, q.device, "q")
-    check_out(function, "lse", metadata_of(lse), shapes[1], lse_dtype(q.dtype), q.device, "q")
-
-
 def _checked_append_call(
     tensors: AppendTensors, lengths: Lengths, options: AppendOptions
 ) -> CheckedAppend:
@@ -295,7 +204,7 @@ def _checked_append_call(
     return _checked_append(key, options, _constant(lengths, options.function))
 
 
-def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
+def append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
     plan, copied = _checked_append_call(tensors, lengths, options)
     if is_checked(tensors.k.device):
         check_append_values(tensors, options.function, lengths)
@@ -308,7 +217,7 @@ def _append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions)
     append(tensors, lengths)
 
 
-def _combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> None:
+def combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> None:
     parts = metadata_of(out_partial), metadata_of(lse_partial)
     check_combine(function, *parts, "out.dtype", out.dtype)
     dim, dtype = out_partial.shape[-1], out_partial.dtype
@@ -320,58 +229,3 @@ def _combine_of(out, lse, out_partial, lse_partial, backend, function: str) -> N
     if profiler._is_profiler_enabled:
         combine = recorded(plan, combine)
     combine(out, lse, out_partial, lse_partial)
-
-
-def _in_force(backend: str | None) -> str:
-    """The backend of a compiled call that names none is known only when it runs."""
-    return (named_backend.get() or ANY) if backend is None else backend
-
-
-def unpacked_decode(arguments: tuple) -> tuple[DecodeTensors, Lengths, DecodeOptions]:
-    end = _NUM_DECODE + len(Lengths._fields)
-    tensors = DecodeTensors(*arguments[:_NUM_DECODE])
-    return tensors, Lengths(*arguments[_NUM_DECODE:end]), DecodeOptions(*arguments[end:])
-
-
-def unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOptions]:
-    end = _NUM_APPEND + len(Lengths._fields)
-    tensors = AppendTensors(*arguments[:_NUM_APPEND])
-    return tensors, Lengths(*arguments[_NUM_APPEND:end]), AppendOptions(*arguments[end:])
-
-
-@torch.library.impl("flashattn3::decode", "CompositeExplicitAutograd")
-def _decode(out, lse, *arguments):
-    tensors, lengths, options = unpacked_decode(arguments)
-    options = options._replace(backend=_in_force(options.backend))
-    _check_results(out, lse, tensors, options.function)
-    checked = checked_call(tensors, lengths, options)
-    run_checked(checked, out, lse, tensors, lengths, options)
-
-
-@torch.library.impl("flashattn3::append", "CompositeExplicitAutograd")
-def _append(*arguments):
-    tensors, lengths, options = unpacked_append(arguments)
-    _append_of(tensors, lengths, options._replace(backend=_in_force(options.backend)))
-
-
-@torch.library.impl("flashattn3::combine", "CompositeExplicitAutograd")
-def _combine(out, lse, out_partial, lse_partial, backend, function):
-    _combine_of(out, lse, out_partial, lse_partial, _in_force(backend), function)
-
-
-@torch.library.register_fake("flashattn3::decode")
-def _decode_fake(out, lse, *arguments):
-    tensors, lengths, options = unpacked_decode(arguments)
-    check_decode(tuple(map(metadata_of, tensors)), options, lengths)
-
-
-@torch.library.register_fake("flashattn3::append")
-def _append_fake(*arguments):
-    tensors, lengths, options = unpacked_append(arguments)
-    check_append(tuple(map(metadata_of, tensors)), options, lengths)
-
-
-@torch.library.register_fake("flashattn3::combine")
-def _combine_fake(out, lse, out_partial, lse_partial, backend, function):
-    parts = metadata_of(out_partial), metadata_of(lse_partial)
-    check_combine(function, *parts, "out.dtype", out.dtype)

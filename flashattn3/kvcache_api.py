@@ -10,30 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.arguments import boolean, integer
-from ..call.cached import (
-    DECODE,
-    AppendOptions,
-    AppendTensors,
-    Lengths,
-)
-from ..call.cached_checks import (
-    DTYPES,
-    MAX_CAPACITY,
-    check_combine,
-    check_options,
-    check_out,
-    check_tensors,
-)
-from ..call.metadata import metadata_of
-from ..call.public import public
-from ..call.scheduler_metadata import hash_of_options, make_metadata
-from ..call.selection import backend_in_force
-from ..errors import expect, shown, type_error, value_error
-from ..modes import has_autocast
-from ..run.operator_rules import as_cache_under_autocast
-from . import ops
-from .calls import seqlens_of, with_kvcache
+from .call.arguments import boolean
+from .call.cached import DECODE, AppendTensors
+from .call.public import public
+from .run.cached_calls import append, combine, with_kvcache
+from .run.scheduler_metadata import scheduler_metadata
 
 
 @public(with_kvcache, DECODE)
@@ -187,24 +168,11 @@ def append_kvcache(
 
     Raises: as ``flash_attn_with_kvcache``.
     """
-    function = "append_kvcache"
-    if has_autocast():
-        q, k, v = as_cache_under_autocast(k_cache, q, k, v)
-    seqlen, cache_seqlens = seqlens_of(function, cache_seqlens)
     tensors = AppendTensors(
         k, v, k_cache, v_cache, q, None, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
         cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale,
     )  # fmt: skip
-    check_tensors(function, 4, **tensors._asdict())
-    if q is not None:
-        rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
-        tensors = tensors._replace(q_out=rotated)
-    seqlen_new = k.shape[1] if cu_seqlens_k_new is None and k.ndim == 4 else 0
-    interleaved = boolean(function, "rotary_interleaved", rotary_interleaved)
-    named = backend_in_force(function, "backend", backend)
-    options = AppendOptions(interleaved, False, named, function)
-    ops.run_append(tensors, Lengths(seqlen, seqlen_new), options)
-    return tensors.q_out
+    return append(tensors, {"rotary_interleaved": rotary_interleaved, "backend": backend})
 
 
 def get_scheduler_metadata(
@@ -249,63 +217,22 @@ def get_scheduler_metadata(
 
     Raises: TypeError, ValueError: an argument is invalid.
     """
-    function = "get_scheduler_metadata"
-    options = DECODE.convert(
-        function,
-        {
-            "causal": causal,
-            "window_size": window_size,
-            "attention_chunk": attention_chunk,
-            "softcap": float(boolean(function, "has_softcap", has_softcap)),
-            "num_splits": num_splits,
-            "pack_gqa": pack_gqa,
-            "sm_margin": sm_margin,
-        },
-    )
+    options = {
+        "causal": causal,
+        "window_size": window_size,
+        "attention_chunk": attention_chunk,
+        "softcap": float(boolean("get_scheduler_metadata", "has_softcap", has_softcap)),
+        "num_splits": num_splits,
+        "pack_gqa": pack_gqa,
+        "sm_margin": sm_margin,
+    }
     tensors = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     tensors |= {"cu_seqlens_k_new": cu_seqlens_k_new, "cache_leftpad": cache_leftpad}
-    check_tensors(function, 1, **tensors)
-    batch = _counted(function, "batch_size", batch_size, 0)
-    for name, x in tensors.items():
-        if x is not None:
-            entries = (batch + name.startswith("cu_"),)
-            expect(tuple(x.shape) == entries, function, f"{name}.shape", entries, tuple(x.shape))
-            expect(x.dtype == torch.int32, function, f"{name}.dtype", torch.int32, x.dtype)
-            wanted = cache_seqlens.device
-            expect(x.device == wanted, function, f"{name}.device", wanted, x.device)
-    check_options(options)
-    if qkv_dtype not in DTYPES:
-        raise value_error(function, "qkv_dtype", f"one of {DTYPES}", shown(qkv_dtype))
     lengths = {"max_seqlen_k": max_seqlen_k, "max_seqlen_k_new": max_seqlen_k_new}
     lengths |= {"max_seqlen_q": max_seqlen_q}
-    lengths = {name: _counted(function, name, x, 0) for name, x in lengths.items()}
-    headdim_v = headdim if headdim_v is None else headdim_v
-    sizes = {"num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv}
-    sizes |= {"headdim": headdim, "headdim_v": headdim_v}
-    sizes = {name: _counted(function, name, x, 1) for name, x in sizes.items()}
-    heads_kv = sizes["num_heads_kv"]
-    fits, wanted = sizes["num_heads_q"] % heads_kv == 0, f"a multiple of num_heads_kv, {heads_kv}"
-    expect(fits, function, "num_heads_q", wanted, sizes["num_heads_q"])
-    page_size = 0 if page_size is None else _counted(function, "page_size", page_size, 1)
-    return make_metadata(
-        batch,
-        hash_of_options((*sizes.values(), page_size), qkv_dtype, options),
-        cache_seqlens,
-        lengths["max_seqlen_k_new"],
-        cu_seqlens_k_new,
-        lengths["max_seqlen_q"],
-        cu_seqlens_q,
-        cache_leftpad,
-        cache_seqlens.device,
-    )
-
-
-def _counted(function: str, name: str, number: object, least: int) -> int:
-    """A number of 32 bits."""
-    count = integer(function, name, number)
-    wanted = f"between {least} and {MAX_CAPACITY}"
-    expect(least <= count <= MAX_CAPACITY, function, name, wanted, count)
-    return count
+    sizes = {"num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "headdim": headdim}
+    sizes |= {"headdim_v": headdim if headdim_v is None else headdim_v}
+    return scheduler_metadata(options, tensors, batch_size, qkv_dtype, lengths, sizes, page_size)
 
 
 def flash_attn_combine(
@@ -331,29 +258,4 @@ def flash_attn_combine(
 
     Raises: TypeError, ValueError: an argument is invalid.
     """
-    function = "flash_attn_combine"
-    check_tensors(function, 2, out_partial=out_partial, lse_partial=lse_partial, out=out)
-    dtype = _dtype(function, out_dtype)
-    what, of_out = "out_dtype", dtype or out_partial.dtype
-    if out is not None:
-        what, of_out = "out.dtype", out.dtype
-    parts = metadata_of(out_partial), metadata_of(lse_partial)
-    check_combine(function, *parts, what, of_out)
-    if out is None:
-        out = out_partial.new_empty(out_partial.shape[1:], dtype=of_out)
-    else:
-        expect(dtype in (None, out.dtype), function, "out_dtype", f"{out.dtype} as out's", dtype)
-        shape, device = out_partial.shape[1:], out_partial.device
-        check_out(function, "out", metadata_of(out), shape, out.dtype, device, "out_partial")
-    # Rows of a head lie side by side, as in the lse of a call.
-    *lead, rows, heads = lse_partial.shape[1:]
-    lse = lse_partial.new_empty((*lead, heads, rows)).transpose(-1, -2)
-    backend = backend_in_force(function, "backend", None)
-    ops.run_combine(out, lse, ops.dense_rows(out_partial), lse_partial, backend, function)
-    return out, lse
-
-
-def _dtype(function: str, dtype: object) -> torch.dtype | None:
-    if not (dtype is None or isinstance(dtype, torch.dtype)):
-        raise type_error(function, "out_dtype", "a torch.dtype or None", shown(dtype))
-    return dtype
+    return combine(out_partial, lse_partial, out, out_dtype)

@@ -8,9 +8,9 @@ from inspect import signature
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..backends.device import describe_device
-from ..backends.registry import BACKENDS
-from ..call.cached import (
+from .backends.device import describe_device
+from .backends.registry import BACKENDS
+from .call.cached import (
     AppendOptions,
     AppendTensors,
     DecodeTensors,
@@ -18,13 +18,13 @@ from ..call.cached import (
     describe_append,
     describe_decode,
 )
-from ..call.cached_checks import check_decode
-from ..call.cached_value_checks import capacity_of
-from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
-from ..explanation import Explanation, explanation_of, place_of
-from ..run.planner import Plan, choose
-from . import ops
-from .api import flash_attn_with_kvcache
+from .call.cached_checks import check_decode
+from .call.cached_value_checks import capacity_of
+from .call.metadata import Metadata, key_of, metadata_of, metadata_under
+from .explanation import Explanation, explanation_of, place_of
+from .kvcache_api import flash_attn_with_kvcache
+from .run.cached_operators import unpacked_append, unpacked_decode
+from .run.planner import Plan, choose
 
 
 class _Watched(TorchDispatchMode):
@@ -34,9 +34,9 @@ class _Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.flashattn3.decode.default:
-            self.decode = ops.unpacked_decode(args[2:])
+            self.decode = unpacked_decode(args[2:])
         elif func is torch.ops.flashattn3.append.default:
-            self.append = ops.unpacked_append(args)
+            self.append = unpacked_append(args)
         else:
             return func(*args, **(kwargs or {}))
 

@@ -1,1 +1,0 @@
-"""Attention to cached keys and values: contract, checks, operators and public functions."""
