@@ -7,7 +7,7 @@ kernel that only reads as many bytes as the visible keys and values have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -18,6 +18,7 @@ from torch.nn.attention import sdpa_kernel
 
 import flashattn3
 
+from .cached_cells import CachedCell
 from .checking import FORWARD_FACTOR, check
 from .cuda_graph import captured
 from .host_suite import host_ms, selected
@@ -27,138 +28,6 @@ from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
 from .timing import Timing, interleave, make_clock
 
 READ, DENSE, APART = "read", "dense", "apart"
-SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed")
-QUICK_LENGTH = 40
-
-
-@dataclass(frozen=True)
-class CachedCell:
-    """One measurement. page_size: 0 for a dense cache. heads, heads_kv: of queries and keys.
-
-    seqlen_q: queries of each sequence; ragged: with cu_seqlens_q, one query of each sequence but
-    the last, which has seqlen_q.
-    """
-
-    suite: str
-    row: str
-    lengths: tuple[int, ...]
-    heads: int = 32
-    heads_kv: int = 8
-    head_dim: int = 128
-    seqlen_q: int = 1
-    page_size: int = 0
-    window: int = -1
-    sinks: bool = False
-    ragged: bool = False
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.heads_kv
-
-    @property
-    def queries(self) -> tuple[int, ...]:
-        others = len(self.lengths) - 1
-        return (1 if self.ragged else self.seqlen_q,) * others + (self.seqlen_q,)
-
-    @property
-    def visible(self) -> int:
-        """Keys that are read, of all sequences."""
-        if self.window < 0:
-            return sum(self.lengths)
-        pairs = zip(self.lengths, self.queries, strict=True)
-        return sum(min(n, self.window + queries) for n, queries in pairs)
-
-    def num_bytes(self, itemsize: int) -> int:
-        return 2 * self.visible * self.heads_kv * self.head_dim * itemsize
-
-    @property
-    def flops(self) -> float:
-        pairs = zip(self.lengths, self.queries, strict=True)
-        scores = sum(queries * n - queries * (queries - 1) // 2 for n, queries in pairs)
-        return 4 * scores * self.heads * self.head_dim
-
-    @property
-    def options(self) -> dict[str, object]:
-        return {"causal": True, "window_size": (self.window, -1)}
-
-
-# sequences x keys of 32 query and 8 KV heads, then of others.
-SIZES = ((1, 1024), (1, 4096), (1, 16384), (1, 131072), (8, 4096), (32, 4096), (128, 1024))
-SIZES += ((64, 16384),)
-ONE_HEAD = ((1, 4096), (1, 131072), (32, 8192), (128, 8192))
-ALL_HEADS = ((1, 4096), (16, 4096))
-PAGES = (1, 16, 64, 256)
-SHORT = (128, 256, 512, 1024, 2048, 4096, 8192)  # of a sequence alone
-CHUNKS = ((1, 2048, 16384), (4, 2048, 8192), (8, 256, 4096))  # sequences, queries, keys
-# 64 lengths from 64 to 32k, evenly spaced in their logarithm.
-RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
-
-
-def _named(keys: int) -> str:
-    return f"{keys // 1024}k" if keys % 1024 == 0 else str(keys)
-
-
-def _dense_cells() -> Iterator[CachedCell]:
-    for heads, heads_kv, sizes in ((32, 8, SIZES), (8, 1, ONE_HEAD), (32, 32, ALL_HEADS)):
-        for batch, keys in sizes:
-            row = f"{heads}/{heads_kv} heads, {batch} x {_named(keys)}"
-            yield CachedCell("decode", row, (keys,) * batch, heads, heads_kv)
-    yield CachedCell("decode", "64/8 heads, 1 x 512k", (524288,), 64, 8)
-    yield CachedCell("decode", "4 queries, 32 x 4k", (4096,) * 32, seqlen_q=4)
-    yield CachedCell(
-        "decode", "d64, window 128, sinks, 64/8, 32 x 8k", (8192,) * 32, 64, 8, 64, window=127,
-        sinks=True,
-    )  # fmt: skip
-    yield CachedCell("decode", "d256, 8/1 heads, 32 x 4k", (4096,) * 32, 8, 1, 256)
-    # A policy: 51 queries over a prefix of 800 tokens.
-    yield CachedCell("decode", "51 queries, d256, 8/1, 1 x 851", (851,), 8, 1, 256, 51)
-
-
-def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
-    """The cells of one of SUITES. quick: the same problems, cut down to a CPU's size."""
-    if suite == "decode":
-        cells = list(_dense_cells())
-    elif suite == "latency":
-        cells = [
-            CachedCell(suite, f"{heads}/{heads_kv} heads, {_named(n)}", (n,), heads, heads_kv)
-            for heads, heads_kv in ((32, 8), (8, 1))
-            for n in SHORT
-        ]
-    elif suite == "mixed":
-        row = "63 x 8k decoded, 2048 of 8k, page"
-        of = {"lengths": (8192,) * 64, "seqlen_q": 2048, "ragged": True}
-        cells = [CachedCell(suite, f"{row} {size}", **of, page_size=size) for size in (16, 128)]
-    elif suite == "paged":
-        cells = [
-            replace(cell, suite=suite, row=f"page {size}, {cell.row}", page_size=size)
-            for cell in list(_dense_cells())[:15]
-            for size in PAGES
-        ]
-    elif suite == "ragged":
-        cells = [
-            CachedCell(suite, f"{name}, page {size}", lengths, page_size=size)
-            for name, lengths in (("64 of 64 to 32k", RAGGED), ("one 64k", (65536, *(512,) * 31)))
-            for size in (16, 128)
-        ]
-    else:
-        cells = [
-            CachedCell(suite, f"{batch} x {new} of {_named(keys)}, page {size}", (keys,) * batch,
-                       seqlen_q=new, page_size=size)
-            for batch, new, keys in CHUNKS
-            for size in (16, 128)
-        ]  # fmt: skip
-    if not quick:
-        return cells
-    return list(dict.fromkeys(map(_cut_down, cells)))
-
-
-def _cut_down(cell: CachedCell) -> CachedCell:
-    lengths = tuple(max(5, min(n, QUICK_LENGTH)) for n in cell.lengths[:2])
-    group = min(2, cell.group)
-    new = min(cell.seqlen_q, 5)
-    name = f"quick {len(lengths)} x {lengths[0]}, d{cell.head_dim}, {new} queries"
-    name += f", page {cell.page_size}" * (cell.page_size > 0) + ", ragged" * cell.ragged
-    return replace(cell, row=name, lengths=lengths, heads=group, heads_kv=1, seqlen_q=new)
 
 
 @dataclass

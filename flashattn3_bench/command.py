@@ -16,8 +16,9 @@ from flashattn3.command_line import DTYPES, choose_device, integer
 
 from .accuracy_suite import SUITE as ACCURACY
 from .accuracy_suite import accuracy_cases, findings, run_accuracy
-from .cached_suite import HOST_WORK, cached_cells, run_cached, run_cached_host
-from .cached_suite import SUITES as CACHED
+from .cached_cells import SUITES as CACHED
+from .cached_cells import cached_cells
+from .cached_suite import HOST_WORK, run_cached, run_cached_host
 from .distributions_suite import SUITE as DISTRIBUTIONS
 from .distributions_suite import distribution_cases, run_distribution
 from .environment import header

@@ -9,14 +9,15 @@ import torch
 
 from flashattn3.cli import main
 from flashattn3_bench import cached_suite
-from flashattn3_bench.cached_suite import cached_cells, run_cached, run_cached_host
+from flashattn3_bench.cached_cells import SUITES, CachedCell, cached_cells
+from flashattn3_bench.cached_suite import run_cached, run_cached_host
 from flashattn3_bench.providers import OURS
 from flashattn3_bench.runner import FAILED, OK, Settings
 
 CPU = Settings(torch.device("cpu"), torch.float32, ("math",), rounds=2, round_ms=0.1)
 
 
-@pytest.mark.parametrize("suite", cached_suite.SUITES)
+@pytest.mark.parametrize("suite", SUITES)
 def test_the_cells_of_a_suite(suite):
     cells = cached_cells(suite)
     assert len({cell.row for cell in cells}) == len(cells)
@@ -43,7 +44,7 @@ def test_a_wrong_result_has_no_number(monkeypatch):
 
 
 def test_bytes_of_a_window_are_those_of_its_keys():
-    cell = cached_suite.CachedCell("decode", "", (1000, 50), window=99, seqlen_q=1)
+    cell = CachedCell("decode", "", (1000, 50), window=99, seqlen_q=1)
     assert cell.visible == 100 + 50
     assert cell.num_bytes(2) == 2 * 150 * 8 * 128 * 2
 
