@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cached_kernels import CAUSAL, PAGED, RAGGED, every_kernel, inputs_of
 from helpers import (
     CACHE_BACKENDS,
     GPU,
@@ -187,15 +188,21 @@ def test_several_parts_ran(num_splits, device, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("case", SPLIT_CASES if GPU else (SPLIT,), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", (*SPLIT_CASES, PAGED, RAGGED) if GPU else (SPLIT,), ids=lambda case: case.name
+)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_twenty_runs_are_bitwise_the_same(case, backend, device, monkeypatch):
+    """On Hopper's forward kernels on any number of SMs; the decode kernel of a mixed batch divides
+    sequences by the SMs that it has."""
     _several_ctas(monkeypatch)
     inputs = make_cache_inputs(case, device, torch.float16)
     first = call_cached(inputs, backend=backend)
-    for _ in range(19 if GPU else 1):
-        again = call_cached(inputs, backend=backend)
-        assert all(map(torch.equal, first, again))
+    on_other_sms = {"num_splits": 1}, {"sm_margin": 129}, {"sm_margin": 1}
+    others = on_other_sms if (backend, case) == ("hopper", PAGED) else ()
+    for options in (*((19 if GPU else 1) * ({},)), *others):
+        again = call_cached(inputs, backend=backend, **options)
+        assert all(map(torch.equal, first, again)), options
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 7])
@@ -230,33 +237,27 @@ def test_the_grid_and_the_workspace_hold_every_part(num_splits):
     assert tile.workspace_bytes(slots, 128) <= 9e6
 
 
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
-def test_one_split_does_not_depend_on_the_batch(backend, device):
-    """num_splits=1: a sequence's bits are the same alone and in a batch, in pages and dense."""
-    case = CacheCase("batch", (90, 3, 33), 2, page_size=16, options={"causal": True})
-    inputs = make_cache_inputs(case, device, torch.float16)
-    out, lse = call_cached(inputs, backend=backend, num_splits=1)
+@every_kernel
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(backend, rows, device):
+    """Where it is not divided, in pages and dense. Forward kernels never divide one."""
+    lengths, num_splits = ((90, 3, 33), 1) if rows == 2 else ((400, 203, 900), 0)
+    case = CacheCase("batch", lengths, rows, page_size=16, options=CAUSAL)
+    inputs = inputs_of(case, device, backend)
+    options = {"causal": True, "num_splits": num_splits, "return_lse": True, "backend": backend}
+    out, lse = call_cached(inputs, backend=backend, num_splits=num_splits)
     for index, (k, v) in enumerate(zip(inputs.k, inputs.v, strict=True)):
-        alone = flash_attn_with_kvcache(
-            inputs.arguments["q"][index, None],
-            k[None].to(device),
-            v[None].to(device),
-            causal=True,
-            num_splits=1,
-            return_lse=True,
-            backend=backend,
-        )
+        keys = k[None].to(device), v[None].to(device)
+        alone = flash_attn_with_kvcache(inputs.arguments["q"][index, None], *keys, **options)
         assert torch.equal(alone[0][0], out[index]) and torch.equal(alone[1][0], lse[index])
 
 
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
-def test_the_capacity_does_not_change_the_bits(backend, device, monkeypatch):
+@every_kernel
+def test_the_capacity_does_not_change_the_bits(backend, rows, device, monkeypatch):
     _several_ctas(monkeypatch)
     results = []
     for capacity in (300, 1000):
-        case = CacheCase("capacity", (300, 90), page_size=16, capacity=capacity)
-        inputs = make_cache_inputs(case, device, torch.float16)
-        results.append(call_cached(inputs, backend=backend))
+        case = CacheCase("capacity", (300, 90), rows, page_size=16, capacity=capacity)
+        results.append(call_cached(inputs_of(case, device, backend), backend=backend))
     assert all(map(torch.equal, *results))
 
 
@@ -282,18 +283,30 @@ def test_seqlen_as_an_int_and_as_none(backend, device):
         assert all(map(torch.equal, call_cached(inputs, backend=backend), wanted))
 
 
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
-def test_out_of_the_caller_and_any_strides_of_q(backend, device):
-    case = CacheCase("out", (20, 33), 2)
-    inputs = make_cache_inputs(case, device, torch.float16)
+@every_kernel
+def test_out_of_the_caller_and_any_strides_of_q(backend, rows, device):
+    inputs = inputs_of(CacheCase("out", (220, 233), rows), device, backend)
     wanted = call_cached(inputs, backend=backend)
-    out = torch.full((2, 3, 4, 40), 7.0, device=device, dtype=torch.float16)[:, :2, :, :32]
-    assert call_cached(inputs, backend=backend, out=out)[0] is out
-    assert torch.equal(out, wanted[0])
+    like = {"device": device, "dtype": torch.float16}
+    for width in (32, 36, 40):  # rows of out at multiples of 16 bytes, or not
+        whole = torch.full((2, rows + 6, 4, width), 7.0, **like)
+        out = whole[:, 3:-3, :, :32]
+        assert call_cached(inputs, backend=backend, out=out)[0] is out
+        assert torch.equal(out, wanted[0])
+        assert (whole[:, :3] == 7).all() and (whole[:, -3:] == 7).all()
+        assert (whole[..., 32:] == 7).all()
+    alone = flash_attn_with_kvcache(**inputs.arguments, backend=backend)
+    assert torch.equal(alone, wanted[0])
     q = inputs.arguments["q"]
-    inputs.arguments["q"] = q.transpose(1, 3).contiguous().transpose(1, 3)
-    assert inputs.arguments["q"].stride(-1) != 1
-    assert all(map(torch.equal, call_cached(inputs, backend=backend), wanted))
+    wide = torch.full((2, rows, 4, 36), math.nan, **like)[..., :32]
+    for other in (q.transpose(1, 3).contiguous().transpose(1, 3), wide.copy_(q)):
+        found = call_cached(CacheInputsWith(inputs, q=other), backend=backend)
+        assert all(map(torch.equal, found, wanted))
+    found, wanted = (
+        call_cached(CacheInputsWith(inputs, q=same), backend=backend)
+        for same in (q[:1].expand(2, -1, -1, -1), q[:1].repeat(2, 1, 1, 1))
+    )
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.fixture
@@ -302,35 +315,39 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
 
 
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
-def test_wrong_values_stay_inside_the_tensors(backend, device, unchecked):
+@every_kernel
+def test_wrong_values_stay_inside_the_tensors(backend, rows, device, unchecked):
     """A length over the capacity is cut; rows of a missing page or cache are NaN, others right."""
-    case = CacheCase("wrong", (16, 40, 30), page_size=16, capacity=48)
-    inputs = make_cache_inputs(case, device, torch.float16)
+    lengths, capacity = ((16, 40, 30), 48) if rows == 2 else ((316, 240, 330), 352)
+    case = CacheCase("wrong", lengths, rows, page_size=16, capacity=capacity)
+    inputs = inputs_of(case, device, backend)
     wanted = call_cached(inputs, backend=backend)
-    for page in (-1, 1000, 2**31 - 1)[: 1 if backend == "triton" and not GPU else 3]:
+
+    def call(given=inputs, **changes):
+        return call_cached(CacheInputsWith(given, **changes), backend=backend)
+
+    pages = (-1, 1000, 2**31 - 1, -(2**31))
+    for page in pages[: 1 if backend == "triton" and not GPU else None]:
         table = inputs.arguments["page_table"].clone()
         table[1, 1] = page
-        found = call_cached(CacheInputsWith(inputs, page_table=table), backend=backend)
-        for got, right in zip(found, wanted, strict=True):
-            assert got[1].isnan().all()
-            assert torch.equal(got[::2], right[::2])
+        for got, right in zip(call(page_table=table), wanted, strict=True):
+            assert got[1].isnan().all() and torch.equal(got[::2], right[::2])
     index = torch.tensor([0, -1, 7], dtype=torch.int32, device=device)
-    found = call_cached(CacheInputsWith(inputs, cache_batch_idx=index), backend=backend)
-    for got, right in zip(found, wanted, strict=True):
+    for got, right in zip(call(cache_batch_idx=index), wanted, strict=True):
         assert torch.equal(got[0], right[0]) and got[1:].isnan().all()
-    dense = make_cache_inputs(CacheCase("cut", (40, 40), capacity=40), device, torch.float16)
+    beyond = torch.full_like(index, 2**30)
+    assert call(cache_seqlens=beyond)[0].isnan().all(), "entries of the table that are no page"
+    full = 40 if rows == 2 else 240
+    dense = inputs_of(CacheCase("cut", (full, full), rows, capacity=full), device, backend)
     wanted = call_cached(dense, backend=backend)
-    for lengths in ((41, 2**31 - 1), (2**30, 40)):
-        seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        found = call_cached(CacheInputsWith(dense, cache_seqlens=seqlens), backend=backend)
-        assert all(map(torch.equal, found, wanted))
-    found = CacheInputsWith(inputs, cache_seqlens=torch.full_like(index, 2**30))
-    out, _ = call_cached(found, backend=backend)
-    assert out.isnan().all(), "entries of the table that are no page"
-    seqlens = torch.tensor([-5, 40], dtype=torch.int32, device=device)
-    out, lse = call_cached(CacheInputsWith(dense, cache_seqlens=seqlens), backend=backend)
-    assert not out[0].any() and (lse[0] == -math.inf).all() and torch.equal(out[1], wanted[0][1])
+    for first, second in ((full + 1, 2**31 - 1), (2**30, full), (-5, full)):
+        seqlens = torch.tensor([first, second], dtype=torch.int32, device=device)
+        out, lse = call(dense, cache_seqlens=seqlens)
+        assert torch.equal(out[1], wanted[0][1]) and torch.equal(lse[1], wanted[1][1])
+        if first < 0:
+            assert not out[0].any() and (lse[0] == -math.inf).all()
+        else:
+            assert torch.equal(out[0], wanted[0][0]) and torch.equal(lse[0], wanted[1][0])
 
 
 def CacheInputsWith(inputs, **changes):
@@ -348,7 +365,7 @@ def metadata_of(case, inputs, **changes):
     options = {
         "batch_size": case.batch,
         "max_seqlen_q": max(case.queries),
-        "max_seqlen_k": 48,
+        "max_seqlen_k": 1000,
         "num_heads_q": case.num_heads_q,
         "num_heads_kv": case.num_heads_kv,
         "headdim": case.head_dim,
@@ -366,7 +383,9 @@ def metadata_of(case, inputs, **changes):
     quick=lambda case, backend: backend == "reference" or case is METADATA_CASES[1]
 )
 @pytest.mark.parametrize("backend", CACHE_BACKENDS)
-@pytest.mark.parametrize("case", METADATA_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", (*METADATA_CASES, PAGED, RAGGED) if GPU else METADATA_CASES, ids=lambda case: case.name
+)
 def test_scheduler_metadata(case, backend, device, unchecked):
     """Metadata of the call changes nothing; of other lengths, its rows are NaN; of other options,
     all are."""
@@ -384,14 +403,19 @@ def test_scheduler_metadata(case, backend, device, unchecked):
     assert all(map(torch.equal, call(buffer[: found.numel()]), wanted))
     for_new_tokens = metadata_of(case, inputs, max_seqlen_k_new=1)  # the call has none
     assert all(map(torch.equal, call(for_new_tokens), wanted))
-    stale = metadata_of(case, inputs, cache_seqlens=torch.tensor([20, 32], device=device).int())
-    out, lse = call(stale)
-    first = (slice(0, 1), slice(None)) if case.ragged else (0, slice(None))
-    assert torch.equal(out[first], wanted[0][first])
-    assert out[1:].isnan().all()
-    assert (lse[:, 1:] if case.ragged else lse[1]).isnan().all()
+    stale = inputs.arguments["cache_seqlens"].clone()
+    stale[1] += -1
+    out, lse = call(metadata_of(case, inputs, cache_seqlens=stale))
+    ends = list(itertools.accumulate(case.queries))
+    for index, (end, queries) in enumerate(zip(ends, case.queries, strict=True)):
+        of = slice(end - queries, end) if case.ragged else index
+        for got, right in (
+            (out[of], wanted[0][of]),
+            *([(lse[:, of], wanted[1][:, of])] if case.ragged else [(lse[of], wanted[1][of])]),
+        ):
+            assert got.isnan().all() if index == 1 else torch.equal(got, right)
     others = (
-        {"num_heads_q": 8},
+        {"num_heads_q": 2 * case.num_heads_q},
         {"causal": not case.options.get("causal", False)},
         {"window_size": (7, 0)},
         {"has_softcap": True},
@@ -494,101 +518,3 @@ def test_the_shared_prefix_of_the_document(device):
         )
         torch.testing.assert_close(scope["out"][index].cpu(), right[0][0])
         torch.testing.assert_close(scope["lse"][index].cpu(), right[1][0].mT)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("length", [2**10, 2**17, 2**20])
-def test_long_contexts(length, backend):
-    case = CacheCase("long", (length,), num_heads_q=2, num_heads_kv=1, page_size=16)
-    inputs = make_cache_inputs(case, "cuda", torch.bfloat16)
-    check_cached(case, inputs, *call_cached(inputs, backend=backend))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "num_splits"),
-    [("triton", 0), ("triton", 2)]
-    + [pytest.param("hopper", splits, marks=needs_hopper) for splits in (0, 1)],
-)
-def test_many_sequences(backend, num_splits):
-    """Over 992, where FlashAttention-3 no longer splits; more than one step of the prefix sum."""
-    case = CacheCase("many", tuple(range(600, 1600)), num_heads_kv=1, num_heads_q=1, page_size=16)
-    inputs = make_cache_inputs(case, "cuda", torch.float16)
-    check_cached(case, inputs, *call_cached(inputs, backend=backend, num_splits=num_splits))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_a_captured_call_is_right_for_other_lengths(page_size, backend):
-    """Captured at length 1; replayed at the capacity, with other tables and a smaller batch."""
-    lengths = (1000, 1, 700, 0)
-    case = CacheCase("graph", lengths, page_size=page_size, capacity=1000)
-    inputs = make_cache_inputs(case, "cuda", torch.float16)
-    given = inputs.arguments
-    seqlens = given["cache_seqlens"].clone()
-    call_cached(inputs, backend=backend)
-    given["cache_seqlens"] = torch.ones_like(seqlens)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = call_cached(inputs, backend=backend)
-    given["cache_seqlens"].copy_(seqlens)
-    graph.replay()
-    check_cached(case, inputs, out, lse, "replayed")
-    if page_size:
-        order = torch.randperm(given["k_cache"].shape[0], device="cuda")
-        for name in ("k_cache", "v_cache"):
-            given[name].copy_(given[name][order.argsort()])
-        table = given["page_table"]
-        table.copy_(torch.where(table >= 0, order[table.clamp(min=0)].int(), table))
-        graph.replay()
-        check_cached(case, inputs, out, lse, "replayed with another table")
-    given["cache_seqlens"][2:] = 0
-    graph.replay()
-    assert not out[2:].any() and (lse[2:] == -math.inf).all()
-
-
-FEW_QUERIES = CacheCase("first", (1000, 3)), CacheCase("second", (900, 700), 2, page_size=16)
-# Single tokens beside a chunk: Hopper runs a decode and a forward kernel in two streams.
-MIXED = tuple(
-    CacheCase(name, (1000, 3, 900, 700), (1, 1, queries, 1), page_size=16, options={"causal": True})
-    for name, queries in (("first", 300), ("second", 400))
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("one_stream", [False, True])
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("cases", [FEW_QUERIES, MIXED], ids=["few-queries", "mixed"])
-def test_two_captured_calls_run_side_by_side(cases, backend, one_stream):
-    """Each graph has its own workspace and counters: replayed on two streams at once they do not
-    disturb, although they were captured on one."""
-    streams, graphs, kept = [torch.cuda.Stream() for _ in cases], [], []
-    for case, stream in zip(cases, streams, strict=True):
-        inputs = make_cache_inputs(case, "cuda", torch.float16)
-        call_cached(inputs, backend=backend)
-        torch.cuda.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], stream=streams[0] if one_stream else stream):
-            kept.append((case, inputs, call_cached(inputs, backend=backend)))
-    for _ in range(20):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
-    for case, inputs, found in kept:
-        check_cached(case, inputs, *found, "side by side")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_a_cache_of_more_than_two_to_the_31_elements(backend):
-    pages, size, heads, dim = 2**31 // (16 * 8 * 64) + 4, 16, 8, 64
-    cache = torch.zeros(pages, size, heads, dim, device="cuda", dtype=torch.float16)
-    cache[-1] = torch.randn_like(cache[-1])
-    q = torch.randn(1, 1, 8, dim, device="cuda", dtype=torch.float16)
-    table = torch.tensor([[pages - 1]], dtype=torch.int32, device="cuda")
-    found = flash_attn_with_kvcache(q, cache, cache, page_table=table, backend=backend)
-    alone = cache[-1:].clone()
-    assert torch.equal(found, flash_attn_with_kvcache(q, alone, alone, backend=backend))

@@ -23,7 +23,7 @@ from helpers import (
     library_double,
     needs_hopper,
 )
-from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
+from support.kvcache import CacheCase, call_cached, make_cache_inputs
 
 from flashattn3 import (
     UnsupportedError,
@@ -619,86 +619,6 @@ def test_hopper_is_the_default_for_few_rows():
     inputs = make_cache_inputs(case, "cuda", torch.bfloat16)
     wanted = call_cached(inputs, backend="hopper")
     assert all(map(torch.equal, call_cached(inputs), wanted))
-
-
-@needs_hopper
-@pytest.mark.parametrize("before", ["kernel", "copy", "memset"])
-def test_capture_after_any_kind_of_node(before):
-    """The decode kernel may start early behind a kernel; a graph may have other nodes there."""
-    case = CacheCase("capture", (2000, 30), 1, page_size=16)
-    inputs = make_cache_inputs(case, "cuda", torch.float16)
-    call_cached(inputs, backend="hopper")
-    q = inputs.arguments["q"]
-    source = q.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            if before == "kernel":
-                torch.mul(source, 1.0, out=q)
-            elif before == "copy":
-                q.copy_(source)
-            else:
-                torch.empty(1 << 20, device="cuda", dtype=torch.uint8).zero_()
-            found = call_cached(inputs, backend="hopper")
-    if before != "memset":
-        q.fill_(float("nan"))
-    for _ in range(3):
-        graph.replay()
-    check_cached(case, inputs, *found, before)
-
-
-@needs_hopper
-def test_a_replay_allocates_nothing():
-    case = CacheCase("replay", (5000, 300), 1, page_size=16)
-    inputs = make_cache_inputs(case, "cuda", torch.float16)
-    call_cached(inputs, backend="hopper")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call_cached(inputs, backend="hopper")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
-    for _ in range(10):
-        graph.replay()
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
-    assert before == after
-    check_cached(case, inputs, *found, "replay")
-
-
-@needs_hopper
-def test_calls_on_several_streams_at_once():
-    """Every stream has counters of its own."""
-    case = CacheCase("streams", (3000, 40), 1, page_size=16)
-    inputs = make_cache_inputs(case, "cuda", torch.float16)
-    wanted = call_cached(inputs, backend="hopper")
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(call_cached(inputs, backend="hopper"))
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for results in found for a, b in zip(results, wanted, strict=True))
-
-
-@needs_hopper
-def test_rows_of_no_sequence_and_an_early_end(poisoned_memory):
-    """Rows before, between and after the sequences, and those past max_seqlen_q, are cleared."""
-    k, v = (torch.randn(2, 100, 2, 64, device="cuda").half() for _ in range(2))
-    q = torch.randn(12, 4, 64, device="cuda").half()
-    edges = torch.tensor([2, 5, 9], dtype=torch.int32, device="cuda")
-    out, lse = flash_attn_with_kvcache(
-        q, k, v, cu_seqlens_q=edges, max_seqlen_q=3, return_lse=True, backend="hopper"
-    )
-    unowned = [0, 1, 8, 9, 10, 11]
-    assert not out[unowned].any() and (lse[:, unowned] == float("-inf")).all()
-    for index, rows in ((0, slice(2, 5)), (1, slice(5, 8))):
-        alone = flash_attn_with_kvcache(
-            q[None, rows], k[index, None], v[index, None], return_lse=True, backend="hopper"
-        )
-        torch.testing.assert_close(out[rows], alone[0][0], atol=2e-3, rtol=2e-3)
-        torch.testing.assert_close(lse[:, rows], alone[1][0], atol=2e-3, rtol=2e-3)
 
 
 @needs_hopper

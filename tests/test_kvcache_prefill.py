@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cached_kernels import CAUSAL, G8, WINDOW, inputs_of, kernel_of
 from helpers import H100, HOPPER_IS_MISSING, Prepared, forget_cached_calls, library_double
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, size_of, tensors_of
 
-from flashattn3 import doctor, explain_with_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
+from flashattn3 import doctor, flash_attn_with_kvcache
 from flashattn3.backends.hopper import decode_launch
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.decode_launch import DECODE_ROWS
@@ -236,8 +237,6 @@ def test_what_a_forward_kernel_refuses():
     assert isinstance(plan_of(seqlen_q=300).launch.prepared.handle, Prepared)
 
 
-G8 = {"num_heads_q": 8, "num_heads_kv": 1, "head_dim": 64, "head_dim_v": 64}
-CAUSAL, WINDOW = {"causal": True}, {"causal": True, "window_size": (100, 0)}
 LONG = (700, 64, 65, 331)
 CHUNKS = (
     *(
@@ -310,10 +309,6 @@ def nothing_is_left_unwritten(poisoned_memory):
     """out, lse and the workspace are NaN first."""
 
 
-def kernel_of(inputs, **options) -> str:
-    return explain_with_kvcache(**inputs.arguments, **options).config.get("kernel", "")
-
-
 @pytest.mark.interpreted(quick=lambda case, backend, dtype: dtype == torch.float16)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", CHUNK_BACKENDS)
@@ -350,113 +345,12 @@ def test_tensors_that_begin_anywhere_against_float64(dims, backend, dtype, devic
     check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
 
 
-PAGED = CacheCase("paged", (700, 64, 331), 64, page_size=16, **G8, options=CAUSAL)
-RAGGED = CacheCase("ragged", (40, 900, 64), (1, 700, 64), page_size=16, options=CAUSAL)
-BOTH = pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
-
-
-def hopper_inputs(case, dtype=torch.float16, **options):
-    inputs = make_cache_inputs(case, "cuda", dtype)
-    assert kernel_of(inputs, backend="hopper", **options).startswith("forward")
-    return inputs
-
-
-@needs_hopper
-@BOTH
-def test_twenty_runs_are_bitwise_the_same(case):
-    inputs = hopper_inputs(case)
-    first = call_cached(inputs, backend="hopper")
-    # The decode kernel of a mixed batch divides sequences by the SMs that it has.
-    others = () if case.ragged else ({"num_splits": 1}, {"sm_margin": 129}, {"sm_margin": 1})
-    for options in (*(19 * ({},)), *others):
-        again = call_cached(inputs, backend="hopper", **options)
-        assert all(map(torch.equal, first, again)), options
-
-
-@needs_hopper
-def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch():
-    case = CacheCase("batch", (400, 203, 900), 200, page_size=16, options=CAUSAL)
-    inputs = hopper_inputs(case)
-    out, lse = call_cached(inputs, backend="hopper")
-    for index, (k, v) in enumerate(zip(inputs.k, inputs.v, strict=True)):
-        alone = flash_attn_with_kvcache(
-            inputs.arguments["q"][index, None], k[None].cuda(), v[None].cuda(), causal=True,
-            return_lse=True, backend="hopper",
-        )  # fmt: skip
-        assert torch.equal(alone[0][0], out[index]) and torch.equal(alone[1][0], lse[index])
-
-
-@needs_hopper
-def test_the_capacity_does_not_change_the_bits():
-    results = []
-    for capacity in (300, 1000):
-        case = CacheCase("capacity", (300, 90), 200, page_size=16, capacity=capacity)
-        results.append(call_cached(hopper_inputs(case), backend="hopper"))
-    assert all(map(torch.equal, *results))
-
-
-@needs_hopper
-def test_out_of_the_caller_and_any_strides_of_q():
-    inputs = hopper_inputs(PAGED)
-    wanted = call_cached(inputs, backend="hopper")
-    for width in (64, 68, 72):  # rows of out at multiples of 16 bytes, or not
-        out = torch.full((3, 70, 8, width), 7.0, device="cuda", dtype=torch.float16)
-        part = out[:, 3:67, :, :64]
-        assert call_cached(inputs, backend="hopper", out=part)[0] is part
-        assert torch.equal(part, wanted[0])
-        assert (out[:, :3] == 7).all() and (out[:, 67:] == 7).all() and (out[..., 64:] == 7).all()
-    only_out = flash_attn_with_kvcache(**inputs.arguments, backend="hopper")
-    assert torch.equal(only_out, wanted[0])
-    q = inputs.arguments["q"]
-    wide = torch.full((3, 64, 8, 68), math.nan, device="cuda", dtype=torch.float16)[..., :64]
-    for other in (q.transpose(1, 3).contiguous().transpose(1, 3), wide.copy_(q)):
-        inputs.arguments["q"] = other
-        assert all(map(torch.equal, call_cached(inputs, backend="hopper"), wanted))
-    inputs.arguments["q"] = q[:1].expand(3, -1, -1, -1)
-    found = call_cached(inputs, backend="hopper")
-    inputs.arguments["q"] = q[:1].repeat(3, 1, 1, 1)
-    assert all(map(torch.equal, call_cached(inputs, backend="hopper"), found))
-
-
-@needs_hopper
-def test_wrong_values_stay_inside_the_tensors():
-    """A length over the capacity is cut; rows of a missing page or cache are NaN, others right."""
-    case = CacheCase("wrong", (316, 240, 330), 200, page_size=16, capacity=352)
-    inputs = hopper_inputs(case)
-    given = inputs.arguments
-    wanted = call_cached(inputs, backend="hopper")
-    table = given["page_table"]
-    for page in (-1, 1000, 2**31 - 1, -(2**31)):
-        given["page_table"] = table.clone()
-        given["page_table"][1, 3] = page
-        for got, right in zip(call_cached(inputs, backend="hopper"), wanted, strict=True):
-            assert got[1].isnan().all() and torch.equal(got[::2], right[::2])
-    given["page_table"] = table
-    index = torch.tensor([0, -1, 7], dtype=torch.int32, device="cuda")
-    found = call_cached(inputs, backend="hopper", cache_batch_idx=index)
-    for got, right in zip(found, wanted, strict=True):
-        assert torch.equal(got[0], right[0]) and got[1:].isnan().all()
-    given["cache_seqlens"] = torch.full_like(index, 2**30)
-    assert call_cached(inputs, backend="hopper")[0].isnan().all(), "entries that are no page"
-    dense = hopper_inputs(CacheCase("cut", (240, 240), 200, capacity=240))
-    wanted = call_cached(dense, backend="hopper")
-    for lengths in ((241, 2**31 - 1), (2**30, 240), (-5, 240)):
-        seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        dense.arguments["cache_seqlens"] = seqlens
-        out, lse = call_cached(dense, backend="hopper")
-        assert torch.equal(out[1], wanted[0][1]) and torch.equal(lse[1], wanted[1][1])
-        if lengths[0] < 0:
-            assert not out[0].any() and (lse[0] == -math.inf).all()
-        else:
-            assert torch.equal(out[0], wanted[0][0])
-
-
 @needs_hopper
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_new_tokens_are_written_and_then_attended_to(page_size):
     """Chunked prefill: the call with new tokens equals one on a cache that has them already."""
     case = CacheCase("append", (500, 331), 200, page_size=page_size, options=CAUSAL, capacity=512)
-    full = hopper_inputs(case)
+    full = inputs_of(case, "cuda", "hopper")
     wanted = call_cached(full, backend="hopper")
     given = make_cache_inputs(case, "cuda", torch.float16).arguments
     new = [torch.stack([x[-200:] for x in of]).cuda() for of in (full.k, full.v)]
@@ -474,211 +368,6 @@ def test_new_tokens_are_written_and_then_attended_to(page_size):
 
 
 @needs_hopper
-@BOTH
-def test_stale_metadata_gives_nan_rows(case):
-    inputs = hopper_inputs(case)
-    given = inputs.arguments
-    wanted = call_cached(inputs, backend="hopper")
-
-    def call(**changes):
-        of = {
-            "batch_size": case.batch,
-            "max_seqlen_q": max(case.queries),
-            "max_seqlen_k": 1000,
-            "num_heads_q": case.num_heads_q,
-            "num_heads_kv": case.num_heads_kv,
-            "headdim": case.head_dim,
-            "cache_seqlens": given["cache_seqlens"],
-            "qkv_dtype": torch.float16,
-            "cu_seqlens_q": given.get("cu_seqlens_q"),
-            "page_size": case.page_size,
-            "causal": True,
-        }
-        metadata = get_scheduler_metadata(**{**of, **changes})
-        return call_cached(inputs, backend="hopper", scheduler_metadata=metadata)
-
-    assert all(map(torch.equal, call(), wanted))
-    assert all(map(torch.equal, call(max_seqlen_k_new=1), wanted))  # the call has no new tokens
-    stale = given["cache_seqlens"].clone()
-    stale[1] += 1
-    out, lse = call(cache_seqlens=stale)
-    if case.ragged:
-        assert torch.equal(out[:1], wanted[0][:1]) and out[1:701].isnan().all()
-        assert torch.equal(out[701:], wanted[0][701:]) and lse[:, 1:701].isnan().all()
-    else:
-        assert torch.equal(out[::2], wanted[0][::2]) and out[1].isnan().all()
-        assert lse[1].isnan().all()
-    out, lse = call(causal=False)
-    assert out.isnan().all() and lse.isnan().all()
-
-
-@needs_hopper
-def test_rows_of_no_sequence_and_an_early_end():
-    """Rows before, between and after the sequences, and those past max_seqlen_q, are cleared."""
-    k, v = (torch.randn(2, 700, 2, 64, device="cuda").half() for _ in range(2))
-    q = torch.randn(1200, 4, 64, device="cuda").half()
-    edges = torch.tensor([200, 500, 900], dtype=torch.int32, device="cuda")
-    given = {"cu_seqlens_q": edges, "max_seqlen_q": 300, "backend": "hopper"}
-    assert explain_with_kvcache(q, k, v, **given).config["kernel"] == MANY
-    out, lse = flash_attn_with_kvcache(q, k, v, **given, return_lse=True)
-    unowned = [*range(200), *range(800, 1200)]
-    assert not out[unowned].any() and (lse[:, unowned] == -math.inf).all()
-    for index, rows in ((0, slice(200, 500)), (1, slice(500, 800))):
-        alone = flash_attn_with_kvcache(
-            q[None, rows], k[index, None], v[index, None], return_lse=True, backend="hopper"
-        )
-        torch.testing.assert_close(out[rows], alone[0][0], atol=2e-3, rtol=2e-3)
-        torch.testing.assert_close(lse[:, rows], alone[1][0], atol=2e-3, rtol=2e-3)
-    none = torch.zeros(1, dtype=torch.int32, device="cuda")
-    out, lse = flash_attn_with_kvcache(
-        q, k[:0], v[:0], cu_seqlens_q=none, max_seqlen_q=300, return_lse=True, backend="hopper"
-    )
-    assert not out.any() and (lse == -math.inf).all()
-
-
-def replayed(call, before: int = 0):
-    """A graph of the call and its results; `before` other calls are in it first."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(before):
-            call()
-        found = call()
-    return graph, found
-
-
-@needs_hopper
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_a_captured_chunk_is_right_for_other_lengths(page_size):
-    """Captured at length 1; replayed at the capacity, with other tables and a smaller batch."""
-    case = CacheCase("graph", (1000, 1, 700, 0), 200, page_size=page_size, capacity=1000)
-    inputs = hopper_inputs(case)
-    given = inputs.arguments
-    seqlens = given["cache_seqlens"].clone()
-    given["cache_seqlens"] = torch.ones_like(seqlens)
-    graph, (out, lse) = replayed(lambda: call_cached(inputs, backend="hopper"), before=2)
-    given["cache_seqlens"].copy_(seqlens)
-    for _ in range(3):
-        out.fill_(math.nan)
-        graph.replay()
-        check_cached(case, inputs, out, lse, "replayed")
-    if page_size:
-        order = torch.randperm(given["k_cache"].shape[0], device="cuda")
-        for name in ("k_cache", "v_cache"):
-            given[name].copy_(given[name][order.argsort()])
-        table = given["page_table"]
-        table.copy_(torch.where(table >= 0, order[table.clamp(min=0)].int(), table))
-        graph.replay()
-        check_cached(case, inputs, out, lse, "replayed with another table")
-    given["cache_seqlens"][2:] = 0
-    graph.replay()
-    assert not out[2:].any() and (lse[2:] == -math.inf).all()
-
-
-@needs_hopper
-def test_a_captured_ragged_chunk_is_right_for_other_edges():
-    """A mixed batch of a server: the replay has other queries in each sequence."""
-    inputs = hopper_inputs(RAGGED)
-    given = inputs.arguments
-    given["max_seqlen_q"] = 765  # of all later steps
-    edges, seqlens = given["cu_seqlens_q"].clone(), given["cache_seqlens"].clone()
-    given["cu_seqlens_q"] = torch.tensor([0, 3, 4, 5], dtype=torch.int32, device="cuda")
-    given["cache_seqlens"] = torch.ones_like(seqlens)
-    graph, (out, lse) = replayed(lambda: call_cached(inputs, backend="hopper"), before=1)
-    for _ in range(3):
-        given["cu_seqlens_q"].copy_(edges)
-        given["cache_seqlens"].copy_(seqlens)
-        out.fill_(math.nan)
-        graph.replay()
-        check_cached(RAGGED, inputs, out, lse, "replayed")
-        given["cu_seqlens_q"].copy_(torch.tensor([0, 0, 9, 9], device="cuda"))
-        given["cache_seqlens"].copy_(torch.tensor([5, 9, 0], device="cuda"))
-        graph.replay()
-        assert not out[9:].any() and (lse[:, 9:] == -math.inf).all()
-        assert out[:9].isfinite().all() and out[:9].any()
-
-
-@needs_hopper
-def test_captured_chunks_run_side_by_side():
-    """Each graph has its own workspace and counters, also of graphs captured on one stream."""
-    cases = [PAGED, RAGGED, CacheCase("dense", (900, 700), 300, options=CAUSAL)]
-    streams, graphs, kept = [torch.cuda.Stream() for _ in cases], [], []
-    for case in cases:
-        inputs = hopper_inputs(case)
-        call_cached(inputs, backend="hopper")
-        torch.cuda.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], stream=streams[0]):
-            kept.append((case, inputs, call_cached(inputs, backend="hopper")))
-    for _ in range(20):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
-    for case, inputs, found in kept:
-        check_cached(case, inputs, *found, "side by side")
-
-
-@needs_hopper
-@pytest.mark.parametrize("before", ["kernel", "copy", "memset"])
-@BOTH
-def test_capture_after_any_kind_of_node(case, before):
-    """The kernel may start early behind a kernel; a graph may have other nodes there."""
-    inputs = hopper_inputs(case)
-    call_cached(inputs, backend="hopper")
-    q = inputs.arguments["q"]
-    source = q.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            if before == "kernel":
-                torch.mul(source, 1.0, out=q)
-            elif before == "copy":
-                q.copy_(source)
-            else:
-                torch.empty(1 << 20, device="cuda", dtype=torch.uint8).zero_()
-            found = call_cached(inputs, backend="hopper")
-    if before != "memset":
-        q.fill_(math.nan)
-    for _ in range(3):
-        graph.replay()
-    check_cached(case, inputs, *found, before)
-
-
-@needs_hopper
-def test_few_and_many_rows_in_turn_on_several_streams():
-    """Decode and forward kernels share the counters of a stream."""
-    many = hopper_inputs(PAGED)
-    few = make_cache_inputs(CacheCase("few", (3000, 40), page_size=16), "cuda", torch.float16)
-    assert kernel_of(few, backend="hopper").startswith("decode")
-    ragged = hopper_inputs(RAGGED)
-    wanted = [call_cached(inputs, backend="hopper") for inputs in (many, few, ragged)]
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append([call_cached(x, backend="hopper") for x in (many, few, ragged)])
-    torch.cuda.synchronize()
-    for results in found:
-        for got, right in zip(results, wanted, strict=True):
-            assert all(map(torch.equal, got, right))
-
-
-@needs_hopper
-def test_a_cache_of_more_than_two_to_the_31_elements():
-    pages, size, heads, dim = 2**31 // (16 * 8 * 64) + 30, 16, 8, 64
-    cache = torch.zeros(pages, size, heads, dim, device="cuda", dtype=torch.float16)
-    cache[-20:] = torch.randn_like(cache[-20:])
-    q = torch.randn(1, 300, 8, dim, device="cuda", dtype=torch.float16)
-    table = torch.arange(pages - 20, pages, dtype=torch.int32, device="cuda")[None]
-    found = flash_attn_with_kvcache(q, cache, cache, page_table=table, backend="hopper")
-    alone = cache[-20:].clone().view(1, 320, heads, dim)
-    assert torch.equal(found, flash_attn_with_kvcache(q, alone, alone, backend="hopper"))
-
-
-@needs_hopper
 def test_triton_and_hopper_agree_on_a_long_prompt():
     """Many work tiles for each CTA, and a cache that L2 does not hold."""
     lengths = (9000, 16000, 300)
@@ -686,7 +375,7 @@ def test_triton_and_hopper_agree_on_a_long_prompt():
         "long", lengths, 2048, num_heads_q=8, num_heads_kv=2, head_dim=128, head_dim_v=128,
         page_size=16, options=CAUSAL,
     )  # fmt: skip
-    inputs = hopper_inputs(case, torch.bfloat16)
+    inputs = inputs_of(case, "cuda", "hopper", torch.bfloat16)
     found = call_cached(inputs, backend="hopper")
     wanted = call_cached(inputs, backend="triton")
     torch.testing.assert_close(found[0], wanted[0], atol=2e-2, rtol=2e-2)
