@@ -11,7 +11,7 @@
 #include "call_tensors.h"
 #include "launch/params.h"
 #include "torch_binding/boxed.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -114,9 +114,9 @@ struct Gradients {
 // From a prepared launch and the tensors of a call to new results, on torch's current stream of the
 // tensors' device. function: named in the message of the error for tensors that are not those of
 // the launch.
-ForwardResults run_forward(const char* function, const PreparedLaunch& launch,
+ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
                            const ForwardCall& call);
-Gradients run_backward(const char* function, const PreparedLaunch& launch,
+Gradients run_backward(const char* function, const AttentionLaunch& launch,
                        const BackwardCall& call);
 
 }  // namespace flashattn3

@@ -30,8 +30,8 @@
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/launch_cache.h"
+#include "torch_binding/launch_record.h"
 #include "torch_binding/packed_forward.h"
-#include "torch_binding/prepared.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -108,10 +108,10 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
       .q = arguments.take<Tensor>(), .k = arguments.take<Tensor>(), .v = arguments.take<Tensor>()};
   const int64_t options = Rest::take(arguments).options("forward");
   const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
-  const std::optional<PlannedPasses> planned = find_passes(options, given);
-  if (planned && fits_tma(q) && fits_tma(k) && fits_tma(v)) {
-    const CallTensors tensors{.q = q, .k = k, .v = v, .bhsd = planned->bhsd};
-    const auto [out, lse] = run_planned_forward("forward", *planned, tensors);
+  const std::optional<KeptPasses> kept = find_passes(options, given);
+  if (kept && fits_tma(q) && fits_tma(k) && fits_tma(v)) {
+    const CallTensors tensors{.q = q, .k = k, .v = v, .bhsd = kept->bhsd};
+    const auto [out, lse] = run_kept_forward("forward", *kept, tensors);
     return return_results(stack, std::tuple(out, lse));
   }
   const auto [out, lse] =
@@ -143,16 +143,16 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
   const int64_t options = Rest::take(arguments).options("backward");
   const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
-  const std::optional<PlannedPasses> planned = find_passes(options, given);
-  if (planned && are_of_call(dout, out, lse, given, planned->axes())) {
+  const std::optional<KeptPasses> kept = find_passes(options, given);
+  if (kept && are_of_call(dout, out, lse, given, kept->axes())) {
     const BackwardCall call{.dout = in_aligned_rows(dout),
                             .out = in_aligned_rows(out),
                             .lse = in_dense_memory(lse),
                             .tensors = {.q = in_aligned_rows(q),
                                         .k = in_aligned_rows(k),
                                         .v = in_aligned_rows(v),
-                                        .bhsd = planned->bhsd}};
-    const auto [dq, dk, dv] = run_backward("backward", planned->backward, call);
+                                        .bhsd = kept->bhsd}};
+    const auto [dq, dk, dv] = run_backward("backward", kept->backward, call);
     return return_results(stack, std::tuple(dq, dk, dv));
   }
   const auto [dq, dk, dv] =

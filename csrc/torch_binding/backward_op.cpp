@@ -12,7 +12,7 @@
 #include "launch/registry.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -106,7 +106,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor launch = arguments.take<Tensor>();
   const BackwardCall call = take_call(arguments);
   const auto [dq, dk, dv] =
-      run_backward(kName, prepared_launch(kName, Pass::kBackward, launch), call);
+      run_backward(kName, attention_launch(kName, Pass::kBackward, launch), call);
   return_results(stack, std::tuple(dq, dk, dv));
 }
 
@@ -118,7 +118,7 @@ void backward_into(StableIValue* stack, uint64_t, uint64_t) {
   const Gradients gradients{.dq = arguments.take<Tensor>(),
                             .dk = arguments.take<Tensor>(),
                             .dv = arguments.take<Tensor>()};
-  const PreparedLaunch& launch = prepared_launch(kName, Pass::kBackward, handle);
+  const AttentionLaunch& launch = attention_launch(kName, Pass::kBackward, handle);
   check_call(kName, launch.problem, call);
   check_gradients(kName, launch.problem, gradients);
   const int device = device_of(kName, call.tensors);
@@ -128,7 +128,7 @@ void backward_into(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-Gradients run_backward(const char* function, const PreparedLaunch& launch,
+Gradients run_backward(const char* function, const AttentionLaunch& launch,
                        const BackwardCall& call) {
   const AttentionProblem& problem = launch.problem;
   check_call(function, problem, call);

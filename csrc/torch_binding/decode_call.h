@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "torch_binding/boxed.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -74,13 +74,13 @@ bool has_aligned_rows(const Tensor& tensor);
 Tensor new_rows(const DecodeCall& call, int64_t columns);
 
 // Throws for a call that does not fit its prepared launch. out: none: a new tensor.
-void check_decode(const PreparedDecode& launch, const DecodeCall& call,
+void check_decode(const CachedLaunch& launch, const DecodeCall& call,
                   const std::optional<Tensor>& out);
 // Launches a call that check_decode accepts on torch's current stream. Returns out.
-Tensor run_checked_decode(const PreparedDecode& launch, const DecodeCall& call,
+Tensor run_checked_decode(const CachedLaunch& launch, const DecodeCall& call,
                           const std::optional<Tensor>& out);
 // Both.
-Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call,
+Tensor run_decode(const CachedLaunch& launch, const DecodeCall& call,
                   const std::optional<Tensor>& out);
 
 }  // namespace flashattn3

@@ -24,7 +24,7 @@
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/decode_call.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -214,7 +214,7 @@ struct LaunchMemory {
 // kernel for the long ones. The decode kernel comes first and has five eighths of the SMs, which
 // draw nine tenths of the bandwidth (H100); CTAs of the forward kernel take these SMs when it ends.
 // A call that leaves SMs free runs one kernel after the other.
-void launch_mixed(const PreparedDecode& launch, DecodeParams params, int device,
+void launch_mixed(const CachedLaunch& launch, DecodeParams params, int device,
                   cudaStream_t stream) {
   const DecodeKernel& for_long = decode_kernel(launch.config);
   const DecodeKernel& for_short = decode_kernel(launch.problem.short_config);
@@ -262,7 +262,7 @@ Tensor new_rows(const DecodeCall& call, int64_t columns) {
                        : new_tensor<4>({call.batch(), total, heads, columns}, dtype, device);
 }
 
-void check_decode(const PreparedDecode& launch, const DecodeCall& call,
+void check_decode(const CachedLaunch& launch, const DecodeCall& call,
                   const std::optional<Tensor>& out) {
   const CachedProblem& problem = launch.problem;
   const ElementType dtype = decode_kernel(launch.config).info.dtype;
@@ -275,7 +275,7 @@ void check_decode(const PreparedDecode& launch, const DecodeCall& call,
   if (out) expect_on_gpu(kName, "out.device", *out, device, "the GPU of q");
 }
 
-Tensor run_checked_decode(const PreparedDecode& launch, const DecodeCall& call,
+Tensor run_checked_decode(const CachedLaunch& launch, const DecodeCall& call,
                           const std::optional<Tensor>& given) {
   const DecodeKernel& kernel = decode_kernel(launch.config);
   const int device = call.q.get_device_index();
@@ -299,7 +299,7 @@ Tensor run_checked_decode(const PreparedDecode& launch, const DecodeCall& call,
   return out;
 }
 
-Tensor run_decode(const PreparedDecode& launch, const DecodeCall& call,
+Tensor run_decode(const CachedLaunch& launch, const DecodeCall& call,
                   const std::optional<Tensor>& out) {
   check_decode(launch, call, out);
   return run_checked_decode(launch, call, out);
@@ -311,23 +311,23 @@ void decode_operator(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor launch = arguments.take<Tensor>();
   const DecodeCall call = DecodeCall::take(arguments);
-  return_results(stack, std::tuple(run_decode(prepared_decode(kName, launch), call, {})));
+  return_results(stack, std::tuple(run_decode(cached_launch(kName, launch), call, {})));
 }
 
 void decode_into(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor out = arguments.take<Tensor>(), launch = arguments.take<Tensor>();
   const DecodeCall call = DecodeCall::take(arguments);
-  run_decode(prepared_decode(kName, launch), call, out);
+  run_decode(cached_launch(kName, launch), call, out);
 }
 
 // The grid and the workspace of calls of these sizes, and whether a warp kernel takes them.
 // total_q: with cu_seqlens_q, else -1.
 std::tuple<int64_t, int64_t, bool> decode_size(Tensor launch, int64_t batch, int64_t seqlen_q,
                                                int64_t capacity, int64_t total_q) {
-  const PreparedDecode& prepared = prepared_decode("decode_size", launch);
-  const DecodeKernel& kernel = decode_kernel(prepared.config);
-  DecodeParams params = decode_params_of(prepared.problem);
+  const CachedLaunch& found = cached_launch("decode_size", launch);
+  const DecodeKernel& kernel = decode_kernel(found.config);
+  DecodeParams params = decode_params_of(found.problem);
   params.batch = to_int(kName, "the batch", batch);
   params.seqlen_q = to_int(kName, "seqlen_q", seqlen_q);
   params.capacity = to_int(kName, "the capacity of a cache", capacity);

@@ -1,6 +1,6 @@
-// flashattn3_hopper::decode_planned, decode_planned_with and append_planned: a cached call that is
-// like an earlier one, as each step of a generating model is like the step before. The operators
-// find the launch that was planned for such a call: they read the tensors in less time than Python
+// flashattn3_hopper::decode_planned, decode_planned_with and append_planned: a cached call that
+// is like an earlier one, as each step of a generating model is like the step before. The operators
+// find the launch of such a call: they read the tensors in less time than Python
 // takes to make a key of them.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -17,7 +17,7 @@
 #include "torch_binding/append_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/decode_call.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -26,14 +26,14 @@ namespace {
 // The calls of a launch, in the words of FLASHATTN3_CACHED_PLAN.
 class PlanOf {
  public:
-  explicit PlanOf(const PlannedDecode& planned) : planned_(planned) {}
+  explicit PlanOf(const KeptLaunch& kept) : kept_(kept) {}
 
-  int64_t device() const { return planned_.device; }
+  int64_t device() const { return kept_.device; }
   int64_t dtype() const {
-    const bool fp16 = decode_kernel(planned_.launch.config).info.dtype == ElementType::kFloat16;
+    const bool fp16 = decode_kernel(kept_.launch.config).info.dtype == ElementType::kFloat16;
     return fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
   }
-  int64_t seqlen_q() const { return planned_.seqlen_q; }
+  int64_t seqlen_q() const { return kept_.seqlen_q; }
   int64_t num_heads_q() const { return problem().num_heads_q; }
   int64_t num_heads_kv() const { return problem().num_heads_kv; }
   int64_t head_dim() const { return problem().head_dim; }
@@ -41,37 +41,37 @@ class PlanOf {
   int64_t page_size() const { return problem().page_size; }
 
  private:
-  const CachedProblem& problem() const { return planned_.launch.problem; }
+  const CachedProblem& problem() const { return kept_.launch.problem; }
 
-  const PlannedDecode& planned_;
+  const KeptLaunch& kept_;
 };
 
-// Returns whether the launch is planned for calls with these tensors, all of whose rows are
+// Returns whether the launch is that of calls with these tensors, all of whose rows are
 // aligned. check_decode checks the rest.
-bool is_planned_for(const PlanOf& plan, const DecodeCall& call) {
+bool is_launch_of(const PlanOf& plan, const DecodeCall& call) {
 #define FLASHATTN3_EQUAL(field) &&plan.field() == call.field()
   return true FLASHATTN3_CACHED_PLAN(FLASHATTN3_EQUAL);
 #undef FLASHATTN3_EQUAL
 }
 
-// A call and some PlannedDecode of its options, of which one may be for it.
-struct PlannedCall {
+// A call and some KeptLaunch of its options, of which one may be for it.
+struct RepeatedCall {
   Tensor launches;
   DecodeCall call;
   std::optional<Tensor> out;
 
   // The arguments that all operators begin with.
-  static PlannedCall take(Arguments& arguments) {
+  static RepeatedCall take(Arguments& arguments) {
     using Optional = std::optional<Tensor>;
-    PlannedCall planned{.launches = arguments.take<Tensor>(),
-                        .call = {.q = arguments.take<Tensor>(),
-                                 .k_cache = arguments.take<Tensor>(),
-                                 .v_cache = arguments.take<Tensor>(),
-                                 .cache_seqlens = arguments.take<Optional>(),
-                                 .page_table = arguments.take<Optional>()}};
-    planned.call.seqlen = arguments.take<int64_t>();
-    planned.call.lse = arguments.take<Optional>();
-    return planned;
+    RepeatedCall repeated{.launches = arguments.take<Tensor>(),
+                          .call = {.q = arguments.take<Tensor>(),
+                                   .k_cache = arguments.take<Tensor>(),
+                                   .v_cache = arguments.take<Tensor>(),
+                                   .cache_seqlens = arguments.take<Optional>(),
+                                   .page_table = arguments.take<Optional>()}};
+    repeated.call.seqlen = arguments.take<int64_t>();
+    repeated.call.lse = arguments.take<Optional>();
+    return repeated;
   }
 
   // Those that follow in two of them.
@@ -86,20 +86,20 @@ struct PlannedCall {
   bool q_has_its_axes() const { return call.q.dim() == (call.varlen() ? 3 : 4); }
 
   // Null if no launch is for this call.
-  const PreparedDecode* find(const char* function) const {
-    const auto all = planned_decodes(function, launches);
+  const CachedLaunch* find(const char* function) const {
+    const auto all = kept_launches(function, launches);
     const auto is_cache = [](const Tensor& x) { return x.dim() == 4 && has_aligned_rows(x); };
     const bool readable = q_has_its_axes() && has_aligned_rows(call.q) && is_cache(call.k_cache) &&
                           is_cache(call.v_cache);
     if (!readable) return nullptr;
-    for (const PlannedDecode& planned : all) {
-      if (is_planned_for(PlanOf(planned), call)) return &planned.launch;
+    for (const KeptLaunch& kept : all) {
+      if (is_launch_of(PlanOf(kept), call)) return &kept.launch;
     }
     return nullptr;
   }
 
   std::optional<Tensor> run(const char* function) const {
-    const PreparedDecode* launch = find(function);
+    const CachedLaunch* launch = find(function);
     if (launch == nullptr) return {};
     return run_decode(*launch, call, out);
   }
@@ -107,15 +107,15 @@ struct PlannedCall {
 
 void decode_planned(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  const PlannedCall planned = PlannedCall::take(arguments);
-  return_results(stack, std::tuple(planned.run("decode_planned")));
+  const RepeatedCall repeated = RepeatedCall::take(arguments);
+  return_results(stack, std::tuple(repeated.run("decode_planned")));
 }
 
 void decode_planned_with(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  PlannedCall planned = PlannedCall::take(arguments);
-  planned.take_more(arguments);
-  return_results(stack, std::tuple(planned.run("decode_planned_with")));
+  RepeatedCall repeated = RepeatedCall::take(arguments);
+  repeated.take_more(arguments);
+  return_results(stack, std::tuple(repeated.run("decode_planned_with")));
 }
 
 // Takes the arguments of the new tokens; the call says where they go.
@@ -140,9 +140,9 @@ AppendCall take_append(Arguments& arguments, const DecodeCall& call) {
 constexpr char kAppend[] = "append_planned";
 
 // Both launches are checked before the first.
-std::optional<Tensor> append_and_run(PlannedCall planned, AppendCall append) {
-  DecodeCall& call = planned.call;
-  if (!planned.q_has_its_axes()) return {};
+std::optional<Tensor> append_and_run(RepeatedCall repeated, AppendCall append) {
+  DecodeCall& call = repeated.call;
+  if (!repeated.q_has_its_axes()) return {};
   expect(call.cache_seqlens || call.seqlen >= 0, kAppend, "cache_seqlens",
          "a tensor, or seqlen a length, where new tokens are written", "None");
   if (append.rotary_cos) {
@@ -150,28 +150,28 @@ std::optional<Tensor> append_and_run(PlannedCall planned, AppendCall append) {
     append.cu_seqlens_q = call.cu_seqlens_q;
     append.q_out = call.q = new_rows(call, call.q.size(call.q.dim() - 1));
   }
-  const PreparedDecode* launch = planned.find(kAppend);
+  const CachedLaunch* launch = repeated.find(kAppend);
   if (launch == nullptr) return {};
   const CheckedAppend checked = CheckedAppend::of(append);
   call.cu_seqlens_k_new = append.cu_seqlens_k_new;
   call.seqlen_new = append.cu_seqlens_k_new ? 0 : append.k.size(1);
-  check_decode(*launch, call, planned.out);
+  check_decode(*launch, call, repeated.out);
   checked.launch();
-  return run_checked_decode(*launch, call, planned.out);
+  return run_checked_decode(*launch, call, repeated.out);
 }
 
 void append_planned(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  PlannedCall planned = PlannedCall::take(arguments);
-  planned.take_more(arguments);
-  AppendCall append = take_append(arguments, planned.call);
-  return_results(stack, std::tuple(append_and_run(std::move(planned), std::move(append))));
+  RepeatedCall repeated = RepeatedCall::take(arguments);
+  repeated.take_more(arguments);
+  AppendCall append = take_append(arguments, repeated.call);
+  return_results(stack, std::tuple(append_and_run(std::move(repeated), std::move(append))));
 }
 
 }  // namespace
 
 // decode_planned has few arguments, because torch takes 100 ns for each, given or not. launches
-// holds some PlannedDecode. An operator returns None, and writes nothing, if none of them is for
+// holds some KeptLaunch. An operator returns None, and writes nothing, if none of them is for
 // such a call, and throws for tensors that do not fit each other. A given out is the result.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 #define FA3_CALL "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse"
@@ -199,7 +199,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("append_planned", append_planned);
 }
 
-// Tensors on the CPU, for which no launch is planned, get None.
+// Tensors on the CPU, for which no launch is kept, get None.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("decode_planned", decode_planned);
   library.impl("decode_planned_with", decode_planned_with);

@@ -22,7 +22,7 @@
 #include "launch/stream_counters.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -270,7 +270,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor launch = arguments.take<Tensor>();
   const ForwardCall call = take_call(arguments);
-  const auto [out, lse] = run_forward(kName, prepared_launch(kName, Pass::kForward, launch), call);
+  const auto [out, lse] = run_forward(kName, attention_launch(kName, Pass::kForward, launch), call);
   return_results(stack, std::tuple(out, lse));
 }
 
@@ -281,7 +281,7 @@ void forward_into(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor handle = arguments.take<Tensor>();
   const ForwardCall call = take_call(arguments);
   const Tensor out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
-  const PreparedLaunch& launch = prepared_launch(kName, Pass::kForward, handle);
+  const AttentionLaunch& launch = attention_launch(kName, Pass::kForward, handle);
   const ForwardKernel& kernel = forward_kernel(launch.config);
   check_call(kName, launch.problem, kernel.info, call);
   check_results(kName, launch.problem, out, lse);
@@ -292,7 +292,7 @@ void forward_into(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-ForwardResults run_forward(const char* function, const PreparedLaunch& launch,
+ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
                            const ForwardCall& call) {
   const AttentionProblem& problem = launch.problem;
   const ForwardKernel& kernel = forward_kernel(launch.config);

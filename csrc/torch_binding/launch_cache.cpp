@@ -14,7 +14,7 @@
 
 #include "launch/errors.h"
 #include "torch_binding/boxed.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 
 namespace flashattn3 {
 namespace {
@@ -93,14 +93,14 @@ std::optional<Key> key_of(int64_t options, const GivenTensors& tensors) {
 // still come are kept again, from plans that Python has.
 class LaunchCache {
  public:
-  std::optional<PlannedPasses> find(const Key& key) {
+  std::optional<KeptPasses> find(const Key& key) {
     const std::lock_guard lock(mutex_);
     const auto found = passes_.find(key);
     if (found == passes_.end()) return std::nullopt;
     return found->second;
   }
 
-  void keep(const Key& key, const PlannedPasses& passes) {
+  void keep(const Key& key, const KeptPasses& passes) {
     const std::lock_guard lock(mutex_);
     if (passes_.size() >= kMost) passes_.clear();
     passes_.insert_or_assign(key, passes);
@@ -109,7 +109,7 @@ class LaunchCache {
  private:
   static constexpr size_t kMost = 4096;  // 2 MB
   std::mutex mutex_;
-  std::unordered_map<Key, PlannedPasses, Hash> passes_;
+  std::unordered_map<Key, KeptPasses, Hash> passes_;
 };
 
 LaunchCache& launch_cache() {
@@ -127,13 +127,13 @@ GivenTensors GivenTensors::take(Arguments& arguments) {
 #undef FLASHATTN3_EDGES
 }
 
-std::optional<PlannedPasses> find_passes(int64_t options, const GivenTensors& tensors) {
+std::optional<KeptPasses> find_passes(int64_t options, const GivenTensors& tensors) {
   const std::optional<Key> key = key_of(options, tensors);
   if (!key) return std::nullopt;
   return launch_cache().find(*key);
 }
 
-void keep_passes(int64_t options, const GivenTensors& tensors, const PlannedPasses& passes) {
+void keep_passes(int64_t options, const GivenTensors& tensors, const KeptPasses& passes) {
   const std::optional<Key> key = key_of(options, tensors);
   expect(key.has_value(), "keep_passes", "q, k and v", "those of one call", "others");
   launch_cache().keep(*key, passes);
@@ -150,10 +150,10 @@ void keep_passes_of_stack(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor forward = arguments.take<Tensor>(), backward = arguments.take<Tensor>();
   const Optional packed = arguments.take<Optional>();
   const GivenTensors given = GivenTensors::take(arguments);
-  PlannedPasses passes{.forward = prepared_launch(kName, Pass::kForward, forward),
-                       .backward = prepared_launch(kName, Pass::kBackward, backward),
-                       .bhsd = bhsd};
-  if (packed) passes.packed = prepared_decode(kName, *packed);
+  KeptPasses passes{.forward = attention_launch(kName, Pass::kForward, forward),
+                    .backward = attention_launch(kName, Pass::kBackward, backward),
+                    .bhsd = bhsd};
+  if (packed) passes.packed = cached_launch(kName, *packed);
   keep_passes(options, given, passes);
   return_results(stack, std::tuple<>());
 }

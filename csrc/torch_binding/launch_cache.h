@@ -10,7 +10,7 @@
 
 #include "call_tensors.h"
 #include "torch_binding/boxed.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -29,9 +29,9 @@ struct GivenTensors {
 };
 
 // Both passes of a call.
-struct PlannedPasses {
-  PreparedLaunch forward, backward;
-  std::optional<PreparedDecode> packed;  // of the decode kernel that runs the forward, if one does
+struct KeptPasses {
+  AttentionLaunch forward, backward;
+  std::optional<CachedLaunch> packed;  // of the decode kernel that runs the forward, if one does
   bool bhsd;  // q, k and v have their heads before their tokens, out does not
 
   const Axes& axes() const { return bhsd ? kBhsd : kBshd; }  // of q, k and v with a batch
@@ -40,9 +40,9 @@ struct PlannedPasses {
 // options: Python's number of the options and axes of a call (flashattn3/run/launches.py).
 // Returns the passes that were kept for calls with these options and such tensors. It compares
 // everything that a plan depends on but strides and addresses.
-std::optional<PlannedPasses> find_passes(int64_t options, const GivenTensors& tensors);
+std::optional<KeptPasses> find_passes(int64_t options, const GivenTensors& tensors);
 
 // Any thread may find and keep passes.
-void keep_passes(int64_t options, const GivenTensors& tensors, const PlannedPasses& passes);
+void keep_passes(int64_t options, const GivenTensors& tensors, const KeptPasses& passes);
 
 }  // namespace flashattn3

@@ -51,17 +51,17 @@ DecodeCall dense_call(const CallTensors& tensors) {
 
 }  // namespace
 
-ForwardResults run_planned_forward(const char* function, const PlannedPasses& planned,
-                                   const CallTensors& tensors) {
-  if (!planned.packed) return run_forward(function, planned.forward, {.tensors = tensors});
-  const AttentionProblem& problem = planned.forward.problem;
+ForwardResults run_kept_forward(const char* function, const KeptPasses& kept,
+                                const CallTensors& tensors) {
+  if (!kept.packed) return run_forward(function, kept.forward, {.tensors = tensors});
+  const AttentionProblem& problem = kept.forward.problem;
   DecodeCall call = problem.varlen ? varlen_call(problem, tensors) : dense_call(tensors);
   const int64_t heads = problem.num_heads_q, rows = problem.total_q;
   const int32_t fp32 = aoti_torch_dtype_float32();
   const int device = device_of(function, tensors);
   call.lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
                             : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
-  const Tensor out = run_decode(*planned.packed, call, {});
+  const Tensor out = run_decode(*kept.packed, call, {});
   return {out, *call.lse};
 }
 

@@ -1,5 +1,5 @@
-// The forward of a planned call. Where it has few query rows and many keys a decode kernel runs it,
-// for which the keys are a full cache (flashattn3/backends/packed.py).
+// The forward of a repeated call. Where it has few query rows and many keys a decode kernel runs
+// it, for which the keys are a full cache (flashattn3/backends/packed.py).
 #pragma once
 
 #include "torch_binding/attention_call.h"
@@ -9,7 +9,7 @@ namespace flashattn3 {
 
 // From the tensors of a call, which fit_tma and whose sizes are those of the plan, to new results,
 // as run_forward.
-ForwardResults run_planned_forward(const char* function, const PlannedPasses& planned,
-                                   const CallTensors& tensors);
+ForwardResults run_kept_forward(const char* function, const KeptPasses& kept,
+                                const CallTensors& tensors);
 
 }  // namespace flashattn3

@@ -1,5 +1,5 @@
 // flashattn3_hopper::forward_planned and backward_planned: the passes of a call that is like an
-// earlier one, without an autograd node. q, k, v and their gradients have the axes that the planned
+// earlier one, without an autograd node. q, k, v and their gradients have the axes that the kept
 // passes name. With cu_seqlens the operators view tensors as rows in less time than torch's
 // operators take.
 #include <torch/csrc/stable/library.h>
@@ -58,21 +58,21 @@ bool are_readable(const GivenTensors& given, const Axes& axes) {
   return fits(given.q) && fits(given.k) && fits(given.v);
 }
 
-CallTensors in_rows(const GivenTensors& given, const PlannedPasses& planned) {
+CallTensors in_rows(const GivenTensors& given, const KeptPasses& kept) {
   const bool varlen = given.varlen();
-  const Axes& axes = planned.axes();
+  const Axes& axes = kept.axes();
   return {.q = rows_of(given.q, axes, varlen),
           .k = rows_of(given.k, axes, varlen),
           .v = rows_of(given.v, axes, varlen),
           .cu_seqlens_q = given.cu_seqlens_q,
           .cu_seqlens_k = given.cu_seqlens_k,
-          .bhsd = planned.bhsd && !varlen};
+          .bhsd = kept.bhsd && !varlen};
 }
 
 std::tuple<Optional, Optional> run(int64_t options, const GivenTensors& given) {
-  const std::optional<PlannedPasses> planned = find_passes(options, given);
-  if (!planned || !are_readable(given, planned->axes())) return {};
-  auto [out, lse] = run_planned_forward("forward_planned", *planned, in_rows(given, *planned));
+  const std::optional<KeptPasses> kept = find_passes(options, given);
+  if (!kept || !are_readable(given, kept->axes())) return {};
+  auto [out, lse] = run_kept_forward("forward_planned", *kept, in_rows(given, *kept));
   if (!given.varlen()) return {out, lse};
   const int64_t batch = given.q.size(0);
   return {batch_of(out, batch, kBshd, true), lse_of_batch(lse, batch)};
@@ -81,13 +81,13 @@ std::tuple<Optional, Optional> run(int64_t options, const GivenTensors& given) {
 // dout, out and lse have the shapes that the forward returns.
 std::tuple<Optional, Optional, Optional> run(int64_t options, const Tensor& dout, const Tensor& out,
                                              const Tensor& lse, const GivenTensors& given) {
-  const std::optional<PlannedPasses> planned = find_passes(options, given);
+  const std::optional<KeptPasses> kept = find_passes(options, given);
   const bool varlen = given.varlen();
-  if (!planned || !are_readable(given, planned->axes()) || !is_readable(dout, kBshd, varlen) ||
+  if (!kept || !are_readable(given, kept->axes()) || !is_readable(dout, kBshd, varlen) ||
       !is_readable(out, kBshd, varlen)) {
     return {};
   }
-  const Axes& axes = planned->axes();
+  const Axes& axes = kept->axes();
   const int64_t batch = given.q.size(0);
   const int64_t seqlen = given.q.size(axes.rows), heads = given.q.size(axes.heads);
   const auto is_lse = [&] {
@@ -101,8 +101,8 @@ std::tuple<Optional, Optional, Optional> run(int64_t options, const Tensor& dout
   const BackwardCall call{.dout = rows_of(dout, kBshd, varlen),
                           .out = rows_of(out, kBshd, varlen),
                           .lse = varlen ? view_of(lse, sizes, strides) : lse,
-                          .tensors = in_rows(given, *planned)};
-  const auto [dq, dk, dv] = run_backward("backward_planned", planned->backward, call);
+                          .tensors = in_rows(given, *kept)};
+  const auto [dq, dk, dv] = run_backward("backward_planned", kept->backward, call);
   return {batch_of(dq, batch, axes, varlen), batch_of(dk, batch, axes, varlen),
           batch_of(dv, batch, axes, varlen)};
 }
@@ -138,7 +138,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("backward_planned", backward_planned);
 }
 
-// Tensors on the CPU, for which no launch is planned, get None.
+// Tensors on the CPU, for which no launch is kept, get None.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("forward_planned", forward_planned);
   library.impl("backward_planned", backward_planned);

@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "launch/errors.h"
-#include "torch_binding/prepared.h"
+#include "torch_binding/launch_record.h"
 
 namespace flashattn3 {
 namespace {
@@ -62,9 +62,9 @@ void check_heads(const char* function, int num_heads_q, int num_heads_kv) {
          "a multiple of num_heads_kv", num_heads_q);
 }
 
-PreparedLaunch take_launch(const char* function, Pass pass, StableIValue* stack) {
+AttentionLaunch take_launch(const char* function, Pass pass, StableIValue* stack) {
   Arguments arguments(stack);
-  PreparedLaunch launch{.pass = pass, .config = arguments.take<int64_t>()};
+  AttentionLaunch launch{.pass = pass, .config = arguments.take<int64_t>()};
 #define FLASHATTN3_TAKE(type, field) \
   launch.problem.field = take_number<type>(function, #field, arguments);
   FLASHATTN3_PROBLEM_FIELDS(FLASHATTN3_TAKE)
@@ -75,9 +75,9 @@ PreparedLaunch take_launch(const char* function, Pass pass, StableIValue* stack)
   return launch;
 }
 
-PreparedDecode take_decode(const char* function, StableIValue* stack) {
+CachedLaunch take_decode(const char* function, StableIValue* stack) {
   Arguments arguments(stack);
-  PreparedDecode launch{.pass = Pass::kDecode, .config = arguments.take<int64_t>()};
+  CachedLaunch launch{.pass = Pass::kDecode, .config = arguments.take<int64_t>()};
 #define FLASHATTN3_TAKE(type, field) \
   launch.problem.field = take_number<type>(function, #field, arguments);
   FLASHATTN3_CACHED_FIELDS(FLASHATTN3_TAKE)
@@ -128,10 +128,10 @@ const Launch& found(const char* function, Pass pass, const char* wanted, const T
   return *launch;
 }
 
-// The records of planned launches in a tensor: one at least, all of which fit.
+// The launches in a tensor: one at least, all of which fit.
 template <class Record>
-std::span<const Record> planned(const char* function, const Tensor& tensor,
-                                bool (*fits)(const Record&)) {
+std::span<const Record> all_launches(const char* function, const Tensor& tensor,
+                                     bool (*fits)(const Record&)) {
   const std::span<const Record> records = records_in<Record>(tensor);
   const bool good = !records.empty() && std::ranges::all_of(records, fits);
   expect(good, function, "launches", "planned launches", "another tensor");
@@ -141,7 +141,7 @@ std::span<const Record> planned(const char* function, const Tensor& tensor,
 template <class Params>
 void prepare(const char* function, Pass pass, const Kernel<Params>& (*kernel_of)(int64_t),
              StableIValue* stack) {
-  const PreparedLaunch launch = take_launch(function, pass, stack);
+  const AttentionLaunch launch = take_launch(function, pass, stack);
   const Kernel<Params>& kernel = kernel_of(launch.config);
   const LaunchSize size = kernel.size(kernel.info.name, launch.problem);
   return_results(stack,
@@ -159,7 +159,7 @@ void prepare_backward(StableIValue* stack, uint64_t, uint64_t) {
 
 // The grid and the workspace depend on the sizes of a call: decode_size.
 void prepare_decode(StableIValue* stack, uint64_t, uint64_t) {
-  const PreparedDecode launch = take_decode("prepare_decode", stack);
+  const CachedLaunch launch = take_decode("prepare_decode", stack);
   const DecodeKernel& kernel = decode_kernel(launch.config);
   kernel.size(kernel.info.name, decode_params_of(launch.problem));  // throws for what it refuses
   return_results(stack, std::tuple(kept(launch), int64_t{kernel.info.num_threads},
@@ -168,20 +168,19 @@ void prepare_decode(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor) {
+const AttentionLaunch& attention_launch(const char* function, Pass pass, const Tensor& tensor) {
   const char* wanted =
       pass == Pass::kForward ? "a result of prepare_forward" : "a result of prepare_backward";
-  return found<PreparedLaunch>(function, pass, wanted, tensor);
+  return found<AttentionLaunch>(function, pass, wanted, tensor);
 }
 
-const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor) {
-  return found<PreparedDecode>(function, Pass::kDecode, "a result of prepare_decode", tensor);
+const CachedLaunch& cached_launch(const char* function, const Tensor& tensor) {
+  return found<CachedLaunch>(function, Pass::kDecode, "a result of prepare_decode", tensor);
 }
 
-std::span<const PlannedDecode> planned_decodes(const char* function, const Tensor& tensor) {
-  return planned<PlannedDecode>(function, tensor, [](const PlannedDecode& planned) {
-    return planned.launch.pass == Pass::kDecode;
-  });
+std::span<const KeptLaunch> kept_launches(const char* function, const Tensor& tensor) {
+  return all_launches<KeptLaunch>(
+      function, tensor, [](const KeptLaunch& kept) { return kept.launch.pass == Pass::kDecode; });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {

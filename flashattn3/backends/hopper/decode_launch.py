@@ -140,8 +140,8 @@ class DecodeLaunch:
         return run
 
     def planned(self, seqlen_q: int) -> Planned | None:
-        """See ``CachedLaunch``. None where a plan depends on more than PlannedDecode
-        (csrc/torch_binding/prepared.h) has, or a call on more than the operators take."""
+        """See ``CachedLaunch``. None where a plan depends on more than KeptLaunch
+        (csrc/torch_binding/launch_record.h) has, or a call on more than the operators take."""
         problem, library = self.problem, self.library
         alike = problem.given <= _PLANNED_WITH and problem.rows <= DECODE_ROWS
         if library.decode_planned is None or not alike or problem.misaligned:

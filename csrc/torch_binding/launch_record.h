@@ -22,26 +22,26 @@ enum class Pass : int64_t {
 };
 
 template <class Problem>
-struct Prepared {
+struct LaunchOf {
   Pass pass;
   int64_t config;  // index into FORWARD_CONFIGS, BACKWARD_CONFIGS or CACHED_CONFIGS
   Problem problem;
 };
-using PreparedLaunch = Prepared<AttentionProblem>;
-using PreparedDecode = Prepared<CachedProblem>;
-// A prepared launch and the calls that it is planned for: those with seqlen_q queries of each
-// sequence, or of the longest of a varlen batch, on the GPU of this index. torch.cat joins the
-// launch's tensor with one that holds the rest, further ones behind it.
-struct PlannedDecode {
-  PreparedDecode launch;
+using AttentionLaunch = LaunchOf<AttentionProblem>;
+using CachedLaunch = LaunchOf<CachedProblem>;
+// A launch that is kept for calls with seqlen_q queries of each sequence, or of the longest of a
+// varlen batch, on the GPU of this index. torch.cat joins the launch's tensor with one that holds
+// the rest, further ones behind it.
+struct KeptLaunch {
+  CachedLaunch launch;
   int64_t device, seqlen_q;
 };
 
 // The prepared launch in `tensor`. Throws for a tensor that prepare_forward (or prepare_backward,
 // as the pass says) did not return.
-const PreparedLaunch& prepared_launch(const char* function, Pass pass, const Tensor& tensor);
+const AttentionLaunch& attention_launch(const char* function, Pass pass, const Tensor& tensor);
 // The same of prepare_decode.
-const PreparedDecode& prepared_decode(const char* function, const Tensor& tensor);
-std::span<const PlannedDecode> planned_decodes(const char* function, const Tensor& tensor);
+const CachedLaunch& cached_launch(const char* function, const Tensor& tensor);
+std::span<const KeptLaunch> kept_launches(const char* function, const Tensor& tensor);
 
 }  // namespace flashattn3
