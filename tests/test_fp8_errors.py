@@ -15,7 +15,6 @@ from flashattn3 import (
     explain,
     flash_attn_fp8_func,
     flash_attn_func,
-    flash_attn_varlen_fp8_func,
     flash_attn_varlen_func,
     quantize_block_fp8,
 )
@@ -89,11 +88,6 @@ def sixteen(function=flash_attn_fp8_func, **changes):
 
 IMPLIED = f"one of [1, 2, 4] (1, or blocks of one of {BLOCKS} for 200 tokens)"
 VALUE_ERRORS = [
-    (raw(k=half(2, 200, 2, 16)), f"k.dtype must be {FP8} as q's, got torch.float16"),
-    (raw(q=half(2, 200, 4, 16)), f"k.dtype must be torch.float16 as q's, got {FP8}"),
-    (raw(k=int8(2, 200, 2, 16)), f"k.dtype must be {FP8} as q's, got {INT8}"),
-    (raw(q=int8(2, 200, 4, 16)), f"k.dtype must be {INT8} as q's, got {FP8}"),
-    (raw(v=int8(2, 200, 2, 16)), f"v.dtype must be {FP8} as q's, got {INT8}"),
     (
         raw(**{side: int8(2, 200, 2, 16) for side in "qkv"}),
         f"v.dtype must be {FP8} where q is {INT8}, got {INT8}",
@@ -114,27 +108,10 @@ VALUE_ERRORS = [
         raw(**{side: half(2, 200, 2, 16) for side in "qkv"}, out_dtype=torch.bfloat16),
         "out_dtype must be None or torch.float16 as q's, got torch.bfloat16",
     ),
-    (
-        raw(out_dtype=torch.float64),
-        f"out_dtype must be None or one of {OUT_DTYPES}, got torch.float64",
-    ),
-    (
-        raw(q_descale=ones(2)),
-        "q_descale.shape must be (batch, heads) or (batch, heads, blocks), got (2,)",
-    ),
-    (raw(k_descale=ones(3, 2)), "k_descale.shape[0] must be 2 (batch), got 3"),
     (raw(k_descale=ones(2, 4)), "k_descale.shape[1] must be 2 (k's heads), got 4"),
     (raw(q_descale=ones(2, 3)), "q_descale.shape[1] must be 2 (k's heads) or 4 (q's), got 3"),
     (raw(q_descale=ones(2, 4, 3)), f"q_descale.shape[2] must be {IMPLIED}, got 3"),
     (raw(v_descale=ones(2, 2, 0)), f"v_descale.shape[2] must be {IMPLIED}, got 0"),
-    (
-        raw(v_descale=ones(2, 2, dtype=torch.float16)),
-        "v_descale.dtype must be torch.float32, got torch.float16",
-    ),
-    (
-        raw(v_descale=ones(2, 2, device="meta")),
-        "v_descale.device must be cpu as q's, got meta",
-    ),
     (
         blocks(q_descale=ones(2, 2)),
         "q_descale must be None where q is BlockScaled, "
@@ -205,12 +182,6 @@ VALUE_ERRORS = [
 FEW_ROWS = {side: fp8(129, 2, 16) for side in "qkv"}
 FEW_ROWS |= {f"{side}_descale": ones(1, 2, 3) for side in "qkv"}
 FEW_ROWS |= {f"cu_seqlens_{side}": torch.tensor([0, 129], dtype=torch.int32) for side in "qk"}
-VARLEN_FP8_ERRORS = [
-    (
-        lambda: flash_attn_varlen_fp8_func(*[half(9, 2, 16)] * 3, EDGES, EDGES.long(), 9, 9),
-        "cu_seqlens_k.dtype must be torch.int32, got torch.int64",
-    ),
-]
 VARLEN_ERRORS = [
     (
         lambda: flash_attn_varlen_func(**FEW_ROWS, max_seqlen_q=257, max_seqlen_k=257),
@@ -247,11 +218,6 @@ FP8_ERRORS = [
         sixteen(**{side: half(1, 8, 2, 48).float() for side in "qkv"}),
         "q.dtype must be one of (torch.float16, torch.bfloat16), got torch.float32",
     ),
-    (sixteen(block=100), f"block must be one of {BLOCKS}, got 100"),
-    (
-        sixteen(qk_dtype=torch.uint8),
-        f"qk_dtype must be one of {(None, *EIGHT_BIT)}, got torch.uint8",
-    ),
     (
         sixteen(smooth_k=True, softcap=5.0),
         "softcap must be 0 with smooth_k=True: capped scores do not all move alike, got 5.0",
@@ -272,26 +238,14 @@ TYPE_ERRORS = [
         blocks(v=fp8(2, 200, 2, 16)),
         f"v must be BlockScaled as q is, got Tensor of shape (2, 200, 2, 16) and dtype {FP8}",
     ),
-    (raw(q_descale=0.5), "q_descale must be a torch.Tensor, got 0.5 (float)"),
-    (raw(out_dtype="bf16"), "out_dtype must be a torch.dtype or None, got 'bf16' (str)"),
 ]
 ILLEGAL = [
     (error, f"{function}: {sentence}", call)
     for error, function, table in (
         (ValueError, "flash_attn_func", VALUE_ERRORS),
         (ValueError, "flash_attn_varlen_func", VARLEN_ERRORS),
-        (ValueError, "flash_attn_varlen_fp8_func", VARLEN_FP8_ERRORS),
         (ValueError, "flash_attn_fp8_func", FP8_ERRORS),
         (TypeError, "flash_attn_func", TYPE_ERRORS),
-        (
-            TypeError,
-            "flash_attn_fp8_func",
-            [
-                (sixteen(v=[1.0]), "v must be a torch.Tensor, got [1.0] (list)"),
-                (sixteen(hadamard="no"), "hadamard must be a bool, got 'no' (str)"),
-                (sixteen(smooth_k=None), "smooth_k must be a bool, got None"),
-            ],
-        ),
     )
     for call, sentence in table
 ]
