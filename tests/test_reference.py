@@ -92,11 +92,6 @@ def test_float64(case):
     assert_right(case, torch.float64, SMALL_TILES)
 
 
-@every_case
-def test_float32(case):
-    assert_right(case, torch.float32)
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(case=random_cases(max_seqlen=90, head_dims=range(1, 20)))
 def test_random_problems(case):

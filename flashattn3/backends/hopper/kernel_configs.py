@@ -276,7 +276,7 @@ CACHED_FORWARD_CONFIGS = tuple(
 )
 # "GPU, case, date" of the measurement of the append kernel, which has no kernel configs; empty: no
 # GPU has run it yet, and only calls with backend="hopper" do.
-APPEND_MEASURED = "H100 80GB HBM3, tests/device/append_time.py, 2026-11-24"
+APPEND_MEASURED = "H100 80GB HBM3, benchmarks/append_time.py, 2026-11-24"
 # All kernels of cached calls, in the order of the registry.
 CACHED_CONFIGS = (*DECODE_CONFIGS, *CACHED_FORWARD_CONFIGS)
 

@@ -1,6 +1,6 @@
 """Times the append kernel on a GPU, after a comparison with the reference backend.
 
-python tests/device/append_time.py [backend ...]: "hopper", "auto" and "triton" if none is
+python benchmarks/append_time.py [backend ...]: "hopper", "auto" and "triton" if none is
 named. Each GPU time is the median of replays of a CUDA graph of calls on different caches.
 """
 
