@@ -16,7 +16,7 @@ from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.cached import DECODE
 from flashattn3.call.metadata import metadata_of
 from flashattn3.run import cached_plans
-from flashattn3.run.cached_launches import planned_calls
+from flashattn3.run.cached_launches import launches_of
 
 
 def use_cached_calls() -> None:
@@ -372,10 +372,10 @@ def check_the_schemas_of_planned_operators(host):
     given = dense() | new_tokens(tables=torch.float32)
     flash_attn_with_kvcache(**given)
     options = DECODE.convert("flash_attn_with_kvcache", {"backend": None})
-    _, launches = planned_calls(options).found
+    number = launches_of(options).number
     read = (given[name] for name in ("q", "k_cache", "v_cache", "cache_seqlens"))
     lse = torch.zeros(3, 8, 1)
-    call = (launches, *read, None, -1, lse)
+    call = (number, *read, None, -1, lse)
     new = given["k"], given["v"], None, given["rotary_cos"], given["rotary_sin"], True, False
     for out in (None, torch.zeros_like(given["q"])):
         further = out, -1, None, None, None
@@ -401,7 +401,7 @@ def check_planned_calls(host):
 
 
 def compare_planned_calls(host, like):
-    planned_calls.cache_clear()
+    launches_of.cache_clear()
 
     def run(given):
         return flash_attn_with_kvcache(**given, **like)

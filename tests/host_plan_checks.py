@@ -18,7 +18,7 @@ from flashattn3.call.fields import CALL, Options
 from flashattn3.call.operands import Tensors
 from flashattn3.call.tensor_fields import CACHED_PLAN, FOUND, ROWS, TENSORS
 from flashattn3.run import doors, operators
-from flashattn3.run.cached_launches import planned_calls
+from flashattn3.run.cached_launches import launches_of
 
 SHAPES = {"q": (2, 40, 4, 64), "k": (2, 40, 2, 64), "v": (2, 40, 2, 64)}
 
@@ -112,7 +112,7 @@ def other_value(name: str, value):
 
 def check_calls_that_differ_in_one_option(host):
     """A plan depends on every option, so that launches are kept under the number of all of them."""
-    for kind, cached in ((CALL, partial(doors.launch_cache, bhsd=False)), (DECODE, planned_calls)):
+    for kind, cached in ((CALL, partial(doors.launch_cache, bhsd=False)), (DECODE, launches_of)):
         plain = kind.Options()
         assert cached(plain) is cached(kind.Options())
         for name in plain._fields:

@@ -17,7 +17,6 @@ from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvc
 from flashattn3.backends.base import CachedOperators
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.decode_launch import DecodeLaunch
-from flashattn3.backends.planned import Planned
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.fields import Options
 from flashattn3.call.operands import Tensors
@@ -239,8 +238,8 @@ def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypat
     """An operator checks it and finds its launch."""
     q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
     length = torch.tensor([9]).int()
-    planned = Planned(CachedOperators(lambda *_: q, None, None), torch.zeros(3))
-    monkeypatch.setattr(DecodeLaunch, "planned", lambda *_: planned)
+    operators = CachedOperators(lambda *_: q, None, None)
+    monkeypatch.setattr(DecodeLaunch, "keep", lambda *_: operators)
 
     def call():
         return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
@@ -254,8 +253,8 @@ def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypat
 def test_the_next_token_of_a_model_on_hopper(cache, cached_on_hopper, monkeypatch):
     """A layer finds its launch as a cached call does; the mask of a static cache holds a length."""
     q, k = (torch.zeros(1, 8, n, 128, dtype=torch.bfloat16) for n in (1, 256))
-    planned = Planned(CachedOperators(lambda *_: q, None, None), torch.zeros(3))
-    monkeypatch.setattr(DecodeLaunch, "planned", lambda *_: planned)
+    operators = CachedOperators(lambda *_: q, None, None)
+    monkeypatch.setattr(DecodeLaunch, "keep", lambda *_: operators)
     mask, module = None, torch.nn.Module()
     if cache == "static":
         length = torch.tensor([9], dtype=torch.int32)
@@ -273,8 +272,8 @@ def test_a_call_that_appends_like_the_one_before_on_hopper(cached_on_hopper, mon
     q, new, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 1, 256))
     tables, length = torch.zeros(2, 256, 64), torch.tensor([9]).int()
     named = {"rotary_cos": tables[0], "rotary_sin": tables[1], "cache_seqlens": length}
-    planned = Planned(CachedOperators(None, None, lambda *_: q), torch.zeros(3))
-    monkeypatch.setattr(DecodeLaunch, "planned", lambda *_: planned)
+    operators = CachedOperators(None, None, lambda *_: q)
+    monkeypatch.setattr(DecodeLaunch, "keep", lambda *_: operators)
 
     def call():
         return flash_attn_with_kvcache(q, cache, cache, new, new, **named, causal=True)

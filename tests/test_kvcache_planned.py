@@ -6,23 +6,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from threading import Thread
 
 import pytest
 import torch
 from helpers import H100, forget_cached_calls, library_double, needs_hopper
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
-from flashattn3.backends.base import CachedOperators
 from flashattn3.backends.hopper import cached as hopper_cached
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
-from flashattn3.backends.planned import MOST, Planned, PlannedCalls
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DECODE, DecodeTensors
 from flashattn3.run import cached_plans
-from flashattn3.run.cached_launches import planned_calls
+from flashattn3.run.cached_launches import CachedLaunches, launches_of
 
 
 def ints(*values):
@@ -31,10 +28,12 @@ def ints(*values):
 
 class Double:
     """A library whose operators of planned calls return ``result``. received: by that of the calls
-    with the fewest arguments; more: by the others, the operator's name first."""
+    with the fewest arguments; more: by the others, the operator's name first. kept: number of the
+    options, launch, device and queries of each launch that the operators got."""
 
     def __init__(self):
         self.received, self.more, self.result, self.error = [], [], torch.ones(3), None
+        self.kept = []
         prepared = iter(range(99))
 
         def decode(handle, lse, *arguments):
@@ -43,6 +42,7 @@ class Double:
         operators = {"decode": decode, "decode_planned": self.run}
         for name in ("decode_planned_with", "append_planned"):
             operators[name] = partial(self.run_with_more, name)
+        operators["keep_decode"] = self.keep
         for name in ("decode_into", "append"):
             operators[name] = lambda *given: None
         self.library = replace(
@@ -50,12 +50,15 @@ class Double:
             prepare_decode=lambda *_: (torch.tensor([next(prepared)]), 384, 2048),
         )
 
-    def run(self, launches, *arguments):
-        self.received.append((launches, *arguments))
+    def keep(self, number, launch, *of):
+        self.kept.append((number, launch.item(), *of))
+
+    def run(self, number, *arguments):
+        self.received.append((number, *arguments))
         return self.answer()
 
-    def run_with_more(self, name, launches, *arguments):
-        self.more.append((name, launches, *arguments))
+    def run_with_more(self, name, number, *arguments):
+        self.more.append((name, number, *arguments))
         return self.answer()
 
     def answer(self):
@@ -82,14 +85,8 @@ def tensors_of(batch=2, seqlen_q=1, heads=(4, 2), d=64, dtype=torch.bfloat16):
     return [torch.zeros(batch, *shape, d, dtype=dtype) for shape in shapes]
 
 
-def planned_with(**options):
-    return planned_calls(DECODE.convert("flash_attn_with_kvcache", {"backend": None, **options}))
-
-
-def launches_of(**options):
-    """Launch, device and queries of each that the operator knows of calls with these options."""
-    found = planned_with(**options)
-    return [] if found.found is None else found.found[1].view(-1, 3).tolist()
+def launches_with(**options):
+    return launches_of(DECODE.convert("flash_attn_with_kvcache", {"backend": None, **options}))
 
 
 def test_the_second_call_goes_to_the_operator(double):
@@ -98,8 +95,8 @@ def test_the_second_call_goes_to_the_operator(double):
     first = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
     assert first.shape == q.shape and double.received == []
     assert flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths) is double.result
-    launches, *given = double.received.pop()
-    assert launches.tolist() == [0, -1, 1]  # the launch, the device, the queries
+    number, *given = double.received.pop()
+    assert number == launches_with().number and double.kept == [(number, 0, -1, 1)]
     assert all(a is b for a, b in zip(given, (q, k, v, lengths, None, -1, None), strict=True))
 
 
@@ -138,8 +135,8 @@ def test_a_call_that_the_operator_does_not_know_is_planned(double):
     for number, changes in enumerate(({}, {"heads": (8, 2)}, {"dtype": torch.half}, {"d": 128})):
         tensors = tensors_of(**changes)
         assert flash_attn_with_kvcache(*tensors).shape == tensors[0].shape
-        newest_first = list(range(number, -1, -1))
-        assert [launch for launch, _, _ in launches_of()] == newest_first
+        of = launches_with().number, number, -1, 1
+        assert len(double.kept) == number + 1 and double.kept[-1] == of
 
 
 def test_each_number_of_queries_has_a_launch(double):
@@ -147,10 +144,8 @@ def test_each_number_of_queries_has_a_launch(double):
     double.result = None
     for seqlen_q in (1, 2, 2, 3, 96):
         flash_attn_with_kvcache(*tensors_of(seqlen_q=seqlen_q), causal=True)
-    wanted = [96, 3, 2, 1]
-    assert [queries for _, _, queries in launches_of(causal=True)] == wanted
     flash_attn_with_kvcache(*tensors_of(seqlen_q=97), causal=True)  # over 192 packed rows
-    assert [queries for _, _, queries in launches_of(causal=True)] == wanted
+    assert [queries for *_, queries in double.kept] == [1, 2, 3, 96]
 
 
 def test_options_are_told_apart(double):
@@ -163,8 +158,8 @@ def test_options_are_told_apart(double):
     for given in options:
         flash_attn_with_kvcache(q, k, v, **given)
     assert len(double.received) == len(options)
-    launches = [tuple(received[0].tolist()) for received in double.received]
-    assert len(set(launches)) == len(options) - 1  # causal changes nothing for one query
+    numbers = [received[0] for received in double.received]
+    assert len({*numbers}) == len(options) and numbers == [number for number, *_ in double.kept]
 
 
 @pytest.mark.parametrize(
@@ -185,12 +180,13 @@ def test_further_arguments_go_to_an_operator_of_their_own(given, place, double):
     for return_lse in (False, True):
         flash_attn_with_kvcache(q, k, v, **given, return_lse=return_lse)
         found = flash_attn_with_kvcache(q, k, v, **given, return_lse=return_lse)
-        name, launches, *passed = double.more[-1]
+        name, number, *passed = double.more[-1]
         out, lse = found if return_lse else (found, None)
         assert out is double.result and lse is passed[6]
         wanted = [None, given.get("max_seqlen_q", -1), None, None, None]
         wanted[place] = next(iter(given.values()))
-        assert name == "decode_planned_with" and launches.tolist()[1:] == [-1, 1]
+        assert name == "decode_planned_with"
+        assert number == launches_with(return_lse=return_lse).number
         assert all(a is b for a, b in zip(passed[:3], (q, k, v), strict=True))
         assert all(a is b for a, b in zip(passed[7:], wanted, strict=True))
     double.result = None
@@ -276,8 +272,7 @@ def test_new_tokens_that_triton_writes(double, monkeypatch):
     q, k, v = tensors_of()
     for backend, appends in ((None, False), ("hopper", True)):
         flash_attn_with_kvcache(q, k, v, backend=backend)
-        operators, _ = planned_with(backend=backend).found
-        assert (operators.append is not None) == appends
+        assert (launches_with(backend=backend).operators.append is not None) == appends
 
 
 @pytest.mark.parametrize(
@@ -306,7 +301,7 @@ def test_calls_whose_values_are_checked_are_checked_each_time(double, monkeypatc
     q, k, v = tensors_of()
     for _ in range(2):
         flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(3, 4))
-    assert double.received == launches_of() == []
+    assert double.received == double.kept == []
     with pytest.raises(ValueError, match=r"cache_seqlens\[1\] must be between 0 and the capacity"):
         flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(3, 99))
 
@@ -350,38 +345,20 @@ def test_watched_calls_do_not_go_to_the_operator(double):
     assert double.received == []
 
 
-def test_the_newest_launches_are_kept():
-    calls, operators = PlannedCalls(), CachedOperators(print, print, None)
-
-    def add(numbers):
-        for number in numbers:
-            calls.add(Planned(operators, torch.tensor([number])))
-
-    threads = [Thread(target=add, args=(range(first, 3 * MOST, 3),)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = calls.found[1].tolist()
-    assert len(found) == len(set(found)) == MOST
-    calls.add(Planned(operators, torch.tensor([found[3]])))
-    found.insert(0, found.pop(3))
-    assert calls.found[1].tolist() == found
-
-
 LIBRARY = find_library()
 
 
 @pytest.fixture
-def launches():
-    """Of bf16 and of fp16 for two numbers of queries on no GPU, as Python joins them."""
+def number():
+    """Of options with launches for one query and for three, on no GPU."""
     if LIBRARY.error is not None:
         pytest.skip(LIBRARY.error)
     from test_kvcache_hopper import prepared
 
-    handle = prepared()[0]
-    words = [torch.cat((handle, torch.tensor((-1, queries)))) for queries in (1, 3)]
-    return torch.cat(words)
+    number = CachedLaunches().number
+    for queries in (1, 3):
+        LIBRARY.keep_decode(number, prepared()[0], -1, queries)
+    return number
 
 
 def call_of(**changes):
@@ -392,9 +369,9 @@ def call_of(**changes):
     return (given | changes).values()
 
 
-def test_the_operator_takes_the_calls_that_a_launch_is_planned_for(launches):
-    def run(launches=launches, **changes):
-        return LIBRARY.decode_planned(launches, *call_of(**changes))
+def test_the_operator_takes_the_calls_that_a_launch_is_kept_for(number):
+    def run(number=number, **changes):
+        return LIBRARY.decode_planned(number, *call_of(**changes))
 
     with pytest.raises(RuntimeError, match=r"decode: q.device must be a GPU"):
         run()  # it is about to run
@@ -417,20 +394,35 @@ def test_the_operator_takes_the_calls_that_a_launch_is_planned_for(launches):
         {"k_cache": others, "v_cache": others},
         {"v_cache": torch.zeros(2, 128, 8, 64).bfloat16()},
         {"page_table": torch.zeros(2, 1, dtype=torch.int32)},
-        {"launches": launches.view(2, -1)[:1].flatten()},
+        {"number": number + 1},
     ):
         assert run(**changes) is None, changes
-    on_a_gpu = launches.clone().view(2, -1)
-    on_a_gpu[:, -2] = 0
-    assert run(launches=on_a_gpu.flatten()) is None
-    for other in (launches[:3], launches.int(), torch.zeros_like(launches), launches[:0]):
-        said = "decode_planned: launches must be planned launches, got another tensor"
-        with pytest.raises(RuntimeError, match=said):
-            run(launches=other)
     with pytest.raises(RuntimeError, match=r"cache_seqlens.shape must be \(2,\), got \(1,\)"):
         run(cache_seqlens=ints(1))
     with pytest.raises(RuntimeError, match=r"lse.shape must be \(2, 32, 3\), got \(2, 3, 32\)"):
         run(lse=torch.zeros(2, 3, 32))
+
+
+def test_a_launch_is_kept_for_its_gpu_and_a_full_cache_is_emptied(number):
+    from test_kvcache_hopper import prepared
+
+    handle, other = prepared()[0], CachedLaunches().number
+
+    def is_found(number):
+        try:
+            return LIBRARY.decode_planned(number, *call_of()) is not None
+        except RuntimeError:
+            return True  # it is about to run
+
+    LIBRARY.keep_decode(other, handle, 0, 3)
+    assert is_found(number) and not is_found(other)
+    for queries in range(4096):
+        LIBRARY.keep_decode(other, handle, 0, queries)
+    assert not is_found(number)
+    for wrong in (handle[:3], handle.int(), torch.zeros_like(handle), handle[:0]):
+        said = "keep_decode: launch must be a result of prepare_decode, got another tensor"
+        with pytest.raises(RuntimeError, match=said):
+            LIBRARY.keep_decode(number, wrong, -1, 1)
 
 
 def with_more(given, more, tokens):

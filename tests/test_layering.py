@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "backends": CALL | BACKENDS,
     "quantization": CALL | BACKENDS | {"quantization.*"},
     "run": CALL | {"backends.registry", "backends.base", "backends.device", "quantization", "run.*"}
-    | {"backends.planned", "quantization.dispatch"},
+    | {"quantization.dispatch"},
     "explanation": CALL | {"backends.registry", "backends.base", "backends.device", "run.*"},
     "api": CALL | {"run.*", "explanation", "quantization"},
     "kvcache_api": CALL | {"run.*"},
@@ -49,7 +49,7 @@ MAY_WAIT = {
     *("check_decode_values", "check_append_values", "check_lengths"),
     *("_check_pages", "_check_metadata_values"),
     *("_scalar", "_listed"),
-    *("_kept_signs", "_values_of", "kernel_info"),
+    *("_kept_signs", "kernel_info"),
 }
 
 

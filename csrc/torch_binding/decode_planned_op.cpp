@@ -1,10 +1,11 @@
-// flashattn3_hopper::decode_planned, decode_planned_with and append_planned: a cached call that
-// is like an earlier one, as each step of a generating model is like the step before. The operators
-// find the launch of such a call: they read the tensors in less time than Python
-// takes to make a key of them.
+// flashattn3_hopper::keep_decode, decode_planned, decode_planned_with and append_planned: a cached
+// call that is like an earlier one, as each step of a generating model is like the step before. The
+// operators find the launch of such a call: they read the tensors in less time than Python takes to
+// make a key of them.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -17,53 +18,71 @@
 #include "torch_binding/append_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/decode_call.h"
+#include "torch_binding/launch_cache.h"
 #include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 namespace {
 
-// The calls of a launch, in the words of FLASHATTN3_CACHED_PLAN.
-class PlanOf {
- public:
-  explicit PlanOf(const KeptLaunch& kept) : kept_(kept) {}
+// The options of a call and what else a plan depends on.
+#define FLASHATTN3_WORD(field) +1
+using Key = std::array<int64_t, 1 FLASHATTN3_CACHED_PLAN(FLASHATTN3_WORD)>;
+#undef FLASHATTN3_WORD
 
-  int64_t device() const { return kept_.device; }
-  int64_t dtype() const {
-    const bool fp16 = decode_kernel(kept_.launch.config).info.dtype == ElementType::kFloat16;
-    return fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
-  }
-  int64_t seqlen_q() const { return kept_.seqlen_q; }
-  int64_t num_heads_q() const { return problem().num_heads_q; }
-  int64_t num_heads_kv() const { return problem().num_heads_kv; }
-  int64_t head_dim() const { return problem().head_dim; }
-  int64_t head_dim_v() const { return problem().head_dim_v; }
-  int64_t page_size() const { return problem().page_size; }
-
- private:
-  const CachedProblem& problem() const { return kept_.launch.problem; }
-
-  const KeptLaunch& kept_;
-};
-
-// Returns whether the launch is that of calls with these tensors, all of whose rows are
-// aligned. check_decode checks the rest.
-bool is_launch_of(const PlanOf& plan, const DecodeCall& call) {
-#define FLASHATTN3_EQUAL(field) &&plan.field() == call.field()
-  return true FLASHATTN3_CACHED_PLAN(FLASHATTN3_EQUAL);
-#undef FLASHATTN3_EQUAL
+// Call: DecodeCall, all of whose rows are aligned, or PlanOf. check_decode checks the rest of a
+// call.
+template <class Call>
+Key key_of(int64_t options, const Call& call) {
+#define FLASHATTN3_VALUE(field) , call.field()
+  return {options FLASHATTN3_CACHED_PLAN(FLASHATTN3_VALUE)};
+#undef FLASHATTN3_VALUE
 }
 
-// A call and some KeptLaunch of its options, of which one may be for it.
+// The calls of a launch: those with seqlen_q queries of each sequence, or of the longest of a
+// varlen batch, on the GPU of this index.
+struct PlanOf {
+  const CachedLaunch& launch;
+  int64_t device_index, queries;
+
+  int64_t device() const { return device_index; }
+  int64_t dtype() const {
+    const bool fp16 = decode_kernel(launch.config).info.dtype == ElementType::kFloat16;
+    return fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
+  }
+  int64_t seqlen_q() const { return queries; }
+  int64_t num_heads_q() const { return launch.problem.num_heads_q; }
+  int64_t num_heads_kv() const { return launch.problem.num_heads_kv; }
+  int64_t head_dim() const { return launch.problem.head_dim; }
+  int64_t head_dim_v() const { return launch.problem.head_dim_v; }
+  int64_t page_size() const { return launch.problem.page_size; }
+};
+
+LaunchCache<Key, CachedLaunch>& launch_cache() {
+  static auto* cache = new LaunchCache<Key, CachedLaunch>;  // threads may outlive static objects
+  return *cache;
+}
+
+void keep_decode(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const int64_t options = arguments.take<int64_t>();
+  const Tensor tensor = arguments.take<Tensor>();
+  const CachedLaunch& launch = cached_launch("keep_decode", tensor);
+  const int64_t device = arguments.take<int64_t>(), seqlen_q = arguments.take<int64_t>();
+  launch_cache().keep(key_of(options, PlanOf{launch, device, seqlen_q}), launch);
+  return_results(stack, std::tuple<>());
+}
+
+// A call and the number of its options.
 struct RepeatedCall {
-  Tensor launches;
+  int64_t options;
   DecodeCall call;
   std::optional<Tensor> out;
 
   // The arguments that all operators begin with.
   static RepeatedCall take(Arguments& arguments) {
     using Optional = std::optional<Tensor>;
-    RepeatedCall repeated{.launches = arguments.take<Tensor>(),
+    RepeatedCall repeated{.options = arguments.take<int64_t>(),
                           .call = {.q = arguments.take<Tensor>(),
                                    .k_cache = arguments.take<Tensor>(),
                                    .v_cache = arguments.take<Tensor>(),
@@ -85,22 +104,18 @@ struct RepeatedCall {
 
   bool q_has_its_axes() const { return call.q.dim() == (call.varlen() ? 3 : 4); }
 
-  // Null if no launch is for this call.
-  const CachedLaunch* find(const char* function) const {
-    const auto all = kept_launches(function, launches);
+  // None if no launch is kept for such a call.
+  std::optional<CachedLaunch> find() const {
     const auto is_cache = [](const Tensor& x) { return x.dim() == 4 && has_aligned_rows(x); };
     const bool readable = q_has_its_axes() && has_aligned_rows(call.q) && is_cache(call.k_cache) &&
                           is_cache(call.v_cache);
-    if (!readable) return nullptr;
-    for (const KeptLaunch& kept : all) {
-      if (is_launch_of(PlanOf(kept), call)) return &kept.launch;
-    }
-    return nullptr;
+    if (!readable) return std::nullopt;
+    return launch_cache().find(key_of(options, call));
   }
 
-  std::optional<Tensor> run(const char* function) const {
-    const CachedLaunch* launch = find(function);
-    if (launch == nullptr) return {};
+  std::optional<Tensor> run() const {
+    const std::optional<CachedLaunch> launch = find();
+    if (!launch) return {};
     return run_decode(*launch, call, out);
   }
 };
@@ -108,14 +123,14 @@ struct RepeatedCall {
 void decode_planned(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const RepeatedCall repeated = RepeatedCall::take(arguments);
-  return_results(stack, std::tuple(repeated.run("decode_planned")));
+  return_results(stack, std::tuple(repeated.run()));
 }
 
 void decode_planned_with(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   RepeatedCall repeated = RepeatedCall::take(arguments);
   repeated.take_more(arguments);
-  return_results(stack, std::tuple(repeated.run("decode_planned_with")));
+  return_results(stack, std::tuple(repeated.run()));
 }
 
 // Takes the arguments of the new tokens; the call says where they go.
@@ -150,8 +165,8 @@ std::optional<Tensor> append_and_run(RepeatedCall repeated, AppendCall append) {
     append.cu_seqlens_q = call.cu_seqlens_q;
     append.q_out = call.q = new_rows(call, call.q.size(call.q.dim() - 1));
   }
-  const CachedLaunch* launch = repeated.find(kAppend);
-  if (launch == nullptr) return {};
+  const std::optional<CachedLaunch> launch = repeated.find();
+  if (!launch) return {};
   const CheckedAppend checked = CheckedAppend::of(append);
   call.cu_seqlens_k_new = append.cu_seqlens_k_new;
   call.seqlen_new = append.cu_seqlens_k_new ? 0 : append.k.size(1);
@@ -170,9 +185,10 @@ void append_planned(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-// decode_planned has few arguments, because torch takes 100 ns for each, given or not. launches
-// holds some KeptLaunch. An operator returns None, and writes nothing, if none of them is for
-// such a call, and throws for tensors that do not fit each other. A given out is the result.
+// options: Python's number of the options of a call (flashattn3/run/cached_launches.py).
+// decode_planned has few arguments, because torch takes 100 ns for each, given or not. An operator
+// returns None, and writes nothing, if no launch is kept for such a call, and throws for tensors
+// that do not fit each other. A given out is the result.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 #define FA3_CALL "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse"
 #define FA3_MORE                                                                        \
@@ -181,9 +197,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 #define FA3_NEW_TOKENS                                                                     \
   "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, " \
   "bool rotary_interleaved, bool one_q_position"
-  const std::string read = "(Tensor launches, Tensor q, Tensor k_cache, Tensor v_cache, " FA3_CALL;
+  const std::string read = "(int options, Tensor q, Tensor k_cache, Tensor v_cache, " FA3_CALL;
   const std::string written =
-      "(Tensor launches, Tensor q, Tensor(c!) k_cache, Tensor(d!) v_cache, " FA3_CALL;
+      "(int options, Tensor q, Tensor(c!) k_cache, Tensor(d!) v_cache, " FA3_CALL;
+  // launch: of prepare_decode. device: index of the GPU, -1 of another device.
+  library.def("keep_decode(int options, Tensor launch, int device, int seqlen_q) -> ()");
   library.def(("decode_planned" + read + ") -> Tensor?").c_str());
   library.def(("decode_planned_with" + read + ", " FA3_MORE ") -> Tensor(b!)?").c_str());
   library.def(
@@ -204,6 +222,10 @@ STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("decode_planned", decode_planned);
   library.impl("decode_planned_with", decode_planned_with);
   library.impl("append_planned", append_planned);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {
+  library.impl("keep_decode", keep_decode);
 }
 
 }  // namespace flashattn3

@@ -5,12 +5,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <tuple>
-#include <unordered_map>
 
 #include "launch/errors.h"
 #include "torch_binding/boxed.h"
@@ -26,18 +23,6 @@ constexpr int kAxes = 4;
 using Key = std::array<int64_t, 3 FLASHATTN3_FOUND_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_EDGES)>;
 #undef FLASHATTN3_ROWS
 #undef FLASHATTN3_EDGES
-
-// A sum of products, which the processor computes side by side.
-struct Hash {
-  size_t operator()(const Key& key) const {
-    uint64_t hash = 0, factor = 1;
-    for (const int64_t word : key) {
-      factor *= 0x9e3779b97f4a7c15;  // 2^64 / golden ratio, odd
-      hash += static_cast<uint64_t>(word) * factor;
-    }
-    return hash ^ hash >> 32;
-  }
-};
 
 // Writes the words of a key. fits: whether all tensors were such as plans have.
 class KeyWriter {
@@ -89,31 +74,8 @@ std::optional<Key> key_of(int64_t options, const GivenTensors& tensors) {
   return key;
 }
 
-// A model with dynamic shapes meets new keys in every step. A full cache is emptied: the calls that
-// still come are kept again, from plans that Python has.
-class LaunchCache {
- public:
-  std::optional<KeptPasses> find(const Key& key) {
-    const std::lock_guard lock(mutex_);
-    const auto found = passes_.find(key);
-    if (found == passes_.end()) return std::nullopt;
-    return found->second;
-  }
-
-  void keep(const Key& key, const KeptPasses& passes) {
-    const std::lock_guard lock(mutex_);
-    if (passes_.size() >= kMost) passes_.clear();
-    passes_.insert_or_assign(key, passes);
-  }
-
- private:
-  static constexpr size_t kMost = 4096;  // 2 MB
-  std::mutex mutex_;
-  std::unordered_map<Key, KeptPasses, Hash> passes_;
-};
-
-LaunchCache& launch_cache() {
-  static LaunchCache* cache = new LaunchCache;  // threads may outlive static objects
+LaunchCache<Key, KeptPasses>& launch_cache() {
+  static auto* cache = new LaunchCache<Key, KeptPasses>;  // threads may outlive static objects
   return *cache;
 }
 

@@ -5,8 +5,11 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <optional>
+#include <unordered_map>
 
 #include "call_tensors.h"
 #include "torch_binding/boxed.h"
@@ -14,6 +17,44 @@
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
+
+// A sum of products, which the processor computes side by side. Key: an array of numbers.
+template <class Key>
+struct HashOf {
+  size_t operator()(const Key& key) const {
+    uint64_t hash = 0, factor = 1;
+    for (const int64_t word : key) {
+      factor *= 0x9e3779b97f4a7c15;  // 2^64 / golden ratio, odd
+      hash += static_cast<uint64_t>(word) * factor;
+    }
+    return hash ^ hash >> 32;
+  }
+};
+
+// The launches of calls, dense or cached; any thread may find and keep them. A key begins with the
+// number of a call's options. A model with dynamic shapes meets new keys in every step: a full
+// cache is emptied, and the calls that still come are kept again, from plans that Python has.
+template <class Key, class Launch>
+class LaunchCache {
+ public:
+  std::optional<Launch> find(const Key& key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = launches_.find(key);
+    if (found == launches_.end()) return std::nullopt;
+    return found->second;
+  }
+
+  void keep(const Key& key, const Launch& launch) {
+    const std::lock_guard lock(mutex_);
+    if (launches_.size() >= kMost) launches_.clear();
+    launches_.insert_or_assign(key, launch);
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;  // 2 MB of both passes
+  std::mutex mutex_;
+  std::unordered_map<Key, Launch, HashOf<Key>> launches_;
+};
 
 // The tensors of a call as its caller has them, FLASHATTN3_FOUND_SCHEMA of the operators: q, k and
 // v have four axes, also with cu_seqlens.

@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <span>
 
 #include "launch/decode_params.h"
 #include "launch/params.h"
@@ -29,19 +28,11 @@ struct LaunchOf {
 };
 using AttentionLaunch = LaunchOf<AttentionProblem>;
 using CachedLaunch = LaunchOf<CachedProblem>;
-// A launch that is kept for calls with seqlen_q queries of each sequence, or of the longest of a
-// varlen batch, on the GPU of this index. torch.cat joins the launch's tensor with one that holds
-// the rest, further ones behind it.
-struct KeptLaunch {
-  CachedLaunch launch;
-  int64_t device, seqlen_q;
-};
 
 // The prepared launch in `tensor`. Throws for a tensor that prepare_forward (or prepare_backward,
 // as the pass says) did not return.
 const AttentionLaunch& attention_launch(const char* function, Pass pass, const Tensor& tensor);
 // The same of prepare_decode.
 const CachedLaunch& cached_launch(const char* function, const Tensor& tensor);
-std::span<const KeptLaunch> kept_launches(const char* function, const Tensor& tensor);
 
 }  // namespace flashattn3

@@ -2,10 +2,8 @@
 // call once and keep them for the calls. They use no GPU.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
 #include <cstring>
 #include <limits>
-#include <span>
 #include <string>
 #include <type_traits>
 
@@ -100,42 +98,22 @@ Tensor kept(const Launch& launch) {
   return tensor;
 }
 
-// The records in a tensor; none if the tensor cannot hold any.
-template <class Record>
-std::span<const Record> records_in(const Tensor& tensor) {
+// The launch in a tensor; null if the tensor cannot hold one.
+template <class Launch>
+const Launch* launch_in(const Tensor& tensor) {
   int32_t device;
   check_torch(aoti_torch_get_device_type(tensor.get(), &device), "asking for a device");
-  const int64_t words = tensor.numel();
-  const bool fits = device == aoti_torch_device_type_cpu() && words % kWords<Record> == 0 &&
+  const bool fits = device == aoti_torch_device_type_cpu() && tensor.numel() == kWords<Launch> &&
                     dtype_of(tensor) == aoti_torch_dtype_int64() && tensor.is_contiguous();
-  if (!fits) return {};
-  return {static_cast<const Record*>(tensor.data_ptr()),
-          static_cast<size_t>(words / kWords<Record>)};
-}
-
-// The record in a tensor; null if the tensor cannot hold one.
-template <class Record>
-const Record* record_in(const Tensor& tensor) {
-  const std::span<const Record> records = records_in<Record>(tensor);
-  return records.size() == 1 ? records.data() : nullptr;
+  return fits ? static_cast<const Launch*>(tensor.data_ptr()) : nullptr;
 }
 
 // wanted: the operator whose result the tensor must be.
 template <class Launch>
 const Launch& found(const char* function, Pass pass, const char* wanted, const Tensor& tensor) {
-  const Launch* launch = record_in<Launch>(tensor);
+  const Launch* launch = launch_in<Launch>(tensor);
   expect(launch != nullptr && launch->pass == pass, function, "launch", wanted, "another tensor");
   return *launch;
-}
-
-// The launches in a tensor: one at least, all of which fit.
-template <class Record>
-std::span<const Record> all_launches(const char* function, const Tensor& tensor,
-                                     bool (*fits)(const Record&)) {
-  const std::span<const Record> records = records_in<Record>(tensor);
-  const bool good = !records.empty() && std::ranges::all_of(records, fits);
-  expect(good, function, "launches", "planned launches", "another tensor");
-  return records;
 }
 
 template <class Params>
@@ -176,11 +154,6 @@ const AttentionLaunch& attention_launch(const char* function, Pass pass, const T
 
 const CachedLaunch& cached_launch(const char* function, const Tensor& tensor) {
   return found<CachedLaunch>(function, Pass::kDecode, "a result of prepare_decode", tensor);
-}
-
-std::span<const KeptLaunch> kept_launches(const char* function, const Tensor& tensor) {
-  return all_launches<KeptLaunch>(
-      function, tensor, [](const KeptLaunch& kept) { return kept.launch.pass == Pass::kDecode; });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ..call.operands import Tensors
     from ..call.problem import Problem
     from .device import DeviceInfo
-    from .planned import Planned
 
 
 class PassOperators(NamedTuple):
@@ -49,12 +48,12 @@ class Passes(NamedTuple):
 
 
 class CachedOperators(NamedTuple):
-    """Functions that find the launch of a call, run it and return out, or None if none of the
-    launches is planned for such a call. RuntimeError for tensors that do not fit each other.
+    """Functions that find the launch of a call, run it and return out, or None if no launch is kept
+    for such a call. RuntimeError for tensors that do not fit each other.
 
-    decode: of (launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse). seqlen: -1:
-        the capacity. lse: where it is written; None: it is not.
-    decode_with: the same and the fields of ``Further`` in kvcache/planned.py.
+    decode: of (number, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse). number: of a
+        ``CachedLaunches``. seqlen: -1: the capacity. lse: where it is written; None: it is not.
+    decode_with: the same and the fields of ``Further`` in run/cached_launches.py.
     append: the same, the fields of ``NewTokens`` and whether all queries of a sequence have one
         position; writes the new tokens, then attends. None: appends run on another backend.
     """
@@ -112,9 +111,10 @@ class CachedLaunch(Protocol):
     ) -> Tensor:
         """Write out, new if None, and lse. Returns out."""
 
-    def planned(self, seqlen_q: int) -> Planned | None:
-        """The launch for calls with this number of queries, in a varlen batch of the longest
-        sequence. None if Python checks every call."""
+    def keep(self, number: int, seqlen_q: int) -> CachedOperators | None:
+        """Give the operators the launch under the number of a ``CachedLaunches``, for calls with
+        seqlen_q queries, in a varlen batch of the longest sequence. None if Python checks every
+        call."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         """Write the new tokens into the caches, and the rotated q into q_out."""

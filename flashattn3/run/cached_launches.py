@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..backends.base import CachedOperators
-from ..backends.planned import PlannedCalls
+from ..backends.base import CachedLaunch, CachedOperators
 from ..call.cached import DecodeOptions, lse_shape, one_q_position
 
 
@@ -39,10 +40,29 @@ class NewTokens(NamedTuple):
     rotary_interleaved: bool
 
 
+class CachedLaunches:
+    """The launches of calls with the same options. The backend's operators keep them under the
+    number; a call whose launch they do not have is checked in Python.
+
+    operators: None before the first launch.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.operators: CachedOperators | None = None
+
+    def keep(self, launch: CachedLaunch, seqlen_q: int) -> None:
+        """Give the operators a launch for calls with this number of queries, if they take them."""
+        with _disable_current_modes():
+            self.operators = launch.keep(self.number, seqlen_q) or self.operators
+
+
+_numbers = count(1)
+
+
 @lru_cache(maxsize=4096)
-def planned_calls(options: DecodeOptions) -> PlannedCalls:
-    """Those of calls with these options."""
-    return PlannedCalls()
+def launches_of(options: DecodeOptions) -> CachedLaunches:
+    return CachedLaunches()
 
 
 def run_planned(
@@ -56,12 +76,12 @@ def run_planned(
     further: Further | None,
     new: NewTokens | None,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Run a call that nothing watches; None if it must be checked, because no launch was planned
-    for such a call or because the tensors are invalid."""
-    found = planned_calls(options).found
-    if found is None:
+    """Run a call that nothing watches; None if it must be checked, because no launch is kept for
+    such a call or because the tensors are invalid."""
+    launches = launches_of(options)
+    operators, number = launches.operators, launches.number
+    if operators is None:
         return None
-    operators, launches = found
     if seqlen is None:
         seqlen = -1
     elif seqlen < 0:
@@ -78,7 +98,7 @@ def run_planned(
             if operator is None:
                 return None
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if options.return_lse else None
-        out = operator(launches, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse, *more)
+        out = operator(number, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse, *more)
     except (AttributeError, RuntimeError, ValueError):
         return None  # the checks name the argument, or the launch fails again
     return out if lse is None or out is None else (out, lse)

@@ -31,7 +31,7 @@ from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..call.scheduler_metadata import hash_of_options
 from ..call.value_checks import is_checked
 from ..errors import expect
-from .cached_launches import planned_calls
+from .cached_launches import launches_of
 from .operator_rules import recorded, warn_of_reference
 from .planner import Plan, choose
 
@@ -66,9 +66,8 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     plan = plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
     q, _, v_cache = found[:3]
     _, _, seqlen_q = DecodeTensors(*found).query_sizes(lengths.max_seqlen_q)
-    planned = None if is_checked(q.device) else plan.launch.planned(seqlen_q)
-    if planned is not None:
-        planned_calls(options).add(planned)
+    if not is_checked(q.device):
+        launches_of(options).keep(plan.launch, seqlen_q)
     of_out, of_lse = result_shapes(q, v_cache)
     wanted = options.return_lse or plan.launch.needs_lse
     of_lse = of_lse if wanted else None

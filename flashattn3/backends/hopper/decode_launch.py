@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...call.cached import DecodeTensors
 from ...call.dtypes import NAMES, SIXTEEN_BIT
 from ..base import CachedOperators, score_factor_reason
-from ..planned import Planned
 from .kernel_configs import (
     CACHED_CONFIGS,
     DECODE_TILE_ROWS,
@@ -139,16 +138,17 @@ class DecodeLaunch:
 
         return run
 
-    def planned(self, seqlen_q: int) -> Planned | None:
-        """See ``CachedLaunch``. None where a plan depends on more than KeptLaunch
-        (csrc/torch_binding/launch_record.h) has, or a call on more than the operators take."""
+    def keep(self, number: int, seqlen_q: int) -> CachedOperators | None:
+        """See ``CachedLaunch``. None where a plan depends on more than CACHED_PLAN
+        (call/tensor_fields.py) has, or a call on more than the operators take."""
         problem, library = self.problem, self.library
         alike = problem.given <= _PLANNED_WITH and problem.rows <= DECODE_ROWS
-        if library.decode_planned is None or not alike or problem.misaligned:
+        if library.keep_decode is None or not alike or problem.misaligned:
             return None
+        index = -1 if problem.device.index is None else problem.device.index
+        library.keep_decode(number, self.prepared.handle, index, seqlen_q)
         append = library.append_planned if self.appends else None
-        operators = CachedOperators(library.decode_planned, library.decode_planned_with, append)
-        return Planned.of(operators, (self.prepared.handle,), problem.device, seqlen_q)
+        return CachedOperators(library.decode_planned, library.decode_planned_with, append)
 
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int

@@ -52,6 +52,7 @@ class Library:
     keep_passes: Callable | None = None
     forward_planned: Callable | None = None
     backward_planned: Callable | None = None
+    keep_decode: Callable | None = None
     decode_planned: Callable | None = None
     decode_planned_with: Callable | None = None
     append_planned: Callable | None = None
@@ -96,7 +97,7 @@ def find_library() -> Library:
     }
     checked = {name: getattr(operators, name).default for name in arguments}
     newer = "register_autograd_node", "append", "decode_into"
-    newer += "decode_planned", "decode_planned_with", "append_planned"
+    newer += "keep_decode", "decode_planned", "decode_planned_with", "append_planned"
     newer += "keep_passes", "forward_planned", "backward_planned"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):

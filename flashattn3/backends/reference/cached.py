@@ -49,7 +49,7 @@ class ReferenceCachedCall(NamedTuple):
             _decode(self.problem, out, lse, tensors, lengths, options_hash)
         return out
 
-    def planned(self, seqlen_q: int) -> None:
+    def keep(self, number: int, seqlen_q: int) -> None:
         """Every call is checked in Python."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:

@@ -51,7 +51,7 @@ class TritonCachedCall:
         with _current(tensors.q):
             return self._decode(out, lse, tensors, lengths, options_hash)
 
-    def planned(self, seqlen_q: int) -> None:
+    def keep(self, number: int, seqlen_q: int) -> None:
         """Every call is checked in Python."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
