@@ -117,83 +117,63 @@ def test_all_pass_on_a_hopper_gpu(unit_check):
     assert lines[-1] == f"{len(names_of('kHost') | names_of('kGpu'))} tests, 0 failed"
 
 
-@pytest.fixture(scope="module")
-def decode_emulation(checkout) -> Path:
-    """One unit, 20 s of a CPU."""
-    return build(checkout, "decode_emulation")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--random", "15")], ids=["named", "random"])
-def test_decode_on_the_cpu(decode_emulation, options):
-    """40 s of one."""
-    code, lines = run(decode_emulation, *options)
-    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
-    cases = int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1])
-    assert cases == 15 if options else cases > 40
-
-
-@pytest.mark.slow
-def test_appends_on_the_cpu(checkout):
-    """Random problems, ten seconds of them and of the compiler."""
-    code, lines = run(build(checkout, "append_emulation"), "1000")
-    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
-    assert lines[-1] == "1000 cases, 0 failed"
+def has_vectors_of_k(lines: list[str]) -> None:
     assert int(re.fullmatch(r"(\d+) with vectors of K", lines[-2])[1]) > 300
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [("--only", "lost"), ("--random", "12"), pytest.param((), marks=pytest.mark.sweep)],
-    ids=["lost", "random", "named"],
-)
-def test_cached_forward_on_the_cpu(checkout, options):
-    """20 s of a CPU, and minutes for the sweep. The program leaves out random problems that would
-    take longer."""
-    code, lines = run(build(checkout, "forward_emulation"), *options)
-    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
-    assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [("--steps", "16"), ("--only", "d192", "--steps", "100")], ids=["all", "d192"]
-)
-def test_backward_on_the_cpu(checkout, options):
-    """Short problems of every kernel config, and longer ones of 192 columns."""
-    code, lines = run(build(checkout, "backward_emulation"), *options)
-    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
-    assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) > 5
-
-
-@pytest.mark.slow
-def test_partial_sums_of_query_heads_may_leave_float16_on_the_cpu(checkout):
-    options = ("--only", "heads of opposite signs", "--steps", "1000")
-    code, lines = run(build(checkout, "backward_emulation"), *options)
-    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
-    assert lines[-1] == "4 cases, 0 failed"
+def has_four_parts(lines: list[str]) -> None:
     assert sum("in 4 parts;" in line for line in lines) >= 4 * 2
 
 
-@pytest.mark.slow
-def test_backward_ends_with_overlapping_sequences_on_the_cpu(checkout):
-    """Those of clusters, which have one work tile each: CTAs of others draw tiles to the last."""
-    code, lines = run(build(checkout, "backward_emulation"), "--overlapping")
-    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
-    assert int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]) >= 8
-
-
-@pytest.mark.slow
-def test_query_heads_divided_in_varlen_batches_on_the_cpu(checkout):
-    """Head dims 64 to 256: gaps, used lengths, sequences without keys or queries, wrong tables;
-    deterministic too. 20 s of a CPU."""
-    options = ("--only", "varlen in parts", "--steps", "1000")
-    code, lines = run(build(checkout, "backward_emulation"), *options)
-    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
-    assert lines[-1] == "12 cases, 0 failed"
+def has_parts_of_every_head_dim(lines: list[str]) -> None:
     on_all_sms = [line for line in lines[:-1] if "3 SMs" not in line]
     assert len(on_all_sms) == 12 * 2
     assert all(re.search(r"in [234] parts;", line) for line in on_all_sms)
     for head_dim in (64, 128, 192, 256):
         assert any(f"_d{head_dim}_" in line for line in on_all_sms)
+
+
+# Program, options, the fewest and the most cases, and what else its lines must have. Each takes
+# seconds of a CPU, and 20 s of the compiler; programs leave out problems that would take longer.
+LONG = ("--steps", "1000")
+EMULATIONS = {
+    "decode": ("decode", (), 41, 99, None),
+    "random decode": ("decode", ("--random", "15"), 15, 15, None),
+    "appends": ("append", ("1000",), 1000, 1000, has_vectors_of_k),
+    "cached forward, lost pages": ("forward", ("--only", "lost"), 2, 99, None),
+    "random cached forward": ("forward", ("--random", "12"), 2, 12, None),
+    # Short problems of every kernel config, and longer ones of 192 columns.
+    "backward": ("backward", ("--steps", "16"), 6, 999, None),
+    "backward d192": ("backward", ("--only", "d192", "--steps", "100"), 6, 999, None),
+    "partial sums of query heads leave float16": (
+        *("backward", ("--only", "heads of opposite signs", *LONG), 4, 4, has_four_parts),
+    ),
+    # Those of clusters, which have one work tile each: CTAs of others draw tiles to the last.
+    "backward ends with overlapping sequences": ("backward", ("--overlapping",), 8, 999, None),
+    # Gaps, used lengths, sequences without keys or queries, wrong tables; deterministic too.
+    "query heads divided in varlen batches": (
+        *("backward", ("--only", "varlen in parts", *LONG), 12, 12, has_parts_of_every_head_dim),
+    ),
+}
+
+
+def passed_on_the_cpu(checkout: Path, name: str, *options: str) -> tuple[int, list[str]]:
+    """The number of cases and the lines of an emulation."""
+    code, lines = run(build(checkout, f"{name}_emulation"), *options)
+    assert code == 0, "\n".join(line for line in lines if not line.startswith("PASS"))
+    return int(re.fullmatch(r"(\d+) cases, 0 failed", lines[-1])[1]), lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMULATIONS)
+def test_kernels_on_the_cpu(checkout, name):
+    program, options, fewest, most, check = EMULATIONS[name]
+    cases, lines = passed_on_the_cpu(checkout, program, *options)
+    assert fewest <= cases <= most
+    if check is not None:
+        check(lines)
+
+
+@pytest.mark.sweep
+def test_every_cached_forward_on_the_cpu(checkout):
+    assert passed_on_the_cpu(checkout, "forward")[0] > 20
