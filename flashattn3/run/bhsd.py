@@ -9,6 +9,7 @@ They have no argument that this call does not have, because torch spends 0.1 us 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -27,11 +28,9 @@ from ..modes import (
     is_batched,
     is_plain,
     is_plain_if_eager,
-    needs_gradient,
-    refuse_tangents,
 )
+from .derivative import differentiable, differentiable_gradient, or_zeros
 from .doors import attend, launch_cache
-from .gradient import no_second_derivative, or_zeros
 from .launches import LaunchCache
 from .operator_rules import under_autocast
 from .operators import backward_of, fake_backward_of, fake_forward_of, have_data, launch_of
@@ -45,7 +44,6 @@ torch.library.define(
     "(Tensor dq, Tensor dk, Tensor dv)",
 )
 NUM_TENSORS = len(FOUND)  # among the operator's arguments, before the options
-NUM_DIFFERENTIABLE = 7  # dout, dlse, out, lse, q, k, v: the first arguments of the backward
 
 
 def attend_bhsd(
@@ -248,57 +246,33 @@ def _runs_at_once(dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return plain and is_plain() and not torch.is_grad_enabled()
 
 
-class _BhsdAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        results = torch.ops.flashattn3.forward_bhsd.default(*arguments)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*results, *arguments[:NUM_TENSORS])
-        ctx.values, ctx.in_force = arguments[NUM_TENSORS:], _in_force()
-        return results
+@dataclass(frozen=True)
+class _Call:
+    """See ``derivative.Call``. values: of OF_MODELS. in_force: in the forward."""
 
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        nothing = (None,) * (NUM_TENSORS - 3 + len(ctx.values))
-        if dout is None and dlse is None:
-            return (None, None, None, *nothing)
-        out, lse, *tensors = ctx.saved_tensors
-        arguments = or_zeros(dout, out), dlse, out, lse, *tensors, *ctx.values
+    values: tuple
+    in_force: tuple[str, bool]
+    num_tensors, function = NUM_TENSORS, FUNCTION
+
+    def forward(self, *tensors) -> tuple[Tensor, Tensor]:
+        return _forward_operator(*tensors, *self.values)
+
+    def backward(self, *tensors) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward_operator(*tensors, *self.values)
+
+    def gradient(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
+        given = or_zeros(dout, out), dlse, out, lse, *tensors
         if _runs_at_once(dout, *tensors[:3]):
-            return (*_run_backward_of(ctx.in_force, *arguments), *nothing)
-        return (*torch.ops.flashattn3.backward_bhsd.default(*arguments), *nothing)
+            return _run_backward_of(self.in_force, *given, *self.values)
+        return self.backward(*given)
 
 
-class _BhsdGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        return torch.ops.flashattn3.backward_bhsd.default(*arguments)
-
-    backward = staticmethod(no_second_derivative)
+def _split(arguments: tuple, runs: bool) -> tuple[tuple, _Call]:
+    return arguments[:NUM_TENSORS], _Call(arguments[NUM_TENSORS:], _in_force())
 
 
-# A compiled graph calls these implementations. It needs no gradient there, so they compute at once,
-# as those of doors.py do.
-@torch.library.impl("flashattn3::forward_bhsd", "Autograd")
-def _forward_for_autograd(*arguments):
-    q = arguments[0]
-    if needs_gradient(arguments[:3]):
-        return _BhsdAttention.apply(*arguments)
-    if type(q) is Tensor and not q.is_meta and is_plain():
-        return _run_forward(*arguments)
-    refuse_tangents(FUNCTION, *arguments[:3])
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.flashattn3.forward_bhsd.default(*arguments)
-
-
-@torch.library.impl("flashattn3::backward_bhsd", "Autograd")
-def _backward_for_autograd(*arguments):
-    dout = arguments[0]
-    given = arguments[:NUM_DIFFERENTIABLE]
-    if needs_gradient(given):
-        return _BhsdGradient.apply(*arguments)
-    if type(dout) is Tensor and not dout.is_meta and is_plain():
-        return _run_backward(*arguments)
-    refuse_tangents(FUNCTION, *given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.flashattn3.backward_bhsd.default(*arguments)
+_forward_operator = torch.ops.flashattn3.forward_bhsd.default
+_backward_operator = torch.ops.flashattn3.backward_bhsd.default
+_END = NUM_TENSORS + len(OF_MODELS)
+differentiable("flashattn3::forward_bhsd", _forward_operator, _run_forward, _split, _END)
+differentiable_gradient("flashattn3::backward_bhsd", _backward_operator, _run_backward, _split)

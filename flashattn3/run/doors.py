@@ -1,8 +1,8 @@
-"""The derivative of attention: for eager calls, for torch.func's transforms, for the operators.
+"""The ways of a call, one function each: eager, differentiable, compiled and transformed.
 
-Eager calls and transforms use autograd functions. The compiler, modes and tensors of other classes
-see the operators, whose implementations for autograd stand here. A call that nothing watches
-bypasses the dispatcher.
+A call that nothing watches runs at once, past the dispatcher: ``_attend_plain``, with gradients by
+the node in C++ or by ``_Attention``. The compiler, modes and tensors of other classes see the
+operators, torch.func's transforms an autograd function: ``_attend_watched``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.autograd import profiler
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.operands import (
-    NUM_TENSORS,
     Scaled,
     Tensors,
     check_tensor_types,
@@ -26,7 +25,6 @@ from ..call.operands import (
     flat,
     key_of,
     key_of_transposed,
-    of_flat,
     tensors_by_name,
 )
 from ..modes import (
@@ -35,37 +33,17 @@ from ..modes import (
     is_batched,
     is_plain,
     is_transformed,
-    needs_gradient,
-    no_tangent,
     refuse_gradients,
-    refuse_tangents,
 )
-from .gradient import (
-    CU_SEQLENS_Q,
-    AttentionGradient,
-    backward_operator,
-    checked_saved,
-    gradient_of,
-    mapped,
-    or_zeros,
-)
+from .derivative import AttentionOfOperator, Rows, checked_saved, gradient_of, or_zeros
 from .launches import LaunchCache
 from .operator_rules import recorded, under_autocast
 from .operators import (
-    END_OF_OPTIONS,
-    FORWARDS,
     forward_of,
-    forward_operator,
+    forward_watched,
     have_data,
     launch_under,
-    operator_arguments,
-    operator_is_watched,
-    options_among,
-    options_in_force,
     plan_of,
-    run_backward_operator,
-    run_forward_operator,
-    tensors_among,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +69,7 @@ def attend(
     if bhsd:
         tensors = _transposed(tensors)
     plain = type(q) is Scaled and _is_plain_8_bits(q, k, v)
-    out, lse = (forward_of if plain else _watched_or_scaled)(tensors, options)
+    out, lse = (forward_of if plain else _attend_watched)(tensors, options)
     return (out, lse) if options.return_lse else out
 
 
@@ -170,39 +148,14 @@ def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:
     return is_plain()
 
 
-def _watched_or_scaled(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+def _attend_watched(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """A call with 8-bit inputs, tensors of other classes, a mode, a transform or the compiler."""
     check_tensor_types(options.function, tensors, tensors.cu_seqlens_q is not None)
     if data_of(tensors.q).dtype in EIGHT_BIT:
         refuse_gradients(options.function, **tensors_by_name(tensors))
     if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
-        return _TransformedAttention.apply(*flat(tensors), options)
-    return _run_forward(tensors, options)
-
-
-def _run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and lse; only the operator does so differentiably."""
-    q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
-    if operator_is_watched(q, k, v):
-        return forward_operator(*operator_arguments(tensors, options))
-    return forward_of(tensors, options)
-
-
-def _save_for_backward(ctx, tensors: Tensors, options: Options, results: tuple) -> None:
-    """Save in the order of the node in C++, as ``_Attention`` does: checkpoints count."""
-    ctx.set_materialize_grads(False)
-    q, k, v, *indices = map(data_of, tensors)
-    out, lse = results
-    ctx.save_for_backward(k, q, v, lse, out, *indices)
-    ctx.options = options
-
-
-def _differentiate(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    """dq, dk and dv, or three times None."""
-    if dout is None and dlse is None:
-        return (None, None, None)
-    k, q, v, lse, out, *indices = ctx.saved_tensors
-    return gradient_of(or_zeros(dout, out), dlse, out, lse, q, k, v, *indices, ctx.options)
+        return AttentionOfOperator.apply(*flat(tensors), Rows(options))
+    return forward_watched(tensors, options)
 
 
 class _Attention(torch.autograd.Function):
@@ -248,83 +201,3 @@ class _Attention(torch.autograd.Function):
 # What Function.apply calls where no transform is active, as is known here. The rest of apply, which
 # looks for setup_context and for tensors that outlived a transform, takes about 1.5 us.
 _apply = super(torch.autograd.Function, _Attention).apply
-
-
-class _WatchedAttention(torch.autograd.Function):
-    """The same for the forward operator, where a mode or a tensor class needs the operators."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, tensors, options):
-        results = _run_forward(tensors, options)
-        _save_for_backward(ctx, tensors, options, results)
-        return results
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        return (*_differentiate(ctx, dout, dlse), None, None)
-
-
-class _TransformedAttention(torch.autograd.Function):
-    """The same function of the values of ``flat`` and the options, for torch.func's transforms,
-    which need setup_context and vmap. With setup_context, apply binds its arguments through
-    inspect, which takes longer than a launch, so eager calls use _Attention."""
-
-    @staticmethod
-    def forward(*arguments):
-        return _run_forward(of_flat(arguments[:-1]), arguments[-1])
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _save_for_backward(ctx, of_flat(inputs[:-1]), inputs[-1], output)
-        ctx.num_inputs = len(inputs)
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        gradients = _differentiate(ctx, dout, dlse)
-        return (*gradients, *((None,) * (ctx.num_inputs - len(gradients))))
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise no_tangent(ctx.options.function)
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return mapped(_TransformedAttention.apply, CU_SEQLENS_Q, info, in_dims, arguments)
-
-
-# A compiled graph calls these implementations. It needs no gradient there, so they compute at once;
-# those of register_autograd go on to the dispatcher and then to Python again, in 5 us more.
-def _forward_for_autograd(*arguments):
-    q, k, v = arguments[:3]
-    has_8_bits = len(arguments) > END_OF_OPTIONS
-    runs = is_plain() and have_data(q, k, v)
-    if not needs_gradient(arguments if has_8_bits else (q, k, v)):
-        if runs:
-            return run_forward_operator(*arguments)
-        refuse_tangents(Options(*options_among(arguments)).function, q, k, v)
-        with torch._C._AutoDispatchBelowAutograd():
-            return forward_operator(*arguments)
-    tensors, options = tensors_among(arguments), options_among(arguments)
-    options = options_in_force(options) if runs else Options(*options)
-    if q.dtype in EIGHT_BIT:
-        refuse_gradients(options.function, **tensors_by_name(tensors))
-    return _WatchedAttention.apply(q, k, v, tensors, options)
-
-
-for _name in FORWARDS:
-    torch.library.impl(_name, "Autograd", _forward_for_autograd)
-
-
-@torch.library.impl("flashattn3::backward", "Autograd")
-def _backward_for_autograd(dout, dlse, out, lse, *arguments):
-    tensors, options = arguments[:NUM_TENSORS], arguments[NUM_TENSORS:]
-    given = (dout, dlse, out, lse, *tensors[:3])
-    runs = is_plain() and have_data(dout, out, tensors[0])
-    if needs_gradient(given):
-        options = options_in_force(options) if runs else Options(*options)
-        return AttentionGradient.apply(dout, dlse, out, lse, *tensors, options)
-    if runs:
-        return run_backward_operator(dout, dlse, out, lse, *arguments)
-    refuse_tangents(Options(*options).function, *given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return backward_operator(dout, dlse, out, lse, *arguments)

@@ -3,8 +3,8 @@
 The torch operators ``flashattn3::forward`` and ``flashattn3::backward`` do the same for whoever
 watches a call: torch.compile, modes, transforms. The forward has an overload for 8-bit inputs,
 ``scaled``, because torch spends 0.1 us on each argument. This file registers their implementation
-for every device and the fake one that torch.compile and FakeTensorMode use; doors.py registers
-what autograd calls.
+for every device and the fake one that torch.compile and FakeTensorMode use; derivative.py
+registers what autograd calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..backends.registry import BACKENDS
 from ..call import fields, operands
 from ..call.dtypes import EIGHT_BIT, out_dtype
 from ..call.fields import Options
-from ..call.operands import Scaled, Tensors, checked_key_of, flat, key_of, metadata_under
+from ..call.operands import Scaled, Tensors, checked_key_of, data_of, flat, key_of, metadata_under
 from ..call.problem import check, describe, in_rows
 from ..call.selection import ANY, named_backend
 from ..call.value_checks import check_values, is_checked
@@ -178,6 +178,14 @@ def forward_operator(*arguments) -> tuple[Tensor, Tensor]:
     operators = torch.ops.flashattn3.forward
     scaled = len(arguments) > END_OF_OPTIONS
     return operators.scaled(*arguments) if scaled else operators.default(*arguments)
+
+
+def forward_watched(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Compute out and lse; only the operator does so differentiably."""
+    q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
+    if operator_is_watched(q, k, v):
+        return forward_operator(*operator_arguments(tensors, options))
+    return forward_of(tensors, options)
 
 
 def _forward_fake(*arguments):

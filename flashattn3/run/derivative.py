@@ -1,0 +1,309 @@
+"""The derivative of attention behind the operators and torch.func's transforms, and the gradient of
+what a forward has saved.
+
+Two autograd functions serve every operator: one for the attention, one for its gradient. What
+differs is a record of the call without its tensors, such as ``Rows``. Eager calls have a function
+of their own (doors.py), because these bind their arguments through inspect, which takes longer than
+a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..call.dtypes import EIGHT_BIT
+from ..call.fields import Options
+from ..call.metadata import ALIGNMENT_BYTES
+from ..call.operands import NUM_TENSORS, Tensors, flat, of_flat, tensors_by_name
+from ..errors import value_error
+from ..modes import (
+    has_dual_level,
+    is_batched,
+    is_plain,
+    is_transformed,
+    needs_gradient,
+    no_tangent,
+    refuse_gradients,
+    refuse_tangents,
+)
+from .operators import (
+    END_OF_OPTIONS,
+    FORWARDS,
+    backward_of,
+    forward_operator,
+    forward_watched,
+    have_data,
+    operator_is_watched,
+    options_among,
+    options_in_force,
+    run_backward_operator,
+    run_forward_operator,
+    tensors_among,
+)
+
+NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
+CU_SEQLENS_Q = Tensors._fields.index("cu_seqlens_q")
+
+
+backward_operator = torch.ops.flashattn3.backward.default
+
+
+class Call(Protocol):
+    """A call of a pair of operators, all of it but its tensors.
+
+    num_tensors: those that the backward takes, q, k and v first. function: for errors.
+    """
+
+    num_tensors: int
+    function: str
+
+    def forward(self, *tensors) -> tuple[Tensor, Tensor]:
+        """out and lse, not differentiably."""
+
+    def backward(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv, not differentiably."""
+
+    def gradient(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, differentiably or at once. dout None is zero."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A call of ``forward`` and ``backward``; the values of ``flat`` are its tensors. See Call."""
+
+    options: Options
+    num_tensors = NUM_TENSORS
+
+    @property
+    def function(self) -> str:
+        return self.options.function
+
+    def forward(self, *tensors) -> tuple[Tensor, Tensor]:
+        return forward_watched(of_flat(tensors), self.options)
+
+    def backward(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
+        if operator_is_watched(dout, out, tensors[0]):
+            return backward_operator(dout, dlse, out, lse, *tensors, *self.options)
+        return backward_of(dout, dlse, out, lse, Tensors(*tensors), self.options)
+
+    def gradient(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
+        return gradient_of(or_zeros(dout, out), dlse, out, lse, *tensors, self.options)
+
+
+def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
+    """dout, or zeros if autograd has none."""
+    return torch.zeros_like(out) if dout is None else dout
+
+
+def gradient_of(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
+    *tensors, options = arguments
+    # Compiled autograd traces this, and not what the other conditions read.
+    if not torch.compiler.is_compiling() and not is_batched(dout, dlse):
+        if type(dout) is type(tensors[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
+            return backward_of(dout, dlse, out, lse, Tensors(*tensors), options)
+        if has_dual_level() or is_transformed():
+            return AttentionGradient.apply(dout, dlse, out, lse, *tensors, Rows(options))
+    return backward_operator(dout, dlse, out, lse, *tensors, *options)
+
+
+def checked_saved(
+    function: str, dout: Tensor, out: Tensor, lse: Tensor, tensors: Tensors
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse, which hooks on saved tensors may have exchanged, as kernels read them.
+    ValueError for a saved tensor whose dtype, device or shape does not fit dout."""
+    q, k, v, shape = tensors.q, tensors.k, tensors.v, dout.shape
+    dtype, device = dout.dtype, dout.device
+    of_lse = torch.float64 if dtype == torch.float64 else torch.float32
+    fit = dtype == q.dtype == k.dtype == v.dtype == out.dtype and lse.dtype == of_lse
+    if not (
+        fit
+        and device == q.device == k.device == v.device == out.device == lse.device
+        and q.shape[:-1] == shape[:-1]
+        and v.shape[-1] == shape[-1]
+        and out.shape == shape
+        and lse.shape == (*shape[:-3], shape[-2], shape[-3])
+    ):
+        raise _saved_error(function, dout, of_lse, q=q, k=k, v=v, out=out, lse=lse)
+    if (out.data_ptr() | lse.data_ptr()) % ALIGNMENT_BYTES:
+        return out.clone(), lse.clone()
+    return out, lse
+
+
+def _saved_error(function: str, dout: Tensor, of_lse: torch.dtype, **saved: Tensor) -> ValueError:
+    """Name the first tensor that does not fit dout."""
+    *batch, seqlen, heads, columns = dout.shape
+    rows = *batch, seqlen, heads
+    shapes = {
+        "q": (*rows, saved["q"].shape[-1]),
+        "k": tuple(saved["k"].shape),
+        "v": (*saved["v"].shape[:-1], columns),
+        "out": (*rows, columns),
+        "lse": (*batch, heads, seqlen),
+    }
+    for name, x in saved.items():
+        wanted = of_lse if name == "lse" else dout.dtype, dout.device, shapes[name]
+        for what, value, found in zip(
+            ("dtype", "device", "shape"), wanted, (x.dtype, x.device, tuple(x.shape)), strict=True
+        ):
+            if value != found:
+                return value_error(function, f"saved {name}.{what}", f"{value} as in dout", found)
+    raise AssertionError("all saved tensors fit")
+
+
+class AttentionOfOperator(torch.autograd.Function):
+    """Of the tensors and the ``Call``. It saves in the order of the node in C++: checkpoints
+    count."""
+
+    @staticmethod
+    def forward(*arguments):
+        return arguments[-1].forward(*arguments[:-1])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.num_inputs = inputs[-1], len(inputs)
+        q, k, v, *indices = inputs[: ctx.call.num_tensors]
+        out, lse = output
+        ctx.save_for_backward(k, q, v, lse, out, *indices)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        nothing = (None,) * (ctx.num_inputs - 3)
+        if dout is None and dlse is None:
+            return (None, None, None, *nothing)
+        k, q, v, lse, out, *indices = ctx.saved_tensors
+        return (*ctx.call.gradient(dout, dlse, out, lse, q, k, v, *indices), *nothing)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise no_tangent(ctx.call.function)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return mapped(AttentionOfOperator.apply, CU_SEQLENS_Q, info, in_dims, arguments)
+
+
+class AttentionGradient(torch.autograd.Function):
+    """The gradient, of dout, dlse, out, lse, the tensors and the ``Call``, where a transform or a
+    second derivative applies to it."""
+
+    @staticmethod
+    def forward(*arguments):
+        return arguments[-1].backward(*arguments[:-1])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.function = inputs[-1].function
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError(
+            "flashattn3::backward: the second derivative of attention is not implemented"
+        )
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise no_tangent(ctx.function)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        place = NUM_GRADIENTS + CU_SEQLENS_Q
+        return mapped(AttentionGradient.apply, place, info, in_dims, arguments)
+
+
+def mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
+    """Apply a function to every entry of a mapped axis, which comes first in the results.
+
+    Dense calls merge the axis into the batch, the first axis of every tensor. Varlen calls run one
+    entry at a time, because entries may have different sequences.
+
+    place: index of cu_seqlens_q among the arguments.
+    """
+    size = info.batch_size
+    batched = [
+        x
+        if not isinstance(x, Tensor)
+        else (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0))
+        for x, dim in zip(arguments, in_dims, strict=True)
+    ]
+
+    def entries(convert: Callable[[Tensor], Tensor]) -> tuple:
+        return function(*(convert(x) if isinstance(x, Tensor) else x for x in batched))
+
+    if batched[place] is not None:
+        found = [entries(lambda x, i=i: x[i]) for i in range(size)]
+        results = tuple(torch.stack(of_entries) for of_entries in zip(*found, strict=True))
+    else:
+        merged = entries(lambda x: x.flatten(0, 1))
+        batch = next(x.shape[1] for x in batched if isinstance(x, Tensor))
+        results = tuple(x.unflatten(0, (size, batch)) for x in merged)
+    return results, (0,) * len(results)
+
+
+# A compiled graph calls the implementations below. It needs no gradient there, so they compute at
+# once; those of register_autograd go on to the dispatcher and then to Python again, in 5 us more.
+def differentiable(name: str, operator: Callable, run: Callable, split: Callable, end: int) -> None:
+    """Register an attention operator's implementation for autograd.
+
+    run: the operator on tensors with data. split: of the arguments and whether it runs → the
+    tensors and the ``Call``. end: of the arguments of inputs that are not of 8 bits.
+    """
+
+    def for_autograd(*arguments):
+        sides = arguments[:3]
+        runs = is_plain() and have_data(*sides)
+        if needs_gradient(arguments if len(arguments) > end else sides):
+            tensors, call = split(arguments, runs)
+            return AttentionOfOperator.apply(*tensors, call)
+        if runs:
+            return run(*arguments)
+        refuse_tangents(split(arguments, runs)[1].function, *sides)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    torch.library.impl(name, "Autograd", for_autograd)
+
+
+def differentiable_gradient(name: str, operator: Callable, run: Callable, split: Callable) -> None:
+    """The same of the operator of its gradient; split: of the arguments behind lse."""
+
+    def for_autograd(*arguments):
+        dout, _, out, _, q, _, _ = given = arguments[: NUM_GRADIENTS + 3]
+        runs = is_plain() and have_data(dout, out, q)
+        if needs_gradient(given):
+            tensors, call = split(arguments[NUM_GRADIENTS:], runs)
+            return AttentionGradient.apply(*arguments[:NUM_GRADIENTS], *tensors, call)
+        if runs:
+            return run(*arguments)
+        refuse_tangents(split(arguments[NUM_GRADIENTS:], runs)[1].function, *given)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    torch.library.impl(name, "Autograd", for_autograd)
+
+
+def _split(arguments: tuple, runs: bool) -> tuple[tuple, Rows]:
+    tensors, values = tensors_among(arguments), options_among(arguments)
+    options = options_in_force(values) if runs else Options(*values)
+    if arguments[0].dtype in EIGHT_BIT:
+        refuse_gradients(options.function, **tensors_by_name(tensors))
+    return flat(tensors), Rows(options)
+
+
+def _split_gradient(arguments: tuple, runs: bool) -> tuple[tuple, Rows]:
+    values = arguments[NUM_TENSORS:]
+    options = options_in_force(values) if runs else Options(*values)
+    return arguments[:NUM_TENSORS], Rows(options)
+
+
+for _name in FORWARDS:
+    differentiable(_name, forward_operator, run_forward_operator, _split, END_OF_OPTIONS)
+differentiable_gradient(
+    "flashattn3::backward", backward_operator, run_backward_operator, _split_gradient
+)
