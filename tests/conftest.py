@@ -94,17 +94,27 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("sweep"):
-        config.hook.pytest_deselected(items=[item for item in items if "sweep" in item.keywords])
-        items[:] = [item for item in items if "sweep" not in item.keywords]
     if not _gpu_is_here():
         reason = "needs a CUDA device; none is visible"
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
             interpreted = item.get_closest_marker("interpreted")
-            if interpreted is not None and not interpreted.kwargs["quick"](**item.callspec.params):
-                item.add_marker(pytest.mark.slow)
+            for mark, applies in _tiers(interpreted.kwargs if interpreted else {}):
+                if applies(**item.callspec.params):
+                    item.add_marker(mark)
+    if not config.getoption("sweep"):
+        config.hook.pytest_deselected(items=[item for item in items if "sweep" in item.keywords])
+        items[:] = [item for item in items if "sweep" not in item.keywords]
+
+
+def _tiers(of_interpreter: dict):
+    """Marks of a test on Triton's interpreter, with functions of its parameters: slow unless it is
+    quick, and sweep."""
+    if "quick" in of_interpreter:
+        yield pytest.mark.slow, lambda **params: not of_interpreter["quick"](**params)
+    if "sweep" in of_interpreter:
+        yield pytest.mark.sweep, of_interpreter["sweep"]
 
 
 @pytest.fixture(scope="session", autouse=True)

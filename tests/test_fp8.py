@@ -104,7 +104,10 @@ def quick_form(case, form: str, backend: str) -> bool:
 
 @poisoned
 @pytest.mark.interpreted(
-    quick=lambda case, backend, **_: backend != "triton" or case.name in FEATURES
+    quick=lambda case, backend, **_: backend != "triton" or case.name in FEATURES,
+    sweep=lambda case, form, backend: (
+        (backend, form) == ("triton", "raw") and case.name not in FEATURES
+    ),
 )
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("form", ["raw", "int8 block"])
