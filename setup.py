@@ -4,6 +4,8 @@ FLASHATTN3_BUILD=cuda builds them (no GPU needed), =python does not. Unset: they
 nvcc 12.4 or newer is installed and a Hopper GPU is visible.
 """
 
+import os
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,6 +15,10 @@ from build_support.build import build
 from build_support.ninja_file import OPS_LIBRARY
 from build_support.toolchain import BuildError, kernels_are_wanted
 
+# Where the project is: docs/release.md says when to set it.
+PROJECT_URL = ""
+PAGES = {"Homepage": "", "Changelog": "/blob/main/CHANGELOG.md", "Issues": "/issues"}
+
 
 class BuildKernels(build_ext):
     """ninja in the place of setuptools' compiler."""
@@ -21,7 +27,13 @@ class BuildKernels(build_ext):
         return Path("" if self.inplace else self.build_lib, "flashattn3")
 
     def run(self) -> None:
-        build(self.package_folder())
+        built = os.environ.get("FLASHATTN3_LIBRARY")  # build_support/wheel.py compiled it
+        if not built:
+            build(self.package_folder())
+            return
+        library = self.package_folder() / OPS_LIBRARY
+        library.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(built, library)
 
     def get_outputs(self) -> list[str]:
         return [str(self.package_folder() / OPS_LIBRARY)]
@@ -31,9 +43,11 @@ class BuildKernels(build_ext):
 
 
 def setup_arguments() -> dict[str, object]:
+    urls = {name: PROJECT_URL + page for name, page in PAGES.items()} if PROJECT_URL else {}
     if not kernels_are_wanted():
-        return {}
+        return {"project_urls": urls}
     return {
+        "project_urls": urls,
         # It makes the wheel one of this platform. The library holds nothing of Python.
         "ext_modules": [Extension("flashattn3._lib", sources=[], py_limited_api=True)],
         "cmdclass": {"build_ext": BuildKernels},

@@ -38,6 +38,8 @@ def build(
     except ValueError as error:
         raise BuildError(f"FLASHATTN3_KERNELS: {error}") from None
     text = ninja_text(tools, units, package.resolve())
+    if tools.portable:  # names in the machine code depend on the source's path as it is given
+        text = text.replace(f"{folder}/", "").replace(str(ROOT), os.path.relpath(ROOT, folder))
     (folder / "build.ninja").write_text(text)
     command = [tools.ninja, "-C", folder, f"-j{num_jobs()}", *targets]
     if subprocess.run(command, env=CCACHE | os.environ).returncode != 0:

@@ -1,11 +1,13 @@
-"""``python -m build_support.hub OUT`` writes flashattn3 as Hugging Face's ``kernels`` loads it:
-OUT/build/torch-cpu and OUT/build/torch-cuda, each the package with metadata.json.
+"""``python -m build_support.hub OUT [WHEEL ...]`` writes flashattn3 as Hugging Face's ``kernels``
+loads it: OUT/build/torch-cpu and OUT/build/torch-cuda, each the package with metadata.json.
 
     LOCAL_KERNELS=flashattn3=OUT python -c "import kernels; kernels.get_kernel('flashattn3', ...)"
 
 They have the Triton kernels and the reference backend. Where this checkout has a usable Hopper
 library, OUT/build/torch-stable-abi29-cu130-x86_64-linux (or of another CUDA and machine) has that
-too, and the loader prefers it where torch's CUDA is as new.
+too, and the loader prefers it where torch's CUDA is as new. With binary wheels it is their
+libraries instead, for the machine of each: they bring their own CUDA runtime, so each is there for
+torch's CUDA 12 and 13.
 
 The operators of a copy have namespaces of their own, since torch knows one operator of a name in a
 process: a copy loads beside an installed flashattn3 and beside a copy that was written elsewhere.
@@ -20,7 +22,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .ninja_file import OPS_LIBRARY
@@ -29,6 +32,7 @@ from .units import ROOT
 
 PACKAGE = ROOT / "flashattn3"
 BACKENDS = ("cpu", "cuda")
+OLDEST_CUDA = ("12.6", "13.0")  # that torch 2.9 or newer was built with, of each major version
 HOPPER = b"flashattn3_hopper"  # the namespace of the Hopper library
 # What needs the package under its own name, or is no part of attention.
 LEFT_OUT = (
@@ -40,14 +44,13 @@ LEFT_OUT = (
 )
 
 
-def write(out: Path) -> list[Path]:
+def write(out: Path, wheels: Sequence[Path] = ()) -> list[Path]:
     """Write the variants into out and return their folders. Files that are there already are
     replaced."""
     sources = _sources()
     variants = {f"torch-{backend}": (backend, {}) for backend in BACKENDS}
-    if (PACKAGE / OPS_LIBRARY).is_file():
-        compiled = {OPS_LIBRARY.as_posix(): (PACKAGE / OPS_LIBRARY).read_bytes()}
-        variants[_compiled_variant(_cuda_version())] = ("cuda", compiled)
+    for variant, library in _libraries(wheels).items():
+        variants[variant] = ("cuda", {OPS_LIBRARY.as_posix(): library})
     folders = []
     for variant, (backend, compiled) in variants.items():
         files = sources | compiled
@@ -65,6 +68,20 @@ def write(out: Path) -> list[Path]:
     return folders
 
 
+def _libraries(wheels: Sequence[Path]) -> dict[str, bytes]:
+    """The Hopper libraries of the wheels, or else that of the checkout, by their variants."""
+    if wheels:
+        libraries = {}
+        for wheel in wheels:
+            library = zipfile.ZipFile(wheel).read(f"flashattn3/{OPS_LIBRARY.as_posix()}")
+            machine = re.search(r"manylinux_\d+_\d+_(\w+)\.whl$", wheel.name)[1]
+            libraries |= {_compiled_variant(cuda, machine): library for cuda in OLDEST_CUDA}
+        return libraries
+    if not (PACKAGE / OPS_LIBRARY).is_file():
+        return {}
+    return {_compiled_variant(_cuda_version()): (PACKAGE / OPS_LIBRARY).read_bytes()}
+
+
 def _cuda_version() -> str:
     """CUDA version of the Hopper library. A library that the package refuses raises its reason."""
     code = (
@@ -77,12 +94,12 @@ def _cuda_version() -> str:
     return found.stdout.strip()
 
 
-def _compiled_variant(cuda_version: str) -> str:
+def _compiled_variant(cuda_version: str, machine: str = platform.machine()) -> str:
     """The folder that the loader takes where torch has at least this version of its stable ABI,
     and CUDA the same major version and at least this minor one."""
     abi = f"{int(OLDEST_TORCH_ABI[2:4], 16)}{int(OLDEST_TORCH_ABI[4:6], 16)}"
     cuda = cuda_version.replace(".", "")
-    return f"torch-stable-abi{abi}-cu{cuda}-{platform.machine()}-linux"
+    return f"torch-stable-abi{abi}-cu{cuda}-{machine}-linux"
 
 
 def _sources() -> dict[str, bytes]:
@@ -132,6 +149,7 @@ def _metadata(backend: str, identity: str) -> dict:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m build_support.hub OUT")
-    print(*write(Path(sys.argv[1])), sep="\n")
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m build_support.hub OUT [WHEEL ...]")
+    out, *wheels = map(Path, sys.argv[1:])
+    print(*write(out, wheels), sep="\n")

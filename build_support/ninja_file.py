@@ -51,13 +51,18 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
 
     The headers with the kernel configs of the checks are written beside the units.
     """
-    lines = [f"nvcc = {_command(tools.ccache, tools.nvcc)}", f"link = {_command(tools.nvcc)}"]
+    portable = tools.portable
+    host_compiler = ["-ccbin", portable.compiler] if portable else []
+    lines = [f"nvcc = {_command(tools.ccache, tools.nvcc, *host_compiler)}"]
+    lines.append(f"link = {_command(portable.compiler if portable else tools.nvcc)}")
     lines.append(RULES.format(common=join([*COMMON_FLAGS, f"-I{CSRC}"])))
     library = package / OPS_LIBRARY
 
     device = [*DEVICE_FLAGS, f"-I{tools.cutlass_include}"]
     torch = [f"-isystem={tools.torch_include}", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH_ABI}"]
     torch.append(f"-I{units[0].parent}")  # with the headers that the build writes
+    if portable:  # an error of torch's interface has the path of its header
+        torch.insert(0, f"-Xcompiler=-fmacro-prefix-map={tools.torch_include}/=")
     objects = [_compile(lines, unit, device if unit.suffix == ".cu" else ()) for unit in units]
     objects += [_compile(lines, source) for source in sorted((CSRC / "launch").glob("*.cpp"))]
     generated = [*device, torch[-1]]
@@ -69,9 +74,14 @@ def ninja_text(tools: Toolchain, units: Sequence[Path], package: Path) -> str:
         _compile(lines, source, torch) for source in sorted((CSRC / "torch_binding").glob("*.cpp"))
     ]
     # The CUDA runtime is static and hidden: torch loads its own, which may have another version.
-    flags = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
-    _link(lines, library, objects, [*flags, *TORCH_LINK_FLAGS])
-    if DEVICE_TESTS.is_dir():  # absent where kernels are built without tests
+    if portable:
+        objects.append(_compile(lines, portable.glibc))
+        flags = portable.link_flags
+    else:
+        flags = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL", f"-L{tools.torch_lib}"]
+        flags += TORCH_LINK_FLAGS
+    _link(lines, library, objects, flags)
+    if DEVICE_TESTS.is_dir() and not portable:  # absent where kernels are built without tests
         for check in KERNEL_CHECKS:
             num_configs = len(write_configs(units[0].parent, check))
             _kernel_check(lines, check, generated, [*shared, STREAM_COUNTERS], num_configs)
@@ -134,7 +144,7 @@ def _link(lines: list[str], target: Path, objects: Sequence[str], flags: Sequenc
     lines.append(f"  flags = {' '.join(quote(flag) for flag in flags)}")
 
 
-def _command(*parts: Path | None) -> str:
+def _command(*parts: Path | str | None) -> str:
     return join(str(part) for part in parts if part is not None)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from third_party import cutlass
 
+from .portable import Portable
+
 OLDEST_NVCC = (12, 4)  # the first that compiles C++20 with class types as template arguments
 OLDEST_TORCH_ABI = "0x0209000000000000"  # 2.9, as pyproject.toml has it
 CHOICES = ("cuda", "python")
@@ -27,7 +29,10 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Programs and folders of headers and libraries. ccache is None if not installed."""
+    """Programs and folders of headers and libraries. ccache is None if not installed.
+
+    portable: how a library for other machines is linked (portable.py).
+    """
 
     nvcc: Path
     ninja: Path
@@ -35,6 +40,7 @@ class Toolchain:
     cutlass_include: Path
     torch_include: Path
     torch_lib: Path
+    portable: Portable | None = None
 
 
 def kernels_are_wanted() -> bool:
