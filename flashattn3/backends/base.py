@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..call.cached import AppendTensors, CacheProblem, DecodeTensors, Lengths
+    from ..call.cached import AppendTensors, DecodeTensors, Lengths
     from ..call.operands import Tensors
-    from ..call.problem import Problem
+    from ..call.problem import AttentionProblem, CallProblem
     from .device import DeviceInfo
 
 
@@ -129,18 +129,18 @@ class Backend(Protocol):
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         """Why this backend can run nothing on the device, or None."""
 
-    def decline_reason(self, problem: Problem | CacheProblem, device: DeviceInfo) -> str | None:
+    def decline_reason(self, problem: CallProblem, device: DeviceInfo) -> str | None:
         """Why this backend does not take the problem on a device where it is available, or None."""
 
-    def unused_hints(self, problem: Problem | CacheProblem, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: CallProblem, device: DeviceInfo) -> dict[str, str]:
         """Names of the hints that this backend ignores, each with the reason."""
 
-    def prepare(self, problem: Problem | CacheProblem, device: DeviceInfo) -> Launch | CachedLaunch:
+    def prepare(self, problem: CallProblem, device: DeviceInfo) -> Launch | CachedLaunch:
         """Choose the tiles. Touches no GPU: kernels are loaded when the launch first runs. Called
         once per plan, which is cached."""
 
 
-def head_dim_reason(problem: Problem, largest: int) -> str | None:
+def head_dim_reason(problem: CallProblem, largest: int) -> str | None:
     """Why kernels for head dims up to the largest do not take the problem, or None."""
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > largest:
@@ -148,7 +148,7 @@ def head_dim_reason(problem: Problem, largest: int) -> str | None:
     return None
 
 
-def score_factor_reason(problem: Problem, exponent: int, dtype: torch.dtype) -> str | None:
+def score_factor_reason(problem: AttentionProblem, exponent: int, dtype: torch.dtype) -> str | None:
     """Why scores computed in dtype would overflow or vanish by the factors of a call, or None.
 
     exponent: a factor must be 0 or between 2**-exponent and 2**exponent, as the cap itself is.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .arguments import boolean, real
-from .fields import CALL, Description, Field, ScoreScale, as_given, or_none, score_scale_of
+from .fields import CALL, Description, Field, as_given, or_none
 from .metadata import Metadata
+from .problem import AttentionProblem, CallProblem, attention_fields
 
 MAX_HEAD_DIM = 256
 # Packed query rows (token-major, qhead_per_kvhead rows for a token) that plans distinguish.
@@ -142,7 +143,7 @@ _Asked = make_dataclass("_Asked", DECODE.to_backend, frozen=True)
 
 
 @dataclass(frozen=True)
-class DecodeProblem(_Asked):
+class DecodeProblem(_Asked, AttentionProblem):
     """One cached call, normalised, with the options that a field passes on to the backends.
 
     page_size: 0 for a dense cache.
@@ -157,24 +158,12 @@ class DecodeProblem(_Asked):
         is the last position, has no right side.
     """
 
-    function: str
-    dtype: torch.dtype
-    device: torch.device
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim: int
-    head_dim_v: int
     page_size: int
     rows: int
     given: frozenset[str]
     sinks_dtype: torch.dtype | None
     misaligned: frozenset[str]
     expanded: frozenset[str]
-    score_scale: ScoreScale
-
-    @property
-    def qhead_per_kvhead(self) -> int:
-        return self.num_heads_q // self.num_heads_kv
 
     @property
     def rows_of_one_query(self) -> int:
@@ -186,38 +175,23 @@ class DecodeProblem(_Asked):
 
 
 @dataclass(frozen=True)
-class AppendProblem:
+class AppendProblem(CallProblem):
     """One append, normalised. num_heads_q: 0 without q. rotary_dim: 0, and rotary_dtype None,
     without tables."""
 
-    function: str
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    device: torch.device
     num_heads_q: int
     num_heads_kv: int
-    head_dim: int
-    head_dim_v: int
     page_size: int
     rotary_dim: int
     rotary_dtype: torch.dtype | None
     rotary_interleaved: bool
     one_q_position: bool
     given: frozenset[str]
-    backend: str | None
 
 
 @dataclass(frozen=True)
-class CombineProblem:
+class CombineProblem(CallProblem):
     """One combination of partial results: out_dtype from parts in dtype."""
-
-    function: str
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    device: torch.device
-    head_dim: int
-    head_dim_v: int
-    backend: str | None
 
 
 CacheProblem = DecodeProblem | AppendProblem | CombineProblem
@@ -230,32 +204,18 @@ def describe_decode(
     tensors = DecodeTensors(*found)
     q, k, v = tensors[:3]
     seqlen_q = q.shape[-3] if max_seqlen_q is None else min(max_seqlen_q, q.shape[-3])
-    heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    right = 0 if options.causal else options.window_right
     read = "q", "k_cache", "v_cache"
-    asked = {name: getattr(options, name) for name in DECODE.to_backend}
-    asked |= {
-        "window_right": -1 if seqlen_q <= 1 else right,
-        "num_splits": max(0, options.num_splits),
-        "out_dtype": options.out_dtype or q.dtype,
-        "backend": options.backend or None,
-    }
+    alike = attention_fields(DECODE, options, q, k, v)
+    if seqlen_q <= 1:
+        alike["window_right"] = -1
     return DecodeProblem(
-        **asked,
-        function=options.function,
-        dtype=q.dtype,
-        device=q.device,
-        num_heads_q=heads_q,
-        num_heads_kv=heads_kv,
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
+        **alike,
         page_size=0 if tensors.page_table is None else k.shape[1],
-        rows=packed_rows(seqlen_q * (heads_q // heads_kv)),
+        rows=packed_rows(seqlen_q * (q.shape[-2] // k.shape[-2])),
         given=_given(tensors, 3),
         sinks_dtype=None if tensors.sinks is None else tensors.sinks.dtype,
         misaligned=frozenset(name for name in read if not getattr(tensors, name).rows_are_aligned),
         expanded=frozenset(name for name in read if getattr(tensors, name).is_expanded),
-        score_scale=score_scale_of(options, q.shape[-1]),
     )
 
 

@@ -17,7 +17,7 @@ from ..modes import refuse_jit_trace
 from . import permuted_v
 from .descales import Descales, block_of, check_scaled, descales_of
 from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
-from .fields import CALL, Options, ScoreScale, expect_no_cap, score_scale_of
+from .fields import CALL, Description, Options, ScoreScale, expect_no_cap, score_scale_of
 from .metadata import Metadata
 from .operands import SIDES, Scaled, Tensors, as_scaled, data_of
 from .tensor_checks import check_device, check_int32
@@ -42,12 +42,40 @@ class Operand:
     has_seqused: bool = False
 
 
+@dataclass(frozen=True)
+class CallProblem:
+    """What the problems of all kinds of calls have: of dense and varlen calls (``Problem``), of
+    cached calls, appends and combinations (cached.py). backend: None: any."""
+
+    function: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    device: torch.device
+    head_dim: int
+    head_dim_v: int
+    backend: str | None
+
+
+@dataclass(frozen=True)
+class AttentionProblem(CallProblem):
+    """The same of calls that compute scores, with a cache or without."""
+
+    num_heads_q: int
+    num_heads_kv: int
+    score_scale: ScoreScale
+
+    @property
+    def qhead_per_kvhead(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads_q // self.num_heads_kv
+
+
 # The options that backends read, by their names in ``Options``.
 _Asked = make_dataclass("_Asked", CALL.to_backend, frozen=True)
 
 
 @dataclass(frozen=True)
-class Problem(_Asked):
+class Problem(_Asked, AttentionProblem):
     """One attention call, normalised, with the options that a field of call/fields.py passes on to
     the backends. Lengths in tokens, strides in elements.
 
@@ -59,30 +87,17 @@ class Problem(_Asked):
     misaligned: names of the other tensors whose address is not a multiple of 16 bytes.
     """
 
-    function: str
-    dtype: torch.dtype
-    device: torch.device
     batch: int
     seqlen_q: int
     seqlen_k: int
     total_q: int
     total_k: int
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    score_scale: ScoreScale
     copied: tuple[str, ...]
     misaligned: tuple[str, ...]
     q: Operand
     k: Operand
     v: Operand
     varlen: bool
-
-    @property
-    def qhead_per_kvhead(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads_q // self.num_heads_kv
 
     @property
     def masked(self) -> bool:
@@ -215,22 +230,19 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
     # Descales need no copy: kernels read them by stride, at any alignment.
     data = zip(Tensors._fields, (q, k, v, *tensors[3:]), strict=True)
     given = [(name, t) for name, t in data if t is not None]
-    asked = {name: getattr(options, name) for name in CALL.to_backend}
+    alike = attention_fields(CALL, options, q, k, v)
+    # A side that reaches past every key is open. For varlen only the totals bound the sequence
+    # lengths.
+    for side, total in (("window_left", total_k), ("window_right", total_q)):
+        if alike[side] >= total - 1:
+            alike[side] = -1
     return Problem(
-        **(asked | _normalised(options, q, total_q, total_k)),
-        function=function,
-        dtype=q.dtype,
-        device=q.device,
+        **alike,
         batch=cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0],
         seqlen_q=total_q if options.max_seqlen_q is None else min(options.max_seqlen_q, total_q),
         seqlen_k=total_k if options.max_seqlen_k is None else min(options.max_seqlen_k, total_k),
         total_q=total_q,
         total_k=total_k,
-        num_heads_q=q.shape[-2],
-        num_heads_kv=k.shape[-2],
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        score_scale=score_scale_of(options, q.shape[-1]),
         copied=tuple(name for name, t in given if not t.rows_are_dense),
         misaligned=tuple(name for name, t in given if t.rows_are_dense and not t.aligned),
         varlen=varlen,
@@ -238,17 +250,25 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
     )
 
 
-def _normalised(options: Options, q: Metadata, total_q: int, total_k: int) -> dict[str, object]:
-    """The options that a backend does not get as they were given."""
-    right = 0 if options.causal else options.window_right
-    return {
-        # A side that reaches past every key is open. For varlen only the totals bound the
-        # sequence lengths.
-        "window_left": -1 if options.window_left >= total_k - 1 else options.window_left,
-        "window_right": -1 if right >= total_q - 1 else right,
+def attention_fields(
+    kind: Description, options: tuple, q: Metadata, k: Metadata, v: Metadata
+) -> dict[str, object]:
+    """The fields of an ``AttentionProblem`` and the options of the kind of call that backends read,
+    normalised: causal is window_right = 0."""
+    asked = {name: getattr(options, name) for name in kind.to_backend}
+    return asked | {
+        "function": options.function,
+        "dtype": q.dtype,
+        "out_dtype": out_dtype(q.dtype, options.out_dtype),
+        "device": q.device,
+        "num_heads_q": q.shape[-2],
+        "num_heads_kv": k.shape[-2],
+        "head_dim": q.shape[-1],
+        "head_dim_v": v.shape[-1],
+        "score_scale": score_scale_of(options, q.shape[-1]),
+        "window_right": 0 if options.causal else options.window_right,
         "num_splits": max(0, options.num_splits),
         "backend": options.backend or None,
-        "out_dtype": out_dtype(q.dtype, options.out_dtype),
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..backends.base import Backend, Launch
 from ..backends.device import DeviceInfo
 from ..call.fields import HINTS
-from ..call.problem import Problem
+from ..call.problem import CallProblem
 from ..call.selection import FROM_ENVIRONMENT
 from ..errors import UnsupportedError, complaint, value_error
 
@@ -17,7 +17,7 @@ from ..errors import UnsupportedError, complaint, value_error
 class Plan:
     """The decision for one problem, and why the other backends did not get it."""
 
-    problem: Problem
+    problem: CallProblem
     device: DeviceInfo
     backend: Backend
     launch: Launch
@@ -35,7 +35,7 @@ class Plan:
         return getattr(self.problem, name, None)
 
 
-def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
+def choose(problem: CallProblem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
     """The first backend that does not decline; with ``problem.backend`` set, that one or none.
 
     Raises ValueError for a name that no backend has and UnsupportedError, with every reason, if
@@ -50,7 +50,7 @@ def choose(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) ->
         raise
 
 
-def _chosen(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
+def _chosen(problem: CallProblem, device: DeviceInfo, backends: Sequence[Backend]) -> Plan:
     names = tuple(backend.name for backend in backends)
     if problem.backend is not None and problem.backend not in names:
         raise value_error(problem.function, "backend", f"one of {names}", repr(problem.backend))
@@ -70,5 +70,5 @@ def _chosen(problem: Problem, device: DeviceInfo, backends: Sequence[Backend]) -
     raise UnsupportedError(f"{sentence} ({reasons})")
 
 
-def decline_reason(backend: Backend, problem: Problem, device: DeviceInfo) -> str | None:
+def decline_reason(backend: Backend, problem: CallProblem, device: DeviceInfo) -> str | None:
     return backend.unavailable_reason(device) or backend.decline_reason(problem, device)

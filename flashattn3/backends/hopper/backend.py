@@ -16,7 +16,7 @@ from torch import Tensor
 from ...call.cached import CacheProblem, DecodeProblem
 from ...call.dtypes import EIGHT_BIT, NAMES
 from ...call.operands import Tensors
-from ...call.problem import Problem
+from ...call.problem import CallProblem, Problem
 from ...errors import UnsupportedError
 from .. import gpu_limits, packed
 from ..conversions import converting
@@ -174,7 +174,7 @@ class HopperBackend:
         error = self.library().error
         return None if error is None else f"{error}; to build them, {mended_by()}"
 
-    def decline_reason(self, problem: Problem | CacheProblem, device: DeviceInfo) -> str | None:
+    def decline_reason(self, problem: CallProblem, device: DeviceInfo) -> str | None:
         if isinstance(problem, CacheProblem):
             return cached.decline_reason(self, problem, device)
         reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
@@ -191,7 +191,7 @@ class HopperBackend:
             )
         return None
 
-    def unused_hints(self, problem: Problem | CacheProblem, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: CallProblem, device: DeviceInfo) -> dict[str, str]:
         if isinstance(problem, CacheProblem):
             return {}
         packs = self._packing(problem, device).packs
@@ -204,9 +204,7 @@ class HopperBackend:
             unused["use_fast_accum"] = "accumulates 16-bit products in float32"
         return unused
 
-    def prepare(
-        self, problem: Problem | CacheProblem, device: DeviceInfo
-    ) -> HopperLaunch | CachedLaunch:
+    def prepare(self, problem: CallProblem, device: DeviceInfo) -> HopperLaunch | CachedLaunch:
         if isinstance(problem, CacheProblem):
             return cached.prepare(self, problem, device)
         return HopperLaunch(problem, device, self._configure(problem, device), self.library())

@@ -34,7 +34,7 @@ from .padded_layout import PaddedLayout, padded
 
 if TYPE_CHECKING:
     from ...call.descales import Descales
-    from ...call.problem import Problem
+    from ...call.problem import CallProblem, Problem
     from ..device import DeviceInfo
 
 _LOG2_E = math.log2(math.e)
@@ -84,18 +84,18 @@ class ReferenceBackend:
     def unavailable_reason(self, device: DeviceInfo) -> str | None:
         return None
 
-    def decline_reason(self, problem: Problem | CacheProblem, device: DeviceInfo) -> str | None:
+    def decline_reason(self, problem: CallProblem, device: DeviceInfo) -> str | None:
         if isinstance(problem, (AppendProblem, CombineProblem)):
             return None
         dtype = _compute_dtype(problem)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
-    def unused_hints(self, problem: Problem | CacheProblem, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: CallProblem, device: DeviceInfo) -> dict[str, str]:
         unused = "runs in torch operations, which have no such choice"
         return {field.name: unused for field in HINTS if field.name != "num_splits"}
 
     def prepare(
-        self, problem: Problem | CacheProblem, device: DeviceInfo
+        self, problem: CallProblem, device: DeviceInfo
     ) -> ReferenceLaunch | ReferenceCachedCall:
         if isinstance(problem, CacheProblem):
             return ReferenceCachedCall(problem)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...call.cached import CacheProblem
 from ...call.dtypes import EIGHT_BIT
 from ...call.operands import Tensors
-from ...call.problem import Problem
+from ...call.problem import CallProblem, Problem
 from .. import gpu_limits, packed
 from ..conversions import converting
 from ..device import DeviceInfo
@@ -102,7 +102,7 @@ class TritonBackend:
             return f"{needed}, {device.name} has {found}"
         return None
 
-    def decline_reason(self, problem: Problem | CacheProblem, device: DeviceInfo) -> str | None:
+    def decline_reason(self, problem: CallProblem, device: DeviceInfo) -> str | None:
         if isinstance(problem, CacheProblem):
             reason = cached.decline_reason(problem)
         else:
@@ -111,7 +111,7 @@ class TritonBackend:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return reason
 
-    def unused_hints(self, problem: Problem | CacheProblem, device: DeviceInfo) -> dict[str, str]:
+    def unused_hints(self, problem: CallProblem, device: DeviceInfo) -> dict[str, str]:
         if isinstance(problem, CacheProblem):
             return {}
         unused = {"use_fast_accum": "accumulates in float32"}
@@ -121,7 +121,7 @@ class TritonBackend:
         return unused
 
     def prepare(
-        self, problem: Problem | CacheProblem, device: DeviceInfo
+        self, problem: CallProblem, device: DeviceInfo
     ) -> TritonLaunch | cached.TritonCachedCall:
         if isinstance(problem, CacheProblem):
             return cached.TritonCachedCall(problem, select_tile(problem, device))
