@@ -1,7 +1,7 @@
 """The two passes of attention as functions of their own, for callers who join parts themselves
 (ring attention, context parallelism, FPDT): no autograd, out and lse are given and returned.
 
-They run the operators of ops.py, as the differentiable functions do.
+They run what the differentiable functions run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from ..call.fields import Options
 from ..call.operands import Tensors, check_tensor_types, data_of, normalised, with_keys_in_rows
 from ..call.problem import check
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
-from ..modes import is_traced, refuse_tangents
-from .operators import backward_of, forward_of, forward_operator, operator_arguments, plan_of
-
-_backward_operator = torch.ops.flashattn3.backward.default
+from ..modes import refuse_tangents
+from .derivative import Rows
+from .operators import forward_watched, operator_is_watched, plan_of
 
 
 def forward_pass(
@@ -27,9 +26,7 @@ def forward_pass(
     """Compute out and lse of ``flash_attn_forward``."""
     options = options._replace(return_lse=True)
     tensors, options = _checked(tensors, options, descales)
-    if _is_watched(*map(data_of, tensors[:3])):
-        return forward_operator(*operator_arguments(tensors, options))
-    return forward_of(tensors, options)
+    return forward_watched(tensors, options)
 
 
 def backward_pass(
@@ -48,15 +45,12 @@ def backward_pass(
     if dtype in EIGHT_BIT:
         sentence = complaint(function, "q.dtype", "of 16 bits or more", dtype)
         raise UnsupportedError(f"{sentence}: there is no gradient through 8 bits")
-    watched = _is_watched(dout, out, *tensors[:3])
+    watched = operator_is_watched(*tensors[:3])
     (check if watched else plan_of)(tensors, options)
     _check_passed(tensors, options, dout=dout, out=out, lse=lse, dlse=dlse)
     for name, given, side in zip(("dq", "dk", "dv"), sums, sides, strict=True):
         _check_sum(function, name, given, side)
-    if watched:
-        gradients = _backward_operator(dout, dlse, out, lse, *tensors, *options)
-    else:
-        gradients = backward_of(dout, dlse, out, lse, tensors, options)
+    gradients = Rows(options).backward(dout, dlse, out, lse, *tensors)
     # Keys without cu_seqlens_k were flattened to rows.
     shaped = (x.view(side.shape) for x, side in zip(gradients, sides, strict=True))
     return tuple(
@@ -79,11 +73,6 @@ def _checked(
     check_tensor_types(function, tensors, varlen)
     _refuse_gradients(function, **dict(zip("qkv", map(data_of, tensors[:3]), strict=True)))
     return tensors, options
-
-
-def _is_watched(*tensors: Tensor) -> bool:
-    """Whether the compiler, a mode, a tensor class or a tensor without data needs the operator."""
-    return is_traced() or not all(type(x) is Tensor and not x.is_meta for x in tensors)
 
 
 def _refuse_gradients(function: str, **tensors: Tensor) -> None:
