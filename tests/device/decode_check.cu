@@ -83,20 +83,6 @@ static void hold_sms(int num_sms) {
   usleep(100);  // until it runs
 }
 
-// Device copies of a problem's tables, freed with it, and its tensors.
-struct DeviceMemory {
-  std::vector<void*> all;
-  ~DeviceMemory() {
-    for (void* each : all) cudaFree(each);
-  }
-  template <class Value>
-  const Value* operator()(const std::vector<Value>& values) {
-    all.push_back(device_copy(values));
-    return static_cast<const Value*>(all.back());
-  }
-  uint16_t* operator()(Tensor& tensor) const { return tensor.data(); }
-};
-
 // Runs the case on all SMs twice, and while a kernel holds most of them, which must be bitwise
 // equal, then on 1 and 3 SMs, so that each CTA has many parts, and without splits. Returns false on
 // failure.
@@ -118,8 +104,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
   const std::vector<DecodeRow> rows = reference_rows(problem);
   float* lse;
   check(cudaMalloc(&lse, problem.lse.size() * 4));
-  std::vector<uint16_t> first;
-  std::vector<float> first_lse;
+  FirstResults first;
   bool good = true;
   for (const Turn& turn : turns) {
     Workspace workspace(turn.num_sms);
@@ -148,26 +133,9 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
     problem.out.download();
     check(cudaMemcpy(problem.lse.data(), lse, problem.lse.size() * 4, cudaMemcpyDeviceToHost));
     if (!workspace.counters_are_set()) wrong += " a count is left;";
-    if (const int64_t stray = count_stray(problem)) {
-      wrong += " " + std::to_string(stray) + " elements written outside;";
-    }
-    if (&turn == turns) {
-      first = problem.out.host, first_lse = problem.lse;
-    } else if (turn.num_sms == num_sms && !turn.whole_tiles &&
-               (first != problem.out.host ||
-                std::memcmp(first_lse.data(), problem.lse.data(), first_lse.size() * 4) != 0)) {
-      wrong += " other bits than before;";
-    }
-    const Worst w = compare(problem, rows);
-    const bool pass = wrong.empty() && w.ratio <= 1;
-    good = good && pass;
-    std::printf("%s  %s worst %.3f of the bound", pass ? "PASS" : "FAIL", g_now, w.ratio);
-    if (!pass) {
-      std::printf("\n     %s (batch %d, query %d, head %d) column %d wanted %g found %g",
-                  wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
-    }
-    std::printf("\n");
-    std::fflush(stdout);
+    wrong += stray_elements(problem);
+    if (turn.num_sms == num_sms && !turn.whole_tiles) wrong += first.compare(problem);
+    good = report(g_now, wrong, compare(problem, rows)) && good;
   }
   cudaFree(lse);
   return good;

@@ -76,14 +76,6 @@ static std::vector<LaunchOf> launches(std::index_sequence<kIndex...>) {
 static const std::vector<LaunchOf> kLaunches =
     launches(std::make_index_sequence<kNumCheckConfigs>());
 
-struct HostMemory {
-  uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
-  template <class Value>
-  const Value* operator()(const std::vector<Value>& values) const {
-    return values.empty() ? nullptr : values.data();
-  }
-};
-
 // Whether a launch finds counters as it expects them.
 static bool are_between_launches(const decode::Counters& counters) {
   const auto is_zero = [](uint32_t count) { return count == 0; };
@@ -146,8 +138,7 @@ static bool run_case(const DecodeCase& c) {
   DecodeProblem problem(c);
   const int config = config_of(c.fp16, std::max(c.head_dim, c.head_dim_v));
   const std::vector<DecodeRow> rows = reference_rows(problem);
-  std::vector<uint16_t> first;
-  std::vector<float> first_lse;
+  FirstResults first;
   bool good = true;
   for (const Turn& turn : turns) {
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
@@ -155,27 +146,11 @@ static bool run_case(const DecodeCase& c) {
     std::string wrong;
     if (problem.c.seqlens.size() > 1) wrong = run(problem, config, turn, true);
     wrong += run(problem, config, turn, false);
-    if (const int64_t stray = count_stray(problem)) {
-      wrong += " " + std::to_string(stray) + " elements written outside";
-    }
-    if (&turn == turns) {
-      first = problem.out.host, first_lse = problem.lse;
-    } else if (&turn == turns + 1 &&
-               (first != problem.out.host ||
-                std::memcmp(first_lse.data(), problem.lse.data(), first_lse.size() * 4) != 0)) {
-      wrong += " other bits than before";
-    }
-    const Worst w = compare(problem, rows);
-    const bool pass = wrong.empty() && w.ratio <= 1;
-    good = good && pass;
-    std::printf("%s  %-32s %-20s worst %.3f of the bound", pass ? "PASS" : "FAIL", c.name.c_str(),
-                turn.name, w.ratio);
-    if (!pass) {
-      std::printf("\n     %s (batch %d, query %d, head %d) column %d wanted %g found %g",
-                  wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
-    }
-    std::printf("\n");
-    std::fflush(stdout);
+    wrong += stray_elements(problem);
+    if (&turn <= turns + 1) wrong += first.compare(problem);
+    char launch[80];
+    std::snprintf(launch, sizeof(launch), "%-32s %-20s", c.name.c_str(), turn.name);
+    good = report(launch, wrong, compare(problem, rows)) && good;
   }
   return good;
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -252,8 +253,43 @@ inline Worst compare(DecodeProblem& p, const std::vector<DecodeRow>& rows) {
   return worst;
 }
 
-// Elements of out that no row has and that a launch wrote.
-inline int64_t count_stray(DecodeProblem& p) {
+// Where a kernel on the host finds tensors and tables.
+struct HostMemory {
+  uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
+  template <class Value>
+  const Value* operator()(const std::vector<Value>& values) const {
+    return values.empty() ? nullptr : values.data();
+  }
+};
+
+// The results of a case's first launch, whose bits others must have.
+struct FirstResults {
+  std::vector<uint16_t> out;
+  std::vector<float> lse;
+
+  // Keeps the first. Returns an error message, or "".
+  std::string compare(const DecodeProblem& p) {
+    if (out.empty()) out = p.out.host, lse = p.lse;
+    const bool same = out == p.out.host && !std::memcmp(lse.data(), p.lse.data(), lse.size() * 4);
+    return same ? "" : " other bits than before;";
+  }
+};
+
+// Prints what became of a launch. Returns whether it is right.
+inline bool report(const std::string& launch, const std::string& wrong, const Worst& w) {
+  const bool pass = wrong.empty() && w.ratio <= 1;
+  std::printf("%s  %s worst %.3f of the bound", pass ? "PASS" : "FAIL", launch.c_str(), w.ratio);
+  if (!pass) {
+    std::printf("\n     %s (batch %d, query %d, head %d) column %d wanted %g found %g",
+                wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+  return pass;
+}
+
+// How many elements of out a launch wrote that no row has: an error message, or "".
+inline std::string stray_elements(DecodeProblem& p) {
   std::vector<bool> owned(p.out.host.size());
   for (int b = 0; b < p.c.batch; ++b) {
     const DecodeSequence s = p.sequence(b);
@@ -266,7 +302,7 @@ inline int64_t count_stray(DecodeProblem& p) {
   }
   int64_t stray = 0;
   for (size_t i = 0; i < owned.size(); ++i) stray += !owned[i] && p.out.host[i] != kNaN;
-  return stray;
+  return stray == 0 ? "" : " " + std::to_string(stray) + " elements written outside;";
 }
 
 inline std::vector<DecodeRow> reference_rows(DecodeProblem& p) {

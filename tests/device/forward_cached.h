@@ -12,20 +12,6 @@
 #include "forward_launches.h"
 #include "harness.cuh"
 
-// Device copies of a problem's tables, freed with it, and its tensors.
-struct CachedMemory {
-  std::vector<void*> all;
-  ~CachedMemory() {
-    for (void* each : all) cudaFree(each);
-  }
-  template <class Value>
-  const Value* operator()(const std::vector<Value>& values) {
-    all.push_back(device_copy(values));
-    return static_cast<const Value*>(all.back());
-  }
-  uint16_t* operator()(Tensor& tensor) const { return tensor.data(); }
-};
-
 // Runs the case three times, which must be bitwise equal: tiles from a counter, in fixed order, and
 // on 3 SMs, so that each CTA has many tiles. Returns false on failure.
 static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* counter) {
@@ -36,12 +22,11 @@ static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* co
   const std::vector<DecodeRow> rows = reference_rows(problem);
   float* lse;
   check(cudaMalloc(&lse, problem.lse.size() * 4));
-  std::vector<uint16_t> first;
-  std::vector<float> first_lse;
+  FirstResults first;
   bool good = true;
   Worst worst;
   for (int turn = 0; turn < 3; ++turn) {
-    CachedMemory memory;
+    DeviceMemory memory;
     flashattn3::DecodeParams params = make_params(problem, memory, lse);
     params.num_sms = turn == 2 ? 3 : num_sms;
     params.pdl = turn == 0;
@@ -69,23 +54,10 @@ static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* co
     int counts[2];
     check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
     if (counts[0] != 0 || counts[1] != 0) wrong += " the tile counter was not put back;";
-    if (const int64_t stray = count_stray(problem)) {
-      wrong += " " + std::to_string(stray) + " elements written outside;";
-    }
-    if (turn == 0) {
-      first = problem.out.host, first_lse = problem.lse;
-    } else if (first != problem.out.host ||
-               std::memcmp(first_lse.data(), problem.lse.data(), first_lse.size() * 4) != 0) {
-      wrong += " other bits than before;";
-    }
+    wrong += stray_elements(problem) + first.compare(problem);
     const Worst w = compare(problem, rows);
     if (w.ratio > worst.ratio) worst = w;
-    if (wrong.empty() && w.ratio <= 1) continue;
-    good = false;
-    std::printf(
-        "FAIL  %s worst %.3f of the bound\n     %s (batch %d, query %d, head %d) column %d "
-        "wanted %g found %g\n",
-        g_now, w.ratio, wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
+    if (!wrong.empty() || w.ratio > 1) good = report(g_now, wrong, w);
   }
   cudaFree(lse);
   if (good) std::printf("PASS  %.81s worst %.3f of the bound\n", g_now, worst.ratio);
@@ -156,7 +128,7 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
     std::vector<float> ms;
   };
   std::vector<Turn> turns = {{-1, {}}, {0, {}}, {1, {}}, {8, {}}, {16, {}}, {64, {}}, {128, {}}};
-  CachedMemory memory;
+  DeviceMemory memory;
   std::vector<DecodeParams> params;
   const int* lengths = memory(std::vector<int>(cell.batch, cell.length));
   for (const Turn& turn : turns) {

@@ -54,14 +54,6 @@ static std::vector<Prepare> prepares(std::index_sequence<kIndex...>) {
 }
 static const std::vector<Prepare> kPrepare = prepares(std::make_index_sequence<kNumCheckConfigs>());
 
-struct HostMemory {
-  uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
-  template <class Value>
-  const Value* operator()(const std::vector<Value>& values) const {
-    return values.empty() ? nullptr : values.data();
-  }
-};
-
 struct Turn {
   const char* name;
   int num_sms;
@@ -110,36 +102,17 @@ static bool run_case(const DecodeCase& c) {
   DecodeProblem problem(c);
   const int config = cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v));
   const std::vector<DecodeRow> rows = reference_rows(problem);
-  std::vector<uint16_t> first;
-  std::vector<float> first_lse;
-  bool good = true;
+  FirstResults first;
   for (const Turn& turn : turns) {
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
     std::fill(problem.lse.begin(), problem.lse.end(), NAN);
     std::string wrong = run(problem, config, turn);
-    if (const int64_t stray = count_stray(problem)) {
-      wrong += " " + std::to_string(stray) + " elements written outside";
-    }
-    if (&turn == turns) {
-      first = problem.out.host, first_lse = problem.lse;
-    } else if (first != problem.out.host ||
-               std::memcmp(first_lse.data(), problem.lse.data(), first_lse.size() * 4) != 0) {
-      wrong += " other bits than before";
-    }
-    const Worst w = compare(problem, rows);
-    const bool pass = wrong.empty() && w.ratio <= 1;
-    good = good && pass;
-    std::printf("%s  %-44s %-14s worst %.3f of the bound", pass ? "PASS" : "FAIL", c.name.c_str(),
-                turn.name, w.ratio);
-    if (!pass) {
-      std::printf("\n     %s (batch %d, query %d, head %d) column %d wanted %g found %g",
-                  wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
-    }
-    std::printf("\n");
-    std::fflush(stdout);
-    if (!pass) break;
+    wrong += stray_elements(problem) + first.compare(problem);
+    char launch[80];
+    std::snprintf(launch, sizeof(launch), "%-44s %-14s", c.name.c_str(), turn.name);
+    if (!report(launch, wrong, compare(problem, rows))) return false;
   }
-  return good;
+  return true;
 }
 
 // Whether a problem takes seconds: a KV block of a work tile takes about 10 milliseconds.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "launch/params.h"
+#include "tensors.h"
 
 static char g_now[256];  // the current run, for the watchdog
 static int g_case;
@@ -84,6 +85,20 @@ float time_launch(Launch launch, int repeats) {
   cudaEventDestroy(begin), cudaEventDestroy(end);
   return ms / repeats;
 }
+
+// Device copies of a problem's tables, freed with it, and its tensors.
+struct DeviceMemory {
+  std::vector<void*> all;
+  ~DeviceMemory() {
+    for (void* each : all) cudaFree(each);
+  }
+  template <class Value>
+  const Value* operator()(const std::vector<Value>& values) {
+    all.push_back(device_copy(values));
+    return static_cast<const Value*>(all.back());
+  }
+  uint16_t* operator()(Tensor& tensor) const { return tensor.data(); }
+};
 
 // A problem of the benchmark grid: 16384 tokens, heads * head dim 2048 or just below. data: q, k, v
 // and out.
