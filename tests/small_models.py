@@ -12,15 +12,16 @@ import inspect
 import re
 import warnings
 
+import small_inputs
 import torch
 import transformers
+from small_inputs import VOCABULARY, mask_of
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flashattn3 import UnsupportedError
 
 OLD = transformers.__version__.startswith("4.")  # its configs take dicts of their parts
-BATCH, TOKENS, VOCABULARY = 2, 12, 99
 TOLERANCE, LARGEST = 1e-4, 30_000_000  # relative error; number of weights
 
 # What a field becomes, by the first pattern that its name matches.
@@ -33,7 +34,8 @@ SIZES = (
     (r"(feat_extract_layers|conv\w*_layers|adapter_layers|deconv\w*)$", None),
     (r"(hidden_layers|num_layers|n_layers?|_layers|num_blocks|^depth|_depth)$", 2),
     (r"rotary_dim$|^(mamba_)?chunk_size$", 8),
-    (r"(vocab_size|vocabulary_size)$", VOCABULARY),
+    (r"(vocab_size|vocabulary_size)", VOCABULARY),
+    (r"^d_latents$", 64),
     (r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|ffn_size|d_inner|n_inner|inner_dim)", 64),
     (r"(num_experts|n_routed_experts|local_experts|n_experts|moe_num_experts)$", 4),
     (r"(experts_per_tok|moe_topk|moe_k|num_experts_per_token|top_k_experts)$", 2),
@@ -50,10 +52,37 @@ SIZES = (
 )
 CHANGES: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1]},
+    "chameleon": {"vocabulary_map": {"<image>": 95}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 1},
+    "esmc": {"num_key_value_heads": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_vl_text": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mimi": {"upsample_groups": 64},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]},
+    "ministral": {"head_dim": 16},
+    "mistral4": {"head_dim": 32},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 2},
+    "nemotron3_diarization_audio": {"num_key_value_heads": 4},
+    "nemotron3_5_transcribe_asr_audio": {"num_key_value_heads": 4},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "step3p7_text": {"sliding_window": 8},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
+}
+# Sections of the rotary dimensions, half a head, that configs do not name, by the beginning of the
+# model_type.
+SECTIONS = {"glm4v_moe": [1, 1, 2], "hunyuan_vl": [2, 2, 2, 2]}
+SECTIONS |= {
+    n: [2, 3, 3] for n in ("glm", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "paddleocr_vl")
 }
 AUTOS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -66,13 +95,22 @@ AUTOS = (
 
 
 def model_classes() -> dict[str, str]:
-    """The model class of each model_type: the first that the auto classes have."""
-    found: dict[str, str] = {}
+    """The model class of each model_type: the first of the auto classes that takes its config and
+    not that of a part; else the first."""
+    found: dict[str, list[str]] = {}
     for name in AUTOS:
         for kind, classes in getattr(modeling_auto, name).items():
             first = classes if isinstance(classes, str) else classes[0]
-            found.setdefault(kind, first)
-    return dict(sorted(found.items()))
+            found.setdefault(kind, []).append(first)
+    return {kind: _of_the_config(kind, names) for kind, names in sorted(found.items())}
+
+
+def _of_the_config(kind: str, names: list[str]) -> str:
+    if len(names) == 1 or kind not in CONFIG_MAPPING:
+        return names[0]
+    wanted = CONFIG_MAPPING[kind].__name__
+    configs = ((n, getattr(getattr(transformers, n, None), "config_class", None)) for n in names)
+    return next((n for n, c in configs if getattr(c, "__name__", "") == wanted), names[0])
 
 
 def small_config(kind: str):
@@ -102,6 +140,9 @@ def _shrunk(cls, changes: dict):
     layers = _layers(values, default)
     for name in _fields(cls, default):
         value = _value(default, name)
+        if isinstance(value, list | tuple) and name == "num_heads" and name not in changes:
+            grows = value[0] < value[-1]  # with the width, of Swin and its like
+            values[name] = [4 * 2**i if grows else 4 for i in range(len(value))]
         if isinstance(value, list | tuple) and name not in changes and len(value) > 4:
             shorter = _shortened(name, value, layers)
             if shorter is not None:
@@ -113,8 +154,10 @@ def _shrunk(cls, changes: dict):
                 values[name] = kinds
     values.pop("model_type", None)
     config = cls(**values)
-    if cls.model_type.startswith("glm") and isinstance(_value(config, "rope_parameters"), dict):
-        config.rope_parameters["mrope_section"] = [2, 3, 3]
+    rotary = _value(config, "rope_parameters") or _value(config, "rope_scaling")
+    sections = [x for n, x in SECTIONS.items() if cls.model_type.startswith(n)]
+    if sections and isinstance(rotary, dict):
+        rotary["mrope_section"] = sections[0]
     return config
 
 
@@ -204,77 +247,6 @@ def _rounded(model):
     return other
 
 
-def inputs_of(model) -> dict:
-    """The arguments of a forward without masks."""
-    config, parameters = model.config, inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(1)
-    found = {}
-    main = model.main_input_name
-    if (
-        main in ("pixel_values", "pixel_values_videos")
-        and main in parameters
-        and ("input_ids" not in parameters)
-    ):
-        found[main] = _pixels(config, generator, main)
-    elif main == "input_features" and "input_features" in parameters:
-        mels = next((v for n in MELS if isinstance(v := getattr(config, n, None), int)), 80)
-        length = 2 * getattr(config, "max_source_positions", 20)
-        shape = (BATCH, mels, length) if mels_first(model) else (BATCH, length, mels)
-        found[main] = torch.randn(shape, generator=generator)
-    elif main == "input_values" and "input_values" in parameters:
-        found[main] = torch.randn((BATCH, 4000), generator=generator)
-    else:
-        found["input_ids"] = torch.randint(4, 88, (BATCH, TOKENS), generator=generator)
-        found["input_ids"][:, -1] = VOCABULARY - 1  # CLIP's text is its end
-    for name in ("pixel_values", "pixel_values_videos"):
-        if name in parameters and name not in found:
-            needed = parameters[name].default is inspect.Parameter.empty
-            # Where images have tokens of their own, a text alone is an input too.
-            has_tokens = _holds(config, "image_token_id") or _holds(config, "image_token_index")
-            if needed or (_holds(config, "vision_config") and not has_tokens):
-                found[name] = _pixels(_value(config, "vision_config") or config, generator, name)
-    if "decoder_input_ids" in parameters:
-        found["decoder_input_ids"] = torch.randint(4, 88, (BATCH, 7), generator=generator)
-    return found
-
-
-def _holds(config, name: str) -> bool:
-    return _value(config, name) is not None
-
-
-def mask_of(side: str | None) -> torch.Tensor | None:
-    """(BATCH, TOKENS): four tokens of padding in the first row."""
-    if side is None:
-        return None
-    mask = torch.ones(BATCH, TOKENS, dtype=torch.long)
-    mask[0, :4] = side != "left"
-    mask[0, -4:] = side != "right"
-    return mask
-
-
-MELS = "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels"
-
-
-def mels_first(model) -> bool:
-    return "whisper" in type(model).__name__.lower() or "moonshine" in type(model).__name__.lower()
-
-
-def _pixels(config, generator, main):
-    def of(name, default):
-        value = getattr(config, name, None)
-        if value is None:
-            for sub in _subconfigs(config).values():
-                value = value if value is not None else getattr(sub, name, None)
-        value = default if value is None else value
-        return value[0] if isinstance(value, list | tuple) else value
-
-    size = of("image_size", 32)
-    shape = (BATCH, of("num_channels", 3), size, size)
-    if main == "pixel_values_videos":
-        shape = (BATCH, of("frames_per_clip", 4), *shape[1:])
-    return torch.randn(shape, generator=generator)
-
-
 def compare(model, eager, inputs: dict, mask: torch.Tensor | None) -> float:
     """The largest relative error of the outputs, at tokens."""
     if mask is not None:
@@ -300,42 +272,62 @@ def outcome(kind: str, name: str = "fa3") -> str:
         config, cls = small_config(kind), model_classes()[kind]
         with torch.device("meta"), contextlib.suppress(RuntimeError, NotImplementedError):
             count = sum(x.numel() for x in build(cls, copy.deepcopy(config), "eager").parameters())
+            build(cls, copy.deepcopy(config), name)
             if count > LARGEST:
                 return "not tried: too large"
         eager = build(cls, copy.deepcopy(config), "eager")
         draw_weights(eager)
-        inputs = inputs_of(eager)
+        inputs = _inputs_that_run(eager)
         if compare(eager, eager, inputs, None) != 0:
             return "not tried: eager attention does not repeat its numbers"
         if compare(_rounded(eager), eager, inputs, None) > TOLERANCE:
             return "not tried: its numbers amplify rounding"
-    except Exception as error:
-        return f"not tried: {_words(error)}"
-    try:
-        model = build(cls, copy.deepcopy(config), name)
     except UnsupportedError as error:
         return f"refused: {_reason(error)}"
     except Exception as error:
-        return f"ERROR {_words(error)}"
-    model.load_state_dict(eager.state_dict(), strict=False)
-    return _outcome_of(model, eager, inputs)
+        return f"not tried: {_words(error)}"
+    models = {}
+    try:
+        for attention in (name, "sdpa"):
+            models[attention] = build(cls, copy.deepcopy(config), attention)
+            models[attention].load_state_dict(eager.state_dict(), strict=False)
+    except UnsupportedError as error:
+        return f"refused: {_reason(error)}"
+    except Exception as error:
+        if not models:
+            return f"ERROR {_words(error)}"
+    return _outcome_of(models[name], [eager, *list(models.values())[1:]], inputs)
 
 
-def _outcome_of(model, eager, inputs: dict) -> str:
+def _inputs_that_run(eager) -> dict:
+    """The first of the inputs with which a model runs; the error of the first if it never does."""
+    first = None
+    for inputs in small_inputs.inputs_of(eager):
+        try:
+            compare(eager, eager, inputs, None)
+            return inputs
+        except Exception as error:
+            first = first or error
+    raise first
+
+
+def _outcome_of(model, others: list, inputs: dict) -> str:
+    """others: the model with transformers' eager attention, and with sdpa if it has that."""
+    eager = others[0]
     takes_masks = "input_ids" in inputs and "attention_mask" in _parameters(eager)
     found = {}
     for side in (None, "left", "right") if takes_masks else (None,):
         mask = mask_of(side)
 
-        def is_right(m, mask=mask):
-            return compare(m, eager, inputs, mask) <= TOLERANCE
+        def is_right(m, other, mask=mask):
+            return compare(m, other, inputs, mask) <= TOLERANCE
 
-        def generates_the_same(m, mask=mask):
-            return torch.equal(*(_generated(x, inputs, mask) for x in (m, eager)))
+        def generates_the_same(m, other, mask=mask):
+            return torch.equal(*(_generated(x, inputs, mask) for x in (m, other)))
 
-        found[side or "forward"] = _tried(is_right, model, eager)
+        found[side or "forward"] = _tried(is_right, model, others)
         if side != "right" and "input_ids" in inputs and eager.can_generate():
-            found[f"generate {side or ''}".strip()] = _tried(generates_the_same, model, eager)
+            found[f"generate {side or ''}".strip()] = _tried(generates_the_same, model, others)
     by_words: dict[str, list[str]] = {}
     for case, words in found.items():
         if words:
@@ -345,14 +337,20 @@ def _outcome_of(model, eager, inputs: dict) -> str:
     return "; ".join(f"{', '.join(cases)}: {words}" for words, cases in by_words.items())
 
 
-def _tried(is_right, model, eager) -> str:
-    """is_right: of a model. "": eager attention fails too."""
+AS_SDPA = "as sdpa, from which eager attention differs"
+
+
+def _tried(is_right, model, others: list) -> str:
+    """is_right: of a model and another. "": eager attention fails too."""
     try:
-        is_right(eager)
+        is_right(others[0], others[0])
     except Exception:
         return ""
     try:
-        return "right" if is_right(model) else "WRONG"
+        if is_right(model, others[0]):
+            return "right"
+        both = len(others) > 1 and is_right(model, others[1])
+        return AS_SDPA if both and not is_right(others[1], others[0]) else "WRONG"
     except UnsupportedError as error:
         return f"refused, {_reason(error)}"
     except Exception as error:

@@ -18,6 +18,7 @@ from flashattn3.integrations import transformers as fa3
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+import small_inputs  # noqa: E402
 import small_models  # noqa: E402
 
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -31,7 +32,9 @@ REFUSED = (
 )
 # Refused until the release that gave them transformers' AttentionInterface.
 REFUSED_BEFORE = {"gptj": (5, 24), "codegen": (5, 24), "bert": (5, 0)}
-KINDS = (*RIGHT, *REFUSED, *REFUSED_BEFORE)
+# Without a mask eager attention of these shows every key, until the release that asks for it.
+AS_SDPA_BEFORE = {"moshi": (5, 24)}
+KINDS = (*RIGHT, *REFUSED, *REFUSED_BEFORE, *AS_SDPA_BEFORE)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,8 @@ def test_models_of_each_sort(kind):
     found = outcome(kind)
     if refused:
         assert found.startswith("refused: it")
+    elif AS_SDPA_BEFORE.get(kind, (0, 0)) > RELEASE >= (5, 0):
+        assert small_models.AS_SDPA in found
     elif RELEASE >= (5, 0):
         assert found == "right"
     else:  # 4.57 makes no small model of some, and passes additive masks to others
@@ -86,7 +91,7 @@ def test_a_mask_for_other_lengths():
     """The mask of MiniMax has the length of its first layer, which keeps no keys."""
     config = small_models.small_config("minimax")
     eager = small_models.build("MiniMaxForCausalLM", config, "eager")
-    inputs = small_models.inputs_of(eager) | {"attention_mask": small_models.mask_of("left")}
+    inputs = next(small_inputs.inputs_of(eager)) | {"attention_mask": small_inputs.mask_of("left")}
     eager.generate(**inputs, max_new_tokens=4)
     model = small_models.build("MiniMaxForCausalLM", config, "fa3")
     with pytest.raises(
