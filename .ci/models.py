@@ -81,7 +81,7 @@ def _sort_of(text: str) -> str:
 REASONS = (
     (r"it takes its attention from \w+, a table of its own", "own table"),
     (r"it computes attention itself.*", "own attention"),
-    (r"its layers compute with the mask themselves", "own masks"),
+    (r"its (layers|pooling head) computes? with the mask \w+", "own masks"),
     (r" must be (None|for the lengths of the call)", ""),
     (r"it must be causal or bidirectional", "mask function"),
     (r"as sdpa, from which eager attention differs", "as sdpa"),

@@ -80,10 +80,10 @@ def _further(config, parameters, ids: torch.Tensor) -> dict:
             BATCH, 2 * (_first(config, "max_source_positions") or 20)
         ),
         "merge_sizes": torch.ones(2, dtype=torch.long),
-        "pixel_attention_mask": torch.ones(BATCH, 16, dtype=torch.long),
+        "pixel_attention_mask": (torch.arange(16) < torch.tensor([[12], [16]])).long(),
         "qformer_input_ids": ids,
         "query_embeds": torch.randn(BATCH, 5, width, generator=torch.Generator().manual_seed(3)),
-        "spatial_shapes": torch.tensor([[4, 4]] * BATCH),
+        "spatial_shapes": torch.tensor([[4, 3], [4, 4]]),
     }
     needed = [n for n, x in parameters.items() if x.default is inspect.Parameter.empty]
     return {n: x for n, x in every.items() if n in needed or (n == "bbox" and n in parameters)}

@@ -65,6 +65,7 @@ CHANGES: dict[str, dict] = {
     "hunyuan_vl_text": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_vl": {"vision_config": {"vision_use_head": False}},
     "mimi": {"upsample_groups": 64},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]},
     "ministral": {"head_dim": 16},

@@ -28,7 +28,7 @@ REFUSED = (
     *("xglm", "gpt_neox_japanese", "trocr", "mvp", "led", "blip", "groupvit"),
     *("falcon", "gpt_neo", "bloom", "mpt", "sam_vision_model", "data2vec-vision"),
     *("roformer", "big_bird", "rembert", "megatron-bert", "mpnet", "longformer", "luke", "doge"),
-    *("deepseek_v32", "deepseek_v4", "bigbird_pegasus"),
+    *("deepseek_v32", "deepseek_v4", "bigbird_pegasus", "siglip2_vision_model"),
 )
 # Refused until the release that gave them transformers' AttentionInterface.
 REFUSED_BEFORE = {"gptj": (5, 24), "codegen": (5, 24), "bert": (5, 0)}

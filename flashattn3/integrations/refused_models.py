@@ -23,6 +23,9 @@ FLAGS = "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn"
 COMPUTE_WITH_MASKS = (
     *("doge", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"),
 )
+# Modules whose vision models pool with torch.nn.MultiheadAttention and the mask, unless the config
+# says vision_use_head=False.
+POOL_WITH_MASKS = ("siglip2",)
 
 _names: set[str] = set()
 
@@ -37,7 +40,7 @@ def refuse_models(name: str) -> None:
         @functools.wraps(ask)
         def ask_first(model, requested, *arguments, **options):
             if requested in _names:
-                reason = reason_against(type(model), requested)
+                reason = reason_against(type(model), requested, model.config)
                 if reason is not None:
                     raise UnsupportedError(_sentence(type(model), requested, reason))
             return ask(model, requested, *arguments, **options)
@@ -46,7 +49,7 @@ def refuse_models(name: str) -> None:
     _names.add(name)
 
 
-def reason_against(model: type, name: str) -> str | None:
+def reason_against(model: type, name: str, config=None) -> str | None:
     """Why a class of models cannot run on the attention of this name; None if it can. Models
     without attention can, and models that consist of others, which are asked themselves."""
     module = sys.modules.get(model.__module__)
@@ -61,8 +64,12 @@ def reason_against(model: type, name: str) -> str | None:
     for table, classes in contents.items():
         if isinstance(classes, dict) and "eager" in classes and name not in classes:
             return f"it takes its attention from {table}, a table of its own"
-    if model.__module__.split(".")[-2] in COMPUTE_WITH_MASKS:
+    folder = model.__module__.split(".")[-2]
+    if folder in COMPUTE_WITH_MASKS:
         return "its layers compute with the mask themselves"
+    has_head = folder in POOL_WITH_MASKS and "Vision" in model.__name__
+    if has_head and getattr(config, "vision_use_head", True):
+        return "its pooling head computes with the mask itself"
     if not any(getattr(model, flag, False) for flag in FLAGS):
         return "it computes attention itself: transformers does not offer it sdpa either"
     asks = "ALL_ATTENTION_FUNCTIONS" in contents
