@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import sys
 import warnings
 from pathlib import Path
@@ -53,6 +54,7 @@ def try_all(out: Path, words: list[str]) -> None:
     from flashattn3.integrations import transformers as fa3
 
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))  # a few models make long films
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     fa3.register()
