@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
-import os
 import re
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from helpers import A100, B200, H100, L4, ORIN, RTX3090, run_python
+from helpers import A100, B200, H100, L4, ORIN, RTX3090
 
 from flashattn3.backends.device import SHARED_MEMORY_KIB, DeviceInfo
 
@@ -180,46 +177,45 @@ def test_combine_does_not_spill(chip, head_dim, compilers):
     assert compilers.submit(compile_combine, chip, head_dim).result() == (0, True)
 
 
-DIMS_CODE = """
-import json, ptx, sass, torch
-from flashattn3_bench.ahead_of_time import compile_kernel
-from flashattn3.backends.triton.cache_tiles import select_tile
-from support.cached_launches import sample_launches
-from flashattn3.backends.device import DeviceInfo
-from flashattn3.call.metadata import metadata_of
-from flashattn3.call.cached import *
+def compile_dims(device: DeviceInfo, dim, dim_v, page, rows, padding, aligned) -> list[tuple]:
+    """Runs in a process of its own. Of a cached call and an append: name, widths of memory
+    instructions, whether there is a WGMMA, and which buffers or descriptors are wrong."""
+    import ptx
+    import sass
+    import torch
+    from support.cached_launches import sample_launches
 
-def of(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
+    from flashattn3.backends.triton.cache_tiles import select_tile
+    from flashattn3.call import cached as of_cache
+    from flashattn3.call.metadata import metadata_of
+    from flashattn3_bench.ahead_of_time import compile_kernel
 
-device = DeviceInfo(**{device})
-dim, dim_v, page, rows, padding, aligned = {shape}
-q, lengths = of(4, rows, 4, dim), of(4, dtype=torch.int32)
-k_cache, v_cache = (of(99, page or 704, 2, x) for x in (dim, dim_v))
-table = of(4, 64, dtype=torch.int32) if page else None
-problem = describe_decode(
-    tuple(map(metadata_of, DecodeTensors(q, k_cache, v_cache, lengths, table))),
-    DecodeOptions(causal=True), rows,
-)
-appended = AppendTensors(of(4, 1, 2, dim), of(4, 1, 2, dim_v), k_cache, v_cache, q, q, lengths,
-                         table, rotary_cos=of(99, dim // 2), rotary_sin=of(99, dim // 2))
-other = describe_append(tuple(map(metadata_of, appended)), AppendOptions())
-launches = sample_launches(problem, other, select_tile(problem, device), padding)
-for name in ("decode", "append"):
-    kernel = compile_kernel(launches[name], device.capability, aligned)
-    code, stale = kernel.asm["ptx"], []
-    if "wgmma" in code:
-        stale = sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
-    widths = sorted([*key, count] for key, count in ptx.memory_widths(code).items())
-    print(json.dumps([name, widths, "wgmma" in code, ptx.buffers_of_two_swizzles(code), stale]))
-"""
+    def of(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-
-def reports_of(*shape, chip=H100):
-    code = DIMS_CODE.replace("{device}", repr(asdict(chip))).replace("{shape}", repr(shape))
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.getenv("PYTHONPATH")])])
-    told = run_python(code, TRITON_INTERPRET=None, TRITON_OVERRIDE_ARCH=None, PYTHONPATH=path)
-    return [json.loads(line) for line in told.splitlines() if line.startswith("[")]
+    q, lengths = of(4, rows, 4, dim), of(4, dtype=torch.int32)
+    caches = [of(99, page or 704, 2, x) for x in (dim, dim_v)]
+    table = of(4, 64, dtype=torch.int32) if page else None
+    tensors = of_cache.DecodeTensors(q, *caches, lengths, table)
+    options = of_cache.DecodeOptions(causal=True)
+    problem = of_cache.describe_decode(tuple(map(metadata_of, tensors)), options, rows)
+    new, angles = [of(4, 1, 2, x) for x in (dim, dim_v)], of(99, dim // 2)
+    appended = of_cache.AppendTensors(
+        *new, *caches, q, q, lengths, table, rotary_cos=angles, rotary_sin=angles
+    )
+    appended = tuple(map(metadata_of, appended))
+    other = of_cache.describe_append(appended, of_cache.AppendOptions())
+    launches = sample_launches(problem, other, select_tile(problem, device), padding)
+    reports = []
+    for name in ("decode", "append"):
+        kernel = compile_kernel(launches[name], device.capability, aligned)
+        code, stale = kernel.asm["ptx"], []
+        if "wgmma" in code:
+            stale = sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
+        widths = sorted((*key, count) for key, count in ptx.memory_widths(code).items())
+        swizzles = ptx.buffers_of_two_swizzles(code)
+        reports.append((name, widths, "wgmma" in code, swizzles, stale))
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -227,9 +223,12 @@ def reports_of(*shape, chip=H100):
     [((40, 24), 0, 100), ((72, 72), 16, 100), ((104, 56), 0, 100), ((40, 24), 0, 1)],
     ids=str,
 )
-def test_odd_multiples_of_8_load_as_wide_as_the_next_of_16(dims, page_size, queries):
+def test_odd_multiples_of_8_load_as_wide_as_the_next_of_16(dims, page_size, queries, compilers):
     rest = page_size, queries, 0, True
-    found, wanted = reports_of(*dims, *rest), reports_of(*(dim + 8 for dim in dims), *rest)
+    both = [
+        compilers.submit(compile_dims, H100, *of, *rest) for of in (dims, [dim + 8 for dim in dims])
+    ]
+    found, wanted = (submitted.result() for submitted in both)
     for odd, even in zip(found, wanted, strict=True):
         assert odd[:3] == even[:3]
         assert not odd[4]
@@ -239,9 +238,10 @@ def test_odd_multiples_of_8_load_as_wide_as_the_next_of_16(dims, page_size, quer
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["odd-strides", "unaligned"])
 @pytest.mark.parametrize("dims", [(40, 24), (64, 32), (32, 16), (128, 16)], ids=str)
-def test_single_elements_of_k_and_v_have_one_swizzle(dims, aligned):
+def test_single_elements_of_k_and_v_have_one_swizzle(dims, aligned, compilers):
     """As in test_ahead_of_time.py."""
-    decode, _ = reports_of(*dims, 0, 100, int(aligned), aligned)
+    of = H100, *dims, 0, 100, int(aligned), aligned
+    decode, _ = compilers.submit(compile_dims, *of).result()
     _, widths, multiplies, two_swizzles, stale = decode
     assert multiplies and not two_swizzles and not stale
     assert not any(kind == "cp.async" for kind, *_ in widths)
