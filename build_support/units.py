@@ -62,9 +62,12 @@ def tensors_header() -> str:
     table = _load("call", "tensor_fields")
     kinds = {table.ROWS: "ROWS", table.EDGES: "EDGES", table.LENGTHS: "LENGTHS"}
 
+    def kind_of(field: object) -> str:
+        return kinds.get(field.kind, "OPTIONAL" if field.is_optional else "REQUIRED")
+
     def macro(name: str, fields: tuple) -> str:
-        items = " ".join(f"{kinds[field.kind]}({field.name})" for field in fields)
-        taken = dict.fromkeys(kinds[field.kind] for field in fields)
+        items = " ".join(f"{kind_of(field)}({field.name})" for field in fields)
+        taken = dict.fromkeys(map(kind_of, fields))
         return f"#define FLASHATTN3_{name}({', '.join(taken)}) {items}\n"
 
     return (
@@ -72,7 +75,12 @@ def tensors_header() -> str:
         "// The tensors of a call, and those of a call whose launch is found from its tensors.\n"
         + macro("TENSORS", table.TENSORS)
         + macro("FOUND_TENSORS", table.FOUND)
-        + "// Both as arguments of an operator.\n"
+        + "// The tensors of a cached call and of an append.\n"
+        + macro("DECODE_TENSORS", table.DECODE_TENSORS)
+        + macro("APPEND_TENSORS", table.APPEND_TENSORS)
+        + "// All as arguments of an operator.\n"
+        + f'#define FLASHATTN3_DECODE_SCHEMA "{table.schema(table.DECODE_TENSORS, "=None")}"\n'
+        + f'#define FLASHATTN3_APPEND_SCHEMA "{table.schema(table.APPEND_TENSORS)}"\n'
         + f'#define FLASHATTN3_SCHEMA "{table.schema()}"\n'
         + f'#define FLASHATTN3_FOUND_SCHEMA "{table.schema(table.FOUND)}"\n'
         + "// What of a cached call a plan depends on.\n#define FLASHATTN3_CACHED_PLAN(FIELD) "

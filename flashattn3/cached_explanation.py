@@ -17,6 +17,7 @@ from .call.cached import (
     Lengths,
     describe_append,
     describe_decode,
+    query_sizes,
 )
 from .call.cached_checks import check_decode
 from .call.cached_value_checks import capacity_of
@@ -109,6 +110,6 @@ def _metadata_of(x: torch.Tensor | None) -> Metadata | None:
 
 
 def _described(plan: Plan, tensors: DecodeTensors, lengths: Lengths) -> dict[str, object]:
-    sizes = tensors.query_sizes(lengths.max_seqlen_q)
+    sizes = query_sizes(tensors, lengths.max_seqlen_q)
     _, capacity = capacity_of(tensors.k_cache, tensors.page_table)
     return plan.launch.describe() | plan.launch.describe_sizes(*sizes, capacity)

@@ -47,6 +47,7 @@ from flashattn3.call.cached import (
     DecodeTensors,
     describe_append,
     describe_decode,
+    new_out,
 )
 from flashattn3.call.fields import Options
 from flashattn3.call.metadata import metadata_of
@@ -475,7 +476,7 @@ def on_hopper(monkeypatch):
         out.fill_(1.0)
 
     def decode(handle, lse, *arguments):
-        out = DecodeTensors(*arguments[4:]).new_out()
+        out = new_out(DecodeTensors(*arguments[4:]))
         decode_into(out, handle, lse, *arguments)
         return out
 

@@ -17,8 +17,8 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
-from flashattn3.call.cached import DECODE, DecodeTensors
-from flashattn3.run import cached_plans
+from flashattn3.call.cached import DECODE, DecodeTensors, new_out
+from flashattn3.run import cached_calls, cached_plans
 from flashattn3.run.cached_launches import CachedLaunches, launches_of
 
 
@@ -37,7 +37,7 @@ class Double:
         prepared = iter(range(99))
 
         def decode(handle, lse, *arguments):
-            return DecodeTensors(*arguments[4:]).new_out()
+            return new_out(DecodeTensors(*arguments[4:]))
 
         operators = {"decode": decode, "decode_planned": self.run}
         for name in ("decode_planned_with", "append_planned"):
@@ -287,7 +287,7 @@ def test_new_tokens_that_triton_writes(double, monkeypatch):
     ids=lambda given: next(iter(given)),
 )
 def test_calls_with_more_are_checked_each_time(given, double, monkeypatch):
-    monkeypatch.setattr(cached_plans, "run_checked", lambda *arguments: arguments[3].q)
+    monkeypatch.setattr(cached_calls, "run_checked", lambda *arguments: arguments[3].q)
     q, k, v = tensors_of()
     if "backend" not in given:
         flash_attn_with_kvcache(q, k, v)

@@ -7,43 +7,35 @@
 #include <cstdint>
 #include <optional>
 
+#include "call_tensors.h"
 #include "launch/append.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 
-// Arguments of an append, in the order of the schema. The tensors are those of AppendTensors in
-// flashattn3/call/cached.py. seqlen: cached tokens where cache_seqlens is null; -1: the
+// Arguments of an append, in the order of the schema. AppendTensors in flashattn3/call/cached.py
+// says what the tensors are. seqlen: cached tokens where cache_seqlens is null; -1: the
 // capacity.
 struct AppendCall {
-  Tensor k, v, k_cache, v_cache;
-  std::optional<Tensor> q, q_out, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_q,
-      cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale;
-  int64_t seqlen;
-  bool rotary_interleaved, one_q_position;
+#define FLASHATTN3_REQUIRED(name) Tensor name;
+#define FLASHATTN3_OPTIONAL(name) std::optional<Tensor> name;
+  FLASHATTN3_APPEND_TENSORS(FLASHATTN3_REQUIRED, FLASHATTN3_OPTIONAL)
+#undef FLASHATTN3_REQUIRED
+#undef FLASHATTN3_OPTIONAL
+  int64_t seqlen = -1;
+  bool rotary_interleaved = true, one_q_position = false;
 
   static AppendCall take(Arguments& arguments) {
-    using Optional = std::optional<Tensor>;
-    return {.k = arguments.take<Tensor>(),
-            .v = arguments.take<Tensor>(),
-            .k_cache = arguments.take<Tensor>(),
-            .v_cache = arguments.take<Tensor>(),
-            .q = arguments.take<Optional>(),
-            .q_out = arguments.take<Optional>(),
-            .cache_seqlens = arguments.take<Optional>(),
-            .page_table = arguments.take<Optional>(),
-            .cache_batch_idx = arguments.take<Optional>(),
-            .cu_seqlens_q = arguments.take<Optional>(),
-            .cu_seqlens_k_new = arguments.take<Optional>(),
-            .rotary_cos = arguments.take<Optional>(),
-            .rotary_sin = arguments.take<Optional>(),
-            .rotary_seqlens = arguments.take<Optional>(),
-            .k_descale = arguments.take<Optional>(),
-            .v_descale = arguments.take<Optional>(),
-            .seqlen = arguments.take<int64_t>(),
-            .rotary_interleaved = arguments.take<bool>(),
-            .one_q_position = arguments.take<bool>()};
+#define FLASHATTN3_REQUIRED(name) .name = arguments.take<Tensor>(),
+#define FLASHATTN3_OPTIONAL(name) .name = arguments.take<std::optional<Tensor>>(),
+    AppendCall call{FLASHATTN3_APPEND_TENSORS(FLASHATTN3_REQUIRED, FLASHATTN3_OPTIONAL)};
+#undef FLASHATTN3_REQUIRED
+#undef FLASHATTN3_OPTIONAL
+    call.seqlen = arguments.take<int64_t>();
+    call.rotary_interleaved = arguments.take<bool>();
+    call.one_q_position = arguments.take<bool>();
+    return call;
   }
 };
 

@@ -279,12 +279,8 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
-  library.def(
-      "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, "
-      "Tensor(c!)? q_out, Tensor? cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, "
-      "Tensor? rotary_seqlens, Tensor? k_descale, Tensor? v_descale, int seqlen, "
-      "bool rotary_interleaved, bool one_q_position) -> ()");
+  library.def("append(" FLASHATTN3_APPEND_SCHEMA
+              ", int seqlen, bool rotary_interleaved, bool one_q_position) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) { library.impl("append", append); }

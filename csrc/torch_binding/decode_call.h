@@ -8,44 +8,37 @@
 #include <cstdint>
 #include <optional>
 
+#include "call_tensors.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/launch_record.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
 
-// Arguments of a cached call, in the order of the schema of decode. The tensors are those of
-// DecodeTensors in flashattn3/call/cached.py. seqlen: cached tokens where cache_seqlens is
+// Arguments of a cached call, in the order of the schema of decode. DecodeTensors in
+// flashattn3/call/cached.py says what the tensors are. seqlen: cached tokens where cache_seqlens is
 // null; -1: the capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the
 // metadata holds.
 struct DecodeCall {
   std::optional<Tensor> lse;
   int64_t seqlen = -1, seqlen_new = 0, max_seqlen_q = -1, options_hash = 0;
-  Tensor q, k_cache, v_cache;
-  std::optional<Tensor> cache_seqlens, page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q,
-      cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata;
+#define FLASHATTN3_REQUIRED(name) Tensor name;
+#define FLASHATTN3_OPTIONAL(name) std::optional<Tensor> name;
+  FLASHATTN3_DECODE_TENSORS(FLASHATTN3_REQUIRED, FLASHATTN3_OPTIONAL)
+#undef FLASHATTN3_REQUIRED
+#undef FLASHATTN3_OPTIONAL
 
   static DecodeCall take(Arguments& arguments) {
-    using Optional = std::optional<Tensor>;
-    return {.lse = arguments.take<Optional>(),
+#define FLASHATTN3_REQUIRED(name) .name = arguments.take<Tensor>(),
+#define FLASHATTN3_OPTIONAL(name) .name = arguments.take<std::optional<Tensor>>(),
+    return {.lse = arguments.take<std::optional<Tensor>>(),
             .seqlen = arguments.take<int64_t>(),
             .seqlen_new = arguments.take<int64_t>(),
             .max_seqlen_q = arguments.take<int64_t>(),
             .options_hash = arguments.take<int64_t>(),
-            .q = arguments.take<Tensor>(),
-            .k_cache = arguments.take<Tensor>(),
-            .v_cache = arguments.take<Tensor>(),
-            .cache_seqlens = arguments.take<Optional>(),
-            .page_table = arguments.take<Optional>(),
-            .cache_batch_idx = arguments.take<Optional>(),
-            .cache_leftpad = arguments.take<Optional>(),
-            .cu_seqlens_q = arguments.take<Optional>(),
-            .cu_seqlens_k_new = arguments.take<Optional>(),
-            .q_descale = arguments.take<Optional>(),
-            .k_descale = arguments.take<Optional>(),
-            .v_descale = arguments.take<Optional>(),
-            .sinks = arguments.take<Optional>(),
-            .scheduler_metadata = arguments.take<Optional>()};
+            FLASHATTN3_DECODE_TENSORS(FLASHATTN3_REQUIRED, FLASHATTN3_OPTIONAL)};
+#undef FLASHATTN3_REQUIRED
+#undef FLASHATTN3_OPTIONAL
   }
   bool varlen() const { return cu_seqlens_q.has_value(); }
   int64_t batch() const { return varlen() ? cu_seqlens_q->size(0) - 1 : q.size(0); }

@@ -343,13 +343,9 @@ std::tuple<int64_t, int64_t, bool> decode_size(Tensor launch, int64_t batch, int
 }  // namespace
 
 // Tensors that a call may lack come last: torch passes a default in less time than an argument.
-#define FA3_CACHED_CALL                                                                      \
-  "Tensor launch, Tensor(b!)? lse, int seqlen, int seqlen_new, int max_seqlen_q, "           \
-  "int options_hash, Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens=None, " \
-  "Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "      \
-  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k_new=None, Tensor? q_descale=None, "       \
-  "Tensor? k_descale=None, Tensor? v_descale=None, Tensor? sinks=None, "                     \
-  "Tensor? scheduler_metadata=None"
+#define FA3_CACHED_CALL                                                            \
+  "Tensor launch, Tensor(b!)? lse, int seqlen, int seqlen_new, int max_seqlen_q, " \
+  "int options_hash, " FLASHATTN3_DECODE_SCHEMA
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("decode(" FA3_CACHED_CALL ") -> Tensor");
   library.def("decode_into(Tensor(a!) out, " FA3_CACHED_CALL ") -> ()");

@@ -7,6 +7,7 @@ the errors; it reads the sizes too.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass, make_dataclass, replace
 from typing import NamedTuple
 
@@ -17,51 +18,44 @@ from .arguments import boolean, real
 from .fields import CALL, Description, Field, as_given, or_none
 from .metadata import Metadata
 from .problem import AttentionProblem, CallProblem, attention_fields
+from .tensor_fields import APPEND_TENSORS, DECODE_TENSORS, TensorField
 
 MAX_HEAD_DIM = 256
 # Packed query rows (token-major, qhead_per_kvhead rows for a token) that plans distinguish.
 PLANNED_ROWS = (16, 32, 64, 128, 192, 256)
 
 
-class DecodeTensors(NamedTuple):
-    """The tensors of one cached call, as the backends receive them. Their last stride is 1.
+def _tensors_of(name: str, fields: tuple[TensorField, ...]) -> type[tuple]:
+    optional = [field for field in fields if field.is_optional]
+    defaults = (None,) * len(optional)
+    return namedtuple(name, [field.name for field in fields], defaults=defaults, module=__name__)
 
-    q: (batch, seqlen_q, num_heads_q, head_dim), or (total_q, ...) with cu_seqlens_q.
-    k_cache, v_cache: (num_caches, capacity, num_heads_kv, ·), or (num_pages, page_size, ...) with
-        page_table, int32 (num_caches, max_pages).
-    cache_seqlens, cache_batch_idx, cache_leftpad: int32 (batch,).
-    cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,). The new tokens are in the cache already.
-    q_descale, k_descale, v_descale: float32 (batch, num_heads_kv). sinks: (num_heads_q,).
-    scheduler_metadata: see metadata.py.
-    """
 
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    cache_seqlens: Tensor | None = None
-    page_table: Tensor | None = None
-    cache_batch_idx: Tensor | None = None
-    cache_leftpad: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k_new: Tensor | None = None
-    q_descale: Tensor | None = None
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
-    sinks: Tensor | None = None
-    scheduler_metadata: Tensor | None = None
+# The tensors of one cached call, as the backends receive them. Their last stride is 1.
+#   q: (batch, seqlen_q, num_heads_q, head_dim), or (total_q, ...) with cu_seqlens_q.
+#   k_cache, v_cache: (num_caches, capacity, num_heads_kv, ·), or (num_pages, page_size, ...) with
+#       page_table, int32 (num_caches, max_pages).
+#   cache_seqlens, cache_batch_idx, cache_leftpad: int32 (batch,).
+#   cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,). The new tokens are in the cache already.
+#   q_descale, k_descale, v_descale: float32 (batch, num_heads_kv). sinks: (num_heads_q,).
+#   scheduler_metadata: see scheduler_metadata.py.
+DecodeTensors = _tensors_of("DecodeTensors", DECODE_TENSORS)
 
-    def new_out(self) -> Tensor:
-        """Memory for out, in q's dtype."""
-        return self.q.new_empty((*self.q.shape[:-1], self.v_cache.shape[-1]))
 
-    def query_sizes(self, max_seqlen_q: int | None) -> tuple[int, int, int]:
-        """batch, number of rows, and a bound on the queries of a sequence."""
-        q, edges = self.q, self.cu_seqlens_q
-        if edges is None:
-            return q.shape[0], q.shape[1], q.shape[1]
-        total_q = q.shape[0]
-        longest = total_q if max_seqlen_q is None else min(max_seqlen_q, total_q)
-        return edges.shape[0] - 1, total_q, longest
+def new_out(tensors: DecodeTensors) -> Tensor:
+    """Memory for out, in q's dtype."""
+    q = tensors.q
+    return q.new_empty((*q.shape[:-1], tensors.v_cache.shape[-1]))
+
+
+def query_sizes(tensors: DecodeTensors, max_seqlen_q: int | None) -> tuple[int, int, int]:
+    """batch, number of rows, and a bound on the queries of a sequence."""
+    q, edges = tensors.q, tensors.cu_seqlens_q
+    if edges is None:
+        return q.shape[0], q.shape[1], q.shape[1]
+    total_q = q.shape[0]
+    longest = total_q if max_seqlen_q is None else min(max_seqlen_q, total_q)
+    return edges.shape[0] - 1, total_q, longest
 
 
 # Where the options of a cached call differ from those of other calls, or are its own.
@@ -103,27 +97,10 @@ class Lengths(NamedTuple):
     max_seqlen_q: int | None = None
 
 
-class AppendTensors(NamedTuple):
-    """The tensors of one append. k, v (batch, seqlen_new, num_heads_kv, ·), or (total_new, ...)
-    with cu_seqlens_k_new; q, which is rotated into q_out, as in DecodeTensors; rotary_cos and
-    rotary_sin (positions, rotary_dim / 2); the rest as in DecodeTensors."""
-
-    k: Tensor
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    q: Tensor | None = None
-    q_out: Tensor | None = None
-    cache_seqlens: Tensor | None = None
-    page_table: Tensor | None = None
-    cache_batch_idx: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k_new: Tensor | None = None
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
-    rotary_seqlens: Tensor | None = None
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
+# The tensors of one append. k, v (batch, seqlen_new, num_heads_kv, ·), or (total_new, ...) with
+# cu_seqlens_k_new; q, which is rotated into q_out, as in DecodeTensors; rotary_cos and rotary_sin
+# (positions, rotary_dim / 2); the rest as in DecodeTensors.
+AppendTensors = _tensors_of("AppendTensors", APPEND_TENSORS)
 
 
 # The arguments of an append that are not tensors. one_q_position: every query of a sequence has the

@@ -9,6 +9,7 @@ values.
 from __future__ import annotations
 
 from dataclasses import dataclass, make_dataclass
+from functools import cached_property
 
 import torch
 
@@ -64,7 +65,7 @@ class AttentionProblem(CallProblem):
     num_heads_kv: int
     score_scale: ScoreScale
 
-    @property
+    @cached_property
     def qhead_per_kvhead(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads_q // self.num_heads_kv

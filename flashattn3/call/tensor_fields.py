@@ -42,6 +42,10 @@ class TensorField:
     kind: Kind
     found: bool = True
 
+    @property
+    def is_optional(self) -> bool:
+        return self.kind.type.endswith("?")
+
 
 TENSORS = (
     TensorField("q", ROWS),
@@ -51,6 +55,43 @@ TENSORS = (
     TensorField("cu_seqlens_k", EDGES),
     TensorField("seqused_q", LENGTHS, found=False),
     TensorField("seqused_k", LENGTHS, found=False),
+)
+# The tensors of a cached call and of an append; CACHED_PLAN says what of them a plan depends on. A
+# letter says that an append writes the tensor.
+REQUIRED, OPTIONAL = Kind("Tensor", ()), Kind("Tensor?", ())
+DECODE_TENSORS = (
+    TensorField("q", REQUIRED),
+    TensorField("k_cache", REQUIRED),
+    TensorField("v_cache", REQUIRED),
+    TensorField("cache_seqlens", OPTIONAL),
+    TensorField("page_table", OPTIONAL),
+    TensorField("cache_batch_idx", OPTIONAL),
+    TensorField("cache_leftpad", OPTIONAL),
+    TensorField("cu_seqlens_q", OPTIONAL),
+    TensorField("cu_seqlens_k_new", OPTIONAL),
+    TensorField("q_descale", OPTIONAL),
+    TensorField("k_descale", OPTIONAL),
+    TensorField("v_descale", OPTIONAL),
+    TensorField("sinks", OPTIONAL),
+    TensorField("scheduler_metadata", OPTIONAL),
+)
+APPEND_TENSORS = (
+    TensorField("k", REQUIRED),
+    TensorField("v", REQUIRED),
+    TensorField("k_cache", Kind("Tensor(a!)", ())),
+    TensorField("v_cache", Kind("Tensor(b!)", ())),
+    TensorField("q", OPTIONAL),
+    TensorField("q_out", Kind("Tensor(c!)?", ())),
+    TensorField("cache_seqlens", OPTIONAL),
+    TensorField("page_table", OPTIONAL),
+    TensorField("cache_batch_idx", OPTIONAL),
+    TensorField("cu_seqlens_q", OPTIONAL),
+    TensorField("cu_seqlens_k_new", OPTIONAL),
+    TensorField("rotary_cos", OPTIONAL),
+    TensorField("rotary_sin", OPTIONAL),
+    TensorField("rotary_seqlens", OPTIONAL),
+    TensorField("k_descale", OPTIONAL),
+    TensorField("v_descale", OPTIONAL),
 )
 # What of a cached call a plan depends on, besides its options: no size that grows from step to
 # step. seqlen_q: queries of a sequence, or of the longest. page_size: 0 without a page table.
@@ -66,9 +107,11 @@ CACHED_PLAN = (
 )
 
 
-def schema(fields: tuple[TensorField, ...] = TENSORS) -> str:
-    """The tensors as arguments of an operator."""
-    return ", ".join(f"{field.kind.type} {field.name}" for field in fields)
+def schema(fields: tuple[TensorField, ...] = TENSORS, missing: str = "") -> str:
+    """The tensors as arguments of an operator. missing: follows the name of an optional one."""
+    return ", ".join(
+        f"{field.kind.type} {field.name}{missing if field.is_optional else ''}" for field in fields
+    )
 
 
 FOUND = tuple(field for field in TENSORS if field.found)

@@ -17,6 +17,7 @@ from ..call.cached import (
     DecodeTensors,
     Lengths,
     one_q_position,
+    query_sizes,
 )
 from ..call.cached_checks import check_combine, check_decode, check_out, check_tensors
 from ..call.metadata import metadata_of
@@ -138,7 +139,7 @@ def _appended(
         to_rotate, edges, tensors = q, tensors.cu_seqlens_q, tensors._replace(q=rotated)
     checked = check_call(tensors, lengths, options)
     if not torch.compiler.is_compiling():  # which traces all checks before anything runs
-        batch = tensors.query_sizes(lengths.max_seqlen_q)[0]
+        batch = query_sizes(tensors, lengths.max_seqlen_q)[0]
         if dense:
             expect(k.shape[0] == batch, function, "k.shape[0]", f"{batch} (q's batch)", k.shape[0])
         _check_given(out, q, result_shapes(q, tensors.v_cache)[0], options)

@@ -20,6 +20,7 @@ from ..call.cached import (
 from ..call.cached_checks import check_append, check_combine, check_decode, check_out
 from ..call.metadata import metadata_of
 from ..call.selection import ANY, named_backend
+from ..call.tensor_fields import APPEND_TENSORS, DECODE_TENSORS, schema
 from ..modes import is_watched
 from .cached_plans import (
     CheckedCall,
@@ -35,24 +36,14 @@ _LENGTHS = "SymInt? seqlen, SymInt seqlen_new, SymInt? max_seqlen_q"
 _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields)
 
 
-def _tensors(fields: tuple[str, ...], required: int, mutated: dict[str, str]) -> str:
-    """A schema's tensors; mutated: name → letter of its alias set."""
-    parts = []
-    for index, name in enumerate(fields):
-        alias = f"({mutated[name]}!)" if name in mutated else ""
-        parts.append(f"Tensor{alias}{'' if index < required else '?'} {name}")
-    return ", ".join(parts)
-
-
 torch.library.define(
     "flashattn3::decode",
-    f"(Tensor(a!) out, Tensor(b!) lse, {_tensors(DecodeTensors._fields, 3, {})}, {_LENGTHS}, "
+    f"(Tensor(a!) out, Tensor(b!) lse, {schema(DECODE_TENSORS)}, {_LENGTHS}, "
     f"{DECODE.schema}) -> ()",
 )
-_WRITTEN = {"k_cache": "a", "v_cache": "b", "q_out": "c"}
 torch.library.define(
     "flashattn3::append",
-    f"({_tensors(AppendTensors._fields, 4, _WRITTEN)}, {_LENGTHS}, {APPEND.schema}) -> ()",
+    f"({schema(APPEND_TENSORS)}, {_LENGTHS}, {APPEND.schema}) -> ()",
 )
 torch.library.define(
     "flashattn3::combine",

@@ -24,6 +24,7 @@ from ..call.cached import (
     DecodeTensors,
     Lengths,
     lse_shape,
+    query_sizes,
 )
 from ..call.cached_checks import check_append, check_combine, check_decode, check_tensors
 from ..call.cached_value_checks import check_append_values, check_decode_values
@@ -65,7 +66,7 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     check_decode(found, options, lengths)
     plan = plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
     q, _, v_cache = found[:3]
-    _, _, seqlen_q = DecodeTensors(*found).query_sizes(lengths.max_seqlen_q)
+    _, _, seqlen_q = query_sizes(DecodeTensors(*found), lengths.max_seqlen_q)
     if not is_checked(q.device):
         launches_of(options).keep(plan.launch, seqlen_q)
     of_out, of_lse = result_shapes(q, v_cache)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.cached import new_out
 from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
 from .rotary import rotated
 
@@ -44,7 +45,7 @@ class ReferenceCachedCall(NamedTuple):
         lengths: Lengths,
         options_hash: int,
     ) -> Tensor:
-        out = tensors.new_out() if out is None else out
+        out = new_out(tensors) if out is None else out
         with torch.autocast(out.device.type, enabled=False), _writing_to(out):
             _decode(self.problem, out, lse, tensors, lengths, options_hash)
         return out

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...call.cached import new_out, query_sizes
 from .cache_tiles import CacheTile
 from .columns import blocks_alike, padded
 from .kernels import append, cache_parts, combine, decode
@@ -54,11 +55,11 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     def run(
         out: Tensor | None, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int
     ) -> Tensor:
-        out = tensors.new_out() if out is None else out
+        out = new_out(tensors) if out is None else out
         if varlen:  # no kernel writes rows of no sequence
             out.zero_()
             lse.fill_(-inf)
-        batch, total_q, seqlen_q = tensors.query_sizes(lengths.max_seqlen_q)
+        batch, total_q, seqlen_q = query_sizes(tensors, lengths.max_seqlen_q)
         tiles, parts, slots = tile.grid(problem, batch, total_q, seqlen_q)
         if tiles == 0:
             return out
