@@ -70,7 +70,7 @@ def try_under(version: str, wheel: Path, torch_source: str) -> dict:
         venv.create(folder, with_pip=True)
         python = Path(folder, "bin", "python")
         install = [python, "-m", "pip", "install", "--quiet"]
-        _checked([*install, "--no-deps", torch_source])
+        _checked([*install, "--no-deps", "--no-compile", torch_source])
         _checked([*install, *PURE_PYTHON])
         start = time.perf_counter()
         _checked([*install, "--no-deps", "--no-index", wheel.resolve()])

@@ -28,6 +28,10 @@ MAX_BYTES = 12 << 20
 NOT_SOURCE = (".git", "build", "dist", "out", "_lib", "*.so", "*.egg-info", ".venv*")
 NOT_SOURCE += ("__pycache__", ".*cache*")
 FIRST_DATE_OF_ZIP = "315532800"  # 1980
+# auditwheel offers the platforms of the machine that it runs on alone.
+AUDITWHEEL = """import platform, sys, auditwheel.main
+platform.machine = lambda: "{}"
+sys.exit(auditwheel.main.main())"""
 OF_TORCH = ("libtorch.so", "libtorch_cpu.so")  # of torch, which the wheel requires
 
 
@@ -58,8 +62,8 @@ def write_wheel(kind: str, out: Path) -> Path:
         (wheel,) = built.glob("*.whl")
         if kind == PURE:
             return Path(shutil.copy(wheel, out))
-        command = [sys.executable, "-m", "auditwheel", "repair", wheel, "--wheel-dir", out]
-        command += ["--plat", f"manylinux_2_28_{kind}", "--only-plat"]
+        command = [sys.executable, "-c", AUDITWHEEL.format(kind), "repair", wheel]
+        command += ["--wheel-dir", out, "--plat", f"manylinux_2_28_{kind}", "--only-plat"]
         _run([*command, *(f"--exclude={name}" for name in OF_TORCH)], environment)
     (path,) = out.glob(f"*-{wheel.name.split('-')[1]}-*manylinux_2_28_{kind}.whl")
     if path.stat().st_size > MAX_BYTES:

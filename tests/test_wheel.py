@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ if not (ROOT / "build_support").is_dir():
     pytest.skip("needs a source checkout", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # an installed package does not bring the build along
 
-from build_support import cuda12, release, wheel
+from build_support import cuda12, hub, release, wheel
 from build_support.portable import Portable, symbols, write_empty_library, write_stubs
 from flashattn3.backends.hopper.library import OPS_LIBRARY, PACKAGE, find_library
 from third_party import cutlass
@@ -158,15 +159,24 @@ def test_wheels_of_one_library(tmp_path, monkeypatch):
     assert first.endswith("-cp310-abi3-manylinux_2_28_x86_64.whl")
     assert second.endswith("-py3-none-any.whl")
     assert all(once == again for once, again in files.values())
-    folders = []
-    for name in (first, second):
-        shutil.unpack_archive(tmp_path / "first" / name, tmp_path / name[-12:-4], "zip")
-        paths = (
-            p.relative_to(tmp_path / name[-12:-4]) for p in (tmp_path / name[-12:-4]).rglob("*")
-        )
-        folders.append({str(path) for path in paths if path.suffix})
-    assert folders[0] - folders[1] == {f"flashattn3/{OPS_LIBRARY}"} and folders[1] <= folders[0]
-    assert any("THIRD_PARTY_NOTICES" in str(p) for p in (tmp_path / first[-12:-4]).rglob("*"))
+    binary, pure = (
+        set(zipfile.ZipFile(tmp_path / "first" / name).namelist()) for name in (first, second)
+    )
+    added = {name for name in binary - pure if not name.endswith("/")}
+    assert added == {f"flashattn3/{OPS_LIBRARY}"} and pure <= binary
+    assert any(name.endswith("/THIRD_PARTY_NOTICES") for name in pure)
+    assert {"flashattn3", "flashattn3_bench"} <= {name.split("/")[0] for name in pure}
+
+
+def test_the_hub_takes_the_libraries_of_wheels(tmp_path):
+    path = tmp_path / "flashattn3-1.2.3-cp310-abi3-manylinux_2_28_aarch64.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"flashattn3/{OPS_LIBRARY}", b"aarch64\0flashattn3_hopper\0")
+    compiled = [folder for folder in hub.write(tmp_path, [path]) if "stable" in folder.name]
+    assert [folder.name for folder in compiled] == [
+        f"torch-stable-abi29-cu{cuda}-aarch64-linux" for cuda in (126, 130)
+    ]
+    assert all((folder / OPS_LIBRARY).read_bytes().startswith(b"aarch64") for folder in compiled)
 
 
 def test_version_changelog_and_citation_move_together(tmp_path):
