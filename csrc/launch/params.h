@@ -163,9 +163,7 @@ struct BackwardParams {
 struct LaunchSize {
   int num_ctas;             // of the main kernel, a one-dimensional grid
   int64_t workspace_bytes;  // device memory for the duration of the launch
-  int num_counters = 0;     // of DecodeParams::counters
   bool on_warps = false;    // whether a warp kernel takes a cached call
-  int64_t part_bytes = 0;   // of DecodeParams::part_memory
 };
 
 }  // namespace flashattn3

@@ -74,7 +74,7 @@ __device__ __forceinline__ int column_of(const S (&s)[kCount], int r, float valu
   for (int i = 0; i < kCount; ++i) {
     if (row_of(i) == r && get(s[i]) == value) column = register_column(i);
   }
-  return column < 0 ? -1 : column + thread_column(threadIdx.x);
+  return column < 0 ? -1 : column + static_cast<int>(thread_column(threadIdx.x));
 }
 
 // Recomputes the score of one query row and one key from the tiles in shared memory and returns it
