@@ -15,6 +15,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 EIGHT_BIT = {
     "attention/descale.cuh",
+    "forward/quantized_arguments.h",
     "forward/single_key.cuh",
     "tile/permuted_v.h",
     "tile/permuted_v_tile.cuh",

@@ -28,6 +28,15 @@ struct alignas(16) KvDescales {
   uint32_t special;
 };
 
+// The register at row `row` of its thread's two rows and this distance of columns from register 0:
+// the inverse of row_of and register_column.
+constexpr int register_at(int row, int column) { return column / 8 * 4 + row * 2 + column % 2; }
+
+// Returns a bit for each of the row's four lanes. All lanes of the warp must call it.
+__device__ __forceinline__ uint32_t quad_bits(bool condition) {
+  return __ballot_sync(~0u, condition) >> (threadIdx.x % 32 & ~3) & 15u;
+}
+
 // Finds the largest exponent of each row of this thread; exponents may have any sign.
 template <class S, int kCount>
 __device__ __forceinline__ void find_highest(float (&highest)[2], const S (&s)[kCount]) {

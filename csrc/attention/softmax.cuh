@@ -25,11 +25,6 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Returns a bit for each of the row's four lanes. All lanes of the warp must call it.
-__device__ __forceinline__ uint32_t quad_bits(bool condition) {
-  return __ballot_sync(~0u, condition) >> (threadIdx.x % 32 & ~3) & 15u;
-}
-
 // Returns the maximum over the four lanes that share a row.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

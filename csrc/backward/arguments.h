@@ -6,10 +6,9 @@
 
 #include <cstdint>
 
-#include "attention/mask.cuh"
-#include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
+#include "attention/variant.cuh"
 #include "backward/config.h"
 
 namespace flashattn3::backward {

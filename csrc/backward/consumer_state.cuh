@@ -3,7 +3,7 @@
 // warpgroups.
 #pragma once
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "backward/arguments.h"
 #include "backward/probabilities.cuh"
 #include "backward/traits.cuh"
@@ -51,18 +51,19 @@ class ConsumerState {
  protected:
   // Waits for Q, dO, lse and delta of a step. All warpgroups call it, also those that skip the step
   // and only release the stage.
-  __device__ __forceinline__ void wait_for_q_dout(int block) {
+  __device__ __forceinline__ void wait_for_q_dout(int position) {
     const uint32_t stage = q_dout().index();
     storage_.q_dout_full[stage].wait(q_dout().phase());  // Sync: all four are loaded.
-    zero_fill_q_dout(stage, block);
+    zero_fill_q_dout(stage, tile().m_blocks.block(position));
   }
 
   // Sets the probabilities of keys that a query of the m_block does not see to 0. full_blocks:
-  // m_blocks that see all keys of this warpgroup.
-  __device__ __forceinline__ void mask_unless_full(Scores& p, int block, BlockRange full_blocks) {
-    if (contains(full_blocks, block)) return;
+  // positions of m_blocks that see all keys of this warpgroup.
+  __device__ __forceinline__ void mask_unless_full(Scores& p, int position,
+                                                   BlockRange full_blocks) {
+    if (contains(full_blocks, position)) return;
     mask_probabilities<kBlockM>(p, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
-                                block * kBlockM);
+                                tile().m_blocks.block(position) * kBlockM);
   }
 
   // Starts dV += P dO or dK += dS Q. offset: of the stage's dO or Q, as Traits::kDoutLow.

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "backward/arguments.h"
 #include "backward/work_tile.cuh"
 #include "ptx/global_memory.cuh"
@@ -43,7 +43,7 @@ __device__ __forceinline__ int tiles_before(const Arguments& args, const WorkTil
   if (args.traversal == Traversal::kAscending) return index;
   const int last_row = min((block + 1) * kBlockM, tile.num_rows) - 1;
   const BlockRange tiles = Mask::of(tile.num_rows, tile.num_keys, args.window)
-                               .template n_block_range<kBlockN>(block * kBlockM, last_row);
+                               .template n_blocks<kBlockN>(block * kBlockM, last_row);
   return tile.descending ? index - tiles.begin : tiles.end - 1 - index;
 }
 

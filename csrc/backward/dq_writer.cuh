@@ -37,10 +37,10 @@ class DqWriter {
         const int warpgroup = turn_.index();
         if (Traits::kDqParts > 1 && writer_ < Traits::kConsumers) {
           Barrier& full = storage_.dq_full[Traits::kConsumers + writer_];
-          write(tile, steps.head(tile), steps.block(), writer_, full, own_.phase());
+          write(tile, steps.head(tile), steps.block(tile), writer_, full, own_.phase());
           own_.advance();
         } else if (Traits::kDqParts > 1 || warpgroup == writer_) {
-          write(tile, steps.head(tile), steps.block(), warpgroup, storage_.dq_full[warpgroup],
+          write(tile, steps.head(tile), steps.block(tile), warpgroup, storage_.dq_full[warpgroup],
                 turn_.phase());
         }
       }

@@ -7,6 +7,7 @@
 
 #include "attention/tile_scheduler.cuh"
 #include "backward/arguments.h"
+#include "backward/copy_floats.cuh"
 #include "backward/traits.cuh"
 #include "tile/tma_load.cuh"
 
@@ -34,7 +35,7 @@ class Producer {
       const int request_at = max(0, count - kRequestSteps);
       for (int i = 0; i < count; ++i, steps.advance()) {
         if (i == request_at) tiles_.request();
-        load_rows(tile, steps.head(tile), steps.block(), i == 0);
+        load_rows(tile, steps.head(tile), steps.block(tile), i == 0);
       }
       if (count == 0) tiles_.request();
       tiles_.advance();

@@ -56,7 +56,7 @@ class Consumer : ConsumerStep<kConfig> {
     const int first_key = uniform(tile().first_key) + 64 * warpgroup_;
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
     const int num_rows = uniform(tile().num_rows);
-    const BlockRange seen = m_block_range<kBlockM>(tile_mask(), num_rows, first_key, last_key);
+    const BlockRange seen = m_blocks_of<kBlockM>(tile_mask(), num_rows, first_key, last_key);
     const BlockRange full_blocks = full_m_blocks<kBlockM>(tile_mask(), first_key, first_key + 63);
     KeyGradient dk;
     ValueGradient dv;
@@ -73,10 +73,10 @@ class Consumer : ConsumerStep<kConfig> {
     const int count = steps.count();
     partial_block_ = varlen ? num_rows / kBlockM : -1;
     for (int i = 0; i < count; ++i, steps.advance()) {
-      const int block = steps.block();
-      this->wait_for_q_dout(block);
-      if (!Traits::kSkipsSteps || contains(seen, block)) {
-        this->step(dk, dv, block, full_blocks, i > 0);
+      const int position = steps.position();
+      this->wait_for_q_dout(position);
+      if (!Traits::kSkipsSteps || contains(seen, position)) {
+        this->step(dk, dv, position, full_blocks, i > 0);
       } else if constexpr (Traits::kSkipsSteps) {
         this->skip_step();
       }

@@ -1,7 +1,7 @@
 // Postprocess: converts dq_accum, which is in accumulator order, to dq.
 #pragma once
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "backward/arguments.h"
 #include "backward/dq_semaphore.cuh"
 #include "ptx/pdl.cuh"
@@ -50,7 +50,7 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
   const int num_keys = find_sequence(args.seqlens_k, batch_idx).length;
   const BlockRange seen =
       Mask::of(rows.length, num_keys, args.window)
-          .template n_block_range<64>(first_row, min(first_row + kBlockM, rows.length) - 1);
+          .template n_blocks<64>(first_row, min(first_row + kBlockM, rows.length) - 1);
   wait_for_tiles<kConfig>(args, batch_idx, head, num_keys);
   const float4* dq_accum = reinterpret_cast<const float4*>(args.workspace.dq_accum +
                                                            int64_t{number} * (kBlockM * kHeadDim)) +

@@ -2,8 +2,7 @@
 // one delta.
 #pragma once
 
-#include "attention/mask.cuh"
-#include "attention/score_scale.cuh"
+#include "attention/variant.cuh"
 #include "ptx/approximations.cuh"
 #include "ptx/opaque.cuh"
 #include "tile/fragment.h"

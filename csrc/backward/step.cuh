@@ -22,9 +22,10 @@ class Step : protected ConsumerState<kConfig> {
   using typename Base::Traits;
   using typename Base::ValueGradient;
 
-  // block: m_block (kBlockM queries). full_blocks: m_blocks that see all keys of this warpgroup.
+  // position: of the m_block (kBlockM queries) in the tile's list. full_blocks: positions of those
+  // that see all keys of this warpgroup.
   // The last argument tells WideStep whether there is a dQ to compute; here the turn tells it.
-  __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, int block,
+  __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, int position,
                                        BlockRange full_blocks, bool) {
     auto& storage = this->storage_;
     const uint32_t stage = this->q_dout().index();
@@ -39,7 +40,7 @@ class Step : protected ConsumerState<kConfig> {
     warpgroup_fence_operand(s);
     load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage.lse[stage], this->column());
     exponentiate(s, lse, this->args_.score_scale);
-    this->mask_unless_full(s, block, full_blocks);
+    this->mask_unless_full(s, position, full_blocks);
     pack_probabilities<kElement, kBlockM>(p, s);
     this->template start_gradient<kHeadDim>(dv, p, Base::dout_low(stage));
     warpgroup_wait<1>();

@@ -26,9 +26,10 @@ class WideStep : protected ConsumerState<kConfig> {
   using typename Base::Traits;
   using typename Base::ValueGradient;
 
-  // block: m_block (kBlockM queries). full_blocks: m_blocks that see all keys of this warpgroup.
+  // position: of the m_block (kBlockM queries) in the tile's list. full_blocks: positions of those
+  // that see all keys of this warpgroup.
   // others: the tile had an earlier step.
-  __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, int block,
+  __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, int position,
                                        BlockRange full_blocks, bool others) {
     auto& storage = this->storage_;
     const uint32_t stage = this->q_dout().index();
@@ -39,7 +40,7 @@ class WideStep : protected ConsumerState<kConfig> {
     warpgroup_wait<0>();
     warpgroup_fence_operand(s);
     exponentiate(s, lse, this->args_.score_scale);
-    this->mask_unless_full(s, block, full_blocks);
+    this->mask_unless_full(s, position, full_blocks);
     pack_probabilities<kElement, kBlockM>(p, s);
     const bool caps = this->args_.score_scale.caps();
     if (caps) stage_capped(s, stage);

@@ -1,7 +1,7 @@
 // Work tile of the backward: an n_block of one KV head, and the m_blocks that see it.
 #pragma once
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "backward/arguments.h"
@@ -9,18 +9,18 @@
 
 namespace flashattn3::backward {
 
-// Blocks of kM rows, of num_rows rows, in which a row sees a key from first_key to last_key.
+// The list of blocks of kM rows, of num_rows rows, in which a row sees a key from first_key to
+// last_key.
 template <int kM>
-__host__ __device__ __forceinline__ BlockRange m_block_range(const Mask& mask, int num_rows,
-                                                             int first_key, int last_key) {
+__host__ __device__ __forceinline__ BlockRange m_blocks_of(const Mask& mask, int num_rows,
+                                                           int first_key, int last_key) {
   if (last_key < first_key) return {0, 0};
   const int low = max(0, first_key - mask.last) / kM;
   const int high = (max(0, min(num_rows, last_key - mask.first + 1)) + kM - 1) / kM;
   return low < high ? BlockRange{low, high} : BlockRange{0, 0};
 }
 
-// Blocks of kM rows in which every row sees every key from first_key to last_key. The range may
-// end past the last block of the sequence.
+// Those in which every row sees every key. The range may end past the last block of the sequence.
 template <int kM>
 __host__ __device__ __forceinline__ BlockRange full_m_blocks(const Mask& mask, int first_key,
                                                              int last_key) {
@@ -40,8 +40,8 @@ struct alignas(16) WorkTile {
   int batch_idx;        // index of the sequence
   int row_offset;       // of the sequence in q
   BlockRange m_blocks;  // m_blocks that see at least one of its keys; may be empty
-  int start;            // the m_block that is visited first
-  bool descending;      // m_blocks are visited from the last to the first
+  int start;            // the position that is visited first
+  bool descending;      // positions are visited from the last to the first
   int first_head;       // the query head of the KV head that is visited first at each m_block
 };
 
@@ -58,15 +58,15 @@ __device__ __forceinline__ int kv_head(const Arguments& args, const WorkTile& ti
   return args.head_parts.div(tile.head);
 }
 
-// The order in which a work tile visits its m_blocks, of which there is at least one: from the
-// first to the last or back, wrapping around. No step branches on that.
+// The order in which a work tile visits the positions of its m_blocks, of which there is at least
+// one: from the first to the last or back, wrapping around. No step branches on that.
 struct BlockOrder {
   int first, last, distance;
 
   static __device__ __forceinline__ BlockOrder of(const WorkTile& tile) {
-    const BlockRange& rows = tile.m_blocks;
-    return tile.descending ? BlockOrder{rows.end - 1, rows.begin, -1}
-                           : BlockOrder{rows.begin, rows.end - 1, 1};
+    const BlockRange& blocks = tile.m_blocks;
+    return tile.descending ? BlockOrder{blocks.end - 1, blocks.begin, -1}
+                           : BlockOrder{blocks.begin, blocks.end - 1, 1};
   }
   // The same in uniform registers; a whole warp calls it.
   static __device__ __forceinline__ BlockOrder uniform_of(const WorkTile& tile) {
@@ -74,15 +74,14 @@ struct BlockOrder {
     return {opaque_uniform(order.first), opaque_uniform(order.last),
             opaque_uniform(order.distance)};
   }
-  __device__ __forceinline__ int next(int block) const {
-    return block == last ? first : block + distance;
+  __device__ __forceinline__ int next(int position) const {
+    return position == last ? first : position + distance;
   }
 };
 
-// Returns whether the range contains the block, with one comparison. The range is passed by value:
-// by reference ptxas allocates other registers.
-__device__ __forceinline__ bool contains(BlockRange range, int block) {
-  return static_cast<uint32_t>(block - range.begin) <
+// BlockRange::has, with the range by value: by reference ptxas allocates other registers.
+__device__ __forceinline__ bool contains(BlockRange range, int position) {
+  return static_cast<uint32_t>(position - range.begin) <
          static_cast<uint32_t>(range.end - range.begin);
 }
 
@@ -90,12 +89,14 @@ __device__ __forceinline__ bool contains(BlockRange range, int block) {
 class WorkTileSteps {
  public:
   __device__ __forceinline__ WorkTileSteps(const Arguments& args, const WorkTile& tile)
-      : args_(args), order_(BlockOrder::of(tile)), start_(tile.start), block_(tile.start) {}
+      : args_(args), order_(BlockOrder::of(tile)), start_(tile.start), position_(tile.start) {}
 
   static __device__ __forceinline__ int count(const Arguments& args, const WorkTile& tile) {
-    return (tile.m_blocks.end - tile.m_blocks.begin) * args.qhead_per_kvhead;
+    return tile.m_blocks.count() * args.qhead_per_kvhead;
   }
-  __device__ __forceinline__ int block() const { return block_; }
+  __device__ __forceinline__ int block(const WorkTile& tile) const {
+    return tile.m_blocks.block(position_);
+  }
   // Head of q.
   __device__ __forceinline__ int head(const WorkTile& tile) const {
     int head = tile.first_head + nth_head_;
@@ -106,10 +107,10 @@ class WorkTileSteps {
     if (args_.traversal == Traversal::kHeadsInnermost) {
       if (++nth_head_ < args_.qhead_per_kvhead) return;
       nth_head_ = 0;
-      block_ = order_.next(block_);
+      position_ = order_.next(position_);
     } else {
-      block_ = order_.next(block_);
-      nth_head_ += block_ == start_;
+      position_ = order_.next(position_);
+      nth_head_ += position_ == start_;
     }
   }
 
@@ -117,7 +118,7 @@ class WorkTileSteps {
   const Arguments& args_;
   BlockOrder order_;
   int start_;
-  int block_;
+  int position_;
   int nth_head_ = 0;
 };
 
@@ -127,22 +128,22 @@ class WorkTileSteps {
 class WorkTileBlocks {
  public:
   __device__ __forceinline__ WorkTileBlocks(const Arguments& args, const WorkTile& tile)
-      : order_(BlockOrder::uniform_of(tile)), block_(opaque_uniform(tile.start)) {
+      : order_(BlockOrder::uniform_of(tile)), position_(opaque_uniform(tile.start)) {
     const bool heads_innermost = args.traversal == Traversal::kHeadsInnermost;
     steps_per_block_ = opaque_uniform(heads_innermost ? args.qhead_per_kvhead : 1);
     count_ = opaque_uniform(WorkTileSteps::count(args, tile));
   }
   __device__ __forceinline__ int count() const { return count_; }
-  __device__ __forceinline__ int block() const { return block_; }
+  __device__ __forceinline__ int position() const { return position_; }
   __device__ __forceinline__ void advance() {
     if (++nth_step_ < steps_per_block_) return;
     nth_step_ = 0;
-    block_ = order_.next(block_);
+    position_ = order_.next(position_);
   }
 
  private:
   BlockOrder order_;
-  int count_, block_, steps_per_block_;
+  int count_, position_, steps_per_block_;
   int nth_step_ = 0;  // with this block
 };
 
@@ -167,8 +168,8 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   tile.batch_idx = batch_idx;
   tile.row_offset = rows.offset;
   const Mask mask = Mask::of(rows.length, keys.length, args.window);
-  tile.m_blocks = m_block_range<kBlockM>(mask, rows.length, tile.first_key,
-                                         min(tile.first_key + kBlockN, keys.length) - 1);
+  tile.m_blocks = m_blocks_of<kBlockM>(mask, rows.length, tile.first_key,
+                                       min(tile.first_key + kBlockN, keys.length) - 1);
   const int num_tiles = (keys.length + kBlockN - 1) / kBlockN;
   tile.descending = reversed || args.traversal == Traversal::kHeadsInnermost;
   tile.start = reversed ? tile.m_blocks.end - 1 : tile.m_blocks.begin;
@@ -178,7 +179,7 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   } else if (args.traversal == Traversal::kHeadsInnermost) {
     // Two steps behind the previous tile, which by then has stored the dQ that it claimed first.
     const int behind = 2 * coord.block;
-    const int num_blocks = max(1, tile.m_blocks.end - tile.m_blocks.begin);
+    const int num_blocks = max(1, tile.m_blocks.count());
     tile.start = tile.m_blocks.end - 1 - behind / args.qhead_per_kvhead % num_blocks;
     tile.first_head = behind % args.qhead_per_kvhead;
   }

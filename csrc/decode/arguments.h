@@ -7,8 +7,8 @@
 #include <climits>
 #include <cstdint>
 
-#include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
+#include "attention/variant.cuh"
 #include "decode/config.h"
 #include "decode/counters.h"
 #include "decode/part_memory.h"

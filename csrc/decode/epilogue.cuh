@@ -28,11 +28,7 @@ class RowStore {
   __device__ __forceinline__ float finish(int row, RowStats stats, bool stores_lse) const {
     float factor = v_descale_;
     if (args_.sinks != nullptr) {
-      const float sink = args_.sinks[tile_.head_of(row)] * kLog2OfE;
-      const float max = fmaxf(stats.max, sink);
-      const float rescale = rescale_factor(stats.max, max);
-      factor *= rescale;
-      stats = {max, stats.sum * rescale + rescale_factor(sink, max)};
+      factor *= add_sink(stats, args_.sinks[tile_.head_of(row)] * kLog2OfE);
     }
     if (stores_lse && args_.lse != nullptr) {
       args_.lse[batch_idx_ * args_.lse_batch + token(row) * args_.lse_seq +

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "attention/score_scale.cuh"
+#include "attention/variant.cuh"
 #include "decode/packed_tile.cuh"
 #include "decode/softmax.cuh"
 #include "decode/traits.cuh"

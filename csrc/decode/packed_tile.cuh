@@ -5,8 +5,7 @@
 #include <climits>
 #include <cstdint>
 
-#include "attention/mask.cuh"
-#include "attention/score_scale.cuh"
+#include "attention/variant.cuh"
 #include "decode/arguments.h"
 #include "decode/config.h"
 #include "decode/work_share.cuh"

@@ -5,25 +5,12 @@
 
 #include <cstdint>
 
+#include "attention/row_stats.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/approximations.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3::decode {
-
-// Statistics of a row. O and sum hold sums of 2^(score - max). max: in log2 units, -inf
-// without a key.
-struct RowStats {
-  float max, sum;
-};
-
-// Exponent's reference for a row: finite, so that a row without keys gives 2^-inf = 0, not NaN.
-__device__ __forceinline__ float reference_of(float max) { return max == -INFINITY ? 0.f : max; }
-
-// Factor of sums relative to `from` that makes them relative to `to`, the larger maximum.
-__device__ __forceinline__ float rescale_factor(float from, float to) {
-  return exp2_approx(from - reference_of(to));
-}
 
 // Adds values relative to their rows' maxima to a sum of four columns of a row, whose statistics
 // are `all`. stats: (max, sum) of each.

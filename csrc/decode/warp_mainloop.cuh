@@ -16,8 +16,8 @@
 
 #include <cstdint>
 
-#include "attention/score_scale.cuh"
 #include "attention/softmax.cuh"
+#include "attention/variant.cuh"
 #include "decode/load.cuh"
 #include "decode/packed_tile.cuh"
 #include "decode/softmax.cuh"

@@ -17,7 +17,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "attention/seqlen.cuh"
 #include "decode/arguments.h"
 #include "decode/config.h"

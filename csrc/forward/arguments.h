@@ -5,22 +5,12 @@
 
 #include <cstdint>
 
-#include "attention/descale.cuh"
-#include "attention/mask.cuh"
-#include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
+#include "attention/variant.cuh"
+#include "forward/quantized_arguments.h"
 
 namespace flashattn3::forward {
-
-// Extra arguments of kernels with 8-bit inputs.
-struct QuantizedArguments {
-  Descale q, k, v;
-  bool out_is_fp16;  // else bf16
-  // Promotion workspace (promotion.cuh), (CTAs, promoted_words(head_dim), consumer threads) of
-  // 16 bytes; null: O is not promoted.
-  float4* promoted;
-};
 
 struct Arguments {
   // (head_dim, seqlen, heads, batch), innermost first; batch is 1 with cu_seqlens.
@@ -43,8 +33,7 @@ struct Arguments {
   int num_heads_kv;
   int qhead_per_kvhead;  // query heads that share one head of k and v
   int head_dim_v;
-  Window window;
-  ScoreScale score_scale;
+  Variant variant;
 };
 
 }  // namespace flashattn3::forward

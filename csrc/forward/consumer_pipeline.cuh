@@ -3,7 +3,7 @@
 // to the 64 query rows of its warpgroup. traits.cuh lists the barriers and their arrivals.
 #pragma once
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "forward/arguments.h"
 #include "forward/traits.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -40,32 +40,15 @@ class ConsumerPipeline {
 
   // This warpgroup's share of a work tile.
   struct Work {
-    BlockRange blocks;  // blocks with a visible key for one of its rows; the last one comes first
-    int above, below;   // blocks loaded before and after them, for other warpgroups only
-    __device__ __forceinline__ bool any() const { return blocks.begin < blocks.end; }
+    BlockRange visited;  // positions of blocks with a visible key for one of its rows
+    int above, below;    // blocks loaded before and after them, for other warpgroups only
+    __device__ __forceinline__ bool any() const { return visited.begin < visited.end; }
   };
-
-  __device__ __forceinline__ Work work_of(const Tile& tile) const {
-    const int first_row = uniform(tile.row_origin(warpgroup_)) + warpgroup_ * 64;
-    const int num_rows = uniform(tile.num_rows);
-    const BlockRange all{uniform(tile.n_blocks.begin), uniform(tile.n_blocks.end)};
-    const BlockRange mine =
-        tile.mask(num_rows, uniform(tile.num_keys), args_.window)
-            .template n_block_range<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
-    if (mine.begin == mine.end) return {mine, all.end - all.begin, 0};
-    return {mine, all.end - mine.end, mine.begin - all.begin};
-  }
 
   // This warp's staging buffer for rows of out, in kernel configs that do not stage them over Q.
   __device__ __forceinline__ uint8_t* staged_out() const {
     return shared_ + Traits::kOutOffset +
            threadIdx.x / 32 * (Traits::kOutAtoms * kRowsOfWarp * 128);
-  }
-
-  // Releases the Q buffer at q_.
-  __device__ __forceinline__ void release_q() {
-    __syncwarp();
-    storage_.q_empty[q_.index()].arrive_warp();  // Sync: this warp's QK GEMMs are all complete.
   }
 
   // Waits until the copies of the rows stored last have read shared memory, and releases the Q
@@ -84,11 +67,6 @@ class ConsumerPipeline {
 
   __device__ __forceinline__ int warp_first_row() const {
     return tile().row_origin(warpgroup_) + threadIdx.x / 32 * kRowsOfWarp;
-  }
-
-  __device__ __forceinline__ void release_tile() {
-    storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread has finished reading it.
-    tile_.advance();
   }
 
   __device__ __forceinline__ void wait_for_q() const {
@@ -136,7 +114,14 @@ class ConsumerPipeline {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
   }
 
-  // Skips V tiles that only other warpgroups need; their K tiles are already skipped.
+  // Skips K tiles that only other warpgroups need, then as many V tiles.
+  __device__ __forceinline__ void skip_k(PipelineState<kStages>& at, int count) {
+    for (int i = 0; i < count; ++i) {
+      wait_for_k(at);
+      release_k(at);
+      at.advance();
+    }
+  }
   __device__ __forceinline__ void skip_v(int count) {
     for (int i = 0; i < count; ++i) {
       wait_for_v(kv_);
@@ -146,31 +131,27 @@ class ConsumerPipeline {
     }
   }
 
-  // Skips K and V tiles that only other warpgroups need.
-  __device__ __forceinline__ void skip_n_blocks(int count) {
-    for (int i = 0; i < count; ++i) {
-      wait_for_k(kv_);
-      release_k(kv_);
-      skip_v(1);
-    }
-  }
-
   __device__ __forceinline__ const Tile& tile() const { return storage_.tile[tile_.index()]; }
 
-  // Blocks in which every row of the warpgroup sees every key.
-  __device__ __forceinline__ BlockRange full_n_blocks() const {
+  // The walk over the visited blocks of the tile at tile_, at the first one.
+  __device__ __forceinline__ BlockWalk walk(BlockRange visited) const {
     const int first_row = uniform(tile().row_origin(warpgroup_)) + warpgroup_ * 64;
     const int num_rows = uniform(tile().num_rows);
-    return tile()
-        .mask(num_rows, uniform(tile().num_keys), args_.window)
-        .template full_n_blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
+    const BlockRange full =
+        tile()
+            .mask(num_rows, uniform(tile().num_keys), args_.variant.window)
+            .template full_n_blocks<kBlockN>(first_row, min(first_row + 63, num_rows - 1));
+    return {visited, full, visited.end - 1};
   }
 
+  // Masks the scores of a block unless all are visible.
   template <class Scores>
-  __device__ __forceinline__ void apply_mask(Scores& s, int block) const {
+  __device__ __forceinline__ void mask(Scores& s, const BlockWalk& at) const {
+    if (at.is_full()) return;
     const int row = warp_first_row() + thread_row(threadIdx.x % 32);
-    const Mask mask = tile().mask(tile().num_rows, tile().num_keys, args_.window);
-    mask_scores<kBlockN, Traits::kMasked>(s, mask, row, block * kBlockN);
+    const Mask mask = tile().mask(tile().num_rows, tile().num_keys, args_.variant.window);
+    mask_scores<kBlockN, Traits::kMasked>(s, mask, row,
+                                          tile().n_blocks.block(at.position) * kBlockN);
   }
 
   const Arguments& args_;

@@ -43,28 +43,24 @@ class Consumer : Mainloop {
         work = get_next_work();
         if (!work.any()) return;
         this->begin_tile(this->tile());
-        start_first_qk(s, work, kv_);
+        this->start_first_qk(s, work, kv_);
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
       }
-      this->skip_v(work.above);
-      this->attend(s, o, p, softmax, work.blocks);
-
-      this->wait_for_v(kv_);
-      this->gemm_pv(o, p, kv_);
-      if constexpr (!Traits::kOutOverQ) this->release_q();
+      this->attend(s, o, p, softmax, work);
+      if constexpr (!Traits::kOutOverQ) release_q();
       q_.advance();
       Work next{};
       if (work.below == 0) {  // else the producer needs those released before it publishes a tile
         // Sync: the producer has written the next WorkTile.
         storage_.tile_full[tile_.next().index()].wait(tile_.next().phase());
-        next = this->work_of(storage_.tile[tile_.next().index()]);
+        next = work_of(storage_.tile[tile_.next().index()]);
       }
       // K tiles skipped here are loaded while V is still held: at most one per stage.
       ahead = next.any() && next.above <= kStages;
       if (ahead) {
         this->begin_tile(storage_.tile[tile_.next().index()]);
-        start_first_qk(s, next, kv_.next());
+        this->start_first_qk(s, next, kv_.next());
         warpgroup_wait<1>();
         store_tile(o, softmax);
         warpgroup_wait<0>();
@@ -73,7 +69,7 @@ class Consumer : Mainloop {
         warpgroup_wait<0>();
         store_tile(o, softmax);
       }
-      this->skip_n_blocks(work.below);
+      skip_n_blocks(work.below);
       work = next;
     }
   }
@@ -86,30 +82,47 @@ class Consumer : Mainloop {
       // Sync: the producer has written the WorkTile. It stays valid until this warp has stored the
       // tile; reading it from shared memory where needed costs no registers in the main loop.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
-      const Work work = this->work_of(this->tile());
+      const Work work = work_of(this->tile());
       if (work.any() || uniform(this->tile().first_row) < 0) return work;
       if (work.above > 0) {  // else the producer loads nothing for this tile, not even Q
         this->wait_for_q();  // else the warp could arrive twice in one phase of q_empty
-        this->release_q();
+        release_q();
         q_.advance();
-        this->skip_n_blocks(work.above);
+        skip_n_blocks(work.above);
       }
       store_nothing(args_, this->tile(), warpgroup_, this->warp_first_row());
-      this->release_tile();
+      release_tile();
     }
   }
 
-  // Skips work.above K tiles and starts the first QK GEMM. at: stage of the work tile's first K.
-  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
-                                                 PipelineState<kStages> at) {
-    this->wait_for_q();
-    for (int i = 0; i < work.above; ++i) {
-      this->wait_for_k(at);
-      this->release_k(at);
-      at.advance();
+  __device__ __forceinline__ Work work_of(const typename Mainloop::Tile& tile) const {
+    const int first_row = uniform(tile.row_origin(warpgroup_)) + warpgroup_ * 64;
+    const int num_rows = uniform(tile.num_rows);
+    const BlockRange all{uniform(tile.n_blocks.begin), uniform(tile.n_blocks.end)};
+    const BlockRange mine =
+        tile.mask(num_rows, uniform(tile.num_keys), args_.variant.window)
+            .template n_blocks<Traits::kBlockN>(first_row, min(first_row + 63, num_rows - 1));
+    if (mine.empty()) return {mine, all.count(), 0};
+    return {mine, all.end - mine.end, mine.begin - all.begin};
+  }
+
+  // Skips K and V tiles that only other warpgroups need.
+  __device__ __forceinline__ void skip_n_blocks(int count) {
+    for (int i = 0; i < count; ++i) {
+      this->wait_for_k(kv_);
+      this->release_k(kv_);
+      this->skip_v(1);
     }
-    this->wait_for_k(at);
-    this->gemm_qk(s, at);
+  }
+
+  __device__ __forceinline__ void release_q() {
+    __syncwarp();
+    storage_.q_empty[q_.index()].arrive_warp();  // Sync: this warp's QK GEMMs are all complete.
+  }
+
+  __device__ __forceinline__ void release_tile() {
+    storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread has finished reading it.
+    tile_.advance();
   }
 
   // Stores the tile. O is complete; q_ is at the next tile's Q.
@@ -118,23 +131,21 @@ class Consumer : Mainloop {
     this->finish(o, softmax);
     this->release_v(kv_);
     kv_.advance();
+    uint8_t* rows = this->staged_out();
     if constexpr (Traits::kOutOverQ) {
-      const int warp = threadIdx.x / 32;
       // Sync: all four warps have finished reading their 64 rows of Q.
       named_barrier_sync(1 + warpgroup_, 128);
-      uint8_t* rows = shared_ + Traits::kQOffset + q_.before(1).index() * Traits::kQBytes +
-                      warp * kRowsOfWarp * 128;
-      store_rows<Traits>(args_, this->tile(), warpgroup_, this->warp_first_row(), o, softmax, 1.f,
-                         rows, Traits::kBlockM * 128);
+      rows = shared_ + Traits::kQOffset + q_.before(1).index() * Traits::kQBytes +
+             threadIdx.x / 32 * kRowsOfWarp * 128;
       staged_ = true;
     } else {
       if (threadIdx.x % 32 == 0) wait_for_stores();
       __syncwarp();
-      const float scale = this->out_scale();
-      store_rows<Traits>(args_, this->tile(), warpgroup_, this->warp_first_row(), o, softmax, scale,
-                         this->staged_out(), kRowsOfWarp * 128);
     }
-    this->release_tile();
+    constexpr int kAtomStride = (Traits::kOutOverQ ? Traits::kBlockM : kRowsOfWarp) * 128;
+    store_rows<Traits>(args_, this->tile(), warpgroup_, this->warp_first_row(), o, softmax,
+                       this->out_scale(), rows, kAtomStride);
+    release_tile();
   }
 };
 

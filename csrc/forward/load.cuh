@@ -49,7 +49,7 @@ class Producer {
     if (more) load_q(load);
     while (more) {
       publish(load.tile);
-      const int num_blocks = load.tile.n_blocks.end - load.tile.n_blocks.begin;
+      const int num_blocks = load.tile.n_blocks.count();
       const int request_at = max(0, num_blocks - kRequestBlocks);
       // A second Q buffer is free once the consumers are in this tile; the first reuse of a K stage
       // shows that.
@@ -73,11 +73,17 @@ class Producer {
   }
 
  private:
-  // A work tile with the TMA coordinates of its rows and of its last KV block.
+  // A work tile with the TMA coordinates of its rows and of the KV block that is loaded first.
   struct Load {
     WorkTile tile;
     int q_row, kv_row, kv_head, kv_batch_coord;
     int kv_offset;  // of the sequence in k and v
+
+    // Of the i-th block that is loaded.
+    __device__ __forceinline__ int first_key(int i) const {
+      return tile.n_blocks.block(tile.n_blocks.end - 1 - i) * Traits::kBlockN;
+    }
+    __device__ __forceinline__ int kv_row_of(int i) const { return kv_row - i * Traits::kBlockN; }
   };
 
   __device__ __forceinline__ Load describe(int index) const {
@@ -93,9 +99,8 @@ class Producer {
     load.tile.num_rows = rows.length;
     load.tile.num_keys = keys.length;
     const int last_row = min(load.tile.first_row + Traits::kBlockM, rows.length) - 1;
-    load.tile.n_blocks =
-        Mask::of(rows.length, keys.length, args_.window)
-            .template n_block_range<Traits::kBlockN>(load.tile.first_row, last_row);
+    load.tile.n_blocks = Mask::of(rows.length, keys.length, args_.variant.window)
+                             .template n_blocks<Traits::kBlockN>(load.tile.first_row, last_row);
     load.q_row = rows.offset + load.tile.first_row;
     load.kv_row = keys.offset + (load.tile.n_blocks.end - 1) * Traits::kBlockN;
     load.kv_head = load.tile.head / args_.qhead_per_kvhead;
@@ -133,7 +138,7 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_q(const Load& load) {
-    if (load.tile.n_blocks.begin == load.tile.n_blocks.end) return;
+    if (load.tile.n_blocks.empty()) return;
     // Sync: every consumer warp has released this buffer.
     storage_.q_empty[q_.index()].wait(q_.phase());
     load_tile<Traits::kBlockM, Traits::kAtoms, Traits::kAtomColumns>(
@@ -147,7 +152,7 @@ class Producer {
     storage_.k_empty[k_.index()].wait(k_.phase());
     load_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
         shared_ + Traits::kKOffset + k_.index() * Traits::kKBytes, &args_.k,
-        storage_.k_full[k_.index()], kReadAgain, load.kv_row - i * Traits::kBlockN, load.kv_head,
+        storage_.k_full[k_.index()], kReadAgain, load.kv_row_of(i), load.kv_head,
         load.kv_batch_coord);
     k_.advance();
   }
@@ -155,7 +160,7 @@ class Producer {
   __device__ __forceinline__ void load_v(const Load& load, int i) {
     storage_.v_empty[v_.index()].wait(v_.phase());  // Sync: as for K.
     uint8_t* stage = shared_ + Traits::kVOffset + v_.index() * Traits::kVBytes;
-    const int first_key = (load.tile.n_blocks.end - 1 - i) * Traits::kBlockN;
+    const int first_key = load.first_key(i);
     const int keys = load.tile.num_keys - first_key;
     // Sync: v_full, or the barrier that the zero fill warp waits for before it arrives at v_full.
     Barrier& full = needs_zero_fill<Traits>(args_, keys) ? storage_.v_unfilled_full[v_.index()]
@@ -170,8 +175,7 @@ class Producer {
                                                          permuted_key, head);
     } else {
       load_tile<Traits::kBlockN, Traits::kAtomsV, Traits::kAtomColumns>(
-          stage, &args_.v, full, kReadAgain, load.kv_row - i * Traits::kBlockN, load.kv_head,
-          load.kv_batch_coord);
+          stage, &args_.v, full, kReadAgain, load.kv_row_of(i), load.kv_head, load.kv_batch_coord);
     }
     v_.advance();
   }
@@ -209,7 +213,7 @@ class ZeroFill {
       storage_.tile_full[at.index()].wait(at.phase());
       const WorkTile& tile = storage_.tile[at.index()];
       if (uniform(tile.first_row) < 0) return;
-      const int num_blocks = uniform(tile.n_blocks.end - tile.n_blocks.begin);
+      const int num_blocks = uniform(tile.n_blocks.count());
       if (num_blocks > 0) fill(stage, tile);
       storage_.tile_empty[at.index()].arrive();
       at.advance();
@@ -220,7 +224,8 @@ class ZeroFill {
   // Fills the work tile's first V tile, which is in this stage. Called by a warp, once per work
   // tile with keys.
   __device__ __forceinline__ void fill(int stage, const WorkTile& tile) {
-    const int keys = uniform(tile.num_keys - (tile.n_blocks.end - 1) * Traits::kBlockN);
+    const int keys =
+        uniform(tile.num_keys - tile.n_blocks.block(tile.n_blocks.end - 1) * Traits::kBlockN);
     if (!needs_zero_fill<Traits>(args_, keys)) return;
     storage_.v_unfilled_full[stage].wait(phases_ >> stage & 1);  // Sync: V is loaded.
     phases_ ^= 1u << stage;

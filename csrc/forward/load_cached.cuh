@@ -194,9 +194,9 @@ class CachedTiles {
     tile.batch_idx = batch_idx;
     tile.cache_idx = args_.keys.cache_idx(batch_idx);
     const int padding = args_.keys.first_key(batch_idx, tile.num_keys);
-    const Mask mask = Mask::of(rows.length, tile.num_keys, args_.window, padding);
+    const Mask mask = Mask::of(rows.length, tile.num_keys, args_.variant.window, padding);
     tile.first_key = min(mask.begin(0), tile.num_keys);  // the first query sees the earliest keys
-    tile.n_blocks = mask.template n_block_range<Traits::kBlockN>(tile.first_row, last_row);
+    tile.n_blocks = mask.template n_blocks<Traits::kBlockN>(tile.first_row, last_row);
   }
 
   // Sets the slices of a work tile of tile.kv_head. Returns the last row of the last one that has
@@ -220,7 +220,7 @@ class CachedTiles {
   }
 
   __device__ __forceinline__ void load_q(const CachedWorkTile& tile) {
-    if (tile.n_blocks.begin == tile.n_blocks.end) return;
+    if (tile.n_blocks.empty()) return;
     // Sync: every consumer warp has released this buffer.
     storage_.q_empty[q_.index()].wait(q_.phase());
     Barrier& full = storage_.q_full[q_.index()];

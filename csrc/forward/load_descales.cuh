@@ -55,7 +55,7 @@ class DescaleLoader {
     const int lane = threadIdx.x % 32, head = tile.head / args_.qhead_per_kvhead;
     const float* k_of_head = k_descales.of(tile.batch_idx, head);
     const float* v_of_head = v_descales.of(tile.batch_idx, head);
-    const int num_blocks = tile.n_blocks.end - tile.n_blocks.begin;
+    const int num_blocks = tile.n_blocks.count();
     float out_scale = 1.f;
     int highest = 0;   // largest log2(descale_v / out_scale) so far, rounded up
     bool any = false;  // whether any V descale so far is not 0, the same in all lanes
@@ -63,7 +63,8 @@ class DescaleLoader {
     for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
       // One lane per scale group of the next blocks. Keys past the end are masked and blocks past
       // the last are unused; their descales may not exist, so the indices are clamped.
-      const int block = tile.n_blocks.end - 1 - min(first + lane / kGroups, num_blocks - 1);
+      const int block =
+          tile.n_blocks.block(tile.n_blocks.end - 1 - min(first + lane / kGroups, num_blocks - 1));
       const int key = min(block * Traits::kBlockN + lane % kGroups * Traits::kKeysPerDescale,
                           tile.num_keys - 1);
       const float k = k_descales.at(k_of_head, key), v = v_descales.at(v_of_head, key);

@@ -25,7 +25,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
   using Base = ConsumerPipeline<kConfig, QuantizedStorageOf<kConfig>>;
   using Base::args_, Base::kBlockN, Base::kElement, Base::kHeadDim, Base::kStages, Base::kv_,
       Base::storage_, Base::warpgroup_;
-  using typename Base::Out, typename Base::Probabilities;
+  using typename Base::Out, typename Base::Probabilities, typename Base::Work;
   using Traits = QuantizedTraits<kConfig>;
   static constexpr bool kInteger = Traits::kInteger;
 
@@ -41,6 +41,15 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
 
   // Called before the first QK GEMM of a work tile; loads Q's descale from device memory.
   __device__ __forceinline__ void begin_tile(const WorkTile& tile) { q_factor_ = q_factor(tile); }
+
+  // Load and QK^T of the first block. at: stage of the work tile's first K.
+  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
+                                                 PipelineState<kStages> at) {
+    this->wait_for_q();
+    this->skip_k(at, work.above);
+    this->wait_for_k(at);
+    gemm_qk(s, at);
+  }
 
   // Factor of out for the tile at tile_; written before the last V is loaded.
   __device__ __forceinline__ float out_scale() const {
@@ -63,39 +72,40 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
     gemm_rs_with_row_sum<kBlockN, kHeadDim>(o, p, this->v_desc(at));
   }
 
-  // Takes S of the last block; returns P of the first block and O of all blocks after it.
+  // Takes S of the first block; returns while the last PV GEMM is in flight.
   __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
-                                         BlockRange mine) {
-    const BlockRange full_blocks = this->full_n_blocks();  // every row sees every key of these
+                                         const Work& work) {
+    this->skip_v(work.above);
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
-    const bool capped = args_.score_scale.caps();
+    const bool transformed = args_.variant.transforms();
     num_promotions_ = 0;
-    int block = mine.end - 1;
+    BlockWalk at = this->walk(work.visited);
     Scale scale = scale_of(kv_);
     scale.complete(q_factor_);
     int highest[2];
     float factor[2];  // of out
-    exponents(s, softmax, scale, highest, block, full_blocks);
-    update_row_max(s, softmax, factor, scale, kv_, highest, full_blocks.has(block));
+    exponents(s, softmax, scale, highest, at);
+    update_row_max(s, softmax, factor, scale, kv_, highest, at.is_full());
     this->release_k(kv_);
     Softmax::pack(p, s);
 
     // kv_ is one block behind kv: it is at the stage whose V has yet to be multiplied.
     PipelineState<kStages> kv = kv_.next();
-    scale = wait_for_next_k(kv_, block > mine.begin);
-    --block;
-    while (block >= mine.begin) {
-      int stop = end_of_chunk(block, mine);
-      for (; block >= stop; --block) {
+    scale = wait_for_next_k(kv_, at.has_next());
+    at.advance();
+    while (at.has_this()) {
+      int stop = end_of_chunk(at);
+      for (; at.position >= stop; at.advance()) {
+        const int position = at.position;
         gemm_qk(s, kv);
         this->wait_for_v(kv_);
         gemm_pv(o, p, kv_);
         scale.complete(q_factor_);
         warpgroup_wait<1>();
         warpgroup_fence_operand(s);
-        const bool common = !capped && full_blocks.has(block);
+        const bool common = !transformed && at.is_full();
         bool rescales = false, fell = false;
         if (common) {
           softmax.subtract_row_max(s, scale, highest);
@@ -104,31 +114,33 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
         if (__builtin_expect(!common || rescales, false)) {
           warpgroup_fence_operand(s);
           if (!common) {
-            exponents(s, softmax, scale, highest, block, full_blocks);
+            exponents(s, softmax, scale, highest, at);
             rescales = __any_sync(~0u, softmax.may_rescale(highest) || scale.is_special());
           }
           if (rescales) {
-            fell = update_row_max(s, softmax, factor, scale, kv, highest, full_blocks.has(block));
+            fell = update_row_max(s, softmax, factor, scale, kv, highest, at.is_full());
           }
           warpgroup_fence_operand(s);
         }
         this->release_k(kv);
-        scale = wait_for_next_k(kv, block > mine.begin);
+        scale = wait_for_next_k(kv, at.has_next());
         // Every warp of the warpgroup waits at this one instruction, as WGMMA demands: the paths of
         // warps that rescale and of those that do not have joined.
         wait_for_pv(o);
         if (__builtin_expect(rescales, false)) {
           this->rescale(o, factor);
           // WGMMA would truncate small products when it adds them to the large sums in O.
-          if (fell && promotes()) stop = block;
+          if (fell && promotes()) stop = position;
         }
         take_row_sums(softmax.sum, o);
         Softmax::pack(p, s);
         kv_ = kv;
         kv = kv.next();
       }
-      if (block >= mine.begin) num_promotions_ = promotion().take(o, softmax, num_promotions_);
+      if (at.has_this()) num_promotions_ = promotion().take(o, softmax, num_promotions_);
     }
+    this->wait_for_v(kv_);
+    gemm_pv(o, p, kv_);
   }
 
   // Adds the promoted sums of O to its accumulators.
@@ -145,9 +157,10 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
     return Promotion<kConfig>(args_.quantized, storage_, this->staged_out(), sums_);
   }
 
-  // Last block of the chunk that starts with `block`; O is promoted after it, if at all.
-  __device__ __forceinline__ int end_of_chunk(int block, BlockRange mine) const {
-    return promotes() ? max(mine.begin, block + 1 - Traits::kPromotionBlocks) : mine.begin;
+  // Last position of the chunk that starts at `at`; O is promoted after it, if at all.
+  __device__ __forceinline__ int end_of_chunk(const BlockWalk& at) const {
+    const int last = at.visited.begin;
+    return promotes() ? max(last, at.position + 1 - Traits::kPromotionBlocks) : last;
   }
 
   // Waits for the K behind kv, if there is `more`, and returns its scale; else the scale is unused.
@@ -166,11 +179,10 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
 
   // Converts scores to codes relative to row_max; masked scores become -inf.
   __device__ __forceinline__ void exponents(Scores& s, Softmax& softmax, Scale& scale,
-                                            int (&highest)[2], int block,
-                                            BlockRange full_blocks) const {
-    cap(s, scale);
+                                            int (&highest)[2], const BlockWalk& at) const {
+    transform(s, scale);
     softmax.subtract_row_max(s, scale, highest);
-    if (!full_blocks.has(block)) this->apply_mask(s, block);
+    this->mask(s, at);
   }
 
   // Changes row_max where needed (softmax_e4m3.cuh); returns whether one fell. kv: stage of K.
@@ -213,9 +225,9 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
     const int row = thread_row(threadIdx.x) + kRowStride * r;
     float number = static_cast<float>(int8_score<Traits::kBlockM, kBlockN, kHeadDim>(
         this->q_address(), this->k_address(kv), row, key));
-    if (args_.score_scale.caps()) {
+    if (args_.variant.transforms()) {
       const float ratio =
-          scale.factor_of(key) * args_.score_scale.one_over_cap / Traits::kExponentUnit;
+          scale.factor_of(key) * args_.variant.scale.one_over_cap / Traits::kExponentUnit;
       number = capped_number(number, ratio, inverse_or_0(ratio));
     }
     return softmax.octaves_above(code, number, scale, key, r);
@@ -225,7 +237,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
   __device__ __forceinline__ float q_factor(const WorkTile& tile) const {
     const int row = uniform(tile.first_row) + warpgroup_ * 64;
     const Descale& q = args_.quantized.q;
-    return q.at(q.of(tile.batch_idx, tile.head), row) * args_.score_scale.factor *
+    return q.at(q.of(tile.batch_idx, tile.head), row) * args_.variant.scale.factor *
            (Traits::kExponentUnit * Traits::kShiftUnit);
   }
 
@@ -234,9 +246,10 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
     return Scale(storage_.kv_descales[at.index()]);
   }
 
-  __device__ __forceinline__ void cap(Scores& s, const Scale& scale) const {
-    if (!__builtin_expect(args_.score_scale.caps(), false)) return;
-    cap_scores(s, scale, args_.score_scale.one_over_cap / Traits::kExponentUnit);
+  // Variant::transform with the scale of the block.
+  __device__ __forceinline__ void transform(Scores& s, const Scale& scale) const {
+    if (!__builtin_expect(args_.variant.transforms(), false)) return;
+    cap_scores(s, scale, args_.variant.scale.one_over_cap / Traits::kExponentUnit);
   }
 
   uint32_t bias_tile_;    // address

@@ -3,7 +3,7 @@
 // keys (row_sum_columns.cuh, load_descales.cuh) and the rounding of weights; here it becomes exact.
 #pragma once
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "forward/arguments.h"
 #include "ptx/convert_fp8.cuh"
 #include "tile/fragment.h"
@@ -13,7 +13,7 @@ namespace flashattn3::forward {
 // The one key that a row sees; -1: it sees none or several. row: of the sequence.
 template <class Tile>
 __device__ __forceinline__ int single_key(const Arguments& args, const Tile& tile, int row) {
-  const Mask mask = Mask::of(tile.num_rows, tile.num_keys, args.window);
+  const Mask mask = Mask::of(tile.num_rows, tile.num_keys, args.variant.window);
   const int key = max(0, mask.begin(row));
   return mask.end(row) - key == 1 ? key : -1;
 }

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "forward/arguments.h"
 #include "forward/config.h"
 #include "ptx/mbarrier.cuh"

@@ -123,7 +123,7 @@ void set_query_arguments(forward::Arguments& args, const ForwardParams& params) 
   args.num_heads_kv = params.num_heads_kv;
   args.qhead_per_kvhead = params.num_heads_q / params.num_heads_kv;
   args.head_dim_v = params.head_dim_v;
-  args.window = window_of(params);
+  args.variant.window = window_of(params);
 }
 
 template <forward::Config kConfig>
@@ -148,7 +148,7 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   // Without keys, kernels load none, whatever positions_k holds.
   const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
   if (no_keys) args.seqlens_k.longest = 0;
-  args.score_scale = score_scale_of(params, kQuantized);
+  args.variant.scale = score_scale_of(params, kQuantized);
   return args;
 }
 

@@ -119,7 +119,7 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
   set_cache("k_cache", params.k, params.head_dim, args.k, args.k_tile);
   set_cache("v_cache", params.v, params.head_dim_v, args.v, args.v_tile);
   args.seqlens_k = {};
-  args.score_scale = score_scale_of(params, false);
+  args.variant.scale = score_scale_of(params, false);
   args.keys = {.page_table = params.page_table,
                .page_table_stride = params.page_table_stride,
                .page_size = cutlass::FastDivmod(std::max(slots, 1)),

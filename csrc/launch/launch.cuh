@@ -9,13 +9,12 @@
 #include <cstdint>
 #include <string>
 
-#include "attention/mask.cuh"
-#include "attention/score_scale.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "attention/tile_shape.h"
 #include "launch/errors.h"
 #include "launch/params.h"
+#include "launch/score_scale.h"
 
 namespace flashattn3 {
 
@@ -54,12 +53,6 @@ inline int64_t num_tiles(const AttentionProblem& problem, const WorkTiles& tiles
 inline int num_persistent_ctas(const AttentionProblem& problem, int64_t num_tiles) {
   const int64_t sms = int64_t{problem.num_sms} - problem.sm_margin;
   return static_cast<int>(std::max<int64_t>(1, std::min(sms, num_tiles)));
-}
-
-// problem: AttentionProblem or CachedProblem.
-template <class Problem>
-ScoreScale score_scale_of(const Problem& problem, bool quantized) {
-  return ScoreScale::of(problem.softmax_scale, problem.softcap, quantized);
 }
 
 // Tokens of q and out, and of k and v.

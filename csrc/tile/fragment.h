@@ -34,10 +34,6 @@ constexpr int row_of(int i) { return i / 2 % 2; }
 constexpr int register_row(int i) { return kRowStride * row_of(i); }
 constexpr int register_column(int i) { return i / 4 * 8 + i % 2; }
 
-// The register at row `row` of its thread's two rows and this distance of columns from register 0:
-// the inverse of row_of and register_column.
-constexpr int register_at(int row, int column) { return column / 8 * 4 + row * 2 + column % 2; }
-
 // The value of a score's register. Those of int8 are integers and stand for the denormal float of
 // the same bits (gemm_int8.cuh).
 __device__ __forceinline__ float get(float score) { return score; }

@@ -63,11 +63,8 @@ __device__ __forceinline__ void gemm_rs(float (&o)[kHeadDim / 2],
   cute::warpgroup_commit_batch();
 }
 
-// Waits until at most kPending WGMMA groups committed above are in flight.
-template <int kPending>
-__device__ __forceinline__ void warpgroup_wait() {
-  cute::warpgroup_wait<kPending>();
-}
+// Waits until at most so many WGMMA groups committed above are in flight.
+using cute::warpgroup_wait;
 
 // Packs the accumulators of S as the A operand of PV without shuffles: an accumulator pair is in
 // the thread and register that the operand needs for the same row and keys. (For 8 bits this holds

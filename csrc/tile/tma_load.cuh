@@ -27,12 +27,6 @@ __device__ __forceinline__ void copy_tile(uint8_t* tile, const void* tensor_map,
   }
 }
 
-// Copies a box of floats, from (column, row) of a matrix on; otherwise like copy_tile.
-__device__ __forceinline__ void copy_floats(float* to, const void* tensor_map, Barrier& full,
-                                            uint64_t cache_hint, int column, int row) {
-  cute::SM90_TMA_LOAD_2D::copy(tensor_map, &full.word, cache_hint, to, column, row);
-}
-
 // Arrives at `full` and copies a tile, whose bytes complete the phase.
 template <int kRows, int kAtoms, int kAtomColumns>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map, Barrier& full,

@@ -7,16 +7,17 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "unit/attention/block_list_test.cuh"
 #include "unit/attention/block_scale_test.cuh"
 #include "unit/attention/cached_keys_test.cuh"
 #include "unit/attention/descale_test.cuh"
-#include "unit/attention/mask_test.cuh"
-#include "unit/attention/score_scale_test.cuh"
+#include "unit/attention/row_stats_test.cuh"
 #include "unit/attention/seqlen_test.cuh"
 #include "unit/attention/softmax_e4m3_test.cuh"
 #include "unit/attention/softmax_test.cuh"
 #include "unit/attention/tile_scheduler_test.cuh"
 #include "unit/attention/tile_shape_test.cuh"
+#include "unit/attention/variant_test.cuh"
 #include "unit/decode/work_share_test.cuh"
 #include "unit/tile/fragment_test.cuh"
 #include "unit/tile/gemm_int8_test.cuh"

@@ -17,10 +17,10 @@ class DqAdder {
                                      typename Traits::Storage& storage, int warpgroup, int rank)
       : args_(args), tile_(tile), storage_(storage), warpgroup_(warpgroup), rank_(rank) {}
 
-  // start: the m_block that the tile starts with.
+  // start: the position that the tile starts with.
   __device__ __forceinline__ void begin(const BlockOrder& order, int start) {
     order_ = order;
-    block_ = start_ = start;
+    position_ = start_ = start;
     dq_accum_of_head_ = uniform(static_cast<int>(
         args_.workspace.first(args_.seqlens_q, tile_.batch_idx, tile_.head * args_.qhead_per_kvhead,
                               args_.num_heads_q, tile_.row_offset) /
@@ -31,7 +31,7 @@ class DqAdder {
   // memory accesses, also to shared memory, wait until these are issued.
   template <bool kFirst>
   __device__ __forceinline__ void add(const Quarter& dq) {
-    const int64_t block = dq_accum_of_head_ + block_;
+    const int64_t block = dq_accum_of_head_ + tile_.m_blocks.block(position_);
     const int quarter = rank_ * 2 + warpgroup_;
     const bool waits = args_.deterministic || args_.zeroes_dq;
     // Sync: all earlier tiles have added their dQ, or dq_accum is zero.
@@ -50,8 +50,8 @@ class DqAdder {
       storage_.dq_added[at_.index()].arrive_warp();  // Sync: this warp has added.
     }
     if (waits) at_.advance();
-    block_ = order_.next(block_);
-    if (block_ == start_) {
+    position_ = order_.next(position_);
+    if (position_ == start_) {
       dq_accum_of_head_ += static_cast<int>(args_.workspace.num_rows / kBlockM);
     }
   }
@@ -71,7 +71,7 @@ class DqAdder {
   int warpgroup_, rank_;
   BlockOrder order_;
   int start_;
-  int block_;               // m_block of the next addition
+  int position_;            // of the next addition's m_block
   int dq_accum_of_head_;    // first m_block of its head in the workspace
   PipelineState<2> at_{0};  // the step of the next addition, if additions wait
 };

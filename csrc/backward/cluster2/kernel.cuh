@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
   const WorkTile& tile = storage.tile;
   // Both CTAs have the same tile, so both return here or neither does.
   if (tile.first_key >= tile.num_keys) return;
-  const int num_steps = (tile.m_blocks.end - tile.m_blocks.begin) * args.qhead_per_kvhead;
+  const int num_steps = tile.m_blocks.count() * args.qhead_per_kvhead;
   if (warpgroup == Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (warp == 2) {

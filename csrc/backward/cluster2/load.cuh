@@ -6,6 +6,7 @@
 
 #include "backward/arguments.h"
 #include "backward/cluster2/traits.cuh"
+#include "backward/copy_floats.cuh"
 #include "backward/dq_semaphore.cuh"
 #include "backward/work_tile.cuh"
 #include "tile/tma_load.cuh"
@@ -35,8 +36,9 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   PipelineState<2> q{1};
   PipelineState<1> dout{1};
   const BlockOrder order = BlockOrder::of(tile);
-  int head = tile.head * args.qhead_per_kvhead, block = tile.start;
+  int head = tile.head * args.qhead_per_kvhead, position = tile.start;
   for (int i = 0; i < num_steps; ++i) {
+    const int block = tile.m_blocks.block(position);
     const int row = tile.row_offset + block * kBlockM;
     const int at = static_cast<int>(workspace_row(args, tile, head, block));
     // Sync: every consumer warp has released the buffer.
@@ -54,8 +56,8 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
     copy_floats(storage.minus_delta, &args.lse_delta, storage.dout_full, kReadAgain, at, 1);
     q.advance();
     dout.advance();
-    block = order.next(block);
-    if (block == tile.start) ++head;
+    position = order.next(position);
+    if (position == tile.start) ++head;
   }
 }
 
@@ -84,12 +86,13 @@ __device__ __forceinline__ void for_each_m_block(const Arguments& args, const Wo
                                                  int num_steps, Visit visit) {
   PipelineState<2> at{0};
   const BlockOrder order = BlockOrder::of(tile);
-  int head = tile.head * args.qhead_per_kvhead, block = tile.start;
+  int head = tile.head * args.qhead_per_kvhead, position = tile.start;
   for (int i = 0; i < num_steps; ++i) {
+    const int block = tile.m_blocks.block(position);
     visit(at, workspace_row(args, tile, head, block) / kBlockM, block);
     at.advance();
-    block = order.next(block);
-    if (block == tile.start) ++head;
+    position = order.next(position);
+    if (position == tile.start) ++head;
   }
 }
 

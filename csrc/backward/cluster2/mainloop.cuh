@@ -9,7 +9,7 @@
 //   S(i+2), with Q(i+2) in the buffer of Q(i), compute dS(i+1).
 #pragma once
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "backward/arguments.h"
 #include "backward/cluster2/dq_adder.cuh"
 #include "backward/cluster2/traits.cuh"
@@ -65,8 +65,8 @@ class Consumer {
     const int num_steps = num_blocks * args_.qhead_per_kvhead;
     full_blocks_ = full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
     order_ = BlockOrder::uniform_of(tile_);
-    scores_block_ = ds_block_ = uniform(tile_.start);
-    adder_.begin(order_, scores_block_);
+    scores_position_ = ds_position_ = uniform(tile_.start);
+    adder_.begin(order_, scores_position_);
     KeyGradient dk, dv;
     // dQ of the previous step, copied out of WGMMA's accumulators: ptxas would serialize the GEMMs
     // of a step in which accumulators are read.
@@ -163,12 +163,13 @@ class Consumer {
   __device__ __forceinline__ void start_next_qk(Scores& s) {
     const uint32_t b = q_at_.index();
     storage_.q_full[b].wait(q_at_.phase());  // Sync: Q and lse are loaded.
-    zero_fill_q_dout(Traits::kQOffset + b * Traits::kMBlockBytes, scores_block_);
+    zero_fill_q_dout(Traits::kQOffset + b * Traits::kMBlockBytes,
+                     tile_.m_blocks.block(scores_position_));
     gemm_ss<kElement, Traits::kBlockN, kQueries, Traits::kHeadDim, false, kBlockM>(
         s, at(Traits::kKOffset),
         at(Traits::kQOffset + b * Traits::kMBlockBytes + warpgroup_ * (kQueries * 128)));
     q_at_.advance();
-    scores_block_ = order_.next(scores_block_);
+    scores_position_ = order_.next(scores_position_);
   }
 
   // Loads lse of the step at ds_at_, whose S is complete.
@@ -182,8 +183,8 @@ class Consumer {
   __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse,
                                                      uint32_t (&p)[kQueries / 4]) {
     exponentiate(s, lse, args_.score_scale);
-    const int block = ds_block_;
-    if (block < full_blocks_.begin || block >= full_blocks_.end) {
+    const int block = tile_.m_blocks.block(ds_position_);
+    if (ds_position_ < full_blocks_.begin || ds_position_ >= full_blocks_.end) {
       mask_probabilities<kQueries>(s, mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                    block * kBlockM + warpgroup_ * kQueries);
     }
@@ -200,7 +201,7 @@ class Consumer {
   // Starts the dP GEMM of the step at ds_at_.
   __device__ __forceinline__ void start_dp(Scores& dp) {
     storage_.dout_full.wait(dout_at_.phase());  // Sync: dO and delta are loaded.
-    zero_fill_q_dout(Traits::kDoutOffset, ds_block_);
+    zero_fill_q_dout(Traits::kDoutOffset, tile_.m_blocks.block(ds_position_));
     gemm_ss<kElement, Traits::kBlockN, kQueries, Traits::kHeadDim, false, kBlockM>(
         dp, at(Traits::kVOffset), at(Traits::kDoutOffset + warpgroup_ * (kQueries * 128)));
   }
@@ -238,7 +239,7 @@ class Consumer {
     storage_.ds_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     ds_at_.advance();
     dout_at_.advance();
-    ds_block_ = order_.next(ds_block_);
+    ds_position_ = order_.next(ds_position_);
   }
 
   // Starts dq = this quarter of dS^T K, over the keys of both CTAs.
@@ -313,9 +314,9 @@ class Consumer {
   int warpgroup_, rank_;
   int first_key_;           // of the CTA
   uint32_t low_;            // descriptor of the start of shared memory
-  BlockRange full_blocks_;  // m_blocks that see all of the CTA's keys
+  BlockRange full_blocks_;  // positions of m_blocks that see all of the CTA's keys
   BlockOrder order_;
-  int scores_block_, ds_block_;  // m_blocks of the next S and of the next dS
+  int scores_position_, ds_position_;  // of the m_blocks of the next S and of the next dS
   DqAdder<Traits> adder_;
   PipelineState<2> step_{0};
   PipelineState<2> q_at_{0};     // Q of the next S

@@ -1,7 +1,7 @@
 // What the two consumer warpgroups of a CTA have in common: dQ, zero fill, and addresses.
 #pragma once
 
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
 #include "backward/arguments.h"
 #include "backward/cluster2/dq_adder.cuh"
 #include "backward/reduce_parts.cuh"

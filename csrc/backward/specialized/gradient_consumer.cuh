@@ -34,8 +34,8 @@ class GradientConsumer : Consumer<kConfig> {
       store_zeros(value_target(this->args_, this->tile_, this->warp_first_key()));
       return;
     }
-    block_ = uniform(this->tile_.start);
-    this->adder_.begin(this->order_, block_);
+    position_ = uniform(this->tile_.start);
+    this->adder_.begin(this->order_, position_);
     ValueGradient dv;
     QueryGradient finished;
 #pragma unroll
@@ -91,7 +91,7 @@ class GradientConsumer : Consumer<kConfig> {
     const uint32_t b = ds_at_.index();
     this->storage_.dout_full[b].wait(ds_at_.phase());  // Sync: dO and delta are loaded.
     this->template zero_fill_queries<Traits::kAtoms>(Traits::kDoutOffset + b * Traits::kTileBytes,
-                                                     block_);
+                                                     this->tile_.m_blocks.block(position_));
     load_per_column(dp, this->storage_.minus_delta[b]);
     gemm_ss<kElement, Traits::kBlockN, kBlockM, Traits::kHeadDim, true>(
         dp, this->at(Traits::kVOffset), this->at(Traits::kDoutOffset + b * Traits::kTileBytes));
@@ -119,10 +119,10 @@ class GradientConsumer : Consumer<kConfig> {
     __syncwarp();
     this->storage_.ds_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     ds_at_.advance();
-    block_ = this->order_.next(block_);
+    position_ = this->order_.next(position_);
   }
 
-  int block_;                  // m_block of the next dS
+  int position_;               // of the m_block of the next dS
   PipelineState<2> ds_at_{0};  // step of the next dS
 };
 

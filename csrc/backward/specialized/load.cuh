@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward/arguments.h"
+#include "backward/copy_floats.cuh"
 #include "backward/specialized/traits.cuh"
 #include "backward/work_tile.cuh"
 #include "tile/tma_load.cuh"
@@ -33,8 +34,9 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   const int batch_coord = args.seqlens_q.cu_seqlens != nullptr ? 0 : tile.batch_idx;
   PipelineState<2> at{1};
   const BlockOrder order = BlockOrder::of(tile);
-  int head = tile.head * args.qhead_per_kvhead, block = tile.start;
+  int head = tile.head * args.qhead_per_kvhead, position = tile.start;
   for (int i = 0; i < num_steps; ++i) {
+    const int block = tile.m_blocks.block(position);
     const int row = tile.row_offset + block * kBlockM;
     const int column = static_cast<int>(workspace_row(args, tile, head, block));
     const uint32_t b = at.index();
@@ -51,8 +53,8 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
     copy_floats(storage.minus_delta[b], &args.lse_delta, storage.dout_full[b], kReadAgain, column,
                 1);
     at.advance();
-    block = order.next(block);
-    if (block == tile.start) ++head;
+    position = order.next(position);
+    if (position == tile.start) ++head;
   }
 }
 

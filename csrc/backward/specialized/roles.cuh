@@ -17,7 +17,7 @@ __device__ __forceinline__ void zero_fill_kv(const Arguments& args, const WorkTi
   using Traits = KernelTraits<kConfig>;
   if (args.seqlens_k.cu_seqlens == nullptr && args.seqlens_k.seqused == nullptr) return;
   if (tile.num_keys >= tile.first_key + 2 * Traits::kBlockN) return;
-  if (tile.m_blocks.begin == tile.m_blocks.end) return;  // nothing is loaded
+  if (tile.m_blocks.empty()) return;  // nothing is loaded
   // Sync: K and V are loaded.
   reinterpret_cast<typename Traits::Storage*>(shared)->keys_full.wait(0);
   constexpr int kThreads = 128 * Traits::kConsumers;

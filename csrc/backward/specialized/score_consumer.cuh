@@ -33,8 +33,8 @@ class ScoreConsumer : Consumer<kConfig> {
     }
     full_blocks_ = full_m_blocks<kBlockM>(this->mask(), this->first_key_,
                                           this->first_key_ + Traits::kBlockN - 1);
-    block_ = uniform(this->tile_.start);
-    this->adder_.begin(this->order_, block_);
+    position_ = uniform(this->tile_.start);
+    this->adder_.begin(this->order_, position_);
     KeyGradient dk;
     QueryGradient finished;
 #pragma unroll
@@ -96,7 +96,7 @@ class ScoreConsumer : Consumer<kConfig> {
     const uint32_t b = scores_at_.index();
     this->storage_.q_full[b].wait(scores_at_.phase());  // Sync: Q and lse are loaded.
     this->template zero_fill_queries<Traits::kAtoms>(Traits::kQOffset + b * Traits::kTileBytes,
-                                                     block_);
+                                                     this->tile_.m_blocks.block(position_));
     // Before the GEMMs start: these loads are slow during WGMMA.
     load_per_column(lse, this->storage_.lse[b]);
     gemm_ss<kElement, Traits::kBlockN, kBlockM, Traits::kHeadDim>(
@@ -107,9 +107,10 @@ class ScoreConsumer : Consumer<kConfig> {
   // dK, which follows, up before the exponentials.
   __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse) {
     exponentiate(s, lse, this->args_.score_scale);
-    if (block_ < full_blocks_.begin || block_ >= full_blocks_.end) {
-      mask_probabilities<kBlockM>(
-          s, this->mask(), this->warp_first_key() + thread_row(threadIdx.x % 32), block_ * kBlockM);
+    if (position_ < full_blocks_.begin || position_ >= full_blocks_.end) {
+      mask_probabilities<kBlockM>(s, this->mask(),
+                                  this->warp_first_key() + thread_row(threadIdx.x % 32),
+                                  this->tile_.m_blocks.block(position_) * kBlockM);
     }
   }
 
@@ -130,7 +131,7 @@ class ScoreConsumer : Consumer<kConfig> {
     __syncwarp();
     this->storage_.p_full[b].arrive_warp();  // Sync: this warp has written and fenced.
     scores_at_.advance();
-    block_ = this->order_.next(block_);
+    position_ = this->order_.next(position_);
   }
 
   __device__ __forceinline__ void stage(const Scores& p, int offset) {
@@ -140,8 +141,8 @@ class ScoreConsumer : Consumer<kConfig> {
     stage_rows(this->rows_of_warp(offset, scores_at_.index()), packed);
   }
 
-  BlockRange full_blocks_;         // m_blocks that see all of the CTA's keys
-  int block_;                      // m_block of the next P
+  BlockRange full_blocks_;         // positions of m_blocks that see all of the CTA's keys
+  int position_;                   // of the m_block of the next P
   PipelineState<2> scores_at_{0};  // step of the next P
 };
 

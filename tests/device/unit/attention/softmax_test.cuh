@@ -4,8 +4,8 @@
 #pragma once
 
 #include "../unit.cuh"
-#include "attention/score_scale.cuh"
 #include "attention/softmax.cuh"
+#include "attention/variant.cuh"
 #include "tile/fragment.h"
 
 namespace unit::softmax {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../unit.cuh"
+#include "attention/block_scale.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 

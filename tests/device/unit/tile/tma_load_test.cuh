@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../unit.cuh"
+#include "backward/copy_floats.cuh"
 #include "forward/load_cached.cuh"
 #include "launch/tensor_map.h"
 #include "tile/tma_load.cuh"
@@ -65,7 +66,7 @@ __global__ void load_floats(const __grid_constant__ CUtensorMap map, int column,
                             uint8_t* found) {
   store_loaded<kBoxColumns * 4>(found, [&](uint8_t* tile, Barrier& full) {
     full.arrive_and_expect(kBoxColumns * 4);
-    copy_floats(reinterpret_cast<float*>(tile), &map, full, kReadAgain, column, row);
+    backward::copy_floats(reinterpret_cast<float*>(tile), &map, full, kReadAgain, column, row);
   });
 }
 

@@ -1,15 +1,17 @@
-// attention/mask.cuh against the definition of visibility, key by key.
+// attention/block_list.cuh, and the masks of variant.cuh and the backward, against the definition
+// of visibility, key by key.
 #pragma once
 
 #include <algorithm>
 
 #include "../unit.cuh"
-#include "attention/mask.cuh"
+#include "attention/block_list.cuh"
+#include "attention/variant.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/work_tile.cuh"
 #include "tile/fragment.h"
 
-namespace unit::mask {
+namespace unit::block_list {
 
 using namespace flashattn3;
 
@@ -88,13 +90,13 @@ inline void check_n_blocks(Result& result) {
         }
         return true;
       };
-      compare_range(result, name("n_block_range", c), num_blocks, seen,
-                    mask.n_block_range<kBlockN>(first, last), first, last);
+      compare_range(result, name("n_blocks", c), num_blocks, seen,
+                    mask.n_blocks<kBlockN>(first, last), first, last);
       compare_range(result, name("full_n_blocks", c), num_blocks, full,
                     mask.full_n_blocks<kBlockN>(first, last), first, last);
     }
-    const BlockRange none = mask.n_block_range<kBlockN>(5, 4);
-    result.equal(0, none.end - none.begin, name("n_block_range of no rows", c));
+    const BlockRange none = mask.n_blocks<kBlockN>(5, 4);
+    result.equal(0, none.end - none.begin, name("n_blocks of no rows", c));
   }
 }
 
@@ -111,7 +113,7 @@ inline void check_hidden_keys(Result& result) {
       const std::string what = name("hidden keys", c) + " from " + std::to_string(first_key);
       for (int first = 0; first < c.num_rows; first += kBlockM) {
         const int last = std::min(first + kBlockM, c.num_rows) - 1;
-        const BlockRange range = mask.n_block_range<kBlockN>(first, last);
+        const BlockRange range = mask.n_blocks<kBlockN>(first, last);
         const BlockRange full = mask.full_n_blocks<kBlockN>(first, last);
         for (int block = 0; block * kBlockN < c.num_keys; ++block) {
           bool any = false, all = true;
@@ -160,13 +162,13 @@ inline void check_m_blocks(Result& result) {
         }
         return true;
       };
-      compare_range(result, name("m_block_range", c), num_blocks, seen,
-                    backward::m_block_range<kBlockM>(mask, c.num_rows, first, last), first, last);
+      compare_range(result, name("m_blocks_of", c), num_blocks, seen,
+                    backward::m_blocks_of<kBlockM>(mask, c.num_rows, first, last), first, last);
       compare_range(result, name("full_m_blocks", c), 16, full,
                     backward::full_m_blocks<kBlockM>(mask, first, first + kKeys - 1), first, last);
     }
-    const BlockRange none = backward::m_block_range<kBlockM>(mask, c.num_rows, 5, 4);
-    result.equal(0, none.end - none.begin, name("m_block_range of no keys", c));
+    const BlockRange none = backward::m_blocks_of<kBlockM>(mask, c.num_rows, 5, 4);
+    result.equal(0, none.end - none.begin, name("m_blocks_of of no keys", c));
   }
 }
 
@@ -243,13 +245,13 @@ void check_probabilities(Result& result) {
 }
 
 static const Tests kTests = {
-    {"attention/mask: blocks of keys", Where::kHost, check_n_blocks},
-    {"attention/mask: hidden keys", Where::kHost, check_hidden_keys},
-    {"attention/mask: blocks of queries", Where::kHost, check_m_blocks},
-    {"attention/mask: scores, 64 keys", Where::kGpu, check_scores<64, true>},
-    {"attention/mask: scores, 80 keys", Where::kGpu, check_scores<80, true>},
-    {"attention/mask: scores, end of keys alone", Where::kGpu, check_scores<80, false>},
-    {"attention/mask: probabilities, 64 queries", Where::kGpu, check_probabilities<64>},
-    {"attention/mask: probabilities, 32 queries", Where::kGpu, check_probabilities<32>}};
+    {"attention/block_list: blocks of keys", Where::kHost, check_n_blocks},
+    {"attention/block_list: hidden keys", Where::kHost, check_hidden_keys},
+    {"attention/block_list: blocks of queries", Where::kHost, check_m_blocks},
+    {"attention/block_list: scores, 64 keys", Where::kGpu, check_scores<64, true>},
+    {"attention/block_list: scores, 80 keys", Where::kGpu, check_scores<80, true>},
+    {"attention/block_list: scores, end of keys alone", Where::kGpu, check_scores<80, false>},
+    {"attention/block_list: probabilities, 64 queries", Where::kGpu, check_probabilities<64>},
+    {"attention/block_list: probabilities, 32 queries", Where::kGpu, check_probabilities<32>}};
 
-}  // namespace unit::mask
+}  // namespace unit::block_list

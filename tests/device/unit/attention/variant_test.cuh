@@ -1,10 +1,11 @@
-// attention/score_scale.cuh: exponents from scores with one factor; softcap and its tanh.
+// attention/variant.cuh: exponents from scores with one factor; softcap and its tanh.
 #pragma once
 
 #include "../unit.cuh"
-#include "attention/score_scale.cuh"
+#include "attention/variant.cuh"
+#include "launch/score_scale.h"
 
-namespace unit::score_scale {
+namespace unit::variant {
 
 using namespace flashattn3;
 
@@ -16,8 +17,8 @@ constexpr float kLog2E = 1.44269504f;
 inline void check_record(Result& result) {
   for (const float softmax_scale : {0.125f, -0.3f, 0.f}) {
     for (const float softcap : {0.f, 0.5f, 30.f, 1e30f}) {
-      const ScoreScale plain = ScoreScale::of(softmax_scale, softcap, false);
-      const ScoreScale quantized = ScoreScale::of(softmax_scale, softcap, true);
+      const ScoreScale plain = score_scale_of(softmax_scale, softcap, false);
+      const ScoreScale quantized = score_scale_of(softmax_scale, softcap, true);
       const double uncapped = static_cast<double>(softmax_scale) * kLog2E;
       const double tanh_scale = softcap == 0.f ? 0. : 2. * uncapped / softcap;
       const bool caps = static_cast<float>(tanh_scale) != 0.f;
@@ -37,14 +38,14 @@ inline void check_record(Result& result) {
 }
 
 // found: exponents, then capped scores.
-__global__ void store_uniform(const float* scores, ScoreScale score_scale, float* found) {
+__global__ void store_uniform(const float* scores, Variant variant, float* found) {
   const UniformScale scale{0.75f};
   float s[kCount];
   for (int i = 0; i < kCount; ++i) {
     found[i] = scale.exponent(scores[i], i, 2.f);
     s[i] = scores[i];
   }
-  cap_scores(s, score_scale);
+  variant.transform(s);
   for (int i = 0; i < kCount; ++i) found[kCount + i] = s[i];
 }
 
@@ -52,7 +53,8 @@ inline void check_uniform(Result& result) {
   std::vector<float> scores(kCount);
   for (int i = 0; i < kCount; ++i) scores[i] = 3.f * (i - 30);
   Array<float> given(scores), found(2 * kCount);
-  launch(store_uniform, 1, 1, 0, given.device(), ScoreScale::of(1.f, 50.f, false), found.device());
+  const Variant variant{{0, 0}, score_scale_of(1.f, 50.f, false)};
+  launch(store_uniform, 1, 1, 0, given.device(), variant, found.device());
   const std::vector<float>& at = found.download();
   for (int i = 0; i < kCount; ++i) {
     result.equal(scores[i] * 0.75 - 2., at[i], "exponent", i);
@@ -78,8 +80,8 @@ inline void check_tanh(Result& result) {
   }
 }
 
-static const Tests kTests = {{"attention/score_scale: record", Where::kHost, check_record},
-                             {"attention/score_scale: one factor", Where::kGpu, check_uniform},
-                             {"attention/score_scale: tanh", Where::kGpu, check_tanh}};
+static const Tests kTests = {{"attention/variant: record", Where::kHost, check_record},
+                             {"attention/variant: one factor", Where::kGpu, check_uniform},
+                             {"attention/variant: tanh", Where::kGpu, check_tanh}};
 
-}  // namespace unit::score_scale
+}  // namespace unit::variant
