@@ -19,12 +19,12 @@ __device__ __forceinline__ uint32_t pack_out(const Arguments& args, float low, f
   return fp16 ? pack<ElementType::kFloat16>(low, high) : pack<kElement>(low, high);
 }
 
-// first_row: of the warp, in the sequence. scale: of out. o: sums of 2^(score - row_max) * v, which
-// may change; 0 in rows that saw no key: out 0, lse -inf. staged: the warp's shared memory, of
-// kOutAtoms atoms, atom_stride bytes apart; copies may read it afterwards (wait_for_stores).
+// first_row: of the warp, in the sequence. scale: of out. o: sums of 2^(score - row_max) * v; 0 in
+// rows that saw no key: out 0, lse -inf. staged: the warp's shared memory, of kOutAtoms atoms,
+// atom_stride bytes apart; copies may read it afterwards (wait_for_stores).
 template <class Traits, class Tile, class Softmax>
 __device__ __forceinline__ void store_rows(const Arguments& args, const Tile& tile, int warpgroup,
-                                           int first_row, float (&o)[Traits::kOutRegisters],
+                                           int first_row, const float (&o)[Traits::kOutRegisters],
                                            const Softmax& softmax, float scale, uint8_t* staged,
                                            int atom_stride) {
   const int lane = threadIdx.x % 32;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const Tile& ti
           sum == 0.f ? -INFINITY : (softmax.row_max_log2(r) + __log2f(sum)) * kLn2;
     }
   }
-  if constexpr (Traits::kQuantized) take_single_keys(args, tile, first_row, o, inverse);
+  correct_single_keys<Traits>(args, tile, first_row, scale, inverse);
   // num_rows is marked uniform over the warp, or the main loop would lose its uniform registers.
   const RowTarget target{.tensor_map = &args.out_map,
                          .row = tile.row_offset + first_row,

@@ -74,7 +74,8 @@ class DescaleLoader {
       // whatever V's bytes are.
       const bool last = first + kBlocksAtOnce >= num_blocks;
       if (lane == 0 && (first == 0 || last)) {
-        storage_.out_scale[tile_.index()] = last && !any ? 0.f : out_scale * kOutCorrection;
+        const float correction = tile.num_keys == 1 ? 1.f : kOutCorrection;
+        storage_.out_scale[tile_.index()] = last && !any ? 0.f : out_scale * correction;
       }
       const float ratio = __fdividef(v, out_scale);
       const float relative = __log2f(fabsf(ratio));
