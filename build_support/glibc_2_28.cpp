@@ -1,5 +1,5 @@
-// What newer headers of glibc and libstdc++ take from their libraries, and those of manylinux_2_28
-// lack. Linked into the wheel's library alone, where nothing else sees it.
+// Defines the symbols that newer headers of glibc and libstdc++ require and the libraries of
+// manylinux_2_28 lack. Only the wheel's library is linked with it, and hides them.
 #include <new>
 #include <sstream>
 

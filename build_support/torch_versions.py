@@ -8,8 +8,8 @@ prints a line: the seconds of the installation, what the import of flashattn3 ad
 whether the library loads, and whether torch has the operator of the autograd node as the node knows
 it. Exit status 1 if a library does not load under 2.9 or newer.
 
-The CUDA libraries that a torch built with CUDA requires are 2 to 4 GB, and without a GPU nobody
-calls them: empty libraries take their place.
+The CUDA libraries that a torch built with CUDA requires are 2 to 4 GB, and nothing calls
+them without a GPU: empty libraries replace them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def offered() -> list[str]:
 
 
 def try_under(version: str, wheel: Path, torch_source: str) -> dict:
-    """What the wheel does under a torch; torch_source is what pip is to install."""
+    """Report whether the wheel loads under a torch. torch_source: an argument of pip install."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder, "bin", "python")

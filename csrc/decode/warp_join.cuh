@@ -14,7 +14,7 @@
 // sees it, and joins the blocks of those that declined.
 //
 // Lengths may change while the CTAs read them. CTAs then disagree on who shares a work tile, and
-// one may wait for a part that nobody writes: it finds that their Splits are not those that it
+// one may wait for a part that no CTA writes: it finds that their Splits are not those that it
 // expects, and gives up. All that remains of the launch are wrong numbers in out.
 #pragma once
 

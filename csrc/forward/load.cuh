@@ -79,7 +79,7 @@ class Producer {
     int q_row, kv_row, kv_head, kv_batch_coord;
     int kv_offset;  // of the sequence in k and v
 
-    // Of the i-th block that is loaded.
+    // Row of K and V, or first key, of the i-th block that is loaded.
     __device__ __forceinline__ int first_key(int i) const {
       return tile.n_blocks.block(tile.n_blocks.end - 1 - i) * Traits::kBlockN;
     }

@@ -1,4 +1,4 @@
-// What the forward kernel takes besides Arguments for 8-bit inputs.
+// Extra arguments of forward kernels with 8-bit inputs.
 #pragma once
 
 #include "attention/descale.cuh"
