@@ -16,8 +16,10 @@
 namespace flashattn3::forward {
 
 // Factor of O for a row with a single key. descale: of its V. inverse: the factor with corrections.
-__device__ __forceinline__ float factor_of_single_key(float descale, float inverse) {
-  const float probability = rounded_to_e4m3(__fdividef(descale, inverse));
+// A template, because the emulation of 16-bit kernels on a CPU lacks the instructions of 8 bits.
+template <class Float>
+__device__ __forceinline__ Float factor_of_single_key(Float descale, Float inverse) {
+  const Float probability = rounded_to_e4m3(__fdividef(descale, inverse));
   return fabsf(probability) > 0.f ? __fdividef(descale, probability) : inverse;  // NaN stays
 }
 
