@@ -94,7 +94,7 @@ class CachedLaunch(Protocol):
     needs_lse: bool
 
     def describe(self) -> dict[str, object]:
-        """As in ``Launch``."""
+        """Named values for people, as those of ``Launch``."""
 
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int

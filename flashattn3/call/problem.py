@@ -45,8 +45,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class CallProblem:
-    """What the problems of all kinds of calls have: of dense and varlen calls (``Problem``), of
-    cached calls, appends and combinations (cached.py). backend: None: any."""
+    """The fields that the problems of all kinds of calls share: dense and varlen calls
+    (``Problem``), cached calls, appends and combinations (cached.py). backend: None: any."""
 
     function: str
     dtype: torch.dtype

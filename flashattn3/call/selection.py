@@ -11,7 +11,7 @@ import torch
 
 from ..errors import expect, shown, type_error
 
-# Of the backends, in the order in which automatic dispatch tries them.
+# The names of the backends, in the order in which automatic dispatch tries them.
 NAMES = ("hopper", "triton", "reference")
 ANY = ""  # Options.backend of a call that any backend may run
 # Backend of calls without a backend argument: from ``use_backend``, else from the environment.
