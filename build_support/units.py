@@ -160,13 +160,15 @@ def _checks(config) -> str:
 def initializer(config) -> str:
     """The value of a C++ Config; both have the same field names."""
     members = "".join(
-        f"    .{name} = {_literal(getattr(config, name))},\n"
+        f"    .{name} = {_literal(getattr(config, name), name)},\n"
         for name in load_kernel_configs().compiled_fields(type(config))
     )
     return f"{{\n{members}}}"
 
 
-def _literal(value: object) -> str:
+def _literal(value: object, field: str = "") -> str:
+    if field == "term":
+        return f"ScoreTerm::k{value.title() or 'None'}"
     if isinstance(value, str):
         return f"ElementType::{DTYPES[value]}"
     return str(value).lower()

@@ -231,7 +231,7 @@ def test_rows_have_the_fields_of_the_struct_in_cpp(kind):
         pytest.skip("needs a source checkout")
     pattern = r"struct Config \{(.*?)\n\};"
     struct = re.search(pattern, header.read_text(), re.DOTALL)[1]
-    members = re.findall(r"^  (?:\w+) (\w+)(?: = \w+)?;", struct, re.MULTILINE)
+    members = re.findall(r"^  (?:\w+) (\w+)(?: = [\w:]+)?;", struct, re.MULTILINE)
     assert members == compiled_fields(kind)
 
 

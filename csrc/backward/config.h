@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/score_term.h"
 #include "ptx/element.h"
 
 namespace flashattn3::backward {
@@ -14,6 +15,7 @@ struct Config {
   int head_dim_v;          // of v, out and dout: head_dim; with head_dim 192 also 128
   int num_stages;          // tiles of Q and of dO in shared memory; cluster2: unused
   int num_mma_warpgroups;  // of a CTA, 64 keys each; with cluster2 2
+  ScoreTerm term = ScoreTerm::kNone;
 };
 
 constexpr int kBlockM = 64;  // queries of a step

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/score_term.h"
 #include "ptx/element.h"
 #include "tile/permuted_v.h"
 
@@ -22,6 +23,7 @@ struct Config {
   int keys_per_descale = 0;  // 8 bits: keys that share their descales, a divisor of block_n
   int promote_keys = 0;      // 8 bits: keys between promotions of O, a multiple of block_n
   bool cached = false;       // K and V are in a paged or dense cache (load_cached.cuh)
+  ScoreTerm term = ScoreTerm::kNone;  // with one the config is masked
 };
 
 // Threads of a CTA: the consumer warpgroups and the producer warpgroup.

@@ -19,6 +19,9 @@ HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
 HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
 MAX_HEAD_DIM = max(HEAD_DIMS["bf16"])
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not compiled
+# What a kernel adds to the scores: nothing, ALiBi's slopes or a bias. Kernels with a
+# term have a mask, and calls without one take them too.
+TERMS = NO_TERM, SLOPES, BIAS = "", "slopes", "bias"
 # For every backward kernel: queries per step, and keys per MMA warpgroup.
 BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
 DECODE_TILE_ROWS = 64  # packed query rows of a tile, for every decode kernel
@@ -38,6 +41,7 @@ class ForwardConfig:
     keys_per_descale: 8 bits: keys that must share a descale of K and one of V.
     promote_keys: 8 bits: keys between accumulator promotions (DeepSeek-V3, arXiv 2412.19437).
     cached: whether k and v are in a paged or dense cache; such a config is masked.
+    term: of TERMS; with one the config is masked.
     max_seqlen_k: for the planner: longest seqlen_k that selects this config; None: any.
     measured: "GPU, case, date" of the measurement that chose the tile; empty: not measured.
     """
@@ -56,6 +60,7 @@ class ForwardConfig:
     keys_per_descale: int = 0
     promote_keys: int = 0
     cached: bool = False
+    term: str = NO_TERM
     max_seqlen_k: int | None = None
     measured: str = ""
 
@@ -64,7 +69,7 @@ class ForwardConfig:
         mask = "cached" if self.cached else "masked" if self.masked else "full"
         tile = f"{self.block_m}x{self.block_n}x{self.num_stages}"
         buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
-        return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}"
+        return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}{_term(self)}"
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class BackwardConfig:
     num_stages: Q and dO tiles in flight; unused beyond 128 columns of V, where a cluster has two
         of Q.
     num_mma_warpgroups: consumer warpgroups of a CTA; one more warpgroup loads and writes dQ.
+    term: of TERMS.
     measured: as for ForwardConfig.
     """
 
@@ -86,12 +92,13 @@ class BackwardConfig:
     head_dim_v: int
     num_stages: int
     num_mma_warpgroups: int
+    term: str = NO_TERM
     measured: str = ""
 
     @property
     def name(self) -> str:
         tile = f"{BACKWARD_BLOCK_M}x{self.block_n}x{self.num_stages}"
-        return f"backward_{self.dtype}_{_dims(self)}_{tile}"
+        return f"backward_{self.dtype}_{_dims(self)}_{tile}{_term(self)}"
 
     @property
     def block_n(self) -> int:
@@ -152,6 +159,11 @@ def _dims(config: ForwardConfig | BackwardConfig) -> str:
     return f"d{config.head_dim}{values}"
 
 
+def _term(config: ForwardConfig | BackwardConfig) -> str:
+    """Part of a config's name."""
+    return f"_{config.term}" * (config.term != NO_TERM)
+
+
 KernelConfig = ForwardConfig | BackwardConfig | DecodeConfig
 
 
@@ -161,22 +173,22 @@ def _forward_configs(
     masked: bool,
     *tile: int,
     head_dim_v: int | None = None,
+    term: str = NO_TERM,
     max_seqlen_k: int | None = None,
     measured: str = "",
 ) -> tuple[ForwardConfig, ...]:
     """One forward config per dtype. head_dim_v: None: head_dim."""
-    dims, planned = (head_dim, head_dim_v or head_dim), {"max_seqlen_k": max_seqlen_k}
-    return tuple(
-        ForwardConfig(dtype, *dims, masked, *tile, measured=measured, **planned) for dtype in dtypes
-    )
+    dims = head_dim, head_dim_v or head_dim
+    rest = {"term": term, "max_seqlen_k": max_seqlen_k, "measured": measured}
+    return tuple(ForwardConfig(dtype, *dims, masked, *tile, **rest) for dtype in dtypes)
 
 
 def _backward_configs(
-    head_dim: int, head_dim_v: int, *tile: int, measured: str = ""
+    head_dim: int, head_dim_v: int, *tile: int, term: str = NO_TERM, measured: str = ""
 ) -> tuple[BackwardConfig, ...]:
     """One backward config per 16-bit dtype."""
     return tuple(
-        BackwardConfig(dtype, head_dim, head_dim_v, *tile, measured=measured)
+        BackwardConfig(dtype, head_dim, head_dim_v, *tile, term=term, measured=measured)
         for dtype in SIXTEEN_BIT
     )
 
@@ -301,6 +313,7 @@ def select_forward_config(
     seqlen_q: int = 1 << 30,
     num_batch_heads: int = 1,
     num_sms: int = 1,
+    term: str = NO_TERM,
 ) -> ForwardConfig | None:
     """The config with the smallest sufficient head dim, head dim of V and max_seqlen_k, in this
     order, then the one whose blocks of keys take the least time, so that the keys alone decide how
@@ -308,11 +321,13 @@ def select_forward_config(
 
     seqlen_q: of a sequence on average; by default so long that the largest tile is best.
     num_batch_heads: query heads times batch.
+    term: of TERMS.
     """
+    masked = masked or term != NO_TERM
     fitting = [
         config
         for config in FORWARD_CONFIGS
-        if (config.dtype, config.masked) == (dtype, masked)
+        if (config.dtype, config.masked, config.term) == (dtype, masked, term)
         and config.head_dim >= head_dim
         and config.head_dim_v >= head_dim_v
         and (config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k)
@@ -334,14 +349,18 @@ def select_forward_config(
     return min(fitting, key=order, default=None)
 
 
-def select_backward_config(dtype: str, head_dim: int, head_dim_v: int) -> BackwardConfig | None:
+def select_backward_config(
+    dtype: str, head_dim: int, head_dim_v: int, term: str = NO_TERM
+) -> BackwardConfig | None:
     """The config with the smallest sufficient head dim, then the smallest sufficient head dim of V;
-    None if there is none.
+    None if there is none. term: of TERMS.
     """
     fitting = [
         config
         for config in BACKWARD_CONFIGS
-        if config.dtype == dtype and config.head_dim >= head_dim and config.head_dim_v >= head_dim_v
+        if (config.dtype, config.term) == (dtype, term)
+        and config.head_dim >= head_dim
+        and config.head_dim_v >= head_dim_v
     ]
     return min(fitting, key=lambda config: (config.head_dim, config.head_dim_v), default=None)
 
@@ -379,9 +398,12 @@ def compiled_fields(kind: type[KernelConfig]) -> list[str]:
 
 
 def configs_hash() -> str:
-    """Hash of the order and the compiled fields of all configs."""
+    """Hash of the order and the compiled fields of all configs, without the term of those that have
+    none.
+    """
     lines = []
     for config in all_configs():
         values = {name: getattr(config, name) for name in compiled_fields(type(config))}
+        values = {name: value for name, value in values.items() if value != NO_TERM}
         lines.append(f"{config.kind} {values}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
