@@ -220,7 +220,7 @@ def measure(candidates: list[Candidate], limit: int, jobs: int, compile_only: bo
     for candidate, needs in tqdm(
         list(zip(candidates, compiled, strict=True)), "timing", disable=None
     ):
-        record = asdict(candidate) | needs
+        record = asdict(candidate) | {"tile": candidate.tile._asdict()} | needs
         measured.append(record)
         fits = "error" not in needs and needs["shared_memory_bytes"] <= limit
         if not fits or needs["stack_bytes"] > MAX_STACK_BYTES or compile_only:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -65,7 +64,7 @@ RTX5090 = fake_gpu("RTX 5090", 120, 99, 170)
 T4 = fake_gpu("T4", 75, 64, 40)
 GPUS = (H100, A100, RTX3090, ORIN, L4, B200, RTX5090)
 CPU = DeviceInfo("cpu", "cpu")
-LOWERED_H100 = replace(H100, lowering=80, shared_memory_bytes=163 * 1024)
+LOWERED_H100 = H100._replace(lowering=80, shared_memory_bytes=163 * 1024)
 
 
 class Prepared(NamedTuple):

@@ -328,7 +328,7 @@ def test_packed_forms_take_fast_accumulation():
 
 def test_the_interpreter_declines_bfloat16():
     x = HALF.unflatten(0, (2, 10)).bfloat16()
-    info = replace(describe_device(x.device), interpreted=True)
+    info = describe_device(x.device)._replace(interpreted=True)
     problem = describe(tuple(map(metadata_of, Tensors(x, x, x))), Options())
     assert "bfloat16" in TRITON.decline_reason(problem, info)
     assert TRITON.decline_reason(replace(problem, dtype=torch.float16), info) is None

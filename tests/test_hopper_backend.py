@@ -305,11 +305,11 @@ UNAVAILABLE = [
     (B200, "needs compute capability 9.0, B200 has 10.0"),
     (LOWERED_H100, "disabled: TRITON_INTERPRET or TRITON_OVERRIDE_ARCH is set"),
     (
-        replace(H100, interpreted=True),
+        H100._replace(interpreted=True),
         "disabled: TRITON_INTERPRET or TRITON_OVERRIDE_ARCH is set",
     ),
     (
-        replace(H100, shared_memory_bytes=99 * 1024),
+        H100._replace(shared_memory_bytes=99 * 1024),
         "bytes of shared memory for a block, H100 has 101376",
     ),
 ]

@@ -115,7 +115,7 @@ def test_what_is_swept_is_launched_on_another_chip(chip):
     for shape in SHAPES.keys() - set(HEAVIEST):
         problem, _ = problems_of(shape)
         tiles = [select_tile(problem, device) for device in (chip, ALIKE[chip])]
-        assert replace(tiles[0], num_ctas=0, arch=None) == replace(tiles[1], num_ctas=0, arch=None)
+        assert tiles[0]._replace(num_ctas=0, arch=None) == tiles[1]._replace(num_ctas=0, arch=None)
 
 
 def is_swept(chip: DeviceInfo, shape: str) -> bool:

@@ -4,7 +4,6 @@ Python, and what happens to the others. tests/host_checks.py has the same over t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -45,8 +44,7 @@ class Double:
         operators["keep_decode"] = self.keep
         for name in ("decode_into", "append"):
             operators[name] = lambda *given: None
-        self.library = replace(
-            library_double(**operators),
+        self.library = library_double(**operators)._replace(
             prepare_decode=lambda *_: (torch.tensor([next(prepared)]), 384, 2048),
         )
 

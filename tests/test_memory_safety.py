@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -80,9 +79,9 @@ def under_guard(plan):
     """The plan as it is, or, of the Hopper backend, with results that a guard sees."""
     if plan.backend.name != "hopper":
         return plan
-    library = replace(find_library(), forward=forward_into_new, backward=backward_into_new)
+    library = find_library()._replace(forward=forward_into_new, backward=backward_into_new)
     backend = HopperBackend(library=lambda: library)
-    return replace(plan, launch=backend.prepare(plan.problem, plan.device))
+    return plan._replace(launch=backend.prepare(plan.problem, plan.device))
 
 
 def guarded_run(backend: str, tensors: Tensors, **options) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ Those of the Hopper backend, which may be compiled here or not, are in test_hopp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
 
 import pytest
@@ -64,8 +64,8 @@ GOLDEN_ROWS = {
     B200: LARGE,
     RTX5090: SMALL,
     LOWERED_H100: LARGE,
-    replace(H100, shared_memory_bytes=163 * 1024): LARGE,
-    replace(H100, shared_memory_bytes=99 * 1024): SMALL,
+    H100._replace(shared_memory_bytes=163 * 1024): LARGE,
+    H100._replace(shared_memory_bytes=99 * 1024): SMALL,
 }
 # Head dim → its row, with mma.sync and with WGMMA.
 ROW_OF_HEAD_DIM = {
@@ -185,7 +185,7 @@ def test_a_named_backend_is_taken_although_another_comes_first():
 
 
 def test_little_shared_memory_is_a_reason():
-    small = replace(A100, name="small", shared_memory_bytes=64 * 1024)
+    small = A100._replace(name="small", shared_memory_bytes=64 * 1024)
     assert plan(small).declined == (
         ("triton", "needs 99 KiB of shared memory for a block, small has 64"),
     )
@@ -245,7 +245,7 @@ def test_splits_are_chosen_unless_their_number_is_given():
 
 def test_plans_do_not_depend_on_whether_a_gpu_is_here():
     """``choose`` reads nothing but its arguments: the same plan for a GPU that cannot exist."""
-    moon = replace(A100, name="moon", capability=199, lowering=199, num_sms=1)
+    moon = A100._replace(name="moon", capability=199, lowering=199, num_sms=1)
     assert plan(moon).launch.config.tile_config == plan(A100).launch.config.tile_config
 
 
@@ -289,7 +289,7 @@ def test_the_same_call_is_planned_once(monkeypatch):
 def test_amd_gpus_run_the_reference(monkeypatch):
     """torch for ROCm names them cuda, and their capabilities mean something else."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    info = replace(describe_device.__wrapped__(torch.device("cuda", 0)), interpreted=False)
+    info = describe_device.__wrapped__(torch.device("cuda", 0))._replace(interpreted=False)
     assert info.kind == "ROCm"
     available = [backend.name for backend in BACKENDS if backend.unavailable_reason(info) is None]
     assert available == ["reference"]

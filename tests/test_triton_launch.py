@@ -1,7 +1,6 @@
 """The Triton backend's launches, without a GPU: what a kernel is told of strides, and which of its
 two forms takes a tensor that is not aligned."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -126,9 +125,8 @@ def test_slices_of_a_block_that_is_no_power_of_two(features, constant, device, m
     config = TRITON.configure(problem, device_info)
     splits = features.get("num_splits", 1)
     grid = (SLICED.num_m_blocks(70) * 2 * 2 * splits, 1, 1)
-    config = replace(
-        config,
-        tiles=replace(config.tiles, forward=SLICED),
+    config = config._replace(
+        tiles=config.tiles._replace(forward=SLICED),
         num_splits=splits,
         grid=grid,
         packed=None,
@@ -145,14 +143,14 @@ def test_an_n_block_lies_within_a_descale_block(block, block_n):
     descale = torch.empty(1, 2, 4 if block else 1, device="meta")
     side = Scaled(x, descale, block)
     problem = describe(tuple(map(metadata_of, Tensors(side, side, side))), Options())
-    assert _forward_tile(SLICED, problem, A100) == replace(SLICED, block_n=block_n)
+    assert _forward_tile(SLICED, problem, A100) == SLICED._replace(block_n=block_n)
 
 
 def test_tcgen05_has_no_slices():
     x = torch.empty(1, 64, 2, 64, device="meta", dtype=torch.bfloat16)
     problem = describe(tuple(map(metadata_of, Tensors(x, x, x))), Options())
-    found = _forward_tile(SLICED, problem, replace(B200, lowering=100))
-    assert found == replace(SLICED, block_n=32, slice_n=0)
+    found = _forward_tile(SLICED, problem, B200._replace(lowering=100))
+    assert found == SLICED._replace(block_n=32, slice_n=0)
 
 
 @pytest.mark.parametrize("chip", [A100, H100, LOWERED_H100, B200, RTX5090], ids=lambda x: x.name)
@@ -194,7 +192,7 @@ def test_dq_is_not_added_where_its_sum_would_be_mostly_padding(batch, rows):
 
 
 def test_dq_is_not_added_by_tcgen05():
-    found = launches(64, 64, chip=replace(B200, lowering=100))
+    found = launches(64, 64, chip=B200._replace(lowering=100))
     assert "bwd_dq" in found and "bwd" not in found
 
 
@@ -312,7 +310,7 @@ def test_the_backward_with_wgmma_has_parts_as_narrow_as_its_rows(dims):
 
 
 def test_tcgen05_multiplies_whole_columns():
-    found = launches(96, 256, 80, replace(B200, lowering=100))
+    found = launches(96, 256, 80, B200._replace(lowering=100))
     for name in ("forward", "bwd_dkdv", "bwd_dq"):
         assert columns_of(found[name], True) == (128, 128, 128, 128)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ SHARED_MEMORY_KIB = {
 }
 
 
-@dataclass(frozen=True)
-class DeviceInfo:
+class DeviceInfo(NamedTuple):
     """One device. capability and lowering are written as 90 for compute capability 9.0.
 
     lowering: the capability whose instructions Triton uses. It differs from the chip's own when
@@ -79,11 +78,11 @@ def _overridden(info: DeviceInfo) -> DeviceInfo:
     if arch:
         lowering = _number_of("TRITON_OVERRIDE_ARCH", arch.rstrip("af"), "written like sm80")
         capped = min(info.shared_memory_bytes, SHARED_MEMORY_KIB.get(lowering, 99) * 1024)
-        info = replace(info, lowering=lowering, shared_memory_bytes=capped)
+        info = info._replace(lowering=lowering, shared_memory_bytes=capped)
     cap = os.environ.get("FLASHATTN3_SHARED_MEMORY_KIB")
     if cap:
         kib = _number_of("FLASHATTN3_SHARED_MEMORY_KIB", cap, "a number of KiB")
-        info = replace(info, shared_memory_bytes=min(info.shared_memory_bytes, kib * 1024))
+        info = info._replace(shared_memory_bytes=min(info.shared_memory_bytes, kib * 1024))
     return info
 
 

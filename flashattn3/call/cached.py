@@ -8,7 +8,7 @@ the errors; it reads the sizes too.
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import dataclass, make_dataclass, replace
+from dataclasses import dataclass, make_dataclass
 from typing import NamedTuple
 
 import torch
@@ -60,9 +60,9 @@ def query_sizes(tensors: DecodeTensors, max_seqlen_q: int | None) -> tuple[int, 
 
 # Where the options of a cached call differ from those of other calls, or are its own.
 _OWN = (
-    replace(CALL.fields["softmax_scale"], convert=or_none(real)),
-    replace(CALL.fields["causal"], convert=boolean),
-    replace(CALL.fields["qv"], convert=as_given),
+    CALL.fields["softmax_scale"]._replace(convert=or_none(real)),
+    CALL.fields["causal"]._replace(convert=boolean),
+    CALL.fields["qv"]._replace(convert=as_given),
     Field("return_softmax_lse", "", False, boolean, parts=("return_lse",)),
     Field("tree_mask", "", None, as_given),
     Field("split_tokens", "", None, as_given),
@@ -116,7 +116,7 @@ AppendOptions = APPEND.Options
 
 
 # The options that backends read, by their names in ``DecodeOptions``.
-_Asked = make_dataclass("_Asked", DECODE.to_backend, frozen=True)
+_Asked = make_dataclass("_Asked", DECODE.to_backend, frozen=True, init=False, repr=False, eq=False)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import math
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -32,8 +31,7 @@ FA2_ORDER = (
 Convert = Callable[[str, str, object], object]
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """One argument of the public functions.
 
     type: in the operators' schema; "" if only the default is supported, and nothing is passed on.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, make_dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,7 @@ from .operands import SIDES, Scaled, Tensors, as_scaled, data_of
 from .tensor_checks import check_device, check_int32
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """q, k or v of a problem.
 
     stride: (batch, sequence, head) in elements, as a kernel that reads rows receives it; the batch
@@ -43,10 +43,14 @@ class Operand:
     has_seqused: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class CallProblem:
     """The fields that the problems of all kinds of calls share: dense and varlen calls
-    (``Problem``), cached calls, appends and combinations (cached.py). backend: None: any."""
+    (``Problem``), cached calls, appends and combinations (cached.py). backend: None: any.
+
+    Bases have no methods of their own, because writing those takes 0.5 ms of the import; so records
+    that neither inherit nor cache are NamedTuples.
+    """
 
     function: str
     dtype: torch.dtype
@@ -57,7 +61,7 @@ class CallProblem:
     backend: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class AttentionProblem(CallProblem):
     """The same of calls that compute scores, with a cache or without."""
 
@@ -72,7 +76,7 @@ class AttentionProblem(CallProblem):
 
 
 # The options that backends read, by their names in ``Options``.
-_Asked = make_dataclass("_Asked", CALL.to_backend, frozen=True)
+_Asked = make_dataclass("_Asked", CALL.to_backend, frozen=True, init=False, repr=False, eq=False)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ writes them into a header (build_support/units.py), so this module imports nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of tensor.
 
     type: in the operators' schemas.
@@ -30,8 +29,7 @@ EDGES = Kind("Tensor?", ("given", "count"))
 LENGTHS = Kind("Tensor?", ("given",))
 
 
-@dataclass(frozen=True)
-class TensorField:
+class TensorField(NamedTuple):
     """One tensor of a call.
 
     found: whether the backend's operators find the launch of a call that has it from its tensors;

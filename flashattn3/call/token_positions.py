@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class TokenPositions:
+class TokenPositions(NamedTuple):
     """One entry per token: int64 (tokens), owned bool.
 
     sequence: batch_idx, None without cu_seqlens. A token outside all sequences gets the nearest.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..backends.base import Backend, Launch
 from ..backends.device import DeviceInfo
@@ -13,8 +13,7 @@ from ..call.selection import FROM_ENVIRONMENT
 from ..errors import UnsupportedError, complaint, value_error
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The decision for one problem, and why the other backends did not get it."""
 
     problem: CallProblem

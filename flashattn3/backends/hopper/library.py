@@ -10,7 +10,6 @@ import ctypes
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -26,8 +25,7 @@ PROJECT = PACKAGE.parent  # repository root, or site-packages if installed
 OPS_LIBRARY = Path("_lib", "libflashattn3_ops.so")
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """The compiled library. configs: names of the compiled kernel configs.
 
     error: why the library cannot be used; None if it can.

@@ -16,7 +16,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,8 +46,7 @@ _SMALLEST_BLOCK_M = 16
 _CPU_BUDGET, _GPU_BUDGET = (2**21, 128), (2**26, 1024)
 
 
-@dataclass(frozen=True)
-class ReferenceConfig:
+class ReferenceConfig(NamedTuple):
     """Tile sizes: at most block_m queries times block_n keys, over all heads and all sequences that
     are computed together.
 
@@ -107,7 +106,7 @@ class ReferenceBackend:
         batch = 1 if problem.varlen else problem.batch
         block_m = config.queries(batch * problem.num_heads_q)
         config = ReferenceConfig(block_m, _BLOCK_N, scores)
-        return replace(config, one_tile=_is_one_tile(problem, config))
+        return config._replace(one_tile=_is_one_tile(problem, config))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -133,8 +133,7 @@ class TritonBackend:
             dims = (widest(*dims),) * 2
         tile_config = select_tile_config(*dims, device.lowering, device.shared_memory_bytes)
         tiles = tile_config.masked if problem.masked else tile_config.full
-        tiles = replace(
-            tiles,
+        tiles = tiles._replace(
             forward=_forward_tile(tiles.forward, problem, device),
             bwd=tiles.bwd if _adds_dq(problem, device) else None,
         )
@@ -174,7 +173,7 @@ def _forward_tile(tile: Tile, problem: Problem, device: DeviceInfo) -> Tile:
         return tile
     # An n_block divides every descale block, so that its keys share a descale.
     block_n = 1 << (min(tile.block_n, *blocks).bit_length() - 1)
-    return replace(tile, block_n=block_n, slice_n=min(tile.slice_n, block_n))
+    return tile._replace(block_n=block_n, slice_n=min(tile.slice_n, block_n))
 
 
 def _adds_dq(problem: Problem, device: DeviceInfo) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from ...call.cached import CacheProblem, DecodeProblem
 from ..device import DeviceInfo
@@ -18,8 +18,7 @@ PROGRAMS_PER_SM = 2
 LARGEST_FEW_ROWS = 32
 
 
-@dataclass(frozen=True)
-class CacheTile:
+class CacheTile(NamedTuple):
     """block_m packed rows by block_n keys; num_ctas: parts into which the batch is cut, about.
 
     few_m, few_n: of sequences with at most few_m packed rows; 0 where all have block_m.

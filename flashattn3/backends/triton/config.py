@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .cache_tiles import CacheTile
 from .tile_configs import TileConfig, Tiles
@@ -10,8 +10,7 @@ from .tile_configs import TileConfig, Tiles
 TCGEN05 = range(100, 120)  # capabilities whose own tensor core instructions are tcgen05's
 
 
-@dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(NamedTuple):
     """The tile config of a plan and its tiles for the mask.
 
     num_splits: number of KV splits; 0: of a packed forward, chosen.

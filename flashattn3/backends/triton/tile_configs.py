@@ -6,12 +6,11 @@ selected. ``python -m flashattn3_bench.tune`` measures candidates on the current
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """block_m query rows by block_n keys; num_stages is the depth of the load pipeline.
 
     slice_n: in the forward for mma.sync, keys that it multiplies at a time (kernels/forward.py). It
@@ -34,7 +33,7 @@ class Tile:
         if not self.slice_n:
             return self
         block_n = 1 << (self.block_n.bit_length() - 1)
-        return replace(self, block_n=block_n, slice_n=0, num_stages=2)
+        return self._replace(block_n=block_n, slice_n=0, num_stages=2)
 
     @property
     def narrowest_part(self) -> int:
@@ -49,8 +48,7 @@ class Tile:
         return ceil(keys / self.block_n)
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """One tile for each kernel.
 
     bwd: of the backward in five GEMMs, which adds dQ; None: it was slower or not measured.
@@ -73,8 +71,7 @@ class Tiles:
         return f"5 GEMMs, {self.bwd.block_m} rows x {self.bwd.block_n} keys, dq added in any order"
 
 
-@dataclass(frozen=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """Tiles for head dims up to head_dim on GPUs with at least shared_memory_kib per block.
 
     wgmma: for code that uses WGMMA (lowering 90).
@@ -106,17 +103,17 @@ BWD_D192 = Tile(16, 64, 4, 3)
 BWD_D256 = Tile(64, 64, 8, 2, biased=False)
 # fmt: off
 D160 = Tiles(Tile(128, 32, 4, 3, 16), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2), BWD_D192)
-D160_99 = replace(D160, forward=Tile(64, 64, 4, 2, 32))
+D160_99 = D160._replace(forward=Tile(64, 64, 4, 2, 32))
 D192 = Tiles(Tile(64, 64, 4, 2, 16), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), BWD_D192)
 # Triton 3.6 divides the columns of a tile of 64 rows x 128 columns of V among the warps, so that P
 # goes through shared memory; not those of 128 rows.
-D256_V128 = replace(D192, forward=Tile(128, 32, 4, 2, 16))
+D256_V128 = D192._replace(forward=Tile(128, 32, 4, 2, 16))
 D256_99 = Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
 # WGMMA, full and masked. WIDE is for wide rows, and for rows that begin anywhere in a line of 128
 # bytes: more queries share what a block of keys takes to load.
 WIDE = Tile(128, 64, 8, 3)
 WGMMA_D64 = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3))
-WGMMA_D56 = replace(WGMMA_D64, forward=WIDE)
+WGMMA_D56 = WGMMA_D64._replace(forward=WIDE)
 WGMMA_D96 = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
 WGMMA_D128 = (
     Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 32, 8, 3)),
@@ -130,8 +127,8 @@ TILE_CONFIGS = (
     TileConfig(56, True, 227, WGMMA_D56, WGMMA_D56),
     TileConfig(64, True, 227, WGMMA_D64, WGMMA_D64),
     TileConfig(80, True, 227, WGMMA_D96, WGMMA_D96),
-    TileConfig(96, True, 227, replace(WGMMA_D96, forward=WIDE), WGMMA_D96),
-    TileConfig(120, True, 227, *(replace(tiles, forward=WIDE) for tiles in WGMMA_D128)),
+    TileConfig(96, True, 227, WGMMA_D96._replace(forward=WIDE), WGMMA_D96),
+    TileConfig(120, True, 227, *(tiles._replace(forward=WIDE) for tiles in WGMMA_D128)),
     TileConfig(128, True, 227, *WGMMA_D128),
     TileConfig(192, True, 227, WGMMA_D192, WGMMA_D192),
     TileConfig(256, True, 227,
