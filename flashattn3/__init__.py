@@ -1,6 +1,7 @@
 """Exact attention on every machine: one interface, kernels chosen by the GPU's compute
 capability."""
 
+from . import masks
 from .api import (
     explain,
     flash_attn_backward,
@@ -50,6 +51,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
+    "masks",
     "quantize_block_fp8",
     "use_backend",
 ]

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "call": CALL,
     "backends.triton.kernels": {"backends.triton.kernels.*"},
     "backends": CALL | BACKENDS,
+    "masks": BASE | {"call.arguments", "call.value_checks", "masks.*"},
     "quantization": CALL | BACKENDS | {"quantization.*"},
     "run": CALL | {"backends.registry", "backends.base", "backends.device", "quantization", "run.*"}
     | {"quantization.dispatch"},
@@ -43,13 +44,14 @@ TORCH_FREE = (
 )
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 # Run on a CPU or under FLASHATTN3_CHECK=1; read a number that the caller passed as a tensor; once;
-# read a tensor that is on the CPU.
+# read a tensor that is on the CPU; draw a mask.
 MAY_WAIT = {
     *("check_values", "check_edges", "check_same_values"),
     *("check_decode_values", "check_append_values", "check_lengths"),
     *("_check_pages", "_check_metadata_values"),
     *("_scalar", "_listed"),
     *("_kept_signs", "kernel_info"),
+    *("text", "figure"),
 }
 
 
@@ -142,6 +144,8 @@ def test_core_modules_need_only_torch_and_triton(name):
     allowed = {"torch", "triton"} if triton_allowed else {"torch"}
     if name in TORCH_FREE:
         allowed = set()
+    if name == "masks.figure":
+        allowed = {"matplotlib"}
     assert third_party(name) <= allowed
 
 

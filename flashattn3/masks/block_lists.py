@@ -1,0 +1,232 @@
+"""The one representation of a mask: for each block of 128 rows a list of blocks of 64 columns.
+
+Rows are queries and columns keys; the lists of the backward have rows and columns exchanged. All
+shapes follow from the lengths and from a bound on the number of partial blocks, never from values,
+so lists are built on the device, without waiting for it, and inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .bits import lowest, num_ones, packed, unpacked
+
+BLOCK_ROWS, BLOCK_COLUMNS = 128, 64
+# Kinds of blocks. The kind of a block in an intersection is the smaller one of the two, in a union
+# the larger one, and that of the inverse is 2 minus it.
+HIDDEN, PARTIAL, FULL = 0, 1, 2
+# Tiles that are computed together: 16 MB of bools.
+_CHUNK = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """entries: int32 (batch | 1, heads | 1, row blocks, column blocks), a permutation of the column
+        blocks for each row block: full blocks, then partial ones, each in ascending order, then
+        hidden ones.
+    work: int32 (batch | 1, heads | 1, row blocks, 4), work tiles, the one with most blocks first:
+        row block, number of full blocks, number of full and partial blocks, first bit tile. The
+        bit tiles of a row block follow each other, as its partial blocks do.
+    tiles: int64 (capacity, 128), for each row of a partial block its 64 columns, the first in the
+        lowest bit. Bits past the end of rows or columns are 0, and a block that goes past the last
+        column is never full.
+    """
+
+    entries: Tensor
+    work: Tensor
+    tiles: Tensor
+
+
+class Places(NamedTuple):
+    """Where blocks are, int64 each: batch_idx, head, row block, column block."""
+
+    batch: Tensor
+    head: Tensor
+    row: Tensor
+    column: Tensor
+
+
+class Grid(NamedTuple):
+    """The blocks of a mask of rows x columns scores, for each batch_idx and head."""
+
+    batch: int
+    heads: int
+    rows: int
+    columns: int
+
+    @property
+    def transposed(self) -> Grid:
+        return Grid(self.batch, self.heads, self.columns, self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        row_blocks = (self.rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+        column_blocks = (self.columns + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+        return self.batch, self.heads, row_blocks, column_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        batch, heads, rows, columns = self.shape
+        return batch * heads * rows * columns
+
+    def places(self, blocks: Tensor) -> Places:
+        """blocks: int64 indices into a flattened tensor of ``shape``."""
+        _, heads, rows, columns = self.shape
+        lists, column = blocks // columns, blocks % columns
+        return Places(lists // (rows * heads), lists // rows % heads, lists % rows, column)
+
+    def rows_in_blocks(self, device: torch.device) -> Tensor:
+        """The number of rows of each row block, (row blocks, 1)."""
+        first = torch.arange(0, self.rows, BLOCK_ROWS, device=device)
+        return (self.rows - first).clamp(max=BLOCK_ROWS).unsqueeze(-1)
+
+    def inside(self, at: Places) -> Tensor:
+        """The bits of tiles that are scores of the mask: int64 (tiles, 128)."""
+        row = at.row.unsqueeze(-1) * BLOCK_ROWS + torch.arange(BLOCK_ROWS, device=at.row.device)
+        columns = lowest(self.columns - at.column * BLOCK_COLUMNS).unsqueeze(-1)
+        return torch.where(row < self.rows, columns, 0)
+
+    def kinds_of_counts(self, counts: Tensor) -> Tensor:
+        """int8 of ``shape``, from the number of visible scores of each block."""
+        whole = self.rows_in_blocks(counts.device) * BLOCK_COLUMNS
+        return (counts > 0).to(torch.int8) + (counts == whole).to(torch.int8)
+
+    def without_overhang(self, kinds: Tensor) -> Tensor:
+        """kinds in which no block that goes past the last column is full."""
+        if self.columns % BLOCK_COLUMNS == 0:
+            return kinds
+        most = torch.full(self.shape[-1:], FULL, dtype=kinds.dtype, device=kinds.device)
+        most[-1:] = PARTIAL
+        return kinds.minimum(most)
+
+
+Words = Callable[[Places], Tensor]  # tiles at places, int64 (tiles, 128)
+
+
+def assembled(
+    grid: Grid, kinds: Tensor, words: Words, most_partial: int | None = None, exact: bool = False
+) -> BlockLists:
+    """Lists of the blocks of these kinds, int8 of the grid's shape.
+
+    words: computes the bits of partial blocks; those past the end do not matter.
+    most_partial: a bound on their number; None: all blocks.
+    exact: whether all partial blocks have visible and hidden scores. Otherwise those that have none
+        or all visible are hidden or full in the lists.
+    """
+    kinds = grid.without_overhang(kinds)
+    capacity = grid.num_blocks if most_partial is None else min(most_partial, grid.num_blocks)
+    blocks, used = _partial_blocks(kinds, capacity)
+    parts = [
+        words(at) & grid.inside(at) for at in map(grid.places, blocks.split(_CHUNK)) if capacity
+    ]
+    tiles = torch.cat(parts) if parts else blocks.new_zeros((0, BLOCK_ROWS))
+    tiles = torch.where(used.unsqueeze(-1), tiles, 0)
+    if not exact:
+        counts = blocks.new_zeros(grid.num_blocks + 1)
+        places = torch.where(used, blocks, grid.num_blocks)
+        counts.scatter_(0, places, num_ones(tiles).sum(-1))
+        found = grid.kinds_of_counts(counts[:-1].view(grid.shape))
+        slots = numbered(kinds).flatten()
+        kinds = torch.where(kinds == PARTIAL, found, kinds)
+        blocks, used = _partial_blocks(kinds, capacity)
+        if capacity:
+            tiles = torch.where(used.unsqueeze(-1), tiles[slots[blocks].clamp(min=0)], 0)
+    return _listed(kinds, tiles)
+
+
+def numbered(kinds: Tensor) -> Tensor:
+    """Index of the bit tile of each partial block: that of the partial blocks before it."""
+    partial = (kinds == PARTIAL).flatten()
+    return (partial.cumsum(0) - 1).view(kinds.shape)
+
+
+def _partial_blocks(kinds: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """The block of each bit tile, int64 (capacity,), and whether there is one."""
+    slots = torch.where(kinds == PARTIAL, numbered(kinds), capacity).clamp(max=capacity).flatten()
+    places = torch.arange(slots.shape[0], device=kinds.device)
+    blocks = places.new_zeros(capacity + 1).scatter_(0, slots, places)[:capacity]
+    return blocks, torch.arange(capacity, device=kinds.device) < (kinds == PARTIAL).sum()
+
+
+def _listed(kinds: Tensor, tiles: Tensor) -> BlockLists:
+    entries = kinds.argsort(dim=-1, descending=True, stable=True)
+    full, partial = (kinds == FULL).sum(-1), (kinds == PARTIAL).sum(-1)
+    before = partial.flatten().cumsum(0).view(partial.shape) - partial
+    rows = torch.arange(kinds.shape[-2], device=kinds.device).expand(full.shape)
+    work = torch.stack([rows, full, full + partial, before], -1)
+    order = work[..., 2].argsort(dim=-1, descending=True, stable=True)
+    work = work.gather(-2, order.unsqueeze(-1).expand(work.shape))
+    return BlockLists(entries.int(), work.int(), tiles)
+
+
+def kinds_of(lists: BlockLists) -> Tensor:
+    """The kind of each block: int8 (batch | 1, heads | 1, row blocks, column blocks)."""
+    order = lists.work[..., 0].argsort(-1).unsqueeze(-1)
+    by_row = lists.work.gather(-2, order.expand(lists.work.shape))
+    place = torch.arange(lists.entries.shape[-1], device=order.device)
+    kinds = (place < by_row[..., 1:2]).to(torch.int8) + (place < by_row[..., 2:3]).to(torch.int8)
+    return torch.zeros_like(kinds).scatter(-1, lists.entries.long(), kinds)
+
+
+def words_of(lists: BlockLists) -> Words:
+    """The bits of any block: those of a full one are ones. Lists of one batch_idx or head serve all
+    batches or heads."""
+    kinds = kinds_of(lists)
+    slots, shape = numbered(kinds), kinds.shape
+
+    def words(at: Places) -> Tensor:
+        batch, head = (
+            torch.zeros_like(x) if size == 1 else x
+            for x, size in zip((at.batch, at.head), shape[:2], strict=True)
+        )
+        place = batch, head, at.row, at.column
+        kind = kinds[place].unsqueeze(-1)
+        whole = torch.where(kind == FULL, -1, 0)
+        if lists.tiles.shape[0] == 0:
+            return whole.expand(-1, BLOCK_ROWS)
+        tile = lists.tiles[slots[place].clamp(0, lists.tiles.shape[0] - 1)]
+        return torch.where(kind == PARTIAL, tile, whole)
+
+    return words
+
+
+def words_of_predicate(grid: Grid, visible: Callable, transposed: bool) -> Words:
+    """The bits of tiles from ``visible(batch, head, query, key)``, which gets int64 tensors that
+    broadcast to (tiles, 128, 64), inside the lengths.
+
+    transposed: whether rows are keys.
+    """
+
+    def words(at: Places) -> Tensor:
+        device = at.row.device
+        row = at.row.view(-1, 1, 1) * BLOCK_ROWS
+        row = row + torch.arange(BLOCK_ROWS, device=device).view(-1, 1)
+        column = at.column.view(-1, 1, 1) * BLOCK_COLUMNS
+        column = column + torch.arange(BLOCK_COLUMNS, device=device)
+        row, column = row.clamp(max=grid.rows - 1), column.clamp(max=grid.columns - 1)
+        query, key = (column, row) if transposed else (row, column)
+        seen = visible(at.batch.view(-1, 1, 1), at.head.view(-1, 1, 1), query, key)
+        return packed(seen.expand(at.row.shape[0], BLOCK_ROWS, BLOCK_COLUMNS))
+
+    return words
+
+
+def bools_of(lists: BlockLists, grid: Grid) -> Tensor:
+    """bool (batch | 1, heads | 1, rows, columns)."""
+    blocks = torch.arange(grid.num_blocks, device=lists.entries.device)
+    at = grid.places(blocks)
+    tiles = unpacked(words_of(lists)(at) & grid.inside(at))
+    tiles = tiles.view(*grid.shape, BLOCK_ROWS, BLOCK_COLUMNS).transpose(-2, -3)
+    return tiles.flatten(-2).flatten(2, 3)[..., : grid.rows, : grid.columns]
+
+
+def num_visible(lists: BlockLists, grid: Grid) -> Tensor:
+    """The number of visible scores, int64 ()."""
+    rows = grid.rows_in_blocks(lists.work.device).squeeze(-1)
+    of_full = rows[lists.work[..., 0].long()] * lists.work[..., 1] * BLOCK_COLUMNS
+    return of_full.sum() + num_ones(lists.tiles).sum()

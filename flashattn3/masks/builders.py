@@ -1,0 +1,333 @@
+"""The masks whose structure is known: documents, prefixes, windows, spans, blocks and trees.
+
+Sizes and types are checked always; values, which are on the device, on a CPU, and elsewhere in a
+process with FLASHATTN3_CHECK=1. Without the check, values out of bounds are clamped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..call.arguments import integer
+from ..errors import expect, shown
+from . import block_kinds, trees
+from .arguments import (
+    check_bounds,
+    checked_length,
+    checked_tensor,
+    expect_alike,
+    without_copies,
+)
+from .block_lists import BLOCK_COLUMNS, PARTIAL, Grid, assembled, words_of_predicate
+from .mask import Mask
+
+
+def documents(
+    lengths: Sequence[int] | Tensor | None = None,
+    *,
+    ids: Tensor | None = None,
+    seqlen: int | None = None,
+    causal: bool = False,
+    device: torch.device | str | None = None,
+) -> Mask:
+    """Rows of packed documents: a token sees the tokens of its own document.
+
+    Args:
+        lengths: tokens of each document, in the order of the row: ints, or an integer tensor
+            (documents,) or (batch, documents). Tokens behind the last document are padding, which
+            sees nothing and is not seen.
+        ids: in place of lengths, an integer tensor (batch, seqlen) with a number for each token. A
+            run of equal numbers is a document, one of negative numbers padding.
+        seqlen: tokens of a row; needed where lengths is a tensor. None: the sum of the ints.
+        causal: whether a token sees no later one.
+        device: where the mask is built from ints; a tensor's mask is built on its device.
+
+    The mask takes 8 bytes for each block of 128 x 64 tokens, and at most 8 KB for each 64 tokens.
+
+    Raises: TypeError, ValueError: lengths that are negative or longer than seqlen, where values are
+        checked; both or none of lengths and ids.
+    """
+    function = "masks.documents"
+    expect((lengths is None) != (ids is None), function, "lengths", *_one_of_two(lengths))
+    if ids is not None:
+        expect(seqlen is None, function, "seqlen", "None beside ids", shown(seqlen))
+        ids = checked_tensor(function, "ids", ids, "(batch, seqlen)", 2)
+        begins, ends = _runs(ids)
+        seen = ids >= 0
+    else:
+        if not isinstance(lengths, Tensor):
+            lengths = [integer(function, "lengths[...]", length) for length in lengths]
+            seqlen = sum(lengths) if seqlen is None else seqlen
+            lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+        wanted = "an int where lengths is a tensor"
+        expect(seqlen is not None, function, "seqlen", wanted, None)
+        seqlen = checked_length(function, "seqlen", seqlen)
+        lengths = checked_tensor(function, "lengths", lengths, "(batch, documents)", 1, 2)
+        check_bounds(function, "lengths", lengths, 0, seqlen)
+        check_bounds(function, "lengths.sum(-1)", lengths.sum(-1), 0, seqlen)
+        begins, ends, seen = _spans_of_lengths(torch.atleast_2d(lengths), seqlen)
+    begins, ends = (torch.where(seen, x, 0)[:, None, :, None] for x in (begins, ends))
+    if causal:
+        later = torch.arange(begins.shape[2], device=begins.device).add(1).unsqueeze(-1)
+        ends = torch.minimum(ends, later)
+    batch, seqlen = begins.shape[0], begins.shape[2]
+    # Of a document that ends inside a block of rows, all blocks are partial there; where it begins
+    # too. Other blocks are partial at its two ends and, if causal, at the diagonal.
+    blocks = -(-seqlen // BLOCK_COLUMNS)
+    most = batch * (4 * blocks + 4)
+    return _of_spans(Grid(batch, 1, seqlen, seqlen), begins, ends, most, most)
+
+
+def _one_of_two(lengths: object) -> tuple[str, str]:
+    return "None beside ids, and given without", shown(lengths)
+
+
+def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the run of equal numbers around each token begins and ends, int64 (batch, seqlen)."""
+    batch, seqlen = ids.shape
+    token = torch.arange(seqlen, device=ids.device)
+    differs = ids[:, 1:] != ids[:, :-1]
+    edge = differs.new_ones((batch, min(1, seqlen)))
+    first, last = torch.cat([edge, differs], -1), torch.cat([differs, edge], -1)
+    begins = torch.where(first, token, 0).cummax(-1).values if seqlen else token.expand(batch, 0)
+    ends = torch.where(last, token + 1, seqlen).flip(-1)
+    return begins, ends.cummin(-1).values.flip(-1) if seqlen else begins
+
+
+def _spans_of_lengths(lengths: Tensor, seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first token of each token's document, the one past its last, and whether it has one."""
+    edges = lengths.long().clamp(min=0).cumsum(-1).clamp(max=seqlen)
+    edges = torch.nn.functional.pad(edges, (1, 1), value=0)
+    edges[:, -1] = seqlen
+    token = torch.arange(seqlen, device=lengths.device).expand(edges.shape[0], -1).contiguous()
+    document = torch.searchsorted(edges, token, right=True).clamp(1, edges.shape[-1] - 1)
+    begins, ends = edges.gather(-1, document - 1), edges.gather(-1, document)
+    return begins, ends, document < edges.shape[-1] - 1
+
+
+def prefix_lm(prefix_lengths: Sequence[int] | Tensor, seqlen: int, *, device=None) -> Mask:
+    """All tokens see the prefix, each one behind it the tokens before itself too.
+
+    Args:
+        prefix_lengths: tokens of each row's prefix, ints or an integer tensor (batch,).
+        seqlen: tokens of a row.
+        device: where the mask is built from ints.
+
+    Raises: TypeError, ValueError: lengths outside 0 to seqlen, where values are checked.
+    """
+    function = "masks.prefix_lm"
+    seqlen = checked_length(function, "seqlen", seqlen)
+    if not isinstance(prefix_lengths, Tensor):
+        prefix_lengths = torch.tensor(list(prefix_lengths), dtype=torch.int64, device=device)
+    prefix = checked_tensor(function, "prefix_lengths", prefix_lengths, "(batch,)", 1)
+    check_bounds(function, "prefix_lengths", prefix, 0, seqlen)
+    prefix = prefix.long().clamp(0, seqlen).view(-1, 1, 1, 1)
+    later = torch.arange(1, seqlen + 1, device=prefix.device).view(1, 1, -1, 1)
+    ends = torch.maximum(prefix, later)
+    grid = Grid(prefix.shape[0], 1, seqlen, seqlen)
+    # A block of rows has one end or 128 neighbours; where the prefix ends, a block of keys is
+    # partial for all queries before it.
+    most = grid.batch * 4 * (-(-seqlen // BLOCK_COLUMNS) + 1)
+    return _of_spans(grid, torch.zeros_like(ends), ends, most, most)
+
+
+def window(
+    seqlen: int,
+    left: int,
+    right: int = 0,
+    *,
+    sinks: int = 0,
+    seqlen_k: int | None = None,
+    device: torch.device | str | None = None,
+) -> Mask:
+    """A sliding window whose first keys stay visible.
+
+    Args:
+        seqlen: queries, and keys where seqlen_k is None. The last query is aligned with the last
+            key, as everywhere in flashattn3.
+        left, right: keys before and behind a query's own that it sees; -1: all.
+        sinks: keys at the beginning that no query loses on the left.
+        device: where the mask is built.
+    """
+    function = "masks.window"
+    queries = checked_length(function, "seqlen", seqlen)
+    keys = queries if seqlen_k is None else checked_length(function, "seqlen_k", seqlen_k)
+    left, right = integer(function, "left", left), integer(function, "right", right)
+    sinks = checked_length(function, "sinks", sinks)
+    own = torch.arange(queries, device=device).view(1, 1, -1) + (keys - queries)
+    end = (own + right + 1).clamp(0, keys) if right >= 0 else torch.full_like(own, keys)
+    start = (own - left).clamp(min=0).minimum(end) if left >= 0 else torch.zeros_like(own)
+    last_sink = end.clamp(max=sinks)
+    starts = torch.stack([torch.zeros_like(own), torch.maximum(start, last_sink)], -1)
+    ends = torch.stack([last_sink, end], -1)
+    # Both ends of a window and that of the sinks are in at most 3 blocks of a block of rows; where
+    # the sinks end, a block of keys is partial for all queries.
+    grid = Grid(1, 1, queries, keys)
+    most = (12 * of.shape[2] + of.shape[3] for of in (grid, grid.transposed))
+    return _of_spans(grid, starts, ends, *most)
+
+
+def intervals(starts: Tensor, ends: Tensor, seqlen_k: int | None = None) -> Mask:
+    """Each query sees the union of some spans of keys.
+
+    Args:
+        starts, ends: integer tensors (batch | 1, heads | 1, seqlen_q, n): spans [start, end), in
+            any order, also empty or overlapping.
+        seqlen_k: keys; None: seqlen_q.
+
+    Any block may be partial, so the mask has room for seqlen_q * seqlen_k / 4 bytes of bits for
+    each batch_idx and head that the tensors have.
+
+    Raises: TypeError, ValueError: spans outside 0 to seqlen_k, where values are checked.
+    """
+    function = "masks.intervals"
+    axes = "(batch | 1, heads | 1, seqlen_q, n)"
+    starts = checked_tensor(function, "starts", starts, axes, 4)
+    ends = checked_tensor(function, "ends", ends, axes, 4)
+    expect_alike(function, "ends", ends, starts, "starts")
+    keys = starts.shape[2] if seqlen_k is None else checked_length(function, "seqlen_k", seqlen_k)
+    for name, x in (("starts", starts), ("ends", ends)):
+        check_bounds(function, name, x, 0, keys)
+    grid = Grid(*starts.shape[:3], keys)
+    return _of_spans(
+        grid, *_apart(starts.long().clamp(0, keys), ends.long().clamp(0, keys)), None, None
+    )
+
+
+def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Spans that cover the same keys and do not overlap."""
+    if starts.shape[-1] == 0:
+        return starts, ends
+    starts, order = starts.sort(-1)
+    ends = ends.gather(-1, order)
+    reached = torch.maximum(starts, ends).cummax(-1).values
+    before = torch.nn.functional.pad(reached[..., :-1], (1, 0), value=0)
+    starts = torch.maximum(starts, before)
+    return starts, torch.maximum(starts, ends)
+
+
+def _of_spans(grid: Grid, starts: Tensor, ends: Tensor, *most_partial: int | None) -> Mask:
+    """The mask of spans as ``block_kinds.of_spans`` takes them. most_partial: as below."""
+    _, heads, queries, n = starts.shape
+
+    def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        row = (batch_idx * heads + head) * queries + query
+        seen = torch.zeros_like(row, dtype=torch.bool)
+        for i in range(n):
+            start, end = (x[..., i].flatten()[row] for x in (starts, ends))
+            seen = seen | ((start <= key) & (key < end))
+        return seen.expand(torch.broadcast_shapes(seen.shape, key.shape))
+
+    kinds = block_kinds.of_spans(grid, starts, ends)
+    return _of_predicate(grid, visible, kinds, most_partial, exact=True)
+
+
+def _of_predicate(grid: Grid, visible, kinds, most_partial=(None, None), exact=False) -> Mask:
+    """kinds and most_partial: of blocks of queries and of blocks of keys, as ``assembled`` takes
+    them."""
+    lists = [
+        assembled(of, kind, words_of_predicate(of, visible, transposed), most, exact)
+        for of, kind, transposed, most in zip(
+            (grid, grid.transposed), kinds, (False, True), most_partial, strict=True
+        )
+    ]
+    return Mask(*lists, grid.rows, grid.columns)
+
+
+def of_predicate(grid: Grid, visible, device: torch.device) -> Mask:
+    """The mask of ``visible(batch_idx, head, query, key)``, which is computed for every score."""
+    sides = grid, grid.transposed
+    kinds = [torch.full(of.shape, PARTIAL, dtype=torch.int8, device=device) for of in sides]
+    return _of_predicate(grid, visible, kinds)
+
+
+def of_block_predicate(
+    grid: Grid, visible, seen: Tensor, full: Tensor, block_q: int, block_k: int, most_partial
+) -> Mask:
+    """The same, computed where blocks of block_q x block_k are seen and not full."""
+    kinds = [
+        block_kinds.of_blocks(of, seen, full, block_q, block_k, transposed)
+        for of, transposed in ((grid, False), (grid.transposed, True))
+    ]
+    return _of_predicate(grid, visible, kinds, most_partial)
+
+
+def blocks(
+    selected: Tensor,
+    block_q: int = 128,
+    block_k: int = 64,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+) -> Mask:
+    """The scores of selected blocks.
+
+    Args:
+        selected: bool (batch | 1, heads | 1, blocks of queries, blocks of keys).
+        block_q, block_k: sizes of a block in tokens. Where both are multiples of 128, no block is
+            partial, unless it goes past the end; others take up to seqlen_q * seqlen_k / 8 bytes of
+            bits for each batch_idx and head, in the forward's lists, in the backward's, or in both.
+        seqlen_q, seqlen_k: lengths; None: those of whole blocks.
+    """
+    function, sizes = "masks.blocks", []
+    axes = "(batch | 1, heads | 1, blocks of queries, blocks of keys)"
+    selected = checked_tensor(function, "selected", selected, axes, 4, boolean=True)
+    selected = without_copies(selected)
+    for axis, size, given, length in (
+        (2, "block_q", block_q, seqlen_q),
+        (3, "block_k", block_k, seqlen_k),
+    ):
+        given, number = integer(function, size, given), selected.shape[axis]
+        expect(given >= 1, function, size, "at least 1", given)
+        length = (
+            number * given
+            if length is None
+            else checked_length(function, f"seqlen_{size[-1]}", length)
+        )
+        wanted = f"{-(-length // given)} blocks of {given} tokens"
+        expect(number == -(-length // given), function, f"selected.shape[{axis}]", wanted, number)
+        sizes.append((given, length))
+    (block_q, queries), (block_k, keys) = sizes
+    grid = Grid(*selected.shape[:2], queries, keys)
+
+    def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return selected[batch_idx, head, query // block_q, key // block_k]
+
+    most = [
+        None if rows % 128 or columns % BLOCK_COLUMNS else of.num_blocks // max(1, of.shape[-1])
+        for of, rows, columns in ((grid, block_q, block_k), (grid.transposed, block_k, block_q))
+    ]
+    return of_block_predicate(grid, visible, selected, selected, block_q, block_k, most)
+
+
+def tree(parents: Tensor) -> Mask:
+    """Each token sees itself and its ancestors: many continuations of a prefix in one row.
+
+    Args:
+        parents: integer tensor (seqlen,) or (batch, seqlen), the parent of each token, which comes
+            before it; -1: none.
+
+    It is computed for every score, and any block may be partial: the mask has room for
+    seqlen**2 / 4 bytes of bits for each row.
+
+    Raises: TypeError, ValueError: a parent that does not come before its token, where values are
+        checked.
+    """
+    function = "masks.tree"
+    parents = checked_tensor(function, "parents", parents, "(batch, seqlen)", 1, 2)
+    parents = torch.atleast_2d(parents).long()
+    token = torch.arange(parents.shape[-1], device=parents.device)
+    distance = token - parents
+    check_bounds(function, "parents", parents, -1, parents.shape[-1] - 1)
+    check_bounds(function, "each token minus its parent", distance, 1, parents.shape[-1])
+    first, last = trees.visits(torch.minimum(parents, token - 1))
+
+    def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visit = first[batch_idx, query]
+        return (first[batch_idx, key] <= visit) & (visit < last[batch_idx, key])
+
+    grid = Grid(parents.shape[0], 1, parents.shape[1], parents.shape[1])
+    return of_predicate(grid, visible, parents.device)

@@ -1,0 +1,118 @@
+"""Masks from bools and from FlexAttention's block masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import expect, shown, type_error, value_error
+from .arguments import checked_tensor, without_copies
+from .block_lists import Grid
+from .builders import of_block_predicate, of_predicate
+from .mask import Mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def from_bool(visible: Tensor) -> Mask:
+    """The mask of a bool tensor, which is read once for each side.
+
+    Args:
+        visible: (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k) or (batch | 1, heads | 1,
+            seqlen_q, seqlen_k), True where a query sees a key. Axes that are expanded (stride 0)
+            count as 1.
+
+    Any block may be partial: the mask has room for seqlen_q * seqlen_k / 4 bytes of bits for each
+    batch_idx and head of visible.
+    """
+    axes = "(batch | 1, heads | 1, seqlen_q, seqlen_k)"
+    visible = checked_tensor("masks.from_bool", "visible", visible, axes, 2, 3, 4, boolean=True)
+    if visible.ndim == 2:
+        visible = visible.unsqueeze(0)
+    if visible.ndim == 3:
+        visible = visible.unsqueeze(1)
+    visible = without_copies(visible)
+
+    def seen(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visible[batch_idx, head, query, key]
+
+    return of_predicate(Grid(*visible.shape), seen, visible.device)
+
+
+def from_block_mask(block_mask: BlockMask) -> Mask:
+    """The mask of a ``BlockMask`` of torch.nn.attention.flex_attention.
+
+    Its mask_mod is computed in its partial blocks, once. The mask has the batch and heads of the
+    block mask, where None became 1, and room for as many partial blocks as there are blocks:
+    seqlen_q * seqlen_k / 4 bytes of bits for each batch_idx and head.
+
+    Raises: TypeError: block_mask is no BlockMask. ValueError: its mask_mod reads a tensor on
+        another device.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    function = "masks.from_block_mask"
+    if not isinstance(block_mask, BlockMask):
+        wanted = "a BlockMask of torch.nn.attention.flex_attention"
+        raise type_error(function, "block_mask", wanted, shown(block_mask))
+    indices = block_mask.kv_indices
+    expect(indices.ndim == 4, function, "block_mask.kv_indices.shape", "of four axes",
+           tuple(indices.shape))  # fmt: skip
+    _expect_same_device(function, block_mask.mask_mod, indices.device)
+    block_q, block_k = block_mask.BLOCK_SIZE
+    queries, keys = block_mask.seq_lengths
+    partial = _dense(block_mask.kv_num_blocks, indices)
+    full = torch.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    mask_mod = block_mask.mask_mod
+
+    def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = batch_idx, head, query // block_q, key // block_k
+        return full[place] | (partial[place] & _computed(mask_mod, batch_idx, head, query, key))
+
+    grid = Grid(*indices.shape[:2], queries, keys)
+    blocks = -(-queries // block_q), -(-keys // block_k)
+    partial, full = (x[..., : blocks[0], : blocks[1]] for x in (partial, full))
+    return of_block_predicate(grid, visible, partial | full, full, block_q, block_k, (None, None))
+
+
+def _dense(counts: Tensor, indices: Tensor) -> Tensor:
+    """bool (batch, heads, query blocks, key blocks): the first ``counts`` of the indices."""
+    columns = indices.shape[-1]
+    listed = torch.arange(columns, device=indices.device) < counts.unsqueeze(-1)
+    places = torch.where(listed, indices.long(), columns)
+    found = listed.new_zeros((*indices.shape[:-1], columns + 1))
+    return found.scatter(-1, places, listed)[..., :columns]
+
+
+def _computed(mask_mod, batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """mask_mod, which takes scalars, at (tiles, ·, ·); query or key may be the later axis."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    num_tiles, rows = query.shape[0], query.flatten(1)
+    of_tile = batch_idx.flatten(), head.flatten(), rows, key.flatten(1)
+
+    def at_tile(tile: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        b, h, q, k = of_tile
+        return mask_mod(b[tile], h[tile], q[tile, row], k[tile, column])
+
+    shape = num_tiles, 1, rows.shape[1], of_tile[3].shape[1]
+    found = create_mask(at_tile, *shape, device=query.device).squeeze(1)
+    return found if query.shape[2] == 1 else found.mT
+
+
+def _expect_same_device(function: str, mask_mod, device: torch.device) -> None:
+    """Raise if mask_mod has captured a tensor on another device."""
+    for name, cell in zip(
+        mask_mod.__code__.co_freevars if hasattr(mask_mod, "__code__") else (),
+        getattr(mask_mod, "__closure__", None) or (),
+        strict=True,
+    ):
+        captured = cell.cell_contents
+        if isinstance(captured, Tensor) and captured.device != device:
+            wanted = f"on {device} as the block mask"
+            raise value_error(function, f"{name}, which mask_mod reads,", wanted, captured.device)
